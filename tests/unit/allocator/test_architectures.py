@@ -46,15 +46,15 @@ def test_published_memory_is_what_is_computed_and_the_page_says_so() -> None:
         re.findall(r"^\| (GiB in all, 32,768 tokens|published|estimate) \| (.*) \|$", page, re.MULTILINE)
     )
     sizes, published, ours = (cells.split(" | ") for cells in rows.values())
-    for size, known, shown in zip(sizes, published, ours, strict=True):
+    for size, measured, shown in zip(sizes, published, ours, strict=True):
         least = footprint(MODELS[f"qwen3-{size.removeprefix('qwen3-')}"], 2, 32768, 1).least / GIB
         assert f"{least:.2f}" == shown, size
-        assert least == pytest.approx(float(known), rel=0.01), size
+        assert least == pytest.approx(float(measured), rel=0.01), size
     assert len(sizes) == 7
-    for model, known in (("llama-3.1-8b", 15.62), ("llama-3.1-70b", 39.06)):
+    for model, gib in (("llama-3.1-8b", 15.62), ("llama-3.1-70b", 39.06)):
         cache = footprint(MODELS[model], 2, 128000, 1).kv_cache / GIB
-        assert f"{cache:.2f}" == str(known)
-        assert f"{model.rpartition('-')[2]} {known} GiB" in page
+        assert f"{cache:.2f}" == str(gib)
+        assert f"{model.rpartition('-')[2]} {gib} GiB" in page
     weights = footprint(MODELS["llama-3.1-405b"], 2, 0, 1).weights / 1e9
     assert weights == pytest.approx(810, rel=0.01)
     assert f"405b: 810 GB published, {weights:.2f} estimated" in page

@@ -45,5 +45,5 @@ def test_every_setting_of_a_page_is_one_of_its_program(page: Path) -> None:
 
 
 def test_the_search_finds_them() -> None:
-    assert sum(len(manifests(page)) for page in HAND_WRITTEN) >= 5
+    assert sum(len(manifests(page)) for page in HAND_WRITTEN) >= 2
     assert sum(len(tables(page)) for page in HAND_WRITTEN) >= 5

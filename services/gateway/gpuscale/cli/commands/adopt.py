@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def adopt(session: Session, pids: tuple[int, ...], title: str, ttl: float | None) -> None:
     """Reserve the GPUs that processes of yours already use on this host, until the last of them ends.
 
-    They and what they start become a job: stop ends them, and so does the loss of the lease, as it does what run started. GPUs
+    They and what they start become a job, which `stop` or the loss of its lease ends. GPUs
     that others hold are refused. Root may adopt everybody's processes.
     """
     from gpuscale import client as library

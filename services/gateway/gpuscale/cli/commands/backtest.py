@@ -263,9 +263,7 @@ def figures(client: "Client", of: "api.Backtest") -> "api.BacktestResponse":
     return api.BacktestResponse(reports=[one.report for one in reports], work_gpu_hours=of.work_gpu_hours)
 
 
-DETACH = option(
-    "--detach", "-d", is_flag=True, help="Do not wait: print its name, and leave it to the server."
-)
+DETACH = option("--detach", "-d", is_flag=True, help="Print its name and return; the server goes on.")
 
 
 @command("backtest --preset all --trace requests.csv --slo 5s")
@@ -379,9 +377,9 @@ def tune(
     of: str,
     detach: bool,
 ) -> None:
-    """Search families of policies and their parameters for the best one by a goal.
+    """Search policies and their parameters for the cheapest that meets a goal.
 
-    With an ENDPOINT on what arrived at it in the last day, and beside what it has now; its watcher, template and bounds stay.
+    With an ENDPOINT: on what arrived there in the last day, compared with its present policy; its watcher, template and bounds stay.
     """
     from google.protobuf.field_mask_pb2 import FieldMask
 

@@ -52,7 +52,7 @@ ANSWER_SECONDS = 10.0
 @takes("asking", Asking)
 @option("--wait", type=DURATION, default=0.0, help="How long to wait for free GPUs.")
 def check(session: Session, asking: Asking, wait: float) -> None:
-    """Say whether GPUs are free, and which; nothing is reserved. Exit code 5 if there are none."""
+    """Check whether GPUs are free, and which; nothing is reserved. Exit code 5 if there are none."""
     output = session.output
     with session.connect() as client:
         ask = asking.message(client)
@@ -129,7 +129,7 @@ def estimate(
 ) -> None:
     """Estimate how many GPUs of this fleet a language model needs, and how much memory on each.
 
-    With --parameter-count or --kv-cache-tokens it is reckoned from these numbers alone.
+    With --parameter-count or --kv-cache-tokens only these numbers count.
     """
     from google.protobuf.json_format import ParseDict
 
@@ -253,10 +253,10 @@ def explain_placement(session: Session, asking: Asking) -> None:
 
 @command("plan rebalance --gpus 8")
 @takes("asking", Asking)
-@option("--apply", is_flag=True, help="Begin the moves for the first who waits and is helped by any.")
+@option("--apply", is_flag=True, help="Begin the moves for the first waiting request that they help.")
 @YES
 def plan_rebalance(session: Session, asking: Asking, apply: bool, yes: bool) -> None:
-    """Say what would have to move for GPUs to be free, at the lowest cost; for who waits where no --gpus are typed.
+    """Plan the cheapest moves that free GPUs: --gpus, or what waiting requests want.
 
     Nothing is moved without --apply. Exit code 5 if no moves make room for --gpus.
     """

@@ -235,7 +235,7 @@ def rotate_ca(session: Session, directory: Path, finish: bool) -> None:
 def revoke(session: Session, name: str, revoked_file: Path, serial: str | None) -> None:
     """Revoke every certificate of a caller that was issued until now: servers refuse its calls within a second.
 
-    Open streams end within a minute. A certificate that is issued later counts.
+    Open streams end within a minute. A certificate that is issued later is valid.
     """
     now = datetime.now(UTC).replace(microsecond=0)
     with _using(revoked_file):

@@ -203,7 +203,7 @@ def _rule_change(text: str) -> "api.StatedRuleChange":
 )
 @option("--before", type=COUNT, metavar="N", help="Replicas desired so far.")
 @option("--ready", "ready_replicas", type=COUNT, metavar="N", help="Replicas that work.")
-@option("--unknown", "unknown_replicas", type=COUNT, metavar="N", help="Replicas that are not heard from.")
+@option("--unknown", "unknown_replicas", type=COUNT, metavar="N", help="Replicas that do not report.")
 @repeated(
     "--changed",
     type=Parsed("rule=age", _rule_change),
@@ -219,7 +219,7 @@ def evaluate_endpoint(
     at: datetime | None,
     **counts: Any,
 ) -> None:
-    """Say how many replicas an endpoint would get; nothing is changed. What is not given comes from the live endpoint."""
+    """Show how many replicas an endpoint would get; nothing is changed. What is not given comes from the live endpoint."""
     if not name and not file:
         raise InvalidArgumentError("pass NAME or --file")
     spec = None

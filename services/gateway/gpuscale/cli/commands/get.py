@@ -257,7 +257,7 @@ cordons = _listing(
     "cordons",
     "cordons",
     lambda: allocator.CORDONS,
-    "Nodes and GPUs closed for new work, and what still runs there.",
+    "Nodes and GPUs closed to new work, and what still runs there.",
 )
 
 
@@ -336,7 +336,7 @@ quotas = _listing(
 @get("bookings", "bookings")
 @ENDED
 def bookings(session: Session, name: Names, ended: bool) -> None:
-    """GPUs that are kept for somebody from a moment on; what begins first first."""
+    """GPUs booked for somebody, the next booking first."""
     _show(session, name, allocator.BOOKINGS, lookup.bookings, ended=ended)
 
 
@@ -350,25 +350,25 @@ acts = _listing(
     "acts",
     "policy-acts idle",
     lambda: sharing.VIEWS["acts"],
-    "What use policies did, and nearly did, newest first. A NAME is that of a policy.",
+    "What use policies did, or would have done, newest first. A NAME is that of a policy.",
 )
 targets = _listing(
     "targets",
     "targets",
     lambda: sharing.VIEWS["targets"],
-    "Webhooks that are told of what happens to reservations.",
+    "Webhooks that get notifications about reservations.",
 )
 notifications = _listing(
     "notifications",
     "notifications -l dead=true",
     lambda: sharing.VIEWS["notifications"],
-    "What targets were not told yet, and what they will not be told by itself.",
+    "Notifications that are not delivered yet, and those that only `resend` sends again.",
 )
 budgets = _listing(
     "budgets",
     "budgets",
     lambda: sharing.VIEWS["budgets"],
-    "Power budgets: what the GPUs of a node, a rack or the fleet may draw, and do.",
+    "Power budgets: what the GPUs of a node, a rack or the fleet may draw, and what they draw.",
 )
 changes = _listing(
     "changes",

@@ -69,7 +69,7 @@ PLACE = option(
     "--dir",
     "directory",
     type=FILE,
-    help="Where all files are; without it where the units look, or ~/.config/gpuscale without root.",
+    help="Where all files are; by default where the units look, or ~/.config/gpuscale without root.",
 )
 OWNERS = frozenset({"work_socket", "agent_address"})
 """Settings whose owner may have others, or none in a file of an earlier version."""
@@ -187,7 +187,7 @@ def init(
 ) -> None:
     """Set up the services on this host: authority, certificates, an admin's token, settings, units. Then hosts can join.
 
-    Where systemd runs it starts the units. Once the services answer it prints what to type on the next host.
+    With systemd, it starts the units. Once the services answer, it prints what to type on the next host.
     """
     hosts = tuple(dict.fromkeys(host or (socket.getfqdn(), socket.gethostname())))
     folder, state = (
@@ -390,7 +390,7 @@ PROGRAMS_OF_SERVICES = ("gpuscale-allocator", "gpuscale-autoscaler", "gpuscale-g
     metavar="DIGEST",
     help="The digest of the authority, as join-token create prints it.",
 )
-@option("--node", metavar="NAME", help="Name of this host; its hostname without it.")
+@option("--node", metavar="NAME", help="Name of this host; by default its hostname.")
 @option(
     "--role",
     type=click.Choice(("gpu-host", "standby", "gateway")),
@@ -398,7 +398,7 @@ PROGRAMS_OF_SERVICES = ("gpuscale-allocator", "gpuscale-autoscaler", "gpuscale-g
     help="What runs here: agent and adapter; or services that follow those of the first host; or a gateway.",
 )
 @repeated(
-    "--host", metavar="NAME", help="Name by which others reach a standby or gateway; --node without it."
+    "--host", metavar="NAME", help="Name by which others reach a standby or gateway; by default --node."
 )
 @DATABASE_FILE
 @POSTGRESQL
@@ -406,7 +406,7 @@ PROGRAMS_OF_SERVICES = ("gpuscale-allocator", "gpuscale-autoscaler", "gpuscale-g
 @repeated(
     "--at",
     metavar="SERVICE=ADDRESS",
-    help="Where the fleet, allocator or autoscaler is, where not at port 7072-7074 of ADDRESS.",
+    help="Where the fleet, allocator or autoscaler is, unless at port 7072-7074 of ADDRESS.",
 )
 @option("--plan", is_flag=True, help="Show what would be written, and write nothing.")
 @option("--run", is_flag=True, help="Run agent and adapter, until Ctrl-C or SIGTERM.")
@@ -428,7 +428,7 @@ def join(
 ) -> None:
     """Get a certificate for this host, write the settings and units of its agent and adapter, and start them where systemd runs.
 
-    The authority is trusted by its digest before the token is sent. The agent has the certificate renewed by itself. A host
+    It checks the digest of the authority before it sends the token. The agent renews the certificate by itself. A host
     that has joined needs no token again.
     """
     node = node or to_id(socket.gethostname())
@@ -632,9 +632,9 @@ def _settings_of_host(
 @command("leave")
 @PLACE
 def leave(session: Session, directory: Path | None) -> None:
-    """Take away what join wrote on this host: its units, which it stops, and its certificate. Stop --run first.
+    """Remove what join wrote on this host: its units, which it stops, and its certificate. Stop --run first.
 
-    Its settings, to which you may have added, are in gpuscale.toml.left from then on.
+    It keeps the settings, in gpuscale.toml.left.
 
     To make it final: `gpuscalectl forget node NAME` and `gpuscalectl certs revoke NAME`.
     """

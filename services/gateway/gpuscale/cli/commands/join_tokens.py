@@ -28,7 +28,7 @@ _COLUMNS = (
 
 @command("join-token create --expires-in 1h")
 @option(
-    "--node", default="", metavar="NAME", help="The only name that it is good for; any new one without it."
+    "--node", default="", metavar="NAME", help="The only name that it is good for; by default any new one."
 )
 @option(
     "--role",

@@ -83,12 +83,12 @@ def create(
     help="The digest of the server's authority; or name its file with --ca-file.",
 )
 @option("--code-file", type=FILE, help="File with the code; - for standard input. Without it you are asked.")
-@option("--oidc", is_flag=True, help="Log in by the OIDC provider of the server, without a code.")
-@option("--as", "context", metavar="CONTEXT", help="Name of the context; the host of ADDRESS without it.")
+@option("--oidc", is_flag=True, help="Log in through the server's OIDC provider, without a code.")
+@option("--as", "context", metavar="CONTEXT", help="Name of the context; by default the host of ADDRESS.")
 def login(
     session: Session, name: str, ca_hash: str | None, code_file: Path | None, oidc: bool, context: str | None
 ) -> None:
-    """Log in at a server: a token of your own, and a context that uses it, which becomes the current one."""
+    """Log in to a server: a token of your own, and a context that uses it, which becomes the current one."""
     from gpuscale.client.connection import Context, contexts_file
 
     first = channel.split_addresses(name)[0]
@@ -157,7 +157,7 @@ def _by_code(session: Session, file: Path | None) -> tuple[str, str]:
 @command("logout lab")
 @click.argument("context", metavar="[CONTEXT]", default="", shell_complete=context_names)
 def logout(session: Session, context: str) -> None:
-    """Delete what login wrote for a context, the current one without a name; a provider is told that its refresh token ends.
+    """Delete what login wrote for a context, by default the current one, and revoke its refresh token at the provider.
 
     A token that is copied elsewhere is valid until it ends, or an admin revokes it (`gpuscalectl token revoke`).
     """

@@ -37,7 +37,7 @@ _UNSAFE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 @command("logs jobs --follow")
 @names("endpoints", metavar="[replica|endpoint|job] NAME")
-@option("--follow", "-f", is_flag=True, help="Keep writing what they write, until they end.")
+@option("--follow", "-f", is_flag=True, help="Follow the output until they end.")
 @option(
     "--bytes",
     "last",
@@ -50,8 +50,8 @@ _UNSAFE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def logs(session: Session, name: tuple[str, ...], follow: bool, last: int, lines: int | None) -> None:
     """Show what replicas wrote, as far as their adapters keep it, or what a detached job did. It may contain secrets.
 
-    NAME is ENDPOINT/REPLICA, or ENDPOINT for all its present replicas, or the name or title of a job. Of several replicas each
-    line begins with the name of its own.
+    NAME is ENDPOINT/REPLICA, or ENDPOINT for all its present replicas, or the name or title of a job. With several
+    replicas, each line begins with the name of its replica.
     """
     from gpuscale.client.jobs import Job
 

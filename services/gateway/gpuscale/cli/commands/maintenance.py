@@ -27,7 +27,7 @@ REASON = option("--reason", default="", metavar="TEXT", help="Why, for others to
 @SPOTS
 @REASON
 def cordon(session: Session, name: tuple[str, ...], reason: str) -> None:
-    """Close nodes or GPUs for new work; what runs there stays. NAME is NODE, NODE/INDEX, NODE/UUID or UUID."""
+    """Close nodes or GPUs to new work; what runs there stays. NAME is NODE, NODE/INDEX, NODE/UUID or UUID."""
 
     def put(client: "Client", full: str) -> Done:
         found = client.nodes.CordonNode(allocator_api.CordonNodeRequest(name=full, reason=reason)).cordon
@@ -42,7 +42,7 @@ def cordon(session: Session, name: tuple[str, ...], reason: str) -> None:
 @command("uncordon host-1 host-2")
 @SPOTS
 def uncordon(session: Session, name: tuple[str, ...]) -> None:
-    """Open nodes or GPUs for new work again; this also ends drains. NAME is NODE, NODE/INDEX, NODE/UUID or UUID."""
+    """Open nodes or GPUs to new work again; this also ends drains. NAME is NODE, NODE/INDEX, NODE/UUID or UUID."""
 
     def lift(client: "Client", full: str) -> Done:
         client.nodes.UncordonNode(allocator_api.UncordonNodeRequest(name=full))
@@ -79,7 +79,7 @@ def drain(session: Session, name: tuple[str, ...], grace: float | None, reason: 
 @command("clear quarantine host-1/0")
 @names("gpus", metavar="GPU")
 def clear_quarantine(session: Session, name: tuple[str, ...]) -> None:
-    """Let work onto quarantined GPUs again, until a fault begins anew. GPU is NODE/INDEX, NODE/UUID or UUID."""
+    """Allow work on quarantined GPUs again, until a new fault. GPU is NODE/INDEX, NODE/UUID or UUID."""
 
     def clear(client: "Client", full: str) -> Done:
         found = client.health.ClearQuarantine(monitor_api.ClearQuarantineRequest(name=full)).health_events

@@ -29,12 +29,10 @@ DRY_RUN_SECONDS = 300.0
 
 @command("explain policy idle --dry-run --since 2d")
 @one_name("policies")
-@option(
-    "--dry-run", is_flag=True, help="Show what it would have done in the past instead, by what is recorded."
-)
+@option("--dry-run", is_flag=True, help="Show instead what it would have done in the recorded past.")
 @SINCE
 def explain_policy(session: Session, name: str, dry_run: bool, since: datetime | None) -> None:
-    """On whom a use policy has an eye, what comes next and when, and what it did last."""
+    """Whom a use policy watches, what it does next and when, and what it did last."""
     with session.connect() as client:
         if dry_run:
             [policy] = lookup.READERS["policies"](client, [name])
@@ -79,7 +77,7 @@ def show_past(session: Session, client: "Client", policy: api.UsePolicy, since: 
 @names("policies")
 @YES
 def delete_policy(session: Session, name: Names, yes: bool) -> None:
-    """Delete use policies; what they would take away may stay."""
+    """Delete use policies; reservations that they revoked may stay."""
     wanted = [full_name(POLICY, one) for one in name]
     delete_each(session, "policies", wanted, api.DeleteUsePolicyRequest, yes=yes)
 
@@ -88,7 +86,7 @@ def delete_policy(session: Session, name: Names, yes: bool) -> None:
 @names("targets")
 @YES
 def delete_target(session: Session, name: Names, yes: bool) -> None:
-    """Delete notification targets, and what they were not told yet."""
+    """Delete notification targets, with what is not delivered yet."""
     wanted = [full_name(TARGET, one) for one in name]
     delete_each(session, "targets", wanted, api.DeleteNotificationTargetRequest, yes=yes)
 
@@ -97,7 +95,7 @@ def delete_target(session: Session, name: Names, yes: bool) -> None:
 @names("budgets")
 @YES
 def delete_budget(session: Session, name: Names, yes: bool) -> None:
-    """Delete power budgets: GPUs get their limits back, as far as no other asks for a cap."""
+    """Delete power budgets: GPUs get their limits back, unless something else caps them."""
     wanted = [full_name(BUDGET, one) for one in name]
     delete_each(session, "budgets", wanted, api.DeletePowerBudgetRequest, yes=yes)
 

@@ -39,12 +39,12 @@ class Probed(NamedTuple):
 @command("probe host-1 host-2/0")
 @names("nodes", metavar="[node|gpu] NAME", required=False)
 @option(
-    "--user", default="", metavar="NAME", help="Unix user on other hosts; the one that ssh says by default."
+    "--user", default="", metavar="NAME", help="Unix user on other hosts; by default the one that ssh uses."
 )
 def probe(session: Session, name: tuple[str, ...], user: str) -> None:
-    """Check GPUs, all or these: what the fleet knows of each, and a test of seconds on those that are free.
+    """Check all GPUs, or these: what the fleet knows of each, and a short test of those that are free.
 
-    A test reserves its GPU and runs there as you, as run does. A GPU that fails it is cordoned, with what was seen, where you may.
+    A test reserves its GPU and runs there as you, as run does. If you may, a GPU that fails is cordoned, with what was seen.
     NAME is NODE, NODE/INDEX, NODE/UUID or UUID. Exit code 1 where anything is FAIL.
     """
     from gpuscale.client.jobs import this_node

@@ -95,7 +95,7 @@ class RecordingOptions:
 @takes("wanted", RecordingOptions)
 @click.argument("command", nargs=-1, required=True, metavar="-- COMMAND...")
 def record(session: Session, wanted: RecordingOptions, command: tuple[str, ...]) -> None:
-    """Run a command and print what GPUs did meanwhile: minimum, mean, maximum and number of samples.
+    """Run a command and print what GPUs did while it ran: minimum, mean, maximum and number of samples.
 
     Without --gpu, --node and --reservation it records the GPUs that CUDA_VISIBLE_DEVICES names by UUID, or else those of
     this host. The exit code is the command's. With -o json or yaml, the standard output of the command goes to standard error.

@@ -121,7 +121,7 @@ def delete_booking(session: Session, name: tuple[str, ...], yes: bool) -> None:
 @option("--ttl", type=DURATION, help=TTL_HELP)
 @FENCE
 def renew(session: Session, name: tuple[str, ...], ttl: float | None, fence: int | None) -> None:
-    """Restart the leases of reservations, from now."""
+    """Renew the leases of reservations, counted from now."""
 
     def restart(client: "Client", full: str) -> "api.Reservation":
         request = api.RenewReservationRequest(
@@ -138,7 +138,7 @@ def renew(session: Session, name: tuple[str, ...], ttl: float | None, fence: int
 @names("reservations")
 @FENCE
 def release(session: Session, name: tuple[str, ...], fence: int | None) -> None:
-    """Give reservations back. Releasing one twice is harmless."""
+    """Release reservations. Releasing one twice is harmless."""
 
     def give_back(client: "Client", full: str) -> "api.Reservation":
         request = api.ReleaseReservationRequest(name=full, fence=fence or _find(client, full).fence)

@@ -46,10 +46,10 @@ def _ports(text: str) -> str:
     type=Parsed("port", _ports),
     help="A port of this host that leads to the same one of the other, or LOCAL:REMOTE.",
 )
-@option("--check", is_flag=True, help="Test the GPUs for seconds before the command starts.")
+@option("--check", is_flag=True, help="Test the GPUs before the command starts; this takes seconds.")
 @option("--anywhere", is_flag=True, help="Take GPUs of other hosts too, where this host has some.")
 @option(
-    "--user", default="", metavar="NAME", help="Unix user on another host; the one that ssh says by default."
+    "--user", default="", metavar="NAME", help="Unix user on another host; by default the one that ssh uses."
 )
 @option(
     "--directory", metavar="PATH", help="Where the command runs; the directory that you are in by default."
@@ -70,7 +70,7 @@ def _ports(text: str) -> str:
     "--via",
     default="",
     metavar="HOST",
-    help="With --detach, who starts a job that has to wait; this host where it has GPUs, else that of the services.",
+    help="With --detach, the host that starts a job that has to wait; by default this host if it has GPUs, else that of the services.",
 )
 def run(
     session: Session,
@@ -101,13 +101,13 @@ def run(
     command. With --record and -o json or yaml, the standard output of the command goes to standard error.
 
     With --members each member runs the command once, on its node, with its own GPUs, NODE_RANK, NNODES, MASTER_ADDR and
-    MASTER_PORT; what they write has the member in front, and the exit code is that of the one that failed first.
+    MASTER_PORT; lines of output begin with the member, and the exit code is that of the first that failed.
 
     With --detach it returns when the command has started, or has a place in the queue, and goes on without you: get jobs,
     logs, attach, wait and stop show and end it. What has to wait is started by a process of yours on the host of --via.
 
-    With --check the command starts only where its GPUs pass: as the fleet knows them, and by a test where CUDA is installed. One that
-    fails is cordoned, with what was seen, where you may.
+    With --check the command starts only where its GPUs are healthy and pass a test (where CUDA is installed).
+    If you may, a GPU that fails is cordoned, with what was seen.
     """
     if detach and (record or forward):
         raise click.UsageError("--detach excludes --record and --forward")

@@ -216,7 +216,7 @@ def limit(
 def revoke(session: Session, name: str, tokens_file: Path, label: str | None) -> None:
     """Revoke a token: within a second it lets nobody in, and open streams end within a minute.
 
-    A name without a token in the file may be that of who logged in: logins until now count no more.
+    Without a token of that name in the file, it ends the logins of that person until now.
     """
     file = read(tokens_file)
     tokens = tables(file, "tokens")

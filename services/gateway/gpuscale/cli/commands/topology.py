@@ -32,7 +32,7 @@ class TopologyDevice(NamedTuple):
 @command("topology host-1")
 @one_name("nodes")
 def topology(session: Session, name: str) -> None:
-    """Show how near the GPUs and network cards of a node are to each other, as `nvidia-smi topo -m` does."""
+    """Show how close the GPUs and network cards of a node are to each other, as `nvidia-smi topo -m` does."""
     with session.connect() as client:
         [node] = lookup.nodes(client, [name])
     found = _devices(node.snapshot)

@@ -37,14 +37,12 @@ def fits(one: str, other: str) -> bool:
 
 @command("upgrade --plan")
 @CONFIG
-@option(
-    "--plan", is_flag=True, help="Show what fits together and what would be restarted, and restart nothing."
-)
+@option("--plan", is_flag=True, help="Show versions and what would be restarted; restart nothing.")
 def upgrade(session: Session, config: Path | None, plan: bool) -> None:
     """Restart the units of this host one by one, once a newer gpuscale is installed; jobs, workers and leases live on.
 
-    Upgrade hosts in this order: standbys, the first host of services, GPU hosts. Refused where the installed version does
-    not fit to a node, or to the state of a service.
+    Upgrade hosts in this order: standbys, the first host of services, GPU hosts. Refused if the installed version
+    does not fit a node, or the state of a service.
     """
     units = [f"gpuscale-{name}" for name in ORDER if (folder() / f"gpuscale-{name}.service").exists()]
     file = config or (USUAL if os.path.lexists(USUAL) else None)

@@ -53,9 +53,9 @@ ENDPOINT_LABEL = "endpoint"
 def report(
     session: Session, by: str, since: datetime | None, until: datetime | None, chosen: str, order_by: str
 ) -> None:
-    """Show who used how many GPU hours, and how many of them were idle. Who is no admin sees what is its own.
+    """Show who used how many GPU hours, and how many of them were idle. Only admins see the use of others.
 
-    Hours are those of whole GPUs: half of a GPU for two hours is one.
+    Hours count whole GPUs: half a GPU for two hours is one.
     """
     kind, _, key = (f"{LABEL}={ENDPOINT_LABEL}" if by == ENDPOINT_LABEL else by).partition("=")
     if kind not in {one.partition("=")[0] for one in KINDS} or bool(key) != (kind == LABEL):
@@ -94,7 +94,7 @@ def _ordered(row: api.UsageRow) -> dict[str, object]:
 @command("stats r7ekx2mqwna4")
 @one_name("reservations", metavar="RESERVATION|JOB")
 def stats(session: Session, name: str) -> None:
-    """Show what a reservation or job makes, or made, of each of its GPUs: use, memory, energy, clock, throttling and faults."""
+    """Show how a reservation or job uses, or used, each of its GPUs: utilization, memory, energy, clock, throttling and faults."""
     with session.connect() as client:
         text = canonical(name).rpartition("/")[2]
         one = text if lookup.RESERVATION_ID.fullmatch(text) else lookup.job(client, name).name

@@ -89,7 +89,7 @@ class WaitCommand(Command):
     help="How long to wait, then exit code 6; 5m by default, and for ever for jobs.",
 )
 def wait(session: Session, kind: str, name: tuple[str, ...], until: str, timeout: float | None) -> None:
-    """Wait until resources are as they should be: endpoints, replicas, nodes, GPUs, watchers, reservations, adapters.
+    """Wait until resources are ready, deleted or meet a condition: endpoints, replicas, nodes, GPUs, watchers, reservations, adapters.
 
     Or until jobs end, with the exit code of the first that failed: wait JOB.
     """
