@@ -95,7 +95,7 @@ def test_why_an_endpoint_had_its_replicas_then(ctl: Any, world: canned.World) ->
         (["--since", "noon"], "Invalid value for '--since': 'noon' is not a time"),
         (["--until", "25:00"], "Invalid value for '--until': '25:00' is not a time"),
         (["--at", "soon"], "Invalid value for '--at': 'soon' is not a time"),
-        (["--at", "1h", "--since", "2h"], "--at stands in place of --since and --until"),
+        (["--at", "1h", "--since", "2h"], "--at replaces --since and --until"),
         (["--since", "1h", "--until", "2h"], "must not be before --since"),
     ],
 )

@@ -10,7 +10,7 @@ defer()
 
 
 def start() -> None:
-    """Run one command and end the process with its exit code; `supervise` is none for people, and loads no command line.
+    """Run one command and end the process with its exit code; `supervise`, which people do not type, loads no command line.
 
     Until a command can catch it, Ctrl-C ends the process as it ends any other, without a traceback of imports.
     """

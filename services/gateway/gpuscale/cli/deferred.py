@@ -1,4 +1,4 @@
-"""Modules that commands import at their top, as any other, and that are loaded when something of them is first used.
+"""Modules that commands import at their top, as any other, and that are loaded at their first use.
 
 gRPC and the contract take longer to load than most commands take to run, and `--help`, completion and a mistyped option need
 neither. `importlib.util.LazyLoader` does this too, but before Python 3.12 a second thread could see a module half loaded.

@@ -77,7 +77,7 @@ def adopt(session: Session, pids: tuple[int, ...], title: str, ttl: float | None
 
 
 def _own(pid: int) -> psutil.Process:
-    """A process that the caller may adopt."""
+    """The process, which the caller may adopt."""
     try:
         process = psutil.Process(pid)
         owner = process.uids().real
@@ -89,7 +89,7 @@ def _own(pid: int) -> psutil.Process:
 
 
 def _gpus(client: "Client", node: str, processes: Sequence[psutil.Process]) -> list[str]:
-    """The GPUs that these use, or what they started."""
+    """The GPUs that these processes and their descendants use."""
     from gpuscale.cli.console import lookup
 
     tree = {one.pid for process in processes for one in (process, *process.children(recursive=True))}

@@ -106,7 +106,7 @@ def _show_past(
 
 
 def _write(session: Session, done: "Sequence[documents.Resource]") -> None:
-    """Write the resources for a program; a person has read what happened to each."""
+    """Write the resources as data; the lines for a person are already written."""
     output = session.output
     if output.human:
         return
@@ -165,7 +165,7 @@ def edit_watcher(session: Session, name: str) -> None:
 
 
 def _edit(session: Session, name: str, of: "Callable[..., Sequence[documents.Resource]]") -> None:
-    """Open a manifest until it can be applied, or is not changed any more; with its etag, so that no other change is undone."""
+    """Open a manifest until it can be applied or is left unchanged; its etag keeps other changes from being undone."""
     with session.connect() as client:
         [before] = of(client, [name])
         manifest = {**planning.manifest(before), **({"etag": before.etag} if before.etag else {})}

@@ -1,4 +1,4 @@
-"""The options that say which GPUs are wanted, and for whom: the same for every command that asks for some."""
+"""The options that say which GPUs are wanted, and for whom: the same for every command."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -101,7 +101,7 @@ class Asking(Preferring):
         return library.ask(self.count(), self.options(client))
 
     def count(self) -> int:
-        """How many GPUs. Raises click.UsageError: that was not typed."""
+        """How many GPUs. Raises click.UsageError: no number was typed."""
         if self.gpus is None:
             raise click.UsageError("Missing option '--gpus'.")
         return self.gpus

@@ -129,11 +129,11 @@ class Workload:
 
     @property
     def chosen_by(self) -> TuningGoal | None:
-        """What a policy is chosen by, where that is stated."""
+        """The goal by which a policy is chosen, if stated."""
         return next((one for one in reversed(self.goals) if isinstance(one, TuningGoal)), None)
 
     def asked(self) -> "tuple[api.BacktestSpec, api.Workload]":
-        """What to run, without policies, and its workload.
+        """The backtest to run, without policies, and its workload.
 
         Raises:
             InvalidArgumentError: the trace cannot be read.
@@ -187,7 +187,7 @@ def _run(
     workloads: "Mapping[str, api.Workload]",
     detach: bool,
 ) -> "api.BacktestResponse | None":
-    """The figures of a backtest; None where it is only begun, which is written then."""
+    """The figures of a backtest; None with --detach, which writes its name."""
     from gpuscale.client.retries import retrying
 
     messages = list(_messages(spec, workloads))
@@ -253,7 +253,9 @@ def finished(client: "Client", name: str, *, cancels: bool = False) -> "api.Back
         if cancels and not last.HasField("end_time"):
             client.backtests.CancelBacktest(api.CancelBacktestRequest(name=name))
     if last.state != api.Backtest.STATE_SUCCEEDED:
-        raise FailedPreconditionError(f"{name} was cut: {last.message or 'cancelled'}", reason="BACKTEST_CUT")
+        raise FailedPreconditionError(
+            f"{name} was cut short: {last.message or 'cancelled'}", reason="BACKTEST_CUT"
+        )
     return figures(client, last)
 
 
@@ -485,7 +487,7 @@ def delete_backtest(session: Session, name: tuple[str, ...], yes: bool) -> None:
 
 
 def looked(client: "Client", endpoint: "api.Endpoint") -> list[str]:
-    """What the last look of an adaptive endpoint at its policy came to."""
+    """The result of the last run by which an adaptive endpoint chose its policy."""
     request = api.ListBacktestsRequest(
         filter=f'creator = "{endpoint.name}" AND state = SUCCEEDED', page_size=1
     )

@@ -261,11 +261,13 @@ def plan_rebalance(session: Session, asking: Asking, apply: bool, yes: bool) -> 
     Nothing is moved without --apply. Exit code 5 if no moves make room for --gpus.
     """
     if apply and asking.gpus:
-        raise InvalidArgumentError("--apply is for who waits: leave --gpus out, and reserve with --wait")
+        raise InvalidArgumentError(
+            "--apply is for requests that wait: leave --gpus out, and reserve with --wait"
+        )
     ask: api.Ask | None = None
     with session.connect() as client:
         if apply:
-            confirm("Begin", "moves for who waits", yes=yes)
+            confirm("Begin", "moves for a waiting request", yes=yes)
             begun = client.capacity.ApplyRebalance(api.ApplyRebalanceRequest())
             plans = [begun.plan] if begun.HasField("plan") else []
             found = api.PlanRebalanceResponse(plans=plans, notes=begun.notes)

@@ -1,4 +1,4 @@
-"""`gpuscalectl certs`: your own certificate authority, certificates for servers and callers, as files, and which count no more."""
+"""`gpuscalectl certs`: your own certificate authority, certificates for servers and callers, as files, and their revocation."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def renew(
 
 
 def renew_due(directory: Path, revoked_file: Path) -> None:
-    """Renew the certificates of a directory that have less than a third of their life left; what goes wrong is said."""
+    """Renew the certificates of a directory that have less than a third of their life left; failures are reported."""
     try:
         with _using(directory):
             files = {one: directory / f"{one}.crt" for one in _names_in(directory)}

@@ -1,7 +1,6 @@
-"""`gpuscalectl completion`: the script that lets a shell complete commands, options and the names of what there is.
+"""`gpuscalectl completion`: the script that lets a shell complete commands, options and names of resources.
 
-The scripts are click's. What a line may go on with is said by the commands: `names_of` and its neighbours in
-`gpuscale.cli.console.command`.
+The scripts are click's. Commands provide the words: `names_of` and its neighbours in `gpuscale.cli.console.command`.
 """
 
 import sys
@@ -37,7 +36,7 @@ add_completion_class(_Bash, "bash")
 
 
 def complete(root: click.Command, instruction: str) -> int:
-    """Write what may stand next, for the shell that `instruction` names, such as `bash_complete`; returns the exit code."""
+    """Write the words that may come next, for the shell that `instruction` names, such as `bash_complete`; returns the exit code."""
     made = get_completion_class(instruction.partition("_")[0])
     if made is None:
         return ExitCode.USAGE

@@ -135,7 +135,7 @@ def _texts(context: "Context") -> dict[str, str]:
 
 
 def write_all(path: Path, current: str, by_name: "Mapping[str, Context]") -> None:
-    """Replace the file at once, so that nobody ever reads half of it; only the user may read it."""
+    """Replace the file atomically; only the user may read it."""
     lines = [f"current_context = {_quoted(current)}", ""]
     for name, one in sorted(by_name.items()):
         values = [f"{key} = {_quoted(value)}" for key, value in _texts(one).items()]

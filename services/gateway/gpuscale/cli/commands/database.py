@@ -24,7 +24,7 @@ POSTGRESQL = option(
 
 @dataclass(frozen=True)
 class Database:
-    """What was typed of a database; nothing where state is in files."""
+    """The options about a database; empty where state is in files."""
 
     file: Path | None
     url: str | None
@@ -59,7 +59,7 @@ class Database:
 
     @property
     def option(self) -> str:
-        """How to say the same on another host; a password is not shown."""
+        """The same option for another host; a password is not shown."""
         if self.url is None:
             return "--database-file FILE"
         parts = urlsplit(self.url)

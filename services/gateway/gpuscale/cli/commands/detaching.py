@@ -1,4 +1,4 @@
-"""Supervisors of detached jobs: they go on without who started them, and keep what their command writes.
+"""Supervisors of detached jobs: they outlive whoever started them, and keep the output of their command.
 
 Each has a folder below $XDG_STATE_HOME/gpuscale/jobs of its user, which nobody else may read: `pid` of the supervisor, `job.json`
 with what is known of the member, and `output` with the part before it in `output.1`. It goes when the service forgets the job.
@@ -45,7 +45,7 @@ def folder_of(orders: "Orders") -> Path:
 
 
 def detach(orders: "Orders") -> int:
-    """Start a supervisor that goes on when this process ends; 0 once its command runs, also one of before, else its exit code."""
+    """Start a supervisor that outlives this process; 0 once its command runs, or already ran, else its exit code."""
     lock = _lock(orders)
     if lock is None:
         return 0
@@ -69,7 +69,7 @@ def detach(orders: "Orders") -> int:
 
 
 def _lock(orders: "Orders") -> int | None:
-    """The lock of a member, locked; None once it was started before. Where another start is under way, that is waited for."""
+    """The locked lock of a member; None if it was started before. Waits for a start that is under way."""
     folder = folder_of(orders)
     os.umask(0o077)
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,7 +89,7 @@ def _name(orders: "Orders") -> str:
 
 
 def _scope() -> list[str]:
-    """A cgroup that outlives the login, where systemd gives this user one; else a session of its own has to do."""
+    """A cgroup that outlives the login, where systemd gives this user one; else a session of its own."""
     scope = ["systemd-run", "--user", "--scope", "--quiet", "--collect", "--"]
     tried = shutil.which(scope[0]) and subprocess.run([*scope, "true"], check=False, capture_output=True)
     return scope if tried and tried.returncode == 0 else []
@@ -111,12 +111,12 @@ class JobFolder:
         self._copying.start()
 
     def last_lines(self) -> list[str]:
-        """The end of what it wrote, for who cannot read the file any more."""
+        """The end of its output, for readers who cannot read the file any more."""
         lines = self._tail.decode(errors="ignore").splitlines()[-LAST_LINES:]
         return ["".join(one for one in line if one.isprintable()) for line in lines]
 
     def started(self) -> None:
-        """The command runs: tell who waits for that, and write with it from here on."""
+        """Report to the waiting starter that the command runs; from now on write to its file."""
         with suppress(BrokenPipeError):
             os.write(1, b"1")
         self._write_to(self.writing)
@@ -131,7 +131,7 @@ class JobFolder:
             (self._path / "job.json").write_text(json.dumps(known) + "\n")
 
     def close(self) -> None:
-        """Wait until all that was written is kept."""
+        """Wait until all output is written."""
         self._write_to(os.open(os.devnull, os.O_RDWR))
         self._copying.join(LAST_WORDS)
         (self._path / "pid").unlink(missing_ok=True)

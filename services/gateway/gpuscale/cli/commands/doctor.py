@@ -1,7 +1,7 @@
-"""`gpuscalectl doctor` and `support-bundle`: what is wrong with this host and the fleet, and what somebody who helps wants to see.
+"""`gpuscalectl doctor` and `support-bundle`: what is wrong with this host and the fleet, and the facts that support needs.
 
 Settings are packed as the programs read them, where secrets have a type of their own that shows none; templates and whatever is
-called `env` are left out. What is known of secrets on this host is then struck out of every file, logs above all.
+called `env` are left out. Known secrets of this host are then removed from every file, logs above all.
 """
 
 import io
@@ -169,7 +169,7 @@ def _watchers(client: "Client") -> "Iterator[host.Diagnosis]":
 
 
 def _database(client: "Client") -> "Iterator[host.Diagnosis]":
-    """Reservations are read of the allocator's state."""
+    """Check that the allocator can read reservations from its state."""
     client.allocator.ListReservations(allocator_api.ListReservationsRequest(page_size=1))
     yield host.Diagnosis("service", "allocator", "OK", "answers")
 
@@ -289,7 +289,7 @@ def _open(value: object) -> object:
 
 
 def server_files(session: Session) -> Iterator[tuple[str, str]]:
-    """What the server says; a part that does not answer leaves its error in place."""
+    """What the server says; a part that does not answer is replaced by its error."""
     reads: Mapping[str, Callable[[Client], list[Message]]] = {
         "nodes": lambda client: [*lookup.nodes(client)],
         "health": lambda client: [*lookup.health(client, ended=True)],
@@ -310,7 +310,7 @@ def server_files(session: Session) -> Iterator[tuple[str, str]]:
 
 
 def journal(since: float) -> Iterator[tuple[str, str]]:
-    """What systemd keeps of our units."""
+    """The journal of our units."""
     if shutil.which("journalctl") is None:
         return
     begin = f"-{int(since)}s"

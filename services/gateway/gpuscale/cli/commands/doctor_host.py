@@ -1,4 +1,4 @@
-"""What `gpuscalectl doctor` looks at on this host: the settings file, and what stands behind each line of it.
+"""What `gpuscalectl doctor` checks on this host: the settings file, and what each line of it names.
 
 Findings name files, addresses and settings; they never hold what is in a file, nor a URL with its user or password.
 """
@@ -78,7 +78,7 @@ _RENEW = "gpuscalectl certs renew, or certs init and certs issue in its director
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What one look has found."""
+    """The findings of one run."""
 
     check: str  # what was looked at, such as `certificate`
     subject: str  # of whom, such as `allocator tls_cert_file`
@@ -120,14 +120,14 @@ def read_settings(config: Path) -> Iterator[Settings | Diagnosis]:
 
 
 def examine(config: Path) -> Iterator[Diagnosis]:
-    """Everything that the settings in a file tell of this host; what is not for this user is one warning for each program."""
+    """Check everything that a settings file says of this host; what this user may not read is one warning for each program."""
     denied, hidden = os.strerror(errno.EACCES), set[str]()
     for one in _examine(config):
         if denied not in one.found or pwd.getpwuid(os.geteuid()).pw_name in {"root", USER}:
             yield one
         elif (program := one.subject.partition(" ")[0]) not in hidden:
             hidden.add(program)
-            yield Diagnosis("files", program, "WARN", "not for this user to read", "type it as root")
+            yield Diagnosis("files", program, "WARN", "this user may not read it", "type it as root")
 
 
 def _examine(config: Path) -> Iterator[Diagnosis]:
@@ -176,7 +176,7 @@ def _files(settings: Settings, *fields: str) -> Iterator[tuple[str, str, Path]]:
 
 
 def called(settings: ListenerSettings) -> tuple[str, ...]:
-    """The hosts by which others are told to call a program."""
+    """The hosts by which others call a program."""
     told = (str(getattr(settings, field, "")) for field in ("advertise_address", "listen"))
     hosts = (one.rpartition(":")[0].strip("[]") for one in told)
     return tuple(host for host in hosts if host and host not in _EVERYWHERE)
@@ -283,7 +283,7 @@ def authority_files(settings: Settings) -> Iterator[Diagnosis]:
 
 
 def secret_files(settings: Settings) -> Iterator[Diagnosis]:
-    """Files of tokens and passwords: there, and nobody else's to read."""
+    """Check that files of tokens and passwords exist, and that nobody else can read them."""
     for field, subject, path in _files(
         settings, "token_file", "tokens_file", "tls_key_file", "key_file", "database_file"
     ):
@@ -342,7 +342,7 @@ def database(settings: Settings) -> Iterator[Diagnosis]:
 
 
 def _urls(value: object, name: str) -> Iterator[tuple[str, SecretUrl]]:
-    """Every URL with a password below settings, with where it stands."""
+    """Every URL with a password below settings, with its place."""
     if isinstance(value, SecretUrl):
         yield name, value
     elif isinstance(value, BaseModel):
@@ -395,7 +395,7 @@ async def upstreams(settings: UpstreamSettings) -> list[Diagnosis]:
 
 
 def driver() -> Diagnosis:
-    """Asks in a process of its own: a driver that hangs holds nobody up."""
+    """Ask in a process of its own, so that a driver that hangs blocks nothing."""
     command = [sys.executable, "-c", _ASK_DRIVER]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)

@@ -72,7 +72,7 @@ class EventLine(NamedTuple):
 def events(session: Session, when: When, kind: tuple[str, ...], about: str, gpu: str, watch: bool) -> None:
     """What happened to endpoints, replicas, reservations, nodes and GPUs, oldest first.
 
-    Without --since, --until and --at it is the last hour; --at is 5 minutes around that time. No decision is about a GPU.
+    Without --since, --until and --at it is the last hour; --at is 5 minutes around that time. With --gpu there are no decisions.
     """
     output, watched = session.output, Watched(EVERY) if watch else None
     if watched:
@@ -111,9 +111,9 @@ def events(session: Session, when: When, kind: tuple[str, ...], about: str, gpu:
 def found_events(
     client: "Client", kinds: Iterable[str], about: "lookup.About", down: set[str], *, first: bool
 ) -> Iterator[EventLine]:
-    """All events of these kinds. A service that is down is reported once, and does not hide the others.
+    """All events of these kinds. A service that is down is reported once.
 
-    No server answering at all is an error at first; later it is what a restart looks like.
+    If no server answers, that is an error at first, and later taken for a restart.
     """
     for kind in dict.fromkeys(kinds):
         try:

@@ -118,7 +118,7 @@ def _show(
 
 
 def _about(session: Session, view: "View[M] | None" = None) -> "lookup.About":
-    """What is chosen of a view; without one, all there is, watched where the command is."""
+    """What the options choose of a view."""
     return lookup.About(chosen=session.output.chosen, view=view)
 
 
@@ -160,7 +160,7 @@ def processes(session: Session, name: Names, node: str, gpu: str) -> None:
 
 
 def _marks(session: Session, client: "Client") -> "Marks":
-    """What is cordoned; unknown while the allocator is down."""
+    """The cordons; unknown while the allocator is down."""
     from gpuscale.client.states import marks
 
     try:

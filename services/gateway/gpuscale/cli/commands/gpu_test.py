@@ -2,7 +2,7 @@
 
     CUDA_VISIBLE_DEVICES=UUID python -m gpuscale.cli.commands.gpu_test BYTES
 
-It is a process of its own, for a call into a broken driver may never come back. No kernel runs: what the cores compute is not tested.
+It is a process of its own, as a call into a broken driver may never return. No kernel runs: what the cores compute is not tested.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ _OUT_OF_MEMORY, _STUB = 2, 34
 
 
 class GpuTest(NamedTuple):
-    """What came out, and in words what was seen."""
+    """The result, and in words what was seen."""
 
     state: str
     found: str
@@ -127,7 +127,7 @@ def _copies(cuda: _Cuda, memory: int, size: int) -> GpuTest:
 
 
 def _difference(host: ctypes.c_void_p, expected: bytes, offset: int) -> str:
-    """Where the memory of the GPU at an offset, of which there is a copy, is not as it should be; or nothing."""
+    """Where the memory of the GPU at an offset differs from its copy; empty where it does not."""
     size = len(expected)
     if not ctypes.CDLL(None).memcmp(host, expected, ctypes.c_size_t(size)):
         return ""

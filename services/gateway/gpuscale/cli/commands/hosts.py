@@ -96,7 +96,7 @@ def settings_text(tables: Mapping[str, Table]) -> str:
 
 
 def is_written(file: Path, text: str) -> bool:
-    """Whether a settings file says all of that text already, beside what its owner added; one that says something else is an error."""
+    """Whether a settings file already has all of that text, beside what its owner added; one that contradicts it is an error."""
     if not file.exists():
         return False
     try:
@@ -118,7 +118,7 @@ def run_programs(
     ready: Callable[[], str | None],
     hourly: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run programs until SIGTERM or SIGINT, again where they end; `ready` says what to print once all is well."""
+    """Run programs until SIGTERM or SIGINT, and restart those that end; `ready` says what to print once all is well."""
     stop, told, next_hour = threading.Event(), False, time.monotonic()
 
     def end(_number: int, _frame: FrameType | None) -> None:
@@ -298,7 +298,7 @@ def _write(folder: Path, state: Path, hosts: tuple[str, ...]) -> None:
 
 
 def _name_server(pki: Path, hosts: tuple[str, ...]) -> None:
-    """Have the certificate of the servers name these hosts too."""
+    """Add these hosts to the servers' certificate."""
     subject = issuing.subject_of(issuing.read_pair(pki, "server").certificate)
     named = tuple(dict.fromkeys((*hosts, *subject.hosts)))
     if len(named) > len(subject.hosts):
@@ -496,7 +496,7 @@ def join(
 
 
 def counts(pair: Path) -> bool:
-    """Whether there is a certificate that has not ended."""
+    """Whether there is a certificate that has not expired."""
     try:
         return certificates.read_certificate(pair.read_bytes()).ends > time.time()
     except (OSError, ValueError):
@@ -546,7 +546,7 @@ def _join(
 
 
 def trusting(session: Session, address: str, authority: Path | None) -> Session:
-    """A session with a server of which nothing but its authority is known."""
+    """A session with a server of which only the authority is known."""
     return replace(
         session,
         address=address,

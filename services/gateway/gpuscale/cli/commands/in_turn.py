@@ -1,6 +1,6 @@
 """Jobs that wait: the service keeps their place, and a process of their user starts them when their turn comes.
 
-It runs on the host of `run --via`, knows the lease token of the one reservation, and asks once a second how it stands.
+It runs on the host of `run --via`, knows the lease token of the one reservation, and asks for its state once a second.
 """
 
 import os
@@ -24,9 +24,9 @@ PERIOD = 1.0
 
 
 def start_in_turn(holder: "LeaseHolder") -> int:
-    """Wait until a reservation is granted, then have its members started; the exit code of the first that did not.
+    """Wait until a reservation is granted, then start its members; the exit code of the first that did not start.
 
-    Once it is known that the services are reached from here, nothing is written any more.
+    Once the services have answered, nothing is written any more.
 
     Raises:
         GpuscaleError: they are not.

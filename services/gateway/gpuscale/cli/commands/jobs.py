@@ -1,4 +1,4 @@
-"""`gpuscalectl logs`, `attach`, `wait` and `stop` of a job: `gpuscale.client.jobs`, for who types them."""
+"""`gpuscalectl logs`, `attach`, `wait` and `stop` of a job, over `gpuscale.client.jobs`."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -56,7 +56,7 @@ def wait(session: Session, names: Sequence[str], timeout: float | None) -> NoRet
 
 
 def find(client: "Client", typed: str) -> "Job":
-    """The job of a name, or of a title."""
+    """The job with a name or title."""
     from gpuscale.client.jobs import Job
 
     [name] = without_noun([typed], "jobs")[1]
@@ -65,7 +65,7 @@ def find(client: "Client", typed: str) -> "Job":
 
 @contextmanager
 def telling() -> "Generator[tuple[Callable[[str], None], Callable[[object], None]]]":
-    """(shows why a wait goes on, ends the line of that before something else is written)."""
+    """(shows why a wait goes on, ends that line before other output)."""
     progress = Progress()
 
     def tell(text: str) -> None:

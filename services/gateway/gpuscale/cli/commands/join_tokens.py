@@ -1,4 +1,4 @@
-"""`gpuscalectl join-token`: the tokens with which hosts join."""
+"""`gpuscalectl join-token`: the tokens that let hosts join."""
 
 import sys
 import uuid

@@ -94,7 +94,9 @@ def login(
     first = channel.split_addresses(name)[0]
     context = context or first.rpartition(":")[0].strip("[]").replace(":", "-").lower()
     if not is_id(context):
-        raise InvalidArgumentError(f"{context!r} is no name of a context: pass --as NAME", field="as")
+        raise InvalidArgumentError(
+            f"{context!r} is not a valid name of a context: pass --as NAME", field="as"
+        )
     folder = contexts_file().parent
     token_file, ca_file, login_file = (folder / f"{context}.{kind}" for kind in ("token", "ca.crt", "login"))
     with ExitStack() as stack:
@@ -131,7 +133,7 @@ def login(
 
 
 def _by_code(session: Session, file: Path | None) -> tuple[str, str]:
-    """Whom a code is for, and the token for it."""
+    """The person a code is for, and the token in exchange for it."""
     from gpuscale.api.types.v1 import options_pb2
 
     if file is None and sys.stdin.isatty():

@@ -122,7 +122,7 @@ def _replicas(client: "Client", typed: Sequence[str]) -> list[str]:
 
 
 class _Tail:
-    """What one replica wrote, from where it was last read.
+    """The output of one replica, from where it was last read.
 
     Attributes:
         name: of the replica.
@@ -137,7 +137,7 @@ class _Tail:
         self._lines = lines
 
     def read(self, *, patiently: bool) -> bytes:
-        """What it has written since; `patiently`: tries again while the adapter, or a service on the way, is down or busy."""
+        """What it has written since; `patiently` retries while the adapter, or a service on the way, is down or busy."""
         request, said = self._request, False
         found: api.ReadReplicaLogResponse | None = None
         while found is None:
@@ -164,7 +164,7 @@ class _Tail:
 
 
 def _parts(tails: Sequence[_Tail], *, follow: bool) -> Iterator[tuple[_Tail, bytes]]:
-    """What they wrote, one after the other; with `follow` again and again until all have ended."""
+    """The output of each in turn; with `follow`, until all have ended."""
     for tail in tails:
         yield tail, tail.read(patiently=False)
     while follow and (left := [tail for tail in tails if not tail.ended]):

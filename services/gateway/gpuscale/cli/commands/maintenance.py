@@ -107,7 +107,7 @@ def clear_fence(session: Session, name: tuple[str, ...]) -> None:
 
 @command("--address host-1:7071 driver release --reason 'reset GPU 3' --for 10m")
 @option("--reason", required=True, metavar="TEXT", help="Why, for others to read.")
-@option("--for", "longest", type=DURATION, default="10m", help="Longest time, at most 1h.")
+@option("--for", "longest", type=DURATION, default="10m", help="For how long, at most 1h.")
 def driver_release(session: Session, reason: str, longest: float) -> None:
     """Make the agent at --address close the GPU driver, so that GPUs can be reset or the driver updated."""
     request = monitor_api.ReleaseDriverRequest(max_duration=wire.to_duration(longest), reason=reason)

@@ -51,7 +51,7 @@ class _Together(Output):
             self.parts[view.key] = None
 
     def note_none(self, items: Sequence[object], text: str = "none") -> None:
-        """An empty list of several is not worth a word."""
+        """Write nothing: an empty list of several needs no note."""
 
     def write_data(self, data: object) -> None:
         """Take in what is written whole at the end; write the rest at once."""

@@ -1,4 +1,4 @@
-"""`gpuscalectl` for use policies and notifications: what policies did, on whom they have an eye, and what targets were not told."""
+"""`gpuscalectl` for use policies and notifications: what policies did, whom they watch, and what is not delivered."""
 
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -51,7 +51,7 @@ def explain_policy(session: Session, name: str, dry_run: bool, since: datetime |
 
 
 def show_past(session: Session, client: "Client", policy: api.UsePolicy, since: datetime | None) -> None:
-    """What a policy would have done since a time, and how much of that time nobody knows."""
+    """What a policy would have done since a time, and how much of that time is not recorded."""
     request = api.DryRunUsePolicyRequest(use_policy=policy, start_time=wire.optional_timestamp(since))
     found = client.policies.DryRunUsePolicy(request, timeout=DRY_RUN_SECONDS)
     output = session.output

@@ -28,7 +28,7 @@ MOST_NODES = 8
 
 
 class Probed(NamedTuple):
-    """What is so of a GPU, how grave that is (OK, WARN, FAIL), and what to do."""
+    """A finding about a GPU, how severe it is (OK, WARN, FAIL), and what to do."""
 
     gpu: str
     state: str
@@ -74,7 +74,7 @@ def probe(session: Session, name: tuple[str, ...], user: str) -> None:
 
 
 def expect_well(client: "Client", reservation: "Reservation") -> None:
-    """Go on where the fleet knows nothing grave of the GPUs that were granted; what it knows is noted.
+    """Return if the fleet knows nothing fatal of the granted GPUs; what it knows is noted.
 
     Raises:
         FailedPreconditionError: it does, and they are given back (GPU_CHECK_FAILED).
@@ -92,7 +92,7 @@ def expect_well(client: "Client", reservation: "Reservation") -> None:
 
 
 def close_failed(client: "Client", name: str) -> None:
-    """Say which GPUs of a job failed their test, as its supervisors told, and cordon those that do not work."""
+    """Say which GPUs of a job failed their test, by the reports of its supervisors, and cordon those that do not work."""
     from gpuscale.client.jobs import Job
 
     found = Job(client, name).look()
@@ -107,7 +107,7 @@ def close_failed(client: "Client", name: str) -> None:
 
 
 def _cordon(client: "Client", name: str, why: str) -> str:
-    """Let nothing new onto a GPU that failed, if we may; what was done, or is to do."""
+    """Cordon a GPU that failed, if we may; says what was done, or what to do."""
     from gpuscale.api.allocator import v1 as api
 
     reason = f"it failed its test: {why}"

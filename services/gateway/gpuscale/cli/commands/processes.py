@@ -45,9 +45,9 @@ _OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGQUIT})
 
 
 class WaitingChild:
-    """A child that becomes a command once it is told which, so that no other Python has to start for that.
+    """A child that becomes the command it is sent, so that no other Python has to start.
 
-    To be made before there are threads. The kernel kills it when this process ends without stopping it.
+    Make it before there are threads. The kernel kills it when this process ends without stopping it.
     """
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ class Forwarding:
 
 
 class Offspring:
-    """Every process that this one starts while its block runs, however it detaches.
+    """Every process that this process starts while its block runs, however it detaches.
 
     Who calls setsid, forks twice or empties its environment stays in the tree: this process is a subreaper, and the kernel
     gives it the children of what has ended below it. Processes are told apart by id and start time. What a daemon starts for
@@ -269,7 +269,7 @@ class Adopted(Offspring):
 def guard() -> int | None:
     """Go on in a child of this process, which stays to end what the child leaves running, as when it is killed.
 
-    To be called before there are threads. Signals are the child's business. None in the child, its exit code here.
+    Call it before there are threads. The child handles signals. Returns None in the child, its exit code here.
     """
     with Offspring() as offspring:
         child = os.fork()

@@ -152,7 +152,7 @@ def begin(
 
 
 def _end(session: Session, client: "Client", name: str, held_by: str = "") -> None:
-    """Stop the recording of a command and print it; where that fails, the exit code stays the command's."""
+    """Stop the recording of a command and print it; a failure leaves the exit code of the command."""
     try:
         recording = client.recordings.StopRecording(api.StopRecordingRequest(name=name)).recording
         statistics = Statistics.of(client, held_by) if held_by else None

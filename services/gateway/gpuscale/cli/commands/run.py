@@ -191,7 +191,7 @@ def _start(
 
 
 def _tell(session: Session, client: "Client", reservation: "Reservation", made: Sequence[Orders]) -> None:
-    """Say what the job is called, and who starts it where it waits."""
+    """Print the job's name, and who starts it if it waits."""
     from gpuscale.cli.console import lookup
     from gpuscale.cli.views.allocator import JOBS
 

@@ -40,7 +40,7 @@ from gpuscale.common.security import authority as pki
 
 @dataclass(frozen=True)
 class ServicesHost:
-    """A host of services that joins the first.
+    """A host of services that joins the first host.
 
     Attributes:
         role: standby or gateway.
@@ -68,7 +68,7 @@ class ServicesHost:
         plan: bool,
         run: bool,
     ) -> None:
-        """Get certificates and what the fleet knows of tokens, write settings, and start the programs.
+        """Get certificates and the fleet's tokens file, write settings, and start the programs.
 
         Raises:
             GpuscaleError: the server is another one, refuses, or does not answer; a file cannot be written.
@@ -133,11 +133,11 @@ class ServicesHost:
 
     @property
     def _place(self) -> Path:
-        """Where what comes from the fleet is, for the programs to replace."""
+        """The folder of files from the fleet, which the programs replace."""
         return self.state / "host"
 
     def _was_cut_off(self, ca_hash: str) -> bool:
-        """Whether an earlier `join` at the same authority got what it asked for, and no further."""
+        """Whether an earlier `join` at the same authority got its certificates, and no further."""
         with as_units_user():
             if not all((self._place / name).exists() for name in renewal.SERVICES_FILES):
                 return False

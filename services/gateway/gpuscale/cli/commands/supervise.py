@@ -100,7 +100,7 @@ class LeaseHolder:
         self._shown = ((LEASE_KEY, orders.lease_token),)
 
     def renew(self, timeout: float) -> "Reservation":
-        """Start the lease anew; all ways together take `timeout` seconds at most.
+        """Renew the lease; all ways together take `timeout` seconds at most.
 
         Raises:
             GpuscaleError: it cannot be renewed; of `UNANSWERED`, nobody answered.
@@ -119,7 +119,7 @@ class LeaseHolder:
         )
 
     def started(self, pid: int) -> None:
-        """Tell of the command with each renewal from here on, where the service keeps that; pid 0 of one that cannot start."""
+        """Report the command with each renewal from now on, where the service keeps that; pid 0 if it cannot start."""
         from gpuscale.api.allocator import v1 as api
         from gpuscale.common.wire import to_timestamp
 
@@ -132,7 +132,7 @@ class LeaseHolder:
             )
 
     def ended(self, code: int, why: str) -> None:
-        """Tell how the command ended, and why it was stopped if it was."""
+        """Report how the command ended, and why it was stopped."""
         from gpuscale.common.rpc.channel import RPC_TIMEOUT
         from gpuscale.common.wire import put_timestamp
 
@@ -145,7 +145,7 @@ class LeaseHolder:
                 self.all_ended = len(ended) == known.member_count
 
     def renew_patiently(self, timeout: float) -> "Reservation":
-        """As `renew`, again and again while nobody answers, such as an allocator that is starting."""
+        """As `renew`, but retries while nobody answers, as while the allocator starts."""
         until = time.monotonic() + (OF_DETACHED if self.orders.detached else PATIENCE)
         while True:
             try:
@@ -156,14 +156,14 @@ class LeaseHolder:
             time.sleep(RETRY)
 
     def failed(self, error: GpuscaleError) -> None:
-        """Tell that the command did not start."""
+        """Report that the command did not start."""
         from gpuscale.cli.console.errors import exit_code as code_of
 
         self.started(0)
         self.ended(code_of(error), f"it did not start: {error.message}")
 
     def killed(self, code: int) -> None:
-        """Tell that the supervisor before this one was killed, if it did not tell of an end itself; all that it started has ended."""
+        """Report that the supervisor before this one was killed, unless it reported an end itself; all that it started has ended."""
         from gpuscale.common.rpc.channel import RPC_TIMEOUT
 
         with suppress(GpuscaleError):  # then the lease runs out
@@ -183,7 +183,7 @@ class LeaseHolder:
         return LeaseHolder(orders, self._ways)
 
     def release(self) -> None:
-        """Give the GPUs back; where that fails, the lease expires by itself."""
+        """Release the GPUs; if that fails, the lease expires."""
         from gpuscale.api.allocator import v1 as api
         from gpuscale.common.rpc.channel import RPC_TIMEOUT
 
@@ -211,7 +211,7 @@ class LeaseHolder:
 
 
 def main() -> NoReturn:
-    """Run a command that standard input tells of, for the lease that it tells of; ends with its exit code.
+    """Run the command that standard input describes, under the lease that it names; ends with its exit code.
 
     `gpuscalectl run` starts this on other hosts, as `supervise`; as `supervise --job NAME` it goes on when its caller is gone.
     """
@@ -257,7 +257,7 @@ def _supervise(*, job: bool) -> int:
 
 
 def _load() -> None:
-    """Load what the start of a command needs, while there is nothing else to do."""
+    """Load what the start of a command needs, ahead of time."""
     from gpuscale.api.allocator.v1 import AllocatorServiceStub
     from gpuscale.client.this_host import admit
 
@@ -265,7 +265,7 @@ def _load() -> None:
 
 
 def _read_orders() -> Orders | None:
-    """The first line of standard input, and no byte beyond: the rest is the command's. None where nobody sends any."""
+    """The first line of standard input, and no byte beyond: the rest is the command's. None at the end of input."""
     line = bytearray()
     while not line.endswith(b"\n") and len(line) < MOST_ORDERS and (byte := os.read(0, 1)):
         line += byte
@@ -542,7 +542,7 @@ class Keeper:
         self._thread.join()
 
     def stop_unless_open(self, descriptor: int) -> None:
-        """Stop the command once nobody reads what is written to a pipe or socket: whoever started it is gone."""
+        """Stop the command once nobody reads from a pipe or socket: its starter is gone."""
         threading.Thread(target=self._follow, args=(descriptor,), name="follow", daemon=True).start()
 
     def _follow(self, descriptor: int) -> None:
@@ -600,7 +600,7 @@ class Keeper:
                 return
 
     def _renewed(self) -> bool:
-        """Renew the lease, and tell when it is going to be revoked; whether there was an answer."""
+        """Renew the lease, and warn if it is going to be revoked; returns whether there was an answer."""
         from gpuscale.client.states import revoked_early
 
         left = self._ends - self._grace - time.monotonic()

@@ -302,7 +302,7 @@ def _without(file: tomlkit.TOMLDocument, tokens: MutableMapping[str, Table], nam
 def _new_secret(
     label: str | None, expires_in: float | None, taken: Sequence[str] = ()
 ) -> tuple[str, dict[str, object]]:
-    """A secret, and what the file says of it: its digest, label and end."""
+    """A secret, and its entry in the file: digest, label and end."""
     now = datetime.now(UTC).replace(microsecond=0)
     if label is None:
         label = next(text for text in (f"{now:%Y-%m-%d}", now.isoformat()) if text not in taken)
@@ -393,7 +393,7 @@ def _hand_out(
 
 
 def _replace(file: Path, text: str) -> None:
-    """Replace a file at once, so that no server ever reads half of it."""
+    """Replace a file atomically: no server reads half of it."""
     try:
         write_private(file, text.encode())
     except OSError as error:

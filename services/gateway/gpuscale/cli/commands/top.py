@@ -104,7 +104,7 @@ def _count(items: Sequence[object], noun: str) -> str:
 
 
 def _known(client: Client, what: str, read: Callable[[Client], list[Any]]) -> list[Any]:
-    """What a service tells; none while it is down, which does not hide what others know."""
+    """The answer of a service; none while it is down."""
     try:
         return read(client)
     except UnavailableError as error:

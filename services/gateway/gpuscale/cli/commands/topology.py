@@ -1,4 +1,4 @@
-"""`gpuscalectl topology`: how near the GPUs and network cards of a node are to each other."""
+"""`gpuscalectl topology`: how close the GPUs and network cards of a node are to each other."""
 
 from itertools import combinations
 from typing import NamedTuple

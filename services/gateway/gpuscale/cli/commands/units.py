@@ -39,7 +39,7 @@ _OF_USERS = re.compile(
 
 
 def systemctl() -> Sequence[str]:
-    """The command that speaks to the manager of who types this; empty where none runs."""
+    """The `systemctl` of the caller's manager; empty where none runs."""
     words = ["systemctl"] if os.geteuid() == 0 else ["systemctl", "--user"]
     if shutil.which(words[0]) is None:
         return ()
@@ -91,7 +91,7 @@ def _text(name: str, settings: Path, state: Path) -> str:
 
 
 def commands(programs: Sequence[str]) -> list[list[str]]:
-    """What makes the users that units of the system need, and starts the units; in this order."""
+    """The commands that make the users of system units, and start the units, in this order."""
     found: list[list[str]] = []
     if os.geteuid() == 0:
         needed = {USER: ["--home-dir", str(STATE)]}
@@ -177,7 +177,7 @@ def stop_units(programs: Sequence[str]) -> list[Path]:
 
 
 def units_user() -> pwd.struct_passwd | None:
-    """The user of the units, where root types this; where there is none, programs run as who types this."""
+    """The user of the units, if the caller is root; without one, programs run as the caller."""
     if os.geteuid() == 0:
         with suppress(KeyError):
             return pwd.getpwnam(USER)
@@ -225,7 +225,7 @@ def as_units_user() -> Generator[None]:
 
 
 def demoted(program: str) -> tuple[Sequence[str], Sequence[str]]:
-    """What runs a program as its unit does, and what it is told: nobody's root, and an adapter that starts workers as another user."""
+    """How to run a program as its unit does: not as root, and with an adapter that starts workers as another user."""
     if (user := units_user()) is None:
         return (), ()
     capabilities, told = "-all", list[str]()

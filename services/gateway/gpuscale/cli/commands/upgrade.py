@@ -1,4 +1,4 @@
-"""`gpuscalectl upgrade`: what fits together, in which order to go on, and the restart of this host's units one by one.
+"""`gpuscalectl upgrade`: which versions work together, in which order to upgrade, and the restart of this host's units one by one.
 
 Versions fit where their minor versions differ by one at most: hosts can be upgraded one after another.
 """

@@ -1,4 +1,4 @@
-"""`gpuscalectl report` and `stats`: who used what, and what a reservation or job makes of its GPUs."""
+"""`gpuscalectl report` and `stats`: who used what, and how a reservation or job uses its GPUs."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -78,7 +78,9 @@ def report(
         begin, end = (wire.to_datetime(one) for one in (answers[0].start_time, answers[0].end_time))
         note(f"from {local_text(begin)} to {local_text(end)}, in UTC days")
         if any(row.user == LOCAL for row in rows):
-            note(f"{LOCAL} is whoever asks on this host without a token; --by endpoint tells endpoints apart")
+            note(
+                f"{LOCAL} is whoever asks on this host without a token; --by endpoint distinguishes endpoints"
+            )
     elif output.format in {Format.JSON, Format.YAML}:
         output.write_data({"rows": [_ordered(row) for row in rows], "total": _ordered(total)})
     else:
@@ -108,14 +110,14 @@ def stats(session: Session, name: str) -> None:
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a reservation makes or made of its GPUs, and XIDs of these in its time."""
+    """How a reservation uses or used its GPUs, and their XIDs in its time."""
 
     usage: api.GetReservationUsageResponse
     xids: Sequence[monitor_api.HealthEvent]
 
     @classmethod
     def of(cls, client: "Client", name: str) -> "Statistics":
-        """Those of the reservation of that name. NotFoundError: nothing is known of it, or no more."""
+        """The statistics of the reservation of that name. NotFoundError: there are none, or no more."""
         usage = client.usage.GetReservationUsage(api.GetReservationUsageRequest(name=name))
         xids: list[monitor_api.HealthEvent] = []
         with suppress(NotFoundError):  # how long it was is not known any more
@@ -131,7 +133,7 @@ class Statistics:
         return {**to_dict(self.usage), "xids": [to_dict(one) for one in self.xids]}
 
     def lines(self) -> list[str]:
-        """What no table of 80 columns has room for, of each GPU of which there is any."""
+        """Lines with what does not fit a table of 80 columns, for each GPU that has some."""
         found: list[str] = []
         for gpu in self.usage.gpus:
             said = [

@@ -1,4 +1,4 @@
-"""`gpuscalectl wait`: until resources are as they should be, with the reason why they are not yet."""
+"""`gpuscalectl wait`: until resources meet a condition, with the reason why they do not yet."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any

@@ -1,6 +1,6 @@
 """What every `get` has in common: `-l`, `--filter`, `--order-by`, `--sort-by`, and `--watch`, which writes what changed.
 
-What changed is told by watches of the API; where there is none, the list is read every few seconds.
+Changes come from watches of the API; where there is none, the list is read every few seconds.
 """
 
 import sys
@@ -68,7 +68,7 @@ class GetGroup(Group):
 
 
 class GetCommand(Command):
-    """A command of `get`: it selects, sorts, and goes on where it is watched."""
+    """A command of `get`: it selects, sorts, and with --watch goes on."""
 
     options = OF_GET
 

@@ -1,7 +1,7 @@
 """Doing the same to several resources: all are checked first, and if one is missing, nothing changes.
 
-What then fails for one holds up no other, and the first failure is the exit code. One name gives the object itself as data,
-several give a list of those that were done.
+What then fails for one stops no other, and the first failure is the exit code. As data, one name gives the
+object itself, several names a list.
 """
 
 import sys
@@ -162,7 +162,7 @@ def _each(
     write: Callable[[list[T]], None],
     check: "Check | None",
 ) -> None:
-    """Act on each name, and write what was done, whatever failed and however it ends."""
+    """Act on each name, and write what was done, even after a failure."""
     done: list[T] = []
     attempt = _Attempts(alone=len(names) == 1)
     try:

@@ -58,7 +58,7 @@ def text(value: str) -> str:
 
 
 def holder(name: str) -> str:
-    """Who holds: of a replica what commands take as its name, `-` for nobody."""
+    """The holder: of a replica the name that commands take, `-` for nobody."""
     return text(short_holder(name))
 
 

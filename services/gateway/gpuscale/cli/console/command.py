@@ -35,13 +35,13 @@ _TYPED = "gpuscale.cli.typed"
 
 
 def _keep(context: click.Context, parameter: click.Parameter, value: object) -> None:
-    """Take note of an option that may stand anywhere; the one furthest right counts."""
+    """Note an option that may be typed anywhere; the rightmost counts."""
     if value is not None and parameter.name:
         context.meta.setdefault(_TYPED, {})[parameter.name] = value
 
 
 def anywhere(*names: str, **attributes: Any) -> click.Option:
-    """An option that may stand before and behind the commands that know it."""
+    """An option that may be typed before and after the commands that know it."""
     return click.Option(names, expose_value=False, callback=_keep, default=None, **attributes)
 
 
@@ -119,7 +119,7 @@ OF_ALL_COMMANDS = (
         shell_complete=words(*(f"{one}=" if one in WITH_EXPRESSION else one for one in Format)),
     ),
     anywhere("--no-headers", is_flag=True, help="Leave out the headings of tables."),
-    anywhere("--utc", is_flag=True, help="Show and read times in UTC, in place of the local zone."),
+    anywhere("--utc", is_flag=True, help="Show and read times in UTC instead of the local zone."),
     anywhere("--ascii", is_flag=True, help="Write ASCII only."),
     anywhere("--verbose", "-v", is_flag=True, help="Write more to standard error."),
 )

@@ -43,7 +43,7 @@ class About:
         return "" if self.view is None else self.chosen.to_filter(kind, self.view)
 
     def items(self, service: Any, request: Any, what: str = "", limit: int | None = None) -> list[Any]:
-        """What a List method answers; where its time begins before what is kept, that is said once.
+        """The items of a List method; notes once if the time begins before what is kept.
 
         Args:
             service: that has the method.
@@ -230,7 +230,7 @@ class _Gpus:
                 self._by[key].append(gpu)
 
     def find(self, typed: str) -> types_api.Gpu:
-        """The one of that name.
+        """The resource of that name.
 
         Raises:
             NotFoundError: there is none.
@@ -420,7 +420,7 @@ def quotas(client: Client, typed: Sequence[str] = (), about: About = EVERYTHING)
 def bookings(
     client: Client, typed: Sequence[str] = (), about: About = EVERYTHING, *, ended: bool = False
 ) -> list[allocator_api.Booking]:
-    """These bookings, or all that are open, and with `ended` those that are over; what begins first first."""
+    """These bookings, or all that are open, and with `ended` those that are over; the earliest first."""
     if typed:
         return _named(client.bookings, allocator_api.GetBookingRequest, names.BOOKING, typed)
     request = allocator_api.ListBookingsRequest(show_ended=ended, order_by="start_time")

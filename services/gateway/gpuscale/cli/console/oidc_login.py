@@ -1,4 +1,4 @@
-"""Logging in by an OIDC provider from a terminal (device flow, RFC 8628), and out again."""
+"""Log in through an OIDC provider from a terminal (device flow, RFC 8628), and out again."""
 
 import json
 import secrets
@@ -51,7 +51,7 @@ def by_device(session: Session) -> tuple[str, str, bytes]:
         )
     provider, nonce = find_provider(found.issuer, found.client_id), secrets.token_urlsafe(16)
     if not is_safe(provider.issuer):
-        raise FailedPreconditionError("the OIDC provider of this server is not of https", reason="NO_OIDC")
+        raise FailedPreconditionError("the OIDC provider of this server does not use https", reason="NO_OIDC")
     told = provider.described("device_authorization_endpoint", "token_endpoint", "jwks_uri")
     form = {"client_id": found.client_id, "scope": found.scopes, "nonce": nonce}
     asked = _answer(provider.ask(told["device_authorization_endpoint"], form))
@@ -65,7 +65,7 @@ def by_device(session: Session) -> tuple[str, str, bytes]:
     signed = provider.check(token)
     # Not every provider echoes it in this flow; one that does echoes ours.
     if signed.claims.get("nonce", nonce) != nonce:
-        raise UnauthenticatedError("the token is of another login", reason="TOKEN_INVALID")
+        raise UnauthenticatedError("the token belongs to another login", reason="TOKEN_INVALID")
     kept = {
         "issuer": found.issuer,
         "client_id": found.client_id,
@@ -97,7 +97,7 @@ def _wait(provider: "Provider", endpoint: str, asked: Mapping[str, Any]) -> Mapp
             pause += INTERVAL
         elif wrong != "authorization_pending":
             return _answer(answer)
-    raise DeadlineExceededError("nobody agreed to the login in time", reason="LOGIN_TIMEOUT")
+    raise DeadlineExceededError("nobody approved the login in time", reason="LOGIN_TIMEOUT")
 
 
 def _answer(answer: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -109,7 +109,7 @@ def _answer(answer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def end_login(login_file: Path) -> None:
-    """Tell the provider that a refresh token ends, where it wants to know; one that does not answer is told of."""
+    """Revoke a refresh token at the provider, if it offers that; notes a provider that does not answer."""
     try:
         kept = json.loads(login_file.read_bytes())
         provider = find_provider(kept["issuer"], kept["client_id"])
@@ -117,4 +117,4 @@ def end_login(login_file: Path) -> None:
         if kept.get("refresh_token") and is_safe(endpoint):
             provider.ask(endpoint, {"token": str(kept["refresh_token"]), "client_id": provider.audience})
     except (OSError, ValueError, KeyError, GpuscaleError) as error:
-        note(f"the provider was not told: {error}")
+        note(f"the refresh token was not revoked at the provider: {error}")

@@ -66,7 +66,7 @@ def name_of(item: "Message") -> str:
 
 @dataclass
 class Watched:
-    """What has been written of a list that is read again and again."""
+    """What has been written of a list that is read repeatedly."""
 
     every: float
     """Seconds from one reading to the next where no stream tells of it."""

@@ -1,4 +1,4 @@
-"""The watches of `get --watch`: each is told what changed, and none of them asks."""
+"""The watches of `get --watch`: they receive changes, and do not poll."""
 
 import threading
 import time
@@ -22,7 +22,7 @@ class Streams:
     """The watches of all lists that a command reads.
 
     Attributes:
-        polled: whether there is a list of which no watch tells.
+        polled: whether there is a list without a watch.
     """
 
     def __init__(self, client: Client) -> None:
@@ -67,7 +67,7 @@ class Streams:
         return [*self._by[key].items.values()] if whole and self._by[key].complete else None
 
     def _follow(self, mirror: Mirror, method: Any, request: Any) -> None:
-        """Follow a watch until the client is closed, over lost connections from where it was left off."""
+        """Follow a watch until the client is closed; after a lost connection it resumes."""
         try:
             for message in watch(method, request, resume=True):
                 if mirror.take(message):

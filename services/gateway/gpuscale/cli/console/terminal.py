@@ -54,7 +54,7 @@ class Terminal:
         self.ascii = self.json = self.folds = self.verbose = False
 
     def silence_grpc(self) -> None:
-        """Have gRPC's core write nothing to stderr, unless the caller says otherwise: our errors say it better.
+        """Keep gRPC's core from writing to stderr, unless the caller says otherwise: our errors are clearer.
 
         To be called before gRPC is imported, which is when the variable is read.
         """
@@ -165,7 +165,7 @@ def prepare_streams(*, data: bool) -> None:
 
 
 def flush_output() -> None:
-    """Write the rest of the payload; where that fails, the interpreter does not try it again with words of its own.
+    """Write the rest of the payload; if that fails, the interpreter does not try again with a message of its own.
 
     Raises:
         OSError: the disk is full, or the pipe is closed.
@@ -192,7 +192,7 @@ _AGAIN = "\r\x1b[K"
 
 
 class Progress:
-    """Shows on standard error how long a wait has taken and why it goes on: one line on a terminal, else each change."""
+    """Shows on standard error how long a wait takes and why it goes on: one line on a terminal, else each change."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()

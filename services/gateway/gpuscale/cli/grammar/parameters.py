@@ -44,7 +44,7 @@ def _size(typed: str) -> int:
 def _watts(typed: str) -> float:
     number = typed.strip().removesuffix("W")
     if not number.replace(".", "", 1).isdecimal():
-        raise ValueError(f"{typed!r} is no number of watts, such as 300W")
+        raise ValueError(f"{typed!r} is not a number of watts, such as 300W")
     return float(number)
 
 
@@ -204,8 +204,8 @@ CLOCK: Final = ShownClock()
 def parse_moment(text: str, now: datetime) -> datetime:
     """The moment that a text names; without a zone it is on the clock that is shown.
 
-    `2h` is so long ago, `yesterday` begins at midnight, `yesterday 03:00` says when, `03:00` is the last time it was that late,
-    and all else is a date of RFC 3339.
+    `2h` is two hours ago, `yesterday` begins at midnight, `yesterday 03:00` says when, `03:00` is the last time the clock
+    showed it, and all else is a date of RFC 3339.
 
     Raises:
         ValueError: it is none of these, or before the year 1.
@@ -300,7 +300,7 @@ class When:
         type=MOMENT, help="From this time on: 2h (ago), yesterday, 03:00 or 2026-03-01T03:00:00Z."
     )
     until: datetime | None = shared(type=MOMENT, help="Until this time; now by default.")
-    at: datetime | None = shared(type=MOMENT, help="At this time, in place of --since and --until.")
+    at: datetime | None = shared(type=MOMENT, help="At this time, instead of --since and --until.")
 
     def range(self, last: timedelta | None = None, around: timedelta = timedelta()) -> "TimeRange":
         """The time from the one end to the other.
@@ -316,7 +316,7 @@ class When:
 
         if self.at is not None:
             if self.since is not None or self.until is not None:
-                raise click.UsageError("--at stands in place of --since and --until")
+                raise click.UsageError("--at replaces --since and --until")
             return TimeRange(self.at - around, self.at + around)
         if self.since is not None and self.until is not None and self.until < self.since:
             raise click.UsageError(

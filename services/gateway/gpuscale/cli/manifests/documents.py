@@ -45,14 +45,14 @@ class ManifestError(InvalidArgumentError):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where something stands; lines and columns count from 1."""
+    """A place in a file; lines and columns count from 1."""
 
     source: str
     line: int
     column: int
 
     def error(self, text: str) -> ManifestError:
-        """The error to raise about what stands here."""
+        """The error to raise about this place."""
         return ManifestError(f"{self.source}:{self.line}:{self.column}: {text}")
 
 

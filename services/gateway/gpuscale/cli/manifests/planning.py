@@ -29,7 +29,7 @@ class PlanAction(StrEnum):
 
 @dataclass(frozen=True)
 class PlanStep:
-    """What happens to one resource: as it is, as declared, and as the server would store it."""
+    """What happens to a resource: as it is, as declared, and as the server would store it."""
 
     action: PlanAction
     name: str
@@ -155,7 +155,7 @@ def _put(client: Client, wanted: DeclaredDocument, before: Resource | None, *, d
 
 
 def _secretly_differs(before: Resource, after: Resource) -> bool:
-    """Whether what no answer shows is another: the address or secret of a target."""
+    """Whether a field that no answer shows changes: the address or secret of a target."""
     return isinstance(after, allocator_api.NotificationTarget) and before.etag != after.etag
 
 
@@ -231,7 +231,7 @@ _SIGNS = {PlanAction.CREATE: "+", PlanAction.CONFIGURE: "~", PlanAction.DELETE: 
 
 
 def plan_lines(steps: Sequence[PlanStep]) -> list[str]:
-    """What is about to happen, with the fields that will differ; nothing where nothing will."""
+    """The steps, with the fields that will change; empty without a change."""
     changing = [step for step in steps if step.action is not PlanAction.KEEP]
     if not changing:
         return []

@@ -56,7 +56,7 @@ def workers(group: api.WorkerGroup) -> str:
 
 
 def _why(replica: api.Replica) -> str:
-    """Why it stands as it does; of one that will lose its GPUs, also when."""
+    """The reason for its state; of a replica that will lose its GPUs, also when."""
     if not replica.HasField("revoke_time"):
         return text(replica.reason)
     left = (to_datetime(replica.revoke_time) - datetime.now(UTC)).total_seconds()
@@ -189,7 +189,7 @@ DEFAULT_TICK = 15.0
 
 
 def endpoint_lines(endpoint: api.Endpoint) -> list[str]:
-    """How an endpoint stands, with its capability sets."""
+    """The state of an endpoint, with its capability sets."""
     status, spec = endpoint.status, endpoint.spec
     counts = (
         f"{status.desired_replicas} desired, {status.granted_replicas} granted, {status.ready_replicas} ready"

@@ -1,4 +1,4 @@
-"""Power budgets and changes; use policies, on whom they have an eye, what they did; notification targets, and what they were not told."""
+"""Power budgets and changes; use policies, whom they watch and what they did; notification targets, and what is not delivered."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
