@@ -74,7 +74,7 @@ def test_columns_are_not_sent_and_what_was_typed_as_a_filter_is() -> None:
     [
         ("nmae=x", Endpoint, "unknown field 'nmae'; did you mean name?"),
         ("readyy>1", Endpoint, "did you mean READY?"),
-        ("name>=3", Endpoint, "name is not a number: compare it with = or !="),
+        ("name>=3", Endpoint, "name has no amount: compare it with = or !="),
         ("zone>=3", Node, "zone has no amount"),
         ("state=onlin", Node, "unknown value 'onlin'; did you mean ONLINE?"),
     ],

@@ -61,7 +61,7 @@ def test_what_was_typed_is_a_time_with_two_ends() -> None:
         click.UsageError, match=r"--until \(2026-03-29 11:30:00 CEST\) must not be before --since"
     ):
         When(late, early, None).range()
-    with pytest.raises(click.UsageError, match="--at stands in place of"):
+    with pytest.raises(click.UsageError, match="--at replaces"):
         When(early, None, NOW).range()
 
 

@@ -51,7 +51,7 @@ class Condition:
         """
         leaf, several = check_path(self.path, descriptor, where, also)
         if self.compares and (several or leaf.type == _TEXT):
-            raise InvalidArgumentError(f"{where}: {self.key} is not a number: compare it with = or !=")
+            raise InvalidArgumentError(f"{where}: {self.key} has no amount: compare it with = or !=")
         if leaf.enum_type is not None and self.sign:
             prefix = leaf.enum_type.values[0].name.removesuffix("UNSPECIFIED")
             words = [one.name.removeprefix(prefix) for one in leaf.enum_type.values]
