@@ -78,7 +78,7 @@ PAGES = {
     "endpoint": ("/endpoints/chat", "Decisions"),
     "recordings": ("/recordings", "nothing was recorded"),
     "health": ("/health", "nothing is wrong"),
-    "audit": ("/audit", "calls that may have changed something"),
+    "audit": ("/audit", "the audit log is for admins who signed in"),
 }
 
 

@@ -31,6 +31,7 @@ from gpuscale.dashboard.figures import CountedRequests, Figures
 from gpuscale.dashboard.frame import DashboardSite, page
 from gpuscale.dashboard.ical import PATH as CALENDAR
 from gpuscale.dashboard.ical import calendar_secret, ical
+from gpuscale.dashboard.pages.audit import audit_page
 from gpuscale.dashboard.pages.endpoints import (
     decision_page,
     endpoint_page,
@@ -39,7 +40,7 @@ from gpuscale.dashboard.pages.endpoints import (
     whole_log,
 )
 from gpuscale.dashboard.pages.fleet import fleet_page, gpu_page, health_page, timeline_page
-from gpuscale.dashboard.pages.policies import audit_page, policies_page
+from gpuscale.dashboard.pages.policies import policies_page
 from gpuscale.dashboard.pages.recordings import recording_page, recordings_page
 from gpuscale.dashboard.pages.reservations import (
     all_output,

@@ -1,0 +1,112 @@
+"""The audit log: what people and programs did, newest first, found by words."""
+
+import json
+
+from nicegui import ui
+
+from gpuscale.api.audit import v1 as api
+from gpuscale.client import AsyncClient, GpuscaleError
+from gpuscale.dashboard import humanize
+from gpuscale.dashboard.frame import DashboardSite, ListTable, PageAddress, page
+from gpuscale.dashboard.rows import Columns, Row
+
+EVENTS: Columns = {
+    "time": "time",
+    "caller": "who",
+    "method": "what",
+    "resource": "of",
+    "code": "answer",
+    "took": "took",
+    "role": "role",
+    "peer": "from",
+}
+MOST_EVENTS = 500
+MOST_PIECES = 8
+"""Calls for one look: each reads a bounded piece of the log."""
+
+
+def audit_page(site: DashboardSite) -> None:
+    """Make the page."""
+    with page(site, "Audit"):
+        with ui.row().classes("items-center"):
+            wanted = PageAddress().text("filter", "filter: who, what, of, answer")
+            older = ui.button("older").props("dense no-caps flat")
+            newest = ui.button("newest").props("dense no-caps flat")
+        why = ui.label("the audit log is for admins who signed in; or: gpuscalectl get audit").classes(
+            "gs-quiet"
+        )
+        table = ListTable(EVENTS, key="key", links=("resource",), empty="no call matches")
+    actions, token = site.actions(), ""
+    if actions is None:
+        for one in (wanted, older, newest):
+            one.disable()
+        return
+
+    async def read(client: AsyncClient) -> list[api.AuditEvent]:
+        nonlocal token
+        found = list[api.AuditEvent]()
+        for _ in range(MOST_PIECES):
+            answer = await client.audit.ListAuditEvents(
+                api.ListAuditEventsRequest(
+                    filter=audit_filter(wanted.value or ""),
+                    page_size=MOST_EVENTS - len(found),
+                    page_token=token,
+                )
+            )
+            found += answer.audit_events
+            token = answer.next_page_token
+            if not token or len(found) == MOST_EVENTS:
+                break
+        return found
+
+    async def look() -> None:
+        try:
+            found = await actions.ask(read)
+        except GpuscaleError as error:
+            why.text = f"the audit log cannot be read: {error.message}"
+            found = []
+        else:
+            why.text = f"{len(found)} calls that may have changed something, or were refused"
+        older.set_enabled(bool(token))
+        table.show([audit_row(one) for one in found])
+
+    async def begin() -> None:
+        nonlocal token
+        token = ""
+        await look()
+
+    older.on_click(look)
+    newest.on_click(begin)
+    wanted.on_value_change(begin)
+    ui.timer(0.0, begin, once=True)
+
+
+def audit_filter(text: str) -> str:
+    """What every word has to be in: a name, a method, a resource or an answer, in whose case it need not be."""
+
+    def somewhere(word: str) -> str:
+        places = [(field, word) for field in ("caller", "resource", "reservations", "method")]
+        places += [("method", word[:1].upper() + word[1:]), ("code", word.upper())]
+        return " OR ".join(f"{field}:{json.dumps(one, ensure_ascii=False)}" for field, one in places)
+
+    return " AND ".join(map(somewhere, text.split()))
+
+
+def audit_row(one: api.AuditEvent) -> Row:
+    """What the table shows of a call."""
+    resource = one.resource or ", ".join(one.reservations)
+    to = next((name for name in (one.resource, *one.reservations) if name.startswith("reservations/")), "")
+    return {
+        "key": f"{one.request_id} {one.end_time.ToNanoseconds()}",
+        "time": humanize.clock(one.end_time),
+        "caller": one.caller or humanize.UNKNOWN,
+        "method": one.method.rpartition("/")[2],
+        "resource": resource,
+        "resource_to": to and f"/{to}",
+        "code": one.code.lower().replace("_", " "),
+        "took": humanize.length(one.duration)
+        if one.duration.seconds
+        else f"{one.duration.ToMilliseconds()} ms",
+        "role": humanize.word(one, "role"),
+        "peer": f"{one.peer} via {one.via}" if one.via else one.peer,
+    }
