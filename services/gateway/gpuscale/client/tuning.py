@@ -14,6 +14,10 @@ SURE = 1.383
 """Standard errors that a figure may be off by, one way: 90 % of Student's t over ten windows."""
 WORTH = 0.05
 """Share of GPU time, or of what is late, that a change of policy has to save."""
+POLICY_FIELDS = (
+    *("signals", "rules", "tick", "combine", "up", "down", "bound_mode", "busy_metric", "scale_in_order"),
+)
+"""Of the spec of an endpoint: what says how many replicas there are, within its bounds."""
 
 
 @dataclass(frozen=True, slots=True)

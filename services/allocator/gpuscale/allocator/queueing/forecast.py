@@ -69,10 +69,8 @@ def _soonest(
     """
     over = [lease.id for lease in leases if lease.ends <= after]
     booked = world.booked(waiter.order)
-    ask, same = (
-        beside(waiter.order.ask, [*taken, *booked]),
-        (waiter.order.ask, tuple(one.id for one in booked)),
-    )
+    ask = beside(waiter.order.ask, [*taken, *booked])
+    same = waiter.order.ask, tuple(one.id for one in booked)
     found = fewest(ask, over, leases[len(over) :], world, now, least=needed.get(same, 0))
     if found is None:
         return None

@@ -317,10 +317,9 @@ class Queue:
                 continue
             found = self._find(waiter, refused, changes, now)
             if isinstance(found, Pick):
+                # Nobody was passed over, so what the first of the line leaves of its promise needs no round of its own.
                 if not position and (kept := self._promises.pop(waiter, None)):
-                    changes.add(
-                        kept.nodes
-                    )  # nobody was passed over, so what it leaves needs no round of its own
+                    changes.add(kept.nodes)
                     refused.clear()
                 self.remove(waiter)
                 self._spends(waiter.order)

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import Enum
+from typing import Any
 
 from gpuscale.autoscaler.domain.inputs import Aggregation, Amounts, Observation, ObservationStatus
 from gpuscale.autoscaler.domain.rules.rule import BoundMode, Rule
-from gpuscale.client.tuning import TuningGoal, parse_goal
+from gpuscale.client.tuning import POLICY_FIELDS, TuningGoal, parse_goal
 
 DEFAULT_MAX_AGE = 15.0
 DEFAULT_SCRAPED_AGE = 90.0
@@ -334,18 +335,8 @@ class EndpointSpec:
 
     def scaled_as(self, other: EndpointSpec) -> EndpointSpec:
         """The same endpoint, with the policy of another one within its own bounds."""
-        return replace(
-            self,
-            signals=other.signals,
-            rules=other.rules,
-            tick=other.tick,
-            combine=other.combine,
-            up=other.up,
-            down=other.down,
-            bound_mode=other.bound_mode,
-            busy_metric=other.busy_metric,
-            scale_in_order=other.scale_in_order,
-        )
+        policy: dict[str, Any] = {name: getattr(other, name) for name in POLICY_FIELDS}
+        return replace(self, **policy)
 
     def sleeps_until(self, observations: Mapping[str, Observation]) -> str:
         """What wakes an endpoint without replicas, such as `depth > 5`: until then no rule is read; empty where it is awake."""

@@ -68,10 +68,7 @@ class Places:
         request.wait.CopyFrom(to_duration(STAY))
         place = self._places.get(replica.id)
         if place is not None and not place.over and (not stays or place.request != request):
-            await self.leave(replica.id)
-            await asyncio.wait(
-                [place.task]
-            )  # asked for anew once it has left, it tells whether it was granted
+            await self.leave(replica.id)  # asked for anew once it has left, it tells whether it was granted
             place = None
         if place is None:
             place = self._begin(replica, request)

@@ -139,9 +139,8 @@ class MetricsPageFrame(ListenerFrame):
         if not self.metrics_listen:
             yield ""
             return
-        from gpuscale.common.rpc.metrics_http import (
-            serve_metrics,  # not even imported where it is not asked for
-        )
+        # Not even loaded where it is not asked for.
+        from gpuscale.common.rpc.metrics_http import serve_metrics
 
         fields = ("tls_cert_file", "tls_client_ca_file", "cert_file", "ca_file")
         files = {name: path for name in fields if isinstance(path := getattr(self, name, None), Path)}

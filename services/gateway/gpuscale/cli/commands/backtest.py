@@ -33,7 +33,16 @@ from gpuscale.cli.grammar.parameters import (
 )
 from gpuscale.cli.manifests import documents
 from gpuscale.cli.views import backtests as views
-from gpuscale.client.tuning import AS_IT_IS, Trial, TuningGoal, Window, candidates, choose, parse_goal
+from gpuscale.client.tuning import (
+    AS_IT_IS,
+    POLICY_FIELDS,
+    Trial,
+    TuningGoal,
+    Window,
+    candidates,
+    choose,
+    parse_goal,
+)
 from gpuscale.common import wire
 from gpuscale.common.errors import (
     FailedPreconditionError,
@@ -54,10 +63,6 @@ SENDING_SECONDS = 300.0
 """Time limit of the call that sends a workload."""
 PART = 100_000
 """Requests of one message."""
-POLICY_FIELDS = (
-    *("signals", "rules", "tick", "combine", "up", "down", "bound_mode", "busy_metric", "scale_in_order"),
-)
-"""Of the spec of an endpoint: what says how many replicas there are, within its bounds."""
 BARS = "-"
 """Instead of a file: the picture as bars below the table."""
 

@@ -46,7 +46,7 @@ def _admitted(stored: dict[str, Any]) -> AdmittedProcess:
         int(stored["fence"]),
         frozenset(stored["gpus"]),
         str(stored["container"]),
-        stored["user"],
+        None if stored["user"] is None else int(stored["user"]),
     )
 
 
