@@ -18,6 +18,7 @@ from gpuscale.allocator.state import archive
 from gpuscale.allocator.state.archive import Archive, ArchiveLimits, EndedStore, RecordFilter, Totals
 from gpuscale.allocator.state.store import AllocatorStore, open_store
 from gpuscale.allocator.usecases import records
+from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -67,6 +68,15 @@ def database(request: pytest.FixtureRequest) -> SecretUrl | None:
 async def spent(client: Client, count: int, holder: str = "test") -> list[Reservation]:
     """Reservations that were released, oldest first."""
     return [await client.release(await client.reserve(holder=holder)) for _ in range(count)]
+
+
+async def batch(client: Client, *request_ids: str) -> list[str]:
+    """The names of what is granted for them, a GPU each, in one call."""
+    asked = [
+        api.ReserveRequest(request_id=one, holder="test", ask=api.Ask(gpu_count=1)) for one in request_ids
+    ]
+    answer = await client.stub.BatchReserve(api.BatchReserveRequest(requests=asked), timeout=10)
+    return [one.name for one in answer.reservations]
 
 
 async def listed(client: Client, **fields: object) -> list[str]:
@@ -166,6 +176,20 @@ async def test_a_request_whose_grant_left_memory_is_not_granted_again(
         held = await client.reserve()
         assert (await client.reserve(request_id=requests[1])).name == first[1].name
         assert [one.name for one in await client.live()] == [held.name]
+        assert await batch(client, requests[2]) == [first[2].name], "refused, then found"
+
+
+async def test_a_batch_may_repeat_what_left_memory(
+    tmp_path: Path, retired: set[str], database: SecretUrl | None
+) -> None:
+    fleet, asked = FakeFleet(node_message("n0", count=2)), str(uuid4())
+    async with running(tmp_path, fleet, database=database) as client:
+        ended = await client.release(await client.reserve(request_id=asked))
+        await spent(client, 2)
+        await eventually(lambda: retired)
+        again, fresh = await batch(client, asked, str(uuid4()))
+        assert again == ended.name
+        assert [one.name for one in await client.live()] == [fresh]
 
 
 async def test_there_are_no_more_than_the_settings_say(tmp_path: Path, database: SecretUrl | None) -> None:

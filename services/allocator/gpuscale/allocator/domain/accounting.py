@@ -229,8 +229,8 @@ class Account:
     kept: bool = False
     entries: list[DayEntry] = field(default_factory=list[DayEntry])
     milli: dict[str, int] = field(default_factory=dict[str, int])
-    total: Tally = field(default_factory=Tally)
-    months: MonthlyUse = field(default_factory=MonthlyUse)
+    total: Tally | None = None
+    months: MonthlyUse | None = None
     _seen: Mapping[str, GpuUsage] = field(default_factory=dict[str, GpuUsage])
     _seen_at: int = 0
     _ahead: dict[str, float] = field(
@@ -287,14 +287,19 @@ class Account:
     def _advance(self, to: int, wall: int, seen: Mapping[str, GpuUsage]) -> None:
         piece = max(0, to - self.until)
         for day, part in [*by_day(piece, wall)][::-1]:
-            if not self.entries or self.entries[-1].day != day:
+            if self.entries and self.entries[-1].day == day:
+                if not part:
+                    continue
+            else:
                 self.part += 1
                 self.entries.append(DayEntry(self.part, day, {uuid: Tally() for uuid in self.milli}))
             for uuid, tally in self.entries[-1].gpus.items():
                 usage = seen.get(uuid)
                 tally.add(part, usage)
-                self.total.count(part * self.milli[uuid], usage)
-            self.months.add(self.reservation.tenant, day, part * sum(self.milli.values()))
+                if self.total is not None:
+                    self.total.count(part * self.milli[uuid], usage)
+            if self.months is not None:
+                self.months.add(self.reservation.tenant, day, part * sum(self.milli.values()))
         self.until += piece
 
     def _meter(self, uuid: str, joules: float) -> None:

@@ -76,8 +76,12 @@ class Durations:
     def add(self, kin: Kin, seconds: float) -> None:
         """One that ended lasted so long."""
         self._count += 1
+        sample = log(max(seconds, 1.0))
         for circle in _circles(kin):
-            self._samples.setdefault(circle, deque(maxlen=KEPT)).appendleft(log(max(seconds, 1.0)))
+            samples = self._samples.get(circle)
+            if samples is None:
+                samples = self._samples[circle] = deque(maxlen=KEPT)
+            samples.appendleft(sample)
             self._samples.move_to_end(circle)
         while len(self._samples) > MOST:
             self._samples.popitem(last=False)

@@ -11,7 +11,7 @@ decide nothing, and are too many to read at each start.
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeAlias
 
 from sqlalchemy import Connection, Index, and_, delete, func, select
@@ -76,6 +76,8 @@ DIMENSIONS = ("owner", "tenant", "labels", "node", "model")
 SUMS = ("granted", "busy", "idle", "read", "utilization", "energy", "ends")
 PEAKS = ("peak_utilization", "peak_memory")
 _HARDWARE = tuple(one.name for one in fields(Hardware))
+_UNREAD = Hardware()
+_NOTHING = json.dumps(asdict(_UNREAD))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +143,15 @@ def rows_of(account: Account, boot_id: str, outcome: str = "") -> list[dict[str,
                     "outcome": outcome if last else "",
                     "until_ms": account.until,
                     "boot_id": boot_id if last and not outcome else "",
-                    "hardware": json.dumps({name: getattr(tally.hardware, name) for name in _HARDWARE}),
+                    "hardware": _hardware(tally.hardware),
                 }
             )
     return found
+
+
+def _hardware(found: Hardware) -> str:
+    """As JSON; most that end soon were never read."""
+    return _NOTHING if found == _UNREAD else json.dumps({name: getattr(found, name) for name in _HARDWARE})
 
 
 def putting(rows: Sequence[Mapping[str, object]]) -> Work:

@@ -252,7 +252,9 @@ class Accounting:
     def _put(self, account: Account) -> Account:
         one = account.reservation
         tenant = one.tenant if one.tenant in self.totals or len(self.totals) < TENANTS else OTHER
-        account.total = self.totals.setdefault(tenant, Tally())
+        account.total = self.totals.get(tenant)
+        if account.total is None:
+            account.total = self.totals[tenant] = Tally()
         for entry in account.entries:
             granted = sum(tally.granted * account.milli[uuid] for uuid, tally in entry.gpus.items())
             self.months.add(one.tenant, entry.day, granted)

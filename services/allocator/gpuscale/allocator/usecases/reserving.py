@@ -562,9 +562,23 @@ class Reserving:
             yield (await self._answers([granted], [order]))[0]
 
     async def reserve_all(self, orders: Sequence[Order]) -> Sequence[Reservation]:
-        """Grant several orders, all or none, in one transaction; raises as `reserve` for the first that is refused."""
-        await self.archive.recall(requests=[order.request_id for order in orders])
-        found: list[Reservation] = []
+        """Grant several orders, all or none, in one transaction; raises as `reserve` for the first that is refused.
+
+        As with one order, the archive is asked only where some are refused, or were granted before and have ended.
+        """
+        requests = [order.request_id for order in orders]
+        try:
+            ids = self._begin_all(orders)
+        except GpuscaleError:
+            await self.archive.recall(requests=requests)
+            if not any(self.ledger.knows(request_id=one) for one in requests):
+                raise
+            ids = self._begin_all(orders)
+        return await self._answers(ids, orders)
+
+    def _begin_all(self, orders: Sequence[Order]) -> Sequence[str]:
+        """The ids of what is granted, or was before, at once."""
+        found: list[str] = []
         granted: list[Reservation] = []
         try:
             for order in orders:
@@ -572,14 +586,14 @@ class Reserving:
                 if known is None:
                     known = self.grant(order)
                     granted.append(known)
-                found.append(known)
+                found.append(known.id)
         except GpuscaleError:
             for one in reversed(granted):
                 self.ledger.withdraw(one)
             raise
         if granted:
             self.commits.grant(granted)
-        return await self._answers([one.id for one in found], orders)
+        return found
 
     def grant(self, order: Order) -> Reservation:
         """Choose GPUs and hold them, or raise as `reserve`; PENDING until `Commits.grant` stores it."""
@@ -643,9 +657,8 @@ class Reserving:
         error = await self.commits.wait(*ids)
         if error is not None and error.reason == "REQUEST_ENDED":
             await self.archive.recall(requests=[order.request_id for order in orders])
-            known = [self.ledger.replay(order.request_id, order.fingerprint) for order in orders]
-            ids = [one.id for one in known if one is not None]
-            error = error if len(ids) < len(orders) else None
+            ids = self._begin_all(orders)
+            error = await self.commits.wait(*ids)
         if error is not None:
             raise error
         await tasks.hit_async("allocator.reserve.before_reply")
