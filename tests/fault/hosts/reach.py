@@ -1,6 +1,8 @@
-"""Hands on connections: from listening sockets that it inherits to addresses in the network namespace that it runs in.
+"""Hands on connections, out of a network namespace or into the one that it runs in, where a socket is inherited or a file.
 
-python -m tests.fault.hosts.reach FD=HOST:PORT ...
+    python -m tests.fault.hosts.reach FROM=TO ...
+
+FROM is the number of an inherited listening socket, or HOST:PORT; TO is HOST:PORT, or the path of a Unix socket.
 """
 
 import asyncio
@@ -15,8 +17,9 @@ async def main(ways: list[str]) -> None:
     """Serve until killed."""
     servers: list[asyncio.Server] = []
     for way in ways:
-        descriptor, _, target = way.partition("=")
-        listening = socket.socket(fileno=int(descriptor))
+        source, _, target = way.partition("=")
+        host, _, port = source.rpartition(":")
+        listening = socket.create_server((host, int(port))) if host else socket.socket(fileno=int(port))
         servers.append(await asyncio.start_server(_handler(target), sock=listening))
     await asyncio.gather(*(one.serve_forever() for one in servers))
 
@@ -28,7 +31,9 @@ def _handler(
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            far_reader, far_writer = await asyncio.open_connection(host, int(port))
+            far_reader, far_writer = await (
+                asyncio.open_connection(host, int(port)) if host else asyncio.open_unix_connection(target)
+            )
         except OSError:
             writer.close()
             return

@@ -6,10 +6,10 @@ The hosts are network namespaces (`tests.fault.hosts.lan`). Certificates are mad
 
 import json
 import sys
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import grpc
 from pydantic import SecretStr
@@ -30,16 +30,19 @@ if TYPE_CHECKING:
 
 SERVICES, LEFT, RIGHT = "services", "left", "right"
 GATEWAY, FLEET, ALLOCATOR, AUTOSCALER, AGENT = 7070, 7072, 7073, 7074, 7071
+Tables: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""What stands in a configuration file."""
 UTILIZATION = 80.0
 _HURRIED = (sys.executable, "-m", "tests.fault.hosts.hurried")
 
 
 class Hosts:
-    """The three hosts and what runs there."""
+    """The three hosts and what runs there; `also` has what is set beyond what all tests need, by module."""
 
-    def __init__(self, hosts: Lan, folder: Path) -> None:
+    def __init__(self, hosts: Lan, folder: Path, also: Mapping[str, Tables]) -> None:
         self.lan = hosts
         self.folder = folder
+        self.also = dict(also)
         self.pki = folder / "pki"
         self.doubles = {name: self._double(name) for name in (LEFT, RIGHT)}
         self._allocator: Popen[bytes] | None = None
@@ -120,12 +123,14 @@ class Hosts:
         )
 
     def _run(self, name: str, module: str, tables: dict[str, dict[str, Any]]) -> "Popen[bytes]":
-        file = self.folder / f"{name}-{module}.toml"
+        file, also = self.folder / f"{name}-{module}.toml", self.also.get(module, {})
+        tables = tables | {table: {**tables.get(table, {}), **values} for table, values in also.items()}
         lines = [
             line
             for table, values in tables.items()
             for line in (f"[{table}]", *(f"{key} = {_toml(value)}" for key, value in values.items()))
         ]
+        file.touch(mode=0o600)  # passwords may be in it
         file.write_text("\n".join(lines))
         environment = env_with_double(self.doubles[name]) if name in self.doubles else None
         command = (*_HURRIED, module, "--config", str(file))
@@ -235,19 +240,19 @@ class Site:
 
 
 @contextmanager
-def three_hosts(folder: Path) -> Generator[Hosts]:
+def three_hosts(folder: Path, also: Mapping[str, Tables] | None = None) -> Generator[Hosts]:
     """All of it, starting."""
     with lan(SERVICES, LEFT, RIGHT) as hosts:
-        site = Hosts(hosts, folder)
+        site = Hosts(hosts, folder, also or {})
         site.issue()
         site.start()
         yield site
 
 
 @contextmanager
-def typing_on_hosts(folder: Path) -> Generator[Site]:
+def typing_on_hosts(folder: Path, also: Mapping[str, Tables] | None = None) -> Generator[Site]:
     """All of it behind a gateway, once the four GPUs can be read; at the end what the programs wrote is printed."""
-    with three_hosts(folder) as hosts:
+    with three_hosts(folder, also) as hosts:
         site = Site(hosts)
 
         def readable() -> bool:
@@ -257,7 +262,7 @@ def typing_on_hosts(folder: Path) -> Generator[Site]:
             return site.ctl(SERVICES, "check", "--gpus", "1", "--max-utilization", "100").code == 0
 
         try:
-            eventually_sync(readable, timeout=120.0)
+            eventually_sync(readable, timeout=120.0, interval=0.5)
             yield site
         finally:
             print(hosts.logs())
