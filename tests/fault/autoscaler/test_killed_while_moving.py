@@ -33,14 +33,14 @@ WAIT = 60.0
 LONG = 600.0
 """Seconds of leases that nobody has to renew here."""
 KILLED = -signal.SIGKILL
-# It is ready once `serve` is there, and when it is asked to end works on until `finish` is.
+# It is ready once `serve`, or that of its own, is there, and when it is asked to end works on until `finish` is.
 WORKER = """\
 cd $1; id=${GPUSCALE_REPLICA##*/}
 [ "$2" = probe ] && exec test -e up-$id
 say() { echo "$1 $id $GPUSCALE_GPU_UUIDS" >> diary; }
 trap 'say asked; asked=1' TERM
 say start
-until [ -e serve ] || [ "$asked" ]; do sleep 0.02; done
+until [ -e serve ] || [ -e serve-$id ] || [ "$asked" ]; do sleep 0.02; done
 [ "$asked" ] || { say up; : > up-$id; until [ -e finish ] && [ "$asked" ]; do sleep 0.02; done; }
 say end
 """
@@ -48,26 +48,29 @@ say end
 
 @dataclass
 class Move:
-    """Two hosts with two GPUs each: on one a replica, on the other somebody who stays; and a gang that waits for two."""
+    """Two hosts: on one so many replicas and a free GPU, on the other somebody who stays and room for them; a gang waits for all of one."""
 
     folder: Path
     place: Site
     autoscaler: AutoscalerProcess
     adapters: dict[str, Program]
     allocator: AllocatorProcess
+    count: int = 1
     failpoint: str = ""
     endpoint: str = field(default_factory=lambda: f"moves-{uuid4().hex[:12]}")
     gang: asyncio.Task[allocator_api.Reservation] | None = None
-    old: str = ""
-    here: str = ""
-    there: str = ""
+    old: set[str] = field(default_factory=set[str])
+    here: str = "n0"
+    there: str = "n1"
 
     async def begin(self) -> None:
         """Lead there."""
         self.allow("serve")
         for one in (self.autoscaler, *self.adapters.values()):
             await one.start()
-        wanted = endpoint(low=1, high=1, gpus=1, name=self.endpoint, movable=to_duration(5))
+        full = await self.place.client.reserve(self.count, ttl=LONG, nodes=[f"nodes/{self.there}"])
+        await self.place.client.reserve(1, ttl=LONG, nodes=[f"nodes/{self.there}"])
+        wanted = endpoint(low=self.count, high=self.count, gpus=1, name=self.endpoint, movable=to_duration(5))
         wanted.spec.template.lease_ttl.CopyFrom(to_duration(LONG))
         async with self.autoscaler.called() as called:
 
@@ -77,10 +80,9 @@ class Move:
 
             await eventually(connected, WAIT)  # a replica moves to where it could have started
             await called.create(wanted)
-        [self.old] = await self.wrote("up")
-        self.here, self.there = ("n0", "n1") if self.diary()[0][2].startswith("n0") else ("n1", "n0")
+        self.old = await self.wrote("up", count=self.count)
         (self.folder / "serve").unlink()
-        await self.place.client.reserve(1, ttl=LONG, nodes=[f"nodes/{self.there}"])
+        await self.place.client.release(full)
         self.gang = asyncio.create_task(self._wait_in_line())
 
     async def _wait_in_line(self) -> allocator_api.Reservation:
@@ -88,12 +90,14 @@ class Move:
         client, request_id = Client(self.place.client.stub, LONG), str(uuid4())
         while True:
             try:
-                return await client.reserve(2, request_id=request_id, ttl=LONG, wait=to_duration(LONG))
+                return await client.reserve(
+                    self.count + 1, request_id=request_id, ttl=LONG, wait=to_duration(LONG)
+                )
             except UnavailableError:
                 await asyncio.sleep(0.05)
 
     async def ask(self) -> None:
-        """Tell the replica to leave as soon as another can take its place."""
+        """Tell the replicas to leave as soon as others can take their place."""
 
         capacity = allocator_api.CapacityServiceStub(self.place.channel)
 
@@ -105,7 +109,7 @@ class Move:
         await capacity.ApplyRebalance(allocator_api.ApplyRebalanceRequest(), timeout=10)
 
     def allow(self, what: str) -> None:
-        """`serve`: replicas that start get ready; `finish`: those that are asked to end do so."""
+        """`serve`: replicas that start get ready, or `serve-` one of them; `finish`: those that are asked to end do so."""
         (self.folder / what).touch()
 
     def diary(self) -> list[list[str]]:
@@ -116,9 +120,14 @@ class Move:
         """The replicas that wrote it."""
         return {name for kind, name, _ in self.diary() if kind == word}
 
-    async def wrote(self, word: str, but: Collection[str] = ()) -> set[str]:
-        """Wait until a replica wrote it, `but` these."""
-        return await eventually(lambda: self.who(word).difference(but), WAIT)
+    async def wrote(self, word: str, but: Collection[str] = (), count: int = 1) -> set[str]:
+        """Wait until so many replicas wrote it, `but` these."""
+
+        def found() -> set[str]:
+            those = self.who(word).difference(but)
+            return those if len(those) >= count else set()
+
+        return await eventually(found, WAIT)
 
     async def killed(self, one: Program, *failpoints: str) -> None:
         """Kill it; then it lives and dies at each of the failpoints; then it lives."""
@@ -137,15 +146,15 @@ class Move:
         self.allocator = await self.place.start(failpoint and f"{failpoint}=kill")
 
     async def undone(self) -> None:
-        """Wait until the old replica stands without a notice, nothing is left of another, and the gang waits."""
-        await self._stands(1, lambda row: row.name.endswith(self.old))
+        """Wait until the old replicas stand without a notice, nothing is left of others, and the gang waits."""
+        await self._stands(1, lambda row: row.name.rpartition("/")[2] in self.old)
         assert self.gang is not None
         assert not self.gang.done()
-        assert self.old not in self.who("asked")
+        assert not self.old & self.who("asked")
         self._check_diary()
 
     async def made(self) -> None:
-        """Wait until the gang has the GPUs that the old replica had, and one replica serves elsewhere."""
+        """Wait until the gang has the GPUs that the old replicas had, and as many serve elsewhere."""
         assert self.gang is not None
         granted = await asyncio.wait_for(self.gang, WAIT)
         with (self.folder / "diary").open("a") as diary:
@@ -161,19 +170,21 @@ class Move:
                 assert to_datetime(early.end_time) <= to_datetime(late.create_time), pair
 
     async def _stands(self, others: int, right: Callable[[api.Replica], bool]) -> None:
-        """Wait until there is one replica, the right one, and no process, lease or notice but of it and `others`."""
+        """Wait until all replicas are there, the right ones, and no process, lease or notice but of them and `others`."""
 
         async def check() -> bool:
             async with self.autoscaler.channel() as called:
-                [row] = await called.replicas()
+                rows = await called.replicas()
             live = await self.place.client.live()
-            assert (row.state, row.HasField("revoke_time")) == (api.Replica.STATE_READY, False), row
-            assert right(row), row
-            assert row.reservation in {one.name for one in live}
-            assert len(live) == 1 + others, live
+            assert len(rows) == self.count, rows
+            for row in rows:
+                assert (row.state, row.HasField("revoke_time")) == (api.Replica.STATE_READY, False), row
+                assert right(row), row
+            assert {row.reservation for row in rows} < {one.name for one in live}
+            assert len(live) == self.count + others, live
             assert not any(one.HasField("revoke_time") for one in live), live
             mine = processes_of(f"endpoints/{self.endpoint}/")
-            assert {one.environ()["GPUSCALE_REPLICA"] for one in mine} == {row.name}
+            assert {one.environ()["GPUSCALE_REPLICA"] for one in mine} == {row.name for row in rows}
             return True
 
         # Rows and processes come and go meanwhile, and an allocator may be on its way.
@@ -181,7 +192,7 @@ class Move:
         await eventually(check, WAIT, retry_on=passing)
 
     def _check_diary(self) -> None:
-        """A replica served at any time, none was started twice, and no GPU was one's while it was another's."""
+        """As many replicas as ever served at any time, none was started twice, and no GPU was one's while it was another's."""
         holds, serving, begun = dict[str, str](), set[str](), set[str]()
         for word, name, gpu in (lines := self.diary()):
             if word == "start":
@@ -193,18 +204,19 @@ class Move:
                 serving.add(name)
             else:
                 serving.discard(name)
-                assert serving, lines
+                assert len(serving) >= self.count, lines
             if word == "end":
                 del holds[gpu]
 
 
-@pytest.fixture
-async def move(tmp_path: Path) -> AsyncGenerator[Move]:
+@pytest.fixture(params=[1, 2], ids=["one", "two"])
+async def move(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncGenerator[Move]:
+    count: int = request.param
     (tmp_path / "worker.sh").write_text(WORKER)
     (tmp_path / "diary").touch()
     command = ["/bin/sh", str(tmp_path / "worker.sh"), str(tmp_path)]
     async with AsyncExitStack() as stack:
-        place = await stack.enter_async_context(site(tmp_path / "allocator", gpus=2, nodes=2))
+        place = await stack.enter_async_context(site(tmp_path / "allocator", gpus=count + 1, nodes=2))
         address = place.arguments[place.arguments.index("--listen") + 1]
         place.arguments += ["--preemption-min-runtime-seconds", "0"]
         autoscaler = await stack.enter_async_context(AutoscalerProcess(tmp_path / "autoscaler", address))
@@ -218,7 +230,7 @@ async def move(tmp_path: Path) -> AsyncGenerator[Move]:
                 f"[templates.worker.probe]\nexec = {json.dumps([*command, 'probe'])}\nperiod = 0.1\n"
             )
             adapters[node] = await stack.enter_async_context(engine_program("process", config, {}))
-        one = Move(tmp_path, place, autoscaler, adapters, await place.start())
+        one = Move(tmp_path, place, autoscaler, adapters, await place.start(), count)
         try:
             await one.begin()
             yield one
@@ -235,10 +247,10 @@ async def test_the_autoscaler_is_killed_at_each_step_and_the_move_goes_on(move: 
     await move.ask()
     steps = ("replica.after_intent", "replica.after_reserve", "replica.after_record", "adapter.before_send")
     await move.killed(move.autoscaler, *(f"autoscaler.{step}" for step in steps))
-    await move.wrote("start", but=[move.old])
+    await move.wrote("start", but=move.old)
     await move.killed(move.autoscaler)
     move.allow("serve")
-    await move.wrote("up", but=[move.old])
+    await move.wrote("up", but=move.old)
     await move.killed(move.autoscaler)
     await move.wrote("asked")
     await move.autoscaler.kill()
@@ -257,11 +269,11 @@ async def test_the_adapters_are_killed_at_each_step_and_the_move_goes_on(move: M
     await old.start()
     steps = ("engine.before_apply", "start.after_intent", "start.after_spawn")
     await move.killed(new, *(f"adapter.{step}" for step in steps))
-    await move.wrote("start", but=[move.old])
+    await move.wrote("start", but=move.old)
     await move.killed(new)
     await old.kill()
     move.allow("serve")
-    await move.wrote("up", but=[move.old])
+    await move.wrote("up", but=move.old)
     await move.killed(new)
     await move.killed(old, "adapter.engine.before_apply", "adapter.engine.after_apply")
     await move.wrote("asked")
@@ -295,8 +307,25 @@ async def test_the_allocator_is_killed_at_each_step_and_the_move_is_undone_until
     asked = move.who("asked")
     await move.ask()
     move.allow("serve")
-    await move.wrote("asked", but=asked)
+    await move.wrote("asked", but=asked, count=move.count)  # now none can stay
     await move.next_allocator("allocator.end.before_commit")
     move.allow("finish")
     await move.next_allocator()
+    await move.made()
+
+
+@pytest.mark.parametrize("move", [2], indirect=True, ids=["two"])
+async def test_all_are_killed_between_two_moves_and_only_what_is_not_made_is_undone(move: Move) -> None:
+    move.allow("finish")
+    await move.ask()
+    new, _ = await move.wrote("start", but=move.old, count=2)
+    move.allow(f"serve-{new}")
+    [gone] = await move.wrote("end", but=[new])
+    for one in (move.autoscaler, *move.adapters.values()):
+        await move.killed(one)
+    await move.next_allocator()
+    move.old = move.old - {gone} | {new}
+    await move.undone()
+    await move.ask()
+    move.allow("serve")
     await move.made()
