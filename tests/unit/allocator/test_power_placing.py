@@ -81,6 +81,41 @@ def test_a_gang_counts_as_a_whole(watts: int, fits: bool) -> None:
     assert isinstance(found, Pick) is fits
 
 
+@pytest.mark.parametrize(
+    ("strategy", "members", "where"),
+    [
+        (GangStrategy.PACK, 4, "aabb"),
+        (GangStrategy.SPREAD, 3, "aab"),
+        (GangStrategy.STRICT_PACK, 3, ""),
+        (GangStrategy.STRICT_SPREAD, 3, ""),
+        (GangStrategy.PACK, 5, ""),
+    ],
+)
+def test_a_gang_goes_where_each_rack_has_watts_for_a_part_of_it(
+    strategy: GangStrategy, members: int, where: str
+) -> None:
+    one = budgeted(use := Use(), rack=PowerBudget(4 * 70 + 2 * 130, per="rack"))
+    found = one.place(replace(ask(1), member_count=members, gang_strategy=strategy), NOW)
+    assert "".join(sorted(found.nodes) if isinstance(found, Pick) else ()) == where
+    assert (len(use), use.newly) == (0, {})
+
+
+def test_members_that_must_be_apart_are_so_where_watts_split_them() -> None:
+    one = placer(nodes := [plain_node(name, 2, rank=rank) for rank, name in enumerate("abc")])
+    gpus = {
+        node.id: [
+            PoweredGpu(gpu.uuid, node.id, helped=True, low=200.0, high=700.0, watts=60.0) for gpu in node.gpus
+        ]
+        for node in nodes
+    }
+    short = PowerBudget(4 * 70 + 130, nodes=("a", "b"))
+    one.power = Governor().look([("short", short)], nodes, gpus, 0.0).room
+    apart = replace(ask(1), member_count=2, gang_strategy=GangStrategy.STRICT_SPREAD)
+    found = one.place(apart, NOW)
+    assert isinstance(found, Pick)
+    assert (found.nodes[0] in "ab", found.nodes[1]) == (True, "c")
+
+
 def test_a_power_limit_takes_a_node_that_can_keep_it() -> None:
     limited = replace(ask(1), power_limit_watts=300.0)
     found = budgeted(helped="b").place(limited, NOW)

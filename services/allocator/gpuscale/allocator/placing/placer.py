@@ -8,15 +8,15 @@ members of a gang one after the other, hold and free in `use` for a moment and u
 
 import math
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import numpy as np
 
-from gpuscale.allocator.domain.model import Ask, Node, Pick, Reservation, ReservedGpu, Use
+from gpuscale.allocator.domain.model import Ask, GangStrategy, Node, Pick, Reservation, ReservedGpu, Use
 from gpuscale.allocator.domain.power import PowerRoom
 from gpuscale.allocator.placing.constraints import CODES, Obstacle
-from gpuscale.allocator.placing.gangs import Member, best_first, place_gang, without
+from gpuscale.allocator.placing.gangs import Member, best_first, place_gang, stand_in, without
 from gpuscale.allocator.placing.index import Index
 from gpuscale.allocator.placing.outlook import Outlook, outlook
 from gpuscale.allocator.placing.policies import Demand
@@ -32,6 +32,7 @@ from gpuscale.allocator.placing.refusal import (
 )
 
 _NO_ROOM = Refusal(RefusalKind.NO_CAPACITY, "no room", {}, {})
+_MOST_ONE_BY_ONE = 128
 _OF_NODES_USE = [
     CODES[one] for one in (Obstacle.NOT_APART, Obstacle.CPU_BELOW_MIN, Obstacle.HOST_MEMORY_BELOW_MIN)
 ]
@@ -113,9 +114,9 @@ class Placer:
             )
             if isinstance(answer, Refusal):
                 base = self._find(ask, now, again=True, told=told) if kept else answer
-                return (
-                    refuse_for_power(ask, kept, answer, self._nodes) if isinstance(base, Pick) else base
-                ), kept
+                if isinstance(base, Refusal):
+                    return base, kept
+                return self._one_by_one(ask, now) or refuse_for_power(ask, kept, answer, self._nodes), kept
             short = self.power.short({gpu.uuid: gpu.node for gpu in answer.gpus}, self.use.newly)
             if short is None:
                 return answer, kept
@@ -123,6 +124,26 @@ class Placer:
             why = f"budgets/{one.budget} leaves {one.name} {left:g} of {one.watts:g} W, and "
             why += f"this needs {need:g} W" if math.isfinite(need) else "what a GPU would draw is not known"
             kept |= dict.fromkeys(one.nodes, (Obstacle.POWER_BUDGET, why))
+
+    def _one_by_one(self, ask: Ask, now: float) -> Pick | None:
+        """The members of a gang one after the other, each where there are watts for it; None where one finds no place."""
+        if not 1 < ask.member_count <= _MOST_ONE_BY_ONE or ask.gang_strategy is GangStrategy.STRICT_PACK:
+            return None
+        member, picks = replace(ask, member_count=1, gang_strategy=GangStrategy.PACK), list[Pick]()
+        with ExitStack() as imagined:
+            for number in range(ask.member_count):
+                found = self._place(member, now, again=True, told=False)[0]
+                if isinstance(found, Refusal):
+                    return None
+                picks.append(found)
+                held = stand_in(f"part {number}", member, found.gpus)
+                imagined.enter_context(self.imagine(held=[held]))
+                if ask.gang_strategy is GangStrategy.STRICT_SPREAD:
+                    member = replace(member, excluded_nodes=member.excluded_nodes.union(found.nodes))
+        return Pick(
+            tuple(gpu for one in picks for gpu in one.gpus),
+            tuple(node for one in picks for node in one.nodes),
+        )
 
     def _find(self, ask: Ask, now: float, *, again: bool, told: bool) -> Pick | Refusal:
         index = self._arrange()
