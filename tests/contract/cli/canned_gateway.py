@@ -294,6 +294,12 @@ MOVE = allocator_api.RebalanceMove(
     cost_gpu_seconds=5400,
     message="preemptible",
 )
+PARTITIONED = allocator_api.RebalancePlan(
+    message="it would fit",
+    partitions=[
+        allocator_api.GpuPartition(gpu="nodes/n2/gpus/gpu-1", index=3, profiles=["3g.40gb", "1g.10gb"])
+    ],
+)
 RANKED = allocator_api.RankedNode(
     name="nodes/host-1", idle_gpu_count=1, gpu_count=2, sufficient=True, message="1 of 2 GPUs idle"
 )
@@ -472,7 +478,9 @@ def service(world: World) -> Service:
             plan=a.RebalancePlan(available=True, moves=[MOVE])
         ),
         "PlanRebalance": lambda r, c: a.PlanRebalanceResponse(
-            plans=[a.RebalancePlan(available=r.ask.gpu_count < 9, message="1 move makes room", moves=[MOVE])],
+            plans=[PARTITIONED]
+            if r.ask.mig_profile
+            else [a.RebalancePlan(available=r.ask.gpu_count < 9, message="1 move makes room", moves=[MOVE])],
             notes=["2 reservations: a gang"],
         ),
         "CordonNode": lambda r, c: a.CordonNodeResponse(cordon=CORDON),

@@ -424,6 +424,20 @@ def test_no_room_is_5_and_said(ctl: Any) -> None:
     assert json.loads(ran.out)["available"] is False
 
 
+def test_gpus_to_partition_anew_come_with_what_is_typed_for_it(ctl: Any) -> None:
+    ran = ctl("plan", "rebalance", "--gpus", "1", "--mig-profile", "3g.40gb")
+    assert ran.code == 5
+    assert ran.out.splitlines()[:-2] == [
+        "it would fit",
+        "",
+        "gpuscalectl cordon n2/gpu-1",
+        "then root on n2 types:",
+        "  nvidia-smi mig -i 3 -dci; nvidia-smi mig -i 3 -dgi",
+        "  nvidia-smi mig -i 3 -cgi 3g.40gb,1g.10gb -C",
+        "",
+    ]
+
+
 def test_parameters_are_what_json_says(ctl: Any, world: canned.World) -> None:
     ctl("estimate", "x", "-p", "tp=[1,2]", "-p", "pp=auto", "-p", "dp=2", "-p", "cp=NaN")
     [request] = world.requests

@@ -20,7 +20,7 @@ from gpuscale.client import (
 from gpuscale.common.names import node_of
 from gpuscale.common.wire import to_duration
 from tests.support.allocator import allocator, allocator_client
-from tests.support.fake_fleet import FakeFleet, NodeState, node_message, serving
+from tests.support.fake_fleet import FakeFleet, GpuState, NodeState, gpu_message, node_message, serving
 from tests.support.waiting import eventually
 
 AT_ONCE: dict[str, Any] = {"preemption_min_runtime_seconds": 0}
@@ -57,6 +57,27 @@ async def test_what_may_move_makes_room_for_an_ask(tmp_path: Path) -> None:
         assert (fits.plans[0].available, list(fits.plans[0].moves)) == (True, [])
         never = await plan(client, api.Ask(gpu_count=2, nodes=["nodes/n1"]))
         assert never.plans[0].message == "on no node that could serve it may enough move"
+
+
+async def test_an_idle_mig_gpu_is_named_that_would_do_with_other_instances(tmp_path: Path) -> None:
+    whole = gpu_message("n0-0", total=81_559, state=GpuState.GPU_STATE_DIVIDED)
+    part = gpu_message("n0-0-0", total=9_000, free=9_000, utilization=None)
+    part.mig_profile, part.parent_uuid = "1g.10gb", whole.uuid
+    async with allocator_client(tmp_path, FakeFleet(node_message("n0", whole, part))) as client:
+        wish = api.Ask(gpu_count=1, mig_profile="3g.40gb")
+        [found] = (await plan(client, wish)).plans
+        [one] = found.partitions
+        assert (one.gpu, one.index, one.profiles) == ("nodes/n0/gpus/n0-0", 0, ["3g.40gb", "1g.10gb"])
+        assert (found.available, found.message) == (
+            False,
+            "it would fit if nodes/n0/gpus/n0-0, which nobody uses, had other MIG instances",
+        )
+        request = api.ReserveRequest(
+            request_id=str(uuid4()), holder="other", ask=api.Ask(gpu_count=1, mig_profile="1g.10gb")
+        )
+        await client.allocator.Reserve(request)
+        [found] = (await plan(client, wish)).plans
+        assert not found.partitions
 
 
 async def test_who_waits_is_planned_for(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ _MODULES = {
     "GetUsePolicyRequest": "policy_service_pb2",
     "GetUsePolicyResponse": "policy_service_pb2",
     "GpuOutlook": "capacity_service_pb2",
+    "GpuPartition": "capacity_service_pb2",
     "GpuPower": "power_service_pb2",
     "GpuScore": "reservation_pb2",
     "GpuSet": "ask_pb2",

@@ -61,6 +61,7 @@ from gpuscale.api.allocator.v1.capacity_service_pb2 import EstimateRequirementsR
 from gpuscale.api.allocator.v1.capacity_service_pb2 import ExplainPlacementRequest as ExplainPlacementRequest
 from gpuscale.api.allocator.v1.capacity_service_pb2 import ExplainPlacementResponse as ExplainPlacementResponse
 from gpuscale.api.allocator.v1.capacity_service_pb2 import GpuOutlook as GpuOutlook
+from gpuscale.api.allocator.v1.capacity_service_pb2 import GpuPartition as GpuPartition
 from gpuscale.api.allocator.v1.capacity_service_pb2 import ModelFit as ModelFit
 from gpuscale.api.allocator.v1.capacity_service_pb2 import NodeOutlook as NodeOutlook
 from gpuscale.api.allocator.v1.capacity_service_pb2 import Obstacle as Obstacle
@@ -277,6 +278,7 @@ __all__ = [
     "GetUsePolicyRequest",
     "GetUsePolicyResponse",
     "GpuOutlook",
+    "GpuPartition",
     "GpuPower",
     "GpuScore",
     "GpuSet",

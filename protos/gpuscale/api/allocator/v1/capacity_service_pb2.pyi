@@ -887,6 +887,38 @@ class RebalanceMove(_message.Message):
 Global___RebalanceMove: _TypeAlias = RebalanceMove  # noqa: Y015
 
 @_typing.final
+class GpuPartition(_message.Message):
+    """A GPU that is divided into MIG instances, none of which anybody holds or uses."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GPU_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    PROFILES_FIELD_NUMBER: _builtins.int
+    gpu: _builtins.str
+    """nodes/{node}/gpus/{gpu}"""
+    index: _builtins.int
+    """Its index on its node."""
+    @_builtins.property
+    def profiles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Profiles of all the instances that it is to have, such as 3g.40gb."""
+
+    def __init__(
+        self,
+        *,
+        gpu: _builtins.str = ...,
+        index: _builtins.int = ...,
+        profiles: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpu", b"gpu", "index", b"index", "profiles", b"profiles"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GpuPartition: _TypeAlias = GpuPartition  # noqa: Y015
+
+@_typing.final
 class RebalancePlan(_message.Message):
     """What would have to move for one ask, in this order."""
 
@@ -899,6 +931,7 @@ class RebalancePlan(_message.Message):
     MOVES_FIELD_NUMBER: _builtins.int
     COST_GPU_SECONDS_FIELD_NUMBER: _builtins.int
     GPUS_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
     reservation: _builtins.str
     """reservations/{reservation} that waits; empty for an ask, and for a caller that waits for an answer."""
     holder: _builtins.str
@@ -917,6 +950,10 @@ class RebalancePlan(_message.Message):
     def gpus(self) -> _containers.RepeatedCompositeFieldContainer[_reservation_pb2.ReservedGpu]:
         """GPUs that the ask gets then."""
 
+    @_builtins.property
+    def partitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___GpuPartition]:
+        """Where no moves help, but other MIG instances would: what an operator may partition anew for it to fit. Nothing here does."""
+
     def __init__(
         self,
         *,
@@ -927,10 +964,11 @@ class RebalancePlan(_message.Message):
         moves: _abc.Iterable[Global___RebalanceMove] | None = ...,
         cost_gpu_seconds: _builtins.float = ...,
         gpus: _abc.Iterable[_reservation_pb2.ReservedGpu] | None = ...,
+        partitions: _abc.Iterable[Global___GpuPartition] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["available", b"available", "cost_gpu_seconds", b"cost_gpu_seconds", "gpus", b"gpus", "holder", b"holder", "message", b"message", "moves", b"moves", "reservation", b"reservation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available", b"available", "cost_gpu_seconds", b"cost_gpu_seconds", "gpus", b"gpus", "holder", b"holder", "message", b"message", "moves", b"moves", "partitions", b"partitions", "reservation", b"reservation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -62,6 +62,13 @@ class Placer:
         twin._arranged = False
         return twin
 
+    def alone(self, node: Node) -> "Placer":
+        """One that knows of this node alone, as it might be, and of all that is held; this one is not to be asked any more."""
+        twin = Placer(self.use)
+        twin._nodes, twin._cordons, twin.power = {node.id: node}, self._cordons, self.power
+        twin._arranged = False
+        return twin
+
     def apply_node(self, node: Node) -> bool:
         """Take in a node as it is now, in place of what was known of it; whether an ask may fit by it that did not."""
         before = self._nodes.get(node.id)

@@ -73,6 +73,9 @@ def _from_proposal(one: RoomProposal) -> api.RebalancePlan:
     message = api.RebalancePlan(holder=order.holder if order else "", message=one.message)
     if order and order.reservation_id:
         message.reservation = names.reservation_name(order.reservation_id)
+    for part in one.partitions:
+        gpu = names.gpu_name(part.node, part.gpu.uuid)
+        message.partitions.add(gpu=gpu, index=part.gpu.index, profiles=part.profiles)
     if isinstance(one.found, NoMoves):
         return message
     message.available, message.cost_gpu_seconds = True, one.found.price

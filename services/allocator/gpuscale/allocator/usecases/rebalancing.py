@@ -24,6 +24,7 @@ from gpuscale.allocator.domain.model import (
     Reservation,
     State,
 )
+from gpuscale.allocator.placing.partitions import Partition, partitions_for
 from gpuscale.allocator.placing.rebalance import MovePlan, NoMoves, rebalance
 from gpuscale.allocator.queueing.backfill import beside
 from gpuscale.allocator.queueing.model import Kept, Reason, Waiter
@@ -32,7 +33,7 @@ from gpuscale.allocator.usecases.capacity import Capacity
 from gpuscale.allocator.usecases.leases import Leases
 from gpuscale.allocator.usecases.reserving import AllocatorWorld
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
-from gpuscale.common.names import node_name, reservation_name
+from gpuscale.common.names import gpu_name, node_name, reservation_name
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import uninterrupted
 
@@ -55,15 +56,19 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RoomProposal:
-    """What is proposed for an ask, or for one who waits."""
+    """What is proposed for an ask, or for one who waits: moves, or `partitions` of GPUs that an operator has to make."""
 
     ask: Ask
     found: MovePlan | NoMoves
     waiter: Waiter | None = None
+    partitions: tuple[Partition, ...] = ()
 
     @property
     def message(self) -> str:
         """The same in words."""
+        if self.partitions:
+            idle = ", ".join(gpu_name(one.node, one.gpu.uuid) for one in self.partitions)
+            return f"it would fit if {idle}, which nobody uses, had other MIG instances"
         if isinstance(self.found, NoMoves):
             return self.found.message
         moves, gpus = len(self.found.moves), len(self.found.pick.gpus)
@@ -106,7 +111,7 @@ class Rebalancing:
             prices, left_out = self._movable()
             if ask is not None:
                 self.capacity.check(ask, "")  # raises where a node was never seen
-                return [RoomProposal(ask, await self._find(ask, None, prices))], _notes(left_out)
+                return [await self._find(ask, None, prices)], _notes(left_out)
             self.capacity.expect_telemetry()
             waiters = self.queue.line(MOST_WAITING)
             return [await self._propose(one, prices) for one in waiters], _notes(left_out)
@@ -205,7 +210,7 @@ class Rebalancing:
             for one, price in prices.items()
             if one in live and live[one].priority <= waiter.order.priority
         }
-        return RoomProposal(ask, await self._find(ask, waiter, lower, most), waiter)
+        return await self._find(ask, waiter, lower, most)
 
     def _kept(self, waiter: Waiter | None) -> list[Kept]:
         """What is booked, or promised to others: what was promised to a waiter itself is given up for what moves free."""
@@ -215,14 +220,22 @@ class Rebalancing:
 
     async def _find(
         self, ask: Ask, waiter: Waiter | None, prices: Mapping[str, float], most: int = MOST_MOVES
-    ) -> MovePlan | NoMoves:
+    ) -> RoomProposal:
         kept, now = self._kept(waiter), self.capacity.clock.now()
         asked, placer = beside(ask, kept), self.capacity.placer.copy()
+        nodes = list(self.capacity.view.nodes)
 
         def again(one: Reservation) -> Ask:
             return beside(_asked_by(one), kept)
 
-        return await asyncio.to_thread(rebalance, placer, asked, prices, again, now, most)
+        def search() -> RoomProposal:
+            found = rebalance(placer, asked, prices, again, now, most)
+            helps = isinstance(found, NoMoves)
+            return RoomProposal(
+                ask, found, waiter, partitions_for(placer, nodes, asked, now) if helps else ()
+            )
+
+        return await asyncio.to_thread(search)
 
     def _movable(self) -> tuple[dict[str, float], Counter[str]]:
         """What it costs to move each reservation that may, in GPU-seconds, and how many may not, and why."""

@@ -1,0 +1,145 @@
+"""MIG: how idle GPUs would have to be partitioned anew for an ask to fit. Pure; nothing is changed by it.
+
+An instance `3g.40gb` takes so many eighths of a GPU's memory as 40 GB are of it, and starts where NVIDIA lets one of its size (MIG
+User Guide, "Supported MIG Profiles"). Of a GPU that is partitioned anew as many of its instances stay as there is room for beside
+the new ones. Whether the ask fits then is for the placer to say, of nodes as they would be.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TypeAlias
+
+from gpuscale.allocator.domain.model import Ask, GangStrategy, Gpu, Node, NodeState, Pick
+from gpuscale.allocator.placing.placer import Placer
+
+TRIES = 300
+"""Placements that are tried for an ask: some 0.2 ms each."""
+DIVIDED = "DIVIDED"
+_PROFILE = re.compile(r"([1-7])g\.(\d{1,4})gb")
+_GIB = 1 << 30
+_EIGHTHS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A GPU, and the profiles that its instances are to have in place of those that it has."""
+
+    node: str
+    gpu: Gpu
+    profiles: tuple[str, ...]
+
+
+def partitions_for(placer: Placer, nodes: Iterable[Node], ask: Ask, now: float) -> tuple[Partition, ...]:
+    """The fewest idle GPUs of one node to partition anew for an ask that finds no room; none where no way is known."""
+    spread = ask.member_count > 1 and ask.gang_strategy is not GangStrategy.STRICT_PACK
+    if ask.gpus or spread or not _PROFILE.fullmatch(ask.mig_profile.lower()):
+        return ()
+    choices: list[tuple[Node, list[list[Partition]]]] = []
+    for node in nodes:
+        if not ask.nodes or node.id in ask.nodes:
+            layouts = [found for gpu in _idle(placer, node, ask, now) if (found := _layouts(gpu, node, ask))]
+            choices.append((node, sorted(layouts, key=len, reverse=True)))
+    tries = 0
+    for count in range(max((len(layouts) for _, layouts in choices), default=0)):
+        for node, layouts in choices:
+            for last in layouts[count] if count < len(layouts) else ():
+                made = (*(one[-1] for one in layouts[:count]), last)
+                if (tries := tries + 1) > TRIES:
+                    return ()
+                if _fits(placer, node, made, ask, now):
+                    return made
+    return ()
+
+
+def _idle(placer: Placer, node: Node, ask: Ask, now: float) -> Iterator[Gpu]:
+    """The GPUs that are divided, and of which nobody holds, uses or was promised any part, as far as all is known."""
+    if node.state is not NodeState.ONLINE or not node.names_gpus:
+        return
+    for gpu in node.gpus:
+        parts = [gpu, *(one for one in node.gpus if one.parent == gpu.uuid)]
+        if gpu.trouble == DIVIDED and all(
+            one.processes_known
+            and not (one.processes or one.quarantine or placer.use.on(one).milli)
+            and one.fresh_until >= now
+            and one.uuid.lower() not in ask.excluded_gpus
+            for one in parts
+        ):
+            yield gpu
+
+
+def _layouts(gpu: Gpu, node: Node, ask: Ask) -> list[Partition]:
+    """How it may be partitioned, with one more of the profile each time."""
+    wanted = ask.mig_profile.lower()
+    before = [one.mig_profile.lower() for one in node.gpus if one.parent == gpu.uuid]
+    others = sorted((one for one in before if one != wanted), key=lambda one: _shape(gpu, one), reverse=True)
+    found: list[Partition] = []
+    for more in range(1, _EIGHTHS):
+        made = [wanted] * (before.count(wanted) + more)
+        if not _has_room(gpu, made):
+            break
+        for one in others:
+            if _has_room(gpu, [*made, one]):
+                made.append(one)
+        found.append(Partition(node.id, gpu, tuple(made)))
+    return found
+
+
+_Shape: TypeAlias = tuple[int, tuple[int, ...]]
+"""The eighths of an instance, and where it may start."""
+
+
+def _shape(gpu: Gpu, profile: str) -> _Shape:
+    """That of a profile; one that has no room anywhere where it is not known."""
+    named = _PROFILE.fullmatch(profile)
+    if named is None or not gpu.memory_total_bytes:
+        return 0, ()
+    compute, gigabytes = map(int, named.groups())
+    size = round(gigabytes * _GIB * _EIGHTHS / gpu.memory_total_bytes)
+    starts = {
+        1: range(7),
+        2: range(0, 8 if compute == 1 else 6, 2),
+        4: range(0, 1 if compute == 4 else 8, 4),
+        8: (0,),
+    }
+    return size, tuple(starts.get(size, ()))
+
+
+def _has_room(gpu: Gpu, profiles: Iterable[str]) -> bool:
+    return _room(tuple(sorted((_shape(gpu, one) for one in profiles), reverse=True)), 0)
+
+
+@lru_cache(10_000)
+def _room(shapes: tuple[_Shape, ...], taken: int) -> bool:
+    """Whether there is room for all of them; `taken` has a bit for each eighth."""
+    if not shapes:
+        return True
+    (size, starts), *others = shapes
+    places = [((1 << size) - 1) << start for start in starts]
+    return any(not taken & place and _room(tuple(others), taken | place) for place in places)
+
+
+def _fits(placer: Placer, node: Node, made: Iterable[Partition], ask: Ask, now: float) -> bool:
+    """Whether an ask fits on a node once its GPUs are partitioned so."""
+    parted = {one.gpu.uuid for one in made}
+    kept = [gpu for gpu in node.gpus if gpu.parent not in parted]
+    new = [_instance(one.gpu, profile, number) for one in made for number, profile in enumerate(one.profiles)]
+    alone = placer.alone(replace(node, gpus=(*kept, *new)))
+    return isinstance(alone.place_after(replace(ask, nodes=frozenset((node.id,))), now, ()), Pick)
+
+
+def _instance(gpu: Gpu, profile: str, number: int) -> Gpu:
+    memory = (gpu.memory_total_bytes or 0) * _shape(gpu, profile)[0] // _EIGHTHS
+    return replace(
+        gpu,
+        uuid=f"{gpu.uuid} {number}",
+        model=f"{gpu.model} MIG {profile}",
+        trouble="",
+        memory_total_bytes=memory,
+        memory_free_bytes=memory,
+        memory_used_bytes=0,
+        utilization_percent=None,
+        mig_profile=profile,
+        parent=gpu.uuid,
+    )
