@@ -1,4 +1,4 @@
-"""What GPUs are wanted, in the words of Python: what is absent or None is left to the server."""
+"""Which GPUs are wanted, as Python options: what is absent or None is left to the server."""
 
 import getpass
 import os
@@ -20,7 +20,7 @@ TO_START_AND_STOP = 60
 
 
 class AskOptions(TypedDict, total=False):
-    """Which GPUs will do, beside how many."""
+    """Which GPUs qualify; their number is separate."""
 
     min_memory: int | str | None
     """Least free memory of each GPU: bytes, or a text such as `8GiB`, as of every size here."""
@@ -71,7 +71,7 @@ class AskOptions(TypedDict, total=False):
 
 
 class ReserveOptions(AskOptions, total=False):
-    """What `reserve` may be told beside how many GPUs and for whom."""
+    """Options of `reserve` beside the number of GPUs and the holder."""
 
     ttl: float | str | None
     """How long the lease lasts from each renewal: seconds, or a text such as `30s` or `5m`."""
@@ -101,7 +101,7 @@ class ReserveOptions(AskOptions, total=False):
 
 
 class RunOptions(ReserveOptions, total=False):
-    """What `run` may be told beside what, and on how many GPUs. `wait` is 7 days where it is absent, and may be 0."""
+    """Options of `run` beside the command and the number of GPUs. `wait` is 7 days where it is absent, and may be 0."""
 
     title: str
     """What to call the job."""
@@ -121,8 +121,8 @@ def ask(gpu_count: int, options: AskOptions) -> allocator_api.Ask:
     """The ask of these options.
 
     Raises:
-        TypeError: an option that there is not; it would be lost in silence.
-        ValueError: a policy, strategy or set that there is not, or no size; the message names the option.
+        TypeError: an unknown option.
+        ValueError: an unknown policy, strategy or set, or no size; the message names the option.
     """
     _refuse_unknown(options, AskOptions)
     return _ask(gpu_count, options)
@@ -161,8 +161,8 @@ def reserve_request(gpu_count: int, holder: str, options: ReserveOptions) -> all
     """The request that `reserve` sends.
 
     Raises:
-        TypeError: an option that there is not; it would be lost in silence.
-        ValueError: a policy, strategy or set that there is not, or no size or duration; the message names the option.
+        TypeError: an unknown option.
+        ValueError: an unknown policy, strategy or set, or no size or duration; the message names the option.
     """
     _refuse_unknown(options, ReserveOptions)
     return _reserve_request(gpu_count, holder, options)
@@ -187,7 +187,7 @@ def job_request(
 
 
 def spare_the_stop(request: allocator_api.ReserveRequest) -> None:
-    """Have a reservation outlast the time limit of its command, which counts from its start and ends with a warning."""
+    """Make a reservation outlast the time limit of its command, which counts from its start and ends with a warning."""
     if request.HasField("time_limit"):
         request.time_limit.seconds += TO_START_AND_STOP
 
@@ -213,7 +213,7 @@ def _reserve_request(gpu_count: int, holder: str, options: ReserveOptions) -> al
 
 
 def default_holder() -> str:
-    """Who holds what nobody is named for: USER@HOST, with the number of a user who has no name, as in containers."""
+    """The default holder, USER@HOST; with the number of a user without a name, as in containers."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # before Python 3.13 and since then
@@ -222,7 +222,7 @@ def default_holder() -> str:
 
 
 def as_seconds(name: str, duration: float | str | None) -> float | None:
-    """Seconds of an option that is a number of them or a text; None of one that is absent.
+    """Seconds of an option, a number or a text; None if it is absent.
 
     Raises:
         ValueError: the text is no duration; the message names the option.

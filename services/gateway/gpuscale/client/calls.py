@@ -1,7 +1,7 @@
-"""What every call of a client gets: a deadline where it has none, and errors of the tree.
+"""Gives every call of a client a deadline where it has none, and errors of the tree.
 
-Unary calls that name no timeout get the client's; streams last. Where nothing answers, the error says why, as far as that can
-be found out in the time that the call has left.
+Unary calls that name no timeout get the client's; streams last. Where nothing answers, the error says why, as far as
+the time left to the call allows to find out.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Failing:
         return inf if self._seconds is None else self._seconds - (time.monotonic() - self._began)
 
     def _found(self, error: grpc.RpcError) -> GpuscaleError:
-        """The error, which says how long it was waited where gRPC only says that it was too long."""
+        """The error; for a deadline with how long the call waited, which gRPC does not say."""
         found = from_rpc_error(error)
         late = isinstance(found, DeadlineExceededError) and found.message == _TOO_LONG
         if not late or self._seconds is None:
@@ -108,7 +108,7 @@ class _Unary(StubMethod):
 
 
 class _Stream:
-    """A stream of responses that raises errors of the tree. All else is the call's own."""
+    """A stream of responses that raises errors of the tree; otherwise the call itself."""
 
     def __init__(self, call: Any, failing: _Failing) -> None:
         self._call = call
@@ -144,7 +144,7 @@ class AsyncCalls(WrappedChannel):
 
 
 class _Call:
-    """A call under way: awaited, read or written to, it raises errors of the tree. All else is the call's own."""
+    """A call under way: awaited, read or written to, it raises errors of the tree; otherwise the call itself."""
 
     def __init__(self, call: Any, failing: _Failing) -> None:
         self._call = call

@@ -55,7 +55,7 @@ _ANYWHERE = "pass nodes=[...], or anywhere=True for any host"
 
 
 def _wants_this_host(request: allocator_api.ReserveRequest, options: ReserveOptions) -> bool:
-    """Whether a request is kept to this host: nothing says where else its GPUs may be."""
+    """Whether a request is limited to this host: no option names another place."""
     return not (options.get("anywhere") or request.ask.nodes or request.ask.gpus)
 
 
@@ -70,7 +70,7 @@ CALLABLE = frozenset({"nodes", "quotas", "endpoints", "decisions", "adapters", "
 
 
 class _Stubs:
-    """The stubs of a client, each made when it is first asked for: until then its module need not be loaded."""
+    """The stubs of a client, each made at its first use: until then its module is not loaded."""
 
     _channel: Any
 
@@ -239,7 +239,7 @@ class Client(_Stubs):
         return table(self, kind, options)
 
     def authority(self) -> str:
-        """Who vouches for the server, PEM; empty for plain text, and where the system's authorities do.
+        """The authority that signs for the server, PEM; empty for plain text and for the system's authorities.
 
         Raises:
             FailedPreconditionError: the file cannot be read (TLS_FILES).
@@ -251,7 +251,7 @@ class Client(_Stubs):
             raise FailedPreconditionError(message, reason="TLS_FILES") from error
 
     def _admit(self, reservation: allocator_api.Reservation, lease_token: str) -> None:
-        """Have this host's agent know this process as the holder's, where GPUs are here and an agent answers.
+        """Admit this process as the holder's at this host's agent, if GPUs are here and an agent answers.
 
         Raises:
             FailedPreconditionError: the reservation is over.

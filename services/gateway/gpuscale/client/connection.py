@@ -1,4 +1,4 @@
-"""How a client finds its server and says who it is.
+"""How a client finds its server and identifies itself.
 
 Contexts are servers by name, in one file of the user's:
 
@@ -185,7 +185,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Contexts:
-    """All contexts, and the name of the one that counts where none is named; empty for none."""
+    """All contexts, and the name of the current one; empty for none."""
 
     current: str
     by_name: Mapping[str, Context]

@@ -74,7 +74,7 @@ Tell = Callable[[str], object]
 
 
 def this_node(client: "Client") -> str | None:
-    """The node that this host is; None where it is none, or may be any of several."""
+    """This host's node; None if it is none, or may be any of several."""
     try:
         return client.this_node(check=True)
     except FailedPreconditionError as error:
@@ -99,7 +99,7 @@ def refused(error: GpuscaleError, ask: allocator_api.Ask, here: str | None, reme
 
 
 def starter(client: "Client", via: str, here: str | None) -> str:
-    """The host on which a job that has to wait is started from: the one named, this one if it is a node, or that of the services."""
+    """The host that starts a job that has to wait: the one named, this one if it is a node, or that of the services."""
     return via or here or split_addresses(client.address)[0].rpartition(":")[0]
 
 
@@ -149,7 +149,7 @@ def supervise(
     environment: Mapping[str, str] | None = None,
     on_start: OnStart = id,
 ) -> int:
-    """Have supervisors run the command of a job; the exit code of the member that failed first.
+    """Run the command of a job by supervisors; the exit code of the member that failed first.
 
     Nothing is held where nothing was started, unless the call may be repeated, or is itself a repetition: not `once`.
 

@@ -58,7 +58,7 @@ def now() -> float:
 
 
 class LostReservationError(FailedPreconditionError):
-    """The GPUs are not the holder's any more, or will not be in a moment: stop using them."""
+    """The holder has lost the GPUs, or is about to: stop using them."""
 
     default_reason = "LEASE_LOST"
 
@@ -100,7 +100,7 @@ class Held:
 
     @property
     def fence(self) -> int:
-        """Fence of the grant: whoever shows the higher one holds the GPU."""
+        """Fence of the grant: the holder with the highest fence has the GPU."""
         return self._reservation.fence
 
     @property
@@ -126,13 +126,13 @@ class Held:
 
     @property
     def lost_reason(self) -> str:
-        """Why the GPUs are lost; empty while they are held. By the clock, also where nothing could renew meanwhile."""
+        """Why the GPUs are lost; empty while they are held. Goes by the clock, even if nothing could renew."""
         self._timer.is_over(now())
         return self._timer.lost
 
     @property
     def revoke_reason(self) -> str:
-        """Why the GPUs will be taken away (`reservation.revoke_time`); empty while they will not."""
+        """Why the GPUs will be taken away (`reservation.revoke_time`); empty if they will not."""
         told = self._reservation
         return told.end_reason or "revoked" if told.HasField("revoke_time") else ""
 
@@ -164,7 +164,7 @@ class Held:
         }
 
     def check(self) -> None:
-        """Go on if the GPUs are still held.
+        """Raise unless the GPUs are still held.
 
         Raises:
             LostReservationError: they are not.
@@ -211,12 +211,12 @@ class Held:
         return LostReservationError(f"{self.name} is lost: {self._timer.lost}", metadata={"name": self.name})
 
     def _given_back(self, released: allocator_api.Reservation) -> None:
-        """Heed what became of it: it may have been over for a while, unnoticed."""
+        """Take note of its end, which may have come unnoticed."""
         if released.state in _OVER:
             self._timer.had_ended(released.end_reason or "it had ended")
 
     def _heed(self, renewed: allocator_api.Reservation, sent: float) -> None:
-        """Count the lease anew from when its renewal was sent."""
+        """Restart the count of the lease from when its renewal was sent."""
         self._reservation = renewed
         early = revoked_early(renewed)
         self._timer.renewed(sent, max(0.0, early or 0.0), self.revoke_reason)
@@ -245,7 +245,7 @@ def timer_of(
 
 
 def expect_held(granted: allocator_api.Reservation) -> None:
-    """Go on unless a repeated request id was answered with what it was granted long ago.
+    """Raise if a repeated request id was answered with an old grant that has ended.
 
     Raises:
         FailedPreconditionError: the reservation has ended (RESERVATION_ENDED).
@@ -260,9 +260,9 @@ def expect_held(granted: allocator_api.Reservation) -> None:
 
 
 class Lease(Held):
-    """GPUs that were reserved. Inside its block the lease is kept alive; at the end the GPUs are given back.
+    """Reserved GPUs. Its block renews the lease, and releases the GPUs at the end.
 
-    Without a block the lease runs out unless `renew` is called, and `release` gives the GPUs back.
+    Without a block, call `renew` in time, and `release` at the end.
 
     Attributes:
         lost: set as soon as the GPUs are lost, before they can be another's.
@@ -286,7 +286,7 @@ class Lease(Held):
         self._keeper = threading.Thread(target=self._keep, name=f"keep {self.name}", daemon=True)
 
     def renew(self, timeout: float | str | None = None) -> None:
-        """Start the lease anew, within `timeout` (seconds, or a text such as `5s`). In a block that is done for you.
+        """Renew the lease, within `timeout` (seconds, or a text such as `5s`). A block does so for you.
 
         Raises:
             FailedPreconditionError: it has ended (RESERVATION_ENDED).
@@ -301,7 +301,7 @@ class Lease(Held):
         )
 
     def release(self) -> None:
-        """Give the GPUs back now; once more is harmless.
+        """Release the GPUs now; a second call is harmless.
 
         Raises:
             GpuscaleError: that failed, and the lease runs out by itself.
@@ -334,7 +334,7 @@ class Lease(Held):
 
 
 class AsyncLease(Held):
-    """GPUs that were reserved. `AsyncReserving` keeps the lease in its block.
+    """Reserved GPUs. `AsyncReserving` renews the lease in its block.
 
     Attributes:
         lost: set as soon as the GPUs are lost, before they can be another's.
@@ -356,7 +356,7 @@ class AsyncLease(Held):
         self._allocator = allocator
 
     async def renew(self, timeout: float | str | None = None) -> None:  # noqa: ASYNC109
-        """Start the lease anew, within `timeout` (seconds, or a text such as `5s`). In a block that is done for you.
+        """Renew the lease, within `timeout` (seconds, or a text such as `5s`). A block does so for you.
 
         Raises:
             FailedPreconditionError: it has ended (RESERVATION_ENDED).
@@ -369,7 +369,7 @@ class AsyncLease(Held):
         self._heed(response.reservation, sent)
 
     async def release(self) -> None:
-        """Give the GPUs back now; once more is harmless.
+        """Release the GPUs now; a second call is harmless.
 
         Raises:
             GpuscaleError: that failed, and the lease runs out by itself.
@@ -378,7 +378,7 @@ class AsyncLease(Held):
         self._given_back((await self._allocator.ReleaseReservation(self._release())).reservation)
 
     async def admit(self) -> None:
-        """Have this host's agent know this process as the holder's; the GPUs are lost where the lease is over."""
+        """Admit this process as the holder's at this host's agent; if the lease is over, the GPUs are lost."""
         try:
             await self._admit()
         except REFUSALS as error:
@@ -400,7 +400,7 @@ class AsyncLease(Held):
             self.lost.set()
 
     async def leave(self, keeper: asyncio.Task[None], error: BaseException | None) -> None:
-        """End `keep`, and give the GPUs back.
+        """End `keep`, and release the GPUs.
 
         Raises:
             LostReservationError: they were lost before; where there is another error, it gets a note instead.
@@ -413,7 +413,7 @@ class AsyncLease(Held):
 
 
 class AsyncReserving:
-    """A reservation to be made: awaited, it is a lease that nobody keeps; as a block, one that is kept and given back."""
+    """A reservation to be made: awaited, it is a lease that you renew; as a block, it is renewed and released."""
 
     def __init__(self, reserve: Callable[[], Awaitable[AsyncLease]]) -> None:
         self._reserve = reserve
@@ -443,7 +443,7 @@ _PAGE = 1000
 
 
 def abandon(allocator: allocator_api.AllocatorServiceStub, request: allocator_api.ReserveRequest) -> None:
-    """Give back what a request was granted, if anything."""
+    """Release what a request was granted, if anything."""
     with suppress(GpuscaleError):
         for pause in LOOKS:
             time.sleep(pause)

@@ -75,7 +75,7 @@ class LeaseTimer:
             self.lost = why
 
     def give_back(self, now: float) -> None:
-        """Its holder gives it back: what is not lost by now cannot be lost any more."""
+        """Its holder releases it: if it is not lost by now, it cannot be lost any more."""
         self.is_over(now)
         self.given_back = True
 

@@ -1,4 +1,4 @@
-"""Lists of any length, page by page, and Watch streams, which are opened again when their server comes back.
+"""Lists of any length, page by page, and Watch streams, which are reopened when their server comes back.
 
 Every Watch method begins with all there is, the last message of that round marked `full`, so that nothing is missed: a
 reader that drops, at each `full`, what that round did not name is never wrong.
@@ -153,7 +153,7 @@ async def watch_async(
 
 
 class Mirror:
-    """All that a Watch method tells of, by name: `take` is given every message of its stream.
+    """The state that a Watch method streams, by name: pass every message of its stream to `take`.
 
     Attributes:
         items: what there is, once a first round is over; what has ended is left out.

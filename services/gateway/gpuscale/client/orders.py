@@ -1,4 +1,4 @@
-"""What a supervisor is told on standard input: which command it runs, where, and under which lease."""
+"""The orders of a supervisor on standard input: which command it runs, where, and under which lease."""
 
 import json
 import os
@@ -166,7 +166,7 @@ def jobs_folder() -> Path:
 
 
 def kept_output(reservation: str, members: Sequence[int]) -> list[Path]:
-    """The files with all that members of a job wrote, in turn; none where this user does not have each member's on this host."""
+    """The files with the output of a job's members, in turn; none unless this user has all of them on this host."""
     folders = [jobs_folder() / f"{reservation}-{one}" for one in members]
     if not all((one / "output").is_file() for one in folders):
         return []

@@ -90,7 +90,7 @@ class Member(NamedTuple):
 def write_together(
     members: Sequence[Member], descriptor: int, *, in_turn: bool, on_start: OnStart = id
 ) -> list[int]:
-    """Run something for each member, and write what they write, with the member in front where there are several; their exit codes.
+    """Run something for each member, and write the output, with the member in front if there are several; returns their exit codes.
 
     Either `in_turn`, or as it comes.
     """
@@ -143,7 +143,7 @@ def _copy_lines(source: IO[bytes] | None, descriptor: int, prefix: bytes) -> Non
 
 
 class EarlyStart:
-    """A supervisor that comes up on a node while its GPUs are still asked for. In a block it is killed at the end.
+    """A supervisor that starts on a node while its GPUs are still being reserved. A block kills it at the end.
 
     It says nothing that ssh says: where it fails, one is started as ever, which says it.
     """
@@ -199,7 +199,7 @@ def supervise_all(
     environment: Mapping[str, str] | None = None,
     on_start: OnStart = id,
 ) -> list[int]:
-    """Have supervisors run the members of a job; returns their exit codes. Nothing starts before all of them are there.
+    """Run the members of a job by supervisors; returns their exit codes. Nothing starts before all supervisors are ready.
 
     Of several what they write gets the member in front; a single one gets our standard input.
 
@@ -275,7 +275,7 @@ def _await_greetings(
 def _await_ready(
     members: Sequence[Supervised], started: "Sequence[subprocess.Popen[bytes]]", patience: float
 ) -> None:
-    """Tell all members what to run, and to begin once each of them can."""
+    """Send all members their orders, and start them once each of them can start."""
     for one, process in zip(members, started, strict=True):
         if process.stdin is not None:
             with suppress(OSError):  # it has ended

@@ -1,4 +1,4 @@
-"""Calls that are made again: where nothing answered, and until an endpoint is ready.
+"""Repeated calls: where nothing answered, and until an endpoint is ready.
 
 Only calls that may be repeated: those with a request_id, and reads.
 """
@@ -30,7 +30,7 @@ Answer = TypeVar("Answer")
 
 
 def retrying(call: Callable[[], Answer], until: float = inf) -> Answer:
-    """The answer of a call, which is made again while there is none, but not after `until` (of `time.monotonic`).
+    """The answer of a call, which is repeated while there is none, but not after `until` (of `time.monotonic`).
 
     Raises:
         GpuscaleError: the last attempt failed, or an earlier one with an answer.
@@ -91,7 +91,7 @@ def wait_ready(
         The endpoint, as it is then.
 
     Raises:
-        DeadlineExceededError: that did not come about in time (reason NOT_READY); the message says how it stands.
+        DeadlineExceededError: it was not ready in time (reason NOT_READY); the message has its state.
         GpuscaleError: the endpoint cannot be read, or is not there.
     """
     deadline = time.monotonic() + to_seconds(timeout)
@@ -115,7 +115,7 @@ async def wait_ready_async(
     """`wait_ready` for an async client.
 
     Raises:
-        DeadlineExceededError: that did not come about in time (reason NOT_READY); the message says how it stands.
+        DeadlineExceededError: it was not ready in time (reason NOT_READY); the message has its state.
         GpuscaleError: the endpoint cannot be read, or is not there.
     """
     deadline = time.monotonic() + to_seconds(timeout)
@@ -132,7 +132,7 @@ async def wait_ready_async(
 
 
 def _limit(deadline: float) -> float | None:
-    """Seconds that one look may take; None for what the client gives each call, where there is time for that."""
+    """Seconds that one check may take; None for the client's own timeout, if there is time for that."""
     left = deadline - time.monotonic()
     return None if left > RPC_TIMEOUT else max(_LEAST, left)
 

@@ -1,4 +1,4 @@
-"""Standing: how nodes, GPUs and reservations stand, in words that tables, screens and pages share, such as `DEGRADED,CORDONED`.
+"""The states of nodes, GPUs and reservations in words that tables, screens and pages share, such as `DEGRADED,CORDONED`.
 
 The fleet knows what answers and the allocator what is cordoned; only here the two come together. Pure.
 """
@@ -81,7 +81,7 @@ def _joined(state: str, mark: str | None) -> str:
 
 
 def estimate(waits: allocator_api.QueuePlace | allocator_api.Job) -> str:
-    """How long it will wait, as people say it; empty where that is not known."""
+    """How long it will wait, in words; empty if unknown."""
     left, low, high = (optional_seconds(waits, f"estimated_wait{which}") for which in ("", "_low", "_high"))
     if left is None:
         return ""
@@ -98,6 +98,6 @@ def _about(seconds: float) -> str:
 
 
 def queued(job: allocator_api.Job) -> str:
-    """Where a job stands that waits."""
+    """The place of a waiting job in the queue."""
     about = estimate(job)
     return f"{job.queue_position} before it: {job.queue_reason}" + (f" ({about})" if about else "")
