@@ -145,6 +145,28 @@ def test_a_drain_reckons_arrivals_from_what_is_in_hand_and_what_grows() -> None:
     assert outcome.step.after == 3 * 4 + 1  # and a breath for what waits
 
 
+@pytest.mark.parametrize(
+    ("startup", "after", "said"),
+    [
+        (None, 30 + 120, "need 150.00, and"),
+        (90.0, 30 + 120, "need 150.00, and"),
+        (30.0, 30 + 60, "need 90.00 in 60 s, and"),
+        (0.0, 30 + 30, "need 60.00 in 30 s, and"),
+    ],
+)
+def test_a_drain_needs_room_for_what_will_be_in_hand_once_a_replica_is_ready(
+    startup: float | None, after: int, said: str
+) -> None:
+    """Thirty in hand, one more a second, of 120 s each: 150 in the end, and fewer when a start is done."""
+    more = series_of((NOW - 60 + 2 * n, 2.0 * n) for n in range(31))
+    kind = DrainRule(deadline=1e9, service_time=120.0, utilization=1.0, tolerance=0.0, busy_signal="busy")
+    series = {"queue": steady(0.0), "busy": more}
+    shown = [seen(0.0), seen(60.0, "busy")]
+    outcome = apply_rule(Rule("r", "queue", kind), inputs(3, *shown, series=series, startup=startup))
+    assert outcome.step.after == after
+    assert said in outcome.step.text
+
+
 def test_a_drain_counts_the_growth_of_what_is_in_hand_too() -> None:
     """Six in hand on average of 4 s each leave at 1.5/s; there is one more in hand every 10 s: 1.6/s arrive."""
     more = series_of((NOW - 60 + 2 * n, 3.0 + 0.2 * n) for n in range(31))

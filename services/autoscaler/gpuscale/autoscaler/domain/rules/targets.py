@@ -117,8 +117,9 @@ class PanicRule(Kind):
 class DrainRule(Kind):
     """Enough replicas to serve what arrives and to work off what waits within a deadline.
 
-    replicas = ceil(arrivals x S / (slots x utilization) + waiting x S / (slots x deadline)), where S is the time that one
-    piece of work takes. The first part keeps up with what arrives, the second works off what waits in time.
+    replicas = ceil(in hand / (slots x utilization) + waiting x S / (slots x deadline)), where S is the time that one piece
+    of work takes. The first part keeps up with what arrives, the second works off what waits in time. In hand is what will
+    be when a replica started now is ready: arrivals x S in the end, of which work that is longer than that is short by then.
 
     Arrivals are measured where a signal tells them. Else they follow from what is seen: what is in hand leaves at
     busy / S (Little's law), and what arrives is what leaves plus the growth of what is there. Where there is no
@@ -164,7 +165,12 @@ class DrainRule(Kind):
             text = f"{signal} = {value:g}: the time that one piece takes is not known yet"
             return Proposal(max(inputs.before, int(value > 0)), text, code=Code.WINDOW_NOT_FULL)
         arrivals = max(0.0, busy / service + growth if rate is None else rate)
-        found = self._enough(signal, value, waiting, arrivals, service, inputs)
+        # What is in hand is seen half a window late.
+        ahead = min(service, math.inf if inputs.startup is None else inputs.startup + self.window / 2)
+        keep_up = (busy + (arrivals - busy / service) * ahead) / self.slots / self.utilization
+        then = f" in {ahead:.3g} s" if ahead < service else ""
+        text = f"{signal} = {value:g}: {arrivals:.3g}/s of {service:.3g} s need {keep_up:.2f}{then}"
+        found = self._enough(signal, text, keep_up, waiting, service, inputs)
         since = inputs.now - inputs.last_changes.get(rule.id, -math.inf)
         if found.count >= inputs.before or self.catch_up_held is None or since >= self.catch_up_held:
             return found
@@ -184,19 +190,16 @@ class DrainRule(Kind):
         return max(0.0, value - room), sum(min(seen, room) for seen in part) / len(part), growth
 
     def _enough(
-        self, signal: str, value: float, waiting: float, arrivals: float, service: float, inputs: Inputs
+        self, signal: str, text: str, keep_up: float, waiting: float, service: float, inputs: Inputs
     ) -> Proposal:
-        keep_up = arrivals * service / self.slots / self.utilization
         catch_up = waiting * service / self.slots / self.deadline
         needed = keep_up + catch_up
         if math.isnan(needed):
-            text = f"{signal} = {value:g}: no number of replicas comes of it"
-            return Proposal(inputs.before, text, code=Code.SIGNAL_INVALID)
+            return Proposal(
+                inputs.before, f"{text}: no number of replicas comes of it", code=Code.SIGNAL_INVALID
+            )
         count, lasting = ceiling(needed), None if self.catch_up_held is None else ceiling(keep_up)
-        text = (
-            f"{signal} = {value:g}: {arrivals:.3g}/s of {service:.3g} s need {keep_up:.2f},"
-            f" and {waiting:g} waiting within {self.deadline:g} s {catch_up:.2f}: {count}"
-        )
+        text += f", and {waiting:g} waiting within {self.deadline:g} s {catch_up:.2f}: {count}"
         if abs(needed - inputs.before) <= self.tolerance * inputs.before:
             return Proposal(inputs.before, f"{text}, within the tolerance", fired=False, lasting=lasting)
         if count < inputs.before and not inputs.history(signal).covers(inputs.now - self.window):
