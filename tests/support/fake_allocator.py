@@ -37,6 +37,7 @@ class FakeAllocator(api.AllocatorServiceServicer):
         leaves_after_loss: whether every call fails from the loss of an answer on.
         waiting: requests of each tenant that wait.
         answers: while it is not set, grants are made and not answered.
+        models: product names of its GPUs, by UUID, where a test states them.
         drained: when each node that is drained is to be empty, by the loop's clock, and why.
     """
 
@@ -51,6 +52,7 @@ class FakeAllocator(api.AllocatorServiceServicer):
         self.waiting: dict[str, int] = {}
         self.answers = asyncio.Event()
         self.answers.set()
+        self.models: dict[str, str] = {}
         self.drained: dict[str, tuple[float, str]] = {}
         self._watchers: set[asyncio.Event] = set()
 
@@ -175,9 +177,16 @@ class FakeAllocator(api.AllocatorServiceServicer):
         held = set(self.held)
         for node in wanted:
             free = [uuid for uuid in self.nodes[node] if uuid not in held and node not in self.drained]
+            asked = request.ask.models
+            free = [
+                uuid for uuid in free if not asked or any(one in self.models.get(uuid, "") for one in asked)
+            ]
             if len(free) >= request.ask.gpu_count:
                 fence = len(self.reservations) + 1
-                gpus = [api.ReservedGpu(node=node, uuid=uuid) for uuid in free[: request.ask.gpu_count]]
+                chosen = free[: request.ask.gpu_count]
+                gpus = [
+                    api.ReservedGpu(node=node, uuid=one, model=self.models.get(one, "")) for one in chosen
+                ]
                 return api.Reservation(
                     name=f"reservations/v{fence}", holder=request.holder, state=ACTIVE, fence=fence,
                     gpus=gpus, request_id=request.request_id, tenant=request.tenant,

@@ -70,6 +70,26 @@ async def test_killed_at_each_step_of_a_start_life_after_life(
             assert set(adapter.starts.values()) == {1}
 
 
+async def test_killed_between_the_models_that_it_would_like(
+    process: AutoscalerProcess, allocator: FakeAllocator
+) -> None:
+    """The next life asks for the model that the last asked for, is told the same GPUs, and knows what they count for."""
+    allocator.models = dict.fromkeys(allocator.nodes["n"], "NVIDIA A100")
+    models, adapter = [api.ModelWeight(model=one, weight=1) for one in ("H100", "A100")], FakeAdapter()
+    await process.start("autoscaler.replica.after_reserve=kill")
+    async with process.called() as autoscaler:
+        await autoscaler.create(endpoint(low=2, high=4, gpus=1, models=models))
+    async with adapter.connected(process.address):
+        assert await process.ended() == -signal.SIGKILL
+        await process.start("autoscaler.replica.after_intent=kill")
+        assert await process.ended() == -signal.SIGKILL
+        await process.start()
+        async with process.called() as autoscaler:
+            await settled(autoscaler, allocator, adapter, 2)
+            assert {one.model.model for one in await autoscaler.replicas()} == {"A100"}
+    assert len(allocator.reservations) == 2, "what was granted to the last life is not asked for anew"
+
+
 async def test_what_was_granted_waits_for_adapters_that_come_back_later(
     process: AutoscalerProcess, allocator: FakeAllocator
 ) -> None:

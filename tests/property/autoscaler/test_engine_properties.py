@@ -5,12 +5,13 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuscale.autoscaler.domain.decisions import Stage
-from gpuscale.autoscaler.domain.inputs import Observation, ObservationStatus
+from gpuscale.autoscaler.domain.decisions import Code, Stage
+from gpuscale.autoscaler.domain.inputs import Observation, ObservationStatus, ReplicaWeights
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
 from gpuscale.autoscaler.domain.rules.rule import Rule
 from gpuscale.autoscaler.domain.rules.steps import Comparator, StepRule
-from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaTemplate
+from gpuscale.autoscaler.domain.rules.targets import TargetRule
+from gpuscale.autoscaler.domain.spec import EndpointSpec, Pace, ReplicaTemplate
 from tests.support.autoscaler_values import NOW, evaluate, observe, observed, signal
 
 SIGNALS = ("s0", "s1", "s2")
@@ -124,6 +125,48 @@ def test_zero_only_on_proof(
     seen = seen | observed(observe(signal("s0"), shown, NOW))
     if evaluate(spec, before, seen, last, NOW).wanted == 0 and spec.max_replicas > 0:
         assert all(one.proven_empty for one in seen.values())
+
+
+weights = st.lists(st.sampled_from([0.1, 0.3, 0.5, 0.75, 1.0, 1.5]), max_size=12).map(tuple)
+
+
+@given(weights, weights.filter(bool), st.integers(0, 20))
+def test_replicas_count_for_what_is_asked_and_none_is_there_for_nothing(
+    there: tuple[float, ...], more: tuple[float, ...], units: int
+) -> None:
+    capacity = ReplicaWeights(there, more[0], 1.0)
+    count = capacity.replicas(units)
+    assert capacity.of(count) >= units
+    assert count == 0 or capacity.of(count - 1) < units
+    assert count <= capacity.replicas(units + 1)
+
+
+@given(weights, weights.filter(bool), st.integers(0, 200), st.integers(1, 30))
+def test_no_slow_replica_is_taken_for_a_whole_one(
+    there: tuple[float, ...], more: tuple[float, ...], work: int, most: int
+) -> None:
+    """Ten of work for each: what is wanted does it all, as far as max lets it, and one fewer would not."""
+    rule = Rule("t", "s0", TargetRule(10.0, tolerance_up=0.0, tolerance_down=0.0))
+    spec = EndpointSpec(0, most, ReplicaTemplate("w"), (signal("s0"),), (rule,), down=Pace(0.0))
+    seen = observed(Observation("s0", ObservationStatus.OK, float(work), 0.0, proven_empty=work == 0))
+    capacity = ReplicaWeights(there, more[0], 1.0)
+    count = evaluate(spec, len(there), seen, {}, NOW, capacity=capacity).wanted
+    needed = -(-work // 10)
+    assert count <= most
+    assert count == most or capacity.of(count) >= needed
+    assert count == 0 or capacity.of(count - 1) < needed
+
+
+@given(specs(), st.integers(0, 40), observations(), past, st.integers(0, 2))
+def test_replicas_of_weight_one_are_as_those_without_weights(
+    spec: EndpointSpec, before: int, seen: dict[str, Observation], last: dict[str, float], unknown: int
+) -> None:
+    plain = evaluate(spec, before, seen, last, NOW, unknown)
+    weighed = evaluate(
+        spec, before, seen, last, NOW, unknown, capacity=ReplicaWeights((1.0,) * before, 1.0, 1.0)
+    )
+    steps = tuple(step for step in weighed.steps if step.code is not Code.WEIGHED)
+    assert replace(weighed, steps=steps) == plain
 
 
 @given(specs(), st.integers(0, 40), observations(), past, st.randoms(use_true_random=False))

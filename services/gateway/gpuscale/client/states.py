@@ -6,6 +6,7 @@ The fleet knows what answers and the allocator what is cordoned; only here the t
 from collections.abc import Iterable, Mapping
 
 from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import optional_seconds, to_datetime
@@ -50,6 +51,11 @@ def gpu_state(gpu: types_api.Gpu, marked: Marks = NO_MARKS) -> str:
     node = gpu.name.partition("/gpus/")[0]
     whole = f"{node}/gpus/{gpu.parent_uuid.lower()}"
     return _joined(_own(gpu), marked.get(gpu.name) or marked.get(whole) or marked.get(node))
+
+
+def replica_model(one: autoscaler_api.Replica) -> str:
+    """Which of the preferred GPU models a replica has, with its weight, such as `A100 (0.5)`; empty where there are none."""
+    return f"{one.model.model} ({one.model.weight:g})" if one.HasField("model") else ""
 
 
 def capabilities(amounts: Mapping[str, int]) -> str:

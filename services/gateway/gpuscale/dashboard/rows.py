@@ -12,7 +12,7 @@ from typing import TypeAlias
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.client.states import Marks, capabilities, node_state, problem, queued
+from gpuscale.client.states import Marks, capabilities, node_state, problem, queued, replica_model
 from gpuscale.common import names
 from gpuscale.common.names import node_of
 from gpuscale.common.wire import to_datetime
@@ -379,7 +379,7 @@ def replica_row(one: autoscaler_api.Replica, now: datetime) -> Row:
         "name_to": f"/{one.name}",
         "state": humanize.word(one, "state"),
         "node": one.node.removeprefix("nodes/"),
-        "gpus": ", ".join(one.gpu_uuids),
+        "gpus": ", ".join(filter(None, (replica_model(one), *one.gpu_uuids))),
         "age": humanize.ago(one.create_time, now),
         "reason": one.reason,
     }

@@ -109,6 +109,7 @@ _MODULES = {
     "MetricServiceServicer": "metric_service_pb2_grpc",
     "MetricServiceStub": "metric_service_pb2_grpc",
     "MetricValue": "metric_service_pb2",
+    "ModelWeight": "endpoint_pb2",
     "NextChange": "decision_service_pb2",
     "Observation": "decision_service_pb2",
     "OnMissing": "signal_pb2",

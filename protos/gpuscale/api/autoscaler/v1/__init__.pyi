@@ -82,6 +82,7 @@ from gpuscale.api.autoscaler.v1.endpoint_pb2 import Endpoint as Endpoint
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import EndpointSpec as EndpointSpec
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import EndpointStatus as EndpointStatus
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import GpuGate as GpuGate
+from gpuscale.api.autoscaler.v1.endpoint_pb2 import ModelWeight as ModelWeight
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import Replica as Replica
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import ReplicaTemplate as ReplicaTemplate
 from gpuscale.api.autoscaler.v1.endpoint_pb2 import ScaleInOrder as ScaleInOrder
@@ -311,6 +312,7 @@ __all__ = [
     "MetricServiceServicer",
     "MetricServiceStub",
     "MetricValue",
+    "ModelWeight",
     "NextChange",
     "Observation",
     "OnMissing",

@@ -145,6 +145,10 @@ class _DecisionCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Decision
     """Endpoints of lower priority give way to this one."""
     DECISION_CODE_TUNED: _DecisionCode.ValueType  # 57
     """The endpoint chose another policy by its goal."""
+    DECISION_CODE_WEIGHED: _DecisionCode.ValueType  # 58
+    """What is asked for, in replicas of models with weights."""
+    DECISION_CODE_SPILLED: _DecisionCode.ValueType  # 59
+    """Replicas have GPUs of a less preferred model."""
 
 class DecisionCode(_DecisionCode, metaclass=_DecisionCodeEnumTypeWrapper):
     """Why a step of a decision left the count as it did. Newer servers may know more."""
@@ -265,6 +269,10 @@ DECISION_CODE_PREEMPTS: DecisionCode.ValueType  # 56
 """Endpoints of lower priority give way to this one."""
 DECISION_CODE_TUNED: DecisionCode.ValueType  # 57
 """The endpoint chose another policy by its goal."""
+DECISION_CODE_WEIGHED: DecisionCode.ValueType  # 58
+"""What is asked for, in replicas of models with weights."""
+DECISION_CODE_SPILLED: DecisionCode.ValueType  # 59
+"""Replicas have GPUs of a less preferred model."""
 Global___DecisionCode: _TypeAlias = DecisionCode  # noqa: Y015
 
 @_typing.final

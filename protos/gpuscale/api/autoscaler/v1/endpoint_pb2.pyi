@@ -112,6 +112,32 @@ class AdapterTier(_message.Message):
 Global___AdapterTier: _TypeAlias = AdapterTier  # noqa: Y015
 
 @_typing.final
+class ModelWeight(_message.Message):
+    """A model of GPUs, and what a replica on it does."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Product name, or a part of it, as in Ask.models."""
+    weight: _builtins.float
+    """What a replica on it counts for. Rules ask for so much in all, as if each replica counted for 1."""
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        weight: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "weight", b"weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelWeight: _TypeAlias = ModelWeight  # noqa: Y015
+
+@_typing.final
 class ReplicaTemplate(_message.Message):
     """What a replica is made of."""
 
@@ -148,6 +174,7 @@ class ReplicaTemplate(_message.Message):
     TIERS_FIELD_NUMBER: _builtins.int
     ASK_FIELD_NUMBER: _builtins.int
     MOVABLE_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
     adapter: _builtins.str
     """adapters/{adapter} that runs it; any adapter that has the template when empty."""
     template: _builtins.str
@@ -190,6 +217,12 @@ class ReplicaTemplate(_message.Message):
         about so long. Absent: it stays. Of replicas that are started from then on.
         """
 
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelWeight]:
+        """In place of ask.models: models in order of preference. A replica takes the first that has room, and the last of them is
+        given up first.
+        """
+
     def __init__(
         self,
         *,
@@ -204,10 +237,11 @@ class ReplicaTemplate(_message.Message):
         tiers: _abc.Iterable[Global___AdapterTier] | None = ...,
         ask: _ask_pb2.Ask | None = ...,
         movable: _duration_pb2.Duration | None = ...,
+        models: _abc.Iterable[Global___ModelWeight] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_utilization_percent", b"_max_utilization_percent", "_min_memory_bytes", b"_min_memory_bytes", "ask", b"ask", "drain_timeout", b"drain_timeout", "lease_ttl", b"lease_ttl", "max_utilization_percent", b"max_utilization_percent", "min_memory_bytes", b"min_memory_bytes", "movable", b"movable"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_utilization_percent", b"_max_utilization_percent", "_min_memory_bytes", b"_min_memory_bytes", "adapter", b"adapter", "ask", b"ask", "drain_timeout", b"drain_timeout", "gpu_count", b"gpu_count", "lease_ttl", b"lease_ttl", "max_utilization_percent", b"max_utilization_percent", "min_memory_bytes", b"min_memory_bytes", "movable", b"movable", "parameters", b"parameters", "template", b"template", "tiers", b"tiers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_utilization_percent", b"_max_utilization_percent", "_min_memory_bytes", b"_min_memory_bytes", "adapter", b"adapter", "ask", b"ask", "drain_timeout", b"drain_timeout", "gpu_count", b"gpu_count", "lease_ttl", b"lease_ttl", "max_utilization_percent", b"max_utilization_percent", "min_memory_bytes", b"min_memory_bytes", "models", b"models", "movable", b"movable", "parameters", b"parameters", "template", b"template", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_utilization_percent: _TypeAlias = _typing.Literal["max_utilization_percent"]  # noqa: Y015
     _WhichOneofArgType__max_utilization_percent: _TypeAlias = _typing.Literal["_max_utilization_percent", b"_max_utilization_percent"]  # noqa: Y015
@@ -471,6 +505,7 @@ class EndpointStatus(_message.Message):
     LATEST_DECISION_FIELD_NUMBER: _builtins.int
     SUMMARY_FIELD_NUMBER: _builtins.int
     CAPABILITY_SETS_FIELD_NUMBER: _builtins.int
+    GRANTED_CAPACITY_FIELD_NUMBER: _builtins.int
     desired_replicas: _builtins.int
     """Replicas aimed at: what rules, or a person, set last."""
     granted_replicas: _builtins.int
@@ -485,6 +520,8 @@ class EndpointStatus(_message.Message):
     """Decision that speaks for the present: endpoints/{endpoint}/decisions/{decision}."""
     summary: _builtins.str
     """Why it stands as it does, in one line."""
+    granted_capacity: _builtins.float
+    """What the granted replicas count for; absent where the models of its template have no weights."""
     @_builtins.property
     def capability_sets(self) -> _containers.RepeatedCompositeFieldContainer[Global___CapabilitySetStatus]:
         """What has become of each capability set."""
@@ -500,12 +537,15 @@ class EndpointStatus(_message.Message):
         latest_decision: _builtins.str = ...,
         summary: _builtins.str = ...,
         capability_sets: _abc.Iterable[Global___CapabilitySetStatus] | None = ...,
+        granted_capacity: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_granted_capacity", b"_granted_capacity", "granted_capacity", b"granted_capacity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability_sets", b"capability_sets", "desired_replicas", b"desired_replicas", "draining_replicas", b"draining_replicas", "granted_replicas", b"granted_replicas", "latest_decision", b"latest_decision", "ready_replicas", b"ready_replicas", "starting_replicas", b"starting_replicas", "summary", b"summary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_granted_capacity", b"_granted_capacity", "capability_sets", b"capability_sets", "desired_replicas", b"desired_replicas", "draining_replicas", b"draining_replicas", "granted_capacity", b"granted_capacity", "granted_replicas", b"granted_replicas", "latest_decision", b"latest_decision", "ready_replicas", b"ready_replicas", "starting_replicas", b"starting_replicas", "summary", b"summary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__granted_capacity: _TypeAlias = _typing.Literal["granted_capacity"]  # noqa: Y015
+    _WhichOneofArgType__granted_capacity: _TypeAlias = _typing.Literal["_granted_capacity", b"_granted_capacity"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__granted_capacity) -> _WhichOneofReturnType__granted_capacity | None: ...
 
 Global___EndpointStatus: _TypeAlias = EndpointStatus  # noqa: Y015
 
@@ -760,6 +800,7 @@ class Replica(_message.Message):
     WORKERS_FIELD_NUMBER: _builtins.int
     REVOKE_TIME_FIELD_NUMBER: _builtins.int
     END_REASON_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """endpoints/{endpoint}/replicas/{replica}"""
     state: Global___Replica.State.ValueType
@@ -802,6 +843,10 @@ class Replica(_message.Message):
         not.
         """
 
+    @_builtins.property
+    def model(self) -> Global___ModelWeight:
+        """Which of the models of its template it has; absent before it has GPUs, and where there are none."""
+
     def __init__(
         self,
         *,
@@ -820,10 +865,11 @@ class Replica(_message.Message):
         workers: _capability_pb2.WorkerGroup | None = ...,
         revoke_time: _timestamp_pb2.Timestamp | None = ...,
         end_reason: Global___Replica.EndReason.ValueType = ...,
+        model: Global___ModelWeight | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "create_time", b"create_time", "end_time", b"end_time", "exit_code", b"exit_code", "revoke_time", b"revoke_time", "workers", b"workers"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "create_time", b"create_time", "end_time", b"end_time", "exit_code", b"exit_code", "model", b"model", "revoke_time", b"revoke_time", "workers", b"workers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "adapter", b"adapter", "capability_set", b"capability_set", "create_time", b"create_time", "end_reason", b"end_reason", "end_time", b"end_time", "exit_code", b"exit_code", "gpu_uuids", b"gpu_uuids", "name", b"name", "node", b"node", "pid", b"pid", "reason", b"reason", "reservation", b"reservation", "revoke_time", b"revoke_time", "state", b"state", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "adapter", b"adapter", "capability_set", b"capability_set", "create_time", b"create_time", "end_reason", b"end_reason", "end_time", b"end_time", "exit_code", b"exit_code", "gpu_uuids", b"gpu_uuids", "model", b"model", "name", b"name", "node", b"node", "pid", b"pid", "reason", b"reason", "reservation", b"reservation", "revoke_time", b"revoke_time", "state", b"state", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__exit_code: _TypeAlias = _typing.Literal["exit_code"]  # noqa: Y015
     _WhichOneofArgType__exit_code: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code"]  # noqa: Y015

@@ -290,6 +290,36 @@ class DecisionInputs(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     @_typing.final
+    class Capacity(_message.Message):
+        """What replicas count for whose models have weights."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        WEIGHTS_FIELD_NUMBER: _builtins.int
+        NEXT_FIELD_NUMBER: _builtins.int
+        SPEED_FIELD_NUMBER: _builtins.int
+        next: _builtins.float
+        """One more."""
+        speed: _builtins.float
+        """Those that worked, in the mean."""
+        @_builtins.property
+        def weights(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+            """Each of those aimed at, the one that would be stopped first at the front."""
+
+        def __init__(
+            self,
+            *,
+            weights: _abc.Iterable[_builtins.float] | None = ...,
+            next: _builtins.float = ...,
+            speed: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["next", b"next", "speed", b"speed", "weights", b"weights"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
     class CapabilitySet(_message.Message):
         """What was known of a capability set."""
 
@@ -363,6 +393,7 @@ class DecisionInputs(_message.Message):
     CAPABILITY_SETS_FIELD_NUMBER: _builtins.int
     LEARNT_FIELD_NUMBER: _builtins.int
     GIVES_WAY_FIELD_NUMBER: _builtins.int
+    CAPACITY_FIELD_NUMBER: _builtins.int
     before: _builtins.int
     """Replicas aimed at before."""
     ready_replicas: _builtins.int
@@ -417,6 +448,10 @@ class DecisionInputs(_message.Message):
     def gives_way(self) -> Global___DecisionInputs.GiveWay:
         """That it gives way."""
 
+    @_builtins.property
+    def capacity(self) -> Global___DecisionInputs.Capacity:
+        """What its replicas count for, where their models have weights."""
+
     def __init__(
         self,
         *,
@@ -437,10 +472,11 @@ class DecisionInputs(_message.Message):
         capability_sets: _abc.Iterable[Global___DecisionInputs.CapabilitySet] | None = ...,
         learnt: _abc.Mapping[_builtins.str, Global___DecisionInputs.Learnt] | None = ...,
         gives_way: Global___DecisionInputs.GiveWay | None = ...,
+        capacity: Global___DecisionInputs.Capacity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_limit", b"_gpu_limit", "_startup", b"_startup", "gives_way", b"gives_way", "gpu_limit", b"gpu_limit", "spec", b"spec", "startup", b"startup", "time", b"time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_limit", b"_gpu_limit", "_startup", b"_startup", "capacity", b"capacity", "gives_way", b"gives_way", "gpu_limit", b"gpu_limit", "spec", b"spec", "startup", b"startup", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_limit", b"_gpu_limit", "_startup", b"_startup", "asked", b"asked", "before", b"before", "bursts", b"bursts", "capability_sets", b"capability_sets", "changes", b"changes", "gives_way", b"gives_way", "gpu_limit", b"gpu_limit", "learnt", b"learnt", "now", b"now", "ready_replicas", b"ready_replicas", "rule_changes", b"rule_changes", "signals", b"signals", "since", b"since", "spec", b"spec", "startup", b"startup", "time", b"time", "unknown_replicas", b"unknown_replicas"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_limit", b"_gpu_limit", "_startup", b"_startup", "asked", b"asked", "before", b"before", "bursts", b"bursts", "capability_sets", b"capability_sets", "capacity", b"capacity", "changes", b"changes", "gives_way", b"gives_way", "gpu_limit", b"gpu_limit", "learnt", b"learnt", "now", b"now", "ready_replicas", b"ready_replicas", "rule_changes", b"rule_changes", "signals", b"signals", "since", b"since", "spec", b"spec", "startup", b"startup", "time", b"time", "unknown_replicas", b"unknown_replicas"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__gpu_limit: _TypeAlias = _typing.Literal["gpu_limit"]  # noqa: Y015
     _WhichOneofArgType__gpu_limit: _TypeAlias = _typing.Literal["_gpu_limit", b"_gpu_limit"]  # noqa: Y015

@@ -1,6 +1,6 @@
 """What all rules together, a person's order and the endpoint's bounds make of the count. Pure: time is an argument.
 
-    activate -> rules -> combine -> warm spares -> pace -> zero gate -> bounds -> GPU gate
+    activate -> rules -> combine -> warm spares -> pace -> weights of GPU models -> zero gate -> bounds -> GPU gate
 
 Bounds clamp, whoever asked. An unknown signal, or a replica that nobody has heard of, never lowers the
 count. A count outside of its bounds is repaired whatever the rules and their signals say.
@@ -22,7 +22,7 @@ from itertools import pairwise
 
 from gpuscale.autoscaler.domain.capability_engine import evaluate_sets
 from gpuscale.autoscaler.domain.decisions import Code, Evaluation, Stage, Step
-from gpuscale.autoscaler.domain.inputs import Inputs, Learnt, Observation, Remembered
+from gpuscale.autoscaler.domain.inputs import Inputs, Learnt, Observation, Remembered, ReplicaWeights
 from gpuscale.autoscaler.domain.rules.rule import (
     LARGEST_COUNT,
     BoundMode,
@@ -292,16 +292,17 @@ def evaluate(
     if spec.capability_sets:
         return Result(evaluate_sets(spec, inputs, unknown_replicas), memory, inputs.bursts)
     before = inputs.before
-    outcomes, combined = _by_rules(spec, inputs, unknown_replicas)
+    units, outcomes, combined = _weighed(spec, inputs, unknown_replicas)
     own, asked_for = combined.step.before, combined.step.after
     steps = [*(one.step for one in outcomes), combined.step]
     if spec.warm_spares and not spec.paused:
         text, working = f"{spec.warm_spares} warm spares on top", asked_for
         asked_for += spec.warm_spares
         steps.append(Step(Stage.SPARES, Code.WARM_SPARES, working, asked_for, text))
-    bounded = list(_held_back(spec, inputs, asked_for, memory))
+    bounded = list(_held_back(spec, inputs, units, asked_for, memory))
     wanted = bounded[-1].after
-    limits = (one.code for one in reversed(bounded) if one.after != one.before)
+    held = (one for one in reversed(bounded) if one.code is not Code.WEIGHED)
+    limits = (one.code for one in held if one.after != one.before)
     # The rules that the combination took had an effect if the count moved their way at all.
     moved = (combined.step.after - own) * (wanted - before) > 0
     evaluation = Evaluation(
@@ -314,7 +315,8 @@ def evaluate(
         asked=asked_for,
     )
     remembered = asked_for - max(0, combined.step.after - _lasting(spec, outcomes))
-    kept = memory.noted(inputs.now, remembered, before, wanted, longest(spec.up, spec.pace_down))
+    after = _units_after(inputs, units, wanted)
+    kept = memory.noted(inputs.now, remembered, units, after, longest(spec.up, spec.pace_down))
     learnt = {rule: one for rule, one in inputs.bursts.items() if isinstance(one, Learnt)}
     bursts = learnt | {one.rule: one.burst for one in outcomes if one.burst is not None}
     return Result(evaluation, kept, {rule.id: bursts[rule.id] for rule in spec.rules if rule.id in bursts})
@@ -345,12 +347,51 @@ def _by_rules(
     return outcomes, combine(spec.combine, working.before, outcomes, unknown_replicas)
 
 
-def _held_back(spec: EndpointSpec, inputs: Inputs, asked_for: int, memory: Memory) -> Iterator[Step]:
-    """What stands between the count that is asked for and the one that is aimed at: pace, zero gate, bounds, GPUs, shadow."""
+def _weighed(
+    spec: EndpointSpec, inputs: Inputs, unknown_replicas: int
+) -> tuple[int, Sequence[RuleOutcome], Combined]:
+    """What the rules come to, and what they took the replicas to count for: see `ReplicaWeights`."""
+    known = (inputs.before,) if inputs.capacity is None else inputs.capacity.units(inputs.before)
+    found = [(units, *_by_rules(spec, replace(inputs, before=units), unknown_replicas)) for units in known]
+    return next((one for one in found if one[2].step.after > one[2].step.before), found[-1])
+
+
+def _in_replicas(capacity: ReplicaWeights, before: int, units: int, asked_for: int) -> Step:
+    """How many replicas count for what is asked for; those that there are where nothing else is."""
+    if asked_for == units:
+        text = f"{before} replicas count for {capacity.of(before):g}"
+        return Step(Stage.GPU, Code.WEIGHED, asked_for, before, text)
+    count, there = capacity.replicas(asked_for), len(capacity.weights)
+    if count > there:
+        text = f"{there} replicas count for {capacity.of(there):g}, {count - there} more for {capacity.next:g} each"
+    else:
+        text = f"the {count} that are preferred count for {capacity.of(count):g}"
+    return Step(Stage.GPU, Code.WEIGHED, asked_for, count, text)
+
+
+def _units_after(inputs: Inputs, units: int, wanted: int) -> int:
+    """What is remembered of a change: at least one, where so many replicas are wanted now."""
+    if inputs.capacity is None or wanted == inputs.before:
+        return units + wanted - inputs.before
+    after = math.floor(inputs.capacity.of(wanted))
+    return max(after, units + 1) if wanted > inputs.before else min(after, units - 1)
+
+
+def _held_back(
+    spec: EndpointSpec, inputs: Inputs, units: int, asked_for: int, memory: Memory
+) -> Iterator[Step]:
+    """What stands between the count that is asked for and the one that is aimed at: pace, zero gate, bounds, GPUs, shadow.
+
+    `units`: what rules took the replicas to count for.
+    """
     before = inputs.before
-    pace = paced(spec.up, spec.pace_down, before, asked_for, memory, inputs.now, inputs.startup)
+    pace = paced(spec.up, spec.pace_down, units, asked_for, memory, inputs.now, inputs.startup)
     yield from pace.steps
     count = pace.count
+    if inputs.capacity is not None:
+        weighed = _in_replicas(inputs.capacity, before, units, count)
+        yield weighed
+        count = weighed.after
     if floor := _zero_gate(spec, before, count, inputs.observations):
         yield floor
         count = floor.after

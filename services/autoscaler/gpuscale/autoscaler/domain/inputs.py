@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
@@ -178,6 +178,55 @@ class GiveWay:
     replicas: tuple[str, ...] = ()  # ids of its own whose GPUs they need
 
 
+_DIGITS = 9
+"""Of sums of weights; what differs less is the same."""
+MOST_REPLICAS = 10**9
+"""More than anybody has, and still a count that a decision has room for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaWeights:
+    """What the replicas of an endpoint count for whose GPU models have weights.
+
+    Rules, and the pace, reckon in capacity, of which a replica of weight 1 is one; bounds hold for replicas. Half a replica
+    neither counts as a whole one, nor is it kept for nothing: where the capacity lies between two whole numbers, rules go by
+    the lower one, and by the upper one where that does not lead up. What another replica would count for is a guess at the
+    best, or at what the newest got while that still starts: what turns out slower is made up for at the next evaluation, and
+    none has to stop that was one too many.
+    """
+
+    weights: tuple[float, ...]  # of those aimed at, the one that would be stopped first at the front
+    next: float  # of one more
+    speed: float  # mean of those that work
+
+    def of(self, count: int) -> float:
+        """What so many count for: the last of these to stop, and others where there are not so many."""
+        kept = self.weights[max(0, len(self.weights) - count) :]
+        return round(math.fsum(kept) + (count - len(kept)) * self.next, _DIGITS)
+
+    def units(self, count: int) -> Collection[int]:
+        """What so many count for in whole numbers, the lower one first."""
+        own = self.of(count)
+        return sorted({math.floor(own), math.ceil(own)})
+
+    def replicas(self, units: int) -> int:
+        """Replicas that count for so much: more than these, or as many as are left while those that stop first can go."""
+        count = len(self.weights)
+        have = self.of(count)
+        if have < units:
+            return min(MOST_REPLICAS, count + math.ceil(round((units - have) / self.next, _DIGITS)))
+        for weight in self.weights:
+            have = round(have - weight, _DIGITS)
+            if have < units:
+                break
+            count -= 1
+        return count
+
+    def serving(self, ready: int) -> float:
+        """What so many that work count for."""
+        return round(ready * self.speed, _DIGITS)
+
+
 @dataclass(frozen=True, slots=True)
 class GroupOfReplica:
     """What a replica is in terms of its capability set: as was asked for, and as its adapter reports (None: it does not)."""
@@ -299,6 +348,13 @@ class Inputs:
     # what is known of each capability set, by id
     sets: Mapping[str, SetState] = field(default_factory=lambda: NO_SETS)
     gives_way: GiveWay | None = None  # None where nobody of higher priority lacks GPUs
+    # what replicas count for; None where each is one. Rules are given `before` in whole numbers of it
+    capacity: ReplicaWeights | None = None
+
+    @property
+    def serving(self) -> float:
+        """What the replicas that work count for."""
+        return self.ready if self.capacity is None else self.capacity.serving(self.ready)
 
     def history(self, signal: str) -> InputSeries:
         """The series of a signal; an empty one where nothing was seen of it."""

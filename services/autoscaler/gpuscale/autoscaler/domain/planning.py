@@ -18,7 +18,7 @@ from operator import itemgetter
 from types import MappingProxyType
 
 from gpuscale.autoscaler.domain.decisions import Code, Stage, Step
-from gpuscale.autoscaler.domain.inputs import Amounts, SetState, WorkerGroup, covers, in_words
+from gpuscale.autoscaler.domain.inputs import Amounts, ReplicaWeights, SetState, WorkerGroup, covers, in_words
 from gpuscale.autoscaler.domain.replicas import EndReason, Goal, Moment, Replica, ReplicaState, asked_to_stop
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec, ReplicaTemplate, ScaleInOrder
 from gpuscale.common.names import adapter_name
@@ -52,8 +52,8 @@ def plan(
 ) -> Plan:
     """Compare the replicas aimed at with the number wanted; `now` tells whose time is over.
 
-    Victims, in this order: those that nobody was told of, the last tier, starting, leaving by themselves, the least busy,
-    newest. With OLDEST_FIRST, as OpenGRIS Scaler has it: those that nobody was told of, the last tier, the least busy (the
+    Victims, in this order: those that nobody was told of, the last tier, the least preferred GPU model, starting, leaving by
+    themselves, the least busy, newest. With OLDEST_FIRST, as OpenGRIS Scaler has it, after tier and model: the least busy (the
     starting and leaving have nothing in hand), the first that was started. `silent` holds the ids of adapters that have
     not been heard of; `spec` has tiers and order; `busy` tells how busy replicas are, by id: one that it does not know may
     be as busy as any.
@@ -145,12 +145,35 @@ def set_states(
     for one in spec.capability_sets:
         own = [replica for replica in kept if replica.group.set == one.id]
         aimed = [replica for replica in own if replica.aimed_at and not replica.leaving]
-        pending = [replica for replica in aimed if replica.state is ReplicaState.PENDING]
-        told = [replica for replica in aimed if replica.state is not ReplicaState.PENDING]
-        order = (*_newest_first(pending), *victims(told, spec.of_set(one.id), busy))
-        groups = tuple(replica.group.actual for replica in order)
+        groups = tuple(replica.group.actual for replica in _first_to_stop(aimed, spec.of_set(one.id), busy))
         found[one.id] = SetState(targets[one.id], groups, _reported(own, one.capabilities, now))
     return found
+
+
+def _first_to_stop(aimed: Sequence[Replica], spec: EndpointSpec, busy: Mapping[str, float]) -> list[Replica]:
+    pending = [replica for replica in aimed if replica.state is ReplicaState.PENDING]
+    told = [replica for replica in aimed if replica.state is not ReplicaState.PENDING]
+    return [*_newest_first(pending), *victims(told, spec, busy)]
+
+
+def capacity_of(
+    spec: EndpointSpec, replicas: Sequence[Replica], busy: Mapping[str, float]
+) -> ReplicaWeights | None:
+    """What the replicas of an endpoint count for; None where each is one."""
+    template = spec.template
+    if not template.models:
+        return None
+    aimed = [one for one in replicas if one.aimed_at and not one.leaving]
+    # While the newest starts, what it got is what there was.
+    newest = next((one for one in _newest_first(aimed) if one.state is not ReplicaState.PENDING), None)
+    starts = newest is not None and newest.state is ReplicaState.STARTING
+    following = template.weight(newest.template) if newest and starts else template.models[0].weight
+    weights = [
+        following if one.state is ReplicaState.PENDING else template.weight(one.template)
+        for one in _first_to_stop(aimed, spec, busy)
+    ]
+    ready = [template.weight(one.template) for one in replicas if one.state is ReplicaState.READY]
+    return ReplicaWeights(tuple(weights), following, math.fsum(ready) / len(ready) if ready else following)
 
 
 def _reported(replicas: Iterable[Replica], asked: Amounts, now: float) -> Amounts | None:
@@ -176,12 +199,13 @@ def victims(
     """Replicas in the order in which they are stopped: see `plan`."""
     oldest_first = spec is not None and spec.scale_in_order is ScaleInOrder.OLDEST_FIRST
 
-    def order(replica: Replica) -> tuple[int, int, float]:
+    def order(replica: Replica) -> tuple[int, int, int, float]:
         tier = 0 if spec is None else spec.template.tier(replica.adapter)
         behind = -tier if tier is not None else -max(1, len(spec.template.tiers if spec else ()))
         state = _STOPS_FIRST.get(replica.state, len(_STOPS_FIRST))
         in_hand = 0.0 if replica.state in _STOPS_FIRST else busy.get(replica.id, math.inf)
-        return behind, 0 if oldest_first else state, in_hand
+        preferred = 0 if spec is None else -spec.template.place(replica.template)
+        return behind, preferred, 0 if oldest_first else state, in_hand
 
     newest = _newest_first(replicas)
     return sorted(reversed(newest) if oldest_first else newest, key=order)

@@ -5,7 +5,7 @@ Durations are seconds. `None` means "not stated": the property beside it says wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import Enum
@@ -238,10 +238,19 @@ class AdapterTier:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelWeight:
+    """A model of GPUs, and what a replica on it counts for."""
+
+    model: str
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaTemplate:
     """What a replica is made of; `adapter` empty: any adapter that has the command template, or those of `tiers`.
 
-    `ask` is what else it wants of its GPUs, as the contract encodes it; None where the spec names no ask.
+    `ask` is what else it wants of its GPUs, as the contract encodes it; None where the spec names no ask. `models`: in order of
+    preference, or the one that is asked for, or that it got.
     """
 
     template: str
@@ -255,6 +264,43 @@ class ReplicaTemplate:
     tiers: tuple[AdapterTier, ...] = ()
     ask: bytes | None = None
     movable: float | None = None
+    models: tuple[ModelWeight, ...] = ()
+
+    def of_each_model(self) -> list[ReplicaTemplate]:
+        """It with each of its models alone, in order; as it is where it names none."""
+        return [replace(self, models=(one,)) for one in self.models] or [self]
+
+    def on(self, products: Iterable[str]) -> ReplicaTemplate:
+        """With the model of such GPUs alone, by their product names; of several the least preferred."""
+        models = list(enumerate(self.models))
+        fits = [
+            [place for place, one in models if one.model.casefold() in name.casefold()] for name in products
+        ]
+        places = [one[0] for one in fits if one]
+        return replace(self, models=(self.models[max(places)],)) if places else self
+
+    @property
+    def models_in_words(self) -> str:
+        """Such as `A100 (0.5)`."""
+        return ", ".join(f"{one.model} ({one.weight:g})" for one in self.models)
+
+    def is_of(self, whole: ReplicaTemplate) -> bool:
+        """Whether it is that template, or one of its models alone."""
+        return replace(self, models=whole.models) == whole and set(self.models) <= set(whole.models)
+
+    def place(self, one: ReplicaTemplate) -> int:
+        """The place of the model that a replica has among these; beyond the last for one that is none of them, or not known."""
+        names = [each.model for each in self.models]
+        known = len(one.models) == 1 and one.models[0].model in names
+        return names.index(one.models[0].model) if known else len(names)
+
+    def weight(self, one: ReplicaTemplate) -> float:
+        """What a replica counts for: of a model that is none of these, or not known, as little as any."""
+        if not self.models:
+            return 1.0
+        place = self.place(one)
+        weights = [each.weight for each in self.models]
+        return weights[place] if place < len(weights) else min(weights)
 
     def tier(self, adapter: str) -> int | None:
         """The place of an adapter among the tiers: 0 for every one it may use where there are none; None: not to use."""

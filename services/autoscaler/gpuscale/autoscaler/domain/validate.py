@@ -38,6 +38,8 @@ def violations(spec: EndpointSpec, path: str = SPEC) -> list[FieldViolation]:
 
 def _replicas(path: str, spec: EndpointSpec) -> Iterator[FieldViolation]:
     yield from _crossed(path, spec.min_replicas, spec.max_replicas)
+    if spec.template.models:
+        yield from _models(f"{path}.template.models", spec)
     unused = bool(spec.capability_sets) and all(one.template for one in spec.capability_sets)
     yield from _template(f"{path}.template", spec.template, unused=unused)
     if spec.warm_spares > spec.max_replicas:
@@ -62,6 +64,17 @@ def _template(path: str, template: ReplicaTemplate, *, unused: bool = False) -> 
     for place, adapter in enumerate(adapters):
         if adapter in adapters[:place]:
             yield FieldViolation(f"{path}.tiers[{place}].adapter", "must differ from the adapters before it")
+
+
+def _models(path: str, spec: EndpointSpec) -> Iterator[FieldViolation]:
+    names = [one.model.casefold() for one in spec.template.models]
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            yield FieldViolation(f"{path}[{place}].model", "must differ from the models before it")
+    if not spec.started_from.gpu_count:
+        yield FieldViolation(path, "must be left out where replicas reserve no GPUs")
+    if spec.capability_sets:
+        yield FieldViolation(path, "must be left out beside capability_sets: use ask.models")
 
 
 def _repeated(path: str, ids: Sequence[str]) -> Iterator[FieldViolation]:
@@ -102,6 +115,8 @@ def _sets(path: str, spec: EndpointSpec) -> Iterator[FieldViolation]:
         yield from _crossed(where, one.min_replicas, one.max_replicas)
         if one.template is not None:
             yield from _template(f"{where}.template", one.template)
+            if one.template.models:
+                yield FieldViolation(f"{where}.template.models", "must be left out: use ask.models")
     if sum(one.min_replicas for one in sets) > spec.max_replicas:
         text = "must be at least the min_replicas of all capability_sets"
         yield FieldViolation(f"{path}.max_replicas", text)

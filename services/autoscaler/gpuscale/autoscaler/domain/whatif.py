@@ -21,6 +21,7 @@ from gpuscale.autoscaler.domain.inputs import (
     Inputs,
     InputSeries,
     ObservationStatus,
+    ReplicaWeights,
     SetState,
     TaskReport,
     series_of,
@@ -272,6 +273,7 @@ class Live:
     gpu_limit: int | None = None
     sets: Mapping[str, SetState] = field(default_factory=lambda: NO_SETS)
     gives_way: GiveWay | None = None
+    capacity: ReplicaWeights | None = None
 
 
 def question(spec: EndpointSpec, stated: Stated, live: Live, at: Moment) -> Question:
@@ -302,6 +304,7 @@ def question(spec: EndpointSpec, stated: Stated, live: Live, at: Moment) -> Ques
         gpu_limit=_or(stated.gpu_limit, live.gpu_limit),
         sets={one.id: sets[one.id] for one in spec.capability_sets if one.id in sets},
         gives_way=live.gives_way,
+        capacity=live.capacity,
     )
     memory = _or(_or(stated.memory, live.past.memory), Memory(at.now))
     return Question(spec, inputs, memory, _or(stated.unknown, live.unknown))

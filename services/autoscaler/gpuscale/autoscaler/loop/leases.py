@@ -59,10 +59,11 @@ from gpuscale.common.wire import seconds, to_datetime, to_duration
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGrant:
-    """GPUs that were reserved, and the id of the node they are on."""
+    """GPUs that were reserved, the id of the node they are on, and their product names."""
 
     lease: ReplicaLease
     node: str
+    products: frozenset[str] = frozenset()
 
 
 class Reservations:
@@ -106,7 +107,7 @@ class Reservations:
             return None
         uuids = tuple(gpu.uuid for gpu in granted.gpus)
         lease = ReplicaLease(granted.name, granted.fence, uuids, answer.lease_token)
-        return ReplicaGrant(lease, node_of(granted.gpus[0]))
+        return ReplicaGrant(lease, node_of(granted.gpus[0]), frozenset(gpu.model for gpu in granted.gpus))
 
     async def renew(self, lease: ReplicaLease) -> None:
         """Start a lease anew. NotFoundError or FailedPreconditionError: it seems to have ended; else nobody knows."""
@@ -184,8 +185,13 @@ class Actor:
         self._reservations = reservations
         self._unknown_nodes: dict[str, float] = {}
 
-    async def act(self, replicas: Iterable[Replica], endpoint: Endpoint) -> StartRefusal | None:
-        """Take the pending ones of an endpoint as far as they get, first those whose Reserve has no answer yet."""
+    async def act(
+        self, replicas: Iterable[Replica], endpoint: Endpoint, spilled: dict[str, str] | None = None
+    ) -> StartRefusal | None:
+        """Take the pending ones of an endpoint as far as they get, first those whose Reserve has no answer yet.
+
+        `spilled` is told why replicas, by id, are given GPUs of a less preferred model.
+        """
         pending = [one for one in replicas if one.state is ReplicaState.PENDING]
         told: set[str] = set()
         refused: dict[str, StartRefusal] = {}  # by capability set: one that waits for GPUs holds up no other
@@ -193,14 +199,16 @@ class Actor:
             for replica in sorted(pending, key=lambda one: not one.nodes):
                 if replica.group.set in refused and endpoint.spec.priority is None:
                     continue
-                refusal = await self._act_on(replica, endpoint, told)
+                refusal = await self._act_on(replica, endpoint, told, {} if spilled is None else spilled)
                 if refusal is not None:
                     refused.setdefault(replica.group.set, refusal)
         finally:
             await self._hub.refresh(told)
         return next(iter(refused.values()), None)
 
-    async def _act_on(self, replica: Replica, endpoint: Endpoint, told: set[str]) -> StartRefusal | None:
+    async def _act_on(
+        self, replica: Replica, endpoint: Endpoint, told: set[str], spilled: dict[str, str]
+    ) -> StartRefusal | None:
         if replica.template.gpu_count == 0:
             return await self._assign(replica, None, told)
         tiers = [] if replica.goal is Goal.STOP else await self._nodes(replica)
@@ -208,16 +216,20 @@ class Actor:
             return self._nobody(replica)  # what an earlier life was granted waits until its adapter is back
         if replica.nodes or not tiers:
             return await self._reserve(replica, endpoint, told)
-        refusal = None
-        for nodes in tiers:
+        refusal, before = None, ""
+        ways = [(model, nodes) for model in replica.template.of_each_model() for nodes in tiers]
+        for model, nodes in ways:
             if nodes == ENGINES_GPUS:
                 return await self._assign(replace(replica, nodes=()), None, told)
-            replica = replace(replica, nodes=nodes)
-            await self._save(replica)
-            refusal = await self._reserve(replica, endpoint, told, stays=len(tiers) == 1)
+            asked = replace(replica, nodes=nodes, template=model)
+            await self._save(asked)
+            refusal = await self._reserve(asked, endpoint, told, stays=len(ways) == 1)
+            if refusal is None and model.models != replica.template.models[:1]:
+                spilled[replica.id] = f"on {model.models_in_words}; {before}"
             if refusal is None or refusal.code not in _NOT_HERE:
                 return refusal
-        if len(tiers) > 1 and endpoint.spec.priority is not None:
+            before = before or f"no {model.models_in_words}: {refusal.text}"
+        if len(ways) > 1 and endpoint.spec.priority is not None:
             replica = replace(replica, nodes=tuple(sorted(set(chain(*tiers)))[:MAX_NODES]))
             await self._save(replica)
             return await self._reserve(replica, endpoint, told, stays=True)
@@ -237,12 +249,13 @@ class Actor:
             if error.reason not in {Code.NO_CAPACITY, QUOTA_EXCEEDED}:  # the allocator is overloaded
                 return _unavailable(error)
             code = Code.NO_CAPACITY if error.reason == Code.NO_CAPACITY else Code.REFUSED
-            return await self._refused(replica, StartRefusal(Stage.GPU, code, error.message, _retry(error)))
+            refusal = StartRefusal(Stage.GPU, code, error.message, _retry(error))
+            return await self._refused(replica, endpoint, refusal)
         except AlreadyExistsError as error:
             await self._end(replica, f"its request for GPUs was taken: {error.message}")
             return None
         except _NOTHING_RESERVED as error:
-            return await self._refused(replica, self._refusal(replica, error))
+            return await self._refused(replica, endpoint, self._refusal(replica, error))
         except GpuscaleError as error:
             return _unavailable(error)
         await hit_async("autoscaler.replica.after_reserve")
@@ -301,12 +314,16 @@ class Actor:
         code = Code.UNSATISFIABLE if error.reason == Code.UNSATISFIABLE else Code.REFUSED
         return StartRefusal(Stage.GPU, code, error.message, _retry(error))
 
-    async def _refused(self, replica: Replica, refusal: StartRefusal) -> StartRefusal | None:
-        """Nothing was reserved for it: it waits on, or is done if it should stop anyway."""
+    async def _refused(
+        self, replica: Replica, endpoint: Endpoint, refusal: StartRefusal
+    ) -> StartRefusal | None:
+        """Nothing was reserved for it: it waits on, for any of its models, or is done if it should stop anyway."""
         if replica.goal is Goal.STOP:
             await self._end(replica, replica.reason)
             return None
-        await self._save(replace(replica, nodes=()))
+        whole = endpoint.spec.of_set(replica.group.set).started_from
+        template = whole if replica.template.is_of(whole) else replica.template
+        await self._save(replace(replica, nodes=(), template=template))
         return refusal
 
     async def _end(self, replica: Replica, reason: str) -> None:
@@ -341,6 +358,8 @@ def _assign(
             return one.node == grant.node and not one.capabilities.gives_gpus
         return replica.template.gpu_count == 0 or one.capabilities.gives_gpus
 
+    if grant is not None:
+        replica = replace(replica, template=replica.template.on(grant.products))
     chosen = next(filter(suits, _able(connection, replica, adapters)), None)
     lease: ReplicaLease | None = grant.lease if grant else None
     if chosen is not None:

@@ -12,6 +12,7 @@ anything happen outside. A pass is tried first on what was known last, without t
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,7 +39,14 @@ from gpuscale.autoscaler.domain.inputs import (
     Observation,
     WorkerGroup,
 )
-from gpuscale.autoscaler.domain.planning import Plans, clock_time, secured, set_states, startup_seconds
+from gpuscale.autoscaler.domain.planning import (
+    Plans,
+    capacity_of,
+    clock_time,
+    secured,
+    set_states,
+    startup_seconds,
+)
 from gpuscale.autoscaler.domain.precedence import yielding
 from gpuscale.autoscaler.domain.replicas import EndReason, Moment, Replica, ReplicaState, asked_to_stop
 from gpuscale.autoscaler.domain.signals import EndpointPast, Samples, noted
@@ -270,10 +278,10 @@ class EndpointLoop:
             shown = passed.result.evaluation.observations
             self.samples = noted(self.samples, shown, facts.at.wall.timestamp())
         await deps.hub.refresh(passed.told)
-        refusal, after, preempts = None, passed.live, list[Step]()
+        refusal, after, preempts, spilled = None, passed.live, list[Step](), dict[str, str]()
         if passed.pending:
             try:
-                refusal = await deps.actor.act(passed.live, passed.endpoint)
+                refusal = await deps.actor.act(passed.live, passed.endpoint, spilled)
             finally:
                 deps.keeper.changed()
             after = await deps.store.read(lambda connection: store.replicas(connection, self._id))
@@ -281,7 +289,7 @@ class EndpointLoop:
         elif passed.owing:
             deps.keeper.changed()
         self.waiting = refusal is not None
-        if not await self._note(passed, refusal, after, preempts):
+        if not await self._note(passed, refusal, after, preempts, spilled):
             self._known = passed.known
         self.counts = EndpointCounts.of(passed.endpoint, after)
         return self._pause(passed, refusal, after)
@@ -334,6 +342,7 @@ class EndpointLoop:
         refusal: StartRefusal | None,
         after: Sequence[Replica],
         preempts: Sequence[Step],
+        spilled: Mapping[str, str],
     ) -> bool:
         """Record what was decided and done, or complete what the pass recorded; between evaluations only if that is news.
 
@@ -341,7 +350,7 @@ class EndpointLoop:
         """
         deps, wall = self._deps, self._deps.clock.wall()
         acted = refusal is not None or after is not passed.live
-        outcome = _outcome(passed, refusal, after, preempts) if acted else passed.outcome
+        outcome = _outcome(passed, refusal, after, preempts, spilled) if acted else passed.outcome
         endpoint, recorded, question = passed.endpoint, passed.recorded, passed.question
         news, last = (endpoint.etag, endpoint.desired, outcome.said), self._last_news
         self._last_news = news
@@ -391,7 +400,11 @@ class EndpointLoop:
 
 
 def _outcome(
-    passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica], preempts: Sequence[Step]
+    passed: Pass,
+    refusal: StartRefusal | None,
+    after: Sequence[Replica],
+    preempts: Sequence[Step],
+    spilled: Mapping[str, str],
 ) -> DecisionOutcome:
     granted, steps = sum(one.granted for one in after), list(passed.outcome.steps)
     leased = [
@@ -400,6 +413,9 @@ def _outcome(
     if leased[1] > leased[0]:
         text = f"GPUs reserved for {leased[1] - leased[0]} more"
         steps.append(Step(Stage.GPU, Code.GRANTED, passed.outcome.granted, granted, text))
+    less = Counter(spilled[one.id] for one in after if one.lease is not None and one.id in spilled)
+    for text, count in less.items():
+        steps.append(Step(Stage.GPU, Code.SPILLED, granted, granted, f"{count} {text}"))
     if refusal is not None:
         text = refusal.text
         if times := [one.revocation.leave_time for one in after if one.leaving and one.revocation]:
@@ -550,7 +566,7 @@ def come_to(known: Known, facts: PassFacts) -> Pass:
     before, changed = known.endpoint, dict[str, Replica]()
     for one in known.replicas:
         spec = before.spec.of_set(one.group.set)
-        if one.state is ReplicaState.PENDING and one.template != spec.started_from:
+        if one.state is ReplicaState.PENDING and not one.template.is_of(spec.started_from):
             reason, why = "its endpoint has another template by now", EndReason.TEMPLATE_CHANGED
             changed[one.id] = asked_to_stop(one, reason, facts.at, why=why)
     way = facts.gives_way if facts.reads_rules(before) else None
@@ -615,6 +631,7 @@ def _question(
         sets=set_states(endpoint, kept, facts.at.now, facts.busy),
         gpu_limit=None if facts.room is None else secured(rows) + facts.room,
         gives_way=facts.gives_way,
+        capacity=capacity_of(endpoint.spec, rows, facts.busy),
     )
     unknown = sum(one.adapter in silent for one in rows)
     return Question(endpoint.spec, inputs, Memory(facts.at.now) if memory is None else memory, unknown)

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.decisions import DecisionOutcome, compose
 from gpuscale.autoscaler.domain.engine import evaluate
-from gpuscale.autoscaler.domain.planning import secured, set_states, startup_seconds
+from gpuscale.autoscaler.domain.planning import capacity_of, secured, set_states, startup_seconds
 from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaState
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
 from gpuscale.autoscaler.domain.whatif import Live, answer, question, replaced_spec
@@ -155,7 +155,8 @@ class DecisionServicer(api.DecisionServiceServicer):
             if spec is None:
                 raise InvalidArgumentError("name must be set, or spec", field="name")
             made = Endpoint("", spec, "", spec.min_replicas, at.wall, at.wall)
-            return made, Live(spec.min_replicas, spec.min_replicas), spec.min_replicas
+            live = Live(spec.min_replicas, spec.min_replicas, capacity=capacity_of(spec, (), {}))
+            return made, live, spec.min_replicas
 
         def found(connection: Connection) -> tuple[Endpoint, list[Replica], dict[str, float]]:
             known = find_endpoint(connection, endpoint_id)
@@ -168,6 +169,7 @@ class DecisionServicer(api.DecisionServiceServicer):
         granted = sum(one.granted for one in rows)
         room = self._deps.sources.more(spec or endpoint.spec, self._deps.hub.facts)
         given = self._deps.precedence.given.get(endpoint_id)
+        busy = self._deps.sources.busy(endpoint)
         live = Live(
             before=endpoint.desired,
             ready=sum(one.state is ReplicaState.READY for one in rows),
@@ -177,8 +179,9 @@ class DecisionServicer(api.DecisionServiceServicer):
             last_changes=changes,
             startup=startup_seconds(kept, at),
             gpu_limit=None if room is None else secured(rows) + room,
-            sets=set_states(endpoint, kept, at.now, self._deps.sources.busy(endpoint)),
+            sets=set_states(endpoint, kept, at.now, busy),
             gives_way=given.way(at.now) if given else None,
+            capacity=capacity_of(spec or endpoint.spec, rows, busy),
         )
         if spec is None:
             return endpoint, live, granted

@@ -23,6 +23,7 @@ from gpuscale.autoscaler.domain.inputs import (
     Learnt,
     Observation,
     ObservationStatus,
+    ReplicaWeights,
     SetState,
     TaskReport,
 )
@@ -95,9 +96,11 @@ def _status(view: EndpointView) -> api.EndpointStatus:
         one.id: [pair for pair in shown if pair[0].group.set == one.id]
         for one in view.endpoint.spec.capability_sets
     }
+    template, granted = view.endpoint.spec.template, [one for one in view.replicas if one.granted]
     return api.EndpointStatus(
         desired_replicas=view.endpoint.desired,
-        granted_replicas=sum(replica.granted for replica in view.replicas),
+        granted_replicas=len(granted),
+        granted_capacity=sum(template.weight(one.template) for one in granted) if template.models else None,
         starting_replicas=count[ReplicaState.PENDING] + count[ReplicaState.STARTING],
         ready_replicas=count[ReplicaState.READY],
         draining_replicas=count[ReplicaState.DRAINING],
@@ -149,6 +152,8 @@ def replica_to_wire(replica: Replica, *, silent: bool) -> api.Replica:
     if replica.lease is not None:
         wire.reservation = replica.lease.reservation
         wire.gpu_uuids.extend(replica.lease.gpu_uuids)
+        if len(replica.template.models) == 1:
+            to_wire(wire.model, replica.template.models[0])
     return wire
 
 
@@ -207,6 +212,7 @@ _AGGREGATIONS = {api.Aggregation.Value(f"AGGREGATION_{one.name}"): one for one i
 _Signal = autoscaler_internal.DecisionInputs.Signal
 _Count = autoscaler_internal.DecisionInputs.Count
 _GiveWay = autoscaler_internal.DecisionInputs.GiveWay
+_Capacity = autoscaler_internal.DecisionInputs.Capacity
 
 
 def question_to_wire(question: Question) -> autoscaler_internal.DecisionInputs:
@@ -245,6 +251,7 @@ def question_to_wire(question: Question) -> autoscaler_internal.DecisionInputs:
         gpu_limit=inputs.gpu_limit,
         capability_sets=[set_state_to_wire(name, one) for name, one in inputs.sets.items()],
         gives_way=None if inputs.gives_way is None else to_wire(_GiveWay(), inputs.gives_way),
+        capacity=None if inputs.capacity is None else _capacity_to_wire(inputs.capacity),
     )
 
 
@@ -266,6 +273,7 @@ def question_from_wire(wire: autoscaler_internal.DecisionInputs) -> Question:
         gpu_limit=wire.gpu_limit if wire.HasField("gpu_limit") else None,
         sets={one.id: set_state_from_wire(one) for one in wire.capability_sets},
         gives_way=from_wire(GiveWay, wire.gives_way, "gives_way") if wire.HasField("gives_way") else None,
+        capacity=_capacity(wire.capacity) if wire.HasField("capacity") else None,
     )
     memory = Memory(wire.since, _counts(wire.asked), _counts(wire.changes))
     return Question(spec_from_wire(wire.spec, "spec"), inputs, memory, wire.unknown_replicas)
@@ -302,6 +310,14 @@ def _observation(wire: _Signal) -> Observation:
         if wire.observation.HasField("tasks")
         else None,
     )
+
+
+def _capacity_to_wire(one: ReplicaWeights) -> _Capacity:
+    return _Capacity(weights=one.weights, next=one.next, speed=one.speed)
+
+
+def _capacity(wire: _Capacity) -> ReplicaWeights:
+    return ReplicaWeights(tuple(wire.weights), wire.next, wire.speed)
 
 
 def _counts_to_wire(counts: Iterable[tuple[float, int]]) -> list[_Count]:

@@ -112,7 +112,10 @@ def spec_violations(spec: EndpointSpec, path: str = SPEC) -> list[FieldViolation
     }
     for where, template in templates.items():
         if template.ask is not None:
-            found += contradictions(ask_to_wire(template), f"{where}.template.ask.")
+            asked = ask_to_wire(replace(template, models=()))
+            if template.models and asked.models:
+                found.append(FieldViolation(f"{where}.template.ask.models", "must be left out beside models"))
+            found += contradictions(asked, f"{where}.template.ask.")
     return found
 
 
@@ -178,6 +181,7 @@ def ask_to_wire(template: ReplicaTemplate, nodes: Iterable[str] = ()) -> allocat
             min_memory_bytes=template.min_memory_bytes,
             max_utilization_percent=template.max_utilization_percent,
             nodes=map(node_name, nodes),
+            models=(one.model for one in template.models),
         )
     )
     return ask
@@ -189,7 +193,7 @@ def template_to_wire(template: ReplicaTemplate) -> api.ReplicaTemplate:
     if template.ask is not None:
         for name in _SHORT:
             wire.ClearField(name)
-        wire.ask.CopyFrom(ask_to_wire(template))
+        wire.ask.CopyFrom(ask_to_wire(replace(template, models=())))
     return wire
 
 

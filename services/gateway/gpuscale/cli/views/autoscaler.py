@@ -8,7 +8,7 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.console.cells import Column, View, duration, number, short, since, text, word
 from gpuscale.cli.console.output import ABSENT
 from gpuscale.cli.grammar.parameters import format_duration, local_text
-from gpuscale.client.states import capabilities
+from gpuscale.client.states import capabilities, replica_model
 from gpuscale.common.wire import seconds, to_datetime
 
 
@@ -77,6 +77,7 @@ REPLICAS = View[api.Replica](
         Column("ADAPTER", lambda replica: short(replica.adapter), wide=True),
         Column("SET", lambda replica: text(replica.capability_set), wide=True),
         Column("CAN", lambda replica: text(workers(replica.workers)), wide=True),
+        Column("MODEL", lambda replica: text(replica_model(replica)), wide=True),
         Column("UUIDS", lambda replica: text(",".join(replica.gpu_uuids)), wide=True),
         Column("WHY", _why, moving=True),
     ),
@@ -191,9 +192,9 @@ DEFAULT_TICK = 15.0
 def endpoint_lines(endpoint: api.Endpoint) -> list[str]:
     """The state of an endpoint, with its capability sets."""
     status, spec = endpoint.status, endpoint.spec
-    counts = (
-        f"{status.desired_replicas} desired, {status.granted_replicas} granted, {status.ready_replicas} ready"
-    )
+    weight = f" ({status.granted_capacity:g} by weight)" if status.HasField("granted_capacity") else ""
+    granted = f"{status.granted_replicas} granted{weight}"
+    counts = f"{status.desired_replicas} desired, {granted}, {status.ready_replicas} ready"
     more = (f"; tenant {endpoint.tenant}" if endpoint.tenant else "") + (", PAUSED" if spec.paused else "")
     line = f"{endpoint.name}: {counts}; bounds {spec.min_replicas}-{spec.max_replicas}{more}"
     sets = [

@@ -122,7 +122,7 @@ class FormulaRule(Kind):
     def propose(self, rule: Rule, value: float, inputs: Inputs) -> Proposal:
         """As many replicas as the formula says, rounded up; a signal in it that is unknown holds."""
         before, used = inputs.before, names(self.expression)
-        values: dict[str, float] = {"replicas": before, "ready": inputs.ready}
+        values: dict[str, float] = {"replicas": before, "ready": inputs.serving}
         for signal, seen in inputs.observations.items():
             if seen.status is ObservationStatus.OK and seen.value is not None:
                 values[name_of(signal)] = seen.value

@@ -126,7 +126,7 @@ class SloRule(Kind):
             # Those that are on their way count, or each evaluation would double what the one before asked for.
             short = requests / seen["served"] if seen["served"] > 0 and seen["waiting"] > 0 else 1.0
             worst = max(min(2.0, max(late.values(), default=0.0)), short)
-            count = max(before, ceiling(inputs.ready * worst)) if worst > 1 else before
+            count = max(before, ceiling(inputs.serving * worst)) if worst > 1 else before
             text = f"{said}; what a replica carries is not known yet"
             return Proposal(count, text, count != before, burst=learnt)
         needed, why = self._needed(rule, seen, capacity, inputs)
@@ -150,7 +150,7 @@ class SloRule(Kind):
 
     def _learnt(self, learnt: Learnt, rule: Rule, seen: Mapping[str, float], inputs: Inputs) -> Learnt:
         """What is known with what is seen now, if that was so for a while."""
-        now, ready = inputs.now, inputs.ready
+        now, ready, serving = inputs.now, inputs.ready, inputs.serving
         if ready != learnt.ready:
             return Learnt(learnt.carried, ready, now)
         history = inputs.history(f"{rule.id}.running")
@@ -165,9 +165,9 @@ class SloRule(Kind):
             return learnt  # the latencies are those of a few that are full, and the load that of all
         new = Carried(
             load,
-            seen["served"] / ready,
-            seen.get("tokens", 0.0) / ready,
-            seen["waiting"] / ready,
+            seen["served"] / serving,
+            seen.get("tokens", 0.0) / serving,
+            seen["waiting"] / serving,
             seen.get("ttft"),
             seen.get("itl"),
             now,

@@ -40,7 +40,7 @@ class TargetRule(Kind):
         before = inputs.before
         total = self.type is TargetType.AVERAGE_VALUE
         # A level says something of the replicas that work; where none does it stands for one.
-        base = before if total else max(1, inputs.ready)
+        base = before if total else inputs.serving or 1
         count = ceiling(value / self.value) if total else ceiling(base * value / self.value)
         said = f"{rule.signal} = {value:g} with a target of {self.value:g}{' each' if total else ''}"
         if base > 0:
@@ -90,7 +90,7 @@ class PanicRule(Kind):
         if stable is None or short is None:
             return Proposal(before, f"{signal}: nothing in its windows", code=Code.WINDOW_NOT_FULL)
         wanted, rushed = (ceiling(mean / self.capacity / self.utilization) for mean in (stable, short))
-        ready = max(1, inputs.ready)
+        ready = inputs.serving or 1
         known = inputs.bursts.get(rule.id)
         burst = known if isinstance(known, Burst) and now - known.over_at < self.stable_window else None
         most, least = math.ceil(self.max_up_rate * ready), math.floor(ready / self.max_down_rate)
@@ -185,7 +185,7 @@ class DrainRule(Kind):
             history = inputs.history(self.busy_signal)
             return value, history.mean(start) or 0.0, growth + (history.slope(start) or 0.0)
         # The signal counts what is in hand too, which is at most what the replicas have room for.
-        room = inputs.ready * self.slots
+        room = inputs.serving * self.slots
         part = inputs.history(signal).since(start).values or (value,)
         return max(0.0, value - room), sum(min(seen, room) for seen in part) / len(part), growth
 
