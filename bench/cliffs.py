@@ -46,6 +46,7 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.cli.console.streams import NODES_MILLIS
+from gpuscale.cli.views.monitor import GPU_FIELDS
 from gpuscale.common.rpc.feed import MESSAGE_BYTES
 from gpuscale.common.rpc.server import Registration
 from gpuscale.common.runtime.tasks import SystemClock
@@ -273,6 +274,7 @@ async def get(rounds: int) -> tuple[str, list[Cost]]:
         ):
             request = monitor_api.WatchNodesRequest()
             request.min_interval.FromMilliseconds(NODES_MILLIS)
+            request.read_mask.paths.extend(GPU_FIELDS)
             call: Any = channel.unary_stream("/gpuscale.api.monitor.v1.FleetService/WatchNodes")(
                 request.SerializeToString()
             )
@@ -508,7 +510,7 @@ ROWS: dict[str, tuple[Row, Mapping[str, float]]] = {
     "all": (every, {}),
     "metrics": (metrics, {}),
     "backtest": (backtest, {}),
-    "get": (get, {}),
+    "get": (get, {BYTES: 1.3}),
 }
 """Each with its goals; where there is none, the exponent is to be 0, or 1 where all of it is asked for."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import threading
@@ -94,3 +95,20 @@ def test_without_changes_it_waits_as_long_as_it_was_told(monkeypatch: pytest.Mon
     with FakeServer() as server, server.connect() as client:
         Streams(client).pause(0.3, away=True)
     assert slept == [0.2]
+
+
+def test_a_watched_table_of_gpus_shows_as_much_as_it_did_at_first() -> None:
+    with FakeServer(gpus=1) as server, server.connect() as client:
+        command = [*CTL, "--address", server.address, "get", "gpus", "-w", "--every", "1h"]
+        with subprocess.Popen(command, env=ctl_environment(), stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            rows = ([*map(str.strip, re.split(" {2,}", line))] for line in process.stdout)
+            try:
+                heading, first = next(rows), next(rows)
+                with client.reserve(gpus=1, holder="me", ttl=600.0):
+                    then = next(row for row in rows if row[heading.index("HOLDER")] == "me")
+            finally:
+                process.kill()
+    still = [heading.index(name) for name in ("NODE", "GPU", "MODEL", "STATE", "UUID")]
+    assert [first[at] for at in still] == [then[at] for at in still]
+    assert first[heading.index("HOLDER")] == "-"

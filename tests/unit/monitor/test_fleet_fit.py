@@ -1,4 +1,4 @@
-"""What of a node's snapshots a scheduler is told."""
+"""What of a node's snapshots a scheduler is told, and who reads some fields."""
 
 from contextlib import ExitStack, aclosing
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
+from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.wire import to_duration
 from gpuscale.internal.monitor import v1 as internal
 from gpuscale.monitor.fleet import nodes as index
@@ -26,14 +27,15 @@ OUTSIDER = types_api.GpuProcess(pid=8)
 class Site:
     """A fleet of some nodes with two GPUs, of which leases use the first alone, and one who schedules onto them."""
 
-    def __init__(self, stack: ExitStack, count: int = 1) -> None:
+    def __init__(self, stack: ExitStack, count: int = 1, *fields: str) -> None:
         self.clock = ManualClock()
         self.nodes = Nodes(self.clock, 100)
         self.seq = 1
         self.streams = list[AgentStream]()
         servicer = FleetServicer(self.nodes, Joined(None), self.clock)
         no_call: Any = None
-        self.watch = servicer.WatchNodes(api.WatchNodesRequest(placement_only=True), no_call)
+        request = api.WatchNodesRequest(placement_only=not fields, read_mask={"paths": fields})
+        self.watch = servicer.WatchNodes(request, no_call)
         for number in range(count):
             name = f"n{number}"
             stream = stack.enter_context(self.nodes.connected(hello(name), lambda: None))
@@ -165,3 +167,57 @@ async def test_of_busy_nodes_as_much_is_encoded_as_decides(monkeypatch: pytest.M
                     assert (len(found.nodes), len(found.unchanged)) == (1, count - 1)
                 counts.append(len(made))
     assert counts == [5, 5]
+
+
+READ = "snapshot.gpus.reading."
+
+
+@pytest.mark.parametrize(
+    ("delta", "told"),
+    [
+        (internal.SnapshotDelta(), False),
+        (numbers(0, power_watts=300.4), False),
+        (numbers(0, power_watts=300.6), True),
+        (numbers(0, utilization_percent=99), False),
+        (single(0, R(age=to_duration(0.9)), "age"), False),
+        (single(0, R(age=to_duration(1.1)), "age"), True),
+        (single(1, R(), state=types_api.GpuState.GPU_STATE_HUNG), True),
+        (single(0, R(processes=[LEASED, LEASED]), "processes"), True),
+    ],
+)
+async def test_a_reader_of_some_fields_is_told_of_them_where_a_table_would_show_it(
+    delta: internal.SnapshotDelta, told: bool
+) -> None:
+    fields = ("power_watts", "age", "processes.pid")
+    with ExitStack() as stack:
+        site = Site(stack, 2, "snapshot.gpus.state", *(READ + field for field in fields))
+        async with aclosing(site.watch):
+            site.report(numbers(0, power_watts=300.0, sm_clock_mhz=900), 0.1)
+            found = api.WatchNodesResponse.FromString(await anext(site.watch))
+            read = R(power_watts=300, age={}, processes=[{"pid": 7}])
+            ok = types_api.GpuState.GPU_STATE_OK
+            gpus = types_api.Gpu(state=ok, reading=read), types_api.Gpu(state=ok, reading=R(age={}))
+            assert found.nodes[0] == api.Node(name="nodes/n0", snapshot={"gpus": gpus})
+            site.report(internal.SnapshotDelta(), 0.1)
+            other = site.streams.pop()
+            site.report(delta, 0.1)
+            shown = numbers(0, power_watts=1.0)
+            shown.seq, shown.base_seq = site.seq, site.seq - 1
+            assert site.nodes.take(other, internal.StreamTelemetryRequest(delta=shown))
+            found = api.WatchNodesResponse.FromString(await anext(site.watch))
+            assert [node.name for node in found.nodes] == ["nodes/n0"] * told + ["nodes/n1"]
+
+
+async def test_a_mask_names_fields_of_nodes_and_a_whole_message_is_kept_whole() -> None:
+    with ExitStack() as stack:
+        site = Site(
+            stack, 1, "snapshot.gpus.uuid", "snapshot.host_reading.cpu_percent", "snapshot.host_reading"
+        )
+        async with aclosing(site.watch):
+            found = api.WatchNodesResponse.FromString(await anext(site.watch))
+            assert [gpu.ListFields()[0][1] for gpu in found.nodes[0].snapshot.gpus] == ["n0-0", "n0-1"]
+            assert found.nodes[0].snapshot.host_reading == types_api.HostReading(cpu_percent=5, age={})
+        for wrong in ("snapshot.gpu", "name.of"):
+            async with aclosing(Site(stack, 0, wrong).watch) as watch:
+                with pytest.raises(InvalidArgumentError, match=f"a node has no field {wrong}"):
+                    await anext(watch)

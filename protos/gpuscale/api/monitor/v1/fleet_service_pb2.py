@@ -23,12 +23,13 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.protobuf import field_mask_pb2 as google_dot_protobuf_dot_field__mask__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 from gpuscale.api.types.v1 import snapshot_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_snapshot__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+gpuscale/api/monitor/v1/fleet_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\x1a$gpuscale/api/types/v1/snapshot.proto\"\xd6\x02\n\x04Node\x12\x18\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08R\x04name\x12\x38\n\x05state\x18\x02 \x01(\x0e\x32\".gpuscale.api.monitor.v1.NodeStateR\x05state\x12;\n\x08snapshot\x18\x03 \x01(\x0b\x32\x1f.gpuscale.api.types.v1.SnapshotR\x08snapshot\x12#\n\ragent_version\x18\x04 \x01(\tR\x0c\x61gentVersion\x12\x42\n\x0f\x66irst_seen_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\rfirstSeenTime\x12%\n\x0erejected_count\x18\x06 \x01(\x03R\rrejectedCount:-\xea\x41*\n\rgpuscale/Node\x12\x0cnodes/{node}*\x05nodes2\x04node\"\xb0\x01\n\x10ListNodesRequest\x12$\n\tpage_size\x18\x01 \x01(\x05\x42\x07\xbaH\x04\x1a\x02(\x00R\x08pageSize\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageToken\x12$\n\x07\x62oot_id\x18\x03 \x01(\tB\x0b\xbaH\x08r\x03\xb0\x01\x01\xd8\x01\x01R\x06\x62ootId\x12\x16\n\x06\x66ilter\x18\x04 \x01(\tR\x06\x66ilter\x12\x19\n\x08order_by\x18\x05 \x01(\tR\x07orderBy\"p\n\x11ListNodesResponse\x12\x33\n\x05nodes\x18\x01 \x03(\x0b\x32\x1d.gpuscale.api.monitor.v1.NodeR\x05nodes\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\x8a\x02\n\x0bNodeProcess\x12\x18\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08R\x04name\x12#\n\x03gpu\x18\x02 \x01(\tB\x11\xfa\x41\x0e\n\x0cgpuscale/GpuR\x03gpu\x12\x1b\n\tgpu_index\x18\x03 \x01(\x05R\x08gpuIndex\x12;\n\x07process\x18\x04 \x01(\x0b\x32!.gpuscale.api.types.v1.GpuProcessR\x07process:b\xea\x41_\n\x14gpuscale/NodeProcess\x12+nodes/{node}/gpus/{gpu}/processes/{process}*\rnodeProcesses2\x0bnodeProcess\"\xba\x01\n\x14ListProcessesRequest\x12$\n\tpage_size\x18\x01 \x01(\x05\x42\x07\xbaH\x04\x1a\x02(\x00R\x08pageSize\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageToken\x12*\n\x06parent\x18\x03 \x01(\tB\x12\xfa\x41\x0f\n\rgpuscale/NodeR\x06parent\x12\x16\n\x06\x66ilter\x18\x04 \x01(\tR\x06\x66ilter\x12\x19\n\x08order_by\x18\x05 \x01(\tR\x07orderBy\"\x83\x01\n\x15ListProcessesResponse\x12\x42\n\tprocesses\x18\x01 \x03(\x0b\x32$.gpuscale.api.monitor.v1.NodeProcessR\tprocesses\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"B\n\x0eGetNodeRequest\x12\x30\n\x04name\x18\x01 \x01(\tB\x1c\xe2\x41\x01\x02\xfa\x41\x0f\n\rgpuscale/Node\xbaH\x03\xc8\x01\x01R\x04name\"D\n\x0fGetNodeResponse\x12\x31\n\x04node\x18\x01 \x01(\x0b\x32\x1d.gpuscale.api.monitor.v1.NodeR\x04node\"\xc1\x01\n\x11WatchNodesRequest\x12J\n\x0cmin_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0c\xbaH\t\xaa\x01\x06\"\x02\x08<2\x00R\x0bminInterval\x12\x16\n\x06\x66ilter\x18\x02 \x01(\tR\x06\x66ilter\x12!\n\x0cresume_token\x18\x03 \x01(\tR\x0bresumeToken\x12%\n\x0eplacement_only\x18\x04 \x01(\x08R\rplacementOnly\"\xce\x01\n\x12WatchNodesResponse\x12\x33\n\x05nodes\x18\x01 \x03(\x0b\x32\x1d.gpuscale.api.monitor.v1.NodeR\x05nodes\x12\x12\n\x04\x66ull\x18\x02 \x01(\x08R\x04\x66ull\x12\x18\n\x07removed\x18\x03 \x03(\tR\x07removed\x12!\n\x0cresume_token\x18\x04 \x01(\tR\x0bresumeToken\x12\x14\n\x05reset\x18\x05 \x01(\x08R\x05reset\x12\x1c\n\tunchanged\x18\x06 \x03(\tR\tunchanged\"j\n\x11\x46orgetNodeRequest\x12\x30\n\x04name\x18\x01 \x01(\tB\x1c\xe2\x41\x01\x02\xfa\x41\x0f\n\rgpuscale/Node\xbaH\x03\xc8\x01\x01R\x04name\x12#\n\rallow_missing\x18\x02 \x01(\x08R\x0c\x61llowMissing\"\x14\n\x12\x46orgetNodeResponse*l\n\tNodeState\x12\x1a\n\x16NODE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_STATE_ONLINE\x10\x01\x12\x14\n\x10NODE_STATE_STALE\x10\x02\x12\x16\n\x12NODE_STATE_OFFLINE\x10\x03\x32\xc2\x04\n\x0c\x46leetService\x12l\n\tListNodes\x12).gpuscale.api.monitor.v1.ListNodesRequest\x1a*.gpuscale.api.monitor.v1.ListNodesResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12\x66\n\x07GetNode\x12\'.gpuscale.api.monitor.v1.GetNodeRequest\x1a(.gpuscale.api.monitor.v1.GetNodeResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12x\n\rListProcesses\x12-.gpuscale.api.monitor.v1.ListProcessesRequest\x1a..gpuscale.api.monitor.v1.ListProcessesResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12q\n\nWatchNodes\x12*.gpuscale.api.monitor.v1.WatchNodesRequest\x1a+.gpuscale.api.monitor.v1.WatchNodesResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x30\x01\x12o\n\nForgetNode\x12*.gpuscale.api.monitor.v1.ForgetNodeRequest\x1a+.gpuscale.api.monitor.v1.ForgetNodeResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+gpuscale/api/monitor/v1/fleet_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a google/protobuf/field_mask.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\x1a$gpuscale/api/types/v1/snapshot.proto\"\xd6\x02\n\x04Node\x12\x18\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08R\x04name\x12\x38\n\x05state\x18\x02 \x01(\x0e\x32\".gpuscale.api.monitor.v1.NodeStateR\x05state\x12;\n\x08snapshot\x18\x03 \x01(\x0b\x32\x1f.gpuscale.api.types.v1.SnapshotR\x08snapshot\x12#\n\ragent_version\x18\x04 \x01(\tR\x0c\x61gentVersion\x12\x42\n\x0f\x66irst_seen_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\rfirstSeenTime\x12%\n\x0erejected_count\x18\x06 \x01(\x03R\rrejectedCount:-\xea\x41*\n\rgpuscale/Node\x12\x0cnodes/{node}*\x05nodes2\x04node\"\xb0\x01\n\x10ListNodesRequest\x12$\n\tpage_size\x18\x01 \x01(\x05\x42\x07\xbaH\x04\x1a\x02(\x00R\x08pageSize\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageToken\x12$\n\x07\x62oot_id\x18\x03 \x01(\tB\x0b\xbaH\x08r\x03\xb0\x01\x01\xd8\x01\x01R\x06\x62ootId\x12\x16\n\x06\x66ilter\x18\x04 \x01(\tR\x06\x66ilter\x12\x19\n\x08order_by\x18\x05 \x01(\tR\x07orderBy\"p\n\x11ListNodesResponse\x12\x33\n\x05nodes\x18\x01 \x03(\x0b\x32\x1d.gpuscale.api.monitor.v1.NodeR\x05nodes\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\x8a\x02\n\x0bNodeProcess\x12\x18\n\x04name\x18\x01 \x01(\tB\x04\xe2\x41\x01\x08R\x04name\x12#\n\x03gpu\x18\x02 \x01(\tB\x11\xfa\x41\x0e\n\x0cgpuscale/GpuR\x03gpu\x12\x1b\n\tgpu_index\x18\x03 \x01(\x05R\x08gpuIndex\x12;\n\x07process\x18\x04 \x01(\x0b\x32!.gpuscale.api.types.v1.GpuProcessR\x07process:b\xea\x41_\n\x14gpuscale/NodeProcess\x12+nodes/{node}/gpus/{gpu}/processes/{process}*\rnodeProcesses2\x0bnodeProcess\"\xba\x01\n\x14ListProcessesRequest\x12$\n\tpage_size\x18\x01 \x01(\x05\x42\x07\xbaH\x04\x1a\x02(\x00R\x08pageSize\x12\x1d\n\npage_token\x18\x02 \x01(\tR\tpageToken\x12*\n\x06parent\x18\x03 \x01(\tB\x12\xfa\x41\x0f\n\rgpuscale/NodeR\x06parent\x12\x16\n\x06\x66ilter\x18\x04 \x01(\tR\x06\x66ilter\x12\x19\n\x08order_by\x18\x05 \x01(\tR\x07orderBy\"\x83\x01\n\x15ListProcessesResponse\x12\x42\n\tprocesses\x18\x01 \x03(\x0b\x32$.gpuscale.api.monitor.v1.NodeProcessR\tprocesses\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"B\n\x0eGetNodeRequest\x12\x30\n\x04name\x18\x01 \x01(\tB\x1c\xe2\x41\x01\x02\xfa\x41\x0f\n\rgpuscale/Node\xbaH\x03\xc8\x01\x01R\x04name\"D\n\x0fGetNodeResponse\x12\x31\n\x04node\x18\x01 \x01(\x0b\x32\x1d.gpuscale.api.monitor.v1.NodeR\x04node\"\xfa\x01\n\x11WatchNodesRequest\x12J\n\x0cmin_interval\x18\x01 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0c\xbaH\t\xaa\x01\x06\"\x02\x08<2\x00R\x0bminInterval\x12\x16\n\x06\x66ilter\x18\x02 \x01(\tR\x06\x66ilter\x12!\n\x0cresume_token\x18\x03 \x01(\tR\x0bresumeToken\x12%\n\x0eplacement_only\x18\x04 \x01(\x08R\rplacementOnly\x12\x37\n\tread_mask\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.FieldMaskR\x08readMask\"\xce\x01\n\x12WatchNodesResponse\x12\x33\n\x05nodes\x18\x01 \x03(\x0b\x32\x1d.gpuscale.api.monitor.v1.NodeR\x05nodes\x12\x12\n\x04\x66ull\x18\x02 \x01(\x08R\x04\x66ull\x12\x18\n\x07removed\x18\x03 \x03(\tR\x07removed\x12!\n\x0cresume_token\x18\x04 \x01(\tR\x0bresumeToken\x12\x14\n\x05reset\x18\x05 \x01(\x08R\x05reset\x12\x1c\n\tunchanged\x18\x06 \x03(\tR\tunchanged\"j\n\x11\x46orgetNodeRequest\x12\x30\n\x04name\x18\x01 \x01(\tB\x1c\xe2\x41\x01\x02\xfa\x41\x0f\n\rgpuscale/Node\xbaH\x03\xc8\x01\x01R\x04name\x12#\n\rallow_missing\x18\x02 \x01(\x08R\x0c\x61llowMissing\"\x14\n\x12\x46orgetNodeResponse*l\n\tNodeState\x12\x1a\n\x16NODE_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11NODE_STATE_ONLINE\x10\x01\x12\x14\n\x10NODE_STATE_STALE\x10\x02\x12\x16\n\x12NODE_STATE_OFFLINE\x10\x03\x32\xc2\x04\n\x0c\x46leetService\x12l\n\tListNodes\x12).gpuscale.api.monitor.v1.ListNodesRequest\x1a*.gpuscale.api.monitor.v1.ListNodesResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12\x66\n\x07GetNode\x12\'.gpuscale.api.monitor.v1.GetNodeRequest\x1a(.gpuscale.api.monitor.v1.GetNodeResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12x\n\rListProcesses\x12-.gpuscale.api.monitor.v1.ListProcessesRequest\x1a..gpuscale.api.monitor.v1.ListProcessesResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x12q\n\nWatchNodes\x12*.gpuscale.api.monitor.v1.WatchNodesRequest\x1a+.gpuscale.api.monitor.v1.WatchNodesResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x01\x30\x01\x12o\n\nForgetNode\x12*.gpuscale.api.monitor.v1.ForgetNodeRequest\x1a+.gpuscale.api.monitor.v1.ForgetNodeResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -69,32 +70,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FLEETSERVICE'].methods_by_name['WatchNodes']._serialized_options = b'\332\231\365\320\007\002\010\001'
   _globals['_FLEETSERVICE'].methods_by_name['ForgetNode']._loaded_options = None
   _globals['_FLEETSERVICE'].methods_by_name['ForgetNode']._serialized_options = b'\332\231\365\320\007\002\010\003'
-  _globals['_NODESTATE']._serialized_start=2115
-  _globals['_NODESTATE']._serialized_end=2223
-  _globals['_NODE']._serialized_start=213
-  _globals['_NODE']._serialized_end=555
-  _globals['_LISTNODESREQUEST']._serialized_start=558
-  _globals['_LISTNODESREQUEST']._serialized_end=734
-  _globals['_LISTNODESRESPONSE']._serialized_start=736
-  _globals['_LISTNODESRESPONSE']._serialized_end=848
-  _globals['_NODEPROCESS']._serialized_start=851
-  _globals['_NODEPROCESS']._serialized_end=1117
-  _globals['_LISTPROCESSESREQUEST']._serialized_start=1120
-  _globals['_LISTPROCESSESREQUEST']._serialized_end=1306
-  _globals['_LISTPROCESSESRESPONSE']._serialized_start=1309
-  _globals['_LISTPROCESSESRESPONSE']._serialized_end=1440
-  _globals['_GETNODEREQUEST']._serialized_start=1442
-  _globals['_GETNODEREQUEST']._serialized_end=1508
-  _globals['_GETNODERESPONSE']._serialized_start=1510
-  _globals['_GETNODERESPONSE']._serialized_end=1578
-  _globals['_WATCHNODESREQUEST']._serialized_start=1581
-  _globals['_WATCHNODESREQUEST']._serialized_end=1774
-  _globals['_WATCHNODESRESPONSE']._serialized_start=1777
-  _globals['_WATCHNODESRESPONSE']._serialized_end=1983
-  _globals['_FORGETNODEREQUEST']._serialized_start=1985
-  _globals['_FORGETNODEREQUEST']._serialized_end=2091
-  _globals['_FORGETNODERESPONSE']._serialized_start=2093
-  _globals['_FORGETNODERESPONSE']._serialized_end=2113
-  _globals['_FLEETSERVICE']._serialized_start=2226
-  _globals['_FLEETSERVICE']._serialized_end=2804
+  _globals['_NODESTATE']._serialized_start=2206
+  _globals['_NODESTATE']._serialized_end=2314
+  _globals['_NODE']._serialized_start=247
+  _globals['_NODE']._serialized_end=589
+  _globals['_LISTNODESREQUEST']._serialized_start=592
+  _globals['_LISTNODESREQUEST']._serialized_end=768
+  _globals['_LISTNODESRESPONSE']._serialized_start=770
+  _globals['_LISTNODESRESPONSE']._serialized_end=882
+  _globals['_NODEPROCESS']._serialized_start=885
+  _globals['_NODEPROCESS']._serialized_end=1151
+  _globals['_LISTPROCESSESREQUEST']._serialized_start=1154
+  _globals['_LISTPROCESSESREQUEST']._serialized_end=1340
+  _globals['_LISTPROCESSESRESPONSE']._serialized_start=1343
+  _globals['_LISTPROCESSESRESPONSE']._serialized_end=1474
+  _globals['_GETNODEREQUEST']._serialized_start=1476
+  _globals['_GETNODEREQUEST']._serialized_end=1542
+  _globals['_GETNODERESPONSE']._serialized_start=1544
+  _globals['_GETNODERESPONSE']._serialized_end=1612
+  _globals['_WATCHNODESREQUEST']._serialized_start=1615
+  _globals['_WATCHNODESREQUEST']._serialized_end=1865
+  _globals['_WATCHNODESRESPONSE']._serialized_start=1868
+  _globals['_WATCHNODESRESPONSE']._serialized_end=2074
+  _globals['_FORGETNODEREQUEST']._serialized_start=2076
+  _globals['_FORGETNODEREQUEST']._serialized_end=2182
+  _globals['_FORGETNODERESPONSE']._serialized_start=2184
+  _globals['_FORGETNODERESPONSE']._serialized_end=2204
+  _globals['_FLEETSERVICE']._serialized_start=2317
+  _globals['_FLEETSERVICE']._serialized_end=2895
 # @@protoc_insertion_point(module_scope)

@@ -6,6 +6,7 @@ The fleet: the collector that all agents stream to."""
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import field_mask_pb2 as _field_mask_pb2
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
@@ -320,6 +321,7 @@ class WatchNodesRequest(_message.Message):
     FILTER_FIELD_NUMBER: _builtins.int
     RESUME_TOKEN_FIELD_NUMBER: _builtins.int
     PLACEMENT_ONLY_FIELD_NUMBER: _builtins.int
+    READ_MASK_FIELD_NUMBER: _builtins.int
     filter: _builtins.str
     """Only those that meet it, such as `state = STALE`; docs/api.md has the language."""
     resume_token: _builtins.str
@@ -333,6 +335,12 @@ class WatchNodesRequest(_message.Message):
     def min_interval(self) -> _duration_pb2.Duration:
         """Least time between two messages; 0 for every change at once."""
 
+    @_builtins.property
+    def read_mask(self) -> _field_mask_pb2.FieldMask:
+        """Only these fields of nodes, and their names: `state`, `snapshot.gpus.reading.power_watts`. Numbers are as tables show them,
+        whole, below 10 to hundredths, ages in seconds; a node in which none moved is not sent again. All, as they are, when empty.
+        """
+
     def __init__(
         self,
         *,
@@ -340,10 +348,11 @@ class WatchNodesRequest(_message.Message):
         filter: _builtins.str = ...,
         resume_token: _builtins.str = ...,
         placement_only: _builtins.bool = ...,
+        read_mask: _field_mask_pb2.FieldMask | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["min_interval", b"min_interval"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["min_interval", b"min_interval", "read_mask", b"read_mask"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "min_interval", b"min_interval", "placement_only", b"placement_only", "resume_token", b"resume_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["filter", b"filter", "min_interval", b"min_interval", "placement_only", b"placement_only", "read_mask", b"read_mask", "resume_token", b"resume_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

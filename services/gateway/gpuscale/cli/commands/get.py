@@ -11,7 +11,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.cli.commands.watching import GetCommand
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.command import command, names, names_of
-from gpuscale.cli.console.output import to_dict
+from gpuscale.cli.console.output import Chosen, to_dict
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
@@ -117,9 +117,11 @@ def _show(
     _write(session, found, view, typed)
 
 
-def _about(session: Session, view: "View[M] | None" = None) -> "lookup.About":
-    """What the options choose of a view."""
-    return lookup.About(chosen=session.output.chosen, view=view)
+def _about(session: Session, view: "View[M] | None" = None, fields: Sequence[str] = ()) -> "lookup.About":
+    """What the options choose of a view; of a watch only `fields`, where a table shows no others."""
+    chosen = session.output.chosen
+    table = session.output.human and chosen == Chosen(watched=chosen.watched)
+    return lookup.About(chosen=chosen, view=view, fields=fields if table else ())
 
 
 @get("nodes", "nodes -o wide")
@@ -128,7 +130,7 @@ def nodes(session: Session, name: Names) -> None:
     from gpuscale.client.states import NO_MARKS, problem
 
     with session.connect() as client:
-        found = lookup.nodes(client, name, _about(session, monitor.nodes()))
+        found = lookup.nodes(client, name, _about(session, monitor.nodes(), monitor.NODE_FIELDS))
         marked = _marks(session, client) if session.output.human else NO_MARKS
     _write(session, found, monitor.nodes(marked, problems=any(map(problem, found))), name)
 
@@ -137,7 +139,7 @@ def nodes(session: Session, name: Names) -> None:
 @OF_NODE
 def gpus(session: Session, name: Names, node: str) -> None:
     """GPUs: utilization, memory, temperature, power, and who holds them. A NAME may be the UUID alone."""
-    everything, view = _about(session), monitor.gpus({})
+    everything, view = _about(session, fields=monitor.GPU_FIELDS), monitor.gpus({})
     with session.connect() as client:
         of = lookup.nodes(client, [node] if node else (), everything)
         found = lookup.gpus(of, name, _about(session, view))

@@ -30,12 +30,16 @@ from gpuscale.common.wire import ANY_TIME, TimeRange, to_datetime, to_timestamp
 
 @dataclass
 class About:
-    """What a list is about: a GPU by its UUID, a time, and what the options of `get` choose of a view; all where nothing is said."""
+    """What a list is about: a GPU by its UUID, a time, what the options of `get` choose of a view, and of which fields a watch tells.
+
+    All where nothing is said.
+    """
 
     gpu: str = ""
     time: TimeRange = ANY_TIME
     chosen: Chosen = Chosen()
     view: View[Any] | None = None
+    fields: Sequence[str] = ()
     _told: set[str] = field(default_factory=set[str])
 
     def filter_of(self, kind: Any) -> str:
@@ -66,7 +70,7 @@ class About:
             filters = request.filter, self.filter_of(listed.message_type)
             request.filter, request.order_by = " AND ".join(filter(None, filters)), self.chosen.order_by
         streams = self.chosen.watched.streams if self.chosen.watched else None
-        known = streams.items(service, request) if streams else None
+        known = streams.items(service, request, self.fields) if streams else None
         if known is not None:
             return known
         found = list[Any]()

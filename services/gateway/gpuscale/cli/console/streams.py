@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from google.protobuf.message_factory import GetMessageClass
@@ -12,8 +13,8 @@ from gpuscale.client import Client, GpuscaleError, Mirror, watch
 
 LEAST = 0.2
 """Seconds between two readings, at least: changes that come together are read together."""
-NODES_MILLIS = 500
-"""Least time between two updates of the nodes."""
+NODES_MILLIS = 2000
+"""Least time between two updates of the nodes, in which each that works changes every second."""
 _LESS = (api.ListDecisionsRequest, api.ListRulesRequest)
 """Lists of which no watch tells all: it says when to ask."""
 
@@ -40,8 +41,8 @@ class Streams:
         self._changed.wait(max(0.0, every - LEAST) if away else None)
         self._changed.clear()
 
-    def items(self, service: Any, request: Any) -> list[Any] | None:
-        """What a List method would answer; None where it must be asked, at first and wherever its watch tells less."""
+    def items(self, service: Any, request: Any, fields: Sequence[str] = ()) -> list[Any] | None:
+        """What a List method would answer, of `fields` if not of all; None where it must be asked, at first and wherever its watch tells less."""
         whole = not isinstance(request, _LESS)
         if isinstance(request, api.ListRulesRequest):  # parts of endpoints
             service, request = self._client.endpoints, api.ListEndpointsRequest()
@@ -60,6 +61,8 @@ class Streams:
                 whole = whole and field.name == "page_size"
         if "min_interval" in known:
             wanted.min_interval.FromMilliseconds(NODES_MILLIS)
+        if fields and "read_mask" in known:
+            wanted.read_mask.paths.extend(fields)
         key = name, wanted.SerializeToString()
         if key not in self._by:
             self._by[key] = Mirror()

@@ -113,6 +113,30 @@ def gpus(holders: Mapping[str, str], marked: Marks = NO_MARKS) -> View[types_api
     )
 
 
+def _below(path: str, fields: str) -> list[str]:
+    return [f"{path}.{field}" for field in fields.split()]
+
+
+_OF_GPU = _below("snapshot.gpus", "index model simulated state quarantine parent_uuid")
+_DRAWN = "power_watts power_limit_watts"
+NODE_FIELDS = (
+    *("state", "agent_version"),
+    *_below("snapshot", "age simulated gpu_problem"),
+    *_below("snapshot.host", "hostname operating_system driver_version"),
+    *_below("snapshot.host_reading", "cpu_percent cpu_count memory_used_bytes memory_total_bytes"),
+    *_below("snapshot.host_reading", " ".join(_LOADS)),
+    *_OF_GPU,
+    *_below("snapshot.gpus.reading", _DRAWN),
+)
+"""All of a node that the view of nodes shows."""
+GPU_FIELDS = (
+    *_OF_GPU,
+    *_below("snapshot.gpus", "name uuid pci_bus_id"),
+    *_below("snapshot.gpus.reading", f"{_DRAWN} utilization_percent temperature_celsius sm_clock_mhz age"),
+    *_below("snapshot.gpus.reading", "memory_used_bytes memory_total_bytes memory_free_bytes processes.pid"),
+)
+"""All of a node that the view of GPUs shows."""
+
 PROCESSES = View[monitor_api.NodeProcess](
     "processes",
     (

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from functools import partial
 from random import SystemRandom
 from typing import Any
 
@@ -24,9 +25,11 @@ from gpuscale.monitor.fleet.joined import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import AgentStream, NodeRecord, to_node
 from gpuscale.monitor.model.nodes import NodeSample, NodeState
+from gpuscale.monitor.wire.masks import Fields, fields_of, keep
 
 _Known = tuple[int, NodeState, NodeSample | None]
 """What decides of a node, by its number, its state, and the snapshot that told so."""
+_Brief = Callable[[NodeRecord, Any], tuple[Any, bytes | None]]
 
 
 class Requests:
@@ -165,7 +168,9 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
     async def WatchNodes(self, request: api.WatchNodesRequest, context: Context) -> AsyncGenerator[Any]:
         """Every node, then those that changed, encoded."""
         matches = compile_filter(request.filter, api.Node) if request.filter else None
-        brief = self._unchanged if request.placement_only else None
+        brief: _Brief | None = self._unchanged if request.placement_only else None
+        if request.read_mask.paths:
+            brief = partial(self._masked, fields_of([*request.read_mask.paths]))
         async for message in self._nodes.feed.stream(request, FeedView(matches=matches, brief=brief)):
             yield message
 
@@ -185,6 +190,14 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
         if self._clock.now() - sample.sampled_at > sample.period:
             return known, None
         return known, api.WatchNodesResponse(unchanged=[node_name(record.node)]).SerializeToString()
+
+    def _masked(self, wanted: Fields, record: NodeRecord, known: int | None) -> tuple[int, bytes]:
+        """What a reader of some fields sees of a node, and how it is told, if it does not see that already."""
+        node = to_node(record, self._clock.now())
+        keep(node, wanted)
+        told = api.WatchNodesResponse(nodes=[node]).SerializeToString(deterministic=True)
+        seen = hash(told)
+        return seen, b"" if seen == known else told
 
     async def ForgetNode(self, request: api.ForgetNodeRequest, context: Context) -> api.ForgetNodeResponse:
         """Forget a node, and free its name for another host to join."""
