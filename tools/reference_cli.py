@@ -47,7 +47,7 @@ def _command(command: Any, parent: Any, path: str) -> Iterator[str]:
     below = sorted(command.list_commands(context)) if hasattr(command, "list_commands") else []
     if below:
         if table := _options(command, context):
-            yield f"Options that stand anywhere behind `{path}`:\n"
+            yield f"Options anywhere after `{path}`:\n"
             yield table
         for name in below:
             yield from _command(command.get_command(context, name), context, f"{path} {name}")

@@ -34,7 +34,7 @@ HEAD = """# Every setting
 
 Written by `make docs` from the code. [How settings are given](../settings.md): the flag `--period-seconds` of section
 `agent` is the variable `GPUSCALE_AGENT_PERIOD_SECONDS`, and the key `period_seconds` of the table `[agent]` of a file. Tables such as
-`[brokers.NAME]` stand in the file only.
+`[brokers.NAME]` are in the file only.
 """
 SHARED: Mapping[type[Settings], str] = {
     ProgramSettings: "Settings of every program",

@@ -53,7 +53,7 @@ class EcsSettings(EngineSettings):
         "", max_length=64, description="region of the cluster; by AWS' usual chain when empty"
     )
     cluster: str = Field("default", min_length=1, max_length=255, description="name or ARN of the cluster")
-    endpoint_url: str = Field("", description="address of ECS in place of the region's own")
+    endpoint_url: str = Field("", description="address of ECS instead of the region's own")
     poll_seconds: float = Field(3.0, ge=0.2, le=5, description="seconds between two looks at the cluster")
     ecs_templates: dict[str, TaskTemplate] = Field(
         default_factory=dict[str, TaskTemplate], description="templates of tasks by name"

@@ -118,7 +118,7 @@ class TaskTemplate(BaseModel):
     launch_type: LaunchType | None = None
     """EC2, FARGATE or EXTERNAL; the cluster's default when neither this nor a capacity provider is set."""
     capacity_provider: str = Field("", max_length=255)
-    """What it runs on, in place of a launch type."""
+    """What it runs on, instead of a launch type."""
     platform_version: str = Field("", max_length=64)
     """Of Fargate."""
     subnets: tuple[Name, ...] = Field((), max_length=16)

@@ -39,7 +39,7 @@ class AllocatorSettings(StatefulSettings):
     ended_max_records: int = Field(
         1_000_000,
         ge=0,
-        description="most ended reservations that are kept; a request of one that is not may be granted anew",
+        description="most ended reservations that are kept; then their request ids may be granted again",
     )
     ended_max_mib: int = Field(
         1024,

@@ -20,7 +20,7 @@ from gpuscale.common.errors import GpuscaleError
 
 HELP = """See every GPU, reserve GPUs, and scale workers from queue depth onto GPUs that are really there.
 
-The options below may stand anywhere on the line.
+The options below may be anywhere on the line.
 """
 
 

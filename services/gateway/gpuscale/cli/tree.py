@@ -40,7 +40,9 @@ COMMANDS: Mapping[str, CommandEntry] = {
     ),
     "events": CommandEntry("Show what happened, oldest first.", "events:events"),
     "snapshot": CommandEntry("Show the GPUs of one host as its agent reads them.", "get:snapshot"),
-    "topology": CommandEntry("Show how close GPUs and network cards of a node are.", "topology:topology"),
+    "topology": CommandEntry(
+        "Show how close the GPUs and network cards of a node are to each other.", "topology:topology"
+    ),
     "history": CommandEntry("Show what nodes and GPUs did.", "recordings:history"),
     "report": CommandEntry("Show who used how many GPU hours.", "usage:report"),
     "stats": CommandEntry("Show how a reservation or job uses its GPUs.", "usage:stats"),

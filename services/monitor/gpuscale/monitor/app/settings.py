@@ -80,7 +80,7 @@ class AgentSettings(AgentFrame, ExpositionSettings, UpstreamSettings):
     )
     pod_resources_socket: Path | None = Field(
         None,
-        description="unix socket of the kubelet that tells which pods have GPUs, such as /var/lib/kubelet/pod-resources/kubelet.sock,"
+        description="unix socket of the kubelet that knows which pods have GPUs, such as /var/lib/kubelet/pod-resources/kubelet.sock,"
         " which root alone may open",
     )
     processes_by_user: bool = Field(
