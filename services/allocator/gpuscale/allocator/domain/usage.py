@@ -94,12 +94,7 @@ def usage_of(
 
     `use` tells who else holds shares of its GPUs.
     """
-    found: dict[str, GpuUsage] = {}
-    for held in reservation.gpus:
-        node = node_of(held.node)
-        gpu = next((one for one in (node.gpus if node else ()) if one.uuid == held.uuid), None)
-        fresh = gpu is not None and gpu.fresh_until >= now and _read_since(gpu, since)
-        found[held.uuid] = _usage(gpu, held, reservation.id, use) if gpu is not None and fresh else UNREAD
+    found = gpus_of(reservation, node_of, use, now, since)
     states = {one.state for one in found.values()}
     order = (UseState.BUSY, UseState.UNKNOWN, UseState.IDLE)
     state = next((one for one in order if one in states), UseState.UNKNOWN)
@@ -107,6 +102,26 @@ def usage_of(
     return ReservationUsage(
         found, state, True if True in over else None if None in over or not over else False
     )
+
+
+def gpus_of(
+    reservation: Reservation,
+    node_of: Callable[[str], Node | None],
+    use: Use,
+    now: float,
+    since: float | None = None,
+) -> dict[str, GpuUsage]:
+    """The `gpus` of `usage_of`."""
+    found: dict[str, GpuUsage] = {}
+    for held in reservation.gpus:
+        node = node_of(held.node)
+        found[held.uuid] = UNREAD
+        for gpu in node.gpus if node else ():
+            if gpu.uuid == held.uuid:
+                if gpu.fresh_until >= now and _read_since(gpu, since):
+                    found[held.uuid] = _usage(gpu, held, reservation.id, use)
+                break
+    return found
 
 
 def _read_since(gpu: Gpu, since: float | None) -> bool:

@@ -29,7 +29,7 @@ from gpuscale.allocator.domain.accounting import (
 from gpuscale.allocator.domain.durations import Durations, Kin, kin_of, lasted
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation
-from gpuscale.allocator.domain.usage import usage_of
+from gpuscale.allocator.domain.usage import gpus_of
 from gpuscale.allocator.state.usage_ledger import (
     ROLL_AFTER,
     UsageLedger,
@@ -270,9 +270,9 @@ class Accounting:
 
     def _look(self, account: Account, at: int | None = None, since: float | None = None) -> list[str]:
         now = self.clock.now()
-        usage = usage_of(account.reservation, self.view.get, self.ledger.use, now, since)
-        account.look(millis(now) if at is None else at, self._wall(), usage.gpus)
-        return [one.state for one in usage.gpus.values()]
+        seen = gpus_of(account.reservation, self.view.get, self.ledger.use, now, since)
+        account.look(millis(now) if at is None else at, self._wall(), seen)
+        return [one.state for one in seen.values()]
 
     def _wall(self) -> int:
         return millis(self.clock.wall().timestamp())
