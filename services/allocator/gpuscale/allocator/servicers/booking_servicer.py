@@ -42,18 +42,15 @@ class BookingServicer(api.BookingServiceServicer):
     async def CreateBooking(
         self, request: api.CreateBookingRequest, context: Context
     ) -> api.CreateBookingResponse:
-        """Book GPUs."""
         wish = to_booking(request, current_principal(), self.settings)
         return api.CreateBookingResponse(booking=self._message(await self.calendar.create(wish)))
 
     async def GetBooking(self, request: api.GetBookingRequest, context: Context) -> api.GetBookingResponse:
-        """Look one up."""
         return api.GetBookingResponse(booking=self._message(self.calendar.bookings.get(_id(request.name))))
 
     async def ListBookings(
         self, request: api.ListBookingsRequest, context: Context
     ) -> api.ListBookingsResponse:
-        """List a page of them."""
         found, token = listed(
             [one for one in self.calendar.bookings if one.open or request.show_ended],
             request,
@@ -64,14 +61,12 @@ class BookingServicer(api.BookingServiceServicer):
         return api.ListBookingsResponse(bookings=found, next_page_token=token)
 
     async def WatchBookings(self, request: api.WatchBookingsRequest, context: Context) -> AsyncGenerator[Any]:
-        """Stream those that are open, encoded."""
         async for message in self.feed.stream(request):
             yield message
 
     async def CancelBooking(
         self, request: api.CancelBookingRequest, context: Context
     ) -> api.CancelBookingResponse:
-        """Cancel one."""
         found = await self.calendar.cancel(_id(request.name), current_principal())
         return api.CancelBookingResponse(booking=self._message(found))
 

@@ -103,7 +103,6 @@ class CapacityServicer(api.CapacityServiceServicer):
     async def CheckAvailability(
         self, request: api.CheckAvailabilityRequest, context: Context
     ) -> api.CheckAvailabilityResponse:
-        """Say whether there is room."""
         found = self.capacity.check(to_ask(request.ask, self.settings), current_principal().tenants[0])
         return api.CheckAvailabilityResponse(
             available=found.available,
@@ -115,7 +114,6 @@ class CapacityServicer(api.CapacityServiceServicer):
     async def WaitForAvailability(
         self, request: api.WaitForAvailabilityRequest, context: Context
     ) -> api.WaitForAvailabilityResponse:
-        """Say when there is room."""
         timeout = wire.optional_seconds(request, "timeout")
         found, waited = await self.capacity.wait(
             to_ask(request.ask, self.settings),
@@ -132,7 +130,6 @@ class CapacityServicer(api.CapacityServiceServicer):
     async def ExplainPlacement(
         self, request: api.ExplainPlacementRequest, context: Context
     ) -> api.ExplainPlacementResponse:
-        """Say what an ask would find."""
         found = self.capacity.explain(to_ask(request.ask, self.settings), current_principal().tenants[0])
         return api.ExplainPlacementResponse(
             available=found.answer.available,
@@ -155,7 +152,6 @@ class CapacityServicer(api.CapacityServiceServicer):
     async def EstimateRequirements(
         self, request: api.EstimateRequirementsRequest, context: Context
     ) -> api.EstimateRequirementsResponse:
-        """Say what a model needs."""
         wish = ModelWish(
             model=request.model,
             parameters=MessageToDict(request.parameters),
@@ -175,7 +171,6 @@ class CapacityServicer(api.CapacityServiceServicer):
         return _from_estimate(estimate(wish))
 
     async def RankNodes(self, request: api.RankNodesRequest, context: Context) -> api.RankNodesResponse:
-        """Rank nodes by how idle they are."""
         idleness = Idleness(
             or_else(request, "max_utilization_percent", IDLE_UTILIZATION_PERCENT),
             or_else(request, "max_memory_percent", IDLE_MEMORY_PERCENT),
@@ -202,7 +197,6 @@ class CapacityServicer(api.CapacityServiceServicer):
     async def PlanRebalance(
         self, request: api.PlanRebalanceRequest, context: Context
     ) -> api.PlanRebalanceResponse:
-        """Say what would have to move."""
         ask = to_ask(request.ask, self.settings) if request.HasField("ask") else None
         found, notes = await self.rebalancing.plan(ask)
         return api.PlanRebalanceResponse(plans=[_from_proposal(one) for one in found], notes=notes)
@@ -210,12 +204,10 @@ class CapacityServicer(api.CapacityServiceServicer):
     async def ApplyRebalance(
         self, request: api.ApplyRebalanceRequest, context: Context
     ) -> api.ApplyRebalanceResponse:
-        """Begin moves."""
         found, notes = await self.rebalancing.apply()
         return api.ApplyRebalanceResponse(plan=_from_proposal(found) if found else None, notes=notes)
 
     async def RankGpus(self, request: api.RankGpusRequest, context: Context) -> api.RankGpusResponse:
-        """List free GPUs by their scores."""
         asked = api.Ask(min_memory_bytes=0)
         if request.HasField("ask"):
             asked.CopyFrom(request.ask)
@@ -268,7 +260,6 @@ class NodeServicer(api.NodeServiceServicer):
         )
 
     async def CordonNode(self, request: api.CordonNodeRequest, context: Context) -> api.CordonNodeResponse:
-        """Let nothing new onto a node or GPU."""
         if request.validate_only:
             self.maintenance.expect_known(spot_of(request.name))
             return api.CordonNodeResponse(cordon=self._existing(request.name))
@@ -280,7 +271,6 @@ class NodeServicer(api.NodeServiceServicer):
     async def UncordonNode(
         self, request: api.UncordonNodeRequest, context: Context
     ) -> api.UncordonNodeResponse:
-        """Lift a cordon."""
         if request.validate_only:
             self.maintenance.expect_liftable(spot_of(request.name), current_principal())
             return api.UncordonNodeResponse()
@@ -288,7 +278,6 @@ class NodeServicer(api.NodeServiceServicer):
         return api.UncordonNodeResponse()
 
     async def DrainNode(self, request: api.DrainNodeRequest, context: Context) -> api.DrainNodeResponse:
-        """Have everything leave a node or GPU."""
         if request.validate_only:
             self.maintenance.expect_known(spot_of(request.name))
             return api.DrainNodeResponse(cordon=self._existing(request.name))
@@ -305,11 +294,9 @@ class NodeServicer(api.NodeServiceServicer):
         )
 
     async def GetCordon(self, request: api.GetCordonRequest, context: Context) -> api.GetCordonResponse:
-        """Look one up."""
         return api.GetCordonResponse(cordon=self._message(self.maintenance.get(spot_of(request.name))))
 
     async def ListCordons(self, request: api.ListCordonsRequest, context: Context) -> api.ListCordonsResponse:
-        """List a page of them."""
         cordons, token = listed(
             list(self.maintenance.cordons),
             request,
@@ -320,7 +307,6 @@ class NodeServicer(api.NodeServiceServicer):
         return api.ListCordonsResponse(cordons=cordons, next_page_token=token)
 
     async def WatchCordons(self, request: api.WatchCordonsRequest, context: Context) -> AsyncGenerator[Any]:
-        """Stream them, encoded."""
         async for message in self.feed.stream(request):
             yield message
 
@@ -371,7 +357,6 @@ class QuotaServicer(api.QuotaServiceServicer):
         )
 
     async def SetQuota(self, request: api.SetQuotaRequest, context: Context) -> api.SetQuotaResponse:
-        """Set a tenant's quota, or the fields of it that the mask names."""
         asked, paths = request.quota, {*request.update_mask.paths}
         if not paths <= _QUOTA_FIELDS:
             known = ", ".join(sorted(_QUOTA_FIELDS))
@@ -388,24 +373,20 @@ class QuotaServicer(api.QuotaServiceServicer):
         return api.SetQuotaResponse(quota=_from_standing(found))
 
     async def DeleteQuota(self, request: api.DeleteQuotaRequest, context: Context) -> api.DeleteQuotaResponse:
-        """Remove a tenant's quota."""
         tenant = _tenant(request.name, request.tenant)
         await self.quotas.delete(tenant, etag=request.etag, allow_missing=request.allow_missing)
         return api.DeleteQuotaResponse()
 
     async def GetQuota(self, request: api.GetQuotaRequest, context: Context) -> api.GetQuotaResponse:
-        """Look one up."""
         return api.GetQuotaResponse(quota=_from_standing(self.quotas.get(_tenant(request.name, ""))))
 
     async def ListQuotas(self, request: api.ListQuotasRequest, context: Context) -> api.ListQuotasResponse:
-        """List a page of tenants."""
         found, token = listed(
             self.quotas.every(), request, api.Quota, key=lambda one: one.quota.tenant, encode=_from_standing
         )
         return api.ListQuotasResponse(quotas=found, next_page_token=token)
 
     async def WatchQuotas(self, request: api.WatchQuotasRequest, context: Context) -> AsyncGenerator[Any]:
-        """Stream them, encoded."""
         async for message in self.feed.stream(request):
             yield message
 

@@ -146,7 +146,6 @@ class PolicyServicer(api.PolicyServiceServicer):
     async def CreateUsePolicy(
         self, request: api.CreateUsePolicyRequest, context: Context
     ) -> api.CreateUsePolicyResponse:
-        """Create a policy."""
         return api.CreateUsePolicyResponse(
             use_policy=_policy(await create_declared(self.policing.policies, request.use_policy, request))
         )
@@ -154,7 +153,6 @@ class PolicyServicer(api.PolicyServiceServicer):
     async def GetUsePolicy(
         self, request: api.GetUsePolicyRequest, context: Context
     ) -> api.GetUsePolicyResponse:
-        """Look one up, with whom it has an eye on."""
         key = names.parse(names.POLICY, request.name)["policy"]
         found = self.policing.policies.get(key)
         standings = map(self._standing, self.policing.standings(key)[:MOST_STANDINGS])
@@ -163,7 +161,6 @@ class PolicyServicer(api.PolicyServiceServicer):
     async def ListUsePolicies(
         self, request: api.ListUsePoliciesRequest, context: Context
     ) -> api.ListUsePoliciesResponse:
-        """List a page of them."""
         found, token = listed(
             self.policing.policies.every(), request, api.UsePolicy, key=lambda one: one.id, encode=_policy
         )
@@ -172,14 +169,12 @@ class PolicyServicer(api.PolicyServiceServicer):
     async def UpdateUsePolicy(
         self, request: api.UpdateUsePolicyRequest, context: Context
     ) -> api.UpdateUsePolicyResponse:
-        """Change one."""
         changed = await update_declared(self.policing.policies, request.use_policy, request)
         return api.UpdateUsePolicyResponse(use_policy=_policy(changed))
 
     async def DeleteUsePolicy(
         self, request: api.DeleteUsePolicyRequest, context: Context
     ) -> api.DeleteUsePolicyResponse:
-        """Delete one."""
         with absence_allowed(request):
             key = names.parse(names.POLICY, request.name)["policy"]
             await self.policing.policies.delete(key, etag=request.etag)
@@ -188,7 +183,6 @@ class PolicyServicer(api.PolicyServiceServicer):
     async def ListPolicyActs(
         self, request: api.ListPolicyActsRequest, context: Context
     ) -> api.ListPolicyActsResponse:
-        """List a page of acts."""
         found, token = listed(
             self.policing.acts(),
             request,
@@ -202,7 +196,6 @@ class PolicyServicer(api.PolicyServiceServicer):
     async def DryRunUsePolicy(
         self, request: api.DryRunUsePolicyRequest, context: Context
     ) -> api.DryRunUsePolicyResponse:
-        """What a policy would have done."""
         policy, key = to_policy(_body(request.use_policy)), names.parse(names.POLICY, request.use_policy.name)
         end = wire.to_datetime(request.end_time) if request.HasField("end_time") else self.clock.wall()
         start = wire.to_datetime(request.start_time) if request.HasField("start_time") else end - DRY_RUN_SPAN
@@ -223,7 +216,6 @@ class PolicyServicer(api.PolicyServiceServicer):
     async def TakeKillOrders(
         self, request: api.TakeKillOrdersRequest, context: Context
     ) -> api.TakeKillOrdersResponse:
-        """Give an agent its orders."""
         node = expect_own_node(request.node, "orders")
         results = [(one.order, one.problem) for one in request.results]
         orders = self.policing.orders.take(node, results)
@@ -266,21 +258,18 @@ class NotificationServicer(api.NotificationServiceServicer):
     async def CreateNotificationTarget(
         self, request: api.CreateNotificationTargetRequest, context: Context
     ) -> api.CreateNotificationTargetResponse:
-        """Create a target."""
         made = await create_declared(self.notifying.targets, request.notification_target, request)
         return api.CreateNotificationTargetResponse(notification_target=_target(made))
 
     async def GetNotificationTarget(
         self, request: api.GetNotificationTargetRequest, context: Context
     ) -> api.GetNotificationTargetResponse:
-        """Look one up."""
         found = self.notifying.targets.get(names.parse(names.TARGET, request.name)["target"])
         return api.GetNotificationTargetResponse(notification_target=_target(found))
 
     async def ListNotificationTargets(
         self, request: api.ListNotificationTargetsRequest, context: Context
     ) -> api.ListNotificationTargetsResponse:
-        """List a page of them."""
         found, token = listed(
             self.notifying.targets.every(),
             request,
@@ -293,14 +282,12 @@ class NotificationServicer(api.NotificationServiceServicer):
     async def UpdateNotificationTarget(
         self, request: api.UpdateNotificationTargetRequest, context: Context
     ) -> api.UpdateNotificationTargetResponse:
-        """Change one."""
         changed = await update_declared(self.notifying.targets, request.notification_target, request)
         return api.UpdateNotificationTargetResponse(notification_target=_target(changed))
 
     async def DeleteNotificationTarget(
         self, request: api.DeleteNotificationTargetRequest, context: Context
     ) -> api.DeleteNotificationTargetResponse:
-        """Delete one."""
         with absence_allowed(request):
             key = names.parse(names.TARGET, request.name)["target"]
             await self.notifying.targets.delete(key, etag=request.etag)
@@ -309,7 +296,6 @@ class NotificationServicer(api.NotificationServiceServicer):
     async def ListNotifications(
         self, request: api.ListNotificationsRequest, context: Context
     ) -> api.ListNotificationsResponse:
-        """List a page of what is not delivered."""
         found, token = listed(
             self.notifying.every(),
             request,
@@ -322,7 +308,6 @@ class NotificationServicer(api.NotificationServiceServicer):
     async def ResendNotification(
         self, request: api.ResendNotificationRequest, context: Context
     ) -> api.ResendNotificationResponse:
-        """Send one again."""
         ids = names.parse(names.NOTIFICATION, request.name)
         number = int(ids["notification"]) if ids["notification"].isdecimal() else 0
         letter = await self.notifying.resend(ids["target"], number)

@@ -45,21 +45,18 @@ class PowerServicer(api.PowerServiceServicer):
     async def CreatePowerBudget(
         self, request: api.CreatePowerBudgetRequest, context: Context
     ) -> api.CreatePowerBudgetResponse:
-        """Create a budget."""
         made = await create_declared(self.powering.budgets, request.power_budget, request)
         return api.CreatePowerBudgetResponse(power_budget=self._budget(made))
 
     async def GetPowerBudget(
         self, request: api.GetPowerBudgetRequest, context: Context
     ) -> api.GetPowerBudgetResponse:
-        """Look one up."""
         found = self.powering.budgets.get(names.parse(names.BUDGET, request.name)["budget"])
         return api.GetPowerBudgetResponse(power_budget=self._budget(found))
 
     async def ListPowerBudgets(
         self, request: api.ListPowerBudgetsRequest, context: Context
     ) -> api.ListPowerBudgetsResponse:
-        """List a page of them."""
         every = self.powering.budgets.every()
         found, token = listed(every, request, api.PowerBudget, key=lambda one: one.id, encode=self._budget)
         return api.ListPowerBudgetsResponse(power_budgets=found, next_page_token=token)
@@ -67,14 +64,12 @@ class PowerServicer(api.PowerServiceServicer):
     async def UpdatePowerBudget(
         self, request: api.UpdatePowerBudgetRequest, context: Context
     ) -> api.UpdatePowerBudgetResponse:
-        """Change one."""
         changed = await update_declared(self.powering.budgets, request.power_budget, request)
         return api.UpdatePowerBudgetResponse(power_budget=self._budget(changed))
 
     async def DeletePowerBudget(
         self, request: api.DeletePowerBudgetRequest, context: Context
     ) -> api.DeletePowerBudgetResponse:
-        """Delete one."""
         with absence_allowed(request):
             key = names.parse(names.BUDGET, request.name)["budget"]
             await self.powering.budgets.delete(key, etag=request.etag)
@@ -83,7 +78,6 @@ class PowerServicer(api.PowerServiceServicer):
     async def ListPowerChanges(
         self, request: api.ListPowerChangesRequest, context: Context
     ) -> api.ListPowerChangesResponse:
-        """List a page of changes."""
         found, token = listed(
             self.powering.changes(),
             request,
@@ -97,7 +91,6 @@ class PowerServicer(api.PowerServiceServicer):
     async def TakePowerCaps(
         self, request: api.TakePowerCapsRequest, context: Context
     ) -> api.TakePowerCapsResponse:
-        """Give an agent its caps."""
         told = {
             one.uuid: ToldGpu(
                 or_else(one, "watts", None),

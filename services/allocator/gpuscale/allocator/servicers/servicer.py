@@ -111,7 +111,6 @@ class AllocatorServicer(api.AllocatorServiceServicer):
             self.feed.remove(name, one)
 
     async def Reserve(self, request: api.ReserveRequest, context: Context) -> api.ReserveResponse:
-        """Grant GPUs."""
         order = to_order(request, current_principal(), self.settings)
         if request.keep_place and not (order.job and wire.optional_seconds(request, "wait")):
             raise InvalidArgumentError("keep_place needs a job and a wait", field="keep_place")
@@ -122,7 +121,6 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     async def ReserveAndWatch(
         self, request: api.ReserveAndWatchRequest, context: Context
     ) -> AsyncIterator[api.ReserveAndWatchResponse]:
-        """Grant GPUs, and tell the place in the queue meanwhile."""
         order = to_order(request.reserve, current_principal(), self.settings, "reserve.")
         since = self.clock.now()
         wait = wire.optional_seconds(request.reserve, "wait") or 0.0
@@ -137,7 +135,6 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     async def BatchReserve(
         self, request: api.BatchReserveRequest, context: Context
     ) -> api.BatchReserveResponse:
-        """Grant several requests, all or none."""
         orders = to_orders(request, current_principal(), self.settings)
         granted = await self.reserving.reserve_all(orders)
         return self._add(api.BatchReserveResponse(lease_tokens=map(self.tokens.of_lease, granted)), granted)
@@ -145,7 +142,6 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     async def RenewReservation(
         self, request: api.RenewReservationRequest, context: Context
     ) -> api.RenewReservationResponse:
-        """Start a lease anew."""
         ttl = wire.optional_seconds(request, "ttl")
         member = to_member(request.member) if request.HasField("member") else None
         renewed = await self.leases.renew(to_lease(request), ttl, current_principal(), member)
@@ -156,7 +152,6 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     async def KeepAlive(
         self, request_iterator: AsyncIterator[api.KeepAliveRequest], context: Context
     ) -> AsyncIterator[api.KeepAliveResponse]:
-        """Renew leases, message by message."""
         caller = current_principal()
         async for request in request_iterator:
             validate(request)
@@ -168,20 +163,17 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     async def ReleaseReservation(
         self, request: api.ReleaseReservationRequest, context: Context
     ) -> api.ReleaseReservationResponse:
-        """Give GPUs back."""
         released = await self.leases.release([to_lease(request)], current_principal())
         return self._put(api.ReleaseReservationResponse(), released[0])
 
     async def BatchRelease(
         self, request: api.BatchReleaseRequest, context: Context
     ) -> api.BatchReleaseResponse:
-        """Give several back, all or none."""
         leases = [to_lease(one) for one in request.requests]
         released = await self.leases.release(leases, current_principal())
         return self._add(api.BatchReleaseResponse(), released)
 
     async def CheckLease(self, request: api.CheckLeaseRequest, context: Context) -> api.CheckLeaseResponse:
-        """Say whether a lease holds GPUs."""
         lease, caller = to_lease(request), current_principal()
         node = names.id_of(names.NODE, request.node, "node")
         lowest = self.leases.check(lease, node, request.gpu_uuids, request.lease_token, caller)
@@ -190,7 +182,6 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     async def GetReservation(
         self, request: api.GetReservationRequest, context: Context
     ) -> api.GetReservationResponse:
-        """Look one up."""
         found = await self.records.get(reservation_id(request.name))
         if found.waiting:
             await self.reserving.waiting.foresee([found])
@@ -201,7 +192,6 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     async def ListReservations(
         self, request: api.ListReservationsRequest, context: Context
     ) -> api.ListReservationsResponse:
-        """List a page of them."""
         meets = compile_filter(request.filter, api.Reservation)
         list_page = partial(
             self.records.list_reservations,
@@ -231,7 +221,6 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     async def WatchReservations(
         self, request: api.WatchReservationsRequest, context: Context
     ) -> AsyncGenerator[Any]:
-        """Tell of reservations that change, encoded."""
         if not self.watched:
             self.watched = True
             for one in self.leases.ledger.reservations(ended=False):

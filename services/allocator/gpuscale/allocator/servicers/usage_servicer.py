@@ -41,7 +41,6 @@ class UsageServicer(api.UsageServiceServicer):
     accounting: Accounting
 
     async def QueryUsage(self, request: api.QueryUsageRequest, context: Context) -> api.QueryUsageResponse:
-        """Add up what was used."""
         if bool(request.label_key) != (request.group_by == _Request.GROUP_BY_LABEL):
             raise InvalidArgumentError(
                 "label_key goes with GROUP_BY_LABEL, and only there", field="label_key"
@@ -95,7 +94,6 @@ class UsageServicer(api.UsageServiceServicer):
     async def GetReservationUsage(
         self, request: api.GetReservationUsageRequest, context: Context
     ) -> api.GetReservationUsageResponse:
-        """Tell what a reservation makes of its GPUs."""
         found = await self.accounting.statistics(names.id_of(names.RESERVATION, request.name, "name"))
         return api.GetReservationUsageResponse(
             name=names.reservation_name(found.id),

@@ -56,7 +56,6 @@ class AdapterServicer(api.AdapterServiceServicer, autoscaler_internal.AdapterStr
     async def Connect(
         self, request_iterator: _Messages, context: Context
     ) -> AsyncGenerator[autoscaler_internal.ConnectResponse]:
-        """Take reports, send the desired state."""
         facts = _register(
             await anext(request_iterator, autoscaler_internal.ConnectRequest()), current_principal()
         )
@@ -105,7 +104,6 @@ class AdapterServicer(api.AdapterServiceServicer, autoscaler_internal.AdapterStr
                 self._servers.heard(ids["endpoint"], ids["replica"], seconds(one.age), reading, one.problem)
 
     async def GetAdapter(self, request: api.GetAdapterRequest, context: Context) -> api.GetAdapterResponse:
-        """Return one adapter."""
         adapter = parse(ADAPTER, request.name)["adapter"]
         for view in self._hub.views():
             if view.facts.id == adapter:
@@ -113,14 +111,12 @@ class AdapterServicer(api.AdapterServiceServicer, autoscaler_internal.AdapterStr
         raise NotFoundError(f"there is no {request.name}", metadata={"name": request.name})
 
     async def WatchAdapters(self, request: api.WatchAdaptersRequest, context: Context) -> AsyncGenerator[Any]:
-        """Tell of adapters that change."""
         async for message in self._feeds.stream(self._feeds.adapters, request, api.Adapter):
             yield message
 
     async def ListAdapters(
         self, request: api.ListAdaptersRequest, context: Context
     ) -> api.ListAdaptersResponse:
-        """List adapters by id."""
         some, token = listed(
             self._hub.views(), request, api.Adapter, key=lambda view: view.facts.id, encode=adapter_to_wire
         )
@@ -129,7 +125,6 @@ class AdapterServicer(api.AdapterServiceServicer, autoscaler_internal.AdapterStr
     async def ForgetAdapter(
         self, request: api.ForgetAdapterRequest, context: Context
     ) -> api.ForgetAdapterResponse:
-        """Give up an adapter that is not connected."""
         adapter = parse(ADAPTER, request.name)["adapter"]
         replicas: list[str] = []
         with absence(request):

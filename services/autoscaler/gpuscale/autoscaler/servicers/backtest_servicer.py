@@ -67,7 +67,6 @@ class BacktestServicer(api.BacktestServiceServicer):
         self._backtests = backtests
 
     async def Backtest(self, request: api.BacktestRequest, context: Context) -> api.BacktestResponse:
-        """Run each policy on the workload, and wait for it."""
         left = cast("float | None", context.time_remaining())  # gRPC's stub omits the None of no deadline
         if request.endpoint and request.arrivals:
             raise InvalidArgumentError("endpoint cannot stand beside arrivals", field="endpoint")
@@ -88,19 +87,16 @@ class BacktestServicer(api.BacktestServiceServicer):
     async def CreateBacktest(
         self, request_iterator: AsyncIterable[api.CreateBacktestRequest], context: Context
     ) -> api.CreateBacktestResponse:
-        """Begin a backtest."""
         caller = current_principal().name
         made = await self._backtests.create(request_iterator, "" if caller in RESERVED_NAMES else caller)
         return api.CreateBacktestResponse(backtest=made)
 
     async def GetBacktest(self, request: api.GetBacktestRequest, context: Context) -> api.GetBacktestResponse:
-        """Return one backtest."""
         return api.GetBacktestResponse(backtest=self._backtests.get(request.name))
 
     async def ListBacktests(
         self, request: api.ListBacktestsRequest, context: Context
     ) -> api.ListBacktestsResponse:
-        """List backtests, newest first."""
         found, token = listed(
             self._backtests.every(),
             request,
@@ -114,7 +110,6 @@ class BacktestServicer(api.BacktestServiceServicer):
     async def WatchBacktests(
         self, request: api.WatchBacktestsRequest, context: Context
     ) -> AsyncGenerator[Any]:
-        """Tell of backtests that get on."""
         matches = compile_filter(request.filter, api.Backtest) if request.filter else None
         async for message in self._backtests.feed.stream(request, FeedView(matches=matches)):
             yield message
@@ -122,20 +117,17 @@ class BacktestServicer(api.BacktestServiceServicer):
     async def ReadBacktestReports(
         self, request: api.ReadBacktestReportsRequest, context: Context
     ) -> AsyncGenerator[api.ReadBacktestReportsResponse]:
-        """Tell the figures of each policy that is done."""
         async for report in self._backtests.reports(request.name):
             yield api.ReadBacktestReportsResponse(report=report)
 
     async def CancelBacktest(
         self, request: api.CancelBacktestRequest, context: Context
     ) -> api.CancelBacktestResponse:
-        """End a backtest."""
         return api.CancelBacktestResponse(backtest=await self._backtests.cancel(request.name))
 
     async def DeleteBacktest(
         self, request: api.DeleteBacktestRequest, context: Context
     ) -> api.DeleteBacktestResponse:
-        """End a backtest and forget it."""
         with absence(request):
             await self._backtests.delete(request.name)
         return api.DeleteBacktestResponse()

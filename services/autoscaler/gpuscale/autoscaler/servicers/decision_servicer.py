@@ -82,7 +82,6 @@ class DecisionServicer(api.DecisionServiceServicer):
         self._feeds = feeds
 
     async def GetDecision(self, request: api.GetDecisionRequest, context: Context) -> api.GetDecisionResponse:
-        """Return one decision."""
         ids = parse(DECISION, request.name)
         return api.GetDecisionResponse(
             decision=to_wire(await self._log.get(ids["endpoint"], ids["decision"]))
@@ -91,7 +90,6 @@ class DecisionServicer(api.DecisionServiceServicer):
     async def VerifyDecision(
         self, request: api.VerifyDecisionRequest, context: Context
     ) -> api.VerifyDecisionResponse:
-        """Evaluate a stored decision again."""
         ids = parse(DECISION, request.name)
         stored = await self._log.get(ids["endpoint"], ids["decision"])
         return verified(to_wire(stored), inputs_of(stored))
@@ -99,7 +97,6 @@ class DecisionServicer(api.DecisionServiceServicer):
     async def ListDecisions(
         self, request: api.ListDecisionsRequest, context: Context
     ) -> api.ListDecisionsResponse:
-        """List decisions, newest first."""
         endpoint = parse(ENDPOINT, request.parent, "parent")["endpoint"] if request.parent else ""
         period = asked_period(request)
         if request.filter or request.order_by:
@@ -116,14 +113,12 @@ class DecisionServicer(api.DecisionServiceServicer):
     async def WatchDecisions(
         self, request: api.WatchDecisionsRequest, context: Context
     ) -> AsyncGenerator[Any]:
-        """Tell of decisions that are taken."""
         async for message in self._feeds.stream(self._feeds.decisions, request, api.Decision):
             yield message
 
     async def QuerySignals(
         self, request: api.QuerySignalsRequest, context: Context
     ) -> api.QuerySignalsResponse:
-        """Return what the signals of an endpoint showed."""
         endpoint = parse(ENDPOINT, request.name)["endpoint"]
         await self._deps.store.read(partial(find_endpoint, endpoint_id=endpoint))
         return api.QuerySignalsResponse(
@@ -134,7 +129,6 @@ class DecisionServicer(api.DecisionServiceServicer):
         )
 
     async def Evaluate(self, request: api.EvaluateRequest, context: Context) -> api.EvaluateResponse:
-        """Say what an evaluation would come to now."""
         spec = spec_from_wire(request.spec, "spec") if request.HasField("spec") else None
         if spec is not None and (found := spec_violations(spec, "spec")):
             raise InvalidArgumentError(f"{found[0].field} {found[0].description}", violations=found)

@@ -37,7 +37,6 @@ class EndpointServicer(api.EndpointServiceServicer):
     async def CreateEndpoint(
         self, request: api.CreateEndpointRequest, context: Context
     ) -> api.CreateEndpointResponse:
-        """Create an endpoint."""
         wire, caller = request.endpoint, current_principal()
         require_priority(caller, wire.spec.priority, "endpoint.spec.priority")
         view = await self._endpoints.create(
@@ -52,21 +51,18 @@ class EndpointServicer(api.EndpointServiceServicer):
         return api.CreateEndpointResponse(endpoint=endpoint_to_wire(view))
 
     async def GetEndpoint(self, request: api.GetEndpointRequest, context: Context) -> api.GetEndpointResponse:
-        """Return one endpoint."""
         view = await self._endpoints.get(_id(request.name))
         return api.GetEndpointResponse(endpoint=endpoint_to_wire(view))
 
     async def ListEndpoints(
         self, request: api.ListEndpointsRequest, context: Context
     ) -> api.ListEndpointsResponse:
-        """List endpoints by id."""
         found, token = await self._endpoints.list(request)
         return api.ListEndpointsResponse(endpoints=found, next_page_token=token)
 
     async def UpdateEndpoint(
         self, request: api.UpdateEndpointRequest, context: Context
     ) -> api.UpdateEndpointResponse:
-        """Change the parts of a spec that the mask names."""
         mask = request.update_mask if request.HasField("update_mask") else None
 
         def changed(current: EndpointSpec) -> EndpointSpec:
@@ -87,7 +83,6 @@ class EndpointServicer(api.EndpointServiceServicer):
     async def DeleteEndpoint(
         self, request: api.DeleteEndpointRequest, context: Context
     ) -> api.DeleteEndpointResponse:
-        """Delete an endpoint after its replicas."""
         answer = api.DeleteEndpointResponse()
         with absence(request):
             view = await self._endpoints.delete(_id(request.name), etag=request.etag)
@@ -95,7 +90,6 @@ class EndpointServicer(api.EndpointServiceServicer):
         return answer
 
     async def SetReplicas(self, request: api.SetReplicasRequest, context: Context) -> api.SetReplicasResponse:
-        """Carry out a person's order."""
         view = await self._endpoints.set_replicas(
             _id(request.name),
             request.replicas,
@@ -108,7 +102,6 @@ class EndpointServicer(api.EndpointServiceServicer):
     async def ListReplicas(
         self, request: api.ListReplicasRequest, context: Context
     ) -> api.ListReplicasResponse:
-        """List replicas, oldest first."""
         endpoint = _id(request.parent, "parent") if request.parent else ""
         found, token = await self._endpoints.replicas(endpoint, request)
         since = await self._endpoints.replicas_kept_since(endpoint) if request.show_ended else None
@@ -117,19 +110,16 @@ class EndpointServicer(api.EndpointServiceServicer):
         )
 
     async def GetReplica(self, request: api.GetReplicaRequest, context: Context) -> api.GetReplicaResponse:
-        """Return one replica."""
         ids = parse(REPLICA, request.name)
         return api.GetReplicaResponse(replica=await self._endpoints.replica(ids["endpoint"], ids["replica"]))
 
     async def WatchEndpoints(
         self, request: api.WatchEndpointsRequest, context: Context
     ) -> AsyncGenerator[Any]:
-        """Tell of endpoints that change."""
         async for message in self._feeds.stream(self._feeds.endpoints, request, api.Endpoint):
             yield message
 
     async def WatchReplicas(self, request: api.WatchReplicasRequest, context: Context) -> AsyncGenerator[Any]:
-        """Tell of replicas that change."""
         async for message in self._feeds.stream(self._feeds.replicas, request, api.Replica):
             yield message
 

@@ -42,13 +42,11 @@ class KedaServicer(api.ExternalScalerServicer):
         self._followers = followers
 
     async def IsActive(self, request: api.ScaledObjectRef, context: Context) -> api.IsActiveResponse:
-        """Whether any replica is wanted."""
         return _active(await self._find(_endpoint_id(request)))
 
     async def StreamIsActive(
         self, request: api.ScaledObjectRef, context: Context
     ) -> AsyncGenerator[api.IsActiveResponse]:
-        """Whether any replica is wanted, again and again."""
         async with aclosing(self._follow(_endpoint_id(request), _active)) as answers:
             async for answer in answers:
                 yield answer
@@ -56,19 +54,16 @@ class KedaServicer(api.ExternalScalerServicer):
     async def GetMetricSpec(
         self, request: api.ScaledObjectRef, context: Context
     ) -> api.GetMetricSpecResponse:
-        """What the cluster is to hold to."""
         return _spec(await self._find(_endpoint_id(request)))
 
     async def StreamMetricSpec(
         self, request: api.ScaledObjectRef, context: Context
     ) -> AsyncGenerator[api.GetMetricSpecResponse]:
-        """The same, again and again."""
         async with aclosing(self._follow(_endpoint_id(request), _spec)) as answers:
             async for answer in answers:
                 yield answer
 
     async def GetMetrics(self, request: api.GetMetricsRequest, context: Context) -> api.GetMetricsResponse:
-        """How many replicas are wanted."""
         endpoint_id = _endpoint_id(request.scaledObjectRef, "scaledObjectRef.")
         _require_metric(request.metricName, "metricName")
         wanted = (await self._find(endpoint_id)).desired

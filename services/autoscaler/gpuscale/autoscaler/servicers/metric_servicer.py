@@ -27,7 +27,6 @@ class MetricServicer(api.MetricServiceServicer):
     async def ReportMetrics(
         self, request: api.ReportMetricsRequest, context: Context
     ) -> api.ReportMetricsResponse:
-        """Take in values of an endpoint or replica."""
         subject = _subject(request.name, "name")
         now = self._clock.now()
         if not request.values and not request.HasField("tasks"):
@@ -48,7 +47,6 @@ class MetricServicer(api.MetricServiceServicer):
         return api.ReportMetricsResponse()
 
     async def ListMetrics(self, request: api.ListMetricsRequest, context: Context) -> api.ListMetricsResponse:
-        """List a page of what was reported."""
         subject = _subject(request.parent, "parent") if request.parent else ("", "")
         now = self._clock.now()
         metrics, token = listed(
@@ -61,7 +59,6 @@ class MetricServicer(api.MetricServiceServicer):
         return api.ListMetricsResponse(metrics=metrics, next_page_token=token)
 
     async def GetMetric(self, request: api.GetMetricRequest, context: Context) -> api.GetMetricResponse:
-        """Return the newest value of one metric."""
         subject = _subject(request.name, "name")
         for one in self._metrics.list(*subject):
             if one[:2] == (subject, request.metric):

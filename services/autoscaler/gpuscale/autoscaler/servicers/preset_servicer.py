@@ -87,7 +87,6 @@ class PresetServicer(api.PresetServiceServicer):
     """Shows presets, and makes specs of them."""
 
     async def ListPresets(self, request: api.ListPresetsRequest, context: Context) -> api.ListPresetsResponse:
-        """List the presets."""
         presets, token = listed(
             list(enumerate(PRESETS)),
             request,
@@ -98,7 +97,6 @@ class PresetServicer(api.PresetServiceServicer):
         return api.ListPresetsResponse(presets=presets, next_page_token=token)
 
     async def GetPreset(self, request: api.GetPresetRequest, context: Context) -> api.GetPresetResponse:
-        """Return one preset."""
         name = parse(PRESET, request.name)["preset"]
         if name not in PRESETS:
             raise NotFoundError(f"there is no {request.name}", metadata={"name": request.name})
@@ -107,7 +105,6 @@ class PresetServicer(api.PresetServiceServicer):
     async def RenderPreset(
         self, request: api.RenderPresetRequest, context: Context
     ) -> api.RenderPresetResponse:
-        """Return the spec that a preset makes."""
         made = render(request.wish, "wish", _NOTHING)
         return api.RenderPresetResponse(
             preset=preset_name(made.preset), spec=spec_to_wire(made.spec), notes=made.notes

@@ -105,7 +105,6 @@ class RuleServicer(api.RuleServiceServicer):
         return api.CreateRuleResponse(rule=await self._change(request, endpoint, rule.id, added, asked))
 
     async def GetRule(self, request: api.GetRuleRequest, context: Context) -> api.GetRuleResponse:
-        """Return one rule."""
         ids = parse(RULE, request.name)
         found = await self._store.read(partial(find_endpoint, endpoint_id=ids["endpoint"]))
         wanted = _rule(ids["endpoint"], found.spec, ids["rule"])
@@ -113,7 +112,6 @@ class RuleServicer(api.RuleServiceServicer):
         return api.GetRuleResponse(rule=_view_to_wire(view))
 
     async def ListRules(self, request: api.ListRulesRequest, context: Context) -> api.ListRulesResponse:
-        """List rules in the order in which they are read."""
         endpoint = parse(ENDPOINT, request.parent, "parent")["endpoint"] if request.parent else ""
 
         def is_wanted(rule: Rule) -> bool:
@@ -134,7 +132,6 @@ class RuleServicer(api.RuleServiceServicer):
         return api.ListRulesResponse(rules=found, next_page_token=token)
 
     async def UpdateRule(self, request: api.UpdateRuleRequest, context: Context) -> api.UpdateRuleResponse:
-        """Change the parts of a rule that the mask names."""
         ids = parse(RULE, request.name)
 
         def changed(spec: EndpointSpec) -> EndpointSpec:
@@ -145,7 +142,6 @@ class RuleServicer(api.RuleServiceServicer):
         return api.UpdateRuleResponse(rule=await self._change(request, ids["endpoint"], ids["rule"], changed))
 
     async def DeleteRule(self, request: api.DeleteRuleRequest, context: Context) -> api.DeleteRuleResponse:
-        """Take a rule away."""
         ids = parse(RULE, request.name)
 
         def without(spec: EndpointSpec) -> EndpointSpec:

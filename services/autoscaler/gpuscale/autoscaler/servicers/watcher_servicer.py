@@ -41,7 +41,6 @@ class QueueWatcherServicer(api.QueueWatcherServiceServicer):
     async def CreateQueueWatcher(
         self, request: api.CreateQueueWatcherRequest, context: Context
     ) -> api.CreateQueueWatcherResponse:
-        """Create a watcher."""
         watcher = await self._watchers.create(
             _id(request.queue_watcher.name, "queue_watcher.name"),
             _to_spec(request.queue_watcher.spec),
@@ -53,14 +52,12 @@ class QueueWatcherServicer(api.QueueWatcherServiceServicer):
     async def GetQueueWatcher(
         self, request: api.GetQueueWatcherRequest, context: Context
     ) -> api.GetQueueWatcherResponse:
-        """Return one watcher with what it read last."""
         watcher = self._watchers.get(_id(request.name, "name"))
         return api.GetQueueWatcherResponse(queue_watcher=self._to_wire(watcher))
 
     async def ListQueueWatchers(
         self, request: api.ListQueueWatchersRequest, context: Context
     ) -> api.ListQueueWatchersResponse:
-        """List watchers by id."""
         found, token = listed(
             self._watchers.every(),
             request,
@@ -73,14 +70,12 @@ class QueueWatcherServicer(api.QueueWatcherServiceServicer):
     async def WatchQueueWatchers(
         self, request: api.WatchQueueWatchersRequest, context: Context
     ) -> AsyncGenerator[Any]:
-        """Tell of watchers that change."""
         async for message in self._feeds.stream(self._feeds.queue_watchers, request, api.QueueWatcher):
             yield message
 
     async def UpdateQueueWatcher(
         self, request: api.UpdateQueueWatcherRequest, context: Context
     ) -> api.UpdateQueueWatcherResponse:
-        """Change the parts of a spec that the mask names."""
         mask = request.update_mask if request.HasField("update_mask") else None
 
         def changed(before: Watcher) -> WatchSpec:
@@ -97,7 +92,6 @@ class QueueWatcherServicer(api.QueueWatcherServiceServicer):
     async def DeleteQueueWatcher(
         self, request: api.DeleteQueueWatcherRequest, context: Context
     ) -> api.DeleteQueueWatcherResponse:
-        """Delete a watcher that no endpoint reads."""
         with absence(request):
             await self._watchers.delete(_id(request.name, "name"), etag=request.etag)
         return api.DeleteQueueWatcherResponse()

@@ -67,7 +67,6 @@ class AuditServicer(api.AuditServiceServicer):
     async def ListAuditEvents(
         self, request: api.ListAuditEventsRequest, context: Context
     ) -> api.ListAuditEventsResponse:
-        """A page of events."""
         if request.order_by.strip():
             raise InvalidArgumentError("audit events come newest first, in no other order", field="order_by")
         inode, _, place = wire.last_key(request.page_token).partition(":")

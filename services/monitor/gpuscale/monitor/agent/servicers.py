@@ -34,7 +34,6 @@ class AgentServicer(api.AgentServiceServicer):
         self.feed = feed
 
     async def GetSnapshot(self, request: api.GetSnapshotRequest, context: Context) -> api.GetSnapshotResponse:
-        """The newest snapshot that is young enough."""
         max_age = optional_seconds(request, "max_age")
         snapshot = await self._sampler.get(DEFAULT_MAX_AGE_SECONDS if max_age is None else max_age)
         return api.GetSnapshotResponse(snapshot=to_snapshot(snapshot, self._clock.now()))
@@ -42,7 +41,6 @@ class AgentServicer(api.AgentServiceServicer):
     async def WatchSnapshots(
         self, request: api.WatchSnapshotsRequest, context: Context
     ) -> AsyncGenerator[Any]:
-        """The newest snapshot, then each, encoded."""
         async for message in self.feed.stream(request):
             yield message
 
@@ -57,7 +55,6 @@ class DriverServicer(api.DriverServiceServicer):
     async def ReleaseDriver(
         self, request: api.ReleaseDriverRequest, context: Context
     ) -> api.ReleaseDriverResponse:
-        """Release the driver for a time."""
         duration = seconds(request.max_duration)
         resume = self._clock.wall() + timedelta(seconds=duration)
         problem = f"the driver is released until {resume:%H:%M:%S} UTC: {request.reason}"
@@ -67,7 +64,6 @@ class DriverServicer(api.DriverServiceServicer):
     async def ResumeDriver(
         self, request: api.ResumeDriverRequest, context: Context
     ) -> api.ResumeDriverResponse:
-        """Take the driver back."""
         return api.ResumeDriverResponse(was_released=self._gpus.resume())
 
 
@@ -78,7 +74,6 @@ class WorkServicer(api.WorkServiceServicer):
         self._work = work
 
     async def AdmitWork(self, request: api.AdmitWorkRequest, context: Context) -> api.AdmitWorkResponse:
-        """On all of the GPUs, or on none."""
         pid = request.pid if request.HasField("pid") else None
         lease = HeldLease(request.reservation, request.fence, tuple(request.gpu_uuids), request.lease_token)
         namespace = request.pid_namespace if request.HasField("pid_namespace") else None
@@ -86,7 +81,6 @@ class WorkServicer(api.WorkServiceServicer):
         return api.AdmitWorkResponse()
 
     async def ResetFences(self, request: api.ResetFencesRequest, context: Context) -> api.ResetFencesResponse:
-        """Of all of the GPUs, or of none."""
         await self._work.reset(request.gpu_uuids)
         return api.ResetFencesResponse()
 

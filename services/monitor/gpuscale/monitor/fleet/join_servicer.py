@@ -75,7 +75,6 @@ class JoinServicer(api.JoinServiceServicer):
     async def GetAuthority(
         self, request: api.GetAuthorityRequest, context: Context
     ) -> api.GetAuthorityResponse:
-        """The authority."""
         return api.GetAuthorityResponse(authority_pem=must(self._signer).bundle)
 
     async def CreateJoinToken(
@@ -119,7 +118,6 @@ class JoinServicer(api.JoinServiceServicer):
     async def GetJoinToken(
         self, request: api.GetJoinTokenRequest, context: Context
     ) -> api.GetJoinTokenResponse:
-        """One that may still be used."""
         found = self._valid().get(parse(JOINING, request.name)["join_token"])
         if found is None:
             raise _unknown(request.name)
@@ -128,7 +126,6 @@ class JoinServicer(api.JoinServiceServicer):
     async def ListJoinTokens(
         self, request: api.ListJoinTokensRequest, context: Context
     ) -> api.ListJoinTokensResponse:
-        """Those that may still be used."""
         shown, token = listed(
             sorted(self._valid().values(), key=lambda one: one.id),
             request,
@@ -141,7 +138,6 @@ class JoinServicer(api.JoinServiceServicer):
     async def DeleteJoinToken(
         self, request: api.DeleteJoinTokenRequest, context: Context
     ) -> api.DeleteJoinTokenResponse:
-        """Delete one."""
         key = id_of(JOINING, request.name)
         if self._valid().pop(key, None) is None and not request.allow_missing:
             raise _unknown(f"joinTokens/{key}")

@@ -60,7 +60,6 @@ class LoginServicer(api.LoginServiceServicer):
         self._repeats = Repeats[api.CreateLoginCodeResponse](clock)
 
     async def GetProvider(self, request: api.GetProviderRequest, context: Context) -> api.GetProviderResponse:
-        """The OIDC provider."""
         oidc = None if self._tokens is None else self._tokens.oidc
         if oidc is None:
             return api.GetProviderResponse()

@@ -115,7 +115,6 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
                     yield _acknowledgement(stream)
 
     async def ListNodes(self, request: api.ListNodesRequest, context: Context) -> api.ListNodesResponse:
-        """A page of nodes."""
         nodes, boot_id = self._nodes.all(), request.boot_id
         if boot_id:
             nodes = [
@@ -135,14 +134,12 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
         return api.ListNodesResponse(nodes=found, next_page_token=token)
 
     async def GetNode(self, request: api.GetNodeRequest, context: Context) -> api.GetNodeResponse:
-        """One node."""
         record = self._nodes.get(parse(NODE, request.name)["node"])
         return api.GetNodeResponse(node=to_node(record, self._clock.now()))
 
     async def ListProcesses(
         self, request: api.ListProcessesRequest, context: Context
     ) -> api.ListProcessesResponse:
-        """A page of the processes on GPUs."""
         records, now = self._nodes.all(), self._clock.now()
         if request.parent:
             records = [self._nodes.get(parse(NODE, request.parent)["node"])]
@@ -166,7 +163,6 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
         return api.ListProcessesResponse(processes=found, next_page_token=token)
 
     async def WatchNodes(self, request: api.WatchNodesRequest, context: Context) -> AsyncGenerator[Any]:
-        """Every node, then those that changed, encoded."""
         matches = compile_filter(request.filter, api.Node) if request.filter else None
         brief: _Brief | None = self._unchanged if request.placement_only else None
         if request.read_mask.paths:

@@ -251,7 +251,6 @@ class HealthServicer(api.HealthServiceServicer):
     async def ListHealthEvents(
         self, request: api.ListHealthEventsRequest, context: Context
     ) -> api.ListHealthEventsResponse:
-        """A page of events."""
         node, events, dates = _node(request.parent), self._health.register.events, Dates.of(self._clock)
         checks = {HealthCheck(check) for check in request.checks}
         period = asked_period(request)
@@ -281,14 +280,12 @@ class HealthServicer(api.HealthServiceServicer):
     async def GetHealthEvent(
         self, request: api.GetHealthEventRequest, context: Context
     ) -> api.GetHealthEventResponse:
-        """One event."""
         found = self._health.register.events.get(parse(HEALTH_EVENT, request.name)["health_event"])
         if found is None:
             raise NotFoundError(f"there is no {request.name}", metadata={"name": request.name})
         return api.GetHealthEventResponse(health_event=to_event(found, Dates.of(self._clock)))
 
     async def WatchHealth(self, request: api.WatchHealthRequest, context: Context) -> AsyncGenerator[Any]:
-        """Events that last, then those that change, encoded."""
         node = _node(request.parent)
         view: FeedView[Event] = FeedView(
             of=(lambda event: _about(event, node, request.uuid)) if node or request.uuid else None,
@@ -300,7 +297,6 @@ class HealthServicer(api.HealthServiceServicer):
     async def ClearQuarantine(
         self, request: api.ClearQuarantineRequest, context: Context
     ) -> api.ClearQuarantineResponse:
-        """Lift the quarantine of a GPU."""
         node = parse(GPU, request.name)["node"]
         [target] = self._directory.gpus([request.name], [])
         lifted = self._health.clear(node, target.uuid)

@@ -40,7 +40,6 @@ class HistoryServicer(api.HistoryServiceServicer):
     async def QueryHistory(
         self, request: api.QueryHistoryRequest, context: Context
     ) -> api.QueryHistoryResponse:
-        """Points of a span."""
         dates = Dates.of(self._clock)
         span = _span(request, dates)
         subjects = self._directory.subjects(request.names, request.uuids)
@@ -74,7 +73,6 @@ class HistoryServicer(api.HistoryServiceServicer):
         return response
 
     async def QueryTrends(self, request: api.QueryTrendsRequest, context: Context) -> api.QueryTrendsResponse:
-        """Where metrics are going."""
         dates = Dates.of(self._clock)
         span = _span(request, dates)
         subjects = self._directory.subjects(request.names, request.uuids)

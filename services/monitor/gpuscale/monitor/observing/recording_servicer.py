@@ -74,7 +74,6 @@ class RecordingServicer(api.RecordingServiceServicer):
     async def StartRecording(
         self, request: api.StartRecordingRequest, context: Context
     ) -> api.StartRecordingResponse:
-        """Begin a recording."""
         dates = Dates.of(self._clock)
         recording = self._recordings.start(self._order(request), dates.now)
         self._told.tell()
@@ -85,7 +84,6 @@ class RecordingServicer(api.RecordingServiceServicer):
     async def StopRecording(
         self, request: api.StopRecordingRequest, context: Context
     ) -> api.StopRecordingResponse:
-        """End a recording."""
         dates = Dates.of(self._clock)
         recording = self._recordings.stop(_id(request.name), dates.now)
         self._told.tell()
@@ -95,7 +93,6 @@ class RecordingServicer(api.RecordingServiceServicer):
     async def GetRecording(
         self, request: api.GetRecordingRequest, context: Context
     ) -> api.GetRecordingResponse:
-        """One recording."""
         dates = Dates.of(self._clock)
         recording = self._recordings.get(_id(request.name), dates.now)
         return api.GetRecordingResponse(recording=await to_recording(recording, dates))
@@ -103,7 +100,6 @@ class RecordingServicer(api.RecordingServiceServicer):
     async def ListRecordings(
         self, request: api.ListRecordingsRequest, context: Context
     ) -> api.ListRecordingsResponse:
-        """A page of recordings."""
         dates = Dates.of(self._clock)
         found = {f"recordings/{one.order.id}": one for one in self._recordings.all(dates.now)}
         made = dict[str, api.Recording]()
@@ -133,7 +129,6 @@ class RecordingServicer(api.RecordingServiceServicer):
     async def WatchRecordings(
         self, request: api.WatchRecordingsRequest, context: Context
     ) -> AsyncGenerator[Any]:
-        """All of them, then those that begin, end or go, encoded."""
         matches = compile_filter(request.filter, api.Recording) if request.filter else None
         self._told.tell()
         async for message in self._told.feed.stream(request, FeedView(matches=matches)):
@@ -143,7 +138,6 @@ class RecordingServicer(api.RecordingServiceServicer):
     async def DeleteRecording(
         self, request: api.DeleteRecordingRequest, context: Context
     ) -> api.DeleteRecordingResponse:
-        """Forget a recording."""
         key = _id(request.name)
         try:
             self._recordings.delete(key, self._clock.now())
