@@ -1,13 +1,11 @@
-"""What is typed of backtests, and how they are drawn."""
+"""What is typed of backtests."""
 
 from typing import Any
 
 import pytest
 
-from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.commands.backtest import PeriodSpan, Workload, read_goal
 from gpuscale.cli.manifests.documents import ManifestError, parse_policies
-from gpuscale.cli.views.backtests import BARS, bars, svg
 from gpuscale.client.tuning import TuningGoal
 
 NOTHING: Any = {
@@ -31,19 +29,6 @@ def test_a_goal_is_a_wait_or_what_a_policy_is_chosen_by() -> None:
         read_goal("late<1%")
     with pytest.raises(ValueError, match="not a duration"):
         read_goal("early")
-
-
-def test_bars_show_the_most_of_each_part() -> None:
-    assert bars([0, 0, 7, 0], 2) == BARS[0] + BARS[-1]
-    assert bars([], 5) == ""
-    assert bars([0, 0], 5) == BARS[0] * 2
-
-
-def test_a_picture_has_steps_and_no_markup_of_its_names() -> None:
-    timeline = api.BacktestTimeline(seconds=[0, 10], wanted=[1, 2], ready=[0, 1], waiting=[5, 0])
-    drawn = svg(api.BacktestResponse(reports=[api.BacktestReport(name="<b>", timeline=timeline)]))
-    assert "&lt;b&gt;" in drawn
-    assert '<polyline points="0.0,60.0 900.0,60.0 900.0,0.0"' in drawn
 
 
 def test_policies_are_presets_specs_or_endpoints() -> None:

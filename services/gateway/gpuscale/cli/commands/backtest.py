@@ -63,8 +63,6 @@ SENDING_SECONDS = 300.0
 """Time limit of the call that sends a workload."""
 PART = 100_000
 """Requests of one message."""
-BARS = "-"
-"""Instead of a file: the picture as bars below the table."""
 
 
 @dataclass(frozen=True)
@@ -283,12 +281,6 @@ DETACH = option("--detach", "-d", is_flag=True, help="Print its name and return;
     help="Run all policies side by side on --max-gpus; first come, first served.",
 )
 @repeated("--trace-of", metavar="POLICY=FILE", help="A trace for one policy alone.")
-@option(
-    "--plot",
-    default="",
-    type=click.Path(allow_dash=True),
-    help="Draw replicas and queue as SVG; - for bars below the table.",
-)
 @DETACH
 def backtest(
     session: Session,
@@ -297,7 +289,6 @@ def backtest(
     preset: tuple[str, ...],
     share_gpus: bool,
     trace_of: tuple[str, ...],
-    plot: str,
     detach: bool,
 ) -> None:
     """Run policies on a recorded workload: late requests, GPU hours and flaps, beside the work alone."""
@@ -325,17 +316,9 @@ def backtest(
         found = _run(session, client, spec, workloads, detach)
     if found is None:
         return
-    if plot and plot != BARS:
-        try:
-            Path(plot).write_text(views.svg(found), encoding="utf-8")
-        except OSError as error:
-            raise InvalidArgumentError(f"{plot}: {error.strerror}") from error
-        note(f"{plot} written")
     output = session.output
     if output.human:
-        write_lines(
-            [*views.report_lines(output, found), *(views.picture_lines(found) if plot == BARS else ())]
-        )
+        write_lines(views.report_lines(output, found))
     elif output.format is Format.NAME:
         write_lines([one.name for one in found.reports])
     else:
