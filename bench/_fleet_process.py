@@ -28,7 +28,7 @@ from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.app.fleet import MIB, SWEEP_SECONDS, Observing
 from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.fleet import servicer
-from gpuscale.monitor.fleet.joined import Joined
+from gpuscale.monitor.fleet.join_servicer import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.wire.merging import Change, Picture
 

@@ -45,7 +45,7 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.cli.console.streams import NODES_MILLIS
+from gpuscale.cli.console.lookup import NODES_MILLIS
 from gpuscale.cli.views.monitor import GPU_FIELDS
 from gpuscale.common.rpc.feed import MESSAGE_BYTES
 from gpuscale.common.rpc.server import Registration
@@ -54,7 +54,7 @@ from gpuscale.common.wire import to_duration
 from gpuscale.internal.monitor import v1 as internal
 from gpuscale.monitor.exposition.fleet import FleetPage
 from gpuscale.monitor.exposition.snapshots import Style
-from gpuscale.monitor.fleet.joined import Joined
+from gpuscale.monitor.fleet.join_servicer import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import AgentStream
 from gpuscale.monitor.fleet.servicer import FLEET_SERVICE, FleetServicer

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from gpuscale.allocator.domain.durations import Durations, Kin, Span
-from gpuscale.allocator.queueing.forecast import MOST_FORESEEN
+from gpuscale.allocator.queueing.queue import MOST_FORESEEN
 
 LEASE = 300.0
 """Seconds of a lease where nobody says, renewed after a third: what is left of it is all that a lease tells."""

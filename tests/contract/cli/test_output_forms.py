@@ -15,7 +15,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from gpuscale.cli.commands import hosts
-from gpuscale.cli.console import streams
+from gpuscale.cli.console import lookup as streams
 from gpuscale.cli.console.output import Output
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import NOUNS

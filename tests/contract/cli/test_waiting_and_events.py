@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpuscale.cli.commands import wait
-from gpuscale.cli.console import streams
+from gpuscale.cli.console import lookup as streams
 from gpuscale.cli.console.terminal import Progress
 from gpuscale.common import errors
 from tests.contract.cli import canned_gateway as canned

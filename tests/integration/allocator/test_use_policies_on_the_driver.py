@@ -17,10 +17,10 @@ import pytest
 
 from gpuscale.allocator.domain.model import Node
 from gpuscale.allocator.usecases import fleet as following
-from gpuscale.allocator.usecases import killing as orders
 from gpuscale.allocator.usecases import notifying, policing
+from gpuscale.allocator.usecases import policing as orders
 from gpuscale.allocator.usecases.fleet import FleetView
-from gpuscale.allocator.usecases.killing import KillOrders
+from gpuscale.allocator.usecases.policing import KillOrders
 from gpuscale.api.allocator import v1 as api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.names import gpu_name

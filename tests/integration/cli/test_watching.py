@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
-from gpuscale.cli.console.streams import Streams
+from gpuscale.cli.console.lookup import Streams
 from gpuscale.client import UnavailableError
 from gpuscale.testing import FakeServer
 from tests.support.up import CTL, ctl_environment
@@ -91,7 +91,7 @@ def test_events_are_written_when_they_happen() -> None:
 
 def test_without_changes_it_waits_as_long_as_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("gpuscale.cli.console.streams.time.sleep", slept.append)
+    monkeypatch.setattr("gpuscale.cli.console.lookup.time.sleep", slept.append)
     with FakeServer() as server, server.connect() as client:
         Streams(client).pause(0.3, away=True)
     assert slept == [0.2]

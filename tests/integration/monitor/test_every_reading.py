@@ -15,7 +15,7 @@ import pytest
 from gpuscale.api.types import v1 as types_api
 from gpuscale.cli.console.output import to_dict
 from gpuscale.common.runtime.metrics_text import MetricsPage
-from gpuscale.dashboard.readings import by_topic
+from gpuscale.dashboard.rows import by_topic
 from gpuscale.monitor.agent.nvml import NvmlSource
 from gpuscale.monitor.agent.nvml.activity import METRICS
 from gpuscale.monitor.exposition.snapshots import add_snapshot

@@ -12,7 +12,7 @@ from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Registration
 from gpuscale.monitor.agent.sources import simulated_uuid
-from gpuscale.monitor.exposition.holders import KEPT_SECONDS, HolderLabels
+from gpuscale.monitor.exposition.snapshots import KEPT_SECONDS, HolderLabels
 from tests.support.clock import ManualClock
 from tests.support.monitor import running_agent, running_fleet, serve
 from tests.support.ports import free_port

@@ -42,7 +42,7 @@ from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.app.agent import serve as serve_agent
 from gpuscale.monitor.app.fleet import open_fleet
 from gpuscale.monitor.app.settings import AgentSettings, FleetSettings
-from gpuscale.monitor.fleet.joined import Joined, Repeats
+from gpuscale.monitor.fleet.join_servicer import Joined, Repeats
 from tests.support.cli import run_cli
 from tests.support.clock import ManualClock
 from tests.support.first_host import Site, first_host, programs

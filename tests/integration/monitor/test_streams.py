@@ -11,7 +11,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration
 from gpuscale.internal.monitor import v1 as monitor_internal
-from gpuscale.monitor.agent import feed as agent_feed
+from gpuscale.monitor.agent import servicers as agent_feed
 from gpuscale.monitor.fleet import servicer
 from tests.support.monitor import running_agent, running_fleet
 from tests.support.monitor_values import gpu, hello, snapshot, telemetry

@@ -6,7 +6,7 @@ import pytest
 
 from gpuscale.allocator.domain.use_policies import StageOutcome
 from gpuscale.allocator.usecases.fleet import FleetView
-from gpuscale.allocator.usecases.killing import ANSWER, HEARD, KillOrders
+from gpuscale.allocator.usecases.policing import ANSWER, HEARD, KillOrders
 from gpuscale.common.errors import NotFoundError
 
 pytestmark = pytest.mark.looptime

@@ -4,12 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from gpuscale.allocator.domain.policy_replay import BUSY, IDLE, UNKNOWN, DryRun, RecordedHold, RecordedUse
 from gpuscale.allocator.domain.use_policies import (
+    BUSY,
+    IDLE,
+    UNKNOWN,
     Action,
+    DryRun,
     PolicyCondition,
     PolicyStage,
     PolicySubject,
+    RecordedHold,
+    RecordedUse,
     StageOutcome,
     UsePolicy,
 )

@@ -6,7 +6,7 @@ import pytest
 
 from gpuscale.allocator.domain.model import Pick
 from gpuscale.allocator.placing.refusal import Refusal
-from gpuscale.allocator.queueing import forecast
+from gpuscale.allocator.queueing import queue as forecast
 from gpuscale.allocator.queueing.model import (
     Grant,
     Looked,

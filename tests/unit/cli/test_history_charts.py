@@ -3,7 +3,7 @@
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.api.monitor import v1 as api
-from gpuscale.cli.views.charts import drawn
+from gpuscale.cli.views.monitor import drawn
 from gpuscale.common.wire import to_duration
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from gpuscale.api.allocator import v1 as api
-from gpuscale.cli.commands import detaching, in_turn, supervise
+from gpuscale.cli.commands import detaching, supervise
 from gpuscale.client.orders import Orders, shown
 from gpuscale.common.errors import UnavailableError
 
@@ -143,5 +143,5 @@ def test_who_starts_a_job_in_its_turn_keeps_the_lease_until_every_member_tells_o
                     member.start_time.GetCurrentTime()
             return found
 
-    in_turn.keep_until_started(cast("supervise.LeaseHolder", Holder()), 0.08, 2, over)
+    detaching.keep_until_started(cast("supervise.LeaseHolder", Holder()), 0.08, 2, over)
     assert len(asked) == 2

@@ -8,8 +8,7 @@ import pytest
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import wire
 from gpuscale.common.errors import InvalidArgumentError
-from gpuscale.common.filters import compile_filter, compile_order
-from gpuscale.common.listing import listed
+from gpuscale.common.filters import compile_filter, compile_order, listed
 
 HELD = api.Reservation(
     name="reservations/a",

@@ -5,7 +5,7 @@ from typing import Any
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.api.types import v1 as types_api
-from gpuscale.dashboard.readings import TOPICS, by_topic, process_rows
+from gpuscale.dashboard.rows import TOPICS, by_topic, process_rows
 
 OF_LISTS = {"throttle_reason_mask", "processes", "absent_readings", "age", "throttle_reasons"}
 

@@ -7,7 +7,7 @@ from gpuscale.api.monitor.v1 import Node
 from gpuscale.api.types.v1 import Gpu, GpuProcess, GpuReading, HostReading, Snapshot
 from gpuscale.client import connect_async
 from gpuscale.client.states import NO_MARKS
-from gpuscale.dashboard import rows, typed
+from gpuscale.dashboard import answers, rows
 from gpuscale.dashboard.terminal import TABLES, Top, load_lines
 
 
@@ -71,7 +71,7 @@ REPLICA = Reservation(name="reservations/r3", holder="endpoints/chat/replicas/a"
 def test_what_is_typed_about_a_row(
     table: str, row: rows.Row, held: Reservation | None, why: str, logs: str, end: str
 ) -> None:
-    assert typed.of_row(table, row, [REPLICA, JOB, HELD]) == held
-    assert " ".join(typed.why(table, row, held)) == why
-    assert " ".join(typed.logs(table, row, held)) == logs
-    assert " ".join(typed.end(held) if held else ()) == end
+    assert answers.of_row(table, row, [REPLICA, JOB, HELD]) == held
+    assert " ".join(answers.why(table, row, held)) == why
+    assert " ".join(answers.logs(table, row, held)) == logs
+    assert " ".join(answers.end(held) if held else ()) == end

@@ -11,10 +11,9 @@ from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.wire import to_duration
 from gpuscale.internal.monitor import v1 as internal
 from gpuscale.monitor.fleet import nodes as index
-from gpuscale.monitor.fleet.fit import RELAXED, SETTLED
-from gpuscale.monitor.fleet.joined import Joined
+from gpuscale.monitor.fleet.join_servicer import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.fleet.record import AgentStream, to_node
+from gpuscale.monitor.fleet.record import RELAXED, SETTLED, AgentStream, to_node
 from gpuscale.monitor.fleet.servicer import FleetServicer
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import GIB, gpu, hello, snapshot

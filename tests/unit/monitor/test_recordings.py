@@ -9,8 +9,7 @@ import pytest
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.errors import AlreadyExistsError, ResourceExhaustedError
 from gpuscale.common.rpc.channel import MAX_MESSAGE_BYTES
-from gpuscale.monitor.fleet.directory import MOST_GPUS, Directory
-from gpuscale.monitor.fleet.nodes import Nodes
+from gpuscale.monitor.fleet.nodes import MOST_GPUS, Directory, Nodes
 from gpuscale.monitor.model.metrics import ABSENT, Sample
 from gpuscale.monitor.model.recordings import RecordingOrder, RecordingState, Target
 from gpuscale.monitor.model.stored import recording_from_text, recording_to_text

@@ -39,10 +39,9 @@ from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.usecases.dry_run import DryRuns
 from gpuscale.allocator.usecases.endings import BATCH, Forgetting, Losses, Sweeper
 from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
-from gpuscale.allocator.usecases.killing import KillOrders
 from gpuscale.allocator.usecases.leases import Leases
 from gpuscale.allocator.usecases.notifying import open_notifying
-from gpuscale.allocator.usecases.policing import open_policing
+from gpuscale.allocator.usecases.policing import KillOrders, open_policing
 from gpuscale.allocator.usecases.powering import open_powering
 from gpuscale.allocator.usecases.quotas import Quotas
 from gpuscale.allocator.usecases.rebalancing import Rebalancing

@@ -17,7 +17,7 @@ from gpuscale.autoscaler.servicers.adapting import Adapting
 from gpuscale.autoscaler.servicers.backtest_servicer import BacktestServicer
 from gpuscale.autoscaler.servicers.backtests import Backtests
 from gpuscale.autoscaler.servicers.decision_servicer import DecisionServicer
-from gpuscale.autoscaler.servicers.endpoint_servicer import EndpointServicer
+from gpuscale.autoscaler.servicers.endpoint_servicer import EndpointServicer, RuleServicer
 from gpuscale.autoscaler.servicers.endpoints import Endpoints
 from gpuscale.autoscaler.servicers.feeds import Feeds
 from gpuscale.autoscaler.servicers.figures import add_figures
@@ -25,7 +25,6 @@ from gpuscale.autoscaler.servicers.keda_servicer import SERVICE as KEDA_SERVICE
 from gpuscale.autoscaler.servicers.keda_servicer import registration as keda_registration
 from gpuscale.autoscaler.servicers.metric_servicer import MetricServicer
 from gpuscale.autoscaler.servicers.preset_servicer import PresetServicer
-from gpuscale.autoscaler.servicers.rule_servicer import RuleServicer
 from gpuscale.autoscaler.servicers.watcher_servicer import QueueWatcherServicer, watchers_to_wire
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.autoscaler.signals.sources import Histories, WatcherUses, open_sources

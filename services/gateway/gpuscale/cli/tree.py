@@ -148,7 +148,11 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "init": CommandEntry("Set up the services on this host, for others to join.", "hosts:init"),
     "join-token": CommandEntry(
         "Manage the tokens that let hosts join.",
-        {"create": "join_tokens:create", "list": "join_tokens:list_tokens", "delete": "join_tokens:delete"},
+        {
+            "create": "tokens:create_join_token",
+            "list": "tokens:list_join_tokens",
+            "delete": "tokens:delete_join_token",
+        },
     ),
     "join": CommandEntry("Get a certificate and settings for this host.", "hosts:join"),
     "login-code": CommandEntry("Let people log in once.", {"create": "login:create"}),

@@ -16,13 +16,12 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.client import AsyncClient, GpuscaleError
 from gpuscale.client.states import marks
 from gpuscale.common.names import node_of, short_holder
-from gpuscale.dashboard import humanize, rows, typed
+from gpuscale.dashboard import answers, humanize, rows
 from gpuscale.dashboard.answers import Answer, Box, Confirm
 from gpuscale.dashboard.facts import Facts, GpuSummary
 from gpuscale.dashboard.feed import LINGER, Feed
 from gpuscale.dashboard.grid import Grid, Parts
-from gpuscale.dashboard.readings import PROCESSES, process_rows
-from gpuscale.dashboard.rows import Columns, Row
+from gpuscale.dashboard.rows import PROCESSES, Columns, Row, process_rows
 
 LOOK = 0.5
 """Seconds between two looks at what changed."""
@@ -201,12 +200,12 @@ class Top(App[None]):
         shown, at = self._rows_shown.get(self._active, []), self._tables[self._active].cursor
         if not 0 <= at < len(shown):
             return None
-        return shown[at], typed.of_row(self._active, shown[at], self._facts.reservations)
+        return shown[at], answers.of_row(self._active, shown[at], self._facts.reservations)
 
     def action_ask(self, what: Literal["why", "logs"]) -> None:
         """Show what a command says of the row under the cursor."""
         if (selected := self._selected()) is not None:
-            self._answer((typed.why if what == "why" else typed.logs)(self._active, *selected))
+            self._answer((answers.why if what == "why" else answers.logs)(self._active, *selected))
 
     def on_grid_row_chosen(self) -> None:
         """Enter, or a click on the row under the cursor."""
@@ -217,11 +216,11 @@ class Top(App[None]):
         if (selected := self._selected()) is None or (held := selected[1]) is None:
             self.notify("nobody holds it by a reservation", severity="warning")
             return
-        words, where = typed.end(held), rows.places((node_of(gpu), gpu.index) for gpu in held.gpus)
+        words, where = answers.end(held), rows.places((node_of(gpu), gpu.index) for gpu in held.gpus)
         about = f"{short_holder(held.holder)} holds {where or 'nothing yet'} by it."
         self.push_screen(Confirm(words, about), lambda yes: self._answer(words) if yes else None)
 
-    def _answer(self, words: typed.Words) -> None:
+    def _answer(self, words: answers.Words) -> None:
         if words:
             self.push_screen(Answer(self._program, words))
         else:

@@ -15,7 +15,7 @@ from gpuscale.allocator.usecases.booking import Calendar
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
 from gpuscale.common.errors import InvalidArgumentError
-from gpuscale.common.listing import listed
+from gpuscale.common.filters import listed
 from gpuscale.common.security.auth import Context, Principal, Role, current_principal
 
 _STATES = {one: api.Booking.State.Value(f"STATE_{one.name}") for one in BookingState}

@@ -25,7 +25,7 @@ from gpuscale.allocator.usecases.rebalancing import Rebalancing, RoomProposal, h
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
 from gpuscale.common.errors import InvalidArgumentError
-from gpuscale.common.listing import listed
+from gpuscale.common.filters import listed
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context, current_principal

@@ -36,7 +36,7 @@ from gpuscale.common.errors import (
     NotFoundError,
     PermissionDeniedError,
 )
-from gpuscale.common.listing import listed
+from gpuscale.common.filters import listed
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context, Role, current_principal

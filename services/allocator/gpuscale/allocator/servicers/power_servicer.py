@@ -17,7 +17,7 @@ from gpuscale.allocator.usecases.declarations import created
 from gpuscale.allocator.usecases.powering import Powering, ToldGpu
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
-from gpuscale.common.listing import listed
+from gpuscale.common.filters import listed
 from gpuscale.common.security.auth import Context
 
 _SHARES = {api.PowerShare.Value(f"POWER_SHARE_{one.name}"): one for one in PowerShare}

@@ -46,8 +46,7 @@ from gpuscale.allocator.usecases.reserving import Reserving
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
 from gpuscale.common.errors import InvalidArgumentError, PermissionDeniedError
-from gpuscale.common.filters import compile_filter
-from gpuscale.common.listing import listed
+from gpuscale.common.filters import compile_filter, listed
 from gpuscale.common.rpc.feed import FeedView, ResourceFeed
 from gpuscale.common.rpc.validation import contradictions, validate
 from gpuscale.common.runtime.tasks import Clock

@@ -14,8 +14,7 @@ from gpuscale.allocator.usecases.accounting import Accounting, GpuStatistics
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
 from gpuscale.common.errors import InvalidArgumentError
-from gpuscale.common.filters import compile_filter
-from gpuscale.common.listing import listed
+from gpuscale.common.filters import compile_filter, listed
 from gpuscale.common.security.auth import Context, Role, current_principal
 
 SPAN = timedelta(days=30)

@@ -9,9 +9,16 @@ import grpc
 
 from gpuscale.allocator.domain.ledger import RETENTION
 from gpuscale.allocator.domain.model import WHOLE, Reservation
-from gpuscale.allocator.domain.policy_replay import BUSY, IDLE, DryRun, RecordedHold, RecordedUse
 from gpuscale.allocator.domain.usage import IDLE_PERCENT
-from gpuscale.allocator.domain.use_policies import PolicyCondition, UsePolicy
+from gpuscale.allocator.domain.use_policies import (
+    BUSY,
+    IDLE,
+    DryRun,
+    PolicyCondition,
+    RecordedHold,
+    RecordedUse,
+    UsePolicy,
+)
 from gpuscale.allocator.state.archive import RecordFilter
 from gpuscale.allocator.usecases.accounting import Accounting
 from gpuscale.allocator.usecases.policing import subject_of

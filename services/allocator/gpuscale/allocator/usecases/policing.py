@@ -3,6 +3,10 @@
 The readings are those that nodes send anyway: who runs on a GPU at once, how much it is used each 10 s (docs/adr/0029). A look
 acts first and then writes what it did, with what is to be told of it, in one transaction: killed in between it is done
 again, and to revoke what is revoked changes nothing.
+
+Outsiders are ended by orders, which the agents of hosts that opted in ask for: nothing has to reach an agent, and only what it
+checks itself is done on its host. An order is given once, and never late. Of one that was handed over and that nobody answers
+it is not known what became of it.
 """
 
 import asyncio
@@ -10,6 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
+from uuid import uuid4
 
 from gpuscale.allocator.domain.model import Gpu, NodeState, Reservation
 from gpuscale.allocator.domain.notifications import of_act
@@ -31,13 +36,83 @@ from gpuscale.allocator.domain.use_policies import (
 from gpuscale.allocator.state.policies import ACTS_KEPT, FollowedTrack, Key, PolicyStore
 from gpuscale.allocator.usecases.declarations import Declarations
 from gpuscale.allocator.usecases.draining import Maintenance
-from gpuscale.allocator.usecases.killing import KillOrders
+from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.allocator.usecases.notifying import Notifying
 from gpuscale.allocator.usecases.records import Records
 from gpuscale.allocator.usecases.reserving import AllocatorWorld
-from gpuscale.common.errors import GpuscaleError
-from gpuscale.common.names import gpu_name, reservation_name
+from gpuscale.common.errors import GpuscaleError, NotFoundError
+from gpuscale.common.names import gpu_name, node_name, reservation_name
 from gpuscale.common.runtime.logs import get_logger
+
+HEARD = 15.0
+"""Seconds after which an agent that did not ask for orders is silent; it asks each 5 s."""
+ANSWER = 10.0
+"""Seconds for which what became of an order is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class KillOrder:
+    """To end a process on a GPU, of that resource name, at the latest `grace` seconds after it was asked to."""
+
+    id: str
+    gpu: str
+    pid: int
+    start_ticks: int
+    grace: float
+
+
+@dataclass(eq=False, slots=True)
+class _Pending:
+    """An order that waits for its answer, and whether an agent was handed it."""
+
+    order: KillOrder
+    node: str
+    answer: "asyncio.Future[str]"
+    handed: bool = False
+
+
+@dataclass(eq=False)
+class KillOrders:
+    """The orders that are on their way."""
+
+    view: FleetView
+    _pending: dict[str, _Pending] = field(default_factory=dict[str, _Pending], init=False)
+    _heard: dict[str, float] = field(default_factory=dict[str, float], init=False)
+
+    async def kill(self, gpu: str, process: tuple[int, int], grace: float) -> tuple[StageOutcome, str]:
+        """End a process on a GPU: DONE, or REFUSED or ASKED with why."""
+        node, loop = gpu.split("/")[1], asyncio.get_running_loop()
+        agent = f"the agent of {node_name(node)}"
+        if self._heard.get(node, float("-inf")) < loop.time() - HEARD:
+            return StageOutcome.REFUSED, f"{node_name(node)} has no gpuscale-killer, or its agent is silent"
+        order = KillOrder(uuid4().hex, gpu, *process, grace)
+        one = self._pending[order.id] = _Pending(order, node, loop.create_future())
+        try:
+            async with asyncio.timeout(ANSWER):
+                problem = await one.answer
+                return (StageOutcome.REFUSED if problem else StageOutcome.DONE), problem
+        except TimeoutError:
+            if not one.handed:
+                return StageOutcome.REFUSED, f"{agent} took no order within {ANSWER:g} s"
+            silent = f"{agent} took the order, and did not say within {ANSWER:g} s what became of it"
+            return StageOutcome.ASKED, silent
+        finally:
+            del self._pending[order.id]
+
+    def take(self, node: str, results: Sequence[tuple[str, str]]) -> list[KillOrder]:
+        """Learn what became of orders (id, problem); the others for a node. Raises NotFoundError: the node is not known."""
+        if self.view.get(node) is None:
+            raise NotFoundError(f"there is no {node_name(node)}", metadata={"name": node_name(node)})
+        for order, problem in results:
+            one = self._pending.get(order)
+            if one is not None and one.node == node and not one.answer.done():
+                one.answer.set_result(problem)
+        self._heard[node] = asyncio.get_running_loop().time()
+        given = [one for one in self._pending.values() if one.node == node and not one.handed]
+        for one in given:
+            one.handed = True
+        return [one.order for one in given]
+
 
 LOOK = 10.0
 """Seconds between two looks."""

@@ -22,7 +22,6 @@ from gpuscale.allocator.domain.ledger import Ledger, due_at, leaves_at
 from gpuscale.allocator.domain.model import PREEMPTED_FOR, Ask, Order, Pick, Reservation, State
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
-from gpuscale.allocator.queueing.forecast import MOST_FORESEEN
 from gpuscale.allocator.queueing.model import (
     Grant,
     LeaseTerms,
@@ -36,7 +35,7 @@ from gpuscale.allocator.queueing.model import (
     Step,
     Waiter,
 )
-from gpuscale.allocator.queueing.queue import Queue
+from gpuscale.allocator.queueing.queue import MOST_FORESEEN, Queue
 from gpuscale.allocator.state.archive import Archive
 from gpuscale.allocator.state.commits import Commits
 from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView

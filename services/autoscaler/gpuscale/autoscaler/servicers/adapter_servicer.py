@@ -26,7 +26,7 @@ from gpuscale.common.errors import (
     NotFoundError,
     PermissionDeniedError,
 )
-from gpuscale.common.listing import listed
+from gpuscale.common.filters import listed
 from gpuscale.common.names import ADAPTER, REPLICA, adapter_name, endpoint_name, match, node_name, parse
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import TaskScope, hit_async

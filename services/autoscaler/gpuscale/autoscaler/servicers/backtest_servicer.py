@@ -18,8 +18,7 @@ from gpuscale.autoscaler.servicers.backtest_jobs import (
 from gpuscale.autoscaler.servicers.backtests import Backtests
 from gpuscale.autoscaler.servicers.endpoints import absence
 from gpuscale.common.errors import DeadlineExceededError, InvalidArgumentError, ResourceExhaustedError
-from gpuscale.common.filters import compile_filter
-from gpuscale.common.listing import listed
+from gpuscale.common.filters import compile_filter, listed
 from gpuscale.common.rpc.feed import FeedView
 from gpuscale.common.security.auth import RESERVED_NAMES, Context, current_principal
 

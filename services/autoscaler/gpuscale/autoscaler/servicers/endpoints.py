@@ -32,7 +32,7 @@ from gpuscale.common.errors import (
     NotFoundError,
     OutOfRangeError,
 )
-from gpuscale.common.listing import ListRequest, listed
+from gpuscale.common.filters import ListRequest, listed
 from gpuscale.common.names import decision_name, endpoint_name, replica_name, watcher_name
 from gpuscale.common.runtime.tasks import uninterrupted
 from gpuscale.common.wire import asked_period, forged_token, page_limit

@@ -8,7 +8,7 @@ from gpuscale.autoscaler.signals.sources import ReportedMetrics, Subject, Value
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.wire.specs import from_wire
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
-from gpuscale.common.listing import listed
+from gpuscale.common.filters import listed
 from gpuscale.common.names import ENDPOINT, REPLICA, endpoint_name, match, replica_name
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context, Principal, Role, current_principal

@@ -7,7 +7,7 @@ from gpuscale.autoscaler.domain.presets import PARAMETERS, PRESETS, Wish, about,
 from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaTemplate
 from gpuscale.autoscaler.wire.specs import CODEC, spec_to_wire, spec_violations
 from gpuscale.common.errors import FieldViolation, InvalidArgumentError, NotFoundError
-from gpuscale.common.listing import listed
+from gpuscale.common.filters import listed
 from gpuscale.common.names import PRESET, parse, preset_name
 from gpuscale.common.rpc import validation
 from gpuscale.common.security.auth import Context

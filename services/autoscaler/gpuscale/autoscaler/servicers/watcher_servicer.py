@@ -19,7 +19,7 @@ from gpuscale.autoscaler.signals.watchers import QueueWatchers
 from gpuscale.autoscaler.wire.specs import merged
 from gpuscale.common import names, wire
 from gpuscale.common.errors import InvalidArgumentError
-from gpuscale.common.listing import listed
+from gpuscale.common.filters import listed
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context
 

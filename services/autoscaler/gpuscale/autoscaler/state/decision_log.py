@@ -28,7 +28,7 @@ from gpuscale.autoscaler.state.store import Connection, EndpointRow, moment
 from gpuscale.autoscaler.wire.decisions import decision_body, question_to_wire
 from gpuscale.autoscaler.wire.specs import from_wire
 from gpuscale.common.errors import GpuscaleError, NotFoundError
-from gpuscale.common.listing import ListRequest, listed
+from gpuscale.common.filters import ListRequest, listed
 from gpuscale.common.names import decision_name
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.store.store import Prepared, Store, Whole

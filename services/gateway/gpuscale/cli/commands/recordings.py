@@ -32,7 +32,6 @@ from gpuscale.cli.grammar.parameters import (
     shared,
     takes,
 )
-from gpuscale.cli.views import charts
 from gpuscale.cli.views import monitor as views
 from gpuscale.client.over_ssh import exit_code
 from gpuscale.common import wire
@@ -248,7 +247,7 @@ def history(
     width = min(100, terminal_width() or 80)
     if chart and step is None:
         until = time.until or datetime.now(UTC)
-        step = max(1.0, (until - time.since).total_seconds() / (width - charts.MARGIN))
+        step = max(1.0, (until - time.since).total_seconds() / (width - views.MARGIN))
     with session.connect() as client:
         names, uuids = _subjects(client, name)
         if not (points or chart):
@@ -267,7 +266,7 @@ def history(
         answer = client.history.QueryHistory(request)
     rows = list(answer.series)
     if chart and session.output.human:
-        write_lines(list(charts.drawn(answer, width)))
+        write_lines(list(views.drawn(answer, width)))
     elif session.output.human:  # a row for each point
         rows = [
             api.HistorySeries(name=one.name, uuid=one.uuid, metric=one.metric, points=[point])

@@ -250,7 +250,7 @@ def _supervise(*, job: bool) -> int:
     with _ways(orders) as (ways, own):
         holder = LeaseHolder(orders, ways)
         if orders.waits:
-            from gpuscale.cli.commands.in_turn import start_in_turn
+            from gpuscale.cli.commands.detaching import start_in_turn
 
             return start_in_turn(holder)
         return run_under(holder, own=own, while_open=None if job else 1, child=child)

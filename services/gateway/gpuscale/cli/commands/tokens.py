@@ -1,4 +1,4 @@
-"""`gpuscalectl token`: the tokens file of a server, on the server's host.
+"""`gpuscalectl token`, the tokens file of a server, on the server's host; and `join-token`, the tokens with which hosts join.
 
 A token is shown once, when it is made; the file has its digest, never the token (`gpuscale.common.security.auth`). A running
 server reads the file again within a second. Comments, order and all other lines of the file stay.
@@ -8,6 +8,7 @@ import hashlib
 import json
 import secrets
 import sys
+import uuid
 from collections.abc import MutableMapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,19 +20,24 @@ from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import Item, Key
 from tomlkit.items import Table as TomlTable
 
+from gpuscale import client as library
+from gpuscale.api.monitor import v1 as api
+from gpuscale.api.types import v1 as types_api
 from gpuscale.cli.commands.certs import ROLES
-from gpuscale.cli.console.command import FILE, command, one_name
+from gpuscale.cli.console.command import FILE, command, names, one_name
 from gpuscale.cli.console.session import Session
-from gpuscale.cli.console.terminal import note
+from gpuscale.cli.console.terminal import TYPED, folded, note
 from gpuscale.cli.grammar.jsonpath import Format, is_list
-from gpuscale.cli.grammar.parameters import DURATION, option, repeated
+from gpuscale.cli.grammar.nouns import full_name
+from gpuscale.cli.grammar.parameters import DURATION, option, repeated, utc_text
+from gpuscale.common import wire
 from gpuscale.common.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
 )
-from gpuscale.common.names import is_id
+from gpuscale.common.names import JOINING, is_id
 from gpuscale.common.secrets import write_private
 from gpuscale.common.security.auth import MAX_PREVIOUS, RESERVED_NAMES
 
@@ -402,3 +408,86 @@ def _replace(file: Path, text: str) -> None:
 
 def _unusable(message: str) -> FailedPreconditionError:
     return FailedPreconditionError(message, reason="TOKENS_FILE")
+
+
+_OF_JOIN_TOKENS = (
+    ("ID", "id"),
+    ("ROLE", "role"),
+    ("NODE", "node"),
+    ("USES LEFT", "usesLeft"),
+    ("EXPIRES", "expires"),
+)
+
+
+@command("join-token create --expires-in 1h")
+@option(
+    "--node", default="", metavar="NAME", help="The only name that it is good for; by default any new one."
+)
+@option(
+    "--role",
+    type=click.Choice(("agent", "operator")),
+    default="agent",
+    help="What its bearer may do; operator needs --node.",
+)
+@option(
+    "--kind",
+    type=click.Choice(("gateway", "standby")),
+    help="For a host of services, which --node names: its bearer can be any service.",
+)
+@option("--uses", type=click.IntRange(1, 1000), default=1, metavar="N", help="How many hosts may use it.")
+@option("--expires-in", type=DURATION, default="1h", help="How long it may be used.")
+def create_join_token(
+    session: Session, node: str, role: str, kind: str | None, uses: int, expires_in: float
+) -> None:
+    """Create a join token, and print what to type on the host. The token is not shown again."""
+    request = api.CreateJoinTokenRequest(
+        node=node, uses=uses, ttl=wire.to_duration(expires_in), request_id=str(uuid.uuid4())
+    )
+    if kind:
+        request.kind = api.HostKind.Value(f"HOST_KIND_{kind.upper()}")
+    else:
+        request.role = types_api.Role.Value(f"ROLE_{role.upper()}")
+    with session.connect() as client:
+        made, address = client.joining.CreateJoinToken(request), client.address
+    line = f"gpuscalectl join {address} --token {made.token} --ca-hash {made.authority_digest}"
+    if kind:
+        line += f" --role {kind} --node {node}"
+    if session.output.human:
+        note(f"to be typed on the host, {'once' if uses == 1 else f'{uses} times'}; it is not shown again")
+        sys.stdout.write(f"{folded(line, sys.stdout, TYPED)}\n")
+    else:
+        said = _join_token_record(made.join_token)
+        said["expires"] = utc_text(wire.to_datetime(made.join_token.expire_time))
+        session.output.write_data({**said, "token": made.token, "caHash": made.authority_digest})
+
+
+@command("join-token list")
+@names(metavar="ID", required=False)
+def list_join_tokens(session: Session, name: tuple[str, ...]) -> None:
+    """List join tokens that may still be used, all or those of these ids."""
+    with session.connect() as client:
+        wanted = [api.GetJoinTokenRequest(name=full_name(JOINING, one)) for one in name]
+        found = [client.joining.GetJoinToken(request).join_token for request in wanted]
+        if not name:
+            listed = library.pages(client.joining.ListJoinTokens, api.ListJoinTokensRequest(page_size=1000))
+            found = [one for page in listed for one in page.join_tokens]
+    session.output.write_records("joinTokens", [_join_token_record(one) for one in found], _OF_JOIN_TOKENS)
+
+
+@command("join-token delete 3f9a12cd")
+@one_name(metavar="ID")
+def delete_join_token(session: Session, name: str) -> None:
+    """Delete a join token, so that nobody can use it any more."""
+    with session.connect() as client:
+        client.joining.DeleteJoinToken(api.DeleteJoinTokenRequest(name=name.rpartition("/")[2]))
+    session.output.write_records("deleted", [{"id": name}], _OF_JOIN_TOKENS[:1])
+
+
+def _join_token_record(token: "api.JoinToken") -> dict[str, object]:
+    return {
+        "id": token.name.rpartition("/")[2],
+        "role": types_api.Role.Name(token.role).removeprefix("ROLE_").lower(),
+        "node": token.node.rpartition("/")[2],
+        "usesLeft": token.uses_left,
+        "expires": datetime.fromtimestamp(token.expire_time.seconds, UTC),
+    }

@@ -96,7 +96,7 @@ class GetCommand(Command):
         watched = session.output.chosen.watched
         if watched is None:
             return click.Command.invoke(self, ctx)
-        from gpuscale.cli.console.streams import Streams
+        from gpuscale.cli.console.lookup import Streams
 
         with session.connect() as client:
             ctx.obj, streams = replace(session, kept=client), Streams(client)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
     from gpuscale.cli.console.cells import Column, View
-    from gpuscale.cli.console.streams import Streams
+    from gpuscale.cli.console.lookup import Streams
 
     M = TypeVar("M", bound=Message)
 

@@ -12,7 +12,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import GpuscaleError
 from gpuscale.client.states import marks
 from gpuscale.common.wire import seconds, to_duration
-from gpuscale.dashboard import charts, humanize, readings, rows
+from gpuscale.dashboard import charts, humanize, rows
 from gpuscale.dashboard.facts import GpuSummary
 from gpuscale.dashboard.frame import ACT, Chart, DashboardSite, ListTable, PageAddress, Tiles, live, page
 from gpuscale.dashboard.visitors import MARKS
@@ -166,13 +166,13 @@ def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
             for chart in drawn:
                 span.drawn_on(chart)
         note = ui.label().classes("gs-quiet")
-        running = ListTable(readings.PROCESSES, key="pid", empty="no processes, or they cannot be read")
+        running = ListTable(rows.PROCESSES, key="pid", empty="no processes, or they cannot be read")
         with ui.element("div").classes("gs-charts"):
             topics = {
                 topic: ListTable(
                     {"reading": topic, "value": "value"}, key="reading", empty="the GPU does not tell"
                 )
-                for topic in readings.TOPICS
+                for topic in rows.TOPICS
             }
 
     def show() -> None:
@@ -185,8 +185,8 @@ def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
         tiles.show(**gpu_figures(found))
         for act, button in buttons.items():
             button.set_visibility(act in acts(found.state.lower()))
-        running.show(readings.process_rows(found.reading.processes))
-        for topic, told in readings.by_topic(found.reading).items():
+        running.show(rows.process_rows(found.reading.processes))
+        for topic, told in rows.by_topic(found.reading).items():
             topics[topic].show(told)
 
     async def refresh() -> None:

@@ -1,5 +1,9 @@
-"""AgentService, DriverService and WorkService on the wire."""
+"""AgentService, DriverService and WorkService on the wire.
 
+What is sent to several who watch snapshots is encoded once; each holds one snapshot at most, the newest (`watch.BroadcastSubscription`).
+"""
+
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from datetime import timedelta
 from typing import Any
@@ -7,6 +11,7 @@ from typing import Any
 import grpc
 
 from gpuscale.api.monitor import v1 as api
+from gpuscale.api.types import v1 as types_api
 from gpuscale.common.errors import PermissionDeniedError
 from gpuscale.common.names import LEASE_KEY
 from gpuscale.common.rpc.channel import RPC_TIMEOUT
@@ -15,10 +20,70 @@ from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context, current_principal
 from gpuscale.common.wire import optional_seconds, seconds, to_timestamp
 from gpuscale.monitor.agent.collector import Sampler
-from gpuscale.monitor.agent.feed import SnapshotFeed
 from gpuscale.monitor.agent.gpus import Gpus
 from gpuscale.monitor.agent.work import HeldLease, Work
+from gpuscale.monitor.model.readings import Snapshot
+from gpuscale.monitor.wire.merging import count_on
 from gpuscale.monitor.wire.snapshots import to_snapshot
+from gpuscale.monitor.wire.watch import Broadcast
+
+# The ages in an encoding are counted to when it was made; this much they may lag behind.
+SHARED_SECONDS = 0.1
+
+
+class _SharedSnapshot:
+    """A snapshot as a message, as of `made_at`; built when it is first needed."""
+
+    def __init__(self, values: Snapshot, made_at: float) -> None:
+        self.values = values
+        self.made_at = made_at
+        self._message: types_api.Snapshot | None = None
+        self._encoded = b""
+
+    @property
+    def message(self) -> types_api.Snapshot:
+        """The message; not to be changed."""
+        if self._message is None:
+            self._message = to_snapshot(self.values, self.made_at)
+        return self._message
+
+    def encoded(self, now: float) -> bytes:
+        """An encoded WatchSnapshotsResponse; shared, unless it is too old for that."""
+        if now - self.made_at > SHARED_SECONDS:
+            response = api.WatchSnapshotsResponse(snapshot=self.message)
+            count_on(response.snapshot, now - self.made_at)
+            return response.SerializeToString()
+        if not self._encoded:
+            self._encoded = api.WatchSnapshotsResponse(snapshot=self.message).SerializeToString()
+        return self._encoded
+
+
+class SnapshotFeed:
+    """Streams the snapshots of a broadcast."""
+
+    def __init__(self, snapshots: Broadcast[Snapshot], clock: Clock) -> None:
+        self._snapshots = snapshots
+        self._clock = clock
+        self._newest: _SharedSnapshot | None = None
+
+    async def stream(self, request: api.WatchSnapshotsRequest) -> AsyncGenerator[bytes, None]:
+        """The newest snapshot, then each as fast as the subscriber reads, as encoded WatchSnapshotsResponse."""
+        interval = seconds(request.min_interval)
+        with self._snapshots.subscribe() as subscription:
+            while True:
+                snapshot, dropped = await subscription.get()
+                now = self._clock.now()
+                whole = self._newest
+                if whole is None or whole.values is not snapshot:
+                    whole = self._newest = _SharedSnapshot(snapshot, now)
+                message = whole.encoded(now)
+                if dropped:
+                    message += api.WatchSnapshotsResponse(dropped_count=dropped).SerializeToString()
+                yield message
+                if interval:
+                    await asyncio.sleep(interval)
+                    subscription.forgive()
+
 
 ALLOCATOR_SERVICE = "gpuscale.api.allocator.v1.AllocatorService"
 AGENT_SERVICE = "gpuscale.api.monitor.v1.AgentService"

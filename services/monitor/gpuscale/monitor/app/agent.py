@@ -19,7 +19,6 @@ from gpuscale.common.security.auth import Role
 from gpuscale.monitor.agent.capping import Capping
 from gpuscale.monitor.agent.collector import Collector, Sampler
 from gpuscale.monitor.agent.events import FaultLog
-from gpuscale.monitor.agent.feed import SnapshotFeed
 from gpuscale.monitor.agent.gpus import LONGEST_EVENT_WAIT_SECONDS, Gpus
 from gpuscale.monitor.agent.host import ProcHost
 from gpuscale.monitor.agent.killing import Killing
@@ -32,13 +31,14 @@ from gpuscale.monitor.agent.servicers import (
     AgentServicer,
     DriverServicer,
     LeaseRelay,
+    SnapshotFeed,
     WorkServicer,
 )
 from gpuscale.monitor.agent.sources import make_source
 from gpuscale.monitor.agent.work import LeaseChecks, Work
 from gpuscale.monitor.app.frame import AgentFrame
 from gpuscale.monitor.exposition.agent import AgentPage, CollectionMeter, Xids, add_push
-from gpuscale.monitor.exposition.holders import HolderLabels
+from gpuscale.monitor.exposition.snapshots import HolderLabels
 from gpuscale.monitor.model.admission import Holders
 
 DRIVER_SERVICE = "gpuscale.api.monitor.v1.DriverService"

@@ -19,19 +19,18 @@ from gpuscale.internal.monitor import v1 as internal
 from gpuscale.internal.monitor.v1 import add_ServicesHostServiceServicer_to_server as add_services_host
 from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.exposition.fleet import FleetPage, add_history
-from gpuscale.monitor.exposition.holders import HolderLabels
-from gpuscale.monitor.fleet.directory import Directory
+from gpuscale.monitor.exposition.snapshots import HolderLabels
 from gpuscale.monitor.fleet.join_servicer import (
     CERTIFICATE_SERVICE,
     JOIN_SERVICE,
     SERVICES_HOST_SERVICE,
     CertificateServicer,
+    Joined,
     JoinServicer,
     ServicesHostServicer,
 )
-from gpuscale.monitor.fleet.joined import Joined
 from gpuscale.monitor.fleet.login_servicer import LOGIN_SERVICE, LoginServicer
-from gpuscale.monitor.fleet.nodes import Nodes
+from gpuscale.monitor.fleet.nodes import Directory, Nodes
 from gpuscale.monitor.fleet.servicer import FLEET_SERVICE, TELEMETRY_SERVICE, FleetServicer
 from gpuscale.monitor.history.history import History
 from gpuscale.monitor.history.series import Tier

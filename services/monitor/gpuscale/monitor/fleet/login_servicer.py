@@ -19,8 +19,7 @@ from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import RESERVED_NAMES, Context, Limits, Role, TokenFile
 from gpuscale.common.wire import optional_seconds, to_timestamp
-from gpuscale.monitor.fleet.join_servicer import DEFAULT_TTL, must
-from gpuscale.monitor.fleet.joined import MOST_SECRETS, Joined, Repeats
+from gpuscale.monitor.fleet.join_servicer import DEFAULT_TTL, MOST_SECRETS, Joined, Repeats, must
 from gpuscale.monitor.fleet.nodes import Nodes
 
 if TYPE_CHECKING:

@@ -13,15 +13,14 @@ from gpuscale.common.errors import (
     FailedPreconditionError,
     PermissionDeniedError,
 )
-from gpuscale.common.filters import compile_filter
-from gpuscale.common.listing import listed
+from gpuscale.common.filters import compile_filter, listed
 from gpuscale.common.names import NODE, node_name, parse
 from gpuscale.common.rpc.feed import FeedView
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context, Role, current_principal
 from gpuscale.internal.monitor import v1 as monitor_internal
-from gpuscale.monitor.fleet.joined import Joined
+from gpuscale.monitor.fleet.join_servicer import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import AgentStream, NodeRecord, to_node
 from gpuscale.monitor.model.nodes import NodeSample, NodeState

@@ -9,8 +9,7 @@ from google.protobuf.message import Message
 from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.errors import NotFoundError
-from gpuscale.common.filters import compile_filter
-from gpuscale.common.listing import listed
+from gpuscale.common.filters import compile_filter, listed
 from gpuscale.common.names import GPU, HEALTH_EVENT, NODE, gpu_name, node_name, parse
 from gpuscale.common.rpc.feed import FeedView, ResourceFeed
 from gpuscale.common.runtime.logs import get_logger
@@ -18,8 +17,7 @@ from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import asked_period, seconds
 from gpuscale.internal.monitor import v1 as monitor_internal
-from gpuscale.monitor.fleet.directory import Directory
-from gpuscale.monitor.fleet.nodes import Nodes
+from gpuscale.monitor.fleet.nodes import Directory, Nodes
 from gpuscale.monitor.health.checks import HARDWARE_THERMAL, POWER_BRAKE, SOFTWARE_THERMAL
 from gpuscale.monitor.health.events import Events
 from gpuscale.monitor.health.register import HealthRegister

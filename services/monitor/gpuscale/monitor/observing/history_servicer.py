@@ -10,7 +10,7 @@ from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import optional_seconds, seconds, to_duration
-from gpuscale.monitor.fleet.directory import Directory, Subject
+from gpuscale.monitor.fleet.nodes import Directory, Subject
 from gpuscale.monitor.history.history import History, plan, spread, trend
 from gpuscale.monitor.history.ring import Point
 from gpuscale.monitor.model.metrics import GPU_METRICS, NODE_METRICS, Metric

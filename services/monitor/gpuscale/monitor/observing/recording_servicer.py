@@ -9,14 +9,13 @@ from typing import Any
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.errors import FailedPreconditionError, NotFoundError
-from gpuscale.common.filters import compile_filter
-from gpuscale.common.listing import listed
+from gpuscale.common.filters import compile_filter, listed
 from gpuscale.common.names import RECORDING, parse
 from gpuscale.common.rpc.feed import FeedView, ResourceFeed
 from gpuscale.common.runtime.tasks import Clock, uninterrupted
 from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import fingerprint, optional_seconds, to_duration
-from gpuscale.monitor.fleet.directory import Directory
+from gpuscale.monitor.fleet.nodes import Directory
 from gpuscale.monitor.model.recordings import RecordedGpu, Recording, RecordingOrder, RecordingState
 from gpuscale.monitor.recording.recordings import Recordings
 from gpuscale.monitor.wire.values import Dates, to_stats
