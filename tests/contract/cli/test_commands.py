@@ -434,6 +434,7 @@ def test_gpus_to_partition_anew_come_with_what_is_typed_for_it(ctl: Any) -> None
         "then root on n2 types:",
         "  nvidia-smi mig -i 3 -dci; nvidia-smi mig -i 3 -dgi",
         "  nvidia-smi mig -i 3 -cgi 3g.40gb,1g.10gb -C",
+        "gpuscalectl uncordon n2/gpu-1",
         "",
     ]
 

@@ -299,6 +299,7 @@ def _commands(part: api.GpuPartition) -> list[str]:
         f"then root on {ids['node']} types:",
         f"  {smi} -dci; {smi} -dgi",
         f"  {smi} -cgi {','.join(part.profiles)} -C",
+        f"gpuscalectl uncordon {ids['node']}/{ids['gpu']}",
         "",
     ]
 
