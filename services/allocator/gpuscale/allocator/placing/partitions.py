@@ -6,7 +6,7 @@ the new ones. Whether the ask fits then is for the placer to say, of nodes as th
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeAlias
@@ -120,26 +120,24 @@ def _room(shapes: tuple[_Shape, ...], taken: int) -> bool:
     return any(not taken & place and _room(tuple(others), taken | place) for place in places)
 
 
-def _fits(placer: Placer, node: Node, made: Iterable[Partition], ask: Ask, now: float) -> bool:
+def _fits(placer: Placer, node: Node, made: Collection[Partition], ask: Ask, now: float) -> bool:
     """Whether an ask fits on a node once its GPUs are partitioned so."""
-    parted = {one.gpu.uuid for one in made}
-    kept = [gpu for gpu in node.gpus if gpu.parent not in parted]
-    new = [_instance(one.gpu, profile, number) for one in made for number, profile in enumerate(one.profiles)]
-    alone = placer.alone(replace(node, gpus=(*kept, *new)))
+    gpus = [gpu for gpu in node.gpus if all(gpu.parent != one.gpu.uuid for one in made)]
+    for one in made:
+        for number, profile in enumerate(one.profiles):
+            memory = (one.gpu.memory_total_bytes or 0) * _shape(one.gpu, profile)[0] // _EIGHTHS
+            new = replace(
+                one.gpu,
+                uuid=f"{one.gpu.uuid} {number}",
+                model=f"{one.gpu.model} MIG {profile}",
+                trouble="",
+                memory_total_bytes=memory,
+                memory_free_bytes=memory,
+                memory_used_bytes=0,
+                utilization_percent=None,
+                mig_profile=profile,
+                parent=one.gpu.uuid,
+            )
+            gpus.append(new)
+    alone = placer.alone(replace(node, gpus=tuple(gpus)))
     return isinstance(alone.place_after(replace(ask, nodes=frozenset((node.id,))), now, ()), Pick)
-
-
-def _instance(gpu: Gpu, profile: str, number: int) -> Gpu:
-    memory = (gpu.memory_total_bytes or 0) * _shape(gpu, profile)[0] // _EIGHTHS
-    return replace(
-        gpu,
-        uuid=f"{gpu.uuid} {number}",
-        model=f"{gpu.model} MIG {profile}",
-        trouble="",
-        memory_total_bytes=memory,
-        memory_free_bytes=memory,
-        memory_used_bytes=0,
-        utilization_percent=None,
-        mig_profile=profile,
-        parent=gpu.uuid,
-    )

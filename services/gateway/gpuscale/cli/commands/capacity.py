@@ -282,26 +282,18 @@ def plan_rebalance(session: Session, asking: Asking, apply: bool, yes: bool) -> 
         for plan in found.plans:
             lines += [": ".join(filter(None, (plan.reservation or plan.holder, plan.message)))]
             lines += [*output.table(plan.moves, views.MOVES), ""] if plan.moves else [""]
-            lines += [line for part in plan.partitions for line in _commands(part)]
+            for part in plan.partitions:
+                ids, smi = parse(GPU, part.gpu), f"nvidia-smi mig -i {part.index}"
+                spot = f"{ids['node']}/{ids['gpu']}"
+                lines += [f"gpuscalectl cordon {spot}", f"then root on {ids['node']} types:"]
+                lines += [f"  {smi} -dci; {smi} -dgi", f"  {smi} -cgi {','.join(part.profiles)} -C"]
+                lines += [f"gpuscalectl uncordon {spot}", ""]
         if found.notes:
             lines += ["What is not moved:", *(f"  {note}" for note in found.notes)]
         nobody = "no moves help who waits" if apply else "nobody waits"
         write_lines(lines if found.plans else [nobody, *lines])
     if ask is not None and not found.plans[0].available:
         leave(ExitCode.NO_CAPACITY)
-
-
-def _commands(part: api.GpuPartition) -> list[str]:
-    """What an operator types to partition a GPU."""
-    ids, smi = parse(GPU, part.gpu), f"nvidia-smi mig -i {part.index}"
-    return [
-        f"gpuscalectl cordon {ids['node']}/{ids['gpu']}",
-        f"then root on {ids['node']} types:",
-        f"  {smi} -dci; {smi} -dgi",
-        f"  {smi} -cgi {','.join(part.profiles)} -C",
-        f"gpuscalectl uncordon {ids['node']}/{ids['gpu']}",
-        "",
-    ]
 
 
 def _gpu_count(text: str) -> int:
