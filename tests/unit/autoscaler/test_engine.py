@@ -367,11 +367,11 @@ def test_what_was_given_up_and_needed_soon_after_is_regretted(
 @pytest.mark.parametrize(
     ("startup", "count", "window"),
     [
-        (30.0, 0, 100.0), (30.0, 1, 200.0), (30.0, 5, 300.0), (None, 5, 100.0), (5.0, 5, 100.0),
+        (30.0, 0, 100.0), (60.0, 1, 400.0), (30.0, 5, 300.0), (None, 5, 100.0), (5.0, 5, 100.0),
         (900.0, 9, 600.0),
     ],
 )  # fmt: skip
-def test_the_window_doubles_up_to_ten_start_ups_and_ten_minutes(
+def test_the_window_grows_fourfold_up_to_ten_start_ups_and_ten_minutes(
     startup: float | None, count: int, window: float
 ) -> None:
     assert Pace(100.0, startups=10.0).window(startup, count) == window

@@ -169,9 +169,9 @@ def test_points_that_are_stated_of_one_moment_are_one() -> None:
 
 
 def test_a_drain_of_which_no_number_comes_holds() -> None:
-    """Endlessly many to keep up, and endlessly few for less than nothing that waits."""
+    """Endlessly many to keep up, with as many to spare for what waits."""
     kind = DrainRule(1e-9, 1.0, 5e-324, 5e-324, busy_signal="busy", rate_signal="rate")
-    shown = [seen(-1e-9, "queue"), seen(1.0, "busy"), seen(1.0, "rate")]
+    shown = [seen(1.0, "queue"), seen(1.0, "busy"), seen(1.0, "rate")]
     going_by = inputs(2, *shown, series={"rate": series_of([(NOW - 1.0, 1.0)])})
     outcome = apply_rule(Rule("r", "queue", kind), going_by)
     assert (outcome.vote, outcome.step.code) == (Vote.HOLD, Code.SIGNAL_INVALID)

@@ -1,7 +1,6 @@
 """Proportional rules, and what any rule may ask for while some of its sources are silent."""
 
 import ast
-import math
 from typing import Any
 
 import pytest
@@ -123,15 +122,19 @@ def test_a_window_that_is_not_full_allows_no_reduction() -> None:
         assert (outcome.vote, outcome.step.code) == (Vote.HOLD, Code.WINDOW_NOT_FULL), kind
 
 
-def test_a_drain_keeps_up_with_what_arrives_and_works_off_what_waits() -> None:
-    """ceil(arrivals x S / (slots x utilization) + waiting x S / (slots x deadline))."""
-    shown = [seen(60.0), seen(8.0, "busy"), seen(2.0, "rate")]
-    series = {"queue": steady(60.0), "busy": steady(8.0), "rate": steady(2.0)}
+@pytest.mark.parametrize(("waiting", "after"), [(0.0, 5), (15.0, 5), (16.0, 6), (60.0, 8)])
+def test_a_drain_works_off_what_waits_with_the_room_that_it_has_and_then_with_more(
+    waiting: float, after: int
+) -> None:
+    """2/s of 4 s are 4 replicas of 2 slots, and 5 at 0.8; 15 that wait need one for 30 s."""
+    shown = [seen(waiting), seen(8.0, "busy"), seen(2.0, "rate")]
+    series = {"queue": steady(waiting), "busy": steady(8.0), "rate": steady(2.0)}
     kind = DrainRule(
         deadline=30.0, service_time=4.0, slots=2.0, utilization=0.8, busy_signal="busy", rate_signal="rate"
     )
     outcome = apply_rule(Rule("r", "queue", kind), inputs(3, *shown, series=series))
-    assert outcome.step.after == math.ceil(2 * 4 / (2 * 0.8) + 60 * 4 / (2 * 30))
+    assert outcome.step.after == after
+    assert f"need 5.00 with 1.00 to spare, and {waiting:g} waiting within 30 s" in outcome.step.text
 
 
 def test_a_drain_reckons_arrivals_from_what_is_in_hand_and_what_grows() -> None:
@@ -148,10 +151,10 @@ def test_a_drain_reckons_arrivals_from_what_is_in_hand_and_what_grows() -> None:
 @pytest.mark.parametrize(
     ("startup", "after", "said"),
     [
-        (None, 30 + 120, "need 150.00, and"),
-        (90.0, 30 + 120, "need 150.00, and"),
-        (30.0, 30 + 60, "need 90.00 in 60 s, and"),
-        (0.0, 30 + 30, "need 60.00 in 30 s, and"),
+        (None, 30 + 120, "need 150.00 with"),
+        (90.0, 30 + 120, "need 150.00 with"),
+        (30.0, 30 + 60, "need 90.00 in 60 s with"),
+        (0.0, 30 + 30, "need 60.00 in 30 s with"),
     ],
 )
 def test_a_drain_needs_room_for_what_will_be_in_hand_once_a_replica_is_ready(

@@ -468,8 +468,8 @@ Global___PanicRule: _TypeAlias = PanicRule  # noqa: Y015
 
 @_typing.final
 class DrainRule(_message.Message):
-    """Enough replicas to serve what arrives and to work off what waits within a deadline: ceil(arrivals x service time /
-    (slots x utilization) + waiting x service time / (slots x deadline)).
+    """Enough replicas to serve what arrives and to work off what waits within a deadline: the larger of arrivals x service
+    time / (slots x utilization) and (arrivals x service time + waiting x service time / deadline) / slots, rounded up.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -892,7 +892,7 @@ class Pace(_message.Message):
     disabled: _builtins.bool
     """No change this way at all."""
     startups: _builtins.float
-    """stabilization doubles with each time in the last half hour that replicas were given up and needed again within ten
+    """stabilization grows fourfold with each time in the last half hour that replicas were given up and needed again within ten
     minutes, until it is so many times as long as they take to start, and ten minutes at most. It does not where this is
     0, or nobody knows yet how long they take.
     """

@@ -9,7 +9,7 @@ Rules combine by SAFEST as Nomad's checks and the HorizontalPodAutoscaler do: an
 count; else one that holds; else the least reduction. FIRST_MATCH is Backend.AI's, with an order that is stated.
 Stabilization and rate limits are the HPA's (kubernetes: horizontal.go): up, the count follows the least that was asked for
 all through its window; down, the most. Limits hold against the count at the beginning of their period. A window may learn
-(our own): it doubles while what was given up is needed again. What is not known since a restart allows no reduction: the
+(our own): it grows while what was given up is needed again. What is not known since a restart allows no reduction: the
 window has to fill first.
 """
 

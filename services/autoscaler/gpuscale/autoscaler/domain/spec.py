@@ -179,7 +179,7 @@ class RateLimit:
 class Pace:
     """How fast the count may go one way.
 
-    `startups`: the window of a reduction doubles with each time that replicas which were given up were needed again soon
+    `startups`: the window of a reduction grows fourfold with each time that replicas which were given up were needed again soon
     (`pace.regrets`), until it is so many times as long as replicas take to start, or `LONGEST_LEARNT`: what is needed again
     and again, and takes long to get back, is kept.
     """
@@ -195,7 +195,7 @@ class Pace:
         """Seconds of its stabilization window, where replicas take `startup` seconds to be ready."""
         stated = self.stabilization or 0.0
         longest = min(LONGEST_LEARNT, self.startups * (startup or 0.0))
-        return max(stated, min(longest, stated * 2.0**regrets))
+        return max(stated, min(longest, stated * 4.0**regrets))
 
 
 UNPACED = Pace()

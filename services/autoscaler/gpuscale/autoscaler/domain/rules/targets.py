@@ -117,16 +117,17 @@ class PanicRule(Kind):
 class DrainRule(Kind):
     """Enough replicas to serve what arrives and to work off what waits within a deadline.
 
-    replicas = ceil(in hand / (slots x utilization) + waiting x S / (slots x deadline)), where S is the time that one piece
-    of work takes. The first part keeps up with what arrives, the second works off what waits in time. In hand is what will
-    be when a replica started now is ready: arrivals x S in the end, of which work that is longer than that is short by then.
+    replicas = ceil(max(in hand / (slots x utilization), in hand / slots + waiting x S / (slots x deadline))), where S is the
+    time that one piece of work takes. The room that utilization leaves works off what waits, and more replicas do only where
+    it does not in time. In hand is what will be when a replica started now is ready: arrivals x S in the end, of which work
+    that is longer than that is short by then.
 
     Arrivals are measured where a signal tells them. Else they follow from what is seen: what is in hand leaves at
     busy / S (Little's law), and what arrives is what leaves plus the growth of what is there. Where there is no
     `busy_signal`, the rule's signal counts the work in hand too.
 
-    The second part is needed for as long as something waits: with `catch_up_held`, which is the least time from one change
-    to a reduction, a stabilization window keeps the first part alone.
+    What waits needs more for as long as it waits: with `catch_up_held`, which is the least time from one change to a
+    reduction, a stabilization window keeps what is needed without it.
     """
 
     deadline: float
@@ -193,13 +194,14 @@ class DrainRule(Kind):
         self, signal: str, text: str, keep_up: float, waiting: float, service: float, inputs: Inputs
     ) -> Proposal:
         catch_up = waiting * service / self.slots / self.deadline
-        needed = keep_up + catch_up
+        room = keep_up * (1 - self.utilization)
+        needed = keep_up + max(catch_up - room, 0.0)
         if math.isnan(needed):
             return Proposal(
                 inputs.before, f"{text}: no number of replicas comes of it", code=Code.SIGNAL_INVALID
             )
         count, lasting = ceiling(needed), None if self.catch_up_held is None else ceiling(keep_up)
-        text += f", and {waiting:g} waiting within {self.deadline:g} s {catch_up:.2f}: {count}"
+        text += f" with {room:.2f} to spare, and {waiting:g} waiting within {self.deadline:g} s {catch_up:.2f}: {count}"
         if abs(needed - inputs.before) <= self.tolerance * inputs.before:
             return Proposal(inputs.before, f"{text}, within the tolerance", fired=False, lasting=lasting)
         if count < inputs.before and not inputs.history(signal).covers(inputs.now - self.window):
