@@ -58,7 +58,7 @@ async def test_the_preferred_model_first_then_the_next_and_the_last_goes_first(t
 
         one.autoscaler.watchers.queues["jobs"] = (10, 0)
         await on(one, H100=1)
-        assert "the 1 that are preferred count for 1" in await one.said(JOBS, "WEIGHED")
+        assert await one.said(JOBS, "WEIGHED") == "1 by weight of 1"
 
         one.autoscaler.watchers.queues["jobs"] = (40, 0)
         await on(one, H100=1, a100=4)

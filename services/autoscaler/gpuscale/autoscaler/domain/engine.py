@@ -356,16 +356,13 @@ def _weighed(
     return next((one for one in found if one[2].step.after > one[2].step.before), found[-1])
 
 
-def _in_replicas(capacity: ReplicaWeights, before: int, units: int, asked_for: int) -> Step:
+def _in_replicas(weights: ReplicaWeights, before: int, units: int, asked_for: int) -> Step:
     """How many replicas count for what is asked for; those that there are where nothing else is."""
-    if asked_for == units:
-        text = f"{before} replicas count for {capacity.of(before):g}"
-        return Step(Stage.GPU, Code.WEIGHED, asked_for, before, text)
-    count, there = capacity.replicas(asked_for), len(capacity.weights)
+    count = before if asked_for == units else weights.replicas(asked_for)
+    there = min(count, len(weights.weights))
+    text = f"{weights.of(there):g} by weight of {there}"
     if count > there:
-        text = f"{there} replicas count for {capacity.of(there):g}, {count - there} more for {capacity.next:g} each"
-    else:
-        text = f"the {count} that are preferred count for {capacity.of(count):g}"
+        text += f", and {count - there} more of {weights.next:g} each"
     return Step(Stage.GPU, Code.WEIGHED, asked_for, count, text)
 
 
