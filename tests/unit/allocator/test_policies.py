@@ -7,12 +7,14 @@ import pytest
 
 from gpuscale.allocator.domain.model import Ask, Node, Pick, Policy, Use
 from gpuscale.allocator.placing import index as members
+from gpuscale.allocator.placing.columns import Build
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.policies import (
     CPU_PRIOR,
     FIRST_DRAWN,
     HALF_LIFE,
     PRICE_PRIOR,
+    REPRICED,
     Demand,
     expected_waste,
     gradients,
@@ -85,6 +87,20 @@ def test_pack_spares_models_that_others_ask_for_by_name() -> None:
         of.place(wish(Policy.PACK, models=("a100",)), NOW)
     assert picked(of, wish(Policy.PACK)).nodes == ("common",)
     assert picked(of, wish(Policy.PACK, models=("A100",))).nodes == ("scarce",)
+
+
+def test_pack_spares_the_last_of_a_model_that_few_asks_name() -> None:
+    """Each tenth ask names it: it is a small node like others while all is free, and dear once most of it is held."""
+    use = Use()
+    rare = node("rare", *(replace(gpu(one, index=index), model="A100") for index, one in enumerate("abcd")))
+    of = placer([rare, plain_node("common", 8, rank=1)], use)
+    for number in range(200):
+        of.place(wish(Policy.PACK, models=() if number % 10 else ("A100",)), NOW)
+    assert picked(of, wish(Policy.PACK)).nodes == ("rare",)
+    use.hold(reservation(picked(of, wish(Policy.PACK, gpu_count=3, models=("A100",))).gpus))
+    for _ in range(REPRICED):
+        of.place(wish(Policy.PACK), NOW)
+    assert picked(of, wish(Policy.PACK)).nodes == ("common",)
 
 
 def with_memory(name: str, gpus: int, *, rank: int, gib: int) -> Node:
@@ -265,36 +281,45 @@ def test_free_gpus_come_by_the_score_of_each_and_only_those_shown_are_made(
 
 RARE, COMMON = ("a", 2, 32, 64), ("b", 8, 96, 512)
 SUPPLY = {RARE: 10, COMMON: 30}
+NO_BUILD = frozenset[Build]()
+
+
+def idle() -> dict[Build, float]:
+    """As if all of a large cluster were free, a quarter of it of the rare build."""
+    return {build: 1e9 * count for build, count in SUPPLY.items()}
 
 
 def test_the_cluster_is_a_start_that_asks_soon_outvote() -> None:
     demand = Demand()
     demand.expect(14.0)
-    demand.observe(wish(cpu_milli=6000), (), SUPPLY)
+    demand.observe(wish(cpu_milli=6000), NO_BUILD, SUPPLY, idle)
     expected = (6000 + 14.0 * CPU_PRIOR) / (1000 + CPU_PRIOR)
     assert demand.tariff.cpu_per_gpu == pytest.approx(expected)
     for _ in range(1000):
-        demand.observe(wish(cpu_milli=6000), (), SUPPLY)
+        demand.observe(wish(cpu_milli=6000), NO_BUILD, SUPPLY, idle)
     assert demand.tariff.cpu_per_gpu == pytest.approx(6.0, rel=0.02)
 
 
 def test_asks_that_say_nothing_of_cpu_teach_nothing_of_it() -> None:
     demand = Demand()
-    demand.observe(wish(cpu_milli=6000), (), SUPPLY)
+    demand.observe(wish(cpu_milli=6000), NO_BUILD, SUPPLY, idle)
     for _ in range(100):
-        demand.observe(wish(), (), SUPPLY)
+        demand.observe(wish(), NO_BUILD, SUPPLY, idle)
     assert demand.tariff.cpu_per_gpu == pytest.approx(6.0)
 
 
-def test_a_price_is_the_demand_that_only_a_build_serves_over_its_part_of_the_supply() -> None:
-    """Half of all GPUs asked for must be of one build, which is a quarter of the supply: price 2, but for the prior."""
+def test_a_price_is_the_demand_that_only_a_build_serves_over_its_part_of_what_is_free() -> None:
+    """Half of all GPUs asked for must be of one build, which is a quarter of what is free: price 2, but for the prior."""
     demand = Demand()
     for _ in range(500):
-        demand.observe(wish(models=("a",)), (RARE,), SUPPLY)
-        demand.observe(wish(), (), SUPPLY)
+        demand.observe(wish(models=("a",)), frozenset({RARE}), SUPPLY, idle)
+        demand.observe(wish(), NO_BUILD, SUPPLY, idle)
     seen = 1_000_000 * (1 - 0.5 ** (1000 / HALF_LIFE)) / (1000 / HALF_LIFE * 0.6931)
     assert demand.tariff.prices[RARE] == pytest.approx(2.0 * seen / (seen + PRICE_PRIOR), rel=0.02)
     assert COMMON not in demand.tariff.prices
+    for _ in range(REPRICED):
+        demand.observe(wish(), NO_BUILD, SUPPLY, lambda: {RARE: 1e9, COMMON: 39e9})
+    assert demand.tariff.prices[RARE] == pytest.approx(20.0 * seen / (seen + PRICE_PRIOR), rel=0.02)
 
 
 @pytest.mark.parametrize(("cpu_milli", "scarcity"), [(8_000, 0.0), (9_450, 0.5), (20_000, 1.0)])
@@ -303,8 +328,8 @@ def test_cpu_is_scarce_where_asks_take_what_there_is_beside_gpus(cpu_milli: int,
     demand = Demand()
     demand.expect(10.0)
     for _ in range(1000):
-        demand.observe(wish(gpu_count=0, cpu_milli=cpu_milli - 2_000), (), SUPPLY)
-        demand.observe(wish(cpu_milli=2_300), (), SUPPLY)
+        demand.observe(wish(gpu_count=0, cpu_milli=cpu_milli - 2_000), NO_BUILD, SUPPLY, idle)
+        demand.observe(wish(cpu_milli=2_300), NO_BUILD, SUPPLY, idle)
     assert demand.tariff.cpu_scarcity == scarcity
 
 
@@ -324,7 +349,7 @@ def test_an_ask_that_several_builds_serve_weighs_on_them_by_their_supply() -> No
     supply = {RARE: 10, ("c", 4, 32, 64): 5, COMMON: 30}
     demand = Demand()
     for _ in range(500):
-        demand.observe(wish(models=("a", "c")), (RARE, ("c", 4, 32, 64)), supply)
+        demand.observe(wish(models=("a", "c")), frozenset(supply) - {COMMON}, supply, idle)
     prices = demand.tariff.prices
     assert prices[RARE] == pytest.approx(prices["c", 4, 32, 64])
 
@@ -333,7 +358,7 @@ def test_what_is_old_counts_less() -> None:
     demand = Demand()
     for cpu in (2000, 8000):
         for _ in range(HALF_LIFE):
-            demand.observe(wish(cpu_milli=cpu), (), SUPPLY)
+            demand.observe(wish(cpu_milli=cpu), NO_BUILD, SUPPLY, idle)
     assert demand.tariff.cpu_per_gpu == pytest.approx((2.0 * 0.5 + 8.0) / 1.5, rel=0.02)
 
 
@@ -341,9 +366,9 @@ def test_the_tariff_stays_the_same_object_while_it_hardly_moves() -> None:
     """All that was reckoned with it stays valid."""
     demand = Demand()
     for _ in range(2000):
-        demand.observe(wish(cpu_milli=6000), (), SUPPLY)
+        demand.observe(wish(cpu_milli=6000), NO_BUILD, SUPPLY, idle)
     before = demand.tariff
-    demand.observe(wish(cpu_milli=7000), (), SUPPLY)
+    demand.observe(wish(cpu_milli=7000), NO_BUILD, SUPPLY, idle)
     assert demand.tariff is before
 
 
@@ -351,7 +376,7 @@ def test_typical_asks_are_drawn_up_now_and_then_and_never_where_they_were_given(
     demand, given = Demand(), Demand({(0, 1, 1000, ()): 1})
     for _ in range(min(FIRST_DRAWN)):
         assert demand.classes == {}
-        demand.observe(wish(), (), SUPPLY)
-        given.observe(wish(gpu_count=2), (), SUPPLY)
+        demand.observe(wish(), NO_BUILD, SUPPLY, idle)
+        given.observe(wish(gpu_count=2), NO_BUILD, SUPPLY, idle)
     assert demand.classes == {(0, 1, 1000, ()): min(FIRST_DRAWN)}
     assert given.classes == {(0, 1, 1000, ()): 1}

@@ -358,6 +358,12 @@ class Columns:
         self.expiry[row] = expiry
         self._soonest = min(self._soonest, expiry)
 
+    def free_of(self) -> Mapping[Build, float]:
+        """What is free of the whole GPUs of each build, in thousandths."""
+        rows = slice(len(self))
+        free = np.bincount(self.build[rows], self.free_milli[rows], len(self.builds))
+        return dict(zip(self.builds, listed(free), strict=True))
+
     def _count(self, node: Node, gpus: Sequence[Gpu], sign: int) -> None:
         whole = [gpu for gpu in gpus if not gpu.mig_profile]
         if whole:

@@ -461,8 +461,9 @@ class Index:
         found: Bools = shape.gpu_codes[: len(self.columns)] == 0
         return found
 
-    def learn(self, ask: Ask) -> None:
+    def learn(self, ask: Ask, now: float) -> None:
         """Take note of a new ask."""
+        self.follow(now)
         columns, gpus = self.columns, self.columns.gpus_beside_cpu
         self._demand.expect(columns.cpu_beside_gpus / (WHOLE * gpus) if gpus else 0.0)
-        self._demand.observe(ask, self._known(ask).served_by(), columns.supply)
+        self._demand.observe(ask, self._known(ask).served_by(), columns.supply, columns.free_of)

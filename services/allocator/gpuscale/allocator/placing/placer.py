@@ -155,7 +155,7 @@ class Placer:
     def _find(self, ask: Ask, now: float, *, again: bool, told: bool) -> Pick | Refusal:
         index = self._arrange()
         if not again:
-            index.learn(ask)
+            index.learn(ask, now)
         named = ask.nodes or ask.gpus
         if named and (unknown := unknown_names(self._nodes, index.columns.nodes, ask)):
             return unknown

@@ -16,7 +16,7 @@ changes. Ties are settled by the rank of the node, by whoever compares.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from operator import not_
@@ -180,8 +180,10 @@ SCARCE_CPU = 0.9
 REDRAWN = 1024
 FIRST_DRAWN = frozenset({16, 64, 256, 512})
 """The classes of asks are drawn up anew after so many asks: all that hangs on them must be reckoned anew."""
-STEP = 0.01
-"""A tariff is replaced when a figure of it is further off than this: a part of the ratio, or so much of a price."""
+REPRICED = 8
+"""Prices are looked at again after so many asks for GPUs."""
+STEP, PRICE_STEP = 0.01, 0.1
+"""A tariff is replaced when a figure of it is further off: the ratio by a part STEP, a price by STEP and by a part PRICE_STEP."""
 
 
 NO_WASTE: Floats = np.zeros(WHOLE + 1)
@@ -192,8 +194,9 @@ class Tariff:
     """What policies reckon with.
 
     `cpu_per_gpu` is R, the CPU that asks take per GPU (thousandths per thousandth; 0 while unknown). `prices` says for
-    each build of node how much of the demand can be served by it alone, relative to its part of the supply. `waste` says
-    for each free share of a GPU, in thousandths, how much of it the next ask for a share is expected to find too small.
+    each build of node what part of the demand few builds can serve, of which it is one, over their part of what is free.
+    `waste` says for each free share of a GPU, in thousandths, how much of it the next ask for a share is expected to find
+    too small.
     `cpu_scarcity` is 0 where GPUs run out long before CPU does, 1 where they run out together or CPU first.
     """
 
@@ -230,7 +233,8 @@ class Demand:
         self._cpu = self._cpu_of_all = 0.0
         self._gpu_beside_cpu = 0.0
         self._gpu = 0.0
-        self._constrained: dict[Build, float] = {}
+        self._asked = 0
+        self._constrained: dict[frozenset[Build], float] = {}
         self._prior = 0.0
         self.tariff = Tariff(waste=expected_waste(self.classes))
 
@@ -238,8 +242,17 @@ class Demand:
         """Reckon with the cluster's own CPU per GPU until asks tell otherwise."""
         self._prior = cpu_per_gpu
 
-    def observe(self, ask: Ask, served_by: Collection[Build], supply: Mapping[Build, int]) -> None:
-        """Take note of a new ask. `served_by` are the builds of node that could ever serve it, `supply` all GPUs."""
+    def observe(
+        self,
+        ask: Ask,
+        served_by: frozenset[Build],
+        supply: Mapping[Build, int],
+        free: Callable[[], Mapping[Build, float]],
+    ) -> None:
+        """Take note of a new ask.
+
+        `served_by` are the builds of node that could ever serve it, `supply` all GPUs, `free` tells what is free of them.
+        """
         if self._learns_classes:
             self._learn_class(ask)
         milli = float(ask.member_count * ask.gpu_count * ask.gpu_milli)
@@ -250,14 +263,11 @@ class Demand:
         self._gpu = self._gpu * self._decay + milli
         self._gpu_beside_cpu = self._gpu_beside_cpu * self._decay + (milli if ask.cpu_milli else 0.0)
         self._cpu = self._cpu * self._decay + ask.member_count * ask.cpu_milli
-        for build in self._constrained:
-            self._constrained[build] *= self._decay
+        self._asked += 1
         able = sum(supply.get(build, 0) for build in served_by)
         if 0 < able < SCARCE * sum(supply.values()):
-            for build in served_by:
-                part = milli * supply.get(build, 0) / able
-                self._constrained[build] = self._constrained.get(build, 0.0) + part
-        self._renew(supply)
+            self._constrained[served_by] = self._constrained.get(served_by, 0.0) + milli
+        self._renew(free)
 
     def _learn_class(self, ask: Ask) -> None:
         self._count += 1
@@ -269,26 +279,36 @@ class Demand:
             if (waste := expected_waste(self.classes)).tolist() != self.tariff.waste.tolist():
                 self.tariff = replace(self.tariff, waste=waste)
 
-    def _renew(self, supply: Mapping[Build, int]) -> None:
+    def _renew(self, free: Callable[[], Mapping[Build, float]]) -> None:
         """Draw up the tariff anew, if it has moved."""
-        prices: dict[Build, float] = {}
-        if self._constrained:  # the demand over the supply, as if all demand together were the whole supply
-            scale = sum(supply.values()) / (self._gpu + PRICE_PRIOR)
-            for build, milli in self._constrained.items():
-                if supply.get(build, 0):
-                    prices[build] = milli * scale / supply[build]
+        known, prices = self.tariff, self.tariff.prices
+        if self._constrained and not self._asked % REPRICED:
+            prices = self._priced(free())
         weight = CPU_PRIOR if self._prior else 0.0
         gpu = self._gpu_beside_cpu + weight
         ratio = (self._cpu + self._prior * weight) / gpu if gpu else 0.0
-        known = self.tariff
-        moved = any(abs(price - known.prices.get(one, 0.0)) > STEP for one, price in prices.items())
         scarcity = self._cpu_scarcity()
         if (
-            moved
-            or scarcity != known.cpu_scarcity
+            scarcity != known.cpu_scarcity
             or not math.isclose(ratio, known.cpu_per_gpu, rel_tol=STEP)
+            or any(
+                not math.isclose(price, known.prices.get(one, 0.0), rel_tol=PRICE_STEP, abs_tol=STEP)
+                for one, price in prices.items()
+            )
         ):
             self.tariff = Tariff(ratio, prices, known.waste, scarcity)
+
+    def _priced(self, free: Mapping[Build, float]) -> Mapping[Build, float]:
+        """What is asked of few builds, as a part of all, over the part of all that is free which is theirs."""
+        decay, all_free = self._decay**REPRICED, sum(free.values())
+        known, prices = self._constrained, dict[Build, float]()
+        self._constrained = {one: left for one, milli in known.items() if (left := milli * decay) >= 1.0}
+        for served_by, milli in self._constrained.items():
+            theirs = max(sum(free.get(build, 0.0) for build in served_by), WHOLE)
+            for build in served_by:
+                part = milli / (self._gpu + PRICE_PRIOR) * all_free / theirs
+                prices[build] = prices.get(build, 0.0) + part
+        return prices
 
     def _cpu_scarcity(self) -> float:
         """In quarters: how much of the cluster's CPU goes with all of its GPUs, from SCARCE_CPU on."""
