@@ -51,6 +51,11 @@ async def test_the_preferred_model_first_then_the_next_and_the_last_goes_first(t
         shown = await one.autoscaler.get(JOBS)
         assert shown.status.granted_capacity == 2
         assert "3 granted (2 by weight), " in endpoint_lines(shown)[0]
+
+        async def told() -> bool:
+            return (await one.autoscaler.get(JOBS)).status.summary.endswith("; 2 by weight of 3")
+
+        await eventually(told, timeout=20)
         column = REPLICAS.column("model")
         assert column is not None
         rows = await one.autoscaler.replicas(parent=JOBS)

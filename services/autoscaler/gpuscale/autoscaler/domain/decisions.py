@@ -236,7 +236,8 @@ def _summary(evaluation: Evaluation, granted: int, steps: Sequence[Step], limit:
     if granted < wanted and limit in LIMITING:
         line += f", {granted} granted"
     reason = next((step for step in reversed(steps) if step.code is limit), deciding)
-    return f"{line}: {reason.text}" if reason else line
+    weighed = (f"; {step.text}" for step in steps if step.code is Code.WEIGHED and step.before != step.after)
+    return f"{line}: {reason.text}{next(weighed, '')}" if reason else line
 
 
 _TELLING = (Stage.COMBINE, Stage.MANUAL, Stage.ACT, Stage.GPU)

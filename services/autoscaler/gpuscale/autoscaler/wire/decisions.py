@@ -217,7 +217,7 @@ _Capacity = autoscaler_internal.DecisionInputs.Capacity
 
 def question_to_wire(question: Question) -> autoscaler_internal.DecisionInputs:
     """The message of all that an evaluation goes by."""
-    inputs, memory = question.inputs, question.memory
+    inputs, memory, own = question.inputs, question.memory, question.inputs.capacity
     signals = [_signal_to_wire(one, inputs.history(name)) for name, one in inputs.observations.items()]
     for name in (one for one in inputs.series if one not in inputs.observations):
         known, past = api.Observation(signal=name), inputs.history(name)
@@ -251,7 +251,7 @@ def question_to_wire(question: Question) -> autoscaler_internal.DecisionInputs:
         gpu_limit=inputs.gpu_limit,
         capability_sets=[set_state_to_wire(name, one) for name, one in inputs.sets.items()],
         gives_way=None if inputs.gives_way is None else to_wire(_GiveWay(), inputs.gives_way),
-        capacity=None if inputs.capacity is None else _capacity_to_wire(inputs.capacity),
+        capacity=_Capacity(weights=own.weights, next=own.next, speed=own.speed) if own else None,
     )
 
 
@@ -273,7 +273,7 @@ def question_from_wire(wire: autoscaler_internal.DecisionInputs) -> Question:
         gpu_limit=wire.gpu_limit if wire.HasField("gpu_limit") else None,
         sets={one.id: set_state_from_wire(one) for one in wire.capability_sets},
         gives_way=from_wire(GiveWay, wire.gives_way, "gives_way") if wire.HasField("gives_way") else None,
-        capacity=_capacity(wire.capacity) if wire.HasField("capacity") else None,
+        capacity=from_wire(ReplicaWeights, wire.capacity, "capacity") if wire.HasField("capacity") else None,
     )
     memory = Memory(wire.since, _counts(wire.asked), _counts(wire.changes))
     return Question(spec_from_wire(wire.spec, "spec"), inputs, memory, wire.unknown_replicas)
@@ -310,14 +310,6 @@ def _observation(wire: _Signal) -> Observation:
         if wire.observation.HasField("tasks")
         else None,
     )
-
-
-def _capacity_to_wire(one: ReplicaWeights) -> _Capacity:
-    return _Capacity(weights=one.weights, next=one.next, speed=one.speed)
-
-
-def _capacity(wire: _Capacity) -> ReplicaWeights:
-    return ReplicaWeights(tuple(wire.weights), wire.next, wire.speed)
 
 
 def _counts_to_wire(counts: Iterable[tuple[float, int]]) -> list[_Count]:
