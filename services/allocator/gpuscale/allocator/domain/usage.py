@@ -118,14 +118,12 @@ def gpus_of(
         found[held.uuid] = UNREAD
         for gpu in node.gpus if node else ():
             if gpu.uuid == held.uuid:
-                if gpu.fresh_until >= now and _read_since(gpu, since):
+                if gpu.fresh_until >= now and (
+                    since is None or (gpu.read_at is not None and gpu.read_at >= since)
+                ):
                     found[held.uuid] = _usage(gpu, held, reservation.id, use)
                 break
     return found
-
-
-def _read_since(gpu: Gpu, since: float | None) -> bool:
-    return since is None or (gpu.read_at is not None and gpu.read_at >= since)
 
 
 MOST_JUDGED = 10_000

@@ -16,7 +16,7 @@ A dry run (`replay`) asks the same `judge` about a recorded past, in its steps. 
 unknown, as a silent agent is to a policy that runs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -451,7 +451,11 @@ class DryRun:
         for index in range(first, last):
             states = use.of(hold, index)
             if states != before:  # so it was from the beginning of the step on
-                seen = _sightings(hold.gpus, states)
+                pairs = zip(hold.gpus, states, strict=True)
+                seen = tuple(
+                    GpuSighting(uuid, {IDLE: True, BUSY: False}.get(one), None, None, None)
+                    for uuid, one in pairs
+                )
                 known = verdict(policy, SeenSubject(hold.subject, seen))[0] is not None
             for now in (index, index + 1) if states != before else (index + 1,):
                 at = use.start + now * use.step
@@ -463,12 +467,6 @@ class DryRun:
             self.unknown += use.step * (not known)
         if track is not None and hold.end <= use.start + use.count * use.step:
             self.acts += ended(name, policy, track, "it ended", _wall(hold.end), gone=True)
-
-
-def _sightings(gpus: Sequence[str], states: Sequence[int]) -> tuple[GpuSighting, ...]:
-    idle: Mapping[int, bool] = {IDLE: True, BUSY: False}
-    pairs = zip(gpus, states, strict=True)
-    return tuple(GpuSighting(uuid, idle.get(one), None, None, None) for uuid, one in pairs)
 
 
 def _wall(seconds: float) -> datetime:

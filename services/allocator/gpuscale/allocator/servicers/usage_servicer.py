@@ -51,7 +51,9 @@ class UsageServicer(api.UsageServiceServicer):
         until = asked.until or max(
             self.accounting.clock.wall(), asked.since or datetime.min.replace(tzinfo=UTC)
         )
-        first, last = _days(asked.since or until - SPAN, until)
+        millis = [int(one.timestamp() * 1000) for one in (asked.since or until - SPAN, until)]
+        first = millis[0] // DAY  # in days of UTC since 1970
+        last = max(first + 1, -(-millis[1] // DAY))
         caller, meets = current_principal(), compile_filter(request.filter, api.UsageRow)
         mine = caller.role < Role.ADMIN
         # Sets of labels may be many: they are read only where they matter.
@@ -106,12 +108,6 @@ def _row_of(one: Used, dimension: str, key: str) -> Used:
     if dimension == "labels":
         return replace(NOTHING, labels={key: one.labels[key]} if key in one.labels else {})
     return replace(NOTHING, **{dimension: getattr(one, dimension)}) if dimension else NOTHING
-
-
-def _days(since: datetime, until: datetime) -> tuple[int, int]:
-    """The first UTC day, since 1970, and the one after the last."""
-    first, last = (int(one.timestamp() * 1000) for one in (since, until))
-    return first // DAY, max(first // DAY + 1, -(-last // DAY))
 
 
 def _midnight(day: int) -> datetime:

@@ -7,7 +7,7 @@ restart, or a clock that was set, leaves nothing undone.
 """
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
@@ -274,7 +274,9 @@ class Calendar:
         free = self.world.place_after(ask, now, soft, told=True)
         if isinstance(free, Pick):
             names = ", ".join(
-                f"{one.name} ({one.owner})" for one in others if not one.gpus.isdisjoint(_uuids(free))
+                f"{one.name} ({one.owner})"
+                for one in others
+                if not one.gpus.isdisjoint(gpu.uuid.lower() for gpu in free.gpus)
             )
             raise ResourceExhaustedError(
                 f"too few GPUs then: others are booked, by {names}", reason="NO_CAPACITY"
@@ -291,10 +293,6 @@ class Calendar:
 def _plain(ask: Ask) -> Ask:
     """The ask without what is of this moment only."""
     return replace(ask, max_utilization_percent=100.0, allow_unknown_utilization=True)
-
-
-def _uuids(pick: Pick) -> Iterable[str]:
-    return (gpu.uuid.lower() for gpu in pick.gpus)
 
 
 def _not_owner(one: Booking, what: str) -> PermissionDeniedError:

@@ -116,7 +116,9 @@ class DryRuns:
                     uuid, begin, min(begin + WINDOW * STEP, use.start + use.count * STEP)
                 )
             if points and not aligned:
-                use, aligned = _aligned(use, points[0]), True
+                begin = use.start + (_seconds(points[0]) - use.start) % STEP  # as the steps of the history
+                count = int((use.start + use.count * STEP - begin) // STEP)
+                use, aligned = replace(use, start=begin, count=count), True
             mean = sum(one.sample_count for one in points) / max(1, len(points))
             for one in points:
                 place = round((_seconds(one) - use.start) / STEP)
@@ -141,12 +143,6 @@ class DryRuns:
         except NotFoundError:  # no agent reports it any more
             return []
         return [point for series in found.series for point in series.points]
-
-
-def _aligned(use: RecordedUse, point: monitor_api.HistoryPoint) -> RecordedUse:
-    """The same span, in steps that begin where those of the history do."""
-    begin = use.start + (_seconds(point) - use.start) % STEP
-    return replace(use, start=begin, count=int((use.start + use.count * STEP - begin) // STEP))
 
 
 def _seconds(point: monitor_api.HistoryPoint) -> float:

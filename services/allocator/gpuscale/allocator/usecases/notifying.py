@@ -9,7 +9,6 @@ import asyncio
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import urlsplit
@@ -183,7 +182,12 @@ class Notifying:
             - bad.keys()  # a GPU that was not seen since the start may be in quarantine still
             if (one in self._bad if "/gpus/" in one else one not in self._down)
         ]
-        events = [_of_trouble(name, text, wall) for name, text in bad.items() if name not in self._told]
+        kinds = EventKind.NODE_DOWN, EventKind.GPU_QUARANTINED
+        events = [
+            NotifiedEvent(kinds["/gpus/" in name], name, f"{name} is {text}", wall)
+            for name, text in bad.items()
+            if name not in self._told
+        ]
         if not (events or over):
             return
         letters = self.letters(events)
@@ -246,12 +250,14 @@ class Notifying:
         try:
             async with asyncio.timeout(TIMEOUT):
                 url = httpx.URL(target.url)
-                address = await self._resolved(url.host, url.port or (443 if url.scheme == "https" else 80))
-                if not address:
+                port = url.port or (443 if url.scheme == "https" else 80)
+                found = await asyncio.get_running_loop().getaddrinfo(url.host, port)
+                addresses = [str(entry[4][0]).partition("%")[0] for entry in found]
+                if not addresses or not all(permitted(one, self.allowed) for one in addresses):
                     return f"{url.host} has no address that allocator.notify_networks allows"
                 request = self._client.stream(
                     "POST",
-                    url.copy_with(host=address),
+                    url.copy_with(host=addresses[0]),
                     content=body,
                     headers={**headers, "host": url.netloc.decode()},
                     extensions={"sni_hostname": url.host},
@@ -262,12 +268,6 @@ class Notifying:
             return f"no answer within {TIMEOUT:g} s"
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             return f"cannot be reached: {type(error).__name__}"
-
-    async def _resolved(self, host: str, port: int) -> str:
-        """An address of a host to which something may be sent; empty unless all of them are."""
-        found = await asyncio.get_running_loop().getaddrinfo(host, port)
-        addresses = [str(entry[4][0]).partition("%")[0] for entry in found]
-        return addresses[0] if addresses and all(permitted(one, self.allowed) for one in addresses) else ""
 
     @cached_property
     def _client(self) -> "httpx.AsyncClient":
@@ -284,11 +284,6 @@ async def open_notifying(
     found = Notifying(Declarations("targets", store, decode, clock), store, clock, networks(allowed))
     await found.load()
     return found
-
-
-def _of_trouble(name: str, text: str, wall: datetime) -> NotifiedEvent:
-    kind = EventKind.GPU_QUARANTINED if "/gpus/" in name else EventKind.NODE_DOWN
-    return NotifiedEvent(kind, name, f"{name} is {text}", wall)
 
 
 def url_problem(url: str) -> str:

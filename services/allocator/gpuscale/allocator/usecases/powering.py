@@ -81,7 +81,9 @@ class Powering:
             await asyncio.sleep(LOOK)
             await self.look()
             try:
-                await self._write()
+                if written := list(self._unwritten):
+                    await self.store.save_power_changes(written)
+                    self._unwritten = [one for one in self._unwritten if one not in written]
             except GpuscaleError as error:  # it is written with the next
                 if not failing:
                     _log.warning("cannot write how power limits were changed", problem=error.message)
@@ -162,11 +164,6 @@ class Powering:
         )
         self._changes.append((self._changes[-1][0] + 1 if self._changes else 1, change))
         self._unwritten = [*self._unwritten, self._changes[-1]][-_MOST_UNWRITTEN:]
-
-    async def _write(self) -> None:
-        if written := list(self._unwritten):
-            await self.store.save_power_changes(written)
-            self._unwritten = [one for one in self._unwritten if one not in written]
 
     def _now(self) -> float:
         return self.records.clock.now()

@@ -147,7 +147,9 @@ class Connections:
         """Cut what has lasted for too long without an identity, and what is beyond the share of such."""
         # First: the connections of these are all there, or have ended.
         raw = {said: _key(said) for said in tuple(self.vouched)}
-        there = self._connections(ports)
+        sockets, known = tuple(_sockets()), self._known
+        self._known = {inode: known[inode] if inode in known else _peer(fd, ports) for fd, inode in sockets}
+        there = {inode: (fd, peer) for fd, inode in sockets if (peer := self._known[inode]) is not None}
         peers = {peer for _, peer in there.values()}
         vouched = set(raw.values())
         for said, key in raw.items():
@@ -169,12 +171,6 @@ class Connections:
         late = (one for one in oldest if one not in by_path and now - self._since[one] >= PATIENCE)
         for inode in {*beyond, *late}:
             Connections.cut += _cut(there[inode][0], inode)
-
-    def _connections(self, ports: Container[int]) -> dict[int, tuple[int, str]]:
-        """Number and peer of each connection to the ports, by its inode."""
-        sockets, known = tuple(_sockets()), self._known
-        self._known = {inode: known[inode] if inode in known else _peer(fd, ports) for fd, inode in sockets}
-        return {inode: (fd, peer) for fd, inode in sockets if (peer := self._known[inode]) is not None}
 
     def _note_shortage(self, unknown: int) -> None:
         """Count a look at which no descriptor is left (EMFILE, ENFILE), and log the first of them."""

@@ -185,7 +185,7 @@ def number_range(field: FieldDescriptor, rules: FieldRules) -> Range | None:
 
 
 def _text_check(rules: FieldRules) -> ValueCheck:
-    longest = _longest(rules)
+    longest = MAX_LENGTH if rules.max_length is None else rules.max_length
     shape = _shape_check(rules)
     plain = rules.format != "any"
 
@@ -200,10 +200,6 @@ def _text_check(rules: FieldRules) -> ValueCheck:
         return None if shape is None else shape(value)
 
     return text_problem
-
-
-def _longest(rules: FieldRules) -> int:
-    return MAX_LENGTH if rules.max_length is None else rules.max_length
 
 
 def _shape_check(rules: FieldRules) -> ValueCheck | None:

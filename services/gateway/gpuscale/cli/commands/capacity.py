@@ -131,7 +131,7 @@ def estimate(
 
     With --parameter-count or --kv-cache-tokens only these numbers count.
     """
-    from google.protobuf.json_format import ParseDict
+    from google.protobuf.json_format import ParseDict, ParseError
 
     if not (model or from_config or options["parameter_count"]):
         raise InvalidArgumentError("pass MODEL, --from-config or --parameter-count")
@@ -140,7 +140,11 @@ def estimate(
     request.context_tokens = tokens or (0 if plain else CONTEXT)
     ParseDict(once(parameter), request.parameters)
     if from_config:
-        _read_config(from_config, request)
+        try:
+            ParseDict(json.loads(from_config.read_text(encoding="utf-8")), request.config)
+        except (OSError, ValueError, ParseError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not the JSON of a config.json"
+            raise InvalidArgumentError(f"{from_config}: {reason}") from error
     with session.connect() as client:
         found = client.capacity.EstimateRequirements(request)
     if not session.output.human:
@@ -152,16 +156,6 @@ def estimate(
     if found.ignored_parameters:
         lines.append(f"  ignored: {', '.join(found.ignored_parameters)}")
     write_lines(lines)
-
-
-def _read_config(file: Path, request: "api.EstimateRequirementsRequest") -> None:
-    from google.protobuf.json_format import ParseDict, ParseError
-
-    try:
-        ParseDict(json.loads(file.read_text(encoding="utf-8")), request.config)
-    except (OSError, ValueError, ParseError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not the JSON of a config.json"
-        raise InvalidArgumentError(f"{file}: {reason}") from error
 
 
 @command("rank nodes --gpus 2")

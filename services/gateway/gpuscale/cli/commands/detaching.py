@@ -107,7 +107,11 @@ class JobFolder:
         self._orders = orders
         self._path = folder_of(orders)  # which `detach` made
         os.umask(0o077)
-        self._forget_others()
+        old = time.time() - KEPT_SECONDS
+        for one in self._path.parent.iterdir():
+            with suppress(OSError):
+                if one.stat().st_mtime < old and not _supervised(one):
+                    shutil.rmtree(one)
         (self._path / "pid").write_text(f"{os.getpid()}\n")
         (self._path / "output").touch()  # `tail` of who attaches to what writes nothing fails without
         self._tail = b""
@@ -158,13 +162,6 @@ class JobFolder:
                     size = 0
                 with path.open("ab") as file:
                     size += file.write(chunk)
-
-    def _forget_others(self) -> None:
-        old = time.time() - KEPT_SECONDS
-        for one in self._path.parent.iterdir():
-            with suppress(OSError):
-                if one.stat().st_mtime < old and not _supervised(one):
-                    shutil.rmtree(one)
 
 
 def _supervised(folder: Path) -> bool:

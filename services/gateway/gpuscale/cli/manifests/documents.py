@@ -270,13 +270,10 @@ def _parse(message: Message, field: "Field", value: Tree, plain: object) -> None
 _MILLISECONDS = re.compile(r"(\d+(?:\.\d+)?)ms")
 
 
-def _is_duration(field: "Field") -> bool:
-    return field.message_type is not None and field.message_type.full_name == "google.protobuf.Duration"
-
-
 def _leaf(field: "Field", value: Tree) -> str | bool:
     text = _scalar(value).text
-    if milliseconds := _MILLISECONDS.fullmatch(text) if _is_duration(field) else None:
+    of_time = field.message_type is not None and field.message_type.full_name == "google.protobuf.Duration"
+    if milliseconds := _MILLISECONDS.fullmatch(text) if of_time else None:
         return f"{float(milliseconds[1]) / 1000:.9f}s"
     if field.cpp_type != FieldDescriptor.CPPTYPE_BOOL:
         return text

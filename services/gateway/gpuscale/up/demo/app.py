@@ -89,26 +89,17 @@ async def _use(
     program = DemoProgram(habit.user, habit.program, load, habit.memory, granted.name)
     site.begin([gpu.uuid for gpu in granted.gpus], program)
     try:
-        await _hold(granted, stub, site.hours() + lasts, site)
+        until = site.hours() + lasts
+        while (left := (until - site.hours()) * 3600 / site.speed) > 0:
+            await asyncio.sleep(min(left, LEASE / 3))
+            renewal = allocator_api.RenewReservationRequest(
+                name=granted.name, fence=granted.fence, ttl=to_duration(LEASE)
+            )
+            await stub.RenewReservation(renewal)  # an error ends it, as a lost lease does
     finally:
         site.end(program)
     release = allocator_api.ReleaseReservationRequest(name=granted.name, fence=granted.fence)
     await stub.ReleaseReservation(release)
-
-
-async def _hold(
-    granted: allocator_api.Reservation,
-    stub: allocator_api.AllocatorServiceAsyncStub,
-    until: float,
-    site: DemoSite,
-) -> None:
-    """Renew the lease until an hour of the day; an error of the allocator ends it, as a lost lease does."""
-    while (left := (until - site.hours()) * 3600 / site.speed) > 0:
-        await asyncio.sleep(min(left, LEASE / 3))
-        renewal = allocator_api.RenewReservationRequest(
-            name=granted.name, fence=granted.fence, ttl=to_duration(LEASE)
-        )
-        await stub.RenewReservation(renewal)
 
 
 SERVING = "serving"

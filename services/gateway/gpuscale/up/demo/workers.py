@@ -88,7 +88,12 @@ class Workers:
         yield autoscaler_internal.ConnectRequest(register=register)
         while True:
             self._changed.clear()
-            self._settle()
+            now = asyncio.get_running_loop().time()
+            for one in self._replicas.values():
+                if one.state == _State.STATE_STARTING and now >= one.ready_at:
+                    one.state = _State.STATE_READY
+                    self._traffic.ready[one.endpoint] += 1
+                    one.lines.append("ready: listening on port 8000")
             while self._logs:
                 yield autoscaler_internal.ConnectRequest(log_part=self._log(self._logs.pop(0)))
             replicas = [
@@ -130,15 +135,6 @@ class Workers:
             self._traffic.ready[replica.endpoint] -= 1
         replica.state = _State.STATE_STOPPED
         self._site.end(replica.program)
-
-    def _settle(self) -> None:
-        """Make ready what has started."""
-        now = asyncio.get_running_loop().time()
-        for one in self._replicas.values():
-            if one.state == _State.STATE_STARTING and now >= one.ready_at:
-                one.state = _State.STATE_READY
-                self._traffic.ready[one.endpoint] += 1
-                one.lines.append("ready: listening on port 8000")
 
     def _log(self, question: autoscaler_internal.LogQuestion) -> autoscaler_internal.LogPart:
         part = autoscaler_internal.LogPart(question=question.number)

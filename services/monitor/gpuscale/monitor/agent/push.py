@@ -75,7 +75,6 @@ class FleetPush:
         sampler: Sampler,
         collector: Collector,
         clock: Clock,
-        bands: DeadBands,
         full_every: float,
         faults: FaultLog,
         explain: Explain,
@@ -84,7 +83,7 @@ class FleetPush:
         self._sampler = sampler
         self._faults = faults
         self._writing = asyncio.Lock()  # gRPC takes one write at a time
-        self._deltas = Deltas(bands, full_every * _random.uniform(0.75, 1.25))
+        self._deltas = Deltas(DeadBands(), full_every * _random.uniform(0.75, 1.25))
         self._clock = clock
         self._collector = collector
         self._silence = SILENCE_SECONDS + SILENCE_PERIODS * collector.period

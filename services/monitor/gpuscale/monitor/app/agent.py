@@ -116,9 +116,8 @@ async def open_agent(
             if fleet is not None:
                 faults = FaultLog()
                 tasks.spawn("agent faults", faults.follow(gpus.events))
-                bands, full_every = settings.dead_bands(), settings.full_every_seconds
                 why = partial(settings.why_unavailable, settings.fleet_address)
-                push = FleetPush(fleet, sampler, collector, clock, bands, full_every, faults, why)
+                push = FleetPush(fleet, sampler, collector, clock, settings.full_every_seconds, faults, why)
                 tasks.spawn("agent stream to the fleet", push.run())
                 if calls is not None:
                     stack.enter_context(calls.showing(partial(add_push, push)))

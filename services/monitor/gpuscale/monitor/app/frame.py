@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from gpuscale.common.config.frame import MetricsPageFrame, ServerFrame, UpstreamFrame
-from gpuscale.monitor.agent.deltas import DeadBands
 from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.sources import SourceKind
 from gpuscale.monitor.model.prometheus import HostLabel, Names, Style
@@ -42,10 +41,6 @@ class AgentFrame(ExpositionFrame, UpstreamFrame):
     pod_resources_socket: Path | None
     processes_by_user: bool
     full_every_seconds: float
-    deadband_percent: float
-    deadband_bytes: int
-    deadband_celsius: float
-    deadband_watts: float
     fleet_address: str
     allocator_address: str
     renew_certificate: bool
@@ -53,15 +48,6 @@ class AgentFrame(ExpositionFrame, UpstreamFrame):
     def labels_by_name(self) -> dict[str, str]:
         """The labels of this node."""
         return by_name(self.labels)
-
-    def dead_bands(self) -> DeadBands:
-        """How far readings may move before they are streamed."""
-        return DeadBands(
-            percent=self.deadband_percent,
-            bytes=self.deadband_bytes,
-            celsius=self.deadband_celsius,
-            watts=self.deadband_watts,
-        )
 
     def deadlines(self) -> ReadDeadlines:
         """When a GPU counts as SLOW and as HUNG."""

@@ -93,10 +93,6 @@ class AgentSettings(AgentFrame, ExpositionSettings, UpstreamSettings):
         le=3600.0,
         description="seconds after which a stream of changes has a whole snapshot again",
     )
-    deadband_percent: float = Field(0.5, ge=0.0, le=100.0, description="share that changes must exceed")
-    deadband_bytes: int = Field(1024 * 1024, ge=0, description="bytes that changes must exceed")
-    deadband_celsius: float = Field(0.5, ge=0.0, description="degrees that changes must exceed")
-    deadband_watts: float = Field(1.0, ge=0.0, description="watts that changes must exceed")
     fleet_address: str = Field("", description="fleet to stream to, HOST:PORT; none when empty")
     allocator_address: str = Field(
         "",
