@@ -1,12 +1,13 @@
 """What each scaling policy makes of workloads that nobody fitted it to, by the engine that scales live endpoints.
 
-python -m bench autoscale [--trace FILE.csv ...] [--family NAME ...] [--cold 10 30 60] [--seeds 3] [--tuned] [--detail]
+python -m bench autoscale [--trace FILE.csv ...] [--family NAME ...] [--cold 10 30 60] [--seeds 3] [--tuned] [--told] [--detail]
 
 Every preset as shipped, and our default, over families of made-up workloads and over the traces given, with replicas that
 take each of the cold starts. `late %` is the share of requests that waited longer than the goal; `GPU h` is from grant to
 release, beside the time of the work itself, packed without a gap: no policy can need less. At the end: where a preset is late
 less often than the default and needs less GPU time too. With --tuned each family of policies is searched, as `gpuscalectl
-tune` does, on one seed, and what it chose is run on the others: on what it has not seen.
+tune` does, on one seed, and what it chose is run on the others: on what it has not seen. With --told the default stands beside a
+policy that is told the rate of arrivals, both in terms of the bound of who knows all.
 
 Traces: CSV with arrival_seconds,service_seconds or t_s,context_tokens,generated_tokens (such as AzureLLMInferenceTrace_conv
 of Azure/AzurePublicDataset, CC-BY 4.0); none is part of this project.
@@ -26,6 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from bench._bound import least_gpu_hours
+from bench._told import told_gpu_hours
 from bench._workloads import FAMILIES, made_up
 from gpuscale.autoscaler.backtest.simulate import Report, oracle_gpu_hours, run
 from gpuscale.autoscaler.backtest.world import Setting
@@ -75,6 +77,9 @@ def main() -> None:
     if options.tuned:
         for name, seeds in loads.items():
             _tuned(name, seeds, options)
+    if options.told:
+        for name in filter(FAMILIES.__contains__, loads):
+            _told(name, loads[name], options)
     _speed(options)
 
 
@@ -102,6 +107,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
         help="the seed of the first; smaller ones were used while the default was made",
     )
     add("--tuned", action="store_true", help="search each family of policies too: minutes")
+    add("--told", action="store_true", help="beside a policy that is told the rate of arrivals: minutes")
     add("--detail", action="store_true", help="a table for each cold start")
     return parser.parse_args(argv)
 
@@ -172,8 +178,11 @@ def _reports(
 
 
 def _run(spec: EndpointSpec, requests: Sequence[Request], cold: float, options: argparse.Namespace) -> Report:
-    setting = Setting(options.slots, lambda _number: cold, max_gpus=options.max_replicas)
-    return run(spec, requests, setting, goal=options.goal)
+    return run(spec, requests, _setting(cold, options), goal=options.goal)
+
+
+def _setting(cold: float, options: argparse.Namespace) -> Setting:
+    return Setting(options.slots, lambda _number: cold, max_gpus=options.max_replicas)
 
 
 def _spec(
@@ -217,6 +226,21 @@ def _tuned(name: str, seeds: Sequence[Sequence[Request]], options: argparse.Name
             one, bound = _mean([report for report, _ in each]), statistics.fmean(share for _, share in each)
             line = f"{policy:<16} at {cold:g} s {one.late:>8.2f} %{one.hours:>8.2f} h{bound:>8.2f} of bound"
             print(f"{line}{one.flaps:>7.1f} flaps", flush=True)
+
+
+def _told(name: str, seeds: Sequence[Sequence[Request]], options: argparse.Namespace) -> None:
+    """Print GPU hours of the default, and of who is told the rate, in terms of the bound at the default's late %."""
+    for cold in options.cold:
+        own, told = list[float](), list[float]()
+        setting = _setting(cold, options)
+        for seed, requests in enumerate(seeds, options.first_seed):
+            report = _run(_spec(DEFAULT, {}, requests, options), requests, cold, options)
+            late, goal, most = report.violation_percent, options.goal, options.max_replicas
+            least = least_gpu_hours(requests, options.slots, cold, late / 100, goal=goal, most=most)
+            own.append(report.gpu_hours / least)
+            told.append(told_gpu_hours(name, seed, requests, setting, late, goal) / least)
+        line = f"{DEFAULT} {statistics.fmean(own):.2f} of bound, told the rate {statistics.fmean(told):.2f}"
+        print(f"{name} at {cold:g} s: {line}", flush=True)
 
 
 def _halves(requests: Sequence[Request]) -> tuple[Sequence[Request], Sequence[Request]]:
