@@ -125,15 +125,17 @@ class Flow:
     async def settled(self, host: str) -> None:
         """Wait until the replicas work on this host, and nothing else is left of them."""
 
+        def work() -> bool:
+            serving = self.who("up") - self.who("asked")
+            return self.hosts_of(serving) == {host} and serving <= self.who("worked")
+
         async def so() -> bool:
             rows = (await self.data("get", "replicas"))["replicas"]
-            assert [(one["node"], one["state"]) for one in rows] == [
+            return [(one["node"], one["state"]) for one in rows] == [
                 (f"nodes/{host}", "STATE_READY")
             ] * REPLICAS
-            return {one["name"].rpartition("/")[2] for one in rows} <= {
-                who for word, who, *_ in self.diary() if word == "worked"
-            }
 
+        await eventually(work, timeout=60)
         await eventually(so, timeout=60, interval=0.5)
 
     def diary(self) -> list[list[str]]:
