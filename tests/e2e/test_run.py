@@ -167,6 +167,40 @@ def test_a_command_is_told_of_a_drain_and_ends_before_the_deadline(up: Up) -> No
     assert f"was lost: nodes/{node.removeprefix('nodes/')} is drained: fan" in ran.err
 
 
+def test_a_command_saves_its_work_by_the_signal_that_it_asked_for(up: Up) -> None:
+    """Long before its GPUs are taken away; why it ended is kept."""
+    script = f"trap 'echo saved; exit 0' USR1; {UNTIL_TOLD}"
+    options = ("--ttl", "5s", "--on-move", "signal:USR1")
+    process = run(up, *SHELL, script, options=(*options, "--name", "saves"))
+    assert line(process.stdout) == "ready"
+    node = node_of(up)
+    assert ctl(up, "drain", node, "--grace", "600s", "--reason", "fan").code == 0
+    ran = ended(process)
+    shown = ctl(up, "get", "job", "saves").out
+    assert ctl(up, "uncordon", node).code == 0
+    assert (ran.code, ran.out) == (0, "saved\n"), ran.err
+    assert f"sending SIGUSR1 to the command: {node} is drained: fan" in ran.err
+    assert "is drained: fan; it was sent SIGUSR1 to save its work" in " ".join(shown.split())
+
+
+def test_a_command_that_takes_too_long_to_save_its_work_is_stopped(up: Up) -> None:
+    script = f"trap 'echo saving' USR1; trap 'echo stopped; exit 3' TERM; {UNTIL_TOLD}"
+    process = run(up, *SHELL, script, options=("--ttl", "5s", "--on-move", "signal:SIGUSR1,grace:1s"))
+    assert line(process.stdout) == "ready"
+    node = node_of(up)
+    assert ctl(up, "drain", node, "--grace", "600s", "--reason", "fan").code == 0
+    ran = ended(process)
+    assert ctl(up, "uncordon", node).code == 0
+    assert (ran.code, ran.out) == (3, "saving\nstopped\n"), ran.err
+    assert "it did not end in the grace of --on-move" in ran.err
+
+
+@pytest.mark.parametrize("typed", ["USR1", "signal:KILL", "signal:USR1,grace:0s", "signal:USR1,grace:soon"])
+def test_a_signal_to_save_work_by_is_one_that_can_be_caught(up: Up, typed: str) -> None:
+    ran = ended(run(up, "true", options=("--on-move", typed)))
+    assert (ran.code, "--on-move" in ran.err) == (2, True), ran.err
+
+
 DETACHED = {
     "setsid": "setsid {0} &",
     "empty environment": "env -i setsid {0} &",

@@ -1,8 +1,10 @@
 """Jobs: what is shown of a command line, and what is kept of an output."""
 
 import os
+import signal
 import subprocess
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,9 +15,11 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.cli.commands import detaching, supervise
 from gpuscale.client.orders import Orders, shown
 from gpuscale.common.errors import UnavailableError
+from gpuscale.common.wire import to_duration
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import AllocatorServiceStub
+    from gpuscale.cli.commands.processes import Offspring
 
 NO_TEXTS = dict.fromkeys(("lease_token", "node", "directory", "address", "authority"), "")
 
@@ -145,3 +149,45 @@ def test_who_starts_a_job_in_its_turn_keeps_the_lease_until_every_member_tells_o
 
     detaching.keep_until_started(cast("supervise.LeaseHolder", Holder()), 0.08, 2, over)
     assert len(asked) == 2
+
+
+class Noticing:
+    """A holder whose renewals tell of a notice for each reason in turn, and of none where it is empty."""
+
+    member = None
+
+    def __init__(self, reasons: list[str]) -> None:
+        self.orders = Orders(command=(), environment={}, on_move=signal.SIGUSR1, **NO_TEXTS)
+        self.asked_at = time.monotonic()
+        self._reasons = iter(reasons)
+
+    def renew(self, _timeout: float) -> api.Reservation:
+        why = next(self._reasons)
+        found = api.Reservation(end_reason=why)
+        found.expire_time.FromSeconds(200)
+        if why:
+            found.revoke_time.FromSeconds(190)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("reasons", "sent", "stopped"),
+    [
+        (["", "a", "a", "a"], 1, "a; it was sent SIGUSR1 to save its work"),
+        (["a", "", ""], 1, ""),
+        (["a", "", "b", "b"], 2, "b; it was sent SIGUSR1 to save its work"),
+        (["", ""], 0, ""),
+    ],
+)
+def test_each_notice_is_one_signal_and_one_that_is_withdrawn_leaves_no_reason(
+    reasons: list[str], sent: int, stopped: str
+) -> None:
+    signals = list[int]()
+    reservation = api.Reservation(ttl=to_duration(600), remaining=to_duration(600))
+    holder = Noticing(reasons)
+    keeper = supervise.Keeper(
+        cast("supervise.LeaseHolder", holder), reservation, cast("Offspring", None), signals.append
+    )
+    for _ in range(len(reasons)):
+        keeper._renewed()
+    assert (signals, keeper.stopped) == ([signal.SIGUSR1] * sent, stopped)

@@ -56,6 +56,8 @@ class Orders:
         waits: whether the reservation may be a place in the queue: then who gets the orders waits for its turn, and has
             supervisors run it as `of_members` says.
         adopts: processes of the node that run already, in place of a command.
+        on_move: the signal that the command gets with a notice that its GPUs are taken away; 0 for none.
+        move_grace: seconds after it in which the command has to end; 0 for until they are.
         check: whether its GPUs are tested before the command starts; without a command, they are tested and that is all.
     """
 
@@ -77,6 +79,8 @@ class Orders:
     user: str = ""
     waits: bool = False
     adopts: Sequence[int] = ()
+    on_move: int = 0
+    move_grace: float = 0.0
     check: bool = False
 
     def line(self) -> bytes:

@@ -160,6 +160,10 @@ class Forwarding:
         if number in _OF_TERMINAL and sys.stdin.isatty():
             return
         self._early.append(number)
+        self.send(number)
+
+    def send(self, number: int) -> None:
+        """Send those that have started a signal."""
         for pidfd in self._pidfds:
             self._send(pidfd, number)
 

@@ -5,10 +5,11 @@ On this host it supervises the command itself; on another, a supervisor that ssh
 
 import os
 import re
+import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,6 +23,7 @@ from gpuscale.cli.grammar.parameters import Parsed, option, repeated, takes
 from gpuscale.client.orders import Orders, shown
 from gpuscale.client.over_ssh import EarlyStart, Supervised, supervised
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
+from gpuscale.common.sizes import to_seconds
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Reservation
@@ -32,6 +34,18 @@ def _ports(text: str) -> str:
     if not re.fullmatch(r"\d{1,5}(:\d{1,5})?", text):
         raise ValueError(f"{text!r} is not a port; write it like 8888, or LOCAL:REMOTE")
     return text
+
+
+def _on_move(text: str) -> dict[str, Any]:
+    found = re.fullmatch(r"signal:(?:SIG)?(USR1|USR2|HUP|INT|TERM)(?:,grace:(.+))?", text)
+    if not found:
+        raise ValueError(
+            f"{text!r} is not like signal:USR1,grace:120s; signals are USR1, USR2, HUP, INT and TERM"
+        )
+    grace = to_seconds(found[2]) if found[2] else 0.0
+    if found[2] and grace <= 0:
+        raise ValueError("a grace is longer than 0 s")
+    return {"on_move": signal.Signals[f"SIG{found[1]}"], "move_grace": grace}
 
 
 @command("run --gpus 1 --wait 1h -- python train.py", context_settings={"allow_interspersed_args": False})
@@ -67,6 +81,14 @@ def _ports(text: str) -> str:
     help="Whether a member that fails stops the others.",
 )
 @option(
+    "--on-move",
+    type=Parsed("signal", _on_move),
+    default={},
+    metavar="signal:NAME[,grace:TIME]",
+    help="A signal with which the command saves its work and ends when its GPUs are to be taken away (preempted, moved or"
+    " drained), and how long it may take; as long as there is by default.",
+)
+@option(
     "--via",
     default="",
     metavar="HOST",
@@ -88,6 +110,7 @@ def run(
     env: tuple[str, ...],
     this_node: str | None,
     on_member_failure: str,
+    on_move: dict[str, Any],
     via: str,
 ) -> None:
     """Run a command on GPUs that are reserved while it runs: CUDA_VISIBLE_DEVICES names them by UUID.
@@ -138,6 +161,7 @@ def run(
             time_limit=requesting.time_limit or 0.0,
             user=user,
             check=check,
+            **on_move,
         )
         try:
             granted = client.allocator.Reserve(request) if detach else grant(client, request)

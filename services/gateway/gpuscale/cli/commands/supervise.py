@@ -440,7 +440,7 @@ def _run(
             return process
         signals.to(process)
         holder.started(process.pid)
-        with Keeper(holder, reservation, offspring) as keeper:
+        with Keeper(holder, reservation, offspring, signals.send) as keeper:
             if while_open is not None:
                 keeper.stop_unless_open(while_open)
             if folder is not None:
@@ -500,9 +500,16 @@ class Keeper:
         holder: renews it.
         reservation: as it was renewed last.
         offspring: the command and all that it started.
+        send: sends the command a signal.
     """
 
-    def __init__(self, holder: LeaseHolder, reservation: "Reservation", offspring: Offspring) -> None:
+    def __init__(
+        self,
+        holder: LeaseHolder,
+        reservation: "Reservation",
+        offspring: Offspring,
+        send: Callable[[int], object] = id,
+    ) -> None:
         # Loaded by now, for there will be threads: of two that load the same modules, one may see half of them.
         from psutil import Process
 
@@ -515,6 +522,8 @@ class Keeper:
         self.lost = self.stopped = ""
         self._holder = holder
         self._offspring = offspring
+        self._send = send
+        self._moved, self._move_by = "", float("inf")
         self._ttl = seconds(reservation.ttl)
         self._pause = min(LONGEST_PAUSE, self._ttl / RENEWALS)
         if holder.orders.member is not None and holder.orders.stop_together:
@@ -584,9 +593,16 @@ class Keeper:
         pause = 0.0 if self._holder.member else self._pause  # at once where there is something to tell
         due = time.monotonic() + pause
         while not self._done.wait(
-            max(0.0, min(due, self._ends - self._grace, self._warning, self._limit) - time.monotonic())
+            max(
+                0.0,
+                min(due, self._ends - self._grace, self._warning, self._limit, self._move_by)
+                - time.monotonic(),
+            )
         ):
             self._watch_limit()
+            if time.monotonic() >= self._move_by:
+                self._move_by = float("inf")
+                self._stop("it did not end in the grace of --on-move")
             if time.monotonic() < min(due, self._ends - self._grace):
                 continue
             due = time.monotonic() + (self._pause if self._renewed() else RETRY)
@@ -618,7 +634,9 @@ class Keeper:
         if len(renewed.notes) > self._notes_told:
             self._tell(renewed.notes[-1])
         self._notes_told = len(renewed.notes)
-        if (early := revoked_early(renewed)) is not None:
+        early = revoked_early(renewed)
+        self._on_move(renewed.end_reason if early is not None else "")
+        if early is not None:
             from gpuscale.cli.grammar.parameters import format_duration
 
             left = self._ends - time.monotonic() - early
@@ -626,6 +644,20 @@ class Keeper:
             self._revoked = renewed.end_reason
             self._tell(f"{renewed.end_reason}: the GPUs are revoked in {format_duration(left)}")
         return True
+
+    def _on_move(self, why: str) -> None:
+        """Have the command save its work, once for each notice; `why` is empty where there is none, as once it is withdrawn."""
+        orders = self._holder.orders
+        if not orders.on_move or bool(why) == bool(self._moved):
+            return
+        if self.stopped == self._moved:
+            name = signal.Signals(orders.on_move).name
+            self.stopped = self._moved = f"{why}; it was sent {name} to save its work" if why else ""
+            if why:
+                note(f"gpuscalectl run: sending {name} to the command: {why}")
+                self._send(orders.on_move)
+            limit = orders.move_grace if why and orders.move_grace else float("inf")
+            self._move_by = time.monotonic() + limit
 
     def _look_at_others(self, renewed: "Reservation") -> None:
         """Stop the command where another member has failed."""
