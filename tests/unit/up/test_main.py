@@ -54,7 +54,7 @@ def test_hints_name_another_address() -> None:
 def test_it_loads_nothing_that_it_may_never_need() -> None:
     program = (
         "import sys; from gpuscale.cli import deferred; deferred.defer(); from gpuscale.up import app; app.open_all; "
-        "late = ('rich', 'httpx._client', 'aio_pika', 'alembic', 'cryptography.x509.base', 'nicegui'); "
+        "late = ('rich', 'sqlalchemy.dialects.postgresql', 'httpx._client', 'aio_pika', 'alembic', 'cryptography.x509.base', 'nicegui'); "
         "print([name for name in late if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

@@ -41,8 +41,7 @@ def to_2(op: Operations) -> None:
     connection.exec_driver_sql("INSERT INTO hold SELECT gpu_uuid, reservation_id, 1000 FROM hold_before")
     connection.exec_driver_sql("DROP TABLE hold_before")
     connection.exec_driver_sql("CREATE INDEX ix_hold_reservation_id ON hold (reservation_id)")
-    schema.WHOLE_INDEX.create(connection)
-    schema.guard_shares(None, connection)
+    schema.guard_holds(None, connection)
 
 
 def to_3(op: Operations) -> None:
