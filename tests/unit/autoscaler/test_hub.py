@@ -8,10 +8,24 @@ import pytest
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.planning import AdapterFacts
 from gpuscale.autoscaler.domain.replicas import MOST_AT_ONCE, LogPart, ReplicaState
-from gpuscale.autoscaler.loop.hub import RESEND, AdapterSession, Followers, LogQuestions
+from gpuscale.autoscaler.loop.hub import RESEND, AdapterSession, Followers, LogQuestions, Wake
 from gpuscale.autoscaler.servicers.endpoint_servicer import DEFAULT_BYTES, EndpointServicer
 from gpuscale.common.errors import ResourceExhaustedError, UnavailableError
 from tests.support.autoscaler_values import replica
+
+
+async def test_no_look_comes_before_its_time_where_timers_are_rounded_to_milliseconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, set_for = asyncio.get_running_loop(), list[float]()
+    later = loop.call_later
+    monkeypatch.setattr(
+        loop, "call_later", lambda seconds, call: (set_for.append(seconds), later(0, call))[1]
+    )
+    for seconds in (0.0, 0.0014, 12.4996):
+        await Wake().wait(seconds)
+    assert set_for[0] == 0.0
+    assert all(round(one, 3) >= due for one, due in zip(set_for[1:], (0.0014, 12.4996), strict=True))
 
 
 def test_all_who_follow_an_endpoint_hear_of_it_and_no_others() -> None:

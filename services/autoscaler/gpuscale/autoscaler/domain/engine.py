@@ -334,13 +334,14 @@ def _lasting(spec: EndpointSpec, outcomes: Sequence[RuleOutcome]) -> int:
 
 
 def _by_rules(
-    spec: EndpointSpec, inputs: Inputs, unknown_replicas: int
+    spec: EndpointSpec, inputs: Inputs, units: int, unknown_replicas: int
 ) -> tuple[Sequence[RuleOutcome], Combined]:
-    """What each rule says, and what they come to together; they go by the replicas without the warm spares."""
+    """What each rule says of so many `units`, and what they come to together; they go by the replicas without the warm spares."""
     if spec.paused:
-        step = Step(Stage.COMBINE, Code.PAUSED, inputs.before, inputs.before, "paused: rules change nothing")
+        step = Step(Stage.COMBINE, Code.PAUSED, units, units, "paused: rules change nothing")
         return (), Combined(step, Code.PAUSED)
-    working = replace(inputs, before=max(0, inputs.before - spec.warm_spares))
+    before = max(0, units - spec.warm_spares)
+    working = inputs if before == inputs.before else replace(inputs, before=before)
     if not working.before and (signals := spec.sleeps_until(inputs.observations)):
         return (), Combined(Step(Stage.ACTIVATE, Code.INACTIVE, 0, 0, f"waits for {signals}"), Code.INACTIVE)
     outcomes = [apply_rule(rule, working) for rule in in_order(spec.rules)]
@@ -352,7 +353,7 @@ def _weighed(
 ) -> tuple[int, Sequence[RuleOutcome], Combined]:
     """What the rules come to, and what they took the replicas to count for: see `ReplicaWeights`."""
     known = (inputs.before,) if inputs.capacity is None else inputs.capacity.units(inputs.before)
-    found = [(units, *_by_rules(spec, replace(inputs, before=units), unknown_replicas)) for units in known]
+    found = [(units, *_by_rules(spec, inputs, units, unknown_replicas)) for units in known]
     return next((one for one in found if one[2].step.after > one[2].step.before), found[-1])
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from gpuscale.autoscaler.domain.inputs import Aggregation, Amounts, Observation, ObservationStatus
@@ -354,9 +355,9 @@ class Adaptive:
         return DEFAULT_LOOKS if self.every is None else self.every
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EndpointSpec:
-    """What a user wants of an endpoint."""
+    """What a user wants of an endpoint; what each evaluation reads of it is worked out once."""
 
     min_replicas: int
     max_replicas: int
@@ -408,7 +409,7 @@ class EndpointSpec:
             self, min_replicas=found.min_replicas, max_replicas=most, template=template, capability_sets=()
         )
 
-    @property
+    @cached_property
     def measured(self) -> tuple[Signal, ...]:
         """Its signals, and those that rules read by themselves; one of the former stands in for one of the same id."""
         stated = {one.id for one in self.signals}
@@ -435,7 +436,7 @@ class EndpointSpec:
         by_hand = self.paused or self.mode is ScalingMode.SHADOW or all(rule.disabled for rule in self.rules)
         return not (by_hand or self.capability_sets)
 
-    @property
+    @cached_property
     def pace_down(self) -> Pace:
         """How fast the count may shrink, with the stabilization that holds where none is stated."""
         if self.down.stabilization is not None:
@@ -448,7 +449,7 @@ class EndpointSpec:
         """Seconds from one evaluation to the next."""
         return DEFAULT_TICK if self.tick is None else self.tick
 
-    @property
+    @cached_property
     def watchers(self) -> frozenset[str]:
         """Ids of the queue watchers that its signals read."""
         sources = (signal.source for signal in self.signals)

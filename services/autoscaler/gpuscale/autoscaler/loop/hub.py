@@ -44,6 +44,9 @@ from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, uninterrupted
 from gpuscale.common.store.store import Store
 
+ROUNDED = 0.001
+"""Seconds to which uvloop's timers are rounded: one that comes too early brings a look for nothing."""
+
 
 class Wake:
     """The call of one endpoint. `waiting`: it lacks GPUs or an adapter."""
@@ -74,7 +77,8 @@ class Wake:
 
     async def wait(self, seconds: float) -> None:
         """Until somebody calls, or so many seconds have passed."""
-        timer = asyncio.get_running_loop().call_later(max(0.0, seconds), self._event.set)
+        late = seconds + ROUNDED if seconds > 0.0 else 0.0
+        timer = asyncio.get_running_loop().call_later(late, self._event.set)
         try:
             await self._event.wait()
         finally:
