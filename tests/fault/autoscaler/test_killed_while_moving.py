@@ -284,6 +284,7 @@ async def test_the_adapters_are_killed_at_each_step_and_the_move_goes_on(move: M
     await move.made()
 
 
+@pytest.mark.parametrize("move", [1], indirect=True, ids=["one"])
 async def test_the_allocator_is_killed_at_each_step_and_the_move_is_undone_until_it_can_only_go_on(
     move: Move,
 ) -> None:
