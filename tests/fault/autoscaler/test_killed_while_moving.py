@@ -194,9 +194,11 @@ class Move:
     def _check_diary(self) -> None:
         """As many replicas as ever served at any time, none was started twice, and no GPU was one's while it was another's."""
         holds, serving, begun = dict[str, str](), set[str](), set[str]()
+        # Whom a stop meets while its process starts is killed: it writes nothing more, and is reported once it is dead.
+        heard = {"gang", *(name for word, name, _ in self.diary() if word != "start")}
         for word, name, gpu in (lines := self.diary()):
             if word == "start":
-                assert gpu not in holds, lines
+                assert holds.get(gpu) not in heard, lines
                 assert name == "gang" or name not in begun, lines
                 holds[gpu] = name
                 begun.add(name)
@@ -284,7 +286,6 @@ async def test_the_adapters_are_killed_at_each_step_and_the_move_goes_on(move: M
     await move.made()
 
 
-@pytest.mark.parametrize("move", [1], indirect=True, ids=["one"])
 async def test_the_allocator_is_killed_at_each_step_and_the_move_is_undone_until_it_can_only_go_on(
     move: Move,
 ) -> None:
