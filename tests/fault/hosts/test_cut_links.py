@@ -165,10 +165,8 @@ async def test_a_host_that_is_cut_off_keeps_what_it_has_and_nobody_gets_it_twice
     async with calling(site) as calls, far[0], far[1]:
         holder = Holder(far[0], far[1])
         everywhere: dict[str, Any] = {"max_utilization_percent": 100}
-        early = (
-            FailedPreconditionError,
-            NotFoundError,
-        )  # the allocator follows the fleet by a stream of its own
+        # The allocator follows the fleet by a stream of its own, and may have begun before it.
+        early = (FailedPreconditionError, NotFoundError, UnavailableError)
         blocker = await eventually(
             lambda: calls.allocator.reserve(nodes=[f"nodes/{RIGHT}"], **everywhere), retry_on=early
         )

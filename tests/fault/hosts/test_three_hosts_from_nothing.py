@@ -202,7 +202,7 @@ def _year(site: Site, database: PostgresServer) -> None:
     messages.send(3000)
     _add(site, messages)
     site.must("admin", "doctor")  # nothing is FAIL
-    assert "not for this user" in site.types("ann", "doctor", "--only", "host").out
+    assert "this user may not read it" in site.types("ann", "doctor", "--only", "host").out
     held = site.must(
         "ann", *["reserve", "--gpus", "1", "--ttl", "10m", "--max-utilization", "100", "-o", "name"]
     ).strip()

@@ -200,5 +200,5 @@ async def test_a_login_that_is_refused_or_of_another_leaves_nothing(site: Site, 
         assert "access_denied" in (await person.types(*typed)).err
         provider.agreed, provider.echoes = True, False
         provider.claims["nonce"] = "of another login"
-        assert "of another login" in (await person.types(*typed)).err
+        assert "belongs to another login" in (await person.types(*typed)).err
         assert not person.files.exists()
