@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
@@ -207,11 +208,15 @@ def test_what_visitors_do_is_asked_first_and_audited(browser: Browser, link_file
 
 
 def test_a_job_tells_why_it_waits_and_what_it_wrote(browser: Browser, link_file: Path) -> None:
-    run = (*CTL, "--address", (link_file.parent / "address").read_text(), "run", "-d", "--name")
+    ctl = (*CTL, "--address", (link_file.parent / "address").read_text())
 
     def begin(*words: str) -> str:
         told = subprocess.run(
-            [*run, *words], env=ctl_environment(), capture_output=True, text=True, check=True
+            [*ctl, "run", "-d", "--name", *words],
+            env=ctl_environment(),
+            capture_output=True,
+            text=True,
+            check=True,
         )
         return told.stdout.strip()
 
@@ -234,6 +239,14 @@ def test_a_job_tells_why_it_waits_and_what_it_wrote(browser: Browser, link_file:
         lines = page.request.get(site + path).text().splitlines()
         assert lines == [*map(str, range(1, 100_001)), "said by the first"]
         assert page.request.get(f"{site}/reservations/nothing/output").status == 404
+        # Who would start the second waits for the service to come back, unless it hears of the end before.
+        subprocess.run([*ctl, "stop", "job", second], env=ctl_environment(), capture_output=True, check=False)
+        eventually_sync(lambda: not is_running(f"{second}-queued"))
+
+
+def is_running(word: str) -> bool:
+    """Whether there is a process with this word in its command line."""
+    return any(word in (one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]))
 
 
 def test_a_span_that_is_drawn_on_a_chart_is_in_the_address(browser: Browser, link_file: Path) -> None:
