@@ -500,7 +500,7 @@ class Keeper:
         holder: renews it.
         reservation: as it was renewed last.
         offspring: the command and all that it started.
-        send: sends the command a signal.
+        send: sends the command a signal; None where that is not its affair.
     """
 
     def __init__(
@@ -508,7 +508,7 @@ class Keeper:
         holder: LeaseHolder,
         reservation: "Reservation",
         offspring: Offspring,
-        send: Callable[[int], object] = id,
+        send: Callable[[int], object] | None = None,
     ) -> None:
         # Loaded by now, for there will be threads: of two that load the same modules, one may see half of them.
         from psutil import Process
@@ -648,7 +648,7 @@ class Keeper:
     def _on_move(self, why: str) -> None:
         """Have the command save its work, once for each notice; `why` is empty where there is none, as once it is withdrawn."""
         orders = self._holder.orders
-        if not orders.on_move or bool(why) == bool(self._moved):
+        if self._send is None or not orders.on_move or bool(why) == bool(self._moved):
             return
         if self.stopped == self._moved:
             name = signal.Signals(orders.on_move).name
