@@ -48,6 +48,15 @@ class Site:
         assert ran.code == 0, ran.err
         return ran.out.strip()
 
+    def holding(self, gate: Path, *options: str) -> str:
+        """The name of a job that has all GPUs until something is written to the gate.
+
+        It waits while a GPU still looks busy with the job before, and one that asks for a single GPU would pass it.
+        """
+        name = self.detached(f"read x <{gate}", "--gpus", "2", *options)
+        eventually_sync(lambda: self.job(name)["state"] == "STATE_RUNNING", timeout=30.0)
+        return name
+
     def job(self, name: str) -> dict[str, object]:
         found: dict[str, object] = json.loads(self.ctl("get", "job", name, "-o", "json").out)["job"]
         return found
@@ -105,7 +114,7 @@ def test_a_job_that_waits_keeps_its_place_and_is_started_once(site: Site, tmp_pa
     """Its caller ended at once, and every service is killed while it waits."""
     runs, gate = tmp_path / "runs", tmp_path / "gate"
     os.mkfifo(gate)
-    holds = site.detached(f"read x <{gate}", "--gpus", "2", "--ttl", "60s")
+    holds = site.holding(gate, "--ttl", "60s")
     name = site.detached(f"echo $$ >>{runs}; exit 6", "--name", "night", "--wait", "1h")
     after = site.detached(f"echo after >>{runs}", "--wait", "1h")
     gone = site.detached("true", "--wait", "1h")
@@ -194,7 +203,7 @@ def test_what_ssh_lost_of_a_start_in_turn_is_started_again_and_once(
 ) -> None:
     runs, gate, ssh = tmp_path / "runs", tmp_path / "gate", executable(tmp_path / "ssh", LOSING)
     os.mkfifo(gate)
-    holds = site.detached(f"read x <{gate}", "--gpus", "2")
+    holds = site.holding(gate)
     monkeypatch.setenv("AGENT", site.up.address)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("PATH", f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}")
