@@ -17,11 +17,12 @@ import random
 import statistics
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from bench._limit import can_solve, most_filled
 from bench._replay import POLICIES, Cluster
 from bench._traces import Trace, demand, made_up, read_asks, read_nodes, read_published, with_policy
 from gpuscale.allocator.domain.model import Ask, Policy
@@ -92,6 +93,28 @@ def churn(trace: Trace, policy: str, seed: int) -> tuple[float, float]:
     return 100 * lost / asked, 100 * large_lost / max(large, 1)
 
 
+def fill_bound(trace: Trace, seeds: range) -> list[float]:
+    """Per cent of the GPUs that the arrivals of the seeds can fill at most on average at each of MARKS."""
+    came = [Counter[Ask]() for _ in MARKS]
+    for seed in seeds:
+        marks, arrived, so_far = deque(zip(MARKS, came, strict=True)), 0, Counter[Ask]()
+        for ask in trace.arrivals(Policy.FIRSTFIT, seed, MARKS[-1]):
+            arrived += demand(ask)
+            so_far[ask] += 1
+            while marks and arrived >= marks[0][0] * trace.capacity:
+                marks.popleft()[1].update(so_far)
+    means = [{ask: many / len(seeds) for ask, many in one.items()} for one in came]
+    return [100 * most_filled(trace.nodes, mean) / trace.capacity for mean in means]
+
+
+def churn_bound(trace: Trace) -> float:
+    """Per cent of the GPU demand that is turned away at least in the long run: who is served holds GPUs for 1 on average."""
+    offered = OFFERED * trace.capacity
+    rate = offered / sum(map(demand, trace.asks))
+    came = {ask: many * rate for ask, many in Counter(trace.asks).items()}
+    return max(0.0, 100 * (1 - most_filled(trace.nodes, came) / offered))
+
+
 def decisions(policy: Policy) -> tuple[float, float, float]:
     """Median and 99th percentile of a decision in ms of CPU, and place and free per second of it."""
     trace = Trace("made up", made_up(*FLEET), tuple(_shapes()))
@@ -148,6 +171,8 @@ def _fill_table(
         took = time.perf_counter() - start
         figures = " ".join(f"{mean:7.2f}" for mean in means)
         print(f"{policy:10} {figures} {spread:5.2f}   {beside:24} {took:7.1f}", flush=True)
+    if can_solve():
+        print(f"{'bound':10} {' '.join(f'{most:7.2f}' for most in fill_bound(trace, seeds))}", flush=True)
 
 
 def _churn_table(trace: Trace, policies: Sequence[str], seeds: range) -> None:
@@ -157,6 +182,8 @@ def _churn_table(trace: Trace, policies: Sequence[str], seeds: range) -> None:
         runs = [churn(trace, policy, seed) for seed in seeds]
         lost, large = (statistics.fmean(column) for column in zip(*runs, strict=True))
         print(f"{policy:10} {lost:14.2f} {large:20.1f}", flush=True)
+    if can_solve():
+        print(f"{'bound':10} {churn_bound(trace):14.2f}", flush=True)
 
 
 def _decision_table(policies: Sequence[str]) -> None:
