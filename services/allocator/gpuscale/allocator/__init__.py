@@ -1,1 +1,1 @@
-"""The allocator: grants, renews and ends reservations of GPUs, and forgets none that it acknowledged."""
+"""The allocator: grants, renews and ends GPU reservations, and never loses one that it has acknowledged."""

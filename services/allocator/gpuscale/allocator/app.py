@@ -1,4 +1,4 @@
-"""The allocator put together: store, ledger, view of the fleet, sweeper, and the service that is registered."""
+"""Composition of the allocator: store, ledger, fleet view, sweeper, and the gRPC services."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
@@ -77,7 +77,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Allocator:
-    """A running allocator: what a server is to serve, whose use cases end leases, and what it shows."""
+    """A running allocator: the services for a server to register, the use cases that end leases, and the figures it exports."""
 
     registrations: tuple[Registration, ...]
     leases: Leases
@@ -93,7 +93,7 @@ async def open_allocator(
     term: Term | None = None,
     meter: CallMeter | None = None,
 ) -> AsyncGenerator[tuple[Registration, ...]]:
-    """As `open_parts`, and yield what a server is to serve; `meter` shows figures of it. Raises as that does."""
+    """Open the allocator like `open_parts`, yield its services, and add its figures to `meter`. Raises the same errors."""
     file = settings.data_dir / DATABASE if settings.database is None else None
     async with open_parts(settings, fleet=fleet, clock=clock, term=term) as allocator:
         with nullcontext() if meter is None else meter.showing(partial(allocator.figures, file)):
@@ -106,15 +106,15 @@ async def open_parts(
 ) -> AsyncGenerator[Allocator]:
     """Run the allocator.
 
-    The caller holds the lock on `settings.data_dir` and owns the channel to the fleet. With `term`, in which this process
-    leads, the state is in `settings.database`; else it is a file in the directory.
+    The caller holds the lock on `settings.data_dir` and owns the channel to the fleet. With `term`, during which this process
+    leads, state is stored in `settings.database`; without it, in a file in `data_dir`.
 
     Raises:
         FailedPreconditionError: the stored state is damaged, inconsistent, or of another version.
-        UnavailableError: the stored state cannot be used now, or the term is over.
+        UnavailableError: the stored state is not available now, or the term is over.
     """
     async with _open_state(settings, clock, term) as store, TaskScope() as tasks:
-        # What is known: reservations, what became of earlier ones, the fleet.
+        # State: reservations, ended reservations, the fleet.
         saved = await store.load()
         accounting = await _restore(saved, settings, store, clock, tasks)
         ledger, view = accounting.ledger, accounting.view
@@ -126,7 +126,7 @@ async def open_parts(
         notifying = await open_notifying(kept, to_target, clock, settings.notify_networks)
         commits = Commits(ledger, store, changes, notifying)
 
-        # Who waits, and what quotas admit. The queue has the places that are kept: who else waits asks again.
+        # The queue and its quotas. Reservations that keep their place rejoin it now; other waiting callers ask again.
         quota_store, booking_store = QuotaStore(store), BookingStore(store)
         by_tenant = {quota.tenant: quota for quota in await quota_store.load()}
         bookings = await booking_store.load(settings.booking_horizon_seconds)
@@ -142,7 +142,7 @@ async def open_parts(
         changes.on_change(waiting.note, ends=True)
         waiting.keep_all()
 
-        # What ends by itself, and the one place from which all who follow the fleet learn of it.
+        # Background work, and the one place that passes fleet changes on.
         leases = Leases(ledger, commits, archive, clock, tokens)
         losses = Losses(ledger, leases, clock, settings.lost_after_seconds)
         forgetting = Forgetting(ledger, view, placer, store, clock)
@@ -159,7 +159,7 @@ async def open_parts(
         tasks.spawn("forget nodes", forgetting.run())
         tasks.spawn("look at past use", fair.run())
 
-        # What callers ask for.
+        # Use cases.
         maintenance = Maintenance(
             ledger, view, placer, CordonStore(store, clock.boot_id), commits, leases, changes, clock
         )
@@ -196,7 +196,7 @@ async def open_parts(
 def _eyes(
     placer: Placer, changes: Changes, others: Sequence[Callable[[Sequence[Node]], None]]
 ) -> tuple[Callable[[Sequence[Node]], None], Callable[[Sequence[str]], None]]:
-    """What is called with nodes that reported something, and with those that reported nothing new."""
+    """The callbacks for nodes that reported a change, and for those that reported none."""
 
     def seen(nodes: Sequence[Node]) -> None:
         eased = [node.id for node in nodes if placer.apply_node(node)]
@@ -222,7 +222,7 @@ async def _open_archive(
 
 
 def _registered(*servicers: object) -> tuple[Registration, ...]:
-    """What a server is to serve: those of `SERVICES`, in their order."""
+    """The services to register: all of `SERVICES`, in order."""
     adds = (f"add_{name.rpartition('.')[2]}Servicer_to_server" for name in SERVICES)
     of_all = zip(SERVICES, adds, servicers, strict=True)
     return tuple(Registration(name, partial(getattr(api, add), one)) for name, add, one in of_all)
@@ -244,9 +244,9 @@ def _open_state(
 async def _restore(
     saved: Saved, settings: AllocatorSettings, store: AllocatorStore, clock: Clock, tasks: TaskScope
 ) -> Accounting:
-    """The ledger of what is on disk, and its accounts; deadlines of an earlier boot start anew, and are written so.
+    """Restore the ledger and its accounts from disk; deadlines of an earlier boot restart, and are written back.
 
-    Those of ended reservations, of which there are many, are written while others are served.
+    Those of ended reservations, which can be many, are written in the background.
     """
     ledger = Ledger(max(saved.fence, settings.fences_above))
     view, keep = FleetView(saved.ranks), settings.usage_keep_days
@@ -265,7 +265,7 @@ async def _restore(
 
 
 async def _write_anew(store: AllocatorStore, ended: Sequence[Reservation]) -> None:
-    """Write records, some at a time; what cannot be written now the next start writes."""
+    """Write back records in batches; if a write fails, the next start repeats it."""
     for start in range(0, len(ended), BATCH):
         try:
             await store.save([], ended[start : start + BATCH])

@@ -11,30 +11,28 @@ from gpuscale.common.config.settings import StatefulSettings
 
 
 class AllocatorSettings(StatefulSettings):
-    """What the allocator is told before it starts."""
+    """Settings of the allocator."""
 
     section: ClassVar[str] = "allocator"
 
     listen: str = Field("127.0.0.1:7073", description="address to serve on, HOST:PORT")
-    data_dir: Path = Field(description="directory of the reservations; one allocator each")
+    data_dir: Path = Field(description="directory of the reservations, for one allocator")
     fleet_address: str = Field("127.0.0.1:7072", description="address of the fleet, HOST:PORT")
     default_min_memory_mib: int = Field(
-        8000, ge=0, description="least free memory of a GPU where a request names none, in MiB"
+        8000, ge=0, description="default minimum of free memory of a GPU, in MiB"
     )
     default_max_utilization_percent: float = Field(
-        50.0, gt=0, le=100, description="use that a GPU must be below where a request names none"
+        50.0, gt=0, le=100, description="default utilization that a GPU must be below"
     )
-    default_ttl_seconds: float = Field(
-        300.0, ge=2, le=604_800, description="length of a lease where a request names none"
-    )
+    default_ttl_seconds: float = Field(300.0, ge=2, le=604_800, description="default length of a lease")
     default_policy: Literal["spread", "pack", "bestfit", "firstfit", "fgd"] = Field(
-        "spread", description="how GPUs are picked where a request does not say"
+        "spread", description="default policy for picking GPUs"
     )
     lost_after_seconds: float = Field(
         10.0,
         ge=1,
         le=86_400,
-        description="how long a reserved GPU may be missing from its node's snapshots before its reservation is LOST",
+        description="how long a reserved GPU may be missing from its node's snapshots before its reservation becomes LOST",
     )
     ended_max_records: int = Field(
         1_000_000,
@@ -98,7 +96,7 @@ class AllocatorSettings(StatefulSettings):
         return texts
 
     def queue_rules(self) -> Rules:
-        """The settings of the queue."""
+        """The queue's settings."""
         return Rules(
             max_waiting=self.max_waiting,
             min_runtime=self.preemption_min_runtime_seconds,
@@ -107,7 +105,7 @@ class AllocatorSettings(StatefulSettings):
         )
 
     def rebalancing(self) -> tuple[float, float, int]:
-        """How long what moves has been there, what only is preemptible has left, and how many moves may be made in an hour."""
+        """The least age of what moves, the grace of preemptible moves, and the most moves per hour."""
         return (
             self.preemption_min_runtime_seconds,
             self.preemption_grace_seconds,

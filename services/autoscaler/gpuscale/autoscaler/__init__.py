@@ -1,1 +1,1 @@
-"""The autoscaler: signals in, decisions with their reasons out, replicas driven to match through worker adapters."""
+"""The autoscaler: turns signals into decisions with reasons, and drives replicas to match through worker adapters."""

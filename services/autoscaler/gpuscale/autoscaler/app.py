@@ -1,4 +1,4 @@
-"""The autoscaler put together: store, queue watchers, adapters, leases, reconciler, and the services that are registered."""
+"""Composition of the autoscaler: store, queue watchers, adapters, leases, reconciler, and the gRPC services."""
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -63,10 +63,10 @@ async def open_autoscaler(
     term: Term | None = None,
     meter: CallMeter | None = None,
 ) -> AsyncGenerator[tuple[Registration, ...]]:
-    """Run the autoscaler and yield what a server is to serve.
+    """Run the autoscaler and yield the services for a server to register.
 
-    The caller holds the lock on `settings.data_dir` and owns the channels to the fleet and the allocator. With `term`,
-    in which this process leads, the state is in `settings.database`; else it is a file in the directory. `meter` shows
+    The caller holds the lock on `settings.data_dir` and owns the channels to the fleet and the allocator. With `term`, during
+    which this process leads, state is stored in `settings.database`; without it, in a file in `data_dir`. `meter` exports
     figures. FailedPreconditionError if the state is damaged or of another version, or a broker or Prometheus server is
     misconfigured.
     """
@@ -154,7 +154,7 @@ def _open_state(settings: AutoscalerSettings, term: Term | None) -> AbstractAsyn
 
 
 async def _begin(state: Store, clock: Clock, uses: WatcherUses) -> int:
-    """Note this start; returns how many there were. What was measured on the clock of an earlier boot is dropped."""
+    """Record this start; returns how many there were. Measurements on the clock of an earlier boot are dropped."""
     starts, rebooted = await state.write(partial(store.begin, boot_id=clock.boot_id), frees=True)
     if rebooted:
         await state.write(partial(store.restart_rests, now=clock.now()), frees=True)

@@ -1,4 +1,4 @@
-"""`gpuscale-autoscaler`: the autoscaler as a program of its own."""
+"""`gpuscale-autoscaler`: the autoscaler as its own program."""
 
 import asyncio
 from functools import partial
@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def serve(settings: AutoscalerSettings, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set; GpuscaleError if the directory, the state or the address is of no use."""
+    """Serve until `stop` is set; GpuscaleError if the directory, the state or the address is unusable."""
     with DirectoryLock(settings.data_dir):
         async with (
             settings.open_channel(settings.fleet_address) as fleet,

@@ -11,21 +11,21 @@ from gpuscale.common.config.settings import StatefulSettings
 
 
 class AutoscalerSettings(StatefulSettings):
-    """What the autoscaler is told before it starts."""
+    """Settings of the autoscaler."""
 
     section: ClassVar[str] = "autoscaler"
 
     listen: str = Field("127.0.0.1:7074", description="address to serve on, HOST:PORT")
-    data_dir: Path = Field(description="directory of endpoints, replicas and decisions; one autoscaler each")
+    data_dir: Path = Field(description="directory of endpoints, replicas and decisions, for one autoscaler")
     fleet_address: str = Field("127.0.0.1:7072", description="address of the fleet, HOST:PORT")
     allocator_address: str = Field(
         "127.0.0.1:7073", description="address of the allocator, HOST:PORT; or several"
     )
     brokers: dict[str, BrokerSettings] = Field(
         default_factory=dict[str, BrokerSettings],
-        description="message brokers, by the name watchers call them",
+        description="message brokers, by the name that watchers use",
     )
     prometheus: dict[str, PrometheusSettings] = Field(
         default_factory=dict[str, PrometheusSettings],
-        description="Prometheus servers, by the name signals call them",
+        description="Prometheus servers, by the name that signals use",
     )

@@ -1,4 +1,4 @@
-"""The core: reservations, leases, fences, cordons, what stands in a GPU's way, and what a GPU is worth.
+"""The core: reservations, leases, fences, cordons, use policies, power budgets and estimates.
 
-Pure: time comes in as an argument, answers carry their reasons; no wire, clock, loop, log or store. Begin with `ledger`.
+Pure: time is an argument, answers carry reasons; no wire, clock, loop, log or store. Begin with `ledger`.
 """

@@ -1,17 +1,17 @@
-"""Accounting: what of GPUs was granted and used, from grant to end, to the millisecond of the boot clock. Pure.
+"""Accounting: GPU time granted and used, from grant to end, in milliseconds of the boot clock. Pure.
 
-An account begins where the lease does (`granted_since`) and ends where the lease ended (`ended_at`): two numbers that are on
-disk with the reservation, so a restart counts on from where the disk left off, and pieces add up to exactly what was granted.
-Times are rounded to milliseconds once. The wall clock says only to which UTC day a piece belongs: a step of it moves time
-between days and loses none.
+An account starts with the lease (`granted_since`) and ends with it (`ended_at`). Both times are stored with the reservation, so
+a restart continues where the disk left off, and the pieces add up to exactly what was granted. Times are rounded to
+milliseconds once. The wall clock only decides which UTC day a piece belongs to: a step of it moves time between days but loses
+none.
 
-**A reboot, or a standby on another host**, has another boot clock. The time of the old one ends at the last moment of it that
-is on disk: the last renewal or checkpoint. The new one counts from when it restored the lease. What lay between no clock saw,
-and nobody is charged for it.
+**A reboot, or a standby on another host**, has a different boot clock. Time on the old clock ends at its last moment on disk:
+the last renewal or checkpoint. Time on the new clock starts when the lease is restored. Nobody is charged for the time between,
+which no clock measured.
 
-What a look saw counts for the time since the look before, if that is no more than HOLD ago; what the last look saw counts to
-the end, as far. All other time is unknown. Energy is the difference of the GPU's counter, and power by time from when that was
-read, each by the share.
+A sample counts for the time since the previous one if that is no more than HOLD ago, and the last sample counts to the end,
+within the same limit. All other time is unknown. Energy is the difference of the GPU's counter, and power times the time since
+that was read, each multiplied by the share.
 """
 
 from collections import Counter
@@ -45,17 +45,17 @@ def millis(seconds: float) -> int:
 
 
 def granted_since(one: Reservation) -> int:
-    """When the lease of a live reservation was granted or renewed last."""
+    """When the lease of a live reservation was granted or last renewed."""
     return millis(one.deadline - one.ttl)
 
 
 def ended_at(closed: Reservation) -> int:
-    """When a reservation ended; of one that ended in this boot."""
+    """When a reservation of this boot ended."""
     return millis(closed.deadline - RETENTION)
 
 
 def by_day(piece: int, end: int) -> Iterator[tuple[int, int]]:
-    """The UTC days (since 1970) of a piece of time and the milliseconds in each; `end` is its end, since 1970; last day first."""
+    """Split a piece of time into UTC days (since 1970) and milliseconds, last day first; `end` is its end, since 1970."""
     while True:
         day = (end - 1) // DAY
         part = min(piece, end - day * DAY)
@@ -67,20 +67,20 @@ def by_day(piece: int, end: int) -> Iterator[tuple[int, int]]:
 
 @lru_cache(maxsize=64)
 def month_of(day: int) -> tuple[int, int]:
-    """The first day of the calendar month of a UTC day (since 1970), and that of the next month."""
+    """The first day of the calendar month of a UTC day (since 1970), and of the next month."""
     first = datetime.fromtimestamp(day * DAY / 1000, UTC).replace(day=1)
     after = (first + timedelta(days=32)).replace(day=1)
     return round(first.timestamp()) * 1000 // DAY, round(after.timestamp()) * 1000 // DAY
 
 
 class MonthlyUse:
-    """What tenants were granted in calendar months (UTC), in milliseconds x thousandths of GPUs: the sums of the usage ledger."""
+    """What tenants were granted per calendar month (UTC), in milliseconds x thousandths of GPUs: sums of the usage ledger."""
 
     def __init__(self) -> None:
         self._granted: dict[int, dict[str, int]] = {}
 
     def add(self, tenant: str, day: int, granted: int) -> None:
-        """Count what was granted on a day."""
+        """Add what was granted on a day."""
         first = month_of(day)[0]
         if first not in self._granted and len(self._granted) >= MOST_MONTHS:
             del self._granted[max(self._granted, key=lambda one: abs(one - first))]
@@ -94,10 +94,10 @@ class MonthlyUse:
 
 @dataclass(slots=True)
 class Hardware:
-    """What became of a GPU's clock and memory while it was held.
+    """Clock, throttling and ECC errors of a GPU while it was held.
 
-    `clock` is the sum of MHz x milliseconds over the `clocked` ones; `throttled` has milliseconds by reason, the last two
-    errors of ECC. None is unknown.
+    `clock` is the sum of MHz x milliseconds over the `clocked` milliseconds; `throttled` has milliseconds by reason, the last
+    two are ECC errors. None is unknown.
     """
 
     clock: float = 0.0
@@ -109,11 +109,11 @@ class Hardware:
 
     @property
     def mean_clock(self) -> float | None:
-        """MHz, over the time in which it was read."""
+        """Mean clock in MHz, over the time for which it was read."""
         return self.clock / self.clocked if self.clocked else None
 
     def add(self, piece: int, seen: HardwareLook) -> None:
-        """Count a piece of time in which this was seen."""
+        """Add a piece of time with this sample."""
         if seen.sm_clock_mhz is not None:
             self.clock += piece * seen.sm_clock_mhz
             self.clocked += piece
@@ -122,12 +122,12 @@ class Hardware:
             self.throttled[reason] = self.throttled.get(reason, 0) + piece
 
     def errors(self, before: HardwareLook, after: HardwareLook) -> None:
-        """Count errors between two looks."""
+        """Add the errors between two samples."""
         self.corrected = known_sum(self.corrected, _more(before.ecc_corrected, after.ecc_corrected))
         self.uncorrected = known_sum(self.uncorrected, _more(before.ecc_uncorrected, after.ecc_uncorrected))
 
     def plus(self, other: "Hardware") -> "Hardware":
-        """Both together."""
+        """The sum of both."""
         return Hardware(
             self.clock + other.clock,
             self.clocked + other.clocked,
@@ -140,9 +140,10 @@ class Hardware:
 
 @dataclass(slots=True)
 class Tally:
-    """What was granted of a GPU and what was made of it, in milliseconds; `unknown` is the rest.
+    """GPU time granted and its use, in milliseconds; `unknown` is the rest.
 
-    `utilization` is the sum of percent x milliseconds over the `read` ones, `energy` joules of the share; None is unknown.
+    `utilization` is the sum of percent x milliseconds over the `read` milliseconds, `energy` the joules of the share; None is
+    unknown.
     """
 
     granted: int = 0
@@ -157,16 +158,16 @@ class Tally:
 
     @property
     def unknown(self) -> int:
-        """For how long it was not known what it did."""
+        """Time for which the use is unknown."""
         return self.granted - self.busy - self.idle
 
     @property
     def mean_utilization(self) -> float | None:
-        """Percent, over the time in which it was read."""
+        """Mean utilization in percent, over the time for which it was read."""
         return self.utilization / self.read if self.read else None
 
     def add(self, piece: int, seen: GpuUsage | None) -> None:
-        """Count a piece of time in which this was seen, if anything was."""
+        """Add a piece of time with this sample, if there is one."""
         self.count(piece, seen)
         if seen is None:
             return
@@ -181,7 +182,7 @@ class Tally:
             self.peak_memory = memory
 
     def count(self, piece: int, seen: GpuUsage | None) -> None:
-        """`add` of nothing but the time."""
+        """Like `add`, for the time alone."""
         self.granted += piece
         if seen is None:
             return
@@ -191,7 +192,7 @@ class Tally:
             self.idle += piece
 
     def plus(self, other: "Tally") -> "Tally":
-        """Both together."""
+        """The sum of both."""
         return Tally(
             self.granted + other.granted,
             self.busy + other.busy,
@@ -207,7 +208,7 @@ class Tally:
 
 @dataclass(slots=True)
 class DayEntry:
-    """What one day, or what is left of it after a restart, made of a reservation: a tally for each GPU by UUID."""
+    """A reservation's use on one day, or on the part of it since a restart: a tally for each GPU by UUID."""
 
     part: int
     day: int
@@ -218,9 +219,9 @@ class DayEntry:
 class Account:
     """The account of a live reservation, counted up to `until`, in milliseconds of the boot clock.
 
-    `entries` are those that are not on disk for good, the last one goes on; each has a `part` of its own, so that none that is on
-    disk is ever changed by another day or another process. `kept` says that the start is on disk. `milli` are the shares of its
-    GPUs; what is counted is added to `total` and `months` as well, times these.
+    `entries` are not final on disk; the last one is still growing. Each has its own `part`, so that another day or process
+    never changes an entry that is on disk. `kept` says that the start is on disk. `milli` has the shares of its GPUs; what is
+    counted is also added, times these, to `total` and `months`.
     """
 
     reservation: Reservation
@@ -244,11 +245,11 @@ class Account:
 
     @property
     def looked(self) -> bool:
-        """Whether there was a look yet."""
+        """Whether there has been a sample yet."""
         return bool(self._seen)
 
     def look(self, to: int, wall: int, seen: Mapping[str, GpuUsage]) -> None:
-        """Count up to a time, at which this is seen; `wall` is that time since 1970."""
+        """Count up to `to`, when the GPUs were seen like this; `wall` is that time since 1970."""
         gap, before = to - self._seen_at, self._seen
         self._advance(to, wall, seen if gap <= HOLD else {})
         for uuid, usage in seen.items():
@@ -267,7 +268,7 @@ class Account:
         self._seen, self._seen_at = seen, to
 
     def count(self, to: int, wall: int, *, last: bool = False) -> None:
-        """As `look`, without one; the `last` time energy is estimated up to here."""
+        """Like `look`, without a sample; energy since the `last` one is estimated."""
         gap = to - self._seen_at
         seen: Mapping[str, GpuUsage] = self._seen if gap <= HOLD else {}
         self._advance(to, wall, seen)
@@ -276,12 +277,12 @@ class Account:
                 self._meter(uuid, usage.power_watts * gap / 1000)
 
     def written(self, parts: int) -> None:
-        """All entries up to this part are on disk; the last one goes on."""
+        """All entries up to this part are on disk; the last one keeps growing."""
         self.kept = True
         self.entries = [one for one in self.entries[:-1] if one.part > parts] + self.entries[-1:]
 
     def rebase(self, now: int) -> None:
-        """Count on from here, by the clock of another boot."""
+        """Continue from here, on the clock of another boot."""
         self.until = self._seen_at = now
 
     def _advance(self, to: int, wall: int, seen: Mapping[str, GpuUsage]) -> None:
@@ -308,15 +309,15 @@ class Account:
 
 
 def known_max(one: _N | None, other: _N | None) -> _N | None:
-    """The larger of those that are known."""
+    """The larger of the known values."""
     return max((value for value in (one, other) if value is not None), default=None)
 
 
 def resumed(before: Reservation, after: Reservation, until: int | None, part: int, wall: int) -> Account:
-    """The account of a live reservation that a start found on disk as it was `before`, and put into its own boot as `after`.
+    """The account of a live reservation after a restart: `before` is what was on disk, `after` the same in this boot.
 
-    They are one object where the boot is the same. `until` is where the account stood by the clock of `before`; None where
-    that is not on disk, as before the first renewal. `part` is the last that is on disk.
+    Both are one object if the boot is the same. `until` is where the account stood on the clock of `before`; None if that is
+    not on disk, as before the first renewal. `part` is the last one on disk.
     """
     start, same = granted_since(before) if until is None else until, after is before
     account = Account(after, start, part, kept=same and until is not None)
@@ -327,25 +328,25 @@ def resumed(before: Reservation, after: Reservation, until: int | None, part: in
 
 
 def known_min(one: float | None, other: float | None) -> float | None:
-    """The smaller of those that are known."""
+    """The smaller of the known values."""
     return min((value for value in (one, other) if value is not None), default=None)
 
 
 def known_sum(one: _N | None, other: _N | None) -> _N | None:
-    """The sum of those that are known."""
+    """The sum of the known values."""
     return other if one is None else one if other is None else one + other
 
 
 def _more(before: int | None, after: int | None) -> int | None:
-    """By how much a counter grew; where it began anew, from 0."""
+    """How much a counter grew; after a reset, from 0."""
     return None if before is None or after is None else after - before if after >= before else after
 
 
 def decayed(by_age: Sequence[Mapping[str, int]], half_life: float) -> dict[str, float]:
-    """The thousandths of GPUs that each tenant held on average, where a day counts half after `half_life` days.
+    """The thousandths of GPUs that each tenant held on average, where weights halve every `half_life` days.
 
-    `by_age` has what was granted to each on a day, in milliseconds x thousandths, today first. Slurm's fair share is 2^(-U/S), of
-    use U that decays so and share S: to sort by it is to sort by U/S.
+    `by_age` has what each tenant was granted per day, in milliseconds x thousandths, today first. Slurm's fair share is
+    2^(-U/S) for decayed use U and share S, so sorting by it is sorting by U/S.
     """
     weights = [0.5 ** (age / half_life) for age in range(len(by_age))]
     found: dict[str, float] = {}

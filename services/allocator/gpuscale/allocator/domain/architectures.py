@@ -1,6 +1,6 @@
-"""Architectures of language models, by name or from a config.json: how many parameters, and what a token takes in the KV cache.
+"""Architectures of language models, by name or from a config.json: parameter count and KV cache per token.
 
-Figures are those of the config.json that each model is published with on huggingface.co. Pure.
+Figures are from the config.json published with each model on huggingface.co. Pure.
 """
 
 import difflib
@@ -51,7 +51,7 @@ phi-4                           40  5120  40  10 128 17920 100352   1  1
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A decoder of the Llama kind: gated MLPs, grouped KV heads, experts where it has some."""
+    """A Llama-like decoder: gated MLPs, grouped KV heads, optional experts."""
 
     layers: int
     hidden: int
@@ -74,7 +74,7 @@ class Architecture:
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers that a token leaves in the KV cache: a key and a value for each KV head of each layer."""
+        """Values that a token adds to the KV cache: a key and a value per KV head and layer."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
@@ -99,7 +99,7 @@ def known(name: str) -> Architecture:
     """The architecture of a model by its name or path, such as `meta-llama/Llama-3.1-8B-Instruct`.
 
     Raises:
-        InvalidArgumentError: it is not known; names those that are spelt alike.
+        InvalidArgumentError: the model is unknown; suggests similar names.
     """
     short = _EDITION.sub("", _MAKER.sub("", re.split(r"[/\\]", name.strip().lower().replace("_", "-"))[-1]))
     short = re.sub(
@@ -118,10 +118,10 @@ def known(name: str) -> Architecture:
 
 
 def from_config(config: Mapping[str, Any]) -> Architecture:
-    """The architecture that a config.json of Hugging Face's form tells; of a model of several parts its text part.
+    """Parse a Hugging Face config.json; for a multimodal model, its text part.
 
     Raises:
-        InvalidArgumentError: a number is missing or wrong; names the key.
+        InvalidArgumentError: a number is missing or invalid; names the key.
     """
     of: Mapping[str, Any] = config.get("text_config") or config
 
@@ -146,7 +146,7 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
 
     if "kv_lora_rank" in of:
         raise InvalidArgumentError(
-            "config: multi-head latent attention is not reckoned yet", field="config.kv_lora_rank"
+            "config: multi-head latent attention is not supported", field="config.kv_lora_rank"
         )
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     experts = number("num_local_experts", "num_experts", "n_routed_experts", default=1)
@@ -174,7 +174,7 @@ _KV_BYTES, _LOGIT_BYTES, _ACTIVATION_BYTES = 2, 4, 2
 
 @dataclass(frozen=True, slots=True)
 class GpuKind:
-    """GPUs of one model and size in the fleet: how many, and how many the node with most of them has."""
+    """GPUs of one model and size in the fleet: how many in all, and on the node with most."""
 
     model: str
     memory_bytes: int
@@ -184,20 +184,20 @@ class GpuKind:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Over how many GPUs a model is spread: each layer over `tensor` of them, the layers over `pipeline` groups."""
+    """How a model is split: each layer over `tensor` GPUs, the layers over `pipeline` groups."""
 
     tensor: int
     pipeline: int = 1
 
     @property
     def gpu_count(self) -> int:
-        """How many GPUs."""
+        """The number of GPUs."""
         return self.tensor * self.pipeline
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes that a model takes on all its GPUs together."""
+    """Bytes that a model needs on all its GPUs together."""
 
     architecture: Architecture
     weights: float
@@ -206,22 +206,22 @@ class Footprint:
 
     @property
     def least(self) -> float:
-        """What is measured while tokens are generated one by one."""
+        """Needed while tokens are generated one by one."""
         return self.weights + self.kv_cache
 
     @property
     def most(self) -> float:
-        """What to have, in GPUs of which a server of models uses `USABLE`."""
+        """Needed to serve it, on GPUs of which a model server uses `USABLE`."""
         return (self.least + self.activations) / USABLE
 
     def of_each(self, split: Split) -> float:
-        """Memory that each GPU must have: KV heads are split as far as there are some, and repeated beyond."""
+        """Memory needed per GPU: KV heads are split across GPUs, and repeated beyond their number."""
         of_heads = min(split.tensor, self.architecture.kv_heads)
         cache = self.kv_cache / (of_heads * split.pipeline)
         return (self.weights / split.gpu_count + cache + self.activations / split.tensor) / USABLE
 
     def split_over(self, gpus: GpuKind) -> Split | None:
-        """The fewest GPUs of a kind that hold it: of one node, else of several; None where all of them are too few."""
+        """The smallest split over GPUs of a kind, on one node if possible; None if they are too few."""
         widths = [n for n in range(1, gpus.on_one_node + 1) if self.architecture.heads % n == 0]
         options = [Split(width) for width in widths]
         if widths:
@@ -230,7 +230,7 @@ class Footprint:
 
 
 def footprint(of: Architecture, bytes_of_type: float, context: int, batch: int) -> Footprint:
-    """What a model takes for so many sequences of so many tokens, KV cache and activations in 16 bits."""
+    """The memory for `batch` sequences of `context` tokens, with KV cache and activations in 16 bits."""
     step = min(context * batch, STEP_TOKENS)
     wide = 2 * of.intermediate * of.experts_per_token + 4 * of.hidden
     return Footprint(

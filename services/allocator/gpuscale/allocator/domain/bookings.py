@@ -1,17 +1,16 @@
-"""Bookings: GPUs that are kept for an owner from a moment on, for a while. Pure.
+"""Bookings: GPUs reserved in advance for an owner, for a period. Pure.
 
     BOOKED ──claimed──> CLAIMED ──time is over, or given back──> ENDED
        ├──nobody claims it──> EXPIRED
        └──cancel──> CANCELLED
 
-A booking names its GPUs from the moment it is made, and no GPU is in two that are open at one time. Whatever would still be on
-one of its GPUs at its start is not placed there: for that every lease counts as lasting a time. One with a limit lasts that
-long, as it ends then; a preemptible one no longer than the notice it gets; any other one the horizon, though it may
-be renewed for ever: a booking that is further away has precedence, and its holder gets the notice. In its time the owner alone
-places on its GPUs, as often as they like.
+A booking names its GPUs from the moment it is made, and no GPU is in two open bookings at the same time. Leases that would
+still hold one of its GPUs at the start are not placed there, so every lease has an assumed length: its limit if it has one; the
+notice if it is preemptible; otherwise the horizon, although it can be renewed for ever: a booking further away than that takes
+precedence, and the holder gets notice. During the booking only the owner can reserve its GPUs, as often as they like.
 
-Starts and ends are seconds of the wall clock (since 1970), so a booking moves with that clock when it is set. Once begun it stays
-begun, and how long nobody claims it is counted by the boot clock, as leases are.
+Starts and ends are seconds of the wall clock (since 1970), so a booking moves when that clock is set. A booking that has begun
+stays begun; how long it goes unclaimed is counted by the boot clock, like leases.
 """
 
 from collections.abc import Iterable, Iterator
@@ -35,7 +34,7 @@ KEPT = 14 * 86_400.0
 
 
 class BookingState(StrEnum):
-    """Where a booking stands."""
+    """The state of a booking."""
 
     BOOKED = "booked"
     CLAIMED = "claimed"
@@ -46,10 +45,9 @@ class BookingState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Booking:
-    """GPUs that are kept for an owner.
+    """GPUs reserved in advance for an owner.
 
-    `spots` are its GPUs: (node, UUID). `note` says what people should know: that it was moved, or that a GPU of it is not
-    usable.
+    `spots` are its GPUs: (node, UUID). `note` tells people that it was moved, or that one of its GPUs is unusable.
     """
 
     id: str
@@ -73,31 +71,31 @@ class Booking:
 
     @property
     def open(self) -> bool:
-        """Whether its GPUs are, or will be, kept."""
+        """Whether it keeps its GPUs, now or later."""
         return self.state in (BookingState.BOOKED, BookingState.CLAIMED)
 
     @property
     def gpus(self) -> frozenset[str]:
-        """The UUIDs of its GPUs, in lower case as an ask names them."""
+        """The UUIDs of its GPUs, in lower case as in asks."""
         return frozenset(uuid.lower() for _, uuid in self.spots)
 
     @property
     def nodes(self) -> frozenset[str]:
-        """Where they are."""
+        """The nodes of its GPUs."""
         return frozenset(node for node, _ in self.spots)
 
     @property
     def whole_nodes(self) -> bool:
-        """Whether it keeps the nodes for itself too, with their CPU and memory: never."""
+        """Whether it also keeps CPU and memory of the nodes: never."""
         return False
 
     @property
     def why(self) -> str:
-        """What holders are told who have to leave for it."""
+        """What holders that have to leave for it are told."""
         return f"booked by {self.owner} ({self.name})"
 
     def restricted(self, ask: Ask) -> Ask | None:
-        """The ask, on its GPUs alone; None if it names others."""
+        """The ask restricted to its GPUs; None if it names others."""
         gpus, nodes = ask.gpus & self.gpus or self.gpus, ask.nodes & self.nodes or self.nodes
         if (ask.gpus and gpus.isdisjoint(ask.gpus)) or (ask.nodes and nodes.isdisjoint(ask.nodes)):
             return None
@@ -106,9 +104,9 @@ class Booking:
 
 @dataclass(eq=False)
 class Bookings:
-    """All bookings; `opened` has those that have begun, with the boot time since which nothing of the owner is on them.
+    """All bookings; `opened` has those that have begun, with the boot time since which the owner uses none of their GPUs.
 
-    `open` are those that are open, what begins first first.
+    `open` has the open ones by start.
     """
 
     horizon: float
@@ -128,7 +126,7 @@ class Bookings:
         return self._all[booking_id]
 
     def replay(self, wish: Booking) -> Booking | None:
-        """What the same request has booked before; AlreadyExistsError if it was another, or one that is open has the id."""
+        """What an identical request booked; AlreadyExistsError if it differed, or an open booking has the id."""
         known = self._all.get(self._by_request.get(wish.request_id, ""))
         if known is not None and known.fingerprint == wish.fingerprint:
             return known
@@ -140,11 +138,11 @@ class Bookings:
                 message, reason="REQUEST_ID_REUSED", metadata={"request_id": wish.request_id}
             )
         if wish.id in self._all and self._all[wish.id].open:
-            raise AlreadyExistsError(f"there is a {wish.name} already", metadata={"name": wish.name})
+            raise AlreadyExistsError(f"{wish.name} already exists", metadata={"name": wish.name})
         return None
 
     def put(self, one: Booking) -> None:
-        """Add one, or take it in place of what it was."""
+        """Add or replace a booking."""
         self.remove(one.id)
         self._all[one.id] = one
         self._by_request[one.request_id] = one.id
@@ -154,43 +152,43 @@ class Bookings:
             self.opened.pop(one.id, None)
 
     def remove(self, booking_id: str) -> None:
-        """Know nothing of one any more; nothing if it is not known."""
+        """Remove a booking, if it is known."""
         known = self._all.pop(booking_id, None)
         if known is not None:
             self._by_request.pop(known.request_id)
             self.open = tuple(one for one in self.open if one.id != booking_id)
 
     def begun(self, one: Booking, wall: float) -> bool:
-        """Whether the time of one has come: it does not go back when the clock does."""
+        """Whether a booking has begun; setting the clock back does not undo that."""
         return one.start <= wall or one.id in self.opened
 
     def in_the_way(self, limit: float, wall: float, *, preemptible: bool) -> list[Booking]:
-        """Those that a lease would run into that is granted now, with this limit (0 for none)."""
+        """The bookings that a lease granted now, with this limit (0 for none), would run into."""
         ends = wall + self.lasts(limit, preemptible=preemptible)
         return [one for one in self.open if one.start < ends or one.id in self.opened]
 
     def lasts(self, limit: float, *, preemptible: bool) -> float:
-        """For how long a lease counts that has this limit, or so much of it left (0 for none)."""
+        """How long a lease with this limit, or so much of it left (0 for none), is assumed to last."""
         return min(limit or self.horizon, NOTICE if preemptible else self.horizon)
 
     def meeting(self, start: float, end: float, *, but: str = "") -> list[Booking]:
-        """Those that are open at some time between, but for one."""
+        """The bookings that are open at some time in the period, except one."""
         return [one for one in self.open if one.start < end and start < one.end and one.id != but]
 
     def peak(self, tenant: str, start: float, end: float) -> int:
-        """Most thousandths of GPUs that a tenant has booked at any time between."""
+        """The most thousandths of GPUs that a tenant has booked at any time in the period."""
         own = [one for one in self.meeting(start, end) if one.tenant == tenant]
         moments = [start, *(one.start for one in own if one.start > start)]
         return max(milli(one for one in own if one.start <= at < one.end) for at in moments)
 
     def hours(self, tenant: str, start: float, end: float) -> float:
-        """GPU-hours that a tenant has booked between."""
+        """GPU-hours that a tenant has booked in the period."""
         own = (one for one in self.meeting(start, end) if one.tenant == tenant)
         return sum(len(one.spots) * (min(one.end, end) - max(one.start, start)) for one in own) / 3600
 
 
 def local(moment: float) -> str:
-    """A moment as messages tell it: services do not know where their callers are."""
+    """A time for messages, in UTC: services do not know the callers' time zones."""
     return f"{datetime.fromtimestamp(moment, UTC):%a %Y-%m-%d %H:%M} UTC"
 
 

@@ -1,6 +1,6 @@
-"""Cordons: marks on nodes and GPUs on which nothing new is placed, and until when what is there may stay. Pure.
+"""Cordons: nodes and GPUs that take no new reservations, and the deadline for those they have. Pure.
 
-A node and a GPU of it can be cordoned side by side; lifting one leaves the other. Deadlines are seconds of CLOCK_BOOTTIME.
+A node and one of its GPUs can be cordoned independently. Deadlines are seconds of CLOCK_BOOTTIME.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from gpuscale.common.errors import InvalidArgumentError
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A node, or a single GPU of it: `gpu` is its id, which is its UUID in lower case, and empty for the node."""
+    """A node, or one of its GPUs: `gpu` is the UUID in lower case, and empty for the node."""
 
     node: str
     gpu: str = ""
@@ -25,16 +25,15 @@ class Spot:
         return names.gpu_name(self.node, self.gpu) if self.gpu else names.node_name(self.node)
 
     def holds(self, node: str, uuid: str, parent: str = "") -> bool:
-        """Whether a GPU is here; of a MIG instance `parent` is the UUID of its GPU."""
+        """Whether this spot covers a GPU; for a MIG instance `parent` is the UUID of its GPU."""
         return node == self.node and self.gpu in {"", names.to_id(uuid), parent and names.to_id(parent)}
 
 
 @dataclass(frozen=True, slots=True)
 class Cordon:
-    """Nothing new is placed on the spot; `reason` and `author` are those of whoever set it.
+    """Nothing new is placed on the spot; `reason` and `author` come from whoever set it.
 
-    What is there ends at `deadline`, which came `grace` seconds after the drain was asked for; both are None of a cordon
-    that drains nothing.
+    A drain ends what is there at `deadline`, `grace` seconds after it was requested; both are None for a plain cordon.
     """
 
     spot: Spot
@@ -50,7 +49,7 @@ class Cordon:
         return f"{self._mark}: {self.reason}" if self.reason else self._mark
 
     def told(self, why: str) -> bool:
-        """Whether that is what a holder was told on behalf of this spot, for whatever reason at the time."""
+        """Whether a holder was told this on behalf of this spot, whatever its reason at the time."""
         return why == self._mark or why.startswith(f"{self._mark}: ")
 
     @property
@@ -59,7 +58,7 @@ class Cordon:
 
 
 def spot_of(name: str, field: str = "name") -> Spot:
-    """The spot of the name of a node, a GPU or a cordon; InvalidArgumentError, with `field`, if it is neither."""
+    """Parse the name of a node, GPU or cordon; InvalidArgumentError, with `field`, if it is none of these."""
     target = names.cordoned(name)
     ids = names.match(names.NODE, target) or names.match(names.GPU, target)
     if ids is None:
@@ -68,10 +67,10 @@ def spot_of(name: str, field: str = "name") -> Spot:
 
 
 def cordoned(before: Cordon | None, asked: Cordon) -> Cordon:
-    """The cordon after somebody asked for one where there may be one already.
+    """The cordon after a request for one where one may already exist.
 
-    It is as old as the first that was asked for, and without a new reason the old one stays. A drain goes on as it is, whoever
-    cordons meanwhile; of two drains the earlier deadline holds: a repeated request must not give anybody more time.
+    It keeps the time of the first request, and the old reason if the new one is empty. A cordon does not stop a drain; of two
+    drains the earlier deadline holds, so that repeating a request never extends it.
     """
     if before is None:
         return asked
@@ -88,7 +87,7 @@ def cordoned(before: Cordon | None, asked: Cordon) -> Cordon:
 
 
 def rebased(cordon: Cordon, now: float) -> Cordon:
-    """A cordon of an earlier boot: nobody watched its clock, so its grace starts anew in full."""
+    """A cordon of an earlier boot: nobody watched its clock, so its full grace starts again."""
     return replace(cordon, deadline=None if cordon.grace is None else now + cordon.grace)
 
 
@@ -107,17 +106,17 @@ class Cordons:
         return self._by_spot.get(spot)
 
     def put(self, cordon: Cordon) -> None:
-        """Add a cordon, or take it in place of the one there is."""
+        """Add or replace a cordon."""
         self._by_spot[cordon.spot] = cordon
 
     def remove(self, spot: Spot) -> None:
-        """Lift a cordon; nothing if there is none."""
+        """Lift a cordon, if there is one."""
         self._by_spot.pop(spot, None)
 
     def covering(self, node: str, uuid: str = "", parent: str = "") -> Cordon | None:
-        """The cordon that keeps new work from a GPU: that of its node, its own, or, of a MIG instance, that of its GPU.
+        """The cordon that keeps new work off a GPU: its node's, its own, or its parent's for a MIG instance.
 
-        Without a UUID, that of the node.
+        Without a UUID, the node's.
         """
         if not self._by_spot:
             return None
@@ -125,5 +124,5 @@ class Cordons:
         return next((self._by_spot[spot] for spot in spots if spot in self._by_spot), None)
 
     def marks(self) -> frozenset[str]:
-        """What is cordoned, as placement takes it: nodes as `nodes/{node}`, GPUs by their ids."""
+        """What is cordoned, for placement: `nodes/{node}` for nodes, ids for GPUs."""
         return frozenset(spot.gpu or spot.name for spot in self._by_spot)

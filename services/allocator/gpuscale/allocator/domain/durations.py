@@ -1,11 +1,11 @@
 """Durations: how long reservations really last, learned from those that ended. Pure.
 
-Samples are kept for each owner and shape, for each tenant and shape, and for all; of each the newest KEPT, with weights that
-fall by DECAY from one to the next older. What a wider circle knows counts as much as PRIOR new samples of the narrowest one, so it
-carries the estimate while little is known of an owner, and where something lasts longer than all that its owner ever had.
-What has lasted for a while is compared with samples that lasted longer: the estimate is a quantile of those. Nothing that is
-known lasted so long: the longer it has, the longer it will, as of a Pareto distribution (Lindy's law). Numbers here were
-fitted on the first half of a trace and are measured on the other (`bench.waits`).
+The newest KEPT samples are kept per owner and shape, per tenant and shape, and overall, with weights that fall by DECAY from
+each sample to the next older. A wider group counts as much as PRIOR new samples of the narrowest one, so it dominates while
+little is known of an owner, and when a reservation outlasts everything the owner ever had. The estimate for a reservation of
+some age is a quantile of the samples that lasted longer. If none did, the longer it has lasted, the longer it will, as in a
+Pareto distribution (Lindy's law). The numbers were fitted on the first half of a trace and measured on the second
+(`bench.waits`).
 """
 
 from bisect import bisect_right
@@ -39,7 +39,7 @@ LEARNED = (EndCause.RELEASED, EndCause.EXPIRED, EndCause.CANCELLED)
 
 
 class Kin(NamedTuple):
-    """Whose a reservation is and what it holds: how many GPUs, and thousandths of each."""
+    """The owner and shape of a reservation: number of GPUs, and thousandths of each."""
 
     owner: str
     tenant: str
@@ -49,7 +49,7 @@ class Kin(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Seconds that are likely, and the range in which three of five lie."""
+    """The likely remaining seconds, and a range that contains three of five cases."""
 
     low: float
     likely: float
@@ -57,7 +57,7 @@ class Span:
 
     @property
     def early(self) -> float:
-        """By when a wait counts on the end: of several that may end it is the first that counts, so this is below the median."""
+        """The end to assume for a wait: the first of several leases to end decides it, so this is below the median."""
         return float(max(self.low, 0.0) ** EARLY * self.likely ** (1 - EARLY))
 
 
@@ -74,7 +74,7 @@ class Durations:
         self._count = 0
 
     def add(self, kin: Kin, seconds: float) -> None:
-        """One that ended lasted so long."""
+        """Add a reservation that lasted this long."""
         self._count += 1
         sample = log(max(seconds, 1.0))
         for circle in _circles(kin):
@@ -88,7 +88,7 @@ class Durations:
         self._profiles.pop(kin, None)
 
     def remaining(self, kin: Kin, age: float = 0.0) -> Span | None:
-        """How long one will go on that has lasted so long; None where nothing was learned."""
+        """How much longer a reservation of this age will last; None if nothing was learned."""
         if not self._samples:
             return None
         logs, weights = self._profile(kin)
@@ -100,7 +100,7 @@ class Durations:
         return Span(*(exp(logs[min(bisect_right(weights, one), len(logs) - 1)]) - age for one in wanted))
 
     def _profile(self, kin: Kin) -> tuple[Sequence[float], Sequence[float]]:
-        """Logarithms of samples, shortest first, and the sums of their weights."""
+        """Logarithms of samples, shortest first, and the cumulative sums of their weights."""
         known = self._profiles.get(kin)
         if known is None or self._count - known[0] >= STALE:
             points: list[tuple[float, float]] = []
@@ -122,17 +122,17 @@ class Durations:
 
 
 def kin_of(one: Reservation) -> Kin:
-    """Of a reservation that holds something."""
+    """The kin of a reservation that holds GPUs."""
     return Kin(one.owner, one.tenant, len(one.gpus), one.gpus[0].milli if one.gpus else 0)
 
 
 def kin_of_order(order: Order) -> Kin:
-    """Of an order, as it would be served."""
+    """The kin of an order, as if it were granted."""
     return Kin(order.owner, order.tenant, order.ask.member_count * order.ask.gpu_count, order.ask.gpu_milli)
 
 
 def lasted(one: Reservation) -> float | None:
-    """For how many seconds one that ended held its GPUs; None where that teaches nothing."""
+    """How many seconds an ended reservation held its GPUs; None if nothing can be learned from it."""
     if not one.gpus or one.ended is None or one.end_cause not in LEARNED or BOOKING_LABEL in one.labels:
         return None
     began = [member.started for member in one.job.members if member.started] if one.wanted and one.job else []

@@ -1,10 +1,10 @@
-"""Estimate: how many GPUs a model needs, and how much memory of each. Pure.
+"""Estimate: how many GPUs a model needs, and how much memory on each. Pure.
 
-The number of GPUs is the world size of the parameters (`parallelism`), the number of the model's parameters is given or
-read from its name (`size_in`). Memory is by the table of the GPU tracking seed (seeds/001): 20,000 MB for 65B and 70B
-models, 12,000 for 7B and 13B, 8,000 for all others, where an MB is a MiB, as of the nvidia-smi that the seed compares it
-with. Between and beyond those sizes the class of the nearest one counts, by ratio: halfway between 13 and 65 billion is
-29. Where a data type is given, memory is computed instead; where a context is, from the architecture of the model (`sized`).
+The number of GPUs is the world size given by the parameters (`parallelism`); the parameter count is given or read from the
+model's name (`size_in`). Memory follows the table of the GPU tracking seed (seeds/001): 20,000 MB for 65B and 70B models,
+12,000 for 7B and 13B, 8,000 for all others, where MB means MiB, as in the nvidia-smi output that the seed compares it with.
+Other sizes use the class of the nearest size, by ratio: the boundary between 13 and 65 billion is 29. With a data type, memory
+is computed instead; with a context length, it is computed from the model's architecture (`sized`).
 """
 
 import math
@@ -33,7 +33,7 @@ _EXPERTS = re.compile(rf"{_APART}(?P<experts>\d{{1,4}})e(?![a-z0-9])")
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """What a name tells: the number of parameters, the text that told it, and what to know about it."""
+    """The parameter count found in a name, the text it was found in, and a note on it."""
 
     parameter_count: float
     text: str
@@ -41,11 +41,11 @@ class ModelSize:
 
 
 def size_in(name: str) -> ModelSize | None:
-    """The number of parameters in the name or path of a model; None where it tells none.
+    """The parameter count in the name or path of a model; None if there is none.
 
-    Of a path the last part that tells a size counts, of several sizes in it the largest. A mixture of experts (`8x7b`,
-    `17b-16e`) counts as the product, which is more than it has, since experts share layers: an estimate may be too
-    large but is never too small for that.
+    In a path the last part that contains a size counts, and in it the largest size. A mixture of experts (`8x7b`, `17b-16e`)
+    counts as the product, which is an upper bound since experts share layers: the estimate may be too large but never too
+    small.
     """
     for part in reversed(re.split(r"[/\\]", name.lower())):
         sizes: list[ModelSize] = []
@@ -84,7 +84,7 @@ _DIGITS = re.compile(r"[0-9]{1,9}")
 
 @dataclass(frozen=True, slots=True)
 class Parallelism:
-    """The largest value of each kind, 1 where it was not given, and the names that mean nothing here."""
+    """The largest value of each kind of parallelism, default 1, and the names that were not recognized."""
 
     tp: int
     pp: int
@@ -95,21 +95,21 @@ class Parallelism:
 
     @property
     def world_size(self) -> int:
-        """How many GPUs."""
+        """The number of GPUs."""
         return self.tp * self.pp * max(self.dp, self.dcp, self.cp)
 
     @property
     def note(self) -> str:
-        """How the world size was found, in words."""
+        """How the world size was computed, in words."""
         return f"{self.world_size} = tp {self.tp} x pp {self.pp} x max(dp {self.dp}, dcp {self.dcp}, cp {self.cp})"
 
 
 def parallelism(parameters: "Mapping[str, Json]") -> Parallelism:
-    """Read the parameters: numbers, lists of numbers, or `{"values": [...]}`, as JSON has them.
+    """Parse the parameters: numbers, lists of numbers, or `{"values": [...]}`, as JSON.
 
     Raises:
-        InvalidArgumentError: a value is no whole number from 1 to 4,096, a list is empty, two spellings of one
-            parameter differ, or all of it is more than one ask may name. Each parameter at fault is a violation.
+        InvalidArgumentError: a value is not a whole number from 1 to 4,096, a list is empty, two spellings of one
+            parameter differ, or the total exceeds what one ask may name. Each invalid parameter is a violation.
     """
     found: dict[str, tuple[str, frozenset[int]]] = {}
     wrong: list[FieldViolation] = []
@@ -137,12 +137,12 @@ def parallelism(parameters: "Mapping[str, Json]") -> Parallelism:
 
 
 def _kind(name: str) -> str | None:
-    """Which kind of parallelism a name means; None where it means something else."""
+    """The kind of parallelism that a name means; None if it means something else."""
     return _ALIASES.get(name.lower().replace("_", "-"))
 
 
 def _values(given: "Json") -> tuple[frozenset[int], str]:
-    """The values that were given, and what is wrong with them, empty where nothing is."""
+    """The values given, and what is wrong with them; empty if nothing is."""
     if isinstance(given, Mapping):
         if set(given) != {"values"}:
             return frozenset(), 'must be a number, a list of numbers, or {"values": [...]}'
@@ -158,7 +158,7 @@ def _values(given: "Json") -> tuple[frozenset[int], str]:
 
 
 def _whole(item: "Json") -> int | None:
-    """A whole number of 1 to `MOST_GPUS`, as a number or as digits; None for anything else."""
+    """A whole number from 1 to `MOST_GPUS`, given as a number or digits; None for anything else."""
     if isinstance(item, str):
         item = int(item) if _DIGITS.fullmatch(item) else None
     if isinstance(item, bool) or not isinstance(item, (int, float)):
@@ -184,10 +184,10 @@ _LARGEST = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class ModelWish:
-    """What a model needs is to be found for.
+    """The model to estimate.
 
-    `parameters` is as JSON has it; `parameter_count` goes before what the name tells; memory is computed where `dtype` is
-    not empty, with a KV cache of `kv_cache_tokens` tokens of `kv_cache_bytes_per_token` each, over all GPUs.
+    `parameters` is JSON; `parameter_count` overrides the model's name; memory is computed if `dtype` is set, with a KV cache of
+    `kv_cache_tokens` tokens of `kv_cache_bytes_per_token` each, over all GPUs.
     """
 
     model: str = ""
@@ -200,7 +200,7 @@ class ModelWish:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """How many GPUs, how much memory of each, how both were found, and which parameters mean nothing here."""
+    """The number of GPUs, the memory of each, how both were found, and which parameters were ignored."""
 
     gpu_count: int
     memory_bytes: int
@@ -211,7 +211,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class GpuFit:
-    """How many GPUs of a kind hold a model; no split where all of them are too few."""
+    """How many GPUs of a kind hold a model; without a split, all of them are too few."""
 
     kind: GpuKind
     split: Split | None
@@ -236,7 +236,7 @@ class Sized:
 
 
 def estimate(wish: ModelWish) -> Estimate:
-    """Find what a model needs; InvalidArgumentError as of `parallelism`, or if something is missing to compute it."""
+    """Estimate what a model needs; InvalidArgumentError like `parallelism`, or if a value is missing."""
     gpus, size = parallelism(wish.parameters), size_in(wish.model)
     if wish.parameter_count is not None:
         if not 0 < wish.parameter_count <= MOST_PARAMETERS:
@@ -257,10 +257,10 @@ def estimate(wish: ModelWish) -> Estimate:
 
 
 def sized(wish: ModelWish, of: Architecture, context: int, batch: int, kinds: Sequence[GpuKind]) -> Sized:
-    """What a model of a known architecture needs, and which GPUs of the fleet hold it, fewest first.
+    """Estimate from a known architecture, and list the GPUs of the fleet that fit, fewest first.
 
     Raises:
-        InvalidArgumentError: as of `parallelism`, or there is no such data type.
+        InvalidArgumentError: like `parallelism`, or the data type is unknown.
     """
     gpus, of_type = parallelism(wish.parameters), _bytes_of(wish.dtype or "bf16")
     given = Split(gpus.tp, gpus.pp) if {"tp", "pp"} & {_kind(name) for name in wish.parameters} else None
@@ -293,7 +293,7 @@ def _fitting(needs: Footprint, kind: GpuKind, given: Split | None) -> Split | No
 
 
 def _told(wish: ModelWish, size: ModelSize | None) -> str:
-    """Where the number of parameters is from."""
+    """Where the parameter count comes from."""
     if size is None:
         return "parameters: the name of the model does not tell how many" if wish.model else "no model named"
     if not size.text:
@@ -349,7 +349,7 @@ def _bytes_of(dtype: str) -> float:
 
 
 def _weights(size: ModelSize, of_type: float, gpus: Parallelism) -> float:
-    """Bytes of weights on each GPU: tensor and pipeline parallelism divide them, the other kinds repeat them."""
+    """Bytes of weights per GPU: tensor and pipeline parallelism divide them, other kinds replicate them."""
     return size.parameter_count * of_type / (gpus.tp * gpus.pp)
 
 

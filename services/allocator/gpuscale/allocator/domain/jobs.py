@@ -1,4 +1,4 @@
-"""Jobs: the command that a reservation was made for, as its supervisors report it. Pure."""
+"""Jobs: the command that a reservation was made for, as reported by its supervisors. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class JobState(StrEnum):
-    """Where a job stands."""
+    """The state of a job."""
 
     WAITING = "waiting"
     STARTING = "starting"
@@ -20,9 +20,9 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class JobMember:
-    """What runs for one member. `end_reason` says why it was stopped, did not start or is taken for lost; else it is empty.
+    """The process of one member. `end_reason` says why it was stopped, did not start or is presumed lost; else it is empty.
 
-    `heard` is when its supervisor told of it last, on the clock of leases; 0 where that is not known.
+    `heard` is when its supervisor last reported it, on the clock of leases; 0 if unknown.
     """
 
     member: int
@@ -37,7 +37,7 @@ class JobMember:
 
     @property
     def stopped(self) -> bool:
-        """Whether it ran until somebody stopped it."""
+        """Whether it ran until it was stopped."""
         return self.started is not None and self.end_reason != ""
 
 
@@ -53,9 +53,10 @@ class ReservedJob:
     def with_member(
         self, known: JobMember, nodes: Mapping[int, str], now: float, patience: float
     ) -> "ReservedJob":
-        """The job with this known of a member; those are taken for lost of which nothing was heard for `patience` seconds.
+        """The job after a report on a member; members not heard from for `patience` seconds are presumed lost.
 
-        One that has ended stays so: a renewal that its supervisor gave up may come after the end. `nodes` are those of all members.
+        A member that ended stays ended: a late renewal by its supervisor may arrive after the end. `nodes` are those of all
+        members.
         """
         there = {number: JobMember(number, node) for number, node in nodes.items()}
         there |= {one.member: replace(one, heard=one.heard or now) for one in self.members}
@@ -69,11 +70,11 @@ class ReservedJob:
         return replace(self, members=tuple(there[number] for number in sorted(there)))
 
     def unheard(self) -> "ReservedJob":
-        """The job after a boot: on its clock, nothing was heard of any member yet."""
+        """The job after a reboot: on the new clock, no member has been heard from yet."""
         return replace(self, members=tuple(replace(one, heard=0.0) for one in self.members))
 
     def exit_code(self, member_count: int) -> int | None:
-        """That of the member that failed first, by itself if one did; None until all have ended."""
+        """The exit code of the member that failed first, on its own if any did; None until all have ended."""
         codes = [
             (one.exit_code == 0, one.stopped, one.ended, one.exit_code)
             for one in self.members
@@ -82,7 +83,7 @@ class ReservedJob:
         return min(codes)[-1] if len(codes) == member_count else None
 
     def state(self, member_count: int, *, live: bool, lost: bool, waiting: bool = False) -> JobState:
-        """Where it stands, by its reservation: whether that lives, nobody renewed it, or it never held anything."""
+        """The state of the job, given whether its reservation is live, lost or waiting."""
         code = self.exit_code(member_count)
         if code is None:
             if waiting:

@@ -3,14 +3,13 @@
     PENDING ──confirm──> ACTIVE ──close/settle──> RELEASED | EXPIRED | CANCELLED | LOST ──forget──> gone
        └──withdraw──> gone (never acknowledged)
 
-Every change that must be on disk before anybody learns of it has two halves. `grant` and `close` come before the
-write: a granted GPU is held at once, a closed reservation still holds its GPUs but takes no more renewals. `confirm`
-and `settle` come after the write, `withdraw` and `reopen` after one that failed. So a GPU is free only when it is
-free on disk as well, and nobody can look up or list what is not on disk yet. Times are seconds of CLOCK_BOOTTIME,
-`wall` is for display.
+Every change that must be on disk before anybody sees it has two halves. `grant` and `close` precede the write: a granted GPU is
+held at once; a closed reservation still holds its GPUs but accepts no renewals. `confirm` and `settle` follow the write,
+`withdraw` and `reopen` a failed one. So a GPU is free only when it is free on disk as well, and nobody can look up or list what
+is not on disk yet. Times are seconds of CLOCK_BOOTTIME, `wall` is for display.
 
-Tokens of a key that the state keeps prove leases and name places in a list: the key stays the same for a call that is
-repeated, after a restart and on a standby that took over, and nothing is stored for each grant or page.
+Lease tokens and page tokens are derived from a stored key, so they stay valid across retries, restarts and failover, and
+nothing is stored per grant or page.
 """
 
 import binascii
@@ -45,10 +44,10 @@ from gpuscale.common.names import reservation_name
 
 
 class Deadlines:
-    """Keys by the time at which they are to be looked at.
+    """Keys by the time at which they are due.
 
-    A deadline that moves later leaves its entry where it is: the key is then looked at too early, and whoever looks
-    adds it again. So a lease that is renewed each second for a week still has one entry.
+    A deadline that moves later leaves its entry in place: the key comes up early and the caller adds it again. So a lease
+    renewed every second for a week still has one entry.
     """
 
     def __init__(self) -> None:
@@ -59,17 +58,17 @@ class Deadlines:
         return len(self._heap)
 
     def add(self, key: str, deadline: float) -> None:
-        """Look at the key at `deadline`, or earlier where it is queued earlier."""
+        """Queue the key for `deadline`, unless it is already queued earlier."""
         if deadline < self._queued.get(key, float("inf")):
             self._queued[key] = deadline
             heapq.heappush(self._heap, (deadline, key))
 
     def earliest(self) -> float | None:
-        """When the next key is to be looked at; None when there is none."""
+        """When the next key is due; None if there is none."""
         return self._heap[0][0] if self._heap else None
 
     def pop(self, now: float) -> str | None:
-        """Take out a key whose time has come; None when there is none."""
+        """Take out a key that is due; None if there is none."""
         while self._heap and self._heap[0][0] <= now:
             deadline, key = heapq.heappop(self._heap)
             if self._queued.get(key) == deadline:
@@ -87,13 +86,13 @@ _PAIRS = [one + other for one in _LETTERS for other in _LETTERS]
 
 
 def random_id() -> str:
-    """A new id of a reservation: 60 random bits, so that it tells nothing of the fence and is never given twice."""
+    """A new reservation id: 60 random bits, so that it reveals nothing of the fence and is never reused."""
     bits = secrets.randbits(60)
     return "r" + "".join([_PAIRS[bits >> at & 1023] for at in range(0, 60, 10)])
 
 
 class Ledger:
-    """All reservations that are kept, live and ended, and the highest fence ever given; only higher ones than `fence` are."""
+    """All reservations in memory, live and ended, and the highest fence ever given: new ones are higher than `fence`."""
 
     def __init__(self, fence: int = 0, new_id: Callable[[], str] = random_id) -> None:
         self._fence = fence
@@ -114,58 +113,58 @@ class Ledger:
 
     @property
     def use(self) -> Use:
-        """What live reservations hold of GPUs and nodes; it follows the ledger."""
+        """What live reservations hold of GPUs and nodes; always current."""
         return self._use
 
     @property
     def live(self) -> Mapping[str, Reservation]:
-        """The reservations that hold GPUs, by their ids; those too that are not on disk yet."""
+        """The reservations that hold GPUs, by id, including those not on disk yet."""
         return MappingProxyType(self._live)
 
     def get(self, reservation_id: str) -> Reservation:
-        """Look up a reservation; NotFoundError if there is none, none yet, or none any more."""
+        """Look up a reservation; NotFoundError if there is none, or none yet, or it was forgotten."""
         found = self._reservations.get(reservation_id)
         if found is None or found.state is State.PENDING:
             raise NotFoundError(
-                f"no reservation {reservation_id}: it never was, or ended so long ago that it is forgotten",
+                f"no reservation {reservation_id}: it never existed, or ended so long ago that it was forgotten",
                 metadata={"name": reservation_name(reservation_id)},
             )
         return found
 
     def reservations(self, *, ended: bool) -> Iterator[Reservation]:
-        """The reservations that are on disk, oldest first; ended ones only if asked for."""
+        """The reservations on disk, oldest first; with `ended`, ended ones too."""
         kept = self._reservations if ended else self._live
         return (reservation for reservation in kept.values() if reservation.state is not State.PENDING)
 
     def held_on(self, node: str) -> list[Reservation]:
-        """Of `reservations` those that hold something of a node, without a look at all the others."""
+        """The `reservations` that hold something on a node, without scanning all of them."""
         there = (self._live.get(one.id) for one in self.use.reservations(node))
         found = [one for one in there if one is not None and one.state is not State.PENDING]
         return sorted(found, key=lambda one: one.fence)
 
     def knows(self, reservation_id: str = "", request_id: str = "") -> bool:
-        """Whether a reservation is here, by its id or by the request that it was granted for."""
+        """Whether a reservation is in memory, by its id or its request id."""
         return reservation_id in self._reservations or request_id in self._by_request
 
     @property
     def ended_count(self) -> int:
-        """How many reservations are here that have ended."""
+        """The number of ended reservations in memory."""
         return len(self._ended)
 
     def first_ended(self, limit: int) -> list[Reservation]:
-        """At most `limit` of those that have ended, beginning with those that ended first."""
+        """At most `limit` ended reservations, those that ended first."""
         return [self._reservations[key] for key in islice(self._ended, limit)]
 
     def granted_at(self, reservation_id: str) -> float | None:
-        """When a live reservation was granted; None of one that the disk held, or that is none."""
+        """When a live reservation was granted; None if it was restored from disk, or there is none."""
         return self._granted_at.get(reservation_id)
 
     def next_deadline(self) -> float | None:
-        """When something will be due at the earliest; None while nothing is kept."""
+        """When something is due next; None while nothing is kept."""
         return self._deadlines.earliest()
 
     def replay(self, request_id: str, fingerprint: str) -> Reservation | None:
-        """What an earlier call with the same request id was granted, if any; AlreadyExistsError if it was another."""
+        """What an earlier call with the same request id was granted; AlreadyExistsError if its arguments differ."""
         known = self._by_request.get(request_id)
         if known is None:
             return None
@@ -226,10 +225,10 @@ class Ledger:
     def begin(
         self, reservation_id: str, gpus: Iterable[ReservedGpu], now: float, limit: float = 0.0
     ) -> Reservation:
-        """Have a reservation that waits hold free GPUs under a new fence, with a lease that starts now, for `limit` at most.
+        """Let a waiting reservation hold free GPUs under a new fence; its lease starts now and lasts `limit` at most.
 
-        It is seen at once; a call that changes it is answered once that is on disk. FailedPreconditionError if it has
-        ended.
+        This is visible at once; calls that change the reservation are answered once it is on disk. FailedPreconditionError if
+        it has ended.
         """
         before = self.expect_open(self.get(reservation_id))
         if not before.waiting or before.wanted is None:
@@ -242,7 +241,7 @@ class Ledger:
         return after
 
     def _hold_instead(self, after: Reservation) -> None:
-        """Put a reservation in place of what it was, as the newest: they are kept by fence."""
+        """Replace a reservation and make it the newest: they are ordered by fence."""
         self._use.free(after.id)
         self._use.hold(after)
         del self._reservations[after.id], self._live[after.id]
@@ -253,16 +252,16 @@ class Ledger:
         return self._put(activated(granted))
 
     def withdraw(self, granted: Reservation) -> None:
-        """Take back a granted reservation whose write failed: nobody was told of it. Its fence stays used."""
+        """Undo a grant whose write failed: nobody was told of it. Its fence stays used."""
         self._drop(granted.id)
 
     def renew(
         self, reservation_id: str, fence: int, ttl: float | None, now: float, member: JobMember | None = None
     ) -> Reservation:
-        """Start the lease anew from now, with another ttl if one is given; `member` is what is known of one of its job.
+        """Restart the lease now, with a new ttl if given; `member` is the state of one member of its job.
 
-        A lease that ran out but was not ended yet is renewed like any other: its GPUs are still its own.
-        FailedPreconditionError if it has ended or the fence is another's.
+        A lease that has run out but not been ended can be renewed: its GPUs are still its own. FailedPreconditionError if it
+        has ended or the fence is another's.
         """
         found = self.get(reservation_id)
         found = self.expect_open(found if fence == found.first_fence else self.expect(reservation_id, fence))
@@ -280,10 +279,10 @@ class Ledger:
         return self._put(moved(found, ttl=lease, deadline=now + lease, job=job))
 
     def revoke(self, reservation_id: str, at: float | None, reason: str) -> Reservation:
-        """Say that a reservation will be taken away at a time, and why; None takes that back.
+        """Schedule the revocation of a reservation, with a reason; `at` None cancels it.
 
-        It is due then, whatever its lease; until then it is renewed like any other. A time that was set before and is
-        earlier stays. FailedPreconditionError if it has ended or is ending.
+        It is due then, whatever its lease, and can be renewed until then. An earlier time that was set before stays.
+        FailedPreconditionError if it has ended or is ending.
         """
         found = self.expect_open(self.get(reservation_id))
         if at is not None and found.revoke_at is not None and found.revoke_at <= at:
@@ -291,7 +290,7 @@ class Ledger:
         return self._put(moved(found, revoke_at=at, end_reason="" if at is None else reason))
 
     def undo(self, before: Reservation, after: Reservation) -> None:
-        """Take back a renewal or revocation whose write failed, unless the reservation has changed since."""
+        """Undo a renewal or revocation whose write failed, unless the reservation has changed since."""
         if self._live.get(after.id) is not after:
             return
         if before.fence == after.fence:
@@ -300,7 +299,7 @@ class Ledger:
             self._hold_instead(before)
 
     def release(self, reservation_id: str, fence: int, *, now: float, wall: datetime) -> Reservation:
-        """`close` with RELEASED; what has ended is returned as it is. FailedPreconditionError if the fence is another's."""
+        """`close` with RELEASED; returns an ended reservation as it is. FailedPreconditionError if the fence is another's."""
         found = self.expect(reservation_id, fence)
         return self.close(found, State.RELEASED, now=now, wall=wall) if found.live else found
 
@@ -314,10 +313,9 @@ class Ledger:
         reason: str = "",
         lost: Collection[str] = (),
     ) -> Reservation:
-        """Begin to end a live reservation: from here it takes no renewal; its GPUs stay held until `settle`.
+        """Start to end a live reservation: it accepts no more renewals, but holds its GPUs until `settle`.
 
-        `reason` says why in words; `lost` names the GPUs of it that have vanished. ValueError if it is being closed
-        already.
+        `reason` is for people; `lost` names GPUs of it that have vanished. ValueError if it is already being closed.
         """
         if reservation.id in self._closing:
             raise ValueError(f"reservation {reservation.id} is being closed already")
@@ -345,19 +343,19 @@ class Ledger:
         self._put(closed)
 
     def closing(self, reservation_id: str) -> bool:
-        """Whether the end of a reservation is on its way to disk."""
+        """Whether the end of a reservation is being written."""
         return reservation_id in self._closing
 
     def reopen(self, closed: Reservation) -> None:
-        """Take back a `close` whose write failed: the reservation lives on and its deadline is due again."""
+        """Undo a `close` whose write failed: the reservation lives on and its deadline is due again."""
         self._closing.pop(closed.id, None)
         self._put(self._reservations[closed.id])
 
     def due(self, now: float, limit: int) -> list[Reservation]:
-        """At most `limit` reservations whose time has come: live ones to end, ended ones to forget.
+        """At most `limit` due reservations: live ones to end, ended ones to forget.
 
-        Each is named once; what is not ended or forgotten then must be given to `postpone`. Those with a write on
-        its way (PENDING or closing) are left out: that write's outcome brings them back.
+        Each is returned once; give those that were not ended or forgotten to `postpone`. Those being written (PENDING or
+        closing) are left out: the outcome of the write brings them back.
         """
         found: list[Reservation] = []
         while len(found) < limit and (reservation_id := self._deadlines.pop(now)) is not None:
@@ -371,23 +369,23 @@ class Ledger:
         return found
 
     def postpone(self, reservation: Reservation) -> None:
-        """Let a reservation that `due` named be named again."""
+        """Let `due` return a reservation again."""
         self._deadlines.add(reservation.id, due_at(reservation))
 
     def forget(self, ended: Reservation) -> None:
-        """Drop the record of an ended reservation, if it is here; on disk it may be kept."""
+        """Drop an ended reservation from memory; it may still be on disk."""
         if ended.id in self._reservations:
             self._drop(ended.id)
 
     def restore(self, reservations: Iterable[Reservation]) -> None:
-        """Take in what the disk holds, oldest first; ValueError if more of a GPU is held than there is."""
+        """Load the reservations on disk, oldest first; ValueError if more of a GPU is held than there is."""
         for reservation in reservations:
             if reservation.id not in self._reservations:
                 self._fence = max(self._fence, reservation.fence)
                 self._add(reservation)
 
     def expect(self, reservation_id: str, fence: int) -> Reservation:
-        """The reservation that a caller knows the fence of; FailedPreconditionError if it is another's."""
+        """The reservation, if the fence is its own; FailedPreconditionError if it is another's."""
         found = self.get(reservation_id)
         if fence != found.fence:
             raise FailedPreconditionError(
@@ -399,7 +397,7 @@ class Ledger:
         return found
 
     def expect_open(self, found: Reservation) -> Reservation:
-        """The reservation; FailedPreconditionError if it has ended or is ending."""
+        """The reservation, if it is open; FailedPreconditionError if it has ended or is ending."""
         if not found.live or found.id in self._closing:
             why = self._closing.get(found.id, "") if found.live else found.end_reason
             raise FailedPreconditionError(
@@ -436,27 +434,27 @@ class Ledger:
 
 
 def activated(granted: Reservation) -> Reservation:
-    """The reservation as it stands once it is on disk: what is written, and what the caller is told."""
+    """The reservation as it will stand once on disk: what is written, and what the caller is told."""
     return granted if granted.state is State.ACTIVE else moved(granted, state=State.ACTIVE)
 
 
 def due_at(reservation: Reservation) -> float:
-    """When something is to be done about a reservation: its lease runs out, it is taken away, or forgotten."""
+    """When a reservation needs action: its lease runs out, it is revoked, or its record is forgotten."""
     if reservation.revoke_at is None and reservation.until is None:
         return reservation.deadline
     return min(reservation.deadline, leaves_at(reservation))
 
 
 def leaves_at(reservation: Reservation) -> float:
-    """When a reservation ends at the latest, however often it is renewed: it is taken away then, or has a limit; inf if not."""
+    """When a reservation ends at the latest, however often it is renewed: revoked or at its limit; inf if neither."""
     known = (reservation.revoke_at, reservation.until)
     return min((one for one in known if one is not None), default=float("inf"))
 
 
 def rebased(reservation: Reservation, now: float) -> Reservation:
-    """A reservation of an earlier boot: nobody watched its clock, so its time starts anew in full.
+    """A reservation of an earlier boot: nobody watched its clock, so its full time starts again.
 
-    What is left until it is taken away is counted from its last renewal, which is the latest moment known of that boot.
+    The time until a revocation is counted from the last renewal, the latest known moment of that boot.
     """
     kept = reservation.ttl if reservation.live else RETENTION
     renewed = reservation.deadline - reservation.ttl
@@ -474,7 +472,7 @@ _HALF = 8
 
 
 class Tokens:
-    """Makes the tokens of one key, which is `KEY_PARTS` random numbers, and knows them again."""
+    """Makes and verifies the tokens of one key, which consists of `KEY_PARTS` random numbers."""
 
     def __init__(self, key: Sequence[int]) -> None:
         self._key = b"".join(part.to_bytes(8, "big") for part in key)
@@ -484,7 +482,7 @@ class Tokens:
         return _text(self._digest(f"{reservation.id} {reservation.first_fence}".encode()))
 
     def proves(self, token: str, reservation: Reservation) -> bool:
-        """Whether a token is the lease token of a reservation; the time that this takes tells nothing of it."""
+        """Whether a token is the lease token of a reservation, compared in constant time."""
         return hmac.compare_digest(token.encode(), self.of_lease(reservation).encode())
 
     def of_page(self, fence: int) -> str:
@@ -494,20 +492,18 @@ class Tokens:
         return _text(mark + self._masked(mark, body))
 
     def fence_of_page(self, token: str) -> int:
-        """The fence that `of_page` hid; InvalidArgumentError if no page returned the token."""
+        """The fence hidden by `of_page`; InvalidArgumentError if the token is not from a page."""
         try:
             raw = b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
         except (binascii.Error, ValueError):
             raw = b""
         fence = int.from_bytes(self._masked(raw[:_HALF], raw[_HALF:]), "big") if len(raw) == 2 * _HALF else 0
         if not hmac.compare_digest(self.of_page(fence).encode(), token.encode()):
-            raise InvalidArgumentError(
-                "page_token is not one that a page of this list returned", field="page_token"
-            )
+            raise InvalidArgumentError("page_token was not returned by this list", field="page_token")
         return fence
 
     def _masked(self, mark: bytes, body: bytes) -> bytes:
-        """The body hidden, or shown again, by a mask that depends on the mark."""
+        """The body XORed with a mask derived from the mark; applying it twice restores it."""
         return bytes(one ^ other for one, other in zip(body, self._digest(b"mask" + mark), strict=False))
 
     def _digest(self, message: bytes) -> bytes:

@@ -1,13 +1,13 @@
-"""Values the allocator reasons with: what is known of nodes and GPUs, what is asked for, picked and granted, and what is held.
+"""Values of the allocator: nodes and GPUs as known, asks, picks, reservations, and what they hold.
 
-Pure: no wire types, no clock. Times named `*_until`, `deadline` or `now` are seconds of CLOCK_BOOTTIME; memory is
-in bytes, utilization in percent (0-100). None is a reading that was not obtained, never zero.
+Pure: no wire types, no clock. Times named `*_until`, `deadline` or `now` are seconds of CLOCK_BOOTTIME; memory is in bytes,
+utilization in percent (0-100). None is a reading that was not obtained, never zero.
 
-Values are replaced, never changed. What is made for each grant or reading is a plain dataclass all the same: to make a frozen
-reservation, with its 22 fields, takes 3.3 us instead of 0.5, and a grant makes two of them. What serves as a key is frozen.
+Values are replaced, never changed. Those made for each grant or reading are plain dataclasses all the same: a frozen
+reservation, with its 22 fields, takes 3.3 us to make instead of 0.5, and a grant makes two. Keys are frozen.
 
-`Use` adds up what live reservations hold of each GPU and of each node: the ledger keeps it, placement reads it. A GPU that is
-held whole admits nobody; of a shared one the shares and the memory held add up.
+`Use` adds up what live reservations hold of each GPU and node: the ledger maintains it, placement reads it. A GPU that is held
+whole admits nobody else; shares of a GPU and their memory add up.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ from gpuscale.common.topology import NOWHERE, PciPlace
 
 
 class NodeState(Enum):
-    """Whether a node can be counted on, as the fleet sees it."""
+    """Whether the fleet can reach a node and read it."""
 
     ONLINE = "online"
     STALE = "stale"
@@ -37,9 +37,9 @@ WHOLE = 1000
 
 @dataclass(slots=True)
 class GpuProcess:
-    """A process on a GPU. `reservation` is the id of the one that it works for; None of an outsider, or where `unknown`.
+    """A process on a GPU. `reservation` is the id of the one it works for; None for an outsider, or if `unknown`.
 
-    `start_ticks` says when it started, by its host; None where that is not known.
+    `start_ticks` is its start time as its host counts it; None if unknown.
     """
 
     pid: int
@@ -51,7 +51,7 @@ class GpuProcess:
 
 
 class HardwareLook(NamedTuple):
-    """What was seen of a GPU's clock, of what held it down, by NVML's names, and of its counters of ECC errors; None is what is not known."""
+    """A GPU's clock, what throttled it by NVML's names, and its ECC error counters; None is unknown."""
 
     sm_clock_mhz: float | None = None
     throttled_by: tuple[str, ...] = ()
@@ -101,11 +101,10 @@ class Gpu:
 class Node:
     """A node and its GPUs.
 
-    `rank` is its place in the order in which nodes were first seen, kept for ever: ties are settled by it.
-    `reported` is False for a node that is remembered but has not reported since the allocator started, so that
-    its GPUs are not known; `gpu_problem` says why a node that reports cannot read them. `cpu_milli` is the CPU it has, in thousandths of a core.
-    A `forgotten` node is gone for good, as the fleet was told, and kept only for what is still held on it. Its readings count for
-    `fresh_for` seconds.
+    `rank` is its place in the order in which nodes were first seen; it never changes and breaks ties. `reported` is False for a
+    known node that has not reported since the allocator started, so that its GPUs are unknown; `gpu_problem` says why a
+    reporting node cannot read them. `cpu_milli` is its CPU in thousandths of a core. A `forgotten` node is gone for good and
+    only kept for what is still held on it. Its readings are fresh for `fresh_for` seconds.
     """
 
     id: str
@@ -122,7 +121,7 @@ class Node:
 
     @property
     def names_gpus(self) -> bool:
-        """Whether it says which GPUs it has."""
+        """Whether its GPUs are known."""
         return self.reported and not self.gpu_problem
 
 
@@ -137,7 +136,7 @@ class Policy(StrEnum):
 
 
 class GangStrategy(StrEnum):
-    """How the members of a gang lie on nodes."""
+    """How the members of a gang are spread over nodes."""
 
     PACK = "pack"
     STRICT_PACK = "strict_pack"
@@ -146,7 +145,7 @@ class GangStrategy(StrEnum):
 
 
 class GpuSet(StrEnum):
-    """Which set of a node's GPUs is preferred where a member takes more than one."""
+    """Which set of a node's GPUs to prefer if a member takes more than one."""
 
     BEST = "best"
     NVLINK = "nvlink"
@@ -155,24 +154,23 @@ class GpuSet(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weights of the spread score; the seeds' values by default."""
+    """Weights of the spread score; defaults are the seeds' values."""
 
     memory: float = 0.6
     utilization: float = 0.4
 
     def score(self, free: Any, idle: Any) -> Any:
-        """The spread score of a GPU, or of each in arrays, of whose memory this share is free, and that is so idle (0-1)."""
+        """The spread score of a GPU, or of each in arrays, given its free share of memory and its idle share (0-1)."""
         return self.memory * free + self.utilization * idle
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What GPUs are wanted: `member_count` members, each of `gpu_count` GPUs of one node, all or none.
+    """The GPUs to reserve: `member_count` members, each with `gpu_count` GPUs of one node, all or none.
 
-    `gpu_milli` is the share of each GPU in thousandths: WHOLE admits nobody beside it. `gpu_memory_bytes` is the memory
-    of each GPU that a share takes; None stands for the same share of its memory, and for all of it when it is whole.
-    `nodes`, `gpus` (UUIDs in lower case) and `models` are the only ones that may serve; any may where they are empty.
-    A `gpu_count` of 0 asks for CPU and main memory alone.
+    `gpu_milli` is the share of each GPU in thousandths: WHOLE is exclusive. `gpu_memory_bytes` is the memory of each GPU that a
+    share takes; None means the same share of its memory, and all of it for a whole GPU. `nodes`, `gpus` (UUIDs in lower case)
+    and `models` limit the choice; empty ones do not. A `gpu_count` of 0 asks for CPU and main memory alone.
     """
 
     gpu_count: int
@@ -206,12 +204,12 @@ class Ask:
 
 @dataclass(slots=True)
 class Order:
-    """Who wants GPUs, for how long (`ttl` in seconds), and under which request id.
+    """A request for GPUs: who, for how long (`ttl` in seconds), and its request id.
 
-    `fingerprint` stands for all arguments and the caller: a repeated request id must come with the same one. `made_by` is
-    who asks in the name of the owner; empty where that is the owner. The place of one to `keep` is that of a reservation,
-    `reservation_id`, and needs no caller. After `limit` seconds it ends whatever its holder does; 0 for no limit. It may take
-    GPUs that are kept for the `booking` with this id, of which `booked` seconds are left, and no others.
+    `fingerprint` covers all arguments and the caller: a repeated request id must have the same one. `made_by` is who asks on
+    behalf of the owner, empty if that is the owner. An order to `keep` has its place in the queue by a reservation,
+    `reservation_id`, and needs no waiting caller. It ends after `limit` seconds in any case; 0 for no limit. It may only take
+    GPUs of the `booking` with this id, if set, which has `booked` seconds left.
     """
 
     request_id: str
@@ -235,13 +233,13 @@ class Order:
 
     @property
     def lasts(self) -> float:
-        """Seconds after which it ends at the latest, by its own limit and what is left of its booking; 0 for ever."""
+        """Seconds after which it ends at the latest, by its own limit and its booking; 0 for no limit."""
         return min(filter(None, (self.limit, self.booked)), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a job gets that waited, or waits: its ask, and for how long. `fence` is the one under which it waits.
+    """What a waiting job gets or got: its ask, and for how long. `fence` is the one under which it waits.
 
     It is 0 where what may move is granted at once: its ask is what it needs elsewhere.
     """
@@ -255,7 +253,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class ScorePart:
-    """One part of a score: its `value` (of spread 0-1), None where the GPU does not report what it needs."""
+    """One part of a score: its `value` (0-1 for spread), None if the GPU does not report it."""
 
     name: str
     value: float | None
@@ -264,7 +262,7 @@ class ScorePart:
 
 @dataclass(slots=True)
 class Score:
-    """Why a GPU was preferred: `total` is the sum of value x weight over the parts that have a value."""
+    """Why a GPU was preferred: `total` is the sum of value x weight over the parts with a value."""
 
     total: float
     parts: tuple[ScorePart, ...]
@@ -273,11 +271,11 @@ class Score:
 
 @dataclass(slots=True)
 class ReservedGpu:
-    """A GPU of a reservation, as it was when it was chosen.
+    """A GPU of a reservation, as it was when chosen.
 
-    `milli` of WHOLE excludes everybody else. `memory_bytes` is what is held of its memory, None where a GPU that is
-    held whole does not tell its size. `lost` says that it has vanished since. A MIG instance has the UUID of its GPU as
-    `parent`, which nobody else tells any more once the GPU is whole again.
+    A `milli` of WHOLE is exclusive. `memory_bytes` is how much of its memory is held, None for a whole GPU that does not report
+    its size. `lost` says that it has vanished since. A MIG instance has the UUID of its GPU as `parent`, which no other record
+    keeps once the GPU is whole again.
     """
 
     node: str
@@ -294,7 +292,7 @@ class ReservedGpu:
 
 
 class State(StrEnum):
-    """Where a reservation stands."""
+    """The state of a reservation."""
 
     PENDING = "pending"
     ACTIVE = "active"
@@ -335,12 +333,12 @@ LIVE = frozenset({State.PENDING, State.ACTIVE})
 class Reservation:
     """GPUs held by a holder under a lease.
 
-    `deadline` is when the lease runs out; once it has ended, when its record may be forgotten. `created` and `ended`
-    are wall-clock times for display. `cpu_milli` and `host_memory_bytes` are what each member takes of its node;
-    `revoke_at` is when it will be taken away (drain, preemption), `end_reason` why, or why it ended. `made_by` is who made it
-    in the name of the owner; empty where that was the owner. It ends at `until`, however often it is renewed.
+    `deadline` is when the lease runs out; after its end, when its record may be forgotten. `created` and `ended` are wall-clock
+    times for display. `cpu_milli` and `host_memory_bytes` are what each member takes of its node; `revoke_at` is when it will
+    be revoked (drain, preemption), `end_reason` why, or why it ended. `made_by` is who made it on behalf of the owner, empty if
+    that was the owner. It ends at `until`, however often it is renewed.
 
-    One that is `waiting` holds nothing yet: it is a place in the queue, and its lease is the wait. What it gets is `wanted`.
+    A `waiting` reservation holds nothing yet: it is a place in the queue, its lease is the wait, and it gets `wanted`.
     """
 
     id: str
@@ -381,7 +379,7 @@ class Reservation:
         return self.wanted is not None and self.wanted.fence == self.fence
 
     def order(self) -> Order:
-        """What is asked for by one that waits."""
+        """The order of a waiting reservation."""
         if self.wanted is None:
             raise ValueError(f"reservation {self.id} waits for nothing")
         return Order(
@@ -405,7 +403,7 @@ class Reservation:
         )
 
     def is_of(self, name: str) -> bool:
-        """Whether a caller may change it: its owner, or who made it in the owner's name."""
+        """Whether a caller may change it: its owner, or whoever made it on the owner's behalf."""
         return name in (self.owner, self.made_by or self.owner)
 
     @property
@@ -415,7 +413,7 @@ class Reservation:
 
     @property
     def end_cause(self) -> EndCause | None:
-        """Why it ended, or is about to; None while nothing is amiss. What took it away its reason tells, on disk too."""
+        """Why it ended, or is about to; None otherwise. What revoked it is read from its reason, as on disk."""
         if self.state in _CAUSES:
             return _CAUSES[self.state]
         if not self.end_reason:
@@ -427,7 +425,7 @@ class Reservation:
 
 
 class Life(TypedDict, total=False):
-    """What may change in the life of a reservation."""
+    """The fields of a reservation that may change during its life."""
 
     gpus: tuple[ReservedGpu, ...]
     ttl: float
@@ -444,7 +442,7 @@ _FIELDS = attrgetter(*(one.name for one in fields(Reservation)))
 
 
 def moved(one: Reservation, **life: Unpack[Life]) -> Reservation:
-    """The reservation with something of its life changed: `dataclasses.replace`, at a third of its price."""
+    """The reservation with some of its `Life` changed: `dataclasses.replace` at a third of the cost."""
     after = Reservation(*_FIELDS(one))
     for name, value in life.items():
         setattr(after, name, value)
@@ -453,7 +451,7 @@ def moved(one: Reservation, **life: Unpack[Life]) -> Reservation:
 
 @dataclass(slots=True)
 class Pick:
-    """The GPUs that serve an ask, member by member, best first, and the node of each member."""
+    """The GPUs that serve an ask, per member, best first, and the node of each member."""
 
     gpus: tuple[ReservedGpu, ...]
     nodes: tuple[str, ...] = ()
@@ -461,10 +459,10 @@ class Pick:
 
 @dataclass(slots=True)
 class GpuUse:
-    """What is held of a GPU: thousandths of it, bytes of its memory, and by which reservations.
+    """What is held of a GPU: thousandths, bytes of memory, and by which reservations.
 
-    `unsized` counts the parts of reservations that do not say how much of its memory they hold: each holds all of it.
-    A GPU that is held whole has `milli` of WHOLE.
+    `unsized` counts parts of reservations without a known memory size: each holds all of it. A GPU held whole has a `milli` of
+    WHOLE.
     """
 
     milli: int = 0
@@ -489,9 +487,9 @@ FREE_NODE = NodeUse()
 class Use:
     """What all live reservations hold.
 
-    A MIG instance and its GPU are never there at once, but a lease may outlive the one of which it is: until it ends, `on`
-    takes the other for held. Each change notes what it touched, for an index that follows (`changed`). `newly` are the GPUs, with
-    their nodes, that were free and are held, until whoever counts them takes them out.
+    A MIG instance and its whole GPU never exist at once, but a lease may outlive either: until it ends, `on` counts the other
+    as held. Each change records what it touched, for an index that follows (`changed`). `newly` has the GPUs, with their nodes,
+    that became held since its reader last took them.
     """
 
     def __init__(self) -> None:
@@ -504,15 +502,15 @@ class Use:
         self.newly: dict[str, str] = {}
 
     def __contains__(self, uuid: object) -> bool:
-        """Whether anything of the GPU with this UUID is held."""
+        """Whether any part of a GPU is held."""
         return uuid in self._gpus
 
     def __len__(self) -> int:
-        """Of how many GPUs anything is held."""
+        """The number of GPUs of which any part is held."""
         return len(self._gpus)
 
     def copy(self) -> "Use":
-        """The same, to imagine changes of it."""
+        """A copy, for what-if changes."""
         twin = Use()
         twin._gpus, twin._nodes, twin._live = self._gpus.copy(), self._nodes.copy(), self._live.copy()
         twin._instances = {parent: held.copy() for parent, held in self._instances.items()}
@@ -524,7 +522,7 @@ class Use:
         return self._gpus.get(uuid, FREE_GPU)
 
     def on(self, gpu: Gpu) -> GpuUse:
-        """What is held of a GPU: all of it while the GPU whose MIG instance it is is held, or an instance of it."""
+        """What is held of a GPU, all of it if its parent GPU, or an instance of it, is held."""
         use = self.gpu(gpu.uuid)
         if not gpu.parent and gpu.uuid not in self._instances:
             return use
@@ -540,7 +538,7 @@ class Use:
 
     @property
     def tenants(self) -> Mapping[str, int]:
-        """Thousandths of GPUs by the tenants that hold any."""
+        """Thousandths of GPUs per tenant that holds any."""
         return MappingProxyType(self._tenants)
 
     def live(self, reservation_id: str) -> Reservation:
@@ -552,7 +550,7 @@ class Use:
         return (self._live[reservation] for reservation in self.node(node).reservations)
 
     def changed(self) -> Mapping[str, Collection[str]]:
-        """The nodes whose use has changed since the last call, and the GPUs of them; with an instance, its GPU."""
+        """The nodes whose use has changed since the last call, and their changed GPUs; an instance counts with its GPU."""
         changed, self._changed = self._changed, defaultdict(set)
         return changed
 
@@ -569,7 +567,7 @@ class Use:
         self._add(reservation, 1)
 
     def free(self, reservation_id: str) -> None:
-        """Take away what a reservation holds; nothing if it holds nothing."""
+        """Remove what a reservation holds, if anything."""
         reservation = self._live.pop(reservation_id, None)
         if reservation is not None:
             self._add(reservation, -1)
@@ -623,7 +621,7 @@ class Use:
 
 
 def _names(names: tuple[str, ...], name: str, sign: int) -> tuple[str, ...]:
-    """The names with one more, or without it, each once: what is there of a reservation that comes is the last."""
+    """The names with one added or removed, each once; the newest is last."""
     if sign > 0:
         return names if names and names[-1] == name else (*names, name)
     if name not in names:

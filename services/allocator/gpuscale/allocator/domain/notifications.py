@@ -1,7 +1,7 @@
-"""Notifications: what of a reservation's life, of nodes and of use policies is told to webhooks, to which, and in which words. Pure.
+"""Notifications: which events of reservations, nodes and use policies go to which webhooks, and their text. Pure.
 
-The body is one JSON object, of which Slack and Mattermost show `text`. Where the target has a secret it is signed: HMAC-SHA256
-(RFC 2104) over the time of sending, a dot, and the body, so that what is replayed later is told by its time.
+The body is one JSON object, of which Slack and Mattermost show `text`. If the target has a secret, the body is signed:
+HMAC-SHA256 (RFC 2104) over the time of sending, a dot, and the body, so that receivers can reject replays by the time.
 """
 
 import hmac
@@ -22,7 +22,7 @@ _EMBEDS_IPV4 = IPv6Network("64:ff9b::/96")
 
 
 class EventKind(StrEnum):
-    """What happened."""
+    """The kind of an event."""
 
     GRANTED = "granted"
     ENDING = "ending"
@@ -36,7 +36,7 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NotifiedEvent:
-    """Something that happened to a resource, in words. `holder` and `policy` are empty where it is nobody's, or of none."""
+    """An event of a resource, in words. `holder` and `policy` are empty if there is none."""
 
     kind: EventKind
     subject: str
@@ -49,7 +49,7 @@ class NotifiedEvent:
 
 @dataclass(frozen=True, slots=True)
 class Webhook:
-    """A webhook, and which events it wants: all kinds, holders and policies where none is named."""
+    """A webhook and the events it wants: empty kinds, holders and policies admit all."""
 
     url: str = field(repr=False)
     secret: str = field(default="", repr=False)
@@ -58,7 +58,7 @@ class Webhook:
     policies: frozenset[str] = frozenset()
 
     def wants(self, event: NotifiedEvent) -> bool:
-        """Whether it is to be told of an event."""
+        """Whether it gets an event."""
         if self.policies and event.policy and event.policy not in self.policies:
             return False
         return (not self.kinds or event.kind in self.kinds) and (
@@ -67,7 +67,7 @@ class Webhook:
 
 
 def of_change(was: Reservation | None, now: Reservation, clock: float, wall: datetime) -> list[NotifiedEvent]:
-    """What is told of a reservation that changed; `was` is what it was, None of one that ends."""
+    """The events of a changed reservation; `was` is its earlier value, None if it ends."""
     found: list[tuple[EventKind, str, int | None]] = []
     who = f"{reservation_name(now.id)} of {now.holder}" + (
         f" ({now.job.title})" if now.job and now.job.title else ""
@@ -91,7 +91,7 @@ def of_change(was: Reservation | None, now: Reservation, clock: float, wall: dat
 
 
 def of_act(act: PolicyAct, holders: Sequence[str]) -> list[NotifiedEvent]:
-    """What is told of what a policy did: an event for each holder, one where nobody holds the GPU, none unless it notifies."""
+    """The events of a policy's act: one per holder, one if nobody holds the GPU, none unless the act notifies."""
     carried_out = {StageOutcome.DONE, StageOutcome.REFUSED, StageOutcome.ASKED}
     if act.outcome not in carried_out or Action.NOTIFY not in act.actions:
         return []
@@ -108,7 +108,7 @@ def of_act(act: PolicyAct, holders: Sequence[str]) -> list[NotifiedEvent]:
 
 
 def body_of(event: NotifiedEvent, number: int) -> bytes:
-    """The body that is sent; `id` is the same however often that is."""
+    """The body of a notification; `id` stays the same on every attempt."""
     said: Mapping[str, str | int | None] = {
         "text": event.text,
         "id": str(number),
@@ -123,7 +123,7 @@ def body_of(event: NotifiedEvent, number: int) -> bytes:
 
 
 def signature(secret: str, body: bytes, seconds: int) -> str:
-    """The value of the header of a body that is sent at a time, in seconds since 1970."""
+    """The value of the signature header for a body sent at `seconds` since 1970."""
     digest = hmac.digest(secret.encode(), b"%d.%s" % (seconds, body), "sha256").hex()
     return f"t={seconds},v1={digest}"
 
@@ -132,12 +132,12 @@ Networks = Sequence[IPv4Network | IPv6Network]
 
 
 def networks(texts: Sequence[str]) -> Networks:
-    """The networks of texts such as `10.0.0.0/8`. Raises ValueError: one is none."""
+    """Parse networks such as `10.0.0.0/8`. Raises ValueError for an invalid one."""
     return [ip_network(one) for one in texts]
 
 
 def permitted(address: str, allowed: Networks) -> bool:
-    """Whether something may be sent to an IP address: it is in one of these networks, or a public one of one host."""
+    """Whether an IP address may be contacted: it is in an allowed network, or is a public unicast address."""
     found = ip_address(address)
     if isinstance(found, IPv6Address):
         found = found.ipv4_mapped or found

@@ -1,9 +1,9 @@
 """Ranking: nodes by how many idle GPUs they have. Pure.
 
-The rule is the one of the GPU tracking seed for Kubernetes (seeds/001): a GPU is idle below 30 % utilization and below
-50 % memory, both strictly; nodes with enough idle GPUs come first, then those with most, then the least used. Unlike
-there, thresholds are those of the caller, GPUs that are held or cordoned are not idle, and what was not measured is
-never taken for idle: there a node without metrics counted all its GPUs as idle and won.
+The rule comes from the GPU tracking seed for Kubernetes (seeds/001): a GPU is idle below 30 % utilization and below 50 %
+memory, both strictly; nodes with enough idle GPUs come first, then those with the most, then the least used. Unlike the seed,
+callers set the thresholds, held or cordoned GPUs are not idle, and an unmeasured GPU never counts as idle: in the seed, all
+GPUs of a node without metrics counted as idle and it won.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,14 +21,14 @@ IDLE_MEMORY_PERCENT = 50.0
 
 @dataclass(frozen=True, slots=True)
 class Idleness:
-    """When a GPU is idle, and how many are wanted; 0 ranks by one."""
+    """When a GPU is idle, and how many to find; 0 ranks like 1."""
 
     max_utilization_percent: float = IDLE_UTILIZATION_PERCENT
     max_memory_percent: float = IDLE_MEMORY_PERCENT
     gpu_count: int = 0
 
     def admits(self, gpu: Gpu) -> bool:
-        """Whether the readings of a GPU are idle; unknown is not."""
+        """Whether a GPU is idle by its readings; unknown is not."""
         utilization, memory = gpu.utilization_percent, memory_percent(gpu)
         if utilization is None or memory is None:
             return False
@@ -36,7 +36,7 @@ class Idleness:
 
 
 class RankStanding(IntEnum):
-    """How far a node can be counted on where the number of idle GPUs does not decide; less is better."""
+    """How reliable a node is, if idle GPUs do not decide; less is better."""
 
     MEASURED = 0
     UNMEASURED = 1
@@ -47,7 +47,7 @@ class RankStanding(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankedNode:
-    """A node in the ranking, with what put it there; means are None where nothing is measured."""
+    """A node in the ranking, with the reasons for its place; means are None if nothing is measured."""
 
     node: Node
     idle_count: int
@@ -77,10 +77,9 @@ def rank(
     cordoned: Callable[[Node, Gpu | None], bool],
     now: float,
 ) -> Iterator[RankedNode]:
-    """Look at the nodes that have at least `gpu_count` GPUs; `best_first` sorts them.
+    """Rank the nodes that have at least `gpu_count` GPUs; sort them with `best_first`.
 
-    `held` says whether there are reservations on a GPU, `cordoned` whether nothing new may go there; with None for the GPU
-    it speaks of the node as a whole.
+    `held` says whether a GPU is reserved, `cordoned` whether it takes new work; with None for the GPU, whether the node does.
     """
     for node in nodes:
         if len(node.gpus) < idleness.gpu_count:
@@ -108,7 +107,7 @@ def best_first(ranked: RankedNode) -> tuple[float, ...]:
 
 
 def memory_percent(gpu: Gpu) -> float | None:
-    """The share of a GPU's memory that is in use; None where it is not known."""
+    """The share of a GPU's memory in use; None if unknown."""
     if not gpu.memory_total_bytes:
         return None
     used = gpu.memory_used_bytes
@@ -155,6 +154,6 @@ def _or_worst(percent: float | None) -> float:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """The mean of the values that are known; None where none is."""
+    """The mean of the known values; None if there are none."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else None

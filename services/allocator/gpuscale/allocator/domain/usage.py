@@ -1,12 +1,12 @@
-"""Use: what a holder makes of its GPUs, busy, idle or unknown. The one definition that all go by who ask. Pure.
+"""Use: what holders do with their GPUs: busy, idle or unknown. The single definition for all callers. Pure.
 
-A GPU is idle while it is used less than IDLE_PERCENT, whatever lies in its memory: a process that computes nothing is what
-people look for. One that is used is busy for its holder, unless what runs there is known to be others'. What was not read, is
-too old, or may be another's, is unknown: nobody may take that for idle. Of MIG instances no utilization is read: unknown.
+A GPU is idle while its utilization is below IDLE_PERCENT, whatever is in its memory: a process that computes nothing is what
+people look for. A used GPU is busy for its holder, unless all its processes are known to be others'. Readings that are missing,
+too old, or possibly another's are unknown, which is never taken for idle. MIG instances report no utilization: unknown.
 
 A reservation is busy if one of its GPUs is, else unknown if one of them is, else idle.
 
-`ranking` has limits of another kind: what a caller of RankNodes takes for free room, 30 % where it does not say.
+`ranking` has different limits: what a caller of RankNodes counts as room, 30 % by default.
 """
 
 from collections import OrderedDict
@@ -34,7 +34,7 @@ OVERHEAD_BYTES = 1 << 30
 
 
 class UseState(StrEnum):
-    """What a holder makes of a GPU, or of all its GPUs together."""
+    """The use of a GPU, or of all GPUs of a reservation together."""
 
     BUSY = "busy"
     IDLE = "idle"
@@ -43,13 +43,12 @@ class UseState(StrEnum):
 
 @dataclass(slots=True)
 class GpuUsage:
-    """What is made of a GPU; None is what is not known.
+    """The use of a GPU; None is unknown.
 
-    `memory_bytes` is what the holder's processes use; of a GPU that is held whole, all that is in use. `outsiders` are the pids
-    of processes of no reservation that holds it, `outsider_memory_bytes` is theirs together. `utilization_percent` is that
-    of the GPU, by whomever. `over_used` says whether the holder uses more memory than it holds. `quarantine` says why the
-    health checks want no new work on it. `power_watts` and `energy_joules`, a counter, are those of the GPU
-    when it was read, at `read_at` of the boot clock.
+    `memory_bytes` is what the holder's processes use; for a GPU held whole, all that is in use. `outsiders` are the pids of
+    processes that belong to no reservation on it, `outsider_memory_bytes` is what they use. `utilization_percent` is the GPU's,
+    whoever uses it. `over_used` says whether the holder uses more memory than it holds. `quarantine` says why the health checks
+    refuse new work on it. `power_watts` and the counter `energy_joules` are the GPU's, read at `read_at` of the boot clock.
     """
 
     state: UseState = UseState.UNKNOWN
@@ -71,7 +70,7 @@ UNREAD = GpuUsage()
 
 @dataclass(slots=True)
 class ReservationUsage:
-    """What is made of a reservation; `gpus` by UUID, all of them."""
+    """The use of a reservation; `gpus` has all of them by UUID."""
 
     gpus: dict[str, GpuUsage]
     state: UseState
@@ -79,7 +78,7 @@ class ReservationUsage:
 
     @property
     def idle(self) -> bool | None:
-        """Whether it does nothing; None where that is not known."""
+        """Whether it is idle; None if unknown."""
         return None if self.state is UseState.UNKNOWN else self.state is UseState.IDLE
 
 
@@ -90,9 +89,9 @@ def usage_of(
     now: float,
     since: float | None = None,
 ) -> ReservationUsage:
-    """What the holder of a live reservation makes of it at `now`, by what was read from `since` on.
+    """The use that the holder of a live reservation makes of it at `now`, from readings since `since`.
 
-    `use` tells who else holds shares of its GPUs.
+    `use` says who else holds shares of its GPUs.
     """
     found = gpus_of(reservation, node_of, use, now, since)
     states = {one.state for one in found.values()}
@@ -134,9 +133,9 @@ _Judged = tuple[
 
 
 class UsageJudge:
-    """Tells what `usage_of` does, and judges again only where what it goes by may have changed: the same object until then.
+    """Computes `usage_of`, and returns the same object until something it depends on may have changed.
 
-    Nodes, and what is held of one, are replaced when they change; only `fresh_until` moves, and only on.
+    Nodes and their use are replaced when they change; only `fresh_until` moves in place, and only forward.
     """
 
     def __init__(self, node_of: Callable[[str], Node | None], use: Use) -> None:
@@ -144,7 +143,7 @@ class UsageJudge:
         self._known: OrderedDict[str, _Judged] = OrderedDict()
 
     def of(self, reservation: Reservation, now: float) -> ReservationUsage:
-        """What the holder of a live reservation makes of it at `now`."""
+        """The use that the holder of a live reservation makes of it at `now`."""
         known = self._known.get(reservation.id)
         if known is not None and known[0] is reservation.gpus and now <= known[1]:
             for name, node, held in known[2]:
@@ -199,11 +198,10 @@ def _state(gpu: Gpu, own_id: str, *, whole: bool) -> UseState:
 
 
 def _own_memory(gpu: Gpu, own_id: str, holders: Collection[str]) -> int | None:
-    """What the processes of a holder use.
+    """What a holder's processes use.
 
-    None where one does not tell, or where something is there that may be the holder's: processes of which nobody knows
-    whose they are; or, of a holder that is not known to have any, outsiders, and memory of processes that were not
-    listed yet.
+    None if a process does not report it, or something may be the holder's: processes of unknown owner; or, for a holder without
+    known processes, outsiders, and memory of processes not listed yet.
     """
     if not gpu.processes_known or any(one.unknown for one in gpu.processes):
         return None
@@ -217,6 +215,6 @@ def _own_memory(gpu: Gpu, own_id: str, holders: Collection[str]) -> int | None:
 
 
 def _total(processes: Sequence[GpuProcess]) -> int | None:
-    """What they use; None where one does not tell."""
+    """The sum of what they use; None if one does not report it."""
     known = [one.memory_bytes for one in processes if one.memory_bytes is not None]
     return sum(known) if len(known) == len(processes) else None

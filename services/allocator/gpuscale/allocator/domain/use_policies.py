@@ -1,19 +1,20 @@
-"""Use policies: what is done, and when, about GPUs that are held and not used, or used and not held. Pure.
+"""Use policies: what to do, and when, about GPUs that are held but unused, or used but not held. Pure.
 
-A policy is a condition, a scope and stages: `idle` for an hour, of the tenant vision by day, is noted; for two hours, revoked.
-`judge` looks at one subject, a reservation or, of `outsider`, a process on a GPU, each time something is known of it:
+A policy is a condition, a scope and stages: e.g. `idle` in the tenant vision by day gets a note after one hour and is revoked
+after two. `judge` looks at one subject, a reservation or (for `outsider`) a process on a GPU, whenever something is known of
+it:
 
     False ──True──> counting ──held >= after──> stage 1 ──held >= after──> stage 2 ...      True again: from the start
                        │ unknown, or not its hours: stops, and goes on with the next True           │ False: over
 
-- Unknown is never counted: only the time between two looks that both found the condition counts, and none where nothing was
+- Unknown never counts: only the time between two looks that both found the condition counts, and none after nothing was
   known for `MOST_SILENCE`. A `Track` is all there is to remember: kept on disk, a restart neither begins anew nor acts again.
-- A stage comes no sooner after the one before it than the policy says, however long the condition held before anybody looked.
-- A policy in shadow goes through its stages and does nothing; so does one for whoever is exempt, until the exemption ends:
-  then, for these, it begins anew. Either is told, as is what came near a stage and was over before it.
+- A stage follows the one before it no sooner than the policy says, however long the condition held before the first look.
+- A policy in shadow goes through its stages without acting; so does any policy for exempt subjects until the exemption ends:
+  then it starts over for them. Both are recorded, as are conditions that ended shortly before a stage.
 
-A dry run (`replay`) asks the same `judge` about a recorded past, in its steps. A step in which nothing was recorded of a GPU is
-unknown, as a silent agent is to a policy that runs.
+A dry run (`replay`) runs the same `judge` over recorded steps. A step without a record of a GPU is unknown, like a silent
+agent.
 """
 
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ _DAY = 1440
 
 
 class PolicyCondition(StrEnum):
-    """What a policy is about."""
+    """The condition of a policy."""
 
     IDLE = "idle"
     OUTSIDER = "outsider"
@@ -45,7 +46,7 @@ class PolicyCondition(StrEnum):
 
 
 class Action(StrEnum):
-    """What a stage does: a note on the reservation, a notification, taking the reservation away, or ending an outsider."""
+    """What a stage does: note it on the reservation, notify, revoke the reservation, or kill an outsider."""
 
     NOTE = "note"
     NOTIFY = "notify"
@@ -55,7 +56,7 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PolicyStage:
-    """What is done once the condition has held for `after` seconds; what is revoked or killed ends `grace` seconds later."""
+    """What to do once the condition has held for `after` seconds; revoke and kill allow `grace` seconds."""
 
     after: float
     actions: tuple[Action, ...]
@@ -64,7 +65,7 @@ class PolicyStage:
 
 @dataclass(frozen=True, slots=True)
 class WeeklyHours:
-    """From minute `begin` to minute `end` of these days (0 is Monday), by the clocks of a zone; over midnight where `end` is not later."""
+    """From minute `begin` to minute `end` of these days (0 is Monday) in a time zone; past midnight if `end` is not later."""
 
     days: tuple[int, ...]
     begin: int
@@ -72,7 +73,7 @@ class WeeklyHours:
     zone: str
 
     def __contains__(self, wall: datetime) -> bool:
-        """Whether a moment is one of them. What is over midnight belongs to the day on which it begins."""
+        """Whether a moment is within the hours. Time past midnight belongs to the day on which it begins."""
         local = wall.astimezone(ZoneInfo(self.zone))
         day, minute = local.weekday(), local.hour * 60 + local.minute
         if self.begin < self.end:
@@ -82,9 +83,9 @@ class WeeklyHours:
 
 @dataclass(frozen=True, slots=True)
 class PolicySubject:
-    """A reservation or a process, by its resource name, and what scopes look at: who holds it or its GPU, and where that is.
+    """A reservation or a process by its resource name, and the attributes that scopes match.
 
-    `process` is the pid and when it started, in clock ticks of its host: a pid alone may be another's by the next look.
+    `process` is the pid and its start time in clock ticks of its host: a pid alone may be reused before the next look.
     """
 
     name: str
@@ -99,7 +100,7 @@ class PolicySubject:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Whom a policy is about, and when: every one of these that is said must be met. `models` are parts of names of models."""
+    """The subjects of a policy, and its hours: all fields that are set must match. `models` are parts of model names."""
 
     tenants: tuple[str, ...] = ()
     holders: tuple[str, ...] = ()
@@ -109,7 +110,7 @@ class Scope:
     hours: tuple[WeeklyHours, ...] = ()
 
     def holds(self, subject: PolicySubject) -> bool:
-        """Whether a subject is in it, at some hour."""
+        """Whether it includes a subject, at some hour."""
         chosen = (
             (self.tenants, subject.tenants),
             (self.holders, subject.holders),
@@ -123,13 +124,13 @@ class Scope:
         return subject.labels.issuperset(self.labels)
 
     def now(self, wall: datetime) -> bool:
-        """Whether it is one of its hours."""
+        """Whether it applies at this hour."""
         return not self.hours or any(wall in one for one in self.hours)
 
 
 @dataclass(frozen=True, slots=True)
 class Exemption:
-    """Reservations with a label are let be until a date, for a reason."""
+    """Reservations with a label are exempt until a date, for a reason."""
 
     label: tuple[str, str]
     reason: str
@@ -138,7 +139,7 @@ class Exemption:
 
 @dataclass(frozen=True, slots=True)
 class UsePolicy:
-    """A policy. `all_gpus`: whether `idle` wants all GPUs of a reservation idle, not any; its stages come one after the other."""
+    """A policy. `all_gpus`: `idle` means all GPUs of a reservation, not any. Stages run in order."""
 
     condition: PolicyCondition
     stages: tuple[PolicyStage, ...]
@@ -149,7 +150,7 @@ class UsePolicy:
     description: str = ""
 
     def exemption(self, subject: PolicySubject, wall: datetime) -> Exemption | None:
-        """The one under which a subject is let be now."""
+        """The exemption that applies to a subject now."""
         return next(
             (one for one in self.exemptions if one.label in subject.labels and wall < one.until), None
         )
@@ -157,7 +158,7 @@ class UsePolicy:
 
 @dataclass(frozen=True, slots=True)
 class GpuSighting:
-    """What is known of a GPU at a moment; None where that is not known. `outsiders` are pids of processes of no reservation that holds it."""
+    """The state of a GPU at a moment; None is unknown. `outsiders` are pids of processes of no reservation on it."""
 
     uuid: str
     idle: bool | None
@@ -168,7 +169,7 @@ class GpuSighting:
 
 @dataclass(frozen=True, slots=True)
 class SeenSubject:
-    """A subject with its GPUs at a moment; `age` is for how many seconds it has been held."""
+    """A subject with its GPUs at a moment; `age` is how many seconds it has been held."""
 
     subject: PolicySubject
     gpus: tuple[GpuSighting, ...]
@@ -176,7 +177,7 @@ class SeenSubject:
 
 
 class StageOutcome(StrEnum):
-    """What became of a stage: it was done (but for a kill that was refused, or asked for and not answered), or why not; or an earlier revocation was lifted."""
+    """The outcome of a stage: done, refused, asked without an answer (kills), or not done and why; or a revocation lifted."""
 
     DONE = "done"
     SHADOW = "shadow"
@@ -189,7 +190,7 @@ class StageOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PolicyAct:
-    """What a policy did, or nearly did, at `time`: the stage by its index, how long the condition had held, and why in words."""
+    """What a policy did, or nearly did, at `time`: the stage's index, how long the condition had held, and why."""
 
     policy: str
     subject: str
@@ -205,10 +206,10 @@ class PolicyAct:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """Since when a condition holds for a subject, and what was done.
+    """How long a condition has held for a subject, and what was done.
 
-    `held` seconds were counted until `seen`, and go on to count while `counting`; `done` stages are over, the last since
-    `acted`; one of them `revoked` it. Of a subject that is `spared` nothing was done in them. `what` says what was seen last.
+    `held` seconds were counted until `seen`, and counting goes on while `counting`; `done` stages are over, the last at
+    `acted`; one of them `revoked` the subject. Nothing was done to a `spared` one. `what` describes what was last seen.
     """
 
     held: float
@@ -223,21 +224,21 @@ class Track:
     revoked: bool = False
 
     def after_gap(self, until: float) -> "Track":
-        """As it stood when the program that kept it looked last, which it did until then: what came since is not known."""
+        """The track as its previous program last saw it, at `until`: nothing is known of the time since."""
         if not self.counting or until <= self.seen:
             return replace(self, counting=False)
         return replace(self, held=self.held + until - self.seen, seen=until, counting=False)
 
     def rebased(self, now: float) -> "Track":
-        """Of an earlier boot: nobody watched its clock, so the time starts anew; what was done stays done."""
+        """A track of an earlier boot: nobody watched its clock, so the time starts over; what was done stays done."""
         return replace(self, held=0.0, seen=now, counting=False, acted=now)
 
     def foreseen(self, seen: float) -> float:
-        """What is counted when it is seen again, if all goes on as it does."""
+        """The time that will have counted at the next look, if nothing changes."""
         return self.held + (seen - self.seen if self.counting else 0.0)
 
     def next_due(self, policy: UsePolicy) -> float | None:
-        """In how many seconds, from when it was seen, the next stage is due if the condition lasts; None after the last."""
+        """Seconds from `seen` until the next stage if the condition lasts; None after the last."""
         if self.done == len(policy.stages):
             return None
         due = policy.stages[self.done].after - self.held
@@ -250,9 +251,9 @@ class Track:
 def judge(
     name: str, policy: UsePolicy, sighting: SeenSubject, track: Track | None, now: float, wall: datetime
 ) -> tuple[Track | None, list[PolicyAct]]:
-    """Look at a subject of the policy's scope: how its track goes on, None where the condition does not hold, and what is to be done.
+    """Look at a subject in scope: its next track, None if the condition does not hold, and the acts due.
 
-    At most one stage comes at a time. `now` never goes back.
+    At most one stage is due at a time. `now` never goes back.
     """
     subject, (holds, what) = sighting.subject, verdict(policy, sighting)
     if track is not None and track.subject.process != subject.process:
@@ -301,7 +302,7 @@ def judge(
 def ended(
     name: str, policy: UsePolicy | None, track: Track, why: str, wall: datetime, *, gone: bool = False
 ) -> list[PolicyAct]:
-    """What is told, and done, when a condition holds no more, its subject is `gone`, or the policy is another now (None)."""
+    """The acts when a condition no longer holds, its subject is `gone`, or the policy has changed (None)."""
     actions: tuple[Action, ...]
     coming = policy.stages[track.done] if policy and track.done < len(policy.stages) else None
     if track.revoked and not gone:
@@ -315,7 +316,7 @@ def ended(
 
 
 def verdict(policy: UsePolicy, sighting: SeenSubject) -> tuple[bool | None, str]:
-    """Whether the condition holds for a subject now, None where that is not known, and what is seen in words."""
+    """Whether the condition holds for a subject now, None if unknown, and a description of what is seen."""
     gpus = sighting.gpus
     match policy.condition:
         case PolicyCondition.OVER_TIME:
@@ -342,7 +343,7 @@ def verdict(policy: UsePolicy, sighting: SeenSubject) -> tuple[bool | None, str]
 
 
 def notice(name: str, policy: UsePolicy, track: Track) -> str:
-    """What the holder reads while a stage with a note is the last that was done; empty where none is."""
+    """What the holder reads while a stage with a note is the last one done; else empty."""
     stages = policy.stages[: track.done]
     if policy.shadow or track.spared or not any(Action.NOTE in one.actions for one in stages):
         return ""
@@ -354,7 +355,7 @@ def notice(name: str, policy: UsePolicy, track: Track) -> str:
 
 
 def problems(policy: UsePolicy) -> list[tuple[str, str]]:
-    """What contradicts itself in a policy: (field of the spec, what is wrong)."""
+    """Contradictions in a policy: (field of the spec, what is wrong)."""
     found: list[tuple[str, str]] = []
     if not policy.stages:
         found.append(("stages", "must name one stage at least"))
@@ -406,7 +407,7 @@ UNKNOWN, BUSY, IDLE = range(3)
 
 @dataclass(frozen=True, slots=True)
 class RecordedHold:
-    """What a reservation held, from `begin` to `end` in seconds since 1970; of the `shared` GPUs only a part."""
+    """What a reservation held, from `begin` to `end` in seconds since 1970; only part of the `shared` GPUs."""
 
     subject: PolicySubject
     gpus: tuple[str, ...]
@@ -417,7 +418,7 @@ class RecordedHold:
 
 @dataclass(frozen=True, slots=True)
 class RecordedUse:
-    """What is recorded of GPUs, by UUID: one of the three for each of `count` steps of `step` seconds from `start` on."""
+    """The recorded state of GPUs by UUID: one of the three for each of `count` steps of `step` seconds from `start`."""
 
     start: float
     step: float
@@ -425,14 +426,14 @@ class RecordedUse:
     gpus: dict[str, bytearray] = field(default_factory=dict[str, bytearray])
 
     def of(self, hold: RecordedHold, index: int) -> tuple[int, ...]:
-        """What is recorded of what was held, for whoever held it: who uses a shared GPU is not recorded."""
+        """The recorded states of a hold, for its holder: who uses a shared GPU is not recorded."""
         found = ((uuid, self.gpus[uuid][index] if uuid in self.gpus else UNKNOWN) for uuid in hold.gpus)
         return tuple(UNKNOWN if one is BUSY and uuid in hold.shared else one for uuid, one in found)
 
 
 @dataclass(slots=True)
 class DryRun:
-    """What would have been done, and for how many seconds, of all holds together, that is known and not known."""
+    """What would have been done, and how many seconds of all holds together are known and unknown."""
 
     acts: list[PolicyAct] = field(default_factory=list[PolicyAct])
     known: float = 0.0
@@ -440,7 +441,7 @@ class DryRun:
     subjects: int = 0
 
     def replay(self, name: str, policy: UsePolicy, hold: RecordedHold, use: RecordedUse) -> None:
-        """Add what a policy in shadow would have done to a hold. The steps count that lie within it as a whole."""
+        """Add what a policy in shadow would have done to a hold, over the steps entirely within it."""
         policy = replace(policy, shadow=True)
         track: Track | None = None
         before: tuple[int, ...] | None = None
@@ -450,7 +451,7 @@ class DryRun:
         self.subjects += 1
         for index in range(first, last):
             states = use.of(hold, index)
-            if states != before:  # so it was from the beginning of the step on
+            if states != before:  # it has been so since the step began
                 pairs = zip(hold.gpus, states, strict=True)
                 seen = tuple(
                     GpuSighting(uuid, {IDLE: True, BUSY: False}.get(one), None, None, None)

@@ -1,5 +1,5 @@
-"""Which GPUs an ask gets: the fleet as arrays, what keeps a GPU from an ask, what each policy prefers, and why not.
+"""Placement: the fleet as arrays, what keeps a GPU from an ask, what each policy prefers, and refusals.
 
-Pure: time is an argument, and nothing is held but for a moment. No wire, clock, loop, log or store; nothing of queues or
-disks. Begin with `placer`; `constraints` and `policies` have the rules, `refusal` and `outlook` the words.
+Pure: time is an argument and nothing stays held. No wire, clock, loop, log or store; nothing of queues or disks. Begin with
+`placer`; `constraints` and `policies` have the rules, `refusal` and `outlook` the words.
 """

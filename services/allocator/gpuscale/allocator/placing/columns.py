@@ -1,12 +1,11 @@
-"""Columns: the fleet as arrays, one row per node in the order of ranks, one column per GPU in the order of indices.
+"""Columns: the fleet as arrays, one row per node in order of rank, one column per GPU in order of index.
 
-Rows follow the telemetry and what is held; each change of a row is numbered (`changed`), so that whatever is computed
-from rows knows which to compute anew. Pure. Sizes in bytes, shares in thousandths, times of CLOCK_BOOTTIME.
+Rows follow telemetry and what is held; each change of a row is numbered (`changed`), so that values computed from rows can be
+updated selectively. Pure. Sizes in bytes, shares in thousandths, times of CLOCK_BOOTTIME.
 
-The memory of a GPU that a newcomer may count on (`available`) is what is free now, less what holders of shares were
-granted and do not use yet: a grant counts in full at once. What processes of no lease use is not free either, so that
-outsiders are subtracted without any bookkeeping. No byte counts twice: memory of which nobody can tell whose it is counts
-as the holders', as far as they were granted it.
+The memory `available` to a new reservation is what is free now, less what holders of shares were granted but do not use yet: a
+grant counts in full at once. Memory used by processes without a lease is not free either, so that outsiders are accounted for
+without bookkeeping. No byte counts twice: memory of unknown owner counts as the holders', up to what they were granted.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -44,7 +43,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(slots=True)
 class NodeFacts:
-    """What the columns say of a node in numbers, or of several in arrays of one column."""
+    """What the columns know of a node as numbers, or of several as one-column arrays."""
 
     state: Any
     cordoned: Any
@@ -72,7 +71,7 @@ class GpuFacts:
 
     @property
     def out_of_use(self) -> Any:
-        """Whether nothing new may come onto it, whoever holds it."""
+        """Whether it takes no new work, whoever holds it."""
         return self.trouble | self.quarantined | self.cordoned
 
     @property
@@ -82,7 +81,7 @@ class GpuFacts:
 
     @property
     def idle(self) -> Any:
-        """The share of its time in which it does nothing, 0 where that is not known."""
+        """The idle share of its time, 0 if unknown."""
         return (self.utilization >= 0) * (100 - self.utilization) / 100
 
 
@@ -92,9 +91,9 @@ _GPU_FACTS = tuple(one.name for one in fields(GpuFacts) if one.name != "node")
 
 
 class Row:
-    """A row as plain numbers, which are read a hundred times as fast as single numbers of arrays.
+    """A row as plain numbers, which are read a hundred times as fast as single array elements.
 
-    `places` has the columns that hang on each GPU: its own, and those of its MIG instances.
+    `places` has the columns on each physical GPU: its own, and those of its MIG instances.
     """
 
     __slots__ = ("_scores", "_weights", "build", "gpus", "node", "places")
@@ -110,27 +109,27 @@ class Row:
         self._scores: list[float] = []
 
     def scores(self, weights: Weights) -> list[float]:
-        """The spread score of each GPU; those of the weights that were asked for last are kept."""
+        """The spread score of each GPU; the scores of the last weights are cached."""
         if self._weights is not weights and self._weights != weights:
             self._weights = weights
             self._scores = [weights.score(gpu.free_memory, gpu.idle) for gpu in self.gpus]
         return self._scores
 
     def rescore(self, column: int) -> None:
-        """What is available of a GPU has changed, or how much it is used."""
+        """The available memory or the utilization of a GPU has changed."""
         if self._weights is not None:
             gpu = self.gpus[column]
             self._scores[column] = self._weights.score(gpu.free_memory, gpu.idle)
 
 
 class Columns:
-    """The rows of all nodes given, each of which holds `width` GPUs at most.
+    """The rows of all nodes, each of which holds at most `width` GPUs.
 
-    `kind` is WHOLE_GPU, PARTED, NO_GPU, or the number of a MIG profile; `model` the number of a product name.
-    `unread` marks nodes that cannot read all of their GPUs. `supply` counts the whole GPUs of each build; `cpu_beside_gpus` is the CPU of all nodes that tell it and have whole
-    GPUs, `gpus_beside_cpu` how many those are; `layout` counts changes of what
-    nodes are made of; `free_milli` of a node counts its whole GPUs that work. `gone` are
-    reservations to imagine gone, by the GPUs they hold.
+    `kind` is WHOLE_GPU, PARTED, NO_GPU, or the number of a MIG profile; `model` the number of a product name. `unread` marks
+    nodes that cannot read all of their GPUs. `supply` counts the whole GPUs of each build; `cpu_beside_gpus` is the CPU of all
+    nodes that report it and have whole GPUs, `gpus_beside_cpu` the number of those GPUs; `layout` counts changes of node
+    hardware; `free_milli` of a node counts its whole GPUs that work. `gone` has reservations to imagine gone, by the GPUs they
+    hold.
     """
 
     def __init__(self, nodes: Sequence[Node], use: Use, cordons: frozenset[str], room: int = 64) -> None:
@@ -164,7 +163,7 @@ class Columns:
         return len(self.nodes)
 
     def row(self, at: int) -> Row:
-        """A row as plain numbers, read anew when it has changed."""
+        """A row as plain numbers, read again if it has changed."""
         row = self._read.get(at)
         if row is None:
             if len(self._read) >= MOST_READ:
@@ -182,12 +181,12 @@ class Columns:
         return row
 
     def facts(self, rows: Ints) -> GpuFacts:
-        """What is said of some rows, as arrays."""
+        """The facts of some rows, as arrays."""
         node = NodeFacts(*(getattr(self, name)[rows][:, None] for name in _NODE_FACTS))
         return GpuFacts(node, *(getattr(self, name)[rows] for name in _GPU_FACTS))
 
     def place_of(self) -> Mapping[str, Sequence[tuple[int, int]]]:
-        """Rows and columns of GPUs, by their UUIDs in lower case; several of one that was moved."""
+        """Rows and columns of GPUs by UUID in lower case; several for a GPU that was moved."""
         if self._placed != self.layout:
             self._placed, self._places = self.layout, {}
             for row, gpus in enumerate(self.gpus):
@@ -196,14 +195,14 @@ class Columns:
         return self._places
 
     def out_of_use(self, rows: Ints | int) -> Bools:
-        """The GPUs that nothing new may come onto, whoever holds them: they do not work, are quarantined or cordoned."""
+        """The GPUs that take no new work, whoever holds them: failed, quarantined or cordoned."""
         found: Bools = self.trouble[rows] | self.quarantined[rows] | self.cordoned[rows]
         return found
 
     def changed_since(self, sequence: int, most: int) -> dict[int, set[int] | None] | None:
-        """The rows that changed after the change of that number; None where those, or their GPUs, were too many to tell.
+        """The rows that changed after the change of that number; None if they, or their GPUs, are too many to list.
 
-        Each with the columns of the GPUs of which what is held changed, or None where anything else changed too.
+        Each with the columns of the GPUs of which only what is held changed, or None if anything else did.
         """
         first = len(self._touched) - (self.sequence - sequence)
         if first < 0:
@@ -218,12 +217,12 @@ class Columns:
         return found if gpus <= most else None
 
     def has_room(self, node: Node) -> bool:
-        """Whether a new node can be appended: there is a row, it is wide enough, and no later rank stands before."""
+        """Whether a new node can be appended: there is a row, it is wide enough, and no later rank precedes it."""
         in_order = not self.nodes or (self.nodes[-1].rank, self.nodes[-1].id) < (node.rank, node.id)
         return in_order and len(self.nodes) < len(self.changed) and len(node.gpus) <= self.width
 
     def append(self, node: Node) -> None:
-        """Add a row for a node that `has_room`."""
+        """Append a row for a node that `has_room`."""
         row = len(self.nodes)
         self.row_of[node.id] = row
         self.nodes.append(node)
@@ -232,9 +231,9 @@ class Columns:
         self._write(row, node, _in_order(node))
 
     def write(self, row: int, node: Node) -> bool:
-        """Write the row of a node anew; it has as many GPUs as fit into a row at most, and its old rank.
+        """Rewrite the row of a node; it has at most as many GPUs as fit into a row, and its old rank.
 
-        Whether an ask may fit by it that did not: what is worse than before, and readings of GPUs that are held whole, help none.
+        Returns whether an ask that did not fit before may fit now: worse values, and readings of GPUs held whole, do not help.
         """
         gpus, known = _in_order(node), self.gpus[row]
         if _HOST(self.nodes[row]) != _HOST(node) or [*map(_BUILD, known)] != [*map(_BUILD, gpus)]:
@@ -249,12 +248,12 @@ class Columns:
                 now_used = self.utilization[row]
                 fell = (now_used < used) | ((used == UNKNOWN_USE) & (now_used != UNKNOWN_USE))
                 return came_back or bool((fell | (self.available[row] > available)).any())
-        # The report says nothing new but its time.
+        # The report changes nothing but its time.
         self.nodes[row], self.gpus[row] = node, gpus
         return self.renew(row)
 
     def renew(self, row: int) -> bool:
-        """Readings of a row count for longer, and say nothing new; whether one of them had become too old."""
+        """Extend the freshness of a row whose readings did not change; returns whether one of them had become too old."""
         came_back = bool((self.fresh_until[row, : len(self.gpus[row])] < self._aged).any())
         self._write_freshness(row)
         if came_back:
@@ -289,7 +288,7 @@ class Columns:
         self.write_use(row)
 
     def write_use(self, row: int) -> None:
-        """Write anew what is held of a node and its GPUs."""
+        """Rewrite what is held of a node and its GPUs."""
         gpus, count = self.gpus[row], len(self.gpus[row])
         uses = [self._use.on(gpu) for gpu in gpus]
         self.held[row, :count] = [use.milli for use in uses]
@@ -302,7 +301,7 @@ class Columns:
         self._read.pop(row, None)
 
     def write_use_of(self, at: int, uuids: Collection[str]) -> None:
-        """Write anew what is held of a node and these GPUs of it, with their MIG instances."""
+        """Rewrite what is held of a node and these GPUs of it, with their MIG instances."""
         row = self.row(at)
         columns = [column for uuid in uuids for column in row.places.get(uuid, ())]
         for column in columns:
@@ -321,7 +320,7 @@ class Columns:
         self._touch(at, columns)
 
     def _left(self, row: int) -> tuple[int, int]:
-        """What is left of a node's CPU and memory."""
+        """The CPU and memory that remain on a node."""
         node = self.nodes[row]
         held = self._use.node(node.id)
         return (
@@ -330,7 +329,7 @@ class Columns:
         )
 
     def set_cordons(self, cordons: frozenset[str]) -> None:
-        """Take in what is cordoned."""
+        """Set what is cordoned."""
         moved, self._cordons = self._cordons ^ cordons, cordons
         for row, node in enumerate(self.nodes):
             gpus = {one.lower() for gpu in node.gpus for one in (gpu.uuid, gpu.parent)}
@@ -339,7 +338,7 @@ class Columns:
                 self.write_use(row)
 
     def age(self, now: float) -> None:
-        """Note the rows in which a reading has become too old."""
+        """Mark the rows in which a reading has become too old."""
         if now > self._aged:
             self._aged = now
         if now <= self._soonest:
@@ -350,7 +349,7 @@ class Columns:
         self._soonest = float(self.expiry[: len(self)].min(initial=np.inf))
 
     def _write_freshness(self, row: int) -> None:
-        """When readings become too old, and when the next of those that are not yet does."""
+        """Compute when the readings become too old, and when the next one that is still fresh does."""
         fresh = [gpu.fresh_until for gpu in self.gpus[row]]
         self.fresh_until[row, : len(fresh)] = fresh
         self._read.pop(row, None)
@@ -382,13 +381,13 @@ class Columns:
         return _number(available(gpu, live, self.gone.get(gpu.uuid, ())))
 
     def _utilization(self, gpu: Gpu) -> float:
-        """UNKNOWN_USE where it is not known; a GPU whose holder is imagined gone is taken to be idle."""
+        """Utilization, UNKNOWN_USE if unknown; a GPU whose holder is imagined gone counts as idle."""
         if gpu.utilization_percent is None:
             return UNKNOWN_USE
         return 0.0 if gpu.uuid in self.gone else gpu.utilization_percent
 
     def _write_cordons(self, row: int) -> None:
-        """Which are cordoned: the node, and GPUs or the GPUs whose MIG instances they are."""
+        """Write what is cordoned: the node, and GPUs themselves or the parents of MIG instances."""
         gpus, marks = self.gpus[row], self._cordons
         self.node_cordoned[row] = f"nodes/{self.nodes[row].id}" in marks
         self.cordoned[row, : len(gpus)] = [
@@ -396,7 +395,7 @@ class Columns:
         ]
 
     def _touch(self, row: int, columns: Sequence[int] | None = None) -> None:
-        """Note that a row has changed: all of it, or only what is held of the GPUs in these columns."""
+        """Record a change of a row: of all of it, or of what is held of the GPUs in these columns."""
         self.sequence += 1
         self.changed[row] = self.sequence
         self._touched.append((row, columns))
@@ -432,7 +431,7 @@ class Columns:
 
 
 def listed(numbers: NDArray[np.integer]) -> list[int]:
-    """The numbers of a row of an array."""
+    """The numbers of an array row as a list."""
     found: list[int] = numbers.tolist()
     return found
 
@@ -465,10 +464,10 @@ _READINGS = attrgetter("memory_free_bytes", "utilization_percent", "processes", 
 
 
 def available(gpu: Gpu, live: Iterable[Reservation], gone: Iterable[Reservation] = ()) -> int | None:
-    """Bytes of a GPU that a newcomer may count on; None where the GPU does not report its memory.
+    """Bytes of a GPU that a new reservation can use; None if the GPU does not report its memory.
 
-    `live` are the reservations on it, `gone` those that are imagined gone: what their processes use is free
-    then. Of one without a known process, what it held is taken to be used by it, as far as nobody else is known to use it.
+    `live` are the reservations on it, `gone` those imagined gone: the memory of their processes counts as free. One without a
+    known process counts as using what it held, as far as nobody else is known to use that memory.
     """
     free, total = gpu.memory_free_bytes, gpu.memory_total_bytes
     if free is None or total is None:
@@ -489,7 +488,7 @@ def available(gpu: Gpu, live: Iterable[Reservation], gone: Iterable[Reservation]
 
 
 def _nobodys(gpu: Gpu, used: int, holders: Sequence[Reservation], *, outsiders_too: bool) -> int:
-    """Bytes in use that no process of a holder is known to use; nor one of an outsider, unless `outsiders_too`."""
+    """Bytes in use that no holder's process is known to use; with `outsiders_too`, outsiders' bytes count as well."""
     own = {one.id for one in holders}
     known = (
         process.memory_bytes or 0
@@ -500,7 +499,7 @@ def _nobodys(gpu: Gpu, used: int, holders: Sequence[Reservation], *, outsiders_t
 
 
 def unused(gpu: Gpu, claimed_bytes: int, unsized: int) -> int | None:
-    """As `available`, of a GPU without processes, whose holders claim so many bytes, and so many of them all of it."""
+    """Like `available`, for a GPU without processes: its holders claim these bytes, and `unsized` of them all of it."""
     free, total = gpu.memory_free_bytes, gpu.memory_total_bytes
     return (
         None if free is None or total is None else max(0, min(free - claimed_bytes - unsized * total, total))
@@ -524,6 +523,6 @@ def _held(reservation: Reservation, gpu: Gpu) -> int:
 
 
 def _used(reservation: Reservation, gpu: Gpu) -> int | None:
-    """What its admitted processes use; None where there are none."""
+    """What a reservation's processes use; None if there are none."""
     own = [process.memory_bytes or 0 for process in gpu.processes if process.reservation == reservation.id]
     return sum(own) if own else None

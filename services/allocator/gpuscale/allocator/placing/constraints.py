@@ -1,14 +1,13 @@
-"""Constraints: what an ask needs of a GPU, what keeps a GPU from it, and how many members fit on a node. Pure.
+"""Constraints: what an ask requires of a GPU, what rules a GPU out, and how many members fit on a node. Pure.
 
 Unknown is never free: a GPU whose memory is not reported, or whose readings are too old, serves nobody.
 
-Each rule is written once, for numbers and arrays alike (`columns.GpuFacts`): arrays look at many rows at once, numbers at
-the few that have changed. An operation on an array costs a microsecond however small the array is: by arrays alone, an ask
-of one GPU after a grant took 100 us longer, a tenth of a Reserve and its Release. A property test compares the two.
+Each rule is written once, for numbers and arrays alike (`columns.GpuFacts`): arrays evaluate many rows at once, numbers the few
+that changed. An array operation costs a microsecond however small the array: with arrays alone, an ask for one GPU after a
+grant took 100 us longer, a tenth of a Reserve and its Release. A property test compares the two.
 
-A share without a memory of its own takes the same part of the memory as of the GPU. What the driver keeps for itself
-must not make the last share impossible, so such a share is content with SHARE_FLOOR of that, and is given what is
-left where that is less.
+A share without its own memory takes the same fraction of the memory as of the GPU. Memory that the driver keeps must not make
+the last share impossible, so such a share accepts SHARE_FLOOR of that, and gets what is left if that is less.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,7 +41,7 @@ ADMITS_ALL_PERCENT = 100.0
 class Obstacle(StrEnum):
     """Why a GPU cannot serve an ask; of several, the first in this order is named.
 
-    Those of LASTING stay whatever ends or comes back; the others pass.
+    Those in LASTING persist whatever ends or comes back; the others pass.
     """
 
     NODE_NOT_SELECTED = "NODE_NOT_SELECTED"
@@ -97,7 +96,7 @@ Hits = Iterator[tuple[Obstacle, Any]]
 
 
 def floor_on(ask: Ask, total: int) -> int:
-    """Bytes that must be available of a GPU of this size."""
+    """Bytes that must be available on a GPU of this size."""
     if ask.gpu_memory_bytes is not None:
         return max(ask.min_memory_bytes, ask.gpu_memory_bytes)
     if ask.gpu_milli >= WHOLE:
@@ -116,8 +115,8 @@ def milli_on(ask: Ask, total: int | None) -> int:
 def memory_on(ask: Ask, total: int | None, available: int | None, free_milli: int) -> int | None:
     """Bytes of one GPU that the ask takes: all of a whole one, else its memory or its part of what is left.
 
-    `free_milli` is what nobody holds of the GPU. Rounded so that the last share takes what is left; where outsiders
-    have some of it, never less than what was looked for.
+    `free_milli` is the unheld share of the GPU. Rounded so that the last share takes what is left; if outsiders use some of it,
+    never less than was required.
     """
     if ask.exclusive or total is None or available is None:
         return total
@@ -129,10 +128,10 @@ def memory_on(ask: Ask, total: int | None, available: int | None, free_milli: in
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What an ask needs, by the numbers that columns give to models and to sizes: in lists for one GPU, in arrays for many.
+    """What an ask requires, by the columns' model and size numbers: as lists for one GPU, as arrays for many.
 
-    `kind` is the number of the MIG profile; `barred` says of each model whether the ask does not admit it; `milli` and
-    `floor` are the thousandths that it takes of a GPU of each size, and the bytes that must be available there.
+    `kind` is the number of the MIG profile; `barred` says for each model whether the ask excludes it; `milli` and `floor` are
+    the thousandths that it takes of a GPU of each size, and the bytes that must be available there.
     """
 
     kind: int
@@ -142,14 +141,14 @@ class Needs:
 
 
 def of_the_model(ask: Ask, gpu: GpuFacts, needs: Needs) -> Hits:
-    """What no end of a reservation cures."""
+    """Obstacles that persist when reservations end."""
     if ask.models:
         yield Obstacle.MODEL_DIFFERS, needs.barred[gpu.model]
     yield Obstacle.MIG_PROFILE_DIFFERS, gpu.kind != needs.kind
 
 
 def of_the_node(ask: Ask, node: NodeFacts) -> Hits:
-    """What keeps out all GPUs of a node."""
+    """Obstacles that rule out all GPUs of a node."""
     yield Obstacle.NODE_NOT_ONLINE, node.state == IS_OFFLINE
     yield Obstacle.STALE, node.state == IS_STALE
     yield Obstacle.CORDONED, node.cordoned
@@ -160,7 +159,7 @@ def of_the_node(ask: Ask, node: NodeFacts) -> Hits:
 
 
 def of_the_gpu(gpu: GpuFacts, now: float) -> Hits:
-    """What keeps everybody from a GPU."""
+    """Obstacles of a GPU that affect everybody."""
     yield Obstacle.STALE, gpu.fresh_until < now
     yield Obstacle.GPU_NOT_OK, gpu.trouble
     yield Obstacle.QUARANTINED, gpu.quarantined
@@ -168,7 +167,7 @@ def of_the_gpu(gpu: GpuFacts, now: float) -> Hits:
 
 
 def of_use(ask: Ask, gpu: GpuFacts, needs: Needs) -> Hits:
-    """What is held and used; the limit of utilization does not count where others share the GPU already."""
+    """Obstacles of what is held and used; the utilization limit does not apply on GPUs that are already shared."""
     yield Obstacle.HELD, gpu.held + needs.milli[gpu.size] > WHOLE
     yield Obstacle.MEMORY_UNKNOWN, gpu.available == UNKNOWN
     yield Obstacle.MEMORY_BELOW_MIN, (gpu.available != UNKNOWN) & (gpu.available < needs.floor[gpu.size])
@@ -182,7 +181,7 @@ def of_use(ask: Ask, gpu: GpuFacts, needs: Needs) -> Hits:
 
 
 def first_of(hits: Hits) -> int:
-    """The first obstacle that is there, as a number; 0 for none."""
+    """The first obstacle present, as a number; 0 for none."""
     found = 0
     for obstacle, hit in hits:
         if hit:
@@ -196,7 +195,7 @@ def _before(one: int, other: int) -> int:
 
 
 class Constraints:
-    """What keeps GPUs from one ask."""
+    """What rules out GPUs for one ask."""
 
     def __init__(self, columns: Columns, use: Use, ask: Ask) -> None:
         self._columns = columns
@@ -208,11 +207,11 @@ class Constraints:
 
     @property
     def kind(self) -> int:
-        """The number of the MIG profile that is asked for; one that nothing bears if there is none yet."""
+        """The number of the requested MIG profile; an unused number if no GPU has it."""
         return self._needs()[0].kind
 
     def masks(self, rows: Ints, now: float) -> Iterator[tuple[Obstacle, Bools]]:
-        """The GPUs (or, in one column, the nodes) that each obstacle keeps out alone, in the order of obstacles."""
+        """The GPUs (or, in one column, the nodes) that each obstacle on its own rules out, in the order of obstacles."""
         ask, gpu, (_, needs) = self._ask, self._columns.facts(rows), self._needs()
         found: dict[Obstacle, Bools] = {}
         for obstacle, mask in chain(
@@ -226,7 +225,7 @@ class Constraints:
         return ((one, found[one]) for one in ORDER if one in found)
 
     def codes(self, rows: Ints, now: float) -> tuple[Codes, Codes]:
-        """The first obstacle of each node as such, and of each GPU, as numbers; GPUs that do not exist are ABSENT."""
+        """The first obstacle of each node as a whole, and of each GPU, as numbers; missing GPUs are ABSENT."""
         masks = list(self.masks(rows, now))
         gpus = np.zeros((len(rows), self._columns.width), np.int8)
         for obstacle, mask in reversed(masks):
@@ -241,7 +240,7 @@ class Constraints:
         return nodes, gpus
 
     def codes_of(self, row: Row, now: float) -> tuple[int, list[int]]:
-        """As `codes`, of one row, for an ask that `is_plain`."""
+        """Like `codes` for one row, for an ask that `is_plain`."""
         ask, (needs, _) = self._ask, self._needs()
         node = self.node_code_of(row)
         found = (
@@ -251,13 +250,13 @@ class Constraints:
         return node, [_before(node, code) for code in found]
 
     def node_code_of(self, row: Row) -> int:
-        """The first obstacle of a node as such."""
+        """The first obstacle of a node as a whole."""
         return first_of(of_the_node(self._ask, row.node))
 
     def codes_after_use(self, row: Row, columns: Iterable[int], node: int, codes: list[int]) -> None:
-        """Bring the first obstacles of GPUs up to date of which only what is held has changed.
+        """Update the first obstacles of GPUs of which only what is held has changed.
 
-        `node` is the first obstacle of their node, which has not changed by that.
+        `node` is the first obstacle of their node, which is unaffected.
         """
         ask, (needs, _) = self._ask, self._needs()
         for column in columns:
@@ -270,20 +269,20 @@ class Constraints:
                     break
 
     def is_plain(self) -> bool:
-        """Whether the ask chooses no names or labels, so that `codes_of` knows all that keeps GPUs from it."""
+        """Whether the ask selects no names or labels, so that `codes_of` covers everything that rules out GPUs."""
         ask = self._ask
         chosen = ask.nodes or ask.excluded_nodes or ask.node_labels or ask.gpus or ask.excluded_gpus
         return not (chosen or ask.apart_from)
 
     def suited(self, rows: Ints) -> Bools:
-        """The GPUs that could serve if everything were free, known and online, and memory did not matter."""
+        """The GPUs that could serve if everything were free, known and online, whatever their memory."""
         fit: Bools = self._columns.kind[rows] != NO_GPU
         for _, mask in self._lasting(rows, self._columns.facts(rows)):
             fit = fit & ~mask
         return fit
 
     def ever(self, rows: Ints) -> Bools:
-        """Those of the suited ones whose memory would do if all of it were free; unknown sizes count as enough."""
+        """The suited GPUs whose memory suffices if all of it is free; unknown sizes count as enough."""
         total = self._columns.total[rows]
         enough: Bools = (total == UNKNOWN) | (total >= self.floor(rows))
         return self.suited(rows) & enough
@@ -294,17 +293,17 @@ class Constraints:
         return found
 
     def milli_of(self, gpu: GpuFacts | None) -> int:
-        """Thousandths that the ask takes of a GPU; of None as of one whose size is not known."""
+        """Thousandths that the ask takes of a GPU; None is a GPU of unknown size."""
         found: int = self._needs()[0].milli[gpu.size if gpu else 0]
         return found
 
     def floor(self, rows: Ints) -> Ints:
-        """Bytes that must be available of each GPU."""
+        """Bytes that must be available on each GPU."""
         found: Ints = self._needs()[1].floor[self._columns.size[rows]]
         return found
 
     def _needs(self) -> tuple[Needs, Needs]:
-        """In lists, and in arrays; drawn up anew when columns know more models, profiles or sizes."""
+        """As lists, and as arrays; rebuilt when columns know more models, profiles or sizes."""
         columns, ask = self._columns, self._ask
         if columns.numbered != self._drawn:
             self._drawn = columns.numbered
@@ -348,7 +347,7 @@ class Constraints:
 
 
 def admitted(models: Iterable[str], names: Sequence[str]) -> Bools:
-    """Whether each model is one of those named: a part of its name will do, in any case; all are if none is named."""
+    """Whether each model contains one of the names, in any case; all do if there are no names."""
     wanted = [name.lower() for name in names] or [""]
     return np.array([any(name in model.lower() for name in wanted) for model in models], np.bool_)
 
@@ -362,7 +361,7 @@ def selected(ask: Ask, columns: Columns) -> Bools:
 
 
 def capacities(ask: Ask, columns: Columns, constraints: Constraints, free: Bools) -> Ints:
-    """How many members fit on each node at most; `free` says which GPUs can serve."""
+    """At most how many members fit on each node; `free` says which GPUs can serve."""
     rows = np.arange(len(free))
     each = np.where(free, (WHOLE - columns.held[rows]) // np.maximum(constraints.milli(rows), 1), 0)
     if not ask.exclusive:
@@ -371,7 +370,7 @@ def capacities(ask: Ask, columns: Columns, constraints: Constraints, free: Bools
 
 
 def could_ever(ask: Ask, columns: Columns, constraints: Constraints) -> Ints:
-    """How many members each node would take if all of it were free. What a node does not tell might be enough."""
+    """How many members each node would take if all of it were free. Unreported values count as enough."""
     rows = np.arange(len(columns))
     total = columns.total[rows]
     by_size = ask.gpu_memory_bytes is not None and ask.gpu_milli >= WHOLE
@@ -388,7 +387,7 @@ def _or_enough(amount: Ints) -> Ints:
 
 
 def _members(ask: Ask, each: Ints, cpu: Ints, memory: Ints) -> Ints:
-    """Members of a node whose GPUs take so many each, and that has so much CPU and memory: no member takes a GPU twice."""
+    """Members of a node by what its GPUs take each, and its CPU and memory: no member takes a GPU twice."""
     room = np.full(len(each), ask.member_count, np.int64)
     if ask.gpu_count == 1:
         room = np.minimum(each.sum(1), ask.member_count)

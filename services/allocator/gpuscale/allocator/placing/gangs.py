@@ -1,7 +1,7 @@
-"""Gangs: the members of an ask placed one after the other, all or none, without leaving a trace. Pure.
+"""Gangs: members of an ask are placed one after the other, all or none, without side effects. Pure.
 
-PACK takes the nodes on which most members fit, and for the rest the best node that takes them all, so that there are
-as few nodes as possible; SPREAD goes round the nodes, best first; the strict ones allow one node, or one member each.
+PACK fills the nodes that take most members, then the best node that takes the rest, to use as few nodes as possible; SPREAD
+goes round the nodes, best first; the strict variants allow one node, or one member per node.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -20,7 +20,7 @@ Fill = Callable[[int, int], int]
 
 
 def suffice(ask: Ask, room: Ints) -> bool:
-    """Whether all members find a place where nodes take so many each."""
+    """Whether all members fit if nodes take this many each."""
     if ask.gang_strategy is GangStrategy.STRICT_PACK:
         return bool((room >= ask.member_count).any())
     if ask.gang_strategy is GangStrategy.STRICT_SPREAD:
@@ -29,7 +29,7 @@ def suffice(ask: Ask, room: Ints) -> bool:
 
 
 def packed(room: Ints, value: Floats, members: int, fill: Fill) -> int:
-    """Fill as few nodes as possible; how many members were placed."""
+    """Fill as few nodes as possible; returns how many members were placed."""
     room, placed = room.copy(), 0
     while placed < members and room.any():
         missing = members - placed
@@ -41,7 +41,7 @@ def packed(room: Ints, value: Floats, members: int, fill: Fill) -> int:
 
 
 def best_first(value: Floats) -> Ints:
-    """The rows that fit, the best first, ties by rank."""
+    """The rows that fit, best first, ties by rank."""
     order = np.argsort(-value, kind="stable")
     return order[np.isfinite(value[order])]
 
@@ -53,11 +53,11 @@ _WALL = datetime.fromtimestamp(0, UTC)
 
 
 def place_gang(index: Index, use: Use, ask: Ask, now: float) -> list[Member]:
-    """The members of a gang; fewer than asked for if they do not all find a place. Nothing stays held.
+    """The members of a gang; fewer than requested if they do not all fit. Nothing stays held.
 
-    Where each member shares several GPUs, those that are preferred may run out early and leave the last members with
-    too few different ones: then all of the node, or of the gang if it is spread, take the GPUs with most room, which
-    serves as many members as can be (the greedy construction of the Gale-Ryser theorem).
+    If members share several GPUs each, the preferred ones may run out early and leave the last members too few different GPUs:
+    then the whole node, or the whole gang if it is spread, takes the GPUs with most room, which serves as many members as
+    possible (the greedy construction of the Gale-Ryser theorem).
     """
     most: list[Member] = []
     again = ask.gang_strategy is GangStrategy.SPREAD and _shares_several(ask)
@@ -74,7 +74,7 @@ def place_gang(index: Index, use: Use, ask: Ask, now: float) -> list[Member]:
 
 @contextmanager
 def without(index: Index, use: Use, reservations: Sequence[Reservation]) -> Generator[None]:
-    """Imagine reservations gone for a while: what they hold is free, and what their processes use. It may be done inside another."""
+    """Imagine reservations gone within the block: what they hold and their processes use is free. Blocks may nest."""
     before = index.columns.gone
     gone = {uuid: list(those) for uuid, those in before.items()}
     for reservation in reservations:
@@ -92,7 +92,7 @@ def without(index: Index, use: Use, reservations: Sequence[Reservation]) -> Gene
 
 
 class _Scratch:
-    """The members placed so far, held in `use` until they are undone."""
+    """The members placed so far, held in `use` until undone."""
 
     def __init__(self, index: Index, use: Use, ask: Ask, now: float, *, roomiest: bool) -> None:
         self._index = index
@@ -103,7 +103,7 @@ class _Scratch:
         self._placed: list[Member] = []
 
     def place(self) -> list[Member]:
-        """Place the members as the ask's strategy says."""
+        """Place the members by the ask's strategy."""
         index, ask = self._index, self._ask
         shape = index.shape(ask, self._now)
         value = index.value(shape).copy()
@@ -124,13 +124,13 @@ class _Scratch:
         return most
 
     def undo(self, kept: int = 0) -> None:
-        """Take members back, all but the first ones."""
+        """Remove all members but the first `kept`."""
         for member in reversed(range(kept, len(self._placed))):
             self._use.free(_name(member))
         self._placed = self._placed[:kept]
 
     def _spread(self, value: Floats) -> list[Member]:
-        """Round by round, one member on each node, the best first; a single round when strict."""
+        """Round by round, one member per node, the best first; a single round if strict."""
         while len(self._placed) < self._ask.member_count:
             rows = best_first(value)[: self._ask.member_count - len(self._placed)]
             if not len(rows):
@@ -143,7 +143,7 @@ class _Scratch:
         return self._placed
 
     def _fill(self, row: int, members: int) -> int:
-        """Place up to so many members on a row; how many found room."""
+        """Place up to `members` members on a row; returns how many fit."""
         kept = len(self._placed)
         placed = self._take_each(row, members, roomiest=self._roomiest)
         if 0 < placed < members and _shares_several(self._ask):
@@ -171,7 +171,7 @@ def _name(member: int) -> str:
 
 
 def stand_in(name: str, ask: Ask, gpus: tuple[ReservedGpu, ...]) -> Reservation:
-    """A reservation that holds the GPUs of one member, to be freed again."""
+    """A reservation that holds the GPUs of one member temporarily."""
     return Reservation(
         id=name,
         fence=0,

@@ -1,7 +1,8 @@
-"""Index: the fleet ready to be asked, and the GPUs that one member of an ask gets on the node chosen for it. Pure.
+"""Index: the fleet prepared for asks, and the GPUs that one member gets on its node. Pure.
 
-A `Shape` tells for one sort of ask how good every row is, kept up to date row by row: an ask that was seen before costs only
-the rows that have changed since, and one look for the greatest value. `Members` picks inside a row: which set of GPUs is taken does not depend on the order in which they are given.
+A `Shape` has, for one kind of ask, the value of every row, updated row by row: a repeated ask costs only the rows that changed
+since, and one search for the greatest value. `Members` picks inside a row: the set of GPUs chosen does not depend on their
+order.
 """
 
 import math
@@ -65,7 +66,7 @@ MOST_BYTES = 64 * 1024 * 1024
 
 
 class Shape:
-    """One sort of ask over all rows.
+    """One kind of ask over all rows.
 
     `gpu_codes` and `node_codes` hold the first obstacle of each, 0 for none; `value` is -inf where the ask does not fit.
     """
@@ -87,7 +88,7 @@ class Shape:
 
     @property
     def bytes(self) -> int:
-        """About how much memory it takes."""
+        """Roughly how much memory it takes."""
         return self.gpu_codes.nbytes + self.value.nbytes
 
     def update(self, now: float, tariff: Tariff, typical: Callable[[], Typical]) -> None:
@@ -109,7 +110,7 @@ class Shape:
         self._reckon(np.arange(len(columns)) if moved else rows, tariff, typical)
 
     def _reckon(self, rows: Ints, tariff: Tariff, typical: Callable[[], Typical]) -> None:
-        """Work out how good rows are."""
+        """Compute the values of rows."""
         self.value[rows] = -np.inf
         fitting = rows[self.fits(rows)]  # only those that fit are reckoned
         if len(fitting):
@@ -131,7 +132,7 @@ class Shape:
         return self._ever[1]
 
     def served_by(self) -> frozenset[Build]:
-        """The builds of node that could ever serve a member; none where the ask chooses nodes or GPUs by name."""
+        """The builds of node that could ever serve a member; none if the ask names nodes or GPUs."""
         columns = self._columns
         if self._served_by is None or self._served_by[0] != columns.layout:
             chosen = self.ask.nodes or self.ask.gpus or self.ask.mig_profile
@@ -142,7 +143,7 @@ class Shape:
         return self._served_by[1]
 
     def _look(self, at: int, gpus: Collection[int] | None, now: float, tariff: Tariff) -> None:
-        """Bring one row up to date: the GPUs in some columns, or all of it."""
+        """Update one row: the GPUs in some columns, or all of it."""
         ask, constraints = self.ask, self.constraints
         row, node = self._columns.row(at), int(self.node_codes[at])
         if gpus is None or (self._takes_of_node and constraints.node_code_of(row) != node):
@@ -185,12 +186,12 @@ def tightest_first(one: NodeCandidate) -> tuple[int, int, int, str]:
 
 
 def choose(candidates: Sequence[NodeCandidate], count: int, wanted: GpuSet) -> list[NodeCandidate]:
-    """The GPUs to take of `candidates`, which are at least `count` and in the order of preference."""
+    """The GPUs to take of `candidates`, at least `count` of them in order of preference."""
     if wanted is GpuSet.BEST or count < 2 or count == len(candidates):
         return list(candidates[:count])
     if wanted is GpuSet.NVLINK:
         return _best_linked(candidates, count)
-    # The least free memory as large as possible, then the spread as small: those just above the `count`-th largest. Of 80, 60
+    # Maximize the least free memory, then minimize the spread: those just above the `count`-th largest. Of 80, 60
     # and 60 GB the two balanced ones are 60 and 60.
     least = sorted((one.available for one in candidates), reverse=True)[count - 1]
     enough = [one for one in candidates if one.available >= least]
@@ -198,7 +199,7 @@ def choose(candidates: Sequence[NodeCandidate], count: int, wanted: GpuSet) -> l
 
 
 def _best_linked(candidates: Sequence[NodeCandidate], count: int) -> list[NodeCandidate]:
-    """The set with the most NVLink connections inside; of equals the nearest over PCIe, then the first by preference."""
+    """The set with the most NVLink connections inside; ties by PCIe distance, then preference."""
     gpus = [one.gpu for one in candidates]
     links = [[_closeness(one, other) for other in gpus] for one in gpus]
     everyone = range(len(candidates))
@@ -216,7 +217,7 @@ def _best_linked(candidates: Sequence[NodeCandidate], count: int) -> list[NodeCa
 
 
 def _closeness(one: Gpu, other: Gpu) -> int:
-    """How near two GPUs are: by NVLink connections, each of which weighs more than PCIe does in the largest set."""
+    """How close two GPUs are: by NVLink connections, each of which outweighs PCIe in the largest set."""
     links = max(one.nvlinks.get(other.uuid, 0), other.nvlinks.get(one.uuid, 0))
     return links * _LINK + (nearness(one.place, other.place) or 0)
 
@@ -227,7 +228,7 @@ _SPREAD: Final = Policy.SPREAD
 
 
 class Members:
-    """Picks GPUs inside rows, by the policy of the ask; typical asks are drawn up only where it reckons with them."""
+    """Picks GPUs inside rows by the ask's policy; typical asks are computed only for policies that use them."""
 
     def __init__(self, columns: Columns, demand: Demand, typical: Callable[[], Typical]) -> None:
         self._columns = columns
@@ -235,7 +236,7 @@ class Members:
         self._typical = typical
 
     def take(self, shape: Shape, row: int, member: int, *, roomiest: bool = False) -> tuple[ReservedGpu, ...]:
-        """The GPUs of a row that a member gets, those with room for most members like it if `roomiest`; the row fits."""
+        """The GPUs of a row that a member gets; with `roomiest`, those with room for most such members. The row fits."""
         ask = shape.ask
         if not ask.gpu_count:
             return ()
@@ -251,12 +252,12 @@ class Members:
         return tuple([self._reserved(ask, row, one, score(one), member) for one in chosen])
 
     def scores(self, shape: Shape, row: int) -> dict[str, Score]:
-        """The scores of the GPUs of a row that fit, by their UUIDs."""
+        """The scores of the fitting GPUs of a row, by UUID."""
         score = self._scoring(shape, row)
         return {one.gpu.uuid: score(one) for one in self._candidates(shape, row)}
 
     def best(self, shape: Shape, fits: Bools, most: int) -> tuple[list[ReservedGpu], int]:
-        """The GPUs that `fits` with the highest scores, each as if it were taken alone; and how many fit in all."""
+        """The fitting GPUs with the highest scores, each as if taken alone; and how many fit in all."""
         rows, columns = np.nonzero(fits)
         order = np.argsort(-self._totals(shape, rows, columns), kind="stable")[:most]
         found: list[ReservedGpu] = []
@@ -269,7 +270,7 @@ class Members:
         return found, len(rows)
 
     def _totals(self, shape: Shape, rows: Ints, columns: Ints) -> Floats:
-        """The totals of the scores of GPUs that fit, each by its row and column."""
+        """The total scores of fitting GPUs, each by its row and column."""
         ask, where = shape.ask, self._columns
         if ask.policy is _SPREAD:
             return spread_scores(ask, where, rows)[np.arange(len(rows)), columns]
@@ -286,7 +287,7 @@ class Members:
         return total[back]
 
     def _preferred(self, shape: Shape, at: int) -> NodeCandidate:
-        """The first GPU of a row by preference; of equals the one with the lowest index, which comes first."""
+        """The preferred GPU of a row; of equals the one with the lowest index."""
         row = self._columns.row(at)
         fitting = _fitting(shape, at)
         values = self._values(shape, at, row)
@@ -298,7 +299,7 @@ class Members:
         return self._candidate(at, row, first, values[first])
 
     def _candidates(self, shape: Shape, at: int) -> list[NodeCandidate]:
-        """The GPUs of a row that fit, in the order of their indices."""
+        """The fitting GPUs of a row, in order of index."""
         row = self._columns.row(at)
         values = self._values(shape, at, row)
         return [self._candidate(at, row, column, values[column]) for column in _fitting(shape, at)]
@@ -309,7 +310,7 @@ class Members:
         return NodeCandidate(gpu, column, WHOLE - known.held, known.available, value)
 
     def _values(self, shape: Shape, at: int, row: Row) -> list[float]:
-        """How good the GPUs of a row are that fit, where that differs between them."""
+        """The values of the fitting GPUs of a row, if they differ."""
         ask = shape.ask
         if ask.policy is _SPREAD:
             return row.scores(ask.weights)
@@ -343,7 +344,7 @@ class Members:
         )
 
     def _scoring(self, shape: Shape, row: int) -> Callable[[NodeCandidate], Score]:
-        """What scores the GPUs of a row that fit, in parts."""
+        """A function that scores the fitting GPUs of a row, in parts."""
         ask, columns = shape.ask, self._columns
         if ask.policy is _SPREAD:
             # As the seed says; of a GPU that is shared already, what its holders have is not free.
@@ -381,19 +382,19 @@ class Members:
 
 
 def _fitting(shape: Shape, at: int) -> list[int]:
-    """The columns of a row's GPUs that fit."""
+    """The columns of a row's fitting GPUs."""
     return list(compress(count(), map(not_, listed(shape.gpu_codes[at]))))
 
 
 def _room(ask: Ask, one: NodeCandidate) -> int:
-    """How many shares like the one asked for a GPU has room for."""
+    """How many such shares a GPU has room for."""
     total = one.gpu.memory_total_bytes
     by_memory = one.available // max(floor_on(ask, total or 0), 1)
     return min(one.free_milli // milli_on(ask, total), by_memory)
 
 
 def _by_score(ask: Ask) -> bool:
-    """Whether GPUs of a node are preferred by their score, or by how little of them is free."""
+    """Whether GPUs of a node are preferred by score, rather than by how little of them is free."""
     return ask.policy is _SPREAD or (ask.policy is Policy.FGD and ask.gpu_count == 1 and not ask.exclusive)
 
 
@@ -403,7 +404,7 @@ def summed(of: tuple[ScorePart, ...]) -> Score:
 
 
 class Index:
-    """The fleet, its nodes in the order of their ranks, ready to be asked; `members` picks GPUs inside rows."""
+    """The fleet, nodes in order of rank, prepared for asks; `members` picks GPUs inside rows."""
 
     def __init__(self, nodes: Sequence[Node], use: Use, demand: Demand, cordons: frozenset[str]) -> None:
         self.columns = Columns(nodes, use, cordons)
@@ -417,7 +418,7 @@ class Index:
         use.changed()
 
     def typical(self) -> Typical:
-        """The typical asks, drawn up anew when there are new ones, or new models."""
+        """The typical asks, recomputed when there are new ones, or new models."""
         classes, models = self._demand.classes, self.columns.models
         if self._typical is None or self._typical[0] is not classes or self._typical[1] != len(models):
             drawn = typical(classes, lambda names: admitted(models, names))
@@ -433,14 +434,14 @@ class Index:
         self.columns.age(now)
 
     def shape(self, ask: Ask, now: float) -> Shape:
-        """The shape of an ask as things are now."""
+        """The up-to-date shape of an ask."""
         self.follow(now)
         shape = self._known(ask)
         shape.update(now, self._demand.tariff, self.typical)  # drawn up for those alone who reckon with it
         return shape
 
     def _known(self, ask: Ask) -> Shape:
-        """The shape of an ask, as it was when it was asked for last."""
+        """The shape of an ask, as of its last use."""
         shape = self._last
         if shape is None or shape.ask is not ask:
             shape = self._last = self._shapes.get(ask)
@@ -453,16 +454,16 @@ class Index:
         return shape
 
     def value(self, shape: Shape) -> Floats:
-        """How good each row is for a shape that is up to date; -inf where it does not fit."""
+        """The value of each row for an up-to-date shape; -inf where it does not fit."""
         return shape.value[: len(self.columns)]
 
     def free(self, shape: Shape) -> Bools:
-        """Which GPUs can serve a shape that is up to date."""
+        """Which GPUs can serve an up-to-date shape."""
         found: Bools = shape.gpu_codes[: len(self.columns)] == 0
         return found
 
     def learn(self, ask: Ask, now: float) -> None:
-        """Take note of a new ask."""
+        """Record a new ask."""
         self.follow(now)
         columns, gpus = self.columns, self.columns.gpus_beside_cpu
         self._demand.expect(columns.cpu_beside_gpus / (WHOLE * gpus) if gpus else 0.0)

@@ -1,6 +1,6 @@
 """Outlook: what an ask would find, and what would make room for it, for people who ask why. Pure.
 
-The same codes as those by which GPUs are found; nothing is decided here.
+It uses the codes that placement uses; nothing is decided here.
 """
 
 from bisect import bisect_left
@@ -34,7 +34,7 @@ MOST_NODES = 100
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """How many GPUs a constraint removes of those that the ones before it left, and if it were the only one."""
+    """How many GPUs a constraint removes of those that earlier constraints left, and on its own."""
 
     obstacle: Obstacle
     removed_in_order: int
@@ -43,7 +43,7 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class GpuOutlook:
-    """A GPU as the ask sees it: what is in the way, in words too, or its score; and who is on it."""
+    """A GPU as the ask sees it: its obstacle, in words too, or its score; and who is on it."""
 
     gpu: Gpu
     obstacle: Obstacle | None
@@ -54,7 +54,7 @@ class GpuOutlook:
 
 @dataclass(frozen=True, slots=True)
 class NodeOutlook:
-    """A node as the ask sees it; `obstacle` is what keeps all of it out."""
+    """A node as the ask sees it; `obstacle` is what rules out all of it."""
 
     node: Node
     obstacle: Obstacle | None
@@ -67,7 +67,7 @@ class NodeOutlook:
 class Outlook:
     """What an ask would find: the answer itself, each constraint, the nearest nodes, and what would make room.
 
-    `blockers` are the reservations on the nearest node; when they end is for whoever keeps their leases to say.
+    `blockers` are the reservations on the nearest node; whoever manages their leases knows when they end.
     """
 
     answer: Pick | Refusal
@@ -81,14 +81,12 @@ class Outlook:
 def outlook(
     answer: Pick | Refusal, index: Index, survey: Survey, shape: Shape, use: Use, now: float
 ) -> Outlook:
-    """Put together what an ask would find."""
+    """Collect what an ask would find."""
     rows = survey.nearest(MOST_NODES)
     views = tuple(_node(index, shape, use, row) for row in rows)
     effects, helped = _effects(index, shape, now)
     blockers = dict.fromkeys(one for view in views[:1] for gpu in view.gpus for one in gpu.reservations)
-    remedies: list[
-        str
-    ] = []  # what alone would make room, and on how many nodes; what the nearest node offers now
+    remedies: list[str] = []  # the changes that alone make room, and on how many nodes
     if not isinstance(answer, Pick):
         for obstacle, count in helped.items():
             if count and obstacle in HELP:
@@ -100,7 +98,7 @@ def outlook(
 
 
 def _effects(index: Index, shape: Shape, now: float) -> tuple[tuple[Effect, ...], dict[Obstacle, int]]:
-    """Each constraint; and on how many nodes the ask would fit were it not for that one."""
+    """Each constraint; and on how many nodes the ask would fit without it."""
     columns = index.columns
     rows = np.arange(len(columns))
     exists = columns.kind[rows] != NO_GPU
@@ -161,7 +159,7 @@ def remedies(
     cordons: Cordons,
     now: float,
 ) -> list[str]:
-    """What would make room, in words, the surest first; none for an ask that can be granted.
+    """What would make room, in words, the surest first; empty for an ask that can be granted.
 
     `room_after` says whether the ask could be granted if some reservations ended.
     """
@@ -178,7 +176,7 @@ def remedies(
 def _leases(
     room_after: Callable[[Sequence[str]], bool], live: Sequence[Reservation], now: float
 ) -> Iterator[str]:
-    """When there is room at the latest, if nobody renews: after the fewest leases, in the order in which they end."""
+    """When there is room at the latest if nobody renews: after the fewest leases, in the order in which they end."""
     ending = sorted(live, key=due_at)
     ids = [one.id for one in ending]
 
@@ -197,7 +195,7 @@ def _leases(
 
 
 def _cordons(outlook: Outlook, cordons: Cordons) -> Iterator[str]:
-    """The cordons in the way, of the nearest nodes first."""
+    """The cordons that block the ask, of the nearest nodes first."""
     found: dict[str, Cordon] = {}
     for view in outlook.nodes:
         for gpu in view.gpus:
@@ -210,7 +208,7 @@ def _cordons(outlook: Outlook, cordons: Cordons) -> Iterator[str]:
 
 
 def _on_the_nearest(nearest: Sequence[NodeOutlook], live: Sequence[Reservation]) -> Iterator[str]:
-    """The quarantined GPUs of the nearest node, and processes of no reservation that hold the memory that is missing there."""
+    """The quarantined GPUs of the nearest node, and outsiders that use the memory missing there."""
     for view in nearest:
         found = [one.gpu for one in view.gpus if one.obstacle is Obstacle.QUARANTINED]
         for gpu in found[:MOST_NAMES]:

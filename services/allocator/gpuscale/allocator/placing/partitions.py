@@ -1,8 +1,8 @@
-"""MIG: how idle GPUs would have to be partitioned anew for an ask to fit. Pure; nothing is changed by it.
+"""MIG: how to repartition idle GPUs so that an ask fits. Pure; it changes nothing.
 
-An instance `3g.40gb` takes so many eighths of a GPU's memory as 40 GB are of it, and starts where NVIDIA lets one of its size (MIG
-User Guide, "Supported MIG Profiles"). Of a GPU that is partitioned anew as many of its instances stay as there is room for beside
-the new ones. Whether the ask fits then is for the placer to say, of nodes as they would be.
+An instance `3g.40gb` takes as many eighths of a GPU's memory as 40 GB are of it, and starts where NVIDIA allows one of its size
+(MIG User Guide, "Supported MIG Profiles"). A repartitioned GPU keeps as many of its instances as fit beside the new ones. The
+placer decides whether the ask then fits on the changed nodes.
 """
 
 import re
@@ -24,7 +24,7 @@ _EIGHTHS = 8
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A GPU, and the profiles that its instances are to have in place of those that it has."""
+    """A GPU, and the profiles that its instances should have instead."""
 
     node: str
     gpu: Gpu
@@ -32,7 +32,7 @@ class Partition:
 
 
 def partitions_for(placer: Placer, nodes: Iterable[Node], ask: Ask, now: float) -> tuple[Partition, ...]:
-    """The fewest idle GPUs of one node to partition anew for an ask that finds no room; none where no way is known."""
+    """The fewest idle GPUs of one node to repartition for an ask that finds no room; empty if no way is known."""
     spread = ask.member_count > 1 and ask.gang_strategy is not GangStrategy.STRICT_PACK
     if ask.gpus or spread or not _PROFILE.fullmatch(ask.mig_profile.lower()):
         return ()
@@ -54,7 +54,7 @@ def partitions_for(placer: Placer, nodes: Iterable[Node], ask: Ask, now: float) 
 
 
 def _idle(placer: Placer, node: Node, ask: Ask, now: float) -> Iterator[Gpu]:
-    """The GPUs that are divided, and of which nobody holds, uses or was promised any part, as far as all is known."""
+    """The divided GPUs of which no part is known to be held, used or promised."""
     if node.state is not NodeState.ONLINE or not node.names_gpus:
         return
     for gpu in node.gpus:
@@ -70,7 +70,7 @@ def _idle(placer: Placer, node: Node, ask: Ask, now: float) -> Iterator[Gpu]:
 
 
 def _layouts(gpu: Gpu, node: Node, ask: Ask) -> list[Partition]:
-    """How it may be partitioned, with one more of the profile each time."""
+    """The possible partitions, each with one more instance of the profile."""
     wanted = ask.mig_profile.lower()
     before = [one.mig_profile.lower() for one in node.gpus if one.parent == gpu.uuid]
     others = sorted((one for one in before if one != wanted), key=lambda one: _shape(gpu, one), reverse=True)
@@ -91,7 +91,7 @@ _Shape: TypeAlias = tuple[int, tuple[int, ...]]
 
 
 def _shape(gpu: Gpu, profile: str) -> _Shape:
-    """That of a profile; one that has no room anywhere where it is not known."""
+    """The shape of a profile; an unknown one fits nowhere."""
     named = _PROFILE.fullmatch(profile)
     if named is None or not gpu.memory_total_bytes:
         return 0, ()
@@ -112,7 +112,7 @@ def _has_room(gpu: Gpu, profiles: Iterable[str]) -> bool:
 
 @lru_cache(10_000)
 def _room(shapes: tuple[_Shape, ...], taken: int) -> bool:
-    """Whether there is room for all of them; `taken` has a bit for each eighth."""
+    """Whether all of them fit; `taken` has a bit for each eighth."""
     if not shapes:
         return True
     (size, starts), *others = shapes
@@ -121,7 +121,7 @@ def _room(shapes: tuple[_Shape, ...], taken: int) -> bool:
 
 
 def _fits(placer: Placer, node: Node, made: Collection[Partition], ask: Ask, now: float) -> bool:
-    """Whether an ask fits on a node once its GPUs are partitioned so."""
+    """Whether an ask fits on a node with these partitions."""
     gpus = [gpu for gpu in node.gpus if all(gpu.parent != one.gpu.uuid for one in made)]
     for one in made:
         for number, profile in enumerate(one.profiles):

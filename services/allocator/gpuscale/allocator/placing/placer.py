@@ -1,9 +1,9 @@
-"""Placer: finds GPUs for asks, follows the fleet and what is held, and says why not. Pure.
+"""Placer: finds GPUs for asks, follows the fleet and what is held, and explains refusals. Pure.
 
-Feasible, then value by policy, then pick, over arrays (`placing.columns`) of which only changed rows are looked at
-again (`placing.index`). The answer depends on what is known alone, never on the order in which it came: ties go to
-the node that was seen first (`rank`), inside a node to the lower index. Imagining reservations gone, and placing the
-members of a gang one after the other, hold and free in `use` for a moment and undo it before they return.
+Filter, value by policy, then pick, over arrays (`placing.columns`) of which only changed rows are evaluated again
+(`placing.index`). The answer depends only on what is known, never on the order in which it came: ties go to the node that was
+seen first (`rank`), inside a node to the lower index. Imagining reservations gone, and placing the members of a gang in turn,
+hold and free in `use` temporarily and undo it before they return.
 """
 
 import math
@@ -40,9 +40,9 @@ _OF_NODES_USE = [
 
 
 class Placer:
-    """What is known of the fleet, arranged for finding GPUs.
+    """The known fleet, arranged for finding GPUs.
 
-    Whoever holds and frees in `use` needs to tell nothing here. What asks look like is learnt where `demand` does not say it.
+    It notices holds and frees in `use` by itself. It learns what asks look like unless `demand` says.
     """
 
     def __init__(self, use: Use, demand: Demand | None = None) -> None:
@@ -56,21 +56,21 @@ class Placer:
         """What may start without going beyond power budgets."""
 
     def copy(self) -> "Placer":
-        """The same, with what is held now, for another thread. What asks look like is learnt anew there."""
+        """A copy with what is held now, for another thread. It learns asks separately."""
         twin = Placer(self.use.copy())
         twin._nodes, twin._cordons, twin.power = self._nodes.copy(), self._cordons, self.power
         twin._arranged = False
         return twin
 
     def alone(self, node: Node) -> "Placer":
-        """One that knows of this node alone, as it might be, and of all that is held; this one is not to be asked any more."""
+        """A placer of only this node, possibly changed, and all that is held; do not use the original afterwards."""
         twin = Placer(self.use)
         twin._nodes, twin._cordons, twin.power = {node.id: node}, self._cordons, self.power
         twin._arranged = False
         return twin
 
     def apply_node(self, node: Node) -> bool:
-        """Take in a node as it is now, in place of what was known of it; whether an ask may fit by it that did not."""
+        """Take in a node's current state; returns whether an ask that did not fit before may fit now."""
         before = self._nodes.get(node.id)
         self._nodes[node.id] = node
         columns = self._index.columns
@@ -85,29 +85,29 @@ class Placer:
         return True
 
     def renew_node(self, node_id: str) -> bool:
-        """What is known of a node counts for longer, as its GPUs say; whether an ask may fit by it that did not."""
+        """Extend the freshness of a node, as its GPUs say; returns whether an ask that did not fit before may fit now."""
         columns = self._index.columns
         return not self._arranged or columns.renew(columns.row_of[node_id])
 
     def remove_node(self, node_id: str) -> None:
-        """Forget a node; nothing if it is not known."""
+        """Forget a node, if it is known."""
         if self._nodes.pop(node_id, None):
             self._arranged = False
 
     def set_cordons(self, names: frozenset[str]) -> None:
-        """Take in what is cordoned: nodes as `nodes/{node}`, GPUs by their UUIDs in lower case."""
+        """Set what is cordoned: nodes as `nodes/{node}`, GPUs by UUID in lower case."""
         self._cordons = names
         self._index.columns.set_cordons(names)
 
     def place(self, ask: Ask, now: float, *, again: bool = False) -> Pick | Refusal:
-        """Find GPUs for an ask, all members or none; nothing is held by it.
+        """Find GPUs for an ask, all members or none; nothing is held.
 
-        `again` says that this ask was placed before, as of one that waits: nothing is learnt from it then.
+        `again` marks an ask that was placed before, such as one that waits: it is not learned again.
         """
         return self._place(ask, now, again=again)[0]
 
     def _place(self, ask: Ask, now: float, *, again: bool, told: bool = True) -> tuple[Pick | Refusal, Kept]:
-        """The answer, and which nodes power keeps the ask off: what goes beyond a budget is looked for elsewhere."""
+        """The answer, and the nodes that power rules out: placement avoids nodes beyond a budget."""
         kept: dict[str, tuple[Obstacle, str]] = {}
         if ask.power_limit_watts is not None:
             found = {node: self.power.keeps(node, ask.power_limit_watts) for node in self._nodes}
@@ -133,7 +133,7 @@ class Placer:
             kept |= dict.fromkeys(one.nodes, (Obstacle.POWER_BUDGET, why))
 
     def _one_by_one(self, ask: Ask, now: float) -> Pick | None:
-        """The members of a gang one after the other, each where there are watts for it; None where one finds no place."""
+        """The members of a gang in turn, each where a power budget allows it; None if one finds no place."""
         if not 1 < ask.member_count <= _MOST_ONE_BY_ONE or ask.gang_strategy is GangStrategy.STRICT_PACK:
             return None
         member, picks = replace(ask, member_count=1, gang_strategy=GangStrategy.PACK), list[Pick]()
@@ -170,7 +170,7 @@ class Placer:
     ) -> Pick | Refusal:
         """Find GPUs for an ask as if these reservations, all of which hold some, were free; nothing changes.
 
-        A refusal says nothing unless the reason is to be `told`, which costs more than to find out that there is no room.
+        A refusal has a message only if `told`, which costs more than finding that there is no room.
         """
         gone = [self.use.live(one) for one in freed]
         with without(self._arrange(), self.use, gone):
@@ -178,7 +178,7 @@ class Placer:
 
     @contextmanager
     def imagine(self, freed: Iterable[str] = (), held: Sequence[Reservation] = ()) -> Generator[None]:
-        """Look for a while as if some reservations, all of which hold some, were free, and stand-ins held theirs."""
+        """Place within the block as if these reservations, which hold some, were free, and stand-ins held theirs."""
         with without(self._arrange(), self.use, [self.use.live(one) for one in freed]):
             try:
                 for one in held:
@@ -189,7 +189,7 @@ class Placer:
                     self.use.free(one.id)
 
     def free_on(self, ask: Ask, now: float) -> dict[str, int]:
-        """How many GPUs serve the ask, or would if its node had more CPU, of each node that ever could."""
+        """How many GPUs per node serve the ask, or would with more CPU, for nodes that ever could."""
         index = self._arrange()
         shape, columns = index.shape(ask, now), index.columns
         rows = np.flatnonzero(shape.room_ever()[: len(columns)] > 0)
@@ -200,7 +200,7 @@ class Placer:
         }
 
     def places(self, ask: Ask, now: float, most: int) -> list[tuple[ReservedGpu, ...]]:
-        """What one member would get, node by node, the best first; of a single GPU, GPU by GPU."""
+        """What one member would get, node by node, best first; for a single GPU, GPU by GPU."""
         if ask.gpu_count == 1:
             return [(gpu,) for gpu in self.free(ask, now, most)[0]]
         index = self._arrange()
@@ -209,7 +209,7 @@ class Placer:
         return [index.members.take(shape, row, 0) for row in rows]
 
     def explain(self, ask: Ask, now: float) -> Outlook:
-        """What an ask would find, node by node, with what each constraint removes; nothing changes."""
+        """What an ask would find, node by node, and what each constraint removes; nothing changes."""
         answer, kept = self._place(ask, now, again=True)
         index = self._index
         found = outlook(answer, index, self._survey(ask, now), index.shape(ask, now), self.use, now)
@@ -224,13 +224,13 @@ class Placer:
         return replace(found, nodes=tuple(views))
 
     def free(self, ask: Ask, now: float, most: int) -> tuple[list[ReservedGpu], int]:
-        """The GPUs that fit with the highest scores, of equals in the order of nodes and indices; and how many fit in all."""
+        """The fitting GPUs with the highest scores, ties in order of nodes and indices; and how many fit in all."""
         index = self._arrange()
         shape = index.shape(ask, now)
         return index.members.best(shape, index.free(shape) & (index.value(shape) > -np.inf)[:, None], most)
 
     def fitting(self, ask: Ask, now: float) -> list[str]:
-        """The ids of the nodes that would serve one member, in the order of their ranks."""
+        """The ids of the nodes that would serve one member, in order of rank."""
         index = self._arrange()
         rows = np.flatnonzero(index.value(index.shape(ask, now)) > -np.inf).tolist()
         return [index.columns.nodes[row].id for row in rows]
@@ -247,7 +247,7 @@ class Placer:
         return Survey(self._index.columns, self._index.shape(ask, now), self.use, now)
 
     def _arrange(self) -> Index:
-        """The index, built anew when nodes came out of order, went, or outgrew it."""
+        """The index, rebuilt when nodes are out of order, were removed, or outgrew it."""
         if not self._arranged:
             nodes = sorted(self._nodes.values(), key=lambda node: (node.rank, node.id))
             self._index = Index(nodes, self.use, self._demand, self._cordons)

@@ -9,9 +9,8 @@
   asks are those that make up POPULARITY of all. All is counted in whole numbers: the order of additions does not matter.
 - The others are in docs/allocation.md, with where they come from.
 
-What asks look like is learnt from those that come (`Demand`): nothing is known of the workload beforehand but the cluster's
-own CPU per GPU. Sums are weighted by age (half gone after HALF_LIFE asks), so that the picture follows a workload that
-changes. Ties are settled by the rank of the node, by whoever compares.
+The mix of asks is learned as they come (`Demand`); only the cluster's own CPU per GPU is known beforehand. Weights halve every
+HALF_LIFE asks, so that it follows a changing workload. Callers break ties by the rank of the node.
 """
 
 import math
@@ -61,7 +60,7 @@ AskClass = tuple[int, int, int, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Typical:
-    """Typical asks, as arrays: CPU, GPUs, the share of each, how often it comes, and whether it admits each model."""
+    """Typical asks, as arrays: CPU, GPUs, the share of each, their frequency, and whether each admits each model."""
 
     cpu: Ints
     count: Ints
@@ -71,12 +70,12 @@ class Typical:
 
 
 def class_of(ask: Ask) -> AskClass:
-    """What typical asks have in common with an ask."""
+    """The class of typical asks that an ask belongs to."""
     return ask.cpu_milli, ask.gpu_count, ask.gpu_milli, ask.models
 
 
 def typical(seen: Mapping[AskClass, int], admits: Callable[[tuple[str, ...]], Bools]) -> Typical:
-    """The most frequent of the asks that were seen; `admits` says which models some names admit."""
+    """The most frequent asks seen; `admits` says which models some names admit."""
     wanted, kept = POPULARITY * sum(seen.values()), Counter[AskClass]()
     for one, weight in sorted(seen.items(), key=lambda item: (-item[1], item[0])):
         if kept.total() >= wanted:
@@ -191,13 +190,12 @@ NO_WASTE: Floats = np.zeros(WHOLE + 1)
 
 @dataclass(frozen=True, slots=True)
 class Tariff:
-    """What policies reckon with.
+    """The figures that policies use.
 
-    `cpu_per_gpu` is R, the CPU that asks take per GPU (thousandths per thousandth; 0 while unknown). `prices` says for
-    each build of node what part of the demand few builds can serve, of which it is one, over their part of what is free.
-    `waste` says for each free share of a GPU, in thousandths, how much of it the next ask for a share is expected to find
-    too small.
-    `cpu_scarcity` is 0 where GPUs run out long before CPU does, 1 where they run out together or CPU first.
+    `cpu_per_gpu` is R, the CPU that asks take per GPU (thousandths per thousandth; 0 while unknown). `prices` gives each build
+    of node the part of the demand that few builds can serve, itself among them, over their part of what is free. `waste` gives
+    for each free share of a GPU, in thousandths, how much of it the next share is expected to find too small. `cpu_scarcity` is
+    0 if GPUs run out long before CPU does, 1 if they run out together or CPU first.
     """
 
     cpu_per_gpu: float = 0.0
@@ -220,8 +218,8 @@ def expected_waste(classes: Mapping[AskClass, int]) -> Floats:
 class Demand:
     """What was asked for so far.
 
-    `tariff` has the figures to reckon with, and `classes` says how often each class of asks came: each is the same object
-    until the figures have moved, or the classes are drawn up anew (see REDRAWN). Classes that are given are not learnt.
+    `tariff` has the figures to use, `classes` how often each class of asks came: each stays the same object until the figures
+    have moved, or the classes are redrawn (see REDRAWN). Given classes are fixed.
     """
 
     def __init__(self, classes: Mapping[AskClass, int] | None = None) -> None:

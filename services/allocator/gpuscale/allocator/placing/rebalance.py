@@ -1,10 +1,10 @@
 """Rebalance: which reservations to move so that an ask fits, at the lowest price. Pure.
 
-A move takes no capacity away: its new place is free while the old one is held still, so the moves of a plan are made in its
-order, each whole before the next. One member lands on one node, so a heap holds what could be cleared on each, cheapest first:
-at first by a bound (the price of a reservation spread over its GPUs), then the sets of reservations themselves. What leaves is
-placed by a search over the places that there are. The first set for which all find one is the cheapest; with `steps` used up,
-nothing is promised. Members of a gang are served one after the other, each at its lowest price.
+A move takes no capacity away: its new place is free while the old one is still held, so a plan's moves run in order, each
+completed before the next. One member lands on one node, so a heap holds the sets that could be cleared on each node, cheapest
+first: initially by a bound (the price of a reservation spread over its GPUs), then as exact sets. Places for what leaves are
+searched among those available. The first set for which all find one is the cheapest; when `steps` run out, nothing is promised.
+Gang members are served in turn, each at its lowest price.
 """
 
 import heapq
@@ -35,20 +35,20 @@ class Move:
 
     @property
     def after(self) -> Reservation:
-        """What holds the new place, beside the old one."""
+        """The holder of the new place, beside the old one."""
         return replace(self.reservation, id=f"moved {self.reservation.id}", gpus=self.gpus)
 
 
 @dataclass(frozen=True, slots=True)
 class MovePlan:
-    """What an ask gets once these moves are made in this order; no moves where it fits as things are."""
+    """What an ask gets after these moves, in this order; without moves it fits as things are."""
 
     pick: Pick
     moves: tuple[Move, ...] = ()
 
     @property
     def price(self) -> float:
-        """GPU-seconds that the moves cost."""
+        """The cost of the moves in GPU-seconds."""
         return sum(move.price for move in self.moves)
 
 
@@ -61,7 +61,7 @@ class NoMoves:
 
 @dataclass(slots=True)
 class _Search:
-    """The search for the members of one ask. `prices` are those of what may move, `again` says what one of it asks for elsewhere."""
+    """The search for one ask. `prices` has what may move, `again` what a reservation asks for elsewhere."""
 
     placer: Placer
     prices: Mapping[str, float]
@@ -72,7 +72,7 @@ class _Search:
     _homes: dict[Ask, bool] = field(default_factory=dict[Ask, bool])
 
     def one(self, ask: Ask) -> MovePlan | NoMoves:
-        """The cheapest moves after which all of an ask that lies on one node fits."""
+        """The cheapest moves after which all of a one-node ask fits."""
         found = self._place(ask, ())
         if found:
             return MovePlan(found)
@@ -108,7 +108,7 @@ class _Search:
         return NoMoves("what would have to leave has no free place elsewhere")
 
     def _movable(self, nodes: Iterable[str]) -> dict[str, list[Reservation]]:
-        """What may move, by its node."""
+        """What may move, by node."""
         found = {
             node: [one for one in self.placer.use.reservations(node) if one.id in self.prices]
             for node in nodes
@@ -116,7 +116,7 @@ class _Search:
         return {node: those for node, those in found.items() if those}
 
     def _bound(self, ask: Ask, there: Sequence[Reservation], free: int) -> float | None:
-        """What clearing enough of a node costs at least; None where that cannot be done."""
+        """A lower bound for clearing enough of a node; None if it cannot be cleared."""
         missing = _needed(ask) - free
         if missing <= 0 or not ask.exclusive:
             return min(self.prices[one.id] for one in there)
@@ -126,7 +126,7 @@ class _Search:
         return sum(sorted(clearing.values())[:missing])
 
     def _clearing(self, there: Sequence[Reservation]) -> dict[str, float]:
-        """The GPUs all of which may move away, with the least that it costs."""
+        """The GPUs that can be cleared entirely, with the least cost."""
         costs, moving = dict[str, float](), dict[str, int]()
         for one in there:
             price = self.prices[one.id] / len(one.gpus)
@@ -155,7 +155,7 @@ class _Search:
         return self._homes[ask]
 
     def _first(self, ask: Ask, node: str, free: int) -> Iterator[frozenset[str]]:
-        """The smallest sets whose going may make room on a node; all others that may hold one of them."""
+        """The smallest sets whose move may make room on a node; all others contain one of them."""
         those = self._those(node)
         if not those or not self._place(ask, those):
             return
@@ -174,7 +174,7 @@ class _Search:
         return found if isinstance(found, Pick) else None
 
     def _with(self, ask: Ask, leaving: frozenset[str]) -> MovePlan | None:
-        """The plan in which exactly these leave, the largest first; None if one of them has no place."""
+        """The plan that moves exactly these, the largest first; None if one finds no place."""
         aim = self._place(ask, leaving)
         if aim is None:
             return None
@@ -193,7 +193,7 @@ class _Search:
     def _settle(
         self, ask: Ask, movers: Sequence[Reservation], moves: tuple[Move, ...], freed: tuple[str, ...]
     ) -> MovePlan | None:
-        """The plan in which each of the others moves too, if all find a place and the ask fits where these were `freed`."""
+        """The plan that moves each of the others too, if all find a place and the ask fits where these were `freed`."""
         if len(moves) == len(movers):
             pick = self._place(ask, freed)
             return MovePlan(pick, moves) if pick else None
@@ -218,9 +218,9 @@ def rebalance(
     now: float,
     most: int,
 ) -> MovePlan | NoMoves:
-    """The cheapest moves, `most` at most, after which an ask fits, or why there are none; nothing changes.
+    """The cheapest moves, at most `most`, after which an ask fits, or why there are none; nothing changes.
 
-    `prices` are those of the reservations that may move, each of one node; `again` says what one of them asks for elsewhere.
+    `prices` has the reservations that may move, each on one node; `again` says what a reservation asks for elsewhere.
     """
     found = placer.place_after(ask, now, ())
     if isinstance(found, Pick):

@@ -1,6 +1,6 @@
-"""Refusal: why no node serves an ask, which node came nearest, and what would help. Pure.
+"""Refusal: why no node serves an ask, which came nearest, and what would help. Pure.
 
-`Survey` looks at all nodes as the ask sees them; `refuse` says what it found.
+`Survey` evaluates all nodes for the ask; `refuse` reports what it found.
 """
 
 from collections import Counter
@@ -74,13 +74,13 @@ _TOLD: Mapping[Obstacle, Callable[[Gpu], str]] = {
 
 
 def names(texts: Sequence[str]) -> str:
-    """Join texts for a message, the first few of them."""
+    """Join the first few texts for a message."""
     more = len(texts) - MOST_NAMES
     return ", ".join(texts[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 def sentence(text: str) -> str:
-    """A text as a sentence."""
+    """Make a text a sentence."""
     return f"{text[0].upper()}{text[1:]}."
 
 
@@ -103,17 +103,17 @@ def asked(ask: Ask) -> str:
 
 
 def gpus(count: int) -> str:
-    """So many GPUs."""
+    """A number of GPUs."""
     return f"{count} GPU{'' if count == 1 else 's'}"
 
 
 def mib(size: int) -> str:
-    """A size of memory."""
+    """A memory size."""
     return f"{size // MIB} MiB"
 
 
 def extent(reason: Obstacle, found: Sequence[Gpu]) -> str:
-    """How far the GPUs that an obstacle keeps out are from what was asked for."""
+    """How far the GPUs that an obstacle rules out are from what was asked for."""
     if reason is Obstacle.MEMORY_BELOW_MIN:
         return f" ({mib(max(gpu.memory_free_bytes or 0 for gpu in found))} at most)"
     if reason is Obstacle.UTILIZATION_TOO_HIGH:
@@ -145,9 +145,9 @@ def lifting(node: str, quarantined: Sequence[Gpu]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NodeSurvey:
-    """One node as the ask sees it: how many of its GPUs fit, and what is in the way of the others.
+    """One node for the ask: how many of its GPUs fit, and the obstacles of the others.
 
-    `outsiders` names processes of no live reservation on GPUs that have too little memory, and what they use.
+    `outsiders` names processes of no live reservation on GPUs with too little memory, and what they use.
     """
 
     node: Node
@@ -157,12 +157,12 @@ class NodeSurvey:
 
     @property
     def counts(self) -> Counter[Obstacle]:
-        """How many GPUs each obstacle keeps out."""
+        """How many GPUs each obstacle rules out."""
         return Counter(found for found, _ in self.in_the_way)
 
 
 class Survey:
-    """All nodes as one ask sees them `now`, by a shape that is up to date."""
+    """All nodes for one ask at `now`, by an up-to-date shape."""
 
     def __init__(self, columns: Columns, shape: Shape, use: Use, now: float) -> None:
         size = len(columns)
@@ -181,7 +181,7 @@ class Survey:
 
     @property
     def counts(self) -> Counter[Obstacle]:
-        """How many GPUs of all nodes each obstacle keeps out; of several in the way of one GPU, the first counts."""
+        """How many GPUs of all nodes each obstacle rules out; for several on one GPU, the first counts."""
         found = listed(np.bincount(self._codes.ravel() - ABSENT, minlength=len(ORDER) + 2))
         return Counter({one: count for one, count in zip(ORDER, found[2:], strict=True) if count})
 
@@ -192,13 +192,13 @@ class Survey:
 
     @property
     def unreported(self) -> list[str]:
-        """The candidates that have not been heard of yet."""
+        """The candidates that have not reported yet."""
         silent = self._candidates & ~self._columns.reported[: len(self._columns)]
         return [self._columns.nodes[row].id for row in listed(np.flatnonzero(silent))]
 
     @property
     def unread(self) -> list[Node]:
-        """The candidates that have been heard of, but cannot read their GPUs, and could serve if they had the right ones."""
+        """The candidates that report, but cannot read their GPUs, and could serve with the right ones."""
         size = len(self._columns)
         other = self._shape.node_codes[:size] == CODES[Obstacle.LABELS_DIFFER]
         blind = self._candidates & self._columns.reported[:size] & self._columns.unread[:size] & ~other
@@ -208,7 +208,7 @@ class Survey:
 
     @property
     def unreachable(self) -> bool:
-        """Whether nothing at all is known of any candidate: it is not online, or all it said is too old."""
+        """Whether nothing current is known of any candidate: each is offline, or its report is too old."""
         columns, size = self._columns, len(self._columns)
         fresh = (columns.fresh_until[:size] >= self._now) & (columns.kind[:size] != NO_GPU)
         reachable = (columns.state[:size] == 0) & (fresh.any(1) | (self._gpus == 0))
@@ -226,14 +226,14 @@ class Survey:
         return NodeSurvey(self._columns.nodes[row], int(self._fitting[row]), in_the_way, tuple(strangers))
 
     def closest(self) -> NodeSurvey | None:
-        """The candidate with most fitting GPUs, then with most GPUs, then first seen; None if there is none."""
+        """The candidate with the most fitting GPUs, then the most GPUs, then first seen; None if there is none."""
         if not self._candidates.any():
             return None
         closeness = self._fitting * (self._columns.width + 1) + self._gpus
         return self.node(int(np.argmax(np.where(self._candidates, closeness, -1))))
 
     def nearest(self, most: int) -> list[int]:
-        """The rows that came nearest: candidates first, then most fitting GPUs, then most GPUs, then first seen."""
+        """The nearest rows: candidates first, then by fitting GPUs, then GPUs, then first seen."""
         order = np.lexsort((self._rows, -self._gpus, -self._fitting, ~self._candidates))
         return listed(order[:most])
 
@@ -242,28 +242,28 @@ class Survey:
         return np.where(self._candidates, self._shape.room_ever(), 0)
 
     def largest(self) -> tuple[int, int, int]:
-        """The most of candidates: CPU, main memory, and memory of a GPU; 0 where none tells."""
+        """The most that any candidate has: CPU, main memory, and memory of a GPU; 0 if none reports it."""
         rows = np.flatnonzero(self._candidates)
         found = (self._columns.cpu[rows], self._columns.memory[rows], self._columns.total[rows])
         cpu, memory, gpu_memory = (max(0, int(one.max(initial=0))) for one in found)
         return cpu, memory, gpu_memory
 
     def widest(self) -> Node | None:
-        """The candidate with most GPUs; None if there is none."""
+        """The candidate with the most GPUs; None if there is none."""
         if not self._candidates.any():
             return None
         return self._columns.nodes[int(np.argmax(np.where(self._candidates, self._gpus, -1)))]
 
     def large_enough(self) -> Ints:
-        """How many GPUs of each candidate could serve if all were free, and would if nothing else were asked for."""
+        """How many GPUs of each candidate could serve if all were free and nothing else were asked for."""
         return np.where(self._candidates, self._shape.constraints.ever(self._rows).sum(1), 0)
 
     def suited(self) -> Ints:
-        """The same without regard to memory."""
+        """The same, whatever their memory."""
         return np.where(self._candidates, self._shape.constraints.suited(self._rows).sum(1), 0)
 
     def lasting(self) -> list[tuple[Obstacle, int]]:
-        """How many GPUs each lasting obstacle keeps out of the candidates, most first."""
+        """How many GPUs of the candidates each lasting obstacle rules out, most first."""
         return [(one, count) for one, count in self.counts.most_common() if one in LASTING]
 
     def name(self, row: int) -> str:
@@ -272,7 +272,7 @@ class Survey:
 
 
 class RefusalKind(StrEnum):
-    """What sort of no it is; the value is the reason code of the error."""
+    """The kind of refusal; the value is the error's reason."""
 
     NOT_FOUND = "NOT_FOUND"
     NODE_NOT_ONLINE = "NODE_NOT_ONLINE"
@@ -284,8 +284,7 @@ class RefusalKind(StrEnum):
 class Refusal:
     """Why an ask was not served.
 
-    `obstacles` counts the GPUs of all nodes by what stood in the way; `metadata` says the same, with the nearest
-    node, to programs.
+    `obstacles` counts the GPUs of all nodes by their obstacle; `metadata` says the same, with the nearest node, for programs.
     """
 
     kind: RefusalKind
@@ -295,9 +294,9 @@ class Refusal:
 
 
 def unknown_names(known: Mapping[str, Node], nodes: Sequence[Node], ask: Ask) -> Refusal | None:
-    """Refuse an ask that names nodes the fleet has never seen, or GPUs that its nodes do not have; None when it does not.
+    """Refuse an ask that names nodes the fleet has never seen, or GPUs that its nodes do not have; else None.
 
-    `nodes` are all nodes, in their order. Of a node that does not tell its GPUs nothing is said.
+    `nodes` are all nodes in order. A node with unknown GPUs may have any.
     """
     if unknown := sorted(ask.nodes - known.keys()):
         there = names([node.id for node in nodes]) or "no node yet"
@@ -319,16 +318,15 @@ def _unknown_gpus(chosen: Sequence[Node], ask: Ask) -> Refusal | None:
 
 
 def _listed(found: Iterable[str]) -> str:
-    """Resource names as one value of metadata, which bears no long ones: the first few of them."""
+    """Resource names as one metadata value, which must be short: the first few of them."""
     return ",".join(islice(found, MOST_NAMES))
 
 
 def refuse(survey: Survey, placed: int) -> Refusal:
-    """Say why none of the nodes serves the ask, of which `placed` members found room. Only when it was not served.
+    """Say why no node serves the ask, of which `placed` members found room. Call it only if it was not served.
 
-    Nodes that were chosen by name and do not report are said as such. An ask that no node could serve with all of
-    its GPUs free is UNSATISFIABLE, unless some node has not said yet which it has, or cannot read them; any other finds
-    NO_CAPACITY now.
+    Chosen nodes that do not report are named as such. An ask that no node could serve with all of its GPUs free is
+    UNSATISFIABLE, unless the GPUs of some node are not known yet or cannot be read; any other is NO_CAPACITY now.
     """
     ask, closest = survey.ask, survey.closest()
     unknown: list[str] = []  # of the nodes that may have GPUs for the ask
@@ -357,7 +355,7 @@ Kept = Mapping[str, tuple[Obstacle, str]]
 
 
 def refuse_for_power(ask: Ask, kept: Kept, found: Refusal, nodes: Mapping[str, Node]) -> Refusal:
-    """Say why an ask is not served that these of the nodes would serve, `found` being what the others say."""
+    """Say why an ask is refused that these nodes would serve but for power; `found` counts obstacles of the others."""
     counts = Counter[Obstacle]()
     for node, (obstacle, _) in kept.items():
         counts[obstacle] += len(nodes[node].gpus) if node in nodes else 0

@@ -1,4 +1,4 @@
-"""Waiting for GPUs: the queue of requests that found no room, whose turn it is, and what is kept for whom.
+"""The queue: requests that found no room, whose turn it is, and what is kept for whom.
 
-Pure: it decides and carries out nothing (`usecases.reserving` does), and asks a `World` for all it knows. Begin with `queue`.
+Pure: it decides and carries out nothing (`usecases.reserving` does), and asks a `World` for what it needs. Begin with `queue`.
 """

@@ -1,14 +1,13 @@
-"""Backfill and preemption: what is kept for the request at the head of the line, and which leases end early for it. Pure.
+"""Backfill and preemption: what is kept for the request at the head of the queue, and which leases end early for it. Pure.
 
-EASY backfill promises the first request that does not fit the earliest time at which it will, and lets others pass
-that do not delay it. A lease here may be renewed for ever, so no end of a lease is certain and none is counted on
-to let others pass: they pass only beside the GPUs that were promised. The promise stays where it was made until it is
-filled, given up or broken; every lease on it that ends is not replaced, so requests for many GPUs do not starve
-(docs/adr/0006-backfill-beside-the-promise.md).
+EASY backfill promises the first request that does not fit the earliest time at which it will, and lets others pass that do not
+delay it. Here a lease may be renewed for ever, so no end of a lease is certain and none counts for letting others pass: they
+pass only beside the promised GPUs. The promise stays in place until it is filled, given up or broken; leases on it are not
+replaced as they end, so that requests for many GPUs do not starve (docs/adr/0006-backfill-beside-the-promise.md).
 
-To preemption both sides must have agreed. Only leases with a lower priority that have run for long enough are taken, and
-only after a scratch placement has shown that the request would then be served. Of two ways the one with fewer victims
-is taken, then the one that wastes less attained service (Tiresias, NSDI'19).
+Preemption needs the consent of both sides. It only takes leases of lower priority that have run long enough, and only after a
+trial placement has shown that the request would then be served. It prefers fewer victims, then less wasted attained service
+(Tiresias, NSDI'19).
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -21,11 +20,10 @@ from gpuscale.allocator.queueing.model import Kept, LeaseTerms, QueueWorld, Wait
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """GPUs (their UUIDs in lower case, as an ask names them) that are kept for a waiter.
+    """GPUs (by UUID in lower case, as in asks) that are kept for a waiter.
 
-    With `whole_nodes` their nodes are kept too, for the sake of CPU and main memory, or of being apart from others.
-    `start` is when they are free if every lease that it `awaits` ends in time; `victims` are those that were revoked
-    for it.
+    With `whole_nodes` their nodes are kept too, for CPU and main memory, or to stay apart from others. `start` is when they are
+    free if every lease that it `awaits` ends in time; `victims` were revoked for it.
     """
 
     waiter: Waiter
@@ -38,7 +36,7 @@ class Promise:
 
 
 def make_promise(waiter: Waiter, ask: Ask, world: QueueWorld, now: float) -> Promise | None:
-    """Promise the GPUs that will be free soonest if every lease ends in time; None if that would not be enough.
+    """Promise the GPUs that will be free soonest if every lease ends in time; None if that is not enough.
 
     `ask` is the waiter's, beside what is promised to others.
     """
@@ -50,7 +48,7 @@ def make_promise(waiter: Waiter, ask: Ask, world: QueueWorld, now: float) -> Pro
 
 
 def promise_of(waiter: Waiter, pick: Pick, start: float, victims: Iterable[str] = ()) -> Promise:
-    """The promise of what was picked."""
+    """The promise of a pick."""
     ask = waiter.order.ask
     return Promise(
         waiter,
@@ -63,7 +61,7 @@ def promise_of(waiter: Waiter, pick: Pick, start: float, victims: Iterable[str] 
 
 
 def renewed(promise: Promise, ask: Ask, world: QueueWorld, now: float) -> Promise | None:
-    """The promise as it stands now; None if even with all leases on it ended it would not serve the ask any more."""
+    """The promise as it stands now; None if it would not serve the ask even after all leases on it have ended."""
     leases = sorted(world.leases(promise.nodes), key=lambda lease: (lease.ends, lease.id))
     only = replace(ask, nodes=promise.nodes, gpus=ask.gpus if promise.whole_nodes else promise.gpus)
     # Not all that is on the nodes counts: others pass there, beside the GPUs that are promised.
@@ -111,10 +109,10 @@ def fewest(
     now: float,
     least: int = 0,
 ) -> tuple[Pick, Sequence[LeaseTerms]] | None:
-    """The shortest beginning of `leases` whose end would make room, beside those in `freed`; None if all would not.
+    """The shortest prefix of `leases` whose end makes room, beside those in `freed`; None if even all do not.
 
-    Freeing more never leaves less room, so ever longer beginnings are tried, and the shortest is found between the last two:
-    what it costs grows with the leases that must end, not with those there are; less where so many are known to be needed at `least`.
+    Freeing more never leaves less room, so it tries growing prefixes, then bisects between the last two: the cost grows with
+    the leases that must end, not with all there are; less if `least` of them are known to be needed.
     """
     taken: list[LeaseTerms] = []
     coming = iter(leases)
@@ -152,7 +150,7 @@ def _ids(leases: Iterable[LeaseTerms]) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """The leases to end, and what the request gets once they did."""
+    """The leases to end, and what the request gets afterwards."""
 
     victims: tuple[LeaseTerms, ...]
     pick: Pick
@@ -164,16 +162,16 @@ def candidates(leases: Sequence[LeaseTerms], priority: int) -> list[LeaseTerms]:
 
 
 def ripens_at(leases: Sequence[LeaseTerms], min_runtime: float, now: float) -> float | None:
-    """When the next of the candidates will have run for long enough; None when all have."""
+    """When the next candidate will have run long enough; None when all have."""
     return min((ripe for one in leases if (ripe := one.since + min_runtime) > now), default=None)
 
 
 def choose(
     ask: Ask, leases: Sequence[LeaseTerms], ripe: Sequence[LeaseTerms], world: QueueWorld, now: float
 ) -> Preemption | None:
-    """Choose victims among the ripe candidates; None if ending all of them would not admit the ask.
+    """Choose victims among the ripe candidates; None if ending all of them does not admit the ask.
 
-    Leases that were revoked before count as ended: they will be.
+    Leases that were already revoked count as ended.
     """
     if not ripe:
         return None
@@ -197,7 +195,7 @@ def choose(
 def _shortest(
     ask: Ask, ending: list[str], ordered: Sequence[LeaseTerms], world: QueueWorld, now: float
 ) -> Preemption | None:
-    """The shortest beginning that admits the ask, without those of it that are not needed."""
+    """The shortest prefix that admits the ask, minus the leases that are not needed."""
     found = fewest(ask, ending, ordered, world, now)
     if found is None:
         return None

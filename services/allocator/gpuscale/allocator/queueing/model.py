@@ -1,4 +1,4 @@
-"""Values of the queue: requests that wait, what it knows of leases and quotas, and what it decides. Pure.
+"""Values of the queue: waiting requests, what it knows of leases and quotas, and its decisions. Pure.
 
 Times are seconds of CLOCK_BOOTTIME; GPUs are counted in thousandths (`model.WHOLE` is one).
 """
@@ -15,7 +15,7 @@ from gpuscale.allocator.placing.refusal import Refusal
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a tenant may hold and use in a calendar month, None for no limit, and its weight when requests are served in turn."""
+    """What a tenant may hold, and use per calendar month, None for no limit; and its weight in the queue."""
 
     tenant: str
     gpu_milli_limit: int | None = None
@@ -25,7 +25,7 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class MonthStanding:
-    """GPU-hours of a tenant in the calendar month (UTC): `used`, and `booked` for the rest of it. It `ends` so many seconds after 1970."""
+    """GPU-hours of a tenant in the calendar month (UTC): `used`, and `booked` for its rest; it `ends` at a time since 1970."""
 
     used: float = 0.0
     booked: float = 0.0
@@ -36,8 +36,8 @@ class MonthStanding:
 class LeaseTerms:
     """What the queue knows of a live reservation.
 
-    `since` is when it was granted, `ends` when it ends unless it is renewed; a `revoked` one will end then whatever
-    its holder does. In a forecast it `ends` when that is likely, and probably not before `earliest` or after `latest`.
+    `since` is when it was granted, `ends` when it ends unless renewed; a `revoked` one ends then in any case. In a forecast,
+    `ends` is the likely end, probably between `earliest` and `latest`.
     """
 
     id: str
@@ -56,7 +56,7 @@ class LeaseTerms:
 
 
 class Kept(Protocol):
-    """What is kept for somebody else: GPUs (their UUIDs in lower case) or, with `whole_nodes`, the nodes."""
+    """What is kept for somebody else: GPUs (by UUID in lower case) or, with `whole_nodes`, the nodes."""
 
     @property
     def gpus(self) -> frozenset[str]:
@@ -65,12 +65,12 @@ class Kept(Protocol):
 
     @property
     def nodes(self) -> frozenset[str]:
-        """Where they are."""
+        """The nodes."""
         ...
 
     @property
     def whole_nodes(self) -> bool:
-        """Whether all of the nodes is kept."""
+        """Whether the whole nodes are kept."""
         ...
 
 
@@ -78,11 +78,11 @@ class QueueWorld(Protocol):
     """What the queue asks of the fleet and the ledger; every answer is as of now."""
 
     def place(self, ask: Ask, now: float, *, again: bool) -> Pick | Refusal:
-        """Which GPUs serve the ask, or why none do; `again` says that it was placed before."""
+        """Which GPUs serve the ask, or why none do; `again` marks an ask that was placed before."""
         ...
 
     def place_after(self, ask: Ask, now: float, freed: Collection[str]) -> Pick | Refusal:
-        """The same, if the reservations with these ids held nothing; those that hold nothing are passed over."""
+        """The same, if the reservations with these ids held nothing; those that hold nothing are ignored."""
         ...
 
     def leases(self, nodes: Collection[str]) -> Sequence[LeaseTerms]:
@@ -90,7 +90,7 @@ class QueueWorld(Protocol):
         ...
 
     def ending_first(self) -> Iterator[LeaseTerms]:
-        """All leases, what ends first first. To be read at once: leases that come or go meanwhile are not followed."""
+        """All leases by their end. Consume it at once: leases that come or go meanwhile are not followed."""
         ...
 
     def revocable(self) -> Sequence[LeaseTerms]:
@@ -102,23 +102,23 @@ class QueueWorld(Protocol):
         ...
 
     def gpu_milli_past(self, tenant: str) -> float:
-        """What the tenant held in the past, as a mean in which an earlier time counts less; 0 where the past does not count."""
+        """The tenant's past use as a decayed mean; 0 if past use does not count."""
         ...
 
     def quota(self, tenant: str) -> Quota:
-        """The quota of the tenant; one without a limit where none was set."""
+        """The quota of the tenant; one without limits if none is set."""
         ...
 
     def expected(self, lease: LeaseTerms, now: float) -> LeaseTerms:
-        """The lease with the end that is likely; as it is where nothing is known of its kind."""
+        """The lease with its likely end; unchanged if nothing is known of its kind."""
         ...
 
     def lasts(self, order: Order) -> float:
-        """Seconds that a lease of this order is likely to last; those of one that is not renewed where nothing is known."""
+        """How many seconds a lease of this order probably lasts; as if not renewed if nothing is known."""
         ...
 
     def month(self, tenant: str) -> MonthStanding:
-        """What the tenant has of this calendar month."""
+        """The tenant's use of this calendar month."""
         ...
 
     def booked(self, order: Order) -> Sequence[Booking]:
@@ -126,7 +126,7 @@ class QueueWorld(Protocol):
         ...
 
     def claim(self, order: Order) -> "Ask | QueueObstacle":
-        """What an order asks for that claims a booking, which gets the booking's limit; or why it cannot yet, or any more."""
+        """The ask of an order that claims a booking, limited by it; or why it cannot claim it now."""
         ...
 
 
@@ -142,7 +142,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class QueueObstacle:
-    """Why a request is not served yet, as a code and in words; `lasting` where waiting would not help."""
+    """Why a request is not served yet, as a code and in words; `lasting` if waiting does not help."""
 
     reason: Reason
     message: str
@@ -151,7 +151,7 @@ class QueueObstacle:
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
-    """When a request will be served, and the range in which that probably is; the range is None where nothing was learned."""
+    """When a request will probably be served, and the likely range; without a range if nothing was learned."""
 
     start: float | None
     earliest: float | None = None
@@ -160,9 +160,9 @@ class Foreseen:
 
 @dataclass(frozen=True, slots=True)
 class QueuePlace:
-    """Where a request stands: how many are before it, why it is not served, and why there (empty where past use does not count).
+    """A request's place: how many precede it, why it is not served, and why it stands there (empty without past use).
 
-    `start` is when it is served if every lease ends in time; None where that is not known. `foreseen` is better, where it is known.
+    `start` is when it is served if every lease ends in time; None if unknown. `foreseen` is better, if known.
     """
 
     position: int
@@ -176,8 +176,8 @@ class QueuePlace:
 class Waiter:
     """A request in the queue.
 
-    `until` is when it stops waiting. `place` is None before the first round, `obstacle` is what the last placement found
-    (None where a quota stood in the way), `foreseen` when it will be served, as far as that is known.
+    `until` is when it stops waiting. `place` is None before the first round, `obstacle` is what the last placement found (None
+    if a quota blocks it), `foreseen` when it will be served, if known.
     """
 
     order: Order
@@ -190,13 +190,13 @@ class Waiter:
 
     @property
     def priority(self) -> int:
-        """The higher, the sooner it is served."""
+        """Higher priorities are served sooner."""
         return self.order.priority
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """Settings of the queue: most requests in it; least runtime and grace of a preempted lease, in seconds; whether past use counts."""
+    """Queue settings: most requests; least runtime and grace of a preempted lease, in seconds; whether past use counts."""
 
     max_waiting: int = 1000
     min_runtime: float = 300.0
@@ -206,7 +206,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Decision: this request gets these GPUs. It is to be carried out before the next decision is asked for."""
+    """Decision: this request gets these GPUs. Carry it out before asking for the next decision."""
 
     waiter: Waiter
     pick: Pick
@@ -214,7 +214,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """Decision: these leases end after the grace, in favour of the request. Carried out before the next is asked for."""
+    """Decision: these leases end after the grace, for this request. Carry it out before asking for the next decision."""
 
     waiter: Waiter
     leases: tuple[str, ...]
@@ -222,7 +222,7 @@ class Revoke:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """No decision: a request was looked at and stays. Here other work may come between."""
+    """No decision: a request was looked at and stays. Other work may run here."""
 
     waiter: Waiter
     moved: bool

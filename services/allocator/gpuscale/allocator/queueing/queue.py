@@ -1,17 +1,17 @@
-"""The queue: requests that wait, and the rounds in which they are looked at. Pure.
+"""The queue: waiting requests, and the rounds that serve them. Pure.
 
-A round goes through the line in turn (`in_turn`), grants what fits beside what is promised to others, keeps a promise for
-the first request that does not fit, and ends leases for it where both sides agreed to that (`backfill`). Requests that
-nothing new could help are not placed again: a round costs one placement for each different ask that could have become
-possible, however many requests wait.
+A round goes through the queue in turn (`in_turn`), grants what fits beside what is promised to others, keeps a promise for the
+first request that does not fit, and ends leases for it if both sides agreed to that (`backfill`). Requests that no change could
+help are not placed again: a round costs one placement per different ask that may have become possible, however many requests
+wait.
 
-Whose turn it is: higher priority first. Within a priority the tenant with the lowest dominant share comes first: the GPUs
-it holds, divided by its weight (weighted dominant resource fairness, NSDI'11, of which GPUs are the only resource
-counted). Where past use counts, what it held on average is added, an earlier time counting less (`FairShare`). Within a
-tenant: arrival.
+Order: higher priority first. Within a priority, the tenant with the lowest dominant share: the GPUs it holds, divided by its
+weight (weighted dominant resource fairness, NSDI'11, with GPUs as the only resource). If past use counts, its decayed mean is
+added (`FairShare`). Within a tenant: arrival.
 
-A forecast gives each in turn what it could have soonest beside what those before it get. A lease counts as ending when it will,
-by what was learned of its kind, or else as not renewed; the range of a wait is that of the last lease which must end for it.
+A forecast gives each request in turn what it could have soonest beside what those before it get. It ends a lease when the
+durations learned for its kind predict, or else as if not renewed; the range of a wait is that of the last lease that must end
+for it.
 """
 
 import heapq
@@ -66,9 +66,9 @@ def forecast(
     now: float,
     admits: Callable[[Waiter], bool],
 ) -> Iterator[tuple[Waiter, Foreseen | None]]:
-    """The first of the line, in turn, each with its time; None where that is not known, or its quota does not admit it.
+    """The first requests in turn, each with its time; None if unknown, or its quota does not admit it.
 
-    Between two of them leases may come and go: those count that were there at the beginning.
+    Leases may come and go between two items: the leases at the beginning count.
     """
     looked_at = (world.expected(one, now) for one in islice(world.ending_first(), MOST_LOOKED_AT))
     leases = nsmallest(MOST_LEASES, looked_at, key=attrgetter("ends"))
@@ -80,7 +80,7 @@ def forecast(
         if told is not None and told.victims:
             found = told, Foreseen(told.start)
         elif not waiter.order.booking and admits(waiter):
-            if told is not None:  # what was kept from those before it is not kept from it
+            if told is not None:  # what was kept from the earlier ones is not kept from this one
                 needed.clear()
             found = _soonest(waiter, taken.values(), leases, after, needed, world, now)
             if found is None and taken:
@@ -101,9 +101,9 @@ def _soonest(
     world: QueueWorld,
     now: float,
 ) -> tuple[Promise, Foreseen] | None:
-    """What a request could have soonest, but not before a time, beside what is taken.
+    """What a request could have soonest, but not before `after`, beside what is taken.
 
-    `needed` is how many leases had to end for one before it that asks for the same: ever more are as more is taken.
+    `needed` is how many leases had to end for an earlier identical ask: it only grows as more is taken.
     """
     over = [lease.id for lease in leases if lease.ends <= after]
     booked = world.booked(waiter.order)
@@ -121,12 +121,12 @@ def _soonest(
 
 
 def share(world: QueueWorld, tenant: str) -> float:
-    """The dominant share of a tenant: thousandths of GPUs held per weight, now and, where that counts, in the past."""
+    """A tenant's dominant share: thousandths of GPUs held per weight, plus past use if that counts."""
     return (world.gpu_milli_held(tenant) + world.gpu_milli_past(tenant)) / world.quota(tenant).weight
 
 
 def factors(world: QueueWorld, order: Order) -> str:
-    """What decides the place of an order in words, for people: lower shares come first within a priority."""
+    """What decides the place of an order, for people: lower shares come first within a priority."""
     held, past = world.gpu_milli_held(order.tenant) / WHOLE, world.gpu_milli_past(order.tenant) / WHOLE
     weight = world.quota(order.tenant).weight
     return (
@@ -136,13 +136,13 @@ def factors(world: QueueWorld, order: Order) -> str:
 
 
 def asked_milli(ask: Ask) -> int:
-    """Thousandths of GPUs that an ask would hold at least: what memory alone takes depends on the size of the GPU."""
+    """Thousandths of GPUs that an ask holds at least: the share of a memory size depends on the GPU."""
     by_memory = ask.gpu_memory_bytes is not None and ask.gpu_milli >= WHOLE
     return ask.member_count * ask.gpu_count * (1 if by_memory else ask.gpu_milli)
 
 
 def over_quota(world: QueueWorld, order: Order, pick: Pick | None = None) -> QueueObstacle | None:
-    """Why the quota of its tenant does not admit an order, or what was found for it; None when it does."""
+    """Why its tenant's quota does not admit an order, or what was found for it; None if it does."""
     quota = world.quota(order.tenant)
     limit, hours = quota.gpu_milli_limit, quota.gpu_hours_per_month
     if limit is None and hours is None:
@@ -183,10 +183,10 @@ def _spent(world: QueueWorld, tenant: str, hours: float) -> QueueObstacle | None
 
 
 def in_turn(waiters: Collection[Waiter], promised: Collection[Waiter], world: QueueWorld) -> Iterator[Waiter]:
-    """The waiters in the order in which they are to be served.
+    """The waiters in the order in which they are served.
 
-    Shares are read as the iteration goes, so what is granted on the way counts. A waiter that was promised GPUs comes
-    before the others of its priority: else a change of shares would move the promise, and nobody would ever fill it.
+    Shares are read during the iteration, so earlier grants count. A waiter with a promise precedes the others of its priority:
+    otherwise changing shares would move the promise, and nobody would ever fill it.
     """
     groups: dict[tuple[int, bool, str], deque[Waiter]] = {}
     for waiter in sorted(waiters, key=lambda one: one.number):
@@ -225,7 +225,7 @@ BEHIND_OTHERS = QueueObstacle(
 
 
 def in_the_way(pick: Pick, others: Iterable[Kept]) -> QueueObstacle:
-    """Why room that there is (the pick) is not for a request: the first of `others` that keeps it."""
+    """Why available room (the pick) is not for a request: the first of `others` that keeps it."""
     for one in others:
         if isinstance(one, Booking) and not clear_of(pick, [one]):
             return QueueObstacle(
@@ -237,21 +237,21 @@ def in_the_way(pick: Pick, others: Iterable[Kept]) -> QueueObstacle:
 
 
 class QueueChanges:
-    """Where room may have come up since the last round: on some nodes, or anywhere."""
+    """Where room may have appeared since the last round: on some nodes, or anywhere."""
 
     def __init__(self) -> None:
         self._nodes: set[str] = set()
         self._anywhere = False
 
     def add(self, nodes: Iterable[str] | None) -> None:
-        """Room may have come up on these nodes; None for anywhere."""
+        """Room may have appeared on these nodes; None for anywhere."""
         if nodes is None:
             self._anywhere = True
         else:
             self._nodes.update(nodes)
 
     def could_help(self, ask: Ask) -> bool:
-        """Whether the ask may be possible now: a cheap look that errs towards yes."""
+        """Whether the ask may be possible now: a cheap check that errs towards yes."""
         if self._anywhere:
             return True
         if ask.nodes:
@@ -260,7 +260,7 @@ class QueueChanges:
 
 
 class Queue:
-    """Requests that wait, by their request ids."""
+    """Waiting requests by request id."""
 
     def __init__(self, world: QueueWorld, rules: Rules) -> None:
         self._world = world
@@ -279,20 +279,20 @@ class Queue:
 
     @property
     def due(self) -> bool:
-        """Whether a round has to be made."""
+        """Whether a round is due."""
         return self._due
 
     @property
     def pressing(self) -> bool:
-        """Whether something may come of that round but places: not where all that happened is that others joined the line.
+        """Whether that round may do more than set places: not if all that happened is that others joined the queue.
 
-        They were looked at as they joined, and who leads the line has its promise.
+        Those were looked at as they joined, and the first has its promise.
         """
         return self._due and self._pressing
 
     @property
     def look_again(self) -> float | None:
-        """When a round is to be made even if nothing changes: a lease may be preempted then. None: never."""
+        """When a round is due even without changes, because a lease becomes preemptible; None: never."""
         return self._look_again
 
     def get(self, request_id: str) -> Waiter | None:
@@ -304,27 +304,27 @@ class Queue:
         return Counter(waiter.order.tenant for waiter in self._waiters.values())
 
     def factors(self, order: Order) -> str:
-        """What decides the place of an order in words; empty where past use does not count."""
+        """What decides the place of an order, in words; empty if past use does not count."""
         return factors(self._world, order) if self._rules.past_counts else ""
 
     def longest_wait(self, now: float) -> float:
-        """Seconds that the request has waited which waits longest; 0 where none does."""
+        """Seconds that the oldest request has waited; 0 if none waits."""
         return max((now - waiter.since for waiter in self._waiters.values()), default=0.0)
 
     def line(self, most: int) -> list[Waiter]:
-        """The first who wait, in their turn."""
+        """The first waiters, in turn."""
         return list(islice(in_turn(self._waiters.values(), self._promises.copy(), self._world), most))
 
     def promise(self, waiter: Waiter, pick: Pick, start: float, leases: Collection[str]) -> None:
-        """Keep what was picked for a waiter, for whom these leases leave until `start`."""
+        """Keep a pick for a waiter; these leases leave until `start`."""
         self._put(waiter, promise_of(waiter, pick, start, leases))
 
     def promised(self, but: Waiter | None) -> list[Promise]:
-        """What is promised, to others than one."""
+        """What is promised to anyone except `but`."""
         return [promise for owner, promise in self._promises.items() if owner is not but]
 
     def add(self, order: Order, now: float, until: float) -> Waiter:
-        """Put a request into the line; ResourceExhaustedError (QUEUE_FULL) unless its place is kept."""
+        """Add a request to the queue; ResourceExhaustedError (QUEUE_FULL) unless its place is kept."""
         if not order.reservation_id:
             self.expect_room()
         self._number += 1
@@ -336,7 +336,7 @@ class Queue:
         return waiter
 
     def expect_room(self) -> None:
-        """ResourceExhaustedError (QUEUE_FULL) unless one more may wait."""
+        """ResourceExhaustedError (QUEUE_FULL) if the queue is full."""
         if len(self._waiters) >= self._rules.max_waiting:
             raise ResourceExhaustedError(
                 f"{len(self._waiters)} requests wait already, which is as many as may; try again later",
@@ -345,14 +345,14 @@ class Queue:
             )
 
     def remove(self, waiter: Waiter) -> None:
-        """Take a waiter out of the line; what was promised to it may help others."""
+        """Remove a waiter from the queue; what was promised to it may help others."""
         self._waiters.pop(waiter.order.request_id, None)
         self._give_up(waiter)
 
     def look(self, order: Order, now: float) -> Pick | Refusal | QueueObstacle:
-        """Look once whether an order that does not wait yet can be served, in its turn; to be called when no round is due.
+        """Check once whether an order that does not wait yet can be served in its turn; call it when no round is due.
 
-        Whoever waits could not use what is free, or it is promised: so nobody is passed over.
+        Those who wait cannot use what is free, or it is promised to them: so nobody is passed over.
         """
         if obstacle := over_quota(self._world, order):
             return obstacle
@@ -371,14 +371,14 @@ class Queue:
         return found
 
     def changed(self, nodes: Iterable[str] | None = None) -> None:
-        """Room may have come up on these nodes, or anywhere."""
+        """Room may have appeared on these nodes, or anywhere."""
         self._changes.add(nodes)
         self._due = self._pressing = True
 
     def round(self, now: float) -> Iterator[Step]:
-        """Look at the line in turn. Each decision is to be carried out before the next one is asked for.
+        """Go through the queue in turn. Carry out each decision before asking for the next one.
 
-        Waiters may come, go and be changed between two steps; who comes is looked at in the next round.
+        Waiters may come, go and change between two steps; new ones are looked at in the next round.
         """
         changes, self._changes = self._changes, QueueChanges()
         self._look_again, self._due, self._pressing = None, False, False
@@ -391,7 +391,7 @@ class Queue:
                 continue
             found = self._find(waiter, refused, changes, now)
             if isinstance(found, Pick):
-                # Nobody was passed over, so what the first of the line leaves of its promise needs no round of its own.
+                # Nobody was passed over, so what the first waiter leaves of its promise needs no round of its own.
                 if not position and (kept := self._promises.pop(waiter, None)):
                     changes.add(kept.nodes)
                     refused.clear()
@@ -401,7 +401,7 @@ class Queue:
                 continue
             if found.reason is Reason.QUOTA_EXCEEDED:
                 self._give_up(waiter)
-            elif not waiter.order.booking:  # what is booked is kept anyhow
+            elif not waiter.order.booking:  # bookings are kept in any case
                 if head is None or waiter.order.may_preempt or waiter in self._promises:
                     yield from self._keep(waiter, changes, now, first=head is None)
                     if not self._waits(waiter):
@@ -417,9 +417,9 @@ class Queue:
         return self._waiters.get(waiter.order.request_id) is waiter
 
     def foresee(self, now: float) -> Iterator[tuple[Waiter, Foreseen | None]]:
-        """When the first of the line will be served, as far as that is known; nothing changes by it.
+        """When the first waiters will be served, if known; nothing changes.
 
-        Between two of them other work may come.
+        Other work may run between two items.
         """
         line = in_turn(list(self._waiters.values()), self._promises.copy(), self._world)
         return forecast(
@@ -452,7 +452,7 @@ class Queue:
         return found
 
     def _place(self, ask: Ask, refused: dict[Ask, QueueObstacle], now: float) -> Pick | QueueObstacle:
-        """Place an ask, unless it was refused in this round: grants leave ever less room."""
+        """Place an ask, unless it was refused in this round: grants only reduce room."""
         if (known := refused.get(ask)) is not None:
             return known
         found = self._world.place(ask, now, again=True)
@@ -462,7 +462,7 @@ class Queue:
         return found
 
     def _keep(self, waiter: Waiter, changes: QueueChanges, now: float, *, first: bool) -> Iterator[Revoke]:
-        """Keep a promise for a request that does not fit, if it is the first one or leases end for it."""
+        """Keep a promise for a request that does not fit, if it is the first or leases end for it."""
         promise = self._promises.get(waiter)
         ask = beside(waiter.order.ask, self._kept_from(waiter.order, waiter))
         promise = promise and renewed(promise, ask, self._world, now)
@@ -470,7 +470,7 @@ class Queue:
         if preempting is not None and preempting.victims:
             yield Revoke(waiter, tuple(sorted(preempting.victims)))
             if not self._waits(waiter):
-                return  # it left meanwhile: nothing is kept for nobody
+                return  # it left meanwhile
         promise = preempting or promise
         if first:
             # Only the head has a promise, and those for whom leases end.
@@ -485,7 +485,7 @@ class Queue:
         self._put(waiter, promise)
 
     def _preempt(self, waiter: Waiter, promise: Promise | None, ask: Ask, now: float) -> Promise | None:
-        """The promise of what leases are ended for, with those as its victims, in place of one without."""
+        """The promise with leases ended for it as its victims, in place of one without."""
         if not waiter.order.may_preempt or (promise and promise.victims):
             return None
         if now + self._rules.grace > waiter.until or (ask, waiter.priority) in self._hopeless:
@@ -507,7 +507,7 @@ class Queue:
         return self._world.claim(order) if order.booking else order.ask
 
     def _kept_from(self, order: Order, waiter: Waiter | None = None) -> Sequence[Kept]:
-        """What is kept from an order: promised to others that go before it, or booked. Nothing from who claims a booking."""
+        """What is kept from an order: promised to others ahead of it, or booked. Nothing from one that claims a booking."""
         if order.booking:
             return ()
         promised = [
@@ -519,7 +519,7 @@ class Queue:
         return [*promised, *booked] if booked else promised
 
     def _spends(self, order: Order) -> None:
-        """A grant may leave nothing of a quota for those of the tenant that wait: what is promised to them is given up."""
+        """A grant may use up a quota for the tenant's other waiters: their promises are given up."""
         if self._waiters and self._world.quota(order.tenant).gpu_milli_limit is not None:
             self.changed(())
 

@@ -26,7 +26,7 @@ REMEMBERED = 4096
 
 
 def from_renewal(renewal: Renewal, now: float, wall: datetime) -> api.LeaseStatus:
-    """How a lease stands, answered at `now` and `wall`."""
+    """The status of a lease, answered at `now` and `wall`."""
     status = api.LeaseStatus(name=names.reservation_name(renewal.lease.id), fence=renewal.lease.fence)
     one = renewal.reservation
     if one is not None:
@@ -68,7 +68,7 @@ def from_reservation(
 
 
 def put_reservation(message: api.Reservation, reservation: Reservation, now: float, wall: datetime) -> None:
-    """Set the message of a reservation where it stands in an answer; one made apart would be copied into it."""
+    """Fill the message of a reservation in place; a separate message would be copied into the answer."""
     message.CopyFrom(_lasting(reservation))
     waits = reservation.waiting and reservation.live
     message.state = api.Reservation.STATE_WAITING if waits else _STATES[reservation.state]
@@ -84,7 +84,7 @@ def put_reservation(message: api.Reservation, reservation: Reservation, now: flo
 
 
 def put_times(message: api.Reservation, reservation: Reservation, now: float, wall: datetime) -> None:
-    """Set what moves with the clock, while nothing changes."""
+    """Set the fields that change with the clock alone."""
     if reservation.live:
         remaining = max(0.0, reservation.deadline - now)
         _put_seconds(message.remaining, remaining)
@@ -132,7 +132,7 @@ _known: OrderedDict[str, _Known] = OrderedDict()
 
 
 def _lasting(reservation: Reservation) -> api.Reservation:
-    """What seldom changes in the life of a reservation: a GPU is lost, another ttl given. The latest are remembered."""
+    """The message fields that rarely change: when a GPU is lost, or the ttl changes. The latest are cached."""
     known = _known.get(reservation.id)
     if known is not None and known[0] is reservation.gpus and known[1] == reservation.ttl:
         return known[2]
@@ -163,12 +163,12 @@ def _lasting(reservation: Reservation) -> api.Reservation:
 
 
 def _at(moment: float, now: float, wall: datetime) -> Timestamp:
-    """A moment of CLOCK_BOOTTIME by the wall clock."""
+    """A moment of CLOCK_BOOTTIME, converted to the wall clock."""
     return wire.to_timestamp(wall + timedelta(seconds=moment - now))
 
 
 def from_gpu(gpu: ReservedGpu) -> api.ReservedGpu:
-    """The message of a GPU that was chosen."""
+    """The message of a chosen GPU."""
     message = api.ReservedGpu()
     _put_gpu(message, gpu)
     return message
@@ -179,7 +179,7 @@ _NODE = "node"
 
 
 def _put_gpu(message: api.ReservedGpu, gpu: ReservedGpu) -> None:
-    """Set the message of a GPU; field by field, which takes a third as long as to make one and copy it."""
+    """Fill the message of a GPU field by field, in a third of the time of making one and copying it."""
     message.name, message.node_name = names.gpu_name(gpu.node, gpu.uuid), names.node_name(gpu.node)
     setattr(message, _NODE, gpu.node)
     message.uuid, message.index = gpu.uuid, gpu.index
@@ -207,12 +207,12 @@ def _put_score(message: api.GpuScore, score: Score) -> None:
 
 
 def reason_to_wire(reason: str) -> api.NoRoomReason.ValueType:
-    """The enum value of a reason that finds no room; unspecified for none."""
+    """The enum value of a no-room reason; unspecified for none."""
     return api.NoRoomReason.Value(f"NO_ROOM_REASON_{reason or 'UNSPECIFIED'}")
 
 
 def from_place(place: QueuePlace, now: float, since: float) -> api.QueuePlace:
-    """The message of a place in the queue, told at `now` to a caller who waits since `since`."""
+    """The message of a place in the queue, at `now`, for a caller waiting since `since`."""
     message = api.QueuePlace(
         position=place.position,
         message=place.obstacle.message,
@@ -225,7 +225,7 @@ def from_place(place: QueuePlace, now: float, since: float) -> api.QueuePlace:
 
 
 def put_estimate(message: api.QueuePlace | api.Job, place: QueuePlace, now: float) -> None:
-    """Set how long it will wait, as far as that is known."""
+    """Set the expected wait, if known."""
     best = place.foreseen or Foreseen(place.start)
     for suffix, at in (("", best.start), ("_low", best.earliest), ("_high", best.latest)):
         if at is not None:

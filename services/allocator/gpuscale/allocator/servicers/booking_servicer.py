@@ -25,7 +25,7 @@ NOT_KEPT = ("gpu_milli", "gpu_memory_bytes", "mig_profile", "cpu_milli", "host_m
 
 @dataclass(slots=True)
 class BookingServicer(api.BookingServiceServicer):
-    """The RPCs. Requests have been validated against the contract and callers authenticated before they come here."""
+    """The RPCs. Requests are already validated and callers authenticated."""
 
     calendar: Calendar
     settings: AllocatorSettings

@@ -1,4 +1,4 @@
-"""What is streamed. Cordons and quotas say nothing when a grant changes them, so they are looked at while somebody reads."""
+"""Streams. Cordons and quotas do not report changes that grants cause, so they are polled while somebody reads."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -21,7 +21,7 @@ V = TypeVar("V")
 class LookedAtFeed(Generic[V]):
     """The feed of one kind of resource, whose Watch method streams `response`. `run` must run.
 
-    `every` says what there is now, by name, and `show` makes the message `of` it; what equals what was there has not changed.
+    `every` returns the current values by name, and `show` makes the message `of` one; equal values count as unchanged.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class LookedAtFeed(Generic[V]):
         self._begun = asyncio.Event()
 
     async def stream(self, request: Any) -> AsyncGenerator[bytes]:
-        """Encoded responses, for ever; InvalidArgumentError if the filter or the resume_token is none."""
+        """Encoded responses, without end; InvalidArgumentError for an invalid filter or resume_token."""
         matches = compile_filter(request.filter, self._of) if request.filter.strip() else None
         self._look()
         self._begun.set()
@@ -45,7 +45,7 @@ class LookedAtFeed(Generic[V]):
             yield message
 
     async def run(self) -> NoReturn:
-        """Keep it up to date while it is read, for ever."""
+        """Keep the feed current while it is read."""
         while True:
             await self._begun.wait()
             self._begun.clear()
@@ -63,7 +63,7 @@ class LookedAtFeed(Generic[V]):
 
 
 def watched(request: api.WatchReservationsRequest) -> Callable[[Reservation], bool]:
-    """Which reservations a watcher wants; one that would be taken away is told once more when that is over."""
+    """Which reservations a watcher wants; when a planned revocation is taken back, it is sent once more."""
     wanted, told = RecordFilter(request.holder, request.gpu_uuid), set[str]()
 
     def is_wanted(one: Reservation) -> bool:

@@ -1,4 +1,4 @@
-"""What the allocator shows of itself on `/metrics`: leases, where they are, and who waits."""
+"""The allocator's own figures on `/metrics`: leases, their nodes, and the queue."""
 
 from collections import Counter
 from pathlib import Path
@@ -44,7 +44,7 @@ _CAPS = Family("gpuscale_power_caps", "gauge", "GPUs that are to be capped.")
 async def add_figures(
     accounting: Accounting, queue: Queue, powering: Powering, file: Path | None, page: MetricsPage
 ) -> None:
-    """Add them to a page; `file` is the database, where it is one."""
+    """Add the figures to a page; `file` is the database, if it is a file."""
     ledger, view, clock = accounting.ledger, accounting.view, accounting.clock
     states, on_nodes, shares = Counter[str](), Counter[str](), 0
     for one in ledger.reservations(ended=False):

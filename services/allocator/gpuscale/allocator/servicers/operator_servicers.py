@@ -94,7 +94,7 @@ def _from_proposal(one: RoomProposal) -> api.RebalancePlan:
 
 @dataclass(frozen=True, slots=True)
 class CapacityServicer(api.CapacityServiceServicer):
-    """The RPCs. Requests have been validated against the contract and callers authenticated before they come here."""
+    """The RPCs. Requests are already validated and callers authenticated."""
 
     capacity: Capacity
     rebalancing: Rebalancing
@@ -243,7 +243,7 @@ CordonStanding = tuple[Cordon, tuple[str, ...]]
 
 @dataclass(slots=True)
 class NodeServicer(api.NodeServiceServicer):
-    """The RPCs. Requests have been validated against the contract and callers authenticated before they come here."""
+    """The RPCs. Requests are already validated and callers authenticated."""
 
     maintenance: Maintenance
     clock: Clock
@@ -343,7 +343,7 @@ class NodeServicer(api.NodeServiceServicer):
 
 @dataclass(slots=True)
 class QuotaServicer(api.QuotaServiceServicer):
-    """The RPCs. Requests have been validated against the contract and callers authenticated before they come here."""
+    """The RPCs. Requests are already validated and callers authenticated."""
 
     quotas: Quotas
     feed: LookedAtFeed[Standing] = field(init=False)
@@ -395,7 +395,7 @@ _QUOTA_FIELDS = {"gpu_milli_limit", "weight", "gpu_hours_per_month"}
 
 
 def _tenant(name: str, tenant: str, field: str = "name") -> str:
-    """The tenant of a quota's name, or of clients that know no name; InvalidArgumentError if both differ."""
+    """The tenant in a quota's name, or in the field of older clients; InvalidArgumentError if they differ."""
     found = name.removeprefix(names.quota_name("")) if name else tenant
     if not found or (name and (name == found or tenant not in {"", found})):
         raise InvalidArgumentError(f"{field} must look like quotas/{{tenant}}", field=field)

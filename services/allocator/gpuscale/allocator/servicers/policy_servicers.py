@@ -59,7 +59,7 @@ _Given = api.UsePolicy | api.NotificationTarget | api.PowerBudget
 
 
 def to_policy(body: str) -> UsePolicy:
-    """The policy of a stored spec. Raises InvalidArgumentError: it contradicts itself."""
+    """The policy of a stored spec. Raises InvalidArgumentError if it contradicts itself."""
     spec = Parse(body, api.UsePolicySpec())
     policy = UsePolicy(
         condition=_CONDITIONS[spec.condition],
@@ -122,7 +122,7 @@ def _hours(message: api.WeeklyHours, path: str) -> WeeklyHours:
 
 
 def to_target(body: str) -> Webhook:
-    """The target of a stored spec. Raises InvalidArgumentError: it has no address, or one that cannot be."""
+    """The target of a stored spec. Raises InvalidArgumentError for a missing or invalid address."""
     spec = Parse(body, api.NotificationTargetSpec())
     if problem := url_problem(spec.url):
         field = "notification_target.spec.url"
@@ -137,7 +137,7 @@ def to_target(body: str) -> Webhook:
 
 @dataclass(frozen=True, slots=True)
 class PolicyServicer(api.PolicyServiceServicer):
-    """The RPCs. Requests have been validated against the contract and callers authenticated before they come here."""
+    """The RPCs. Requests are already validated and callers authenticated."""
 
     policing: Policing
     dry_runs: DryRuns
@@ -251,7 +251,7 @@ class PolicyServicer(api.PolicyServiceServicer):
 
 @dataclass(frozen=True, slots=True)
 class NotificationServicer(api.NotificationServiceServicer):
-    """The RPCs. Requests have been validated against the contract and callers authenticated before they come here."""
+    """The RPCs. Requests are already validated and callers authenticated."""
 
     notifying: Notifying
 
@@ -315,7 +315,7 @@ class NotificationServicer(api.NotificationServiceServicer):
 
 
 def expect_own_node(name: str, what: str) -> str:
-    """The id of a node that the caller is, or is an admin. Raises PermissionDeniedError."""
+    """The id of a node that the caller may act for: its own, or any for an admin. Raises PermissionDeniedError."""
     node, caller = names.parse(names.NODE, name, "node")["node"], current_principal()
     if caller.role is not Role.ADMIN and caller.name != node:
         raise PermissionDeniedError(
@@ -329,14 +329,14 @@ def _id(name: str) -> str:
 
 
 async def create_declared(of: Declarations[Any], given: _Given, request: Any) -> Declaration:
-    """Create what a request gives."""
+    """Create the resource of a request."""
     return await of.create(
         _id(given.name), _body(given), request_id=request.request_id, validate_only=request.validate_only
     )
 
 
 async def update_declared(of: Declarations[Any], given: _Given, request: Any) -> Declaration:
-    """Change what a request gives, as far as its mask says."""
+    """Update the resource of a request, by its mask."""
     return await of.update(
         _id(given.name),
         _change(given, request.update_mask),
@@ -350,7 +350,7 @@ def _body(given: _Given) -> str:
 
 
 def _change(given: _Given, mask: Any) -> Callable[[str], str]:
-    """The body after an update: what the mask names is taken from `given`; address and secret stay where none is given."""
+    """The body after an update: masked fields come from `given`; address and secret stay if not given."""
 
     def change(body: str) -> str:
         current: Any = type(given)(name=given.name)
@@ -375,7 +375,7 @@ def _change(given: _Given, mask: Any) -> Callable[[str], str]:
 
 @contextmanager
 def absence_allowed(request: Any) -> Generator[None]:
-    """Deletes something; that it is not there is no error where the request allows that."""
+    """Deletes within the block; with allow_missing, a missing resource is no error."""
     try:
         yield
     except NotFoundError:

@@ -24,7 +24,7 @@ _SHARES = {api.PowerShare.Value(f"POWER_SHARE_{one.name}"): one for one in Power
 
 
 def to_budget(body: str) -> PowerBudget:
-    """The budget of a stored spec. Raises InvalidArgumentError: a node's name is none."""
+    """The budget of a stored spec. Raises InvalidArgumentError for an invalid node name."""
     spec = Parse(body, api.PowerBudgetSpec())
     path = "power_budget.spec.nodes"
     return PowerBudget(
@@ -38,7 +38,7 @@ def to_budget(body: str) -> PowerBudget:
 
 @dataclass(frozen=True, slots=True)
 class PowerServicer(api.PowerServiceServicer):
-    """The RPCs. Requests have been validated against the contract and callers authenticated before they come here."""
+    """The RPCs. Requests are already validated and callers authenticated."""
 
     powering: Powering
 

@@ -1,4 +1,4 @@
-"""AllocatorService on the wire: messages to values, one use case, values to messages; and how asks and GPUs are translated."""
+"""AllocatorService on the wire: messages to values, one use case, values to messages; and the translation of asks and GPUs."""
 
 import re
 from collections import OrderedDict
@@ -73,7 +73,7 @@ _Told: TypeAlias = tuple[Reservation, ReservationUsage | None, Sequence[str], ap
 
 @dataclass(slots=True)
 class AllocatorServicer(api.AllocatorServiceServicer):
-    """The RPCs. Requests have been validated against the contract and callers authenticated before they come here."""
+    """The RPCs. Requests are already validated and callers authenticated."""
 
     reserving: Reserving
     leases: Leases
@@ -97,9 +97,9 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         )
 
     def note(self, one: Reservation, wakes: bool = True) -> None:
-        """Tell watchers of a reservation that changed; without `wakes`, in nothing but its deadline.
+        """Tell watchers of a changed reservation; without `wakes`, only its deadline changed.
 
-        Before the first of them it costs nothing.
+        It costs nothing until there is a watcher.
         """
         if not self.watched:
             return
@@ -184,7 +184,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         found = await self.records.get(reservation_id(request.name))
         if found.waiting:
             await self.reserving.waiting.foresee([found])
-        caller = current_principal()  # of a lower role: somebody else, who only bears the name
+        caller = current_principal()  # with a lower role it is somebody else of that name
         own = caller.role >= Role.OPERATOR and (found.made_by or found.owner) == caller.name
         return self._told(found, fenced=_is_shown_fence(found, caller), own=own)
 
@@ -240,7 +240,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         return answer
 
     def _add(self, answer: _Several, reservations: Iterable[Reservation]) -> _Several:
-        """Put reservations into an answer, as of one moment."""
+        """Put reservations into an answer, all as of the same moment."""
         now, wall = self.clock.now(), self.clock.wall()
         for one in reservations:
             put_reservation(answer.reservations.add(), one, now, wall)
@@ -251,11 +251,11 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         return self._report(reservation, fenced=_is_shown_fence(reservation, current_principal()))
 
     def _report(self, reservation: Reservation, *, fenced: bool) -> api.Reservation:
-        """The message of a reservation with what its holder makes of it."""
+        """The message of a reservation with its use."""
         return self._told(reservation, fenced=fenced).reservation
 
     def _told(self, one: Reservation, *, fenced: bool, own: bool = False) -> api.GetReservationResponse:
-        """What `_report` tells, and to who made it its lease token; made anew only where more has changed than times."""
+        """What `_report` says, with the lease token for its maker; rebuilt only if more than times has changed."""
         usage, notes = self.records.usage(one), self.notes.get(one.id, ()) if one.live else ()
         known = self.told.get((one.id, fenced, own))
         if known is not None and known[0] is one and known[1] is usage and known[2] == notes:
@@ -287,7 +287,7 @@ SHARED = 5.0
 
 
 def _is_shown_fence(reservation: Reservation, caller: Principal) -> bool:
-    """Whether a caller sees the fence: its owner, or an admin."""
+    """Whether a caller sees the fence: the owner, or an admin."""
     own = caller.role >= Role.OPERATOR and reservation.is_of(caller.name)
     return own or caller.role >= Role.ADMIN
 
@@ -307,9 +307,9 @@ _asks: OrderedDict[tuple[bytes, int], tuple[AllocatorSettings, Ask]] = OrderedDi
 
 
 def to_ask(request: api.Ask, defaults: AllocatorSettings, path: str = "ask.") -> Ask:
-    """The ask of a valid message; what it leaves open is filled in from the settings.
+    """The ask of a valid message, with the settings' defaults.
 
-    InvalidArgumentError names all that contradict each other, by paths that begin with `path`.
+    InvalidArgumentError names every contradiction, by paths that start with `path`.
     """
     key = request.SerializeToString(deterministic=True), id(defaults)
     known = _asks.get(key)
@@ -326,7 +326,7 @@ def to_ask(request: api.Ask, defaults: AllocatorSettings, path: str = "ask.") ->
 
 
 def or_else(message: Message, field: str, default: _Value) -> _Value:
-    """A field of a message, or what counts where it is left open."""
+    """A field of a message, or its default."""
     value: _Value = getattr(message, field) if message.HasField(field) else default
     return value
 
@@ -383,15 +383,15 @@ def _nodes(resources: Sequence[str]) -> frozenset[str]:
 def to_order(
     request: api.ReserveRequest, caller: Principal, defaults: AllocatorSettings, path: str = ""
 ) -> Order:
-    """The order of a valid request; what it leaves open is filled in from the settings, and the tenant from the caller.
+    """The order of a valid request, with the settings' defaults and the caller's tenant.
 
-    The fingerprint covers every field but the request id, as the caller sent them, and the caller. `path` leads to the
-    request where it is part of another message, such as `requests[3].`.
+    The fingerprint covers the caller and every field except the request id, as sent. `path` is the request's place in another
+    message, such as `requests[3].`.
 
     Raises:
         InvalidArgumentError: parts of it contradict each other.
-        PermissionDeniedError: the caller may not use the tenant's quota (OTHER_TENANT), not reserve for the owner
-            (OTHER_OWNER), or not ask for the priority (PRIORITY_TOO_HIGH).
+        PermissionDeniedError: the caller may not use the tenant's quota (OTHER_TENANT), reserve for the owner
+            (OTHER_OWNER), or request the priority (PRIORITY_TOO_HIGH).
     """
     tenant, owner = request.tenant or caller.tenants[0], request.owner or caller.name
     if caller.role < Role.ADMIN:
@@ -443,7 +443,7 @@ def to_order(
 
 
 def to_member(message: api.JobMember) -> JobMember:
-    """What is known of a member of a job."""
+    """The state of a job member."""
     return JobMember(
         member=message.member,
         node=message.node,
@@ -457,7 +457,7 @@ def to_member(message: api.JobMember) -> JobMember:
 
 
 def check_tenant(caller: Principal, tenant: str, field: str) -> None:
-    """PermissionDeniedError (OTHER_TENANT), with the field, unless the caller may use the quota of the tenant."""
+    """PermissionDeniedError (OTHER_TENANT), with the field, unless the caller may use the tenant's quota."""
     if not caller.may_use(tenant):
         may = ", ".join(caller.tenants)
         raise PermissionDeniedError(
@@ -471,7 +471,7 @@ def check_tenant(caller: Principal, tenant: str, field: str) -> None:
 def to_orders(
     request: api.BatchReserveRequest, caller: Principal, defaults: AllocatorSettings
 ) -> list[Order]:
-    """The orders of a valid batch, of which none waits; raises as `to_order`."""
+    """The orders of a valid batch, none of which waits; raises like `to_order`."""
     for index, one in enumerate(request.requests):
         if wire.optional_seconds(one, "wait"):
             raise InvalidArgumentError("a batch does not wait", field=f"requests[{index}].wait")
@@ -494,6 +494,6 @@ _IS_NAME = names.expression(names.RESERVATION).fullmatch
 
 
 def reservation_id(name: str) -> str:
-    """The id in the name of a reservation; InvalidArgumentError if it is no such name."""
+    """The id in a reservation name; InvalidArgumentError for any other name."""
     found = _IS_NAME(name)
     return found[1] if found else names.parse(names.RESERVATION, name)["reservation"]

@@ -35,7 +35,7 @@ _OF = {
 
 @dataclass(frozen=True, slots=True)
 class UsageServicer(api.UsageServiceServicer):
-    """The RPCs. Requests have been validated against the contract and callers authenticated before they come here."""
+    """The RPCs. Requests are already validated and callers authenticated."""
 
     accounting: Accounting
 
@@ -104,7 +104,7 @@ class UsageServicer(api.UsageServiceServicer):
 
 
 def _row_of(one: Used, dimension: str, key: str) -> Used:
-    """The row, with nothing in it yet, to which something that was used belongs."""
+    """The row, still empty, to which something used is added."""
     if dimension == "labels":
         return replace(NOTHING, labels={key: one.labels[key]} if key in one.labels else {})
     return replace(NOTHING, **{dimension: getattr(one, dimension)}) if dimension else NOTHING

@@ -1,4 +1,4 @@
-"""What is on disk, how changes get there in groups, and what proves at the start that it is whole.
+"""The state on disk, how groups of changes are written, and what proves it intact at start.
 
-Only here is SQL spoken, and nothing is decided. Begin with `store`; `commits` is the second half of each change.
+Only this package uses SQL, and it decides nothing. Begin with `store`; `commits` is the second half of each change.
 """

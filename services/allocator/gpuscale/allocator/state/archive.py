@@ -1,8 +1,8 @@
-"""Archive: reservations that ended leave memory for a table of their own, and leave the disk when there are too many.
+"""Archive: ended reservations move from memory to a table of their own, and leave the disk when there are too many.
 
-Memory keeps what ended last; older records are read where somebody asks for them, or repeats their request. No start reads
-the table: a row is checked when it is read, and one that is not as it was written is refused. It is bounded by time, by
-number and by bytes; records whose time is over first go first.
+Memory keeps those that ended last; older records are read on demand, or when their request is repeated. No start reads the
+table: a row is checked when it is read, and refused if it is damaged. The table is bounded by time, number and bytes; records
+that expire first go first.
 """
 
 import asyncio
@@ -50,14 +50,14 @@ _SEALED = [as_sealed(column) for column in _ENDED.columns]
 
 @dataclass(frozen=True, slots=True)
 class RecordFilter:
-    """Which reservations a reader wants: of a holder, with a GPU or an instance of it, of a time; all if nothing is said."""
+    """Which reservations a reader wants: by holder, GPU (or an instance of it), and time; all by default."""
 
     holder: str = ""
     gpu_uuid: str = ""
     period: TimeRange = ANY_TIME
 
     def __contains__(self, one: Reservation) -> bool:
-        """Whether a reservation is one of them."""
+        """Whether it includes a reservation."""
         return (
             self.holder in {"", one.holder}
             and (not self.gpu_uuid or any(self.gpu_uuid in {gpu.uuid, gpu.parent} for gpu in one.gpus))
@@ -67,7 +67,7 @@ class RecordFilter:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What the table has: rows, and the bytes that they take on disk, more or less."""
+    """The number of rows in the table, and roughly their bytes on disk."""
 
     records: int = 0
     bytes: int = 0
@@ -75,9 +75,9 @@ class Totals:
 
 @dataclass(eq=False)
 class EndedStore:
-    """Reads and writes the ended reservations. Every method raises as `Store.write` and `Store.read` do.
+    """Reads and writes ended reservations. Every method raises like `Store.write` and `Store.read`.
 
-    The time of what an earlier boot wrote is counted from `opened`, when this process opened the state.
+    Times written by an earlier boot count from `opened`, when this process opened the state.
     """
 
     store: AllocatorStore
@@ -85,21 +85,21 @@ class EndedStore:
     opened: float
 
     async def totals(self) -> Totals:
-        """What the table has."""
+        """The size of the table."""
         names = {schema.ENDED_RECORDS: 0, schema.ENDED_BYTES: 0}
         return _totals(await self.store.read(lambda connection: count(connection, names)))
 
     async def forgotten(self) -> int:
-        """When the youngest of all forgotten reservations ended, in seconds since 1970; 0 where none is."""
+        """When the youngest forgotten reservation ended, in seconds since 1970; 0 if none was forgotten."""
         names = {schema.FORGOTTEN: 0}
         return (await self.store.read(lambda connection: count(connection, names)))[schema.FORGOTTEN]
 
     async def short(self) -> bool:
-        """Whether the disk lacks the room that is kept for ends of reservations, now."""
+        """Whether the disk is now below the space reserved for ends of reservations."""
         return self.store.short and await self.store.look_for_room()
 
     async def retire(self, ids: Collection[str], fence: int) -> Totals:
-        """Move ended reservations here; that `fence` is the highest one given stays known."""
+        """Move ended reservations here, and record the highest `fence`."""
         chosen = and_(_RESERVATION.c.id.in_(ids), _RESERVATION.c.state != State.ACTIVE.value)
 
         def work(connection: Connection) -> dict[str, int]:
@@ -113,10 +113,10 @@ class EndedStore:
         return await self._change(work, fence)
 
     async def drop_first(self, most: int, fence: int) -> Totals:
-        """Forget the `most` records that are due to be forgotten first."""
+        """Forget the `most` records that expire first."""
         boot = _ENDED.c.boot_id
         first = select(_ENDED.c.fence).order_by(boot, _ENDED.c.deadline_seconds)
-        # Ranges of an index, one after the other: "another boot" would have the whole of it read.
+        # Index ranges one after the other: "another boot" would scan the whole index.
         ranges = (boot < self.boot_id, boot > self.boot_id, boot == self.boot_id)
 
         def work(connection: Connection) -> dict[str, int]:
@@ -129,7 +129,7 @@ class EndedStore:
         return await self._change(work, fence)
 
     async def drop_due(self, now: float, most: int, fence: int) -> Totals:
-        """Forget at most so many records whose time is over."""
+        """Forget at most `most` expired records."""
         due = and_(_ENDED.c.boot_id == self.boot_id, _ENDED.c.deadline_seconds <= now)
         if now - self.opened >= RETENTION:
             due = or_(due, _ENDED.c.boot_id != self.boot_id)
@@ -140,14 +140,14 @@ class EndedStore:
         return await self._change(lambda connection: _drop(connection, fences), fence)
 
     async def find(self, *, ids: Collection[str] = (), requests: Collection[str] = ()) -> list[Reservation]:
-        """Records by their ids and by the requests that they were granted for."""
+        """Find records by id and by request id."""
         wanted = or_(_ENDED.c.id.in_(ids), _ENDED.c.request_id.in_(requests))
         return await self._read(wanted, len(ids) + len(requests))
 
     async def page(self, wanted: RecordFilter, *, after: int, most: int) -> tuple[list[Reservation], int]:
-        """At most so many records with a higher fence, by fence; and the last fence that was looked at, if there are more.
+        """At most `most` records with a higher fence, by fence; and the last fence examined, if there are more.
 
-        No index leads from a GPU or a time to its records, so that at most `LOOKED_AT` are looked at.
+        No index leads from a GPU or a time to its records, so at most `LOOKED_AT` are examined.
         """
         fence, last = _ENDED.c.fence, 0
         where = [fence > after]
@@ -175,7 +175,7 @@ class EndedStore:
                     f"the record of reservation {row['id']}, which has ended, is not as it was written: restore a copy",
                     reason="STATE_INCONSISTENT",
                 )
-            # Its lists and mappings are the text that was written.
+            # Its lists and mappings are still the stored text.
             parsed = {"labels": json.loads(row["labels"]), "gpus": json.loads(row["gpus"])}
             one = from_row(SimpleNamespace(**{**row, **parsed, "preemptible": bool(row["preemptible"])}))
             found.append(one if row["boot_id"] == self.boot_id else rebased(one, self.opened))
@@ -202,7 +202,7 @@ def _drop(connection: Connection, fences: Sequence[int]) -> dict[str, int]:
 
 
 def _size(connection: Connection, columns: Any, chosen: ColumnElement[bool]) -> tuple[int, int]:
-    """How many rows there are, and the bytes that they take."""
+    """The number of rows, and their bytes."""
     length: ColumnElement[Any] = func.length(cast(columns[_TEXTS[0]], Text))
     for name in _TEXTS[1:]:
         length = length + func.length(cast(columns[name], Text))
@@ -232,7 +232,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ArchiveLimits:
-    """How many ended reservations are kept at most, and how many bytes of disk they may take."""
+    """The most ended reservations to keep, and the most bytes of disk for them."""
 
     records: int
     bytes: int
@@ -251,11 +251,11 @@ class Archive:
     _failing: bool = field(default=False, init=False)
 
     async def open(self) -> None:
-        """Learn how much there is. Raises UnavailableError: the state cannot be read."""
+        """Load the table's size. Raises UnavailableError if the state cannot be read."""
         self._totals = await self.store.totals()
 
     async def recall(self, *, ids: Collection[str] = (), requests: Collection[str] = ()) -> None:
-        """Bring records back to memory, by their ids and by their requests, if there are any; all must be whole."""
+        """Load records back into memory, by id and by request id, if there are any; damaged ones are refused."""
         if not self._totals.records:
             return
         ids = [one for one in ids if not self.ledger.knows(one)]
@@ -264,13 +264,13 @@ class Archive:
             self.ledger.restore(await self.store.find(ids=ids, requests=requests))
 
     async def page(self, wanted: RecordFilter, *, after: int, most: int) -> tuple[Sequence[Reservation], int]:
-        """`EndedStore.page`. Raises as `recall`."""
+        """Like `EndedStore.page`. Raises like `recall`."""
         if not self._totals.records:
             return (), 0
         return await self.store.page(wanted, after=after, most=most)
 
     async def run(self) -> NoReturn:
-        """Keep within the limits, for ever."""
+        """Enforce the limits, for ever."""
         while True:
             await asyncio.sleep(PERIOD)
             try:
@@ -282,7 +282,7 @@ class Archive:
                 self._failing = True
 
     async def tidy(self) -> None:
-        """Move what memory has too much of to the disk, and drop what the disk has too much of."""
+        """Move surplus records from memory to disk, and drop surplus from disk."""
         if await self.store.short():
             _log.warning("the disk is full: records of ended reservations go before their time")
             while await self.store.short() and await self._drop(BATCH):
@@ -302,7 +302,7 @@ class Archive:
             self._due_again = self.clock.now() + DUE_PERIOD
 
     def _too_many(self) -> int:
-        """How many records have to go; none where it is not positive."""
+        """How many records must go; none if not positive."""
         totals, limits = self._totals, self.limits
         too_large = totals.bytes - limits.bytes
         return max(
@@ -311,6 +311,6 @@ class Archive:
         )
 
     async def _drop(self, count: int) -> bool:
-        """Drop the first records; False where there are none."""
+        """Drop the first records; False if there are none."""
         before, self._totals = self._totals, await self.store.drop_first(count, self.ledger.fence)
         return before != self._totals

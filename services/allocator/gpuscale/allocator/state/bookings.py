@@ -1,4 +1,4 @@
-"""Bookings on disk, in the allocator's state. Their table is made when the state is opened: it needs no version of its own."""
+"""Bookings on disk, in the allocator's state. Their table is created on open and needs no schema version."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -43,12 +43,12 @@ _ASK, _SPOTS = TypeAdapter(Ask), TypeAdapter(tuple[tuple[str, str], ...])
 
 @dataclass(eq=False)
 class BookingStore:
-    """Reads and writes bookings. Every write returns once it is on disk, and raises as `Store.write` does."""
+    """Reads and writes bookings. Every write returns once it is on disk, and raises like `Store.write`."""
 
     store: AllocatorStore
 
     async def load(self, horizon: float) -> bookings.Bookings:
-        """Every booking; STATE_INCONSISTENT if one is not as it was written."""
+        """Load every booking; STATE_INCONSISTENT if one is damaged."""
         rows = await self.store.read(
             lambda connection: [dict(row) for row in connection.execute(select(_BOOKING)).mappings()]
         )
@@ -58,7 +58,7 @@ class BookingStore:
         return found
 
     async def save(self, one: bookings.Booking) -> None:
-        """Write a booking, in place of what it was."""
+        """Write a booking, replacing its earlier value."""
         row = sealed(
             {
                 "id": one.id,

@@ -1,12 +1,12 @@
-"""Commits: the second half of every change, the one that waits for the disk, and who is told once it is there.
+"""Commits: the second half of every change, which waits for the disk, and the notice to listeners afterwards.
 
-This is the group commit: changes that wait together are written in one transaction and answered in one turn of the event
-loop. The store below could group them too, but only as works of their own: 32 grants in one save take 47 us of CPU each,
-32 saves in one transaction 98. So one save is on its way at a time, and below each group is of one. A caller who gives up
-neither undoes nor forgets a change, and a caller who repeats the request waits for the same outcome.
+This is the group commit: changes that wait together are written in one transaction and answered in one turn of the event loop.
+The store below could group them too, but only as separate works: 32 grants in one save take 47 us of CPU each, 32 saves in one
+transaction 98. So only one save runs at a time, and groups below have one member. A caller who gives up neither undoes nor
+drops a change, and one who repeats the request waits for the same outcome.
 
-Everything that may make room is announced by `Changes` and nowhere else: the end of a reservation once it is on disk, news
-of a node, a cordon that is lifted.
+Everything that may make room is announced by `Changes` alone: the end of a reservation once it is on disk, news of a node, an
+uncordon.
 """
 
 import asyncio
@@ -32,10 +32,10 @@ _TOLD = attrgetter("fence", "ttl", "revoke_at", "job")
 
 
 class Outcome:
-    """How a write went, once it is known; used from one event loop.
+    """The outcome of a write; used from one event loop.
 
-    A caller who gives up takes nothing away from the others, and the answer reaches all of them in the turn of the loop
-    in which it is known (a shielded future takes two).
+    A caller who gives up does not affect the others, and the answer reaches all of them in the turn of the loop in which it is
+    known (a shielded future takes two).
     """
 
     __slots__ = ("_error", "_known", "_listeners", "_waiters")
@@ -47,7 +47,7 @@ class Outcome:
         self._listeners: list[Callable[[_Error], None]] = []
 
     def __await__(self) -> Generator[Any, None, _Error]:
-        """None once the change is on disk and in the ledger; the error if it could not be written and was taken back."""
+        """None once the change is on disk and in the ledger; the error if the write failed and was undone."""
         if self._known:
             return self._error
         waiter: asyncio.Future[_Error] = asyncio.get_running_loop().create_future()
@@ -55,11 +55,11 @@ class Outcome:
         return (yield from waiter)
 
     def on_settled(self, listener: Callable[[_Error], None]) -> None:
-        """Call a listener when it is known; it must be quick and not raise."""
+        """Call a listener when it is settled; it must be quick and not raise."""
         self._listeners.append(listener)
 
     def settle(self, error: _Error) -> None:
-        """Tell everybody; once."""
+        """Notify everybody; once."""
         self._known, self._error = True, error
         for waiter in self._waiters:
             if not waiter.done():
@@ -69,29 +69,29 @@ class Outcome:
 
 
 class Changes:
-    """Tells who listens of reservations that changed, and that room may have come. Listeners must be quick and not raise."""
+    """Tells listeners of changed reservations, and of new room. Listeners must be quick and not raise."""
 
     def __init__(self) -> None:
         self._followers: list[tuple[Callable[[Reservation, bool], None], bool]] = []
         self._listeners: list[Callable[[Collection[str] | None], None]] = []
 
     def on_change(self, follower: Callable[[Reservation, bool], None], *, ends: bool = False) -> None:
-        """Call a follower with each reservation that changed, or ended (`ends`), and whether in more than its deadline."""
+        """Call a follower with each changed or (`ends`) ended reservation, and whether more than its deadline changed."""
         self._followers.append((follower, ends))
 
     def on_room(self, listener: Callable[[Collection[str] | None], None]) -> None:
-        """Call a listener whenever room may have come, with the nodes it may be on."""
+        """Call a listener whenever room may have appeared, with the nodes it may be on."""
         self._listeners.append(listener)
 
     def publish(self, reservations: Iterable[Reservation], renewed: Collection[str] = ()) -> None:
-        """Reservations have changed, and that is on disk; those of `renewed`, by id, in nothing but their deadline."""
+        """Reservations have changed, on disk; those in `renewed`, by id, only in their deadline."""
         for follower, ends in self._followers:
             for reservation in reservations:
                 if not (ends and reservation.live):
                     follower(reservation, reservation.id not in renewed)
 
     def room(self, nodes: Collection[str] | None = None) -> None:
-        """Something may fit now that did not: on these nodes, or anywhere; on none of them, if a quota may admit more."""
+        """Room may have appeared: on these nodes, or anywhere; on none of them if a quota may admit more."""
         for listener in self._listeners:
             listener(nodes)
 
@@ -109,25 +109,25 @@ _FIRST_WRITE: Final = 0.001
 
 
 class Outbox(Protocol):
-    """Knows what is told of reservations that change, each with what it was (None of one that ends)."""
+    """Writes notifications of changed reservations, each with its earlier value (None if it ends)."""
 
     def of_changes(self, pairs: Sequence[tuple[Reservation | None, Reservation]]) -> Sequence[Letter]:
-        """What is written with them."""
+        """What to write with the changes."""
         ...
 
     def posted(self, letters: Sequence[Letter]) -> None:
-        """It is on disk."""
+        """The letters are on disk."""
         ...
 
 
 class GroupWindow:
-    """For how long a group stays open for others. Pure; times in seconds.
+    """How long a group stays open for others. Pure; times in seconds.
 
-    Replies that leave together cost a third less than replies one by one, and those who were answered together come
-    back together (189 instead of 379 us of CPU at 64 callers). How many callers there are a write tells: changes that
-    come while it is under way are of callers beside those who wait for it. So a group waits for as many as were seen at
-    once, and not at all where that was one; each group that finds more of them lets the next one wait for more. Waiting
-    pays as long as it takes less time than the write of its own that a late change would need.
+    Replies that leave together cost a third less than single ones, and callers who were answered together come back together
+    (189 instead of 379 us of CPU at 64 callers). A write shows how many callers there are: changes that arrive while it runs
+    are from callers other than those waiting for it. So a group waits for as many as were seen at once, and not at all for one;
+    each group that finds more lets the next wait for more. Waiting pays as long as it takes less time than the separate write
+    that a late change would need.
     """
 
     def __init__(self) -> None:
@@ -136,18 +136,18 @@ class GroupWindow:
 
     @property
     def expected(self) -> int:
-        """How many reservations a group waits for."""
+        """The number of reservations that a group waits for."""
         return min(self._seen, ENOUGH)
 
     def pause(self, waiting: int, open_for: float) -> float:
-        """How long the next change may take to come to so many, the first of which waits so long; 0 to write the group now."""
+        """How long to wait for the next change, with `waiting` there, the first for `open_for`; 0 to write the group now."""
         if waiting >= self.expected:
             return 0.0
         left = min(WRITES * self._write, WINDOW) - open_for
         return max(0.0, min(self._write, left))
 
     def wrote(self, group: int, came: int, seconds: float) -> None:
-        """A group of so many reservations was written in so many seconds, in which `came` others came."""
+        """A group of reservations was written in `seconds`, during which `came` others arrived."""
         self._seen = max(group + came, self._seen * 3 // 4)
         self._write += (_RISING if seconds > self._write else _FALLING) * (seconds - self._write)
 
@@ -164,7 +164,7 @@ class _Kind(Enum):
 
 @dataclass(slots=True)
 class _Unit:
-    """What is written wholly or not at all. `before` are the reservations as they were, of a CHANGE only."""
+    """A unit to be written entirely or not at all. For a CHANGE, `before` has the earlier values."""
 
     kind: _Kind
     reservations: Sequence[Reservation]
@@ -173,9 +173,9 @@ class _Unit:
 
 
 class Commits:
-    """Brings what the ledger granted, changed or closed to disk and tells the ledger how it went.
+    """Writes what the ledger granted, changed or closed and reports the outcome to the ledger.
 
-    `run` must run; it is what writes.
+    `run` must run; it does the writing.
     """
 
     def __init__(
@@ -193,15 +193,15 @@ class Commits:
         self._under_way: dict[str, Outcome] = {}
 
     def grant(self, granted: Sequence[Reservation]) -> Outcome:
-        """Begin to write grants, all or none."""
+        """Start to write grants, all or none."""
         return self._begin(_Kind.GRANT, [activated(one) for one in granted])
 
     def end(self, closed: Sequence[Reservation]) -> Outcome:
-        """Begin to write the ends of closed reservations, all or none."""
+        """Start to write the ends of closed reservations, all or none."""
         return self._begin(_Kind.END, closed)
 
     def change(self, before: Sequence[Reservation], after: Sequence[Reservation]) -> Outcome:
-        """Begin to write renewals or revocations, all or none; `before` is what they were, in the same order."""
+        """Start to write renewals or revocations, all or none; `before` has the earlier values, in the same order."""
         return self._begin(_Kind.CHANGE, after, before)
 
     async def wait(self, *reservation_ids: str) -> UnavailableError | None:
@@ -246,7 +246,7 @@ class Commits:
         return outcome
 
     async def _write(self, group: Sequence[_Unit]) -> None:
-        """Write a group in one transaction; if the state refuses something in it, each unit in one of its own."""
+        """Write a group in one transaction; if the state refuses any of it, each unit in its own."""
         if tasks.failpoints_set():
             group = [unit for unit in group if not await self._failed_at_point(unit)]
         group, error = await self._save_what_may_be(group)
@@ -254,7 +254,7 @@ class Commits:
             for unit in group:
                 self._settle(unit, await self._save([unit]))
         else:
-            # Of two changes of one reservation that both failed the later one is taken back first.
+            # Of two failed changes of one reservation the later is undone first.
             for unit in group if error is None else reversed(group):
                 self._settle(unit, error)
         if ends := [unit for unit in group if unit.kind is _Kind.END]:
@@ -263,7 +263,7 @@ class Commits:
     async def _save_what_may_be(
         self, group: Sequence[_Unit]
     ) -> tuple[Sequence[_Unit], UnavailableError | None]:
-        """Save a group but for the grants for which there is no room, or that were granted before and have ended."""
+        """Save a group, except grants for which there is no room, or that were granted before and have ended."""
         if self._store.short:
             problem = "the disk of the state is full: what room is left is for the ends of reservations"
             group = self._refuse_grants(group, UnavailableError(problem, reason="DISK_FULL"))
@@ -276,7 +276,7 @@ class Commits:
     def _refuse_grants(
         self, group: Sequence[_Unit], error: UnavailableError, requests: Collection[str] | None = None
     ) -> list[_Unit]:
-        """Take back all grants, or those for some requests, that are not to be written; the other units of the group."""
+        """Undo all grants, or those for some requests, that must not be written; returns the group's other units."""
         kept: list[_Unit] = []
         for unit in group:
             asked = requests is None or any(one.request_id in requests for one in unit.reservations)
@@ -320,7 +320,7 @@ class Commits:
         return None
 
     def _settle(self, unit: _Unit, error: UnavailableError | None) -> None:
-        """Tell the ledger and whoever waits how it went."""
+        """Report the outcome to the ledger and the waiting caller."""
         if error is not None:
             self._undo(unit)
         elif unit.kind is _Kind.GRANT:
@@ -352,5 +352,5 @@ class Commits:
 
 
 def _nodes(units: Sequence[_Unit]) -> set[str]:
-    """The nodes of what they change."""
+    """The nodes that the units change."""
     return {gpu.node for unit in units for one in unit.reservations for gpu in one.gpus}

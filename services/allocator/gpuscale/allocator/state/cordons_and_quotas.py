@@ -1,4 +1,4 @@
-"""What operators set, on disk in the allocator's state: cordons and quotas."""
+"""Operators' settings on disk, in the allocator's state: cordons and quotas."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from gpuscale.common.store.store import Prepared, Whole
 
 
 class Cordon(Table, table=True):
-    """A cordon. `deadline_seconds` is of CLOCK_BOOTTIME and means something only within `boot_id`."""
+    """A cordon. `deadline_seconds` is of CLOCK_BOOTTIME and only valid within `boot_id`."""
 
     node: str = Field(primary_key=True)
     gpu: str = Field(primary_key=True)
@@ -35,13 +35,13 @@ _PUT_CORDON = Prepared.replacing(_CORDON)
 
 @dataclass(eq=False)
 class CordonStore:
-    """Reads and writes cordons, of the current boot. Every write returns once it is on disk, and raises as `Store.write` does."""
+    """Reads and writes cordons of the current boot. Every write returns once it is on disk, and raises like `Store.write`."""
 
     store: AllocatorStore
     boot_id: str
 
     async def load(self, now: float) -> tuple[list[cordons.Cordon], list[cordons.Cordon]]:
-        """Every cordon: those of this boot, and those of an earlier one, whose deadlines start anew."""
+        """Every cordon: those of this boot, and those of an earlier one, whose deadlines restart."""
         rows = await self.store.read(lambda connection: connection.execute(select(_CORDON)).mappings().all())
         of_this_boot: list[cordons.Cordon] = []
         earlier: list[cordons.Cordon] = []
@@ -61,7 +61,7 @@ class CordonStore:
         return of_this_boot, earlier
 
     async def save(self, marks: Sequence[cordons.Cordon]) -> None:
-        """Write cordons, in place of those there are of the same spots."""
+        """Write cordons, replacing those of the same spots."""
         rows = [
             sealed(
                 {
@@ -102,7 +102,7 @@ class Quota(Table, table=True):
 
 
 class MonthlyQuota(Table, table=True):
-    """The GPU-hours that a tenant has for each month, where it has a limit: a table of its own needs no version of the schema."""
+    """The monthly GPU-hours of a tenant with a limit: its own table, so that the schema version stays."""
 
     tenant: str = Field(primary_key=True)
     gpu_hours: float
@@ -115,7 +115,7 @@ _PUT_QUOTA, _PUT_MONTHLY = Prepared.replacing(_QUOTA), Prepared.replacing(_MONTH
 
 @dataclass(eq=False)
 class QuotaStore:
-    """Reads and writes quotas. Every write returns once it is on disk, and raises as `Store.write` does."""
+    """Reads and writes quotas. Every write returns once it is on disk, and raises like `Store.write`."""
 
     store: AllocatorStore
 
@@ -128,7 +128,7 @@ class QuotaStore:
         return [queueing.Quota(**row) for row in rows]
 
     async def save(self, quota: queueing.Quota) -> None:
-        """Write a quota, in place of the tenant's before."""
+        """Write a quota, replacing the tenant's earlier one."""
         row = sealed(
             {"tenant": quota.tenant, "gpu_milli_limit": quota.gpu_milli_limit, "weight": float(quota.weight)}
         )

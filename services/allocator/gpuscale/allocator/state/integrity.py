@@ -1,17 +1,17 @@
-"""Integrity: what proves at the start that the state is whole, and keeps it provable. For the thread that writes.
+"""Integrity: proves at start that the state is intact, and keeps it provable. For the writer thread.
 
-- Checksums: SQLite checks the shape of its pages but not what is in them, so each row carries the CRC-32 of its other
-  columns; a reservation carries two, since most writes change its lease alone. They guard against decay, not forgery.
-- The witness, a small file beside the database, tells which write was acknowledged last. SQLite ends the replay of its
-  write-ahead log at the first frame that is damaged or missing, and what came after it is gone without a word,
-  acknowledged grants too. Every write has a number, which is in the database with what it wrote; a database that knows of
-  less than the witness has lost something. The witness is written after each commit and never synced: after a power
-  failure it may be older than the database, which proves nothing and is accepted. It also holds the first salt of the log,
-  which SQLite draws for a new log and counts up whenever it begins one anew: the log of another database, or an earlier
-  one put back, is told by that before it is replayed.
+- Checksums: SQLite checks the shape of its pages but not their content, so each row carries the CRC-32 of its other
+  columns; a reservation carries two, since most writes change only its lease. They guard against decay, not forgery.
+- The witness, a small file beside the database, records the last acknowledged write. SQLite ends the replay of its
+  write-ahead log at the first damaged or missing frame, and silently loses what came after it, acknowledged grants
+  included. Every write has a number, stored in the database with its rows; a database that knows of fewer writes than
+  the witness has lost some. The witness is written after each commit and never synced: after a power failure it may be
+  older than the database, which proves nothing and is accepted. It also holds the first salt of the log, which SQLite
+  draws for a new log and increments on each restart of it: that reveals the log of another database, or an earlier log
+  that was put back, before it is replayed.
 
-`StateGuard` uses both on a file, `check_seals` the checksums in PostgreSQL, whose server checks pages only where its
-cluster was made with checksums.
+`StateGuard` uses both on a file, `check_seals` the checksums in PostgreSQL, whose server only checks pages if its cluster was
+initialized with checksums.
 """
 
 import os
@@ -69,27 +69,27 @@ def total(values: Iterable[object]) -> int:
 
 
 def sealed(row: Mapping[str, object]) -> dict[str, object]:
-    """A row of a table that has one checksum, with it: over all columns by name."""
+    """A row of a table with one checksum, with that checksum: over all columns by name."""
     return {**row, "checksum": _checksum(row)}
 
 
 def lasting_sum(row: Mapping[str, object]) -> int:
-    """The checksum of what does not change in the life of a reservation."""
+    """The checksum of the columns that stay the same for the life of a reservation."""
     return total(row[column] for column in LASTING)
 
 
 def life_sum(row: Mapping[str, object]) -> int:
-    """The checksum of what does."""
+    """The checksum of the other columns."""
     return total(row[column] for column in LIFE)
 
 
 def is_whole(row: Mapping[str, object]) -> bool:
-    """Whether a row is as it was written: that of a reservation by its two checksums, any other by its one."""
+    """Whether a row is as it was written: a reservation by its two checksums, any other by its one."""
     try:
         if "life_sum" in row:
             return row["lasting_sum"] == lasting_sum(row) and row["life_sum"] == life_sum(row)
         return row["checksum"] == _checksum(row)
-    except KeyError:  # the name of a column is damaged
+    except KeyError:  # a column name is damaged
         return False
 
 
@@ -108,14 +108,14 @@ _SALT_AT = 16
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a witness holds."""
+    """The content of a witness."""
 
     number: int
     salt: int
 
 
 class Witness:
-    """The witness of a database. `put` is called by the thread that writes, the rest before and after its life."""
+    """The witness of a database. The writer thread calls `put`, the rest runs before and after that thread."""
 
     def __init__(self, database: Path) -> None:
         self.path = database.with_name(f"{database.name}-witness")
@@ -127,10 +127,9 @@ class Witness:
         self._seen: Seen | None = None
 
     def check_before(self) -> None:
-        """Read what was acknowledged; to be called before the database is opened.
+        """Read what was acknowledged; call it before the database is opened.
 
-        STATE_INCONSISTENT if the witness is damaged, the database is gone, or its log is not the one that was written
-        last.
+        STATE_INCONSISTENT if the witness is damaged, the database is gone, or its log is not the last one written.
         """
         self._seen = seen = self._read()
         if seen is None:
@@ -142,18 +141,18 @@ class Witness:
             raise self._inconsistent("its write-ahead log is not the one that was written last")
 
     def check_after(self, number: int) -> None:
-        """Compare with the number of the last write that the database knows of; STATE_INCONSISTENT if one is lost."""
+        """Compare with the last write in the database; STATE_INCONSISTENT if one is lost."""
         if self._seen is not None and number < self._seen.number:
             raise self._inconsistent(
                 f"it ends with write {number}, and write {self._seen.number} was acknowledged"
             )
 
     def open(self, number: int) -> None:
-        """Begin to write down what is committed from now on."""
+        """Record commits from now on."""
         self._write(Seen(number, _salt(self._wal)))
 
     def put(self, number: int) -> None:
-        """A write is on disk. Cannot fail it: without the witness it is only less well guarded."""
+        """Record a write that is on disk. Failing does not fail the write: it is only guarded less well."""
         if self._wal_file < 0:
             with suppress(FileNotFoundError):
                 self._wal_file = os.open(self._wal, os.O_RDONLY)
@@ -182,7 +181,7 @@ class Witness:
             content = self.path.read_bytes()
         except FileNotFoundError:
             return None
-        if not content:  # made, and then the power failed
+        if not content:  # created, and then the power failed
             return None
         if len(content) == _RECORD.size:
             number, salt, found = _RECORD.unpack(content)
@@ -199,7 +198,7 @@ class Witness:
 
 
 def _salt(wal: Path) -> int:
-    """The first salt of a log; NO_SALT where there is none."""
+    """The first salt of a log; NO_SALT if there is none."""
     try:
         file = os.open(wal, os.O_RDONLY)
     except FileNotFoundError:
@@ -229,25 +228,25 @@ _SEALED = ("reservation", "counter", "rank", "quota", "cordon")
 
 
 class Numbering:
-    """Numbers the writes, on from the last one; for the thread that writes."""
+    """Numbers the writes, continuing from the last; for the writer thread."""
 
     def __init__(self, number: int) -> None:
         self._number = number
 
     def next(self) -> int:
-        """The number of a write that begins."""
+        """The number of a new write."""
         self._number += 1
         return self._number
 
     def wrote(self, number: int) -> None:
-        """The rows of a write are in the transaction that is open, and its number with them."""
+        """The rows of a write are in the open transaction, with its number."""
 
     def accepted(self) -> None:
-        """All that was read is as it was acknowledged."""
+        """All that was read is as acknowledged."""
 
 
 class StateGuard(Numbering):
-    """Guards one file. What `common.sqlite_store.Guard` asks for is for the thread that writes, too."""
+    """Guards one file, implementing `common.sqlite_store.Guard`; for the writer thread, too."""
 
     def __init__(self, database: Path) -> None:
         super().__init__(0)
@@ -260,7 +259,7 @@ class StateGuard(Numbering):
         return self._witness
 
     def inspect(self, connection: sqlite3.Connection, version: int) -> None:
-        """Read everything once; STATE_INCONSISTENT if something is not as it was acknowledged."""
+        """Read everything once; STATE_INCONSISTENT if anything differs from what was acknowledged."""
         if version >= SEALED_SINCE:
             check(connection, "integrity_check", UNCHECKED)
             for table in _SEALED:
@@ -277,22 +276,22 @@ class StateGuard(Numbering):
         self._witness.check_after(self._number)
 
     def accepted(self) -> None:
-        """Write the witness: before, it is left as it was, as the database is."""
+        """Write the witness; until here it and the database are left untouched."""
         self._witness.open(self._number)
 
     def wrote(self, number: int) -> None:
-        """Remember it until the transaction has ended."""
+        """Keep the number until the transaction ends."""
         self._staged = number
 
     def ended(self, *, committed: bool) -> None:
-        """A transaction has ended; nobody was answered yet."""
+        """A transaction has ended; nobody has been answered yet."""
         if committed and self._staged:
             self._witness.put(self._staged)
         self._staged = 0
 
 
 def damaged(what: str) -> FailedPreconditionError:
-    """The error of a row that is not as it was written."""
+    """The error for a damaged row."""
     return FailedPreconditionError(
         f"{what} is not as it was written; nothing is granted on such a state, and it was left as it is: restore a copy",
         reason="STATE_INCONSISTENT",
@@ -300,7 +299,7 @@ def damaged(what: str) -> FailedPreconditionError:
 
 
 def check_seals(connection: Connection, tables: Iterable[Table]) -> None:
-    """Read every row of those tables that have checksums; STATE_INCONSISTENT if one is not as written."""
+    """Read every row of the tables that have checksums; STATE_INCONSISTENT if one is damaged."""
     for table in tables:
         if not {"life_sum", "checksum"} & set(table.columns.keys()):
             continue
@@ -311,7 +310,7 @@ def check_seals(connection: Connection, tables: Iterable[Table]) -> None:
 
 
 def as_sealed(column: Column[Any]) -> ColumnElement[Any]:
-    """A column, with its values as `sealing` knows them: JSON as the text that was written, truth as a number."""
+    """A column with its values in the form that was checksummed: JSON as text, booleans as numbers."""
     if isinstance(column.type, JSON):
         return cast(column, Text).label(column.name)
     if isinstance(column.type, Boolean):

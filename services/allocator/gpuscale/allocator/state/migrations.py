@@ -1,6 +1,6 @@
-"""What leads to each version of the allocator's schema (docs/adr/0009). The store makes tables that are missing by itself.
+"""Migrations to each version of the allocator's schema (docs/adr/0009). The store creates missing tables itself.
 
-Versions 1 and 2 were only ever kept in SQLite.
+Versions 1 and 2 only existed in SQLite.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ _ADD_COUNTER = text("INSERT INTO counter (name, value, checksum) VALUES (:name, 
 
 
 def to_2(op: Operations) -> None:
-    """Shares of GPUs, tenants, and what may be taken away. The tenant is the owner, as for a new request."""
+    """Shares of GPUs, tenants, revocation. The tenant is the owner, as for a new request."""
     connection = op.get_bind()
     for column in _COLUMNS_OF_SHARES:
         connection.exec_driver_sql(f"ALTER TABLE reservation ADD COLUMN {column}")
@@ -45,7 +45,7 @@ def to_2(op: Operations) -> None:
 
 
 def to_3(op: Operations) -> None:
-    """Checksums of rows, and numbers of writes."""
+    """Checksums of rows, and write numbers."""
     connection = op.get_bind()
     columns = ("write_number", "lasting_sum", "life_sum")
     _seal(
@@ -85,7 +85,7 @@ def _seal(
 
 
 def to_4(op: Operations) -> None:
-    """A table of reservations that ended, and the count of the rows that are not in it. The allocator moves what has ended."""
+    """A table of ended reservations, and the count of rows outside it. The allocator moves the ended ones."""
     connection = op.get_bind()
     rows = sum(
         connection.exec_driver_sql(f"SELECT count(*) FROM {table}").scalar_one()  # noqa: S608 - names of this file
@@ -95,16 +95,16 @@ def to_4(op: Operations) -> None:
 
 
 def to_5(op: Operations) -> None:
-    """An index of ended reservations by their ids, which tell nothing of their fences any more."""
+    """An index of ended reservations by id, since ids no longer contain the fence."""
     connection = op.get_bind()
     if connection.dialect.has_table(connection, "ended"):
         connection.exec_driver_sql("CREATE INDEX ended_by_id ON ended (id)")
 
 
 def to_6(op: Operations) -> None:
-    """When the youngest of all forgotten reservations ended, for ledgers that forgot without a note of it.
+    """When the youngest forgotten reservation ended, for ledgers that did not record it.
 
-    Whatever was forgotten has ended by now: more is not known, so that none counts as kept.
+    Whatever was forgotten has ended by now; no more is known, so none counts as kept.
     """
     connection = op.get_bind()
     if not connection.dialect.has_table(connection, "counter"):
@@ -115,7 +115,7 @@ def to_6(op: Operations) -> None:
 
 
 def to_7(op: Operations) -> None:
-    """What became of clocks and memory of what was held."""
+    """Clock and memory figures of held GPUs."""
     connection = op.get_bind()
     if connection.dialect.has_table(connection, "usage"):
         connection.exec_driver_sql("ALTER TABLE usage ADD COLUMN hardware VARCHAR NOT NULL DEFAULT '{}'")

@@ -1,6 +1,7 @@
 """Use policies and notifications on disk, in the allocator's state.
 
-That is what admins declared, what policies follow and did, and what targets were not told yet. None of it decides who holds a GPU: its rows have no checksums.
+It stores what admins declare, what policies track and did, and pending notifications. None of it decides who holds a GPU, so
+its rows have no checksums.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ from gpuscale.common.store.store import Prepared, Whole
 
 
 class DeclaredPolicy(Table, table=True):
-    """A use policy or a notification target: `body` is the JSON of its spec as the contract has it."""
+    """A use policy or a notification target: `body` is the JSON of its spec in the contract."""
 
     kind: str = Field(primary_key=True)
     id: str = Field(primary_key=True)
@@ -34,7 +35,7 @@ class DeclaredPolicy(Table, table=True):
 
 
 class PolicyTrack(Table, table=True):
-    """A track, whose times are of `boot_id`; `etag` is that of the policy. The one of no policy says when was looked last."""
+    """A track, with times of `boot_id`; `etag` is the policy's. The row without a policy has the time of the last look."""
 
     policy: str = Field(primary_key=True)
     subject: str = Field(primary_key=True)
@@ -44,21 +45,21 @@ class PolicyTrack(Table, table=True):
 
 
 class PolicyActed(Table, table=True):
-    """What a policy did, by its number."""
+    """An act of a policy, by number."""
 
     number: int = Field(primary_key=True, sa_type=Whole, sa_column_kwargs={"autoincrement": False})
     body: str
 
 
 class PowerChanged(Table, table=True):
-    """How the cap of a GPU was changed, by its number."""
+    """A change of a GPU's cap, by number."""
 
     number: int = Field(primary_key=True, sa_type=Whole, sa_column_kwargs={"autoincrement": False})
     body: str
 
 
 class PendingLetter(Table, table=True):
-    """An event that a target was not told yet."""
+    """An event that was not delivered yet to a target."""
 
     number: int = Field(primary_key=True, sa_type=Whole, sa_column_kwargs={"autoincrement": False})
     target: str
@@ -69,7 +70,7 @@ class PendingLetter(Table, table=True):
 
 
 class ToldTrouble(Table, table=True):
-    """A node that is down, or a GPU in quarantine, of which targets were told. An empty name is always there."""
+    """A node that is down, or a GPU in quarantine, that targets were told of. A row with an empty name always exists."""
 
     name: str = Field(primary_key=True)
 
@@ -117,7 +118,7 @@ _TO_CHANGE = TypeAdapter(PowerChange)
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What an admin declared, as it is stored."""
+    """What an admin declared, as stored."""
 
     id: str
     body: str
@@ -129,7 +130,7 @@ class Declaration:
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """An event for a target: sent `attempts` times in vain, the last time for a `problem`; a `dead` one is not sent any more."""
+    """An event for a target: sent `attempts` times in vain, last for a `problem`; a `dead` one is not sent again."""
 
     number: int
     target: str
@@ -156,23 +157,23 @@ Key = tuple[str, str]
 
 @dataclass(eq=False)
 class PolicyStore:
-    """Reads and writes all this, times of the current boot. Every write returns once it is on disk, and raises as `Store.write` does."""
+    """Reads and writes all this, in times of the current boot. Writes return once on disk, and raise like `Store.write`."""
 
     store: AllocatorStore
     boot_id: str
 
     async def declared(self, kind: str) -> list[Declaration]:
-        """All of a kind."""
+        """All declarations of a kind."""
         rows = await self._all(select(_DECLARED).where(_DECLARED.c.kind == kind))
         return [Declaration(**{key: value for key, value in row.items() if key != "kind"}) for row in rows]
 
     async def declare(self, kind: str, one: Declaration) -> None:
-        """Write one, in place of the one with its id."""
+        """Write a declaration, replacing the one with its id."""
         row = {name: getattr(one, name) for name in Declaration.__dataclass_fields__} | {"kind": kind}
         await self.store.change(lambda connection: _run(_PUT_DECLARED, connection, [row]))
 
     async def withdraw(self, kind: str, key: str) -> None:
-        """Delete one; of a target, with what it was not told yet."""
+        """Delete a declaration; for a target, with its undelivered events."""
 
         def work(connection: Connection) -> None:
             connection.execute(delete(_DECLARED).where(_DECLARED.c.kind == kind, _DECLARED.c.id == key))
@@ -182,7 +183,7 @@ class PolicyStore:
         await self.store.change(work)
 
     async def tracks(self, now: float) -> dict[Key, FollowedTrack]:
-        """All tracks, as they stood when they were looked at last."""
+        """All tracks, as of their last look."""
         rows = await self._all(select(_TRACK))
         looked = next((float(row["body"]) for row in rows if not row["policy"]), 0.0)
         found: dict[Key, FollowedTrack] = {}
@@ -205,7 +206,7 @@ class PolicyStore:
         acts: Sequence[tuple[int, PolicyAct]],
         letters: Sequence[Letter],
     ) -> None:
-        """Write what a look has changed, did, and tells, in one transaction; None is a track that is over."""
+        """Write a look's changed tracks, acts and letters in one transaction; None removes a track."""
         tracks = [
             {
                 "policy": policy,
@@ -232,12 +233,12 @@ class PolicyStore:
         await self.store.change(work)
 
     async def power_changes(self) -> list[tuple[int, PowerChange]]:
-        """How caps were changed, each with its number, oldest first."""
+        """Changes of caps, each with its number, oldest first."""
         rows = await self._all(select(_POWER).order_by(_POWER.c.number))
         return [(row["number"], _TO_CHANGE.validate_json(row["body"])) for row in rows]
 
     async def save_power_changes(self, changes: Sequence[tuple[int, PowerChange]]) -> None:
-        """Write how caps were changed."""
+        """Write changes of caps."""
         rows = [{"number": number, "body": to_json(one).decode()} for number, one in changes]
 
         def work(connection: Connection) -> None:
@@ -247,7 +248,7 @@ class PolicyStore:
         await self.store.change(work)
 
     async def letters(self) -> list[Letter]:
-        """What was not told yet, oldest first."""
+        """Undelivered letters, oldest first."""
         rows = await self._all(select(_OUTBOX).order_by(_OUTBOX.c.number))
         return [
             _TO_LETTER.validate_python({**row, "event": _TO_EVENT.validate_json(row["event"])})
@@ -255,9 +256,9 @@ class PolicyStore:
         ]
 
     async def told(self) -> set[str]:
-        """The nodes and GPUs of whose trouble targets were told, and that are not known to be well again.
+        """The nodes and GPUs whose trouble targets were told of, and that are not known to have recovered.
 
-        A release that did not keep this told of all nodes that were down: at first each counts as told.
+        A release that did not record this told of all nodes that were down: at first each counts as told.
         """
         found = {row["name"] for row in await self._all(select(_TOLD))}
         if not found:
@@ -266,7 +267,7 @@ class PolicyStore:
         return found - {""}
 
     async def post(self, letters: Sequence[Letter], told: Iterable[str], over: Iterable[str]) -> None:
-        """Keep what is to be sent, of whose trouble that tells, and whose trouble is over."""
+        """Store letters to send, whose trouble they report, and whose is over."""
         begun, gone = [{"name": name} for name in told], [{"key": name} for name in over]
 
         def work(connection: Connection) -> None:
@@ -277,7 +278,7 @@ class PolicyStore:
         await self.store.change(work)
 
     async def settle(self, sent: Iterable[int], failed: Iterable[Letter]) -> None:
-        """Forget what was sent, or is forgotten, and note what was not."""
+        """Remove letters that were sent or dropped, and record failed attempts."""
         gone = [{"key": number} for number in sent]
         noted = [
             {"key": one.number, "attempts": one.attempts, "problem": one.problem, "dead": one.dead}
@@ -295,7 +296,7 @@ class PolicyStore:
 
 
 def post(connection: Connection, letters: Sequence[Letter]) -> None:
-    """Keep what is to be sent, inside the transaction that is open."""
+    """Store letters to send, inside the open transaction."""
     rows = [
         {
             "number": one.number,

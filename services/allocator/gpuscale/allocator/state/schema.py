@@ -1,4 +1,4 @@
-"""Schema of the allocator's state: its tables and the counters in them. Table names are the class names."""
+"""Schema of the allocator's state: its tables and counters. Table names are the class names."""
 
 from typing import Any
 
@@ -29,11 +29,11 @@ class Table(SQLModel, registry=registry()):
 
 
 class _Record(Table):
-    """What is stored of a reservation.
+    """The stored form of a reservation.
 
-    `deadline_seconds` and `revoke_seconds` are of CLOCK_BOOTTIME and mean something only within `boot_id`; `create_time`
-    and `end_time` are seconds since 1970. `write_number` is that of the write that made the row what it is
-    (`gpuscale.allocator.state.integrity`); the sums are those of `gpuscale.allocator.state.integrity`.
+    `deadline_seconds` and `revoke_seconds` are of CLOCK_BOOTTIME and only valid within `boot_id`; `create_time` and `end_time`
+    are seconds since 1970. `write_number` is the last write of the row and the sums are its checksums
+    (`gpuscale.allocator.state.integrity`).
     """
 
     id: str
@@ -65,14 +65,14 @@ class _Record(Table):
 
 
 class Reservation(_Record, table=True):
-    """A reservation that lives, or ended not long ago."""
+    """A reservation that is live, or ended recently."""
 
     id: str = Field(primary_key=True)
     fence: int = Field(unique=True, sa_type=Whole)
 
 
 class Ended(_Record, table=True):
-    """A reservation that ended, and is not in memory any more. `gpuscale.allocator.state.archive` moves it here."""
+    """An ended reservation that is no longer in memory. `gpuscale.allocator.state.archive` moves it here."""
 
     __table_args__ = (
         Index("ended_by_deadline", "boot_id", "deadline_seconds"),
@@ -84,10 +84,10 @@ class Ended(_Record, table=True):
 
 
 class Hold(Table, table=True):
-    """What a live reservation holds of a GPU, in thousandths of it; all its members together.
+    """What a live reservation holds of a GPU, in thousandths; all its members together.
 
-    The database itself refuses a second reservation of a GPU that is held whole (a unique index), and shares that
-    exceed the GPU (a trigger).
+    The database itself refuses a second reservation of a GPU that is held whole (a unique index), and shares that exceed the
+    GPU (a trigger).
     """
 
     gpu_uuid: str = Field(primary_key=True)
@@ -96,7 +96,7 @@ class Hold(Table, table=True):
 
 
 _HOLD = Table.metadata.tables["hold"]
-# As text: an Index of both databases loads what SQLAlchemy has of both, 2 MB.
+# As text: an Index for both databases loads SQLAlchemy's support for both, 2 MB.
 _WHOLE_INDEX = f"CREATE UNIQUE INDEX one_whole_hold ON hold (gpu_uuid) WHERE milli = {model.WHOLE}"
 _SHARES_TRIGGER = (
     "CREATE TRIGGER shares_fit BEFORE INSERT ON hold"
@@ -119,7 +119,7 @@ _GUARDS = {
 
 
 def guard_holds(_target: object, connection: Connection, **_: object) -> None:
-    """Make the index and the trigger; called when the table is made."""
+    """Create the index and the trigger; called when the table is created."""
     for statement in _GUARDS[connection.dialect.name]:
         connection.exec_driver_sql(statement)
 
@@ -136,9 +136,9 @@ class Rank(Table, table=True):
 
 
 class Counter(Table, table=True):
-    """A number that must not go back; and the parts of the key of lease tokens, which must not be lost.
+    """A number that must not go back; and the parts of the lease-token key, which must not be lost.
 
-    As counters they need no other version of the schema.
+    As counters they need no new schema version.
     """
 
     name: str = Field(primary_key=True)

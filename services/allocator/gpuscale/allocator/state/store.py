@@ -1,7 +1,7 @@
-"""Store: what the allocator must never forget, in SQLite or PostgreSQL, and how it is opened. The schema is SQLModel's, the writes are Core statements.
+"""Store: what the allocator must never forget, in SQLite or PostgreSQL. SQLModel has the schema, Core statements write.
 
-The database itself refuses to give more of a GPU than there is (see `schema.Hold`), and `request_id` is unique, so
-it refuses a second grant for one request.
+The database itself refuses to give more of a GPU than there is (see `schema.Hold`), and `request_id` is unique, so it refuses a
+second grant for one request.
 """
 
 import asyncio
@@ -85,7 +85,7 @@ _ACTIVE: ColumnElement[str] = literal_column(f"'{State.ACTIVE.value}'")
 _ADD = Prepared(insert(_RESERVATION))
 _HOLD_GPUS = Prepared(insert(_HOLD))
 _FREE_GPUS = Prepared(delete(_HOLD).where(_HOLD.c.reservation_id == bindparam("key")))
-# What has ended never lives again, whatever a late write says.
+# An ended reservation never lives again, whatever a late write says.
 _CHANGE = Prepared(
     update(_RESERVATION)
     .where(_RESERVATION.c.id == bindparam("id"))
@@ -111,10 +111,10 @@ _PUT_RANKS = Prepared.replacing(_RANK)
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What the disk holds.
+    """The content of the disk.
 
-    `reservations` come oldest first, each with the id of the boot that its deadline belongs to; `fence` is the highest
-    one that had been given when a record was last forgotten, `ranks` the rank of every node ever seen.
+    `reservations` come oldest first, each with the boot id of its deadline; `fence` is the highest one given when a record was
+    last forgotten, `ranks` the rank of every node ever seen.
     """
 
     reservations: Sequence[tuple[Reservation, str]]
@@ -125,10 +125,10 @@ class Saved:
 class AllocatorStore:
     """Reads and writes of the allocator's state.
 
-    Every write returns once it is on disk and raises UnavailableError, with the reason of the store, if it cannot be.
+    Every write returns once it is on disk, and raises UnavailableError, with the store's reason, if it fails.
 
-    `guard` numbers the writes; all deadlines written belong to the boot `boot_id`. `beside` is asked, with the reservations that
-    change, for what else is to be written with them.
+    `guard` numbers the writes; all deadlines written belong to the boot `boot_id`. `beside` returns what else to write with the
+    reservations that change.
     """
 
     def __init__(self, store: Store, guard: Numbering, boot_id: str) -> None:
@@ -138,11 +138,11 @@ class AllocatorStore:
         self.beside: Callable[[Sequence[Reservation]], Callable[[Connection], None] | None] = lambda _: None
 
     async def read(self, work: Callable[[Connection], T]) -> T:
-        """Read what else is kept in the file. Raises as `Store.read` does."""
+        """Read other tables in the file. Raises like `Store.read`."""
         return await self._store.read(work)
 
     async def change(self, work: Callable[[Connection], None], *, fence: int = 0) -> None:
-        """Write what else is kept in the file, and that a fence was given if one is named. Raises as `Store.write` does."""
+        """Write other tables in the file, and record a `fence` if given. Raises like `Store.write`."""
         await self._store.write(self._numbered(work, fence), frees=True)
 
     def _numbered(self, work: Callable[[Connection], None], fence: int) -> Callable[[Connection], None]:
@@ -158,25 +158,25 @@ class AllocatorStore:
 
     @property
     def short(self) -> bool:
-        """Whether the disk lacks the room that is kept for ends of reservations: nothing is granted then."""
+        """Whether the disk is below the space reserved for ends of reservations: nothing is granted then."""
         return self._store.short
 
     async def look_for_room(self) -> bool:
-        """Look again whether the disk is `short`. Raises as `Store.write` does."""
+        """Check again whether the disk is `short`. Raises like `Store.write`."""
         await self._store.write(lambda _: None)
         return self._store.short
 
     async def load(self) -> Saved:
-        """Read everything but what `archive` keeps, and begin to write down what is acknowledged.
+        """Read everything except the `archive`, and start to record acknowledged writes.
 
-        STATE_INCONSISTENT if the holds are not those of the live reservations, or the file is damaged.
+        STATE_INCONSISTENT if the holds do not match the live reservations, or the file is damaged.
         """
         saved = await self._store.read(_load)
         self._guard.accepted()
         return saved
 
     async def lease_key(self) -> Sequence[int]:
-        """The key of lease tokens; made and written where there is none yet."""
+        """The key of lease tokens, created and written if there is none yet."""
         names = [f"{schema.LEASE_KEY}_{number}" for number in range(KEY_PARTS)]
 
         def look(connection: Connection) -> list[int]:
@@ -202,13 +202,13 @@ class AllocatorStore:
         begun: Sequence[Reservation] = (),
         also: Callable[[Connection], None] | None = None,
     ) -> None:
-        """Write new reservations with their holds, and what changed in the life of others, in one transaction.
+        """Write new reservations with their holds, and changes in the life of others, in one transaction.
 
         Those that have ended give their GPUs back, and `also` writes what is told of them; of those changed, the ones that have `begun` hold some from here on.
 
         Raises:
-            UnavailableError: also with reason STATE_CONFLICT, if the state refuses one of them, or REQUEST_ENDED with
-                their `request_ids`, if what was granted for a request has ended: then none is written.
+            UnavailableError: also with reason STATE_CONFLICT if the state refuses one of them, or REQUEST_ENDED with
+                their `request_ids` if what was granted for a request has ended: then none is written.
         """
         beside = self.beside(changed) if changed else None
 
@@ -255,7 +255,7 @@ class AllocatorStore:
         await self._write(work)
 
     async def forget(self, ended: Sequence[Reservation], fence: int) -> None:
-        """Delete the records of ended reservations; that `fence` is the highest one given stays known."""
+        """Delete records of ended reservations, and record the highest `fence`."""
 
         def work(connection: Connection) -> None:
             count(connection, {schema.ROWS: -_FORGET.run(connection, [{"key": one.id} for one in ended])})
@@ -265,7 +265,7 @@ class AllocatorStore:
         await self._write(self._numbered(work, fence))
 
     async def save_ranks(self, ranks: Mapping[str, int]) -> None:
-        """Write the ranks of nodes that were not known before, in place of any that could not be deleted."""
+        """Write the ranks of new nodes, replacing any that could not be deleted."""
         rows = [sealed({"node": node, "rank": rank}) for node, rank in ranks.items()]
 
         def work(connection: Connection) -> None:
@@ -274,7 +274,7 @@ class AllocatorStore:
         await self._write(work)
 
     async def forget_rank(self, node: str, rank: int) -> None:
-        """Delete the rank of a node, unless it has another one by now."""
+        """Delete the rank of a node, unless it has a new one by now."""
 
         def work(connection: Connection) -> None:
             connection.execute(delete(_RANK).where(_RANK.c.node == node, _RANK.c.rank == rank))
@@ -282,7 +282,7 @@ class AllocatorStore:
         await self._write(work)
 
     def _note(self, connection: Connection, number: int) -> None:
-        """Keep the number of a write that no reservation has."""
+        """Record a write number that no reservation has."""
         _COUNT.run(connection, [sealed({"name": LAST_WRITE, "value": number})])
 
     async def _write(self, work: Callable[[Connection], None]) -> None:
@@ -297,7 +297,7 @@ class AllocatorStore:
 
 
 def count(connection: Connection, changes: Mapping[str, int]) -> dict[str, int]:
-    """Add to counters, inside the transaction that is open; returns their values."""
+    """Add to counters inside the open transaction; returns their values."""
     values: dict[str, int] = {}
     for name, change in changes.items():
         found = _COUNTED.first(connection, {"name": name})
@@ -308,7 +308,7 @@ def count(connection: Connection, changes: Mapping[str, int]) -> dict[str, int]:
 
 
 def note_forgotten(connection: Connection, end_time: float) -> None:
-    """Note that a reservation that ended then is forgotten, inside the transaction that is open."""
+    """Record, inside the open transaction, that a reservation that ended then is forgotten."""
     known = count(connection, {schema.FORGOTTEN: 0})[schema.FORGOTTEN]
     count(connection, {schema.FORGOTTEN: max(0, ceil(end_time) - known)})
 
@@ -325,7 +325,7 @@ def _load(connection: Connection) -> Saved:
 
 
 def _check_rows(connection: Connection) -> None:
-    """As many rows must be there as were written: what was deleted by hand may have been a grant."""
+    """Check that all written rows are there: one that was deleted by hand may have been a grant."""
     names = {schema.ROWS: (_RESERVATION, _HOLD), schema.ENDED_RECORDS: (_ENDED,)}
     for name, tables in names.items():
         found = sum(connection.execute(select(func.count()).select_from(one)).scalar_one() for one in tables)
@@ -340,7 +340,7 @@ def _check_rows(connection: Connection) -> None:
 
 
 def _check_holds(reservations: Sequence[Reservation], connection: Connection) -> None:
-    """The holds must be those of the live reservations: anything else was not written by this program."""
+    """Check that the holds match the live reservations: otherwise another program wrote them."""
     expected = {
         (hold["gpu_uuid"], hold["reservation_id"], hold["milli"])
         for one in reservations
@@ -359,13 +359,13 @@ def _check_holds(reservations: Sequence[Reservation], connection: Connection) ->
 
 
 def to_row(reservation: Reservation, boot_id: str, number: int) -> dict[str, object]:
-    """The row of a reservation, as the driver takes it and returns it: lists and mappings as JSON."""
+    """The row of a reservation in the driver's form: lists and mappings as JSON."""
     row = to_lasting(reservation)
     return row | {"lasting_sum": total(row.values())} | to_changes(reservation, boot_id, number)
 
 
 def to_lasting(reservation: Reservation) -> dict[str, object]:
-    """What does not change in the life of a reservation, unless a GPU of it is lost: the columns of `integrity.LASTING`."""
+    """The columns that only change if a GPU is lost: `integrity.LASTING`."""
     return {
         "id": reservation.id,
         "fence": reservation.fence,
@@ -375,7 +375,7 @@ def to_lasting(reservation: Reservation) -> dict[str, object]:
         "owner": f"{reservation.owner}{MADE_BY}{reservation.made_by}"
         if reservation.made_by
         else reservation.owner,
-        # Spelled alike in every version: the sum of a row that lost a GPU is made anew, these are not written then.
+        # The same spelling in every version: a row that lost a GPU gets a new sum without rewriting these.
         "labels": json.dumps(dict(reservation.labels)) if reservation.labels else "{}",
         "policy": str(reservation.policy),
         "create_time": reservation.created.timestamp(),
@@ -390,7 +390,7 @@ def to_lasting(reservation: Reservation) -> dict[str, object]:
 
 
 def to_changes(reservation: Reservation, boot_id: str, number: int) -> dict[str, object]:
-    """What changes in the life of a reservation with the write of this number: the columns of `integrity.LIFE`, and a sum."""
+    """The columns that a write of this number changes: `integrity.LIFE`, and their sum."""
     revoke_at, job = reservation.revoke_at, reservation.job
     row: dict[str, object] = {
         "id": reservation.id,
@@ -411,7 +411,7 @@ def to_changes(reservation: Reservation, boot_id: str, number: int) -> dict[str,
 
 
 def to_lost(reservation: Reservation) -> dict[str, object]:
-    """What changes beside its life in a reservation of which a GPU is lost, as columns, with their sum."""
+    """The other columns that change if a GPU is lost, with their sum."""
     row = to_lasting(reservation)
     return {"id": reservation.id, "gpus": row["gpus"], "lasting_sum": total(row.values())}
 
@@ -441,7 +441,7 @@ def to_gpus(reservation: Reservation) -> str:
 
 
 def to_holds(reservation: Reservation) -> Sequence[dict[str, object]]:
-    """What a live reservation holds: a row for each GPU."""
+    """What a live reservation holds: a row per GPU."""
     held: dict[str, int] = {}
     for gpu in reservation.gpus:
         held[gpu.uuid] = held.get(gpu.uuid, 0) + gpu.milli
@@ -451,7 +451,7 @@ def to_holds(reservation: Reservation) -> Sequence[dict[str, object]]:
 
 
 def from_row(row: Any) -> Reservation:
-    """The reservation of a row of `Reservation` or `Ended`; its lists and mappings are no JSON any more."""
+    """The reservation of a row of `Reservation` or `Ended`, with its JSON columns parsed."""
     owner, _, made_by = row.owner.partition(MADE_BY)
     life, _, until = row.end_reason.partition(UNTIL)
     rest, _, wanted = life.partition(WANTED)
@@ -508,9 +508,9 @@ MIGRATIONS = revisions("gpuscale.allocator.state.migrations", schema.VERSION)
 
 @asynccontextmanager
 async def open_store(path: Path, boot_id: str) -> AsyncGenerator[AllocatorStore]:
-    """Open the file, or make it.
+    """Open the file, or create it.
 
-    FailedPreconditionError if it is damaged, is not what was acknowledged, or is of another version; it stays as it is.
+    FailedPreconditionError if it is damaged, differs from what was acknowledged, or has another version; it stays as it is.
     """
     guard = StateGuard(path)
     await asyncio.to_thread(guard.witness.check_before)
@@ -524,9 +524,9 @@ async def open_store(path: Path, boot_id: str) -> AsyncGenerator[AllocatorStore]
 
 @asynccontextmanager
 async def open_shared_store(url: SecretUrl, term: Term, boot_id: str) -> AsyncGenerator[AllocatorStore]:
-    """Open the state in PostgreSQL for a term, or make it.
+    """Open the state in PostgreSQL for a term, or create it.
 
-    FailedPreconditionError if it is of another version, or a row is not as it was written; it stays as it is.
+    FailedPreconditionError if it has another version or a damaged row; it stays as it is.
     """
     from gpuscale.common.store.postgres import Postgres
 

@@ -1,9 +1,9 @@
-"""The usage ledger: what was granted of GPUs and used, kept for years in a table of the allocator's state.
+"""The usage ledger: GPU time granted and used, kept for years in a table of the allocator's state.
 
-A row is what one UTC day, or a part of it, made of one GPU for one reservation. Rows of an end are written in its
-transaction, those of what runs at checkpoints; no row that is finished is ever changed, so a sum over rows is exact whatever
-was killed in between. After ROLL_AFTER days the rows of a day become one for each user, tenant, labels, node and model:
-sums stay as they were, to the millisecond, and what each reservation did is gone.
+A row is the use of one GPU by one reservation on a UTC day, or part of one. The rows of an end are written in its transaction,
+those of live reservations at checkpoints; a finished row never changes, so a sum over rows is exact whatever is killed in
+between. After ROLL_AFTER days the rows of a day are merged into one per user, tenant, labels, node and model: sums stay exact
+to the millisecond, and what each reservation did is gone.
 
 `granted`, `busy` and `idle` are milliseconds x thousandths of a GPU: microseconds of a whole one. Rows carry no checksum: they
 decide nothing, and are too many to read at each start.
@@ -36,9 +36,9 @@ MOST_ROLLED = 1000
 
 
 class Usage(Table, table=True):
-    """A row. `until_ms` of the boot clock of `boot_id` is where the account stood; `outcome` says how the reservation ended, in its last.
+    """A row. `until_ms` is where the account stood, on the boot clock of `boot_id`; `outcome`, in the last row, how it ended.
 
-    What was added up has no reservation, GPU and holder. `ends` counts reservations that ended.
+    Merged rows have no reservation, GPU and holder. `ends` counts reservations that ended.
     """
 
     __table_args__ = (Index("usage_by_day", "day"),)
@@ -66,7 +66,7 @@ class Usage(Table, table=True):
     outcome: str
     until_ms: int = Field(sa_type=Whole)
     boot_id: str
-    hardware: str  # JSON; what was added up has none
+    hardware: str  # JSON; merged rows have none
 
 
 _USAGE = Table.metadata.tables["usage"]
@@ -82,7 +82,7 @@ _NOTHING = json.dumps(asdict(_UNREAD))
 
 @dataclass(frozen=True, slots=True)
 class AccountStanding:
-    """Where the account of a reservation stood when it was written last."""
+    """Where the account of a reservation stood when it was last written."""
 
     part: int
     until: int
@@ -91,7 +91,7 @@ class AccountStanding:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What was used by one user, tenant, set of labels, node and model, empty where not asked for; times in the tally are x thousandths.
+    """Use by one user, tenant, set of labels, node and model, empty if not asked for; tally times are x thousandths.
 
     `ends` counts reservations that ended.
     """
@@ -105,12 +105,12 @@ class Used:
     ends: int
 
     def plus(self, other: "Used") -> "Used":
-        """With what somebody else used."""
+        """The sum of both."""
         return replace(self, tally=self.tally.plus(other.tally), ends=self.ends + other.ends)
 
 
 def rows_of(account: Account, boot_id: str, outcome: str = "") -> list[dict[str, object]]:
-    """The rows of an account; with an `outcome` they are its last ones."""
+    """The rows of an account; with an `outcome`, its last ones."""
     one, first = account.reservation, {gpu.uuid: gpu for gpu in reversed(account.reservation.gpus)}
     labels = json.dumps(dict(sorted(one.labels.items())), ensure_ascii=False) if one.labels else "{}"
     found: list[dict[str, object]] = []
@@ -155,7 +155,7 @@ def _hardware(found: Hardware) -> str:
 
 
 def putting(rows: Sequence[Mapping[str, object]]) -> Work:
-    """The work that writes rows."""
+    """A work that writes rows."""
 
     def work(connection: Connection) -> None:
         _PUT.run(connection, rows)
@@ -164,7 +164,7 @@ def putting(rows: Sequence[Mapping[str, object]]) -> Work:
 
 
 def tally_of(row: Mapping[str, Any]) -> Tally:
-    """What a row of one GPU tells."""
+    """The tally of a row of one GPU."""
     whole = {name: row[name] // row["milli"] for name in ("granted", "busy", "idle", "read")}
     rest = {name: row[name] for name in ("peak_utilization", "peak_memory", "energy")}
     hardware = Hardware(**json.loads(row["hardware"]))
@@ -173,12 +173,12 @@ def tally_of(row: Mapping[str, Any]) -> Tally:
 
 @dataclass(eq=False)
 class UsageLedger:
-    """Reads and writes the table. Every method raises as `Store.write` and `Store.read` do."""
+    """Reads and writes the table. Every method raises like `Store.write` and `Store.read`."""
 
     store: AllocatorStore
 
     async def standings(self, ids: Sequence[str]) -> dict[str, AccountStanding]:
-        """Where the accounts of these reservations stood; without those of which nothing was written."""
+        """Where the accounts of these reservations stood, if anything of them was written."""
         found: dict[str, AccountStanding] = {}
         for start in range(0, len(ids), SLICE):
             rows = _standing_rows(ids[start : start + SLICE])
@@ -187,12 +187,12 @@ class UsageLedger:
         return found
 
     async def put(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """Write rows; not in the room that a full disk keeps for the ends of reservations."""
+        """Write rows, but not into the space that a full disk reserves for ends of reservations."""
         if rows and not self.store.short:
             await self.store.change(putting(rows))
 
     async def lasted(self, since: int) -> list[tuple[str, str, int, int, float]]:
-        """Owner, tenant, number of GPUs, thousandths of each, and milliseconds of reservations of which is learned.
+        """Owner, tenant, number of GPUs, thousandths of each, and milliseconds of reservations to learn from.
 
         The newest MOST_LASTED that ended on a day from `since` on, oldest first.
         """
@@ -216,14 +216,14 @@ class UsageLedger:
         return [{str(name): value for name, value in row.items()} for row in rows]
 
     async def query(self, since: int, until: int, dimensions: Collection[str]) -> list[Used]:
-        """What was used in the days from `since` to before `until`, by some of the DIMENSIONS."""
+        """What was used from day `since` to before `until`, by some of the DIMENSIONS."""
         keys = [_USAGE.c[name] for name in DIMENSIONS if name in dimensions]
         query = select(*keys, *_added()).where(_USAGE.c.day >= since, _USAGE.c.day < until).group_by(*keys)
         rows = await self.store.read(lambda connection: connection.execute(query).mappings().all())
         return [_used(row) for row in rows if row["granted"] is not None]
 
     async def tidy(self, today: int, keep_days: int) -> None:
-        """Add up what is old enough, and forget the oldest day where it is older than is kept.
+        """Merge old rows, and drop the oldest day if it is past the retention.
 
         At most one day goes at a time: a clock that was wrong for an hour must not cost years.
         """
@@ -260,12 +260,12 @@ def _used(row: Mapping[Any, Any]) -> Used:
 
 
 def _sums(row: Mapping[Any, Any]) -> dict[str, Any]:
-    """The sums of a row; PostgreSQL adds whole numbers up to decimals."""
+    """The sums of a row; PostgreSQL returns sums of integers as decimals."""
     return {name: row[name] if name in {"utilization", "energy"} else int(row[name]) for name in SUMS}
 
 
 def _roll(connection: Connection, before: int) -> int:
-    """Add up some reservations of the oldest day before this one that has any; how many they were."""
+    """Merge some reservations of the oldest day before `before`; returns how many."""
     single = _USAGE.c.reservation_id != ""
     oldest = select(func.min(_USAGE.c.day)).where(single, _USAGE.c.day < before)
     day = connection.execute(oldest).scalar()

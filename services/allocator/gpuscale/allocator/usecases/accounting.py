@@ -1,8 +1,8 @@
-"""Use cases of accounting: look at what holders make of their GPUs, keep their accounts, and say what was used, by whom.
+"""Use cases of accounting: sample the use of GPUs, keep the accounts, and report who used what.
 
-Looks cost no call: each node that has leases sends its readings whole within 10 s anyway (docs/adr/0029, 0041). What ends is
-written with its end. What runs is written at its first renewal, from which on the disk no longer tells its start, and each
-CHECKPOINT seconds: a kill loses nothing of what was granted, and of what is known of its use no more than that.
+Sampling costs no call: each node with leases sends complete readings within 10 s anyway (docs/adr/0029, 0041). Accounts of
+ended reservations are written with the end. Live ones are written at their first renewal, which overwrites their start on disk,
+and every CHECKPOINT seconds: a kill loses nothing of what was granted, and at most that much of what was used.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GpuStatistics:
-    """What a reservation made of one GPU: `tally` from its grant on."""
+    """The use of one GPU by a reservation: `tally` counts from its grant."""
 
     uuid: str
     node: str
@@ -76,7 +76,7 @@ class GpuStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ReservationStatistics:
-    """What a reservation made of its GPUs, so far or until it ended with this outcome."""
+    """The use of a reservation's GPUs, so far or until it ended with this outcome."""
 
     id: str
     outcome: str
@@ -87,9 +87,9 @@ class ReservationStatistics:
 class Accounting:
     """The accounts of all live reservations. `run` must run, after `restore`.
 
-    `tell` is called with each reservation of which another use is seen, `turn` when a calendar month has begun. `totals` adds
-    up, by tenant and since the start, what was granted and used in microseconds of whole GPUs. `months` has what was granted in
-    the months about the start and later, `durations` how long reservations lasted.
+    `tell` is called with each reservation whose use has changed, `turn` when a calendar month has begun. `totals` adds up, by
+    tenant and since the start, what was granted and used in microseconds of whole GPUs. `months` has what was granted in the
+    months around the start and later, `durations` how long reservations lasted.
     """
 
     ledger: Ledger
@@ -108,10 +108,10 @@ class Accounting:
     _saved_at: float = field(default=float("-inf"), init=False)
 
     async def restore(self, saved: Sequence[tuple[Reservation, str]], current: Sequence[Reservation]) -> None:
-        """Open the accounts of what the disk held, each with the boot of its deadline; `current` is the same as of this boot."""
+        """Open the accounts of what was on disk, each with the boot of its deadline; `current` is the same in this boot."""
         self._today = self._wall() // DAY
         month = month_of(month_of(self._today)[0] - 1)
-        for _ in range(3):  # the wall clock may be set a little
+        for _ in range(3):  # the wall clock may be set back a little
             for used in await self.usage.query(*month, ["tenant"]):
                 self.months.add(used.tenant, month[0], used.tally.granted)
             month = month_of(month[1])
@@ -126,7 +126,7 @@ class Accounting:
             self._put(resumed(one, now, known, there.part if there else 0, self._wall()))
 
     def beside(self, changed: Iterable[Reservation]) -> Work | None:
-        """What is to be written with reservations that change: the last rows of those that end, the first of those that go on."""
+        """What to write with reservations that change: the last rows of ended ones, the first of continuing ones."""
         rows: list[dict[str, object]] = []
         for one in changed:
             account = self._accounts.get(one.id)
@@ -157,7 +157,7 @@ class Accounting:
             self._put(Account(one, granted_since(one)))
 
     async def run(self) -> NoReturn:
-        """Look, write and tidy for ever."""
+        """Look, write and tidy, for ever."""
         failing = False
         for nth in count(1):
             await asyncio.sleep(LOOK)
@@ -190,9 +190,9 @@ class Accounting:
                     self.tell(one)
 
     async def tidy(self) -> None:
-        """Add up and forget what is old. Raises as `Store.write` does.
+        """Merge and drop old rows. Raises like `Store.write`.
 
-        What runs is written first, so that no row that will be written again is of an old day, whatever the wall clock did.
+        Live accounts are written first, so that no row still growing is of an old day, whatever the wall clock did.
         """
         today = self._wall() // DAY
         await self.checkpoint()
@@ -200,10 +200,10 @@ class Accounting:
 
     @uninterrupted
     async def checkpoint(self) -> None:
-        """Write the accounts of all that runs. Raises as `Store.write` does."""
+        """Write the accounts of all live reservations. Raises like `Store.write`."""
         self._saved_at, accounts = self.clock.now(), [*self._accounts.values()]
         for start in range(0, len(accounts), SLICE):
-            # What is counted here is on its way before any end is: the store writes in order.
+            # What is counted here is queued before any end: the store writes in order.
             batch = [one for one in accounts[start : start + SLICE] if self._open(one)]
             for one in batch:
                 one.count(millis(self.clock.now()), self._wall())
@@ -213,14 +213,14 @@ class Accounting:
                 one.written(part)
 
     async def query(self, first: int, last: int, dimensions: Collection[str]) -> list[Used]:
-        """What was used in the UTC days from `first` to before `last`; of what runs, up to LOOK seconds ago."""
+        """Use in the UTC days from `first` to before `last`; for live reservations, up to LOOK seconds ago."""
         if self.clock.now() - self._saved_at > LOOK:
             with suppress(GpuscaleError):  # what cannot be written now is missing here, and written later
                 await self.checkpoint()
         return await self.usage.query(first, last, dimensions)
 
     async def statistics(self, reservation_id: str) -> ReservationStatistics:
-        """What a reservation made of each GPU, up to now or its end. NotFoundError: nothing is known of it, or no more."""
+        """The use of each GPU by a reservation, until now or its end. NotFoundError if nothing is known of it any more."""
         account = self._accounts.get(reservation_id)
         if account is not None and self._open(account):
             self._look(account)
@@ -243,7 +243,7 @@ class Accounting:
                 )
         if not found:
             raise NotFoundError(
-                f"nothing is known of what reservation {reservation_id} used: it never was, held no GPU, or ended more"
+                f"no usage is known of reservation {reservation_id}: it never existed, held no GPU, or ended more"
                 f" than {ROLL_AFTER} days ago",
                 metadata={"name": reservation_name(reservation_id)},
             )
@@ -263,7 +263,7 @@ class Accounting:
         return account
 
     def _open(self, account: Account) -> Reservation | None:
-        """The reservation of an account, as it is now; None where its end is on its way, or there."""
+        """The current reservation of an account; None if its end is being written, or was."""
         one = account.reservation
         now = None if self.ledger.closing(one.id) else self.ledger.live.get(one.id)
         return now if now and now.fence == one.fence else None
@@ -280,7 +280,7 @@ class Accounting:
 
 @dataclass(eq=False)
 class FairShare:
-    """Keeps `past`: what each tenant held on average, by the usage ledger. `run` must run, where past use counts."""
+    """Keeps `past`: what each tenant held on average, by the usage ledger. `run` must run if past use counts."""
 
     usage: UsageLedger
     clock: Clock
@@ -288,7 +288,7 @@ class FairShare:
     past: dict[str, float] = field(default_factory=dict[str, float], init=False)
 
     async def run(self) -> NoReturn:
-        """Read it anew every five minutes, for ever; never without a half-life."""
+        """Reload it every five minutes, for ever; never without a half-life."""
         if not self.half_life:
             await asyncio.Event().wait()
         while True:

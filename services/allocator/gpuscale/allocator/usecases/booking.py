@@ -1,9 +1,9 @@
-"""Use cases of bookings: make and cancel them, and see to it that their GPUs are free at their start.
+"""Use cases of bookings: create and cancel them, and make sure that their GPUs are free at the start.
 
-What others may take in time is decided where requests are placed (`Queue`, by `Bookings.in_the_way`). What that lets pass gets
-its notice here, `NOTICE` before the start; GPUs that cannot be used are replaced while nobody has claimed the booking; and
-what nobody claims is given back. All of it is looked at anew each second while there are bookings, from what is known then: a
-restart, or a clock that was set, leaves nothing undone.
+Placement decides which leases may run into a booking (`Queue`, by `Bookings.in_the_way`). Those get notice here, `NOTICE`
+before the start; unusable GPUs are replaced while nobody has claimed the booking; and a booking that nobody claims is given
+back. All of it is checked every second while there are bookings, from what is known then, so a restart or a changed clock
+leaves nothing undone.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ _log = get_logger(__name__)
 
 @dataclass(eq=False)
 class Calendar:
-    """Makes, cancels and keeps bookings. Methods raise errors of the tree, as the contract says. `run` must run."""
+    """Creates, cancels and maintains bookings. Methods raise errors of the tree, as in the contract. `run` must run."""
 
     bookings: Bookings
     store: BookingStore
@@ -73,16 +73,16 @@ class Calendar:
 
     @uninterrupted
     async def create(self, wish: Booking) -> Booking:
-        """Book GPUs for a booking that has none yet, or return what the same request has booked."""
+        """Book GPUs for a booking that has none yet, or return what an identical request booked."""
         async with self._turn:
             if (known := self.bookings.replay(wish)) is not None:
                 return known
             wall = self.clock.wall().timestamp()
             if wish.start < wall - SKEW:
-                message = f"start_time is past ({local(wish.start)}): nobody can book what is over"
+                message = f"start_time ({local(wish.start)}) is in the past"
                 raise InvalidArgumentError(message, field="booking.start_time")
             if len(self.bookings.open) >= MOST_OPEN:
-                message = f"{MOST_OPEN} bookings are open, which is as many as are kept; cancel some"
+                message = f"{MOST_OPEN} bookings are open, which is the maximum; cancel some"
                 raise ResourceExhaustedError(message, reason="TOO_MANY_BOOKINGS")
             self._expect_quota(wish, wall)
             made = replace(wish, spots=self._spots(wish, wall), created=wall)
@@ -101,7 +101,7 @@ class Calendar:
             if found.state is BookingState.CANCELLED:
                 return found
             if not found.open or found.end <= self.clock.wall().timestamp():
-                message = f"{found.name} is over, and the past does not change"
+                message = f"{found.name} is over and cannot be changed"
                 raise FailedPreconditionError(message, reason="BOOKING_OVER")
             return await self._end(found, BookingState.CANCELLED)
 
@@ -113,14 +113,14 @@ class Calendar:
         order.tenant = found.tenant
 
     def claims(self, one: Booking) -> list[Reservation]:
-        """The reservations that live in a booking."""
+        """The live reservations of a booking."""
         own = (held for held in self._on(one) if held.labels.get(BOOKING_LABEL) == one.id)
         return [
             held for held in own if held.created.timestamp() >= one.created
-        ]  # an earlier one had the same id
+        ]  # an earlier booking had the same id
 
     async def run(self) -> NoReturn:
-        """Look at all bookings, for ever, while there are any."""
+        """Check all bookings, for ever, while there are any."""
         while True:
             if not self.bookings.open:
                 self._any.clear()
@@ -132,7 +132,7 @@ class Calendar:
             await asyncio.sleep(LOOK)
 
     async def look(self) -> None:
-        """Do what is due for each booking that is open. Raises UnavailableError: it is still due."""
+        """Do what is due for each open booking. Raises UnavailableError: it is still due."""
         now, wall = self.clock.now(), self.clock.wall().timestamp()
         check = self._check_again <= now and self.view.complete
         if check:
@@ -166,7 +166,7 @@ class Calendar:
             await self._tell(one, now, wall)
 
     async def _tell(self, one: Booking, now: float, wall: float) -> None:
-        """Give notice to those who would still be on its GPUs: until its start, or in full where that has passed already."""
+        """Give notice to those who would still be on its GPUs: until its start or, after it, in full."""
         at = now + (one.start - wall if one.start > wall else NOTICE)
         there = [held.id for held in self._on(one) if held.labels.get(BOOKING_LABEL) != one.id]
         late = [held for held in there if leaves_at(self.leases.ledger.live[held]) > at]
@@ -175,7 +175,7 @@ class Calendar:
             await self.leases.revoke(late, at, one.why)
 
     async def _refit(self, one: Booking, wall: float) -> Booking:
-        """Find others for GPUs that cannot be used, whoever holds them; where there are none, say so."""
+        """Replace GPUs that cannot be used, whoever holds them; without others, add a note."""
         on_nodes = {held.id for node in one.nodes for held in self.leases.ledger.use.reservations(node)}
         ask = _plain(one.ask)
         same = self.world.place_after(
@@ -197,7 +197,7 @@ class Calendar:
         return moved
 
     async def _end(self, one: Booking, state: BookingState) -> Booking:
-        """Give back what is kept; on disk first."""
+        """End a booking and give back its GPUs; on disk first."""
         over = replace(one, state=state)
         await self.store.save(over)
         self.bookings.put(over)
@@ -207,7 +207,7 @@ class Calendar:
         return over
 
     async def _put(self, after: Booking) -> Booking:
-        """Take in what becomes of a booking: in memory at once, so that nothing is placed on it meanwhile, and on disk."""
+        """Update a booking: in memory at once, so that nothing is placed on it meanwhile, and on disk."""
         before = next((one for one in self.bookings if one.id == after.id), None)
         self.bookings.put(after)
         try:
@@ -221,12 +221,12 @@ class Calendar:
         return after
 
     async def _reprieve(self, one: Booking) -> None:
-        """Take back the notice of those who may stay; another booking of their GPUs gives it anew."""
+        """Take back the notice of those who may stay; other bookings of their GPUs give it again."""
         live = self.leases.ledger.reservations(ended=False)
         await self.leases.revoke([held.id for held in live if held.end_reason == one.why], None, "")
 
     def _on(self, one: Booking) -> Iterator[Reservation]:
-        """The reservations that hold something of its GPUs."""
+        """The reservations that hold any of its GPUs."""
         use = self.leases.ledger.use
         held = dict.fromkeys(name for _, uuid in one.spots for name in use.gpu(uuid).reservations)
         return (self.leases.ledger.live[name] for name in held)
@@ -253,7 +253,7 @@ class Calendar:
             )
 
     def _spots(self, wish: Booking, wall: float) -> tuple[tuple[str, str], ...]:
-        """GPUs that are free at that time, of those first from which nobody has to leave. Raises as `create`."""
+        """GPUs that are free at that time, preferring those that nobody has to leave. Raises like `create`."""
         now, ask, others = (
             self.clock.now(),
             _plain(wish.ask),
@@ -291,7 +291,7 @@ class Calendar:
 
 
 def _plain(ask: Ask) -> Ask:
-    """The ask without what is of this moment only."""
+    """The ask without what only matters now."""
     return replace(ask, max_utilization_percent=100.0, allow_unknown_utilization=True)
 
 

@@ -1,6 +1,6 @@
-"""Use cases of whoever asks before reserving: is there room, tell me when there is, what stands in the way, where is it idle.
+"""Use cases before reserving: is there room, wait for room, explain what blocks an ask, rank idle nodes.
 
-They look with the same eyes as Reserve and hold nothing.
+They use the same placement as Reserve and hold nothing.
 """
 
 import asyncio
@@ -35,9 +35,9 @@ _RETRY = 1.0
 
 @dataclass(frozen=True, slots=True)
 class CapacityAnswer:
-    """Whether an ask could be granted, in words; which GPUs it would get, or the reason as a code.
+    """Whether an ask could be granted, in words; the GPUs it would get, or the reason as a code.
 
-    `final` says that waiting would not help.
+    `final` says that waiting does not help.
     """
 
     message: str
@@ -58,10 +58,10 @@ class Explanation:
 
 @dataclass(eq=False)
 class Capacity:
-    """Looks, and changes nothing.
+    """Read-only queries.
 
-    Every method raises NotFoundError for a chosen node that was never seen, and UnavailableError (NO_TELEMETRY) while it
-    is not known which GPUs there are.
+    Every method raises NotFoundError for an unknown chosen node, and UnavailableError (NO_TELEMETRY) while the fleet's GPUs are
+    unknown.
     """
 
     placer: Placer
@@ -75,7 +75,7 @@ class Capacity:
     _change: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def check(self, ask: Ask, tenant: str) -> CapacityAnswer:
-        """Whether the tenant would be granted the ask now; those who wait in the queue come first."""
+        """Whether the tenant would be granted the ask now; requests in the queue come first."""
         self.expect_telemetry()
         now = self.clock.now()
         found: Pick | Refusal | QueueObstacle = self.placer.place(ask, now, again=True)
@@ -85,13 +85,13 @@ class Capacity:
         return _answer(found)
 
     async def wait(self, ask: Ask, tenant: str, seconds: float) -> tuple[CapacityAnswer, float]:
-        """Look until the ask could be granted or these seconds are over; the last answer, and how long it took."""
+        """Check until the ask could be granted or `seconds` have passed; the last answer, and how long it took."""
         loop = asyncio.get_running_loop()
         began, change = loop.time(), self._change
         answer = self.check(ask, tenant)
         if self._waits >= MOST_WAITS:
             raise ResourceExhaustedError(
-                f"{MOST_WAITS} calls wait for room already, which is as many as may; stand in the queue with Reserve",
+                f"{MOST_WAITS} calls already wait for room, which is the maximum; join the queue with Reserve",
                 reason="TOO_MANY_WAITS",
                 retry_after=_RETRY,
             )
@@ -100,7 +100,7 @@ class Capacity:
             async with asyncio.timeout_at(began + seconds):
                 while not (answer.available or answer.final):
                     await change.wait()
-                    change = self._change  # before the look: what changes after it is not missed
+                    change = self._change  # before the check, so that no later change is missed
                     answer = self.check(ask, tenant)
                     await asyncio.sleep(0 if answer.available else LOOK_GAP)
         except TimeoutError:
@@ -125,7 +125,7 @@ class Capacity:
         return Explanation(answer, outlook, found)
 
     def kinds(self) -> list[GpuKind]:
-        """The kinds of whole GPUs in the fleet, as far as it is known, those with most memory last."""
+        """The known kinds of whole GPUs in the fleet, those with most memory last."""
         counts: dict[tuple[str, int], list[int]] = {}
         for node in self.view.nodes:
             whole = [
@@ -140,7 +140,7 @@ class Capacity:
         return sorted(kinds, key=lambda kind: (kind.memory_bytes, kind.model))
 
     async def rank(self, idleness: Idleness) -> list[RankedNode]:
-        """Nodes by how many idle GPUs they have, best first; other calls come between two slices of a large fleet."""
+        """Nodes by how many idle GPUs they have, best first; other calls run between slices of a large fleet."""
         self.expect_telemetry()
         cordons, use = self.maintenance.cordons, self.ledger.use
         nodes, now = self.view.nodes, self.clock.now()
@@ -159,19 +159,19 @@ class Capacity:
         return sorted(found, key=best_first)
 
     def free(self, ask: Ask, most: int) -> tuple[list[ReservedGpu], int]:
-        """The best GPUs of which one like the ask could be granted now, best first; and how many there are in all."""
+        """The best GPUs for which such an ask could be granted now, best first; and how many there are in all."""
         self.expect_telemetry()
         now = self.clock.now()
-        _answer(self.placer.place(ask, now, again=True))  # raises where a node was never seen
+        _answer(self.placer.place(ask, now, again=True))  # raises for an unknown node
         return self.placer.free(ask, now, most)
 
     def changed(self, _nodes: object = None) -> None:
-        """Room may have come up: whoever waits looks again, as an ask may look anywhere."""
+        """Room may have appeared: whoever waits checks again, as an ask may look anywhere."""
         change, self._change = self._change, asyncio.Event()
         change.set()
 
     def expect_telemetry(self) -> None:
-        """Raise UnavailableError (NO_TELEMETRY) while it is not known which GPUs there are."""
+        """Raise UnavailableError (NO_TELEMETRY) while the fleet's GPUs are unknown."""
         if not self.view.complete:
             raise self.follower.no_telemetry()
 

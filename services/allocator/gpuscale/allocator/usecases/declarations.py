@@ -1,4 +1,4 @@
-"""What admins declare and the allocator keeps: use policies and notification targets. Create, update, delete, get, list."""
+"""Admins' declarations: use policies and notification targets. Create, update, delete, get, list."""
 
 import asyncio
 import hashlib
@@ -16,9 +16,9 @@ Spec = TypeVar("Spec")
 
 @dataclass(eq=False)
 class Declarations(Generic[Spec]):
-    """Those of one collection, such as `policies`; `decode` makes the value of a body, `changed` is called after each change.
+    """The declarations of one collection, such as `policies`; `decode` parses a body, `changed` is called after each change.
 
-    `decode` raises InvalidArgumentError of a body that contradicts itself.
+    `decode` raises InvalidArgumentError for a body that contradicts itself.
     """
 
     collection: str
@@ -31,7 +31,7 @@ class Declarations(Generic[Spec]):
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def load(self) -> None:
-        """Take in what the disk holds."""
+        """Load what is on disk."""
         for one in await self.store.declared(self.collection):
             self._stored[one.id], self._specs[one.id] = one, self.decode(one.body)
 
@@ -51,7 +51,7 @@ class Declarations(Generic[Spec]):
         return [self._stored[key] for key in sorted(self._stored)]
 
     def get(self, key: str, etag: str = "") -> Declaration:
-        """One. Raises NotFoundError, or AbortedError (ETAG_MISMATCH) if it has another etag than one that is said."""
+        """Look one up. Raises NotFoundError, or AbortedError (ETAG_MISMATCH) if `etag` is given and differs."""
         name, found = f"{self.collection}/{key}", self._stored.get(key)
         if found is None:
             raise NotFoundError(f"there is no {name}", metadata={"name": name})
@@ -63,7 +63,7 @@ class Declarations(Generic[Spec]):
 
     @uninterrupted
     async def create(self, key: str, body: str, *, request_id: str, validate_only: bool) -> Declaration:
-        """Add one, or return what this request made. Raises AlreadyExistsError: another has the name, or made the request."""
+        """Add one, or return what this request created. Raises AlreadyExistsError if the name or the request id is in use."""
         async with self._turn:
             etag, name = etag_of(body), f"{self.collection}/{key}"
             fingerprint = etag_of(f"{key} {body}")
@@ -84,7 +84,7 @@ class Declarations(Generic[Spec]):
     async def update(
         self, key: str, change: Callable[[str], str], *, etag: str, validate_only: bool
     ) -> Declaration:
-        """Replace the body of one by `change` of it. Raises as `get`."""
+        """Replace the body of one by `change` of it. Raises like `get`."""
         async with self._turn:
             before = self.get(key, etag)
             body = change(before.body)
@@ -94,7 +94,7 @@ class Declarations(Generic[Spec]):
 
     @uninterrupted
     async def delete(self, key: str, *, etag: str) -> None:
-        """Remove one. Raises as `get`."""
+        """Remove one. Raises like `get`."""
         async with self._turn:
             self.get(key, etag)
             await self.store.withdraw(self.collection, key)
@@ -112,7 +112,7 @@ class Declarations(Generic[Spec]):
 
 
 def etag_of(body: str) -> str:
-    """What changes with a body, and with nothing else."""
+    """A hash of a body."""
     return hashlib.sha256(body.encode()).hexdigest()[:16]
 
 

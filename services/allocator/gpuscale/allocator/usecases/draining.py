@@ -1,8 +1,8 @@
-"""Use cases of cordons: cordon, uncordon and drain nodes and GPUs, and list what is cordoned.
+"""Use cases of cordons: cordon, uncordon and drain nodes and GPUs, and list cordons.
 
-A cordon keeps new work away from the moment it is asked for, and is on disk before the answer. A drain then tells the
-holders of what is there when they have to be gone; what is left at the deadline the sweeper ends, as it ends leases that
-run out. Whatever is interrupted on the way, `resume` makes good when the allocator starts again.
+A cordon keeps new work away from the moment of the request, and is on disk before the answer. A drain then tells the affected
+holders when they have to leave; at the deadline the sweeper ends what is left, like leases that run out. After an interruption,
+`resume` completes it when the allocator starts again.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _log = get_logger(__name__)
 
 @dataclass(eq=False)
 class Maintenance:
-    """Takes nodes and GPUs out of use and back. Every method raises errors of the tree, as the contract says."""
+    """Takes nodes and GPUs out of service and back. Methods raise errors of the tree, as in the contract."""
 
     ledger: Ledger
     view: FleetView
@@ -46,11 +46,11 @@ class Maintenance:
 
     @property
     def cordons(self) -> Cordons:
-        """What is cordoned now."""
+        """The current cordons."""
         return self._cordons
 
     async def resume(self) -> None:
-        """Take in what the disk holds, and go on with drains that were interrupted."""
+        """Load what is on disk, and continue interrupted drains."""
         of_this_boot, earlier = await self.store.load(self.clock.now())
         self._cordons = Cordons([*of_this_boot, *earlier])
         self.placer.set_cordons(self._cordons.marks())
@@ -66,7 +66,7 @@ class Maintenance:
 
     @uninterrupted
     async def cordon(self, spot: Spot, *, reason: str, author: str) -> Cordon:
-        """Let nothing new onto a node or GPU that was ever seen. A drain that is under way there goes on."""
+        """Keep new work off a known node or GPU. A drain under way there goes on."""
         asked = Cordon(spot, reason, author, self.clock.wall())
         return await self._put(asked)
 
@@ -74,10 +74,10 @@ class Maintenance:
     async def drain(
         self, spot: Spot, *, reason: str, author: str, grace: float | None = None
     ) -> tuple[Cordon, list[Reservation]]:
-        """Cordon, and have everything that is there leave within `grace` seconds; what is there, oldest first.
+        """Cordon, and have all reservations there leave within `grace` seconds; returns them, oldest first.
 
-        A drain that is under way goes on; of two deadlines the earlier one holds. Where the cordon was written before an
-        UnavailableError, repeating the call, or a restart, tells the holders.
+        A drain under way goes on; of two deadlines the earlier holds. If an UnavailableError comes after the cordon was
+        written, repeating the call, or a restart, tells the holders.
         """
         seconds = DEFAULT_GRACE if grace is None else grace
         asked = Cordon(spot, reason, author, self.clock.wall(), self.clock.now() + seconds, seconds)
@@ -87,9 +87,9 @@ class Maintenance:
 
     @uninterrupted
     async def uncordon(self, spot: Spot, caller: Principal) -> None:
-        """Lift a cordon, and with it its drain: what it was to take away may stay, if nothing else drains it.
+        """Lift a cordon and its drain: reservations to be revoked may stay, unless something else drains them.
 
-        After an UnavailableError the cordon stands, but its holders may have been told that they can stay: repeat the
+        After an UnavailableError the cordon still stands, but its holders may have been told that they can stay: repeat the
         call.
         """
         self.expect_liftable(spot, caller)
@@ -98,7 +98,7 @@ class Maintenance:
             if before is None:
                 return
             self.expect_liftable(spot, caller)  # it may drain since
-            # Holders first: after a crash in between the drain goes on as a whole.
+            # Holders first: after a crash in between, the whole drain goes on.
             if before.deadline is not None:
                 await self.reprieve([one.id for one in self._told(before)], before)
             await self.store.remove(spot)
@@ -117,7 +117,7 @@ class Maintenance:
             raise NotFoundError(message, metadata={"name": spot.name})
 
     def expect_liftable(self, spot: Spot, caller: Principal) -> None:
-        """Check that there is a cordon, or the node was seen, and that the caller may end its drain (ROLE_TOO_LOW)."""
+        """Check that the spot is cordoned, or its node known, and that the caller may end its drain (ROLE_TOO_LOW)."""
         found = self._cordons.get(spot)
         if found is None:
             self._expect_node(spot)
@@ -125,18 +125,18 @@ class Maintenance:
             require(caller, Role.ADMIN, f"{spot.name} is drained by {found.author}: lifting that")
 
     def reservations(self, spot: Spot) -> list[Reservation]:
-        """The reservations that are on a node or GPU, oldest first."""
+        """The reservations on a node or GPU, oldest first."""
         return self._on(spot, self.ledger.held_on(spot.node))
 
     def get(self, spot: Spot) -> Cordon:
-        """The cordon of exactly this node or GPU. Raises NotFoundError: there is none."""
+        """The cordon of exactly this node or GPU. Raises NotFoundError if there is none."""
         found = self._cordons.get(spot)
         if found is None:
             raise NotFoundError(f"{spot.name} is not cordoned", metadata={"name": cordon_name(spot.name)})
         return found
 
     async def _put(self, asked: Cordon) -> Cordon:
-        """Set a cordon in memory, at once, and on disk; as before if it cannot be written."""
+        """Set a cordon in memory, at once, and on disk; undo it if the write fails."""
         async with self._turn:
             self.expect_known(asked.spot)
             before = self._cordons.get(asked.spot)
@@ -163,9 +163,9 @@ class Maintenance:
         await self.leases.revoke(there, cordon.deadline, cordon.why)
 
     def _on(self, spot: Spot, reservations: Iterable[Reservation]) -> list[Reservation]:
-        """Those of the reservations that are on a spot, or on a MIG instance of it.
+        """The reservations that are on a spot, or on a MIG instance of it.
 
-        Reservations of earlier versions do not know of which GPU their MIG instances are; the node tells it.
+        Reservations of earlier versions do not record the GPU of their MIG instances; the node has it.
         """
         node = self.view.get(spot.node)
         parents = {gpu.uuid: gpu.parent for gpu in node.gpus} if node else {}
@@ -178,7 +178,7 @@ class Maintenance:
         ]
 
     async def reprieve(self, told: Sequence[str], lifted: Cordon | None = None) -> None:
-        """Take back that reservations have to leave; a drain of the same GPUs, but for one that is `lifted`, says it anew."""
+        """Take back revocations; a drain of the same GPUs, except the `lifted` one, sets its own again."""
         if not told:
             return
         await self.leases.revoke(told, None, "")

@@ -1,4 +1,4 @@
-"""Dry runs of use policies: the past comes from the records of reservations, the ledger of use and the fleet's history."""
+"""Dry runs of use policies, over past reservations, the usage ledger and the fleet's history."""
 
 import asyncio
 from dataclasses import dataclass, field, replace
@@ -45,7 +45,7 @@ RECORDED = (PolicyCondition.IDLE, PolicyCondition.OVER_TIME)
 
 @dataclass(eq=False)
 class DryRuns:
-    """Runs one at a time: it reads much."""
+    """Runs one at a time, since it reads a lot."""
 
     records: Records
     world: AllocatorWorld
@@ -57,14 +57,14 @@ class DryRuns:
         """What a policy would have done from `start` to `end`, in seconds since 1970, and over which steps.
 
         Raises:
-            FailedPreconditionError: NOT_RECORDED, of a condition that nothing on record tells of.
-            InvalidArgumentError: the span is none, or older than what is kept of reservations.
-            ResourceExhaustedError: another one runs.
+            FailedPreconditionError: NOT_RECORDED, for a condition without records.
+            InvalidArgumentError: the period is empty, or begins before the oldest records of reservations.
+            ResourceExhaustedError: another one is running.
         """
         now = self.records.clock.wall().timestamp()
         if policy.condition not in RECORDED:
             raise FailedPreconditionError(
-                f"what {policy.condition.name} is about is not recorded: create the policy, and look at what it does in shadow",
+                f"what {policy.condition.name} needs is not recorded: create the policy in shadow, and see what it would do",
                 reason="NOT_RECORDED",
             )
         if not start < end <= now + STEP:
@@ -75,7 +75,9 @@ class DryRuns:
             days = f"{RETENTION / 86_400:g} days"
             raise InvalidArgumentError(f"start_time must be within the last {days}", field="start_time")
         if self._turn.locked():
-            raise ResourceExhaustedError("another dry run goes on: try again", reason="BUSY", retry_after=5.0)
+            raise ResourceExhaustedError(
+                "another dry run is running: try again later", reason="BUSY", retry_after=5.0
+            )
         async with self._turn:
             wanted = RecordFilter(period=wire.TimeRange(_wall(start), _wall(end)))
             every_one = await every(partial(self.records.list_reservations, wanted, ended=True))
@@ -105,7 +107,7 @@ class DryRuns:
         return RecordedHold(subject_of(reservation_name(one.id), [one]), gpus, shared, begin, end)
 
     async def _use(self, use: RecordedUse, uuids: list[str]) -> RecordedUse:
-        """What the fleet's history has of GPUs. Its steps begin where the fleet's clock has them: ours are moved to these."""
+        """The fleet's history of the GPUs. Its steps follow the fleet's clock: ours are aligned to them."""
         aligned = False
         for uuid in uuids:
             states = use.gpus.setdefault(uuid, bytearray(use.count))
@@ -116,13 +118,13 @@ class DryRuns:
                     uuid, begin, min(begin + WINDOW * STEP, use.start + use.count * STEP)
                 )
             if points and not aligned:
-                begin = use.start + (_seconds(points[0]) - use.start) % STEP  # as the steps of the history
+                begin = use.start + (_seconds(points[0]) - use.start) % STEP  # aligned to the history
                 count = int((use.start + use.count * STEP - begin) // STEP)
                 use, aligned = replace(use, start=begin, count=count), True
             mean = sum(one.sample_count for one in points) / max(1, len(points))
             for one in points:
                 place = round((_seconds(one) - use.start) / STEP)
-                if 0 <= place < use.count and 2 * one.sample_count >= mean:  # half of a step is none
+                if 0 <= place < use.count and 2 * one.sample_count >= mean:  # half a step is none
                     states[place] = IDLE if one.max < IDLE_PERCENT and states[place] != BUSY else BUSY
         return use
 

@@ -1,16 +1,15 @@
-"""Ends that nobody asks for: leases that ran out, GPUs that vanished, nodes that are gone for good.
+"""Ends that nobody requests: expired leases, vanished GPUs, nodes that are gone for good.
 
-The sweeper wakes at the next deadline, at least every half second, so that it notices when the whole process stood still
-(SIGSTOP, a suspended host, a slow disk): then renewals may be waiting in the socket, and it lets one round pass before
-it ends anything (etcd#15247 and #12528 ended live leases for want of that).
+The sweeper wakes at the next deadline, at least every half second, to notice when the whole process stood still (SIGSTOP, a
+suspended host, a slow disk): then renewals may be waiting in the socket, and it skips one round before it ends anything
+(etcd#15247 and #12528 ended live leases for lack of that).
 
-A node that is silent, or cannot read its GPUs, proves nothing about them. Only one that is ONLINE and does not name a
-GPU any more, or names it as LOST, for longer than a moment has lost it; so has one that the fleet was told to forget,
-and one that has split it into MIG instances: the GPU as a whole is none any more, and these are offered once it is lost.
+A node that is silent, or cannot read its GPUs, proves nothing about them. A GPU is lost if its node is ONLINE and omits it, or
+reports it as LOST, for longer than a moment; if the fleet was told to forget the node; or if the node has split it into MIG
+instances: the whole GPU no longer exists, and these are offered once it is lost.
 
-Nodes that the fleet was told are gone for good go here too, as soon as nothing is held on them; a node that reports again
-meanwhile stays. One that the fleet has not named since the allocator started may have been forgotten while nobody
-listened: it goes after a day.
+Forgotten nodes are removed here, too, once nothing is held on them, unless they report again. A node that the fleet has not
+named since the allocator started may have been forgotten while it was down: it is removed after a day.
 """
 
 import asyncio
@@ -35,14 +34,14 @@ LOST = "LOST"
 
 
 class Vanishing:
-    """Since when held GPUs are missing; one that is for `after` seconds is lost."""
+    """How long held GPUs have been missing; after `after` seconds they are lost."""
 
     def __init__(self, after: float) -> None:
         self._after = after
         self._missing: dict[str, dict[str, float]] = defaultdict(dict)
 
     def observe(self, node: Node, use: Use, now: float) -> None:
-        """Take in a node as it is now."""
+        """Take in a node's current state."""
         since = self._missing.pop(node.id, {})
         if not node.forgotten and not (node.state is NodeState.ONLINE and node.names_gpus):
             return
@@ -52,7 +51,7 @@ class Vanishing:
             self._missing[node.id] = {uuid: since.get(uuid, now) for uuid in missing}
 
     def lost(self, use: Use, now: float) -> Mapping[str, set[str]]:
-        """The GPUs that are lost, by the reservations that hold them."""
+        """The lost GPUs, by the reservations that hold them."""
         found: dict[str, set[str]] = defaultdict(set)
         for missing in self._missing.values():
             for uuid, since in missing.items():
@@ -96,7 +95,7 @@ class Sweeper:
             wake = self.clock.now() + pause
             await asyncio.sleep(pause)
             late = self.clock.now() - wake
-            # Only one round: a process that is always late must still end what nobody renews.
+            # Only one round: a process that is always late must still end leases that nobody renews.
             stalled = late > LATE and not stalled
             if stalled:
                 _log.warning("stood still, so renewals go first", seconds=round(late, 2))
@@ -105,7 +104,7 @@ class Sweeper:
                 pass
 
     async def sweep(self) -> int:
-        """End and forget what is due, at most one batch; how many records were due."""
+        """End and forget what is due, at most one batch; returns how many records were due."""
         due = self.ledger.due(self.clock.now(), BATCH)
         expired = [one for one in due if one.live]
         forgotten = [one for one in due if not one.live]
@@ -141,7 +140,7 @@ class Sweeper:
 
 
 def _why(one: Reservation, now: float) -> str:
-    """Why a reservation ends that is due, where it does not say so itself."""
+    """Why a due reservation ends, if it does not say so itself."""
     if one.waiting:
         return "it was not served in time"
     over = one.until is not None and one.until <= now < one.deadline
@@ -153,7 +152,7 @@ PERIOD = 0.5
 
 
 class Losses:
-    """Watches held GPUs in what nodes report; one that is missing for `after` seconds is lost."""
+    """Watches the nodes' reports for held GPUs; one that is missing for `after` seconds is lost."""
 
     def __init__(self, ledger: Ledger, leases: Leases, clock: Clock, after: float) -> None:
         self._ledger = ledger
@@ -162,7 +161,7 @@ class Losses:
         self._vanishing = Vanishing(after)
 
     def seen(self, nodes: Sequence[Node]) -> None:
-        """Nodes have been taken into the view."""
+        """The view has taken in nodes."""
         now = self._clock.now()
         for node in nodes:
             self._vanishing.observe(node, self._ledger.use, now)
@@ -192,7 +191,7 @@ UNNAMED_FOR = 24 * 3600.0
 
 @dataclass(eq=False)
 class Forgetting:
-    """Drops forgotten nodes. `run` must run."""
+    """Removes forgotten nodes. `run` must run."""
 
     ledger: Ledger
     view: FleetView
@@ -202,7 +201,7 @@ class Forgetting:
     _due: dict[str, float] = field(default_factory=dict[str, float], init=False)
 
     def seen(self, nodes: Iterable[Node]) -> None:
-        """Nodes have been taken into the view."""
+        """The view has taken in nodes."""
         now = self.clock.now()
         for node in nodes:
             if node.forgotten:
@@ -213,7 +212,7 @@ class Forgetting:
                 self._due.pop(node.id, None)
 
     async def run(self) -> NoReturn:
-        """Drop what can go, for ever."""
+        """Remove what can go, for ever."""
         while True:
             await asyncio.sleep(PERIOD)
             now = self.clock.now()
@@ -222,14 +221,14 @@ class Forgetting:
                     await self._drop(node)
 
     async def _drop(self, node: str) -> None:
-        """Out of memory first: should the node report while the disk works, it is a new one."""
+        """Out of memory first: if the node reports during the write, it is a new node."""
         del self._due[node]
         self.placer.remove_node(node)
         rank = self.view.drop(node)
         try:
             await self.store.forget_rank(node, rank)
         except UnavailableError as error:
-            # Harmless: after a restart it is shown as a node that has not reported.
+            # Harmless: after a restart it appears as a node that has not reported.
             _log.warning("cannot forget a node on disk", node=node, problem=error.message)
         else:
             _log.info("forgot a node", node=node)

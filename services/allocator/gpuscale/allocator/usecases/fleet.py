@@ -1,12 +1,12 @@
 """The fleet as the allocator knows it: every node as last reported, in the order in which nodes were first seen.
 
-`FleetFollower` follows the fleet's WatchNodes stream into a `FleetView`. While the stream is down the view stays as it is
-and ages: readings older than three periods are STALE, so nothing is granted on what nobody reports any more. Ages are
-counted on by this host's clock from the moment a message arrived.
+`FleetFollower` follows the fleet's WatchNodes stream into a `FleetView`. While the stream is down the view stays and ages:
+readings older than three periods are STALE, so nothing is granted on outdated reports. This host's clock counts the ages from
+the arrival of a message.
 
-A node that the fleet no longer names is kept as OFFLINE with the GPUs it had: a fleet that restarts knows only the
-agents that have come back so far, and "not back yet" must not read as "never was". Only a node that the fleet was told
-to forget goes, once nothing is held on it.
+A node that the fleet no longer names is kept as OFFLINE with its GPUs: a restarted fleet only knows the agents that have come
+back so far, and "not back yet" must not mean "never existed". Only a node that the fleet was told to forget is removed, once
+nothing is held on it.
 """
 
 import asyncio
@@ -28,11 +28,10 @@ from gpuscale.common.topology import PciPlace
 
 
 class FleetView:
-    """What the allocator knows of nodes.
+    """The known nodes.
 
-    `complete` says whether the fleet has named all its nodes since the allocator started, and one of them has reported.
-
-    `ranks` has the rank of each node seen before; new nodes get the ranks after the highest.
+    `complete` says whether the fleet has named all its nodes since the allocator started, and one of them has reported. `ranks`
+    has the rank of each node seen before; new nodes get the next higher ranks.
     """
 
     def __init__(self, ranks: Mapping[str, int]) -> None:
@@ -47,7 +46,7 @@ class FleetView:
 
     @property
     def nodes(self) -> Sequence[Node]:
-        """Every node that is known."""
+        """All known nodes."""
         return tuple(self._nodes.values())
 
     def get(self, node: str) -> Node | None:
@@ -60,7 +59,7 @@ class FleetView:
         return dict(self._unsaved)
 
     def saved(self, ranks: Mapping[str, int]) -> None:
-        """These ranks are on disk now."""
+        """These ranks are now on disk."""
         for node in ranks:
             self._unsaved.pop(node, None)
 
@@ -69,14 +68,14 @@ class FleetView:
         self.complete = self._named_all and any(node.reported for node in self._nodes.values())
 
     def rank(self, node: str) -> int:
-        """The rank of a node; a node that was never seen gets the next one, for ever."""
+        """The permanent rank of a node; a new node gets the next one."""
         if node not in self._ranks:
             self._ranks[node] = self._unsaved[node] = self._next_rank
             self._next_rank += 1
         return self._ranks[node]
 
     def forget(self, node_ids: Iterable[str]) -> Sequence[Node]:
-        """These nodes are gone for good, unless they report again; return those that were known, as they are now."""
+        """These nodes are gone for good, unless they report again; returns the known ones, updated."""
         gone = {
             node: replace(self._nodes[node], state=NodeState.OFFLINE, gpus=(), reported=True, forgotten=True)
             for node in node_ids
@@ -86,14 +85,14 @@ class FleetView:
         return tuple(gone.values())
 
     def drop(self, node: str) -> int:
-        """Know nothing of a node any more; the rank that it had. It is a new one if it ever reports again."""
+        """Remove a node; returns its rank. It is a new node if it ever reports again."""
         del self._nodes[node]
         self._update({})
         self._unsaved.pop(node, None)
         return self._ranks.pop(node)
 
     def renew(self, node_ids: Iterable[str], now: float) -> Sequence[str]:
-        """Of these nodes reports came that say nothing new; return those that are known, whose readings count for longer."""
+        """These nodes reported no change; returns the known ones, whose readings stay fresh for longer."""
         found = [node for one in node_ids if (node := self._nodes.get(one)) and node.reported]
         for node in found:
             until = now + node.fresh_for
@@ -104,9 +103,9 @@ class FleetView:
         return [node.id for node in found]
 
     def apply(self, nodes: Iterable[Node], *, full: bool) -> Sequence[Node]:
-        """Take in nodes as they are now, and return all that changed; `full` says that the fleet knows no others.
+        """Take in the state of nodes, and return all that changed; with `full`, the fleet knows no others.
 
-        A node that a restarted fleet has no snapshot of yet keeps the GPUs that it had.
+        A node without a snapshot, as after a restart of the fleet, keeps its GPUs.
         """
         changed: dict[str, Node] = {}
         for node in nodes:
@@ -133,7 +132,7 @@ _NODE_STATES = {
     monitor_api.NodeState.NODE_STATE_ONLINE: NodeState.ONLINE,
     monitor_api.NodeState.NODE_STATE_STALE: NodeState.STALE,
 }
-# A GPU in one of these answers, or did until now; whether its readings will do is judged one by one.
+# A GPU in one of these answers, or did until now; its readings are judged one by one.
 _ANSWERING = {
     types_api.GpuState.GPU_STATE_OK,
     types_api.GpuState.GPU_STATE_DEGRADED,
@@ -147,7 +146,7 @@ _log = get_logger(__name__)
 class FleetFollower:
     """Keeps a view current for as long as it runs.
 
-    `seen` is told of nodes that were taken into it, `renewed` of those of which all that is known counts for longer.
+    `seen` is called with nodes that changed, `renewed` with those whose readings only stay fresh for longer.
     """
 
     def __init__(
@@ -173,14 +172,14 @@ class FleetFollower:
         return self._problem
 
     def no_telemetry(self) -> UnavailableError:
-        """What is said while the view is not complete."""
+        """The error for an incomplete view."""
         problem = self._problem or "no agent has reported to the fleet yet"
         return UnavailableError(
-            f"it is not known yet which GPUs there are: {problem}", reason="NO_TELEMETRY", retry_after=1.0
+            f"the fleet's GPUs are not known yet: {problem}", reason="NO_TELEMETRY", retry_after=1.0
         )
 
     async def run(self) -> NoReturn:
-        """Follow the fleet for ever, over broken streams and restarts of the fleet."""
+        """Follow the fleet for ever, across broken streams and restarts of the fleet."""
         backoff = Backoff(cap=_RETRY_CAP)
         while True:
             problem = "the fleet ended the stream"
@@ -228,16 +227,16 @@ class FleetFollower:
         try:
             await self._save_ranks(unsaved)
         except UnavailableError as error:
-            # They are tried again with the next message; a grant would fail on the same disk.
+            # They are retried with the next message; a grant would fail on the same disk.
             _log.warning("cannot save node ranks", problem=error.message)
         else:
             self._view.saved(unsaved)
 
 
 def node_of(message: monitor_api.Node, view: FleetView, now: float) -> Node | None:
-    """The node of a message that arrived at `now`; None if its name is none.
+    """The node of a message that arrived at `now`; None if its name is invalid.
 
-    The fleet tells of a node as soon as its agent has connected, before the first snapshot: such a node has not reported.
+    The fleet reports a node once its agent has connected, before the first snapshot: such a node has not reported.
     """
     ids = names.match(names.NODE, message.name)
     if ids is None:

@@ -1,4 +1,4 @@
-"""Use cases of whoever holds a reservation: renew, keep alive, release; and what is done to it: revoke, lose."""
+"""Use cases of live reservations: renew, keep alive, release, revoke, lose."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from gpuscale.common.security.auth import Principal, Role
 
 @dataclass(frozen=True, slots=True)
 class LeaseClaim:
-    """A reservation by its id, with the fence that proves who speaks."""
+    """A reservation by its id, with the fence that proves the holder."""
 
     id: str
     fence: int
@@ -28,7 +28,7 @@ class LeaseClaim:
 
 @dataclass(slots=True)
 class Renewal:
-    """How a lease stands after it was to be renewed: as it is now, if it is known, and why it was not renewed."""
+    """The result of a renewal: the reservation, if it is known, and why it was not renewed."""
 
     lease: LeaseClaim
     reservation: Reservation | None
@@ -37,7 +37,7 @@ class Renewal:
 
 @dataclass(frozen=True, slots=True)
 class Leases:
-    """Every method raises errors of `gpuscale.common.errors`, as the contract says."""
+    """Every method raises errors of `gpuscale.common.errors`, as in the contract."""
 
     ledger: Ledger
     commits: Commits
@@ -52,7 +52,7 @@ class Leases:
         await self._recall([lease])
         before = self._owned(lease.id, caller)
         after = self.ledger.renew(lease.id, lease.fence, ttl, self.clock.now(), member)
-        if after is before:  # it waits, and its wait is as long as it is
+        if after is before:  # it waits, and its wait stays as long as it is
             return after
         await _written(self.commits.change([before], [after]))
         return after
@@ -60,9 +60,9 @@ class Leases:
     async def keep_alive(
         self, leases: Iterable[LeaseClaim], holder: str, caller: Principal
     ) -> Sequence[Renewal]:
-        """Renew these leases, and all live ones of a holder that are the caller's, in one transaction.
+        """Renew these leases, and all live ones of a holder that belong to the caller, in one transaction.
 
-        One that cannot be renewed does not keep the others from it.
+        A lease that cannot be renewed does not affect the others.
         """
         live = self.ledger.reservations(ended=False) if holder else ()
         own = [one for one in live if one.holder == holder and one.is_of(caller.name)]
@@ -90,9 +90,9 @@ class Leases:
     def check(
         self, lease: LeaseClaim, node: str, uuids: Iterable[str], token: str, caller: Principal
     ) -> list[int]:
-        """For each of these GPUs of a node the lowest fence of the reservations that hold it now: several hold shares of it.
+        """For each of these GPUs of a node, the lowest fence of its current reservations: several may hold shares.
 
-        FailedPreconditionError unless the lease holds them all, PermissionDeniedError if `token` is that of another.
+        FailedPreconditionError unless the lease holds them all, PermissionDeniedError if `token` is for another.
         """
         if caller.role is Role.AGENT and caller.name != node:
             raise PermissionDeniedError(
@@ -114,7 +114,7 @@ class Leases:
         return [min(use.live(one).fence for one in use.gpu(uuid).reservations) for uuid in asked]
 
     async def release(self, leases: Sequence[LeaseClaim], caller: Principal) -> Sequence[Reservation]:
-        """Give the GPUs back, of all or of none; what has ended is returned unchanged."""
+        """Give the GPUs of all or none back; ended reservations are returned unchanged."""
         await self._recall(leases)
         for lease in leases:
             self._owned(lease.id, caller)
@@ -129,7 +129,7 @@ class Leases:
         return [self.ledger.get(lease.id) for lease in leases]
 
     async def revoke(self, reservation_ids: Iterable[str], at: float | None, reason: str) -> None:
-        """Say when and why reservations that live will be taken away, or take that back (None); on disk, or not at all."""
+        """Schedule the revocation of live reservations, or take it back (None); on disk, or not at all."""
         before: list[Reservation] = []
         after: list[Reservation] = []
         for reservation_id in reservation_ids:
@@ -143,7 +143,7 @@ class Leases:
             await _written(self.commits.change(before, after))
 
     async def lose(self, lost: Mapping[str, Iterable[str]]) -> None:
-        """End reservations as LOST, of which these GPUs have vanished; the others of them are free again."""
+        """End reservations as LOST whose GPUs have vanished; their other GPUs become free."""
         closed: list[Reservation] = []
         now, wall = self.clock.now(), self.clock.wall()
         for reservation_id, gpus in lost.items():
@@ -158,7 +158,7 @@ class Leases:
             await _written(self.commits.end(closed))
 
     async def end(self, reservation_id: str, state: State, reason: str) -> None:
-        """End a reservation now, whatever its lease says; one that has ended is left as it is."""
+        """End a reservation now, whatever its lease says; one that has ended stays as it is."""
         found = self.ledger.get(reservation_id)
         if not found.live or self.ledger.closing(reservation_id):
             return
@@ -167,7 +167,7 @@ class Leases:
         await _written(self.commits.end([closed]))
 
     async def _recall(self, leases: Iterable[LeaseClaim]) -> None:
-        """Bring those back to memory that ended long ago."""
+        """Load old ended reservations back into memory."""
         if unknown := [lease.id for lease in leases if not self.ledger.knows(lease.id)]:
             await self.archive.recall(ids=unknown)
 
@@ -194,7 +194,7 @@ class Leases:
 
 
 async def _written(outcome: Outcome) -> None:
-    """Wait for a write; raises UnavailableError where it failed and was taken back."""
+    """Wait for a write; raises UnavailableError if it failed and was undone."""
     error = await outcome
     if error is not None:
         raise error

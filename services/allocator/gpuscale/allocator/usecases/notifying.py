@@ -1,8 +1,8 @@
-"""Notifications at work: an outbox on disk, sent at least once, with back-off, and what cannot be sent kept as dead letters.
+"""Sending notifications: an outbox on disk, at-least-once delivery with back-off, and dead letters for what cannot be sent.
 
-A letter is written with what it tells of, in one transaction, and deleted once its target took it: killed in between, it is sent
-again under the same id. Targets wait for themselves alone. The address of a target is looked up once for each attempt, and
-the connection goes to what was found and allowed: no name that is another's by then, no redirect, and no proxy.
+A letter is written in the transaction of its event, and deleted once its target accepted it: after a kill in between, it is
+sent again with the same id. Targets do not wait for each other. Each attempt resolves the target's address once, and connects
+to the address that was checked: no rebinding of names, no redirects, no proxy.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ _log = get_logger(__name__)
 
 @dataclass(eq=False)
 class Notifying:
-    """Sends. `open_notifying` makes one; then `run` must run."""
+    """Sends notifications. `open_notifying` makes one; then `run` must run."""
 
     targets: Declarations[Webhook]
     store: PolicyStore
@@ -71,18 +71,18 @@ class Notifying:
     _told: set[str] = field(default_factory=set[str], init=False)
 
     async def load(self) -> None:
-        """Take in what the disk holds; what waits is sent soon."""
+        """Load what is on disk; pending letters are sent soon."""
         await self.targets.load()
         self._told = await self.store.told()
         self._down = {one: self.clock.now() for one in self._told if "/gpus/" not in one}
         self.targets.changed = self._forget
         self.posted(await self.store.letters())
-        # Receivers drop numbers that they have seen: each life counts on from its time, as what was taken is forgotten.
+        # Receivers drop numbers they have seen: each run continues from its start time, as delivered letters are gone.
         micros = int(self.clock.wall().timestamp() * 1e6)
         self._number = max(*self._letters, self._number, micros)
 
     def _forget(self) -> None:
-        """Targets are others now: nothing is left of those that are gone."""
+        """Targets have changed: drop what belongs to removed ones."""
         for one in self.every():
             if self.targets.spec(one.target) is None:
                 del self._letters[one.number]
@@ -90,7 +90,7 @@ class Notifying:
         self._wake.set()
 
     def letters(self, events: Sequence[NotifiedEvent]) -> list[Letter]:
-        """What is to be written of events, for the targets that want them; `posted` then sends it."""
+        """The letters to write for events, one for each target that wants them; `posted` then sends them."""
         found: list[Letter] = []
         for event in events:
             for key, _, target in self.targets.specs():
@@ -105,26 +105,26 @@ class Notifying:
         return found
 
     def of_changes(self, pairs: Sequence[tuple[Reservation | None, Reservation]]) -> list[Letter]:
-        """What is to be written with reservations that change; each with what it was."""
+        """The letters to write with changed reservations; each comes with its earlier value."""
         if not len(self.targets):
             return []
         now, wall = self.clock.now(), self.clock.wall()
         return self.letters([event for was, one in pairs for event in of_change(was, one, now, wall)])
 
     def posted(self, letters: Sequence[Letter]) -> None:
-        """These are on disk now."""
+        """These letters are on disk now."""
         for one in letters:
             self._letters[one.number] = one
             if not one.dead:
                 self._put(one, 0.0)
 
     def every(self) -> list[Letter]:
-        """What is not delivered, oldest first."""
+        """The undelivered letters, oldest first."""
         return [self._letters[number] for number in sorted(self._letters)]
 
     @uninterrupted
     async def resend(self, target: str, number: int) -> Letter:
-        """Send a letter now. Raises NotFoundError: it was delivered, or never was."""
+        """Send a letter now. Raises NotFoundError if it was delivered, or never existed."""
         found = self._letters.get(number)
         if found is None or found.target != target:
             name = f"targets/{target}/notifications/{number}"
@@ -135,7 +135,7 @@ class Notifying:
         return again
 
     def seen(self, nodes: Sequence[Node]) -> None:
-        """Nodes have been taken into the view: `run` tells of what is bad with them that was not told yet."""
+        """The view has taken in nodes: `run` reports their new problems."""
         now = self.clock.now()
         for node in nodes:
             if node.state is not NodeState.OFFLINE or node.forgotten:
@@ -149,7 +149,7 @@ class Notifying:
                 self._bad |= dict.fromkeys((one for one in self._told if one.startswith(gone)), "")
 
     async def run(self, followed: Callable[[], bool]) -> NoReturn:
-        """Send for ever, to each target one letter at a time; `followed` says whether the fleet is heard."""
+        """Send for ever, one letter at a time to each target; `followed` says whether the fleet is connected."""
         busy: dict[str, asyncio.Task[None]] = {}
         async with TaskScope() as scope:
             while True:
@@ -172,14 +172,13 @@ class Notifying:
                     pass
 
     async def _tell_of_nodes(self) -> None:
-        """Tell of nodes that are down and GPUs in quarantine, and keep what was told: by that a restart knows what was not."""
+        """Report nodes that are down and GPUs in quarantine, and record it: a restart knows what was reported."""
         now, wall = self.clock.now(), self.clock.wall()
         bad = {name: f"quarantined: {text}" for name, text in self._bad.items() if text}
         bad |= {node: _SILENT for node, since in self._down.items() if since <= now - DOWN_AFTER}
         over = [
             one
-            for one in self._told
-            - bad.keys()  # a GPU that was not seen since the start may be in quarantine still
+            for one in self._told - bad.keys()  # a GPU not seen since the start may still be in quarantine
             if (one in self._bad if "/gpus/" in one else one not in self._down)
         ]
         kinds = EventKind.NODE_DOWN, EventKind.GPU_QUARANTINED
@@ -218,7 +217,7 @@ class Notifying:
         self._wake.set()
 
     async def _settle(self, letter: Letter, problem: str) -> None:
-        """Note how an attempt went."""
+        """Record the result of an attempt."""
         if not problem:
             await self.store.settle([letter.number], [])
             self._letters.pop(letter.number, None)
@@ -240,7 +239,7 @@ class Notifying:
         self._wake.set()
 
     async def _send(self, target: Webhook, letter: Letter) -> str:
-        """Send once; what went wrong, without the address, which may be a secret. Empty if the target took it."""
+        """Send once; the problem, without the address, which may be a secret. Empty if the target accepted it."""
         import httpx
 
         body, seconds = body_of(letter.event, letter.number), int(self.clock.wall().timestamp())
@@ -280,7 +279,7 @@ class Notifying:
 async def open_notifying(
     store: PolicyStore, decode: Callable[[str], Webhook], clock: Clock, allowed: Sequence[str]
 ) -> Notifying:
-    """What sends to the stored targets, also to addresses in the `allowed` networks."""
+    """A sender to the stored targets, also to addresses in the `allowed` networks."""
     found = Notifying(Declarations("targets", store, decode, clock), store, clock, networks(allowed))
     await found.load()
     return found

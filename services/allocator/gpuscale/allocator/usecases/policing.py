@@ -1,12 +1,12 @@
-"""Use policies at work: a look at all holders each few seconds, and what comes of it.
+"""Running use policies: a look at all holders every few seconds, and the resulting acts.
 
-The readings are those that nodes send anyway: who runs on a GPU at once, how much it is used each 10 s (docs/adr/0029). A look
-acts first and then writes what it did, with what is to be told of it, in one transaction: killed in between it is done
-again, and to revoke what is revoked changes nothing.
+The readings are those that nodes send anyway: processes on a GPU at once, utilization every 10 s (docs/adr/0029). A look first
+acts and then writes its acts and notifications in one transaction: after a kill in between it acts again, and revoking what is
+revoked changes nothing.
 
-Outsiders are ended by orders, which the agents of hosts that opted in ask for: nothing has to reach an agent, and only what it
-checks itself is done on its host. An order is given once, and never late. Of one that was handed over and that nobody answers
-it is not known what became of it.
+Outsiders are killed by orders, which the agents of hosts that opted in ask for: nobody connects to an agent, and an agent only
+acts on what it checks itself. An order is given once, and never late. If an agent took an order and does not answer, its
+outcome is unknown.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ ANSWER = 10.0
 
 @dataclass(frozen=True, slots=True)
 class KillOrder:
-    """To end a process on a GPU, of that resource name, at the latest `grace` seconds after it was asked to."""
+    """An order to end a process on a GPU, by resource name, at most `grace` seconds after asking it to."""
 
     id: str
     gpu: str
@@ -63,7 +63,7 @@ class KillOrder:
 
 @dataclass(eq=False, slots=True)
 class _Pending:
-    """An order that waits for its answer, and whether an agent was handed it."""
+    """An order that waits for its answer, and whether an agent took it."""
 
     order: KillOrder
     node: str
@@ -73,14 +73,14 @@ class _Pending:
 
 @dataclass(eq=False)
 class KillOrders:
-    """The orders that are on their way."""
+    """The pending orders."""
 
     view: FleetView
     _pending: dict[str, _Pending] = field(default_factory=dict[str, _Pending], init=False)
     _heard: dict[str, float] = field(default_factory=dict[str, float], init=False)
 
     async def kill(self, gpu: str, process: tuple[int, int], grace: float) -> tuple[StageOutcome, str]:
-        """End a process on a GPU: DONE, or REFUSED or ASKED with why."""
+        """End a process on a GPU: DONE, or REFUSED or ASKED with the reason."""
         node, loop = gpu.split("/")[1], asyncio.get_running_loop()
         agent = f"the agent of {node_name(node)}"
         if self._heard.get(node, float("-inf")) < loop.time() - HEARD:
@@ -126,7 +126,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PolicyStanding:
-    """How a policy stands with a subject: its track as of the last look, in how many seconds the next stage is due, and what it does."""
+    """A policy's track for a subject as of the last look, seconds until the next stage, and that stage."""
 
     track: Track
     next_in: float | None
@@ -152,14 +152,14 @@ class Policing:
     _wake: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     async def load(self) -> None:
-        """Take in what the disk holds."""
+        """Load what is on disk."""
         await self.policies.load()
         self.policies.changed = self._wake.set
         self._tracks = await self.store.tracks(self.records.clock.now())
         self._acts = deque(await self.store.acts(), maxlen=ACTS_KEPT)
 
     async def run(self, tell: Callable[[Reservation], None]) -> NoReturn:
-        """Look for ever; `tell` is called with each reservation whose notes are others."""
+        """Look for ever; `tell` is called with each reservation whose notes have changed."""
         failing = False
         while True:
             try:
@@ -183,7 +183,7 @@ class Policing:
         return list(reversed(self._acts))
 
     def standings(self, policy_id: str) -> list[PolicyStanding]:
-        """For whom the condition of a policy holds, those first for whom it has held longest."""
+        """The subjects for which the condition of a policy holds, longest first."""
         policy, now = self.policies.spec(policy_id), self.records.clock.now()
         found: list[PolicyStanding] = []
         for (of, _), one in self._tracks.items():
@@ -195,7 +195,7 @@ class Policing:
         return sorted(found, key=lambda one: -one.track.held)
 
     async def look(self) -> list[Reservation]:
-        """Look once at all that policies are about; the reservations whose notes are others now."""
+        """Look once at all subjects of policies; returns the reservations whose notes have changed."""
         clock = self.records.clock
         policies = {key: (etag, policy) for key, etag, policy in self.policies.specs()}
         if not (policies or self._tracks):
@@ -228,7 +228,7 @@ class Policing:
     async def _carry_out(
         self, after: dict[Key, FollowedTrack], acts: Sequence[PolicyAct], now: float
     ) -> None:
-        """Do what is to be done, write it, and then know it."""
+        """Carry out the acts, write them, and then take them in."""
         for act in acts:
             await self._do(act, now)
         async with asyncio.TaskGroup() as group:
@@ -262,7 +262,7 @@ class Policing:
             await self.maintenance.reprieve(told)
 
     async def _kill(self, act: PolicyAct, after: Mapping[Key, FollowedTrack]) -> PolicyAct:
-        """Have a process ended, where an act is that; the act, as it went."""
+        """Kill a process if the act says so; returns the act with its outcome."""
         if Action.KILL not in act.actions or act.outcome is not StageOutcome.DONE:
             return act
         process = after[act.policy, act.subject].track.subject.process or (0, 0)
@@ -277,7 +277,7 @@ class Policing:
     def _note(
         self, after: Mapping[Key, FollowedTrack], policies: Mapping[str, tuple[str, UsePolicy]]
     ) -> list[Reservation]:
-        """Say what is noted; the reservations of which that is something else."""
+        """Set the notes; returns the reservations whose notes have changed."""
         before, found, live = self.notes.copy(), dict[str, tuple[str, ...]](), self.records.ledger.live
         for (key, _), one in after.items():
             said = notice(key, policies[key][1], one.track)
@@ -289,7 +289,7 @@ class Policing:
         return [live[one] for one in changed if one in live]
 
     async def _sightings(self, policies: Iterable[UsePolicy]) -> dict[bool, list[SeenSubject]]:
-        """What is seen of reservations (False), and of processes on GPUs (True), where a policy is about them."""
+        """What is seen of reservations (False) and of processes on GPUs (True), if a policy covers them."""
         kinds = {policy.condition is PolicyCondition.OUTSIDER for policy in policies}
         found: dict[bool, list[SeenSubject]] = {False: [], True: []}
         held = list(self.records.ledger.reservations(ended=False)) if False in kinds else []
@@ -321,7 +321,7 @@ class Policing:
     def _of_node(
         self, node_id: str, followed: Mapping[str, Mapping[str, PolicySubject]]
     ) -> Iterable[SeenSubject]:
-        """The processes on GPUs of a node that may be outsiders; where it is not known which there are, those that are followed."""
+        """The processes on a node's GPUs that may be outsiders; if its processes are unknown, those already tracked."""
         node, now, ledger = self.records.view.get(node_id), self.records.clock.now(), self.records.ledger
         for gpu in node.gpus if node else ():
             holders = ledger.use.on(gpu).reservations
@@ -347,7 +347,7 @@ async def open_policing(
     notifying: Notifying,
     orders: KillOrders,
 ) -> Policing:
-    """What carries out the stored policies, on from where it stood."""
+    """Runs the stored policies, from where they stopped."""
     policies = Declarations("policies", store, decode, records.clock)
     found = Policing(policies, store, records, world, maintenance, notifying, orders)
     await found.load()
@@ -361,7 +361,7 @@ def subject_of(
     model: str = "",
     process: tuple[int, int] | None = None,
 ) -> PolicySubject:
-    """A reservation, or a process on a GPU of a `node` that these hold, as scopes look at it."""
+    """A reservation, or a process on a GPU of a `node` that these hold, with the attributes that scopes match."""
     return PolicySubject(
         name,
         tuple(one.id for one in held),
@@ -379,7 +379,7 @@ def _outsider(gpu: Gpu, pid: int | None) -> GpuSighting:
 
 
 def _told_apart(before: Track, after: Track) -> bool:
-    """Whether what is on disk leads to another time than the track has."""
+    """Whether the track on disk leads to another time than the current one."""
     same = (before.counting, before.done, before.spared, before.subject.reservations) == (
         after.counting,
         after.done,

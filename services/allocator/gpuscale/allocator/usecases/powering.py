@@ -1,7 +1,7 @@
-"""Power budgets at work: a look each second, caps for agents that ask, and what was changed and why.
+"""Running power budgets: a look each second, caps for agents that ask, and a log of changes and reasons.
 
-An agent asks, so that nothing has to reach it. What it says of its GPUs is newer than what the fleet tells; of a node whose
-agent is silent, or without a helper, GPUs count as what they may draw. A cap that cannot be written down is put in force all the same.
+Agents ask, so nobody connects to them. What an agent says of its GPUs is newer than the fleet's view; GPUs of a node with a
+silent agent, or without a helper, count with the most they may draw. A cap takes effect even if it cannot be logged.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ToldGpu:
-    """What an agent says of a GPU, in watts: see `GpuPower` of the contract."""
+    """An agent's report on a GPU, in watts: see `GpuPower` of the contract."""
 
     watts: float | None
     lowest: float | None
@@ -45,7 +45,7 @@ class ToldGpu:
 
 @dataclass(eq=False)
 class Powering:
-    """Keeps power budgets. `open_powering` makes one; then `run` must run."""
+    """Maintains power budgets. `open_powering` makes one; then `run` must run."""
 
     budgets: Declarations[PowerBudget]
     store: PolicyStore
@@ -70,7 +70,7 @@ class Powering:
     """As of the last look."""
 
     async def load(self) -> None:
-        """Take in what the disk holds."""
+        """Load what is on disk."""
         await self.budgets.load()
         self._changes.extend(await self.store.power_changes())
 
@@ -92,11 +92,11 @@ class Powering:
                 failing = False
 
     def changes(self) -> list[tuple[int, PowerChange]]:
-        """How caps were changed, newest first, each with its number."""
+        """Changes of caps, newest first, each with its number."""
         return list(reversed(self._changes))
 
     def take(self, node: str, told: Mapping[str, ToldGpu]) -> Mapping[str, float]:
-        """Learn of the GPUs of a node; the caps that are to be in force. Raises NotFoundError: the node is not known."""
+        """Take an agent's report on a node; returns the caps to set. Raises NotFoundError for an unknown node."""
         if self.records.view.get(node) is None:
             raise NotFoundError(f"there is no {node_name(node)}", metadata={"name": node_name(node)})
         self._told[node] = self._now(), told
@@ -109,7 +109,7 @@ class Powering:
         return caps
 
     def expect_helpers(self, budget: PowerBudget) -> None:
-        """Raise FailedPreconditionError (NO_POWER_HELPER) if nodes report that no budget had before, and have no helper."""
+        """Raise FailedPreconditionError (NO_POWER_HELPER) if the budget adds reporting nodes without a helper."""
         missing = [
             node.id
             for node in self.records.view.nodes
@@ -126,7 +126,7 @@ class Powering:
             )
 
     async def look(self) -> None:
-        """Choose caps anew, beside other calls: of 8,000 GPUs it takes tens of milliseconds."""
+        """Choose caps again, beside other calls: for 8,000 GPUs it takes tens of milliseconds."""
         budgets = [(key, budget) for key, _, budget in self.budgets.specs()]
         if not (budgets or self._told):
             return
@@ -169,7 +169,7 @@ class Powering:
         return self.records.clock.now()
 
     def _gpus(self, node: Node) -> Sequence[PoweredGpu]:
-        """What is known of the GPUs of a node."""
+        """What is known of a node's GPUs."""
         heard, told = self._told.get(node.id, (-HEARD, {}))
         fresh = self._now() - heard < HEARD
         handed = self._handed.get(node.id, {})
@@ -214,7 +214,7 @@ async def open_powering(
     placer: Placer,
     room: Changes,
 ) -> Powering:
-    """What keeps the stored budgets."""
+    """Maintains the stored budgets."""
 
     def checked(body: str) -> PowerBudget:
         budget = decode(body)

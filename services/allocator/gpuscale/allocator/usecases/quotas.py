@@ -1,4 +1,4 @@
-"""Use cases of quotas: set, delete, get, list. They are kept on disk and read from memory."""
+"""Use cases of quotas: set, delete, get, list. They are stored on disk and read from memory."""
 
 import asyncio
 import hashlib
@@ -15,7 +15,7 @@ from gpuscale.common.runtime.tasks import uninterrupted
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A tenant: its quota, the thousandths of GPUs that it holds, how many requests of it wait, and its month."""
+    """A tenant: its quota, the thousandths of GPUs it holds, its waiting requests, and its month."""
 
     quota: Quota
     gpu_milli_held: int
@@ -40,7 +40,7 @@ class Quotas:
 
     @uninterrupted
     async def set(self, tenant: str, change: Callable[[Quota], Quota], *, etag: str = "") -> Standing:
-        """Set a quota to `change` of it, which ends nothing; AbortedError (ETAG_MISMATCH) if it has another etag."""
+        """Set a quota to `change` of it, which ends nothing; AbortedError (ETAG_MISMATCH) if its etag differs."""
         async with self._turn:
             before = self.quotas.get(tenant) or Quota(tenant)
             _expect_etag(before, etag)
@@ -52,7 +52,7 @@ class Quotas:
 
     @uninterrupted
     async def delete(self, tenant: str, *, etag: str = "", allow_missing: bool = False) -> None:
-        """Remove a quota; NotFoundError unless there is one or it may be missing, AbortedError (ETAG_MISMATCH)."""
+        """Remove a quota; NotFoundError if there is none, unless `allow_missing`, AbortedError (ETAG_MISMATCH)."""
         async with self._turn:
             before = self.quotas.get(tenant)
             if before is None and allow_missing:
@@ -65,7 +65,7 @@ class Quotas:
         self.changes.room(())
 
     def get(self, tenant: str) -> Standing:
-        """A tenant of `every`. Raises NotFoundError: there is none."""
+        """A tenant of `every`. Raises NotFoundError if there is none."""
         waiting = self.waiting()
         if not any(tenant in one for one in (self.quotas, self.held, waiting, self.past)):
             message = f"tenant {tenant} has no quota, holds nothing and waits for nothing"
@@ -73,7 +73,7 @@ class Quotas:
         return self._standing(tenant, waiting)
 
     def every(self) -> list[Standing]:
-        """The tenants that have a quota, hold or wait for something, or held, where that counts; by name."""
+        """The tenants that have a quota, hold or wait for something, or have past use that counts; by name."""
         waiting = self.waiting()
         tenants = sorted({*self.quotas, *self.held, *waiting, *self.past})
         return [self._standing(tenant, waiting) for tenant in tenants]
@@ -85,7 +85,7 @@ class Quotas:
 
 
 def etag_of(quota: Quota) -> str:
-    """What changes with the quota, and with nothing else."""
+    """A hash of the quota."""
     hours = "" if quota.gpu_hours_per_month is None else f" {quota.gpu_hours_per_month}"
     return hashlib.sha256(f"{quota.gpu_milli_limit} {quota.weight}{hours}".encode()).hexdigest()[:16]
 

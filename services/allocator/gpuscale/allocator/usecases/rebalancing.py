@@ -1,6 +1,6 @@
-"""What would have to move for an ask, or for who waits, to fit; and the moves, which are begun for one who waits at a time.
+"""The moves that would make room for an ask, or for waiting requests; one request's moves run at a time.
 
-The search runs in a thread on a copy of what is known: of 10,000 nodes it takes up to a second.
+The search runs in a thread on a copy of the state: for 10,000 nodes it takes up to a second.
 
 What is movable is told that it has to leave so late that its holder can get another place first, and leaves by itself once
 that works. If it has not after `LIMIT`, or who waited is served or gone, the notice is taken back. So it is when the allocator
@@ -56,7 +56,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RoomProposal:
-    """What is proposed for an ask, or for one who waits: moves, or `partitions` of GPUs that an operator has to make."""
+    """A proposal for an ask, or for a waiting request: moves, or `partitions` of GPUs that an operator has to make."""
 
     ask: Ask
     found: MovePlan | NoMoves
@@ -80,11 +80,11 @@ class RoomProposal:
 
 @dataclass(eq=False)
 class Rebalancing:
-    """Plans moves, one call at a time, and begins them; `run` must run.
+    """Plans moves, one call at a time, and starts them; `run` must run.
 
-    Nothing moves that was granted less than `rest` seconds ago, and so nothing that moved lately. By itself it moves what is
-    movable, `hourly` of it in an hour at most; what is only preemptible an admin moves, with a `grace`. Raises
-    UnavailableError (NO_TELEMETRY) while it is not known which GPUs there are.
+    Nothing moves that was granted less than `rest` seconds ago, so nothing moves again soon. Automatic moves are of movable
+    reservations, at most `hourly` an hour; an admin can also move preemptible ones, with a `grace`. Raises UnavailableError
+    (NO_TELEMETRY) while the fleet's GPUs are unknown.
     """
 
     capacity: Capacity
@@ -102,15 +102,15 @@ class Rebalancing:
     _made: deque[float] = field(default_factory=deque[float], init=False)
 
     async def plan(self, ask: Ask | None) -> tuple[list[RoomProposal], list[str]]:
-        """A proposal for an ask, or for each of the first who wait; and what was left out, in words.
+        """A proposal for an ask, or for each of the first waiting requests; and what was left out, in words.
 
         Raises:
-            NotFoundError: the ask names a node that was never seen.
+            NotFoundError: the ask names an unknown node.
         """
         async with self._turn:
             prices, left_out = self._movable()
             if ask is not None:
-                self.capacity.check(ask, "")  # raises where a node was never seen
+                self.capacity.check(ask, "")  # raises for an unknown node
                 return [await self._find(ask, None, prices)], _notes(left_out)
             self.capacity.expect_telemetry()
             waiters = self.queue.line(MOST_WAITING)
@@ -120,7 +120,7 @@ class Rebalancing:
     async def apply(
         self, most: int = MOST_MOVES, *, itself: bool = False
     ) -> tuple[RoomProposal | None, list[str]]:
-        """Begin the moves, `most` at most, for the first who waits and for whom there are any; None where nobody is helped.
+        """Start at most `most` moves for the first waiting request that they help; None if nobody is helped.
 
         By `itself` nothing is begun while anything is unknown.
 
@@ -145,7 +145,7 @@ class Rebalancing:
             return None, _notes(left_out)
 
     async def run(self) -> NoReturn:
-        """Look after moves for ever."""
+        """Supervise moves for ever."""
         live = self.capacity.ledger.live
         self._moving = {key for key, one in live.items() if one.end_reason.startswith(MOVED_FOR)}
         while True:
@@ -156,7 +156,7 @@ class Rebalancing:
             await asyncio.sleep(LOOK)
 
     async def _look(self) -> None:
-        """Give up moves that came to nothing, or are not needed any more; begin others where that is wanted."""
+        """Cancel moves that came to nothing or are no longer needed; start others if wanted."""
         now, live = self.capacity.clock.now(), self.capacity.ledger.live
         self._moving = {
             one for one in self._moving if one in live and live[one].end_reason.startswith(MOVED_FOR)
@@ -177,7 +177,7 @@ class Rebalancing:
                 await self.apply(min(left, MOST_MOVES), itself=True)
 
     async def _begin(self, waiter: Waiter, plan: MovePlan) -> bool:
-        """Tell who has to move, and keep the GPUs for the waiter; False if things have changed since the plan was made."""
+        """Notify the movers, and keep the GPUs for the waiter; False if things have changed since the plan was made."""
         now, live = self.capacity.clock.now(), self.capacity.ledger.live
         ids = [move.reservation.id for move in plan.moves]
         if self.queue.get(waiter.order.request_id) is not waiter:
@@ -201,7 +201,7 @@ class Rebalancing:
     async def _propose(
         self, waiter: Waiter, prices: Mapping[str, float], most: int = MOST_MOVES
     ) -> RoomProposal:
-        """A proposal for one who waits. Nothing moves for it that has a higher priority."""
+        """A proposal for a waiting request. Nothing with a higher priority moves for it."""
         ask, place, live = waiter.order.ask, waiter.place, self.capacity.ledger.live
         if place is not None and place.obstacle.reason is not Reason.NO_CAPACITY:
             return RoomProposal(ask, NoMoves(f"more room would not help: {place.obstacle.message}"), waiter)
@@ -213,7 +213,7 @@ class Rebalancing:
         return await self._find(ask, waiter, lower, most)
 
     def _kept(self, waiter: Waiter | None) -> list[Kept]:
-        """What is booked, or promised to others: what was promised to a waiter itself is given up for what moves free."""
+        """What is booked, or promised to others: a promise to the waiter itself is replaced by what moves free."""
         wall = self.capacity.clock.wall().timestamp()
         booked = self.world.bookings.in_the_way(0, wall, preemptible=False)
         return [*self.queue.promised(waiter), *booked]
@@ -238,7 +238,7 @@ class Rebalancing:
         return await asyncio.to_thread(search)
 
     def _movable(self) -> tuple[dict[str, float], Counter[str]]:
-        """What it costs to move each reservation that may, in GPU-seconds, and how many may not, and why."""
+        """The cost of moving each movable reservation, in GPU-seconds; how many may not move, and why."""
         now, prices, left_out = self.capacity.clock.now(), dict[str, float](), Counter[str]()
         for one in self.capacity.ledger.live.values():
             if one.waiting or not one.gpus:
@@ -252,7 +252,7 @@ class Rebalancing:
         return prices, left_out
 
     def _stays(self, one: Reservation) -> str:
-        """Why a reservation is not moved; empty where it may be."""
+        """Why a reservation does not move; empty if it may."""
         node = self.capacity.view.get(one.gpus[0].node)
         if node is None or node.state is not NodeState.ONLINE or not node.names_gpus:
             return UNKNOWN
@@ -288,7 +288,7 @@ def how(one: Reservation) -> str:
 
 
 def _asked_by(one: Reservation) -> Ask:
-    """What a reservation asks for elsewhere: as it asked, where that is known, else for GPUs like those that it has."""
+    """The ask of a reservation for another place: its original ask if known, else GPUs like those it has."""
     if one.wanted is not None:
         return one.wanted.ask
     gpu = one.gpus[0]

@@ -1,4 +1,4 @@
-"""Use cases of whoever looks at reservations: get, list, with what their holders make of them by the latest readings."""
+"""Use cases of reading reservations: get and list, with their use by the latest readings."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from gpuscale.common.wire import MAX_PAGE_SIZE, page_limit
 
 @dataclass(slots=True, eq=False)
 class Records:
-    """What is known of reservations. Errors are those of `gpuscale.common.errors`, as the contract says."""
+    """The known reservations. Errors are those of `gpuscale.common.errors`, as in the contract."""
 
     ledger: Ledger
     archive: Archive
@@ -28,7 +28,7 @@ class Records:
         self._judge = UsageJudge(self.view.get, self.ledger.use)
 
     async def get(self, reservation_id: str) -> Reservation:
-        """Look up a reservation. Raises NotFoundError: no such reservation."""
+        """Look up a reservation. Raises NotFoundError if there is none."""
         await self.archive.recall(ids=[reservation_id])
         return self.ledger.get(reservation_id)
 
@@ -43,14 +43,14 @@ class Records:
     ) -> tuple[list[Reservation], str]:
         """A page of reservations, oldest first, and the token of the next page.
 
-        Of those on disk that are wanted, `keep` is asked about the first 1,000: a page may be short and not the last.
+        Of matching ones on disk, `keep` filters the first 1,000: a page may be short without being the last.
         """
         most = page_limit(page_size)
         after = self.tokens.fence_of_page(page_token) if page_token else 0
         kept = self.ledger.reservations(ended=ended)
         chosen = {one.id: one for one in kept if one.fence > after and one in wanted}
         last = 0
-        if ended:  # looked up after what is in memory: what moves meanwhile is in both
+        if ended:  # read after memory: what moves meanwhile is in both
             looked_at = most + 1 if keep is None else MAX_PAGE_SIZE
             old, last = await self.archive.page(wanted, after=after, most=looked_at)
             if keep is not None and len(old) == looked_at:
@@ -65,17 +65,17 @@ class Records:
         return found[:most], self.tokens.of_page(last) if last else ""
 
     async def kept_since(self) -> datetime | None:
-        """When the youngest of all forgotten reservations ended; None where none is."""
+        """When the youngest forgotten reservation ended; None if none was forgotten."""
         forgotten = await self.archive.store.forgotten()
         return datetime.fromtimestamp(forgotten, UTC) if forgotten else None
 
     def usage(self, reservation: Reservation) -> ReservationUsage | None:
-        """What the holder makes of a reservation; None of one that has ended."""
+        """The use of a reservation by its holder; None if it has ended."""
         return self._judge.of(reservation, self.clock.now()) if reservation.live else None
 
 
 async def every(list_page: Callable[..., Awaitable[tuple[list[Reservation], str]]]) -> list[Reservation]:
-    """The reservations of all pages: an order of their own shows the last first."""
+    """The reservations of all pages: another order shows the last first."""
     found, token = await list_page(page_size=MAX_PAGE_SIZE, page_token="")
     while token:
         more, token = await list_page(page_size=MAX_PAGE_SIZE, page_token=token)

@@ -1,11 +1,11 @@
-"""Use cases of whoever wants GPUs: reserve, one request or several, at once or after a wait in the queue.
+"""Use cases of requesting GPUs: reserve, one request or several, at once or after a wait in the queue.
 
-From the first look at the ledger to the hold there is no await, so no other call can come between: two callers never
-get one GPU. The answer leaves only when the change is on disk.
+There is no await from the first look at the ledger to the hold, so no other call can interfere: two callers never get the same
+GPU. The answer leaves only once the change is on disk.
 
-`Waiting` plays the rounds of the queue. They are made when something changed (room may have come up, a request came or left,
-a quota was set), never on a timer; the one exception is a lease that becomes old enough to be preempted. Between two steps
-of a round other work may come; a caller who wants an answer at once finishes the round first, so nobody is passed over.
+`Waiting` runs the rounds of the queue. They run when something changed (new room, a request that came or left, a new quota),
+never on a timer, except when a lease becomes old enough to be preempted. Other work may run between two steps of a round; a
+caller who wants an answer at once finishes the round first, so nobody is passed over.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ _UNLIMITED = Quota("")
 
 @dataclass(eq=False)
 class AllocatorWorld:
-    """Answers the queue's questions; `quotas` are by the tenants for which one was set."""
+    """Answers the queue's questions; `quotas` has the tenants for which one was set."""
 
     ledger: Ledger
     placer: Placer
@@ -76,13 +76,13 @@ class AllocatorWorld:
     _order_fence: int = field(default=0, init=False)
 
     def place(self, ask: Ask, now: float, *, again: bool) -> Pick | Refusal:
-        """Which GPUs serve the ask, or why none do; `again` says that it was placed before."""
+        """Which GPUs serve the ask, or why none do; `again` marks an ask that was placed before."""
         return self.placer.place(ask, now, again=again)
 
     def place_after(
         self, ask: Ask, now: float, freed: Collection[str], *, told: bool = False
     ) -> Pick | Refusal:
-        """The same, if the reservations with these ids held nothing; those that hold nothing are passed over."""
+        """The same, if the reservations with these ids held nothing; those that hold nothing are ignored."""
         live = self.ledger.live
         return self.placer.place_after(ask, now, [one for one in freed if one in live], told=told)
 
@@ -92,10 +92,10 @@ class AllocatorWorld:
         return [self._terms(self.ledger.live[one]) for one in held]
 
     def ending_first(self) -> Iterator[LeaseTerms]:
-        """All leases, what ends first first. To be read at once: leases that come or go meanwhile are not followed.
+        """All leases by their end. Consume it at once: leases that come or go meanwhile are not followed.
 
-        Of many leases the order may be up to `ORDER_KEPT` old: nobody can count on an end, and they need not be sorted
-        each time. Those that were granted since come last.
+        For many leases the order may be up to `ORDER_KEPT` old: no end is certain, so they need not be sorted each time. Those
+        granted since come last.
         """
         live, now = self.ledger.live, self.clock.now()
         if now >= self._order_until or not self._order_uses:
@@ -127,7 +127,7 @@ class AllocatorWorld:
         return LeaseTerms(
             id=one.id,
             priority=one.priority,
-            # One that is not on disk yet cannot be revoked, and one whose end is on its way there needs not be.
+            # A lease not on disk yet cannot be revoked, and one whose end is being written need not be.
             preemptible=one.preemptible and one.state is not State.PENDING,
             gpu_milli=sum(gpu.milli for gpu in one.gpus),
             since=self.granted_at(one),
@@ -140,15 +140,15 @@ class AllocatorWorld:
         return self.ledger.use.tenants.get(tenant, 0)
 
     def gpu_milli_past(self, tenant: str) -> float:
-        """What the tenant held in the past, as a mean in which an earlier time counts less; 0 where the past does not count."""
+        """The tenant's past use as a decayed mean; 0 if past use does not count."""
         return self.past.get(tenant, 0)
 
     def quota(self, tenant: str) -> Quota:
-        """The quota of the tenant; one without a limit where none was set."""
+        """The quota of the tenant; one without limits if none is set."""
         return self.quotas.get(tenant, _UNLIMITED)
 
     def expected(self, lease: LeaseTerms, now: float) -> LeaseTerms:
-        """The lease with the end that is likely; as it is where nothing is known of its kind, or its end is certain."""
+        """The lease with its likely end; unchanged if nothing is known of its kind, or its end is certain."""
         one = self.ledger.live.get(lease.id)
         span = (
             None if one is None or lease.revoked else self.durations.remaining(kin_of(one), now - lease.since)
@@ -159,12 +159,12 @@ class AllocatorWorld:
         return replace(lease, ends=likely, earliest=low, latest=high)
 
     def lasts(self, order: Order) -> float:
-        """Seconds that a lease of this order is likely to last; those of one that is not renewed where nothing is known."""
+        """How many seconds a lease of this order probably lasts; as if not renewed if nothing is known."""
         span = self.durations.remaining(kin_of_order(order))
         return min(order.ttl if span is None else span.early, order.lasts or float("inf"))
 
     def month(self, tenant: str, at: float | None = None) -> MonthStanding:
-        """What the tenant has of this calendar month, or of that of a time; of bookings what is after it."""
+        """The tenant's use of this calendar month, or of that of a time; with bookings after it."""
         at = self.clock.wall().timestamp() if at is None else at
         day = int(at) * 1000 // DAY
         used, ends = self.months.granted(tenant, day) / GPU_HOUR, month_of(day)[1] * DAY / 1000
@@ -178,7 +178,7 @@ class AllocatorWorld:
         return self.bookings.in_the_way(order.limit, wall, preemptible=order.preemptible)
 
     def claim(self, order: Order) -> Ask | QueueObstacle:
-        """What an order asks for that claims a booking, which gets the booking's limit; or why it cannot yet, or any more."""
+        """The ask of an order that claims a booking, limited by it; or why it cannot claim it now."""
         booking, wall = self.bookings.get(order.booking), self.clock.wall().timestamp()
         ask, left = booking.restricted(order.ask), min(booking.end - wall, booking.end - booking.start)
         if not booking.open or left <= 0 or ask is None:
@@ -193,8 +193,8 @@ class AllocatorWorld:
     def granted_at(self, one: Reservation) -> float:
         """When it was granted, on the boot clock.
 
-        Of one of an earlier run of the program the date is all that is known, and of one that waited when its job began:
-        worked out once, so that later steps of the wall clock do not count.
+        For one from an earlier run only the date is known, and for one that waited, when its job began: computed once, so that
+        later steps of the wall clock do not matter.
         """
         known = self.ledger.granted_at(one.id)
         if known is not None:
@@ -231,7 +231,7 @@ _REST = 2.0
 
 @dataclass(eq=False)
 class _Entry:
-    """A request that waits, for one caller or for several that repeat it; `granted` becomes a reservation's id."""
+    """A waiting request, of one caller or of several that repeat it; `granted` becomes the reservation's id."""
 
     waiter: Waiter
     granted: asyncio.Future[str]
@@ -240,14 +240,14 @@ class _Entry:
     rung: QueuePlace | None = None
 
     def ring(self) -> None:
-        """There is news."""
+        """Signal news."""
         self.rung = self.waiter.place
         for bell in self.bells:
             bell.set()
 
 
 def _is_news(place: QueuePlace, told: QueuePlace | None) -> bool:
-    """Whether who was told a place is to be told another: each of the first, and of others what makes a difference."""
+    """Whether a new place is worth telling: any change among the first, and a significant one further back."""
     if told is None or place.position < MOST_FORESEEN:
         return place != told
     moved = abs(place.position - told.position) * PART_TOLD >= told.position
@@ -255,7 +255,7 @@ def _is_news(place: QueuePlace, told: QueuePlace | None) -> bool:
 
 
 class Waiting:
-    """Carries out what the queue decides and tells those who wait. `run` must run."""
+    """Carries out the queue's decisions and informs those who wait. `run` must run."""
 
     def __init__(self, queue: Queue, *, ledger: Ledger, commits: Commits, grace: float, clock: Clock) -> None:
         self._queue = queue
@@ -272,13 +272,13 @@ class Waiting:
         self._foreseen_to = 0
 
     def changed(self, nodes: Iterable[str] | None = None) -> None:
-        """Room may have come up on these nodes, or anywhere; none of them: a quota may admit more."""
+        """Room may have appeared on these nodes, or anywhere; none of them: a quota may admit more."""
         if len(self._queue):
             self._queue.changed(nodes)
             self._wake.set()
 
     def look(self, order: Order, now: float) -> Pick | Refusal | QueueObstacle:
-        """Look once whether an order can be served, after all whose turn it is have been."""
+        """Check once whether an order can be served after everyone ahead of it."""
         while self._round is not None or self._queue.pressing:
             self._advance()
         found = self._queue.look(order, now)
@@ -287,7 +287,7 @@ class Waiting:
         return found
 
     def knows(self, order: Order) -> bool:
-        """Whether the request waits; AlreadyExistsError if one with other arguments or of another caller does."""
+        """Whether the request waits; AlreadyExistsError if it waits with other arguments or for another caller."""
         entry = self._entries.get(order.request_id)
         if entry is not None and entry.waiter.order.fingerprint != order.fingerprint:
             raise AlreadyExistsError(
@@ -299,11 +299,11 @@ class Waiting:
         return entry is not None
 
     def keep(self, one: Reservation) -> None:
-        """Have a reservation stand in the queue that waits, until it is granted or ends."""
+        """Put a waiting reservation into the queue, until it is granted or ends."""
         self._join(one.order(), one.deadline - self._clock.now())
 
     def keep_all(self) -> None:
-        """Have all stand in the queue that waited when the program ended."""
+        """Put all reservations into the queue that waited when the program ended."""
         for one in self._ledger.reservations(ended=False):
             if one.waiting:
                 self.keep(one)
@@ -314,12 +314,12 @@ class Waiting:
             self._leave(entry)
 
     def place(self, request_id: str) -> QueuePlace | None:
-        """Where a request stands that waits; None before it was looked at, and of one that does not wait."""
+        """The place of a waiting request; None before its first look, or if it does not wait."""
         waiter = self._queue.get(request_id)
         return None if waiter is None or waiter.place is None else self._told(waiter, waiter.place)
 
     async def foresee(self, waiting: Iterable[Reservation]) -> None:
-        """Look how long these have to wait, for `place` to tell."""
+        """Forecast the wait of these, for `place` to show."""
         for one in waiting:
             if (waiter := self._queue.get(one.request_id)) and waiter.place:
                 await self._foresee(waiter, waiter.place)
@@ -328,14 +328,14 @@ class Waiting:
         return replace(place, foreseen=waiter.foreseen, order=self._queue.factors(waiter.order))
 
     def expect_room(self) -> None:
-        """Nothing where one more may wait. Raises ResourceExhaustedError, QUEUE_FULL."""
+        """Raises ResourceExhaustedError, QUEUE_FULL, if the queue is full."""
         self._queue.expect_room()
 
     async def wait(self, order: Order, seconds: float) -> str:
-        """Stand in the queue until the request is granted (WAIT_TIMEOUT, QUEUE_FULL); the id may not be on disk yet."""
+        """Wait in the queue until granted (WAIT_TIMEOUT, QUEUE_FULL); the returned id may not be on disk yet."""
         if self._calls >= MOST_CALLS:
             raise ResourceExhaustedError(
-                f"{MOST_CALLS} calls wait already, which is as many as may; wait with ReserveAndWatch",
+                f"{MOST_CALLS} calls already wait, which is the maximum; wait with ReserveAndWatch",
                 reason="QUEUE_FULL",
                 metadata={"waiting": str(self._calls)},
             )
@@ -351,7 +351,7 @@ class Waiting:
             self._leave(entry)
 
     async def watch(self, order: Order, seconds: float) -> AsyncGenerator[QueuePlace | str]:
-        """As `wait`, and tell the place in the queue whenever it changes; the last item is the reservation's id."""
+        """Like `wait`, and yield the place whenever it changes; the last item is the reservation's id."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
         bell = asyncio.Event()
@@ -385,10 +385,10 @@ class Waiting:
             self._leave(entry)
 
     async def _foresee(self, asking: Waiter, place: QueuePlace) -> None:
-        """Look how long those who wait have to, for all of them, unless that was done a moment ago or cannot be told."""
+        """Forecast the wait for everyone, unless that was done a moment ago or is not possible."""
         if place.position >= MOST_FORESEEN:
             return
-        async with self._foreseeing:  # those who come meanwhile share the next look
+        async with self._foreseeing:  # callers meanwhile share the next look
             now = self._clock.now()
             if now < self._foresee_again and asking.number <= self._foreseen_to:
                 return
@@ -401,7 +401,7 @@ class Waiting:
             self._foresee_again = now + max(FORESEE_GAP, _FORESEE_REST * spent)
 
     async def run(self) -> NoReturn:
-        """Play rounds for ever."""
+        """Run rounds for ever."""
         loop = asyncio.get_running_loop()
         while True:
             again = self._queue.look_again
@@ -423,7 +423,7 @@ class Waiting:
                     await asyncio.sleep(0)
                     began = loop.time()
             spent += loop.time() - began
-            await asyncio.sleep(_REST * spent)  # who comes meanwhile, and what ends, shares the next round
+            await asyncio.sleep(_REST * spent)  # arrivals and ends meanwhile share the next round
 
     def _advance(self) -> bool:
         """Carry out one step of the round; False when none is due."""
@@ -466,7 +466,7 @@ class Waiting:
         return order.reservation_id
 
     def _revoke(self, waiter: Waiter, leases: Iterable[str]) -> None:
-        """Tell victims when they have to be gone. A write that fails is taken back; a round soon after chooses anew."""
+        """Tell victims when they have to leave. A failed write is undone; the next round chooses again."""
         at = self._clock.now() + self._grace
         order = waiter.order
         reason = f"{PREEMPTED_FOR}a request of {order.tenant} with priority {order.priority}"
@@ -504,7 +504,7 @@ class Waiting:
             self._wake.set()
 
     def _too_late(self, entry: _Entry, seconds: float) -> str:
-        """The wait is over: granted in the same moment, or not at all."""
+        """The wait is over: granted at the last moment, or not at all."""
         if entry.granted.done():
             return entry.granted.result()
         place = entry.waiter.place
@@ -525,7 +525,7 @@ _RETRY_LIMITS = (1.0, 30.0)
 
 @dataclass(frozen=True, slots=True)
 class Reserving:
-    """Grants. Every method raises errors of `gpuscale.common.errors`, as the contract says."""
+    """Grants. Methods raise errors of `gpuscale.common.errors`, as in the contract."""
 
     ledger: Ledger
     waiting: Waiting
@@ -537,10 +537,10 @@ class Reserving:
     expect_own: Callable[[Order], None]
 
     async def reserve(self, order: Order, wait: float = 0.0) -> Reservation:
-        """Grant GPUs, waiting for so many seconds, or return what the same request was granted before.
+        """Grant GPUs, waiting at most `wait` seconds, or return what the same request was granted before.
 
-        Where the order says to `keep` its place, a reservation that waits is returned at once. ResourceExhaustedError
-        tells after how long a retry makes sense; after an UnavailableError nothing was granted.
+        For an order that is to `keep` its place, a waiting reservation is returned at once. ResourceExhaustedError has a retry
+        delay; after an UnavailableError nothing was granted.
         """
         granted = await self._begin(order, wait)
         if granted is None:
@@ -548,7 +548,7 @@ class Reserving:
         return (await self._answers([granted], [order]))[0]
 
     async def reserve_and_watch(self, order: Order, wait: float) -> AsyncGenerator[QueuePlace | Reservation]:
-        """As `reserve`, and tell the place in the queue meanwhile; the reservation is the last item."""
+        """Like `reserve`, and yield the place in the queue meanwhile; the reservation is the last item."""
         granted = await self._begin(order, wait)
         if granted is None:
             async with aclosing(self.waiting.watch(order, wait)) as news:
@@ -561,9 +561,9 @@ class Reserving:
             yield (await self._answers([granted], [order]))[0]
 
     async def reserve_all(self, orders: Sequence[Order]) -> Sequence[Reservation]:
-        """Grant several orders, all or none, in one transaction; raises as `reserve` for the first that is refused.
+        """Grant several orders, all or none, in one transaction; raises like `reserve` for the first that is refused.
 
-        As with one order, the archive is asked only where some are refused, or were granted before and have ended.
+        As with one order, the archive is only searched if some are refused, or were granted before and have ended.
         """
         requests = [order.request_id for order in orders]
         try:
@@ -576,7 +576,7 @@ class Reserving:
         return await self._answers(ids, orders)
 
     def _begin_all(self, orders: Sequence[Order]) -> Sequence[str]:
-        """The ids of what is granted, or was before, at once."""
+        """The ids of what is granted at once, or was before."""
         found: list[str] = []
         granted: list[Reservation] = []
         try:
@@ -595,7 +595,7 @@ class Reserving:
         return found
 
     def grant(self, order: Order) -> Reservation:
-        """Choose GPUs and hold them, or raise as `reserve`; PENDING until `Commits.grant` stores it."""
+        """Choose GPUs and hold them, or raise like `reserve`; PENDING until `Commits.grant` stores it."""
         self.waiting.knows(order)
         found = self._look(order)
         if not isinstance(found, Pick):
@@ -603,10 +603,10 @@ class Reserving:
         return self._hold(order, found)
 
     async def _begin(self, order: Order, wait: float) -> str | None:
-        """The id of what is granted, or was before, at once; None if the request is to wait.
+        """The id of what is granted at once, or was before; None if the request is to wait.
 
-        Whether the archive has what was granted before is asked only where nothing is granted: a grant finds out when it
-        is written. Raises as `reserve`.
+        The archive is only searched for an earlier grant if nothing is granted: a grant finds out when it is written. Raises
+        like `reserve`.
         """
         known = self.ledger.replay(order.request_id, order.fingerprint)
         if known is not None:
@@ -629,7 +629,7 @@ class Reserving:
         raise self._refused(found)
 
     def _keep(self, order: Order, wait: float) -> str:
-        """Keep a place in the queue, from when it is on disk; its id."""
+        """Keep a place in the queue, on disk first; returns its id."""
         self.waiting.expect_room()
         placed = self.ledger.grant(order, (), now=self.clock.now(), wall=self.clock.wall(), wait=wait)
 
@@ -641,7 +641,7 @@ class Reserving:
         return placed.id
 
     def _hold(self, order: Order, pick: Pick) -> Reservation:
-        """Hold what was picked in this turn of the event loop, PENDING until `Commits.grant` has brought it to disk."""
+        """Hold a pick in this turn of the event loop, PENDING until `Commits.grant` has written it."""
         return self.ledger.grant(order, pick.gpus, now=self.clock.now(), wall=self.clock.wall())
 
     def _look(self, order: Order) -> Pick | Refusal | QueueObstacle:
@@ -652,7 +652,7 @@ class Reserving:
         return self.waiting.look(order, self.clock.now())
 
     async def _answers(self, ids: Sequence[str], orders: Sequence[Order]) -> Sequence[Reservation]:
-        """The reservations, once they are on disk; where what was granted for a request has ended, that. Raises as `reserve`."""
+        """The reservations, once on disk; or what an earlier grant of a request became. Raises like `reserve`."""
         error = await self.commits.wait(*ids)
         if error is not None and error.reason == "REQUEST_ENDED":
             await self.archive.recall(requests=[order.request_id for order in orders])
@@ -665,7 +665,7 @@ class Reserving:
 
     def _refused(self, found: Refusal | QueueObstacle) -> GpuscaleError:
         if isinstance(found, QueueObstacle):
-            # A quota stands in the way, or what is free is kept for others: to who does not wait, that is no capacity.
+            # A quota, or what is kept for others: without a wait, that is no capacity.
             over = found.reason is Reason.QUOTA_EXCEEDED
             if found.reason is Reason.BOOKING_NOT_OPEN:
                 return FailedPreconditionError(found.message, reason=found.reason)

@@ -1,7 +1,7 @@
 """The last check before a worker is started: the node's agent admits the fence of its reservation, or refuses it.
 
-A lease may end between the grant and the start (the adapter slept, or lost its connection), and somebody else may hold
-the GPUs by then. The agent remembers the highest fence of each GPU and refuses a lower one.
+A lease may end between the grant and the start (if the adapter was suspended or disconnected), and somebody else may hold the
+GPUs by then. The agent remembers the highest fence of each GPU and refuses a lower one.
 """
 
 import grpc
@@ -13,13 +13,13 @@ from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
 
 TIMEOUT = 3.0
-"""Seconds that a start waits for the agent's answer."""
+"""Seconds to wait for the agent's answer."""
 
 _log = get_logger(__name__)
 
 
 class Admission:
-    """Asks the agent of this node. Without one, or while it is silent, nothing starts if it is `required`."""
+    """Asks the agent of this node. Without an answer, nothing starts if `required`."""
 
     def __init__(self, agent: grpc.aio.Channel | None, *, required: bool) -> None:
         self._stub = None if agent is None else monitor_api.WorkServiceStub(agent)
@@ -29,9 +29,9 @@ class Admission:
     async def refusal(
         self, order: ReplicaOrder, pid: int | None = None, pid_namespace: int | None = None
     ) -> str:
-        """Why a replica must not run on its GPUs; empty if it may, or needs none.
+        """Why a replica must not use its GPUs; empty if it may, or needs none.
 
-        With `pid`, its process once it runs (in `pid_namespace`, or the agent's own), the agent shows it with its lease.
+        With the `pid` of its running process (in `pid_namespace`, or the agent's own), the agent lists it under its lease.
         """
         if not order.gpu_uuids:
             return ""
@@ -53,8 +53,8 @@ class Admission:
                 await self._stub.AdmitWork(request, timeout=TIMEOUT)
         except GpuscaleError as error:
             if error.reason == "PROCESS_GONE":
-                return ""  # it has ended by itself meanwhile, which others notice
-            # The agent knows that the lease does not hold the GPUs, or is not ours.
+                return ""  # it has ended meanwhile, which others notice
+            # The agent knows that the lease does not hold the GPUs, or is another's.
             unheld = isinstance(error, FailedPreconditionError | NotFoundError)
             if error.reason == "LEASE_TOKEN_INVALID" or (unheld and error.reason != "LEASE_NOT_CHECKED"):
                 return f"the node's agent refuses: {error.message}"

@@ -23,7 +23,7 @@ from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
 REPORT_PERIOD = 5.0
 MAX_REASON = 1024
-"""Characters of a reason that the contract takes."""
+"""Most characters of a reason in the contract."""
 _GOALS = {
     autoscaler_internal.DesiredReplica.GOAL_RUN: WorkerGoal.RUN,
     autoscaler_internal.DesiredReplica.GOAL_STOP: WorkerGoal.STOP,
@@ -42,7 +42,7 @@ _log = get_logger(__name__)
 
 
 ReadLog = Callable[[str, int | None, int], LogPart]
-"""Reads a part of what a replica wrote: its name, where to begin (None: at most so much from the end), how much. Blocks."""
+"""Reads part of a replica's log: its name, the offset (None: from the end), the number of bytes. Blocks."""
 
 
 class AutoscalerConnection:
@@ -65,7 +65,7 @@ class AutoscalerConnection:
         self._explain = explain
         self._served = served
         self._read_log = read_log
-        # Over a stream that takes nothing the oldest go: nobody waits for more answers than that.
+        # If the stream is blocked, the oldest answers are dropped: nobody waits for more.
         self._log_parts: deque[autoscaler_internal.LogPart] = deque(maxlen=MOST_AT_ONCE)
         self._templates: dict[str, str] = {}
         self._revision = 0
@@ -80,7 +80,7 @@ class AutoscalerConnection:
         """Stay connected forever."""
         self._silent_since = asyncio.get_running_loop().time()
         while True:
-            # Nothing was heard on it yet. The autoscaler may be another process by now, that counts from the beginning.
+            # Nothing was received on it yet. The autoscaler may be a new process, which counts from the beginning.
             self._revision = 0
             self._log_parts.clear()
             call = self._stub.Connect()
@@ -110,7 +110,7 @@ class AutoscalerConnection:
                 self._changed.clear()
                 while self._log_parts:
                     await call.write(autoscaler_internal.ConnectRequest(log_part=self._log_parts.popleft()))
-                # Nothing while the state is unknown, so that the autoscaler takes the adapter for silent.
+                # Nothing while the state is unknown, so that the autoscaler considers the adapter silent.
                 if (reports := self._crew.reports()) is not None:
                     replicas = [to_wire(name, report) for name, report in reports.items()]
                     for replica in replicas:
@@ -127,15 +127,15 @@ class AutoscalerConnection:
                     async with asyncio.timeout(REPORT_PERIOD):
                         await self._changed.wait()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            # grpc.aio raises the latter where the autoscaler has ended the stream already. The reader learns why.
+            # grpc.aio raises the latter if the autoscaler has already ended the stream. The reader finds out why.
             return
 
     async def _read(self, call: _Call, group: asyncio.TaskGroup) -> GpuscaleError:
-        """Handle messages until the stream ends; returns why it did."""
+        """Handle messages until the stream ends; returns the reason."""
         try:
             with rpc_errors():
                 while True:
-                    # Without a limit: the autoscaler is silent while nothing changes, and keepalive notices its death.
+                    # Without a timeout: the autoscaler is silent while nothing changes, and keepalive detects its death.
                     answer = await call.read()
                     if not isinstance(answer, autoscaler_internal.ConnectResponse):
                         return UnavailableError("the autoscaler ended the stream", reason="STREAM_ENDED")
@@ -143,7 +143,7 @@ class AutoscalerConnection:
                         group.create_task(self._answer(answer.log_question), name="read a log")
                         continue
                     if not answer.revision:
-                        continue  # a message of a later autoscaler, of a kind that this version does not know
+                        continue  # a kind of message from a later version
                     self._backoff.reset()
                     self._silent_since = None
                     if self._revision == 0:
@@ -162,7 +162,7 @@ class AutoscalerConnection:
                 self._silent_since = asyncio.get_running_loop().time()
 
     async def _answer(self, question: autoscaler_internal.LogQuestion) -> None:
-        """Read a part of a log and send it."""
+        """Read part of a log and send it."""
         part = LogPart(problem="this adapter keeps none")
         if self._read_log is not None:
             offset = question.offset if question.HasField("offset") else None
@@ -176,7 +176,7 @@ class AutoscalerConnection:
 
 
 def to_desired(item: autoscaler_internal.DesiredReplica) -> Desired | None:
-    """The desired state of one replica; None for a goal or a name that this version does not know."""
+    """The desired state of one replica; None for a goal or a name unknown to this version."""
     ids = names.match(names.REPLICA, item.replica)
     if item.goal not in _GOALS or ids is None:
         _log.warning("the autoscaler asks for something unknown", replica=item.replica, goal=item.goal)
@@ -196,8 +196,8 @@ def to_desired(item: autoscaler_internal.DesiredReplica) -> Desired | None:
 
 
 def to_wire(name: str, report: ReplicaReport) -> autoscaler_internal.ReplicaReport:
-    """A report in the form of the contract."""
-    code = report.exit_code  # an engine may tell one of another system, which has more bits than the contract
+    """The wire form of a report."""
+    code = report.exit_code  # engines may report more bits than the contract has
     return autoscaler_internal.ReplicaReport(
         replica=name,
         state=_STATES[report.state],
@@ -208,7 +208,7 @@ def to_wire(name: str, report: ReplicaReport) -> autoscaler_internal.ReplicaRepo
 
 
 def served_to_wire(name: str, age: float, page: ServedPage) -> autoscaler_internal.ServedReplica:
-    """What a replica's server said so many seconds ago, in the form of the contract."""
+    """The wire form of what a replica's server returned `age` seconds ago."""
     found = autoscaler_internal.ServedReplica(
         replica=name, age=wire.to_duration(max(0.0, age)), problem=one_line(page.problem)
     )
@@ -218,7 +218,7 @@ def served_to_wire(name: str, age: float, page: ServedPage) -> autoscaler_intern
 
 
 def one_line(text: str) -> str:
-    """A text of an engine in the form of the contract, which would refuse the whole report otherwise."""
+    """An engine's text in the form that the contract accepts: an invalid one would reject the whole report."""
     words = " ".join(text.split())
     printable = "".join(letter if letter.isprintable() else "?" for letter in words)
     return printable if len(printable) <= MAX_REASON else f"{printable[: MAX_REASON - 1]}…"

@@ -1,4 +1,4 @@
-"""The control loop of an adapter: observe the engine, take the next steps, report, and start over."""
+"""The control loop of an adapter: observe the engine, take the next steps, report, repeat."""
 
 import asyncio
 from collections import Counter
@@ -26,11 +26,11 @@ from gpuscale.common.runtime.metrics_text import Histogram
 from gpuscale.common.runtime.tasks import Backoff, Clock, hit_async
 
 FRESH = 10.0
-"""Seconds for which an observation counts; after that nothing is reported until the engine answers again."""
+"""Seconds for which an observation is valid; after that nothing is reported until the engine answers again."""
 OBSERVE_TIMEOUT = 30.0
 APPLY_TIMEOUT = 60.0
 CLEAN_UP_SECONDS = 1.0
-"""Seconds beyond their grace in which killed replicas are seen to have ended."""
+"""Extra seconds, after their grace, to see killed replicas end."""
 AT_A_TIME = 16
 """Steps between two observations, so that reports stay fresh while many steps are taken."""
 
@@ -43,15 +43,15 @@ FAILURES: tuple[tuple[Operation, str], ...] = (
     ("apply", "STEP_FAILED"),
     ("apply", "REFUSED"),
 )
-"""What an engine may not do, and why: counted from 0, so that the first one is an increase."""
+"""Operations that may fail, and why: counted from 0, so that the first failure is an increase."""
 _log = get_logger(__name__)
 
 
 class EngineCrew:
-    """Keeps the replicas of an engine as the autoscaler wants them. They go on when the adapter ends, but for `end_all`.
+    """Keeps an engine's replicas as the autoscaler wants them. They survive the adapter, except with `end_all`.
 
-    `records` is what the journal held when the adapter began; `changed` is set whenever there is something new to report. At
-    most `max_replicas` run at a time; 0 for no limit. `spent` and `failures` tell how long what took, and what failed.
+    `records` is the journal as of the adapter's start; `changed` is set whenever there is something new to report. At most
+    `max_replicas` run at a time; 0 for no limit. `spent` and `failures` count time and failures per operation.
     """
 
     def __init__(
@@ -88,24 +88,24 @@ class EngineCrew:
         self._reported: dict[str, ReplicaReport] | None = None
 
     def apply(self, desired: Iterable[Desired]) -> None:
-        """Work towards what is wanted. Replicas that are not named go on as they are."""
+        """Set what is wanted. Replicas that are not named stay as they are."""
         if not self._closing:
             self._wanted = {item.order.replica: item for item in desired}
             self._poke.set()
 
     def reports(self) -> dict[str, ReplicaReport] | None:
-        """Every replica that was not forgotten, by name; None while the state of the engine is unknown."""
+        """Every known replica by name; None while the state of the engine is unknown."""
         if self._seen_at is None or self._clock.now() - self._seen_at > FRESH:
             return None
         return reports(self._shown, self._records, self._killed)
 
     def metrics(self) -> dict[str, str]:
-        """Where ready replicas show their metrics, by name."""
+        """The metrics URLs of ready replicas, by name."""
         shown = self._shown.items()
         return {name: one.metrics for name, one in shown if one.metrics and one.life is WorkerLife.READY}
 
     async def end_all(self, grace: float) -> None:
-        """Ask every replica to finish, and kill those that have not ended after `grace` seconds; `run` goes on meanwhile."""
+        """Ask every replica to finish, and kill those still running after `grace` seconds, while `run` goes on."""
         self._closing = True
         now, boot_id = self._clock.now(), self._clock.boot_id
         asked = {
@@ -138,7 +138,7 @@ class EngineCrew:
         return (unseen - self._seen.keys()) | seen
 
     async def run(self) -> None:
-        """Run forever. An engine that does not answer is asked again; its silence means nothing."""
+        """Run forever. An engine that does not answer is asked again; silence proves nothing."""
         backoff = Backoff(initial=0.5, cap=10.0)
         silent = False
         while True:
@@ -158,7 +158,7 @@ class EngineCrew:
                 await asyncio.sleep(backoff.next())
 
     async def _round(self) -> None:
-        """Observe, write down, act, report."""
+        """Observe, record, act, report."""
         await self._look()
         self._planned_at = self._clock.now()
         plan = plan_steps(
@@ -175,12 +175,12 @@ class EngineCrew:
         self._problems.clear()
         await self._write(plan.write)
         self._tell()
-        # What cannot be written down is not started; it is no reason to let something run that should stop.
-        # Starts come last: they may take long, and make room for nobody.
+        # What cannot be recorded is not started; but what should stop is stopped all the same.
+        # Starts come last: they may take long, and free no capacity.
         steps = [*plan.steps, *(() if self._problems else plan.starts)]
         failed = await self._take(steps, plan.done)
         if steps and steps != self._steps:
-            self._poke.set()  # what came of it is to be seen; the same once more can wait for `watch`
+            self._poke.set()  # the result will be observed; a repetition can wait for `watch`
         for name in failed.keys() - self._failed.keys():
             _log.warning("a step failed, and comes again", replica=name, why=failed[name])
         self._steps, self._failed = steps, failed
@@ -202,7 +202,7 @@ class EngineCrew:
         now = self._seen_at = self._clock.now()
         missing = [name for name in self._records if name not in seen]
         self._missing_since = {name: self._missing_since.get(name, now) for name in missing}
-        # One that is not shown for a moment stands as it stood, until it counts as ended.
+        # A replica missing for a moment keeps its last sighting, until it counts as ended.
         stand = {
             name: self._shown[name]
             for name in missing
@@ -243,7 +243,7 @@ class EngineCrew:
 
     @contextmanager
     def _measured(self, operation: Operation) -> Generator[None]:
-        """Note how long the engine takes, and whether it answers."""
+        """Record how long the engine takes, and whether it fails."""
         begun = self._clock.now()
         try:
             yield
@@ -257,7 +257,7 @@ class EngineCrew:
             self.spent[operation].observe(self._clock.now() - begun)
 
     async def _write(self, records: Sequence[JournalRecord]) -> None:
-        """Adopt these records, except intents that cannot be written; `_problems` says why."""
+        """Write these records, except intents that cannot be written; `_problems` says why."""
         if not records:
             return
         errors = await asyncio.to_thread(self._journal.write, records)
@@ -276,13 +276,13 @@ class EngineCrew:
             self._changed.set()
 
     async def _until_something(self) -> None:
-        """Wait until the engine or the desired state may have changed, or a drain timeout is over."""
+        """Wait until the engine or the desired state may have changed, or a drain timeout expires."""
         now = self._clock.now()
         kills = [
             max(0.0, asked_at + desired.drain_timeout - now)
             for name, desired in self._wanted.items()
             if desired.goal is WorkerGoal.STOP and desired.drain_timeout is not None and name in self._records
-            # One that was over when the round was planned was acted on; one that is over since then was not.
+            # A timeout that had expired when the round was planned was handled; one that expired since was not.
             if (asked_at := self._records[name].asked_to_stop_at) is not None
             and self._planned_at - asked_at < desired.drain_timeout
         ]

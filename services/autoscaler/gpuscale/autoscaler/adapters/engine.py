@@ -1,8 +1,8 @@
-"""What an adapter and the engine it drives say to each other. Pure.
+"""The interface between an adapter and the engine it drives. Pure.
 
-An engine (processes, a container engine, Kubernetes, Slurm, Ray, ECS) keeps replicas for the adapter. It is level-triggered:
-what is there is observed, what is missing is asked for, again and again, so a lost answer costs nothing. An engine that
-cannot be listed says nothing; that does not mean that nothing runs.
+An engine (processes, containers, Kubernetes, Slurm, Ray, ECS) runs replicas for the adapter. It is level-triggered: the adapter
+observes what exists and requests what is missing, repeatedly, so a lost answer does no harm. An engine that cannot be listed
+proves nothing; replicas may still run.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from gpuscale.autoscaler.domain.inputs import ANY
 
 @dataclass(frozen=True, slots=True)
 class ReplicaOrder:
-    """What the autoscaler says of a replica that is to run."""
+    """The autoscaler's order for a replica to run."""
 
     replica: str  # endpoints/{endpoint}/replicas/{replica}
     endpoint: str  # endpoints/{endpoint}
     parameters: Mapping[str, str]  # values for the template's placeholders
-    gpu_uuids: tuple[str, ...] = ()  # its GPUs, where they are reserved
-    gpu_count: int = 0  # how many it needs
-    fence: int = 0  # of the reservation that holds them; 0 where it needs none
-    reservation: str = ""  # its name; empty where it needs none
-    lease_token: str = field(default="", repr=False)  # what came with the grant
-    # what its workers are to have, where its endpoint has capability sets
+    gpu_uuids: tuple[str, ...] = ()  # its reserved GPUs
+    gpu_count: int = 0  # how many GPUs it needs
+    fence: int = 0  # of its reservation; 0 if it needs none
+    reservation: str = ""  # its name; empty if it needs none
+    lease_token: str = field(default="", repr=False)  # token of the grant
+    # what its workers must offer, if its endpoint has capability sets
     capabilities: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @property
     def capability_text(self) -> str:
-        """As workers of OpenGRIS Scaler take them: gpu=2,high_memory."""
+        """The format of OpenGRIS Scaler's workers: gpu=2,high_memory."""
         return ",".join(
             name if amount == ANY else f"{name}={amount}"
             for name, amount in sorted(self.capabilities.items())
         )
 
     def variables(self) -> dict[str, str]:
-        """Variables that every engine sets, also one that picks GPUs itself."""
+        """Variables that every engine sets, even one that picks GPUs itself."""
         own = {"GPUSCALE_ENDPOINT": self.endpoint, "GPUSCALE_REPLICA": self.replica}
         return {**own, "GPUSCALE_CAPABILITIES": self.capability_text} if self.capabilities else own
 
     def reserved_variables(self) -> dict[str, str]:
-        """The same, with those of an engine that starts replicas on reserved GPUs."""
+        """The same, plus those of an engine that starts replicas on reserved GPUs."""
         return {
             **self.variables(),
             "GPUSCALE_FENCE": str(self.fence),
@@ -57,7 +57,7 @@ class ReplicaOrder:
 
 
 class WorkerGoal(Enum):
-    """What should become of a replica."""
+    """The desired state of a replica."""
 
     RUN = "run"
     STOP = "stop"
@@ -68,24 +68,24 @@ class WorkerGoal(Enum):
 class Desired:
     """What the autoscaler wants of one replica."""
 
-    order: ReplicaOrder  # which replica, and with what it is started
-    goal: WorkerGoal  # what should become of it
+    order: ReplicaOrder  # which replica, and how to start it
+    goal: WorkerGoal  # its goal
     template: str = ""  # name of its template
-    drain_timeout: float | None = None  # seconds it may take to finish its work; None for ever
+    drain_timeout: float | None = None  # seconds to finish its work; None for no limit
 
 
 class LaunchRefusedError(Exception):
-    """A replica can never be started as asked; the text says why, for a person."""
+    """A replica can never be started as requested; the text says why, for people."""
 
 
 class EngineUnavailableError(Exception):
-    """The engine did not answer, or not in time, or refused to be asked; the text says why, for a person."""
+    """The engine did not answer in time, or refused; the text says why, for people."""
 
 
 class StepsFailedError(EngineUnavailableError):
-    """Some steps were perhaps not taken, all others were.
+    """Some steps may not have been taken; all others were.
 
-    `failed` says why, by replica: they come again if still wanted. `refused` is what `Engine.apply` returns of the others.
+    `failed` says why, by replica: they are retried if still wanted. `refused` is what `Engine.apply` returns for the others.
     """
 
     def __init__(self, failed: Mapping[str, str], refused: Mapping[str, str]) -> None:
@@ -95,34 +95,34 @@ class StepsFailedError(EngineUnavailableError):
 
 
 class WorkerLife(Enum):
-    """How an engine sees a replica."""
+    """The state of a replica in its engine."""
 
     WAITING = "waiting"
-    """It was not started yet, such as for want of its image: `Start` is repeated until it was."""
+    """Not started yet, for example because its image is missing: `Start` is repeated until it is."""
     STARTING = "starting"
-    """It was accepted: it waits for room, is being prepared, or is not well yet."""
+    """Accepted: it waits for capacity, is being prepared, or is not healthy yet."""
     READY = "ready"
-    """It runs, and is well as far as the engine can tell."""
+    """Running, and healthy as far as the engine knows."""
     ENDED = "ended"
     """Nothing of it runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """A replica as its engine has it."""
+    """A replica as its engine reports it."""
 
-    life: WorkerLife  # how far it has come
-    exit_code: int | None = None  # once it ended, where the engine tells; negative for a signal
-    reason: str = ""  # why it stands as it does, such as what it waits for; may be empty
-    pid: int = 0  # its process on this host; 0 where there is none, or nobody knows
-    metrics: str = ""  # URL of what it shows of itself; empty where its template names none
-    # what the engine needs to find it again after a restart of the adapter; it comes back in `Record.kept`
+    life: WorkerLife  # its state
+    exit_code: int | None = None  # once it ended, if the engine reports it; negative for a signal
+    reason: str = ""  # the reason for its state, such as what it waits for; may be empty
+    pid: int = 0  # its process on this host; 0 if none or unknown
+    metrics: str = ""  # its metrics URL; empty if its template has none
+    # what the engine needs to find it after a restart of the adapter; returned in `Record.kept`
     kept: Mapping[str, JsonValue] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start it, once: where the engine has one of this name already, that is the one."""
+    """Start a replica, once: if the engine already has one of this name, that is it."""
 
     order: ReplicaOrder
     template: str
@@ -135,7 +135,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Ask it to finish its work and to end; it is told once. `drain_timeout` seconds later `Kill` follows; None: never."""
+    """Ask it to finish its work and end, once. `Kill` follows `drain_timeout` seconds later; None: never."""
 
     replica: str
     drain_timeout: float | None = None
@@ -143,14 +143,14 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """End it now; harmless where it has ended, and repeated until it has."""
+    """End it now; harmless if it has ended, and repeated until it has."""
 
     replica: str
 
 
 @dataclass(frozen=True, slots=True)
 class Remove:
-    """Remove what is left of it in the engine; harmless where nothing is."""
+    """Remove what is left of it in the engine; harmless if nothing is."""
 
     replica: str
 
@@ -159,51 +159,51 @@ Step: TypeAlias = Start | Finish | Kill | Remove
 
 
 class Engine(Protocol):
-    """One engine. All methods end by themselves within seconds; what takes longer goes on inside the engine."""
+    """An engine. All methods return within seconds; longer work continues inside the engine."""
 
     async def observe(self) -> Mapping[str, Sighting]:
-        """Every replica that the engine has, by name, ended ones until they are removed; EngineUnavailableError."""
+        """Every replica of the engine by name, including ended ones until they are removed; EngineUnavailableError."""
         ...
 
     async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
-        """Take these steps; each is harmless when it was taken before, and one that fails holds up no other.
+        """Take these steps; repeating one is harmless, and one that fails does not block others.
 
-        Returns why replicas will never be started, by name. StepsFailedError: some were perhaps not taken;
-        EngineUnavailableError: perhaps none was; they come again if they are still wanted.
+        Returns why replicas will never be started, by name. StepsFailedError: some may not have been taken;
+        EngineUnavailableError: perhaps none was; they are retried if still wanted.
         """
         ...
 
     async def watch(self) -> None:
-        """Wait some seconds at most until something may have changed in the engine; EngineUnavailableError."""
+        """Wait up to some seconds until something may have changed in the engine; EngineUnavailableError."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcomes:
-    """What came of several steps: why replicas will never be started, and which steps were perhaps not taken."""
+    """The outcome of several steps: replicas that will never be started, and steps that may not have been taken."""
 
     refused: dict[str, str] = field(default_factory=dict[str, str])
     failed: dict[str, str] = field(default_factory=dict[str, str])
 
     def result(self) -> Mapping[str, str]:
-        """As `Engine.apply` returns it. Raises StepsFailedError: some steps were perhaps not taken."""
+        """The result of `Engine.apply`. Raises StepsFailedError if some steps may not have been taken."""
         if self.failed:
             raise StepsFailedError(self.failed, self.refused)
         return self.refused
 
 
 class StepwiseEngine(Engine):
-    """An engine that takes steps one by one. Each may raise EngineUnavailableError, which holds up no other."""
+    """An engine that takes steps one by one. Each may raise EngineUnavailableError without blocking others."""
 
     async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
-        """As `Engine.apply`."""
+        """See `Engine.apply`."""
         outcomes = StepOutcomes()
         for step in steps:
             await self.take(step, outcomes)
         return outcomes.result()
 
     async def take(self, step: Step, outcomes: StepOutcomes) -> None:
-        """Take one step and add what came of it to `outcomes`."""
+        """Take one step and add its outcome to `outcomes`."""
         try:
             match step:
                 case Start():
@@ -221,19 +221,19 @@ class StepwiseEngine(Engine):
 
     @abstractmethod
     async def start(self, step: Start) -> None:
-        """As `Start`. Raises LaunchRefusedError: it will never be started."""
+        """See `Start`. Raises LaunchRefusedError if it will never be started."""
 
     @abstractmethod
     async def finish(self, step: Finish) -> None:
-        """As `Finish`."""
+        """See `Finish`."""
 
     @abstractmethod
     async def kill(self, replica: str) -> None:
-        """As `Kill`."""
+        """See `Kill`."""
 
     @abstractmethod
     async def remove(self, replica: str) -> None:
-        """As `Remove`."""
+        """See `Remove`."""
 
 
 K = TypeVar("K")
@@ -242,9 +242,9 @@ K = TypeVar("K")
 def split_duplicates(
     found: Iterable[tuple[str | None, K]], age: Callable[[K], Any]
 ) -> tuple[dict[str, K], list[K]]:
-    """Of an engine's jobs or tasks, with their replicas if they are ours: the oldest of each, which counts, and the others.
+    """Sort an engine's jobs or tasks by replica, if they are ours: the oldest of each, and the surplus ones.
 
-    A start whose answer is lost comes again. Where an engine took both, it is to end the others.
+    A start whose answer is lost is repeated. If an engine accepted both, it should end the surplus.
     """
     counting: dict[str, K] = {}
     others: list[K] = []

@@ -1,7 +1,7 @@
-"""The replicas that the adapter started, on disk: no crash makes it start one twice or lose one that runs.
+"""The replicas that the adapter started, on disk: no crash makes it start one twice or lose a running one.
 
-One small file for each replica, replaced atomically: written to a temporary file, flushed, renamed. The intent is there
-before the engine hears of the replica. Blocking; call it in a thread.
+One small file per replica, replaced atomically: written to a temporary file, flushed, renamed. The intent is written before the
+engine is told of the replica. Blocking; call it in a thread.
 """
 
 import os
@@ -17,14 +17,14 @@ from gpuscale.common.errors import FailedPreconditionError
 
 
 class Phase(StrEnum):
-    """How far a replica has come."""
+    """The phase of a replica."""
 
     INTENT = "intent"
-    """It is about to be started, or was."""
+    """About to be started, or being started."""
     RUNNING = "running"
     """It was started."""
     ENDED = "ended"
-    """It has ended, or will never be started."""
+    """Ended, or will never be started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,24 +32,24 @@ class JournalRecord:
     """One replica in the journal."""
 
     replica: str  # endpoints/{endpoint}/replicas/{replica}
-    phase: Phase  # how far it has come
+    phase: Phase  # its phase
     boot_id: str  # the boot in which it was started
     # seconds since boot when it was asked to finish; None if it was not
     asked_to_stop_at: float | None = None
-    failed: bool = False  # whether it ended by itself or could not be started; of one that ended
-    exit_code: int | None = None  # negative for the signal that ended it; None where unknown
-    reason: str = ""  # why it ended as it did; may be empty
+    failed: bool = False  # for an ended one, whether it ended on its own or could not be started
+    exit_code: int | None = None  # negative for the signal that ended it; None if unknown
+    reason: str = ""  # why it ended; may be empty
     kept: Mapping[str, JsonValue] | None = None  # what its engine needs to find it again
 
 
 _SUFFIX = ".json"
 _OF_PROCESSES = ("process", "probe", "ready")
-"""Fields of a record that stood beside `kept` up to version 0.1."""
+"""Fields that stood beside `kept` up to version 0.1."""
 _RECORD: TypeAdapter[JournalRecord] = TypeAdapter(JournalRecord)
 
 
 class Journal:
-    """The records in a directory, which is made if it is missing."""
+    """The records in a directory, which is created if missing."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -69,7 +69,7 @@ class Journal:
             ) from error
 
     def write(self, records: Iterable[JournalRecord]) -> dict[str, OSError]:
-        """Keep records in place of the ones before, on disk when this returns; why it could not be done, by replica."""
+        """Write records, on disk when this returns; returns the errors, by replica."""
         failed: dict[str, OSError] = {}
         replicas: list[str] = []
         for record in records:
@@ -92,14 +92,14 @@ class Journal:
         return failed
 
     def remove(self, replicas: Iterable[str]) -> None:
-        """Forget replicas; harmless for those that are not there."""
+        """Remove replicas' records; missing ones are no error."""
         for replica in replicas:
             self._path(replica).unlink(missing_ok=True)
         self._flush_directory()
 
     def _path(self, replica: str) -> Path:
         _, endpoint, _, own = replica.split("/")
-        return self._directory / f"{endpoint}~{own}{_SUFFIX}"  # no id holds a '~'
+        return self._directory / f"{endpoint}~{own}{_SUFFIX}"  # no id contains '~'
 
     def _flush_directory(self) -> None:
         descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,8 +1,8 @@
-"""The program of every adapter: it finds the engine that it is asked for, and keeps that engine's replicas.
+"""The program of every adapter: it finds the requested engine and runs that engine's replicas.
 
     gpuscale-adapter                 processes of this host
     gpuscale-adapter ENGINE          the engine of that name
-    gpuscale-ENGINE-adapter          the same, for the engines that gpuscale brings
+    gpuscale-ENGINE-adapter          the same, for built-in engines
 
 Engines are the entry points of the group `gpuscale.engines`: each names a subclass of `EngineSettings`.
 """
@@ -42,7 +42,7 @@ ENGINES = "gpuscale.engines"
 DEFAULT_ENGINE = "process"
 
 SERVICE = "adapter"
-"""Begins the names of the series of every engine's adapter."""
+"""Prefix of the series of every engine's adapter."""
 _PREFIX = f"gpuscale_{SERVICE}"
 _INFO = Family(f"{_PREFIX}_info", "gauge", "1; which adapter it is, of which engine.")
 _SECONDS = Family(
@@ -61,7 +61,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of one adapter; `named` says which it is."""
+    """The figures of one adapter; `named` identifies it."""
 
     crew: EngineCrew
     connection: AutoscalerConnection
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def serve(settings: EngineSettings, stop: asyncio.Event) -> None:
-    """Keep replicas until `stop` is set; GpuscaleError if the directory, its content or the engine is of no use."""
+    """Run replicas until `stop` is set; GpuscaleError if the directory, its content or the engine is unusable."""
     with DirectoryLock(settings.data_dir):
         async with AsyncExitStack() as stack:
             autoscaler = await stack.enter_async_context(settings.open_channel(settings.autoscaler_address))
@@ -133,8 +133,8 @@ async def open_adapter(
 ) -> AsyncGenerator[None]:
     """Drive an engine for the autoscaler until the block ends; it serves nothing itself.
 
-    The caller holds the lock on `settings.data_dir` and owns the channels; `agent` leads to the node's agent, `meter`
-    shows what it does. FailedPreconditionError if what was started before cannot be read, or the engine cannot be used.
+    The caller holds the lock on `settings.data_dir` and owns the channels; `agent` leads to the node's agent, `meter` exports
+    figures. FailedPreconditionError if the journal cannot be read, or the engine cannot be used.
     """
     if settings.library and find_spec(settings.library) is None:
         raise FailedPreconditionError(

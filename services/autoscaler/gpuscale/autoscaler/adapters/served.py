@@ -1,7 +1,7 @@
-"""Reads what the servers of replicas say on their own /metrics: here, beside them, so that they may listen on loopback alone.
+"""Reads /metrics of replicas' servers, on their own host, so that they can listen on loopback only.
 
-A page is asked for with a limit of time and of size; redirects and proxies are not followed. What a replica does not tell is
-named, with why, and is never zero.
+Each read is limited in time and size; redirects and proxies are not followed. Missing values are named with the reason, and
+never zero.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from gpuscale.autoscaler.domain.serving import NoServerError, ServerReading, rea
 from gpuscale.common.runtime.tasks import Clock
 
 PERIOD = 5.0
-"""Seconds from one reading of a replica to the next."""
+"""Seconds between two readings of a replica."""
 TIMEOUT = 2.0
-"""Seconds that one may take."""
+"""Seconds to wait for one."""
 MAX_PAGE_BYTES = 2 * 1024 * 1024
 AT_ONCE = 8
-"""Replicas that are asked at a time."""
+"""Replicas that are read at a time."""
 _NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""It trusts nobody, and reads no certificates for that: pages are http:// alone."""
+"""Loads no certificates: pages are http:// only."""
 FREE_PORT = "free_port"
-"""A placeholder for a port of the host that nobody uses; one for each replica."""
+"""A placeholder for a free port of the host, one per replica."""
 
 
 def with_free_port(order: ReplicaOrder, arguments: Iterable[str]) -> ReplicaOrder:
-    """The order, with a port that nothing listens on now where arguments ask for one and the order names none."""
+    """The order, with a currently free port if arguments ask for one and the order has none."""
     used = placeholders(map(parse_argument, arguments))
     if FREE_PORT not in used or FREE_PORT in order.parameters:
         return order
@@ -45,7 +45,7 @@ def with_free_port(order: ReplicaOrder, arguments: Iterable[str]) -> ReplicaOrde
 
 @dataclass(frozen=True, slots=True)
 class ServedPage:
-    """What came of asking a replica at a moment, in seconds since boot: a reading, or why there is none."""
+    """The result of reading a replica at a time, in seconds since boot: a reading, or why there is none."""
 
     at: float
     reading: ServerReading | None = None
@@ -53,7 +53,7 @@ class ServedPage:
 
 
 class ServedPages:
-    """Asks replicas over and over, each at its URL that `urls` tells by its name; `changed` is called after each round."""
+    """Reads replicas repeatedly, at the URLs that `urls` returns by name; `changed` is called after each round."""
 
     def __init__(
         self, urls: Callable[[], Mapping[str, str]], clock: Clock, changed: Callable[[], None]
@@ -64,13 +64,13 @@ class ServedPages:
         self._pages: dict[str, ServedPage] = {}
 
     def taken(self) -> list[tuple[str, float, ServedPage]]:
-        """What came of those that were asked since this was called last, by name, and how many seconds ago that was."""
+        """The results since the last call, by name, and their ages in seconds."""
         pages, self._pages = self._pages, {}
         now = self._clock.now()
         return [(name, now - page.at, page) for name, page in pages.items()]
 
     async def run(self) -> NoReturn:
-        """Ask for ever."""
+        """Read for ever."""
         some = asyncio.Semaphore(AT_ONCE)
         while True:
             began = self._clock.now()
@@ -95,12 +95,12 @@ class ServedPages:
 
 
 async def _page(url: str) -> str:
-    """The text of a page. Raises NoServerError: there is none, or it is of no use."""
-    import httpx  # 100 ms and 10 MB that most adapters have no use for (docs/adr/0034)
+    """The text of a page. Raises NoServerError if there is none, or it is unusable."""
+    import httpx  # 100 ms and 10 MB that most adapters do not need (docs/adr/0034)
 
     body = bytearray()
     try:
-        # Not compressed: a few bytes that unfold to gigabytes would do so before anybody could count them.
+        # Not compressed: a few bytes could expand to gigabytes before anybody could count them.
         async with (
             httpx.AsyncClient(
                 verify=_NO_TLS, timeout=2 * TIMEOUT, follow_redirects=False, trust_env=False

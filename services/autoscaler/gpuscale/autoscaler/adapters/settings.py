@@ -1,7 +1,7 @@
-"""What every adapter is told before it starts, and what an engine is: a class of settings that can open it.
+"""Settings of every adapter, and what an engine is: a class of settings that can open it.
 
-Such a class is what the entry points of the group `gpuscale.engines` name. `gpuscale.common.config.settings` says where
-settings come from.
+The entry points of the group `gpuscale.engines` name such classes. `gpuscale.common.config.settings` says where settings come
+from.
 """
 
 import os
@@ -31,49 +31,47 @@ class Host:
     """What an engine is opened with."""
 
     clock: Clock  # seconds since boot, and the boot's id
-    records: tuple[JournalRecord, ...] = ()  # what earlier runs of the adapter wrote down
-    # leads to the node's agent; None where the adapter is not told where it is
+    records: tuple[JournalRecord, ...] = ()  # the journal of earlier runs of the adapter
+    # to the node's agent; None if its address is not set
     agent: grpc.aio.Channel | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class OpenEngine:
-    """An engine that is open."""
+    """An open engine."""
 
     engine: Engine  # takes steps
-    capabilities: api.AdapterCapabilities  # what the autoscaler is told of it
-    node: str = (
-        ""  # id of the node whose GPUs replicas reserve; empty for an engine that gives out GPUs itself
-    )
-    read_log: ReadLog | None = None  # reads what replicas wrote; None where there is nothing to read
-    # seconds that replicas have to end when the adapter does; None: they go on
+    capabilities: api.AdapterCapabilities  # reported to the autoscaler
+    node: str = ""  # id of the node whose GPUs replicas reserve; empty for an engine that assigns GPUs itself
+    read_log: ReadLog | None = None  # reads replicas' logs; None if there are none
+    # seconds that replicas have to end with the adapter; None: they keep running
     end_within: float | None = None
 
 
 class WorkersSettings(BaseModel):
-    """One table [workers.TEMPLATE]: what the workers can do that replicas of a template bring."""
+    """A table [workers.TEMPLATE]: what workers in replicas of a template can do."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     capabilities: dict[str, Annotated[int, Field(ge=-1, le=2**62)]]
-    """By name, with how much of each; -1 is without bound."""
+    """Amounts by name; -1 is unbounded."""
     count: int = Field(0, ge=0, le=1_000_000)
-    """Workers of each replica; as many as the capability set says when 0."""
+    """Workers per replica; 0: as the capability set says."""
 
     def to_wire(self) -> api.WorkerGroup:
-        """As the autoscaler is told."""
+        """In the form of the contract."""
         return api.WorkerGroup(capabilities=self.capabilities, workers=self.count)
 
 
 class EngineSettings(UpstreamSettings, MetricsPageSettings):
-    """What the adapter of any engine is told; the upstream is the autoscaler. An engine derives its own."""
+    """Settings of any engine's adapter; the upstream is the autoscaler. An engine derives its own."""
 
     kind: ClassVar[str]
-    """What the autoscaler and people call the engine."""
+    """The engine's name for the autoscaler and people."""
     description: ClassVar[str]
-    """What the adapter does, for --help."""
+    """Description of the adapter, for --help."""
     library: ClassVar[str] = ""
-    """The Python package that it needs beside gpuscale's own; the extra of gpuscale is called as the engine."""
+    """The Python package that it needs beyond gpuscale's own; the extra of gpuscale has the engine's name."""
     templates_field: ClassVar[str]
     """Field with the templates by name."""
 
@@ -93,7 +91,7 @@ class EngineSettings(UpstreamSettings, MetricsPageSettings):
 
     @property
     def adapter_id(self) -> str:
-        """Id of this adapter."""
+        """The id of this adapter."""
         return self.adapter
 
     @property
@@ -113,11 +111,11 @@ class EngineSettings(UpstreamSettings, MetricsPageSettings):
 
     @abstractmethod
     def open_engine(self, host: Host, /) -> AbstractAsyncContextManager[OpenEngine]:
-        """The engine that these settings describe, until the block ends; GpuscaleError if it is of no use."""
+        """Open the engine of these settings, until the block ends; GpuscaleError if it is unusable."""
 
 
 class NodeEngineSettings(EngineSettings):
-    """What the adapter of an engine is told that starts replicas on reserved GPUs of one node."""
+    """Settings of an engine that starts replicas on reserved GPUs of one node."""
 
     node: str = Field(to_id(socket.gethostname()), description="id of the node whose GPUs its replicas use")
     agent_address: str = Field(
@@ -136,7 +134,7 @@ class NodeEngineSettings(EngineSettings):
     )
 
     def open_agent_channel(self) -> grpc.aio.Channel | None:
-        """A channel to the node's agent, if there is one to ask; over a unix socket with neither TLS nor the token."""
+        """A channel to the node's agent, if there is one; over a unix socket without TLS and token."""
         address = self.agent_address or (f"unix:{AGENT_SOCKET}" if os.access(AGENT_SOCKET, os.W_OK) else "")
         if not address or address.startswith("unix:"):
             return open_channel(address) if address else None

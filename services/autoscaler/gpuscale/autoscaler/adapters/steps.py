@@ -1,4 +1,4 @@
-"""The next steps from the observed to the desired state, and the report of each replica. Pure."""
+"""The next steps from the observed to the desired state, and the report on each replica. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpuscale.autoscaler.adapters.journal import JournalRecord, Phase
 from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
 
 VANISHED_AFTER = 10.0
-"""Seconds after which a started replica that the engine no longer shows counts as ended."""
+"""Seconds after which a started replica missing in the engine counts as ended."""
 KILLED = "killed, since it had not finished its work in the time it may take"
 NEVER_STARTED = "it was never started here"
 GONE = "it was removed from the engine by somebody else; its exit code is unknown"
@@ -37,21 +37,21 @@ _STATES = {
     (WorkerLife.ENDED, False): ReplicaState.FAILED,
     (WorkerLife.ENDED, True): ReplicaState.STOPPED,
 }
-"""By what the engine sees, and whether the replica was asked to stop."""
+"""By the engine's view, and whether the replica was asked to stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
     """The desired and the observed state at one moment."""
 
-    wanted: Mapping[str, Desired]  # what the autoscaler said last, by name of the replica
+    wanted: Mapping[str, Desired]  # the autoscaler's last word, by name of the replica
     seen: Mapping[str, Sighting]  # what the engine has
     records: Mapping[str, JournalRecord]  # the journal: what was started, asked to stop, or refused
-    # since when the engine does not show a replica that was started, in seconds since boot
+    # since when a started replica is missing in the engine, in seconds since boot
     missing_since: Mapping[str, float]
     now: float  # seconds since boot
     boot_id: str  # of this boot
-    most: int = 0  # replicas that may run at a time; 0 for no limit
+    most: int = 0  # most replicas at a time; 0 for no limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ class StepPlan:
 def plan_steps(at: Situation) -> StepPlan:
     """The next steps, by name of the replica.
 
-    A start is on disk before the engine hears of it, so that a replica that vanished is not started again. A request to
-    finish is on disk after the engine heard of it: a crash in between repeats it and never loses it.
+    A start is on disk before the engine is told, so that a vanished replica is not started again. A request to finish is on
+    disk after the engine was told: a crash in between repeats it and never loses it.
     """
     plan, room = StepPlan(), _room(at)
     for name in sorted(at.wanted):
@@ -120,7 +120,7 @@ def _forget(name: str, sighting: Sighting | None, record: JournalRecord | None, 
 
 
 def _end_absent(at: Situation, name: str, record: JournalRecord | None, plan: StepPlan) -> None:
-    """See to a replica that should not run, and that the engine does not run."""
+    """Handle a replica that should not run, and that the engine does not run."""
     waits = name in at.seen
     if waits:
         plan.steps.append(Remove(name))
@@ -135,14 +135,14 @@ def _end_absent(at: Situation, name: str, record: JournalRecord | None, plan: St
 
 
 def _lost(at: Situation, name: str) -> bool:
-    """Whether the engine has not started it after all, or not shown it for longer than its listing may lag."""
+    """Whether the engine has not started it after all, or has omitted it for longer than listings may lag."""
     return name in at.seen or at.now - at.missing_since.get(name, at.now) >= VANISHED_AFTER
 
 
 def _tend(
     at: Situation, desired: Desired, sighting: Sighting, before: JournalRecord | None, plan: StepPlan
 ) -> None:
-    """Record a replica that the engine has, and end it if it should stop."""
+    """Record a replica of the engine, and end it if it should stop."""
     name = desired.order.replica
     record = before or JournalRecord(name, Phase.RUNNING, at.boot_id)
     if record.phase is Phase.INTENT:
@@ -150,7 +150,7 @@ def _tend(
     if sighting.kept is not None:
         record = replace(record, kept=sighting.kept)
     asked_at = record.asked_to_stop_at
-    if sighting.life is WorkerLife.ENDED:  # an engine forgets that one day
+    if sighting.life is WorkerLife.ENDED:  # an engine may forget that
         record = replace(
             record,
             phase=Phase.ENDED,
@@ -164,7 +164,7 @@ def _tend(
             plan.steps.append(Finish(name, desired.drain_timeout))
             plan.done.append(asked_now)
             return
-        if record.boot_id != at.boot_id:  # nobody knows how long ago it was asked: its time begins again
+        if record.boot_id != at.boot_id:  # the time of that request is unknown: its timeout starts again
             record = asked_now
         elif desired.drain_timeout is not None and at.now - asked_at >= desired.drain_timeout:
             plan.steps.append(Kill(name))
@@ -180,7 +180,7 @@ def refused(name: str, why: str, boot_id: str) -> JournalRecord:
 def reports(
     seen: Mapping[str, Sighting], records: Mapping[str, JournalRecord], killed: Collection[str]
 ) -> dict[str, ReplicaReport]:
-    """The report of every replica: those the engine has, those about to be started, and those that never were."""
+    """The report on every replica: those of the engine, those about to be started, and those that never were."""
     found: dict[str, ReplicaReport] = {}
     for name, sighting in seen.items():
         record = records.get(name)

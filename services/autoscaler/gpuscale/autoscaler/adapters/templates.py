@@ -1,9 +1,9 @@
-"""Command templates: how the adapter's own configuration says that a replica is started. Pure.
+"""Command templates: how the adapter's own configuration starts a replica. Pure.
 
-A command is a list of arguments, never a line for a shell. `{name}` in an argument is a placeholder: one of `BUILTIN`, or
-a parameter that the endpoint gives. `{name:int}` takes a whole number only. `{{` and `}}` are the braces themselves. A
-placeholder never reaches beyond its argument, the program itself is fixed, and the environment takes no placeholders: so
-whoever may use the API chooses values, and nothing else.
+A command is a list of arguments, never a shell line. `{name}` in an argument is a placeholder: one of `BUILTIN`, or a parameter
+of the endpoint. `{name:int}` accepts only a whole number. `{{` and `}}` are literal braces. A placeholder never reaches beyond
+its argument, the program itself is fixed, and the environment has no placeholders: so API users choose values, and nothing
+else.
 """
 
 import re
@@ -19,7 +19,7 @@ from gpuscale.common.names import is_id
 
 BUILTIN = frozenset({"python", "replica", "endpoint", "gpu_uuids", "gpu_count", "capabilities"})
 INHERITED = ("PATH", "HOME", "LANG")
-"""What every replica gets of the adapter's own environment."""
+"""Variables of the adapter's own environment that every replica gets."""
 PYTHON = "{python}"
 MAX_VALUE_LENGTH = 1024
 
@@ -32,21 +32,21 @@ _INTERPRETER = re.compile(
     r"(.*/)?((a|ba|da|fi|k|mk|pdk|tc|c|z)?sh|busybox|su|runuser|script|python[0-9.]*|perl|ruby|node|php|lua|Rscript)"
 )
 _SCRIPT_FLAG = re.compile(r"-[A-Za-z]*[cer]|--(command|eval|print)")
-"""What the interpreters' scripts come after: -c, -ec, -e, -r."""
+"""Options of interpreters that precede a script: -c, -ec, -e, -r."""
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """A part of an argument that is filled in: the name of a value, and whether it must be a whole number."""
+    """A part of an argument to fill in: the name of a value, and whether it must be a whole number."""
 
     name: str
     integer: bool = False
 
 
 def template_named(templates: Mapping[str, T], name: str) -> T:
-    """The template of that name. Raises LaunchRefusedError: the adapter has none."""
+    """The template of that name. Raises LaunchRefusedError if there is none."""
     if name not in templates:
         raise LaunchRefusedError(f"this adapter has no template {name}")
     return templates[name]
@@ -55,7 +55,7 @@ def template_named(templates: Mapping[str, T], name: str) -> T:
 def check_command(command: tuple[str, ...]) -> tuple[str, ...]:
     """Return a program and its arguments.
 
-    ValueError if it is neither absolute nor {python}, a brace stands alone, or a value would be run as a script.
+    ValueError if the program is neither absolute nor {python}, a brace is unmatched, or a value would run as a script.
     """
     if not command:
         raise ValueError("needs at least a program")
@@ -66,13 +66,13 @@ def check_command(command: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_arguments(arguments: tuple[str, ...]) -> tuple[str, ...]:
-    """Return arguments; ValueError as of `parse_arguments`."""
+    """Return arguments; ValueError like `parse_arguments`."""
     parse_arguments(arguments)
     return arguments
 
 
 def parse_arguments(arguments: Iterable[str]) -> tuple[tuple[str | Placeholder, ...], ...]:
-    """Arguments as texts and placeholders; ValueError for a NUL, a lone brace, or a value that would be run."""
+    """Arguments as texts and placeholders; ValueError for a NUL, an unmatched brace, or a value that would run as code."""
     listed = list(arguments)
     if any("\0" in argument for argument in listed):
         raise ValueError("must not hold NUL characters")
@@ -82,12 +82,12 @@ def parse_arguments(arguments: Iterable[str]) -> tuple[tuple[str | Placeholder, 
 
 
 def check_after(fixed: Iterable[str], arguments: Iterable[str]) -> None:
-    """Check arguments after words of a container's own, where a brace is a brace and a script may begin."""
+    """Check arguments after words of a container's own, where braces are literal and a script may begin."""
     parse_arguments((*(word.replace("{", "{{").replace("}", "}}") for word in fixed), *arguments))
 
 
 def parse_argument(argument: str) -> tuple[str | Placeholder, ...]:
-    """An argument as texts and placeholders; ValueError if a brace stands alone or a placeholder is none."""
+    """An argument as texts and placeholders; ValueError for an unmatched brace or an invalid placeholder."""
     parts: list[str | Placeholder] = []
     for piece in _PIECE.finditer(argument):
         name, kind = piece["name"], piece["kind"]
@@ -108,7 +108,7 @@ def placeholders(arguments: Iterable[Iterable[str | Placeholder]]) -> set[str]:
 
 
 def _check_scripts(listed: list[str], parsed: tuple[tuple[str | Placeholder, ...], ...]) -> None:
-    """Refuse a placeholder within a script: whoever may set a parameter would write a part of the program."""
+    """Reject placeholders in scripts: whoever sets such a parameter would write part of the program."""
     interpreted = False
     for place, argument in enumerate(listed):
         if not (interpreted and _SCRIPT_FLAG.fullmatch(argument)):
@@ -124,7 +124,7 @@ def _check_scripts(listed: list[str], parsed: tuple[tuple[str | Placeholder, ...
 
 
 def check_environment(env: Mapping[str, str], pass_env: Iterable[str]) -> None:
-    """ValueError if a template sets or hands on a variable that is none, or that the adapter sets itself."""
+    """ValueError if a template sets or passes on an invalid variable, or one that the adapter sets."""
     for name in (*env, *pass_env):
         if not _VARIABLE.fullmatch(name):
             raise ValueError(f"{name!r} is no name of a variable")
@@ -139,18 +139,18 @@ Arguments = Annotated[tuple[str, ...], AfterValidator(check_arguments)]
 
 
 class CommandTemplate(BaseModel):
-    """What the table of a template says of a command, where the adapter knows the whole of it."""
+    """The command in a template's table, if the adapter has the whole of it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     command: Command
     """The program, an absolute path or {python}, and its arguments."""
     working_dir: Path | None = None
-    """Where it is started; by default where the adapter was."""
+    """The working directory; the adapter's by default."""
     env: dict[str, str] = Field(default_factory=dict[str, str])
     """Variables to set. The environment is otherwise clean."""
     pass_env: tuple[str, ...] = ()
-    """Variables to hand on from the adapter's own environment, such as one with a password."""
+    """Variables to pass on from the adapter's own environment, such as one with a password."""
 
     @model_validator(mode="after")
     def _check_environment(self) -> Self:
@@ -172,7 +172,7 @@ def _check_path(path: str) -> str:
 
 
 class ServedMetrics(BaseModel):
-    """One table NAME.metrics of a template: where replicas show their metrics, by http:// on the host that they run on."""
+    """A table NAME.metrics of a template: where replicas expose metrics, by http:// on their host."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -184,7 +184,7 @@ class ServedMetrics(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What is to be started: arguments, the whole environment, and the working directory."""
+    """What to start: arguments, the whole environment, and the working directory."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -200,7 +200,7 @@ def launch(
     *,
     also: Iterable[str] = (),
 ) -> Launch:
-    """What starts a replica by a template; values may be for the arguments of `also`. LaunchRefusedError."""
+    """The launch of a replica from a template; `also` lists more arguments that may use values. LaunchRefusedError."""
     return Launch(
         argv=fill_arguments(name, template.command, order, python, also=also),
         env={
@@ -216,7 +216,7 @@ def launch(
 
 
 def handed_on(name: str, pass_env: Iterable[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that the template of that name hands on; LaunchRefusedError if the adapter lacks one."""
+    """The variables that the template of that name passes on; LaunchRefusedError if the adapter lacks one."""
     for variable in pass_env:
         if variable not in environment:
             raise LaunchRefusedError(
@@ -228,7 +228,7 @@ def handed_on(name: str, pass_env: Iterable[str], environment: Mapping[str, str]
 def fill_arguments(
     name: str, arguments: Iterable[str], order: ReplicaOrder, python: str, *, also: Iterable[str] = ()
 ) -> tuple[str, ...]:
-    """The arguments of a replica by the template `name`; {python} is `python`. LaunchRefusedError."""
+    """The arguments of a replica from the template `name`; {python} is `python`. LaunchRefusedError."""
     parsed = [parse_argument(argument) for argument in arguments]
     used = placeholders([*parsed, *(parse_argument(argument) for argument in also)])
     values = _values(name, used, order, python)
@@ -267,7 +267,7 @@ def _fill(argument: tuple[str | Placeholder, ...], values: Mapping[str, str], te
         value = values[part.name]
         if part.integer and not _INTEGER.fullmatch(value):
             raise LaunchRefusedError(f"parameter {part.name} of template {template} must be a whole number")
-        # At the head of an argument it would turn a value into an option of the program.
+        # At the start of an argument it would turn a value into an option of the program.
         if not filled and value.startswith("-") and not part.integer:
             raise LaunchRefusedError(f"parameter {part.name} of template {template} must not begin with '-'")
         filled += value

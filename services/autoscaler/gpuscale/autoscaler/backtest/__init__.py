@@ -1,1 +1,1 @@
-"""Backtest: the engine itself on a recorded workload, with a clock of its own. Pure. Begin with `simulate`."""
+"""Backtest: the engine itself on a recorded workload, with its own clock. Pure. Begin with `simulate`."""

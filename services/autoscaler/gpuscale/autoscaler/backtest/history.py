@@ -1,7 +1,7 @@
-"""What an endpoint's queues were like, and the workload that follows from it. Pure.
+"""The history of an endpoint's queues, and the workload derived from it. Pure.
 
-Arrivals are measured where the broker tells them. Else they are reckoned: what came is what left and the growth of what is
-there, and what is in hand leaves after its service time (Little's law), which follows from the rates where it is not stated.
+Arrivals are measured if the broker reports them. Otherwise they are computed: arrivals are departures plus growth, and requests
+in hand leave after their service time (Little's law), which follows from the rates if it is not given.
 """
 
 from __future__ import annotations
@@ -13,27 +13,26 @@ from itertools import islice, pairwise
 from gpuscale.client.traces import MOST_REQUESTS, Request
 
 SPACING = 30.0
-"""Least seconds between two readings that are kept."""
+"""Least seconds between two recorded readings."""
 KEPT = 2_880
-"""Readings that are kept of an endpoint: those of a day."""
+"""Readings kept per endpoint: a day's."""
 LONGEST_GAP = 10 * SPACING
-"""What came in a longer time without a reading nobody knows: it is left out."""
+"""Longer gaps between readings are left out: nobody knows what arrived in them."""
 LONGEST_HELD = 3_600.0
-"""Readings that stay the same are kept once in this time, and when they change."""
+"""Unchanged readings are recorded once in this time, and when they change."""
 UNKNOWN = -1.0
-"""In place of a rate that nobody told."""
+"""Stands for an unknown rate."""
 
 
 class NoWorkloadError(Exception):
-    """No workload follows from a history; the text says why."""
+    """No workload can be derived from a history; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedReading:
-    """All queues of an endpoint at a moment: messages ready and in hand, and how many a second came and were delivered.
+    """All queues of an endpoint at a time: messages ready and in hand, and arrivals and deliveries per second.
 
-    `at`: seconds since 1970, which mean the same after a restart. `since`: all readings from then on were the same; None
-    where that is not known of any before it.
+    `at`: seconds since 1970, which survive a restart. `since`: all readings from then on were the same; None if unknown.
     """
 
     at: float
@@ -45,11 +44,11 @@ class RecordedReading:
 
     @property
     def weight(self) -> float:
-        """Readings that it stands for."""
+        """The number of readings that it stands for."""
         return 1.0 if self.since is None else (self.at - self.since) / SPACING
 
     def goes_on_from(self, before: RecordedReading) -> bool:
-        """Whether it is the same as the one before it, which is not too long ago to know of the time between."""
+        """Whether it equals the previous reading, which is recent enough to cover the time between."""
         return (
             replace(self, at=before.at, since=before.since) == before
             and 0 <= self.at - before.at <= LONGEST_GAP
@@ -57,7 +56,7 @@ class RecordedReading:
 
 
 def workload(readings: Sequence[RecordedReading], service: float | None = None) -> list[Request]:
-    """The requests of a history, oldest first, evenly spread between its readings; `service` seconds each, or learnt."""
+    """The requests of a history, oldest first, evenly spread between readings; `service` seconds each, or learned."""
     if len(readings) < 2:
         raise NoWorkloadError(f"less than {2 * SPACING:g} s were seen of it")
     if service is None:

@@ -1,7 +1,7 @@
-"""Runs policies over workloads, and measures what came of it: the very engine that scales live endpoints, on a virtual clock.
+"""Runs policies over workloads and measures the result, with the engine that scales live endpoints, on a virtual clock.
 
-Pure. Several endpoints on GPUs that they share go on together, from one event of any of them to the next, so that a GPU
-that one gives back is another's at that very moment. Endpoints that come first are served first.
+Pure. Several endpoints with shared GPUs advance together, from one event of any of them to the next, so that a GPU freed by one
+is available to another at that very moment. Endpoints listed first are served first.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from gpuscale.client.traces import Request
 from gpuscale.client.tuning import Window
 
 MOST_MOMENTS = 400
-"""Moments that a timeline is thinned out to."""
+"""Points that a timeline is thinned out to."""
 
 FLAP_SECONDS = 600.0
-"""Changes in opposite directions within this long are a flap."""
+"""Opposite changes within this many seconds are a flap."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedMoment:
-    """A moment of a run: replicas aimed at, replicas that work, and requests that wait."""
+    """A point of a run: replicas wanted, replicas ready, and requests waiting."""
 
     at: float
     wanted: int
@@ -49,7 +49,7 @@ class SimulatedMoment:
 
 
 class SimulatedTimeline:
-    """The moments of a run, thinned out as they come: evenly, each with the most that waited up to the next."""
+    """The points of a run, thinned out evenly, each with the longest queue up to the next."""
 
     def __init__(self) -> None:
         self.moments: list[SimulatedMoment] = []
@@ -57,7 +57,7 @@ class SimulatedTimeline:
         self._seen = 0
 
     def add(self, moment: SimulatedMoment) -> None:
-        """One more moment, later than all before."""
+        """Add a point, later than all before."""
         _put(self.moments, self._seen // self._each, moment)
         self._seen += 1
         if len(self.moments) > MOST_MOMENTS:
@@ -69,7 +69,7 @@ class SimulatedTimeline:
 
 
 def _put(moments: list[SimulatedMoment], index: int, moment: SimulatedMoment) -> None:
-    """Add a moment, or let the last one stand for it too."""
+    """Add a point, or merge it into the last one."""
     if index == len(moments):
         moments.append(moment)
     else:
@@ -78,10 +78,10 @@ def _put(moments: list[SimulatedMoment], index: int, moment: SimulatedMoment) ->
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Figures of one run."""
+    """Figures of a run."""
 
     requests: int  # how many there were
-    unserved: int  # how many were never taken in hand
+    unserved: int  # how many were never started
     violation_percent: float  # share that waited longer than the goal, or for ever
     wait_p50: float  # seconds of waiting
     wait_p95: float
@@ -89,20 +89,20 @@ class Report:
     backlog_hours: float  # the queue's length, integrated over time
     gpu_hours: float  # from grant to release, start-up included
     pending_replica_hours: float  # replicas wanted and not granted, integrated over time
-    flaps: int  # changes in the direction opposite to the one before, within ten minutes of it
+    flaps: int  # changes in the opposite direction of the previous one, within ten minutes of it
     scale_ops: int  # changes of the count
-    killed: int  # requests dropped in hand
-    wasted_starts: int  # replicas that went before they had been ready for twice their start-up time
+    killed: int  # requests interrupted
+    wasted_starts: int  # replicas stopped before they had been ready for twice their start-up time
     most_replicas: int  # the largest count
     changes: tuple[tuple[float, int], ...]  # when the count changed, and to what
     timeline: tuple[SimulatedMoment, ...] = ()  # the run at its evaluations, thinned out
-    windows: tuple[Window, ...] = ()  # the same, over equal parts of the time
+    windows: tuple[Window, ...] = ()  # the same, per equal part of the time
 
 
 def measure(
     world: World, requests: int, goal: float, last: float, timeline: Sequence[SimulatedMoment] = ()
 ) -> Report:
-    """The figures of a world that has come to its end."""
+    """The figures of a finished world."""
     tally = world.tally
     waits = sorted(tally.waits)
     unserved = requests - len(waits)
@@ -133,7 +133,7 @@ def measure(
 
 
 def oracle_gpu_hours(requests: Sequence[Request], slots: int, gpus_each: int = 1) -> float:
-    """GPU hours of the work alone: what a policy would need that knew everything and could divide replicas."""
+    """GPU hours of the work alone: what a policy with perfect knowledge and divisible replicas would need."""
     return sum(request.service for request in requests) * gpus_each / slots / 3600
 
 
@@ -143,15 +143,15 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 
 WINDOWS = 10
-"""Parts of the time of a run whose figures are told apart."""
+"""Number of equal parts of a run with their own figures."""
 ARRIVAL_RATE = "arrival_rate"
-"""Name of the pushed metric that a backtest knows: arrivals a second since the evaluation before."""
+"""The pushed metric that a backtest provides: arrivals per second since the previous evaluation."""
 LONGEST_TAIL = 3600.0
-"""Seconds that a run goes on after the last arrival, at most, while something waits or is in hand."""
+"""Most seconds that a run continues after the last arrival, while something waits or is in hand."""
 MOST_EVALUATIONS = 1_000_000
-"""Evaluations of a run: a workload that spans more ticks than this is refused."""
+"""Most evaluations of a run: a workload with more ticks is refused."""
 IDLE_HOST = {"cpu_percent": 0.0, "load_per_core": 0.0, "memory_available_bytes": float(1 << 50)}
-"""What the hosts of a backtest show: they have room for everything."""
+"""The hosts' facts in a backtest: room for everything."""
 
 
 class StoppedError(Exception):
@@ -167,10 +167,10 @@ def run(
     begin: datetime = datetime(2024, 1, 1, tzinfo=UTC),
     stopped: Callable[[], bool] = lambda: False,
 ) -> Report:
-    """What a policy makes of requests in the order of their arrival.
+    """Run a policy on requests in order of arrival.
 
-    `goal`: seconds that one may wait; `begin`: the time of day at the first second. StoppedError once `stopped`, which is
-    asked at every evaluation, says so.
+    `goal`: most seconds to wait; `begin`: the time of day at second 0. Raises StoppedError once `stopped`, called at every
+    evaluation, returns true.
     """
     replay = Replay(spec, requests, setting, begin)
     while not replay.over:
@@ -181,7 +181,7 @@ def run(
 
 
 class Replay:
-    """An endpoint's policy on a workload, as `run` takes it; `pool`: the GPUs that it shares with others."""
+    """An endpoint's policy on a workload, for `run`; `pool`: GPUs shared with others."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class Replay:
         return all_came and (self.world.settled or too_late)
 
     def step(self) -> None:
-        """Let the next request come, or evaluate."""
+        """Process the next request or evaluation."""
         if self.ticks_next:
             self.tick(self._next_tick)
             self._next_tick += self._spec.period
@@ -238,7 +238,7 @@ class Replay:
         return replace(report, windows=tuple(self._windows(goal)))
 
     def _windows(self, goal: float) -> Iterator[Window]:
-        """The figures of each part of the time; requests are first taken in hand in the order in which they came."""
+        """The figures of each part of the time; requests are started in order of arrival."""
         waits, held = self.world.tally.waits, [0.0, *self._held[: WINDOWS - 1]]
         held += [self.world.tally.gpu_seconds] * (WINDOWS + 1 - len(held))
         ends = [
@@ -252,7 +252,7 @@ class Replay:
             yield Window(end - begin, late, (after - before) / 3600)
 
     def tick(self, moment: float) -> None:
-        """Evaluate the policy, and do what it says."""
+        """Evaluate the policy, and carry out the result."""
         world = self.world
         world.advance(moment)
         while moment >= self._window * (len(self._held) + 1) and len(self._held) < WINDOWS:
@@ -299,7 +299,7 @@ class Replay:
                 return Sample(problem="a backtest knows queues, idle hosts and the metric arrival_rate only")
 
     def _served(self, metric: str) -> tuple[float, ...]:
-        """What servers would show; the time to the first token is that in the queue, of the rest a trace does not tell."""
+        """What servers would report; time to first token is the time in the queue, a trace has nothing of the rest."""
         world, joint = self.world, percentile_of(metric)
         if joint is not None:
             waits = sorted(world.tally.waits[self._ticked[2] :]) if joint[0] == "ttft" else []
@@ -317,7 +317,7 @@ class Replay:
                 return ()
 
     def _count(self, count: QueueCount) -> float:
-        """What of the queue counts; rates since the evaluation before."""
+        """The value of a queue count; rates are since the previous evaluation."""
         world = self.world
         at, arrived, taken = self._ticked
         gap = world.now - at
@@ -338,7 +338,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One endpoint of a run: its spec, its requests in the order of arrival (not none), and what its replicas are like."""
+    """One endpoint of a run: its spec, its requests in order of arrival (at least one), and its replicas' setting."""
 
     spec: EndpointSpec
     requests: Sequence[Request]
@@ -353,7 +353,7 @@ def run_shared(
     most: int | None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[Report]:
-    """As `run`, of endpoints that share `most` GPUs (None: any number); each goes on until the last of them is done."""
+    """Like `run`, for endpoints that share `most` GPUs (None: unlimited); each goes on until all are done."""
     pool = SimulatedPool(most)
     replays = [Replay(part.spec, part.requests, part.setting, begin, pool) for part in parts]
     while not all(replay.over for replay in replays):

@@ -1,8 +1,8 @@
-"""The simulated endpoint: replicas that start, work, drain and go, and a queue in front of them. Pure.
+"""A simulated endpoint: replicas that start, work, drain and stop, and a queue in front of them. Pure.
 
-Replicas have `slots` each and take the oldest request whenever one is free, as consumers with a prefetch of `slots` do;
-of several the one with the least in hand. A replica that is told to go finishes what it has and takes no more, unless
-the world is one that kills.
+Replicas have `slots` each and take the oldest request whenever one is free, like consumers with a prefetch of `slots`; of
+several free ones, the least busy takes it. A replica that is stopped finishes its requests and takes no more, unless the world
+kills.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from gpuscale.client.traces import Request
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What replicas are like."""
+    """The replicas' properties."""
 
-    slots: int  # requests that a replica serves at a time
-    # seconds from the decision to being ready, for the n-th replica that is started
+    slots: int  # concurrent requests of a replica
+    # seconds from the decision to ready, for the n-th replica started
     cold_start: Callable[[int], float]
-    max_gpus: int | None = None  # GPUs that there are; None for no bound
+    max_gpus: int | None = None  # number of GPUs; None for no bound
     gpus_each: int = 1  # GPUs of a replica
-    kills: bool = False  # a replica that is told to go drops what it has in hand, and it is served anew
+    kills: bool = False  # whether a stopped replica drops its requests, which are then served again
 
 
 @dataclass(slots=True)
@@ -40,21 +40,21 @@ class _Replica:
 
 @dataclass(slots=True)
 class BacktestTally:
-    """What happened."""
+    """Totals of a run."""
 
-    # seconds that each request waited before it was first taken in hand
+    # seconds that each request waited before it was first started
     waits: list[float] = field(default_factory=list[float])
-    gpu_seconds: float = 0.0  # seconds for which GPUs were held, from the grant to the release
+    gpu_seconds: float = 0.0  # seconds for which GPUs were held, from grant to release
     backlog_seconds: float = 0.0  # the queue's length, integrated over time
     pending_seconds: float = 0.0  # replicas wanted and not granted, integrated over time
-    killed: int = 0  # requests that were dropped in hand
-    wasted: int = 0  # replicas that went before they had been ready for twice their start-up time
+    killed: int = 0  # requests interrupted
+    wasted: int = 0  # replicas stopped before they had been ready for twice their start-up time
     # when the count wanted changed, and to what
     changes: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
 
 
 class SimulatedPool:
-    """GPUs that several worlds share. What becomes free goes to the first of them that is short."""
+    """GPUs that several worlds share. Freed GPUs go to the first world that is short."""
 
     def __init__(self, most: int | None) -> None:
         self._most = most
@@ -62,29 +62,29 @@ class SimulatedPool:
         self._worlds: list[World] = []
 
     def join(self, world: World) -> None:
-        """Let a world take part; those that came before it are served first."""
+        """Add a world; earlier ones are served first."""
         self._worlds.append(world)
 
     def take(self, gpus: int) -> bool:
-        """Hold some more, if they are free."""
+        """Hold more GPUs, if they are free."""
         if self._most is not None and self._held + gpus > self._most:
             return False
         self._held += gpus
         return True
 
     def free(self) -> int | None:
-        """How many are free; None where there is no bound."""
+        """How many are free; None without a bound."""
         return None if self._most is None else self._most - self._held
 
     def give(self, gpus: int) -> None:
-        """Let some go."""
+        """Release GPUs."""
         self._held -= gpus
         for world in self._worlds:
             world.match()
 
 
 class World:
-    """An endpoint at work. Time only goes on through `advance` and `wait`."""
+    """A running endpoint. Time only advances through `advance` and `wait`."""
 
     def __init__(self, setting: Setting, replicas: int, pool: SimulatedPool | None = None) -> None:
         self.setting = setting
@@ -95,14 +95,14 @@ class World:
         self.tally = BacktestTally()
         self.arrived = 0
         self.granted = 0
-        """Replicas that hold GPUs and are to stay."""
+        """Replicas that hold GPUs and will stay."""
         self._replicas: list[_Replica] = []
         self._queue: deque[tuple[Request, bool]] = deque()
         self._events: list[tuple[float, int, _Replica, Request | None]] = []
         self._sequence = 0
         self._starts = 0
         while self.granted < replicas and self._pool.take(setting.gpus_each):
-            self._start(0.0)  # those that there are at the beginning are ready
+            self._start(0.0)  # the initial ones are ready
         self.tally.changes.append((0.0, replicas))
 
     @property
@@ -112,12 +112,12 @@ class World:
 
     @property
     def oldest_age(self) -> float:
-        """Seconds since the oldest request of the queue came; 0 where it is empty."""
+        """Seconds since the oldest request in the queue arrived; 0 if it is empty."""
         return self.now - self._queue[0][0].arrival if self._queue else 0.0
 
     @property
     def taken(self) -> int:
-        """Requests that were ever taken in hand."""
+        """Requests that were ever started."""
         return len(self.tally.waits)
 
     @property
@@ -132,7 +132,7 @@ class World:
 
     @property
     def loads(self) -> tuple[int, ...]:
-        """Requests that each of the ready replicas works on."""
+        """Requests in hand of each ready replica."""
         return tuple(one.busy for one in self._replicas if not one.leaving and one.ready_at <= self.now)
 
     @property
@@ -141,19 +141,19 @@ class World:
         return not self._queue and self.in_hand == 0
 
     def gpu_limit(self, unbounded: int) -> int:
-        """Most replicas that there are GPUs for, those that hold some included."""
+        """Most replicas for which there are GPUs, including those that hold some."""
         free = self._pool.free()
         return unbounded if free is None else self.granted + max(0, free) // self.setting.gpus_each
 
     def arrive(self, request: Request) -> None:
-        """A request comes, at its time."""
+        """A request arrives."""
         self.advance(request.arrival)
         self.arrived += 1
         self._queue.append((request, True))
         self._dispatch()
 
     def scale(self, wanted: int) -> None:
-        """Aim at another number of replicas."""
+        """Change the wanted number of replicas."""
         if wanted != self.wanted:
             self.wanted = wanted
             self.tally.changes.append((self.now, wanted))
@@ -161,15 +161,15 @@ class World:
 
     @property
     def next_event(self) -> float:
-        """When something happens next by itself; infinity where nothing does."""
+        """When something happens next without input; infinity if nothing does."""
         return self._events[0][0] if self._events else math.inf
 
     def wait(self, moment: float) -> None:
-        """Let time go on to `moment`, up to which nothing happens by itself."""
+        """Advance to `moment`, before which nothing happens."""
         self._pass(moment)
 
     def advance(self, moment: float) -> None:
-        """Let time go on to `moment`, with everything that becomes ready or done on the way."""
+        """Advance to `moment`, with everything that becomes ready or done on the way."""
         while self._events and self._events[0][0] <= moment:
             at, _, replica, request = heapq.heappop(self._events)
             self._pass(at)
@@ -191,10 +191,10 @@ class World:
             self.now = moment
 
     def match(self) -> None:
-        """Start or stop replicas towards the count wanted, as far as there are GPUs."""
+        """Start or stop replicas towards the wanted count, as far as there are GPUs."""
         while self.granted > self.wanted:
             staying = [one for one in self._replicas if not one.leaving]
-            # Those on their way up first, then the least busy, then the newest.
+            # Starting ones first, then the least busy, then the newest.
             self._stop(min(staying, key=lambda one: (one.ready_at <= self.now, one.busy, -one.number)))
         while self.granted < self.wanted and self._pool.take(self.setting.gpus_each):
             self._starts += 1
@@ -230,7 +230,7 @@ class World:
         heapq.heappush(self._events, (at, self._sequence, replica, request))
 
     def _dispatch(self) -> None:
-        """Give what waits to the replicas that have a slot free, the least busy first."""
+        """Assign waiting requests to replicas with a free slot, the least busy first."""
         slots = self.setting.slots
         while self._queue:
             replica, least = None, slots

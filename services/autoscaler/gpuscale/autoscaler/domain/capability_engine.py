@@ -1,12 +1,12 @@
 """How many worker groups of each capability set, by the tasks that they can run. Pure.
 
-The rule is that of OpenGRIS Scaler (scaling=capability), for each set of capabilities by itself:
+The rule is that of OpenGRIS Scaler (scaling=capability), per set of capabilities:
 
     more than `up_above` tasks for each worker that can run them, or none that can  ->  one group more of the set that fits
     fewer than `down_below`                                                         ->  one group fewer
 
-Nothing is taken away in a round that adds something, where it would leave tasks without a worker that can run them, or
-where more would be asked for at once. Workers on their way up, and those that somebody else started, count as capacity.
+No group is removed in a round that adds one, if that would leave tasks without a worker that can run them, or if groups would
+at once be requested again. Starting workers, and workers that somebody else started, count as capacity.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _UNBOUNDED = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The groups of one set, the one that would be stopped first at the front."""
+    """The groups of one set; the next to stop is at the front."""
 
     set: CapabilitySet
     offers: Amounts
@@ -46,12 +46,12 @@ class Pool:
 
     @property
     def before(self) -> int:
-        """Groups aimed at until now."""
+        """The number of groups wanted so far."""
         return len(self.groups)
 
 
 def evaluate_sets(spec: EndpointSpec, inputs: Inputs, unknown_replicas: int = 0) -> Evaluation:
-    """One evaluation of an endpoint with capability sets; `unknown_replicas`: those that have not been heard of."""
+    """Evaluate an endpoint with capability sets; `unknown_replicas` have not been heard of."""
     pools = [_pool(one, spec, inputs.sets.get(one.id)) for one in spec.capability_sets]
     before = {pool.set.id: pool.before for pool in pools}
     asked = _asked(spec, pools, inputs, unknown_replicas)
@@ -79,7 +79,7 @@ def evaluate_sets(spec: EndpointSpec, inputs: Inputs, unknown_replicas: int = 0)
 
 
 def _pool(one: CapabilitySet, spec: EndpointSpec, state: SetState | None) -> Pool:
-    """Groups that are aimed at and not known yet count as what is asked for, and are stopped first."""
+    """Groups that are wanted but not known yet count as requested, and stop first."""
     state = state or SetState(one.min_replicas)
     known = state.groups[max(0, len(state.groups) - state.before) :]
     pending = (WorkerGroup(one.capabilities, one.workers),) * (state.before - len(known))
@@ -90,7 +90,7 @@ def _pool(one: CapabilitySet, spec: EndpointSpec, state: SetState | None) -> Poo
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What the rule, by its id, makes of each set, with its steps and what held it back."""
+    """The result of the rule, by its id, for each set, with its steps and limits."""
 
     counts: Mapping[str, int]
     steps: tuple[Step, ...]
@@ -117,7 +117,7 @@ def _asked(spec: EndpointSpec, pools: Sequence[Pool], inputs: Inputs, unknown_re
         return _Asked(before, (held.step, step), held.step.code if held.limited else None)
     capacity = _Capacity(pools, inputs.observations[rule.signal].tasks or TaskReport())
     starts, unserved = _starts(kind, pools, capacity)
-    # With as many groups as there may be, others have to make room.
+    # When the maximum is reached, others have to make room.
     more = any(pool.set.id in starts and pool.before < pool.most for pool in pools)
     grows = more and total < spec.max_replicas
     wishes = [(one, _wish(kind, one, capacity, starts.get(one.set.id), grows)) for one in pools]
@@ -131,7 +131,7 @@ def _judged(
     inputs: Inputs,
     unknown_replicas: int,
 ) -> _Asked:
-    """What the ratio asks of each set, held against the rule's own limits."""
+    """What the ratio wants of each set, within the rule's own limits."""
     counts: dict[str, int] = {}
     steps: list[Step] = []
     limit: Code | None = None
@@ -155,7 +155,7 @@ def _judged(
 
 
 def _without_tasks(rule: Rule, inputs: Inputs, before: int) -> RuleOutcome | None:
-    """A number of tasks that stands in for a report says nothing of what they need, but for 0."""
+    """A task count in place of a report does not say what tasks need, except for 0."""
     seen = inputs.observations[rule.signal]
     if seen.tasks is not None or not seen.value:
         return None
@@ -172,7 +172,7 @@ def _key(capabilities: Amounts) -> _Key:
 
 
 class _Capacity:
-    """The workers there are, by what they can do, and the tasks that they are to run, by what those need."""
+    """The workers by what they can do, and the tasks by what they need."""
 
     def __init__(self, pools: Sequence[Pool], report: TaskReport) -> None:
         self._workers: Counter[_Key] = Counter()
@@ -192,11 +192,11 @@ class _Capacity:
         }
 
     def workers(self, needed: Amounts) -> int:
-        """Workers that can run what needs this."""
+        """Workers that can run tasks with this need."""
         return sum(count for offered, count in self._workers.items() if covers(dict(offered), needed))
 
     def alike(self, demand: TaskDemand) -> int:
-        """Tasks that need the same capabilities, and at least as much of each: none of them can go to more workers."""
+        """Tasks that need the same capabilities, at least as much of each: none of them has more workers to run on."""
         return self._alike[_key(demand.capabilities)]
 
     def runnable(self, offered: Amounts) -> int:
@@ -204,12 +204,12 @@ class _Capacity:
         return sum(one.tasks for one in self.demands if covers(offered, one.capabilities))
 
     def without(self, group: WorkerGroup) -> None:
-        """Go on without one group."""
+        """Remove one group."""
         self._workers[_key(group.capabilities)] -= group.workers
 
 
 def _starts(kind: RatioRule, pools: Sequence[Pool], capacity: _Capacity) -> tuple[dict[str, str], list[str]]:
-    """The sets that get one group more, each with the reason, and the demands that no set can serve."""
+    """The sets that get one more group, with the reason, and the demands that no set can serve."""
     starts: dict[str, str] = {}
     unserved: list[str] = []
     for one in capacity.demands:
@@ -228,7 +228,7 @@ def _starts(kind: RatioRule, pools: Sequence[Pool], capacity: _Capacity) -> tupl
 
 
 def _fitting(pools: Sequence[Pool], needed: Amounts) -> Pool | None:
-    """The set that can run it with the least to spare: one that may grow, with the fewest capabilities and amounts."""
+    """The growable set that can run it with the least to spare: the fewest capabilities and amounts."""
 
     def spare(pool: Pool) -> tuple[bool, int, int]:
         left = sum(_amount(amount) - _amount(needed.get(name, 0)) for name, amount in pool.offers.items())
@@ -243,7 +243,7 @@ def _amount(amount: int) -> int:
 
 
 def _wish(kind: RatioRule, pool: Pool, capacity: _Capacity, start: str | None, grows: bool) -> Proposal:
-    """One group more where `start` says why; one fewer where its workers have too little to do, and none `grows`."""
+    """One more group if `start` gives a reason; one fewer if its workers have too little to do and no set `grows`."""
     before = pool.before
     if start:
         return Proposal(before + 1, start)
@@ -261,7 +261,7 @@ def _wish(kind: RatioRule, pool: Pool, capacity: _Capacity, start: str | None, g
 
 
 def _needed(kind: RatioRule, pool: Pool, victim: WorkerGroup, capacity: _Capacity) -> str:
-    """Why a group has to stay; empty where it need not."""
+    """Why a group has to stay; empty if it need not."""
     left = capacity.workers(pool.offers) - victim.workers
     tasks = capacity.runnable(pool.offers)
     if left > 0 and tasks / left > kind.up_above:
@@ -282,7 +282,7 @@ def _needed(kind: RatioRule, pool: Pool, victim: WorkerGroup, capacity: _Capacit
 def _bounded(
     spec: EndpointSpec, pools: Sequence[Pool], asked: Mapping[str, int]
 ) -> tuple[dict[str, int], list[Step]]:
-    """Each set within its bounds, and all of them within those of the endpoint."""
+    """The counts within the bounds of each set, and of the endpoint."""
     counts: dict[str, int] = {}
     steps: list[Step] = []
     for pool in pools:
@@ -302,12 +302,12 @@ def _bounded(
         code = _clamp(aimed, after < total, spec.min_replicas, spec.max_replicas)
         text = f"all sets together: {_counts(counts)}, within {spec.min_replicas}-{spec.max_replicas}"
         steps.append(Step(Stage.BOUNDS, code, total, after, text))
-    # What held something back comes last, for it is what is told.
+    # The step that is reported comes last: what limited the count.
     return counts, sorted(steps, key=lambda one: one.code is not Code.WITHIN_BOUNDS)
 
 
 def _settled(spec: EndpointSpec, pools: Sequence[Pool], counts: Mapping[str, int]) -> dict[str, int]:
-    """All sets together within bounds: growth of the last sets goes first, then groups above their min."""
+    """The sets within the endpoint's bounds: first the growth of the last sets is cut, then groups above their min."""
     own, total = dict(counts), sum(counts.values())
     over, under = max(0, total - spec.max_replicas), max(0, spec.min_replicas - total)
     for growth in (True, False):

@@ -1,4 +1,4 @@
-"""Decisions: the steps of an evaluation with their codes, what was done about it, and the record that is kept. Pure."""
+"""Decisions: the steps of an evaluation with their codes, its outcome, and the stored record. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Stage(Enum):
-    """Part of an evaluation, in the order they run."""
+    """A stage of an evaluation, in order of execution."""
 
     ACTIVATE = 8
     RULE = 1
@@ -29,7 +29,7 @@ class Stage(Enum):
 
 
 class Code(StrEnum):
-    """Why a step left the count as it did."""
+    """Why a step set the count as it did."""
 
     # Stage.RULE
     FIRED = "FIRED"
@@ -103,7 +103,7 @@ class Code(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a decision: what it made of the count, of all replicas or of one capability set, and why."""
+    """One step of a decision: its effect on the count, of all replicas or of one capability set, and why."""
 
     stage: Stage
     code: Code
@@ -115,13 +115,13 @@ class Step:
 
     @property
     def said(self) -> str:
-        """What it says, but for its text."""
+        """What it says, without its text."""
         group = f"/{self.capability_set}" if self.capability_set else ""
         return f"{self.stage.name}:{self.rule}{group}:{self.code}:{self.before}>{self.after}"
 
 
 class SetCount(NamedTuple):
-    """Groups of a capability set that are aimed at, before and after."""
+    """Groups wanted of a capability set, before and after."""
 
     before: int
     wanted: int
@@ -129,11 +129,11 @@ class SetCount(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What rules and bounds make of an endpoint.
+    """The effect of rules and bounds on an endpoint.
 
-    `effective` names the rules whose change took effect: their cooldown starts, and is saved with the new count.
-    `limited_by` is the code of what held the count back; None where nothing did. `asked` is what the rules came to,
-    before pace and bounds. `sets`: what becomes of each capability set, by its id.
+    `effective` names the rules whose change took effect: their cooldown starts, and is saved with the new count. `limited_by`
+    is the code of what limited the count; None if nothing did. `asked` is what the rules wanted, before pace and bounds.
+    `sets`: the counts of each capability set, by its id.
     """
 
     before: int
@@ -148,7 +148,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What an evaluation came to, with what was then done about it. The store adds its id, times and count."""
+    """The result of an evaluation, and what was then done. The store adds its id, times and count."""
 
     endpoint: str
     etag: str
@@ -164,14 +164,14 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class DecisionOutcome:
-    """What was done about the number wanted: steps of the stages GPU and ACT, and the replicas that have their GPUs."""
+    """What was done about the wanted count: steps of the stages GPU and ACT, and the replicas that have their GPUs."""
 
     granted: int
     steps: tuple[Step, ...] = ()
 
     @property
     def said(self) -> str:
-        """What it says, but for the texts of its steps."""
+        """What it says, without the texts of its steps."""
         return "\n".join([str(self.granted), *(step.said for step in self.steps)])
 
 
@@ -186,11 +186,11 @@ LIMITING = frozenset(
         Code.ADAPTER_LOST,
     }
 )
-"""Codes of outcome steps that hold the count back."""
+"""Codes of outcome steps that limit the count."""
 
 
 def compose(endpoint: Endpoint, evaluation: Evaluation, outcome: DecisionOutcome) -> Decision:
-    """The record of an evaluation of `endpoint` and of what was done about it."""
+    """The record of an evaluation of `endpoint` and its outcome."""
     steps = (*evaluation.steps, *outcome.steps)
     limit = next((step.code for step in outcome.steps if step.code in LIMITING), evaluation.limited_by)
     return Decision(
@@ -208,12 +208,12 @@ def compose(endpoint: Endpoint, evaluation: Evaluation, outcome: DecisionOutcome
 
 
 def afterwards(endpoint: Endpoint, outcome: DecisionOutcome) -> Decision:
-    """The record of what became of the number wanted between two evaluations."""
+    """The record of what was done about the wanted count between two evaluations."""
     return compose(endpoint, Evaluation(endpoint.desired, endpoint.desired, (), ()), outcome)
 
 
 def sameness(decision: Decision) -> str:
-    """Two decisions in a row with the same sameness say the same: values and ages of signals may differ, codes not."""
+    """Equal for consecutive decisions that say the same: values and ages of signals may differ, codes may not."""
     parts = [
         decision.etag,
         f"{decision.before}>{decision.wanted}>{decision.granted}",
@@ -225,7 +225,7 @@ def sameness(decision: Decision) -> str:
 
 def _summary(evaluation: Evaluation, granted: int, steps: Sequence[Step], limit: Code | None) -> str:
     before, wanted = evaluation.before, evaluation.wanted
-    # What tells most where nothing was held back: who changed the count, who has to leave, or why nobody did.
+    # The most informative step if nothing limited the count: who changed it, who has to leave, or why nobody did.
     fired = (step for step in steps if step.stage is Stage.RULE and step.before != step.after)
     revoked = (step for step in steps if step.code is Code.REVOKED)
     deciding = next(chain(fired, revoked, (step for step in steps if step.stage in _TELLING)), None)

@@ -1,16 +1,15 @@
-"""What all rules together, a person's order and the endpoint's bounds make of the count. Pure: time is an argument.
+"""The effect of all rules, manual orders and bounds on the count. Pure: time is an argument.
 
     activate -> rules -> combine -> warm spares -> pace -> weights of GPU models -> zero gate -> bounds -> GPU gate
 
-Bounds clamp, whoever asked. An unknown signal, or a replica that nobody has heard of, never lowers the
-count. A count outside of its bounds is repaired whatever the rules and their signals say.
+Bounds clamp, whoever asks. An unknown signal, or a replica that has not been heard of, never lowers the count. A count outside
+its bounds is repaired whatever the rules and their signals say.
 
-Rules combine by SAFEST as Nomad's checks and the HorizontalPodAutoscaler do: any that wants more wins, with the largest
-count; else one that holds; else the least reduction. FIRST_MATCH is Backend.AI's, with an order that is stated.
-Stabilization and rate limits are the HPA's (kubernetes: horizontal.go): up, the count follows the least that was asked for
-all through its window; down, the most. Limits hold against the count at the beginning of their period. A window may learn
-(our own): it grows while what was given up is needed again. What is not known since a restart allows no reduction: the
-window has to fill first.
+Rules combine by SAFEST like Nomad's checks and the HorizontalPodAutoscaler: any that wants more wins, with the largest count;
+else one that holds; else the least reduction. FIRST_MATCH is Backend.AI's, with an explicit order. Stabilization and rate
+limits are the HPA's (kubernetes: horizontal.go): up, the count follows the least that was wanted within its window; down, the
+most. Limits apply to the count at the beginning of their period. A window may learn (our own): it grows while stopped replicas
+are needed again. After a restart nothing is reduced until the window has filled.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from gpuscale.autoscaler.domain.spec import (
 
 @dataclass(frozen=True, slots=True)
 class Combined:
-    """What all rules lead to, what held it back (None where nothing did), and the rules that had their way."""
+    """The result of all rules, what limited it (None if nothing did), and the rules that determined it."""
 
     step: Step
     limited_by: Code | None = None
@@ -53,7 +52,7 @@ class Combined:
 
 
 def combine(how: Combine, before: int, outcomes: Sequence[RuleOutcome], unknown_replicas: int) -> Combined:
-    """The count that the rules, in their order, lead to; nothing is taken away while replicas are unknown."""
+    """The count wanted by the rules, in their order; nothing is reduced while replicas are unknown."""
     found = _COMBINE[how](before, outcomes)
     floor = max((one.floor for one in outcomes), default=0)
     if found.step.after < 0:
@@ -148,7 +147,7 @@ def _step(code: Code, before: int, after: int, text: str) -> Step:
 
 
 REGRET_SECONDS = 1800.0
-"""Seconds for which it counts that replicas were given up too early."""
+"""Seconds for which an early reduction is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +155,11 @@ class Memory:
     """What is remembered of an endpoint between evaluations."""
 
     since: float  # when remembering began
-    asked: tuple[tuple[float, int], ...] = ()  # when rules asked for how many replicas, oldest first
-    changes: tuple[tuple[float, int], ...] = ()  # when the count was changed by how many, oldest first
+    asked: tuple[tuple[float, int], ...] = ()  # how many replicas rules wanted at which time, oldest first
+    changes: tuple[tuple[float, int], ...] = ()  # by how much the count changed at which time, oldest first
 
     def noted(self, now: float, asked: int, before: int, after: int, keep: float) -> Memory:
-        """With one more evaluation; what is older than `keep` seconds is dropped."""
+        """Add an evaluation; entries older than `keep` seconds are dropped."""
         oldest = now - keep
         changes = self.changes if after == before else (*self.changes, (now, after - before))
         return Memory(
@@ -172,7 +171,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Paced:
-    """The count after pace, the steps that explain it, and what held it back."""
+    """The count after pace, the steps that explain it, and what limited it."""
 
     count: int
     steps: tuple[Step, ...] = ()
@@ -182,14 +181,14 @@ class Paced:
 def paced(
     up: Pace, down: Pace, before: int, asked: int, memory: Memory, now: float, startup: float | None = None
 ) -> Paced:
-    """How far the count goes towards `asked`; `startup`: seconds that replicas take to be ready."""
+    """How far the count moves towards `asked`; `startup`: seconds that replicas take to be ready."""
     if asked == before:
         return Paced(before)
     pace, way = (up, "up") if asked > before else (down, "down")
     if pace.disabled:
         return _paced_to(asked, before, Code.DIRECTION_DISABLED, f"scaling {way} is switched off")
     known = [at for at, change in memory.changes if (change > 0) == (asked > before)]
-    # Until a restart there may have been a change down: who wants fewer waits as if there had been.
+    # A reduction may have happened before a restart: a new one waits as if it had.
     last = max(known, default=-math.inf if asked > before else memory.since)
     left = last + pace.cooldown - now
     if left > 0:
@@ -202,7 +201,7 @@ def paced(
 
 
 def longest(up: Pace, down: Pace) -> float:
-    """Seconds of the past that the paces look at."""
+    """The longest past, in seconds, that the paces look at."""
     periods = [limit.period for pace in (up, down) for limit in pace.limits]
     learnt = REGRET_SECONDS if up.startups or down.startups else 0.0
     windows = [pace.stabilization or 0.0 for pace in (up, down)]
@@ -210,7 +209,7 @@ def longest(up: Pace, down: Pace) -> float:
 
 
 def regrets(memory: Memory, now: float) -> int:
-    """How often lately replicas were asked for that had been given up shortly before."""
+    """How often replicas were recently wanted that had been given up shortly before."""
     recent = [one for one in memory.changes if one[0] > now - REGRET_SECONDS]
     return sum(
         earlier < 0 < later and at - since <= LONGEST_LEARNT
@@ -252,7 +251,7 @@ def _allowed(limit: RateLimit, before: int, up: bool, memory: Memory, now: float
     if limit.replicas is not None:
         return start + limit.replicas if up else max(0, start - limit.replicas)
     share = (limit.percent or 0.0) / 100
-    # Of none every share is none: the first replica is let through, or nothing ever would be.
+    # Any share of zero is zero: the first replica is let through, or nothing ever would be.
     return max(1, math.ceil(start * (1 + share))) if up else math.floor(start * max(0.0, 1 - share))
 
 
@@ -262,7 +261,7 @@ def _paced_to(asked: int, count: int, code: Code, text: str) -> Paced:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """An evaluation, and what is to be remembered for the next."""
+    """An evaluation, and what to remember for the next."""
 
     evaluation: Evaluation
     memory: Memory
@@ -271,7 +270,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """All that an evaluation goes by."""
+    """All inputs of an evaluation."""
 
     spec: EndpointSpec
     inputs: Inputs
@@ -280,14 +279,14 @@ class Question:
 
 
 def asked(question: Question) -> Result:
-    """The evaluation of a question."""
+    """Evaluate a question."""
     return evaluate(question.spec, question.inputs, question.memory, question.unknown_replicas)
 
 
 def evaluate(
     spec: EndpointSpec, inputs: Inputs, memory: Memory | None = None, unknown_replicas: int = 0
 ) -> Result:
-    """One evaluation of what rules go by; without `memory` it remembers from now on."""
+    """Evaluate inputs; without `memory` it starts to remember."""
     memory = Memory(inputs.now) if memory is None else memory
     if spec.capability_sets:
         return Result(evaluate_sets(spec, inputs, unknown_replicas), memory, inputs.bursts)
@@ -303,7 +302,7 @@ def evaluate(
     wanted = bounded[-1].after
     held = (one for one in reversed(bounded) if one.code is not Code.WEIGHED)
     limits = (one.code for one in held if one.after != one.before)
-    # The rules that the combination took had an effect if the count moved their way at all.
+    # The rules that won the combination took effect if the count moved their way at all.
     moved = (combined.step.after - own) * (wanted - before) > 0
     evaluation = Evaluation(
         before=before,
@@ -323,7 +322,7 @@ def evaluate(
 
 
 def _lasting(spec: EndpointSpec, outcomes: Sequence[RuleOutcome]) -> int:
-    """What the rules would lead to if nothing waited, which is what a window down keeps; all of it where there is one up."""
+    """What the rules would want if nothing waited, which a window down keeps; the full count if there is a window up."""
     if spec.up.stabilization or all(one.lasting is None for one in outcomes):
         return round(LARGEST_COUNT)
     return max(
@@ -336,7 +335,7 @@ def _lasting(spec: EndpointSpec, outcomes: Sequence[RuleOutcome]) -> int:
 def _by_rules(
     spec: EndpointSpec, inputs: Inputs, units: int, unknown_replicas: int
 ) -> tuple[Sequence[RuleOutcome], Combined]:
-    """What each rule says of so many `units`, and what they come to together; they go by the replicas without the warm spares."""
+    """What each rule wants for so many `units`, and their combination; warm spares are not counted."""
     if spec.paused:
         step = Step(Stage.COMBINE, Code.PAUSED, units, units, "paused: rules change nothing")
         return (), Combined(step, Code.PAUSED)
@@ -351,14 +350,14 @@ def _by_rules(
 def _weighed(
     spec: EndpointSpec, inputs: Inputs, unknown_replicas: int
 ) -> tuple[int, Sequence[RuleOutcome], Combined]:
-    """What the rules come to, and what they took the replicas to count for: see `ReplicaWeights`."""
+    """What the rules want, and the units the replicas counted for: see `ReplicaWeights`."""
     known = (inputs.before,) if inputs.capacity is None else inputs.capacity.units(inputs.before)
     found = [(units, *_by_rules(spec, inputs, units, unknown_replicas)) for units in known]
     return next((one for one in found if one[2].step.after > one[2].step.before), found[-1])
 
 
 def _in_replicas(weights: ReplicaWeights, before: int, units: int, asked_for: int) -> Step:
-    """How many replicas count for what is asked for; those that there are where nothing else is."""
+    """How many replicas make up the wanted units; those that exist if nothing else is wanted."""
     count = before if asked_for == units else weights.replicas(asked_for)
     there = min(count, len(weights.weights))
     text = f"{weights.of(there):g} by weight of {there}"
@@ -368,7 +367,7 @@ def _in_replicas(weights: ReplicaWeights, before: int, units: int, asked_for: in
 
 
 def _units_after(inputs: Inputs, units: int, wanted: int) -> int:
-    """What is remembered of a change: at least one, where so many replicas are wanted now."""
+    """The units to remember for a change: at least one if any replicas are wanted now."""
     if inputs.capacity is None or wanted == inputs.before:
         return units + wanted - inputs.before
     after = math.floor(inputs.capacity.of(wanted))
@@ -378,7 +377,7 @@ def _units_after(inputs: Inputs, units: int, wanted: int) -> int:
 def _held_back(
     spec: EndpointSpec, inputs: Inputs, units: int, asked_for: int, memory: Memory
 ) -> Iterator[Step]:
-    """What stands between the count that is asked for and the one that is aimed at: pace, zero gate, bounds, GPUs, shadow.
+    """The limits between the wanted count and the final one: pace, zero gate, bounds, GPUs, shadow.
 
     `units`: what rules took the replicas to count for.
     """
@@ -410,7 +409,7 @@ def _held_back(
 
 
 def order(before: int, replicas: int, who: str, capability_set: str = "") -> Evaluation:
-    """A person's order of `replicas`, which the caller has checked against min and max."""
+    """A manual order of `replicas`, already checked against min and max."""
     what = f"{capability_set} set" if capability_set else "set"
     text = f"{what} to {replicas} by {who}"
     step = Step(Stage.MANUAL, Code.SET, before, replicas, text, capability_set=capability_set)
@@ -418,14 +417,14 @@ def order(before: int, replicas: int, who: str, capability_set: str = "") -> Eva
 
 
 def tuned(count: int, why: str) -> Evaluation:
-    """Another policy, by which nothing is wanted yet."""
+    """A policy change, which does not change the count yet."""
     return Evaluation(count, count, (), (Step(Stage.MANUAL, Code.TUNED, count, count, f"policy {why}"),))
 
 
 def _gpu_gate(spec: EndpointSpec, before: int, asked: int, limit: int | None) -> Step | None:
-    """What GPUs there are has to say to more replicas. It takes none away: whoever is there has its GPUs.
+    """Limit growth to the available GPUs. It never reduces: existing replicas have their GPUs.
 
-    What repairs a count below min_replicas is not held back: those replicas wait for their GPUs.
+    Replicas below min_replicas are not limited: they wait for their GPUs.
     """
     if asked <= max(before, spec.min_replicas) or spec.gpu_gate not in ASKS_FOR_ROOM:
         return None
@@ -444,9 +443,9 @@ def _gpu_gate(spec: EndpointSpec, before: int, asked: int, limit: int | None) ->
 def _zero_gate(
     spec: EndpointSpec, before: int, after: int, observations: Mapping[str, Observation]
 ) -> Step | None:
-    """Rules lead to zero only while every signal that counts work is freshly 0: nothing waits, nothing is in hand.
+    """Scale to zero only while every signal that counts work is freshly 0: nothing waits, nothing is in hand.
 
-    Signals that count no work, such as a temperature, are not asked.
+    Signals that count no work, such as a temperature, do not matter.
     """
     if after > 0 or before <= 0 or spec.min_replicas > 0:
         return None
@@ -459,7 +458,7 @@ def _zero_gate(
 
 
 def _bound(spec: EndpointSpec, before: int, asked: int) -> Step:
-    """Hold the count to the endpoint's min and max; max wins where a stored spec has them crossed."""
+    """Clamp the count to the endpoint's min and max; max wins if a stored spec has them crossed."""
     least, most = spec.min_replicas, spec.max_replicas
     after = min(max(asked, least), most)
     within = f"{least}-{most}"

@@ -1,8 +1,8 @@
-"""What rules go by: values of signals over time, and what tasks need of workers. Pure.
+"""Inputs of rules: values of signals over time, and what tasks need of workers. Pure.
 
 Times are seconds on one clock that only grows. `None` means "unknown", and is never zero. Whether a worker can run a task
-follows OpenGRIS Scaler: the capabilities of the task have to be a subset of its own. Amounts count here (a worker with
-gpu: 1 cannot run a task that needs gpu: 2), where the original goes by names alone.
+follows OpenGRIS Scaler: the task's capabilities have to be a subset of its own. Amounts count here (a worker with gpu: 1 cannot
+run a task that needs gpu: 2), while the original compares names alone.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from enum import Enum
 from typing import TypeAlias
 
 LONGEST = 10_000
-"""Most points that are kept of one signal."""
+"""Most points kept per signal."""
 LARGEST = 2.0**63
-"""What 64 bits count: no signal is beyond it, so that nothing that is reckoned from a few of them is infinite."""
+"""The 64-bit maximum: no signal exceeds it, so that nothing computed from a few of them is infinite."""
 
 
 class Aggregation(Enum):
-    """How several values become one."""
+    """How several values are combined into one."""
 
     AVG = "avg"
     MIN = "min"
@@ -32,7 +32,7 @@ class Aggregation(Enum):
 
 
 def aggregate(values: Sequence[float], how: Aggregation) -> float:
-    """One value of at least one. P95: the least that 95 % of them do not exceed (nearest rank)."""
+    """Combine one or more values. P95: the least value that 95 % of them do not exceed (nearest rank)."""
     if not values:
         raise ValueError("there is nothing to aggregate")
     if how is Aggregation.MIN:
@@ -53,10 +53,10 @@ class InputSeries:
     values: tuple[float, ...] = ()
 
     def added(self, at: float, value: float, keep: float) -> InputSeries:
-        """With one more value; what is older than `keep` seconds before it is dropped, but for the last such point.
+        """Add a value; values older than `keep` seconds before it are dropped, except the last such point.
 
-        A value that is not newer than the last is left out: it is the same reading again. Of more points than are kept the
-        older half is thinned, so that they still reach back as far.
+        A value no newer than the last is ignored: it is the same reading again. Beyond the most points, the older half is
+        thinned, so that they still reach back as far.
         """
         if self.times and at <= self.times[-1]:
             return self
@@ -81,17 +81,17 @@ class InputSeries:
         return bool(self.times) and self.times[0] <= start
 
     def mean(self, start: float) -> float | None:
-        """Mean of the values from `start` on; None where there are none."""
+        """Mean of the values from `start` on; None if there are none."""
         part = self.since(start).values
         return math.fsum(part) / len(part) if part else None
 
     def at(self, moment: float) -> float | None:
-        """The last value at a moment or before it; None where there is none."""
+        """The last value at or before a moment; None if there is none."""
         index = bisect_right(self.times, moment) - 1
         return self.values[index] if index >= 0 else None
 
     def slope(self, start: float) -> float | None:
-        """Change a second, from the first to the last value from `start` on; None for fewer than two values."""
+        """Change per second, from the first to the last value since `start`; None for fewer than two values."""
         part = self.since(start)
         if len(part.times) < 2:
             return None
@@ -99,15 +99,15 @@ class InputSeries:
 
 
 def series_of(points: Iterable[tuple[float, float]]) -> InputSeries:
-    """The series of points in the order of time."""
+    """The series of chronological points."""
     pairs = list(points)
     return InputSeries(tuple(at for at, _ in pairs), tuple(value for _, value in pairs))
 
 
 Amounts: TypeAlias = Mapping[str, int]
-"""Capabilities by name, with how much of each."""
+"""Capabilities by name, with amounts."""
 ANY = -1
-"""Of a task: any amount of it will do. Of a worker: it has it without bound."""
+"""For a task: any amount will do. For a worker: unlimited."""
 
 
 def covers(offered: Amounts, needed: Amounts) -> bool:
@@ -127,7 +127,7 @@ def in_words(capabilities: Amounts) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TaskDemand:
-    """So many tasks, waiting or running, that need the same."""
+    """Tasks, waiting or running, with the same needs."""
 
     capabilities: Amounts
     tasks: int
@@ -135,7 +135,7 @@ class TaskDemand:
 
 @dataclass(frozen=True, slots=True)
 class WorkerGroup:
-    """So many workers that can do the same; of a report 0 stands for as many as were asked for."""
+    """Workers with the same capabilities; in a report, a count of 0 means as many as requested."""
 
     capabilities: Amounts
     workers: int
@@ -159,11 +159,11 @@ class TaskReport:
 
 @dataclass(frozen=True, slots=True)
 class SetState:
-    """What is known of a capability set when rules are read."""
+    """What is known of a capability set when rules are evaluated."""
 
-    before: int  # groups aimed at until now
-    groups: tuple[WorkerGroup, ...] = ()  # the one that would be stopped first at the front
-    reported: Amounts | None = None  # by its newest group, where that is not what was asked for
+    before: int  # groups wanted so far
+    groups: tuple[WorkerGroup, ...] = ()  # by stop order
+    reported: Amounts | None = None  # by its newest group, if that differs from the request
 
 
 NO_SETS: Mapping[str, SetState] = {}
@@ -171,46 +171,45 @@ NO_SETS: Mapping[str, SetState] = {}
 
 @dataclass(frozen=True, slots=True)
 class GiveWay:
-    """That an endpoint gives way to others of higher priority."""
+    """An endpoint's concession to others of higher priority."""
 
-    most: int  # its replicas until they have their GPUs
-    to: str  # who they are, in words
-    replicas: tuple[str, ...] = ()  # ids of its own whose GPUs they need
+    most: int  # its replicas until the others have their GPUs
+    to: str  # the others, in words
+    replicas: tuple[str, ...] = ()  # its reservations whose GPUs they need
 
 
 _DIGITS = 9
-"""Of sums of weights; what differs less is the same."""
+"""For sums of weights; smaller differences are equal."""
 MOST_REPLICAS = 10**9
-"""More than anybody has, and still a count that a decision has room for."""
+"""More than anybody has, and still a count that fits into a decision."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaWeights:
-    """What the replicas of an endpoint count for whose GPU models have weights.
+    """Weights of the replicas of an endpoint whose GPU models have weights.
 
-    Rules, and the pace, reckon in capacity, of which a replica of weight 1 is one; bounds hold for replicas. Half a replica
-    neither counts as a whole one, nor is it kept for nothing: where the capacity lies between two whole numbers, rules go by
-    the lower one, and by the upper one where that does not lead up. What another replica would count for is a guess at the
-    best, or at what the newest got while that still starts: what turns out slower is made up for at the next evaluation, and
-    none has to stop that was one too many.
+    Rules and the pace work in units of capacity, where a replica of weight 1 is one unit; bounds apply to replicas. A fraction
+    neither counts as a whole unit nor is ignored: if the capacity lies between two whole numbers, rules use the lower one, and
+    the upper one if the lower does not lead up. The weight of another replica is a guess, or what the newest got while that
+    still starts: if it turns out slower, the next evaluation makes up for it, and none has to stop that was one too many.
     """
 
-    weights: tuple[float, ...]  # of those aimed at, the one that would be stopped first at the front
+    weights: tuple[float, ...]  # of the wanted ones, by stop order
     next: float  # of one more
     speed: float  # mean of those that work
 
     def of(self, count: int) -> float:
-        """What so many count for: the last of these to stop, and others where there are not so many."""
+        """The units of so many replicas: of the last of these to stop, plus more if there are fewer."""
         kept = self.weights[max(0, len(self.weights) - count) :]
         return round(math.fsum(kept) + (count - len(kept)) * self.next, _DIGITS)
 
     def units(self, count: int) -> Collection[int]:
-        """What so many count for in whole numbers, the lower one first."""
+        """The units of so many replicas as whole numbers, the lower one first."""
         own = self.of(count)
         return sorted({math.floor(own), math.ceil(own)})
 
     def replicas(self, units: int) -> int:
-        """Replicas that count for so much: more than these, or as many as are left while those that stop first can go."""
+        """The replicas for so many units: more than these, or those left after stopping as many as possible."""
         count = len(self.weights)
         have = self.of(count)
         if have < units:
@@ -223,13 +222,13 @@ class ReplicaWeights:
         return count
 
     def serving(self, ready: int) -> float:
-        """What so many that work count for."""
+        """The units of so many ready replicas."""
         return round(ready * self.speed, _DIGITS)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupOfReplica:
-    """What a replica is in terms of its capability set: as was asked for, and as its adapter reports (None: it does not)."""
+    """A replica's capability group: as requested, and as its adapter reports it (None: not reported)."""
 
     set: str = ""
     asked: WorkerGroup = NO_WORKERS
@@ -237,7 +236,7 @@ class GroupOfReplica:
 
     @property
     def actual(self) -> WorkerGroup:
-        """What it can do, as far as anybody knows."""
+        """What it can do, as far as known."""
         if self.reported is None:
             return self.asked
         return WorkerGroup(self.reported.capabilities, self.reported.workers or self.asked.workers)
@@ -248,7 +247,7 @@ NO_GROUP = GroupOfReplica()
 
 
 class ObservationStatus(Enum):
-    """Whether the value of a signal counts."""
+    """Whether the value of a signal is usable."""
 
     OK = "OK"
     MISSING = "MISSING"
@@ -258,11 +257,11 @@ class ObservationStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What a signal showed.
+    """The value of a signal, or why there is none.
 
-    `proven_empty`: a fresh reading shows that no work is left, waiting or in hand. `ignored`: it cannot be had, and is to
-    be left out then. `silent_count`: sources, such as replicas, that said nothing and are not to be left out;
-    `told_count`: those that did. `across`: how their values became one. `tasks`: of a signal of tasks, what they need.
+    `proven_empty`: a fresh reading shows that no work is left, waiting or in hand. `ignored`: it is unavailable, and is to be
+    left out then. `silent_count`: sources, such as replicas, that said nothing and are not to be left out; `told_count`: those
+    that did. `across`: how their values were combined. `tasks`: for a signal of tasks, what they need.
     """
 
     signal: str
@@ -278,7 +277,7 @@ class Observation:
     tasks: TaskReport | None = None
 
     def with_silent_at(self, value: float) -> float:
-        """What it would show if the silent ones said `value`; of a 95th percentile, the most that could be."""
+        """The value if the silent sources had `value`; for a 95th percentile, an upper bound."""
         own = 0.0 if self.value is None else self.value
         silent, told = self.silent_count, self.told_count
         match self.across:
@@ -294,7 +293,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """What a panic rule remembers of a burst: when the short window was last over, and the most it asked for."""
+    """A panic rule's memory of a burst: when the short window last exceeded, and the most it wanted."""
 
     over_at: float
     peak: int
@@ -302,20 +301,20 @@ class Burst:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What replicas were seen to carry, each: requests in work, requests and tokens a second, queue, and latencies in seconds."""
+    """Observed load per replica: requests in work, requests and tokens per second, queue, and latencies in seconds."""
 
     load: float
     requests: float
     tokens: float
     waiting: float
-    ttft: float | None  # None where nobody told it
+    ttft: float | None  # None if unknown
     itl: float | None
-    at: float  # when that was seen last
+    at: float  # when that was last seen
 
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What a rule of goals knows: what replicas carried, by ascending load, and since when so many are ready."""
+    """A goal rule's knowledge: what replicas carried, by ascending load, and since when so many are ready."""
 
     carried: tuple[Carried, ...]
     ready: int
@@ -327,39 +326,39 @@ Remembered: TypeAlias = Burst | Learnt
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What rules go by."""
+    """Inputs of the rules."""
 
-    before: int  # replicas aimed at until now
-    ready: int  # replicas that work
+    before: int  # replicas wanted so far
+    ready: int  # replicas that are ready
     now: float  # seconds on a clock that only grows
     wall: datetime  # the time of day, aware
-    # what the signals show, by id; one that is absent is missing
+    # the values of signals by id; an absent one is missing
     observations: Mapping[str, Observation] = field(default_factory=dict[str, Observation])
-    # what they showed before, by id, the newest value included
+    # their earlier values by id, including the newest
     series: Mapping[str, InputSeries] = field(default_factory=dict[str, InputSeries])
     # when each rule last changed the count, by id
     last_changes: Mapping[str, float] = field(default_factory=dict[str, float])
     bursts: Mapping[str, Remembered] = field(
         default_factory=dict[str, Remembered]
-    )  # what rules remember, by id
-    startup: float | None = None  # seconds that replicas took to get ready lately; None where none has
-    # most replicas that there are GPUs for, those that hold some included; None where nobody knows
+    )  # the memory of rules by id
+    startup: float | None = None  # seconds that replicas recently took to get ready; None if unknown
+    # most replicas for which there are GPUs, including those that hold some; None if unknown
     gpu_limit: int | None = None
     # what is known of each capability set, by id
     sets: Mapping[str, SetState] = field(default_factory=lambda: NO_SETS)
-    gives_way: GiveWay | None = None  # None where nobody of higher priority lacks GPUs
-    # what replicas count for; None where each is one. Rules are given `before` in whole numbers of it
+    gives_way: GiveWay | None = None  # None if nobody of higher priority lacks GPUs
+    # weights of replicas; None if each is one. Rules get `before` in whole units
     capacity: ReplicaWeights | None = None
 
     @property
     def serving(self) -> float:
-        """What the replicas that work count for."""
+        """The units of the ready replicas."""
         return self.ready if self.capacity is None else self.capacity.serving(self.ready)
 
     def history(self, signal: str) -> InputSeries:
-        """The series of a signal; an empty one where nothing was seen of it."""
+        """The series of a signal; empty if nothing was seen."""
         return self.series.get(signal, InputSeries())
 
     def observed(self, signals: Iterable[str]) -> tuple[Observation, ...]:
-        """What those of the signals show that were looked at."""
+        """The observations of those of the signals that were sampled."""
         return tuple(self.observations[one] for one in signals if one in self.observations)

@@ -1,10 +1,10 @@
-"""How many replicas to start, which to stop, and which adapter gets one. Pure.
+"""Which replicas to start and stop, and which adapter gets them. Pure.
 
-Silent replicas (their adapter has not been heard of) count as running, so nothing is started in their place, and do not
-count as running when it comes to stopping others: whichever they turn out to be, no fewer than wanted are left.
+Silent replicas (their adapter has not been heard of) count as running when starting others, so they are not replaced, and as
+not running when stopping others: whatever their state, enough are left.
 
-Replicas that will lose their GPUs (a drain of their node) do not count towards the number wanted: others are started in their
-place, beyond `max_replicas` for as long as both run, and each goes once another is ready, or when its time is over.
+Replicas that will lose their GPUs (a drain of their node) do not count towards the wanted number: others are started in their
+place, beyond `max_replicas` while both run, and each stops once another is ready, or at its deadline.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec, ReplicaTempl
 from gpuscale.common.names import adapter_name
 
 MAX_PENDING = 32
-"""Replicas of one endpoint that wait for GPUs or an adapter at a time; more would wait behind them anyway."""
+"""Most replicas of one endpoint that wait for GPUs or an adapter at a time; more would wait behind them anyway."""
 FIRST_BACK_OFF = 1.0
 LONGEST_BACK_OFF = 60.0
 BELIEVED = 600.0
-"""Seconds for which a group that could do other than was asked for tells of its set after it has ended."""
+"""Seconds after its end for which a group with other capabilities than requested represents its set."""
 HEALTHY = 60.0
-"""Seconds of being ready after which a failure begins a new count."""
+"""Seconds of being ready after which a failure starts a new count."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What brings the replicas closer to the number wanted; `held`: so many stops wait for silent adapters."""
+    """Actions that bring the replicas closer to the wanted number; `held` stops wait for silent adapters."""
 
     start: int = 0
     stop: tuple[Replica, ...] = ()
@@ -50,13 +50,12 @@ def plan(
     busy: Mapping[str, float] | None = None,
     now: float = -math.inf,
 ) -> Plan:
-    """Compare the replicas aimed at with the number wanted; `now` tells whose time is over.
+    """Compare the existing replicas with the wanted number; `now` decides whose deadline has passed.
 
-    Victims, in this order: those that nobody was told of, the last tier, the least preferred GPU model, starting, leaving by
-    themselves, the least busy, newest. With OLDEST_FIRST, as OpenGRIS Scaler has it, after tier and model: the least busy (the
-    starting and leaving have nothing in hand), the first that was started. `silent` holds the ids of adapters that have
-    not been heard of; `spec` has tiers and order; `busy` tells how busy replicas are, by id: one that it does not know may
-    be as busy as any.
+    Victims, in this order: those that no adapter was told of, the last tier, the least preferred GPU model, starting, leaving
+    anyway, the least busy, newest. With OLDEST_FIRST, as in OpenGRIS Scaler, after tier and model: the least busy (starting and
+    leaving ones have nothing in hand), the first started. `silent` holds the ids of silent adapters; `spec` has tiers and
+    order; `busy` tells how busy replicas are, by id: an unknown one may be as busy as any.
     """
     everyone = [replica for replica in replicas if replica.aimed_at]
     aimed_at = [replica for replica in everyone if not replica.leaving]
@@ -68,7 +67,7 @@ def plan(
     staying = (one for one in aimed_at if one.id not in stopped and one.adapter not in silent)
     ready = sum(one.state is ReplicaState.READY for one in staying)
     replaced = max(0, len(leaving) - max(0, wanted - ready))
-    # Nobody knows whether silent ones serve, so those are the first that others make up for.
+    # Silent ones may not serve, so they are the first to be replaced.
     in_order = sorted(leaving, key=lambda one: one.adapter not in silent)
     late = (one for one in in_order[replaced:] if one.revocation and one.revocation.leave_at <= now)
     return replace(found, stop=(*found.stop, *in_order[:replaced], *late))
@@ -86,7 +85,7 @@ def _towards(
     excess = len(aimed_at) - wanted
     if excess <= 0:
         return Plan(start=min(-excess, max(0, MAX_PENDING - len(pending))))
-    # Where none is wanted, none too few can be left: the silent ones are told as soon as they are heard of.
+    # At 0, too few cannot be left: silent ones are told to stop when they are heard of.
     passed_over = silent if wanted else ()
     known = [replica for replica in aimed_at if replica.adapter and replica.adapter not in passed_over]
     cancelled = _newest_first(pending)[:excess]
@@ -96,7 +95,7 @@ def _towards(
 
 
 def secured(replicas: Iterable[Replica]) -> int:
-    """How many have GPUs that nobody will take away."""
+    """How many have GPUs that nobody will revoke."""
     return sum(one.granted and not one.leaving for one in replicas)
 
 
@@ -106,7 +105,7 @@ def clock_time(moment: datetime) -> str:
 
 
 def losses(replicas: Iterable[Replica]) -> list[str]:
-    """Which replicas will lose their GPUs, in words: one text for each reason."""
+    """Which replicas will lose their GPUs: one text per reason."""
     told = (
         (one.revocation.reason, one.revocation.time) for one in replicas if one.leaving and one.revocation
     )
@@ -126,7 +125,7 @@ def plan_sets(
     busy: Mapping[str, float] | None = None,
     now: float = -math.inf,
 ) -> dict[str, Plan]:
-    """The plan of each capability set, by its id: of `targets`, and of those that only replicas still belong to."""
+    """The plan of each capability set by id: for `targets`, and for sets that only replicas still belong to."""
     own: dict[str, list[Replica]] = {one: [] for one in targets}
     for replica in replicas:
         own.setdefault(replica.group.set, []).append(replica)
@@ -139,7 +138,7 @@ def plan_sets(
 def set_states(
     endpoint: Endpoint, kept: Sequence[Replica], now: float, busy: Mapping[str, float]
 ) -> dict[str, SetState]:
-    """What is known of each capability set of an endpoint; `kept` are its replicas, ended ones included."""
+    """The state of each capability set of an endpoint; `kept` are its replicas, including ended ones."""
     spec, targets = endpoint.spec, endpoint.targets
     found: dict[str, SetState] = {}
     for one in spec.capability_sets:
@@ -159,12 +158,12 @@ def _first_to_stop(aimed: Sequence[Replica], spec: EndpointSpec, busy: Mapping[s
 def capacity_of(
     spec: EndpointSpec, replicas: Sequence[Replica], busy: Mapping[str, float]
 ) -> ReplicaWeights | None:
-    """What the replicas of an endpoint count for; None where each is one."""
+    """The weights of an endpoint's replicas; None if each counts as one."""
     template = spec.template
     if not template.models:
         return None
     aimed = [one for one in replicas if one.aimed_at and not one.leaving]
-    # While the newest starts, what it got is what there was.
+    # While the newest starts, the model it got is what is available.
     newest = next((one for one in _newest_first(aimed) if one.state is not ReplicaState.PENDING), None)
     starts = newest is not None and newest.state is ReplicaState.STARTING
     following = template.weight(newest.template) if newest and starts else template.models[0].weight
@@ -177,7 +176,7 @@ def capacity_of(
 
 
 def _reported(replicas: Iterable[Replica], asked: Amounts, now: float) -> Amounts | None:
-    """What the newest group that was asked for this reports instead: for a while also after it has ended."""
+    """The capabilities that the newest group of a request reports instead; also for a while after its end."""
     for replica in _newest_first(replicas):
         told = replica.group.reported
         recent = not replica.ended or (replica.ended_at is not None and now - replica.ended_at < BELIEVED)
@@ -212,11 +211,11 @@ def victims(
 
 
 def crash_delay(replicas: Iterable[Replica], now: float) -> float:
-    """Seconds until a replacement may start, after replicas that ended by themselves: 1 s doubling to 60 s.
+    """Seconds until a replacement may start after replicas failed: 1 s doubling to 60 s.
 
-    A replica that was ready for 60 s before it failed begins a new count, and so does a failure that comes so late that
-    the endpoint was well in between. Failures within a second of each other are one: a fault that takes all replicas at
-    once says no more than one that takes a single one.
+    A replica that was ready for 60 s before it failed starts a new count, and so does a failure so late that the endpoint was
+    well in between. Failures within a second count once: a fault that hits all replicas says no more than one that hits a
+    single one.
     """
     failures = sorted(
         (
@@ -245,14 +244,14 @@ def crash_delay(replicas: Iterable[Replica], now: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an adapter can do beyond starting and stopping replicas."""
+    """Capabilities of an adapter beyond starting and stopping replicas."""
 
-    # its engine gives GPUs out itself: replicas take no reservation, and it may have no node
+    # its engine assigns GPUs itself: replicas take no reservation, and it may have no node
     gives_gpus: bool = False
-    picks_victims: bool = True  # it stops the very replica that it is told to stop
-    drains: bool = True  # a replica is asked to finish its work, and has its drain timeout for that
-    probes: bool = False  # READY means that a replica was found well, and not only that it lives
-    logs: bool = False  # it can be asked for what replicas wrote
+    picks_victims: bool = True  # it can stop a given replica
+    drains: bool = True  # a replica is asked to finish its work, within its drain timeout
+    probes: bool = False  # READY means that a replica was checked, not only that it runs
+    logs: bool = False  # it can read replicas' logs
 
 
 DEFAULT_CAPABILITIES = Capabilities()
@@ -260,9 +259,9 @@ DEFAULT_CAPABILITIES = Capabilities()
 
 @dataclass(frozen=True, slots=True)
 class AdapterFacts:
-    """What an adapter said of itself, and whether it is heard of now (`live`). `max_replicas` 0: no limit.
+    """An adapter's description of itself, and whether it is connected (`live`). `max_replicas` 0: no limit.
 
-    `workers`: what the workers of its templates can do, of those that it says it of.
+    `workers`: what the workers of its templates can do, if it says so.
     """
 
     id: str
@@ -276,11 +275,11 @@ class AdapterFacts:
     version: str = ""
 
     def may_run(self, template: ReplicaTemplate) -> bool:
-        """Whether it is heard of, and the replica may be on it."""
+        """Whether it is connected, and the replica may run on it."""
         return self.live and template.tier(self.id) is not None
 
     def offers(self, template: str, needs: Amounts) -> bool:
-        """Whether workers of a template of its can do this, as far as it says what they can."""
+        """Whether workers of its template offer this, as far as it says what they offer."""
         return template not in self.workers or covers(self.workers[template].capabilities, needs)
 
     def serves(self, template: ReplicaTemplate) -> bool:
@@ -298,10 +297,10 @@ def candidates(
     own: Mapping[str, int] = NO_LOADS,
     needs: Amounts = NO_LOADS,
 ) -> list[AdapterFacts]:
-    """Adapters that can run a replica of `template`, by tier, the one with the fewest replicas first, then by id.
+    """Adapters that can run a replica of `template`, by tier, then fewest replicas, then id.
 
-    `loads` holds the replicas of each adapter, `own` those of the endpoint alone; `needs`: what its workers must have. GPUs
-    need an adapter that is bound to a node, or whose engine gives them out.
+    `loads` holds the replicas of each adapter, `own` those of the endpoint alone; `needs`: what its workers must offer. GPUs
+    need an adapter that is bound to a node, or whose engine assigns them.
     """
     most = {tier.adapter: tier.max_replicas for tier in template.tiers}
     places = {adapter.id: template.tier(adapter.id) for adapter in adapters}
@@ -320,13 +319,13 @@ def candidates(
 
 
 def nodes_of(template: ReplicaTemplate, adapters: Sequence[AdapterFacts]) -> set[str]:
-    """Nodes whose GPUs replicas of `template` can reserve, however many replicas there are by now."""
+    """Nodes whose GPUs replicas of `template` can reserve, however many replicas they have."""
     able = candidates(template, adapters, NO_LOADS)
     return {one.node for one in able if one.node and not one.capabilities.gives_gpus}
 
 
 def gpus_elsewhere(template: ReplicaTemplate, adapters: Sequence[AdapterFacts]) -> bool:
-    """Whether an engine that gives out GPUs itself can run replicas of `template`: nobody here knows how many."""
+    """Whether an engine that assigns GPUs itself can run replicas of `template`: their number is unknown here."""
     return any(one.capabilities.gives_gpus for one in candidates(template, adapters, NO_LOADS))
 
 
@@ -335,12 +334,12 @@ def _room(most: int, count: int) -> bool:
 
 
 def by_tier(template: ReplicaTemplate, able: Iterable[AdapterFacts]) -> list[list[AdapterFacts]]:
-    """Candidates in groups that are tried one after another: one group for each tier that has some."""
+    """Candidates grouped by tier, for tiers that have any, to try in order."""
     return [list(group) for _, group in groupby(able, key=lambda adapter: template.tier(adapter.id))]
 
 
 def nobody(template: ReplicaTemplate, adapters: Sequence[AdapterFacts], needs: Amounts = NO_LOADS) -> str:
-    """Why no adapter can run a replica of `template`, in words."""
+    """Why no adapter can run a replica of `template`."""
     able = [adapter for adapter in adapters if adapter.may_run(template)]
     if not able:
         wanted = ", ".join(template.adapters)
@@ -356,9 +355,9 @@ def nobody(template: ReplicaTemplate, adapters: Sequence[AdapterFacts], needs: A
 
 
 def startup_seconds(replicas: Iterable[Replica], at: Moment) -> float | None:
-    """Median seconds from the decision to being ready, of the replicas that are known; None where none was ready.
+    """Median seconds from the decision to ready, over the known replicas; None if none was ready.
 
-    Waiting for GPUs is part of it: whoever looks ahead has to look over that too.
+    This includes waiting for GPUs: a forecast has to look beyond that too.
     """
     took = sorted(
         max(0.0, at.wall.timestamp() - (at.now - one.ready_at) - one.create_time.timestamp())
@@ -387,7 +386,7 @@ class Plans:
         *,
         starts: bool,
     ) -> Plans:
-        """What brings the replicas that have not ended (`rows`) closer to the count; those of another set fail for themselves."""
+        """Plan for the replicas that have not ended (`rows`); each set has its own failures."""
         plans = plan_sets(endpoint.targets, rows, silent, endpoint.spec, busy, now)
         if not starts:
             plans = {one: replace(planned, start=0) for one, planned in plans.items()}
@@ -412,11 +411,11 @@ class Plans:
 
     @property
     def delay(self) -> float:
-        """Seconds until the first may start of those that may not now; 0 where there is none."""
+        """Seconds until the first delayed start; 0 if none is delayed."""
         return min(filter(None, self.delays.values()), default=0.0)
 
     def stopped(self, endpoint: Endpoint, at: Moment) -> dict[str, Replica]:
-        """Who stops, as asked to, by id."""
+        """The replicas to stop, marked as such, by id."""
         found: dict[str, Replica] = {}
         for set_id, planned in self.plans.items():
             wanted = f"{endpoint.targets.get(set_id, 0)} {set_id or 'replicas'} are wanted"
@@ -431,7 +430,7 @@ class Plans:
     def steps(
         self, rows: Sequence[Replica], silent: frozenset[str], given: Sequence[Replica] = ()
     ) -> tuple[Step, ...]:
-        """What is to be done, as steps of a decision; `given`: those that stop to give way, which are not in the plans."""
+        """The actions, as steps of a decision; `given`: those that stop to give way, which are not in the plans."""
         steps: list[Step] = []
 
         def add(code: Code, count: int, after: int, text: str, set_id: str = "") -> None:

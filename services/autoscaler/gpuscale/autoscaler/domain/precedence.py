@@ -1,8 +1,8 @@
-"""Who gives way where GPUs are short: the replicas of lower priority whose GPUs those of a higher one need. Pure.
+"""Priority between endpoints: which replicas of lower priority give up GPUs that those of a higher one need. Pure.
 
-Only what helps is taken: GPUs that the allocator would grant but for who holds them, all that a replica needs on one node.
-Of several ways the one that costs the lowest priority is taken, then the fewest replicas, then those that scaling in would
-stop first. Each endpoint keeps its min.
+Only useful GPUs are taken: those that the allocator would grant but for their holders, all that a replica needs on one node.
+The cheapest way is taken: the lowest priority, then the fewest replicas, then those that scale-in would stop first. Each
+endpoint keeps its min.
 """
 
 from collections import Counter
@@ -17,12 +17,12 @@ HOLD, LONGEST_HOLD = 60.0, 600.0
 """Seconds for which an endpoint that gave way stays where it is, once nobody lacks its GPUs any more, and the most of them: they
 double each time that it has to give way again soon."""
 RECENT = 1800.0
-"""Seconds for which that counts."""
+"""Seconds for which an earlier concession counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A replica that may give way: of an endpoint that keeps at least `least`, those with the lowest `rank` first."""
+    """A replica that may give way: of an endpoint that keeps at least `least`, by ascending `rank`."""
 
     endpoint: str
     replica: str
@@ -33,7 +33,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class NodeRoom:
-    """A node, as an ask sees it: how many of its GPUs are free, and which reservations are on each that is only held."""
+    """A node for an ask: its free GPUs, and the reservations on each GPU that is merely held."""
 
     free: int
     held: tuple[frozenset[str], ...] = ()
@@ -41,7 +41,7 @@ class NodeRoom:
 
 NOBODY: Mapping[str, Holder] = {}
 _Way = tuple[tuple[float, int, int], int, frozenset[str]]
-"""What room for one replica costs, on which node, and which reservations have to end for it."""
+"""The cost of room for one replica, its node, and the reservations to end for it."""
 
 
 def choose(
@@ -54,10 +54,10 @@ def choose(
     counted: int,
     more: int,
 ) -> list[frozenset[str]]:
-    """Which reservations have to end for each of `more` replicas of so many GPUs each, beside what will be free anyway.
+    """The reservations to end for each of `more` replicas with `gpus` GPUs each, beyond what will be free anyway.
 
-    `coming` are reservations that end anyway, `spare` how many replicas each endpoint may give; `counted` replicas have a
-    claim on what is free already, and take no more. What needs nobody to give way, or cannot be had, is not in the answer.
+    `coming` are reservations that end anyway, `spare` how many replicas each endpoint may give up; `counted` replicas have a
+    claim on what is already free, and take no more. Replicas that need nobody to give way, or cannot be placed, are omitted.
     """
     left, ending = dict(spare), frozenset(coming)
     free, held = [room.free for room in rooms], [list(room.held) for room in rooms]
@@ -91,7 +91,7 @@ def _way(
     holders: Mapping[str, Holder],
     left: Mapping[str, int],
 ) -> _Way | None:
-    """The cheapest room for one replica on a node; None where it has none."""
+    """The cheapest room for one replica on a node; None if there is none."""
 
     def enough(victims: frozenset[str]) -> bool:
         return free + sum(gpu <= ending | victims for gpu in held) >= gpus
@@ -113,23 +113,23 @@ def _way(
             return None
         victims |= best
     for one in sorted(victims, key=lambda one: (cost(frozenset({one})), one), reverse=True):
-        if enough(victims - {one}):  # another has more GPUs than were known to be needed
+        if enough(victims - {one}):  # another has more GPUs than needed
             victims -= {one}
     return cost(victims), node, victims
 
 
 def secure(replicas: Sequence[Replica]) -> list[Replica]:
-    """Those that count, and have GPUs that nobody will take away."""
+    """Those that count, and have GPUs that nobody will revoke."""
     return [one for one in replicas if one.granted and not one.leaving and one.lease is not None]
 
 
 def yielding(way: GiveWay, spec: EndpointSpec, replicas: Sequence[Replica]) -> list[Replica]:
-    """The replicas that stop now to give way: as many as leave the endpoint its min."""
+    """The replicas that stop now to give way: as many as possible above the endpoint's min."""
     having = secure(replicas) if spec.gives_way else []
     spare = max(0, len(having) - spec.min_replicas)
     return [one for one in having if one.id in way.replicas][:spare]
 
 
 def hold(times: Sequence[float], now: float) -> float:
-    """Seconds for which an endpoint stays where it is that gave way at these times."""
+    """Seconds for which an endpoint that gave way at these times does not grow."""
     return min(LONGEST_HOLD, HOLD * 2.0 ** max(0, sum(at > now - RECENT for at in times) - 1))

@@ -1,7 +1,7 @@
 """Presets: policies that reproduce known systems by their documented rules, and our own default. Pure.
 
-Each makes the spec of an endpoint that scales on the work that there is to do. docs/autoscaling.md has a recipe for each,
-and says where it differs from its original on purpose. `preset_words` reads the words that originals are configured with.
+Each makes a spec that scales on the work to do. docs/autoscaling.md has a recipe for each, and its intended differences from
+the original. `preset_words` parses the originals' own configuration.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a preset is made for: the work, the bounds, and what a replica can do."""
+    """The input of a preset: the work, the bounds, and what a replica can do."""
 
     watcher: str  # id of the queue watcher that counts the work
     min_replicas: int

@@ -1,7 +1,7 @@
-"""What a queue watcher watches, and what it read: pure values.
+"""What queue watchers watch and read: pure values.
 
-Ready and unacknowledged messages are counted apart, and a count that could not be read is None, never zero: a rule
-that sees None holds (seeds/000 counted every broker error as an empty queue, and scaled in).
+Ready and unacknowledged messages are counted separately, and an unreadable count is None, never zero: a rule that sees None
+holds (seeds/000 counted every broker error as an empty queue, and scaled in).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 DEFAULT_INTERVAL = 1.0
 LARGEST_COUNT = 2**63 - 1
-"""More messages no answer of ours could tell, and no broker has."""
+"""More messages than our answers can hold, or any broker has."""
 DEFAULT_VIRTUAL_HOST = "/"
 
 
@@ -33,38 +33,38 @@ class QueueState(Enum):
     UNREACHABLE = "unreachable"
     """The broker cannot be reached."""
     AUTH_FAILED = "auth_failed"
-    """The broker refuses the user or password, or the user may not read the queue."""
+    """The broker refuses the user or password, or the user's access to the queue."""
     NOT_FOUND = "not_found"
     """The broker has no such queue or virtual host."""
     TIMEOUT = "timeout"
     """The broker does not answer in time."""
     ERROR = "error"
-    """The broker answered with something else, or the configuration does not name it any more."""
+    """The broker sent an unexpected answer, or the configuration no longer names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the broker's own statistics tell of a queue."""
+    """The broker's own statistics of a queue."""
 
-    published: float  # messages a second that go in
-    delivered: float  # messages a second that come out
+    published: float  # messages published per second
+    delivered: float  # messages delivered per second
     at: float  # when that was read, in seconds since boot
-    # seconds that the message at its head had waited then; None where that is not known or none waits
+    # how long the message at its head had waited then; None if unknown, or none waits
     oldest_age: float | None = None
 
 
 class QueueReading(NamedTuple):
-    """What was read of a queue last. A tuple, since one is made for every queue of every sweep."""
+    """The last reading of a queue. A tuple, since one is made for every queue of every sweep."""
 
     state: QueueState  # whether it can be read now
     ready: int | None = None  # messages that no consumer has taken; None when unknown
     unacked: int | None = None  # messages taken and not yet acknowledged; None when unknown
     consumers: int | None = None  # None when unknown
-    # seconds since boot of the last success; None before the first. It outlives a failure, the counts do not
+    # seconds since boot of the last success; None before the first. It outlives a failure, unlike the counts
     observed_at: float | None = None
-    message: str = ""  # why it stands as it does, without secrets; empty when there is nothing to say
-    rates: Rates | None = None  # messages a second; None when unknown
-    queue_count: int = 1  # how many queues it tells of
+    message: str = ""  # why it has this state, without secrets; may be empty
+    rates: Rates | None = None  # rates per second; None when unknown
+    queue_count: int = 1  # number of queues it covers
 
     @property
     def total(self) -> int | None:
@@ -91,13 +91,13 @@ def failed(previous: QueueReading, failure: QueueFailure) -> QueueReading:
 
 
 def uncountable(ready: int | None, unacked: int | None) -> str:
-    """Why these numbers of messages cannot be told; empty where they can."""
+    """Why these counts cannot be represented; empty if they can."""
     beyond = max(ready or 0, unacked or 0) > LARGEST_COUNT
     return "the broker counts more messages than 64 bits can" if beyond else ""
 
 
 def combined(readings: Sequence[QueueReading]) -> QueueReading:
-    """The readings of one queue or more added up: each sum is known where each of its parts is."""
+    """The sum of one or more readings: each sum is known if all of its parts are."""
     if not readings:
         raise ValueError("there is nothing to add up")
     if len(readings) == 1:
@@ -115,12 +115,12 @@ def combined(readings: Sequence[QueueReading]) -> QueueReading:
 
 
 def _counted(whole: QueueReading, readings: Sequence[QueueReading]) -> QueueReading:
-    """With the counts and rates of readings, all of which are OK."""
+    """The reading with counts and rates of readings that are all OK."""
     ready, unacked = _total(one.ready for one in readings), _total(one.unacked for one in readings)
     if wrong := uncountable(ready, unacked):
         return whole._replace(state=QueueState.ERROR, message=wrong)
     rates = _known(one.rates for one in readings)
-    # The oldest message is known where that of each queue is that has one.
+    # The oldest message is known if it is known of each queue that has one.
     ages = _known(one.rates.oldest_age for one in readings if one.rates is not None and one.ready != 0)
     said = filter(None, (one.message for one in readings))
     return whole._replace(
@@ -139,7 +139,7 @@ def _added(rates: Sequence[Rates], oldest_age: float | None) -> Rates:
 
 
 def _known(values: Iterable[T | None]) -> list[T]:
-    """The values, where all are known; else none."""
+    """The values, if all are known; else none."""
     known: list[T] = []
     for one in values:
         if one is None:
@@ -149,7 +149,7 @@ def _known(values: Iterable[T | None]) -> list[T]:
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
-    """The sum of counts, where all are known."""
+    """The sum of counts, if all are known."""
     total = 0
     for count in counts:
         if count is None:
@@ -159,9 +159,9 @@ def _total(counts: Iterable[int | None]) -> int | None:
 
 
 class QueueTarget(NamedTuple):
-    """What is read of a broker: a queue by its name, or all whose names match a pattern.
+    """What to read of a broker: a queue by name, or all whose names match a pattern.
 
-    A tuple, since it is looked up several times for every queue of every sweep, and a tuple's hash costs least.
+    A tuple, since it is looked up several times for every queue of every sweep, and a tuple's hash is cheapest.
     """
 
     broker: str  # its configured name
@@ -173,7 +173,7 @@ class QueueTarget(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WatchSpec:
-    """What a user wants watched: queues by their names, or by one pattern, as a `QueueTarget` each, every so many seconds."""
+    """What to watch: queues by name, or by one pattern, as a `QueueTarget` each, and the interval in seconds."""
 
     broker: str
     virtual_host: str
@@ -184,7 +184,7 @@ class WatchSpec:
 
     @property
     def targets(self) -> Sequence[QueueTarget]:
-        """What is read for it; the readings are added up."""
+        """What to read for it; the readings are added up."""
         return [
             QueueTarget(self.broker, self.virtual_host, queue, self.pattern, self.rates)
             for queue in self.queues
@@ -203,14 +203,14 @@ class Watcher:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What a passive declare tells of a queue: messages that no consumer has taken, and consumers."""
+    """The result of a passive declare: messages that no consumer has taken, and consumers."""
 
     ready: int
     consumers: int
 
 
 def of_declared(declared: Declared, observed_at: float, unacked_unknown: str) -> QueueReading:
-    """The reading where only a passive declare succeeded; the last argument says why `unacked` is unknown."""
+    """The reading if only a passive declare succeeded; `unacked_unknown` says why `unacked` is unknown."""
     return QueueReading(
         QueueState.OK,
         ready=declared.ready,
@@ -221,17 +221,17 @@ def of_declared(declared: Declared, observed_at: float, unacked_unknown: str) ->
 
 
 def of_totals(ready: int, unacked: int, observed_at: float, consumers: int | str) -> QueueReading:
-    """The reading where the management API answered; `consumers` is their number, or says why it is unknown."""
+    """The reading if the management API answered; `consumers` is their number, or why it is unknown."""
     if isinstance(consumers, int):
         return QueueReading(QueueState.OK, ready, unacked, consumers, observed_at)
     return QueueReading(QueueState.OK, ready, unacked, None, observed_at, consumers)
 
 
 def next_sweep(now: float, interval: float) -> float:
-    """When a queue is read again: the next multiple of its interval, all in seconds of one clock.
+    """When to read a queue again: the next multiple of its interval, in seconds of one clock.
 
-    Queues of one interval fall on one instant, so that a single request serves them all; an instant that a slow
-    broker let pass is skipped.
+    Queues with the same interval are read at the same instants, so that a single request serves them all; instants missed
+    because of a slow broker are skipped.
     """
     after = (math.floor(now / interval) + 1) * interval
     return after if after > now else after + interval
@@ -252,7 +252,7 @@ def _compiled(pattern: str) -> re2.Pattern:
 
 
 def pattern_problem(pattern: str) -> str:
-    """What is wrong with a pattern, in the words of an error; empty for one that may be used."""
+    """What is wrong with a pattern, for error messages; empty for a valid one."""
     try:
         _compiled(pattern)
     except ValueError as error:
@@ -261,14 +261,14 @@ def pattern_problem(pattern: str) -> str:
 
 
 class NamePattern:
-    """A pattern with what it matched so far, as queues seldom change; ValueError if it may not be used."""
+    """A pattern that caches its matches, as queues seldom change; ValueError if it is invalid."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = _compiled(pattern)
         self._known: dict[str, bool] = {}
 
     def unknown(self, names: Iterable[str]) -> list[str]:
-        """Those of the names that it has not been matched with."""
+        """The names that it was not matched with yet."""
         return [name for name in names if name not in self._known]
 
     def learn(self, names: Iterable[str]) -> None:
@@ -276,7 +276,7 @@ class NamePattern:
         self._known |= {name: self._pattern.fullmatch(name) is not None for name in names}
 
     def of(self, names: Collection[str]) -> list[str]:
-        """Those of all the queue names that there are which match as a whole."""
+        """The queue names that match as a whole."""
         self.learn(self.unknown(names))
         self._known = {name: self._known[name] for name in names}
         return [name for name, matched in self._known.items() if matched]

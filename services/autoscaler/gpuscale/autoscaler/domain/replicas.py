@@ -1,4 +1,4 @@
-"""A replica and how it moves from state to state. Pure.
+"""The states of a replica and their transitions. Pure.
 
     PENDING ──assigned──> STARTING ──> READY
        │                     │           │
@@ -6,8 +6,8 @@
     asked to stop            asked to stop ──> DRAINING ──reported──> STOPPED
        └──> STOPPED          ended by itself ──────────────────────> FAILED
 
-Only what its adapter reports ends a replica that an adapter was told of: silence never does. `UNKNOWN` is shown while
-the adapter is silent and never stored. The intent, with the id of its Reserve request, is on disk before any action.
+A replica that an adapter was told of only ends by that adapter's report, never by silence. `UNKNOWN` is shown while the adapter
+is silent and never stored. The intent, with the id of its Reserve request, is on disk before any action.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from gpuscale.autoscaler.domain.inputs import NO_GROUP, GroupOfReplica, WorkerGr
 from gpuscale.autoscaler.domain.spec import ReplicaTemplate
 
 ASSUMED_DRAIN = 60.0
-"""Seconds that a replica without a drain timeout is given to finish, at most, before its GPUs are taken away."""
+"""Most seconds for a replica without a drain timeout to finish before its GPUs are revoked."""
 SAME_MOMENT = 1.0
-"""Seconds by which two answers may differ that tell of the same moment."""
+"""Seconds by which two answers about the same moment may differ."""
 MOST_AT_ONCE = 8
-"""Questions to one adapter that wait for their answers."""
+"""Most pending questions to one adapter."""
 
 
 class ReplicaState(Enum):
-    """Where a replica stands."""
+    """The state of a replica."""
 
     PENDING = "PENDING"
     STARTING = "STARTING"
@@ -44,7 +44,7 @@ ENDED = frozenset({ReplicaState.STOPPED, ReplicaState.FAILED})
 
 
 class EndReason(Enum):
-    """Why a replica ended, or is to end."""
+    """Why a replica ended, or will end."""
 
     SCALED_IN = "SCALED_IN"
     ENDPOINT_DELETED = "ENDPOINT_DELETED"
@@ -59,7 +59,7 @@ class EndReason(Enum):
 
 
 class Goal(Enum):
-    """What should become of a replica."""
+    """The desired state of a replica."""
 
     RUN = "RUN"
     STOP = "STOP"
@@ -67,9 +67,9 @@ class Goal(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLease:
-    """The reservation that holds a replica's GPUs: `reservations/{reservation}`, its fence and its GPUs by UUID.
+    """The reservation that holds a replica's GPUs: `reservations/{reservation}`, its fence and GPU UUIDs.
 
-    The token came with the grant and is for the agent that admits the replica.
+    The token of the grant is for the agent that admits the replica.
     """
 
     reservation: str
@@ -80,11 +80,11 @@ class ReplicaLease:
 
 @dataclass(frozen=True, slots=True)
 class Revocation:
-    """That the GPUs of a replica will be taken away, as by a drain of its node."""
+    """A planned revocation of a replica's GPUs, for example by a drain of its node."""
 
     at: float  # when, in seconds since boot
     leave_at: float  # when it is asked to finish at the latest, in seconds since boot
-    time: datetime  # when they are taken away, by the allocator's wall clock; for display
+    time: datetime  # when they are revoked, by the allocator's wall clock; for display
     reason: str  # why, in the allocator's words
 
     @property
@@ -95,24 +95,24 @@ class Revocation:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One replica as it is stored."""
+    """A replica as stored."""
 
     endpoint: str  # id of its endpoint
-    id: str  # its own id; never used again
-    request_id: str  # UUID of its one Reserve request, however often that is sent
-    template: ReplicaTemplate  # what it is made of, as the endpoint's spec said when it was decided
+    id: str  # its own id; never reused
+    request_id: str  # UUID of its only Reserve request, which may be sent repeatedly
+    template: ReplicaTemplate  # its template from the endpoint's spec, at its decision
     create_time: datetime  # when it was decided
     state: ReplicaState = ReplicaState.PENDING
     goal: Goal = Goal.RUN
-    # ids of the nodes that Reserve was asked for; empty while no answer to a Reserve is outstanding
+    # ids of the nodes in its outstanding Reserve; else empty
     nodes: tuple[str, ...] = ()
     adapter: str = ""
     node: str = ""
-    lease: ReplicaLease | None = None  # what holds its GPUs; None where it needs none or has none yet
+    lease: ReplicaLease | None = None  # the lease of its GPUs; None if it needs none or has none yet
     owes_release: bool = (
-        False  # it has ended, and the allocator has not yet acknowledged the end of its lease
+        False  # it has ended, and the allocator has not acknowledged the end of its lease yet
     )
-    hurry: bool = False  # it lost its GPUs and must leave them at once
+    hurry: bool = False  # it lost its GPUs and must stop at once
     pid: int = 0
     exit_code: int | None = None
     reason: str = ""
@@ -120,22 +120,22 @@ class Replica:
     ended_at: float | None = None  # when it ended, in seconds since boot; None after a reboot too
     end_time: datetime | None = None
     group: GroupOfReplica = NO_GROUP  # its capability set, and what its workers can do
-    revocation: Revocation | None = None  # that its GPUs will be taken away; None while they will not
-    end_reason: EndReason | None = None  # why it ended, or is to end; None while it is to run
+    revocation: Revocation | None = None  # its planned revocation, if any
+    end_reason: EndReason | None = None  # why it ended, or will; None while it should run
 
     @property
     def ended(self) -> bool:
-        """Whether it is over."""
+        """Whether it has ended."""
         return self.state in ENDED
 
     @property
     def aimed_at(self) -> bool:
-        """Whether it counts towards the number that is wanted."""
+        """Whether it counts towards the wanted number."""
         return not self.ended and self.goal is Goal.RUN
 
     @property
     def leaving(self) -> bool:
-        """Whether it works on only until another has taken its place, or its time is over."""
+        """Whether it only runs until it is replaced, or its deadline."""
         return self.aimed_at and self.revocation is not None
 
     @property
@@ -147,7 +147,7 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One moment on both clocks: `now` seconds since boot for reckoning, `wall` for display."""
+    """A moment on both clocks: `now` seconds since boot for computing, `wall` for display."""
 
     now: float
     wall: datetime
@@ -155,7 +155,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """A replica as its adapter sees it; `workers`: what they can do, where it knows."""
+    """A replica as its adapter sees it; `workers`: what they can do, if known."""
 
     state: ReplicaState
     pid: int = 0
@@ -174,9 +174,9 @@ def assigned(replica: Replica, adapter: str, node: str, lease: ReplicaLease | No
 def asked_to_stop(
     replica: Replica, reason: str, at: Moment, *, why: EndReason = EndReason.SCALED_IN, hurry: bool = False
 ) -> Replica:
-    """It should finish its work and stop; one that nobody was told of stops here.
+    """Ask it to finish its work and stop; a replica that no adapter was told of stops here.
 
-    A replica whose Reserve has no answer yet stays PENDING until it is known what there is to release.
+    A replica with an outstanding Reserve stays PENDING until it is known what there is to release.
     """
     if replica.ended or (replica.goal is Goal.STOP and replica.hurry >= hurry):
         return replica
@@ -187,12 +187,12 @@ def asked_to_stop(
 
 
 def revoked(replica: Replica, at: float | None, time: datetime, reason: str, now: float) -> Replica:
-    """Its GPUs will be taken away `at` (None: they will not): the same replica where that is known already.
+    """Plan the revocation of its GPUs `at` (None: cancel it); returns the same replica if nothing changes.
 
-    It is asked to finish its drain timeout before that; without one, in time for half of what is left, or `ASSUMED_DRAIN`.
+    It is asked to finish its drain timeout before that; without one, with half of the remaining time, or `ASSUMED_DRAIN`.
     """
     known = replica.revocation
-    if at is None:  # of one whose time is over, that is the last that is heard
+    if at is None:  # once its deadline has passed, this is the last update
         over = known is None or known.at - SAME_MOMENT <= now
         return replica if over else replace(replica, revocation=None)
     if known is not None and known.reason == reason and abs(known.at - at) < SAME_MOMENT:
@@ -206,7 +206,7 @@ def revoked(replica: Replica, at: float | None, time: datetime, reason: str, now
 def ended(
     replica: Replica, state: ReplicaState, reason: str, at: Moment, why: EndReason | None = None
 ) -> Replica:
-    """It is over; a lease that it has is owed back to the allocator. `why`: as it was asked to stop when None."""
+    """End it; a lease that it has must be released. `why`: None keeps the reason of the request to stop."""
     return replace(
         replica,
         state=state,
@@ -220,11 +220,10 @@ def ended(
 
 
 def reported(replica: Replica, report: ReplicaReport, at: Moment) -> Replica:
-    """What its adapter's report makes of a replica that has not ended.
+    """Apply its adapter's report to a replica that has not ended.
 
-    One that ended by itself although it should run has failed, whatever its exit code; one that its adapter stopped,
-    because the adapter itself was told to end, has not. One that should stop stays DRAINING until it has ended, even if
-    its adapter has not heard of that yet.
+    One that ended on its own has FAILED, whatever its exit code, unless its adapter stopped it because the adapter itself was
+    told to end. One that should stop stays DRAINING until it has ended, even if its adapter has not heard of that yet.
     """
     group = replica.group
     if report.workers is not None:
@@ -253,11 +252,11 @@ def shown_state(replica: Replica, silent: bool) -> ReplicaState:
 
 
 HURRIED_DRAIN = 1.0
-"""Seconds for a replica whose GPUs may be somebody else's by now."""
+"""Seconds for a replica whose GPUs may have been granted to others."""
 
 
 class ReplicaOrder(Enum):
-    """What should become of a replica."""
+    """The order for a replica."""
 
     RUN = "RUN"
     STOP = "STOP"
@@ -285,7 +284,7 @@ class DesiredReplica:
 def desired_state(
     own: Mapping[str, Replica], reported: Mapping[str, ReplicaReport], strays: Collection[str]
 ) -> tuple[DesiredReplica, ...]:
-    """The desired state of an adapter, by name, from its live replicas and what it reported; `strays` are stopped."""
+    """The desired state of an adapter by name, from its live replicas and its report; `strays` are stopped."""
     lines = [_line(name, replica) for name, replica in own.items()]
     for name, report in reported.items():
         if name not in own and report.state in ENDED:
@@ -328,7 +327,7 @@ def _line(name: str, replica: Replica) -> DesiredReplica:
 
 @dataclass(frozen=True, slots=True)
 class LogPart:
-    """A part of what a replica wrote, and where it begins; `problem`: why there is none."""
+    """Part of a replica's log, and its offset; `problem`: why there is none."""
 
     content: bytes = b""
     offset: int = 0

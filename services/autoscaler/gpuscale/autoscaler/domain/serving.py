@@ -1,7 +1,7 @@
-"""What a server of a language model tells of itself on its own /metrics: names, readings, and what follows from two of them. Pure.
+"""Metrics of language model servers on their own /metrics: names, readings, and what follows from two readings. Pure.
 
 A metric that a server does not have is absent, and never 0. TGI and Triton have no histogram of the time to the first token
-that counts the queue too (Triton's own counts the first chunk), so nothing stands for it.
+that includes the queue (Triton's own counts the first chunk), so it is absent for them.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from itertools import pairwise
 WINDOW = 30.0
 """Seconds over which percentiles are taken."""
 RATE_WINDOW = 10.0
-"""Seconds over which requests and tokens a second are taken: a burst is to be seen before it has become a queue."""
+"""Seconds over which requests and tokens per second are taken: short, to see a burst before it becomes a queue."""
 PREFIX = "llm:"
-"""Begins the metrics of signals that are read from the replicas' own /metrics."""
+"""Prefix of signals' metrics that are read from the replicas' own /metrics."""
 MAX_BUCKETS = 256
-"""Buckets of a histogram that are read."""
+"""Most buckets of a histogram."""
 
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """A histogram: how many took at most each of `bounds`, in ascending seconds, and at the end how many there are in all."""
+    """A histogram: how many took at most each of `bounds`, in ascending seconds, and finally the total."""
 
     bounds: tuple[float, ...]
     counts: tuple[float, ...]
@@ -33,7 +33,7 @@ class Latencies:
 
 @dataclass(frozen=True, slots=True)
 class ServerReading:
-    """What a server says at a moment; the counts are those since its start."""
+    """A server's metrics at a moment; the counts are since its start."""
 
     running: float | None = None  # requests that it works on
     waiting: float | None = None  # requests in its queue
@@ -41,17 +41,17 @@ class ServerReading:
     requests: float | None = None  # requests that got their first token, or their answer
     prompt_tokens: float | None = None
     generated_tokens: float | None = None
-    ttft: Latencies | None = None  # from the arrival of a request to its first token, the queue included
+    ttft: Latencies | None = None  # from the arrival of a request to its first token, including the queue
     itl: Latencies | None = None  # between two tokens of an answer
 
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Where a server shows what; of several names, the first that is there. A label is `name{label="value"}`."""
+    """A server's metric names; of several, the first that exists. A label is `name{label="value"}`."""
 
     running: tuple[str, ...]
     waiting: tuple[str, ...]
-    kv_cache_percent: tuple[str, ...] = ()  # as a share of 1
+    kv_cache_percent: tuple[str, ...] = ()  # as a fraction
     requests: tuple[str, ...] = ()
     prompt_tokens: tuple[str, ...] = ()
     generated_tokens: tuple[str, ...] = ()
@@ -98,24 +98,24 @@ SERVERS: Mapping[str, _Names] = {
         requests=("nv_inference_request_success",),
     ),
 }
-"""The servers that are known."""
+"""The known servers."""
 
 _LINE = re.compile(r"([A-Za-z_:][\w:]*)(\{[^}]*\})?[ \t]+(\S+)")
 _LE = re.compile(r'(?:^|[{,])\s*le="([^"]*)"')
 
 
 class NoServerError(Exception):
-    """A page is none of a server that is known; the text says so."""
+    """A page does not come from a known server; the text says so."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """The samples of a page by the names of their families: labels and value."""
+    """The samples of a page by family name: labels and value."""
 
     samples: Mapping[str, list[tuple[str, float]]]
 
     def sums(self, names: Iterable[str]) -> Iterator[float]:
-        """The sum over all series of each name that is there, as of several models or engines behind one page."""
+        """The sum over all series of each name that exists, such as of several models behind one page."""
         for name in names:
             family, brace, label = name.partition("{")
             found = [
@@ -127,7 +127,7 @@ class _Page:
                 yield math.fsum(found)
 
     def latencies(self, names: Iterable[str]) -> Iterator[Latencies]:
-        """The histogram of each name that is there, all of its series added up."""
+        """The histogram of each name that exists, summed over its series."""
         for name in names:
             counts: defaultdict[float, float] = defaultdict(float)
             for labels, value in self.samples.get(f"{name}_bucket", ()):
@@ -140,7 +140,7 @@ class _Page:
 
 
 def read_server(text: str) -> ServerReading:
-    """What a page in the text format of Prometheus says. Raises NoServerError: no server that is known shows it."""
+    """Parse a page in Prometheus text format. Raises NoServerError if it is from no known server."""
     samples: dict[str, list[tuple[str, float]]] = {}
     for line in text.splitlines():
         found = _LINE.match(line)
@@ -175,7 +175,7 @@ Reading = tuple[float, ServerReading]
 
 
 def restarted(before: ServerReading, after: ServerReading) -> bool:
-    """Whether a count fell, so that the server has begun anew in between."""
+    """Whether a count fell, so that the server has restarted in between."""
     pairs = ((getattr(before, one), getattr(after, one)) for one in _COUNTS)
     return any(one is not None and other is not None and other < one for one, other in pairs)
 
@@ -184,13 +184,13 @@ _COUNTS = ("requests", "prompt_tokens", "generated_tokens")
 
 
 def rate(first: Reading, last: Reading, count: str) -> float | None:
-    """How much of a count came each second between two readings; None where one of them does not tell."""
+    """The rate of a count per second between two readings; None if one of them lacks it."""
     one, other, gap = getattr(first[1], count), getattr(last[1], count), last[0] - first[0]
     return None if one is None or other is None or gap <= 0 else max(0.0, other - one) / gap
 
 
 def arrivals(first: Reading, last: Reading) -> float | None:
-    """Requests that came each second: those that got their first token, and the growth of the queue."""
+    """Requests per second: those that got their first token, and the growth of the queue."""
     answered, gap = rate(first, last, "requests"), last[0] - first[0]
     if answered is None or first[1].waiting is None or last[1].waiting is None:
         return answered
@@ -198,9 +198,10 @@ def arrivals(first: Reading, last: Reading) -> float | None:
 
 
 def percentile(spans: Iterable[tuple[Latencies, Latencies]], percent: float) -> float | None:
-    """The percentile of what several servers added between two readings each; None where they added nothing.
+    """The percentile of what several servers added between two readings each; None if they added nothing.
 
-    Within a bucket values are taken to lie evenly, as Prometheus' histogram_quantile does; beyond the last bound that is it.
+    Values are assumed to be even within a bucket, as in Prometheus' histogram_quantile; beyond the last bound, that bound is
+    returned.
     """
     added: defaultdict[float, float] = defaultdict(float)
     for before, after in spans:
@@ -218,7 +219,7 @@ def percentile(spans: Iterable[tuple[Latencies, Latencies]], percent: float) -> 
 
 
 def in_hand(_: Reading, last: Reading) -> float | None:
-    """Requests that a server has, those of its queue included."""
+    """Requests in a server, including its queue."""
     running, waiting = last[1].running, last[1].waiting
     return None if running is None or waiting is None else running + waiting
 
@@ -241,14 +242,14 @@ METRICS: Mapping[str, Callable[[Reading, Reading], float | None]] = {
     "prompt_tokens_per_second": _rate("prompt_tokens"),
     "generated_tokens_per_second": _rate("generated_tokens"),
 }
-"""What a signal may read of each replica, by the first reading of the window and the last; of one alone, both are the same."""
+"""Replica metrics for signals, by the first and last reading of the window; both are the same for a single reading."""
 LEVELS = frozenset({"running", "waiting", "in_hand", "kv_cache_percent"})
-"""Those for which the last reading is enough."""
+"""Those that only need the last reading."""
 _PERCENTILE = re.compile(r"(ttft|itl)_p([1-9]\d?)_seconds")
 
 
 def percentile_of(metric: str) -> tuple[str, float] | None:
-    """The histogram and the percent of a metric such as ttft_p95_seconds, of all replicas together; None of another."""
+    """Histogram and percentile of a metric such as ttft_p95_seconds, over all replicas; None for other metrics."""
     found = _PERCENTILE.fullmatch(metric)
     return None if found is None else (found[1], float(found[2]))
 

@@ -1,6 +1,6 @@
-"""What a signal shows now, judged by its age and its value, and what it showed before. Pure: time is an argument.
+"""Current values of signals, judged by age and validity, and their past. Pure: time is an argument.
 
-The past is in memory only: after a restart what needs a window holds until the window has filled again.
+The past is in memory only: after a restart, whatever needs a window holds until it has filled again.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from gpuscale.autoscaler.domain.spec import EndpointSpec, OnMissing, QueueCount,
 
 _RATES = frozenset({QueueCount.RATE_IN, QueueCount.RATE_OUT, QueueCount.OLDEST_AGE})
 _MINDS_SILENCE = frozenset({OnMissing.HOLD, OnMissing.LAST})
-"""With these, sources that are silent are no smaller matter than a signal that is: with the others they are left out."""
+"""With these, silent sources matter as much as a silent signal; with others they are left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """What a source last said."""
 
-    values: tuple[float, ...] = ()  # one for each GPU, host, replica or series; one for a queue
-    # when they were read, in seconds on the clock of `now`; None where they never were
+    values: tuple[float, ...] = ()  # one per GPU, host, replica or series; one for a queue
+    # when they were read, in seconds on the clock of `now`; None if never
     at: float | None = None
-    problem: str = ""  # why there are none; empty where there are
+    problem: str = ""  # why there are none; else empty
     silent_count: int = 0  # how many of the sources said nothing
     proven_empty: bool = False  # it shows that no work is left, waiting or in hand
-    tasks: TaskReport | None = None  # of a signal of tasks, what they need
-    silence: str = ""  # which of the sources said nothing, and why, where that is known
+    tasks: TaskReport | None = None  # for a signal of tasks, what they need
+    silence: str = ""  # which of the sources said nothing, and why, if known
 
     def joined(self, how: Aggregation) -> float:
-        """Its values as one; the first that is no number, or too large for one, which aggregation could hide."""
+        """Its values combined; the first invalid or too large one, which aggregation could hide."""
         strange = next((value for value in self.values if not abs(value) <= LARGEST), None)
         return aggregate(self.values, how) if strange is None else strange
 
 
 def queue_sample(source: QueueSignal, reading: QueueReading | None) -> Sample:
-    """What a queue watcher last said; `reading` is None where there is no such watcher.
+    """What a queue watcher last said; `reading` is None if there is no such watcher.
 
-    A reading counts only while the queue can be read: once the last attempt failed the signal is missing, however
-    young the count before it was, since a broker that is lost says nothing about its queue.
+    A reading only counts while the queue can be read: after a failed attempt the signal is missing, however recent the last
+    count, since a lost broker says nothing about its queue.
     """
     if reading is None:
         return Sample(problem=f"there is no watcher {source.watcher}")
@@ -85,9 +85,9 @@ def queue_sample(source: QueueSignal, reading: QueueReading | None) -> Sample:
 
 
 def observe(signal: Signal, sample: Sample, now: float, history: InputSeries | None = None) -> Observation:
-    """The observation of a signal at `now`; `history` holds its earlier values, the sample's own included.
+    """The observation of a signal at `now`; `history` holds its earlier values, including the sample's.
 
-    A negative count of a queue is no count, nothing that is not finite is a number, and nothing that 64 bits do not hold.
+    A negative queue count, a value that is not finite, or one beyond 64 bits is invalid.
     """
     age = None if sample.at is None else max(0.0, now - sample.at)
     status, value, detail = _judged(signal, sample, age)
@@ -114,7 +114,7 @@ def observe(signal: Signal, sample: Sample, now: float, history: InputSeries | N
 
 
 def _judged(signal: Signal, sample: Sample, age: float | None) -> tuple[ObservationStatus, float | None, str]:
-    """Whether a sample counts, its value where it is finite, and why it does not count."""
+    """Whether a sample counts, its value if finite, and why it does not count."""
     if sample.problem or not sample.values or age is None:
         return ObservationStatus.MISSING, None, sample.problem or "nothing was reported"
     value = sample.joined(signal.across)
@@ -129,7 +129,7 @@ def _judged(signal: Signal, sample: Sample, age: float | None) -> tuple[Observat
 
 
 def _stood_in(absent: Observation, signal: Signal, history: InputSeries | None, now: float) -> Observation:
-    """What stands for a value that cannot be had, as the signal says; the last one for as long as it may."""
+    """The substitute for an unavailable value, as the signal configures; the last value only for its max age."""
     if signal.on_missing is OnMissing.ZERO:
         detail = f"{absent.detail}; 0 stands for it"
         return replace(absent, status=ObservationStatus.OK, value=0.0, detail=detail)
@@ -145,22 +145,22 @@ def _stood_in(absent: Observation, signal: Signal, history: InputSeries | None, 
 
 
 SHORTEST_KEPT = 300.0
-"""Seconds of every signal that are kept at least."""
+"""Least seconds of history kept per signal."""
 SAMPLES_KEPT = 1_000
-"""Samples of a signal that are kept to be shown; samples in a row that read the same are one."""
+"""Most samples of a signal kept for display; equal consecutive samples count once."""
 _STATUSES = tuple(ObservationStatus)
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointPast:
-    """The past of an endpoint: its signals by id, what its pace goes by, and what its rules remember."""
+    """The past of an endpoint: its signals by id, its pace's memory, and its rules' memory."""
 
     memory: Memory | None = None
     bursts: Mapping[str, Remembered] = field(default_factory=dict[str, Remembered])
     series: Mapping[str, InputSeries] = field(default_factory=dict[str, InputSeries])
 
     def with_samples(self, spec: EndpointSpec, samples: Mapping[str, Sample]) -> EndpointPast:
-        """With the values of new samples; signals that the spec has no more are forgotten."""
+        """Add the values of new samples; signals no longer in the spec are forgotten."""
         keep = kept_seconds(spec)
         series: dict[str, InputSeries] = {}
         for one in spec.measured:
@@ -176,7 +176,7 @@ class EndpointPast:
     def observations(
         self, spec: EndpointSpec, samples: Mapping[str, Sample], now: float
     ) -> dict[str, Observation]:
-        """What every signal of the spec shows now."""
+        """The current observation of every signal of the spec."""
         return {
             one.id: observe(one, samples.get(one.id, Sample()), now, self.series.get(one.id))
             for one in spec.measured
@@ -184,14 +184,14 @@ class EndpointPast:
 
 
 def kept_seconds(spec: EndpointSpec) -> float:
-    """Seconds of the past that the rules and signals of a spec look at."""
+    """Seconds of the past that the rules and signals of a spec use."""
     windows = [signal.window or 0.0 for signal in spec.measured]
     return max([SHORTEST_KEPT, *windows, *(rule.kind.past for rule in spec.rules)])
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a signal showed from `first` to `last`, in seconds since 1970; `value` is None where there was none."""
+    """A signal's value from `first` to `last`, in seconds since 1970; `value` is None if there was none."""
 
     first: float
     last: float
@@ -200,14 +200,14 @@ class Shown:
 
 
 class Samples:
-    """What one signal showed at each evaluation: the last `SAMPLES_KEPT`, at 25 bytes each, for there may be many signals."""
+    """A signal's values at its evaluations: the last `SAMPLES_KEPT`, at 25 bytes each, as there may be many signals."""
 
     def __init__(self) -> None:
         self._first, self._last, self._values = array("d"), array("d"), array("d")
         self._statuses = array("b")
 
     def note(self, one: Observation, at: float) -> None:
-        """Add what it shows at `at`, in seconds since 1970."""
+        """Add its value at `at`, in seconds since 1970."""
         value = math.nan if one.value is None else one.value
         status = _STATUSES.index(one.status)
         if self._last and self._statuses[-1] == status:
@@ -234,7 +234,7 @@ class Samples:
 def noted(
     samples: Mapping[str, Samples], observations: Iterable[Observation], at: float
 ) -> dict[str, Samples]:
-    """The samples of signals by id, with what they show now; signals that are evaluated no more are forgotten."""
+    """The samples of signals by id, with their current values; signals no longer evaluated are forgotten."""
     kept: dict[str, Samples] = {}
     for one in observations:
         kept[one.signal] = samples.get(one.signal) or Samples()

@@ -1,6 +1,6 @@
-"""Specs of endpoints: their signals, what a replica is made of, and how the count may change.
+"""Specs of endpoints: their signals, the template of replicas, and how the count may change.
 
-Durations are seconds. `None` means "not stated": the property beside it says what holds then.
+Durations are seconds. `None` means "not set": the property beside it has the default.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from gpuscale.client.tuning import POLICY_FIELDS, TuningGoal, parse_goal
 
 DEFAULT_MAX_AGE = 15.0
 DEFAULT_SCRAPED_AGE = 90.0
-"""Of what Prometheus scraped, by default once a minute."""
+"""For Prometheus samples, by default scraped once a minute."""
 DEFAULT_LAST_TTL = 300.0
 
 
 class QueueCount(Enum):
-    """What of a queue a signal counts: messages, messages a second, or seconds."""
+    """What a signal counts of a queue: messages, messages per second, or seconds."""
 
     READY = "ready"
     UNACKED = "unacked"
@@ -42,7 +42,7 @@ class QueueSignal:
 
 
 class OnMissing(Enum):
-    """What a signal counts as while it cannot be had."""
+    """The substitute for an unavailable signal."""
 
     HOLD = "hold"
     LAST = "last"
@@ -52,7 +52,7 @@ class OnMissing(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GpuSignal:
-    """A reading of GPUs: of some nodes by id, of all, or of those that the endpoint's own ready replicas hold."""
+    """A GPU reading: of some nodes by id, of all, or of those held by the endpoint's own ready replicas."""
 
     metric: str
     nodes: frozenset[str] = frozenset()
@@ -61,7 +61,7 @@ class GpuSignal:
 
 @dataclass(frozen=True, slots=True)
 class HostSignal:
-    """A reading of hosts: of some nodes by id, or of all."""
+    """A host reading: of some nodes by id, or of all."""
 
     metric: str
     nodes: frozenset[str] = frozenset()
@@ -91,21 +91,21 @@ class PrometheusSignal:
 
 @dataclass(frozen=True, slots=True)
 class WaitingSignal:
-    """Requests that wait for GPUs at the allocator: of one tenant, or of all where it is empty."""
+    """Requests waiting for GPUs at the allocator: of one tenant, or of all if empty."""
 
     tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointSignal:
-    """The replicas that another endpoint (by id) aims at."""
+    """The wanted replicas of another endpoint (by id)."""
 
     endpoint: str
 
 
 @dataclass(frozen=True, slots=True)
 class TaskSignal:
-    """Tasks that were reported for the endpoint, by the capabilities that they need."""
+    """Tasks reported for the endpoint, by the capabilities that they need."""
 
 
 Source = (
@@ -138,28 +138,28 @@ class Signal:
 
     @property
     def proves(self) -> bool:
-        """Whether the last replica goes only while it is freshly 0."""
+        """Whether the last replica only stops while it is freshly 0."""
         return self.counts_work or isinstance(self.source, QueueSignal | TaskSignal)
 
     @property
     def oldest(self) -> float:
-        """Oldest value that counts, in seconds."""
+        """Greatest age of a usable value, in seconds."""
         if self.max_age is not None:
             return self.max_age
         return DEFAULT_SCRAPED_AGE if isinstance(self.source, PrometheusSignal) else DEFAULT_MAX_AGE
 
 
 LONGEST_LEARNT = 600.0
-"""Most seconds that a stabilization window grows to by itself."""
+"""Most seconds that a stabilization window grows to."""
 PROPORTIONAL_STABILIZATION = 60.0
-"""Stabilization down of an endpoint with a proportional rule, where it states none."""
+"""Default stabilization down of an endpoint with a proportional rule."""
 DEFAULT_TICK = 15.0
 DEFAULT_LOOKS = 6 * 3600.0
 DEFAULT_LEASE_TTL = 60.0
 
 
 class Combine(Enum):
-    """How the outcomes of rules become one."""
+    """How the outcomes of rules are combined."""
 
     SAFEST = "safest"
     FIRST_MATCH = "first match"
@@ -180,9 +180,8 @@ class RateLimit:
 class Pace:
     """How fast the count may go one way.
 
-    `startups`: the window of a reduction grows fourfold with each time that replicas which were given up were needed again soon
-    (`pace.regrets`), until it is so many times as long as replicas take to start, or `LONGEST_LEARNT`: what is needed again
-    and again, and takes long to get back, is kept.
+    `startups`: the window of a reduction grows fourfold each time that stopped replicas are soon needed again (`pace.regrets`),
+    up to so many start-up times, or `LONGEST_LEARNT`: replicas that are needed repeatedly, and start slowly, are kept.
     """
 
     stabilization: float | None = None
@@ -193,25 +192,25 @@ class Pace:
     startups: float = 0.0
 
     def window(self, startup: float | None, regrets: int) -> float:
-        """Seconds of its stabilization window, where replicas take `startup` seconds to be ready."""
+        """Its stabilization window in seconds, given that replicas take `startup` seconds to be ready."""
         stated = self.stabilization or 0.0
         longest = min(LONGEST_LEARNT, self.startups * (startup or 0.0))
         return max(stated, min(longest, stated * 4.0**regrets))
 
 
 UNPACED = Pace()
-"""As fast as rules ask."""
+"""As fast as rules want."""
 
 
 class ScalingMode(Enum):
-    """Whether decisions are acted on."""
+    """Whether decisions are carried out."""
 
     ACTIVE = "active"
     SHADOW = "shadow"
 
 
 class GpuGate(Enum):
-    """What GPUs there are has to say about the number of replicas."""
+    """How available GPUs limit the number of replicas."""
 
     RESERVE = "reserve"
     CAP = "cap"
@@ -220,19 +219,19 @@ class GpuGate(Enum):
 
 
 class ScaleInOrder(Enum):
-    """Which of several replicas that are equally busy is stopped first."""
+    """Which of several equally busy replicas is stopped first."""
 
     NEWEST_FIRST = "newest first"
     OLDEST_FIRST = "oldest first"
 
 
 ASKS_FOR_ROOM = frozenset({GpuGate.CAP, GpuGate.ADVISE})
-"""Gates for which the allocator is asked how many replicas there are GPUs for."""
+"""Gates that ask the allocator for how many replicas there are GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterTier:
-    """An adapter that is used up to so many replicas (0: without bound) before the next one is."""
+    """An adapter that is used up to so many replicas (0: unlimited) before the next one is."""
 
     adapter: str
     max_replicas: int = 0
@@ -240,7 +239,7 @@ class AdapterTier:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeight:
-    """A model of GPUs, and what a replica on it counts for."""
+    """A GPU model, and the weight of a replica on it."""
 
     model: str
     weight: float
@@ -248,10 +247,10 @@ class ModelWeight:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaTemplate:
-    """What a replica is made of; `adapter` empty: any adapter that has the command template, or those of `tiers`.
+    """The template of replicas; empty `adapter`: any adapter that has the command template, or those of `tiers`.
 
-    `ask` is what else it wants of its GPUs, as the contract encodes it; None where the spec names no ask. `models`: in order of
-    preference, or the one that is asked for, or that it got.
+    `ask` has its other GPU requirements, encoded as in the contract; None without. `models`: in order of preference, or the one
+    that is requested, or that it got.
     """
 
     template: str
@@ -268,11 +267,11 @@ class ReplicaTemplate:
     models: tuple[ModelWeight, ...] = ()
 
     def of_each_model(self) -> list[ReplicaTemplate]:
-        """It with each of its models alone, in order; as it is where it names none."""
+        """It with each of its models alone, in order; unchanged if it has none."""
         return [replace(self, models=(one,)) for one in self.models] or [self]
 
     def on(self, products: Iterable[str]) -> ReplicaTemplate:
-        """With the model of such GPUs alone, by their product names; of several the least preferred."""
+        """It with the model of these GPUs alone, by product name; of several, the least preferred."""
         models = list(enumerate(self.models))
         fits = [
             [place for place, one in models if one.model.casefold() in name.casefold()] for name in products
@@ -290,13 +289,13 @@ class ReplicaTemplate:
         return replace(self, models=whole.models) == whole and set(self.models) <= set(whole.models)
 
     def place(self, one: ReplicaTemplate) -> int:
-        """The place of the model that a replica has among these; beyond the last for one that is none of them, or not known."""
+        """The index of a replica's model among these; beyond the last for other or unknown models."""
         names = [each.model for each in self.models]
         known = len(one.models) == 1 and one.models[0].model in names
         return names.index(one.models[0].model) if known else len(names)
 
     def weight(self, one: ReplicaTemplate) -> float:
-        """What a replica counts for: of a model that is none of these, or not known, as little as any."""
+        """The weight of a replica; for other or unknown models the least of all."""
         if not self.models:
             return 1.0
         place = self.place(one)
@@ -304,14 +303,14 @@ class ReplicaTemplate:
         return weights[place] if place < len(weights) else min(weights)
 
     def tier(self, adapter: str) -> int | None:
-        """The place of an adapter among the tiers: 0 for every one it may use where there are none; None: not to use."""
+        """An adapter's index among the tiers: 0 for all if there are none; None: not to be used."""
         if not self.tiers:
             return 0 if self.adapter in {"", adapter} else None
         return next((place for place, one in enumerate(self.tiers) if one.adapter == adapter), None)
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Those that it names; none where any will do."""
+        """The adapters that it names; empty if any will do."""
         return (self.adapter,) if self.adapter else tuple(one.adapter for one in self.tiers)
 
     @property
@@ -322,9 +321,9 @@ class ReplicaTemplate:
 
 @dataclass(frozen=True, slots=True)
 class CapabilitySet:
-    """Worker groups that can do the same: each replica is a group of so many `workers`.
+    """Worker groups with the same capabilities: each replica is a group of so many `workers`.
 
-    `max_replicas` and `template` are the endpoint's where they are None.
+    `max_replicas` and `template` are the endpoint's if None.
     """
 
     id: str
@@ -337,7 +336,7 @@ class CapabilitySet:
 
 @dataclass(frozen=True, slots=True)
 class Adaptive:
-    """By which goal an endpoint's policy is chosen for it, for requests that may wait so many seconds; `every`: and how often."""
+    """The goal by which an endpoint's policy is chosen, for requests that may wait so many seconds; and how often."""
 
     goal: str = ""
     wait: float | None = None
@@ -346,18 +345,18 @@ class Adaptive:
 
     @property
     def chosen_by(self) -> TuningGoal:
-        """The goal; ValueError if it is none."""
+        """The goal; ValueError for an unknown one."""
         return parse_goal(self.goal) if self.goal else TuningGoal()
 
     @property
     def period(self) -> float:
-        """Least seconds from one look to the next."""
+        """Least seconds between looks."""
         return DEFAULT_LOOKS if self.every is None else self.every
 
 
 @dataclass(frozen=True)
 class EndpointSpec:
-    """What a user wants of an endpoint; what each evaluation reads of it is worked out once."""
+    """A user's specification of an endpoint; values derived for each evaluation are cached."""
 
     min_replicas: int
     max_replicas: int
@@ -381,12 +380,12 @@ class EndpointSpec:
     adaptive: Adaptive | None = None
 
     def scaled_as(self, other: EndpointSpec) -> EndpointSpec:
-        """The same endpoint, with the policy of another one within its own bounds."""
+        """The same endpoint, with the policy of another, within its own bounds."""
         policy: dict[str, Any] = {name: getattr(other, name) for name in POLICY_FIELDS}
         return replace(self, **policy)
 
     def sleeps_until(self, observations: Mapping[str, Observation]) -> str:
-        """What wakes an endpoint without replicas, such as `depth > 5`: until then no rule is read; empty where it is awake."""
+        """What wakes an endpoint without replicas, such as `depth > 5`: until then no rule is evaluated; empty if awake."""
         guarded = [one for one in self.signals if one.activation_threshold > 0]
         for one in guarded:
             seen = observations.get(one.id)
@@ -397,7 +396,7 @@ class EndpointSpec:
         return ", ".join(f"{one.id} > {one.activation_threshold:g}" for one in guarded)
 
     def of_set(self, set_id: str) -> EndpointSpec:
-        """The spec of the replicas of one capability set; of one that is not there (any more) none is wanted."""
+        """The spec of one capability set's replicas; with 0 replicas if there is no such set (any more)."""
         if not set_id and not self.capability_sets:
             return self
         found = next((one for one in self.capability_sets if one.id == set_id), None)
@@ -411,7 +410,7 @@ class EndpointSpec:
 
     @cached_property
     def measured(self) -> tuple[Signal, ...]:
-        """Its signals, and those that rules read by themselves; one of the former stands in for one of the same id."""
+        """Its signals, and those that rules read themselves; of two with the same id, the former."""
         stated = {one.id for one in self.signals}
         own = (
             Signal(f"{rule.id}.{name}", ReplicaSignal(metric), across=across)
@@ -422,23 +421,23 @@ class EndpointSpec:
 
     @property
     def started_from(self) -> ReplicaTemplate:
-        """What its replicas are started from: without GPUs of ours where those are somebody else's matter."""
+        """The template that replicas are started from: without our GPUs if an engine assigns them."""
         return replace(self.template, gpu_count=0) if self.gpu_gate is GpuGate.OFF else self.template
 
     @property
     def least(self) -> int:
-        """Replicas that a new endpoint aims at."""
+        """The initial number of replicas."""
         return max(self.min_replicas, sum(one.min_replicas for one in self.capability_sets))
 
     @property
     def gives_way(self) -> bool:
-        """Whether it may give way; its min holds all the same, and a count that people set by hand is let be."""
+        """Whether it may give way; its min holds in any case, and a manual count is not changed."""
         by_hand = self.paused or self.mode is ScalingMode.SHADOW or all(rule.disabled for rule in self.rules)
         return not (by_hand or self.capability_sets)
 
     @cached_property
     def pace_down(self) -> Pace:
-        """How fast the count may shrink, with the stabilization that holds where none is stated."""
+        """How fast the count may shrink, with the default stabilization."""
         if self.down.stabilization is not None:
             return self.down
         proportional = any(rule.kind.proportional and not rule.disabled for rule in self.rules)
@@ -446,7 +445,7 @@ class EndpointSpec:
 
     @property
     def period(self) -> float:
-        """Seconds from one evaluation to the next."""
+        """Seconds between evaluations."""
         return DEFAULT_TICK if self.tick is None else self.tick
 
     @cached_property
@@ -457,7 +456,7 @@ class EndpointSpec:
 
     @property
     def follows(self) -> Mapping[str, int]:
-        """Ids of the endpoints whose replicas its signals read, each with the place of such a signal."""
+        """Ids of the endpoints whose replicas its signals read, each with the index of such a signal."""
         sources = ((one.source, index) for index, one in enumerate(self.signals))
         return {source.endpoint: index for source, index in sources if isinstance(source, EndpointSignal)}
 
@@ -470,10 +469,10 @@ class EndpointSpec:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An endpoint as it is stored. `desired` is what rules, or a person, set last; `sets` is that of each capability set.
+    """An endpoint as stored. `desired` is the count last set by rules or a person; `sets` has those of capability sets.
 
-    `tenant`: whose quota its GPUs count against, `creator`: whose reservations they are; the autoscaler's own where empty.
-    `delete_time`: when it was deleted, where that is known.
+    `tenant`: whose quota its GPUs count against, `creator`: whose reservations they are; the autoscaler's own if empty.
+    `delete_time`: when it was deleted, if known.
     """
 
     id: str
@@ -490,7 +489,7 @@ class Endpoint:
 
     @property
     def targets(self) -> Mapping[str, int]:
-        """Groups aimed at, by capability set; all replicas under an empty id where there are no sets."""
+        """Groups wanted by capability set; all replicas under an empty id without sets."""
         sets = self.spec.capability_sets
         if not sets:
             return {"": self.desired}

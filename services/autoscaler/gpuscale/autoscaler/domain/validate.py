@@ -1,7 +1,7 @@
-"""What is wrong with an endpoint's spec that no single field shows. Pure.
+"""Validation of an endpoint's spec across fields. Pure.
 
-Single fields (bounds, formats, finite numbers) are checked by the server against the rules in the contract; names of readings
-and asks for GPUs, which the contract has too, by `wire.specs.spec_violations`.
+Single fields (bounds, formats, finite numbers) are checked by the server against the contract's rules; names of readings, and
+GPU asks, by `wire.specs.spec_violations`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SPEC = "endpoint.spec"
 
 
 def violations(spec: EndpointSpec, path: str = SPEC) -> list[FieldViolation]:
-    """The fields at fault, by paths that begin with `path`; empty when the spec is sound."""
+    """Invalid fields, by paths that begin with `path`; empty for a valid spec."""
     checks = [_replicas, _signals, _rules, _contradictions]
     checks += [_sets, _beside_sets] if spec.capability_sets else []
     checks += [_adaptive] if spec.adaptive is not None else []
@@ -123,7 +123,7 @@ def _sets(path: str, spec: EndpointSpec) -> Iterator[FieldViolation]:
 
 
 def _beside_sets(path: str, spec: EndpointSpec) -> Iterator[FieldViolation]:
-    """What does nothing beside capability sets: only a ratio of tasks to workers is reckoned for each set by itself."""
+    """Fields without effect beside capability sets: only a ratio of tasks to workers is evaluated for each set."""
     tasks = {one.id for one in spec.signals if isinstance(one.source, TaskSignal)}
     for index, rule in enumerate(spec.rules):
         if not isinstance(rule.kind, RatioRule) or rule.kind.proportional_down or rule.signal not in tasks:

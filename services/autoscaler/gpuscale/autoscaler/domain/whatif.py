@@ -1,7 +1,7 @@
-"""What an evaluation comes to, what it would come to if something were otherwise, and when that may change. Pure.
+"""What an evaluation gives, what it would give under other conditions, and when that may change. Pure.
 
-Every answer is the engine's own: it is asked again with the one thing changed, so no rule is written down twice. A stated
-value becomes a sample of its signal, and is judged as any other.
+Every answer comes from the engine itself, with one thing changed, so no rule is duplicated. A given value becomes a sample of
+its signal, and is judged like any other.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ T = TypeVar("T")
 NO_BOUND = 100_000
 """More replicas than any endpoint may have."""
 MOST_MOMENTS = 256
-"""Moments that are tried for the next change."""
+"""Most moments to try for the next change."""
 _ROUNDING = 1e-6
-"""Seconds that a wait is taken to be longer, so that what is over exactly then is over."""
+"""Seconds added to each wait, so that what ends exactly then has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """The count if what `code` tells of were not there."""
+    """The count without what `code` refers to."""
 
     code: Code
     text: str
@@ -52,7 +52,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class NextChange:
-    """The count after `wait` seconds, signals being as they are."""
+    """The count after `wait` seconds with unchanged signals."""
 
     wait: float
     wanted: int
@@ -60,7 +60,7 @@ class NextChange:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An evaluation, what it would be otherwise, and when it may change."""
+    """An evaluation, its alternatives, and when it may change."""
 
     result: Result
     alternatives: tuple[Alternative, ...]
@@ -68,7 +68,7 @@ class Answer:
 
 
 def answer(question: Question) -> Answer:
-    """Evaluate, and ask further."""
+    """Evaluate, with alternatives and the next change."""
     result = asked(question)
     return Answer(result, tuple(_alternatives(question, result)), _next_change(question, result))
 
@@ -88,11 +88,11 @@ _PACES: Mapping[Code, tuple[Mapping[str, Any], str]] = {
     Code.ENDPOINT_COOLDOWN: ({"cooldown": 0.0}, "the endpoint had no cooldown"),
     Code.DIRECTION_DISABLED: ({"disabled": False}, "this direction were not switched off"),
 }
-"""What of the pace each code tells of, and how it is said that it were not there."""
+"""The parts of the pace that each code refers to, and the wording of their absence."""
 
 
 def _alternatives(question: Question, result: Result) -> Iterator[Alternative]:
-    """The count without each thing that held it back, where it is another."""
+    """The count without each thing that limited it, if that differs."""
     now = result.evaluation.wanted
     seen: set[tuple[Code, str]] = set()
     for step in result.evaluation.steps:
@@ -100,7 +100,7 @@ def _alternatives(question: Question, result: Result) -> Iterator[Alternative]:
         seen.add((step.code, step.rule))
         if other is not None and (wanted := asked(other[0]).evaluation.wanted) != now:
             yield Alternative(step.code, other[1], wanted)
-    # Where one of several rules that hold goes, the next still does.
+    # If one of several rules that hold is dropped, the next still does.
     holding = {step.rule for step in result.evaluation.steps if step.code in _HOLDING}
     rules = [replace(one, disabled=one.disabled or one.id in holding) for one in question.spec.rules]
     wanted = asked(_respecified(question, rules=tuple(rules))).evaluation.wanted if len(holding) > 1 else now
@@ -113,14 +113,14 @@ def _respecified(question: Question, **fields: Any) -> Question:
 
 
 def _without(question: Question, step: Step) -> tuple[Question, str] | None:
-    """The question without what a step tells of, and that in words; None where it held nothing back."""
+    """The question without what a step refers to, and the wording; None if the step limited nothing."""
     if step.stage is Stage.RULE:
         return _without_limit_of_rule(question, step)
     if step.code in _AT_MAX:
         return _without_bound(question, "max_replicas", NO_BOUND)
     if step.code in _AT_MIN:
         return _without_bound(question, "min_replicas", 0)
-    if step.code in _PACES:  # each code speaks of one direction, so both may lose it
+    if step.code in _PACES:  # each code refers to one direction, so both may lose it
         fields, text = _PACES[step.code]
         up, down = (replace(one, **fields) for one in (question.spec.up, question.spec.pace_down))
         return _respecified(question, up=up, down=down), text
@@ -182,7 +182,7 @@ def _without_limit_of_rule(question: Question, step: Step) -> tuple[Question, st
 
 
 def _next_change(question: Question, result: Result) -> NextChange | None:
-    """The first change after this evaluation; None where no wait is under way that would bring one."""
+    """The first later change; None if no pending wait would bring one."""
     now, evaluation = question.inputs.now, result.evaluation
     changes = {**question.inputs.last_changes, **dict.fromkeys(evaluation.effective, now)}
     inputs = replace(question.inputs, before=evaluation.wanted, last_changes=changes, bursts=result.bursts)
@@ -199,7 +199,7 @@ def _next_change(question: Question, result: Result) -> NextChange | None:
 
 
 def _waits(question: Question) -> list[float]:
-    """Seconds until something that holds the count back may be over: the next tick, and the end of each rest or window."""
+    """Seconds until each limit may end: the next tick, and the end of each cooldown or window."""
     spec, now, memory = question.spec, question.inputs.now, question.memory
     last = question.inputs.last_changes
     ends = [now + spec.period, *(last[rule.id] + rule.rest for rule in spec.rules if rule.id in last)]
@@ -213,7 +213,7 @@ def _waits(question: Question) -> list[float]:
 
 
 def _aged(question: Question, wait: float) -> Question:
-    """The question after a while: all that is remembered is so much older, and signals are as they are."""
+    """The question after a while: all memory is that much older, and signals are unchanged."""
     memory = question.memory
     older = Memory(
         memory.since - wait,
@@ -225,27 +225,27 @@ def _aged(question: Question, wait: float) -> Question:
 
 
 ALWAYS = Memory(-math.inf)
-"""Nothing has been asked for, and that has been known for ever."""
+"""As if nothing had been wanted for ever."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatedSignal:
-    """What a signal is to show."""
+    """A given signal value."""
 
-    value: float | None = None  # None where it is missing
-    age: float = 0.0  # of the value, in seconds
-    status: ObservationStatus = ObservationStatus.OK  # whether it can be had
-    # earlier values with their ages; where there are none, it has always shown its value
+    value: float | None = None  # None if it is missing
+    age: float = 0.0  # its age in seconds
+    status: ObservationStatus = ObservationStatus.OK  # whether it is available
+    # earlier values with their ages; without any, it has always had its value
     points: tuple[tuple[float, float], ...] = ()
     silent_count: int = 0  # sources that said nothing
-    # whether it shows that no work is left; None where that follows from the counts
+    # whether it shows that no work is left; None if that follows from the counts
     proven_empty: bool | None = None
-    tasks: TaskReport | None = None  # of a signal of tasks, what they need
+    tasks: TaskReport | None = None  # for a signal of tasks, what they need
 
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """What is stated of an evaluation; None, and a signal that is not there, is not."""
+    """Given inputs of an evaluation; None, and absent signals, are not given."""
 
     signals: Mapping[str, StatedSignal] = field(default_factory=dict[str, StatedSignal])
     before: int | None = None
@@ -261,7 +261,7 @@ class Stated:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """What holds where nothing is stated: of a live endpoint, or of one that does not exist."""
+    """Defaults for what is not given: of a live endpoint, or of a hypothetical one."""
 
     before: int
     ready: int
@@ -277,7 +277,7 @@ class Live:
 
 
 def question(spec: EndpointSpec, stated: Stated, live: Live, at: Moment) -> Question:
-    """All that an evaluation of the spec goes by."""
+    """All inputs of an evaluation of the spec."""
     samples, series = dict(live.samples), dict(live.past.series)
     drained = _drained(spec.signals, stated.signals)
     for signal in spec.measured:
@@ -334,7 +334,7 @@ def _sample(signal: Signal, stated: StatedSignal, now: float, drained: Collectio
 
 
 def _series(stated: StatedSignal, now: float, keep: float) -> InputSeries:
-    """Its points, one at a moment, or the one value as far back as anybody looks."""
+    """Its points, one per moment, or its single value as far back as anybody looks."""
     at = now - stated.age
     told = {now - age: value for age, value in stated.points if abs(value) <= LARGEST}
     past = sorted(told.items())
@@ -346,7 +346,7 @@ def _series(stated: StatedSignal, now: float, keep: float) -> InputSeries:
 
 
 def _drained(signals: Sequence[Signal], stated: Mapping[str, StatedSignal]) -> set[str]:
-    """Ids of the watchers of which all that they count is stated as 0."""
+    """Ids of the watchers whose counts are all given as 0."""
     zero: dict[str, set[QueueCount]] = {}
     for one in signals:
         if isinstance(one.source, QueueSignal) and one.id in stated and stated[one.id].value == 0:
@@ -356,7 +356,7 @@ def _drained(signals: Sequence[Signal], stated: Mapping[str, StatedSignal]) -> s
 
 
 def replaced_spec(own: EndpointSpec, spec: EndpointSpec, live: Live) -> Live:
-    """What a live endpoint shows to another spec: signals that differ from its own are not read."""
+    """A live endpoint's state for another spec: signals that differ from its own are not read."""
     same = {one.id for one in spec.measured if one in own.measured}
     samples = {name: one for name, one in live.samples.items() if name in same}
     series = {name: one for name, one in live.past.series.items() if name in same}

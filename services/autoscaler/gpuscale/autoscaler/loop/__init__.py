@@ -1,4 +1,4 @@
-"""The loop that makes endpoints what they should be: evaluate, reserve, start, drain, release.
+"""The control loop of endpoints: evaluate, reserve, start, drain, release.
 
-Only here are adapters and the allocator told something. Begin with `reconciler`, then `leases`.
+Only this package gives orders to adapters and the allocator. Begin with `reconciler`, then `leases`.
 """

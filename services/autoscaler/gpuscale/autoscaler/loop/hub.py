@@ -1,7 +1,7 @@
-"""All worker adapters: who is connected, what runs, what should run, and what their replicas wrote; and whom their news wakes.
+"""All worker adapters: connections, reports, desired state, log reads; and the wake-ups that follow from their news.
 
-An adapter that is silent or gone says nothing about its replicas: they become UNKNOWN, and nothing is stopped or started
-in their place until it is heard of again (Ray #58933: a failed listing was read as "no workers").
+A silent or absent adapter proves nothing about its replicas: they become UNKNOWN, and nothing is stopped or started in their
+place until it is heard of again (Ray #58933: a failed listing was taken for "no workers").
 """
 
 import asyncio
@@ -45,11 +45,11 @@ from gpuscale.common.runtime.tasks import Clock, uninterrupted
 from gpuscale.common.store.store import Store
 
 ROUNDED = 0.001
-"""Seconds to which uvloop's timers are rounded: one that comes too early brings a look for nothing."""
+"""The resolution of uvloop's timers in seconds: a timer that fires early causes a useless look."""
 
 
 class Wake:
-    """The call of one endpoint. `waiting`: it lacks GPUs or an adapter."""
+    """The wake-up of one endpoint. `waiting`: it lacks GPUs or an adapter."""
 
     def __init__(self) -> None:
         self.waiting = False
@@ -58,25 +58,25 @@ class Wake:
         self._changed = False
 
     def call(self, *, evaluate: bool, changed: bool) -> None:
-        """Ask for a look, and for an evaluation of the rules where the spec changed."""
+        """Request a look, and an evaluation of the rules if the spec changed."""
         self._evaluate = self._evaluate or evaluate
         self._changed = self._changed or changed
         self._event.set()
 
     @property
     def called(self) -> bool:
-        """Whether somebody called since the last look began."""
+        """Whether a look was requested since the last one began."""
         return self._event.is_set()
 
     def answer(self) -> dict[str, bool]:
-        """Begin to look; as arguments of that: whether an evaluation was asked for, and what is on disk may have changed."""
+        """Begin a look; as its arguments: whether an evaluation was requested, and what is on disk may have changed."""
         said = {"evaluate": self._evaluate, "changed": self._changed}
         self._evaluate = self._changed = False
         self._event.clear()
         return said
 
     async def wait(self, seconds: float) -> None:
-        """Until somebody calls, or so many seconds have passed."""
+        """Wait for a request, at most `seconds`."""
         late = seconds + ROUNDED if seconds > 0.0 else 0.0
         timer = asyncio.get_running_loop().call_later(late, self._event.set)
         try:
@@ -86,16 +86,16 @@ class Wake:
 
 
 class Wakes:
-    """The calls of all endpoints."""
+    """The wake-ups of all endpoints."""
 
     def __init__(self) -> None:
         self._wakes: dict[str, Wake] = {}
         self._arrived: asyncio.Queue[str] = asyncio.Queue()
 
     def call(self, endpoint: str, *, evaluate: bool = False, changed: bool = True) -> None:
-        """Ask for a look at an endpoint; one that was not known before is announced by `arrival`.
+        """Request a look at an endpoint; a new one is announced by `arrival`.
 
-        Whoever has written what is on disk of an endpoint calls it after that, as one that `changed`.
+        After writing an endpoint to disk, call it as `changed`.
         """
         if endpoint not in self._wakes:
             self._wakes[endpoint] = Wake()
@@ -103,34 +103,34 @@ class Wakes:
         self._wakes[endpoint].call(evaluate=evaluate, changed=changed)
 
     def call_each(self, endpoints: Iterable[str], *, changed: bool = True) -> None:
-        """Ask for a look at these."""
+        """Request a look at these."""
         for endpoint in sorted(endpoints):
             self.call(endpoint, changed=changed)
 
     def call_all(self) -> None:
-        """Ask for a look at every endpoint: what became of an adapter may concern any."""
+        """Request a look at every endpoint: changes of an adapter may concern any."""
         self.call_each(list(self._wakes), changed=False)
 
     def call_waiting(self) -> None:
-        """Ask for a look at those that lack something: GPUs or an adapter may have become free."""
+        """Request a look at those that lack GPUs or an adapter, which may have become free."""
         waiting = [endpoint for endpoint, wake in self._wakes.items() if wake.waiting]
         self.call_each(waiting, changed=False)
 
     async def arrival(self) -> tuple[str, Wake]:
-        """The next endpoint that was not known before."""
+        """The next new endpoint."""
         endpoint = await self._arrived.get()
         return endpoint, self._wakes[endpoint]
 
     def forget(self, endpoint: str) -> None:
-        """The endpoint is gone; a call after this one announces it anew."""
+        """Remove a deleted endpoint; a later request announces it again."""
         self._wakes.pop(endpoint, None)
 
 
 class Followers:
-    """Who follows which endpoint. Any number of changes before somebody looks are one.
+    """The followers of endpoints. Changes before a look are merged.
 
-    `looked_at` has the endpoints that were changed, or looked at, since these were taken out; `some` is set where there
-    are any.
+    `looked_at` has the endpoints that were changed, or looked at, since they were last taken out; `some` is set if there are
+    any.
     """
 
     def __init__(self) -> None:
@@ -144,14 +144,14 @@ class Followers:
         self.some.set()
 
     def tell(self, endpoint: str) -> None:
-        """The endpoint may have changed, or be gone; what changed is on disk."""
+        """The endpoint may have changed or be gone, on disk."""
         self.looked(endpoint)
         for event in self._followers.get(endpoint, ()):
             event.set()
 
     @contextmanager
     def follow(self, endpoint: str) -> Generator[asyncio.Event]:
-        """An event that every change sets from now on; its owner clears it before each look."""
+        """An event that every later change sets; its owner clears it before each look."""
         event = asyncio.Event()
         followers = self._followers.setdefault(endpoint, set())
         followers.add(event)
@@ -164,11 +164,11 @@ class Followers:
 
 
 TIMEOUT: Final = 5.0
-"""Seconds for which an adapter may think about its answer."""
+"""Seconds to wait for an adapter's answer."""
 
 
 class LogQuestion(NamedTuple):
-    """Asks for at most `most` bytes of what a replica wrote, from `offset` on; None: up to its end."""
+    """Asks for at most `most` bytes of a replica's log from `offset`; None: from its end."""
 
     number: int
     replica: str
@@ -185,7 +185,7 @@ class LogQuestions:
         self._answers: dict[int, asyncio.Future[LogPart]] = {}
 
     def put(self, replica: str, offset: int | None, most: int) -> LogQuestion:
-        """Take a question; it is to be waited for. Raises ResourceExhaustedError: too many wait."""
+        """Add a question, to be awaited. Raises ResourceExhaustedError if too many are pending."""
         if len(self._answers) >= MOST_AT_ONCE:
             text = f"{MOST_AT_ONCE} parts of logs are being read from this adapter: try again"
             raise ResourceExhaustedError(text, reason="LOGS_BUSY", retry_after=1.0)
@@ -196,7 +196,7 @@ class LogQuestions:
         return question
 
     async def answer(self, question: LogQuestion) -> LogPart:
-        """Wait for the answer to a question. Raises UnavailableError: none came."""
+        """Wait for the answer to a question. Raises UnavailableError without one."""
         try:
             async with asyncio.timeout(TIMEOUT):
                 return await self._answers[question.number]
@@ -205,33 +205,33 @@ class LogQuestions:
             raise UnavailableError(text, reason="ADAPTER_SILENT") from None
         finally:
             del self._answers[question.number]
-            if question in self._unsent:  # over a stream that takes nothing they would come to any number
+            if question in self._unsent:  # over a blocked stream they could accumulate
                 self._unsent.remove(question)
 
     def unsent(self) -> list[LogQuestion]:
-        """The questions that were not sent yet, and are now; but for those that nobody waits for any more."""
+        """The unsent questions, which are then sent; except those that nobody awaits any more."""
         taken, self._unsent = self._unsent, []
         return [question for question in taken if question.number in self._answers]
 
     def heard(self, number: int, part: LogPart) -> None:
-        """Take an answer; one that nobody waits for any more is dropped."""
+        """Take an answer; it is dropped if nobody awaits it any more."""
         future = self._answers.get(number)
         if future is not None and not future.done():
             future.set_result(part)
 
     def fail(self, error: GpuscaleError) -> None:
-        """Nobody will answer any more."""
+        """Fail all pending questions."""
         for future in self._answers.values():
             if not future.done():
                 future.set_exception(error)
 
 
 RESEND = 2.0
-"""Seconds after which a state that was not acknowledged is sent again."""
+"""Seconds after which an unacknowledged state is sent again."""
 
 
 class AdapterSession:
-    """A connection of an adapter; `facts.live` says nothing here. Each `next_revision` is greater than all before."""
+    """A connection of an adapter; `facts.live` is unused here. `next_revision` only grows."""
 
     def __init__(self, facts: AdapterFacts, next_revision: Callable[[], int]) -> None:
         self.facts = facts
@@ -248,14 +248,14 @@ class AdapterSession:
         self._error: GpuscaleError | None = None
 
     def heard(self, revision: int, reported: Mapping[str, ReplicaReport]) -> frozenset[str]:
-        """Take a report, and tell which replicas this adapter does not have although it knows they should stop."""
+        """Take a report; returns the replicas this adapter does not have although it knows they should stop."""
         self.reported = reported
         self._acknowledged = revision
         told = (name for name, since in self._stop_told.items() if revision >= since and name not in reported)
         return frozenset(told)
 
     def tell(self, lines: Sequence[DesiredReplica]) -> None:
-        """Send this state if it is not what was sent last."""
+        """Send this state if it differs from the last one sent."""
         if lines == self._lines:
             return
         self._lines = lines
@@ -264,7 +264,7 @@ class AdapterSession:
         self._changed.set()
 
     async def read_log(self, replica: str, offset: int | None, most: int) -> LogPart:
-        """Ask the adapter for a part of what a replica wrote; ResourceExhaustedError, UnavailableError."""
+        """Ask the adapter for part of a replica's log; ResourceExhaustedError, UnavailableError."""
         if self._closed:
             raise _disconnected()
         question = self.logs.put(replica, offset, most)
@@ -272,14 +272,14 @@ class AdapterSession:
         return await self.logs.answer(question)
 
     def close(self, error: GpuscaleError | None = None) -> None:
-        """End `updates`, with an error if there is one. Only the first call counts."""
+        """End `updates`, with an optional error. Only the first call counts."""
         if not self._closed:
             self._closed, self._error = True, error
             self.logs.fail(_disconnected())
             self._changed.set()
 
     async def updates(self) -> AsyncGenerator[tuple[int, Sequence[DesiredReplica]] | LogQuestion]:
-        """The state as it changes and until it is acknowledged, and questions for logs; raises what `close` was given."""
+        """Changes of the state, repeated until acknowledged, and log questions; raises the error given to `close`."""
         while not self._closed:
             self._changed.clear()
             for question in self.logs.unsent():
@@ -300,9 +300,9 @@ def _disconnected() -> UnavailableError:
 
 
 SILENT = 15.0
-"""Seconds without a report after which nobody knows what an adapter's replicas do."""
+"""Seconds without a report after which an adapter is silent."""
 STRAY = 5.0
-"""Seconds for which an adapter reports a replica that is not known here before it is told to stop it."""
+"""Seconds for which an adapter reports an unknown replica before it is told to stop it."""
 _REVISIONS_PER_START = 1_000_000_000
 
 _log = get_logger(__name__)
@@ -310,7 +310,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AdapterView:
-    """An adapter to show: what it is, what it reported, and when it was heard of last."""
+    """An adapter for display: its facts, its report, and when it was last heard of."""
 
     facts: AdapterFacts
     replica_count: int
@@ -318,7 +318,7 @@ class AdapterView:
 
 
 class AdapterHub:
-    """Keeps the connections of adapters. `starts`: how often this program was started, since when revisions grow."""
+    """Manages adapter connections. `starts`: how often this program was started, so that revisions grow."""
 
     def __init__(self, store: Store, clock: Clock, starts: int, wakes: Wakes) -> None:
         self._store = store
@@ -330,10 +330,10 @@ class AdapterHub:
         self._seen: dict[str, Moment] = {}
 
     def connect(self, facts: AdapterFacts) -> AdapterSession:
-        """Begin a connection; one that the adapter had before ends with AbortedError.
+        """Open a connection; an earlier one of the adapter ends with AbortedError.
 
-        FailedPreconditionError if that one is of another kind: two adapters have one id, and each would start the
-        other's replicas.
+        FailedPreconditionError if that one is of another kind: two adapters share an id, and each would start the other's
+        replicas.
         """
         before, name = self._sessions.get(facts.id), adapter_name(facts.id)
         if before is not None:
@@ -358,7 +358,7 @@ class AdapterHub:
         return session
 
     def disconnect(self, session: AdapterSession) -> None:
-        """End a connection; harmless if another one took over."""
+        """Close a connection; harmless if another one took over."""
         session.close()
         adapter = session.facts.id
         if self._sessions.get(adapter) is session:
@@ -386,7 +386,7 @@ class AdapterHub:
             self._wakes.call_all()
 
     async def refresh(self, adapters: Iterable[str]) -> None:
-        """Tell these adapters what is desired of them now. One that has not reported yet is told nothing."""
+        """Send these adapters their current desired state. One that has not reported yet gets nothing."""
         for adapter in sorted(adapters):
             session = self._sessions.get(adapter)
             if session is None or session.reported is None:
@@ -399,11 +399,11 @@ class AdapterHub:
             session.tell(desired_state(own, session.reported, strays))
 
     def facts(self) -> list[AdapterFacts]:
-        """Every adapter that was ever connected, and whether it is heard of now; by id."""
+        """Every adapter that was ever connected, and whether it is live; by id."""
         return [replace(self._known[id_], live=self.live(id_)) for id_ in sorted(self._known)]
 
     def live(self, adapter: str) -> bool:
-        """Whether it is known what an adapter's replicas do: it is connected, has reported, and not long ago."""
+        """Whether the state of an adapter's replicas is known: it is connected, and has reported recently."""
         session = self._sessions.get(adapter)
         if session is None or session.reported is None:
             return False
@@ -411,7 +411,7 @@ class AdapterHub:
 
     @uninterrupted
     async def forget(self, adapter: str) -> list[str]:
-        """Give an adapter up that never comes back: its replicas end without its word; returns their names.
+        """Give up an adapter that never comes back: its replicas end without its report; returns their names.
 
         FailedPreconditionError while it is connected, NotFoundError if it was never heard of and has no replicas.
         """
@@ -443,7 +443,7 @@ class AdapterHub:
         return [replica_name(replica.endpoint, replica.id) for replica in lost]
 
     async def read_log(self, one: Replica, offset: int | None, most: int) -> LogPart:
-        """Ask the adapter of a replica, if it keeps logs, for a part of what the replica wrote; raises as the session's."""
+        """Ask the adapter of a replica, if it keeps logs, for part of the replica's log; raises like the session's."""
         name, session = adapter_name(one.adapter), self._sessions.get(one.adapter)
         if session is None:
             raise UnavailableError(f"{name} is not connected", reason="ADAPTER_DISCONNECTED")
@@ -452,7 +452,7 @@ class AdapterHub:
         return await session.read_log(replica_name(one.endpoint, one.id), offset, most)
 
     def views(self) -> list[AdapterView]:
-        """Every adapter to show, by id."""
+        """Every adapter for display, by id."""
         counts = {id_: len(session.reported or ()) for id_, session in self._sessions.items()}
         return [
             AdapterView(facts, counts.get(facts.id, 0), self._seen[facts.id].wall) for facts in self.facts()
@@ -473,7 +473,7 @@ def _take_report(
     absent: frozenset[str],
     at: Moment,
 ) -> list[Replica]:
-    """Move the replicas of an adapter to where its report says they are; returns those that moved."""
+    """Update the replicas of an adapter from its report; returns those that changed."""
     changed: list[Replica] = []
     for before in store.of_adapter(connection, adapter):
         name = replica_name(before.endpoint, before.id)

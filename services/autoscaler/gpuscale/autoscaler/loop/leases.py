@@ -1,7 +1,7 @@
-"""GPUs of replicas: reserved with their adapter while they are pending, renewed while they live, given back once they ended.
+"""GPUs of replicas: reserved while they are pending, renewed while they live, released once they ended.
 
-Every step may be the last one before a crash. The row says which nodes a Reserve was sent for until its answer is known;
-whoever comes back sends the same request again, and gets what it was granted, or learns that it was granted nothing.
+Every step may be the last one before a crash. The row says which nodes a Reserve was sent for until its answer is known; after
+a crash the same request is sent again, and returns what it was granted, or that it was granted nothing.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ from gpuscale.common.wire import seconds, to_datetime, to_duration
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGrant:
-    """GPUs that were reserved, the id of the node they are on, and their product names."""
+    """Reserved GPUs, the id of their node, and their product names."""
 
     lease: ReplicaLease
     node: str
@@ -67,7 +67,7 @@ class ReplicaGrant:
 
 
 class Reservations:
-    """Reserves, renews and releases. Every call may be repeated: that is what the request id of a replica is for."""
+    """Reserves, renews and releases. Every call may be repeated, thanks to the replica's request id."""
 
     def __init__(self, channel: grpc.aio.Channel, wakes: Wakes) -> None:
         self._stub = allocator_api.AllocatorServiceStub(channel)
@@ -78,10 +78,10 @@ class Reservations:
     ) -> ReplicaGrant | None:
         """The GPUs of a replica, on one of its `nodes`: newly granted, or as an earlier call was, unless that has ended.
 
-        They count against the endpoint's tenant, and are its creator's; our own where it has none. Where it states a
-        priority, one that `stays` waits in the queue from then on (`StandsInQueueError`). Nothing
-        was reserved after ResourceExhaustedError (NO_CAPACITY), AlreadyExistsError (an earlier call asked for other
-        nodes) and those of `_NOTHING_RESERVED`; it may have been after others.
+        They count against the endpoint's tenant, and belong to its creator; our own by default. If it has a priority, a request
+        that `stays` joins the queue (`StandsInQueueError`). Nothing was reserved after ResourceExhaustedError (NO_CAPACITY),
+        AlreadyExistsError (an earlier call asked for other nodes) and those of `_NOTHING_RESERVED`; after others it may have
+        been.
         """
         template, priority = replica.template, endpoint.spec.priority
         request = allocator_api.ReserveRequest(
@@ -110,20 +110,20 @@ class Reservations:
         return ReplicaGrant(lease, node_of(granted.gpus[0]), frozenset(gpu.model for gpu in granted.gpus))
 
     async def renew(self, lease: ReplicaLease) -> None:
-        """Start a lease anew. NotFoundError or FailedPreconditionError: it seems to have ended; else nobody knows."""
+        """Renew a lease. NotFoundError or FailedPreconditionError: it seems to have ended; other errors prove nothing."""
         request = allocator_api.RenewReservationRequest(name=lease.reservation, fence=lease.fence)
         with rpc_errors():
             await self._stub.RenewReservation(request, timeout=RPC_TIMEOUT)
 
     def revoked(self) -> AsyncIterable[allocator_api.WatchReservationsResponse]:
-        """Reservations of any holder that will be taken away: all of them at first, then those that change.
+        """Reservations of any holder that will be revoked: first all of them, then changes.
 
         Raises RPC errors while it is read.
         """
         return self._stub.WatchReservations(allocator_api.WatchReservationsRequest(revoked=True))
 
     async def holds(self, lease: ReplicaLease) -> bool:
-        """Whether the GPUs of a lease are held by it still. Raises GpuscaleError: nobody knows."""
+        """Whether a lease still holds its GPUs. Raises GpuscaleError if unknown."""
         request = allocator_api.GetReservationRequest(name=lease.reservation)
         try:
             with rpc_errors():
@@ -133,22 +133,22 @@ class Reservations:
         return found.state == allocator_api.Reservation.STATE_ACTIVE and found.fence == lease.fence
 
     async def release(self, lease: ReplicaLease) -> None:
-        """Give the GPUs of a lease back. NotFoundError or FailedPreconditionError: nothing of ours is left."""
+        """Release the GPUs of a lease. NotFoundError or FailedPreconditionError: nothing of ours is left."""
         request = allocator_api.ReleaseReservationRequest(name=lease.reservation, fence=lease.fence)
         with rpc_errors():
             await self._stub.ReleaseReservation(request, timeout=RPC_TIMEOUT)
 
 
 RETRY = 5.0
-"""Seconds after which a replica that found no place is tried again, unless something becomes free earlier."""
+"""Seconds until a replica that found no place is retried, unless something becomes free earlier."""
 AGAIN = 0.1
-"""Seconds after which one is tried again that can get further now."""
+"""Seconds until a retry that may make progress now."""
 MAX_NODES = 1_000
 UNKNOWN_NODE_REST = 30.0
-"""Seconds for which a node is not asked for that the allocator has never heard of."""
+"""Seconds for which a node unknown to the allocator is not requested."""
 
 QUOTA_EXCEEDED = "QUOTA_EXCEEDED"
-"""The allocator's reason where a tenant holds as much as it may."""
+"""The allocator's reason if a tenant is at its quota."""
 
 _NOTHING_RESERVED = (
     FailedPreconditionError,
@@ -159,15 +159,15 @@ _NOTHING_RESERVED = (
 )
 
 ENGINES_GPUS: tuple[str, ...] = ()
-"""In place of nodes: adapters whose engine gives out GPUs itself."""
+"""In place of nodes: adapters whose engine assigns GPUs itself."""
 
 _NOT_HERE = frozenset({Code.NO_CAPACITY, Code.UNSATISFIABLE})
-"""With these the next tier of adapters is tried."""
+"""With these reasons the next tier of adapters is tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartRefusal:
-    """Why the replicas that wait got no further, and seconds until it makes sense to try again."""
+    """Why the waiting replicas could not start, and seconds until a retry makes sense."""
 
     stage: Stage
     code: Code
@@ -176,7 +176,7 @@ class StartRefusal:
 
 
 class Actor:
-    """Acts on pending replicas, one after another."""
+    """Starts pending replicas one after another."""
 
     def __init__(self, store: Store, clock: Clock, hub: AdapterHub, reservations: Reservations) -> None:
         self._store = store
@@ -188,13 +188,13 @@ class Actor:
     async def act(
         self, replicas: Iterable[Replica], endpoint: Endpoint, spilled: dict[str, str] | None = None
     ) -> StartRefusal | None:
-        """Take the pending ones of an endpoint as far as they get, first those whose Reserve has no answer yet.
+        """Advance an endpoint's pending replicas as far as possible, first those with an outstanding Reserve.
 
-        `spilled` is told why replicas, by id, are given GPUs of a less preferred model.
+        `spilled` collects why replicas, by id, get GPUs of a less preferred model.
         """
         pending = [one for one in replicas if one.state is ReplicaState.PENDING]
         told: set[str] = set()
-        refused: dict[str, StartRefusal] = {}  # by capability set: one that waits for GPUs holds up no other
+        refused: dict[str, StartRefusal] = {}  # by capability set: waiting for GPUs blocks no other
         try:
             for replica in sorted(pending, key=lambda one: not one.nodes):
                 if replica.group.set in refused and endpoint.spec.priority is None:
@@ -213,7 +213,7 @@ class Actor:
             return await self._assign(replica, None, told)
         tiers = [] if replica.goal is Goal.STOP else await self._nodes(replica)
         if not tiers and replica.goal is Goal.RUN:
-            return self._nobody(replica)  # what an earlier life was granted waits until its adapter is back
+            return self._nobody(replica)  # an earlier grant waits until its adapter is back
         if replica.nodes or not tiers:
             return await self._reserve(replica, endpoint, told)
         refusal, before = None, ""
@@ -238,7 +238,7 @@ class Actor:
     async def _reserve(
         self, replica: Replica, endpoint: Endpoint, told: set[str], *, stays: bool = True
     ) -> StartRefusal | None:
-        """Ask for its GPUs on its nodes, and use them."""
+        """Reserve its GPUs on its nodes, and use them."""
         await hit_async("autoscaler.replica.after_intent")
         try:
             stays = stays and replica.goal is Goal.RUN
@@ -270,7 +270,7 @@ class Actor:
     async def _assign(
         self, replica: Replica, grant: ReplicaGrant | None, told: set[str]
     ) -> StartRefusal | None:
-        """Choose the adapter and write it down; it is told after that, as one of `told`."""
+        """Choose the adapter and write it down; it is then notified, as one of `told`."""
         work = partial(_assign, replica=replica, grant=grant, adapters=self._hub.facts(), at=self._moment())
         adapter = await self._store.write(work)
         if adapter is None:
@@ -280,7 +280,7 @@ class Actor:
         return None
 
     async def _nodes(self, replica: Replica) -> list[tuple[str, ...]]:
-        """Where it can have GPUs, tier by tier: nodes, without those that the allocator has just not known, or an engine."""
+        """Its possible GPUs, tier by tier: nodes, except those unknown to the allocator, or an engine."""
         now = self._clock.now()
         self._unknown_nodes = {node: until for node, until in self._unknown_nodes.items() if until > now}
         able = await self._store.read(partial(_able, replica=replica, adapters=self._hub.facts()))
@@ -337,7 +337,7 @@ class Actor:
 
 
 def _able(connection: Connection, replica: Replica, adapters: Collection[AdapterFacts]) -> list[AdapterFacts]:
-    """The adapters that can run it, in the order in which they are tried."""
+    """The adapters that can run it, in the order in which to try them."""
     loads = store.loads(connection)
     own = Counter(one.adapter for one in store.replicas(connection, replica.endpoint) if one.adapter)
     return candidates(replica.template, list(adapters), loads, own, replica.group.asked.capabilities)
@@ -350,10 +350,10 @@ def _assign(
     adapters: Collection[AdapterFacts],
     at: Moment,
 ) -> str | None:
-    """Write the adapter with the fewest replicas (on the node of the GPUs); where none is left, the GPUs are owed back."""
+    """Write the adapter with the fewest replicas (on the node of the GPUs); without one, the GPUs must be released."""
 
     def suits(one: AdapterFacts) -> bool:
-        """Whether it has the very GPUs that were granted; without a grant, whether it needs none."""
+        """Whether it has the granted GPUs; without a grant, whether it needs none."""
         if grant is not None:
             return one.node == grant.node and not one.capabilities.gives_gpus
         return replica.template.gpu_count == 0 or one.capabilities.gives_gpus
@@ -383,18 +383,18 @@ def _retry(error: GpuscaleError) -> float:
 
 
 CONCURRENT = 16
-"""Calls of one kind to the allocator at a time."""
+"""Most concurrent calls of one kind to the allocator."""
 RETRY_RENEWAL = 1.0
-"""Seconds after which a renewal that nobody answered is tried again."""
+"""Seconds after which an unanswered renewal is retried."""
 NEVER = datetime.max.replace(tzinfo=UTC)
 LONGEST_WAIT = 60.0
-"""Seconds after which the rows are read again even if nobody said that they changed."""
+"""Seconds after which the rows are read again even without a change."""
 
 _log = get_logger(__name__)
 
 
 class LeaseKeeper:
-    """Three tasks: renew, release, follow what will be taken away. `changed` tells that replicas came, ended, or got GPUs."""
+    """Three tasks: renew, release, follow revocations. `changed` signals that replicas came, ended, or got GPUs."""
 
     def __init__(
         self, store: Store, reservations: Reservations, clock: Clock, hub: AdapterHub, wakes: Wakes
@@ -412,12 +412,12 @@ class LeaseKeeper:
         self._over: set[str] = set()
 
     def changed(self) -> None:
-        """Look at the replicas again."""
+        """Check the replicas again."""
         self._renew.set()
         self._release.set()
 
     async def renew_forever(self) -> None:
-        """Renew every lease each third of its ttl, those of silent adapters too; all of them at once at the start."""
+        """Renew every lease at each third of its ttl, including those of silent adapters; all of them at the start."""
         live: list[Replica] = []
         known = await self._leased()
         self._due = {replica.id: self._clock.now() for replica in known or ()}
@@ -435,7 +435,7 @@ class LeaseKeeper:
                 known = await self._leased()
 
     async def _leased(self) -> list[Replica] | None:
-        """The replicas that hold a lease, once it is noted who will lose it; None where the state cannot be read now."""
+        """The replicas that hold a lease, after recording who will lose it; None if the state cannot be read now."""
         try:
             live = await self._store.read(store.leased)
         except GpuscaleError as error:
@@ -450,14 +450,14 @@ class LeaseKeeper:
         return live
 
     def _noted(self, replica: Replica) -> Replica:
-        """With what the allocator said last of its lease; the same replica where nothing is new."""
+        """The replica with the allocator's last word on its lease; the same one if nothing is new."""
         if self._revoked is None or replica.lease is None:
             return replica
         at, time, reason = self._revoked.get(replica.lease.reservation, (None, NEVER, ""))
         return revoked(replica, at, time, reason, self._clock.now())
 
     async def _note_revocations(self) -> None:
-        """Write who will lose its GPUs and who may keep them, and have their endpoints look for others in their place."""
+        """Record who will lose its GPUs and who may keep them, and have their endpoints find replacements."""
 
         def note(connection: Connection) -> list[Replica]:
             changed = [after for one in store.leased(connection) if (after := self._noted(one)) is not one]
@@ -475,7 +475,7 @@ class LeaseKeeper:
         self._wakes.call_each({one.endpoint for one in changed})
 
     async def follow_revocations(self) -> NoReturn:
-        """Follow which leases will be taken away, over broken streams and restarts of the allocator."""
+        """Follow revocations, across broken streams and restarts of the allocator."""
         backoff = Backoff(cap=RETRY)
         while True:
             problem = "it ended the stream"
@@ -494,7 +494,7 @@ class LeaseKeeper:
             async for message in self._reservations.revoked():
                 backoff.reset()
                 for one in message.reservations:
-                    # The writer's thread reads it meanwhile: none that stays revoked may be missing for a moment.
+                    # The writer thread reads it meanwhile: no current revocation may be missing, even briefly.
                     if one.HasField("revoke_time"):
                         # Both times are by the allocator's clock, and what remains is as of its answer.
                         time = to_datetime(one.revoke_time)
@@ -504,7 +504,7 @@ class LeaseKeeper:
                         continue
                     found.pop(one.name, None)
                     if not one.HasField("remaining"):
-                        self._over.add(one.name)  # a renewal tells whether that is a loss
+                        self._over.add(one.name)  # a renewal shows whether that is a loss
                 for name in message.removed:
                     found.pop(name, None)
                 if message.full or self._following:
@@ -525,7 +525,7 @@ class LeaseKeeper:
         self._due[replica.id] = self._clock.now() + wait
 
     async def _note_loss(self, replica: Replica, message: str) -> None:
-        """Its GPUs may be somebody else's by now: it is stopped at once."""
+        """Its GPUs may have been granted to others: stop it at once."""
         at = Moment(self._clock.now(), self._clock.wall())
         planned = replica.revocation is not None and replica.revocation.at - SAME_MOMENT <= at.now
         reason = f"lost its reservation: {message}"
@@ -550,7 +550,7 @@ class LeaseKeeper:
         return None
 
     async def release_forever(self) -> None:
-        """Release the reservation of every replica that has ended, until the allocator has acknowledged it."""
+        """Release the reservation of every ended replica, until the allocator has acknowledged it."""
         backoff = Backoff(initial=0.5, cap=10.0)
         while True:
             self._release.clear()
@@ -579,7 +579,7 @@ class LeaseKeeper:
         except GpuscaleError as error:
             _log.warning("a reservation was not released", reservation=lease.reservation, error=error.message)
         else:
-            self._renew.set()  # it may be one of those that are renewed still
+            self._renew.set()  # it may be one that is still renewed
             self._wakes.call(replica.endpoint)
             self._wakes.call_waiting()
 

@@ -1,6 +1,6 @@
-"""Places in the allocator's queue: what is freed for replicas of an endpoint that states a priority is granted to nobody behind them.
+"""Places in the allocator's queue: GPUs freed for replicas of an endpoint with a priority go to nobody behind them.
 
-Each place is a stream of its own. A crash loses it, and what it was granted is told to whoever sends the request again.
+Each place is a stream. A crash loses it, and repeating the request returns what it was granted.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.common.wire import enum_word, to_duration
 
 STAY = 60.0
-"""Seconds after which a place is asked for anew: on the nodes that there are by then."""
+"""Seconds after which a place is requested again, on the nodes of that time."""
 
 
 class StandsInQueueError(ResourceExhaustedError):
-    """A request waits in the queue, which `message` tells of."""
+    """A request waits in the queue; `message` has its place."""
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class _Place:
 
     @property
     def refusal(self) -> ResourceExhaustedError:
-        """What its wait comes to for one that does not stay."""
+        """The refusal for a request that does not stay."""
         text = "the allocator has not looked at it yet" if self.waits is None else self.waits.message
         reason = "NO_CAPACITY" if self.waits is None else enum_word(self.waits, "reason")
         return ResourceExhaustedError(
@@ -48,7 +48,7 @@ class _Place:
 
 
 class Places:
-    """The places that replicas have; `run` must run."""
+    """The places of replicas; `run` must run."""
 
     def __init__(self, stub: "allocator_api.AllocatorServiceAsyncStub", wakes: Wakes) -> None:
         self._stub = stub
@@ -57,18 +57,18 @@ class Places:
         self._places: dict[str, _Place] = {}
 
     async def run(self) -> None:
-        """Stand in the queue for them, for ever."""
+        """Wait in the queue for them, for ever."""
         async with self._scope:
             await asyncio.Event().wait()
 
     async def ask(
         self, replica: Replica, request: allocator_api.ReserveRequest, *, stays: bool
     ) -> allocator_api.ReserveAndWatchResponse:
-        """What a replica is granted now, or was while it stood in the queue. It stays there, or not, with the error."""
+        """Returns what a replica is granted now, or was while it waited. Raises its place, which it keeps if it `stays`."""
         request.wait.CopyFrom(to_duration(STAY))
         place = self._places.get(replica.id)
         if place is not None and not place.over and (not stays or place.request != request):
-            await self.leave(replica.id)  # asked for anew once it has left, it tells whether it was granted
+            await self.leave(replica.id)  # once it has left, a repeated request shows whether it was granted
             place = None
         if place is None:
             place = self._begin(replica, request)
@@ -93,7 +93,7 @@ class Places:
         return place
 
     async def leave(self, replica: str) -> None:
-        """Leave the queue, if it stands there. What was granted in the same moment is told to who asks again, or runs out."""
+        """Leave the queue, if it waits there. A simultaneous grant is found by asking again, or runs out."""
         if (place := self._places.pop(replica, None)) is not None:
             place.task.cancel()
             await asyncio.wait([place.task])

@@ -1,6 +1,6 @@
-"""Who gives way to whom where GPUs are short: asks the allocator who holds what would help, and tells their endpoints.
+"""Who gives way when GPUs are short: asks the allocator which holders would help, and notifies their endpoints.
 
-Kept in memory: a restart forgets it, and who lacks GPUs asks again. The place of what is freed is kept by the allocator's queue.
+Kept in memory: after a restart, endpoints that lack GPUs ask again. The allocator's queue keeps the place for what is freed.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.store.store import Store
 
 SETTLES = 60.0
-"""Seconds after which one for which others gave way, and that still has no GPUs, makes others give way."""
+"""Seconds after which an endpoint that still has no GPUs makes others give way again."""
 
 _log = get_logger(__name__)
 
 
 @dataclass(slots=True)
 class Given:
-    """How far an endpoint gives way, until when, to whom (in words, by id), and with which replicas; when it began before."""
+    """An endpoint's concession: its size, its end, its beneficiaries (by id), its replicas, and earlier ones."""
 
     times: list[float]
     most: int = 0
@@ -47,11 +47,11 @@ class Given:
     replicas: set[str] = field(default_factory=set[str])
 
     def holds(self, now: float) -> None:
-        """It gives way from now on, for as long as it has to, since it had to before."""
+        """Give way from now on, for as long as earlier concessions require."""
         self.until = now + hold(self.times, now)
 
     def way(self, now: float) -> GiveWay | None:
-        """How it gives way; None where it does no more."""
+        """How it gives way; None if it no longer does."""
         if self.until <= now:
             return None
         return GiveWay(self.most, ", ".join(sorted(self.to.values())), tuple(sorted(self.replicas)))
@@ -59,7 +59,7 @@ class Given:
 
 @dataclass(slots=True)
 class _Claim:
-    """Since when an endpoint lacks GPUs; of its replicas for which others give way, which those are and until when it waits."""
+    """Since when an endpoint lacks GPUs; its replicas for which others give way, and until when it waits."""
 
     since: float
     paid: dict[str, tuple[frozenset[str], float]] = field(
@@ -67,14 +67,14 @@ class _Claim:
     )
 
     def settle(self, lacking: Collection[str], running: AbstractSet[str], now: float) -> None:
-        """Those that give way may take as long as they like; what is then not granted soon is claimed anew."""
+        """Those that give way may take their time; what is then not granted soon is claimed again."""
         paid = {one: self.paid[one] for one in lacking if one in self.paid}
         until = {one: now + SETTLES if victims & running else end for one, (victims, end) in paid.items()}
         self.paid = {one: (paid[one][0], end) for one, end in until.items() if end > now}
 
 
 class Precedence:
-    """Which endpoints give way, or did (`given`, by id); `busy` tells how busy the replicas of an endpoint are."""
+    """Endpoints that give way, or did (`given`, by id); `busy` tells how busy the replicas of an endpoint are."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Precedence:
     async def claim(
         self, endpoint: Endpoint, refusal: StartRefusal | None, replicas: Sequence[Replica]
     ) -> list[Step]:
-        """Have others give way to those of an endpoint's replicas that lack GPUs, if it is time; what is said of that."""
+        """Have others give way to an endpoint's replicas that lack GPUs, if it is time; returns steps that say so."""
         lacking = [one for one in replicas if one.state is ReplicaState.PENDING and one.goal is Goal.RUN]
         short = refusal is not None and refusal.code is Code.NO_CAPACITY and lacking
         if endpoint.spec.priority is None or not short:
@@ -119,7 +119,7 @@ class Precedence:
         return list(self._told(endpoint))
 
     async def _claim(self, endpoint: Endpoint, claim: _Claim, lacking: Sequence[Replica]) -> None:
-        """Choose who gives way, and tell them."""
+        """Choose who gives way, and notify them."""
         template = lacking[0].template
         alike = [one.id for one in lacking if one.template == template]
         others, rows = await self._store.read(_endpoints_and_rows)
@@ -169,7 +169,7 @@ class Precedence:
         return holders, spare
 
     def _give(self, holder: Holder, spare: int, endpoint: Endpoint) -> None:
-        """Note that a replica gives way."""
+        """Record that a replica gives way."""
         now = self._clock.now()
         before = self.given.get(holder.endpoint)
         if before is None or before.until <= now:
@@ -181,7 +181,7 @@ class Precedence:
         before.holds(now)
 
     async def _rooms(self, request: allocator_api.ExplainPlacementRequest) -> list[NodeRoom]:
-        """What the allocator has for an ask, but for who holds it."""
+        """The allocator's room for an ask, if its holders left."""
         with rpc_errors():
             found = await self._capacity.ExplainPlacement(request, timeout=RPC_TIMEOUT)
         held = allocator_api.Obstacle.OBSTACLE_HELD
@@ -204,5 +204,5 @@ class Precedence:
 
 
 def _endpoints_and_rows(connection: Connection) -> tuple[list[Endpoint], list[Replica]]:
-    """Every endpoint, and all replicas that have not ended, or owe their GPUs still."""
+    """Every endpoint, and all replicas that have not ended, or still owe their GPUs."""
     return store.endpoints(connection), [*store.replicas(connection), *store.owing(connection)]

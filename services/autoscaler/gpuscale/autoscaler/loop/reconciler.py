@@ -1,12 +1,12 @@
-"""Drives every endpoint towards what is wanted of it: one loop each, by level and not by edge.
+"""Drives every endpoint towards its desired state: one loop each, level-triggered.
 
-An endpoint is looked at when its tick is due, and at once when its spec, its replicas or its adapters changed, or when
-GPUs became free. Rules are read at ticks and after changes of the spec only. Whatever fails for one endpoint is tried
-again later, and stops no other.
+An endpoint is looked at when its tick is due, and at once when its spec, replicas or adapters changed, or when GPUs became
+free. Rules are only evaluated at ticks and after changes of the spec. A failure of one endpoint is retried later, and stops no
+other.
 
-The heart of a look is a pass: the new count, the cooldowns that it starts, the decision that explains it, and the intents
-that follow from it are on disk together, in one transaction that goes by what is there then, or not at all. Only then does
-anything happen outside. A pass is tried first on what was known last, without the store: mostly nothing comes of it.
+The core of a look is a pass: the new count, the cooldowns that it starts, the decision that explains it, and the resulting
+intents are written in one transaction based on what is there then, or not at all. External actions follow only afterwards. A
+pass is first tried on the last known state, without the store: usually it changes nothing.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ from gpuscale.common.runtime.tasks import Backoff, Clock, TaskScope
 from gpuscale.common.store.store import Store
 
 CONCURRENT = 16
-"""Endpoints that are looked at at a time."""
+"""Most endpoints that are looked at concurrently."""
 LATE, LATE_EVERY = 1.0, 5.0
-"""Seconds by which an evaluation is late enough to be told of, and from one look for such to the next."""
+"""Seconds by which an evaluation is late enough to report, and between checks for that."""
 KNOWN_FOR = 60.0
-"""Seconds after which what is on disk of an endpoint is read again even if nobody said that it changed."""
+"""Seconds after which an endpoint is read again even without a change."""
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """What a pass works with."""
+    """Dependencies of a pass."""
 
     store: Store
     clock: Clock
@@ -104,7 +104,7 @@ class Reconciler:
         return loop.past if loop is not None else EndpointPast()
 
     def samples(self, endpoint_id: str) -> Mapping[str, Samples]:
-        """What each signal of an endpoint showed at its evaluations, by id; nothing before the first."""
+        """The values of each signal of an endpoint at its evaluations, by id; nothing before the first."""
         loop = self._loops.get(endpoint_id)
         return loop.samples if loop is not None else {}
 
@@ -115,7 +115,7 @@ class Reconciler:
                 yield endpoint_id, loop.counts, loop.lateness
 
     async def run(self) -> None:
-        """Begin with the stored endpoints; never ends."""
+        """Start with the stored endpoints; never ends."""
         known = await self._deps.store.read(every_found)
         for endpoint_id in known:
             self._wakes.call(endpoint_id, changed=False)
@@ -172,12 +172,12 @@ class Reconciler:
                 self._deps.uses.set(endpoint_id, frozenset())
                 self._wakes.forget(endpoint_id)
                 return
-            # It may have been created anew meanwhile: what was remembered of the one that is gone is not its past.
+            # It may have been created again meanwhile: the memory of the deleted one is not its past.
             loop = self._loops[endpoint_id] = EndpointLoop(endpoint_id, self._deps)
 
 
 class _Attempt:
-    """Keeps what fails: it is one endpoint's, and not the end of the loops of all others."""
+    """Contains a failure to its endpoint, so that the loops of others go on."""
 
     error: Exception | None = None
 
@@ -200,7 +200,7 @@ class EndpointCounts(NamedTuple):
 
     @classmethod
     def of(cls, endpoint: Endpoint, replicas: Sequence[Replica]) -> EndpointCounts:
-        """What is wanted of an endpoint, and those of its replicas."""
+        """The counts of an endpoint and its replicas."""
         ready = sum(one.state is ReplicaState.READY for one in replicas)
         return cls(endpoint.desired, sum(one.granted for one in replicas), ready)
 
@@ -208,7 +208,7 @@ class EndpointCounts(NamedTuple):
 class EndpointLoop:
     """What is remembered of one endpoint between two looks; all that matters is in the store.
 
-    It is `waiting` where it lacks GPUs or an adapter; `counts` are its replicas at the last look.
+    It is `waiting` if it lacks GPUs or an adapter; `counts` has its replicas at the last look.
     """
 
     def __init__(self, endpoint_id: str, deps: Dependencies, known: Known | None = None) -> None:
@@ -234,10 +234,10 @@ class EndpointLoop:
         return max(0.0, self._deps.clock.now() - self._evaluation_due)
 
     async def look(self, *, evaluate: bool, changed: bool) -> float | None:
-        """Evaluate if it is time, or in any case with `evaluate`, act, and note what came of it.
+        """Evaluate if due, or in any case with `evaluate`, act, and record the outcome.
 
-        `changed`: whether what is on disk may have changed since the last look. Returns seconds until the next look; None
-        once the endpoint is gone. After a GpuscaleError the look is to be repeated.
+        `changed`: whether what is on disk may have changed since the last look. Returns seconds until the next look; None once
+        the endpoint is gone. Repeat the look after a GpuscaleError.
         """
         deps = self._deps
         self._asked = self._asked or evaluate or deps.clock.now() >= self._evaluation_due
@@ -247,7 +247,7 @@ class EndpointLoop:
             self._endpoint = known.endpoint if known is not None else self._endpoint
             known = await deps.store.read(partial(found, endpoint_id=self._id, before=self._endpoint))
         if known is not None and not self._recalled:
-            # What replicas carry was learnt over days: a restart is no reason to forget it.
+            # What replicas carry was learned over days: it survives a restart.
             if any(rule.kind.learns for rule in known.endpoint.spec.rules):
                 recalled = partial(decision_log.learnt, endpoint=self._id, now=deps.clock.now())
                 self.past = EndpointPast(bursts=await deps.store.read(recalled))
@@ -260,7 +260,7 @@ class EndpointLoop:
         if wanted is None or wanted != self._wanted:
             self._wanted = wanted
             deps.followers.tell(self._id)
-        if passed is None or passed.endpoint.deleting:  # those that follow it stay as they are
+        if passed is None or passed.endpoint.deleting:  # no change for those that follow it
             deps.sources.aims.pop(self._id, None)
         else:
             deps.sources.aims[self._id] = passed.endpoint.desired
@@ -271,7 +271,7 @@ class EndpointLoop:
         await deps.histories.note(self._id, spec, facts.at)
         if passed.result is not None:
             self.past = replace(facts.past, memory=passed.result.memory, bursts=passed.result.bursts)
-            # Early ones begin a new count, late ones are not made up for.
+            # An early tick restarts the schedule, late ones are not made up for.
             due = self._evaluation_due + spec.period
             on_time = self._evaluation_due <= facts.at.now < due
             self._asked, self._evaluation_due = False, due if on_time else facts.at.now + spec.period
@@ -295,14 +295,14 @@ class EndpointLoop:
         return self._pause(passed, refusal, after)
 
     async def _carry_out(self, facts: PassFacts, tried: Pass | None) -> Pass | None:
-        """Make the pass on what is on disk, and write what it comes to."""
+        """Make the pass on what is on disk, and write the result."""
         work = partial(run_pass, endpoint_id=self._id, facts=facts, tried=tried)
         goes = tried is not None and tried.endpoint.deleting
         try:
             return await self._deps.store.write(work, frees=goes)
         except UnavailableError as error:
             if error.reason == "DISK_FULL":
-                # What stops gives room back; replicas that will lose their GPUs must not work on until then.
+                # Stopping frees capacity; replicas that will lose their GPUs must not delay it.
                 only = replace(facts, evaluate=False, starts=False)
                 work = partial(run_pass, endpoint_id=self._id, facts=only)
                 if (passed := await self._deps.store.write(work, frees=True)) is not None:
@@ -310,7 +310,7 @@ class EndpointLoop:
             raise
 
     def _facts(self, known: Known | None) -> PassFacts:
-        """What the pass goes by; where the endpoint is not there (yet), the pass alone finds out."""
+        """The inputs of the pass; the pass itself finds out whether the endpoint is there."""
         deps = self._deps
         at = Moment(deps.clock.now(), deps.clock.wall())
         if known is None:
@@ -344,9 +344,9 @@ class EndpointLoop:
         preempts: Sequence[Step],
         spilled: Mapping[str, str],
     ) -> bool:
-        """Record what was decided and done, or complete what the pass recorded; between evaluations only if that is news.
+        """Record what was decided and done, or complete the pass's record; between evaluations only if that is news.
 
-        Returns whether what is on disk of the endpoint changed since the pass.
+        Returns whether the endpoint on disk changed since the pass.
         """
         deps, wall = self._deps, self._deps.clock.wall()
         acted = refusal is not None or after is not passed.live
@@ -382,7 +382,7 @@ class EndpointLoop:
         return acted
 
     def _pause(self, passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica]) -> float:
-        """Seconds until the next look; few where more replicas are to be decided than may wait at a time."""
+        """Seconds until the next look; few if more replicas remain to be decided than may wait at a time."""
         due = max(0.0, self._evaluation_due - self._deps.clock.now())
         pauses = [due]
         if passed.endpoint.deleting:
@@ -429,7 +429,7 @@ def _outcome(
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is on disk of an endpoint: all replicas of it that are kept, when its rules last changed the count, and its last decision."""
+    """An endpoint on disk: all its stored replicas, when its rules last changed the count, and its last decision."""
 
     endpoint: Endpoint
     kept: Sequence[Replica]
@@ -443,7 +443,7 @@ class Known:
 
 
 def found(connection: Connection, endpoint_id: str, before: Endpoint | None) -> Known | None:
-    """What is known of an endpoint; None where there is none. Its spec is not read again where `before` has the same etag."""
+    """The state of an endpoint; None if there is none. Its spec is reused from `before` if that has the same etag."""
     endpoint = store.endpoint(connection, endpoint_id, before)
     if endpoint is None:
         return None
@@ -456,51 +456,51 @@ def found(connection: Connection, endpoint_id: str, before: Endpoint | None) -> 
 
 
 def every_found(connection: Connection) -> dict[str, Known]:
-    """What is known of every endpoint, by its id."""
+    """The state of every endpoint, by its id."""
     each = ((one.id, found(connection, one.id, one)) for one in store.endpoints(connection))
     return {endpoint_id: known for endpoint_id, known in each if known is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class PassFacts:
-    """What a pass goes by beside what is on disk, gathered before its transaction."""
+    """Inputs of a pass that are not on disk, gathered before its transaction."""
 
     at: Moment
     past: EndpointPast
-    evaluate: bool  # whether rules are read, or only the number wanted is acted on
-    repeated: Repetition | None  # its last decision, where more is known of it than is on disk
-    live: frozenset[str] = frozenset()  # ids of its adapters that are heard of
+    evaluate: bool  # whether rules are evaluated, or only the wanted number is acted on
+    repeated: Repetition | None  # its last decision, if more is known of it than is on disk
+    live: frozenset[str] = frozenset()  # ids of its live adapters
     observations: Mapping[str, Observation] = field(default_factory=dict[str, Observation])
-    endpoint: Endpoint | None = None  # as it was when the readings were gathered
+    endpoint: Endpoint | None = None  # the endpoint when the readings were gathered
     busy: Mapping[str, float] = field(default_factory=dict[str, float])
-    room: int | None = None  # how many more replicas there are GPUs for, where somebody asked
+    room: int | None = None  # how many more replicas there are GPUs for, if that was asked
     starts: bool = True  # whether replicas may start
-    gives_way: GiveWay | None = None  # None where nobody of higher priority lacks GPUs
+    gives_way: GiveWay | None = None  # None if nobody of higher priority lacks GPUs
 
     def reads_rules(self, endpoint: Endpoint) -> bool:
-        """Whether rules are read: a spec that changed since its signals were waits for the pass that this change asks for."""
+        """Whether rules are evaluated: a spec that changed since its signals were read waits for the next pass."""
         same = self.endpoint is not None and self.endpoint.etag == endpoint.etag
         return self.evaluate and same and not endpoint.deleting
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What comes of what is known, and of the facts."""
+    """The result of a pass."""
 
-    known: Known  # what is on disk, once it is written
-    endpoint: Endpoint  # as it stands then
-    question: Question | None  # what the rules went by, where they were read
+    known: Known  # the state on disk after writing
+    endpoint: Endpoint  # the endpoint after it
+    question: Question | None  # the rules' inputs, if they were evaluated
     result: Result | None
     outcome: DecisionOutcome  # before pending replicas are acted on
-    live: Sequence[Replica]  # those that have not ended, with those that were just decided
+    live: Sequence[Replica]  # those that have not ended, including new ones
     told: frozenset[str]  # ids of adapters whose replicas were asked to stop
     delay: float  # seconds for which no replacement starts
-    owing: bool  # whether reservations of replicas that ended are still to be released
-    changed: Sequence[Replica]  # those whose rows change
-    started: Sequence[Replica]  # those that are new
-    decision: Decision | None  # what is to be recorded; complete unless replicas are pending
-    recorded: Recorded | None  # how it is recorded, where it is already
-    gone: bool  # whether the endpoint goes, now that its last replica has
+    owing: bool  # whether reservations of ended replicas are still to be released
+    changed: Sequence[Replica]  # replicas to update
+    started: Sequence[Replica]  # replicas to insert
+    decision: Decision | None  # what to record; complete unless replicas are pending
+    recorded: Recorded | None  # its record, if it has one already
+    gone: bool  # whether the endpoint is removed, after its last replica
 
     @property
     def pending(self) -> bool:
@@ -509,7 +509,7 @@ class Pass:
 
     @property
     def acts(self) -> bool:
-        """Whether it changes what is wanted, or what replicas are to do."""
+        """Whether it changes the wanted count, or orders of replicas."""
         return bool(self.changed or self.started) or self.endpoint is not self.known.endpoint
 
     @property
@@ -524,9 +524,9 @@ class Pass:
 def run_pass(
     connection: Connection, endpoint_id: str, facts: PassFacts, tried: Pass | None = None
 ) -> Pass | None:
-    """Evaluate, plan and write; None where the endpoint is gone, or goes now that its last replica has.
+    """Evaluate, plan and write; None if the endpoint is gone, or is removed now after its last replica.
 
-    `tried`: what comes of these facts and what was known before; it stands if that is what is on disk.
+    `tried`: the result for these facts on the last known state; it is used if that is what is on disk.
     """
     known = found(connection, endpoint_id, facts.endpoint)
     if known is None:
@@ -558,10 +558,10 @@ def run_pass(
 
 
 def come_to(known: Known, facts: PassFacts) -> Pass:
-    """What comes of what is known. Pure, so that it can be tried.
+    """The result for a known state. Pure, so that it can be tried.
 
-    Replicas that nobody was told of are asked to stop if the spec has another template by now: nobody may have the template
-    that they wait for, and they would hold up the ones that take their place.
+    Replicas that no adapter was told of are asked to stop if the spec has another template by now: nobody may have the old one,
+    and they would block their replacements.
     """
     before, changed = known.endpoint, dict[str, Replica]()
     for one in known.replicas:
@@ -613,7 +613,7 @@ def come_to(known: Known, facts: PassFacts) -> Pass:
 def _question(
     known: Known, kept: Sequence[Replica], rows: Sequence[Replica], silent: frozenset[str], facts: PassFacts
 ) -> Question | None:
-    """What the rules go by; None where they are not read."""
+    """The inputs of the rules; None if they are not evaluated."""
     endpoint = known.endpoint
     if not facts.reads_rules(endpoint):
         return None
@@ -638,7 +638,7 @@ def _question(
 
 
 def _evaluated(endpoint: Endpoint, question: Question | None) -> tuple[Endpoint, Result | None]:
-    """The endpoint, aiming at what the rules come to; the same one where that is what it aims at."""
+    """The endpoint with the count that the rules want; the same one if that is unchanged."""
     if question is None:
         return endpoint, None
     result = asked(question)
@@ -651,12 +651,12 @@ def _evaluated(endpoint: Endpoint, question: Question | None) -> tuple[Endpoint,
 
 
 def _decided(endpoint: Endpoint, set_id: str, at: Moment) -> Replica:
-    """A replica that is to start."""
+    """A replica to start."""
     request_id = str(uuid4())
     asked_for = next((one for one in endpoint.spec.capability_sets if one.id == set_id), None)
     group = NO_GROUP
     if asked_for is not None:
         group = GroupOfReplica(set_id, WorkerGroup(asked_for.capabilities, asked_for.workers))
     template = endpoint.spec.of_set(set_id).started_from
-    short = request_id.replace("-", "")[:12]  # an id as short as people can read
+    short = request_id.replace("-", "")[:12]  # a short id for people
     return Replica(endpoint.id, short, request_id, template, at.wall, group=group)

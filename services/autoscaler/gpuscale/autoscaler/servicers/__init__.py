@@ -1,1 +1,1 @@
-"""The contract's services and what users do with them; nothing below knows who calls. Begin with `endpoints`."""
+"""The contract's services and the users' operations; nothing below knows who calls. Begin with `endpoints`."""

@@ -45,7 +45,7 @@ _REPORTED = {
 
 
 class AdapterServicer(api.AdapterServiceServicer, autoscaler_internal.AdapterStreamServiceServicer):
-    """Translates between the wire and the hub; `scope` holds the tasks that read what adapters send."""
+    """Translates between the wire and the hub; `scope` holds the tasks that read adapters' messages."""
 
     def __init__(self, hub: AdapterHub, scope: TaskScope, feeds: Feeds, servers: ReplicaServers) -> None:
         self._hub = hub
@@ -70,13 +70,13 @@ class AdapterServicer(api.AdapterServiceServicer, autoscaler_internal.AdapterStr
             self._hub.disconnect(session)
 
     async def _read(self, session: AdapterSession, messages: _Messages) -> None:
-        """Hand every report to the hub; what is wrong with one, or ends them, ends the connection."""
+        """Pass every report to the hub; an invalid report, or their end, ends the connection."""
         failure: GpuscaleError | None = None
         try:
             async for message in messages:
                 for replica in message.report.replicas:
                     if replica.state not in _STATES:
-                        # Of a later version: it lives, and nothing says that it works.
+                        # A later version's state: it runs, and nothing says that it works.
                         replica.state = api.Replica.STATE_STARTING
                 validate(message)
                 match message.WhichOneof("message"):
@@ -87,7 +87,7 @@ class AdapterServicer(api.AdapterServiceServicer, autoscaler_internal.AdapterStr
                         part = message.log_part
                         session.logs.heard(part.question, LogPart(part.content, part.offset, part.problem))
                     case None if message.ByteSize():
-                        pass  # of a kind that only a later adapter knows
+                        pass  # a kind that only later adapters know
                     case _:
                         raise InvalidArgumentError("only the first message may be register", field="register")
         except GpuscaleError as error:
@@ -96,7 +96,7 @@ class AdapterServicer(api.AdapterServiceServicer, autoscaler_internal.AdapterStr
             session.close(failure)
 
     def _take_served(self, served: Iterable[autoscaler_internal.ServedReplica]) -> None:
-        """Hand on what the servers of replicas said."""
+        """Pass on metrics of replicas' servers."""
         for one in served:
             ids = match(REPLICA, one.replica)
             if ids is not None:
@@ -133,7 +133,7 @@ class AdapterServicer(api.AdapterServiceServicer, autoscaler_internal.AdapterStr
 
 
 def _register(message: autoscaler_internal.ConnectRequest, caller: Principal) -> AdapterFacts:
-    """Who connects; an agent may only be the adapter of its own node."""
+    """The connecting adapter; an agent may only be the adapter of its own node."""
     if message.WhichOneof("message") != "register":
         raise FailedPreconditionError("the first message must be register", reason="NOT_REGISTERED")
     validate(message)
@@ -151,7 +151,7 @@ def _register(message: autoscaler_internal.ConnectRequest, caller: Principal) ->
         frozenset(wire.templates),
         wire.max_replicas,
         live=False,
-        # One of an earlier version does not say, and is a process adapter.
+        # An earlier version does not say; it is a process adapter.
         capabilities=own if wire.HasField("capabilities") else DEFAULT_CAPABILITIES,
         workers={
             name: from_wire(WorkerGroup, one, f"register.workers[{name}]")
@@ -190,7 +190,7 @@ def _update(
 
 
 def _counts(lines: Sequence[DesiredReplica]) -> list[autoscaler_internal.DesiredCapabilitySet]:
-    """How many groups of each capability set are to run; those that asked for other capabilities are counted apart."""
+    """How many groups of each capability set should run; those with other capabilities are counted separately."""
     found: dict[tuple[str, ...], autoscaler_internal.DesiredCapabilitySet] = {}
     for line in lines:
         if line.capability_set:

@@ -1,8 +1,8 @@
-"""Endpoints that have their policy chosen: by the goal that they state, on what arrived at them, in shadow, and never on one look.
+"""Adaptive endpoints: their policy is chosen by their goal, on past arrivals, in shadow, and never by a single look.
 
-A look is a backtest of what they have and of the candidates of `gpuscalectl tune`, on what arrived since the look before, so
-that no request counts in two of them. What is best replaces what they have where it saves enough in two looks in a row.
-Looks are backtests whose creator is the endpoint: all that has to outlive a restart is in their reports.
+A look is a backtest of the current policy and of the candidates of `gpuscalectl tune`, on the arrivals since the previous look,
+so that no request counts twice. The best replaces the current policy if it saves enough in two looks in a row. Looks are
+backtests created by the endpoint: their reports hold everything that must survive a restart.
 """
 
 import asyncio
@@ -30,23 +30,23 @@ from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.wire import to_duration
 
 LOOKED_AFTER: Final = 300.0
-"""Seconds from one round of all endpoints to the next."""
+"""Seconds between rounds over all endpoints."""
 LEAST_REQUESTS: Final = 1_000
-"""Of a look: fewer tell nothing."""
+"""Least requests of a look: fewer prove nothing."""
 MOST_REQUESTS: Final = 50_000
-"""Of a look, the newest: what bounds its work, to some 35 us of a core for each of them and each candidate."""
+"""Most requests of a look, the newest: bounds its work, to about 35 us of a core for each of them and each candidate."""
 _log = get_logger(__name__)
 
 
 @dataclass
 class Adapting:
-    """Looks at endpoints that are `adaptive`, and changes the policy of those that another one is better for."""
+    """Looks at endpoints that are `adaptive`, and replaces policies by better ones."""
 
     deps: Dependencies
     endpoints: Endpoints
     backtests: Backtests
     judged: dict[str, str] = field(default_factory=dict[str, str])
-    """The last look of each endpoint that was read."""
+    """The last look read of each endpoint."""
 
     async def run(self) -> None:
         """Never ends."""
@@ -64,7 +64,7 @@ class Adapting:
                     _log.debug("an endpoint cannot be tuned", endpoint=endpoint.id, error=error.message)
 
     async def attend(self, endpoint: Endpoint) -> None:
-        """Judge what the last look came to, and begin the next when it is time; raises as `Backtests.create`."""
+        """Judge the last look, and begin the next when it is time; raises like `Backtests.create`."""
         wish, name = endpoint.spec.adaptive, endpoint_name(endpoint.id)
         if wish is None or endpoint.deleting or endpoint.spec.paused:
             return
@@ -85,7 +85,7 @@ class Adapting:
             await self._look(endpoint, wish, age)
 
     async def _look(self, endpoint: Endpoint, wish: Adaptive, last: float | None) -> None:
-        """Begin a backtest on what arrived in the `last` seconds, of all that is known."""
+        """Begin a backtest on the arrivals of the `last` seconds."""
         name, spec = endpoint_name(endpoint.id), endpoint.spec
         came = await self.backtests.history(api.BacktestSpec(endpoint=name))
         since = came[-1].arrival - last if last is not None else 0.0
@@ -112,7 +112,7 @@ class Adapting:
         await self.backtests.create(_request(asked, came), name)
 
     async def _judge(self, endpoint: Endpoint, wish: Adaptive, looks: Sequence[api.Backtest]) -> None:
-        """Take what the last look chooses, where it is better in both of what the endpoint has now."""
+        """Adopt the choice of the last look if it beats the current policy in both looks."""
         goal, now = wish.chosen_by, spec_to_wire(replace(endpoint.spec, adaptive=None))
         found: list[Mapping[str, Trial]] = []
         specs: dict[str, api.EndpointSpec] = {}

@@ -1,4 +1,4 @@
-"""What a backtest runs, read from the wire, and its figures for the wire."""
+"""Backtest jobs from the wire, and their figures for the wire."""
 
 import math
 import random
@@ -31,7 +31,7 @@ from gpuscale.common.wire import optional_seconds, to_datetime
 
 @dataclass(frozen=True, slots=True)
 class BacktestJob:
-    """Policies to run, each with its workload and setting: one after another, or beside each other on shared GPUs."""
+    """Policies to run, each with its workload and setting: one after another, or together on shared GPUs."""
 
     parts: Sequence[Part]
     goal: float
@@ -40,7 +40,7 @@ class BacktestJob:
 
 
 def run_job(job: BacktestJob, stopped: Callable[[], bool]) -> list[Report] | None:
-    """The reports; None once it was told to stop."""
+    """The reports; None if it was stopped."""
     try:
         if job.shared:
             most = job.parts[0].setting.max_gpus
@@ -61,9 +61,9 @@ _WATCHER = "queue"
 
 
 def job_from_wire(wire: api.BacktestRequest | api.BacktestSpec, common: Sequence[Request]) -> BacktestJob:
-    """The run that a request asks for; `common`: the workload of policies that have none of their own.
+    """The run of a request; `common`: the workload of policies without their own.
 
-    InvalidArgumentError without policies or arrivals, for arrivals without order, or a policy that contradicts itself.
+    InvalidArgumentError without policies or arrivals, for unordered arrivals, or a policy that contradicts itself.
     """
     requests, workloads = _workloads(wire.policies, common)
     setting, goal = _setting(wire), optional_seconds(wire, "goal")
@@ -93,7 +93,7 @@ def job_from_wire(wire: api.BacktestRequest | api.BacktestSpec, common: Sequence
 
 
 def least_gpu_hours(job: BacktestJob) -> float:
-    """GPU hours of the work alone; policies that run one after another all have the same."""
+    """GPU hours of the work alone; the same for all policies that run one after another."""
     worked = job.parts if job.shared else job.parts[:1]
     return sum(oracle_gpu_hours(one.requests, one.setting.slots, one.setting.gpus_each) for one in worked)
 
@@ -132,7 +132,7 @@ def report_to_wire(name: str, spec: EndpointSpec, report: Report) -> api.Backtes
 
 
 def requests_from_wire(wire: api.BacktestRequest | api.Workload, path: str = "") -> list[Request]:
-    """The requests of a workload; `path` is where it is, with a dot at the end."""
+    """The requests of a workload; `path` is its path with a dot at the end."""
     if len(wire.service_seconds) != len(wire.arrivals):
         field = f"{path}service_seconds"
         raise InvalidArgumentError(f"{field} must have as many items as arrivals", field=field)
@@ -144,7 +144,7 @@ def requests_from_wire(wire: api.BacktestRequest | api.Workload, path: str = "")
 def _workloads(
     policies: Sequence[api.BacktestPolicy], common: Sequence[Request]
 ) -> tuple[Sequence[Request], list[Sequence[Request]]]:
-    """All requests, and those of each policy: its own, or those of the run."""
+    """All requests, and those of each policy: its own, or the run's."""
     workloads = [
         requests_from_wire(one.workload, f"policies[{index}].workload.")
         if one.HasField("workload")
@@ -188,7 +188,7 @@ def _spec(wire: api.BacktestPolicy, path: str, default: Wish) -> EndpointSpec:
 
 
 def _setting(wire: api.BacktestRequest | api.BacktestSpec) -> Setting:
-    """What runs are like; a start takes the same for the same seed, and even between the bounds."""
+    """The run's setting; start-up times are uniform between the bounds, and repeatable by seed."""
     slots = wire.slots if wire.HasField("slots") else 1
     gpus = wire.max_gpus if wire.HasField("max_gpus") else None
     stated, longest = optional_seconds(wire, "min_cold_start"), optional_seconds(wire, "max_cold_start")

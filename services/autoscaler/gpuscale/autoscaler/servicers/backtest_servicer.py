@@ -1,4 +1,4 @@
-"""BacktestService on the wire, and the one call of clients of before 1.0 that runs a backtest and waits for it."""
+"""BacktestService on the wire, and the RPC of clients before 1.0 that runs a backtest and waits for it."""
 
 import asyncio
 import threading
@@ -23,9 +23,9 @@ from gpuscale.common.rpc.feed import FeedView
 from gpuscale.common.security.auth import RESERVED_NAMES, Context, current_principal
 
 LONGEST_CALL = 120.0
-"""Seconds that a run may take whose caller waits for it."""
+"""Most seconds of a run whose caller waits for it."""
 _ANSWERING = 0.2
-"""Seconds of a call's deadline that are left for its answer."""
+"""Seconds of a call's deadline reserved for its answer."""
 
 
 async def run_within(job: BacktestJob, budget: float, turn: asyncio.Lock) -> list[Report]:
@@ -44,11 +44,11 @@ async def run_within(job: BacktestJob, budget: float, turn: asyncio.Lock) -> lis
     def ended(_: object) -> None:
         turn.release()
         if not work.cancelled():
-            work.exception()  # whoever waits has it; where nobody does, it is of no use
+            work.exception()  # the caller has it; without a caller it is useless
 
     work.add_done_callback(ended)
     try:
-        # Shielded, for a thread ends by itself: soon after it is told to.
+        # Shielded, because a thread ends on its own, soon after it is told to.
         reports = await asyncio.wait_for(asyncio.shield(work), min(budget, LONGEST_CALL))
     except TimeoutError as error:
         raise DeadlineExceededError(

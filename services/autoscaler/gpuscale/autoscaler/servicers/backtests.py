@@ -1,6 +1,6 @@
-"""Backtests that outlive the call: one runs at a time, in a thread, and what is known of each is on disk.
+"""Backtests that outlive their call: one runs at a time, in a thread, and the state of each is on disk.
 
-Workloads are not: what runs or waits when the autoscaler ends has failed at its next start, with the figures it has.
+Workloads are not: what runs or waits when the autoscaler ends has failed at its next start, with the figures so far.
 """
 
 import asyncio
@@ -45,15 +45,15 @@ from gpuscale.common.store.store import Store
 from gpuscale.common.wire import fingerprint, optional_seconds, to_timestamp
 
 MOST_WAITING: Final = 8
-"""Backtests that run, wait or are being sent, at most."""
+"""Most backtests that run, wait or are being sent."""
 KEPT: Final = 100
-"""Backtests that have ended and are kept."""
+"""Most ended backtests that are kept."""
 KEPT_BYTES: Final = 64 << 20
-"""Bytes of all backtests with their reports, above which those that ended first are forgotten."""
+"""Most bytes of all backtests with their reports; beyond, those that ended first are forgotten."""
 LONGEST_RUN: Final = 3600.0
-"""Seconds that a backtest may run."""
+"""Most seconds of a run."""
 LONGEST_SENDING: Final = 300.0
-"""Seconds that a caller may take to send a workload."""
+"""Most seconds to send a workload."""
 _State, _Why = api.Backtest.State, api.Backtest.EndReason
 _log = get_logger(__name__)
 T = TypeVar("T")
@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class AskedBacktest:
-    """The messages of one request put together: policies hold the parts of their own workloads."""
+    """The messages of one request combined: policies hold the parts of their own workloads."""
 
     spec: api.BacktestSpec = field(default_factory=api.BacktestSpec)
     request_id: str = ""
@@ -71,7 +71,7 @@ class AskedBacktest:
 
     @classmethod
     async def of(cls, messages: AsyncIterable[api.CreateBacktestRequest]) -> "AskedBacktest":
-        """Read the stream; InvalidArgumentError if a message is wrong, or there is too much."""
+        """Read the stream; InvalidArgumentError if a message is invalid, or there is too much."""
         asked: AskedBacktest | None = None
         async for message in messages:
             await asyncio.to_thread(validate, message)  # which may be large
@@ -87,7 +87,7 @@ class AskedBacktest:
         return asked
 
     def add(self, message: api.CreateBacktestRequest) -> None:
-        """Add the part of a workload that a message has."""
+        """Add a message's part of a workload."""
         self.count += len(message.workload.arrivals)
         if self.count > MOST_REQUESTS:
             raise InvalidArgumentError(f"more than {MOST_REQUESTS} requests", field="workload.arrivals")
@@ -100,16 +100,16 @@ class AskedBacktest:
         of.MergeFrom(message.workload)
 
     def fingerprint(self) -> str:
-        """Tells it from other requests, however it was cut into messages."""
+        """Identifies the request, however it was split into messages."""
         return fingerprint(
             api.CreateBacktestRequest(spec=self.spec, backtest_id=self.backtest_id, workload=self.workload)
         )
 
     def job(self) -> BacktestJob:
-        """What to run; InvalidArgumentError if it contradicts itself."""
+        """The run; InvalidArgumentError if it contradicts itself."""
         try:
             return job_from_wire(self.spec, requests_from_wire(self.workload))
-        except InvalidArgumentError as error:  # fields as those of this request
+        except InvalidArgumentError as error:  # fields as in this request
             rooms = {"arrivals": "workload.", "service_seconds": "workload."}
             found = [
                 one._replace(field=rooms.get(one.field, "spec.") + one.field) for one in error.violations
@@ -119,7 +119,7 @@ class AskedBacktest:
             ) from error
 
     def message(self) -> api.Backtest:
-        """The backtest that it asks for, without what is large; InvalidArgumentError if it contradicts itself."""
+        """The requested backtest, without its large parts; InvalidArgumentError if it contradicts itself."""
         message = api.Backtest(
             name=f"backtests/{self.backtest_id or f'b-{uuid4().hex[:12]}'}",
             spec=self.spec,
@@ -135,7 +135,7 @@ class AskedBacktest:
 
 @dataclass(slots=True)
 class _Run:
-    """A backtest that waits or runs."""
+    """A waiting or running backtest."""
 
     asked: AskedBacktest
     stop: threading.Event = field(default_factory=threading.Event)
@@ -159,7 +159,7 @@ class Backtests:
         self._changing = asyncio.Lock()
 
     async def load(self) -> None:
-        """Read what is stored; what had not ended was cut by the end of the process that ran it."""
+        """Load what is stored; unfinished backtests were cut off by the end of their process."""
         for one in await self._store.read(backtest_store.load):
             self._stored[one.message.name] = one
             self.feed.put(one.message.name, one.message)
@@ -168,7 +168,7 @@ class Backtests:
                 await self._fail(one.message.name, why, text)
 
     async def run(self) -> None:
-        """Run what waits, one after another; never ends."""
+        """Run waiting backtests, one after another; never ends."""
         while True:
             await self._some.wait()
             self._some.clear()
@@ -184,7 +184,7 @@ class Backtests:
                         run.stop.set()  # for its thread
 
     async def history(self, request: api.BacktestRequest | api.BacktestSpec) -> Sequence[Request]:
-        """The workload of the endpoint that a request names, or none; FailedPreconditionError if none is known."""
+        """The workload of the endpoint in a request, or none; FailedPreconditionError if none is known."""
         if not request.endpoint:
             return ()
         endpoint = parse(ENDPOINT, request.endpoint, "endpoint")["endpoint"]
@@ -193,10 +193,9 @@ class Backtests:
         return await self._histories.workload(endpoint, service, self._clock.wall())
 
     async def create(self, messages: AsyncIterable[api.CreateBacktestRequest], creator: str) -> api.Backtest:
-        """Let a backtest wait for its turn, or return the one that this request id made; raises as `history`.
+        """Queue a backtest, or return the one that this request id created; raises like `history`.
 
-        ResourceExhaustedError (BACKTESTS_WAITING) if too many wait, DeadlineExceededError if the workload is too long
-        in coming.
+        ResourceExhaustedError (BACKTESTS_WAITING) if too many wait, DeadlineExceededError if the workload arrives too slowly.
         """
         if len(self._runs) + self._sending >= MOST_WAITING:
             text = f"{MOST_WAITING} backtests wait already"
@@ -235,7 +234,7 @@ class Backtests:
         return [one.message for one in self._stored.values()]
 
     async def reports(self, name: str) -> AsyncGenerator[api.BacktestReport]:
-        """The reports that there are now, in the order of the policies; NotFoundError if there is no backtest."""
+        """The reports so far, in the order of the policies; NotFoundError if there is no backtest."""
         for place in range(self._find(name).message.done_count):
             found = await self._store.read(partial(backtest_store.report, name=name, place=place))
             if found is None:
@@ -243,14 +242,14 @@ class Backtests:
             yield found
 
     async def cancel(self, name: str) -> api.Backtest:
-        """End a backtest, if it has not ended; NotFoundError if there is none."""
+        """Stop a backtest, if it has not ended; NotFoundError if there is none."""
         self._find(name)
         await self._change(name, self._ended(_State.STATE_CANCELLED, _Why.END_REASON_CANCELLED))
         return self.get(name)
 
     @uninterrupted
     async def delete(self, name: str) -> None:
-        """End a backtest, and forget it; NotFoundError if there is none."""
+        """Stop a backtest, and remove it; NotFoundError if there is none."""
         async with self._changing:
             self._find(name)
             await self._store.write(partial(backtest_store.remove, names=[name]), frees=True)
@@ -258,7 +257,7 @@ class Backtests:
 
     @uninterrupted
     async def _begin(self, one: StoredBacktest, asked: AskedBacktest) -> api.Backtest:
-        """Store a new backtest, in place of those that are kept no longer, and let it wait."""
+        """Store and queue a new backtest, removing surplus ended ones."""
         async with self._changing:
             if (known := self._known(one.request_id, one.fingerprint)) is not None:
                 return known
@@ -306,12 +305,12 @@ class Backtests:
         why: api.Backtest.EndReason.ValueType = _Why.END_REASON_UNSPECIFIED,
         text: str = "",
     ) -> api.Backtest:
-        """What is to be changed in a backtest that ends now."""
+        """The changes that end a backtest now."""
         wall = to_timestamp(self._clock.wall())
         return api.Backtest(state=state, end_reason=why, message=text, end_time=wall)
 
     async def _fail(self, name: str, why: api.Backtest.EndReason.ValueType, text: str) -> None:
-        """Note that a backtest was cut; in memory alone where it cannot be written: the next start finds it cut, too."""
+        """Record that a backtest was cut off; in memory alone if it cannot be written: the next start does the same."""
         await self._change(name, self._ended(_State.STATE_FAILED, why, text), written=False)
 
     @uninterrupted
@@ -353,7 +352,7 @@ class Backtests:
         return found
 
     def _known(self, request_id: str, digest: str) -> api.Backtest | None:
-        """What a request with this id made, if that is kept; AlreadyExistsError if it was another request."""
+        """What a request with this id created, if it is kept; AlreadyExistsError for a different request."""
         known = next((one for one in self._stored.values() if one.request_id == request_id), None)
         if known is None:
             return None
@@ -366,7 +365,7 @@ class Backtests:
         return known.message
 
     def _too_many(self) -> Iterator[str]:
-        """The names of those that make room for another, first those that ended first."""
+        """The backtests to remove for another one, those that ended first."""
         over = [one for one in self._stored.values() if one.message.HasField("end_time")]
         count = len(over)
         size = sum(one.message.ByteSize() + one.report_bytes for one in self._stored.values())
@@ -378,7 +377,7 @@ class Backtests:
             size -= one.message.ByteSize() + one.report_bytes
 
     def _stop(self, name: str) -> None:
-        """Have its thread end, if it has one."""
+        """Stop its thread, if it has one."""
         run = self._runs.pop(name, None)
         if run is not None:
             run.stop.set()
@@ -394,7 +393,7 @@ def _absent(name: str) -> NotFoundError:
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """What a thread comes to; InternalError for a bug there, which ends what it was for and nothing else."""
+    """The result of a thread; InternalError for a bug there, which ends nothing else."""
     task = asyncio.ensure_future(asyncio.to_thread(work))
     await asyncio.wait([task])
     error = task.exception()

@@ -1,4 +1,4 @@
-"""DecisionService on the wire: stored decisions, stored ones evaluated again, and what an evaluation would come to."""
+"""DecisionService on the wire: stored decisions, their verification, and hypothetical evaluations."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from gpuscale.common.wire import asked_period, optional_timestamp
 from gpuscale.internal.autoscaler import v1 as internal
 
 AFTERWARDS = frozenset({api.DecisionStep.STAGE_GPU, api.DecisionStep.STAGE_ACT})
-"""Stages of steps that tell what was done about an evaluation."""
+"""Stages of steps that say what was done about an evaluation."""
 
 
 def verified(stored: api.Decision, inputs: internal.DecisionInputs | None) -> api.VerifyDecisionResponse:
-    """Whether a decision comes to the same again, or what does not; it must have what it was evaluated from."""
+    """Whether a decision is reproduced from its inputs, or the differences; the inputs must be stored."""
     if inputs is None:
         text = f"{stored.name} was stored without its inputs: no rule was read for it, or they were too long"
         raise FailedPreconditionError(text, reason="DECISION_WITHOUT_INPUTS", metadata={"name": stored.name})
@@ -73,7 +73,7 @@ def _line(message: Message | None) -> str:
 
 
 class DecisionServicer(api.DecisionServiceServicer):
-    """Shows stored decisions, and what one would be."""
+    """Shows stored decisions, and hypothetical ones."""
 
     def __init__(self, deps: Dependencies, reconciler: Reconciler, log: DecisionLog, feeds: Feeds) -> None:
         self._deps = deps
@@ -136,7 +136,7 @@ class DecisionServicer(api.DecisionServiceServicer):
         endpoint_id = parse(ENDPOINT, request.name)["endpoint"] if request.name else ""
         endpoint, live, granted = await self._live(endpoint_id, spec, at)
         asked = question(endpoint.spec, stated_from_wire(request, endpoint.spec, at.now), live, at)
-        # Every alternative is an evaluation of its own: off the loop, for a spec may have many rules.
+        # Every alternative is a separate evaluation: off the loop, since a spec may have many rules.
         found_answer = await asyncio.to_thread(answer, asked)
         decision = compose(endpoint, found_answer.result.evaluation, DecisionOutcome(granted))
         return response_to_wire(found_answer, decision_body(decision))
@@ -144,7 +144,7 @@ class DecisionServicer(api.DecisionServiceServicer):
     async def _live(
         self, endpoint_id: str, spec: EndpointSpec | None, at: Moment
     ) -> tuple[Endpoint, Live, int]:
-        """The endpoint with the spec to evaluate, what holds of it now, and the replicas that have their GPUs."""
+        """The endpoint with the spec to evaluate, its current state, and its replicas that have their GPUs."""
         if not endpoint_id:
             if spec is None:
                 raise InvalidArgumentError("name must be set, or spec", field="name")

@@ -1,4 +1,4 @@
-"""EndpointService and RuleService on the wire: every change of a rule is one of its endpoint's spec."""
+"""EndpointService and RuleService on the wire: every change of a rule changes its endpoint's spec."""
 
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -42,11 +42,11 @@ from gpuscale.common.store.store import Store
 from gpuscale.common.wire import fingerprint, optional_timestamp, to_duration
 
 DEFAULT_BYTES: Final = 65_536
-"""Bytes of a part where nobody says how many."""
+"""Default number of bytes of a part."""
 
 
 class EndpointServicer(api.EndpointServiceServicer):
-    """Translates between the wire and `Endpoints`; requests were validated against the contract before."""
+    """Translates between the wire and `Endpoints`; requests are already validated against the contract."""
 
     def __init__(self, endpoints: Endpoints, deps: Dependencies, feeds: Feeds) -> None:
         self._endpoints = endpoints
@@ -145,7 +145,7 @@ class EndpointServicer(api.EndpointServiceServicer):
     async def ReadReplicaLog(
         self, request: api.ReadReplicaLogRequest, context: Context
     ) -> api.ReadReplicaLogResponse:
-        """Read a part of what a replica wrote, of at most `DEFAULT_BYTES` where no size is stated."""
+        """Read part of a replica's log, by default `DEFAULT_BYTES`."""
         ids, most = parse(REPLICA, request.name), request.max_bytes or DEFAULT_BYTES
         work = partial(find_replica, endpoint_id=ids["endpoint"], replica_id=ids["replica"])
         one = await self._deps.store.read(work)
@@ -163,7 +163,7 @@ class EndpointServicer(api.EndpointServiceServicer):
 
 
 def _tenant(stated: str, caller: Principal) -> str:
-    """Whose quota an endpoint counts against: as stated, or its creator's; the autoscaler's own for who bears no name."""
+    """Whose quota an endpoint counts against: as given, or its creator's; the autoscaler's own for a nameless caller."""
     if caller.name in RESERVED_NAMES:
         return stated
     if stated and not caller.may_use(stated):
@@ -194,7 +194,7 @@ class RuleView:
 
 
 def _rule(endpoint: str, spec: EndpointSpec, rule_id: str) -> Rule:
-    """The rule of an id; NotFoundError where there is none."""
+    """The rule with an id; NotFoundError if there is none."""
     for one in spec.rules:
         if one.id == rule_id:
             return one
@@ -204,7 +204,7 @@ def _rule(endpoint: str, spec: EndpointSpec, rule_id: str) -> Rule:
 
 @contextmanager
 def _as_fields_of_the_rule(position: Sequence[int]) -> Generator[None]:
-    """Faults of the rule, told by fields of the request; those of other parts of the spec as they are."""
+    """Report faults of the rule by fields of the request; those of other parts of the spec stay."""
     try:
         yield
     except InvalidArgumentError as error:
@@ -216,7 +216,7 @@ def _as_fields_of_the_rule(position: Sequence[int]) -> Generator[None]:
 
 
 def _take(parts: list[str], source: Message, target: Message, where: str) -> None:
-    """Take the field of this path, which leads through no list, from `source` into `target`, or clear it there."""
+    """Copy the field at this path, which leads through no list, from `source` to `target`, or clear it there."""
     name, *rest = parts
     known = source.DESCRIPTOR.fields_by_name.get(name)
     if known is None or (rest and (known.message_type is None or known.is_repeated)):
@@ -235,7 +235,7 @@ def _take(parts: list[str], source: Message, target: Message, where: str) -> Non
 
 
 class RuleServicer(api.RuleServiceServicer):
-    """Rules by their endpoints; every change of one is an `Endpoints.update`."""
+    """Rules by endpoint; every change of one is an `Endpoints.update`."""
 
     def __init__(self, endpoints: Endpoints, store: Store, clock: Clock) -> None:
         self._endpoints = endpoints
@@ -243,7 +243,7 @@ class RuleServicer(api.RuleServiceServicer):
         self._clock = clock
 
     async def CreateRule(self, request: api.CreateRuleRequest, context: Context) -> api.CreateRuleResponse:
-        """Add a rule; the same again changes nothing."""
+        """Add a rule; repeating it changes nothing."""
         endpoint, rule = parse(ENDPOINT, request.parent, "parent")["endpoint"], _rule_of(request.rule)
         of = api.CreateRuleRequest(parent=request.parent, rule=request.rule)
 
@@ -362,7 +362,7 @@ def _rule_of(wire: api.Rule) -> Rule:
 
 
 def _changed(request: api.UpdateRuleRequest, current: Rule) -> Rule:
-    """The rule after an update: what the mask names is taken from the request, cleared where that does not set it."""
+    """The rule after an update: masked fields come from the request, cleared if not set there."""
     if request.rule.id != current.id:
         raise InvalidArgumentError("rule.id must be the one in name", field="rule.id")
     mask = request.update_mask if request.HasField("update_mask") else FieldMask()

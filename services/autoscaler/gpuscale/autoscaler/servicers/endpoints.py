@@ -1,4 +1,4 @@
-"""What users do with endpoints: create, change, scale, delete, look; each change is one transaction."""
+"""Users' operations on endpoints: create, change, scale, delete, read; each change is one transaction."""
 
 import asyncio
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
@@ -39,14 +39,14 @@ from gpuscale.common.wire import asked_period, forged_token, page_limit
 
 
 class AskedOnce(NamedTuple):
-    """A request that is answered the same when it comes again."""
+    """A request that gets the same answer when repeated."""
 
     request_id: str
     fingerprint: str
 
 
 def find_endpoint(connection: Connection, endpoint_id: str) -> Endpoint:
-    """The endpoint; NotFoundError if there is none of that id."""
+    """The endpoint; NotFoundError if there is none with that id."""
     found = store.endpoint(connection, endpoint_id)
     if found is None:
         name = endpoint_name(endpoint_id)
@@ -55,7 +55,7 @@ def find_endpoint(connection: Connection, endpoint_id: str) -> Endpoint:
 
 
 def find_replica(connection: Connection, endpoint_id: str, replica_id: str) -> Replica:
-    """The replica, which may have ended; NotFoundError if the endpoint has none of that id."""
+    """The replica, which may have ended; NotFoundError if the endpoint has none with that id."""
     found = store.replica(connection, replica_id)
     if found is None or found.endpoint != endpoint_id:
         name = replica_name(endpoint_id, replica_id)
@@ -65,7 +65,7 @@ def find_replica(connection: Connection, endpoint_id: str, replica_id: str) -> R
 
 @contextmanager
 def absence(request: Any) -> Generator[None]:
-    """Deletes something; that it is not there is no error where the request allows that."""
+    """Deletes within the block; with allow_missing, a missing resource is no error."""
     try:
         yield
     except NotFoundError:
@@ -74,7 +74,7 @@ def absence(request: Any) -> Generator[None]:
 
 
 def repeated(connection: Connection, request_id: str, fingerprint: str) -> Endpoint | None:
-    """What a request with this id made, if any; AlreadyExistsError if it was another request."""
+    """What a request with this id created, if anything; AlreadyExistsError for a different request."""
     known = store.answered(connection, request_id)
     if known is None:
         return None
@@ -88,7 +88,7 @@ def repeated(connection: Connection, request_id: str, fingerprint: str) -> Endpo
 
 
 def circles(connection: Connection, endpoint_id: str, spec: EndpointSpec) -> list[FieldViolation]:
-    """Signals of a spec that read an endpoint which follows this one, by itself or through others."""
+    """Signals of a spec that read an endpoint which follows this one, directly or through others."""
     follows = {one.id: one.spec.follows.keys() for one in store.endpoints(connection)}
     found: list[FieldViolation] = []
     for leader, index in spec.follows.items():
@@ -122,9 +122,9 @@ def create(connection: Connection, made: Endpoint, request_id: str, fingerprint:
 def update(
     connection: Connection, after: Endpoint, etag: str, asked: AskedOnce | None, wall: datetime, why: str = ""
 ) -> None:
-    """Store a changed spec beside what else may have changed since it was read, and the request that is not to be done again.
+    """Store a changed spec if nothing else changed it since it was read, and the request, so that it is not repeated.
 
-    `why`: another policy was chosen for it, which its decisions are to tell.
+    `why`: another policy was chosen for it, as its decisions will say.
     """
     now = find_endpoint(connection, after.id)
     require_etag(now, etag)
@@ -141,7 +141,7 @@ def update(
 
 
 def delete(connection: Connection, endpoint_id: str, etag: str, wall: datetime) -> Endpoint:
-    """Mark an endpoint as deleted, once: nothing is aimed at any more."""
+    """Mark an endpoint as deleted, once: it wants no replicas any more."""
     found = find_endpoint(connection, endpoint_id)
     require_etag(found, etag)
     if not found.deleting:
@@ -175,7 +175,7 @@ def set_replicas(
     wall: datetime,
     set_id: str = "",
 ) -> Endpoint:
-    """Store a person's order, of one capability set where there are some, with its decision."""
+    """Store a manual order, of one capability set if there are any, with its decision."""
     before = find_endpoint(connection, endpoint_id)
     require_kept(before)
     require_set(before, set_id)
@@ -203,7 +203,7 @@ def require_set(endpoint: Endpoint, set_id: str) -> None:
 
 
 def require_room(endpoint: Endpoint, replicas: int, current: int | None, set_id: str = "") -> None:
-    """FailedPreconditionError from another count than `current`, OutOfRangeError outside of min and max."""
+    """FailedPreconditionError if the count is not `current`, OutOfRangeError outside min and max."""
     spec, name, aimed = endpoint.spec.of_set(set_id), endpoint_name(endpoint.id), endpoint.targets[set_id]
     what = f"{set_id} replicas" if set_id else "replicas"
     if current is not None and current != aimed:
@@ -253,10 +253,9 @@ class Endpoints:
         fingerprint: str,
         validate_only: bool,
     ) -> EndpointView:
-        """Create an endpoint that aims at its min, or return what this request id made; raises as `update`.
+        """Create an endpoint that starts at its min, or return what this request id created; raises like `update`.
 
-        `tenant`: whose quota its GPUs count against; the autoscaler's own where it is empty. `creator`: whose
-        reservations.
+        `tenant`: whose quota its GPUs count against; the autoscaler's own if empty. `creator`: whose reservations.
         """
         wall = self._deps.clock.wall()
         made = Endpoint(
@@ -288,12 +287,12 @@ class Endpoints:
         asked: AskedOnce | None = None,
         why: str = "",
     ) -> EndpointView:
-        """Replace the spec by `change` of it, which may free room on the disk; an empty etag matches any.
+        """Replace the spec by `change` of it, which may free space on disk; an empty etag matches any.
 
-        `why`: a decision tells that another policy was chosen.
+        `why`: a decision says that another policy was chosen.
 
-        With `asked` it is done once, and answered again as it was then. FailedPreconditionError if it names a watcher
-        or Prometheus server that does not exist, or the endpoint is being deleted.
+        With `asked` it is done once, and a repetition gets the same answer. FailedPreconditionError if it names a missing
+        watcher or Prometheus server, or the endpoint is being deleted.
         """
         async with self._changing:
             if asked is not None:
@@ -315,7 +314,7 @@ class Endpoints:
 
     @uninterrupted
     async def delete(self, endpoint_id: str, *, etag: str) -> EndpointView:
-        """Let all replicas finish and stop, and remove the endpoint after them; returns it as it is until then."""
+        """Let all replicas finish and stop, then remove the endpoint; returns its state until then."""
         work = partial(delete, endpoint_id=endpoint_id, etag=etag, wall=self._deps.clock.wall())
         return await self._view(await self._write(endpoint_id, work, frees=True))
 
@@ -323,9 +322,9 @@ class Endpoints:
     async def set_replicas(
         self, endpoint_id: str, replicas: int, *, current: int | None, who: str, capability_set: str = ""
     ) -> EndpointView:
-        """Aim at so many from now on, of one capability set where there are some; rules go on from there.
+        """Set the count, of one capability set if there are any; rules continue from there.
 
-        OutOfRangeError outside of its min and max, FailedPreconditionError if another number than `current` is aimed at.
+        OutOfRangeError outside its min and max, FailedPreconditionError if the count is not `current`.
         """
         work = partial(
             set_replicas,
@@ -344,7 +343,7 @@ class Endpoints:
         return await self._view(await self._deps.store.read(partial(find_endpoint, endpoint_id=endpoint_id)))
 
     async def list(self, request: ListRequest) -> tuple[Sequence[api.Endpoint], str]:
-        """A page of endpoints, by id where it asks for no order; only what the page needs is read of each."""
+        """A page of endpoints, by id unless ordered otherwise; only the needed parts are read."""
         most = page_limit(request.page_size) + 1
 
         def read(connection: Connection) -> tuple[Sequence[api.Endpoint], str]:
@@ -367,7 +366,7 @@ class Endpoints:
     async def replicas(
         self, endpoint_id: str, request: api.ListReplicasRequest
     ) -> tuple[Sequence[api.Replica], str]:
-        """A page of replicas of one endpoint, or of all, oldest first where it asks for no order."""
+        """A page of replicas of one endpoint, or of all, oldest first unless ordered otherwise."""
         period, most = asked_period(request), page_limit(request.page_size) + 1
 
         def read(connection: Connection) -> tuple[Sequence[api.Replica], str]:
@@ -395,7 +394,7 @@ class Endpoints:
         return await self._deps.store.read(read)
 
     async def replicas_kept_since(self, endpoint_id: str) -> datetime | None:
-        """From when on no ended replica of an endpoint, or of all, is forgotten; None where none is."""
+        """The time from which no ended replica of an endpoint, or of all, was forgotten; None if none was."""
         return await self._deps.store.read(partial(store.replicas_kept_since, endpoint=endpoint_id))
 
     async def _check(self, endpoint_id: str, spec: EndpointSpec) -> None:
@@ -420,7 +419,7 @@ class Endpoints:
     async def _write_spec(
         self, endpoint: Endpoint, work: Callable[[Connection], None], *, frees: bool = False
     ) -> None:
-        """Store a spec; its watchers count as read from before it is stored, so that none goes meanwhile."""
+        """Store a spec; its watchers are marked as read before it is stored, so that none is deleted meanwhile."""
         before = self._deps.uses.reads(endpoint.id)
         self._deps.uses.set(endpoint.id, before | endpoint.spec.watchers)
         try:
@@ -448,7 +447,7 @@ class Endpoints:
         return next(await self._deps.store.read(partial(self._look, endpoints=[endpoint])))
 
     def _look(self, connection: Connection, endpoints: Sequence[Endpoint]) -> Iterator[EndpointView]:
-        """Endpoints with their replicas and their last decisions, by as many statements as for one."""
+        """Endpoints with their replicas and last decisions, in as many statements as for one."""
         own = {one.id: list[Replica]() for one in endpoints}
         for one in store.replicas(connection, *own):
             own[one.endpoint].append(one)

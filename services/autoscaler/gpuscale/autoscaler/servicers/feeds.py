@@ -1,4 +1,4 @@
-"""What the Watch methods stream. It is kept up to date while somebody reads, and costs nothing while nobody does."""
+"""Feeds of the Watch methods. They are kept up to date while somebody reads, and cost nothing otherwise."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
@@ -23,14 +23,14 @@ from gpuscale.common.rpc.feed import FeedView, ResourceFeed
 from gpuscale.common.runtime.logs import get_logger
 
 PERIOD: Final = 1.0
-"""Seconds between two looks at what says nothing when it changes: adapters and readings of queues."""
+"""Seconds between polls of what does not report changes: adapters and readings of queues."""
 _MOST_DECISIONS: Final = 100
-"""Decisions of one endpoint between two looks that are told one by one."""
+"""Most decisions of one endpoint between two looks that are sent individually."""
 _log = get_logger(__name__)
 
 
 class _Read(NamedTuple):
-    """An endpoint as it is stored: all its replicas, and its decisions from the last known one on, newest first."""
+    """An endpoint on disk: all its replicas, and its decisions since the last known one, newest first."""
 
     endpoint: Endpoint | None
     replicas: Sequence[Replica]
@@ -38,7 +38,7 @@ class _Read(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What was put of an endpoint: its last decision, by number and name, the replicas that had ended, and all others by name."""
+    """What was sent of an endpoint: its last decision, by number and name, the ended replicas, and all others by name."""
 
     latest: int
     decision: str
@@ -47,7 +47,7 @@ class _Known(NamedTuple):
 
 
 class Feeds:
-    """Feeds of endpoints, replicas, decisions, and of the messages that `adapters` and `watchers` give."""
+    """Feeds of endpoints, replicas, decisions, and of the messages that `adapters` and `watchers` return."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Feeds:
         self._all = True
 
     async def stream(self, feed: ResourceFeed[Any], request: Any, of: type[Message]) -> AsyncGenerator[bytes]:
-        """What a Watch method answers, for ever, of one parent where the request has one; UnavailableError."""
+        """The responses of a Watch method, for ever, of one parent if the request has one; UnavailableError."""
         parent = f"{getattr(request, 'parent', '')}/"
         view: FeedView[Any] = FeedView(
             of=(lambda one: one.name.startswith(parent)) if parent != "/" else None,
@@ -81,7 +81,7 @@ class Feeds:
             yield message
 
     async def run(self) -> None:
-        """Keep the feeds up to date while they are read; never ends."""
+        """Update the feeds while they are read; never ends."""
         feeds = (self.endpoints, self.replicas, self.decisions, self.adapters, self.queue_watchers)
         while True:
             await self._begun.wait()
@@ -97,7 +97,7 @@ class Feeds:
                     await asyncio.sleep(PERIOD)
 
     async def _look(self) -> None:
-        """Put what changed since the last look into the feeds."""
+        """Put changes since the last look into the feeds."""
         followers = self._deps.followers
         async with self._looking:
             _sync(self.adapters, self._adapters(), self.adapters.names, "last_seen_time")
@@ -114,7 +114,7 @@ class Feeds:
                 self._note(endpoint_id, found)
 
     def _read(self, changed: Iterable[str], connection: Connection) -> Mapping[str, _Read]:
-        """What is on disk of these endpoints; of all of them at the first look."""
+        """Read these endpoints; at the first look all of them."""
         if self._all:
             changed = {*changed, *(one.id for one in store.endpoints(connection))}
         return {one: self._read_one(connection, one) for one in changed}
@@ -145,7 +145,7 @@ class Feeds:
         decisions = [decision_log.to_wire(self._deps.repetitions.shown(one)) for one in found.decisions]
         if known and known.decision not in {one.name for one in decisions}:
             self.decisions.remove(known.decision)
-        # The last of those that are past spoke for the present before: its count is known now.
+        # The previous last decision was current before: its count is now final.
         for past in reversed(decisions[1:]):
             self.decisions.remove(past.name, past)
         _sync(self.decisions, decisions[:1], (), "count", "last_time")
@@ -165,7 +165,7 @@ def _feed(response: Callable[..., Message]) -> ResourceFeed[Any]:
 
 
 def _sync(feed: ResourceFeed[Any], messages: Iterable[Any], known: Iterable[str], *quiet: str) -> None:
-    """There are these, and no others of those that are known; a change of `quiet` fields wakes nobody."""
+    """Set the messages of a feed and remove known others; a change of `quiet` fields alone is not sent."""
     now = {one.name: one for one in messages}
     for name in set(known) - now.keys():
         feed.remove(name)
@@ -176,7 +176,7 @@ def _sync(feed: ResourceFeed[Any], messages: Iterable[Any], known: Iterable[str]
 
 
 def _told(message: Any, quiet: Sequence[str]) -> Any:
-    """A message without the fields that tell nothing new."""
+    """A message without the fields that carry no news."""
     rest = type(message)()
     rest.CopyFrom(message)
     for path in quiet:

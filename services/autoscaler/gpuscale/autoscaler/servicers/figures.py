@@ -1,4 +1,4 @@
-"""What the autoscaler shows of itself on `/metrics`: endpoints, adapters and queue watchers."""
+"""The autoscaler's own figures on `/metrics`: endpoints, adapters and queue watchers."""
 
 from collections import Counter
 from pathlib import Path
@@ -21,7 +21,7 @@ _WATCHERS = Family(f"{_PREFIX}_watchers", "gauge", "Queue watchers, by the state
 async def add_figures(
     reconciler: Reconciler, hub: AdapterHub, watchers: QueueWatchers, file: Path | None, page: MetricsPage
 ) -> None:
-    """Add them to a page; `file` is the database, where it is one."""
+    """Add the figures to a page; `file` is the database, if it is a file."""
     for endpoint, counts, late in reconciler.counts():
         named = labels({"endpoint": endpoint})
         page.add(_DESIRED, named, counts.desired)

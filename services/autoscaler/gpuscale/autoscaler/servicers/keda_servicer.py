@@ -1,7 +1,7 @@
-"""KEDA's ExternalScaler on the wire: endpoints as a metric that a Kubernetes cluster scales by.
+"""KEDA's ExternalScaler on the wire: endpoints as a metric by which a Kubernetes cluster scales.
 
-The metric is the number of replicas wanted and its target is 1, so that the cluster's own arithmetic, which divides one by
-the other, arrives at our number. All answers come from the store: a signal that is not ready yet delays none of them.
+The metric is the wanted number of replicas and its target is 1, so that the cluster's own arithmetic, which divides one by the
+other, arrives at our number. All answers come from the store: no missing signal delays them.
 """
 
 from collections.abc import AsyncGenerator, Callable
@@ -20,9 +20,9 @@ from gpuscale.common.security.auth import Context
 from gpuscale.common.store.store import Store
 
 METRIC: Final = "desired"
-"""The one metric there is."""
+"""The only metric."""
 TARGET: Final = 1
-"""How much of it one replica stands for."""
+"""The amount of it per replica."""
 
 SERVICE: Final = "externalscaler.ExternalScaler"
 _T = TypeVar("_T")
@@ -71,9 +71,9 @@ class KedaServicer(api.ExternalScalerServicer):
         return api.GetMetricsResponse(metricValues=[value])
 
     async def _follow(self, endpoint_id: str, show: Callable[[Endpoint], _T]) -> AsyncGenerator[_T]:
-        """What `show` makes of the endpoint, now and each time it makes something else of it.
+        """What `show` returns for the endpoint, now and whenever that changes.
 
-        Nothing piles up: whoever reads slowly misses what was between.
+        Nothing accumulates: a slow reader skips intermediate values.
         """
         last: _T | None = None
         with self._followers.follow(endpoint_id) as changed:
@@ -96,7 +96,7 @@ class KedaServicer(api.ExternalScalerServicer):
 
 
 def _endpoint_id(ref: api.ScaledObjectRef, path: str = "") -> str:
-    """The endpoint that a ScaledObject follows; `path` leads to `ref` in the request."""
+    """The endpoint that a ScaledObject follows; `path` is the path of `ref` in the request."""
     named = ref.scalerMetadata.get("endpoint", "") or ref.scalerMetadata.get("endpointFromEnv", "")
     endpoint_id = named.removeprefix("endpoints/")
     if not is_id(endpoint_id):
@@ -116,6 +116,6 @@ def _active(endpoint: Endpoint) -> api.IsActiveResponse:
 
 
 def _spec(_endpoint: Endpoint) -> api.GetMetricSpecResponse:
-    """The same for all: what differs between endpoints is the value."""
+    """The same for all endpoints: only the value differs."""
     spec = api.MetricSpec(metricName=METRIC, targetSize=TARGET, targetSizeFloat=TARGET)
     return api.GetMetricSpecResponse(metricSpecs=[spec])

@@ -17,7 +17,7 @@ from gpuscale.common.wire import optional_seconds, seconds, to_duration
 
 
 class MetricServicer(api.MetricServiceServicer):
-    """Takes in and lists reported metrics; `state` tells which endpoints and replicas there are."""
+    """Takes and lists reported metrics; `state` has the endpoints and replicas."""
 
     def __init__(self, metrics: ReportedMetrics, state: Store, clock: Clock) -> None:
         self._metrics = metrics
@@ -69,7 +69,7 @@ class MetricServicer(api.MetricServiceServicer):
         )
 
     async def _check(self, subject: Subject, name: str, caller: Principal) -> None:
-        """Refuse what is not there, and what is not the caller's."""
+        """Reject unknown subjects, and those that are not the caller's."""
         endpoint_id, replica_id = subject
         if not replica_id:
             if caller.role < Role.OPERATOR:
@@ -80,7 +80,7 @@ class MetricServicer(api.MetricServiceServicer):
         replica = await self._state.read(partial(store.replica, replica_id=replica_id))
         if replica is None or replica.ended or replica.endpoint != endpoint_id:
             raise NotFoundError(f"there is no {name}, or it has ended", metadata={"name": name})
-        # An agent bears the name of the replica's adapter or node.
+        # An agent has the name of the replica's adapter or node.
         if caller.role < Role.OPERATOR and caller.name not in {replica.adapter, replica.node} - {""}:
             raise _not_yours(caller, name)
 

@@ -1,4 +1,4 @@
-"""PresetService on the wire: the spec that a preset makes of a wish."""
+"""PresetService on the wire: the spec that a preset makes for a wish."""
 
 from dataclasses import dataclass, replace
 
@@ -14,14 +14,14 @@ from gpuscale.common.security.auth import Context
 
 DEFAULT_BOUNDS = (1, 16)
 WITHOUT_WORK = frozenset({"opengris_no"})
-"""Presets that look at nothing."""
+"""Presets without signals."""
 WITH_SETS = "opengris_capability"
 """The preset that scales capability sets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A spec, the name of the preset that made it, and what is to be known about it."""
+    """A spec, the name of the preset that made it, and notes on it."""
 
     preset: str
     spec: EndpointSpec
@@ -29,7 +29,7 @@ class Rendered:
 
 
 def wish_from_wire(wire: api.PresetWish, path: str, default: Wish) -> Wish:
-    """The wish of a message, whose queue is a watcher or a metric; what it does not state is `default`'s."""
+    """The wish in a message, with a watcher or a metric as its queue; defaults come from `default`."""
     if wire.watcher and wire.metric:
         raise InvalidArgumentError(f"{path}.metric cannot stand beside a watcher", field=f"{path}.metric")
     stated = CODEC.stated(Wish, wire, path)
@@ -38,7 +38,7 @@ def wish_from_wire(wire: api.PresetWish, path: str, default: Wish) -> Wish:
 
 
 def render(wire: api.PresetWish, path: str, default: Wish) -> Rendered:
-    """The spec that a preset makes of a message at `path`; InvalidArgumentError if it contradicts itself."""
+    """The spec that a preset makes for the message at `path`; InvalidArgumentError if it contradicts itself."""
     preset = named(wire.preset.removeprefix("presets/"), f"{path}.preset")
     wish = wish_from_wire(wire, path, default)
     sets = bool(wish.capability_sets)

@@ -110,7 +110,7 @@ def _with_status(watchers: QueueWatchers, watcher: Watcher, now: float) -> api.Q
 
 
 def watcher_to_wire(watcher: Watcher) -> api.QueueWatcher:
-    """The message of a watcher, but for its status."""
+    """The message of a watcher, without its status."""
     watched = watcher.spec
     interval = wire.to_duration(watched.interval)
     spec = api.QueueWatcherSpec(
@@ -131,7 +131,7 @@ def watcher_to_wire(watcher: Watcher) -> api.QueueWatcher:
 
 
 def to_status(reading: QueueReading, now: float) -> api.QueueWatcherStatus:
-    """The status of a reading; `now` is seconds since boot. Counts that are unknown stay unset."""
+    """The status of a reading; `now` is seconds since boot. Unknown counts stay unset."""
     age = None if reading.observed_at is None else wire.to_duration(max(0.0, now - reading.observed_at))
     oldest = reading.rates.oldest_age if reading.rates else None
     return api.QueueWatcherStatus(
@@ -160,7 +160,7 @@ def _to_spec(spec: api.QueueWatcherSpec) -> WatchSpec:
             "queue_watcher.spec must set one of queue, queues and queue_pattern",
             field="queue_watcher.spec.queue",
         )
-    if not all(ways[0]):  # over AMQP that is the queue that was asked for before
+    if not all(ways[0]):  # over AMQP this is the queue that was configured before
         raise InvalidArgumentError("must not be empty", field="queue_watcher.spec.queues")
     interval = wire.optional_seconds(spec, "interval")
     return WatchSpec(

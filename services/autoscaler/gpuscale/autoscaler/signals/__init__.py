@@ -1,4 +1,4 @@
-"""Where signals come from: broker queues, Prometheus, the fleet, what programs report.
+"""Sources of signals: broker queues, Prometheus, the fleet, reported metrics.
 
-Each source gives its latest value with its age; none is asked while an endpoint is evaluated. Begin with `sources`.
+Each source has its latest value with its age; none is called during an evaluation. Begin with `sources`.
 """

@@ -1,11 +1,11 @@
-"""Where brokers are: from the configuration file and the environment, never from the API.
+"""Locations of brokers: from the configuration file and the environment, never from the API.
 
     [brokers.default]
     amqp_url = "amqp://user:password@host:5672/"        or  amqp_url_env = "NAME"        or  amqp_url_file = "PATH"
     management_url = "http://user:password@host:15672"  or  management_url_env = "NAME"  or  management_url_file = "PATH"
 
-The management API may be left out. GPUSCALE_BROKER_<NAME>_AMQP_URL and GPUSCALE_BROKER_<NAME>_MANAGEMENT_URL define or
-override the broker <name>, in lower case; with _FILE at their end they name files that hold the URLs.
+The management API is optional. GPUSCALE_BROKER_<NAME>_AMQP_URL and GPUSCALE_BROKER_<NAME>_MANAGEMENT_URL define or override the
+broker <name>, in lower case; with _FILE at their end they name files that hold the URLs.
 """
 
 import re
@@ -29,16 +29,16 @@ _ROOT_PATHS = frozenset({"", "/", "/%2F", "/%2f"})
 
 
 Source: TypeAlias = tuple[SecretUrl | None, str | None, Path | None]
-"""Where a URL is: here, in a variable of that name, or in a file; one of them at most."""
+"""The source of a URL: given, in a variable of that name, or in a file; at most one of them."""
 
 
 class BrokerSettings(BaseModel):
-    """One table [brokers.NAME] of the configuration."""
+    """A table [brokers.NAME] of the configuration."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     amqp_url: SecretUrl | None = None
-    """amqp:// or amqps:// with user and password, without a virtual host: watchers name that."""
+    """amqp:// or amqps:// with user and password, without a virtual host: watchers name theirs."""
     amqp_url_env: str | None = None
     """Name of the environment variable that holds the URL, instead of `amqp_url`."""
     amqp_url_file: Path | None = None
@@ -50,7 +50,7 @@ class BrokerSettings(BaseModel):
     management_url_file: Path | None = None
     """File that holds the URL, instead."""
     ca_file: Path | None = None
-    """Certificates that amqps:// and https:// are verified with, instead of the system's."""
+    """CA certificates for amqps:// and https://, instead of the system's."""
 
     @model_validator(mode="after")
     def _one_source_each(self) -> Self:
@@ -60,28 +60,28 @@ class BrokerSettings(BaseModel):
         return self
 
     def amqp(self) -> Source:
-        """Where the URL of its AMQP is."""
+        """The source of its AMQP URL."""
         return self.amqp_url, self.amqp_url_env, self.amqp_url_file
 
     def management(self) -> Source:
-        """Where the URL of its management API is."""
+        """The source of its management API URL."""
         return self.management_url, self.management_url_env, self.management_url_file
 
 
 @dataclass(frozen=True, slots=True)
 class Broker:
-    """A broker with everything that is needed to reach it."""
+    """A broker with everything needed to reach it."""
 
-    name: str  # what the API knows it by
+    name: str  # its name in the API
     amqp: SecretUrl  # amqp:// or amqps:// URL
-    # http:// or https:// URL of its management API; None where it has none
+    # http:// or https:// URL of its management API; None without one
     management: SecretUrl | None = None
-    # what amqps:// and https:// are verified with; None where neither is used
+    # for amqps:// and https://; None if neither is used
     tls: ssl.SSLContext | None = None
 
 
 class VirtualHostError(Exception):
-    """No queue of a virtual host can be read in one of the two ways (AMQP, management API)."""
+    """No queue of a virtual host can be read by one of the two ways (AMQP, management API)."""
 
     def __init__(self, failure: QueueFailure) -> None:
         super().__init__(failure.message)
@@ -89,7 +89,7 @@ class VirtualHostError(Exception):
 
 
 class RetryGate:
-    """Keeps a failing way to a broker closed for a while: a wait with jitter that grows up to five seconds.
+    """Blocks a failing way to a broker for a while: a wait with jitter that grows up to five seconds.
 
     `now` is seconds of any clock that does not go back.
     """
@@ -100,7 +100,7 @@ class RetryGate:
         self._retry_at = 0.0
 
     def check(self, now: float) -> None:
-        """Pass, or fail as the last attempt did. Raises VirtualHostError: it is too early to try again."""
+        """Pass, or fail like the last attempt. Raises VirtualHostError if it is too early to retry."""
         if self._failure is not None and now < self._retry_at:
             raise VirtualHostError(self._failure)
 
@@ -110,7 +110,7 @@ class RetryGate:
         self._retry_at = now + self._backoff.next()
 
     def succeeded(self) -> None:
-        """The attempt succeeded; the next failure waits shortly again."""
+        """The attempt succeeded; the next failure starts with a short wait."""
         self._failure = None
         self._backoff.reset()
 
@@ -160,7 +160,7 @@ def _resolve_one(
 
 
 def _source(kind: str, told: Source, overrides: Mapping[str, str], environment: Mapping[str, str]) -> Source:
-    """Where the URL of a kind is, by the environment or else by the settings."""
+    """The source of a URL, from the environment or else from the settings."""
     variable, of_file = overrides.get(kind), overrides.get(f"{kind}_FILE")
     if variable and of_file:
         raise _unusable(f"the environment variables {variable} and {of_file} exclude each other")

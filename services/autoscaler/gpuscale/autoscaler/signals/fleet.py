@@ -1,7 +1,7 @@
-"""Readings of GPUs and hosts, as the fleet streams them.
+"""Readings of GPUs and hosts, as streamed by the fleet.
 
-The stream is opened once some signal wants it. While it is down what was read ages, and beyond three periods of its
-agent it does not count. A GPU or host that should tell and does not is silent; one that cannot tell is left out.
+The stream is opened once a signal needs it. While it is down readings age, and do not count beyond three periods of their
+agent. A GPU or host that should report but does not is silent; one that cannot report is left out.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ _DERIVED: Mapping[tuple[type, str], tuple[tuple[str, str], Callable[[float, floa
     ),
     (types_api.HostReading, "load_per_core"): (("load_1m", "cpu_count"), lambda load, cores: load / cores),
 }
-"""How metrics are made of two fields of a reading, the second of which is not 0."""
-# A GPU in one of these answers; whether its readings are fresh is judged one by one.
+"""Metrics that are quotients of two fields of a reading, the second of which is not 0."""
+# A GPU in one of these answers; the freshness of each reading is judged separately.
 _ANSWERING = frozenset(
     {
         types_api.GpuState.GPU_STATE_OK,
@@ -50,12 +50,12 @@ _ANSWERING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What one GPU or host says."""
+    """The reading of one GPU or host."""
 
-    value: float | None = None  # None where it says nothing
+    value: float | None = None  # None if there is none
     at: float = 0.0  # when it was read, in seconds since boot
     fresh_until: float = 0.0  # when it will be three periods old
-    able: bool = True  # whether it can tell at all; a device that does not offer the reading is not silent
+    able: bool = True  # whether it supports the reading; a device that does not is not silent
 
 
 SILENT = Told()
@@ -69,7 +69,7 @@ class HeldNode:
     arrived: float
 
     def gpus(self, metric: str) -> Iterator[tuple[str, Told]]:
-        """The UUID of each GPU, in lower case, with what it says; none of one that is divided into others."""
+        """The UUID of each GPU, in lower case, with its reading; None for one that is divided into MIG instances."""
         snapshot = self.message.snapshot
         for gpu in snapshot.gpus:
             if gpu.state == types_api.GpuState.GPU_STATE_DIVIDED:
@@ -80,7 +80,7 @@ class HeldNode:
             yield "", SILENT  # nobody knows how many there are
 
     def host(self, metric: str) -> Told:
-        """What its host says."""
+        """The reading of its host."""
         return self._told(self.message.snapshot.host_reading, metric)
 
     def _told(self, reading: types_api.GpuReading | types_api.HostReading, metric: str) -> Told:
@@ -103,14 +103,14 @@ class HeldNode:
 
 
 LEAST_INTERVAL = 0.5
-"""Seconds between two messages of the fleet; signals need no more."""
+"""Seconds between messages of the fleet; signals need no more."""
 _RETRY_CAP = 5.0
 
 _log = get_logger(__name__)
 
 
 class FleetMetrics:
-    """Follows the fleet, and answers what signals ask of it."""
+    """Follows the fleet, and answers signals' queries."""
 
     def __init__(self, fleet: grpc.aio.Channel, clock: Clock) -> None:
         self._stub = monitor_api.FleetServiceStub(fleet)
@@ -120,7 +120,7 @@ class FleetMetrics:
         self._problem = "the fleet has not answered yet"
 
     async def run(self) -> NoReturn:
-        """Follow the fleet for ever, from the first question on, over broken streams and restarts of the fleet."""
+        """Follow the fleet for ever, once queried, across broken streams and restarts of the fleet."""
         await self._wanted.wait()
         backoff = Backoff(cap=_RETRY_CAP)
         while True:
@@ -135,9 +135,9 @@ class FleetMetrics:
             await asyncio.sleep(backoff.next())
 
     def gpus(self, source: GpuSignal, own: Collection[str], oldest: float) -> Sample:
-        """A reading of GPUs; `own` are the UUIDs of those that the endpoint's ready replicas hold.
+        """A GPU reading; `own` are the UUIDs held by the endpoint's ready replicas.
 
-        One whose value is older than `oldest` seconds is silent, as are those of a node that is not online.
+        GPUs with a reading older than `oldest` seconds, or on a node that is not online, are silent.
         """
         self._wanted.set()
         if source.own_replicas:
@@ -150,7 +150,7 @@ class FleetMetrics:
         return self._sample([*told, *self._unknown(source.nodes)], source.metric, oldest)
 
     def hosts(self, source: HostSignal, oldest: float) -> Sample:
-        """A reading of hosts; one whose value is older than `oldest` seconds, or that is not online, is silent."""
+        """A host reading; hosts with a reading older than `oldest` seconds, or not online, are silent."""
         self._wanted.set()
         told = [held.host(source.metric) for held in self._of(source.nodes)]
         return self._sample([*told, *self._unknown(source.nodes)], source.metric, oldest)
@@ -159,7 +159,7 @@ class FleetMetrics:
         return [held for node, held in self._nodes.items() if not nodes or node in nodes]
 
     def _unknown(self, nodes: Collection[str]) -> Sequence[Told]:
-        """One silence for each node that is named and that the fleet does not know."""
+        """One silence for each named node that the fleet does not know."""
         return [SILENT for node in nodes if node not in self._nodes]
 
     def _sample(self, told: Sequence[Told], metric: str, oldest: float) -> Sample:
@@ -168,7 +168,7 @@ class FleetMetrics:
         fresh = [(value, at) for value, at in known if now - at <= oldest]
         silent = sum(one.able for one in told) - len(fresh)
         if known:
-            values, dates = zip(*(fresh or known), strict=True)  # where all are too old, their age says so
+            values, dates = zip(*(fresh or known), strict=True)  # if all are too old, their age shows it
             return Sample(values, min(dates), silent_count=silent)
         nothing = f"none of {silent} tells {metric}" if silent else f"nothing in the fleet has {metric}"
         return Sample(problem=self._problem or nothing, silent_count=silent)

@@ -1,8 +1,9 @@
 """RabbitMQ's management API: the ready and unacknowledged messages of all queues of a virtual host in one request.
 
-With statistics disabled and totals asked for, the API asks the queues themselves: the counts are milliseconds old
-where its usual statistics are seconds old. With these three columns alone the broker works a fifth less for a thousand
-queues, and its answer is a third as long (measured on RabbitMQ 3.10: `python -m bench queues`). Asked for a single queue in this way it returns no counts (rabbitmq/rabbitmq-server#10314), so the list is always read whole.
+With statistics disabled and totals requested, the API asks the queues themselves: the counts are milliseconds old, while its
+usual statistics are seconds old. With only these three columns the broker works a fifth less for a thousand queues, and its
+answer is a third as long (measured on RabbitMQ 3.10: `python -m bench queues`). For a single queue it returns no counts in this
+mode (rabbitmq/rabbitmq-server#10314), so the whole list is read.
 """
 
 import asyncio
@@ -23,12 +24,12 @@ from gpuscale.common.secrets import SecretUrl
 TIMEOUT = 5.0
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 _DOTS = frozenset({".", ".."})
-"""In a path these mean another directory, however they are written."""
+"""In a path these mean another directory, in any encoding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """A queue as the API lists it, with its fields' names there; one whose node is down has no counts."""
+    """A queue in the API's list, with the API's field names; a queue whose node is down has no counts."""
 
     name: str
     messages_ready: int | None = None
@@ -45,7 +46,7 @@ _NO_RATE = _Rate()
 
 @dataclass(frozen=True, slots=True)
 class _Stats:
-    """A queue that nobody has used for a while, or ever, has no details: its rates are 0."""
+    """A queue that was not used for a while, or ever, has no details: its rates are 0."""
 
     publish_details: _Rate = _NO_RATE
     deliver_get_details: _Rate = _NO_RATE
@@ -56,14 +57,14 @@ _NO_STATS = _Stats()
 
 @dataclass(frozen=True, slots=True)
 class _QueueStatistics:
-    """A queue with its statistics; where the broker collects none, there is not even the count of messages."""
+    """A queue with its statistics; if the broker collects none, even the count of messages is missing."""
 
     name: str
     messages: int | None = None
     consumers: Annotated[int, Field(le=LARGEST_COUNT)] = 0
     message_stats: _Stats = _NO_STATS
     head_message_timestamp: int | str | None = None
-    """Seconds since 1970; null or an empty text where no message waits, or the one that does has no timestamp."""
+    """Seconds since 1970; null or empty if no message waits, or the first has no timestamp."""
 
 
 _QUEUES = TypeAdapter(list[Counted])
@@ -80,12 +81,12 @@ _STATISTICS = {
     )
 }
 _PLAIN = {"Accept-Encoding": "identity"}
-"""A few bytes that unfold to gigabytes would do so before anybody could count them; and it is less work at both ends."""
+"""A few bytes could expand to gigabytes before anybody counts them; and it is less work at both ends."""
 T = TypeVar("T")
 
 
 class Measured(NamedTuple):
-    """A queue's consumers, messages a second that go in and out, and the timestamp of the one at its head."""
+    """A queue's consumers, messages per second in and out, and the timestamp of its first message."""
 
     consumers: int
     published: float
@@ -105,7 +106,7 @@ class ManagementClient:
         self._client = httpx.AsyncClient(
             base_url=f"{url.scheme}://{host}{port}{url.path.rstrip('/')}/api/",
             auth=httpx.BasicAuth(url.username.get_secret_value(), url.password.get_secret_value()),
-            verify=broker.tls or False,  # there is always one where the URL is https://
+            verify=broker.tls or False,  # there is always one if the URL is https://
             timeout=TIMEOUT,
             limits=httpx.Limits(max_connections=self.CONNECTIONS),
             follow_redirects=False,
@@ -113,11 +114,11 @@ class ManagementClient:
         )
 
     async def totals(self, virtual_host: str) -> dict[str, Counted]:
-        """The counts of every queue by name. Raises VirtualHostError: the API cannot tell."""
+        """The counts of every queue by name. Raises VirtualHostError if the API fails."""
         return {queue.name: queue for queue in await self._list(virtual_host, _TOTALS, _QUEUES)}
 
     async def statistics(self, virtual_host: str) -> dict[str, Measured]:
-        """What the broker has measured of each queue, by its name; these are some seconds old, and may lack a queue."""
+        """The broker's statistics of each queue by name; some seconds old, and possibly incomplete."""
         queues = await self._list(virtual_host, _STATISTICS, _MEASURED)
         return {
             queue.name: Measured(
@@ -175,9 +176,9 @@ class ManagementClient:
 
 
 STATISTICS_PERIOD = 5.0
-"""Seconds between two requests; the broker's own statistics are no younger."""
+"""Seconds between requests; the broker's own statistics are no fresher."""
 CONSUMERS_PERIOD = 30.0
-"""Seconds between two requests where nobody reads rates."""
+"""Seconds between requests while nobody reads rates."""
 
 
 class QueueStatistics:
@@ -201,9 +202,9 @@ class QueueStatistics:
         return f"consumers unknown{why}"
 
     def rates(self, queue: str) -> Rates | None:
-        """What goes in and out of a queue; None where that is not known.
+        """The rates of a queue; None if unknown.
 
-        A timestamp ahead of our clock is one of another clock: it tells no age.
+        A timestamp ahead of our clock comes from another clock: it gives no age.
         """
         found = self._measured.get(queue)
         if found is None:
@@ -213,7 +214,7 @@ class QueueStatistics:
         return Rates(found.published, found.delivered, self._at, known)
 
     async def refresh(self, rates: bool) -> QueueFailure | None:
-        """Read them anew if it is time; returns why they cannot be read, if so: nothing is known of them then.
+        """Read them again if it is time; returns why that fails, if so: nothing is known of them then.
 
         `rates`: whether anybody reads rates.
         """

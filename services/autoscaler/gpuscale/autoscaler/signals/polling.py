@@ -1,7 +1,7 @@
-"""Asking elsewhere, over and over, for what signals want to know: beside the evaluations, never in them.
+"""Background polling of what signals need: beside the evaluations, never in them.
 
-What is asked for by nobody any more is dropped. Of each question one call is under way at a time, and of all questions
-to one place a few.
+Queries that nobody needs any more are dropped. Of each query one call runs at a time, and only a few of all queries to one
+server.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.tasks import Clock
 
 AT_ONCE = 4
-"""Calls to one place that are under way at a time."""
+"""Most concurrent calls to one server."""
 MAX_QUESTIONS = 1_000
-"""Questions to one place."""
+"""Most queries to one server."""
 SHORTEST_PERIOD = 1.0
-"""Least seconds between two calls for one question."""
+"""Least seconds between two calls for one query."""
 FORGOTTEN_AFTER = 10.0
-"""Periods after which a question that nobody repeated is dropped."""
+"""Periods after which a query that nobody repeated is dropped."""
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
 class NoAnswerError(Exception):
-    """A question could not be answered; the text says why, without secrets."""
+    """A query failed; the text says why, without secrets."""
 
 
 @dataclass(frozen=True, slots=True)
 class PollAnswer(Generic[V]):
-    """What was answered last."""
+    """The last answer."""
 
-    value: V | None = None  # None where the last call failed, or there was none yet
-    at: float | None = None  # when the last call that succeeded was made, in seconds since boot
-    problem: str = "it was not asked for yet"  # why there is no value; empty where there is
+    value: V | None = None  # None if the last call failed, or there was none yet
+    at: float | None = None  # when the last successful call was made, in seconds since boot
+    problem: str = "it was not asked for yet"  # why there is no value; else empty
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class _Question:
 
 
 class Poller(Generic[K, V]):
-    """Repeats questions, each at its own period; `fetch` answers one in time, or raises `NoAnswerError`."""
+    """Repeats queries, each at its own period; `fetch` answers one in time, or raises `NoAnswerError`."""
 
     def __init__(self, fetch: Callable[[K], Awaitable[V]], clock: Clock) -> None:
         self._fetch = fetch
@@ -66,7 +66,7 @@ class Poller(Generic[K, V]):
         self._changed = asyncio.Event()
 
     def ask(self, key: K, period: float) -> PollAnswer[V]:
-        """The last answer to a question, which is repeated at the shortest period that was asked for, in seconds."""
+        """The last answer to a query, which is repeated at the shortest period requested, in seconds."""
         now, period = self._clock.now(), max(SHORTEST_PERIOD, period)
         known = self._questions.get(key)
         if known is not None:
@@ -82,7 +82,7 @@ class Poller(Generic[K, V]):
         return self._answers.get(key, PollAnswer())
 
     async def run(self) -> NoReturn:
-        """Ask for ever."""
+        """Poll for ever."""
         some = asyncio.Semaphore(AT_ONCE)
         async with asyncio.TaskGroup() as group:
             while True:
@@ -111,7 +111,7 @@ class Poller(Generic[K, V]):
                     answer = PollAnswer(await self._fetch(key), at, "")
                 except NoAnswerError as error:
                     answer = replace(self._answers.get(key, PollAnswer()), value=None, problem=str(error))
-            if self._questions.get(key) is question:  # nobody may want to know any more
+            if self._questions.get(key) is question:  # nobody may need it any more
                 self._answers[key] = answer
         finally:
             question.under_way = False
@@ -120,13 +120,13 @@ class Poller(Generic[K, V]):
 
 PAGE = 1_000
 MAX_PAGES = 100
-"""Pages of tenants that are read at most."""
+"""Most pages of tenants that are read."""
 
 Counts = Mapping[str, int]
 
 
 async def waiting_requests(quotas: allocator_api.QuotaServiceAsyncStub, _question: None) -> Counts:
-    """Waiting requests of every tenant that has some; NoAnswerError if the allocator does not tell."""
+    """Waiting requests per tenant that has any; NoAnswerError if the allocator fails."""
     counts: dict[str, int] = {}
     request = allocator_api.ListQuotasRequest(page_size=PAGE)
     try:
@@ -143,7 +143,7 @@ async def waiting_requests(quotas: allocator_api.QuotaServiceAsyncStub, _questio
 
 
 def waiting_sample(source: WaitingSignal, answer: PollAnswer[Counts]) -> Sample:
-    """How many wait: of one tenant, or of all."""
+    """The number of waiting requests of one tenant, or of all."""
     if answer.value is None:
         return Sample(at=answer.at, problem=answer.problem)
     count = answer.value.get(source.tenant, 0) if source.tenant else sum(answer.value.values())
@@ -152,7 +152,7 @@ def waiting_sample(source: WaitingSignal, answer: PollAnswer[Counts]) -> Sample:
 
 @dataclass(frozen=True, slots=True)
 class AnswerShape:
-    """The ask of a replica, as the contract encodes it, and how many GPUs it is for."""
+    """A replica's ask, encoded as in the contract, and its number of GPUs."""
 
     gpu_count: int
     ask: bytes
@@ -165,7 +165,7 @@ def shape_of(template: ReplicaTemplate, nodes: set[str]) -> AnswerShape:
 
 
 async def room_for(capacity: allocator_api.CapacityServiceAsyncStub, shape: AnswerShape) -> int:
-    """How many replicas of a shape fit at once; of more than 100 nodes those that fit best are counted."""
+    """How many replicas of a shape fit at once; beyond 100 nodes, those that fit best are counted."""
     ask = allocator_api.Ask.FromString(shape.ask)
     try:
         with rpc_errors():
@@ -178,6 +178,6 @@ async def room_for(capacity: allocator_api.CapacityServiceAsyncStub, shape: Answ
 
 
 def room_of(answer: PollAnswer[int], now: float, since: float) -> int | None:
-    """How many more replicas fit; None where nobody knows, or it was asked before `since`, or too long ago."""
+    """How many more replicas fit; None if unknown, or asked before `since`, or too long ago."""
     oldest = max(since, now - DEFAULT_MAX_AGE)
     return answer.value if answer.at is not None and answer.at >= oldest else None

@@ -1,17 +1,17 @@
-"""Prometheus servers: where they are (from the configuration, never from the API), and their instant queries.
+"""Prometheus servers: their locations (from the configuration, never from the API), and instant queries.
 
     [prometheus.main]
     url = "https://prometheus.example.org"       # http:// or https://, with a path where it has one
     token_file = "/etc/gpuscale/prometheus.token"
-    allow_private = true                         # it is on this host, or in a private network
+    allow_private = true                         # for servers on this host, or in a private network
 
-A query runs with a limit of time and of size. The name of the server is looked up for each query, every address that it
-has is checked, and the connection goes to the one that was checked; redirects and proxies are not followed. What the
-query means is its author's matter: no series is "missing", and a series that is NaN says nothing, neither is zero.
+Queries are limited in time and size. Each query resolves the server's name, checks every address, and connects to one that was
+checked; redirects and proxies are not followed. Without a series a value is missing, and a series that is NaN is silent;
+neither is zero.
 
-An instant query finds samples of the last five minutes, and dates all of them now. So a query here looks back no further than
-its signal's max_age (`lookback_delta`; servers before 2.43 ignore it), and `timestamp()` of it tells how old the oldest
-sample is, where the query is a selector: https://prometheus.io/docs/prometheus/latest/querying/api/#instant-queries
+An instant query finds samples of the last five minutes, and dates all of them now. So a query looks back no further than its
+signal's max_age (`lookback_delta`; servers before 2.43 ignore it), and its `timestamp()` gives the age of the oldest sample if
+the query is a selector: https://prometheus.io/docs/prometheus/latest/querying/api/#instant-queries
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.secrets import SecretUrl
 
 TIMEOUT = 5.0
-"""Seconds for a query, the search for the address included."""
+"""Seconds for a query, including name resolution."""
 MAX_ANSWER_BYTES = 1024 * 1024
 MAX_SERIES = 10_000
 _CONNECTIONS = 4
@@ -46,7 +46,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True, slots=True)
 class InstantQuery:
-    """What a signal asks: the query, and how many seconds it looks back."""
+    """A signal's query, and how many seconds it looks back."""
 
     text: str
     lookback: float
@@ -54,25 +54,25 @@ class InstantQuery:
 
 @dataclass(frozen=True, slots=True)
 class InstantVector:
-    """The values of the series that a query finds; `age` of the oldest of their samples, in seconds, where that is known."""
+    """The values of a query's series; `age` of the oldest sample, in seconds, if known."""
 
     values: tuple[float, ...]
     age: float = 0.0
 
 
 class PrometheusSettings(BaseModel):
-    """One table [prometheus.NAME] of the configuration."""
+    """A table [prometheus.NAME] of the configuration."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     url: SecretUrl
-    """http:// or https:// of the server; a user and password in it are sent as basic authentication."""
+    """http:// or https:// URL of the server; user and password in it are sent as basic authentication."""
     token_file: Path | None = None
     """File with the bearer token to send."""
     ca_file: Path | None = None
-    """Certificates that https:// is verified with, instead of the system's."""
+    """CA certificates for https://, instead of the system's."""
     allow_private: bool = False
-    """Whether the server may be at a private address or on this host."""
+    """Whether the server may have a private address or be on this host."""
 
     @field_validator("url")
     @classmethod
@@ -118,7 +118,7 @@ class _Failure(BaseModel):
 
 
 class PrometheusServer:
-    """The queries of a server, over a few connections; its certificates and token must be there."""
+    """Queries to a server, over a few connections; its certificates and token must exist."""
 
     def __init__(self, name: str, settings: PrometheusSettings) -> None:
         self._name = name
@@ -136,7 +136,7 @@ class PrometheusServer:
                 raise _unusable(f"prometheus {name}: {text}") from None
         self._client = httpx.AsyncClient(
             auth=httpx.BasicAuth(user, settings.url.password.get_secret_value()) if user else None,
-            verify=tls or False,  # there is always one where the URL is https://
+            verify=tls or False,  # there is always one if the URL is https://
             timeout=TIMEOUT,
             limits=httpx.Limits(max_connections=_CONNECTIONS),
             follow_redirects=False,
@@ -148,11 +148,11 @@ class PrometheusServer:
         await self._client.aclose()
 
     async def fetch(self, query: InstantQuery) -> InstantVector:
-        """The values of an instant query, one for each series, and their age; NoAnswerError if there are none."""
+        """The values of an instant query, one per series, and their age; NoAnswerError if there are none."""
         try:
             async with asyncio.timeout(TIMEOUT):
                 *others, last = await self._addresses()
-                for address in others:  # `localhost` has two, and often nobody listens at the first
+                for address in others:  # `localhost` has two, and often nobody listens on the first
                     with suppress(httpx.ConnectError):
                         return await self._fetch(address, query)
                 return await self._fetch(last, query)
@@ -167,7 +167,7 @@ class PrometheusServer:
             found = await asyncio.get_running_loop().getaddrinfo(
                 self._url.host, self._port, type=socket.SOCK_STREAM
             )
-        except (OSError, UnicodeError):  # the latter of what can be no name
+        except (OSError, UnicodeError):  # the latter for invalid names
             raise self._error("has a name that no address is found for") from None
         addresses = [ipaddress.ip_address(str(one[4][0]).partition("%")[0]) for one in found]
         if any(not _allowed(one, private=self._allow_private) for one in addresses):
@@ -182,17 +182,15 @@ class PrometheusServer:
         dated = InstantQuery(f"min(timestamp(\n{query.text}\n))", query.lookback)
         status, body = await self._ask(address, dated)
         if status in {HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY}:
-            return InstantVector(
-                values
-            )  # two series differ in nothing but their names, which timestamp() drops
+            return InstantVector(values)  # two series differ only in their names, which timestamp() drops
         at, sampled = self._parsed(status, body).pairs()[0]
         return InstantVector(values, max(0.0, at - sampled))
 
     async def _ask(self, address: str, query: InstantQuery) -> tuple[int, bytes]:
-        """Status and body of the answer of the server at this very address."""
+        """Status and body of the server's answer at exactly this address."""
         host = f"[{address}]" if ":" in address else address
         named = f"[{self._url.host}]" if ":" in self._url.host else self._url.host
-        # Not compressed: a few bytes that unfold to gigabytes would do so before anybody could count them.
+        # Not compressed: a few bytes could expand to gigabytes before anybody counts them.
         headers = {"Host": f"{named}:{self._port}", "Accept-Encoding": "identity"}
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token.get_secret_value()}"
@@ -240,7 +238,7 @@ class PrometheusServer:
 
 
 def prometheus_sample(answer: PollAnswer[InstantVector]) -> Sample:
-    """The values of a query, dated by the oldest; no work is left where each of them is 0. A series that is NaN is silent."""
+    """The values of a query, dated by the oldest; no work is left if each is 0. A series that is NaN is silent."""
     found = answer.value
     if found is None or answer.at is None:
         return Sample(at=answer.at, problem=answer.problem)
@@ -252,7 +250,7 @@ def prometheus_sample(answer: PollAnswer[InstantVector]) -> Sample:
 
 
 def _allowed(address: Address, *, private: bool) -> bool:
-    """Whether a server may be there: never where nobody is, or only the neighbours on the link are."""
+    """Whether a server may have this address: never an unspecified, multicast or link-local one."""
     inner = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     if inner is not None:
         return _allowed(inner, private=private)

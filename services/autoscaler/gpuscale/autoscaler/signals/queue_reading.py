@@ -1,9 +1,9 @@
-"""Reading queues of one virtual host of a broker, in the better of two ways that works.
+"""Reads queues of one virtual host of a broker, by the better of two ways that works.
 
-Where the broker has a management API, one request tells the ready and unacknowledged messages of all queues, and every few
-seconds another tells their consumers and rates; AMQP is not used. Without it, or while it fails, passive declares tell
-ready messages and consumers, a queue at a time (about 0.3 ms of a core each), unacknowledged messages and rates are unknown,
-and which queues match a pattern nobody knows.
+With a management API, one request returns the ready and unacknowledged messages of all queues, and every few seconds another
+returns consumers and rates; AMQP is not used. Without it, or while it fails, passive declares return ready messages and
+consumers, one queue at a time (about 0.3 ms of a core each); unacknowledged messages, rates, and the queues that match a
+pattern are unknown.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock
 
 NAMES_AT_ONCE = 100
-"""Names that a thread matches with a pattern before it may be told to stop."""
+"""Names that a thread matches with a pattern before it checks whether to stop."""
 
 Publish = Callable[[QueueTarget, QueueReading | QueueFailure], None]
 _Tell = Callable[[str, QueueReading | QueueFailure], None]
@@ -88,12 +88,12 @@ class VirtualHostReader:
             publish(target, await self._matching(target, totals, observed_at))
 
     async def measure(self, rates: bool) -> None:
-        """Read the broker's own statistics if it is time; beside `read`. `rates`: whether rates are wanted."""
+        """Read the broker's own statistics if it is time; beside `read`. `rates`: whether rates are needed."""
         if self._statistics is not None and self._counted:
             self._say("statistics", await self._statistics.refresh(rates))
 
     def keep(self, targets: Collection[QueueTarget]) -> None:
-        """Forget what it knows of any other target."""
+        """Forget all other targets."""
         patterns = {target.queue for target in targets if target.pattern}
         self._patterns = {text: known for text, known in self._patterns.items() if text in patterns}
 
@@ -108,11 +108,11 @@ class VirtualHostReader:
         if target.queue not in self._patterns:
             try:
                 self._patterns[target.queue] = NamePattern(target.queue)
-            except ValueError as error:  # it was taken by an earlier version
+            except ValueError as error:  # an earlier version accepted it
                 return QueueFailure(QueueState.ERROR, f"pattern {target.queue!r} {error}")
         pattern = self._patterns[target.queue]
         names = pattern.unknown(totals)
-        for start in range(0, len(names), NAMES_AT_ONCE):  # a thread cannot be stopped: each has little to do
+        for start in range(0, len(names), NAMES_AT_ONCE):  # a thread cannot be stopped, so each does little
             await asyncio.to_thread(pattern.learn, names[start : start + NAMES_AT_ONCE])
         readings: list[QueueReading] = []
         for queue in pattern.of(totals):
@@ -128,7 +128,7 @@ class VirtualHostReader:
         return combined(readings)
 
     def _rated(self, queue: str, reading: QueueReading) -> QueueReading:
-        """A reading with the rates of its queue, where they are known: while the API does not answer they are not."""
+        """A reading with its queue's rates, if known: they are not while the API fails."""
         if self._statistics is None or not self._counted:
             return reading
         return reading._replace(rates=self._statistics.rates(queue))
@@ -187,7 +187,7 @@ class VirtualHostReader:
             publish(left.pop(0), read)
 
     def _say(self, way: str, failure: QueueFailure | None) -> None:
-        """Log the first failure of a way to the broker, each other failure after it, and that it works again."""
+        """Log the first failure of a way to the broker, each different one after it, and its recovery."""
         message = failure.message if failure else ""
         if message == self._said.get(way, ""):
             return
@@ -203,7 +203,7 @@ MAX_VIRTUAL_HOSTS_AT_ONCE = 4
 
 
 class BrokerSweeps:
-    """Reads the queues of one broker that are watched, each at its own interval."""
+    """Reads the watched queues of one broker, each at its own interval."""
 
     def __init__(self, broker: Broker, clock: Clock) -> None:
         self._broker = broker
@@ -217,7 +217,7 @@ class BrokerSweeps:
         self._changed, self._swept = asyncio.Event(), asyncio.Event()
 
     def watch(self, intervals: Mapping[QueueTarget, float]) -> None:
-        """Watch these queues, every so many seconds, and no others; new ones, and those to be read more often, at once."""
+        """Watch exactly these queues at these intervals; new ones, and those to be read more often, at once."""
         before = self._intervals
         self._next = {
             target: self._next[target] if target in before and before[target] <= interval else 0.0
@@ -236,7 +236,7 @@ class BrokerSweeps:
         return self._management is not None
 
     def reading(self, target: QueueTarget) -> QueueReading:
-        """What was read of a queue last."""
+        """The last reading of a queue."""
         return self._readings.get(target, PENDING)
 
     async def run(self) -> None:
@@ -247,7 +247,7 @@ class BrokerSweeps:
                 while True:
                     await self._sweep()
                     self._swept.set()
-                    # Until the next queue is due, or there are others to watch.
+                    # Until the next queue is due, or the watched ones change.
                     until = min(self._next.values(), default=None)
                     self._changed.clear()
                     with suppress(TimeoutError):
@@ -280,7 +280,7 @@ class BrokerSweeps:
 
         def publish(target: QueueTarget, result: QueueReading | QueueFailure) -> None:
             previous = self._readings.get(target)
-            if previous is not None:  # it may be watched no longer
+            if previous is not None:  # it may no longer be watched
                 self._readings[target] = (
                     failed(previous, result) if isinstance(result, QueueFailure) else result
                 )

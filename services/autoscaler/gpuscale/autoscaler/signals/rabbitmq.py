@@ -1,14 +1,14 @@
-"""RabbitMQ over AMQP: the only file that knows aio-pika.
+"""RabbitMQ over AMQP: the only file that imports aio-pika.
 
-A passive declare tells the ready messages and the consumers of a queue, exact to the moment; unacknowledged messages
-it cannot tell (a queue with five of them reports zero). Measured against RabbitMQ 3.10 and aio-pika 10:
+A passive declare returns the current ready messages and consumers of a queue; it does not return unacknowledged messages (a
+queue with five of them reports zero). Measured against RabbitMQ 3.10 and aio-pika 10:
 
-- A missing queue closes the channel, so a channel is replaced after it. The robust channels of aio-pika would open
-  themselves again, one more with every poll (kedacore/keda#6266 reached ten thousand connections that way), and its plain
-  ones leave a callback on the connection each, 3 KiB with every read: so channels are those of aiormq, below it.
-- A frozen broker keeps the connection open and answers nothing. Every wait here has its own limit, and a connection
-  that ran into it is given up, which takes two seconds more.
-- A robust connection retries every five seconds to the tick; here the next sweep retries, with back-off and jitter.
+- A missing queue closes the channel, which is then replaced. Robust channels of aio-pika would reopen themselves, one
+  more with every poll (kedacore/keda#6266 reached ten thousand connections that way), and its plain ones leave a
+  callback on the connection, 3 KiB with every read: so channels are those of aiormq, below it.
+- A frozen broker keeps the connection open and answers nothing. Every wait here has its own timeout, and a connection
+  that hits it is given up, which takes two more seconds.
+- A robust connection retries exactly every five seconds; here the next sweep retries, with back-off and jitter.
 """
 
 import asyncio
@@ -35,18 +35,17 @@ from gpuscale.autoscaler.domain.queues import Declared, QueueFailure, QueueState
 from gpuscale.autoscaler.signals.brokers import Broker, RetryGate, VirtualHostError
 
 TIMEOUT = 5.0
-# The broker counts as gone after three missed heartbeats, 33 s, where the default would take 183 s.
+# The broker counts as gone after three missed heartbeats, 33 s, instead of the default 183 s.
 HEARTBEAT = 10
 _PORTS = {"amqp": 5672, "amqps": 5671}
-# aiormq uses RuntimeError, and ChannelInvalidStateError below it, for what is closed.
+# aiormq raises RuntimeError, and ChannelInvalidStateError below it, for closed connections.
 _LOST = (AMQPError, OSError, RuntimeError)
 
 
 class AmqpSession:
     """At most one connection with at most one channel, to one virtual host of one broker.
 
-    It connects when it is first used, and again, after a wait that grows, when the connection was lost. One caller
-    at a time.
+    It connects on first use, and again, after a growing wait, when the connection was lost. One caller at a time.
     """
 
     def __init__(self, broker: Broker, virtual_host: str) -> None:
@@ -55,11 +54,11 @@ class AmqpSession:
         self._connection: AbstractConnection | None = None
         self._channel: AbstractChannel | None = None
         self._gate = RetryGate()
-        # It logs each failed attempt as an error, with a stack; the sweep says it once.
+        # It logs each failed attempt as an error, with a stack; the sweep reports it once.
         logging.getLogger("aiormq").setLevel(logging.CRITICAL)
 
     async def declare(self, queue: str) -> Declared | QueueFailure:
-        """The counts of one queue, or why it alone cannot be read; VirtualHostError if none can be now."""
+        """The counts of one queue, or why it alone cannot be read; VirtualHostError if none can be read now."""
         channel = await self._open_channel()
         async with self._limits():
             try:
@@ -77,7 +76,7 @@ class AmqpSession:
         return Declared(ready=found.message_count or 0, consumers=found.consumer_count or 0)
 
     async def close(self) -> None:
-        """Give up the connection, orderly where the broker answers within the limit."""
+        """Close the connection, cleanly if the broker answers in time."""
         connection, self._connection, self._channel = self._connection, None, None
         if connection is None:
             return
@@ -86,7 +85,7 @@ class AmqpSession:
                 with _asked_for_cancellations():
                     await connection.close()
         except _LOST:
-            pass  # it is closed already, or its broker is frozen
+            pass  # it is already closed, or its broker is frozen
 
     async def _open_channel(self) -> AbstractChannel:
         if self._connection is None or not self._connection.connected.is_set():
@@ -115,7 +114,7 @@ class AmqpSession:
         )
         named: FieldTable = {"connection_name": "gpuscale queue watcher"}
         connection = aio_pika.Connection(where, ssl_context=self._broker.tls, client_properties=named)
-        # Kept even while it fails: aio-pika starts to close what nobody closed when it is collected as garbage.
+        # Kept even while it fails: aio-pika starts to close unclosed connections on garbage collection.
         self._connection = connection
         try:
             async with self._limits():
@@ -127,7 +126,7 @@ class AmqpSession:
 
     @asynccontextmanager
     async def _limits(self) -> AsyncGenerator[None]:
-        """Around every call of aio-pika: a limit of time, and one error for all that costs the connection."""
+        """Around every call of aio-pika: a timeout, and one error for everything that costs the connection."""
         try:
             async with asyncio.timeout(TIMEOUT):
                 with _asked_for_cancellations():
@@ -144,7 +143,7 @@ class AmqpSession:
             case AuthenticationError() | ProbableAuthenticationError():
                 state, text = QueueState.AUTH_FAILED, "refuses the user or password over AMQP"
             case ProtocolSyntaxError() if "Connection.Close" in str(error):
-                # aiormq drops the broker's words; the handshake ends this way in just these two cases.
+                # aiormq drops the broker's words; only in these two cases does the handshake end this way.
                 state, text = (
                     QueueState.NOT_FOUND,
                     f"has no virtual host {host!r}, or the user may not use it",
@@ -158,7 +157,7 @@ class AmqpSession:
 
 @contextmanager
 def _asked_for_cancellations() -> Generator[None]:
-    """Tells the end of the connection from a cancellation: aiormq ends its waits with one that nobody asked for."""
+    """Tells a lost connection from a cancellation: aiormq ends its waits with cancellations that nobody requested."""
     try:
         yield
     except asyncio.CancelledError:

@@ -1,4 +1,4 @@
-"""What the servers of replicas said lately, as their adapters read it, and what signals make of it."""
+"""Recent metrics of replicas' servers, as their adapters read them, and the signals computed from them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from gpuscale.autoscaler.domain.signals import Sample
 from gpuscale.common.runtime.tasks import Clock
 
 MAX_READINGS = 64
-"""Readings of a replica that are kept; more than the window has of one each second."""
+"""Most readings kept per replica; more than the window has at one per second."""
 NAMED = 3
-"""Silent replicas that are named."""
+"""Most silent replicas that are named."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class _Server:
 
 
 class ReplicaServers:
-    """The last readings of each replica of each endpoint; `keep` tells which replicas there are."""
+    """The recent readings of each replica of each endpoint; `keep` sets which replicas there are."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -43,7 +43,7 @@ class ReplicaServers:
     def heard(
         self, endpoint: str, replica: str, age: float, reading: ServerReading | None, problem: str
     ) -> None:
-        """Take in what a replica said so many seconds ago, or why it said nothing."""
+        """Take a replica's reading of `age` seconds ago, or why there is none."""
         server = self._servers.setdefault(endpoint, {}).setdefault(replica, _Server())
         server.problem = problem
         if reading is None:
@@ -58,7 +58,7 @@ class ReplicaServers:
             readings.popleft()
 
     def keep(self, endpoint: str, replicas: Collection[str]) -> None:
-        """Forget the replicas of an endpoint but for these."""
+        """Forget all replicas of an endpoint except these."""
         known = self._servers.get(endpoint, {})
         for gone in known.keys() - set(replicas):
             del known[gone]
@@ -66,13 +66,13 @@ class ReplicaServers:
             self._servers.pop(endpoint, None)
 
     def by_replica(self, endpoint: str, metric: str, oldest: float) -> dict[str, float]:
-        """What each replica showed in the last `oldest` seconds, by its id."""
+        """The value of each replica in the last `oldest` seconds, by its id."""
         known = self._servers.get(endpoint, {})
         found = ((replica, self._value(server, metric, oldest)) for replica, server in known.items())
         return {replica: value for replica, value in found if value is not None}
 
     def sample(self, endpoint: str, metric: str, replicas: Sequence[str], oldest: float) -> Sample:
-        """One value for each of these replicas; of a percentile one for all of them together."""
+        """One value per replica; for a percentile, one for all of them together."""
         if not replicas:
             return Sample(problem="no replica is ready")
         known = self._servers.get(endpoint, {})
@@ -105,7 +105,7 @@ class ReplicaServers:
         return Sample(tuple(values), at, silent_count=len(silent), silence=silence, proven_empty=empty)
 
     def _value(self, server: _Server, metric: str, oldest: float) -> float | None:
-        """A metric of one replica; None where it is not told, or the last that was told is too old."""
+        """A metric of one replica; None if it is absent or too old."""
         if not self._fresh(server, oldest) or (len(server.readings) < 2 and metric not in LEVELS):
             return None
         last = server.readings[-1]
@@ -121,7 +121,7 @@ class ReplicaServers:
         return None if None in ends else (ends[0], ends[1])
 
     def _why_not(self, server: _Server, metric: str, oldest: float) -> str:
-        """Why one that answered last tells nothing."""
+        """Why a replica whose last read succeeded has no value."""
         if not self._fresh(server, oldest):
             return f"has not answered for {self._clock.now() - server.readings[-1][0]:.0f} s"
         once = len(server.readings) < 2 and metric not in LEVELS

@@ -1,7 +1,7 @@
-"""Where signals get their values from: what programs reported, and what watchers and followers last read; never a call of its own.
+"""The sources of signals: reported values, and what watchers and followers last read; without calls of their own.
 
-Reported counters and histograms are the reporter's to reduce: a value here is one number with an age. What is known of a
-replica counts only while that replica is ready, so that nothing is left of one that has ended.
+Reporters reduce counters and histograms themselves: a value here is one number with an age. A replica's values only count while
+it is ready, so that nothing is left of one that has ended.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ from gpuscale.common.runtime.tasks import Clock, TaskScope
 from gpuscale.common.store.store import Store
 
 MAX_METRICS_OF_ONE = 100
-"""Metrics that are kept of one endpoint or replica."""
+"""Most metrics kept of one endpoint or replica."""
 MAX_SOURCES = 20_000
-"""Endpoints and replicas whose metrics are kept."""
+"""Most endpoints and replicas whose metrics are kept."""
 KEPT_SECONDS = 24 * 3600.0
-"""A value that is older is forgotten; no signal may count one."""
+"""Older values are forgotten; no signal may use one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Value:
 
 
 Subject = tuple[str, str]
-"""Ids of an endpoint and of one of its replicas; the latter is empty for the endpoint as a whole."""
+"""Ids of an endpoint and one of its replicas; the latter is empty for the endpoint as a whole."""
 
 
 class ReportedMetrics:
@@ -96,7 +96,7 @@ class ReportedMetrics:
         self._tasks: dict[str, tuple[TaskReport, float]] = {}
 
     def report(self, subject: Subject, values: Mapping[str, Value], now: float) -> None:
-        """Take in values newer than those known; ResourceExhaustedError, and none taken in, if too many are kept."""
+        """Take values newer than the known ones; ResourceExhaustedError, and none is taken, if too many are kept."""
         endpoint, replica = subject
         known = self._values.get(endpoint, {}).get(replica, {})
         kept = {metric: one for metric, one in known.items() if now - one.at <= KEPT_SECONDS}
@@ -110,7 +110,7 @@ class ReportedMetrics:
         self._values.setdefault(endpoint, {})[replica] = kept | newer
 
     def report_tasks(self, endpoint: str, tasks: TaskReport, at: float) -> None:
-        """Take in all tasks of an endpoint, counted at `at`, unless something newer is known."""
+        """Take all tasks of an endpoint, counted at `at`, unless something newer is known."""
         known = self._tasks.get(endpoint)
         if known is None and len(self._tasks) >= MAX_SOURCES:
             raise _full(f"tasks of more than {MAX_SOURCES} endpoints are not kept")
@@ -118,14 +118,14 @@ class ReportedMetrics:
             self._tasks[endpoint] = tasks, at
 
     def tasks_of(self, endpoint: str) -> Sample:
-        """What was reported of the tasks of an endpoint."""
+        """The reported tasks of an endpoint."""
         if endpoint not in self._tasks:
             return Sample(problem="nobody has reported tasks")
         tasks, at = self._tasks[endpoint]
         return Sample((float(tasks.total),), at, proven_empty=not tasks.total, tasks=tasks)
 
     def keep(self, endpoint: str, replicas: Collection[str]) -> None:
-        """Forget the replicas of an endpoint but for these."""
+        """Forget all replicas of an endpoint except these."""
         known = self._values.get(endpoint, {})
         for gone in [one for one in known if one and one not in replicas]:
             del known[gone]
@@ -136,7 +136,7 @@ class ReportedMetrics:
         self._tasks.pop(endpoint, None)
 
     def of_endpoint(self, endpoint: str, metric: str) -> Sample:
-        """What was reported for the endpoint as a whole."""
+        """A metric reported for the endpoint as a whole."""
         found = self._values.get(endpoint, {}).get("", {}).get(metric)
         if found is None:
             return Sample(problem=f"nobody has reported {metric}")
@@ -145,13 +145,13 @@ class ReportedMetrics:
     def of_replicas(
         self, endpoint: str, metric: str, replicas: Sequence[str], now: float, oldest: float
     ) -> Sample:
-        """What these replicas reported; those whose last value is older than `oldest` seconds are silent."""
+        """A metric reported by these replicas; those whose last value is older than `oldest` seconds are silent."""
         if not replicas:
             return Sample(problem="no replica is ready")
         known = self._values.get(endpoint, {})
         found = [known[one][metric] for one in replicas if metric in known.get(one, {})]
         fresh = [one for one in found if now - one.at <= oldest]
-        told = fresh or found  # where all are too old, their age says so
+        told = fresh or found  # if all are too old, their age shows it
         silent = len(replicas) - len(fresh)
         if not told:
             return Sample(
@@ -162,13 +162,13 @@ class ReportedMetrics:
         return Sample(values, min(one.at for one in told), silent_count=silent, proven_empty=empty)
 
     def by_replica(self, endpoint: str, metric: str, now: float, oldest: float) -> dict[str, float]:
-        """What each replica of an endpoint reported in the last `oldest` seconds, by its id."""
+        """The values reported by replicas of an endpoint in the last `oldest` seconds, by id."""
         known = self._values.get(endpoint, {}).items()
         found = {replica: values[metric] for replica, values in known if replica and metric in values}
         return {replica: one.value for replica, one in found.items() if now - one.at <= oldest}
 
     def list(self, endpoint: str = "", replica: str = "") -> Iterator[tuple[Subject, str, Value]]:
-        """What is known, by endpoint, replica and metric; of one of them where it is named."""
+        """All known values, by endpoint, replica and metric; of one endpoint or replica if given."""
         for owner in sorted(self._values.keys() & {endpoint} if endpoint else self._values):
             subjects = self._values[owner]
             for one in sorted(subjects.keys() & {replica} if replica else subjects):
@@ -195,21 +195,21 @@ def _full(message: str) -> ResourceExhaustedError:
 class SignalSources:
     """Samples the signals of endpoints."""
 
-    # what a queue watcher (by id) read last; None where there is no such watcher
+    # the last reading of a queue watcher (by id); None if there is no such watcher
     reading: Callable[[str], QueueReading | None]
-    reported: ReportedMetrics  # metrics that programs report
-    servers: ReplicaServers  # what the servers of replicas show of themselves
+    reported: ReportedMetrics  # reported metrics
+    servers: ReplicaServers  # metrics of replicas' servers
     fleet: FleetMetrics  # readings of GPUs and hosts
-    # what asks each Prometheus server, by its name in the settings
+    # pollers of Prometheus servers, by name in the settings
     prometheus: Mapping[str, Poller[InstantQuery, InstantVector]]
-    waiting: Poller[None, Counts]  # what asks the allocator for the requests that wait
-    room: Poller[AnswerShape, int]  # what asks the allocator how many more replicas there are GPUs for
-    clock: Clock  # what ages are counted on
-    # how many replicas each endpoint aims at, by id, since its last look
+    waiting: Poller[None, Counts]  # polls the allocator for waiting requests
+    room: Poller[AnswerShape, int]  # polls the allocator for how many more replicas there are GPUs
+    clock: Clock  # the clock for ages
+    # the wanted replicas of each endpoint by id, since its last look
     aims: dict[str, int] = field(default_factory=dict[str, int])
 
     def sample(self, endpoint: Endpoint, replicas: Sequence[Replica]) -> dict[str, Sample]:
-        """What the sources of an endpoint's signals last said, by signal id; `replicas`: those that have not ended."""
+        """The last values of an endpoint's signals, by signal id; `replicas`: those that have not ended."""
         ready = [one for one in replicas if one.state is ReplicaState.READY]
         ids = [one.id for one in ready]
         gpus = [uuid for one in ready if one.lease is not None for uuid in one.lease.gpu_uuids]
@@ -218,10 +218,10 @@ class SignalSources:
     def more(
         self, spec: EndpointSpec, facts: Callable[[], Sequence[AdapterFacts]], since: float = 0.0
     ) -> int | None:
-        """How many more replicas the adapters have GPUs for; None where nobody wants to know, or knows.
+        """How many more replicas the adapters have GPUs for; None if unknown, or nobody needs it.
 
-        An engine that gives out GPUs itself has as many as the endpoint may ask for: it alone knows, and lets them wait.
-        What was asked before `since` does not count: GPUs that were granted after that would count twice.
+        An engine that assigns GPUs itself counts as having as many as the endpoint may request: only it knows, and lets them
+        wait. Answers requested before `since` do not count: GPUs granted since would count twice.
         """
         if spec.gpu_gate not in ASKS_FOR_ROOM or not spec.template.gpu_count:
             return None
@@ -235,7 +235,7 @@ class SignalSources:
         return room_of(self.room.ask(shape_of(spec.template, nodes), period), self.clock.now(), since)
 
     def busy(self, endpoint: Endpoint) -> dict[str, float]:
-        """How busy each replica of an endpoint says that it is, by id; nobody where the spec does not ask."""
+        """How busy each replica of an endpoint says it is, by id; empty unless the spec needs it."""
         metric = endpoint.spec.busy_metric
         if not metric:
             return {}
@@ -244,21 +244,21 @@ class SignalSources:
         return self.reported.by_replica(endpoint.id, metric, self.clock.now(), DEFAULT_MAX_AGE)
 
     def keep(self, endpoint_id: str, replicas: Sequence[Replica]) -> None:
-        """Forget what replicas of an endpoint reported, but for these, which have not ended."""
+        """Forget what replicas of an endpoint reported, except these, which have not ended."""
         ids = {one.id for one in replicas}
         self.reported.keep(endpoint_id, ids)
         self.servers.keep(endpoint_id, ids)
 
     def forget(self, endpoint_id: str) -> None:
-        """Forget what was reported of an endpoint that is gone."""
+        """Forget what was reported of a deleted endpoint."""
         self.reported.forget(endpoint_id)
         self.servers.keep(endpoint_id, ())
 
     def _sample(
         self, endpoint: Endpoint, signal: Signal, ready: Sequence[str], gpus: Sequence[str]
     ) -> Sample:
-        """What one source last said; `ready` and `gpus`: ids of the ready replicas, and of the GPUs that they hold."""
-        # So often that a tick finds an answer that is younger than the signal's max_age, and a new one.
+        """The last value of one source; `ready` and `gpus`: ids of the ready replicas, and of the GPUs they hold."""
+        # Often enough that each tick finds a new answer, younger than the signal's max_age.
         often = min(endpoint.spec.period, signal.oldest) / 2
         match signal.source:
             case QueueSignal() as source:
@@ -286,7 +286,7 @@ class SignalSources:
                 return waiting_sample(source, self.waiting.ask(None, often))
 
     def _aimed(self, endpoint: str) -> Sample:
-        """How many replicas another endpoint aims at."""
+        """The wanted replicas of another endpoint."""
         count = self.aims.get(endpoint)
         if count is None:
             return Sample(problem=f"there is no {endpoint_name(endpoint)}")
@@ -302,9 +302,9 @@ async def open_sources(
     allocator: grpc.aio.Channel,
     clock: Clock,
 ) -> AsyncGenerator[SignalSources]:
-    """Every source, kept current until the context is left; `reading` tells what a queue watcher, by id, read last.
+    """Open every source, kept current until the context ends; `reading` returns a queue watcher's last reading by id.
 
-    FailedPreconditionError if a table [prometheus.NAME] of the configuration is wrong.
+    FailedPreconditionError if a table [prometheus.NAME] of the configuration is invalid.
     """
     async with AsyncExitStack() as stack:
         servers = {name: PrometheusServer(name, settings) for name, settings in prometheus.items()}
@@ -333,7 +333,7 @@ _log = get_logger(__name__)
 
 
 class Histories:
-    """The history of every endpoint that reads queues, as the `reading` of watchers, by id, tells it."""
+    """The history of every endpoint that reads queues, by the `reading` of watchers by id."""
 
     def __init__(self, reading: Callable[[str], QueueReading | None], store: Store) -> None:
         self._reading = reading
@@ -343,10 +343,10 @@ class Histories:
         self._held: dict[str, RecordedReading] = {}
 
     async def note(self, endpoint: str, spec: EndpointSpec, at: Moment) -> None:
-        """Keep what its queues are like now, if it is time; nothing where one of them cannot be had.
+        """Record the current state of its queues, if it is time; nothing if one of them is unknown.
 
-        While they stay as they are nothing is written, for an hour at most. Where it cannot be written, that is a gap in
-        the history, and no reason to hold up what scales.
+        While they do not change nothing is written, for at most an hour. A failed write leaves a gap in the history, but does
+        not delay scaling.
         """
         if at.now - self._noted.get(endpoint, float("-inf")) < history.SPACING:
             return
@@ -376,7 +376,7 @@ class Histories:
 
     @asynccontextmanager
     async def kept(self) -> AsyncGenerator[None]:
-        """Write what they are held at when the context is left."""
+        """Write pending readings when the context ends."""
         try:
             yield
         finally:
@@ -384,13 +384,13 @@ class Histories:
                 await self._keep([*self._held.items()])
 
     def forget(self, endpoint: str) -> None:
-        """An endpoint is gone, and its readings with it."""
+        """Drop the readings of a deleted endpoint."""
         for known in (self._noted, self._written, self._held):
             known.pop(endpoint, None)
 
     async def workload(self, endpoint: str, service: float | None, wall: datetime) -> list[Request]:
-        """What an endpoint had in the last day, `service` seconds a request or as learnt; FailedPreconditionError."""
-        until = wall.timestamp()  # what is later was read while the clock was wrong
+        """An endpoint's workload of the last day, `service` seconds per request or as learned; FailedPreconditionError."""
+        until = wall.timestamp()  # later readings were made while the clock was wrong
         since = until - history.SPACING * history.KEPT
         readings = await self._store.read(
             partial(watcher_store.readings, endpoint=endpoint, since=since, until=until)
@@ -405,7 +405,7 @@ class Histories:
 
 
 def _reading(queues: Sequence[QueueReading | None], wall: datetime) -> RecordedReading | None:
-    """What queues are like together; None where one of them cannot be had, or there are none."""
+    """The queues' state together; None if one of them is unknown, or there are none."""
     known = [one for one in queues if one is not None]
     if not known or len(known) != len(queues):
         return None
@@ -431,7 +431,7 @@ class WatcherUses:
         return self._watchers.get(endpoint, frozenset())
 
     def set(self, endpoint: str, watchers: AbstractSet[str]) -> None:
-        """What an endpoint reads from now on; nothing for one that is gone."""
+        """Set what an endpoint reads; empty for a deleted one."""
         if watchers:
             self._watchers[endpoint] = watchers
         else:

@@ -1,4 +1,4 @@
-"""Queue watchers: what users asked to be watched, and the sweeps that watch it."""
+"""Queue watchers as declared by users, and the sweeps that read them."""
 
 import asyncio
 import hashlib
@@ -39,7 +39,7 @@ InUse = Callable[[str], Sequence[str]]
 
 
 class QueueWatchers:
-    """All queue watchers: durable in the store, kept whole in memory, watched by one sweep for each broker."""
+    """All queue watchers: durable in the store, cached in memory, read by one sweep per broker."""
 
     def __init__(self, store: Store, sweeps: Mapping[str, BrokerSweeps], clock: Clock, in_use: InUse) -> None:
         self._store = store
@@ -50,7 +50,7 @@ class QueueWatchers:
         self._changing = asyncio.Lock()
 
     async def load(self) -> None:
-        """Read the stored watchers and begin to watch."""
+        """Load the stored watchers and start to watch."""
         self._stored = {item.watcher.id: item for item in await self._store.read(watcher_store.load)}
         self._watch()
 
@@ -58,9 +58,9 @@ class QueueWatchers:
     async def create(
         self, watcher_id: str, spec: WatchSpec, *, request_id: str, validate_only: bool = False
     ) -> Watcher:
-        """Create a watcher, or return the one that this request id made.
+        """Create a watcher, or return the one that this request id created.
 
-        FailedPreconditionError if the configuration does not name the broker, or it cannot count what is asked for.
+        FailedPreconditionError if the configuration does not name the broker, or it cannot count what is requested.
         """
         parts = (watcher_id, spec.broker, spec.virtual_host, *spec.queues, repr(spec.interval))
         if spec.pattern or spec.rates:
@@ -94,7 +94,7 @@ class QueueWatchers:
         etag: str = "",
         validate_only: bool = False,
     ) -> Watcher:
-        """Replace what is watched by `change` of it; an empty etag matches any. Raises as `create`, or AbortedError."""
+        """Replace what is watched by `change` of it; an empty etag matches any. Raises like `create`, or AbortedError."""
         async with self._changing:
             stored = self._find(watcher_id, etag)
             before = stored.watcher
@@ -126,7 +126,7 @@ class QueueWatchers:
             self._watch()
 
     def get(self, watcher_id: str) -> Watcher:
-        """One watcher. Raises NotFoundError: no such watcher."""
+        """One watcher. Raises NotFoundError if there is none."""
         return self._find(watcher_id).watcher
 
     def every(self) -> Sequence[Watcher]:
@@ -134,7 +134,7 @@ class QueueWatchers:
         return [self._stored[watcher_id].watcher for watcher_id in sorted(self._stored)]
 
     def reading(self, watcher_id: str) -> QueueReading | None:
-        """What a watcher read last; None if there is no such watcher."""
+        """The last reading of a watcher; None if there is no such watcher."""
         stored = self._stored.get(watcher_id)
         if stored is None:
             return None
@@ -145,7 +145,7 @@ class QueueWatchers:
         return combined([self._sweeps[spec.broker].reading(target) for target in spec.targets])
 
     def states(self) -> Counter[str]:
-        """How many watchers there are of each state of their last reading."""
+        """The number of watchers by the state of their last reading."""
         readings = map(self.reading, self._stored)
         return Counter(reading.state.name for reading in readings if reading is not None)
 
@@ -198,9 +198,9 @@ async def open_watchers(
     in_use: InUse,
     environment: Mapping[str, str] | None = None,
 ) -> AsyncGenerator[QueueWatchers]:
-    """The stored watchers, watched until the context is left; `in_use` names the endpoints that read one.
+    """The stored watchers, watched until the context ends; `in_use` names the endpoints that read one.
 
-    `environment`: where GPUSCALE_BROKER_<NAME>_AMQP_URL and the like are looked up; that of this process where None.
+    `environment`: for GPUSCALE_BROKER_<NAME>_AMQP_URL and the like; None: this process's.
     """
     found = resolve(brokers, own_environment() if environment is None else environment)
     sweeps = {name: BrokerSweeps(broker, clock) for name, broker in found.items()}

@@ -1,1 +1,1 @@
-"""What is on disk: endpoints, replicas, decisions, watchers, history. Only here is SQL. Begin with `store`."""
+"""The state on disk: endpoints, replicas, decisions, watchers, history. Only this package uses SQL. Begin with `store`."""

@@ -20,7 +20,7 @@ class BacktestRow(SQLModel, table=True):
 
 
 class BacktestReportRow(SQLModel, table=True):
-    """The figures of one policy, by its place among the policies."""
+    """The figures of one policy, by its index."""
 
     backtest: str = Field(primary_key=True)
     place: int = Field(primary_key=True, sa_type=Whole)
@@ -60,7 +60,7 @@ def load(connection: Connection) -> Sequence[StoredBacktest]:
 def save(
     connection: Connection, one: StoredBacktest, reports: Sequence[tuple[int, api.BacktestReport]] = ()
 ) -> None:
-    """Insert or replace a backtest, and add reports by their places."""
+    """Insert or replace a backtest, and add reports by index."""
     row = {
         "name": one.message.name,
         "message": one.message.SerializeToString(),
@@ -80,7 +80,7 @@ def remove(connection: Connection, names: Collection[str]) -> None:
 
 
 def report(connection: Connection, name: str, place: int) -> api.BacktestReport | None:
-    """The report of a backtest at a place; None where there is none."""
+    """The report of a backtest at an index; None if there is none."""
     query = select(_REPORT).where(
         col(BacktestReportRow.backtest) == name, col(BacktestReportRow.place) == place
     )

@@ -1,7 +1,7 @@
-"""Decisions on disk. Decisions in a row that say the same are one row with a count. See `store`.
+"""Decisions on disk. Equal consecutive decisions are one row with a count. See `store`.
 
-How often the last decision of an endpoint was taken stands in a small row of its own, which is written again and again,
-until another decision follows: the row of the decision is a hundred times as large.
+The count of an endpoint's last decision is in a small row of its own, rewritten until another decision follows: the row of the
+decision is a hundred times as large.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from gpuscale.common.wire import ANY_TIME, MAX_PAGE_SIZE, TimeRange, last_key, p
 from gpuscale.internal.autoscaler import v1 as internal
 
 KEPT: Final = 1_000
-"""Decisions that are kept of each endpoint."""
+"""Decisions kept per endpoint."""
 SEARCHED: Final = 5_000
-"""Decisions that a filter or an order looks at."""
+"""Decisions that a filter or an order examines."""
 KEPT_IN_ALL: Final = 200_000
-"""Decisions that are kept of all together, beside the last of each: about 100 MB."""
+"""Decisions kept in all, beside the last of each endpoint: about 100 MB."""
 _RECALLED: Final = 20
-"""Decisions in which it is looked for what rules knew: those between evaluations do not say."""
+"""Decisions that are searched for what rules learned: those between evaluations do not contain it."""
 _LIMITED_BY_TEXT, _CODE_TEXT = 10, 5
-"""Fields of Decision and of DecisionStep in bodies that were stored before codes were enums."""
+"""Fields of Decision and DecisionStep in bodies stored before codes were enums."""
 
 
 class DecisionRow(SQLModel, table=True):
-    """A decision; `sameness` tells whether the next one says the same, `body` is the message but for name and times."""
+    """A decision; equal `sameness` means a repetition, `body` is the message without name and times."""
 
     __table_args__ = (Index("decision_by_time", "create_time", "id"), {"sqlite_autoincrement": True})
 
@@ -62,7 +62,7 @@ class DecisionRow(SQLModel, table=True):
 
 
 class RepetitionRow(SQLModel, table=True):
-    """How often the last decision of an endpoint was taken by now, and when last."""
+    """How often the last decision of an endpoint was taken so far, and when last."""
 
     endpoint: str = Field(primary_key=True)
     decision: int = Field(sa_type=Whole)
@@ -81,7 +81,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class StoredDecision:
-    """A decision as it is stored: how often it was taken, when first, and when last."""
+    """A stored decision: how often it was taken, when first, and when last."""
 
     id: int
     endpoint: str
@@ -92,7 +92,7 @@ class StoredDecision:
 
 
 class Last(NamedTuple):
-    """What the last decision of an endpoint says, and how often it was taken."""
+    """The sameness of an endpoint's last decision, and how often it was taken."""
 
     sameness: str
     times: Times
@@ -145,7 +145,7 @@ def last(connection: Connection, endpoint: str) -> Last | None:
 
 
 def _settle(connection: Connection, endpoint: str, times: Times | None = None, body: bytes = b"") -> None:
-    """Complete the row of a decision before another follows: as `times` and `body` say, else as its small row does."""
+    """Complete the row of a decision before another follows: by `times` and `body`, or from its small row."""
     for decision, count, last_time in _REPEATED.all(connection, {"key": endpoint}):
         _COUNT.run(connection, [{"key": decision, "count": count, "last_time": last_time}])
         _remove_repetition(connection, endpoint)
@@ -155,7 +155,7 @@ def _settle(connection: Connection, endpoint: str, times: Times | None = None, b
 
 
 def save_times(connection: Connection, every: Mapping[str, Times]) -> None:
-    """Keep how often the last decisions of endpoints were taken; one that is not the last any more is left out."""
+    """Write how often the last decisions of endpoints were taken, ignoring ones that are no longer the last."""
     rows = [
         {**asdict(times), "endpoint": endpoint, "last_time": times.last_time.timestamp()}
         for endpoint, times in every.items()
@@ -173,9 +173,9 @@ def find_decision(connection: Connection, endpoint: str, decision_id: int) -> St
 def decision_ids(
     connection: Connection, endpoint: str, below: int | None, most: int, period: TimeRange = ANY_TIME
 ) -> list[int]:
-    """Ids of at most so many decisions of one endpoint, or of all where it is empty, below an id; newest first.
+    """Ids of at most `most` decisions of one endpoint, or of all if empty, below an id; newest first.
 
-    Ids tell what came after what, also where the wall clock was set back: all between the first and the last of a period are of it.
+    Ids give the order even if the wall clock was set back: all between the first and the last of a period belong to it.
     """
     query = select(col(DecisionRow.id)).order_by(col(DecisionRow.id).desc()).limit(most)
     if endpoint:
@@ -197,7 +197,7 @@ def decision_ids(
 
 
 def kept_since(connection: Connection, endpoint: str) -> datetime | None:
-    """When the first of the decisions was taken from when on none is forgotten, of one endpoint or of all; None if none is."""
+    """The time from which no decision was forgotten, of one endpoint or of all; None if none was."""
     own, id_ = col(DecisionRow.endpoint), func.min(col(DecisionRow.id))
     full = select(id_).group_by(own).having(func.count() >= KEPT)
     if endpoint:
@@ -210,7 +210,7 @@ def kept_since(connection: Connection, endpoint: str) -> datetime | None:
 
 
 def forget_oldest(connection: Connection) -> None:
-    """Forget what is beyond `KEPT_IN_ALL`, some thousands at a time."""
+    """Remove decisions beyond `KEPT_IN_ALL`, some thousands at a time."""
     id_ = col(DecisionRow.id)
     over = select(func.max(id_) - KEPT_IN_ALL).scalar_subquery()
     last_ones = select(func.max(id_)).group_by(col(DecisionRow.endpoint))
@@ -251,7 +251,7 @@ def _decisions(connection: Connection, query: Select[Any], most: int | None = No
 
 
 def remove_decisions(connection: Connection, endpoint: str) -> None:
-    """Forget all decisions of an endpoint."""
+    """Remove all decisions of an endpoint."""
     connection.execute(delete(DecisionRow).where(col(DecisionRow.endpoint) == endpoint))
     _remove_repetition(connection, endpoint)
 
@@ -263,16 +263,16 @@ def _remove_repetition(connection: Connection, endpoint: str) -> None:
 _log = get_logger(__name__)
 _ID_DIGITS = 16
 MOST_INPUT_BYTES = 65_536
-"""What a decision was evaluated from is stored with it if it is no longer than this."""
+"""Most bytes of a decision's inputs that are stored with it."""
 SAVE_EVERY = 300.0
-"""Seconds from one saving of counts to the next."""
+"""Seconds between writes of counts."""
 SAVED_AT_ONCE = 1_000
-"""Counts that are saved in one work of the store, so that others get their turn."""
+"""Counts written in one work of the store, so that others get their turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """The last decision of an endpoint as it was taken last; no more of it than its first time may be on disk."""
+    """The latest repetition of an endpoint's last decision; perhaps only its first time is on disk."""
 
     times: Times
     decision: Decision
@@ -280,20 +280,20 @@ class Repetition:
 
     @property
     def body(self) -> bytes:
-        """As it is stored."""
+        """Its stored form."""
         return _body(self.decision, self.question)
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """How often a decision had been taken, and whether this time is on disk."""
+    """How often a decision was taken, and whether this time is on disk."""
 
     times: Times
     stored: bool
 
 
 def repeated(known: Last | None, text: str, before: Repetition | None) -> Recorded | None:
-    """How often the last decision was taken, by `known` or `before`; None where it says something else than `text`."""
+    """How often the last decision was taken, by `known` or `before`; None if `text` differs from it."""
     if known is None or known.sameness != text:
         return None
     more = before is not None and before.times.decision == known.times.decision
@@ -309,9 +309,9 @@ def record(
     before: Repetition | None = None,
     quiet: bool = False,
 ) -> Recorded:
-    """Store a decision and what it was evaluated from, as a repetition where it says what the last one said.
+    """Store a decision and its inputs, as a repetition if it says the same as the last one.
 
-    `before`: the last decision, where more is known of it than is on disk. `quiet`: a repetition is not written.
+    `before`: the last decision, if more is known of it than is on disk. `quiet`: a repetition is not written.
     """
     endpoint, text = decision.endpoint, sameness(decision)
     again = repeated(last(connection, endpoint), text, before)
@@ -342,7 +342,7 @@ def amend(
 
 
 def _body(decision: Decision, question: Question | None) -> bytes:
-    """A decision as it is stored; inputs that are too long are left out."""
+    """The stored form of a decision; too long inputs are omitted."""
     body = decision_body(decision).SerializeToString()
     if question is not None:
         inputs = question_to_wire(question)
@@ -357,13 +357,13 @@ def id_text(decision_id: int) -> str:
 
 
 def inputs_of(stored: StoredDecision) -> internal.DecisionInputs | None:
-    """All that a decision was evaluated from, where that was stored."""
+    """The inputs of a decision, if stored."""
     found = internal.StoredInputs.FromString(stored.body)
     return found.inputs if found.HasField("inputs") else None
 
 
 def learnt(connection: Connection, endpoint: str, now: float) -> dict[str, Learnt]:
-    """What rules of an endpoint knew lately, by their ids; when that was, the clock may have been another."""
+    """What rules of an endpoint last learned, by rule id; the clock may have been another then."""
     own = select(DecisionRow).where(col(DecisionRow.endpoint) == endpoint)
     for stored in _decisions(connection, own, most=_RECALLED):
         inputs = inputs_of(stored)
@@ -387,7 +387,7 @@ def to_wire(stored: StoredDecision) -> api.Decision:
 
 
 def _parsed(body: bytes) -> api.Decision:
-    """The message of a body; before 1.0 the codes in it were texts, in fields of other numbers."""
+    """Parse a body; before 1.0 its codes were texts, in fields with other numbers."""
     wire = api.Decision.FromString(body)
     if text := _unknown(wire, _LIMITED_BY_TEXT):
         wire.limited_by = api.DecisionCode.Value(f"DECISION_CODE_{text}")
@@ -399,17 +399,17 @@ def _parsed(body: bytes) -> api.Decision:
 
 
 def _unknown(message: Message, number: int) -> str:
-    """The text in a field that the contract has no more; empty where there is none."""
+    """The text in a field that the contract no longer has; empty if there is none."""
     fields = UnknownFieldSet(message)
     found = (fields[at] for at in range(len(fields)))
     return next((one.data.decode() for one in found if one.field_number == number), "")
 
 
 class Repetitions:
-    """How often the last decision of each endpoint was taken, and what it said last.
+    """How often the last decision of each endpoint was taken, and its latest content.
 
-    On disk are the counts and times of some minutes ago, and the rest once another decision follows: an endpoint for which
-    nothing changes writes nothing.
+    Counts and times on disk lag by minutes, and the rest is written once another decision follows: an endpoint without changes
+    writes nothing.
     """
 
     def __init__(self, store: Store) -> None:
@@ -422,7 +422,7 @@ class Repetitions:
         return self._known.get(endpoint)
 
     def note(self, recorded: Recorded, decision: Decision, wall: datetime, question: Question | None) -> None:
-        """A decision was recorded: remember it if it was left to be."""
+        """Remember a recorded decision if it was not written."""
         if recorded.stored:
             self.forget(decision.endpoint)
             return
@@ -431,12 +431,12 @@ class Repetitions:
         self._unsaved.add(decision.endpoint)
 
     def forget(self, endpoint: str) -> None:
-        """The endpoint is gone, or its last decision is on disk as a whole."""
+        """The endpoint is deleted, or its last decision is completely on disk."""
         self._known.pop(endpoint, None)
         self._unsaved.discard(endpoint)
 
     def shown(self, stored: StoredDecision) -> StoredDecision:
-        """A stored decision as it was taken last."""
+        """A stored decision with its latest repetition."""
         known = self._known.get(stored.endpoint)
         if known is None or known.times.decision != stored.id:
             return stored
@@ -444,7 +444,7 @@ class Repetitions:
         return replace(stored, body=known.body, count=times.count, last_time=times.last_time)
 
     def summary(self, stored: StoredDecision) -> str:
-        """What a stored decision said last, in one line."""
+        """The latest content of a stored decision, in one line."""
         known = self._known.get(stored.endpoint)
         if known is None or known.times.decision != stored.id:
             return api.Decision.FromString(stored.body).summary
@@ -452,20 +452,20 @@ class Repetitions:
 
     @asynccontextmanager
     async def kept(self) -> AsyncGenerator[None]:
-        """Save them when the context is left."""
+        """Write the counts when the context ends."""
         try:
             yield
         finally:
             await self.save()
 
     async def run(self) -> None:
-        """Save counts and times now and then; never ends."""
+        """Write counts and times periodically; never ends."""
         while True:
             await asyncio.sleep(SAVE_EVERY)
             await self.save()
 
     async def save(self) -> None:
-        """Save the counts and times that are not on disk; where that fails, later."""
+        """Write counts and times that are not on disk; if that fails, later."""
         unsaved = sorted(self._unsaved)
         for start in range(0, len(unsaved), SAVED_AT_ONCE):
             some = unsaved[start : start + SAVED_AT_ONCE]
@@ -484,14 +484,14 @@ class Repetitions:
 
 
 class DecisionLog:
-    """The stored decisions, to read."""
+    """Reads the stored decisions."""
 
     def __init__(self, store: Store, repetitions: Repetitions) -> None:
         self._store = store
         self._repetitions = repetitions
 
     async def get(self, endpoint: str, decision: str) -> StoredDecision:
-        """One decision by the ids in its name; NotFoundError if there is none, or it is kept no more."""
+        """One decision by the ids in its name; NotFoundError if there is none, or it was forgotten."""
         stored = None
         if _is_id(decision):
             stored = await self._store.read(
@@ -505,7 +505,7 @@ class DecisionLog:
     async def list(
         self, endpoint: str, page_size: int, page_token: str, period: TimeRange = ANY_TIME
     ) -> tuple[list[StoredDecision], str, datetime | None]:
-        """A page of decisions of one endpoint or all, newest first; `kept_since` where a period is asked for."""
+        """A page of decisions of one endpoint or all, newest first; with `kept_since` if a period is given."""
         last = last_key(page_token, descending=True)
 
         def read(connection: Connection) -> tuple[list[StoredDecision], str, datetime | None]:
@@ -520,7 +520,7 @@ class DecisionLog:
     async def search(
         self, endpoint: str, request: ListRequest, period: TimeRange
     ) -> tuple[Sequence[api.Decision], str, datetime | None]:
-        """As `list`, by filter and order, of the newest `SEARCHED` decisions."""
+        """Like `list`, by filter and order, over the newest `SEARCHED` decisions."""
 
         def read(connection: Connection) -> tuple[Sequence[api.Decision], str, datetime | None]:
             some = decisions(connection, decision_ids(connection, endpoint, None, SEARCHED, period))

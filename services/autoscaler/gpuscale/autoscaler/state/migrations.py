@@ -1,4 +1,4 @@
-"""What leads to each version of the autoscaler's schema (docs/adr/0009). The store makes tables that are missing by itself."""
+"""Migrations to each version of the autoscaler's schema (docs/adr/0009). The store creates missing tables itself."""
 
 from alembic.operations import Operations
 from sqlalchemy import Boolean, Column, Float, LargeBinary, String, inspect, text
@@ -9,28 +9,28 @@ def _text(name: str) -> Column[str]:
 
 
 def to_2(op: Operations) -> None:
-    """Watchers of patterns and of rates. Version 1 knew single queues only, and was only ever kept in SQLite."""
+    """Watchers of patterns and of rates. Version 1 had single queues only, and only existed in SQLite."""
     for name in ("pattern", "rates"):
         op.add_column("watcherrow", Column(name, Boolean, nullable=False, server_default=text("0")))
 
 
 def to_3(op: Operations) -> None:
-    """A table more: what the queues of endpoints were like."""
+    """A new table: the history of endpoints' queues."""
 
 
 def to_4(op: Operations) -> None:
-    """The token that came with a replica's GPUs. Replicas of before have none: they were admitted when they started."""
+    """The token of a replica's GPUs. Earlier replicas have none: they were admitted when they started."""
     op.add_column("replicarow", _text("lease_token"))
 
 
 def to_5(op: Operations) -> None:
-    """Readings of queues that were the same for long. In version 2 there were none: their table is still to be made."""
+    """Readings of queues that did not change for long. Version 2 had none: their table is still missing."""
     if inspect(op.get_bind()).has_table("readingrow"):
         op.add_column("readingrow", Column("since", Float))
 
 
 def to_6(op: Operations) -> None:
-    """Capability sets: groups aimed at of each, and what the workers of a replica can do."""
+    """Capability sets: wanted groups of each, and what the workers of a replica can do."""
     op.add_column("endpointrow", _text("sets"))
     op.add_column("replicarow", Column("worker_group", LargeBinary, nullable=False, server_default=""))
 
@@ -41,17 +41,17 @@ def to_7(op: Operations) -> None:
 
 
 def to_8(op: Operations) -> None:
-    """Who created an endpoint; before, the reservations of its replicas were the autoscaler's."""
+    """The creator of an endpoint; before, the reservations of its replicas were the autoscaler's."""
     op.add_column("endpointrow", _text("creator"))
 
 
 def to_9(op: Operations) -> None:
-    """That the GPUs of a replica will be taken away. The allocator tells at the next connection."""
+    """Planned revocations of replicas' GPUs. The allocator sends them at the next connection."""
     op.add_column("replicarow", _text("revocation"))
 
 
 def to_10(op: Operations) -> None:
-    """An index of decisions by their times, which may go back where those of ids go on."""
+    """An index of decisions by their times, which may go back while ids go on."""
     if inspect(op.get_bind()).has_table("decisionrow"):
         op.create_index("decision_by_time", "decisionrow", ["create_time", "id"])
 
@@ -63,4 +63,4 @@ def to_11(op: Operations) -> None:
 
 
 def to_12(op: Operations) -> None:
-    """Tables more: backtests and their reports."""
+    """New tables: backtests and their reports."""

@@ -1,8 +1,8 @@
 """Endpoints and their replicas on disk: tables (SQLModel) and statements (Core) for one connection of the store.
 
-The row of a replica is the intent that stands before every action outside. `decision_log`, `watcher_store` and
-`backtest_store` keep their tables in the same file. Nested values (specs, templates) are stored as messages of the contract, whose rules of
-compatibility are known.
+The row of a replica is the intent written before every external action. `decision_log`, `watcher_store` and `backtest_store`
+keep their tables in the same file. Nested values (specs, templates) are stored as messages of the contract, with its
+compatibility rules.
 """
 
 import json
@@ -41,19 +41,19 @@ from gpuscale.common.wire import ANY_TIME, TimeRange
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
 Connection: TypeAlias = sqlalchemy.Connection
-"""What a work on the store is given. Modules that are no store pass it on, and speak no SQL."""
+"""What a work of the store receives. Other modules pass it on, and use no SQL."""
 METADATA: Final = SQLModel.metadata
-"""The tables of every store module that has been imported."""
+"""The tables of every imported store module."""
 VERSION: Final = 12
 """Version of the schema of all tables of the autoscaler."""
 MIGRATIONS: Final = revisions("gpuscale.autoscaler.state.migrations", VERSION)
 """By the version that they start from."""
 REQUEST_KEPT_SECONDS: Final = 24 * 3600.0
-"""For so long the same request id returns the same answer."""
+"""For so long a repeated request id gets the same answer."""
 
 
 class EndpointRow(SQLModel, table=True):
-    """An endpoint; times in seconds since 1970, `sets` is JSON: groups aimed at by capability set."""
+    """An endpoint; times in seconds since 1970, `sets` is JSON: wanted groups by capability set."""
 
     id: str = Field(primary_key=True)
     spec: bytes
@@ -98,7 +98,7 @@ _RULE_CHANGES: Final = Prepared(
 
 
 class EndpointRequestRow(SQLModel, table=True):
-    """A CreateEndpoint that was carried out, and the endpoint it made."""
+    """A completed CreateEndpoint, and the endpoint it created."""
 
     request_id: str = Field(primary_key=True)
     fingerprint: str
@@ -109,7 +109,7 @@ class EndpointRequestRow(SQLModel, table=True):
 
 
 class ProcessRow(SQLModel, table=True):
-    """One row: how often this program was started on this state, and in which boot it ran last."""
+    """One row: how often this program was started on this state, and its last boot."""
 
     id: int = Field(primary_key=True, sa_type=Whole)
     starts: int = Field(sa_type=Whole)
@@ -122,7 +122,7 @@ def moment(seconds: float) -> datetime:
 
 
 def begin(connection: Connection, boot_id: str) -> tuple[int, bool]:
-    """Note a start of the program: (how often it was started, whether the host was rebooted since the last time)."""
+    """Record a start of the program: (how often it was started, whether the host was rebooted since the last time)."""
     row = connection.execute(select(ProcessRow)).mappings().one_or_none()
     starts = 1 if row is None else row["starts"] + 1
     connection.execute(delete(ProcessRow))
@@ -131,13 +131,13 @@ def begin(connection: Connection, boot_id: str) -> tuple[int, bool]:
 
 
 def endpoints(connection: Connection, after: str = "", most: int = sys.maxsize) -> list[Endpoint]:
-    """Endpoints by id, at most so many of those after an id."""
+    """At most `most` endpoints by id, after an id."""
     rows = _ENDPOINTS.all(connection, {"key": after, "most": most})
     return [_endpoint(dict(zip(_ENDPOINT_COLUMNS, row, strict=True))) for row in rows]
 
 
 def endpoint(connection: Connection, endpoint_id: str, known: Endpoint | None = None) -> Endpoint | None:
-    """One endpoint, if there is one of that id; its spec is not read again where `known` has the same etag."""
+    """One endpoint, if it exists; its spec is reused from `known` if that has the same etag."""
     rows = _ENDPOINT.all(connection, {"key": endpoint_id})
     return _endpoint(dict(zip(_ENDPOINT_COLUMNS, rows[0], strict=True)), known) if rows else None
 
@@ -161,7 +161,7 @@ def save_endpoint(connection: Connection, one: Endpoint) -> None:
 
 
 def remove_endpoint(connection: Connection, endpoint_id: str) -> None:
-    """Remove an endpoint with what is known of its rules."""
+    """Remove an endpoint with its rules' state."""
     connection.execute(delete(EndpointRow).where(col(EndpointRow.id) == endpoint_id))
     connection.execute(delete(RuleChangeRow).where(col(RuleChangeRow.endpoint) == endpoint_id))
 
@@ -178,12 +178,12 @@ def save_rule_changes(connection: Connection, endpoint_id: str, rules: Iterable[
 
 
 def restart_rests(connection: Connection, now: float) -> None:
-    """After a reboot, whose clock knows nothing of the one before, every cooldown that was ever begun begins anew."""
+    """After a reboot, which starts a new clock, every running cooldown restarts."""
     connection.execute(update(RuleChangeRow).values(changed_at=now))
 
 
 def answered(connection: Connection, request_id: str) -> tuple[str, Endpoint] | None:
-    """The fingerprint of the request with this id, and the endpoint it made, as it was then; None if there was none."""
+    """The fingerprint of the request with this id, and the endpoint it created, as it was then; None if there is none."""
     query = select(EndpointRequestRow).where(col(EndpointRequestRow.request_id) == request_id)
     row = connection.execute(query).mappings().one_or_none()
     if row is None:
@@ -195,7 +195,7 @@ def answered(connection: Connection, request_id: str) -> tuple[str, Endpoint] | 
 def save_answer(
     connection: Connection, request_id: str, fingerprint: str, made: Endpoint, wall: datetime
 ) -> None:
-    """Remember what a request came to at a time; forget requests that are too old."""
+    """Store the result of a request at a time; drop requests that are too old."""
     time = wall.timestamp()
     old = col(EndpointRequestRow.create_time) < time - REQUEST_KEPT_SECONDS
     connection.execute(delete(EndpointRequestRow).where(old))
@@ -236,13 +236,13 @@ def _endpoint(row: Mapping[Any, Any], known: Endpoint | None = None) -> Endpoint
 
 
 KEPT: Final = 100
-"""Ended replicas that are kept of each endpoint."""
-_SEPARATOR: Final = " "  # no id and no UUID holds one
-_NOT_SOON: Final = 1e12  # in seconds since boot; finite, so that what lies before it can be reckoned
+"""Ended replicas kept per endpoint."""
+_SEPARATOR: Final = " "  # no id and no UUID contains one
+_NOT_SOON: Final = 1e12  # in seconds since boot; finite, so that earlier times can be computed
 
 
 class ReplicaRow(SQLModel, table=True):
-    """A replica; `seq` is the order in which they were decided, `*_time` are seconds since 1970, `*_at` since boot.
+    """A replica; `seq` is the order of decisions, `*_time` are seconds since 1970, `*_at` since boot.
 
     `revocation` is JSON of the fields of a Revocation.
     """
@@ -297,9 +297,9 @@ def replicas_after(
     gpu_uuid: str = "",
     period: TimeRange = ANY_TIME,
 ) -> Iterator[tuple[int, Replica]]:
-    """Replicas of one endpoint, or of all, of a GPU and of a time, in the order they were decided after a number.
+    """Replicas of one endpoint or all, of a GPU and of a period, in the order they were decided, after a number.
 
-    Each with its number; they are read `most` at a time.
+    Each with its number; `most` are read at a time.
     """
     where: list[ColumnElement[bool]] = [] if show_ended else [col(ReplicaRow.ended).is_(False)]
     if endpoint:
@@ -334,13 +334,13 @@ _CHANGE_REPLICA: Final = Prepared(
 
 
 def replicas_of(connection: Connection, endpoint: str) -> list[Replica]:
-    """All replicas of an endpoint that are kept, in the order they were decided."""
+    """All stored replicas of an endpoint, in the order they were decided."""
     rows = _REPLICAS.all(connection, {"key": endpoint})
     return [_replica(dict(zip(_REPLICA_COLUMNS, row, strict=True))) for row in rows]
 
 
 def replicas_kept_since(connection: Connection, endpoint: str = "") -> datetime | None:
-    """When the first of the ended replicas ended from when on none is forgotten; None if none is."""
+    """The time from which no ended replica was forgotten; None if none was."""
     own, end = col(ReplicaRow.endpoint), func.min(col(ReplicaRow.end_time))
     full = select(end.label("end"))
     full = full.where(col(ReplicaRow.ended).is_(True), col(ReplicaRow.owes_release).is_(False))
@@ -382,22 +382,22 @@ def replica(connection: Connection, replica_id: str) -> Replica | None:
 
 
 def add_replica(connection: Connection, one: Replica) -> None:
-    """Write the intent to have a replica."""
+    """Write the intent of a replica."""
     _ADD_REPLICA.run(connection, [_values(one)])
 
 
 def save_replica(connection: Connection, one: Replica) -> None:
-    """Replace what is known of a replica."""
+    """Update a replica."""
     save_replicas(connection, [one])
 
 
 def save_replicas(connection: Connection, changed: Iterable[Replica]) -> None:
-    """Replace what is known of several."""
+    """Update several replicas."""
     _CHANGE_REPLICA.run(connection, [{"key": one.id, **_values(one)} for one in changed])
 
 
 def prune(connection: Connection, endpoint: str) -> None:
-    """Forget ended replicas of an endpoint, but for those that ended last and those that owe a release."""
+    """Remove ended replicas of an endpoint, except those that ended last and those that owe a release."""
     seq, end = col(ReplicaRow.seq), col(ReplicaRow.end_time)
     over = select(seq).where(
         col(ReplicaRow.endpoint) == endpoint,
@@ -409,15 +409,15 @@ def prune(connection: Connection, endpoint: str) -> None:
 
 
 def remove_replicas(connection: Connection, endpoint: str) -> None:
-    """Forget all replicas of an endpoint."""
+    """Remove all replicas of an endpoint."""
     connection.execute(delete(ReplicaRow).where(col(ReplicaRow.endpoint) == endpoint))
 
 
 def forget_boot(connection: Connection) -> None:
-    """After a reboot: moments of the clock before it mean nothing any more.
+    """After a reboot: times of the earlier clock are void.
 
-    A replica that will lose its GPUs stays one: else a plan that is made before the allocator tells of it anew stops what
-    was started in its place. Until then nobody knows when.
+    A planned revocation stays, at an unknown time: otherwise a plan made before the allocator repeats it would stop the
+    replacement.
     """
     connection.execute(update(ReplicaRow).values(ready_at=None, ended_at=None))
     for one in _read(connection, col(ReplicaRow.ended).is_(False)):

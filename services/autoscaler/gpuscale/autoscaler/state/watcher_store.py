@@ -1,4 +1,4 @@
-"""Queue watchers, and what the queues of endpoints were like, on disk. See `store`."""
+"""Queue watchers, and the history of endpoints' queues, on disk. See `store`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +25,7 @@ class WatcherRow(SQLModel, table=True):
     broker: str
     virtual_host: str
     queue: str
-    """Names of queues, each on its line, or one pattern."""
+    """Names of queues, one per line, or one pattern."""
     interval_seconds: float
     etag: str
     create_time_us: int = Field(sa_type=Whole)
@@ -65,14 +65,14 @@ def add(connection: Connection, stored: StoredWatcher) -> None:
 
 
 def replace_spec(connection: Connection, watcher: Watcher) -> None:
-    """Store the new spec and etag of a watcher."""
+    """Update the spec and etag of a watcher."""
     connection.execute(
         update(WatcherRow).where(col(WatcherRow.id) == watcher.id).values(**_spec_columns(watcher))
     )
 
 
 def remove(connection: Connection, watcher_id: str) -> None:
-    """Remove a watcher; harmless if it is gone."""
+    """Remove a watcher, if it exists."""
     connection.execute(delete(WatcherRow).where(col(WatcherRow.id) == watcher_id))
 
 
@@ -105,7 +105,7 @@ def _from_row(row: RowMapping) -> StoredWatcher:
 
 
 class ReadingRow(SQLModel, table=True):
-    """A reading; its place follows from the time of day, so that it takes the place of the one a day before."""
+    """A reading; its index is the time of day, so that it replaces the one a day before."""
 
     endpoint: str = Field(primary_key=True)
     place: int = Field(primary_key=True, sa_type=Whole)
@@ -121,7 +121,7 @@ _PUT_READING = Prepared.replacing(SQLModel.metadata.tables["readingrow"])
 
 
 def keep(connection: Connection, readings: Iterable[tuple[str, RecordedReading]]) -> None:
-    """Keep readings of endpoints, by id."""
+    """Write readings of endpoints, by id."""
     rows = [
         {"endpoint": endpoint, "place": int(one.at // history.SPACING) % history.KEPT, **asdict(one)}
         for endpoint, one in readings
@@ -143,5 +143,5 @@ def readings(connection: Connection, endpoint: str, since: float, until: float) 
 
 
 def remove_readings(connection: Connection, endpoint: str) -> None:
-    """Forget all readings of an endpoint."""
+    """Remove all readings of an endpoint."""
     connection.execute(delete(ReadingRow).where(col(ReadingRow.endpoint) == endpoint))

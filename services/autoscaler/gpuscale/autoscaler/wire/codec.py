@@ -1,13 +1,12 @@
-"""Between messages and the frozen dataclasses that carry the same fields, in both directions.
+"""Conversion between messages and frozen dataclasses with the same fields, in both directions.
 
-What becomes of a field follows from its descriptor and its type in the dataclass, so a field is named once on each side:
+A field's conversion follows from its descriptor and its type in the dataclass, so a field is named once on each side:
 
 - a Duration is seconds, an enum the member of the same name, a resource name the id that it ends with;
 - a repeated field is a tuple, or a set that is written in order; a message is the dataclass of its type;
-- a oneof is a field of its name, which holds the dataclass whose name is that of the member's message.
+- a oneof is a field of its name, which holds the dataclass named after the member's message.
 
-What is absent on one side is absent, or the default, on the other. A default is not written, but for members of a oneof:
-these are written as they hold.
+An absent value on one side is absent, or the default, on the other. Defaults are not written, except in members of a oneof.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from gpuscale.common.wire import seconds, to_duration
 
 T = TypeVar("T")
 Read = Callable[[Any, str], Any]
-"""The value of a message, or of a field of it; the text is where it stands in its request."""
+"""The value of a message, or of one of its fields; the text is its path in the request."""
 Write = Callable[[Any, Any], None]
-"""Sets a message, the second argument, or a field of it, to a value."""
+"""Sets a message, the second argument, or one of its fields, to a value."""
 Scalar = tuple[Read, Callable[[Any], Any]]
-"""How a value that is no message is read, and made."""
+"""How to read and make a value that is not a message."""
 _ABSENT = object()
 
 
@@ -49,8 +48,8 @@ class _Field:
 class Codec:
     """Reads and writes messages.
 
-    `members`: dataclasses of members of oneofs, each with the name of its message. `messages` and `scalars`: how dataclasses,
-    and fields of a name, are read and written that say other than their messages.
+    `members`: dataclasses of members of oneofs, each with the name of its message. `messages` and `scalars`: conversion of
+    dataclasses, and of fields by name, that differ from their messages.
     """
 
     def __init__(
@@ -65,24 +64,24 @@ class Codec:
         self._plans: dict[type[Any], tuple[_Field, ...]] = {}
 
     def read(self, kind: type[T], wire: Message, path: str) -> T:
-        """The dataclass of a valid message, which stands at `path`; InvalidArgumentError if a field cannot be read."""
+        """The dataclass of a valid message at `path`; InvalidArgumentError if a field cannot be read."""
         found = ((one.name, one.read(wire, path)) for one in self._fields(kind, wire))
         return kind(**{name: value for name, value in found if value is not _ABSENT})
 
     def stated(self, kind: type[Any], wire: Message, path: str) -> dict[str, Any]:
-        """Those of the fields that a message sets, as `read` does."""
+        """The fields that a message sets, read like `read`."""
         known = {field.name for field, _ in wire.ListFields()}
         return {one.name: one.read(wire, path) for one in self._fields(kind, wire) if one.name in known}
 
     def write(self, value: object, wire: Message, *, in_full: bool = False) -> None:
-        """Fill a message; `in_full`: with what is the default too."""
+        """Fill a message; `in_full`: including defaults."""
         for one in self._fields(type(value), wire):
             held = getattr(value, one.name)
             if held is not None and (in_full or held != one.default):
                 one.write(held, wire)
 
     def _fields(self, kind: type[Any], wire: Message) -> tuple[_Field, ...]:
-        """How each field is read and written, made up once for each dataclass."""
+        """How to read and write each field, computed once per dataclass."""
         found = self._plans.get(kind)
         if found is None:
             hints = get_type_hints(kind)
@@ -97,7 +96,7 @@ class Codec:
         scalar = self._scalars.get(one.name)
         if scalar is not None or field.message_type is None:
             return _scalars(field, one.default, get_origin(hint), scalar or _scalar(field, hint))
-        # The dataclass that a hint such as `tuple[Rule, ...]` or `Pace | None` speaks of.
+        # The dataclass in a hint such as `tuple[Rule, ...]` or `Pace | None`.
         held: Any = next((part for part in get_args(hint) if part not in {Ellipsis, NoneType}), hint)
         if field.message_type.full_name == Duration.DESCRIPTOR.full_name:
             way: tuple[Read, Write] = (
@@ -151,9 +150,9 @@ def _messages(field: FieldDescriptor, default: object, read: Read, write: Write)
 
 
 def _scalars(field: FieldDescriptor, default: object, container: Any, scalar: Scalar) -> tuple[Read, Write]:
-    """A field of a value that is no message, of several, or of a map of them.
+    """A field of a value that is not a message, of several, or of a map of them.
 
-    Without presence, a zero and an empty text are as good as absent where there is a default.
+    Without presence, zero and empty text count as absent if there is a default.
     """
     name, has_presence, (read, make) = field.name, field.has_presence, scalar
 
@@ -196,7 +195,7 @@ def _scalar(field: FieldDescriptor, kind: Any) -> Scalar:
 
 
 def _of_enum(described: EnumDescriptor, kind: type[Enum]) -> Scalar:
-    """Values are named as the members, behind the name of the enum."""
+    """Enum values are named like the members, behind the name of the enum."""
     prefix = described.values_by_number[0].name.removesuffix("UNSPECIFIED")
     members = {value.name.removeprefix(prefix): value.number for value in described.values}
     numbers = {one: members[one.name] for one in kind if one.name in members}

@@ -1,6 +1,6 @@
-"""Status, decisions, and what evaluations go by, between the model and the wire.
+"""Status, decisions, and inputs of evaluations, between the model and the wire.
 
-Inputs are exact to the bit, so that a decision can be made again.
+Inputs are bit-exact, so that a decision can be reproduced.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ M = TypeVar("M")
 
 @dataclass(frozen=True, slots=True)
 class EndpointView:
-    """An endpoint with what its status is told from."""
+    """An endpoint with what its status needs."""
 
     endpoint: Endpoint  # as stored
     replicas: Sequence[Replica] = ()  # its replicas that have not ended
-    silent: Collection[str] = ()  # ids of adapters that are not heard of
-    latest: str = ""  # name of the decision that speaks for the present; empty before the first
+    silent: Collection[str] = ()  # ids of silent adapters
+    latest: str = ""  # name of the current decision; empty before the first
     summary: str = ""  # that decision in one line
 
 
@@ -126,7 +126,7 @@ def _set_status(
 
 
 def replica_to_wire(replica: Replica, *, silent: bool) -> api.Replica:
-    """The message of a replica, UNKNOWN where its adapter is silent."""
+    """The message of a replica, UNKNOWN if its adapter is silent."""
     state = shown_state(replica, silent)
     wire = api.Replica(
         name=replica_name(replica.endpoint, replica.id),
@@ -158,14 +158,14 @@ def replica_to_wire(replica: Replica, *, silent: bool) -> api.Replica:
 
 
 def decision_body(decision: Decision) -> api.Decision:
-    """The message of a decision, but for its name, its times and its count."""
+    """The message of a decision, without its name, times and count."""
     wire = evaluation_to_wire(decision)
     wire.granted, wire.summary, wire.etag = decision.granted, decision.summary, decision.etag
     return wire
 
 
 def evaluation_to_wire(one: Evaluation | Decision) -> api.Decision:
-    """The part of a decision that is evaluated: without what was done about it."""
+    """The evaluated part of a decision: without what was done about it."""
     return api.Decision(
         observations=map(observation_to_wire, one.observations),
         steps=[to_wire(api.DecisionStep(), step) for step in one.steps],
@@ -192,7 +192,7 @@ def observation_to_wire(one: Observation) -> api.Observation:
 
 
 def sample_to_wire(one: Shown) -> api.SignalSample:
-    """The message of what a signal showed at evaluations in a row."""
+    """The message of equal consecutive samples of a signal."""
     return api.SignalSample(
         start_time=to_timestamp(datetime.fromtimestamp(one.first, UTC)),
         end_time=to_timestamp(datetime.fromtimestamp(one.last, UTC)),
@@ -216,7 +216,7 @@ _Capacity = autoscaler_internal.DecisionInputs.Capacity
 
 
 def question_to_wire(question: Question) -> autoscaler_internal.DecisionInputs:
-    """The message of all that an evaluation goes by."""
+    """The message of all inputs of an evaluation."""
     inputs, memory, own = question.inputs, question.memory, question.inputs.capacity
     signals = [_signal_to_wire(one, inputs.history(name)) for name, one in inputs.observations.items()]
     for name in (one for one in inputs.series if one not in inputs.observations):
@@ -256,7 +256,7 @@ def question_to_wire(question: Question) -> autoscaler_internal.DecisionInputs:
 
 
 def question_from_wire(wire: autoscaler_internal.DecisionInputs) -> Question:
-    """All that an evaluation went by."""
+    """All inputs of an evaluation."""
     inputs = Inputs(
         before=wire.before,
         ready=wire.ready_replicas,
@@ -321,7 +321,7 @@ def _counts(wire: Iterable[_Count]) -> tuple[tuple[float, int], ...]:
 
 
 def stated_from_wire(wire: api.EvaluateRequest, spec: EndpointSpec, now: float) -> Stated:
-    """What a request states of the signals and rules of `spec`, of each once, for an evaluation at `now`."""
+    """The given values of signals and rules of `spec`, each at most once, for an evaluation at `now`."""
     past = wire.past if wire.HasField("past") else None
     signals = _named(wire.signals, "signal", spec.measured, "signals", "signal")
     sets = _named(wire.capability_sets, "id", spec.capability_sets, "capability_sets", "capability set")
@@ -346,7 +346,7 @@ def stated_from_wire(wire: api.EvaluateRequest, spec: EndpointSpec, now: float) 
 def _named(
     wire: Sequence[M], field: str, known: Iterable[Signal | CapabilitySet | Rule], path: str, what: str
 ) -> Iterator[tuple[str, M, str]]:
-    """Messages with what of a spec each names, once, and where they stand."""
+    """The messages with the part of a spec that each names, at most once, and their paths."""
     left = {one.id for one in known}
     for index, one in enumerate(wire):
         name, where = getattr(one, field), f"{path}[{index}]"
@@ -384,7 +384,7 @@ def _stated_signal(wire: api.StatedSignal, path: str) -> StatedSignal:
 
 
 def _memory(past: api.StatedPast, now: float) -> Memory:
-    """What is remembered of the counts, oldest first."""
+    """The remembered counts, oldest first."""
     since = optional_seconds(past, "since")
     return Memory(
         ALWAYS.since if since is None else now - since,

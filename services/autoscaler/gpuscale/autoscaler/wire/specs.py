@@ -1,6 +1,6 @@
-"""Endpoint specs between the wire and the model. `codec` carries the fields; here is what it cannot know.
+"""Endpoint specs between the wire and the model. `codec` converts fields; this module adds what it cannot know.
 
-What is absent on one side is absent, or the default, on the other.
+An absent value on one side is absent, or the default, on the other.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _NOT_ASKED = {
     "gpus": "a replica runs on a node of its adapter (use models or excluded_gpus)",
     "excluded_nodes": "a replica runs on a node of its adapter (name the adapter, or use node_labels)",
 }
-"""Fields of an ask that a replica has no use for, and why."""
+"""Fields of an ask that a replica cannot use, and why."""
 _Short = Literal["gpu_count", "min_memory_bytes", "max_utilization_percent"]
 _SHORT: tuple[_Short, ...] = get_args(_Short)
-"""Fields of an ask that a template may also name by themselves."""
+"""Fields of an ask that a template may also set directly."""
 
 
 def spec_from_wire(wire: api.EndpointSpec, path: str = SPEC) -> EndpointSpec:
-    """The spec of a valid message at `path`; InvalidArgumentError without a source, a kind, or if it is unreadable."""
+    """The spec of a valid message at `path`; InvalidArgumentError if it lacks a source or kind, or is unreadable."""
     unset = [
         FieldViolation(f"{path}.{name}[{index}].{member}", f"one {oneof} must be set")
         for name, oneof, member in (("signals", "source", "queue"), ("rules", "kind", "step"))
@@ -83,13 +83,13 @@ _READINGS: Mapping[type, tuple[str, str, frozenset[str]]] = {
         frozenset({"memory_used_percent", "load_per_core", *_numbers(types_api.HostReading.DESCRIPTOR)}),
     ),
 }
-"""What signals may read: the numbers that agents send, and shares of them, 0-100 (docs/autoscaling.md), or of a core."""
+"""Readings for signals: the numbers that agents send, and shares of them, 0-100 (docs/autoscaling.md), or of a core."""
 
 
 def spec_violations(spec: EndpointSpec, path: str = SPEC) -> list[FieldViolation]:
-    """The fields at fault, those of what its templates ask of the allocator too; empty when the spec is sound.
+    """Invalid fields, including those of its templates' asks; empty for a valid spec.
 
-    `spec_from_wire` does not ask: what was stored before is read even so.
+    `spec_from_wire` does not call it, so that specs stored earlier stay readable.
     """
     found = violations(spec, path)
     for index, signal in enumerate(spec.signals):
@@ -125,18 +125,18 @@ def spec_to_wire(spec: EndpointSpec) -> api.EndpointSpec:
 
 
 def from_wire(kind: type[T], wire: Message, path: str) -> T:
-    """A value of the model from its valid message at `path`; InvalidArgumentError if a part cannot be read."""
+    """A value of the model from its valid message at `path`; InvalidArgumentError if a part is unreadable."""
     return CODEC.read(kind, wire, path)
 
 
 def to_wire(wire: M, value: object) -> M:
-    """The message, which is empty, filled with a value of the model."""
+    """Fill an empty message with a value of the model."""
     CODEC.write(value, wire)
     return wire
 
 
 def merged(current: HasSpec, changed: HasSpec, mask: FieldMask | None) -> HasSpec:
-    """The message after an update: what `mask` names in spec is taken from `changed`, or cleared; it must be valid."""
+    """The message after an update: masked parts of spec come from `changed`, or are cleared; it must be valid."""
     if mask is None or not mask.paths:
         return changed
     if not mask.IsValidForDescriptor(changed.DESCRIPTOR) or not all(
@@ -149,7 +149,7 @@ def merged(current: HasSpec, changed: HasSpec, mask: FieldMask | None) -> HasSpe
 
 
 def template_from_wire(wire: api.ReplicaTemplate, path: str = f"{SPEC}.template") -> ReplicaTemplate:
-    """The template of a valid message at `path`, whose ask must be one that a replica can have."""
+    """The template of a valid message at `path`, whose ask must be possible for a replica."""
     if not wire.HasField("ask"):
         return CODEC.read(ReplicaTemplate, wire, path)
     said = {field.name for field, _ in wire.ListFields()}
@@ -173,7 +173,7 @@ def template_from_wire(wire: api.ReplicaTemplate, path: str = f"{SPEC}.template"
 
 
 def ask_to_wire(template: ReplicaTemplate, nodes: Iterable[str] = ()) -> allocator_api.Ask:
-    """What a replica of a template asks of the allocator, on some nodes by id; on any where there are none."""
+    """A replica's ask to the allocator, on some nodes by id; on any if there are none."""
     ask = allocator_api.Ask.FromString(template.ask or b"")
     ask.MergeFrom(
         allocator_api.Ask(
@@ -210,14 +210,14 @@ def _amounts(wire: Mapping[str, int], path: str) -> dict[str, int]:
 
 
 def set_state_from_wire(wire: autoscaler_internal.DecisionInputs.CapabilitySet) -> SetState:
-    """What was known of a capability set."""
+    """The state of a capability set from its message."""
     reported = dict(wire.reported.capabilities) if wire.HasField("reported") else None
     groups = tuple(from_wire(WorkerGroup, one, "groups") for one in wire.groups)
     return SetState(wire.before, groups, reported)
 
 
 def set_state_to_wire(set_id: str, state: SetState) -> autoscaler_internal.DecisionInputs.CapabilitySet:
-    """The message of what is known of a capability set."""
+    """The message of a capability set's state."""
     return autoscaler_internal.DecisionInputs.CapabilitySet(
         id=set_id,
         before=state.before,

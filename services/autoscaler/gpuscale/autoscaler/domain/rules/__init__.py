@@ -1,6 +1,6 @@
-"""Scaling rules. `rule` holds what all have in common; each other module holds some kinds, with all that they do.
+"""Scaling rules. `rule` has what all kinds share; each other module has some kinds.
 
-A kind is a frozen dataclass: its fields are those of its message in the contract, and `KINDS` lists it.
+A kind is a frozen dataclass with the fields of its message in the contract; `KINDS` lists it.
 """
 
 from gpuscale.autoscaler.domain.rules.formula import FormulaRule
@@ -23,4 +23,4 @@ KINDS: tuple[type[Kind], ...] = (
     FormulaRule,
     SloRule,
 )
-"""Every kind of rule that there is."""
+"""Every kind of rule."""

@@ -1,7 +1,7 @@
-"""The rule of a formula over signals. Pure.
+"""A rule with a formula over signals. Pure.
 
-Formulas are read by simpleeval, with numbers only: no attributes, no texts, no other functions than those named here,
-bounded in length and depth. A result that is not a finite number holds.
+Formulas are evaluated by simpleeval, with numbers only: no attributes, no texts, only the functions named here, bounded in
+length and depth. If the result is not a finite number, the rule holds.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from gpuscale.autoscaler.domain.inputs import Inputs, ObservationStatus
 from gpuscale.autoscaler.domain.rules.rule import LARGEST_COUNT, Kind, Proposal, Rule, ceiling
 
 DEEPEST = 20
-"""Levels of a formula's tree."""
+"""Most levels of a formula's tree."""
 LARGEST_EXPONENT = 100.0
 OWN_NAMES = frozenset({"replicas", "ready"})
-"""Names that stand for no signal."""
+"""Names that are not signals."""
 
 _FUNCTIONS: Mapping[str, Callable[..., object]] = {
     "min": min,
@@ -61,13 +61,13 @@ _OPERATORS = {**DEFAULT_OPERATORS, ast.Pow: _power}
 
 
 def name_of(signal: str) -> str:
-    """How a formula writes the id of a signal."""
+    """The id of a signal as written in a formula."""
     return signal.replace("-", "_").replace(".", "_")
 
 
 @lru_cache(maxsize=1024)
 def _tree(expression: str) -> ast.Expression:
-    """A formula taken apart."""
+    """Parse a formula."""
     try:
         return ast.parse(expression.strip(), mode="eval")
     except SystemError:
@@ -78,7 +78,7 @@ def _tree(expression: str) -> ast.Expression:
 
 @lru_cache(maxsize=1024)
 def problem(expression: str) -> str:
-    """What is wrong with a formula; empty where nothing is."""
+    """What is wrong with a formula; empty if nothing is."""
     try:
         tree = _tree(expression)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -101,32 +101,32 @@ def problem(expression: str) -> str:
 
 @lru_cache(maxsize=1024)
 def names(expression: str) -> frozenset[str]:
-    """The names in a sound formula, those of functions left out."""
+    """The names in a valid formula, except those of functions."""
     found = {node.id for node in ast.walk(_tree(expression)) if isinstance(node, ast.Name)}
     return frozenset(found - _FUNCTIONS.keys())
 
 
 @dataclass(frozen=True, slots=True)
 class FormulaRule(Kind):
-    """As many replicas as a formula over signals says."""
+    """The count that a formula over signals gives."""
 
     expression: str
     proportional: ClassVar[bool] = True
     reads_signal: ClassVar[bool] = False
 
     def also_reads(self, signals: Iterable[str]) -> frozenset[str]:
-        """The signals that the formula names."""
+        """The signals in the formula."""
         used = names(self.expression)
         return frozenset(signal for signal in signals if name_of(signal) in used)
 
     def propose(self, rule: Rule, value: float, inputs: Inputs) -> Proposal:
-        """As many replicas as the formula says, rounded up; a signal in it that is unknown holds."""
+        """The result of the formula, rounded up; an unknown signal in it holds."""
         before, used = inputs.before, names(self.expression)
         values: dict[str, float] = {"replicas": before, "ready": inputs.serving}
         for signal, seen in inputs.observations.items():
             if seen.status is ObservationStatus.OK and seen.value is not None:
                 values[name_of(signal)] = seen.value
-            else:  # where a signal is called as what stands for no signal, that does not stand for it
+            else:  # a signal with one of these names hides their usual meaning
                 values.pop(name_of(signal), None)
         if missing := sorted(used - values.keys()):
             return Proposal(before, f"{', '.join(missing)} cannot be had", code=Code.SIGNAL_MISSING)
@@ -143,7 +143,7 @@ class FormulaRule(Kind):
         return Proposal(count, text, fired=count != before)
 
     def problems(self, signals: Collection[str]) -> Iterator[tuple[str, str]]:
-        """What is wrong with the formula, and names in it that are those of no signal, or of several."""
+        """What is wrong with the formula, and names in it that match no signal, or several."""
         if wrong := problem(self.expression):
             yield "expression", wrong
             return
@@ -163,7 +163,7 @@ def _evaluate(expression: str, values: Mapping[str, float]) -> float:
 
 
 def _is_deep(tree: ast.AST) -> bool:
-    """Whether a tree has more levels than are allowed; level by level, as one of many cannot be descended."""
+    """Whether a tree is too deep; checked level by level, as recursion could overflow."""
     level = [tree]
     for _ in range(DEEPEST):
         level = [child for node in level for child in ast.iter_child_nodes(node)]

@@ -1,10 +1,10 @@
-"""A scaling rule: what every kind has in common, and how its proposal becomes a vote. Pure.
+"""Scaling rules: what every kind shares, and how its proposal becomes a vote. Pure.
 
-A proposal is held against the rule's cooldown, direction and bounds. The known faults of the systems that rules come from
-are mended: an unknown signal is never "idle" (the rule holds), a change that did not take effect does not start the
-cooldown, a step that would cross a bound is clamped unless the rule is to skip it, and nothing happens in silence.
+A proposal is checked against the rule's cooldown, direction and bounds. Known faults of the original systems are fixed: an
+unknown signal is never "idle" (the rule holds), a change that did not take effect does not start the cooldown, a step that
+would cross a bound is clamped unless the rule is to skip it, and everything is logged.
 
-Durations are seconds. None means "not stated": the property beside it says what holds then.
+Durations are seconds. None means "not set": the property beside it has the default.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from gpuscale.autoscaler.domain.decisions import Code, Stage, Step
 from gpuscale.autoscaler.domain.inputs import Aggregation, Inputs, Observation, ObservationStatus, Remembered
 
 STEP_COOLDOWN = 300.0
-"""Cooldown of a rule that steps, where it states none; a proportional one has none."""
+"""Default cooldown of a rule that steps; a proportional one has none."""
 LARGEST_COUNT = 1e9
-"""More replicas than anybody has: whatever is beyond it is as good as this, and a decision has room for it."""
+"""More replicas than anybody has: anything beyond is equivalent, and a decision has room for it."""
 EXACT = 1e-9
 """Quotients this close to a whole number are that number: 0.3 / 0.1 is 3 replicas, not 4."""
 _UNKNOWN = {
@@ -33,7 +33,7 @@ _UNKNOWN = {
 
 
 def ceiling(value: float) -> int:
-    """The least whole number that is not below the value, but for what floating point adds; at most `LARGEST_COUNT`."""
+    """The ceiling of a value, ignoring floating-point error; at most `LARGEST_COUNT`."""
     if abs(value) >= LARGEST_COUNT:
         return round(math.copysign(LARGEST_COUNT, value))
     return math.ceil(value - EXACT * max(1.0, abs(value)))
@@ -41,65 +41,65 @@ def ceiling(value: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What a kind of rule leads to, before the rule's cooldown, direction and bounds."""
+    """What a kind of rule wants, before the rule's cooldown, direction and bounds."""
 
     count: int  # replicas that it asks for
-    text: str  # how it came to that
-    fired: bool = True  # whether it asks for a change at all; a threshold that is not met does not
-    code: Code | None = None  # why it holds, where it may not say: its count is then the count before
-    floor: int = 0  # the rule also forbids fewer than this, whatever others say
-    burst: Remembered | None = None  # what it remembers from now on
-    lasting: int | None = None  # what it would ask for if nothing waited; None where that is all of it
+    text: str  # the explanation
+    fired: bool = True  # whether it wants a change at all; a threshold that is not met does not
+    code: Code | None = None  # why it holds, if it must not say: its count is then the count before
+    floor: int = 0  # the rule also forbids fewer than this, whatever others want
+    burst: Remembered | None = None  # its memory for the next evaluation
+    lasting: int | None = None  # what it would want if nothing waited; None if that is the same
 
 
 class Kind(ABC):
-    """What a rule does with its signal: its settings, what they come to, and what can be wrong with them."""
+    """The behaviour of a kind of rule: its settings, its proposal, and its validation."""
 
     __slots__ = ()
 
     steps: ClassVar[bool] = False
-    """Whether it says how many replicas more or fewer, and not how many there should be."""
+    """Whether it proposes a change, rather than a count."""
     proportional: ClassVar[bool] = False
-    """Whether it says how many replicas there should be, fewer too."""
+    """Whether it proposes a count, possibly a lower one."""
     learns: ClassVar[bool] = False
-    """Whether what it remembers is worth keeping when the autoscaler restarts."""
+    """Whether its memory is kept across restarts of the autoscaler."""
     reads_signal: ClassVar[bool] = True
-    """Whether the rule has to name a signal."""
+    """Whether the rule needs a signal."""
 
     @classmethod
     def field(cls) -> str:
-        """Its name in the contract."""
+        """Its field name in the contract."""
         return cls.__name__.removesuffix("Rule").lower()
 
     @abstractmethod
     def propose(self, rule: Rule, value: float, inputs: Inputs) -> Proposal:
-        """What it leads to where the rule's signal shows `value` (0 where it reads none)."""
+        """Its proposal when the rule's signal has `value` (0 if it reads none)."""
 
     @property
     def metrics(self) -> Mapping[str, tuple[str, Aggregation]]:
-        """Metrics of the replicas that it reads by itself: each is a signal of its own, called RULE.NAME by its name here."""
+        """Replica metrics that it reads itself: each is a signal of its own, called RULE.NAME by its name here."""
         return {}
 
     def also_reads(self, signals: Iterable[str]) -> frozenset[str]:
-        """Those of the signals that it reads beside the rule's own."""
+        """The signals that it reads beside the rule's own."""
         return frozenset()
 
     @property
     def past(self) -> float:
-        """Seconds of its signal's past that it looks at."""
+        """The seconds of its signal's past that it reads."""
         return 0.0
 
     def problems(self, signals: Collection[str]) -> Iterator[tuple[str, str]]:
-        """Fields at fault, each with what is wrong; `signals`: ids of those that the endpoint has."""
+        """Invalid fields, each with the problem; `signals`: the endpoint's signal ids."""
         return iter(())
 
     def with_silent(self, rule: Rule, seen: Observation, inputs: Inputs) -> Proposal | None:
-        """What it leads to with a guess at what silent sources would show; None where it can make none."""
+        """Its proposal with a guess for silent sources; None if it cannot make one."""
         return None
 
 
 class Direction(Enum):
-    """Which way a rule may change the count."""
+    """The direction in which a rule may change the count."""
 
     BOTH = "both"
     UP = "up"
@@ -107,7 +107,7 @@ class Direction(Enum):
 
 
 class BoundMode(Enum):
-    """What happens to a count beyond a bound: it goes as far as the bound, or nothing happens."""
+    """What happens to a count beyond a bound: it is clamped, or the change is skipped."""
 
     CLAMP = "clamp"
     SKIP = "skip"
@@ -115,7 +115,7 @@ class BoundMode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One scaling rule. Its own bounds hold for what this rule leads to, and for nothing else."""
+    """A scaling rule. Its own bounds only limit what this rule wants."""
 
     id: str
     signal: str
@@ -137,7 +137,7 @@ class Rule:
 
 
 class Vote(Enum):
-    """What a rule asks of the combination."""
+    """A rule's vote in the combination."""
 
     NONE = "none"
     UP = "up"
@@ -147,10 +147,10 @@ class Vote(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RuleOutcome:
-    """A rule's vote with the count it leads to (`step.after`).
+    """A rule's vote and the count it wants (`step.after`).
 
-    `limited`: something kept it from having its way. `floor`: fewer replicas than this are forbidden. `lasting`: what it
-    would lead to if nothing waited.
+    `limited`: something limited what it wanted. `floor`: fewer replicas than this are forbidden. `lasting`: what it would want
+    if nothing waited.
     """
 
     rule: str
@@ -163,15 +163,15 @@ class RuleOutcome:
 
 
 def in_order(rules: Iterable[Rule]) -> list[Rule]:
-    """Rules by priority, then id, whatever the order they were written in."""
+    """Rules by priority, then id, however they were written."""
     return sorted(rules, key=lambda rule: (rule.priority, rule.id))
 
 
 def apply_rule(rule: Rule, inputs: Inputs) -> RuleOutcome:
-    """Read one rule.
+    """Evaluate one rule.
 
-    A rule whose signal is unknown holds. So does a rule that wants more but rests: what is short of replicas is not
-    scaled in.
+    A rule whose signal is unknown holds. So does a rule that wants more during its cooldown: when replicas are short, nothing
+    scales in.
     """
     held = unread(rule, inputs)
     if held is not None:
@@ -184,7 +184,7 @@ def apply_rule(rule: Rule, inputs: Inputs) -> RuleOutcome:
 
 
 def unread(rule: Rule, inputs: Inputs) -> RuleOutcome | None:
-    """Why a rule is not read: it is disabled, or its signal is unknown; None where it is."""
+    """Why a rule is not evaluated: it is disabled, or its signal is unknown; None if it is."""
     before = inputs.before
     if rule.disabled:
         return _outcome(rule, Vote.NONE, Code.DISABLED, before, before, "the rule is disabled")
@@ -203,11 +203,11 @@ def unread(rule: Rule, inputs: Inputs) -> RuleOutcome | None:
 
 
 def _heed_silence(rule: Rule, proposal: Proposal, inputs: Inputs) -> Proposal:
-    """The proposal as far as the silence of some replicas, GPUs or hosts allows it.
+    """The proposal as far as silent replicas, GPUs or hosts allow it.
 
-    More replicas it asks for by those that tell. Fewer it may not: a target assumes that the silent ones are at the target,
-    as the HorizontalPodAutoscaler does with pods without metrics (kubernetes: replica_calculator.go), and asks for no fewer
-    than that; every other kind of rule holds.
+    It may want more by those that report. It may not want fewer: a target assumes that the silent ones are at the target, as
+    the HorizontalPodAutoscaler does with pods without metrics (kubernetes: replica_calculator.go), and wants no fewer than
+    that; every other kind of rule holds.
     """
     before = inputs.before
     if proposal.count >= before:
@@ -230,7 +230,7 @@ def _heed_silence(rule: Rule, proposal: Proposal, inputs: Inputs) -> Proposal:
 
 
 def judged(rule: Rule, proposal: Proposal, inputs: Inputs) -> RuleOutcome:
-    """The proposal as far as the rule itself lets it pass."""
+    """The proposal as far as the rule's own limits allow it."""
     before, text = inputs.before, proposal.text
     up = proposal.count > before
     if proposal.code is not None and not up:
@@ -250,7 +250,7 @@ def judged(rule: Rule, proposal: Proposal, inputs: Inputs) -> RuleOutcome:
 
 
 def _bounded(rule: Rule, before: int, asked: int, text: str) -> RuleOutcome:
-    """Held against the rule's own bounds, and never against its direction."""
+    """Apply the rule's own bounds, but never against its direction."""
     least = asked if rule.min_replicas is None else max(asked, rule.min_replicas)
     bounded = least if rule.max_replicas is None else min(least, rule.max_replicas)
     up = asked > before

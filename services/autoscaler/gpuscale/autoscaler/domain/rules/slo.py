@@ -1,13 +1,13 @@
-"""The rule of goals for servers of language models: the time to the first token, and between two tokens. Pure.
+"""A rule with latency goals for language model servers: time to the first token, and time between tokens. Pure.
 
-What one replica carries is learnt from what the endpoint itself went through. While its load is steady, it notes how many requests
-each replica works on, and with that the requests and tokens a second, the latencies, and the queue. The load at which a latency
-meets its goal is read off that, and with it the requests a second: what arrives, by that, is what is needed. A latency is known
-only once a request is served and stays low while requests wait (ai-dynamo/dynamo issue 10528), so what arrives counts those that
-join the queue, and what waits by the time that a new replica is ready is work on top.
+The capacity of a replica is learned from the endpoint's own history. While its load is steady, the rule records requests in
+work per replica, with requests and tokens per second, latencies and queue. From these it derives the load at which a latency
+reaches its goal, and the requests per second at that load; arrivals divided by that are the replicas needed. A latency is only
+known once a request is served and stays low while requests wait (ai-dynamo/dynamo issue 10528), so arrivals include those that
+join the queue, and what waits when a new replica is ready is extra work.
 
-As a start takes its time, what arrives is what may be there when it is over: the trend, and what came lately. Of that so much is
-kept ready for that no more of the requests came at a higher rate than the percentile leaves out.
+Since a start takes time, arrivals are predicted for when it is over: from the trend, and from recent arrivals. Of these, enough
+is kept ready that only the requests beyond the percentile came at a higher rate.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ from gpuscale.autoscaler.domain.rules.rule import Kind, Proposal, Rule, ceiling
 from gpuscale.autoscaler.domain.serving import PREFIX, WINDOW
 
 UNTRIED = 2.0
-"""Of the largest load that was seen a replica is trusted with so much at most, and no more than its latencies leave room for."""
+"""A replica is given at most this much of the largest load seen, and no more than its latencies leave room for."""
 STEADY, STEADY_FOR = 0.4, WINDOW + 15.0
-"""Share by which the load may differ where it counts as steady, and for how many seconds: latencies tell of the past."""
+"""The share by which a steady load may vary, and for how many seconds: latencies lag."""
 FULL = 0.8
-"""Share of its load that a replica is given of which nothing is known but that requests queue."""
+"""The share of its load for a replica of which only queueing is known."""
 UNEVEN = 1.5
-"""How much more than the mean the fullest replica may have where the load counts as even."""
+"""How much more than the mean the fullest replica may have for the load to count as even."""
 STEP = 1.25
-"""Loads that are noted apart differ by this factor."""
+"""Recorded loads differ by this factor."""
 NEWEST = 0.3
-"""What the newest latencies weigh in those of a load."""
+"""The weight of the newest latencies at a load."""
 FORGOTTEN = 24 * 3600.0
 """Seconds after which a load that was not seen again is forgotten."""
 CATCH_UP = 30.0
-"""Seconds in which what waits is to be worked off once new replicas are ready."""
+"""Seconds to work off what waits once new replicas are ready."""
 STARTUP = 60.0
-"""Seconds that a start is taken to last until one was seen."""
+"""The assumed start-up time, in seconds, until one was seen."""
 KEPT_STARTS, SHORTEST_KEPT, LONGEST_KEPT = 4.0, 120.0, 900.0
-"""What came in so many start-up times, within bounds in seconds, may come again."""
+"""Arrivals of so many start-up times, within bounds in seconds, may come again."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCapacity:
-    """What one replica carries within the goals: requests that it works on, requests and tokens a second, and the goal that binds."""
+    """Capacity of a replica within the goals: requests in work, requests and tokens per second, and the binding goal."""
 
     load: float
     requests: float
     tokens: float
     binds: str
-    fastest: float  # requests a second that it was seen to serve at most, whatever the goals
+    fastest: float  # most requests per second that it was seen to serve, whatever the goals
 
 
 @dataclass(frozen=True, slots=True)
 class SloRule(Kind):
-    """As many replicas as hold the goals: seconds to the first token (`ttft`) and between two tokens (`itl`)."""
+    """The replicas that meet the goals: seconds to the first token (`ttft`) and between tokens (`itl`)."""
 
     ttft: float | None = None
     itl: float | None = None
@@ -76,12 +76,12 @@ class SloRule(Kind):
 
     @property
     def goals(self) -> Mapping[str, float]:
-        """The goals that there are, in seconds."""
+        """The goals that are set, in seconds."""
         return {name: goal for name in ("ttft", "itl") if (goal := getattr(self, name)) is not None}
 
     @property
     def metrics(self) -> Mapping[str, tuple[str, Aggregation]]:
-        """As `Kind.metrics`."""
+        """See `Kind.metrics`."""
         found = {
             "running": (f"{PREFIX}running", Aggregation.AVG),
             "fullest": (f"{PREFIX}running", Aggregation.MAX),
@@ -101,11 +101,11 @@ class SloRule(Kind):
         return LONGEST_KEPT
 
     def also_reads(self, signals: Iterable[str]) -> frozenset[str]:
-        """Its own signals, those that end with a name of its metrics."""
+        """Its own signals: those that end with a name of its metrics."""
         return frozenset(one for one in signals if one.rpartition(".")[2] in self.metrics)
 
     def propose(self, rule: Rule, value: float, inputs: Inputs) -> Proposal:
-        """As many replicas as carry what arrives, and what waits, within the goals."""
+        """The replicas that serve what arrives, and what waits, within the goals."""
         before, seen = inputs.before, self._seen(rule, inputs)
         remembered = inputs.bursts.get(rule.id)
         learnt = remembered if isinstance(remembered, Learnt) else Learnt((), inputs.ready, inputs.now)
@@ -123,7 +123,7 @@ class SloRule(Kind):
         shown = ", ".join(f"{goal} {_time(seen[goal])} of {_time(self.goals[goal])}" for goal in late)
         said = f"{shown or 'no latency is told'}; {running:.3g} requests each, {requests:.3g}/s"
         if capacity is None:
-            # Those that are on their way count, or each evaluation would double what the one before asked for.
+            # Starting ones count, or each evaluation would double the previous one's request.
             short = requests / seen["served"] if seen["served"] > 0 and seen["waiting"] > 0 else 1.0
             worst = max(min(2.0, max(late.values(), default=0.0)), short)
             count = max(before, ceiling(inputs.serving * worst)) if worst > 1 else before
@@ -140,7 +140,7 @@ class SloRule(Kind):
         return Proposal(count, text, count != before, burst=learnt)
 
     def _seen(self, rule: Rule, inputs: Inputs) -> dict[str, float]:
-        """What its signals show, of those that can be had."""
+        """The values of its available signals."""
         found = {name: inputs.observations.get(f"{rule.id}.{name}") for name in self.metrics}
         return {
             name: one.value
@@ -149,7 +149,7 @@ class SloRule(Kind):
         }
 
     def _learnt(self, learnt: Learnt, rule: Rule, seen: Mapping[str, float], inputs: Inputs) -> Learnt:
-        """What is known with what is seen now, if that was so for a while."""
+        """The knowledge updated with a steady load."""
         now, ready, serving = inputs.now, inputs.ready, inputs.serving
         if ready != learnt.ready:
             return Learnt(learnt.carried, ready, now)
@@ -162,7 +162,7 @@ class SloRule(Kind):
             return learnt
         fullest = inputs.history(f"{rule.id}.fullest").since(now - STEADY_FOR).values
         if max(fullest, default=0.0) > UNEVEN * load + 4:
-            return learnt  # the latencies are those of a few that are full, and the load that of all
+            return learnt  # the latencies are those of a few full ones, and the load that of all
         new = Carried(
             load,
             seen["served"] / serving,
@@ -180,9 +180,9 @@ class SloRule(Kind):
         return Learnt(tuple(sorted((*others, newest), key=lambda one: one.load)), ready, learnt.since)
 
     def capacity(self, carried: Sequence[Carried]) -> ReplicaCapacity | None:
-        """What one replica carries within the goals; None while nothing is known.
+        """The capacity of a replica within the goals; None while nothing is known.
 
-        A latency that is beyond its goal with a single request stays so with more replicas: it binds nothing.
+        A latency beyond its goal with a single request stays so with more replicas: it does not bind.
         """
         if not carried:
             return None
@@ -203,7 +203,7 @@ class SloRule(Kind):
     def _needed(
         self, rule: Rule, seen: Mapping[str, float], capacity: ReplicaCapacity, inputs: Inputs
     ) -> tuple[float, str]:
-        """Replicas that what may arrive needs, and what waits when a new one is ready; and that in words."""
+        """Replicas for what may arrive, and for what waits when a new one is ready; and the explanation."""
         startup = STARTUP if inputs.startup is None else inputs.startup
         history = inputs.history(f"{rule.id}.requests")
         kept = min(LONGEST_KEPT, max(SHORTEST_KEPT, KEPT_STARTS * startup))
@@ -219,7 +219,7 @@ class SloRule(Kind):
         return needed, f"{why}, and {waiting:.3g} wait then" if waiting else why
 
     def problems(self, signals: Collection[str]) -> Iterator[tuple[str, str]]:
-        """No goal at all, and a percentile that is none of a server's histogram."""
+        """No goals at all, or an unsupported percentile."""
         if not self.goals:
             yield "ttft", "must be set, or itl"
         if self.percentile != int(self.percentile) or not 50 <= self.percentile <= 99:
@@ -249,8 +249,8 @@ def _latency(one: Carried, goal: str) -> float | None:
 
 
 def _reached(told: Sequence[tuple[Carried, float]], goal: float, *, queues: bool) -> float:
-    """The load at which a latency, which a queue makes longer where it `queues`, reaches its goal; at least 1."""
-    # What a larger load was within, a smaller one is: what was noted of it came from a queue before that.
+    """The load at which a latency, which a queue increases if it `queues`, reaches its goal; at least 1."""
+    # If a larger load met the goal, a smaller one does: its recorded latency came from an earlier queue.
     late = [min(one for _, one in told[place:]) for place in range(len(told))]
     loads = [one.load for one, _ in told]
     if late[-1] <= goal:
@@ -258,7 +258,7 @@ def _reached(told: Sequence[tuple[Carried, float]], goal: float, *, queues: bool
         return max(1.0, loads[-1] * more)
     above = next(place for place, one in enumerate(late) if one > goal)
     if above == 0:
-        # A queue makes the time to the first token as long as it likes; without one it would not be that of the goal.
+        # A queue makes the time to the first token arbitrarily long; without one it would not reach the goal.
         return max(1.0, loads[0] * max(goal / late[0], FULL if queues and told[0][0].waiting >= 1 else 0.0))
     low, high = late[above - 1], late[above]
     reached = loads[above - 1] + (loads[above] - loads[above - 1]) * (goal - low) / (high - low)
@@ -268,9 +268,9 @@ def _reached(told: Sequence[tuple[Carried, float]], goal: float, *, queues: bool
 
 
 def _between(places: Sequence[float], values: Sequence[float], at: float) -> float:
-    """The value at a place: on the line between its neighbours, and beyond the last in proportion.
+    """Interpolate the value at a place; beyond the last, in proportion.
 
-    Below the first, which was too much, tokens came more slowly: with fewer requests a replica does less by less than that.
+    Below the first, which was too much, tokens came more slowly: with fewer requests a replica slows down by less than that.
     """
     if at <= places[0]:
         return values[0] * math.sqrt(at / places[0])
@@ -283,7 +283,7 @@ def _between(places: Sequence[float], values: Sequence[float], at: float) -> flo
 
 
 def _usual(history: InputSeries, percentile: float) -> float:
-    """The least rate that not more than the rest beyond the percentile of all requests came faster than."""
+    """The least rate that only the requests beyond the percentile came faster than."""
     spans = [
         (rate, later - at)
         for (at, later), rate in zip(pairwise(history.times), history.values[1:], strict=False)
@@ -297,7 +297,7 @@ def _usual(history: InputSeries, percentile: float) -> float:
 
 
 def _trend(history: InputSeries, now: float, ahead: float) -> float:
-    """The rate after so many seconds, by the growth from one window to the next."""
+    """The rate after `ahead` seconds, by the growth from one window to the next."""
     newest, older = history.mean(now - WINDOW), history.since(now - 2 * WINDOW)
     before = [value for at, value in zip(older.times, older.values, strict=True) if at < now - WINDOW]
     if newest is None or not before:

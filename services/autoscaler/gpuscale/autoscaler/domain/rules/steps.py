@@ -19,7 +19,7 @@ from gpuscale.autoscaler.domain.rules.rule import Kind, Proposal, Rule
 
 
 class Comparator(Enum):
-    """How a signal is compared with a threshold; strict as named."""
+    """How to compare a signal with a threshold; strict as named."""
 
     LESS_THAN = "<"
     LESS_THAN_OR_EQUAL = "<="
@@ -27,7 +27,7 @@ class Comparator(Enum):
     GREATER_THAN_OR_EQUAL = ">="
 
     def holds(self, value: float, threshold: float) -> bool:
-        """Whether `value` compares true with `threshold`."""
+        """Whether the comparison of `value` with `threshold` is true."""
         return _COMPARE[self](value, threshold)
 
 
@@ -41,7 +41,7 @@ _COMPARE: Mapping[Comparator, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class StepRule(Kind):
-    """Adds `step` replicas (takes them away where it is negative) while the signal compares true."""
+    """Adds `step` replicas (removes them if negative) while the signal compares true."""
 
     comparator: Comparator
     threshold: float
@@ -56,14 +56,14 @@ class StepRule(Kind):
         return Proposal(inputs.before + self.step, f"{compared}: {self.step:+d}")
 
     def problems(self, signals: Collection[str]) -> Iterator[tuple[str, str]]:
-        """A step of nothing."""
+        """A step of zero."""
         if self.step == 0:
             yield "step", "must not be 0"
 
 
 @dataclass(frozen=True, slots=True)
 class BandRule(Kind):
-    """Adds `step_up` replicas above `high`, takes `step_down` away below `low`."""
+    """Adds `step_up` replicas above `high`, removes `step_down` below `low`."""
 
     low: float | None = None
     high: float | None = None
@@ -83,7 +83,7 @@ class BandRule(Kind):
         return Proposal(before, f"{low}{said}{high}", fired=False)
 
     def problems(self, signals: Collection[str]) -> Iterator[tuple[str, str]]:
-        """A band without ends, or with crossed ones."""
+        """A band without limits, or with crossed ones."""
         if self.low is None and self.high is None:
             yield "high", "must be set, or low"
         elif self.low is not None and self.high is not None and self.low > self.high:
@@ -92,7 +92,7 @@ class BandRule(Kind):
 
 @dataclass(frozen=True, slots=True)
 class RatioRule(Kind):
-    """Adds a replica where there is more than `up_above` work for each, takes one away below `down_below`."""
+    """Adds a replica if there is more than `up_above` work for each, removes one below `down_below`."""
 
     up_above: float = 10.0
     down_below: float = 1.0
@@ -101,7 +101,7 @@ class RatioRule(Kind):
     steps: ClassVar[bool] = True
 
     def propose(self, rule: Rule, value: float, inputs: Inputs) -> Proposal:
-        """One more where there is too much work for each, fewer where there is too little."""
+        """One more if there is too much work for each, fewer if there is too little."""
         before = inputs.before
         if before <= 0:
             if value > 0:
@@ -130,7 +130,7 @@ class RatioRule(Kind):
 
 @dataclass(frozen=True, slots=True)
 class ThresholdRule(Kind):
-    """Adds `step` replicas above one depth, takes them away at another or below it."""
+    """Adds `step` replicas above one depth, removes them at or below another."""
 
     up_above: float
     down_at: float = 0.0
@@ -138,7 +138,7 @@ class ThresholdRule(Kind):
     steps: ClassVar[bool] = True
 
     def propose(self, rule: Rule, value: float, inputs: Inputs) -> Proposal:
-        """More above one depth, fewer at another or below it."""
+        """More above one depth, fewer at or below another."""
         before, said = inputs.before, f"{rule.signal} = {value:g}"
         if value > self.up_above:
             return Proposal(before + self.step, f"{said} > {self.up_above:g}: {self.step:+d}")

@@ -19,7 +19,7 @@ from gpuscale.autoscaler.domain.rules.rule import EXACT, Kind, Proposal, Rule, c
 
 
 class TargetType(Enum):
-    """What a target is compared with: the work of all replicas together, or a level that more replicas lower."""
+    """What a target is compared with: the total work of all replicas, or a level that more replicas lower."""
 
     AVERAGE_VALUE = "average value"
     VALUE = "value"
@@ -27,7 +27,7 @@ class TargetType(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TargetRule(Kind):
-    """Keeps a signal at a target, in proportion."""
+    """Keeps a signal at a target, proportionally."""
 
     value: float
     type: TargetType = TargetType.AVERAGE_VALUE
@@ -36,7 +36,7 @@ class TargetRule(Kind):
     proportional: ClassVar[bool] = True
 
     def propose(self, rule: Rule, value: float, inputs: Inputs) -> Proposal:
-        """As many replicas as bring the signal to its target; within the tolerance, as many as there are."""
+        """The replicas that bring the signal to its target; the current count within the tolerance."""
         before = inputs.before
         total = self.type is TargetType.AVERAGE_VALUE
         # A level says something of the replicas that work; where none does it stands for one.
@@ -55,13 +55,13 @@ class TargetRule(Kind):
         return Proposal(count, f"{said} asks for {count}", fired=count != before)
 
     def with_silent(self, rule: Rule, seen: Observation, inputs: Inputs) -> Proposal:
-        """What it leads to if the silent ones are at the target."""
+        """The count if the silent ones are at the target."""
         return self.propose(rule, seen.with_silent_at(self.value), inputs)
 
 
 @dataclass(frozen=True, slots=True)
 class PanicRule(Kind):
-    """Keeps a signal at a target by its mean over a long window, and by a short one while it bursts."""
+    """Keeps a signal at a target by its mean over a long window, and over a short one during bursts."""
 
     capacity: float
     utilization: float = 0.7
@@ -83,7 +83,7 @@ class PanicRule(Kind):
         return self.stable_window
 
     def propose(self, rule: Rule, value: float, inputs: Inputs) -> Proposal:
-        """As many as the mean of the long window asks for; in a burst, the most that the short one asked for."""
+        """What the mean of the long window wants; in a burst, the most that the short one wanted."""
         signal, now, before = rule.signal, inputs.now, inputs.before
         history = inputs.history(signal)
         stable, short = history.mean(now - self.stable_window), history.mean(now - self.short)
@@ -108,7 +108,7 @@ class PanicRule(Kind):
         return Proposal(count, text, fired=count != before)
 
     def problems(self, signals: Collection[str]) -> Iterator[tuple[str, str]]:
-        """A short window that is longer than the long one."""
+        """A short window longer than the long one."""
         if self.short > self.stable_window:
             yield "panic_window", "must be at most stable_window"
 
@@ -151,7 +151,7 @@ class DrainRule(Kind):
         return frozenset({self.busy_signal, self.rate_signal} & set(signals))
 
     def propose(self, rule: Rule, value: float, inputs: Inputs) -> Proposal:
-        """As many replicas as keep up and work off what waits within the deadline."""
+        """The replicas that keep up and work off what waits within the deadline."""
         signal, start = rule.signal, inputs.now - self.window
         for name in filter(None, (self.busy_signal, self.rate_signal)):
             seen = inputs.observations.get(name)

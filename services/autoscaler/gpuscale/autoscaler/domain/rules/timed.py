@@ -1,4 +1,4 @@
-"""Rules that look at the clock: schedules and forecasts. Both only ever raise the count. Pure."""
+"""Time-based rules: schedules and forecasts. Both only raise the count. Pure."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from gpuscale.autoscaler.domain.inputs import Inputs, InputSeries
 from gpuscale.autoscaler.domain.rules.rule import Kind, Proposal, Rule, ceiling
 
 LEVEL_WEIGHT = 0.5
-"""Holt's alpha: what the newest value weighs in the level."""
+"""Holt's alpha: the weight of the newest value in the level."""
 TREND_WEIGHT = 0.3
-"""Holt's beta: what the newest growth weighs in the trend."""
+"""Holt's beta: the weight of the newest growth in the trend."""
 HOLT_WINDOW = 900.0
-"""Seconds of history that a trend is made of."""
+"""Seconds of history for a trend."""
 FEWEST = 4
-"""Values below which there is no trend."""
+"""Least values for a trend."""
 
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """A time of the week: `weekdays` of 1 (Monday) to 7, all when empty; minutes after midnight, the end exclusive."""
+    """A time of the week: `weekdays` of 1 (Monday) to 7, all when empty; minutes after midnight, end exclusive."""
 
     weekdays: frozenset[int]
     start: int
@@ -37,7 +37,7 @@ class Period:
         minute = local.hour * 60 + local.minute
         if self.start < self.end:
             return self.start <= minute < self.end and self._on(local)
-        # It ends on the day after: the day that counts is the one on which it began.
+        # It ends on the next day: the day on which it began counts.
         if minute >= self.start:
             return self._on(local)
         return minute < self.end and self._on(local - timedelta(days=1))
@@ -48,14 +48,14 @@ class Period:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleRule(Kind):
-    """At least so many replicas at certain times, in a time zone by its name."""
+    """At least so many replicas at certain times, in a named time zone."""
 
     periods: tuple[Period, ...]
     time_zone: str = "UTC"
     reads_signal: ClassVar[bool] = False
 
     def propose(self, rule: Rule, value: float, inputs: Inputs) -> Proposal:
-        """At least the replicas of the periods that hold now; the largest of several."""
+        """At least the replicas of the current periods; the largest of several."""
         local = inputs.wall.astimezone(ZoneInfo(self.time_zone))
         before = inputs.before
         count = max((period.replicas for period in self.periods if period.holds(local)), default=None)
@@ -65,7 +65,7 @@ class ScheduleRule(Kind):
         return Proposal(max(count, before), text, fired=count > before, floor=count)
 
     def problems(self, signals: Collection[str]) -> Iterator[tuple[str, str]]:
-        """A time zone that is none, and periods of no length."""
+        """An unknown time zone, and periods of zero length."""
         try:
             ZoneInfo(self.time_zone)
         except (ZoneInfoNotFoundError, ValueError, OSError):
@@ -76,7 +76,7 @@ class ScheduleRule(Kind):
 
 
 class ForecastModel(Enum):
-    """How a forecast is made."""
+    """How to make a forecast."""
 
     HOLT = "Holt"
     SEASONAL_NAIVE = "seasonal naive"
@@ -84,7 +84,7 @@ class ForecastModel(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ForecastRule(Kind):
-    """At least as many replicas as the signal will ask for `horizon` seconds ahead."""
+    """At least as many replicas as the signal will need `horizon` seconds ahead."""
 
     target: float
     model: ForecastModel = ForecastModel.HOLT
@@ -93,11 +93,11 @@ class ForecastRule(Kind):
 
     @property
     def past(self) -> float:
-        """A season, or what a trend is made of."""
+        """A season, or the history for a trend."""
         return self.season if self.model is ForecastModel.SEASONAL_NAIVE else HOLT_WINDOW
 
     def propose(self, rule: Rule, value: float, inputs: Inputs) -> Proposal:
-        """At least the replicas that the signal will ask for when one that is started now is ready."""
+        """At least the replicas that the signal will need when one started now is ready."""
         before, signal = inputs.before, rule.signal
         horizon = self.horizon if self.horizon is not None else inputs.startup
         if horizon is None:

@@ -1,4 +1,4 @@
 """Replicas as containers of a Docker-compatible engine on one node. Begin with `engine`; `pulls` gets images.
 
-`template` (what is asked for) and `containers` (what is ours, and how it stands) are pure; `docker_api` alone knows the library.
+`template` (the request) and `containers` (ownership and state) are pure; only `docker_api` imports the library.
 """

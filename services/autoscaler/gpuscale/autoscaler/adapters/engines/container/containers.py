@@ -1,4 +1,4 @@
-"""Which containers are ours, and what a container's state says of its replica. Pure.
+"""Which containers are ours, and what a container's state means for its replica. Pure.
 
 Only a container with both our name and our labels is ours; nothing else is ever touched. Labels alone do not prove it: an
 image committed from one of our containers passes its labels on to every container made from it.
@@ -23,7 +23,7 @@ REPLICA = "gpuscale.replica"
 FENCE = "gpuscale.fence"
 GPU_UUIDS = "gpuscale.gpu-uuids"
 METRICS = "gpuscale.metrics"
-"""Port and path of the metrics that its server shows; empty where it shows none."""
+"""Port and path of its server's metrics; empty without."""
 
 STARTING = "its health check has not succeeded yet"
 UNWELL = "its health check fails"
@@ -31,7 +31,7 @@ UNTOLD = "its engine lists it, and does not tell how it fares"
 
 NOT_STARTED = frozenset({"created", "configured", "initialized"})
 OVER = frozenset({"exited", "stopped", "dead", "removing"})
-"""States in which nothing of a container runs any more."""
+"""States in which nothing of a container runs."""
 
 _RUNNING = frozenset({"running", "stopping"})
 _UNREADY = {"starting": STARTING, "unhealthy": UNWELL}
@@ -40,14 +40,14 @@ _MAX_TEXT = 500
 
 
 def container_name(adapter: str, replica: str) -> str:
-    """The name of a replica's container: its ids, for people, and a digest that keeps any two apart."""
+    """The name of a replica's container: readable ids, and a digest that makes it unique."""
     ids = names.parse(names.REPLICA, replica, "replica")
     digest = hashlib.sha256(f"{adapter} {replica}".encode()).hexdigest()[:10]
     return f"gpuscale-{ids['endpoint']}-{ids['replica']}-{digest}"
 
 
 def labels(adapter: str, order: ReplicaOrder, metrics: str = "") -> dict[str, str]:
-    """The labels of a replica's container: its adapter, its replica, its GPUs, and where it shows `metrics`."""
+    """The labels of a replica's container: its adapter, replica, GPUs, and `metrics` address."""
     return {
         ADAPTER: adapter,
         ENDPOINT: order.endpoint,
@@ -59,7 +59,7 @@ def labels(adapter: str, order: ReplicaOrder, metrics: str = "") -> dict[str, st
 
 
 def owned(adapter: str, container_names: Iterable[str], labels: Mapping[str, str]) -> str | None:
-    """The replica of a container, which engines name with a slash before; None if it is none of this `adapter`."""
+    """The replica of a container, whose names start with a slash; None if it is not of this `adapter`."""
     replica = labels.get(REPLICA, "")
     if labels.get(ADAPTER) != adapter or names.match(names.REPLICA, replica) is None:
         return None
@@ -86,7 +86,7 @@ Labels = Annotated[dict[str, str], BeforeValidator(lambda value: value or {})]
 
 
 class Network(BaseModel):
-    """A network that a container is in, by Docker's names."""
+    """A network of a container, by Docker's names."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -94,7 +94,7 @@ class Network(BaseModel):
 
 
 class Details(BaseModel):
-    """What inspecting a container tells beyond a listing, by Docker's names."""
+    """What inspecting a container adds to a listing, by Docker's names."""
 
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 
@@ -114,22 +114,22 @@ class Details(BaseModel):
     memory: int = Field(default=0, validation_alias=AliasPath("HostConfig", "Memory"))
     """Its memory limit in bytes; 0 for none."""
     gpu_uuids: DeviceIds = Field(default=(), validation_alias=AliasPath("HostConfig", "DeviceRequests"))
-    """The GPUs that it gets."""
+    """Its GPUs."""
     stop_signal: Text = Field(default="", validation_alias=AliasPath("Config", "StopSignal"))
     """The signal that asks it to finish; empty for SIGTERM."""
     labels: Labels = Field(default_factory=dict[str, str], validation_alias=AliasPath("Config", "Labels"))
     network: Text = Field(default="", validation_alias=AliasPath("HostConfig", "NetworkMode"))
-    """`host` where it has the network of its host."""
+    """`host` if it uses the host's network."""
     networks: Annotated[dict[str, Network], BeforeValidator(lambda value: value or {})] = Field(
         default_factory=dict[str, Network], validation_alias=AliasPath("NetworkSettings", "Networks")
     )
-    """The networks that it is in, by name."""
+    """Its networks by name."""
     unknown: bool = False
     """Whether it could not be inspected."""
 
     @property
     def metrics(self) -> str:
-        """URL of what its server shows of itself, as seen from the engine's host; empty where it shows nothing."""
+        """Its metrics URL, as seen from the engine's host; empty without metrics."""
         own = (
             "127.0.0.1"
             if self.network == "host"
@@ -140,19 +140,19 @@ class Details(BaseModel):
 
 
 def listed_health(status: str) -> str:
-    """The health in the status text of a listing, such as `Up 3 minutes (healthy)`; empty if it holds none."""
+    """The health in the status text of a listing, such as `Up 3 minutes (healthy)`; empty if there is none."""
     found = _HEALTH.search(status)
     return found[1] if found else ""
 
 
 def sighting(state: str, details: Details, given_up: str = "") -> Sighting:
-    """How a replica stands, by the engine's word for its container and details; `given_up`: why it was killed."""
+    """The state of a replica, by its container's state and details; `given_up`: why it was killed."""
     if state in NOT_STARTED:
         return Sighting(WorkerLife.WAITING, reason="its container is made, and not started yet")
     if state in OVER:
         if details.unknown:
             return Sighting(WorkerLife.ENDED, None, given_up or UNTOLD)
-        number = details.exit_code - 128  # engines report a signal as a shell does
+        number = details.exit_code - 128  # engines report signals like a shell
         code = -number if number in set(signal.Signals) else details.exit_code
         return Sighting(WorkerLife.ENDED, code, given_up or _why_ended(details, code))
     if state not in _RUNNING:

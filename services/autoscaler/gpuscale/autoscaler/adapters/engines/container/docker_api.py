@@ -1,6 +1,6 @@
-"""The calls of Docker's API that the adapter makes; the only file that imports the client library.
+"""The calls of Docker's API that the adapter uses; the only file that imports the client library.
 
-Docker and Podman's service speak this API. Answers are validated.
+Docker and Podman's service implement this API. Answers are validated.
 """
 
 import asyncio
@@ -26,15 +26,15 @@ from gpuscale.common.errors import FailedPreconditionError
 
 UNIX = "unix://"
 CALL_TIMEOUT = 30.0
-"""Seconds that an answer may take; a start with GPUs is slow."""
+"""Seconds to wait for an answer; a start with GPUs is slow."""
 LIST_TIMEOUT = 8.0
 ONE_TIMEOUT = 5.0
-"""Seconds to inspect or signal one container: one that hangs must not hold up the others for long."""
+"""Seconds to inspect or signal a container: one that hangs must not delay the others for long."""
 CONNECT_TIMEOUT = 5.0
 PULL_TIMEOUT = 3600.0
 
 _NOT_FOUND = 404
-_UNAVAILABLE = frozenset({502, 503, 504, 900})  # 900: the library's own, where nobody answers
+_UNAVAILABLE = frozenset({502, 503, 504, 900})  # 900: the library's own, if there is no answer
 _MAX_TEXT = 500
 _KEYS = ("Id", "Names", "State", "Status", "Labels")
 
@@ -59,8 +59,8 @@ class Inspected(Details):
 class DockerApi:
     """A connection to an engine.
 
-    Every call raises EngineUnavailableError if the engine does not answer or its answer is invalid. Calls that change
-    something raise EngineRefusedError if the engine refuses; calls that read raise EngineUnavailableError then too.
+    Every call raises EngineUnavailableError if the engine does not answer or its answer is invalid. If the engine refuses,
+    calls that change something raise EngineRefusedError, and calls that read raise EngineUnavailableError.
     """
 
     def __init__(self, docker: aiodocker.Docker, adapter: str) -> None:
@@ -68,7 +68,7 @@ class DockerApi:
         self._label = f"{ADAPTER}={adapter}"
 
     async def containers(self) -> list[Listed]:
-        """Every container with this adapter's label, including those that ended."""
+        """Every container with this adapter's label, including ended ones."""
         filters = json.dumps({"label": [self._label]})
         async with _answers(LIST_TIMEOUT, reading=True):
             found = await self._docker.containers.list(all=True, filters=filters)
@@ -85,7 +85,7 @@ class DockerApi:
             raise EngineUnavailableError(str(error)) from error
 
     async def create(self, name: str, request: Mapping[str, Json]) -> str:
-        """Make a container of this name and return its id; the error has `not_found` if its image is missing."""
+        """Create a container and return its id; the error has `not_found` if its image is missing."""
         async with _answers():
             return (await self._docker.containers.create(request, name=name)).id
 
@@ -155,7 +155,7 @@ async def open_docker_api(
         url = address.replace("tcp", "https" if context else "http", 1)
         connector = aiohttp.TCPConnector(ssl=context or True)
     limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
-    # Made here, so that the library does not read Docker's variables and files.
+    # Created here, so that the library does not read Docker's variables and files.
     async with (
         aiohttp.ClientSession(connector=connector, timeout=limit) as session,
         aiodocker.Docker(url, connector, session, limit) as docker,
@@ -165,7 +165,7 @@ async def open_docker_api(
 
 @asynccontextmanager
 async def _answers(seconds: float | None = CALL_TIMEOUT, *, reading: bool = False) -> AsyncGenerator[None]:
-    """Tell an engine that refuses from one that does not answer; when `reading`, a refusal is no answer."""
+    """Distinguish an engine that refuses from one that does not answer; when `reading`, a refusal counts as no answer."""
     try:
         async with asyncio.timeout(seconds):
             yield

@@ -1,6 +1,6 @@
 """Replicas as containers of a Docker-compatible engine: settings, engine, and how it is opened.
 
-Each replica has one container, known by its name and its labels; nothing else is touched.
+Each replica has one container, identified by its name and labels; nothing else is touched.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ from gpuscale.common.secrets import environment
 
 @dataclass(slots=True)
 class _Wait:
-    """A replica that waits for an image; `outcome` is None during the pull, then empty, or why it failed."""
+    """A replica that waits for an image; `outcome` is None during the pull, then empty or the error."""
 
     image: str
     outcome: str | None = None
 
 
 class Pulls:
-    """Pulls images, one a `pull`, in tasks of its own; `changed` is called whenever one has ended."""
+    """Pulls images in background tasks; `changed` is called whenever one has ended."""
 
     def __init__(
         self, pull: Callable[[str], Awaitable[None]], changed: Callable[[], None], tasks: TaskScope
@@ -85,7 +85,7 @@ class Pulls:
         }
 
     def missing(self, replica: str, image: str, why: str) -> None:
-        """Pull an image once, which the engine says is missing; LaunchRefusedError if that does not help."""
+        """Pull an image that the engine says is missing, once; LaunchRefusedError if that does not help."""
         wait = self._waits.get(replica)
         if wait is None:
             self._waits[replica] = _Wait(image)
@@ -99,7 +99,7 @@ class Pulls:
             )
 
     def drop(self, replica: str) -> None:
-        """This replica does not wait any more; a pull that is under way goes on, for the next one."""
+        """This replica does not wait any more; a pull under way continues, for the next one."""
         self._waits.pop(replica, None)
 
     async def _pull(self, image: str) -> None:
@@ -122,12 +122,12 @@ if TYPE_CHECKING:
     from gpuscale.autoscaler.adapters.engines.container.docker_api import DockerApi, Listed
 
 NO_RUNTIME = "could not select device driver"
-"""What Docker says if the NVIDIA runtime is not set up."""
+"""Docker's message if the NVIDIA runtime is not set up."""
 NO_GPUS = (
     "the engine took the request for GPUs and did not keep it, so it would run without; Podman does that"
 )
 POLL = 3.0
-"""Seconds between two observations while no event comes."""
+"""Seconds between two observations while no event arrives."""
 AT_ONCE = 8
 """Calls to the engine at a time."""
 
@@ -137,7 +137,7 @@ _log = get_logger(__name__)
 
 
 class ContainerSettings(NodeEngineSettings):
-    """What the container adapter is told before it starts."""
+    """Settings of the container adapter."""
 
     section: ClassVar[str] = "container_adapter"
     kind: ClassVar[str] = "container"
@@ -183,7 +183,7 @@ class ContainerSettings(NodeEngineSettings):
 
     @asynccontextmanager
     async def open_engine(self, host: Host, /) -> AsyncGenerator[OpenEngine]:
-        """The containers of this adapter, which go on when it ends."""
+        """The containers of this adapter, which survive it."""
         from gpuscale.autoscaler.adapters.engines.container.docker_api import open_docker_api
 
         admission = Admission(host.agent, required=self.require_admission)
@@ -206,7 +206,7 @@ class ContainerSettings(NodeEngineSettings):
 
 
 class ContainerEngine(StepwiseEngine):
-    """The containers of one adapter; `finishing` are the replicas that an earlier run asked to finish."""
+    """The containers of one adapter; `finishing` has replicas that an earlier run asked to finish."""
 
     def __init__(
         self,
@@ -229,13 +229,13 @@ class ContainerEngine(StepwiseEngine):
         self._details: dict[str, tuple[str, Details]] = {}  # by container: the state inspected, and the rest
         self._finishing = set(finishing)
         self._given_up: dict[str, str] = {}  # by container: why
-        self._untold: set[str] = set()  # containers that the engine lists, and cannot inspect
+        self._untold: set[str] = set()  # containers that the engine lists, but cannot inspect
 
     async def observe(self) -> Mapping[str, Sighting]:
-        """As `Engine.observe`: one listing, and an inspection of each container that changed since the last.
+        """See `Engine.observe`: one listing, and an inspection of each changed container.
 
-        A container whose health check failed too often is killed, unless it is finishing its work. One that the engine
-        lists but cannot inspect, such as one that hangs, does not affect the others.
+        A container whose health check failed too often is killed, unless it is finishing its work. A container that the engine
+        lists but cannot inspect, such as a hanging one, does not affect the others.
         """
         found = {
             replica: container
@@ -258,24 +258,24 @@ class ContainerEngine(StepwiseEngine):
         return self._pulls.waiting() | dict(sightings)
 
     async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
-        """As `Engine.apply`."""
+        """See `Engine.apply`."""
         outcomes = StepOutcomes()
         await self._all(self.take(step, outcomes) for step in steps)
         return outcomes.result()
 
     async def watch(self) -> None:
-        """As `Engine.watch`: until an event comes, or for `POLL` seconds."""
+        """See `Engine.watch`: until an event arrives, or for `POLL` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(POLL):
                 await self._changed.wait()
         self._changed.clear()
 
     async def start(self, step: Start) -> None:
-        """As `StepwiseEngine.start`: create its container, unless it exists, and start it.
+        """See `StepwiseEngine.start`: create its container, unless it exists, and start it.
 
-        Inspecting it in between finds what the engine left out of the request. A start may be interrupted anywhere and
-        repeated: the container is found by its name, and one that has run is never started again. It is repeated too once
-        a missing image was pulled.
+        Inspecting it in between reveals what the engine left out. A start may be interrupted anywhere and repeated: the
+        container is found by its name, and one that has run is never started again. A start is also repeated after a missing
+        image was pulled.
         """
         name = step.template
         template = template_named(self._settings.container_templates, name)
@@ -304,7 +304,7 @@ class ContainerEngine(StepwiseEngine):
             raise
 
     async def finish(self, step: Finish) -> None:
-        """As `StepwiseEngine.finish`; the engine's own `stop` would kill it after a time that is not ours."""
+        """See `StepwiseEngine.finish`; the engine's own `stop` would kill it after a time that we do not control."""
         container = self._found.get(step.replica)
         if container is None:
             return
@@ -314,21 +314,21 @@ class ContainerEngine(StepwiseEngine):
             await self._signal(step.replica, details.stop_signal or "SIGTERM")
 
     async def kill(self, replica: str) -> None:
-        """As `StepwiseEngine.kill`."""
+        """See `StepwiseEngine.kill`."""
         await self._signal(replica, "SIGKILL")
 
     async def remove(self, replica: str) -> None:
-        """As `StepwiseEngine.remove`."""
+        """See `StepwiseEngine.remove`."""
         self._pulls.drop(replica)
         if container := self._found.get(replica):
             await self._discard(container.id)
 
     async def _inspect(self, container: Listed) -> str:
-        """Inspect a container if it changed; returns why the engine could not, which leaves what its listing says."""
+        """Inspect a container if it changed; returns why the engine could not, in which case its listing stands."""
         health = listed_health(container.status)
         state = f"{container.state} {health}"
         before, details = self._details.get(container.id, _NOT_INSPECTED)
-        # Some engines leave the health out of their listings.
+        # Some engines omit the health from listings.
         if before == state and (health or not details.health):
             return ""
         try:
@@ -349,7 +349,7 @@ class ContainerEngine(StepwiseEngine):
         return ""
 
     async def _judge(self, replica: str, container: Listed) -> tuple[str, Sighting]:
-        """How a replica stands. Its container is killed if its health check failed too often, or if it was given up."""
+        """The state of a replica. Kills its container if its health check failed too often, or it was given up."""
         details = self._details[container.id][1]
         if container.state not in OVER:
             if why := self._given_up.get(container.id):
@@ -369,18 +369,18 @@ class ContainerEngine(StepwiseEngine):
             _log.info("container not killed", container=container, why=str(error))
 
     async def _create(self, order: ReplicaOrder, request: Mapping[str, Json]) -> str | None:
-        """The id of its container, which was never started; None if it was, or is to be created again."""
+        """The id of its container, never started so far; None if it was, or must be created again."""
         name = container_name(self._adapter, order.replica)
         try:
             return await self._api.create(name, request)
         except EngineRefusedError:
-            # The status alone does not tell that a name is taken: Podman says 500 where Docker says 409.
+            # The status alone does not show that a name is taken: Podman returns 500 where Docker returns 409.
             existing = await self._api.inspect(name)
             if existing is None or owned(self._adapter, [existing.name], existing.labels) != order.replica:
                 raise
         if existing.state not in NOT_STARTED:
             return None
-        # What an interrupted start has left is of use if it is for the same GPUs under the same fence.
+        # The remains of an interrupted start are usable if they have the same GPUs and fence.
         if labels(self._adapter, order).items() <= existing.labels.items():
             return existing.id
         await self._discard(existing.id)
@@ -427,7 +427,7 @@ class ContainerEngine(StepwiseEngine):
                 raise EngineUnavailableError(str(error)) from error
 
     async def _all(self, calls: Iterable[Awaitable[T]]) -> list[T]:
-        """Make calls, `AT_ONCE` at a time; if one fails the others still end first."""
+        """Make calls, `AT_ONCE` at a time; if one fails, the others finish first."""
 
         async def limited(call: Awaitable[T]) -> T:
             async with self._calls:
@@ -444,7 +444,7 @@ class ContainerEngine(StepwiseEngine):
 async def open_container_engine(
     settings: ContainerSettings, admission: Admission, docker: DockerApi, finishing: Iterable[str] = ()
 ) -> AsyncGenerator[ContainerEngine]:
-    """The engine; until the block ends its events are followed, and images pulled, in the background."""
+    """Open the engine; until the block ends, its events are followed, and images pulled, in the background."""
     changed = asyncio.Event()
     async with TaskScope() as tasks:
         tasks.spawn("events of the container engine", _follow(docker, changed))
@@ -453,7 +453,7 @@ async def open_container_engine(
 
 
 async def _follow(docker: DockerApi, changed: asyncio.Event) -> None:
-    """Set `changed` at every event, forever; while no events come, `POLL` does."""
+    """Set `changed` on every event, forever; without events, `POLL` applies."""
     backoff = Backoff(initial=1.0, cap=30.0)
 
     def happened() -> None:

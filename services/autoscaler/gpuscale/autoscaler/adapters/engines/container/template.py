@@ -1,8 +1,8 @@
-"""Container templates of the adapter's settings, and the request that creates a container from one. Pure.
+"""Container templates in the adapter's settings, and the request that creates a container from one. Pure.
 
 The request is that of `POST /containers/create` of Docker's API. GPUs are named by UUID in a device request of the driver
-`nvidia`, and never in CUDA_VISIBLE_DEVICES or NVIDIA_VISIBLE_DEVICES as well: inside the container GPUs are numbered from 0
-again, so a second list would pick the wrong ones.
+`nvidia`, and never in CUDA_VISIBLE_DEVICES or NVIDIA_VISIBLE_DEVICES as well: inside the container, GPUs are numbered from 0,
+so a second list would pick the wrong ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gpuscale.common.sizes import parse_size
 Json: TypeAlias = str | int | float | bool | Sequence["Json"] | Mapping[str, "Json"] | None
 
 PYTHON = "python3"
-"""What {python} stands for in a container; the adapter's own interpreter is not in there."""
+"""The value of {python} in a container, which does not have the adapter's own interpreter."""
 NO_GPUS = "NVIDIA_VISIBLE_DEVICES=void"
 """Hides all GPUs from an image with NVIDIA_VISIBLE_DEVICES=all, such as CUDA's, if nvidia is the default runtime."""
 
@@ -49,13 +49,13 @@ _CLOSED = (
     "/var/lib/docker",
     "/var/run",
 )
-"""Directories that a container must not see: whoever writes there, or reaches an engine's socket, controls the host."""
+"""Directories that a container must not see: writing there, or reaching an engine's socket, controls the host."""
 _GPU_VARIABLE = re.compile(r"(NVIDIA|CUDA)_VISIBLE_DEVICES")
 _REFERENCE = re.compile(r"[a-z0-9][A-Za-z0-9._/:@-]{0,511}")
 
 
 def check_variables(env: Mapping[str, str], pass_env: Iterable[str]) -> None:
-    """ValueError if a template sets or hands on a variable of the adapter, or one that picks GPUs."""
+    """ValueError if a template sets or passes on a variable of the adapter, or one that picks GPUs."""
     listed = tuple(pass_env)
     for name in (*env, *listed):
         if _GPU_VARIABLE.fullmatch(name):
@@ -64,7 +64,7 @@ def check_variables(env: Mapping[str, str], pass_env: Iterable[str]) -> None:
 
 
 def check_path(path: str) -> str:
-    """Check that a path is absolute and plain, and return it. Raises ValueError: it is not."""
+    """Check that a path is absolute and plain, and return it. Raises ValueError otherwise."""
     if not path.startswith("/") or path.startswith("//") or posixpath.normpath(path) != path:
         raise ValueError("must be an absolute path without . and ..")
     if not path.isprintable():
@@ -73,7 +73,7 @@ def check_path(path: str) -> str:
 
 
 def check_source(path: str) -> str:
-    """Return a directory of the host; ValueError if it holds the host's own parts, or is one of them."""
+    """Return a directory of the host; ValueError if it is, or contains, part of the system."""
     above = check_path(path).rstrip("/") + "/"
     if any(path == closed or path.startswith(f"{closed}/") or closed.startswith(above) for closed in _CLOSED):
         raise ValueError("must not be, hold or lie in a directory of the system")
@@ -81,14 +81,14 @@ def check_source(path: str) -> str:
 
 
 def check_signal(name: str) -> str:
-    """The name of a signal that can ask a container to finish; ValueError if it is none, or leaves no choice."""
+    """The name of a signal that can ask a container to finish; ValueError for others, and those that cannot be handled."""
     if name and (name not in signal.Signals.__members__ or name in {"SIGKILL", "SIGSTOP"}):
         raise ValueError("must be the name of a signal that can be handled, such as SIGTERM")
     return name
 
 
 def check_program(command: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a command whose first argument, perhaps the program, is fixed; ValueError if it is not."""
+    """Return a command whose first argument, possibly the program, is fixed; ValueError otherwise."""
     parsed = parse_arguments(command)
     if parsed and any(isinstance(part, Placeholder) and part.name != "python" for part in parsed[0]):
         raise ValueError("the first argument of a command takes no placeholder but {python}")
@@ -96,15 +96,15 @@ def check_program(command: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_image(image: str) -> None:
-    """Check that a text can be the name of an image. Raises ValueError: it cannot."""
+    """Check that a text can be the name of an image. Raises ValueError otherwise."""
     if not _REFERENCE.fullmatch(image) or "//" in image:
         raise ValueError("must be the name of an image, such as registry.example/team/worker:1.2")
 
 
 def is_allowed(image: str, patterns: Iterable[str]) -> bool:
-    """Whether a pattern fits the whole name, as it is written, tag or digest with it; no pattern lets nothing through.
+    """Whether a pattern matches the whole name as written, including tag or digest; no pattern admits nothing.
 
-    A `*` stands for any characters but a slash, so that it never reaches into another registry or folder of one.
+    A `*` matches any characters except a slash, so it never reaches into another registry or folder.
     """
     expressions = ("[^/]*".join(re2.escape(part) for part in pattern.split("*")) for pattern in patterns)
     return any(re2.compile(expression).fullmatch(image) for expression in expressions)
@@ -123,24 +123,24 @@ Size = Annotated[str, AfterValidator(_check_size)]
 
 
 class ContainerHealthCheck(BaseModel):
-    """One table [container_templates.NAME.health_check]: how the engine asks a container whether it is well."""
+    """A table [container_templates.NAME.health_check]: how the engine checks a container's health."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     command: Annotated[tuple[str, ...], AfterValidator(check_program)]
-    """A program inside the container and its arguments; well is 0. Empty: none is asked, whatever the image says."""
+    """A program inside the container and its arguments; exit code 0 is healthy. Empty: no check, whatever the image defines."""
     period: float = Field(5.0, ge=0.1, le=3600)
-    """Seconds from an answer to the next question."""
+    """Seconds between checks."""
     timeout: float = Field(1.0, ge=0.1, le=600)
-    """Seconds that an answer may take."""
+    """Seconds to wait for an answer."""
     failures: int = Field(3, ge=1, le=1000)
-    """Failures in a row after which it is ended, as FAILED."""
+    """Consecutive failures after which it is ended as FAILED."""
     start_timeout: float = Field(300.0, ge=0, le=86_400)
-    """Seconds from its start for which failures do not count as long as it was never well."""
+    """Seconds after its start during which failures do not count, until the first success."""
 
 
 class Mount(BaseModel):
-    """One of `mounts`: a directory of the host that containers of the template see."""
+    """A `mounts` entry: a directory of the host that containers of the template see."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -149,54 +149,54 @@ class Mount(BaseModel):
     target: Annotated[str, AfterValidator(check_path)]
     """In the container."""
     read_only: bool = True
-    """Whether it cannot be written to."""
+    """Whether it is read-only."""
 
 
 class ContainerTemplate(BaseModel):
-    """One table [container_templates.NAME]: how replicas of endpoints that name it become containers."""
+    """A table [container_templates.NAME]: how replicas of endpoints that name it become containers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     image: str
-    """What is run; allowed_images must let it through. A digest keeps it what it is."""
+    """The image; must match allowed_images. A digest pins its content."""
     pull: Literal["missing", "never"] = "missing"
-    """Whether an image that the engine does not have is fetched; registries are asked without a password."""
+    """Whether to pull an image that the engine does not have; without registry credentials."""
     entrypoint: tuple[str, ...] = ()
-    """The program, where it is not the image's."""
+    """The program, instead of the image's."""
     command: tuple[str, ...] = ()
-    """The arguments, with placeholders; without an entrypoint of the image the first is the program."""
+    """The arguments, with placeholders; without an entrypoint in the image, the first is the program."""
     env: dict[str, str] = Field(default_factory=dict[str, str])
     """Variables to set."""
     pass_env: tuple[str, ...] = ()
-    """Variables to hand on from the adapter's own environment, such as one with a password."""
+    """Variables to pass on from the adapter's own environment, such as one with a password."""
     working_dir: str = ""
-    """Where it begins; the image's when empty."""
+    """The working directory; the image's when empty."""
     user: User = ""
-    """As whom it runs, USER or USER:GROUP; the image's when empty."""
+    """The user, as USER or USER:GROUP; the image's when empty."""
     memory: Size = ""
-    """Most of the host's memory, such as 32GiB; no limit when empty."""
+    """The limit of host memory, such as 32GiB; no limit when empty."""
     cpus: float = Field(0.0, ge=0, le=10_000)
-    """Most CPUs; 0 for no limit."""
+    """The limit of CPUs; 0 for no limit."""
     shm_size: Size = ""
     """Size of /dev/shm, such as 8GiB; the engine's default (64 MiB) when empty."""
     pids: int = Field(4096, ge=0, le=4_194_304)
-    """Most processes and threads; 0 for the engine's default."""
+    """The limit of processes and threads; 0 for the engine's default."""
     network: Word = "bridge"
     """A network of the engine, host, or none."""
     stop_signal: Annotated[str, AfterValidator(check_signal)] = ""
-    """What asks it to finish its work; the image's, or SIGTERM, when empty."""
+    """The signal that asks it to finish its work; the image's, or SIGTERM, when empty."""
     init: bool = False
-    """Whether the engine's small init is its first process, which hands on signals and reaps."""
+    """Whether the engine's init is its first process, which forwards signals and reaps."""
     read_only: bool = False
-    """Whether its file system is read-only, but for /tmp."""
+    """Whether its file system is read-only, except /tmp."""
     drop_capabilities: bool = True
-    """Whether it has no capabilities; false: those that the engine gives every container."""
+    """Whether to drop all capabilities; false: keep the engine's defaults."""
     mounts: tuple[Mount, ...] = ()
     """Directories of the host that it sees; none by default."""
     health_check: ContainerHealthCheck | None = None
-    """How the engine asks whether it is well; the image's way by default."""
+    """How the engine checks its health; the image's way by default."""
     metrics: ServedMetrics | None = None
-    """Where it shows metrics of a server that signals `llm:...` know; asked for at the address of the container."""
+    """Where its server exposes metrics for signals `llm:...`, at the address of the container."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -210,7 +210,7 @@ class ContainerTemplate(BaseModel):
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """All that has placeholders: the command, the health check, and where metrics are shown."""
+        """Everything that may have placeholders: the command, the health check, and the metrics address."""
         asked = self.health_check.command if self.health_check else ()
         shown = f"{self.metrics.port}{self.metrics.path}" if self.metrics else ""
         return (*self.command, *asked, shown)
@@ -218,7 +218,7 @@ class ContainerTemplate(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Logs:
-    """How the engine keeps the output of a container; an empty `driver` is the engine's default, without our limit."""
+    """How the engine keeps a container's output; an empty `driver` is the engine's default, without our limit."""
 
     driver: str
     max_bytes: int
@@ -232,7 +232,7 @@ def container_request(
     environment: Mapping[str, str],
     logs: Logs,
 ) -> dict[str, Json]:
-    """The body that creates a replica's container, by a template; LaunchRefusedError if a value does not fit."""
+    """The request that creates a replica's container from a template; LaunchRefusedError if a value does not fit."""
     check = template.health_check
     arguments = fill_arguments(name, template.arguments, order, PYTHON)
     command, test, metrics = (
@@ -273,7 +273,7 @@ def container_request(
 
 
 def _host_config(template: ContainerTemplate, order: ReplicaOrder, logs: Logs) -> dict[str, Json]:
-    """What the container gets of its host: limited, without privileges, and kept until the adapter removes it."""
+    """The container's access to its host: limited, unprivileged, and kept until the adapter removes it."""
     host: dict[str, Json] = {
         "Privileged": False,
         "SecurityOpt": ["no-new-privileges"],

@@ -57,26 +57,26 @@ _log = get_logger(__name__)
 
 
 class ProbeSettings(BaseModel):
-    """One table [templates.NAME.probe]: how a replica is asked whether it is well; one of exec, tcp and http."""
+    """A table [templates.NAME.probe]: how to check a replica's health; set one of exec, tcp and http."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     exec: tuple[str, ...] | None = None
-    """A program and its arguments, as in `command`; it is well where this ends with 0."""
+    """A program and its arguments, as in `command`; exit code 0 is healthy."""
     tcp: str | None = None
-    """HOST:PORT, which takes a connection."""
+    """HOST:PORT, which must accept a connection."""
     http: str | None = None
-    """http:// URL, which a GET is answered on with a status of 200 to 399."""
+    """http:// URL, which must answer a GET with a status of 200 to 399."""
     initial_delay: float = Field(_DEFAULT.initial_delay, ge=0, le=3600)
-    """Seconds from its start to the first question."""
+    """Seconds from its start to the first check."""
     period: float = Field(_DEFAULT.period, ge=0.1, le=3600)
-    """Seconds from an answer to the next question."""
+    """Seconds between checks."""
     timeout: float = Field(_DEFAULT.timeout, ge=0.1, le=60)
-    """Seconds that an answer may take."""
+    """Seconds to wait for an answer."""
     failures: int = Field(_DEFAULT.failures, ge=1, le=1000)
-    """Failures in a row after which it is ended, as FAILED."""
+    """Consecutive failures after which it is ended as FAILED."""
     start_timeout: float = Field(_DEFAULT.start_timeout, ge=0, le=86_400)
-    """Seconds from its start for which failures do not count as long as it was never well."""
+    """Seconds after its start during which failures do not count, until the first success."""
 
     @model_validator(mode="after")
     def _check_target(self) -> Self:
@@ -91,35 +91,35 @@ class ProbeSettings(BaseModel):
 
     @property
     def kind(self) -> ProbeKind:
-        """How it is asked."""
+        """The kind of check."""
         if self.exec is not None:
             return ProbeKind.EXEC
         return ProbeKind.TCP if self.tcp is not None else ProbeKind.HTTP
 
     @property
     def target(self) -> tuple[str, ...]:
-        """Arguments of a program, or one address; with placeholders."""
+        """A program's arguments, or one address; with placeholders."""
         return self.exec or (self.tcp or self.http or "",)
 
     def filled(self, target: tuple[str, ...]) -> Probe:
-        """The probe of a replica."""
+        """The probe of a replica, with values filled in."""
         timing = Timing(self.initial_delay, self.period, self.timeout, self.failures, self.start_timeout)
         return Probe(self.kind, target, timing)
 
 
 class ProcessTemplate(CommandTemplate):
-    """One table [templates.NAME]: how replicas of endpoints that name it are started."""
+    """A table [templates.NAME]: how replicas of endpoints that name it are started."""
 
     ready: Literal["started"] = "started"
-    """When a replica without a probe counts as ready: once its process has lived for a moment."""
+    """When a replica without a probe counts as ready: after a moment of running."""
     probe: ProbeSettings | None = None
-    """When a replica counts as ready, and as failed although its process lives."""
+    """When a replica counts as ready, and as failed although its process runs."""
     metrics: ServedMetrics | None = None
-    """Where it shows metrics of a server that signals `llm:...` know, on 127.0.0.1."""
+    """Where its server exposes metrics for signals `llm:...`, on 127.0.0.1."""
 
 
 class ProcessSettings(NodeEngineSettings):
-    """What the process adapter is told before it starts."""
+    """Settings of the process adapter."""
 
     section: ClassVar[str] = "adapter"
     kind: ClassVar[str] = "process"
@@ -146,7 +146,7 @@ class ProcessSettings(NodeEngineSettings):
 
     @property
     def adapter_id(self) -> str:
-        """Id of this adapter."""
+        """The id of this adapter."""
         return self.adapter or self.node
 
     @asynccontextmanager
@@ -176,7 +176,7 @@ class ProcessSettings(NodeEngineSettings):
 
 
 class ProcessEngine(StepwiseEngine):
-    """The processes of one adapter. One task for each replica that has not ended."""
+    """The processes of one adapter. Each replica that has not ended has a task."""
 
     def __init__(
         self,
@@ -195,8 +195,8 @@ class ProcessEngine(StepwiseEngine):
     async def adopt(self, records: Iterable[JournalRecord]) -> None:
         """Adopt the replicas of earlier runs of the adapter.
 
-        Of one that was being started only the name is known. Its process, if there is one, is adopted once its order
-        comes again and says how it is probed; without one it is started again.
+        Of a replica that was being started only the name is known. Its process, if any, is adopted once its order arrives again
+        and says how to probe it; without a process it is started again.
         """
         clock, user = self._context.clock, self._context.user.uid
         for record in records:
@@ -221,14 +221,14 @@ class ProcessEngine(StepwiseEngine):
         self._tasks.start(name, life)
 
     async def observe(self) -> Mapping[str, Sighting]:
-        """As `Engine.observe`."""
+        """See `Engine.observe`."""
         found = Sighting(WorkerLife.WAITING, reason="its process is being taken over")
         return dict.fromkeys(self._found, found) | {
             name: replica.sighting() for name, replica in self._replicas.items()
         }
 
     async def start(self, step: Start) -> None:
-        """As `StepwiseEngine.start`; the start goes on when this returns."""
+        """See `StepwiseEngine.start`; the start continues after this returns."""
         template, name = step.template, step.replica
         if name in self._replicas:
             return
@@ -248,17 +248,17 @@ class ProcessEngine(StepwiseEngine):
             self._tasks.start(name, replica.start(order, prepared))
 
     async def finish(self, step: Finish) -> None:
-        """As `StepwiseEngine.finish`."""
+        """See `StepwiseEngine.finish`."""
         if step.replica in self._replicas:
             self._replicas[step.replica].finish()
 
     async def kill(self, replica: str) -> None:
-        """As `StepwiseEngine.kill`."""
+        """See `StepwiseEngine.kill`."""
         if replica in self._replicas:
             self._replicas[replica].kill()
 
     async def remove(self, replica: str) -> None:
-        """As `StepwiseEngine.remove`."""
+        """See `StepwiseEngine.remove`."""
         if replica in self._found:
             await self._take_over(replica, KeptProcess(self._found.pop(replica)))
             raise EngineUnavailableError("its process was found, and is asked to finish")
@@ -268,7 +268,7 @@ class ProcessEngine(StepwiseEngine):
             del self._replicas[replica]
 
     async def watch(self) -> None:
-        """As `Engine.watch`."""
+        """See `Engine.watch`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(POLL):
                 await self._changed.wait()

@@ -1,11 +1,10 @@
-"""Files that replicas write their output to: <directory>/<endpoint>/<replica>.log. Blocking; call it in a thread.
+"""Log files of replicas: <directory>/<endpoint>/<replica>.log. Blocking; call it in a thread.
 
-A replica writes to its file itself, in append mode, so that it lives on without the adapter. The adapter looks at the
-files every few seconds: one that has grown beyond the limit is copied to <replica>.log.1, over the copy before, and cut
-to nothing. So a replica keeps at most two times the limit and what it writes between two looks; what it writes between
-the copy and the cut is lost. Of replicas that have ended, the newest `KEPT` files of each endpoint stay, none for longer than
-`keep` seconds after it was last written to; a folder with nothing in it goes after as long, so that endpoints that were
-deleted leave nothing behind.
+A replica appends to its file itself, so it can outlive the adapter. The adapter checks the files every few seconds: a file
+beyond the limit is copied to <replica>.log.1, replacing the previous copy, and truncated. So a replica keeps at most twice the
+limit plus what it writes between two checks; what it writes between copy and truncation is lost. For ended replicas, the newest
+`KEPT` files of each endpoint stay, at most `keep` seconds after their last write; empty folders are removed after the same
+time, so that deleted endpoints leave nothing behind.
 """
 
 import errno
@@ -27,7 +26,7 @@ _READS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class ReplicaLogs:
-    """The logs in a directory, none much larger than twice `max_bytes`; of replicas that ended none older than `keep` seconds."""
+    """The logs in a directory, none much larger than twice `max_bytes`; for ended replicas none older than `keep` seconds."""
 
     def __init__(self, directory: Path, max_bytes: int, keep: float = KEPT_SECONDS) -> None:
         self._directory = directory
@@ -40,9 +39,9 @@ class ReplicaLogs:
         return self._directory / endpoint / f"{own}.log"
 
     def read(self, replica: str, offset: int | None, most: int) -> LogPart:
-        """At most `most` bytes of what a replica wrote, from `offset` on, or the last ones; from the beginning where less is kept.
+        """At most `most` bytes of a replica's log, from `offset`, or the last ones; from the beginning if less is kept.
 
-        A replica may put whatever it likes in the place of its file: nothing but a file is read.
+        A replica may replace its file with anything: only regular files are read.
         """
         if match(REPLICA, replica) is None:
             return LogPart(problem="it is no name of a replica")
@@ -57,7 +56,7 @@ class ReplicaLogs:
             if not stat.S_ISREG(status.st_mode):
                 return LogPart(problem="it is no file")
             begin = max(0, status.st_size - most) if offset is None else offset
-            if begin > status.st_size:  # it was cut meanwhile
+            if begin > status.st_size:  # it was truncated meanwhile
                 begin = 0
             return LogPart(os.pread(file, most, begin), begin)
         except OSError as error:
@@ -66,7 +65,7 @@ class ReplicaLogs:
             os.close(file)
 
     def bound(self, running: AbstractSet[str]) -> None:
-        """Cut what is too large, and remove what is too old and of no running replica; OSError at the end."""
+        """Truncate what is too large, and remove what is too old and of no running replica; OSError at the end."""
         in_use = {self.path(replica) for replica in running}
         problem: OSError | None = None
         for endpoint in self._directory.glob("*/"):
@@ -90,7 +89,7 @@ class ReplicaLogs:
 
 
 def _remove_old(folder: Path, ended: Iterable[tuple[float, Path]], oldest: float) -> None:
-    """Remove the files of replicas that ended, but for the newest that are young enough; and the folder, if it is empty."""
+    """Remove the files of ended replicas, except the newest that are young enough; and the folder, if it is empty."""
     for place, (written, path) in enumerate(sorted(ended, reverse=True)):
         if place >= KEPT or written < oldest:
             path.unlink(missing_ok=True)
@@ -100,7 +99,7 @@ def _remove_old(folder: Path, ended: Iterable[tuple[float, Path]], oldest: float
 
 
 def _cut(path: Path) -> None:
-    """Copy a file over the copy before, and cut it to nothing: also where the disk is too full for the copy."""
+    """Copy a file over the previous copy, and truncate it, even if the disk is too full for the copy."""
     older = _older(path)
     older.unlink(missing_ok=True)
     try:

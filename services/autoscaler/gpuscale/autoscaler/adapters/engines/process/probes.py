@@ -1,8 +1,8 @@
-"""Whether a replica is well: what its template's probe asks, and what the answers in a row make of it.
+"""Health checks of replicas: what a template's probe asks, and what consecutive answers mean.
 
-The words and their meaning are those of Kubernetes' probes, with one for both ends of a life: the first success makes a
-replica READY, and `failures` in a row make it FAILED. Until the first success failures count only once `start_timeout` is
-over, so that a model may take its time to load without a probe that is slow to notice a replica which hangs.
+Terms and semantics are those of Kubernetes' probes, with a single probe for readiness and liveness: the first success makes a
+replica READY, and `failures` in a row make it FAILED. Until the first success, failures only count once `start_timeout` is
+over, so that a model may load slowly while a hanging replica is still noticed quickly afterwards.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WELL = range(200, 400)
 
 
 class ProbeKind(Enum):
-    """How a replica is asked."""
+    """The kind of a probe."""
 
     EXEC = "exec"
     """A program that ends with 0."""
@@ -35,7 +35,7 @@ class ProbeKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """When a replica is asked; seconds, and failures in a row."""
+    """The timing of checks: seconds, and consecutive failures."""
 
     initial_delay: float = 0.0
     period: float = 5.0
@@ -46,7 +46,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A probe with everything filled in: arguments of a program, or one address."""
+    """A probe with all values filled in: a program's arguments, or one address."""
 
     kind: ProbeKind
     target: tuple[str, ...]
@@ -54,7 +54,7 @@ class Probe:
 
 
 class Verdict(Enum):
-    """What an answer makes of a replica."""
+    """What an answer means for a replica."""
 
     GOES_ON = "goes on"
     READY = "ready"
@@ -62,7 +62,7 @@ class Verdict(Enum):
 
 
 class Health:
-    """The answers of one replica that was started, or taken over, at `since`, in seconds since boot as every moment here."""
+    """The answers of a replica started, or taken over, at `since`, in seconds since boot like every time here."""
 
     def __init__(self, timing: Timing, since: float, *, ready: bool) -> None:
         self._timing = timing
@@ -71,7 +71,7 @@ class Health:
         self._failures = 0
 
     def answered(self, problem: str, now: float) -> Verdict:
-        """Take an answer; `problem` is empty where it is well."""
+        """Take an answer; `problem` is empty if it is healthy."""
         if not problem:
             first, self._ready, self._failures = not self._ready, True, 0
             return Verdict.READY if first else Verdict.GOES_ON
@@ -81,7 +81,7 @@ class Health:
 
 
 def check_address(kind: ProbeKind, address: str) -> None:
-    """Check the address of a probe, placeholders included; ValueError if it is not HOST:PORT, or no http:// URL."""
+    """Check a probe's address, placeholders included; ValueError if it is not HOST:PORT or an http:// URL."""
     if kind is ProbeKind.HTTP and not address.startswith("http://"):
         raise ValueError("must begin with http://")
     if kind is ProbeKind.TCP and not address.rpartition(":")[0]:
@@ -92,7 +92,7 @@ def check_address(kind: ProbeKind, address: str) -> None:
 
 
 def probe_environment(replica: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a program that a probe runs: nothing of the template's, which may hold passwords."""
+    """The environment of a probe's program: without the template's variables, which may hold passwords."""
     own = {name: environment[name] for name in INHERITED if name in environment}
     return {**own, "GPUSCALE_REPLICA": replica}
 
@@ -100,7 +100,7 @@ def probe_environment(replica: str, environment: Mapping[str, str]) -> dict[str,
 async def ask(
     probe: Probe, env: Mapping[str, str], become: Callable[[tuple[str, ...]], tuple[str, ...]]
 ) -> str:
-    """Ask once, for as long as the probe may take; returns why the replica is not well, or nothing."""
+    """Check once, within the probe's timeout; returns why the replica is not healthy, or nothing."""
     try:
         async with asyncio.timeout(probe.timing.timeout):
             match probe.kind:
@@ -130,7 +130,7 @@ async def _run(argv: tuple[str, ...], env: Mapping[str, str]) -> str:
     finally:
         if process.returncode is None:
             process.kill()
-            # One that hangs in the kernel, as whatever asks a GPU's driver may, does not end.
+            # A process that hangs in the kernel, as anything that calls a GPU's driver may, does not end.
             with suppress(TimeoutError):
                 async with asyncio.timeout(_END_SECONDS):
                     await process.wait()
@@ -138,7 +138,7 @@ async def _run(argv: tuple[str, ...], env: Mapping[str, str]) -> str:
 
 
 async def _get(url: str) -> str:
-    """One request by hand: a client that knows all of HTTP costs more than the replicas of a host are worth asking."""
+    """A minimal HTTP request: a complete client costs too much for probing a host's replicas."""
     parts = urlsplit(url)
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     reader, writer = await asyncio.open_connection(

@@ -1,10 +1,10 @@
-"""Worker processes: started in a session of their own or adopted, watched by a pidfd, and whom they leave behind.
+"""Worker processes: started in their own session or adopted, watched by a pidfd, and what they leave behind.
 
-A pidfd becomes readable when its process ends, whether or not that is a child of ours, so a worker that an earlier run
-of the adapter started is watched just as its own. Only of a child is the exit code known.
+A pidfd becomes readable when its process ends, whether or not that is our child, so a worker of an earlier run of the adapter
+is watched like its own. Exit codes are only known of children.
 
-A process is its pid together with the tick of the boot at which it started: pids are used again, the pair is not. All that
-looks at processes blocks; call it in a thread.
+A process is identified by its pid and the tick of the boot at which it started: pids are reused, the pair is not. Everything
+that looks at processes blocks; call it in a thread.
 """
 
 import asyncio
@@ -44,16 +44,16 @@ class ProcessId:
 
 @dataclass(frozen=True, slots=True)
 class WorkerUser:
-    """Whom workers run as."""
+    """The user of workers."""
 
     uid: int | None = None  # the user; None for the adapter's own
     home: str = ""  # its home directory
-    # what a command begins with to be run as that user, without any capability of the adapter
+    # the command prefix that runs as that user, without any capability of the adapter
     prefix: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, name: str) -> Self:
-        """The user of that name, or the adapter's own; FailedPreconditionError (WORKER_USER) if it may not be used."""
+        """The user of that name, or the adapter's own; FailedPreconditionError (WORKER_USER) if it cannot be used."""
         if not name:
             return cls()
         try:
@@ -81,12 +81,12 @@ class WorkerUser:
         return (*self.prefix, *argv)
 
     def environment(self) -> Mapping[str, str]:
-        """The adapter's own environment, with the home of this user."""
+        """The adapter's own environment, with this user's home."""
         return environment() if self.uid is None else {**environment(), "HOME": self.home}
 
 
 class WorkerProcess:
-    """A process that runs, or ran; `ended` is done with its exit code: negative for a signal, None where unknown."""
+    """A running or ended process; `ended` is done with its exit code: negative for a signal, None if unknown."""
 
     def __init__(self, process: ProcessId, descriptor: int, child: subprocess.Popen[bytes] | None) -> None:
         self.id = process
@@ -98,13 +98,13 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, launch: Launch, log: Path, user: WorkerUser) -> Self:
-        """Start a process that leads its own session, without input, its output appended to the log; OSError."""
+        """Start a process in its own session, without input, its output appended to the log; OSError."""
         child, process = await asyncio.to_thread(_spawn, launch, log, user)
         return cls(process, os.pidfd_open(child.pid), child)
 
     @classmethod
     async def adopt(cls, process: ProcessId) -> Self | None:
-        """Watch a process that an earlier run of the adapter started; None if it has ended."""
+        """Watch a process of an earlier run of the adapter; None if it has ended."""
         try:
             descriptor = os.pidfd_open(process.pid)
         except ProcessLookupError:
@@ -115,11 +115,11 @@ class WorkerProcess:
         return cls(process, descriptor, None)
 
     def terminate(self) -> None:
-        """Ask it to finish: SIGTERM to the process itself, not to those that it started."""
+        """Ask it to finish: SIGTERM to the process itself, not to its children."""
         self._send(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it at once. What it started is left to `kill_members`."""
+        """Kill it at once. `kill_members` kills what it started."""
         self._send(signal.SIGKILL)
 
     def _send(self, number: signal.Signals) -> None:
@@ -136,7 +136,7 @@ class WorkerProcess:
 
 
 def _spawn(launch: Launch, log: Path, user: WorkerUser) -> tuple[subprocess.Popen[bytes], ProcessId]:
-    for folder in (log.parent.parent, log.parent):  # `parents` would make the first for all to read
+    for folder in (log.parent.parent, log.parent):  # `parents` would make the first readable by all
         folder.mkdir(mode=0o700, exist_ok=True)
     output = os.open(log, _LOG_FLAGS, 0o600)
     try:
@@ -160,11 +160,11 @@ def _spawn(launch: Launch, log: Path, user: WorkerUser) -> tuple[subprocess.Pope
 
 
 def identify(pid: int) -> ProcessId | None:
-    """The process that has this pid now; None if there is none."""
+    """The process that currently has this pid; None if there is none."""
     try:
         process = psutil.Process(pid)
         while True:
-            # Ticks from the boot to its start, which no change of the clock moves, as psutil's `create_time` is.
+            # Ticks from the boot to its start, independent of clock changes, unlike psutil's `create_time`.
             boot = psutil.boot_time()
             ticks = round((process.create_time() - boot) * _TICKS_PER_SECOND)
             if psutil.boot_time() == boot:
@@ -174,9 +174,9 @@ def identify(pid: int) -> ProcessId | None:
 
 
 def find_leader(replica: str, user: int | None = None) -> ProcessId | None:
-    """The main process of a replica by its environment: the oldest that leads a session of its own.
+    """The main process of a replica by its environment: the oldest that leads its own session.
 
-    `user` is whom replicas run as, here and below; None for the user of this process.
+    `user` is the user of replicas, here and below; None for the user of this process.
     """
     leaders = (
         identify(process.pid)
@@ -189,10 +189,10 @@ def find_leader(replica: str, user: int | None = None) -> ProcessId | None:
 def members(replica: str, leader: ProcessId, user: int | None = None) -> list[ProcessId]:
     """What a replica left behind when its main process ended: its session, and whatever has its variable.
 
-    A session keeps its number, so that no new process gets it as a pid, for as long as one of its members lives: if
-    its number is another process by now, nothing of the session is left.
+    A session keeps its number, so that no new process gets it as a pid, while any member lives: if another process has the
+    number by now, nothing of the session is left.
     """
-    # Session 0 holds processes of every kind: the kernel's, and those that came into a container from outside.
+    # Session 0 holds all kinds of processes: the kernel's, and those that entered a container from outside.
     session_may_live = leader.pid > 1 and identify(leader.pid) in {None, leader}
     found = (
         identify(process.pid)
@@ -203,7 +203,7 @@ def members(replica: str, leader: ProcessId, user: int | None = None) -> list[Pr
 
 
 def kill_members(replica: str, leader: ProcessId, user: int | None = None) -> int:
-    """Kill what a replica left behind, and what that starts meanwhile; returns how many those were.
+    """Kill what a replica left behind, and what that starts meanwhile; returns how many processes.
 
     The main process must have ended.
     """
@@ -218,7 +218,7 @@ def kill_members(replica: str, leader: ProcessId, user: int | None = None) -> in
 
 
 def _kill_and_wait(processes: list[ProcessId]) -> None:
-    """Kill each, and wait a moment for all of them; a pidfd keeps the signal from hitting a successor."""
+    """Kill each, and wait briefly for all; a pidfd keeps the signal from hitting a successor."""
     poll = select.poll()
     descriptors: list[int] = []
     try:
@@ -236,7 +236,7 @@ def _kill_and_wait(processes: list[ProcessId]) -> None:
 
 
 def _processes(user: int | None) -> Iterator[psutil.Process]:
-    """Every process of that user, but for zombies. Not by `process_iter`, which keeps what it read of a pid."""
+    """Every process of that user, except zombies. Not by `process_iter`, which caches what it read of a pid."""
     user = os.geteuid() if user is None else user
     for pid in psutil.pids():
         with suppress(psutil.Error):

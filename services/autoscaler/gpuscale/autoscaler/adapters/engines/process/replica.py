@@ -5,7 +5,7 @@
         └───────────────────────────────────┴── ended, or given up ── what it left is killed ────────┴──> ENDED
 
 A replica is given up if it cannot be started, the node's agent refuses its fence, or its probe fails too often. Its sightings
-hold what identifies its process, so that the next run adopts it after a crash of the adapter.
+identify its process, so that the next run adopts it after a crash of the adapter.
 """
 
 import asyncio
@@ -31,20 +31,20 @@ from gpuscale.common.runtime.tasks import Clock
 
 READY_AFTER = 0.2
 GIVEN_UP_GRACE = 5.0
-"""Seconds before a replica that was given up is killed."""
+"""Seconds before a given-up replica is killed."""
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaContext:
-    """What the replicas of an adapter share."""
+    """Shared by the replicas of an adapter."""
 
-    logs: ReplicaLogs  # where replicas write to
+    logs: ReplicaLogs  # where replicas write their logs
     clock: Clock  # seconds since boot, and the boot's id
-    admission: Admission  # asked before anything is started on GPUs
-    changed: Callable[[], None]  # called after every change that is to be seen
-    user: WorkerUser  # whom replicas run as
+    admission: Admission  # asked before anything starts on GPUs
+    changed: Callable[[], None]  # called after every visible change
+    user: WorkerUser  # the user of replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ KEPT: TypeAdapter[KeptProcess] = TypeAdapter(KeptProcess)
 
 
 class LocalReplica:
-    """One replica. Exactly one of `start`, `adopt` and `end_unseen` is run, once; the rest may be called at any time."""
+    """One replica. Run exactly one of `start`, `adopt` and `end_unseen`, once; call the rest at any time."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class LocalReplica:
         return self._end is not None
 
     def sighting(self) -> Sighting:
-        """How it stands."""
+        """Its state."""
         if self._end is not None:
             return self._end
         pid = self._process.id.pid if self._process else 0
@@ -107,12 +107,12 @@ class LocalReplica:
         self._wake.set()
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill it."""
         if self._process is not None:
             self._process.kill()
 
     async def drop(self) -> bool:
-        """Do not start it; returns False where it runs already."""
+        """Cancel its start; returns False if it already runs."""
         if self._process is not None:
             return False
         self._dropped = True
@@ -120,7 +120,7 @@ class LocalReplica:
         return True
 
     async def start(self, order: ReplicaOrder, launch: Launch) -> None:
-        """Start it, and see it through to its end."""
+        """Start it, and supervise it to its end."""
         admission = self._context.admission
         await tasks.hit_async("adapter.start.after_intent")
         if refusal := await admission.refusal(order):
@@ -145,14 +145,14 @@ class LocalReplica:
         await self._live(process)
 
     def adopt(self, process: WorkerProcess, *, ready: bool) -> Coroutine[None, None, None]:
-        """Take over what an earlier run of the adapter started; what is returned sees it through to its end."""
+        """Take over a process of an earlier run of the adapter; the returned coroutine supervises it to its end."""
         _log.info("replica adopted", replica=self._name, pid=process.id.pid)
         self._ready = ready
         self._runs(process)
         return self._live(process)
 
     def end_unseen(self, process: ProcessId | None) -> Coroutine[None, None, None]:
-        """It ended while no adapter watched; what is returned kills what it left behind."""
+        """It ended while no adapter watched; the returned coroutine kills what it left behind."""
         self._life = WorkerLife.STARTING
 
         async def end() -> None:
@@ -192,7 +192,7 @@ class LocalReplica:
             self._ended(code, _why_ended(code, asked=self._finishing))
 
     async def _watch(self, probe: Probe, over: Callable[[], bool]) -> None:
-        """Probe it until it is over: READY at the first success, given up after too many failures in a row."""
+        """Probe it until it ends: READY at the first success, given up after too many consecutive failures."""
         clock, timing = self._context.clock, probe.timing
         health = Health(timing, clock.now(), ready=self._ready)
         await self._until(over, 0.0 if self._ready else timing.initial_delay)
@@ -213,7 +213,7 @@ class LocalReplica:
             await self._until(over, timing.period)
 
     async def _ask(self, probe: Probe, over: Callable[[], bool]) -> str:
-        """Probe once; cut short if it is over meanwhile."""
+        """Probe once; cancelled if it ends meanwhile."""
         user = self._context.user
         environment = probe_environment(self._name, user.environment())
         asking = asyncio.ensure_future(ask(probe, environment, user.command))
@@ -226,7 +226,7 @@ class LocalReplica:
             await asyncio.wait([asking])
 
     async def _until(self, condition: Callable[[], bool], seconds: float | None = None) -> None:
-        """Wait until the condition holds, or for so many seconds."""
+        """Wait until the condition holds, or for `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 while not condition():
