@@ -313,7 +313,7 @@ def test_a_program_runs_reads_waits_for_and_stops_jobs(site: Site, tmp_path: Pat
             gate.write_text("\n")
         assert (job.wait(timeout="60s"), waits.wait(timeout=60)) == (3, 0)
         assert sorted(job.logs()) == ["[0] rank 0 1", "[1] rank 1 1"]
-        with pytest.raises(FailedPreconditionError, match="can never be had") as full:
+        with pytest.raises(FailedPreconditionError, match="can never be granted") as full:
             client.run(["true"], members=3, wait=0)
         assert "only this host" not in full.value.message
         with pytest.raises(FailedPreconditionError, match="has no directory /nowhere") as refused:

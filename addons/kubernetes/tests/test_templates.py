@@ -31,7 +31,7 @@ def order(gpu_count: int = 2, **parameters: str) -> ReplicaOrder:
         ({"deployment": "a", "pods_of": "a"}, "set one of"),
         ({"deployment": "a", "args": ["{queue}"]}, "args needs pods_of"),
         ({"pods_of": "a", "parameters": {"queue": "q"}}, "fill the placeholders"),
-        ({"pods_of": "a", "args": ["{"]}, "brace that stands alone"),
+        ({"pods_of": "a", "args": ["{"]}, "unmatched brace"),
         ({"deployment": "a", "image": "evil"}, "Extra inputs"),
     ],
 )

@@ -50,7 +50,7 @@ def test_a_template_filled_in() -> None:
     ("template", "gpus", "why"),
     [
         ({"num_cpus": 0}, 0, "asks Ray for nothing"),
-        ({"pass_env": ("AMQP_URL",)}, 1, "hands on AMQP_URL"),
+        ({"pass_env": ("AMQP_URL",)}, 1, "passes on AMQP_URL"),
         ({"command": ("/bin/worker", "{queue}")}, 1, "needs the parameter queue"),
     ],
     ids=["no resources", "no variable", "no value"],

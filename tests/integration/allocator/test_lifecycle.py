@@ -160,7 +160,7 @@ async def test_only_the_owner_or_an_admin_may_change_a_reservation(tmp_path: Pat
             with pytest.raises(PermissionDeniedError, match="belongs to ann") as caught:
                 await call(told)
             assert (caught.value.reason, caught.value.metadata["owner"]) == ("NOT_OWNER", "ann")
-        with pytest.raises(FailedPreconditionError, match="fence 0 is not the one"):
+        with pytest.raises(FailedPreconditionError, match="fence 0 does not belong"):
             await ann.release(told)
         assert (await root.renew(granted)).owner == "ann"
         assert (await root.release(granted)).state == Reservation.STATE_RELEASED

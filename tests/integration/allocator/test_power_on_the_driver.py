@@ -149,9 +149,9 @@ async def test_a_reservations_limit_lasts_as_long_as_it_does(tmp_path: Path, hel
         await here.until_limits(700, None)
         last, first = await here.changes()
         assert (first.gpu, first.watts, first.HasField("before_watts")) == (here.gpus[0], 300, False)
-        assert first.reason == "whoever holds it wants 300 W at most"
+        assert first.reason == "its holder limits it to 300 W"
         assert (last.before_watts, last.HasField("watts")) == (300, False)
-        assert last.reason == "nothing asks for a cap any more"
+        assert last.reason == "no cap is needed any more"
 
 
 async def test_a_budget_is_kept_shared_explained_and_what_would_exceed_it_does_not_start(

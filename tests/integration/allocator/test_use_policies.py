@@ -69,7 +69,7 @@ async def test_an_idle_holder_is_noted_and_then_sent_away_a_busy_or_silent_one_n
         await admin.pass_time(2)
         noted = await eventually(lambda: _noted(client, idle), timeout=10)
         assert "policy idle: the GPU idle for 1 h" in noted.notes[0]
-        assert "is taken away in 1 h 9 min if that lasts" in noted.notes[0]
+        assert "will be revoked in 1 h 9 min if this continues" in noted.notes[0]
         assert not noted.HasField("revoke_time")
         assert (await client.renew(idle)).notes == noted.notes, "who runs it reads that when it renews"
         await eventually(lambda: _told(hook, "policy", 1), timeout=10)
@@ -84,7 +84,7 @@ async def test_an_idle_holder_is_noted_and_then_sent_away_a_busy_or_silent_one_n
         assert ended.state == Reservation.STATE_CANCELLED
         texts = await eventually(lambda: _told(hook, "policy", 2), timeout=10)
         assert f"{idle.name} of h-idle: the GPU idle for 1 h" in texts[0]
-        assert "taken away in 10 min" in texts[1]
+        assert "will be revoked in 10 min" in texts[1]
         assert len(await eventually(lambda: _told(hook, "ending", 1), timeout=10)) == 1
         assert len(await eventually(lambda: _told(hook, "revoked", 1), timeout=10)) == 1
         assert {one["holder"] for one in hook.events} == {"h-idle"}
@@ -235,7 +235,7 @@ async def test_after_an_upgrade_only_nodes_that_go_down_then_are_told(tmp_path: 
 async def test_a_dry_run_of_what_is_not_on_record_is_refused(tmp_path: Path) -> None:
     wrong = "start_time must be before end_time, and both past"
     asked = [
-        ("OUTSIDER", -7200, 0, "what OUTSIDER is about is not recorded"),
+        ("OUTSIDER", -7200, 0, "what OUTSIDER needs is not recorded"),
         ("IDLE", 0, -60, wrong),
         ("IDLE", -60, 3600, wrong),
         ("IDLE", -15 * 86_400, 0, "start_time must be within the last 14 days"),

@@ -201,7 +201,7 @@ async def test_no_gpu_is_reserved_for_adapters_that_are_full(
 ) -> None:
     async with FakeAdapter(max_replicas=1).connected(autoscaler.address):
         await autoscaler.create(endpoint(low=2, high=2, gpus=1))
-        assert "as many replicas as they may" in (await decided(autoscaler, "NO_ADAPTER")).summary
+        assert "the maximum number of replicas" in (await decided(autoscaler, "NO_ADAPTER")).summary
         assert len(allocator.reservations) == 1
 
 

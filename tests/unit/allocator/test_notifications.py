@@ -55,7 +55,7 @@ def test_each_change_is_told_once() -> None:
     leaving = replace(HELD, revoke_at=NOW + 600, end_reason="policy idle: idle for 2 h")
     (ending,) = of_change(HELD, leaving, NOW, WALL)
     assert (ending.kind, ending.holder) == (EventKind.ENDING, "ann")
-    assert "reservations/r1 of ann (train) is taken away in 10 min: policy idle" in ending.text
+    assert "reservations/r1 of ann (train) will be revoked in 10 min: policy idle" in ending.text
     assert of_change(leaving, replace(leaving, deadline=NOW + 900), NOW, WALL) == []
     job = replace(JOB, members=(ENDED,))
     (ended,) = of_change(HELD, replace(HELD, job=job), NOW, WALL)

@@ -50,7 +50,7 @@ def test_without_need_there_are_no_caps_but_those_that_holders_want() -> None:
     assert caps(found) == [300.0, 200.0], (
         "not below what the device admits; and nobody wishes for what nobody holds"
     )
-    assert "wants 300 W at most" in found.caps["g0"].reason
+    assert "limits it to 300 W" in found.caps["g0"].reason
     assert look(PowerBudget(9999.0), replace(BUSY, wish=900.0)).caps == {}
 
 

@@ -190,7 +190,7 @@ def test_the_adapter_with_the_fewest_replicas_then_by_id() -> None:
         (ReplicaTemplate("worker"), adapter("a", live=False), "no adapter is connected"),
         (ReplicaTemplate("other"), adapter("a"), "has the template other"),
         (ReplicaTemplate("worker", adapter="b"), adapter("a"), "adapter b is not connected"),
-        (ReplicaTemplate("worker"), adapter("a", max_replicas=2), "as many replicas as they may"),
+        (ReplicaTemplate("worker"), adapter("a", max_replicas=2), "the maximum number of replicas"),
         (ReplicaTemplate("worker", gpu_count=1), adapter("a", node=""), "bound to a node"),
     ],
 )

@@ -187,7 +187,7 @@ def test_a_rate_is_a_signal_as_old_as_it_is_and_missing_where_it_is_unknown() ->
         assert (seen.status, seen.value, seen.age) == (ObservationStatus.OK, value, 8.0)
         unknown = observe(signal(count=count), reading(), NOW)
         assert (unknown.status, unknown.value) == (ObservationStatus.MISSING, None)
-        assert "rates are not known" in unknown.detail
+        assert "rates are unknown" in unknown.detail
 
 
 @given(now=st.floats(0, 1e9), interval=st.floats(0.001, 3600))

@@ -37,43 +37,43 @@ class AllocatorSettings(StatefulSettings):
     ended_max_records: int = Field(
         1_000_000,
         ge=0,
-        description="most ended reservations that are kept; then their request ids may be granted again",
+        description="most ended reservations to keep; beyond it, their request ids may be granted again",
     )
     ended_max_mib: int = Field(
         1024,
         ge=1,
-        description="most disk that ended reservations take, in MiB; those that ended first go first",
+        description="most disk space for ended reservations, in MiB; those that ended first are dropped first",
     )
     usage_keep_days: int = Field(
         1830,
         ge=100,
         le=36_500,
-        description="days for which it is kept who used how much; some 0.4 MB a GPU and year",
+        description="days to keep usage records; some 0.4 MB per GPU and year",
     )
     fences_above: int = Field(
         0,
         ge=0,
         le=2**62,
-        description="give only fences above this one: after a restore, one above all that were given since the copy",
+        description="give only fences above this one; after a restore, set it above all given since the backup",
     )
     max_waiting: int = Field(1000, ge=0, le=100_000, description="most requests in the queue")
     preemption_min_runtime_seconds: float = Field(
         300.0, ge=0, le=604_800, description="how long a reservation must have run before it may be preempted"
     )
     preemption_grace_seconds: float = Field(
-        30.0, ge=0, le=86_400, description="how long a preempted reservation has left"
+        30.0, ge=0, le=86_400, description="grace of a preempted reservation"
     )
     rebalance_moves_per_hour: int = Field(
         0,
         ge=0,
         le=100_000,
-        description="how many movable reservations are moved in an hour at most to make room for who waits; 0: none but by ApplyRebalance",
+        description="most automatic moves per hour of movable reservations, to make room for the queue; 0: only by ApplyRebalance",
     )
     booking_horizon_seconds: float = Field(
         86_400.0,
         ge=600,
         le=31_536_000,
-        description="how long a lease without a time limit counts as lasting: bookings that start later have precedence",
+        description="assumed length of a lease without a time limit; bookings that start later take precedence",
     )
     notify_networks: tuple[str, ...] = Field(
         (), description="networks of private addresses to which notifications may be sent, such as 10.0.0.0/8"
@@ -82,7 +82,7 @@ class AllocatorSettings(StatefulSettings):
         0.0,
         ge=0,
         le=365,
-        description="after how many days past use of a tenant counts half when its requests are served in turn; 0: it does not count",
+        description="half-life in days of past use in the fair share of a tenant; 0: past use does not count",
     )
     memory_weight: float = Field(0.6, ge=0, le=1000, description="weight of free memory in the spread score")
     utilization_weight: float = Field(

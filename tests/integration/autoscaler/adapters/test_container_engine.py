@@ -338,7 +338,7 @@ async def test_an_engine_that_went_away_is_found_again(tmp_path: Path) -> None:
 
 async def test_a_refused_create_is_final_and_says_why(tmp_path: Path) -> None:
     async with site(tmp_path, pull=False) as at:
-        assert "not to be pulled" in (await at.engine.apply([Start(ORDER, "far")]))[ONE]
+        assert "does not allow pulling" in (await at.engine.apply([Start(ORDER, "far")]))[ONE]
         assert at.double.count("/images/create") == 0
         at.double.create_fault = 400
         assert await at.engine.apply([START]) == {ONE: "its container cannot be made: cannot make it"}

@@ -191,7 +191,7 @@ async def test_what_a_real_engine_says_of_ends_and_refusals(podman: Podman, tmp_
             ]
         )
         assert "no such file" in refused[order("missing").replica]
-        assert "image is not there" in refused[order("absent").replica]
+        assert "image is missing" in refused[order("absent").replica]
         assert "needs the parameter code" in refused[order("gpus").replica]
         assert refused[order("gpus-2").replica] == NO_GPUS
 

@@ -324,5 +324,5 @@ async def test_an_agent_that_does_not_answer_is_minded_where_it_is_required(
         asked = Admission(channel, required=required)
         assert await asked.refusal(order) == "the node's agent refuses: this host has no such GPU"
         agent.hangs = True
-        assert ("the node's agent must admit it, and does not" in await asked.refusal(order)) is required
+        assert ("the node's agent must admit it, but did not" in await asked.refusal(order)) is required
     assert not await Admission(None, required=required).refusal(order), "where nobody is to be asked"

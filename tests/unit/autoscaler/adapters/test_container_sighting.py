@@ -35,7 +35,9 @@ LABELS = labels("here", ORDER)
             "exited",
             Details(exit_code=137, out_of_memory=True, memory=64),
             Sighting(
-                WorkerLife.ENDED, -9, "the kernel ended it for want of memory, at its limit of 64 bytes"
+                WorkerLife.ENDED,
+                -9,
+                "the kernel killed it when it ran out of memory, at its limit of 64 bytes",
             ),
         ),
         (

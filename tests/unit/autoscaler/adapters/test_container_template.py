@@ -149,7 +149,7 @@ def test_an_image_can_be_kept_from_asking_about_its_health() -> None:
         (replace(ORDER, parameters={}), {}, "needs the parameter queue"),
         (replace(ORDER, parameters={"queue": "-x"}), {}, "must not begin with '-'"),
         (replace(ORDER, parameters={"queue": "q", "image": "evil"}), {}, "no placeholder {image}"),
-        (ORDER, {"pass_env": ["ABSENT"]}, "hands on ABSENT"),
+        (ORDER, {"pass_env": ["ABSENT"]}, "passes on ABSENT"),
     ],
     ids=["missing", "option", "unknown", "variable"],
 )

@@ -172,7 +172,7 @@ class Ledger:
         if found.fingerprint != fingerprint:
             raise AlreadyExistsError(
                 f"request_id {request_id} was used before with other arguments or by another caller;"
-                " choose a new UUID for each grant that is wanted",
+                " use a new UUID for each new grant",
                 reason="REQUEST_ID_REUSED",
                 metadata={"request_id": request_id},
             )
@@ -389,8 +389,8 @@ class Ledger:
         found = self.get(reservation_id)
         if fence != found.fence:
             raise FailedPreconditionError(
-                f"fence {fence} is not the one of reservation {reservation_id};"
-                " use the fence that came with the grant",
+                f"fence {fence} does not belong to reservation {reservation_id};"
+                " use the fence returned with the grant",
                 reason="FENCE_MISMATCH",
                 metadata={"reservation": reservation_id},
             )
@@ -403,7 +403,7 @@ class Ledger:
             raise FailedPreconditionError(
                 f"reservation {found.id} has ended ({'ending' if found.live else found.state.value})"
                 + (f": {why}" if why else "")
-                + "; reserve anew: its GPUs may be another's",
+                + "; reserve again: its GPUs may have been granted to others",
                 reason="RESERVATION_ENDED",
                 metadata={"reservation": found.id},
             )

@@ -77,7 +77,7 @@ def of_change(was: Reservation | None, now: Reservation, clock: float, wall: dat
         found.append((EventKind.GRANTED, f"{who} waited and has {len(now.gpus)} GPUs now, on {nodes}", None))
     if was is not None and now.live and now.revoke_at is not None and was.revoke_at is None:
         left = span(max(0.0, now.revoke_at - clock))
-        found.append((EventKind.ENDING, f"{who} is taken away in {left}: {now.end_reason}", None))
+        found.append((EventKind.ENDING, f"{who} will be revoked in {left}: {now.end_reason}", None))
     code = now.job.exit_code(now.member_count) if now.job else None
     if was is not None and code is not None and (not was.job or was.job.exit_code(was.member_count) is None):
         found.append((EventKind.JOB_ENDED, f"the job of {who} ended with exit code {code}", code))
@@ -99,7 +99,7 @@ def of_act(act: PolicyAct, holders: Sequence[str]) -> list[NotifiedEvent]:
     others = [one.value for one in act.actions if one not in untold]
     said = f"policy {act.policy}: {act.subject}{' of ' + ', '.join(holders) if holders else ''}: {act.reason}"
     if Action.REVOKE in act.actions:
-        others[-1] = f"it is taken away in {span(act.grace)}"
+        others[-1] = f"it will be revoked in {span(act.grace)}"
     text = f"{said} ({', '.join(others)})" if others else said
     return [
         NotifiedEvent(EventKind.POLICY, act.subject, text, act.time, holder, act.policy)

@@ -198,7 +198,7 @@ class Governor:
                 if name := budget.sum_of(node):
                     of_nodes.setdefault((key, name), set()).add(node.id)
         chosen = {
-            gpu.uuid: PowerCap(gpu.most, f"whoever holds it wants {gpu.most:g} W at most")
+            gpu.uuid: PowerCap(gpu.most, f"its holder limits it to {gpu.most:g} W")
             for node in nodes
             for gpu in gpus.get(node.id, ())
             if gpu.helped

@@ -350,7 +350,7 @@ def notice(name: str, policy: UsePolicy, track: Track) -> str:
     said = f"policy {name}: {track.what}" + (f" for {span(track.held)}" if track.held >= 1 else "")
     due = track.next_due(policy)
     if due is not None and Action.REVOKE in policy.stages[track.done].actions:
-        said += f"; it is taken away in {span(due + policy.stages[track.done].grace)} if that lasts"
+        said += f"; it will be revoked in {span(due + policy.stages[track.done].grace)} if this continues"
     return said
 
 
@@ -358,17 +358,17 @@ def problems(policy: UsePolicy) -> list[tuple[str, str]]:
     """Contradictions in a policy: (field of the spec, what is wrong)."""
     found: list[tuple[str, str]] = []
     if not policy.stages:
-        found.append(("stages", "must name one stage at least"))
+        found.append(("stages", "must have at least one stage"))
     for index, stage in enumerate(policy.stages):
         if index and stage.after <= policy.stages[index - 1].after:
-            found.append((f"stages[{index}].after", "must be more than that of the stage before"))
+            found.append((f"stages[{index}].after", "must be greater than that of the previous stage"))
         if not stage.actions:
-            found.append((f"stages[{index}].actions", "must name one at least"))
+            found.append((f"stages[{index}].actions", "must have at least one"))
         if Action.REVOKE in stage.actions and policy.condition is PolicyCondition.OUTSIDER:
-            fault = "REVOKE would end whoever holds the GPU, not the outsider"
+            fault = "REVOKE would revoke the GPU's holder, not the outsider"
             found.append((f"stages[{index}].actions", fault))
         if Action.KILL in stage.actions and policy.condition is not PolicyCondition.OUTSIDER:
-            found.append((f"stages[{index}].actions", "KILL is for OUTSIDER alone"))
+            found.append((f"stages[{index}].actions", "KILL is only valid for OUTSIDER"))
         if Action.KILL in stage.actions and stage.grace > MOST_KILL_GRACE:
             found.append((f"stages[{index}].grace", f"must be at most {MOST_KILL_GRACE:g} s with KILL"))
         last = {Action.REVOKE, Action.KILL}.intersection(stage.actions)

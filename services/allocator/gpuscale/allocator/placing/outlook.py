@@ -186,7 +186,9 @@ def _leases(
     last = ending[count - 1]
     left = f"{max(0.0, due_at(last) - now):.0f} s"
     if last.revoke_at is not None and last.revoke_at <= last.deadline:
-        yield sentence(f"reservation {last.id} of {last.holder} is taken away in {left}: then there is room")
+        yield sentence(
+            f"reservation {last.id} of {last.holder} will be revoked in {left}: then there is room"
+        )
     else:
         yield sentence(
             f"reservation {last.id} of {last.holder} ends in {left} at the latest, unless it is renewed:"

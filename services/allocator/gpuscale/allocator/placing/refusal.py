@@ -382,7 +382,7 @@ def _not_online(candidates: Sequence[Node]) -> str:
 def _unsatisfiable(survey: Survey) -> str:
     """No node would serve the ask even if all of it were free."""
     ask = survey.ask
-    said = f"{asked(ask)}: this can never be had, because"
+    said = f"{asked(ask)} can never be granted:"
     most, (cpu, memory, gpu_memory) = survey.widest(), survey.largest()
     if most is None or (not most.gpus and ask.gpu_count):
         return f"{said} no node here has a GPU. Start an agent on a host with GPUs, or choose other nodes."
@@ -403,7 +403,7 @@ def _unsatisfiable(survey: Survey) -> str:
         taken = {GangStrategy.STRICT_PACK: f"the roomiest node takes {int(room.max())}"}.get(
             ask.gang_strategy, f"all nodes together take {int(np.minimum(room, each).sum())}"
         )
-        return f"{said} {taken} of its {ask.member_count} members so. Ask for fewer."
+        return f"{said} {taken} of its {ask.member_count} members. Ask for fewer."
     most_of_all = f"{cpu / WHOLE:g} cores and {mib(memory)} of main memory are the most"
     return f"{said} no such node has so much: {most_of_all}. Ask for less."
 

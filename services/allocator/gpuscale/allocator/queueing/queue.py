@@ -339,7 +339,7 @@ class Queue:
         """ResourceExhaustedError (QUEUE_FULL) if the queue is full."""
         if len(self._waiters) >= self._rules.max_waiting:
             raise ResourceExhaustedError(
-                f"{len(self._waiters)} requests wait already, which is as many as may; try again later",
+                f"{len(self._waiters)} requests already wait, which is the maximum; try again later",
                 reason="QUEUE_FULL",
                 metadata={"waiting": str(len(self._waiters))},
             )

@@ -191,7 +191,7 @@ class Witness:
 
     def _inconsistent(self, what: str) -> FailedPreconditionError:
         return FailedPreconditionError(
-            f"the state in {self._database} is not what was acknowledged: {what}. Nothing is granted on such a state, and"
+            f"the state in {self._database} is not what was acknowledged: {what}. Nothing is granted, and"
             f" it was left as it is. Restore a copy; to go on with what there is, remove {self.path}",
             reason="STATE_INCONSISTENT",
         )

@@ -279,12 +279,12 @@ class Calendar:
                 if not one.gpus.isdisjoint(gpu.uuid.lower() for gpu in free.gpus)
             )
             raise ResourceExhaustedError(
-                f"too few GPUs then: others are booked, by {names}", reason="NO_CAPACITY"
+                f"too few GPUs are free at that time: others are booked, by {names}", reason="NO_CAPACITY"
             )
         if isinstance(self.world.place_after(ask, now, left), Pick):
             raise ResourceExhaustedError(
-                f"too few GPUs then: others are held under leases that may last longer. Book a start of {local(wall + self.bookings.horizon)}"
-                " or later, of which holders get notice in time",
+                f"too few GPUs are free at that time: others are held under leases that may last longer. Book a start of {local(wall + self.bookings.horizon)}"
+                " or later, so that holders get notice in time",
                 reason="NO_CAPACITY",
             )
         raise refusal_error(free)

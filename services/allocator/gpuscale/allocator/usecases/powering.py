@@ -159,7 +159,7 @@ class Powering:
             before.watts if before else None,
             after.watts if after else None,
             after.budget if after else before.budget if before else "",
-            after.reason if after else "nothing asks for a cap any more",
+            after.reason if after else "no cap is needed any more",
             self.records.clock.wall(),
         )
         self._changes.append((self._changes[-1][0] + 1 if self._changes else 1, change))

@@ -292,7 +292,7 @@ class Waiting:
         if entry is not None and entry.waiter.order.fingerprint != order.fingerprint:
             raise AlreadyExistsError(
                 f"request_id {order.request_id} waits already with other arguments or for another caller;"
-                " choose a new UUID for each grant that is wanted",
+                " use a new UUID for each new grant",
                 reason="REQUEST_ID_REUSED",
                 metadata={"request_id": order.request_id},
             )

@@ -38,7 +38,7 @@ class Admission:
         if self._stub is None:
             if not self._warned:
                 self._warned = True
-                _log.warning("no agent admits work here: set agent_address", replica=order.replica)
+                _log.warning("no agent admits work on this node: set agent_address", replica=order.replica)
             return ""
         request = monitor_api.AdmitWorkRequest(
             gpu_uuids=order.gpu_uuids,
@@ -59,7 +59,7 @@ class Admission:
             if error.reason == "LEASE_TOKEN_INVALID" or (unheld and error.reason != "LEASE_NOT_CHECKED"):
                 return f"the node's agent refuses: {error.message}"
             if self._required and pid is None:
-                return f"the node's agent must admit it, and does not: {error.message}"
+                return f"the node's agent must admit it, but did not: {error.message}"
             _log.warning(
                 "the agent did not admit work",
                 reservation=order.reservation,

@@ -163,7 +163,7 @@ class AutoscalerConnection:
 
     async def _answer(self, question: autoscaler_internal.LogQuestion) -> None:
         """Read part of a log and send it."""
-        part = LogPart(problem="this adapter keeps none")
+        part = LogPart(problem="this adapter keeps no logs")
         if self._read_log is not None:
             offset = question.offset if question.HasField("offset") else None
             part = await asyncio.to_thread(self._read_log, question.replica, offset, question.max_bytes)
@@ -179,7 +179,7 @@ def to_desired(item: autoscaler_internal.DesiredReplica) -> Desired | None:
     """The desired state of one replica; None for a goal or a name unknown to this version."""
     ids = names.match(names.REPLICA, item.replica)
     if item.goal not in _GOALS or ids is None:
-        _log.warning("the autoscaler asks for something unknown", replica=item.replica, goal=item.goal)
+        _log.warning("the autoscaler sent an unknown order", replica=item.replica, goal=item.goal)
         return None
     order = ReplicaOrder(
         replica=item.replica,

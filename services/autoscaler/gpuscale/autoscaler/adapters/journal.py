@@ -117,6 +117,6 @@ def _read(path: Path) -> JournalRecord:
         return _RECORD.validate_python(fields)
     except ValueError as error:
         raise FailedPreconditionError(
-            f"{path} cannot be read, so a replica may run that is not known; it was left as it is",
+            f"{path} cannot be read, so an unknown replica may be running; the file was not changed",
             reason="STATE_UNREADABLE",
         ) from error

@@ -92,7 +92,7 @@ def parse_argument(argument: str) -> tuple[str | Placeholder, ...]:
     for piece in _PIECE.finditer(argument):
         name, kind = piece["name"], piece["kind"]
         if piece["stray"] is not None:
-            raise ValueError("has a brace that stands alone; write {{ or }} for the brace itself")
+            raise ValueError("has an unmatched brace; write {{ or }} for a literal brace")
         if name is None:
             parts.append(piece[0].replace("{{", "{").replace("}}", "}"))
         elif not is_id(name) or kind not in {None, "int"}:
@@ -127,7 +127,7 @@ def check_environment(env: Mapping[str, str], pass_env: Iterable[str]) -> None:
     """ValueError if a template sets or passes on an invalid variable, or one that the adapter sets."""
     for name in (*env, *pass_env):
         if not _VARIABLE.fullmatch(name):
-            raise ValueError(f"{name!r} is no name of a variable")
+            raise ValueError(f"{name!r} is not a valid variable name")
         if _OWN_VARIABLE.fullmatch(name):
             raise ValueError(f"{name} is set by the adapter")
     if any("\0" in value for value in env.values()):
@@ -220,7 +220,7 @@ def handed_on(name: str, pass_env: Iterable[str], environment: Mapping[str, str]
     for variable in pass_env:
         if variable not in environment:
             raise LaunchRefusedError(
-                f"template {name} hands on {variable}, which the adapter's environment does not have"
+                f"template {name} passes on {variable}, which is not in the adapter's environment"
             )
     return {variable: environment[variable] for variable in pass_env}
 

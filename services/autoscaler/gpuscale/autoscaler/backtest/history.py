@@ -58,19 +58,19 @@ class RecordedReading:
 def workload(readings: Sequence[RecordedReading], service: float | None = None) -> list[Request]:
     """The requests of a history, oldest first, evenly spread between readings; `service` seconds each, or learned."""
     if len(readings) < 2:
-        raise NoWorkloadError(f"less than {2 * SPACING:g} s were seen of it")
+        raise NoWorkloadError(f"less than {2 * SPACING:g} s of it were recorded")
     if service is None:
         told = [one for one in readings if one.delivered >= 0]
         delivered = sum(one.delivered * one.weight for one in told)
         busy = sum(one.unacked * one.weight for one in told)
         if delivered <= 0 or busy <= 0:
-            raise NoWorkloadError("its watchers tell no rates, so the time of a request has to be stated")
+            raise NoWorkloadError("its watchers tell no rates, so the service time must be given")
         service = busy / delivered
     found = list(islice(_requests(readings, service), MOST_REQUESTS + 1))
     if not found:
-        raise NoWorkloadError("nothing arrived in all that was seen of it")
+        raise NoWorkloadError("nothing arrived in its recorded history")
     if len(found) > MOST_REQUESTS:
-        raise NoWorkloadError(f"more than {MOST_REQUESTS} requests came, which is too much to run")
+        raise NoWorkloadError(f"more than {MOST_REQUESTS} requests arrived, which are too many to run")
     return found
 
 

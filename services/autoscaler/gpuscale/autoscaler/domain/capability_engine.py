@@ -159,7 +159,7 @@ def _without_tasks(rule: Rule, inputs: Inputs, before: int) -> RuleOutcome | Non
     seen = inputs.observations[rule.signal]
     if seen.tasks is not None or not seen.value:
         return None
-    text = f"{rule.signal}: nobody knows what its tasks need"
+    text = f"{rule.signal}: what its tasks need is unknown"
     step = Step(Stage.RULE, Code.SIGNAL_MISSING, before, before, text, rule.id)
     return RuleOutcome(rule.id, Vote.HOLD, step, limited=True)
 

@@ -434,7 +434,7 @@ def _gpu_gate(spec: EndpointSpec, before: int, asked: int, limit: int | None) ->
     code = Code.CAPPED_BY_GPUS if caps else Code.GPUS_SHORT
     text = f"GPUs are there for {limit}"
     if limit is None:
-        code, text = Code.GPUS_UNKNOWN, "nobody knows how many GPUs are free"
+        code, text = Code.GPUS_UNKNOWN, "the number of free GPUs is unknown"
     if not caps:
         return Step(Stage.GPU, code, asked, asked, f"{text}; the rest would wait")
     return Step(Stage.GPU, code, asked, max(before, spec.min_replicas, limit or 0), text)

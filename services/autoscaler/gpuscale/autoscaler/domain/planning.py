@@ -351,7 +351,7 @@ def nobody(template: ReplicaTemplate, adapters: Sequence[AdapterFacts], needs: A
         return f"no adapter with the template {template.template} is bound to a node, whose GPUs it could use"
     if not any(adapter.offers(template.template, needs) for adapter in able):
         return f"no adapter with the template {template.template} offers {in_words(needs)}"
-    return f"the adapters with the template {template.template} run as many replicas as they may"
+    return f"the adapters with the template {template.template} run the maximum number of replicas"
 
 
 def startup_seconds(replicas: Iterable[Replica], at: Moment) -> float | None:

@@ -67,9 +67,9 @@ def queue_sample(source: QueueSignal, reading: QueueReading | None) -> Sample:
             QueueCount.UNACKED: reading.unacked,
             QueueCount.TOTAL: reading.total,
         }
-        problem = "the broker does not tell the unacknowledged messages; its management API would"
+        problem = "the broker does not report unacknowledged messages over AMQP; its management API does"
     elif rates is None:
-        problem = "rates are not known; a watcher reads them that says so, from the management API"
+        problem = "rates are unknown; a watcher with rates enabled reads them from the management API"
     else:
         at = min(at, rates.at)
         known = {

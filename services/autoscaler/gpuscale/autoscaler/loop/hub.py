@@ -418,7 +418,7 @@ class AdapterHub:
         name = adapter_name(adapter)
         if adapter in self._sessions:
             raise FailedPreconditionError(
-                f"{name} is connected: it can tell itself what becomes of its replicas",
+                f"{name} is connected: it can still report on its replicas",
                 reason="ADAPTER_CONNECTED",
                 metadata={"name": name},
             )

@@ -302,7 +302,7 @@ class EndpointLoop:
             return await self._deps.store.write(work, frees=goes)
         except UnavailableError as error:
             if error.reason == "DISK_FULL":
-                # Stopping frees capacity; replicas that will lose their GPUs must not delay it.
+                # Stops free space; and replicas that will lose their GPUs must not run until there is some.
                 only = replace(facts, evaluate=False, starts=False)
                 work = partial(run_pass, endpoint_id=self._id, facts=only)
                 if (passed := await self._deps.store.write(work, frees=True)) is not None:

@@ -164,7 +164,7 @@ class Backtests:
             self._stored[one.message.name] = one
             self.feed.put(one.message.name, one.message)
             if not one.message.HasField("end_time"):
-                why, text = _Why.END_REASON_SERVICE_ENDED, "the autoscaler that had its workload ended"
+                why, text = _Why.END_REASON_SERVICE_ENDED, "the autoscaler ended, and its workload was lost"
                 await self._fail(one.message.name, why, text)
 
     async def run(self) -> None:
@@ -398,6 +398,6 @@ async def _in_thread(work: Callable[[], T]) -> T:
     await asyncio.wait([task])
     error = task.exception()
     if error is not None and not isinstance(error, GpuscaleError):
-        _log.error("a backtest met a bug", exc_info=error)
-        raise InternalError("a bug, of which the log of the autoscaler has more") from error
+        _log.error("a backtest failed because of a bug", exc_info=error)
+        raise InternalError("a bug; the log of the autoscaler has details") from error
     return task.result()

@@ -122,7 +122,7 @@ def create(connection: Connection, made: Endpoint, request_id: str, fingerprint:
 def update(
     connection: Connection, after: Endpoint, etag: str, asked: AskedOnce | None, wall: datetime, why: str = ""
 ) -> None:
-    """Store a changed spec if nothing else changed it since it was read, and the request, so that it is not repeated.
+    """Store a changed spec, keeping the current counts, and the request, so that it is not repeated.
 
     `why`: another policy was chosen for it, as its decisions will say.
     """

@@ -124,7 +124,7 @@ def resolve(brokers: Mapping[str, BrokerSettings], environment: Mapping[str, str
         matched = _VARIABLE.fullmatch(variable)
         name = matched["name"].lower() if matched else ""
         if matched is None or not is_id(name):
-            raise _unusable(f"the environment variable {variable} is none that gpuscale knows")
+            raise _unusable(f"the environment variable {variable} is not one that gpuscale knows")
         overrides.setdefault(name, {})[matched["url"]] = variable
     names = sorted(brokers.keys() | overrides.keys())
     return {

@@ -69,7 +69,7 @@ class HeldNode:
     arrived: float
 
     def gpus(self, metric: str) -> Iterator[tuple[str, Told]]:
-        """The UUID of each GPU, in lower case, with its reading; None for one that is divided into MIG instances."""
+        """The UUID of each GPU, in lower case, with its reading, except those divided into MIG instances."""
         snapshot = self.message.snapshot
         for gpu in snapshot.gpus:
             if gpu.state == types_api.GpuState.GPU_STATE_DIVIDED:

@@ -250,7 +250,7 @@ def prometheus_sample(answer: PollAnswer[InstantVector]) -> Sample:
 
 
 def _allowed(address: Address, *, private: bool) -> bool:
-    """Whether a server may have this address: never an unspecified, multicast or link-local one."""
+    """Whether a server may have this address: never an unspecified, multicast or link-local one; with `private`, any other."""
     inner = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     if inner is not None:
         return _allowed(inner, private=private)

@@ -82,7 +82,7 @@ def problem(expression: str) -> str:
     try:
         tree = _tree(expression)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return "is no formula"
+        return "is not a formula"
     if _is_deep(tree):
         return f"is nested deeper than {DEEPEST} levels"
     for node in ast.walk(tree):
@@ -91,7 +91,7 @@ def problem(expression: str) -> str:
         if isinstance(node, ast.Constant) and (
             isinstance(node.value, bool) or not isinstance(node.value, int | float)
         ):
-            return "may contain numbers only"
+            return "may only contain numbers"
         if isinstance(node, ast.Call):
             function = node.func
             if node.keywords or not isinstance(function, ast.Name) or function.id not in _FUNCTIONS:
@@ -149,7 +149,7 @@ class FormulaRule(Kind):
             return
         used, meant = names(self.expression), Counter(name_of(signal) for signal in signals)
         if unknown := sorted(used - meant.keys() - OWN_NAMES):
-            yield "expression", f"names {', '.join(unknown)}, which is no signal of this endpoint"
+            yield "expression", f"names {', '.join(unknown)}, which is not a signal of this endpoint"
         if unclear := sorted(name for name in used if meant[name] > 1):
             yield "expression", f"names {', '.join(unclear)}, which may be one of several signals"
 

@@ -110,7 +110,7 @@ class SloRule(Kind):
         remembered = inputs.bursts.get(rule.id)
         learnt = remembered if isinstance(remembered, Learnt) else Learnt((), inputs.ready, inputs.now)
         if before == 0:
-            return Proposal(1, "without a replica nobody tells what arrives: at least 1", burst=learnt)
+            return Proposal(1, "arrivals are unknown without a replica: at least 1", burst=learnt)
         if absent := [name for name in ("running", "waiting", "requests", "served") if name not in seen]:
             text = f"{rule.id}.{absent[0]} cannot be had"
             return Proposal(before, text, code=Code.SIGNAL_MISSING, burst=learnt)
@@ -121,13 +121,13 @@ class SloRule(Kind):
         capacity = self.capacity(learnt.carried)
         late = {goal: seen[goal] / most for goal, most in self.goals.items() if goal in seen}
         shown = ", ".join(f"{goal} {_time(seen[goal])} of {_time(self.goals[goal])}" for goal in late)
-        said = f"{shown or 'no latency is told'}; {running:.3g} requests each, {requests:.3g}/s"
+        said = f"{shown or 'no latency is reported'}; {running:.3g} requests each, {requests:.3g}/s"
         if capacity is None:
             # Starting ones count, or each evaluation would double the previous one's request.
             short = requests / seen["served"] if seen["served"] > 0 and seen["waiting"] > 0 else 1.0
             worst = max(min(2.0, max(late.values(), default=0.0)), short)
             count = max(before, ceiling(inputs.serving * worst)) if worst > 1 else before
-            text = f"{said}; what a replica carries is not known yet"
+            text = f"{said}; the capacity of a replica is not known yet"
             return Proposal(count, text, count != before, burst=learnt)
         needed, why = self._needed(rule, seen, capacity, inputs)
         count = max(1, ceiling(needed))
@@ -135,7 +135,7 @@ class SloRule(Kind):
         text += f" and {capacity.tokens:.4g} tokens/s with {capacity.load:.3g} requests; {why}: {count}"
         if count < before and untold and running > 0:
             return Proposal(
-                before, f"{text}, but no {untold[0]} is told", code=Code.SIGNAL_MISSING, burst=learnt
+                before, f"{text}, but {untold[0]} is not reported", code=Code.SIGNAL_MISSING, burst=learnt
             )
         return Proposal(count, text, count != before, burst=learnt)
 

@@ -163,7 +163,7 @@ class DrainRule(Kind):
         if service is None and leaving > 0 and busy > 0:
             service = busy / leaving  # Little's law
         if service is None:
-            text = f"{signal} = {value:g}: the time that one piece takes is not known yet"
+            text = f"{signal} = {value:g}: the service time is not known yet"
             return Proposal(max(inputs.before, int(value > 0)), text, code=Code.WINDOW_NOT_FULL)
         arrivals = max(0.0, busy / service + growth if rate is None else rate)
         # What is in hand is seen half a window late.
@@ -198,7 +198,7 @@ class DrainRule(Kind):
         needed = keep_up + max(catch_up - room, 0.0)
         if math.isnan(needed):
             return Proposal(
-                inputs.before, f"{text}: no number of replicas comes of it", code=Code.SIGNAL_INVALID
+                inputs.before, f"{text}: this gives no number of replicas", code=Code.SIGNAL_INVALID
             )
         count, lasting = ceiling(needed), None if self.catch_up_held is None else ceiling(keep_up)
         text += f" with {room:.2f} to spare, and {waiting:g} waiting within {self.deadline:g} s {catch_up:.2f}: {count}"

@@ -27,7 +27,7 @@ METRICS = "gpuscale.metrics"
 
 STARTING = "its health check has not succeeded yet"
 UNWELL = "its health check fails"
-UNTOLD = "its engine lists it, and does not tell how it fares"
+UNTOLD = "its engine lists it, but does not report its state"
 
 NOT_STARTED = frozenset({"created", "configured", "initialized"})
 OVER = frozenset({"exited", "stopped", "dead", "removing"})
@@ -167,7 +167,7 @@ def sighting(state: str, details: Details, given_up: str = "") -> Sighting:
 def _why_ended(details: Details, code: int) -> str:
     if details.out_of_memory:
         limit = f", at its limit of {details.memory} bytes" if details.memory else ""
-        return f"the kernel ended it for want of memory{limit}"
+        return f"the kernel killed it when it ran out of memory{limit}"
     if details.error:
         return f"the engine says: {details.error}"
     return f"it ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"

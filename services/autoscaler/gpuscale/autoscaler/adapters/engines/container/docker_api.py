@@ -180,4 +180,4 @@ async def _answers(seconds: float | None = CALL_TIMEOUT, *, reading: bool = Fals
     except (aiohttp.ClientError, OSError) as error:
         raise EngineUnavailableError(str(error) or type(error).__name__) from error
     except (ValueError, TypeError, KeyError) as error:
-        raise EngineUnavailableError("what answers is no Docker-compatible engine") from error
+        raise EngineUnavailableError("the server that answers is not a Docker-compatible engine") from error

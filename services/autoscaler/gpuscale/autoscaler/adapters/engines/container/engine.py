@@ -95,7 +95,7 @@ class Pulls:
         elif wait.outcome is not None:
             del self._waits[replica]
             raise LaunchRefusedError(
-                wait.outcome or f"its image {image} was pulled, and still the engine says: {why}"
+                wait.outcome or f"its image {image} was pulled, but the engine still says: {why}"
             )
 
     def drop(self, replica: str) -> None:
@@ -123,9 +123,7 @@ if TYPE_CHECKING:
 
 NO_RUNTIME = "could not select device driver"
 """Docker's message if the NVIDIA runtime is not set up."""
-NO_GPUS = (
-    "the engine took the request for GPUs and did not keep it, so it would run without; Podman does that"
-)
+NO_GPUS = "the engine accepted the request for GPUs but ignored it, so the container would run without; Podman does that"
 POLL = 3.0
 """Seconds between two observations while no event arrives."""
 AT_ONCE = 8
@@ -289,7 +287,7 @@ class ContainerEngine(StepwiseEngine):
                 raise LaunchRefusedError(f"its container cannot be made: {error}") from error
             if template.pull == "never":
                 raise LaunchRefusedError(
-                    f"its image is not there, and is not to be pulled: {error}"
+                    f"its image is missing, and the template does not allow pulling it: {error}"
                 ) from error
             self._pulls.missing(order.replica, template.image, str(error))
             return

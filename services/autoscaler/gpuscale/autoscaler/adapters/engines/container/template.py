@@ -98,7 +98,7 @@ def check_program(command: tuple[str, ...]) -> tuple[str, ...]:
 def check_image(image: str) -> None:
     """Check that a text can be the name of an image. Raises ValueError otherwise."""
     if not _REFERENCE.fullmatch(image) or "//" in image:
-        raise ValueError("must be the name of an image, such as registry.example/team/worker:1.2")
+        raise ValueError("must be an image name, such as registry.example/team/worker:1.2")
 
 
 def is_allowed(image: str, patterns: Iterable[str]) -> bool:

@@ -44,17 +44,17 @@ class ReplicaLogs:
         A replica may replace its file with anything: only regular files are read.
         """
         if match(REPLICA, replica) is None:
-            return LogPart(problem="it is no name of a replica")
+            return LogPart(problem="it is not a replica's name")
         try:
             file = os.open(self.path(replica), _READS)
         except FileNotFoundError:
-            return LogPart(problem="it is not kept, or it wrote nothing yet")
+            return LogPart(problem="it was not kept, or the replica has written nothing yet")
         except OSError as error:
             return LogPart(problem=str(error.strerror))
         try:
             status = os.fstat(file)
             if not stat.S_ISREG(status.st_mode):
-                return LogPart(problem="it is no file")
+                return LogPart(problem="it is not a file")
             begin = max(0, status.st_size - most) if offset is None else offset
             if begin > status.st_size:  # it was truncated meanwhile
                 begin = 0

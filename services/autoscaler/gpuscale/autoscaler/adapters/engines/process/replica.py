@@ -127,7 +127,7 @@ class LocalReplica:
             self._ended(None, refusal)
             return
         if self._dropped:
-            self._ended(None, "it was asked to stop before it was started")
+            self._ended(None, "it was stopped before it started")
             return
         try:
             process = await WorkerProcess.start(
