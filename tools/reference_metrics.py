@@ -24,7 +24,7 @@ SOURCES = {
     "Of every service, by its name": "common/rpc/meter.py",
     "Of the databases of allocator and autoscaler": "common/store/store.py",
     "Of the allocator": "allocator/servicers/figures.py",
-    "Of the autoscaler": "autoscaler/servicers/figures.py",
+    "Of the autoscaler": "autoscaler/app.py",
     "Of every adapter": "autoscaler/adapters/main.py",
     "Of the dashboard": "dashboard/figures.py",
 }

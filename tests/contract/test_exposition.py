@@ -12,8 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpuscale.allocator.servicers import figures as allocator_figures
+from gpuscale.autoscaler import app as autoscaler_figures
 from gpuscale.autoscaler.adapters import main as adapter_figures
-from gpuscale.autoscaler.servicers import figures as autoscaler_figures
 from gpuscale.common.rpc import meter
 from gpuscale.common.rpc.meter import CallMeter, certificates_text
 from gpuscale.common.runtime.metrics_text import Family, Histogram, MetricsPage

@@ -1,8 +1,10 @@
-"""Composition of the autoscaler: store, queue watchers, adapters, leases, reconciler, and the gRPC services."""
+"""Composition of the autoscaler: store, queue watchers, adapters, leases, reconciler, gRPC services, and its figures."""
 
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import grpc
@@ -20,7 +22,6 @@ from gpuscale.autoscaler.servicers.decision_servicer import DecisionServicer
 from gpuscale.autoscaler.servicers.endpoint_servicer import EndpointServicer, RuleServicer
 from gpuscale.autoscaler.servicers.endpoints import Endpoints
 from gpuscale.autoscaler.servicers.feeds import Feeds
-from gpuscale.autoscaler.servicers.figures import add_figures
 from gpuscale.autoscaler.servicers.keda_servicer import SERVICE as KEDA_SERVICE
 from gpuscale.autoscaler.servicers.keda_servicer import registration as keda_registration
 from gpuscale.autoscaler.servicers.metric_servicer import MetricServicer
@@ -28,15 +29,16 @@ from gpuscale.autoscaler.servicers.preset_servicer import PresetServicer
 from gpuscale.autoscaler.servicers.watcher_servicer import QueueWatcherServicer, watchers_to_wire
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.autoscaler.signals.sources import Histories, WatcherUses, open_sources
-from gpuscale.autoscaler.signals.watchers import open_watchers
+from gpuscale.autoscaler.signals.watchers import QueueWatchers, open_watchers
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.decision_log import DecisionLog, Repetitions
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration
+from gpuscale.common.runtime.metrics_text import Family, MetricsPage, labels
 from gpuscale.common.runtime.tasks import Clock, TaskScope
 from gpuscale.common.store.sqlite_store import Sqlite
-from gpuscale.common.store.store import Store
+from gpuscale.common.store.store import Store, add_store
 from gpuscale.common.store.term import Term
 from gpuscale.internal.autoscaler import v1 as internal
 
@@ -51,6 +53,13 @@ _STREAM_SERVICE = "gpuscale.internal.autoscaler.v1.AdapterStreamService"
 SERVICES = (*(f"{_PACKAGE}.{name}" for name in _OF_PACKAGE), _STREAM_SERVICE, KEDA_SERVICE)
 """All that the autoscaler serves."""
 _Servicer = TypeVar("_Servicer")
+_PREFIX = "gpuscale_autoscaler"
+_DESIRED = Family(f"{_PREFIX}_endpoint_desired", "gauge", "Replicas that are wanted of an endpoint.")
+_GRANTED = Family(f"{_PREFIX}_endpoint_granted", "gauge", "Replicas of an endpoint that have their GPUs.")
+_READY = Family(f"{_PREFIX}_endpoint_ready", "gauge", "Replicas of an endpoint that are ready.")
+_LATE = Family(f"{_PREFIX}_endpoint_late_seconds", "gauge", "How late an evaluation of an endpoint is.")
+_ADAPTERS = Family(f"{_PREFIX}_adapters", "gauge", "Worker adapters, by whether they are heard of.")
+_WATCHERS = Family(f"{_PREFIX}_watchers", "gauge", "Queue watchers, by the state of their last reading.")
 
 
 @asynccontextmanager
@@ -167,3 +176,20 @@ async def _begin(state: Store, clock: Clock, uses: WatcherUses) -> int:
 def _registration(add: Callable[[_Servicer, grpc.aio.Server], None], servicer: _Servicer) -> Registration:
     service = add.__name__.removeprefix("add_").removesuffix("Servicer_to_server")
     return Registration(f"{_PACKAGE}.{service}", partial(add, servicer))
+
+
+async def add_figures(
+    reconciler: Reconciler, hub: AdapterHub, watchers: QueueWatchers, file: Path | None, page: MetricsPage
+) -> None:
+    """Add the figures to a page; `file` is the database, if it is a file."""
+    for endpoint, counts, late in reconciler.counts():
+        named = labels({"endpoint": endpoint})
+        page.add(_DESIRED, named, counts.desired)
+        page.add(_GRANTED, named, counts.granted)
+        page.add(_READY, named, counts.ready)
+        page.add(_LATE, named, round(late, 3))
+    for live, count in sorted(Counter(facts.live for facts in hub.facts()).items()):
+        page.add(_ADAPTERS, labels({"state": "LIVE" if live else "SILENT"}), count)
+    for state, count in sorted(watchers.states().items()):
+        page.add(_WATCHERS, labels({"state": state}), count)
+    add_store(page, _PREFIX, file)
