@@ -3,8 +3,8 @@
 import base64
 import binascii
 import hashlib
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -17,7 +17,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 
 _NANOS = 1_000_000_000
 _DAY = 86_400
@@ -259,7 +259,17 @@ def _decode(token: str, descending: bool) -> str:
 
 def forged_token() -> InvalidArgumentError:
     """What a page token is answered with that no page returned."""
-    return InvalidArgumentError("page_token is not one that a page of this list returned", field="page_token")
+    return InvalidArgumentError("page_token was not returned by this list", field="page_token")
+
+
+@contextmanager
+def absence_allowed(request: Any) -> Generator[None]:
+    """Deletes within the block; with allow_missing, a missing resource is no error."""
+    try:
+        yield
+    except NotFoundError:
+        if not request.allow_missing:
+            raise
 
 
 def enum_word(message: Message, field: str) -> str:

@@ -1,8 +1,7 @@
 """PolicyService and NotificationService on the wire: messages to values, one use case, values to messages."""
 
 import re
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -33,7 +32,6 @@ from gpuscale.common import names, wire
 from gpuscale.common.errors import (
     FieldViolation,
     InvalidArgumentError,
-    NotFoundError,
     PermissionDeniedError,
 )
 from gpuscale.common.filters import listed
@@ -175,7 +173,7 @@ class PolicyServicer(api.PolicyServiceServicer):
     async def DeleteUsePolicy(
         self, request: api.DeleteUsePolicyRequest, context: Context
     ) -> api.DeleteUsePolicyResponse:
-        with absence_allowed(request):
+        with wire.absence_allowed(request):
             key = names.parse(names.POLICY, request.name)["policy"]
             await self.policing.policies.delete(key, etag=request.etag)
         return api.DeleteUsePolicyResponse()
@@ -288,7 +286,7 @@ class NotificationServicer(api.NotificationServiceServicer):
     async def DeleteNotificationTarget(
         self, request: api.DeleteNotificationTargetRequest, context: Context
     ) -> api.DeleteNotificationTargetResponse:
-        with absence_allowed(request):
+        with wire.absence_allowed(request):
             key = names.parse(names.TARGET, request.name)["target"]
             await self.notifying.targets.delete(key, etag=request.etag)
         return api.DeleteNotificationTargetResponse()
@@ -336,23 +334,10 @@ async def create_declared(of: Declarations[Any], given: _Given, request: Any) ->
 
 
 async def update_declared(of: Declarations[Any], given: _Given, request: Any) -> Declaration:
-    """Update the resource of a request, by its mask."""
-    return await of.update(
-        _id(given.name),
-        _change(given, request.update_mask),
-        etag=given.etag,
-        validate_only=request.validate_only,
-    )
-
-
-def _body(given: _Given) -> str:
-    return MessageToJson(given.spec, indent=None, sort_keys=True)
-
-
-def _change(given: _Given, mask: Any) -> Callable[[str], str]:
-    """The body after an update: masked fields come from `given`; address and secret stay if not given."""
+    """Update the resource of a request: masked fields change; address and secret stay if not given."""
 
     def change(body: str) -> str:
+        mask = request.update_mask
         current: Any = type(given)(name=given.name)
         Parse(body, current.spec)
         kept: Any = Parse(body, type(given.spec)())
@@ -370,17 +355,16 @@ def _change(given: _Given, mask: Any) -> Callable[[str], str]:
             current.spec.secret = current.spec.secret or kept.secret
         return _body(current)
 
-    return change
+    return await of.update(
+        _id(given.name),
+        change,
+        etag=given.etag,
+        validate_only=request.validate_only,
+    )
 
 
-@contextmanager
-def absence_allowed(request: Any) -> Generator[None]:
-    """Deletes within the block; with allow_missing, a missing resource is no error."""
-    try:
-        yield
-    except NotFoundError:
-        if not request.allow_missing:
-            raise
+def _body(given: _Given) -> str:
+    return MessageToJson(given.spec, indent=None, sort_keys=True)
 
 
 def _policy(one: Declaration) -> api.UsePolicy:

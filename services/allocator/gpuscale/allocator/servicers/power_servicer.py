@@ -6,7 +6,6 @@ from google.protobuf.json_format import Parse
 
 from gpuscale.allocator.domain.power import PowerBudget, PowerShare
 from gpuscale.allocator.servicers.policy_servicers import (
-    absence_allowed,
     create_declared,
     expect_own_node,
     update_declared,
@@ -70,7 +69,7 @@ class PowerServicer(api.PowerServiceServicer):
     async def DeletePowerBudget(
         self, request: api.DeletePowerBudgetRequest, context: Context
     ) -> api.DeletePowerBudgetResponse:
-        with absence_allowed(request):
+        with wire.absence_allowed(request):
             key = names.parse(names.BUDGET, request.name)["budget"]
             await self.powering.budgets.delete(key, etag=request.etag)
         return api.DeletePowerBudgetResponse()

@@ -1,6 +1,5 @@
 """UsageService on the wire: messages to values, one use case, values to messages."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from functools import reduce
@@ -10,7 +9,7 @@ from google.protobuf.duration_pb2 import Duration
 from gpuscale.allocator.domain.accounting import DAY, Tally
 from gpuscale.allocator.domain.model import EndCause
 from gpuscale.allocator.state.usage_ledger import Used
-from gpuscale.allocator.usecases.accounting import Accounting, GpuStatistics
+from gpuscale.allocator.usecases.accounting import Accounting
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
 from gpuscale.common.errors import InvalidArgumentError
@@ -99,7 +98,29 @@ class UsageServicer(api.UsageServiceServicer):
         return api.GetReservationUsageResponse(
             name=names.reservation_name(found.id),
             end_cause=_CAUSES.get(found.outcome, api.Reservation.EndCause.END_CAUSE_UNSPECIFIED),
-            gpus=_statistics(found.gpus),
+            gpus=[
+                api.GpuStatistics(
+                    name=names.gpu_name(one.node, one.uuid),
+                    model=one.model,
+                    milli=one.milli,
+                    granted=_duration(one.tally.granted),
+                    busy=_duration(one.tally.busy),
+                    idle=_duration(one.tally.idle),
+                    unknown=_duration(one.tally.unknown),
+                    mean_utilization_percent=one.tally.mean_utilization,
+                    peak_utilization_percent=one.tally.peak_utilization,
+                    peak_memory_bytes=one.tally.peak_memory,
+                    energy_joules=one.tally.energy,
+                    mean_sm_clock_mhz=one.tally.hardware.mean_clock,
+                    min_sm_clock_mhz=one.tally.hardware.lowest_clock,
+                    throttled={
+                        reason: _duration(time) for reason, time in one.tally.hardware.throttled.items()
+                    },
+                    ecc_corrected_count=one.tally.hardware.corrected,
+                    ecc_uncorrected_count=one.tally.hardware.uncorrected,
+                )
+                for one in found.gpus
+            ],
         )
 
 
@@ -131,30 +152,6 @@ def _row(one: Used) -> api.UsageRow:
         energy_joules=tally.energy,
         ended_count=one.ends,
     )
-
-
-def _statistics(gpus: Sequence[GpuStatistics]) -> list[api.GpuStatistics]:
-    return [
-        api.GpuStatistics(
-            name=names.gpu_name(one.node, one.uuid),
-            model=one.model,
-            milli=one.milli,
-            granted=_duration(one.tally.granted),
-            busy=_duration(one.tally.busy),
-            idle=_duration(one.tally.idle),
-            unknown=_duration(one.tally.unknown),
-            mean_utilization_percent=one.tally.mean_utilization,
-            peak_utilization_percent=one.tally.peak_utilization,
-            peak_memory_bytes=one.tally.peak_memory,
-            energy_joules=one.tally.energy,
-            mean_sm_clock_mhz=one.tally.hardware.mean_clock,
-            min_sm_clock_mhz=one.tally.hardware.lowest_clock,
-            throttled={reason: _duration(time) for reason, time in one.tally.hardware.throttled.items()},
-            ecc_corrected_count=one.tally.hardware.corrected,
-            ecc_uncorrected_count=one.tally.hardware.uncorrected,
-        )
-        for one in gpus
-    ]
 
 
 def _duration(millis: int) -> Duration:

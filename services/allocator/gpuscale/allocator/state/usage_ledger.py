@@ -143,15 +143,12 @@ def rows_of(account: Account, boot_id: str, outcome: str = "") -> list[dict[str,
                     "outcome": outcome if last else "",
                     "until_ms": account.until,
                     "boot_id": boot_id if last and not outcome else "",
-                    "hardware": _hardware(tally.hardware),
+                    "hardware": _NOTHING  # most that end soon were never read
+                    if tally.hardware == _UNREAD
+                    else json.dumps({name: getattr(tally.hardware, name) for name in _HARDWARE}),
                 }
             )
     return found
-
-
-def _hardware(found: Hardware) -> str:
-    """As JSON; most that end soon were never read."""
-    return _NOTHING if found == _UNREAD else json.dumps({name: getattr(found, name) for name in _HARDWARE})
 
 
 def putting(rows: Sequence[Mapping[str, object]]) -> Work:

@@ -17,7 +17,7 @@ from typing import NoReturn
 from uuid import uuid4
 
 from gpuscale.allocator.domain.model import Gpu, NodeState, Reservation
-from gpuscale.allocator.domain.notifications import of_act
+from gpuscale.allocator.domain.notifications import NotifiedEvent, of_act
 from gpuscale.allocator.domain.usage import UseState
 from gpuscale.allocator.domain.use_policies import (
     Action,
@@ -242,7 +242,10 @@ class Policing:
         if changed or acts or (after and now - self._said >= SAID_EVERY):
             number = self._acts[-1][0] if self._acts else 0
             numbered = list(enumerate(acts, number + 1))
-            events = [event for act in acts for event in of_act(act, self._holders(act))]
+            live, events = self.records.ledger.live, list[NotifiedEvent]()
+            for act in acts:
+                holders = dict.fromkeys(live[one].holder for one in act.reservations if one in live)
+                events += of_act(act, list(holders))
             letters = self.notifying.letters(events)
             await self.store.save_look(now, changed, numbered, letters)
             self._said = now
@@ -269,10 +272,6 @@ class Policing:
         outcome, problem = await self.orders.kill(act.subject.partition("/processes/")[0], process, act.grace)
         reason = f"{act.reason}; not known to have ended: {problem}" if problem else act.reason
         return replace(act, outcome=outcome, reason=reason)
-
-    def _holders(self, act: PolicyAct) -> list[str]:
-        live = self.records.ledger.live
-        return list(dict.fromkeys(live[one].holder for one in act.reservations if one in live))
 
     def _note(
         self, after: Mapping[Key, FollowedTrack], policies: Mapping[str, tuple[str, UsePolicy]]

@@ -195,7 +195,19 @@ class World:
         while self.granted > self.wanted:
             staying = [one for one in self._replicas if not one.leaving]
             # Starting ones first, then the least busy, then the newest.
-            self._stop(min(staying, key=lambda one: (one.ready_at <= self.now, one.busy, -one.number)))
+            replica = min(staying, key=lambda one: (one.ready_at <= self.now, one.busy, -one.number))
+            replica.leaving = True
+            self.granted -= 1
+            start_up = replica.ready_at - replica.started
+            self.tally.wasted += self.now < replica.ready_at + 2 * start_up
+            if self.setting.kills and replica.busy:
+                self.tally.killed += replica.busy
+                dropped = [entry[3] for entry in self._events if entry[2] is replica and entry[3] is not None]
+                self._queue.extendleft((request, False) for request in reversed(dropped))
+                replica.busy = 0
+            if replica.busy == 0:
+                self._remove(replica)
+                self._dispatch()
         while self.granted < self.wanted and self._pool.take(self.setting.gpus_each):
             self._starts += 1
             self._start(self.setting.cold_start(self._starts))
@@ -205,20 +217,6 @@ class World:
         replica = _Replica(self._sequence, self.now, self.now + delay)
         self._replicas.append(replica)
         self._push(replica.ready_at, replica, None)
-
-    def _stop(self, replica: _Replica) -> None:
-        replica.leaving = True
-        self.granted -= 1
-        start_up = replica.ready_at - replica.started
-        self.tally.wasted += self.now < replica.ready_at + 2 * start_up
-        if self.setting.kills and replica.busy:
-            self.tally.killed += replica.busy
-            dropped = [entry[3] for entry in self._events if entry[2] is replica and entry[3] is not None]
-            self._queue.extendleft((request, False) for request in reversed(dropped))
-            replica.busy = 0
-        if replica.busy == 0:
-            self._remove(replica)
-            self._dispatch()
 
     def _remove(self, replica: _Replica) -> None:
         replica.gone = True

@@ -285,7 +285,23 @@ def desired_state(
     own: Mapping[str, Replica], reported: Mapping[str, ReplicaReport], strays: Collection[str]
 ) -> tuple[DesiredReplica, ...]:
     """The desired state of an adapter by name, from its live replicas and its report; `strays` are stopped."""
-    lines = [_line(name, replica) for name, replica in own.items()]
+    lines = [
+        DesiredReplica(
+            replica=name,
+            order=ReplicaOrder.RUN if replica.goal is Goal.RUN else ReplicaOrder.STOP,
+            template=replica.template.template,
+            parameters=replica.template.parameters,
+            gpu_uuids=lease.gpu_uuids if (lease := replica.lease) else (),
+            gpu_count=replica.template.gpu_count,
+            fence=lease.fence if lease else 0,
+            reservation=lease.reservation if lease else "",
+            lease_token=lease.token if lease else "",
+            drain_timeout=HURRIED_DRAIN if replica.hurry else replica.template.drain_timeout,
+            capability_set=replica.group.set,
+            capabilities=replica.group.asked.capabilities,
+        )
+        for name, replica in own.items()
+    ]
     for name, report in reported.items():
         if name not in own and report.state in ENDED:
             lines.append(DesiredReplica(name, ReplicaOrder.FORGET))
@@ -305,24 +321,6 @@ def unknown_to(
 def stopped(lines: Sequence[DesiredReplica]) -> frozenset[str]:
     """Names of the replicas that are told to stop."""
     return frozenset(line.replica for line in lines if line.order is ReplicaOrder.STOP)
-
-
-def _line(name: str, replica: Replica) -> DesiredReplica:
-    template, lease = replica.template, replica.lease
-    return DesiredReplica(
-        replica=name,
-        order=ReplicaOrder.RUN if replica.goal is Goal.RUN else ReplicaOrder.STOP,
-        template=template.template,
-        parameters=template.parameters,
-        gpu_uuids=lease.gpu_uuids if lease else (),
-        gpu_count=template.gpu_count,
-        fence=lease.fence if lease else 0,
-        reservation=lease.reservation if lease else "",
-        lease_token=lease.token if lease else "",
-        drain_timeout=HURRIED_DRAIN if replica.hurry else template.drain_timeout,
-        capability_set=replica.group.set,
-        capabilities=replica.group.asked.capabilities,
-    )
 
 
 @dataclass(frozen=True, slots=True)

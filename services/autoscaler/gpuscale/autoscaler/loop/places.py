@@ -71,7 +71,8 @@ class Places:
             await self.leave(replica.id)  # once it has left, a repeated request shows whether it was granted
             place = None
         if place is None:
-            place = self._begin(replica, request)
+            place = self._places[replica.id] = _Place(replica.endpoint, request)
+            place.task = self._scope.start(f"place of {replica.id}", self._stand(place))
         try:
             async with asyncio.timeout(RPC_TIMEOUT):
                 await place.heard.wait()
@@ -86,11 +87,6 @@ class Places:
             return place.answer
         error = place.error
         raise place.refusal if error is None or error.reason == "WAIT_TIMEOUT" else error
-
-    def _begin(self, replica: Replica, request: allocator_api.ReserveRequest) -> _Place:
-        place = self._places[replica.id] = _Place(replica.endpoint, request)
-        place.task = self._scope.start(f"place of {replica.id}", self._stand(place))
-        return place
 
     async def leave(self, replica: str) -> None:
         """Leave the queue, if it waits there. A simultaneous grant is found by asking again, or runs out."""

@@ -15,7 +15,6 @@ from gpuscale.autoscaler.domain.replicas import (
 )
 from gpuscale.autoscaler.domain.serving import ServerReading
 from gpuscale.autoscaler.loop.hub import AdapterHub, AdapterSession, AdapterView, LogQuestion
-from gpuscale.autoscaler.servicers.endpoints import absence
 from gpuscale.autoscaler.servicers.feeds import Feeds
 from gpuscale.autoscaler.signals.served import ReplicaServers
 from gpuscale.autoscaler.wire.specs import from_wire
@@ -31,7 +30,7 @@ from gpuscale.common.names import ADAPTER, REPLICA, adapter_name, endpoint_name,
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import TaskScope, hit_async
 from gpuscale.common.security.auth import Context, Principal, Role, current_principal
-from gpuscale.common.wire import seconds, to_duration, to_timestamp
+from gpuscale.common.wire import absence_allowed, seconds, to_duration, to_timestamp
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
 _Messages: TypeAlias = AsyncIterator[autoscaler_internal.ConnectRequest]
@@ -127,7 +126,7 @@ class AdapterServicer(api.AdapterServiceServicer, autoscaler_internal.AdapterStr
     ) -> api.ForgetAdapterResponse:
         adapter = parse(ADAPTER, request.name)["adapter"]
         replicas: list[str] = []
-        with absence(request):
+        with absence_allowed(request):
             replicas = await self._hub.forget(adapter)
         return api.ForgetAdapterResponse(replicas=replicas)
 
@@ -183,7 +182,23 @@ def _update(
         asked = autoscaler_internal.LogQuestion(number=number, replica=replica, offset=offset, max_bytes=most)
         return autoscaler_internal.ConnectResponse(log_question=asked)
     revision, lines = update
-    replicas = [_line(line) for line in lines]
+    replicas = [
+        autoscaler_internal.DesiredReplica(
+            replica=line.replica,
+            goal=autoscaler_internal.DesiredReplica.Goal.Value(f"GOAL_{line.order.value}"),
+            template=line.template,
+            parameters=line.parameters,
+            gpu_uuids=line.gpu_uuids,
+            gpu_count=line.gpu_count,
+            fence=line.fence,
+            reservation=line.reservation,
+            lease_token=line.lease_token,
+            drain_timeout=None if line.drain_timeout is None else to_duration(line.drain_timeout),
+            capability_set=line.capability_set,
+            capabilities=line.capabilities,
+        )
+        for line in lines
+    ]
     return autoscaler_internal.ConnectResponse(
         revision=revision, replicas=replicas, capability_sets=_counts(lines)
     )
@@ -204,23 +219,6 @@ def _counts(lines: Sequence[DesiredReplica]) -> list[autoscaler_internal.Desired
             )
             one.replicas += line.order is ReplicaOrder.RUN
     return list(found.values())
-
-
-def _line(line: DesiredReplica) -> autoscaler_internal.DesiredReplica:
-    return autoscaler_internal.DesiredReplica(
-        replica=line.replica,
-        goal=autoscaler_internal.DesiredReplica.Goal.Value(f"GOAL_{line.order.value}"),
-        template=line.template,
-        parameters=line.parameters,
-        gpu_uuids=line.gpu_uuids,
-        gpu_count=line.gpu_count,
-        fence=line.fence,
-        reservation=line.reservation,
-        lease_token=line.lease_token,
-        drain_timeout=None if line.drain_timeout is None else to_duration(line.drain_timeout),
-        capability_set=line.capability_set,
-        capabilities=line.capabilities,
-    )
 
 
 def adapter_to_wire(view: AdapterView) -> api.Adapter:

@@ -121,7 +121,13 @@ class Adapting:
             succeeded = one.state == api.Backtest.STATE_SUCCEEDED
             if not succeeded or AS_IT_IS not in reports or reports[AS_IT_IS].spec != now:
                 return
-            found.append({name: _trial(report) for name, report in reports.items()})
+            trials = dict[str, Trial]()
+            for name, report in reports.items():
+                parts = [
+                    Window(part.request_count, part.late_count, part.gpu_hours) for part in report.windows
+                ]
+                trials[name] = Trial(name, parts)
+            found.append(trials)
             specs = specs or {name: report.spec for name, report in reports.items()}
         choice = choose(list(found[0].values()), goal)
         name = choice.chosen.name
@@ -148,8 +154,3 @@ async def _request(
         service_seconds=[one.service for one in came],
     )
     yield api.CreateBacktestRequest(spec=spec, request_id=str(uuid4()), workload=workload)
-
-
-def _trial(report: api.BacktestReport) -> Trial:
-    windows = [Window(one.request_count, one.late_count, one.gpu_hours) for one in report.windows]
-    return Trial(report.name, windows)

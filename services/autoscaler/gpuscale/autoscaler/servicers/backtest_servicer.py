@@ -16,11 +16,11 @@ from gpuscale.autoscaler.servicers.backtest_jobs import (
     run_job,
 )
 from gpuscale.autoscaler.servicers.backtests import Backtests
-from gpuscale.autoscaler.servicers.endpoints import absence
 from gpuscale.common.errors import DeadlineExceededError, InvalidArgumentError, ResourceExhaustedError
 from gpuscale.common.filters import compile_filter, listed
 from gpuscale.common.rpc.feed import FeedView
 from gpuscale.common.security.auth import RESERVED_NAMES, Context, current_principal
+from gpuscale.common.wire import absence_allowed
 
 LONGEST_CALL = 120.0
 """Most seconds of a run whose caller waits for it."""
@@ -127,6 +127,6 @@ class BacktestServicer(api.BacktestServiceServicer):
     async def DeleteBacktest(
         self, request: api.DeleteBacktestRequest, context: Context
     ) -> api.DeleteBacktestResponse:
-        with absence(request):
+        with absence_allowed(request):
             await self._backtests.delete(request.name)
         return api.DeleteBacktestResponse()

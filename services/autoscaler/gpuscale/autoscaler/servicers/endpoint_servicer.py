@@ -14,7 +14,7 @@ from gpuscale.autoscaler.domain.rules.rule import Rule, in_order
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
 from gpuscale.autoscaler.domain.validate import SPEC
 from gpuscale.autoscaler.loop.reconciler import Dependencies
-from gpuscale.autoscaler.servicers.endpoints import AskedOnce, Endpoints, absence, find_endpoint, find_replica
+from gpuscale.autoscaler.servicers.endpoints import AskedOnce, Endpoints, find_endpoint, find_replica
 from gpuscale.autoscaler.servicers.feeds import Feeds
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.store import Connection
@@ -39,7 +39,7 @@ from gpuscale.common.security.auth import (
     require_priority,
 )
 from gpuscale.common.store.store import Store
-from gpuscale.common.wire import fingerprint, optional_timestamp, to_duration
+from gpuscale.common.wire import absence_allowed, fingerprint, optional_timestamp, to_duration
 
 DEFAULT_BYTES: Final = 65_536
 """Default number of bytes of a part."""
@@ -103,7 +103,7 @@ class EndpointServicer(api.EndpointServiceServicer):
         self, request: api.DeleteEndpointRequest, context: Context
     ) -> api.DeleteEndpointResponse:
         answer = api.DeleteEndpointResponse()
-        with absence(request):
+        with absence_allowed(request):
             view = await self._endpoints.delete(_id(request.name), etag=request.etag)
             answer.endpoint.CopyFrom(endpoint_to_wire(view))
         return answer
@@ -301,7 +301,7 @@ class RuleServicer(api.RuleServiceServicer):
             gone = _rule(ids["endpoint"], spec, ids["rule"])
             return replace(spec, rules=tuple(one for one in spec.rules if one is not gone))
 
-        with absence(request):
+        with absence_allowed(request):
             await self._endpoints.update(ids["endpoint"], without, etag=request.etag, frees=True)
         return api.DeleteRuleResponse()
 

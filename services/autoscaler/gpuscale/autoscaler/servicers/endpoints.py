@@ -1,12 +1,11 @@
 """Users' operations on endpoints: create, change, scale, delete, read; each change is one transaction."""
 
 import asyncio
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 from uuid import uuid4
 
 from gpuscale.api.autoscaler import v1 as api
@@ -61,16 +60,6 @@ def find_replica(connection: Connection, endpoint_id: str, replica_id: str) -> R
         name = replica_name(endpoint_id, replica_id)
         raise NotFoundError(f"there is no {name}", metadata={"name": name})
     return found
-
-
-@contextmanager
-def absence(request: Any) -> Generator[None]:
-    """Deletes within the block; with allow_missing, a missing resource is no error."""
-    try:
-        yield
-    except NotFoundError:
-        if not request.allow_missing:
-            raise
 
 
 def repeated(connection: Connection, request_id: str, fingerprint: str) -> Endpoint | None:

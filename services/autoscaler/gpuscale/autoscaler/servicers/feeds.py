@@ -117,18 +117,17 @@ class Feeds:
         """Read these endpoints; at the first look all of them."""
         if self._all:
             changed = {*changed, *(one.id for one in store.endpoints(connection))}
-        return {one: self._read_one(connection, one) for one in changed}
-
-    def _read_one(self, connection: Connection, endpoint_id: str) -> _Read:
-        known = self._known.get(endpoint_id)
-        ids = decision_log.decision_ids(connection, endpoint_id, None, _MOST_DECISIONS)
-        return _Read(
-            store.endpoint(connection, endpoint_id),
-            store.replicas(connection, endpoint_id, show_ended=True),
-            decision_log.decisions(
-                connection, [one for one in ids if known and one >= known.latest] or ids[:1]
-            ),
-        )
+        found: dict[str, _Read] = {}
+        for one in changed:
+            known, ids = (
+                self._known.get(one),
+                decision_log.decision_ids(connection, one, None, _MOST_DECISIONS),
+            )
+            ids = [id_ for id_ in ids if known and id_ >= known.latest] or ids[:1]
+            replicas = store.replicas(connection, one, show_ended=True)
+            decided = decision_log.decisions(connection, ids)
+            found[one] = _Read(store.endpoint(connection, one), replicas, decided)
+        return found
 
     def _note(self, endpoint_id: str, found: _Read) -> None:
         """Put an endpoint, its replicas and its decisions into their feeds."""

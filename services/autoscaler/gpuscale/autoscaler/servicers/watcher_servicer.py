@@ -13,7 +13,6 @@ from gpuscale.autoscaler.domain.queues import (
     Watcher,
     WatchSpec,
 )
-from gpuscale.autoscaler.servicers.endpoints import absence
 from gpuscale.autoscaler.servicers.feeds import Feeds
 from gpuscale.autoscaler.signals.watchers import QueueWatchers
 from gpuscale.autoscaler.wire.specs import merged
@@ -92,7 +91,7 @@ class QueueWatcherServicer(api.QueueWatcherServiceServicer):
     async def DeleteQueueWatcher(
         self, request: api.DeleteQueueWatcherRequest, context: Context
     ) -> api.DeleteQueueWatcherResponse:
-        with absence(request):
+        with wire.absence_allowed(request):
             await self._watchers.delete(_id(request.name, "name"), etag=request.etag)
         return api.DeleteQueueWatcherResponse()
 

@@ -377,24 +377,18 @@ def learnt(connection: Connection, endpoint: str, now: float) -> dict[str, Learn
 
 
 def to_wire(stored: StoredDecision) -> api.Decision:
-    """The message of a stored decision."""
-    wire = _parsed(stored.body)
-    wire.name = decision_name(stored.endpoint, id_text(stored.id))
-    wire.create_time.FromDatetime(stored.create_time)
-    wire.last_time.FromDatetime(stored.last_time)
-    wire.count = stored.count
-    return wire
-
-
-def _parsed(body: bytes) -> api.Decision:
-    """Parse a body; before 1.0 its codes were texts, in fields with other numbers."""
-    wire = api.Decision.FromString(body)
+    """The message of a stored decision; before 1.0 its codes were texts, in fields with other numbers."""
+    wire = api.Decision.FromString(stored.body)
     if text := _unknown(wire, _LIMITED_BY_TEXT):
         wire.limited_by = api.DecisionCode.Value(f"DECISION_CODE_{text}")
     for step in wire.steps:
         if text := _unknown(step, _CODE_TEXT):
             step.code = api.DecisionCode.Value(f"DECISION_CODE_{text}")
     wire.DiscardUnknownFields()
+    wire.name = decision_name(stored.endpoint, id_text(stored.id))
+    wire.create_time.FromDatetime(stored.create_time)
+    wire.last_time.FromDatetime(stored.last_time)
+    wire.count = stored.count
     return wire
 
 

@@ -189,7 +189,8 @@ class SloRule(Kind):
         loads = [one.load for one in carried]
         found: list[tuple[float, str]] = []
         for goal, most in self.goals.items():
-            told = [(one, late) for one in carried if (late := _latency(one, goal)) is not None]
+            lates = ((one, one.ttft if goal == "ttft" else one.itl) for one in carried)
+            told = [(one, late) for one, late in lates if late is not None]
             if told:
                 found.append((_reached(told, most, queues=goal == "ttft"), goal))
         if not found:
@@ -242,10 +243,6 @@ def _mixed(old: Carried, new: Carried) -> Carried:
         known(old.itl, new.itl),
         new.at,
     )
-
-
-def _latency(one: Carried, goal: str) -> float | None:
-    return one.ttft if goal == "ttft" else one.itl
 
 
 def _reached(told: Sequence[tuple[Carried, float]], goal: float, *, queues: bool) -> float:
