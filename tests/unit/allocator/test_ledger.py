@@ -113,7 +113,7 @@ def test_a_renewal_while_the_end_is_written_is_told_why_it_ends() -> None:
     one = active(ledger, "GPU-a")
     ledger.close(one, State.RELEASED, now=NOW, wall=WALL, reason="taken away by an admin")
     with pytest.raises(
-        FailedPreconditionError, match=r"has ended \(ending\): taken away by an admin; reserve anew"
+        FailedPreconditionError, match=r"has ended \(ending\): taken away by an admin; reserve again"
     ):
         ledger.renew(one.id, one.fence, None, NOW)
 

@@ -68,9 +68,9 @@ def test_a_gpu_of_unknown_size_might_be_large_enough() -> None:
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
-        (GangStrategy.PACK, "all nodes together take 6 of its 7 members so"),
-        (GangStrategy.STRICT_PACK, "the roomiest node takes 4 of its 7 members so"),
-        (GangStrategy.STRICT_SPREAD, "all nodes together take 2 of its 7 members so"),
+        (GangStrategy.PACK, "all nodes together take 6 of its 7 members"),
+        (GangStrategy.STRICT_PACK, "the roomiest node takes 4 of its 7 members"),
+        (GangStrategy.STRICT_SPREAD, "all nodes together take 2 of its 7 members"),
     ],
 )
 def test_a_gang_that_can_never_lie_as_it_wants_to(strategy: GangStrategy, words: str) -> None:

@@ -71,7 +71,7 @@ SERVICES = tuple(
         "Usage",
     )
 )
-"""All that the allocator serves."""
+"""All services of the allocator."""
 _log = get_logger(__name__)
 
 

@@ -51,7 +51,7 @@ _OF_PACKAGE = (
 )
 _STREAM_SERVICE = "gpuscale.internal.autoscaler.v1.AdapterStreamService"
 SERVICES = (*(f"{_PACKAGE}.{name}" for name in _OF_PACKAGE), _STREAM_SERVICE, KEDA_SERVICE)
-"""All that the autoscaler serves."""
+"""All services of the autoscaler."""
 _Servicer = TypeVar("_Servicer")
 _PREFIX = "gpuscale_autoscaler"
 _DESIRED = Family(f"{_PREFIX}_endpoint_desired", "gauge", "Replicas that are wanted of an endpoint.")

@@ -32,11 +32,11 @@ DAY = 86_400_000
 GPU_HOUR = 3_600_000 * WHOLE
 """An hour of a whole GPU, in milliseconds x thousandths."""
 HALVES = 6
-"""Half-lives after which past use does not count any more."""
+"""Half-lives after which past use no longer counts."""
 HOLD = 30_000
 """Milliseconds for which a look stands."""
 MOST_MONTHS = 24
-"""Calendar months of which it is known what was granted."""
+"""Calendar months for which grants are known."""
 
 
 def millis(seconds: float) -> int:

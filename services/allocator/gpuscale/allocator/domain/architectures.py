@@ -166,9 +166,9 @@ def from_config(config: Mapping[str, Any]) -> Architecture:
 
 
 STEP_TOKENS = 8192
-"""Most tokens of a step: longer prompts are read in chunks of so many (vLLM's max_num_batched_tokens)."""
+"""Most tokens per step: longer prompts are processed in chunks (vLLM's max_num_batched_tokens)."""
 USABLE = 0.9
-"""Share of a GPU's memory that weights, KV cache and activations may take (vLLM's gpu_memory_utilization)."""
+"""Usable share of a GPU's memory for weights, KV cache and activations (vLLM's gpu_memory_utilization)."""
 _KV_BYTES, _LOGIT_BYTES, _ACTIVATION_BYTES = 2, 4, 2
 
 

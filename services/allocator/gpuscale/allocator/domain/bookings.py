@@ -24,13 +24,13 @@ from gpuscale.common.errors import AlreadyExistsError, NotFoundError
 from gpuscale.common.names import booking_name
 
 NOTICE = 600.0
-"""Seconds that holders have to leave for a booking."""
+"""Seconds of notice for holders that have to leave for a booking."""
 UNCLAIMED = 900.0
-"""Seconds after which the GPUs of a booking are given back while nothing of its owner is on them."""
+"""Seconds after which a booking is given back while its owner uses none of its GPUs."""
 MOST_OPEN = 1000
-"""Most bookings that have not ended."""
+"""Most open bookings."""
 KEPT = 14 * 86_400.0
-"""Seconds for which one is kept after its end, to be looked up."""
+"""Seconds for which an ended booking can be looked up."""
 
 
 class BookingState(StrEnum):

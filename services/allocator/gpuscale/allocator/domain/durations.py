@@ -19,23 +19,23 @@ from typing import NamedTuple, TypeAlias
 from gpuscale.allocator.domain.model import BOOKING_LABEL, EndCause, Order, Reservation
 
 KEPT = 64
-"""Samples of each circle."""
+"""Samples kept per group."""
 DECAY = 0.95
-"""How much the next older sample counts."""
+"""The weight of the next older sample."""
 PRIOR = (1.0, 0.5)
-"""How much the samples of the tenant and shape count together, and those of all, in newest samples of the owner and shape."""
+"""The weight of all samples of the tenant and shape, and of all samples, in newest samples of the owner and shape."""
 MOST = 4096
-"""Circles that are known; the one that is used least goes."""
+"""Most groups kept; the least recently used is dropped."""
 STALE = 16
-"""Samples of others after which what they add to an estimate is looked at anew."""
+"""Samples of others after which their part of an estimate is computed again."""
 TAIL = 3.0
 """The exponent of the Pareto distribution."""
 LOW, HIGH = 0.2, 0.8
 """The quantiles of a range."""
 EARLY = 0.3
-"""How far below the median, towards the low end of the range, by logarithms."""
+"""How far below the median, towards the low end of the range, on a log scale."""
 LEARNED = (EndCause.RELEASED, EndCause.EXPIRED, EndCause.CANCELLED)
-"""Ends from which is learned: what was taken away would have lasted longer."""
+"""End causes to learn from: a revoked reservation would have lasted longer."""
 
 
 class Kin(NamedTuple):

@@ -65,7 +65,7 @@ def size_in(name: str) -> ModelSize | None:
 
 
 Json: TypeAlias = "bool | float | str | Sequence[Json] | Mapping[str, Json] | None"
-"""A value as JSON has it."""
+"""A JSON value."""
 MOST_GPUS = 4096
 """Most GPUs that one ask may name (the contract's bound of `Ask.gpu_count`)."""
 
@@ -168,16 +168,16 @@ def _whole(item: "Json") -> int | None:
 
 MIB = 1024 * 1024
 BASE_MIB = 8_000
-"""Memory of each GPU for a model that is small, or of which nothing is known."""
+"""Memory per GPU for small or unknown models."""
 MEDIUM_MIB, MEDIUM_FROM = 12_000, 5e9
-"""Memory of each GPU for models like 7B and 13B, and the least number of parameters of such a model."""
+"""Memory per GPU for models like 7B and 13B, and their least number of parameters."""
 LARGE_MIB, LARGE_FROM = 20_000, 29e9
-"""Memory of each GPU for models like 65B and 70B, and the least number of parameters of such a model."""
+"""Memory per GPU for models like 65B and 70B, and their least number of parameters."""
 BYTES_OF_TYPE: Mapping[str, float] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4": 0.5}
-"""Bytes of one parameter by its data type."""
+"""Bytes per parameter by data type."""
 
 MOST_PARAMETERS = 1e18
-"""Most parameters that a model may be said to have, a million times those of the largest."""
+"""Most parameters accepted, a million times those of the largest models."""
 _SIXTEEN_BIT = 2
 _LARGEST = 2**63 - 1
 

@@ -78,7 +78,7 @@ class Deadlines:
 
 
 RETENTION = 14 * 86_400.0
-"""Seconds for which an ended reservation is kept: so that a late repetition still meets its request id, and to be looked up."""
+"""Seconds for which an ended reservation is kept, for late retries of its request and for look-ups."""
 
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz234567"
@@ -467,7 +467,7 @@ def rebased(reservation: Reservation, now: float) -> Reservation:
 
 
 KEY_PARTS = 4
-"""The key is kept as so many numbers of 63 bits."""
+"""The key is stored as this many numbers of 63 bits."""
 _HALF = 8
 
 

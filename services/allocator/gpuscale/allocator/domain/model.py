@@ -318,11 +318,11 @@ BOOKING_LABEL, POWER_LABEL, MOVABLE_LABEL = "gpuscale-booking", "gpuscale-power-
 which takes so many seconds. Holders cannot set them."""
 OWN_LABELS = frozenset({BOOKING_LABEL, POWER_LABEL, MOVABLE_LABEL})
 MOVED_FOR = "moved for "
-"""How the reason begins for which one gets another place; as a rule it keeps its own if there is none."""
+"""Prefix of the reason for moving a reservation to another place; it usually stays if there is none."""
 PREEMPTED_FOR = "preempted for "
-"""How the reason of a preemption begins."""
+"""Prefix of the reason of a preemption."""
 IS_DRAINED = " is drained"
-"""What the reason of a drain says of a node or GPU; what the drain's own reason is may follow behind a colon."""
+"""Marks a drained node or GPU in a reason; the drain's own reason may follow after a colon."""
 _CAUSES = {State.RELEASED: EndCause.RELEASED, State.EXPIRED: EndCause.EXPIRED, State.LOST: EndCause.GPU_LOST}
 
 LIVE = frozenset({State.PENDING, State.ACTIVE})

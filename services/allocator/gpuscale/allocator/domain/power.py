@@ -14,11 +14,11 @@ from gpuscale.allocator.domain.model import Node
 from gpuscale.common.names import node_name
 
 EMERGENCY, CALM = 5.0, 30.0
-"""Seconds above a budget after which all caps are the lowest, and for how long they stay that after it."""
+"""Seconds above a budget after which all caps are lowered to the minimum, and for how long they stay there."""
 NEAR, SPARE = 0.9, 1.25
-"""The part of its cap from which on a GPU is held back by it, and what one gets beyond what it draws, as a factor."""
+"""The part of its cap above which a GPU counts as limited by it, and the headroom over its draw, as factors."""
 IDLE_SPARE, LEAST_RAISE = 10.0, 20.0
-"""Watts that one which nobody holds may draw beyond what it does, and by which a cap is raised at least."""
+"""Watts of headroom for a GPU that nobody holds, and the least raise of a cap."""
 
 
 class PowerShare(StrEnum):

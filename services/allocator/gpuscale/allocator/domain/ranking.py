@@ -14,9 +14,9 @@ from statistics import fmean
 from gpuscale.allocator.domain.model import Gpu, Node, NodeState
 
 IDLE_UTILIZATION_PERCENT = 30.0
-"""A GPU has room when it is used less than this: the seed's rule. When a holder's GPU is idle, `usage` says."""
+"""A GPU has room below this utilization: the seed's rule. `usage` defines when a held GPU is idle."""
 IDLE_MEMORY_PERCENT = 50.0
-"""And less than this share of its memory is in use."""
+"""And below this memory use."""
 
 
 @dataclass(frozen=True, slots=True)

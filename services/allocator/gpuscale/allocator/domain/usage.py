@@ -28,9 +28,9 @@ from gpuscale.allocator.domain.model import (
 )
 
 IDLE_PERCENT = 5.0
-"""A GPU that is used less than this, in percent, does nothing."""
+"""A GPU below this utilization, in percent, is idle."""
 OVERHEAD_BYTES = 1 << 30
-"""Memory that a GPU may have in use beside that of its processes; the driver and its context take less."""
+"""Memory that a GPU may use beyond its processes' memory; the driver and its context take less."""
 
 
 class UseState(StrEnum):
@@ -65,7 +65,7 @@ class GpuUsage:
 
 
 UNREAD = GpuUsage()
-"""Of a GPU without a fresh reading."""
+"""For a GPU without a fresh reading."""
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ def gpus_of(
 
 
 MOST_JUDGED = 10_000
-"""Reservations of which the last judgement is kept."""
+"""Reservations whose last judgement is cached."""
 _Judged = tuple[
     tuple[ReservedGpu, ...], float, tuple[tuple[str, Node | None, NodeUse], ...], ReservationUsage
 ]

@@ -27,11 +27,11 @@ from zoneinfo import ZoneInfo
 MOST_KILL_GRACE = 60.0
 """Most seconds from SIGTERM to SIGKILL."""
 MOST_GAP = 60.0
-"""Seconds between two looks that still count as one after the other: a process that stood still has not looked."""
+"""Most seconds between two consecutive looks: a process that was suspended did not look."""
 MOST_SILENCE = 3600.0
-"""Seconds after which what was counted before nothing was known counts no more."""
+"""Seconds without knowledge after which the time counted before is dropped."""
 NEAR = 0.8
-"""Share of a stage's time from which one that was averted is told."""
+"""Share of a stage's time from which an averted stage is recorded."""
 _DAY = 1440
 
 
@@ -402,7 +402,7 @@ def _said(found: bool | None, yes: str, no: str) -> str:
 
 
 UNKNOWN, BUSY, IDLE = range(3)
-"""What is recorded of a GPU in a step."""
+"""The recorded state of a GPU in a step."""
 
 
 @dataclass(frozen=True, slots=True)

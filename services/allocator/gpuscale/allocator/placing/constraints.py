@@ -69,17 +69,17 @@ class Obstacle(StrEnum):
 ORDER = tuple(Obstacle)
 """All obstacles in their order."""
 LASTING = frozenset(ORDER[: ORDER.index(Obstacle.MIG_PROFILE_DIFFERS) + 1])
-"""Obstacles that no end of a reservation cures."""
+"""Obstacles that persist when reservations end."""
 
 SHARE_FLOOR = (9, 10)
-"""The least part of its nominal memory that a share without a memory of its own accepts, as a fraction."""
+"""The least fraction of its nominal memory that a share without its own memory accepts."""
 CODES = {obstacle: code for code, obstacle in enumerate(ORDER, start=1)}
-"""The number that stands for an obstacle in an array; 0 is none."""
+"""The numbers of obstacles in arrays; 0 is none."""
 _HELD: Final = CODES[Obstacle.HELD]
 Codes = NDArray[np.int8]
 _MOST: Final = int(np.iinfo(np.int64).max)
 ABSENT = -1
-"""Stands for no GPU at all."""
+"""Marks a missing GPU."""
 NODE_OBSTACLES = frozenset(
     {
         Obstacle.NODE_NOT_SELECTED,

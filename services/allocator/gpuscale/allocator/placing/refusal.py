@@ -29,7 +29,7 @@ from gpuscale.common.names import gpu_name, node_name
 
 MIB = 1024 * 1024
 MOST_NAMES = 5
-"""How many names one message lists."""
+"""Most names in one message."""
 
 
 _TEXTS: Mapping[Obstacle, tuple[str, str]] = {
@@ -58,11 +58,11 @@ _TEXTS: Mapping[Obstacle, tuple[str, str]] = {
     Obstacle.MEMORY_UNKNOWN: ("whose memory is not reported", ""),
 }
 WORDS = {obstacle: words for obstacle, (words, _) in _TEXTS.items()}
-"""What is said of the GPUs that an obstacle keeps out."""
+"""Descriptions of GPUs that an obstacle rules out."""
 HELP = {obstacle: cure for obstacle, (_, cure) in _TEXTS.items() if cure}
-"""What cures an obstacle."""
+"""Remedies for obstacles."""
 FOR_EVER = LASTING - {Obstacle.MIG_PROFILE_DIFFERS}
-"""What the caller chose: named as a help only where it is asked what would help."""
+"""Choices of the caller: suggested only when asked what would help."""
 
 
 _TOLD: Mapping[Obstacle, Callable[[Gpu], str]] = {
@@ -70,7 +70,7 @@ _TOLD: Mapping[Obstacle, Callable[[Gpu], str]] = {
     Obstacle.QUARANTINED: attrgetter("quarantine"),
     Obstacle.MODEL_DIFFERS: attrgetter("model"),
 }
-"""What a GPU says of an obstacle."""
+"""The reading of a GPU that an obstacle is about."""
 
 
 def names(texts: Sequence[str]) -> str:
@@ -351,7 +351,7 @@ def refuse(survey: Survey, placed: int) -> Refusal:
 
 
 Kept = Mapping[str, tuple[Obstacle, str]]
-"""The nodes that power keeps an ask off: why, and in words."""
+"""The nodes that power rules out, with the obstacle and its description."""
 
 
 def refuse_for_power(ask: Ask, kept: Kept, found: Refusal, nodes: Mapping[str, Node]) -> Refusal:

@@ -98,7 +98,7 @@ def clear_of(pick: Pick, others: Iterable[Kept]) -> bool:
 
 
 GROWTH = 4
-"""How many times as many leases are freed at the next try."""
+"""Growth factor of the leases freed in the next try."""
 
 
 def fewest(

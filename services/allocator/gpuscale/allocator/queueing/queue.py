@@ -52,11 +52,11 @@ from gpuscale.allocator.queueing.model import (
 from gpuscale.common.errors import ResourceExhaustedError
 
 MOST_FORESEEN = 16
-"""Requests of the line that are foreseen: each costs some placements."""
+"""Most requests with a forecast: each costs some placements."""
 MOST_LEASES = 256
-"""Most leases with which anything is foreseen: a placement frees and holds them for a moment."""
+"""Most leases for a forecast: a placement frees and holds them temporarily."""
 MOST_LOOKED_AT = 2048
-"""Leases of which those are taken that will end first."""
+"""Leases from which those that end first are taken."""
 
 
 def forecast(

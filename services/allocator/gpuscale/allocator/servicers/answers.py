@@ -22,7 +22,7 @@ _USE_STATES = {one: api.GpuUsage.State.Value(f"STATE_{one.name}") for one in Use
 POLICIES = {one: api.PlacementPolicy.Value(f"PLACEMENT_POLICY_{one.name}") for one in Policy}
 _NANOS = 1_000_000_000
 REMEMBERED = 4096
-"""Reservations whose messages are kept ready: those that were answered with first are dropped first."""
+"""Reservations whose messages are cached; the oldest are dropped first."""
 
 
 def from_renewal(renewal: Renewal, now: float, wall: datetime) -> api.LeaseStatus:
@@ -175,7 +175,7 @@ def from_gpu(gpu: ReservedGpu) -> api.ReservedGpu:
 
 
 _NODE = "node"
-"""Deprecated, and set for clients of before `node_name`."""
+"""Deprecated, for clients from before `node_name`."""
 
 
 def _put_gpu(message: api.ReservedGpu, gpu: ReservedGpu) -> None:

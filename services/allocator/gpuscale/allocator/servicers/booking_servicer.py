@@ -20,7 +20,7 @@ from gpuscale.common.security.auth import Context, Principal, Role, current_prin
 
 _STATES = {one: api.Booking.State.Value(f"STATE_{one.name}") for one in BookingState}
 NOT_KEPT = ("gpu_milli", "gpu_memory_bytes", "mig_profile", "cpu_milli", "host_memory_bytes", "apart_from")
-"""Fields of an ask that a booking cannot keep."""
+"""Fields of an ask that a booking does not support."""
 
 
 @dataclass(slots=True)

@@ -13,32 +13,34 @@ _PREFIX = "gpuscale_allocator"
 _LIVE = Family(f"{_PREFIX}_reservations", "gauge", "Reservations that hold GPUs, by state.")
 _KEPT = Family(f"{_PREFIX}_reservations_ended_kept", "gauge", "Ended reservations that are kept in memory.")
 _ON_NODE = Family(f"{_PREFIX}_node_reservations", "gauge", "Reservations that hold GPUs of a node.")
-_HELD = Family(f"{_PREFIX}_gpus_held", "gauge", "GPUs and MIG instances of which anything is held.")
+_HELD = Family(f"{_PREFIX}_gpus_held", "gauge", "GPUs and MIG instances that are held at least in part.")
 _SHARE = Family(
     f"{_PREFIX}_gpu_held_ratio", "gauge", "Share of a GPU that a reservation holds, by who holds it."
 )
 _LEFT_OUT = Family(
-    f"{_PREFIX}_gpus_left_out", "gauge", "GPUs held without a series of their holder: too many."
+    f"{_PREFIX}_gpus_left_out", "gauge", "GPUs held beyond the maximum number of series by holder."
 )
 _FENCE = Family(f"{_PREFIX}_grants_total", "counter", "Reservations ever granted: the highest fence.")
-_WAITING = Family(f"{_PREFIX}_queue_length", "gauge", "Requests that wait for GPUs, by tenant.")
-_LONGEST = Family(f"{_PREFIX}_queue_longest_wait_seconds", "gauge", "How long the oldest of them has waited.")
-_NODES = Family(f"{_PREFIX}_nodes", "gauge", "Nodes that it places onto, by state.")
+_WAITING = Family(f"{_PREFIX}_queue_length", "gauge", "Requests waiting for GPUs, by tenant.")
+_LONGEST = Family(
+    f"{_PREFIX}_queue_longest_wait_seconds", "gauge", "How long the oldest waiting request has waited."
+)
+_NODES = Family(f"{_PREFIX}_nodes", "gauge", "Nodes known to placement, by state.")
 
 _MOST_SHARES = 20_000
-"""Shares of GPUs that have a series each."""
+"""Most shares of GPUs with a series each."""
 _GPU_SECONDS = Family(
     f"{_PREFIX}_gpu_seconds_total",
     "counter",
-    "GPU time granted, and of that used and not used, by tenant: at most 100 of them, then other.",
+    "GPU time granted, used and unused, by tenant: at most 100 of them, then other.",
 )
 
 
-_BUDGET = Family("gpuscale_power_budget_watts", "gauge", "What the GPUs of a sum may draw.")
+_BUDGET = Family("gpuscale_power_budget_watts", "gauge", "Watts that the GPUs of a sum may draw.")
 _DRAWN = Family(
-    "gpuscale_power_budget_drawn_watts", "gauge", "What they draw, unknown draws as their limits."
+    "gpuscale_power_budget_drawn_watts", "gauge", "Watts that they draw; unknown draws count as their limits."
 )
-_CAPS = Family("gpuscale_power_caps", "gauge", "GPUs that are to be capped.")
+_CAPS = Family("gpuscale_power_caps", "gauge", "GPUs with a cap.")
 
 
 async def add_figures(

@@ -35,7 +35,7 @@ _OBSTACLES: Mapping[Obstacle | None, api.Obstacle.ValueType] = {
     **{one: api.Obstacle.Value(f"OBSTACLE_{one}") for one in Obstacle},
 }
 MOST_FREE = 100
-"""Free GPUs in an answer where the request does not say."""
+"""Default number of free GPUs in an answer."""
 
 
 def _from_estimate(found: Estimate) -> api.EstimateRequirementsResponse:
@@ -238,7 +238,7 @@ def _from_outlook(one: NodeOutlook) -> api.NodeOutlook:
 
 
 CordonStanding = tuple[Cordon, tuple[str, ...]]
-"""A cordon, and the ids of the reservations that are there."""
+"""A cordon, and the ids of the reservations there."""
 
 
 @dataclass(slots=True)

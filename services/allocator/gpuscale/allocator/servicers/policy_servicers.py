@@ -40,9 +40,9 @@ from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context, Role, current_principal
 
 DEFAULT_GRACE = 600.0
-"""Seconds that a revoked reservation has left where a stage does not say."""
+"""Default grace of a revocation, in seconds."""
 DEFAULT_KILL_GRACE = 10.0
-"""Seconds from SIGTERM to SIGKILL where a stage does not say."""
+"""Default seconds from SIGTERM to SIGKILL."""
 MOST_STANDINGS = 1000
 DRY_RUN_SPAN = timedelta(days=7)
 LEAST_SECRET = 16

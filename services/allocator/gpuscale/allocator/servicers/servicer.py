@@ -283,7 +283,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
 
 
 SHARED = 5.0
-"""Seconds for which watchers get one message of a reservation, though what remains of it and what is used move on."""
+"""Seconds for which watchers share one message of a reservation, although remaining time and use change."""
 
 
 def _is_shown_fence(reservation: Reservation, caller: Principal) -> bool:
@@ -302,7 +302,7 @@ _SETS = {api.GpuSet.GPU_SET_NVLINK: GpuSet.NVLINK, api.GpuSet.GPU_SET_MEMORY_BAL
 
 
 _ASKS_KEPT = 1024
-"""Asks that are kept: callers ask for the same again and again."""
+"""Cached asks: callers repeat the same ones."""
 _asks: OrderedDict[tuple[bytes, int], tuple[AllocatorSettings, Ask]] = OrderedDict()
 
 

@@ -17,7 +17,7 @@ from gpuscale.common.filters import compile_filter, listed
 from gpuscale.common.security.auth import Context, Role, current_principal
 
 SPAN = timedelta(days=30)
-"""What is added up where a request does not say."""
+"""Default period."""
 _CAUSES = {str(one): api.Reservation.EndCause.Value(f"END_CAUSE_{one.name}") for one in EndCause}
 _Request = api.QueryUsageRequest
 NOTHING = Used("", "", {}, "", "", Tally(), 0)

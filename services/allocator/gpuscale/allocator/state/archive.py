@@ -27,7 +27,7 @@ from gpuscale.common.store.sqlite_store import give_back
 from gpuscale.common.wire import ANY_TIME, TimeRange
 
 ROW_BYTES = 200
-"""What a row takes on disk beside its texts: numbers, and its places in five indexes."""
+"""Bytes of a row on disk beyond its texts: numbers, and its entries in five indexes."""
 
 _TABLES = schema.Table.metadata.tables
 _RESERVATION = _TABLES["reservation"]
@@ -217,13 +217,13 @@ def _totals(counted: dict[str, int]) -> Totals:
 
 
 LOOKED_AT = 20_000
-"""Most records that one page by GPU or time looks at: some 50 ms."""
+"""Most records that one page by GPU or time examines: about 50 ms."""
 IN_MEMORY = 4096
-"""Ended reservations that memory keeps."""
+"""Ended reservations kept in memory."""
 PERIOD = 1.0
 """Seconds between two looks."""
 DUE_PERIOD = 60.0
-"""Seconds between two looks for records whose time is over."""
+"""Seconds between two looks for expired records."""
 BATCH = 64
 """Most records in one transaction."""
 

@@ -28,7 +28,7 @@ from gpuscale.common.runtime import tasks
 
 _Error = UnavailableError | None
 _TOLD = attrgetter("fence", "ttl", "revoke_at", "job")
-"""What of a live reservation watchers and targets are told of: a renewal alone is no news."""
+"""Changes of a live reservation that are reported to watchers and targets: a renewal alone is not."""
 
 
 class Outcome:
@@ -97,14 +97,14 @@ class Changes:
 
 
 ENOUGH: Final = 32
-"""Reservations for which no group is kept open: others are looked at while these are written and answered."""
+"""A group of this size is written at once: others are examined while it is written and answered."""
 WRITES: Final = 8
-"""A group stays open for as long as so many writes take, at most,"""
+"""A group stays open for at most the time of this many writes,"""
 WINDOW: Final = 0.05
 """and never longer than this."""
 _RISING: Final = 0.1
 _FALLING: Final = 0.5
-"""How much a write counts that took longer than usual, or less long: one that hung says little of the next."""
+"""Weight of a write that was slower than usual, or faster: one that hung predicts little."""
 _FIRST_WRITE: Final = 0.001
 
 

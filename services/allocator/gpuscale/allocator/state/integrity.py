@@ -98,9 +98,9 @@ def _checksum(row: Mapping[str, object]) -> int:
 
 
 NO_SALT = 0
-"""The log is not known yet, or there is none."""
+"""The log is unknown or missing."""
 MOST_RESETS = 1 << 16
-"""Beginnings of the log that a power failure may have hidden from the witness."""
+"""Most restarts of the log that a power failure may have hidden from the witness."""
 _RECORD = Struct("<QLL")
 _SALT = Struct(">L")
 _SALT_AT = 16
@@ -219,12 +219,12 @@ _log = get_logger(__name__)
 SEALED_SINCE = 3
 """The first schema version whose rows have checksums."""
 UNCHECKED = frozenset({"ended", "usage"})
-"""Tables that are too large to be looked at in whole at each start; each row of `ended` is when it is read."""
+"""Tables too large to check at each start; rows of `ended` are checked when read."""
 LAST_WRITE = "write"
-"""The counter that keeps the number of the last write that was not one of reservations."""
+"""The counter with the number of the last write without reservations."""
 
 _SEALED = ("reservation", "counter", "rank", "quota", "cordon")
-"""Tables of which every row is looked at when a file is opened."""
+"""Tables whose rows are all checked when a file is opened."""
 
 
 class Numbering:

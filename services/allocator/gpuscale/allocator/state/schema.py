@@ -13,15 +13,15 @@ VERSION = 7
 FENCE = "fence"
 """The counter that keeps the highest fence when records are forgotten."""
 LEASE_KEY = "lease_key"
-"""The counters that keep the key of lease tokens are named so, with their number behind."""
+"""Prefix of the counters of the lease-token key, followed by their number."""
 ROWS = "rows"
-"""The counter of the rows of reservations and holds: one that was deleted by hand is missed at the next start."""
+"""The counter of rows of reservations and holds: it reveals rows that were deleted by hand at the next start."""
 
 ENDED_RECORDS = "ended_records"
 ENDED_BYTES = "ended_bytes"
 """The counters of the rows of `Ended`."""
 FORGOTTEN = "forgotten"
-"""The counter that keeps when the youngest of all forgotten reservations ended, in seconds since 1970."""
+"""The counter of when the youngest forgotten reservation ended, in seconds since 1970."""
 
 
 class Table(SQLModel, registry=registry()):

@@ -61,15 +61,15 @@ from gpuscale.common.store.store import Prepared, Store, revisions
 from gpuscale.common.store.term import Term
 
 SERVICE = "allocator"
-"""Its threads, its failpoints, and its schema in PostgreSQL are named so."""
+"""The name of its threads, failpoints, and PostgreSQL schema."""
 MADE_BY = "\x1f"
-"""Between the owner and who made a reservation in its name, in the column `owner`: older rows and their sums stay valid."""
+"""Separates the owner from who made a reservation for it, in the column `owner`: older rows and their sums stay valid."""
 JOB = "\x1d"
-"""Between the end reason of a reservation and its job, in the column `end_reason`, for the same reason."""
+"""Separates the end reason of a reservation from its job, in the column `end_reason`, for the same reason."""
 WANTED = "\x1e"
-"""Before what it waits for, waited for or needs elsewhere, in the same column, after its job."""
+"""Precedes what it waits for, waited for or needs elsewhere, in the same column, after its job."""
 UNTIL = "\x1c"
-"""Before the boot time at which a reservation ends at the latest, at the end of the same column."""
+"""Precedes the boot time at which a reservation ends at the latest, at the end of the same column."""
 T = TypeVar("T")
 
 _JOB, _WANTED = TypeAdapter(ReservedJob), TypeAdapter(Wanted)

@@ -26,13 +26,13 @@ from gpuscale.common.store.sqlite_store import give_back
 from gpuscale.common.store.store import Prepared, Whole
 
 ROLL_AFTER = 90
-"""Days after which what each reservation did is added up."""
+"""Days after which rows of single reservations are merged."""
 SLICE = 500
-"""Reservations of which one transaction adds up the rows."""
+"""Reservations whose rows one transaction merges."""
 MOST_LASTED = 10_000
-"""Reservations of which is read how long they lasted."""
+"""Reservations whose durations are read."""
 MOST_ROLLED = 1000
-"""Rows that they may become; where labels make more of them, labels are left out."""
+"""Most rows that result; if labels would make more, they are dropped."""
 
 
 class Usage(Table, table=True):

@@ -46,19 +46,19 @@ from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, uninterrupted
 
 LOOK = 10.0
-"""Seconds between two looks: as often as readings of what is held surely come."""
+"""Seconds between looks: as often as readings of held GPUs are sure to arrive."""
 CHECKPOINT = 6
-"""Looks from one checkpoint to the next."""
+"""Looks between checkpoints."""
 LEARNED_DAYS = 30
-"""Days of the ledger from which is learned at the start how long reservations last."""
+"""Days of the ledger from which durations are learned at start."""
 PAST = 300.0
-"""Seconds between two looks at past use."""
+"""Seconds between reloads of past use."""
 TIDY = 360
-"""Looks from one tidying of the ledger to the next: an hour."""
+"""Looks between tidying of the ledger: an hour."""
 SLICE = 64
-"""Reservations that are looked at, or written, before other calls come: some 1 ms."""
+"""Reservations that are looked at, or written, before other calls run: about 1 ms."""
 TENANTS, OTHER = 100, "other"
-"""Tenants that have figures of their own; those that come later are one."""
+"""Tenants with their own figures; later ones are combined."""
 
 _log = get_logger(__name__)
 

@@ -48,9 +48,9 @@ from gpuscale.common.security.auth import Principal, Role
 LOOK = 1.0
 """Seconds between two looks at all bookings."""
 CHECK = 10.0
-"""Seconds between two looks at whether their GPUs can be used."""
+"""Seconds between checks whether their GPUs are usable."""
 SKEW = 60.0
-"""Seconds by which a start may be past: clocks of callers differ."""
+"""Seconds by which a start may be in the past: callers' clocks differ."""
 
 _log = get_logger(__name__)
 

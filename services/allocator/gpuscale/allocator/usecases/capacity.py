@@ -23,13 +23,13 @@ from gpuscale.common.errors import NotFoundError, ResourceExhaustedError
 from gpuscale.common.runtime.tasks import Clock
 
 DEFAULT_TIMEOUT = 300.0
-"""Seconds that a wait lasts where it does not say: the seed's."""
+"""Default seconds of a wait: the seed's."""
 MOST_WAITS = 128
-"""Most calls that wait at once: a quarter of those that the server handles."""
+"""Most concurrent waits: a quarter of the calls that the server handles."""
 LOOK_GAP = 0.05
-"""Least seconds between two looks of one who waits, however often something changes."""
+"""Least seconds between two checks of a waiting call, however often something changes."""
 RANK_SLICE = 128
-"""Nodes that are ranked before other calls come: some 3 ms."""
+"""Nodes that are ranked before other calls run: about 3 ms."""
 _RETRY = 1.0
 
 

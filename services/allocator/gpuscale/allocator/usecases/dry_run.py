@@ -37,7 +37,7 @@ from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.rpc.status import rpc_errors
 
 STEP = 60.0
-"""Seconds between two looks: the step in which the fleet keeps days."""
+"""Seconds between looks: the step of the fleet's daily history."""
 WINDOW = 2880
 """Steps of one GPU that are read at once: a few milliseconds."""
 RECORDED = (PolicyCondition.IDLE, PolicyCondition.OVER_TIME)

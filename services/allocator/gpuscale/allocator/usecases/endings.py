@@ -66,7 +66,7 @@ TICK = 0.5
 LATE = 0.5
 """A wake-up later than this, in seconds, is a stall."""
 START_DELAY = 2.0
-"""Seconds after the start in which nothing is ended, so that holders can renew what ran out meanwhile."""
+"""Seconds after the start in which nothing is ended, so that holders can renew leases that ran out meanwhile."""
 BATCH = 256
 """Most reservations in one transaction."""
 _SHORTEST = 0.02
@@ -186,7 +186,7 @@ class Losses:
 
 
 UNNAMED_FOR = 24 * 3600.0
-"""Seconds after which a node goes that the fleet has not named since the start."""
+"""Seconds after which a node that the fleet has not named since the start is removed."""
 
 
 @dataclass(eq=False)

@@ -121,11 +121,11 @@ class FleetView:
 
 
 FRESH_PERIODS = 3
-"""Periods for which a reading counts (DESIGN: older than three is STALE)."""
+"""Periods for which a reading is fresh (DESIGN: older than three is STALE)."""
 DEFAULT_PERIOD = 1.0
-"""Seconds between two snapshots of an agent that does not say."""
+"""Default seconds between two snapshots of an agent."""
 MIN_INTERVAL = 0.1
-"""Seconds from one message to the next: what thousands of nodes tell comes in few."""
+"""Seconds between messages: reports of thousands of nodes are combined."""
 _RETRY_CAP = 5.0
 
 _NODE_STATES = {

@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     import httpx
 
 MOST_WAITING = 10_000
-"""Letters that wait to be sent, to all targets; events beyond are dropped, and counted in the log."""
+"""Most letters waiting, over all targets; further events are dropped and logged."""
 MOST_DEAD = 1000
 MOST_ATTEMPTS = 14
-"""Attempts before a letter is dead: with these waits, some eight hours."""
+"""Attempts before a letter is dead: about eight hours with these waits."""
 FIRST_WAIT, LONGEST_WAIT = 2.0, 3600.0
 TIMEOUT = 10.0
-"""Seconds that an attempt may take in all."""
+"""Seconds for an attempt."""
 DOWN_AFTER = 60.0
-"""Seconds without a node after which it is told that it is down: a fleet that starts anew knows none at first."""
+"""Seconds without a node until it is reported as down: a restarted fleet knows none at first."""
 _SILENT = f"down: nothing was heard of it for {DOWN_AFTER:g} s"
 LOOK = 5.0
 _log = get_logger(__name__)

@@ -45,9 +45,9 @@ from gpuscale.common.names import gpu_name, node_name, reservation_name
 from gpuscale.common.runtime.logs import get_logger
 
 HEARD = 15.0
-"""Seconds after which an agent that did not ask for orders is silent; it asks each 5 s."""
+"""Seconds after which an agent that asked for no orders is silent; it asks every 5 s."""
 ANSWER = 10.0
-"""Seconds for which what became of an order is waited for."""
+"""Seconds to wait for the result of an order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class KillOrders:
             del self._pending[order.id]
 
     def take(self, node: str, results: Sequence[tuple[str, str]]) -> list[KillOrder]:
-        """Learn what became of orders (id, problem); the others for a node. Raises NotFoundError: the node is not known."""
+        """Take results of orders (id, problem); returns the node's pending orders. Raises NotFoundError for an unknown node."""
         if self.view.get(node) is None:
             raise NotFoundError(f"there is no {node_name(node)}", metadata={"name": node_name(node)})
         for order, problem in results:
@@ -117,9 +117,9 @@ class KillOrders:
 LOOK = 10.0
 """Seconds between two looks."""
 SAID_EVERY = 60.0
-"""Seconds after which it is written that was looked, if nothing else is: so much of a time that counts a crash may lose."""
+"""Most seconds between records of a look: how much counted time a crash may lose."""
 SLICE = 64
-"""Subjects that are looked at before other calls come."""
+"""Subjects that are looked at before other calls run."""
 _MARK = "policy {}: "
 _log = get_logger(__name__)
 
@@ -147,7 +147,7 @@ class Policing:
     _tracks: dict[Key, FollowedTrack] = field(default_factory=dict[Key, FollowedTrack], init=False)
     _acts: deque[tuple[int, PolicyAct]] = field(init=False)
     notes: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]], init=False)
-    """What policies say about reservations, by id, for their holders to read."""
+    """The policies' notes on reservations, by id, for their holders."""
     _said: float = field(default=float("-inf"), init=False)
     _wake: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 

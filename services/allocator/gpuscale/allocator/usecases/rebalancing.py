@@ -38,17 +38,17 @@ from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import uninterrupted
 
 MOST_WAITING = 10
-"""Requests that wait for which moves are looked for at once."""
+"""Most waiting requests to find moves for at once."""
 MOST_MOVES = 64
-"""Moves of one plan."""
+"""Most moves of a plan."""
 NOTICE = 8 * 86_400.0
-"""Seconds until what is movable would have to leave: longer than any drain timeout, so that nothing is stopped before another is ready."""
+"""Seconds of notice for movable reservations: longer than any drain timeout, so that replacements are ready first."""
 LIMIT = 600.0
-"""Seconds after which moves that were not made are given up."""
+"""Seconds after which moves that were not made are cancelled."""
 LOOK = 1.0
 """Seconds between two looks at moves under way."""
 AGAIN = 15.0
-"""Seconds between two searches for moves by itself."""
+"""Seconds between two searches for automatic moves."""
 _HOUR = 3600.0
 UNKNOWN = "its node does not report"
 _log = get_logger(__name__)

@@ -50,8 +50,8 @@ from gpuscale.common.runtime import tasks
 from gpuscale.common.runtime.tasks import Clock
 
 ORDER_KEPT, ORDER_REST, ORDER_PART = 1.0, 400.0, 100
-"""Seconds for which the order of leases by their ends is kept, or as many times as long as it took where that is longer, and
-of how many of them one look at it costs as much as a sort of all."""
+"""Seconds for which the order of leases by end is cached, or this many times the time it took if that is longer; and the part of
+the leases from which a full sort is cheaper."""
 
 
 _UNLIMITED = Quota("")
@@ -207,26 +207,25 @@ class AllocatorWorld:
 
 
 MOST_CALLS = 256
-"""Most unary calls that wait at once: half of those that the server handles, so that GPUs can still be released."""
+"""Most concurrent waits: half of the calls that the server handles, so that GPUs can still be released."""
 NEWS_GAP, MOST_NEWS_GAP = 0.25, 10.0
-"""Least seconds between two messages about the first places in the queue, and about the last: each request that is served
-moves all places behind it."""
+"""Least seconds between two messages on the first places in the queue, and on the last: each grant moves all behind it."""
 PLACES_A_GAP = 16
-"""By so many places the gap grows as long again."""
+"""The gap grows by its own length for each this many places."""
 PART_TOLD = 8
-"""A place behind those that are foreseen is told again when it has changed by this part of it: who is served moves all of them."""
+"""Places without a forecast are reported again after changing by this part: each grant moves all of them."""
 JOINED_GAP = 0.1
-"""Seconds in which those who join share a round, while nothing else wants one."""
+"""Seconds for which new requests are collected into a round, if nothing else needs one."""
 FORESEE_AGAIN = 30.0
-"""Seconds after which who waits is told anew how long it will be, though nothing else changed."""
+"""Seconds after which a waiting request gets a new forecast even without other changes."""
 FORESEE_GAP, _FORESEE_REST = 3.0, 50.0
-"""Least seconds between two forecasts of the line, and how many times as long as one took."""
+"""Least seconds between two forecasts, and the pause after one as a multiple of its time."""
 REVOKE_AGAIN = 1.0
-"""Seconds after which a revocation that could not be written is tried again."""
+"""Seconds after which a failed revocation is retried."""
 _SLICE = 0.005
-"""Seconds after which a round lets other work come between."""
+"""Seconds after which a round lets other work run."""
 _REST = 2.0
-"""For so many times as long as a round took none is made: a third of a core goes to rounds at most, however many wait."""
+"""The pause after a round as a multiple of its time: rounds take at most a third of a core, however many wait."""
 
 
 @dataclass(eq=False)

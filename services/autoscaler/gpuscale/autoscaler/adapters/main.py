@@ -45,14 +45,16 @@ SERVICE = "adapter"
 """Prefix of the series of every engine's adapter."""
 _PREFIX = f"gpuscale_{SERVICE}"
 _INFO = Family(f"{_PREFIX}_info", "gauge", "1; which adapter it is, of which engine.")
-_SECONDS = Family(
-    f"{_PREFIX}_engine_seconds", "histogram", "Time that the engine took, by what was asked of it."
+_SECONDS = Family(f"{_PREFIX}_engine_seconds", "histogram", "Time spent in the engine, by operation.")
+_FAILURES = Family(
+    f"{_PREFIX}_engine_failures_total", "counter", "Failed operations of the engine, by reason."
 )
-_FAILURES = Family(f"{_PREFIX}_engine_failures_total", "counter", "What the engine did not do, by reason.")
-_REPLICAS = Family(f"{_PREFIX}_replicas", "gauge", "Replicas that are not forgotten, by state.")
+_REPLICAS = Family(f"{_PREFIX}_replicas", "gauge", "Known replicas, by state.")
 _KNOWN = Family(f"{_PREFIX}_engine_known", "gauge", "1 while the state of the engine is known.")
 _SILENT = Family(
-    f"{_PREFIX}_autoscaler_silent_seconds", "gauge", "How long the autoscaler is not heard of; 0 while it is."
+    f"{_PREFIX}_autoscaler_silent_seconds",
+    "gauge",
+    "How long the autoscaler has been silent; 0 while it is connected.",
 )
 
 _NAMED_FOR_ENGINE = re.compile(r"gpuscale-(\w+)-adapter")

@@ -76,13 +76,13 @@ class EngineSettings(UpstreamSettings, MetricsPageSettings):
     """Field with the templates by name."""
 
     autoscaler_address: str = Field(
-        "127.0.0.1:7074", description="address of the autoscaler, HOST:PORT; or several"
+        "127.0.0.1:7074", description="address of the autoscaler, HOST:PORT, or several"
     )
     adapter: str = Field(
         to_id(socket.gethostname()),
-        description="id of this adapter; marks all that it owns; must differ from that of other adapters of the host",
+        description="id of this adapter, which marks everything it owns; must be unique on the host",
     )
-    data_dir: Path = Field(description="directory of what it started; one adapter each")
+    data_dir: Path = Field(description="directory of its journal, for one adapter")
     max_replicas: int = Field(0, ge=0, le=100_000, description="most replicas to run; 0 for no limit")
     workers: dict[str, WorkersSettings] = Field(
         default_factory=dict[str, WorkersSettings],
@@ -125,7 +125,7 @@ class NodeEngineSettings(EngineSettings):
     )
     require_admission: bool = Field(
         default=True,
-        description="start nothing on GPUs while the agent that is asked does not answer, or cannot ask the allocator",
+        description="start nothing on GPUs while the agent does not answer, or cannot reach the allocator",
     )
     replica_log_max_bytes: int = Field(
         16 * 1024 * 1024,

@@ -129,7 +129,7 @@ class ProcessSettings(NodeEngineSettings):
     templates_field: ClassVar[str] = "templates"
 
     adapter: str = Field("", description="id of this adapter; that of its node when empty")
-    data_dir: Path = Field(description="directory of what it started, and of the logs; one adapter each")
+    data_dir: Path = Field(description="directory of its journal and the logs, for one adapter")
     worker_user: str = Field("", description="user that replicas run as; the adapter's own when empty")
     replica_log_keep_seconds: float = Field(
         KEPT_SECONDS,
