@@ -149,7 +149,7 @@ async def test_where_there_is_no_room_they_work_on_as_long_as_they_can_and_that_
 
     await asyncio.sleep(began + 5.0 - now)
     allocator.end("n")
-    lost = "a replica was still there when its GPUs were taken away"
+    lost = "a replica was still running when its GPUs were revoked"
     await eventually(lambda: events(logged)[lost] == 2, timeout=10)  # no renewal would be due
     assert "a replica may keep its GPUs" not in events(logged)
     assert worst(logged) == logging.INFO

@@ -270,5 +270,5 @@ async def _write_anew(store: AllocatorStore, ended: Sequence[Reservation]) -> No
         try:
             await store.save([], ended[start : start + BATCH])
         except UnavailableError as error:
-            _log.warning("cannot write when records are forgotten", problem=error.message)
+            _log.warning("cannot write the expiry of ended reservations", problem=error.message)
             return

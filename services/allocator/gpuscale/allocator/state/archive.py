@@ -284,7 +284,7 @@ class Archive:
     async def tidy(self) -> None:
         """Move surplus records from memory to disk, and drop surplus from disk."""
         if await self.store.short():
-            _log.warning("the disk is full: records of ended reservations go before their time")
+            _log.warning("the disk is full: dropping records of ended reservations early")
             while await self.store.short() and await self._drop(BATCH):
                 pass
         while (over := self.ledger.ended_count - min(IN_MEMORY, self.limits.records)) > 0:

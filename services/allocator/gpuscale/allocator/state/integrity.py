@@ -173,7 +173,7 @@ class Witness:
             os.pwrite(self._file, _RECORD.pack(seen.number, seen.salt, crc32(body)), 0)
         except OSError as error:
             if not self._failing:
-                _log.warning("cannot write down what is on disk", file=str(self.path), problem=str(error))
+                _log.warning("cannot write the witness", file=str(self.path), problem=str(error))
             self._failing = True
 
     def _read(self) -> Seen | None:

@@ -170,7 +170,7 @@ class Accounting:
                 failing = False
             except GpuscaleError as error:
                 if not failing:
-                    _log.warning("cannot write what was used", problem=error.message)
+                    _log.warning("cannot write the usage ledger", problem=error.message)
                 failing = True
         raise AssertionError("unreachable")
 

@@ -128,7 +128,7 @@ class Calendar:
             try:
                 await self.look()
             except UnavailableError as error:
-                _log.warning("cannot write what becomes of bookings", problem=error.message)
+                _log.warning("cannot write changes of bookings", problem=error.message)
             await asyncio.sleep(LOOK)
 
     async def look(self) -> None:

@@ -98,7 +98,7 @@ class Sweeper:
             # Only one round: a process that is always late must still end leases that nobody renews.
             stalled = late > LATE and not stalled
             if stalled:
-                _log.warning("stood still, so renewals go first", seconds=round(late, 2))
+                _log.warning("the process was suspended, so renewals go first", seconds=round(late, 2))
                 continue
             while await self.sweep() == BATCH:
                 pass

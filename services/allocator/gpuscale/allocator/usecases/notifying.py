@@ -98,7 +98,7 @@ class Notifying:
                     continue
                 if len(self._letters) + len(found) >= MOST_WAITING + MOST_DEAD:
                     self._dropped += 1
-                    _log.warning("too many notifications wait", target=key, dropped=self._dropped)
+                    _log.warning("too many pending notifications", target=key, dropped=self._dropped)
                     continue
                 self._number += 1
                 found.append(Letter(self._number, key, event))
@@ -212,7 +212,7 @@ class Notifying:
             try:
                 await self._settle(letter, problem)
             except GpuscaleError as error:
-                _log.warning("cannot write what was sent", problem=error.message)
+                _log.warning("cannot write the results of notifications", problem=error.message)
                 self._put(letter, LONGEST_WAIT if not problem else FIRST_WAIT)
         self._wake.set()
 
@@ -222,7 +222,7 @@ class Notifying:
             await self.store.settle([letter.number], [])
             self._letters.pop(letter.number, None)
             return
-        _log.warning("a target did not take a notification", target=letter.target, problem=problem)
+        _log.warning("a target did not accept a notification", target=letter.target, problem=problem)
         attempts = letter.attempts + 1
         failed = replace(letter, attempts=attempts, problem=problem, dead=attempts >= MOST_ATTEMPTS)
         dead = [one.number for one in self.every() if one.dead][: -MOST_DEAD + 1] if failed.dead else []

@@ -173,7 +173,7 @@ class Policing:
                     tell(one)
             except GpuscaleError as error:  # the next look does what this one could not
                 if not failing:
-                    _log.warning("cannot write what policies do", problem=error.message)
+                    _log.warning("cannot write acts of policies", problem=error.message)
                 failing = True
             else:
                 failing = False

@@ -86,7 +86,7 @@ class Powering:
                     self._unwritten = [one for one in self._unwritten if one not in written]
             except GpuscaleError as error:  # it is written with the next
                 if not failing:
-                    _log.warning("cannot write how power limits were changed", problem=error.message)
+                    _log.warning("cannot write changes of power limits", problem=error.message)
                 failing = True
             else:
                 failing = False

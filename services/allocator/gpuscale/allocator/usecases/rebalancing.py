@@ -152,7 +152,7 @@ class Rebalancing:
             try:
                 await self._look()
             except GpuscaleError as error:
-                _log.warning("cannot look after moves", problem=error.message)
+                _log.warning("cannot supervise moves", problem=error.message)
             await asyncio.sleep(LOOK)
 
     async def _look(self) -> None:
@@ -168,7 +168,7 @@ class Rebalancing:
                 await self.leases.revoke(told, None, "")
                 self._moving.clear()
                 self.capacity.waiting.changed(())
-                _log.info("moves are given up", reservations=told, needed=waits)
+                _log.info("moves are cancelled", reservations=told, needed=waits)
         elif self.hourly and len(self.queue) and now >= self._again:
             self._again = now + AGAIN
             while self._made and self._made[0] <= now - _HOUR:
@@ -195,7 +195,7 @@ class Rebalancing:
         movable = [one for one in ids if MOVABLE_LABEL in live[one].labels]
         await self.leases.revoke(movable, now + NOTICE, why)
         await self.leases.revoke([one for one in ids if one not in movable], now + self.grace, why)
-        _log.info("moves are begun", reservations=ids, waits=_name(waiter))
+        _log.info("moves have started", reservations=ids, waits=_name(waiter))
         return True
 
     async def _propose(

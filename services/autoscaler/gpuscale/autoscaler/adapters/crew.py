@@ -127,7 +127,7 @@ class EngineCrew:
                     await self._looked.wait()
         except TimeoutError:
             _log.error(
-                "replicas run on; the next run of the adapter takes them over",
+                "replicas keep running; the next run of the adapter adopts them",
                 replicas=sorted(self._living()),
             )
 
@@ -182,7 +182,7 @@ class EngineCrew:
         if steps and steps != self._steps:
             self._poke.set()  # the result will be observed; a repetition can wait for `watch`
         for name in failed.keys() - self._failed.keys():
-            _log.warning("a step failed, and comes again", replica=name, why=failed[name])
+            _log.warning("a step failed and will be retried", replica=name, why=failed[name])
         self._steps, self._failed = steps, failed
         if forgotten := [name for name in plan.forget if name not in failed]:
             await asyncio.to_thread(self._journal.remove, forgotten)

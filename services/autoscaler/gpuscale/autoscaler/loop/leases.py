@@ -445,7 +445,7 @@ class LeaseKeeper:
             if any(self._noted(one) is not one for one in live):
                 await self._note_revocations()
         except GpuscaleError as error:
-            _log.warning("cannot note which leases will be taken away", error=error.message)
+            _log.warning("cannot record planned revocations", error=error.message)
             asyncio.get_running_loop().call_later(RETRY_RENEWAL, self._renew.set)
         return live
 
@@ -484,7 +484,7 @@ class LeaseKeeper:
             except GpuscaleError as error:
                 problem = error.message
             if self._following:
-                _log.warning("cannot follow which leases will be taken away", error=problem)
+                _log.warning("cannot follow revocations", error=problem)
             self._following = False
             await asyncio.sleep(backoff.next())
 
@@ -542,7 +542,7 @@ class LeaseKeeper:
             return self._renew.set()  # it has ended meanwhile, and its reservation was released
         name = replica_name(replica.endpoint, replica.id)
         if planned:
-            _log.info("a replica was still there when its GPUs were taken away", replica=name, why=message)
+            _log.info("a replica was still running when its GPUs were revoked", replica=name, why=message)
         else:
             _log.error("a replica lost its GPUs", replica=name, error=message)
         await self._hub.refresh([replica.adapter])

@@ -115,7 +115,7 @@ class Precedence:
             async with self._claiming:
                 await self._claim(endpoint, claim, lacking)
         except GpuscaleError as error:
-            _log.warning("cannot look who could give way", endpoint=endpoint.id, error=error.message)
+            _log.warning("cannot find out who could give way", endpoint=endpoint.id, error=error.message)
         return list(self._told(endpoint))
 
     async def _claim(self, endpoint: Endpoint, claim: _Claim, lacking: Sequence[Replica]) -> None:

@@ -156,7 +156,7 @@ class Reconciler:
             if (error := attempt.error) is not None:
                 traceback = None if isinstance(error, GpuscaleError) else error
                 said = {"endpoint": endpoint_id, "error": str(error)}
-                _log.warning("an endpoint could not be looked after", **said, exc_info=traceback)
+                _log.warning("cannot reconcile an endpoint", **said, exc_info=traceback)
                 wait = backoff.next()
                 continue
             backoff.reset()

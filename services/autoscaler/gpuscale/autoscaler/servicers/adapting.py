@@ -55,13 +55,13 @@ class Adapting:
             try:
                 found = await self.deps.store.read(store.endpoints)
             except GpuscaleError as error:
-                _log.warning("endpoints cannot be read", error=error.message)
+                _log.warning("cannot read endpoints", error=error.message)
                 continue
             for endpoint in found:
                 try:
                     await self.attend(endpoint)
                 except GpuscaleError as error:
-                    _log.debug("an endpoint cannot be tuned", endpoint=endpoint.id, error=error.message)
+                    _log.debug("cannot tune an endpoint", endpoint=endpoint.id, error=error.message)
 
     async def attend(self, endpoint: Endpoint) -> None:
         """Judge the last look, and begin the next when it is time; raises like `Backtests.create`."""

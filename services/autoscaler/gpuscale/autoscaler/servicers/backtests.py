@@ -178,7 +178,7 @@ class Backtests:
                     try:
                         await self._run(name, run)
                     except GpuscaleError as error:
-                        _log.warning("a backtest cannot go on", backtest=name, error=error.message)
+                        _log.warning("cannot continue a backtest", backtest=name, error=error.message)
                         await self._fail(name, _Why.END_REASON_ERROR, error.message)
                     finally:
                         run.stop.set()  # for its thread
@@ -338,7 +338,7 @@ class Backtests:
             except GpuscaleError as error:
                 if written:
                     raise
-                _log.warning("the end of a backtest is not on disk", backtest=name, error=error.message)
+                _log.warning("cannot write the end of a backtest", backtest=name, error=error.message)
             self._stored[name] = changed
             self.feed.put(name, message)
             if over:

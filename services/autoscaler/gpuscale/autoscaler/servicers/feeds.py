@@ -93,7 +93,7 @@ class Feeds:
                 try:
                     await self._look()
                 except GpuscaleError as error:
-                    _log.warning("watchers cannot be told what changed", error=error.message)
+                    _log.warning("cannot update watch streams", error=error.message)
                     await asyncio.sleep(PERIOD)
 
     async def _look(self) -> None:

@@ -372,7 +372,7 @@ class Histories:
             for endpoint, _ in readings:
                 self._written.pop(endpoint, None)
             names = sorted({endpoint for endpoint, _ in readings})
-            _log.warning("readings of queues were not kept", endpoints=names, error=error.message)
+            _log.warning("cannot write readings of queues", endpoints=names, error=error.message)
 
     @asynccontextmanager
     async def kept(self) -> AsyncGenerator[None]:

@@ -467,14 +467,14 @@ class Repetitions:
             try:
                 await self._store.write(partial(save_times, every=every))
             except GpuscaleError as error:
-                _log.warning("how often decisions were taken was not saved", error=error.message)
+                _log.warning("cannot save counts of decisions", error=error.message)
                 return
             current = {one: self._known[one].times for one in every if one in self._known}
             self._unsaved -= {one for one, times in every.items() if current.get(one) == times}
         try:
             await self._store.write(forget_oldest, frees=True)
         except GpuscaleError as error:
-            _log.warning("old decisions were not forgotten", error=error.message)
+            _log.warning("cannot delete old decisions", error=error.message)
 
 
 class DecisionLog:

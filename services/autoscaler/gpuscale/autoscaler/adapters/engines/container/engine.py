@@ -333,9 +333,7 @@ class ContainerEngine(StepwiseEngine):
             found = await self._api.inspect(container.id)
         except EngineUnavailableError as error:
             if container.id not in self._untold:
-                _log.warning(
-                    "the engine does not tell of a container", container=container.id, why=str(error)
-                )
+                _log.warning("the engine cannot inspect a container", container=container.id, why=str(error))
             self._untold.add(container.id)
             self._details[container.id] = ("", Details(unknown=True))
             return str(error)

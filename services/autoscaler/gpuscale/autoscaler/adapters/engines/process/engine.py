@@ -282,4 +282,4 @@ class ProcessEngine(StepwiseEngine):
             try:
                 await asyncio.to_thread(self._context.logs.bound, running)
             except OSError as error:
-                _log.warning("cannot bound the logs of replicas", why=error.strerror)
+                _log.warning("cannot rotate the logs of replicas", why=error.strerror)
