@@ -18,7 +18,7 @@ from gpuscale.autoscaler.domain.inputs import Inputs
 from gpuscale.autoscaler.domain.serving import PREFIX
 from gpuscale.autoscaler.domain.signals import EndpointPast
 from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaSignal
-from gpuscale.autoscaler.signals.served import ReplicaServers
+from gpuscale.autoscaler.signals.sources import ReplicaServers
 from tests.support.clock import ManualClock
 from tests.support.llm_model import Ask, LlmServer, Served, Speed
 

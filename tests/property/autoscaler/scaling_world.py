@@ -29,8 +29,13 @@ from gpuscale.autoscaler.servicers.endpoints import Endpoints
 from gpuscale.autoscaler.servicers.feeds import Feeds
 from gpuscale.autoscaler.signals.fleet import FleetMetrics
 from gpuscale.autoscaler.signals.polling import Poller, room_for, waiting_requests
-from gpuscale.autoscaler.signals.served import ReplicaServers
-from gpuscale.autoscaler.signals.sources import Histories, ReportedMetrics, SignalSources, WatcherUses
+from gpuscale.autoscaler.signals.sources import (
+    Histories,
+    ReplicaServers,
+    ReportedMetrics,
+    SignalSources,
+    WatcherUses,
+)
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.decision_log import Repetitions
 from gpuscale.common.errors import GpuscaleError, UnavailableError

@@ -9,7 +9,7 @@ from gpuscale.autoscaler.domain.serving import (
     percentile,
     read_server,
 )
-from gpuscale.autoscaler.signals.served import ReplicaServers
+from gpuscale.autoscaler.signals.sources import ReplicaServers
 from tests.support.clock import ManualClock
 from tests.support.llm_model import Ask, LlmServer, Speed
 

@@ -16,7 +16,7 @@ from gpuscale.autoscaler.domain.replicas import (
 from gpuscale.autoscaler.domain.serving import ServerReading
 from gpuscale.autoscaler.loop.hub import AdapterHub, AdapterSession, AdapterView, LogQuestion
 from gpuscale.autoscaler.servicers.feeds import Feeds
-from gpuscale.autoscaler.signals.served import ReplicaServers
+from gpuscale.autoscaler.signals.sources import ReplicaServers
 from gpuscale.autoscaler.wire.specs import from_wire
 from gpuscale.common.errors import (
     FailedPreconditionError,
