@@ -236,7 +236,7 @@ class Account:
     _seen_at: int = 0
     _ahead: dict[str, float] = field(
         default_factory=dict[str, float]
-    )  # joules from the last reading to the look at it
+    )  # joules from the last reading to the look
 
     def __post_init__(self) -> None:
         self._seen_at = self.until

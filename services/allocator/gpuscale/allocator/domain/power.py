@@ -1,8 +1,8 @@
 """Power budgets: how many watts each GPU may draw. Pure.
 
-What may be drawn is bounded before it is: a GPU that somebody holds counts with its cap, or with its limit where it has none,
-and caps are lowered before others are raised. One that nobody holds counts with what it draws, and what is known of no limit and
-no draw takes all there is. Watts are those of GPUs; a host's others are not in them.
+Draw is limited before it occurs: a held GPU counts with its cap, or its limit without one, and caps are lowered before others
+are raised. A GPU that nobody holds counts with what it draws, and one with unknown limit and draw takes everything. Watts are
+those of GPUs only, not of their hosts.
 """
 
 import math
@@ -22,7 +22,7 @@ IDLE_SPARE, LEAST_RAISE = 10.0, 20.0
 
 
 class PowerShare(StrEnum):
-    """Whose caps are raised first where not all can be."""
+    """Whose caps are raised first if not all can be."""
 
     EQUAL = "EQUAL"
     PRIORITY = "PRIORITY"
@@ -31,9 +31,9 @@ class PowerShare(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PowerBudget:
-    """Watts for the GPUs of nodes, all where none is named, that have the labels.
+    """Watts for the GPUs of the named nodes, or all nodes, that have the labels.
 
-    `per` is empty for one sum over all, `node`, or the key of a label whose values have one each.
+    `per` is empty for one sum over all, `node`, or the key of a label for one sum per value.
     """
 
     watts: float
@@ -43,7 +43,7 @@ class PowerBudget:
     share: PowerShare = PowerShare.EQUAL
 
     def sum_of(self, node: Node) -> str:
-        """The sum in which a node counts; empty if in none."""
+        """The sum that a node counts towards; empty if none."""
         if (self.nodes and node.id not in self.nodes) or not set(self.labels) <= node.labels.items():
             return ""
         if self.per == "node":
@@ -54,10 +54,11 @@ class PowerBudget:
 
 @dataclass(frozen=True, slots=True)
 class PoweredGpu:
-    """The power of a GPU, in watts; None is not known.
+    """The power of a GPU, in watts; None is unknown.
 
-    `helped` says that a helper sets its cap, from `low` on: both limits are known then. `high` is its limit without one, `cap` the one that is in force, the
-    higher one while it changes. `wish` is what those who hold it want as the most, `activity` how busy its SMs are.
+    `helped` says that a helper can set its cap, from `low` on: both limits are known then. `high` is its limit without a cap,
+    `cap` the one in force, or the higher one while it changes. `wish` is the most that its holders want, `activity` how busy
+    its SMs are.
     """
 
     uuid: str
@@ -74,37 +75,37 @@ class PoweredGpu:
 
     @property
     def most(self) -> float:
-        """What it may draw, as far as budgets do not say."""
+        """The most it may draw, apart from budgets."""
         high = self.high or 0.0
         return max(self.low, min(high, self.wish)) if self.held and self.wish is not None else high
 
     @property
     def limit(self) -> float | None:
-        """What is in force."""
+        """The limit in force."""
         return self.high if self.cap is None else self.cap
 
     @property
     def counted(self) -> float | None:
-        """What it counts where no cap is chosen for it."""
+        """What it counts if no cap is chosen for it."""
         if self.held or self.watts is None:
             return self.limit
         return min(self.watts + IDLE_SPARE, math.inf if self.limit is None else max(self.limit, self.watts))
 
     @property
     def start(self) -> float:
-        """What it counts beyond that once somebody holds it, at least."""
+        """The least it counts beyond that once somebody holds it."""
         counted, least = self.counted, self.low if self.helped else self.high
         return math.inf if counted is None or least is None else max(0.0, least - counted)
 
     @property
     def pressed(self) -> bool:
-        """Whether its cap holds it back, or may."""
+        """Whether its cap limits it, or may."""
         return self.cap is not None and (self.watts is None or self.watts >= NEAR * self.cap)
 
 
 @dataclass(frozen=True, slots=True)
 class PowerCap:
-    """What a GPU may draw, and why; of no budget, a reservation wants it."""
+    """The cap of a GPU, and why; without a budget, for a reservation."""
 
     watts: float
     reason: str
@@ -113,10 +114,10 @@ class PowerCap:
 
 @dataclass(frozen=True, slots=True)
 class PowerSum:
-    """How a budget stands with one of its sums.
+    """The state of one sum of a budget.
 
-    `drawn` is what is drawn, with the limit of those whose draw is not known; None where that is not known either. `room` is
-    what may be added at least. `loose` counts GPUs without a helper.
+    `drawn` is the draw, with limits in place of unknown draws; None if those are unknown too. `room` is the least that may be
+    added. `loose` counts GPUs without a helper.
     """
 
     budget: str
@@ -136,7 +137,7 @@ class PowerSum:
 
 @dataclass(frozen=True, slots=True)
 class PowerRoom:
-    """What may still start, as of a look; `costs` are of GPUs that nobody held then, `ranges` of nodes with a helper."""
+    """What may still start, as of a look; `costs` are for GPUs that nobody held then, `ranges` for nodes with a helper."""
 
     sums: Mapping[str, Sequence[PowerSum]] = field(default_factory=dict[str, Sequence[PowerSum]])
     costs: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -145,9 +146,9 @@ class PowerRoom:
     def short(
         self, picked: Mapping[str, str], since: Mapping[str, str]
     ) -> tuple[PowerSum, float, float] | None:
-        """The first sum that GPUs exceed, by UUID with their nodes, what is left of it, and what they need.
+        """The first sum that GPUs, by UUID with their nodes, exceed; what is left of it, and what they need.
 
-        `since` are the GPUs that are held since the look.
+        `since` has the GPUs that were held since the look.
         """
         if not self.sums:
             return None
@@ -160,7 +161,7 @@ class PowerRoom:
         return None
 
     def keeps(self, node: str, watts: float) -> str:
-        """Why the GPUs of a node cannot be capped so; empty if they can."""
+        """Why the GPUs of a node cannot have this cap; empty if they can."""
         if node not in self.ranges:
             return f"{node_name(node)} has no gpuscale-power"
         low, high = self.ranges[node]
@@ -169,7 +170,7 @@ class PowerRoom:
 
 @dataclass(frozen=True, slots=True)
 class PowerLook:
-    """What a look found: caps of GPUs with a helper that are to have one, how budgets stand, and what may start."""
+    """The result of a look: the caps of GPUs with a helper, the state of budgets, and what may start."""
 
     caps: Mapping[str, PowerCap] = field(default_factory=dict[str, PowerCap])
     sums: Sequence[PowerSum] = ()
@@ -177,7 +178,7 @@ class PowerLook:
 
 
 class Governor:
-    """Chooses caps, look by look; it remembers since when a sum is above its budget."""
+    """Chooses caps at each look; it remembers since when each sum has been above its budget."""
 
     def __init__(self) -> None:
         self._above: dict[tuple[str, str], float] = {}
@@ -190,7 +191,7 @@ class Governor:
         gpus: Mapping[str, Sequence[PoweredGpu]],
         now: float,
     ) -> PowerLook:
-        """Choose, for the GPUs of nodes by the ids of these."""
+        """Choose caps for the GPUs of nodes, by node id."""
         budgets, nodes = list(budgets), list(nodes)
         of_nodes: dict[tuple[str, str], set[str]] = {}
         for node in nodes:
@@ -245,7 +246,7 @@ def _total(watts: Iterable[float | None]) -> float | None:
 
 
 def _share(found: PowerSum, share: PowerShare, chosen: dict[str, PowerCap]) -> None:
-    """Lower what was chosen as far as a sum needs it."""
+    """Lower the chosen caps as far as a sum needs it."""
     claims = [gpu for gpu in found.gpus if gpu.helped and gpu.held]
     others = _total(gpu.counted for gpu in found.gpus if not (gpu.helped and gpu.held))
     left = -math.inf if others is None or found.emergency else found.watts - others
@@ -270,7 +271,7 @@ def _share(found: PowerSum, share: PowerShare, chosen: dict[str, PowerCap]) -> N
 def _divide(
     claims: Sequence[PoweredGpu], most: Mapping[str, float], left: float, share: PowerShare
 ) -> dict[str, float]:
-    """The caps of GPUs: to each its least, then what it can use, and then what is left, in the order of shares."""
+    """The caps of GPUs: to each its minimum, then what it can use, then what is left, in the order of shares."""
     caps = {gpu.uuid: gpu.low for gpu in claims}
     wanted = {
         gpu.uuid: most[gpu.uuid]
@@ -289,7 +290,7 @@ def _divide(
 
 
 def _level(caps: dict[str, float], goals: Mapping[str, float], left: float) -> None:
-    """Raise those that are lowest to one level, none beyond its goal, by what is left at most."""
+    """Raise the lowest caps to a common level, none beyond its goal, by at most what is left."""
     rising = {uuid: caps[uuid] for uuid in goals if goals[uuid] > caps[uuid]}
     while left > 1.0 and rising:
         level = min(rising.values())
@@ -306,20 +307,20 @@ def _level(caps: dict[str, float], goals: Mapping[str, float], left: float) -> N
 
 
 def _groups(claims: Sequence[PoweredGpu], share: PowerShare) -> list[list[PoweredGpu]]:
-    """Those that come one after the other; by speed only where that is known of all."""
+    """The groups that are served one after the other; by speed only if that is known of all."""
     ranks = {gpu.uuid: 0.0 for gpu in claims}
     if share is PowerShare.PRIORITY:
         ranks = {gpu.uuid: float(gpu.priority) for gpu in claims}
     elif share is PowerShare.SPEED:
         speeds = {gpu.uuid: gpu.activity / gpu.watts for gpu in claims if gpu.activity and gpu.watts}
-        if len(speeds) == len(claims):  # what differs by less than a fifth is alike
+        if len(speeds) == len(claims):  # differences below a fifth do not count
             ranks = {uuid: float(round(math.log(speed, 1.2))) for uuid, speed in speeds.items()}
     order = sorted(set(ranks.values()), reverse=True)
     return [[gpu for gpu in claims if ranks[gpu.uuid] == rank] for rank in order]
 
 
 def _lower_first(gpus: Sequence[PoweredGpu], chosen: dict[str, PowerCap]) -> None:
-    """Raise none of a sum while another of it is to be lowered."""
+    """Do not raise caps of a sum while others of it have yet to be lowered."""
     helped = [gpu for gpu in gpus if gpu.helped and gpu.limit is not None]
     if any(chosen[gpu.uuid].watts < gpu.limit for gpu in helped if gpu.limit is not None):
         for gpu in helped:

@@ -8,7 +8,7 @@ it:
                        │ unknown, or not its hours: stops, and goes on with the next True           │ False: over
 
 - Unknown never counts: only the time between two looks that both found the condition counts, and none after nothing was
-  known for `MOST_SILENCE`. A `Track` is all there is to remember: kept on disk, a restart neither begins anew nor acts again.
+  known for `MOST_SILENCE`. A `Track` is all the memory: since it is on disk, a restart neither starts over nor repeats acts.
 - A stage follows the one before it no sooner than the policy says, however long the condition held before the first look.
 - A policy in shadow goes through its stages without acting; so does any policy for exempt subjects until the exemption ends:
   then it starts over for them. Both are recorded, as are conditions that ended shortly before a stage.

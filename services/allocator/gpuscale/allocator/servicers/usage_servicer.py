@@ -55,7 +55,7 @@ class UsageServicer(api.UsageServiceServicer):
         last = max(first + 1, -(-millis[1] // DAY))
         caller, meets = current_principal(), compile_filter(request.filter, api.UsageRow)
         mine = caller.role < Role.ADMIN
-        # Sets of labels may be many: they are read only where they matter.
+        # Sets of labels may be many: they are read only when needed.
         dimensions = {of, "owner"} if mine else {of}
         if request.filter:
             dimensions |= {

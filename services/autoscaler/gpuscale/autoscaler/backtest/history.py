@@ -44,7 +44,7 @@ class RecordedReading:
 
     @property
     def weight(self) -> float:
-        """The number of readings that it stands for."""
+        """The number of readings that it represents."""
         return 1.0 if self.since is None else (self.at - self.since) / SPACING
 
     def goes_on_from(self, before: RecordedReading) -> bool:

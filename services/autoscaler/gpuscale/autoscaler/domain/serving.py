@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 WINDOW = 30.0
-"""Seconds over which percentiles are taken."""
+"""Seconds of a percentile's window."""
 RATE_WINDOW = 10.0
 """Seconds over which requests and tokens per second are taken: short, to see a burst before it becomes a queue."""
 PREFIX = "llm:"

@@ -210,7 +210,7 @@ def _full(message: str) -> ResourceExhaustedError:
 @dataclass(slots=True)
 class _Server:
     readings: deque[Reading] = field(default_factory=lambda: deque[Reading](maxlen=MAX_READINGS))
-    problem: str = "has not told yet"  # why its last answer was none; empty where it was one
+    problem: str = "has not told yet"  # of its last read; empty if it succeeded
 
 
 class ReplicaServers:

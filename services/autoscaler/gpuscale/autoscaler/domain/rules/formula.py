@@ -72,7 +72,7 @@ def _tree(expression: str) -> ast.Expression:
         return ast.parse(expression.strip(), mode="eval")
     except SystemError:
         # Python 3.11 counts the depth of all trees in one place (gh-106905): it loses count where the garbage collector
-        # meanwhile ends something that parses too, as whatever writes a traceback does. The next time it counts anew.
+        # meanwhile ends something that also parses, such as writing a traceback. The next attempt counts correctly.
         return ast.parse(expression.strip(), mode="eval")
 
 
