@@ -184,7 +184,7 @@ async def test_replicas_are_reserved_for_who_created_their_endpoint(world: World
         assert {(each.owner, each.tenant) for each in (one, other)} == {("alice", "alice")}
         with pytest.raises(PermissionDeniedError):
             await bob.release(one)
-        with pytest.raises(PermissionDeniedError, match="bob may reserve for itself only"):
+        with pytest.raises(PermissionDeniedError, match="bob can only reserve for itself"):
             await bob.reserve(owner="alice")
         await services.renew(one)
         asked = allocator_api.GetReservationRequest(name=one.name)

@@ -102,7 +102,7 @@ def test_what_is_not_known_takes_all_there_is() -> None:
         0.0,
         1,
     )
-    assert "not known" in found.caps["g0"].reason
+    assert "is unknown" in found.caps["g0"].reason
     loose = replace(unknown, high=500.0)
     assert caps(look(PowerBudget(1000.0), BUSY, loose)) == [500.0], (
         "its limit, and what it draws is not known"

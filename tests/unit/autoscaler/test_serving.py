@@ -111,14 +111,14 @@ def test_a_replica_that_is_silent_is_named_and_never_counts_as_zero() -> None:
     stale = servers.sample("e", "waiting", ["a"], 15.0)
     assert (stale.values, stale.problem) == ((), "replica a has not answered for 16 s")
     servers.keep("e", ["b"])
-    assert "replica a has not told yet" in servers.sample("e", "waiting", ["a"], 15.0).problem
+    assert "replica a has not reported yet" in servers.sample("e", "waiting", ["a"], 15.0).problem
 
 
 def test_arrivals_count_what_joined_the_queue_too_and_a_server_that_begins_anew_has_no_rate() -> None:
     servers = ReplicaServers(clock := ManualClock())
     heard(servers, "a", requests=100, waiting=0)
     once = servers.sample("e", "requests_per_second", ["a"], 15.0)
-    assert (once.values, once.problem) == ((), "replica a has answered once so far")
+    assert (once.values, once.problem) == ((), "replica a has answered only once so far")
     clock.advance(10.0)
     heard(servers, "a", requests=110, waiting=20)
     assert servers.sample("e", "requests_per_second", ["a"], 15.0).values == (3.0,)

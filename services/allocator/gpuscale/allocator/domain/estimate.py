@@ -295,7 +295,7 @@ def _fitting(needs: Footprint, kind: GpuKind, given: Split | None) -> Split | No
 def _told(wish: ModelWish, size: ModelSize | None) -> str:
     """Where the parameter count comes from."""
     if size is None:
-        return "parameters: the name of the model does not tell how many" if wish.model else "no model named"
+        return "parameters: the model's name has no number" if wish.model else "no model named"
     if not size.text:
         return f"parameters: {_count(size)}, as given"
     note = f" ({size.note})" if size.note else ""
@@ -324,7 +324,7 @@ def _computed(wish: ModelWish, size: ModelSize | None, gpus: Parallelism) -> tup
     of_type = _bytes_of(wish.dtype)
     if size is None:
         raise InvalidArgumentError(
-            "the name of the model does not tell its number of parameters: give parameter_count",
+            "the name of the model does not contain its number of parameters: give parameter_count",
             field="parameter_count",
         )
     tokens, each = wish.kv_cache_tokens, wish.kv_cache_bytes_per_token

@@ -261,7 +261,7 @@ def _share(found: PowerSum, share: PowerShare, chosen: dict[str, PowerCap]) -> N
     what = f"{found.name} may draw {found.watts:g} W"
     why = f"it drew more for {EMERGENCY:g} s" if found.emergency else f"by {share.lower()} shares"
     if others is None:
-        why = "what some of its GPUs draw is not known"
+        why = "the draw of some of its GPUs is unknown"
     free = {gpu.uuid: gpu.low for gpu in found.gpus if gpu.helped and not gpu.held}
     for uuid, watts in {**caps, **free}.items():
         if watts < chosen[uuid].watts:

@@ -129,7 +129,7 @@ class Placer:
                 return answer, kept
             one, left, need = short
             why = f"budgets/{one.budget} leaves {one.name} {left:g} of {one.watts:g} W, and "
-            why += f"this needs {need:g} W" if math.isfinite(need) else "what a GPU would draw is not known"
+            why += f"this needs {need:g} W" if math.isfinite(need) else "the draw of a GPU is unknown"
             kept |= dict.fromkeys(one.nodes, (Obstacle.POWER_BUDGET, why))
 
     def _one_by_one(self, ask: Ask, now: float) -> Pick | None:

@@ -220,7 +220,7 @@ def _gpus(milli: int) -> str:
 
 BEHIND_OTHERS = QueueObstacle(
     Reason.BEHIND_OTHERS,
-    "there is room, but it is kept for requests that wait and come first: wait for a turn, or ask for less.",
+    "there is room, but it is reserved for requests ahead in the queue: wait for a turn, or ask for less.",
 )
 
 

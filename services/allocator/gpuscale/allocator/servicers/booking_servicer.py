@@ -97,7 +97,7 @@ def to_booking(request: api.CreateBookingRequest, caller: Principal, defaults: A
         if kept in {one.name for one, _ in asked.ask.ListFields()} and not (
             kept == "gpu_milli" and asked.ask.gpu_milli == WHOLE
         ):
-            message = f"a booking is of whole GPUs, and keeps nothing else of their nodes: leave out {kept}"
+            message = f"a booking reserves whole GPUs, and nothing else of their nodes: leave out {kept}"
             raise InvalidArgumentError(message, field=f"booking.ask.{kept}")
     tenant = asked.tenant or caller.tenants[0]
     if caller.role < Role.ADMIN:

@@ -400,7 +400,7 @@ def to_order(
         if owner != caller.name and ANY_TENANT not in caller.limits.tenants:
             field = f"{path}owner"
             raise PermissionDeniedError(
-                f"{field}: {caller.name} may reserve for itself only, not for {owner}",
+                f"{field}: {caller.name} can only reserve for itself, not for {owner}",
                 reason="OTHER_OWNER",
                 metadata={"field": field, "owner": owner},
             )
@@ -461,7 +461,7 @@ def check_tenant(caller: Principal, tenant: str, field: str) -> None:
     if not caller.may_use(tenant):
         may = ", ".join(caller.tenants)
         raise PermissionDeniedError(
-            f"{field}: {caller.name} may not use the quota of {tenant}, only of: {may}. On the server's host:"
+            f"{field}: {caller.name} cannot use the quota of {tenant}, only of: {may}. On the server's host:"
             f" gpuscalectl token limit {caller.name} --tenant {tenant}",
             reason="OTHER_TENANT",
             metadata={"field": field, "tenant": tenant},
@@ -474,7 +474,7 @@ def to_orders(
     """The orders of a valid batch, none of which waits; raises like `to_order`."""
     for index, one in enumerate(request.requests):
         if wire.optional_seconds(one, "wait"):
-            raise InvalidArgumentError("a batch does not wait", field=f"requests[{index}].wait")
+            raise InvalidArgumentError("a batch cannot wait", field=f"requests[{index}].wait")
     return [
         to_order(one, caller, defaults, f"requests[{index}].") for index, one in enumerate(request.requests)
     ]

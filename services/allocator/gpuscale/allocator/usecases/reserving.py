@@ -183,7 +183,7 @@ class AllocatorWorld:
         ask, left = booking.restricted(order.ask), min(booking.end - wall, booking.end - booking.start)
         if not booking.open or left <= 0 or ask is None:
             why = f"{booking.name} is {booking.state}" if not booking.open else f"{booking.name} is over"
-            why = why if ask is not None else f"{booking.name} has other GPUs than those asked for"
+            why = why if ask is not None else f"{booking.name} has other GPUs than those requested"
             return QueueObstacle(Reason.BOOKING_NOT_OPEN, why, lasting=True)
         if not self.bookings.begun(booking, wall):
             return QueueObstacle(Reason.BOOKING_NOT_OPEN, f"{booking.name} begins {local(booking.start)}")

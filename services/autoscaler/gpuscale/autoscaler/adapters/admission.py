@@ -61,7 +61,7 @@ class Admission:
             if self._required and pid is None:
                 return f"the node's agent must admit it, but did not: {error.message}"
             _log.warning(
-                "the agent did not admit work",
+                "the agent refused work",
                 reservation=order.reservation,
                 reason=error.reason,
                 why=error.message,

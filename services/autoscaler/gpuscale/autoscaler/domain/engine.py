@@ -104,7 +104,7 @@ def _sum_steps(before: int, outcomes: Sequence[RuleOutcome]) -> Combined:
         return _held(before, holding[0], "holds")
     parts = ", ".join(f"{one.rule} {one.step.after - before:+d}" for one in moving)
     if after == before:
-        return Combined(_step(Code.NO_CHANGE, before, before, f"{parts} add up to nothing"))
+        return Combined(_step(Code.NO_CHANGE, before, before, f"{parts} add up to no change"))
     way, code = (Vote.UP, Code.UP) if after > before else (Vote.DOWN, Code.DOWN)
     agreeing = _voting(moving, way)
     taken = frozenset(one.rule for one in agreeing)
@@ -193,7 +193,7 @@ def paced(
     left = last + pace.cooldown - now
     if left > 0:
         what = f"the last change {way} was" if known else f"not yet known whether a change {way} was"
-        text = f"{what} too short ago: {left:.1f} s more"
+        text = f"{what} too recent: {left:.1f} s more"
         return _paced_to(asked, before, Code.ENDPOINT_COOLDOWN, text)
     stable = _stabilized(pace.window(startup, regrets(memory, now)), before, asked, memory, now)
     limit = _rate_limited(pace, before, stable.count, memory, now)
@@ -221,10 +221,10 @@ def _stabilized(window: float, before: int, asked: int, memory: Memory, now: flo
     recent = [count for at, count in memory.asked if at > now - window]
     if asked > before:
         count = max(before, min((asked, *recent)))
-        code, text = Code.STABILIZED_UP, f"asked for {count} all through the last {window:g} s"
+        code, text = Code.STABILIZED_UP, f"{count} wanted throughout the last {window:g} s"
     else:
         count = min(before, max((asked, *recent)))
-        code, text = Code.STABILIZED_DOWN, f"asked for {count} within the last {window:g} s"
+        code, text = Code.STABILIZED_DOWN, f"{count} wanted within the last {window:g} s"
         if window and now - memory.since < window:
             left = window - (now - memory.since)
             count, text = before, f"not yet known what was asked for over {window:g} s: {left:.1f} s more"

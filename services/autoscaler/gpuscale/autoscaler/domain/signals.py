@@ -131,7 +131,7 @@ def _judged(signal: Signal, sample: Sample, age: float | None) -> tuple[Observat
 def _stood_in(absent: Observation, signal: Signal, history: InputSeries | None, now: float) -> Observation:
     """The substitute for an unavailable value, as the signal configures; the last value only for its max age."""
     if signal.on_missing is OnMissing.ZERO:
-        detail = f"{absent.detail}; 0 stands for it"
+        detail = f"{absent.detail}; 0 is used instead"
         return replace(absent, status=ObservationStatus.OK, value=0.0, detail=detail)
     if signal.on_missing is OnMissing.IGNORE:
         return replace(absent, ignored=True)
@@ -140,7 +140,7 @@ def _stood_in(absent: Observation, signal: Signal, history: InputSeries | None, 
     age = max(0.0, now - history.times[-1])
     if age > signal.oldest + signal.last_ttl:
         return absent
-    detail = f"{absent.detail}; its last value stands for it"
+    detail = f"{absent.detail}; its last value is used instead"
     return replace(absent, status=ObservationStatus.OK, value=history.values[-1], age=age, detail=detail)
 
 

@@ -339,7 +339,7 @@ class AdapterHub:
         if before is not None:
             if before.facts.kind != facts.kind:
                 raise FailedPreconditionError(
-                    f"{name} is connected, and of kind {before.facts.kind}: give the one of kind {facts.kind} another id",
+                    f"{name} is connected, and of kind {before.facts.kind}: use another id for kind {facts.kind}",
                     reason="OTHER_KIND",
                     metadata={"name": name},
                 )

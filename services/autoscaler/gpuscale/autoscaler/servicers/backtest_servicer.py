@@ -68,7 +68,7 @@ class BacktestServicer(api.BacktestServiceServicer):
     async def Backtest(self, request: api.BacktestRequest, context: Context) -> api.BacktestResponse:
         left = cast("float | None", context.time_remaining())  # gRPC's stub omits the None of no deadline
         if request.endpoint and request.arrivals:
-            raise InvalidArgumentError("endpoint cannot stand beside arrivals", field="endpoint")
+            raise InvalidArgumentError("endpoint cannot be combined with arrivals", field="endpoint")
         history = await self._backtests.history(request)
 
         def read() -> BacktestJob:

@@ -95,7 +95,7 @@ class AskedBacktest:
         if message.policy:
             own = [one for one in self.spec.policies if one.name == message.policy]
             if not own:
-                raise InvalidArgumentError("policy is none of the spec", field="policy")
+                raise InvalidArgumentError("policy is not in the spec", field="policy")
             of = own[0].workload
         of.MergeFrom(message.workload)
 
@@ -213,7 +213,7 @@ class Backtests:
                 return known
             if asked.spec.endpoint and asked.workload.arrivals:
                 raise InvalidArgumentError(
-                    "spec.endpoint cannot stand beside a workload", field="spec.endpoint"
+                    "spec.endpoint cannot be combined with a workload", field="spec.endpoint"
                 )
             for one in await self.history(asked.spec):
                 asked.workload.arrivals.append(one.arrival)

@@ -169,7 +169,7 @@ def _tenant(stated: str, caller: Principal) -> str:
     if stated and not caller.may_use(stated):
         may = ", ".join(caller.tenants)
         raise PermissionDeniedError(
-            f"endpoint.tenant: {caller.name} may not use the quota of {stated}, only of: {may}",
+            f"endpoint.tenant: {caller.name} cannot use the quota of {stated}, only of: {may}",
             reason="OTHER_TENANT",
             metadata={"field": "endpoint.tenant", "tenant": stated},
         )

@@ -69,7 +69,7 @@ def repeated(connection: Connection, request_id: str, fingerprint: str) -> Endpo
         return None
     if known[0] != fingerprint:
         raise AlreadyExistsError(
-            "the request id was used for something else",
+            "the request id was used for a different request",
             reason="REQUEST_ID_REUSED",
             metadata={"request_id": request_id},
         )

@@ -31,7 +31,7 @@ class Rendered:
 def wish_from_wire(wire: api.PresetWish, path: str, default: Wish) -> Wish:
     """The wish in a message, with a watcher or a metric as its queue; defaults come from `default`."""
     if wire.watcher and wire.metric:
-        raise InvalidArgumentError(f"{path}.metric cannot stand beside a watcher", field=f"{path}.metric")
+        raise InvalidArgumentError(f"{path}.metric cannot be combined with a watcher", field=f"{path}.metric")
     stated = CODEC.stated(Wish, wire, path)
     wish = replace(default, parameters={}, capability_sets=(), metric="")
     return replace(wish, **({"watcher": ""} | stated if wire.metric else stated))

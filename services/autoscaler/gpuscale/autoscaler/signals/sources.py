@@ -210,7 +210,7 @@ def _full(message: str) -> ResourceExhaustedError:
 @dataclass(slots=True)
 class _Server:
     readings: deque[Reading] = field(default_factory=lambda: deque[Reading](maxlen=MAX_READINGS))
-    problem: str = "has not told yet"  # of its last read; empty if it succeeded
+    problem: str = "has not reported yet"  # of its last read; empty if it succeeded
 
 
 class ReplicaServers:
@@ -279,7 +279,7 @@ class ReplicaServers:
         silence = _named(silent)
         at = min((server.readings[-1][0] for server in told.values()), default=None)
         if not values:
-            problem = silence if silent else f"nothing was answered in the last {WINDOW:g} s"
+            problem = silence if silent else f"nothing was served in the last {WINDOW:g} s"
             return Sample(at=at, problem=problem, silent_count=len(silent))
         empty = not silent and not any(values)
         return Sample(tuple(values), at, silent_count=len(silent), silence=silence, proven_empty=empty)
@@ -305,7 +305,7 @@ class ReplicaServers:
         if not self._fresh(server, oldest):
             return f"has not answered for {self._clock.now() - server.readings[-1][0]:.0f} s"
         once = len(server.readings) < 2 and metric not in LEVELS
-        return "has answered once so far" if once else f"tells no {metric}"
+        return "has answered only once so far" if once else f"tells no {metric}"
 
     def _fresh(self, server: _Server, oldest: float) -> bool:
         return bool(server.readings) and self._clock.now() - server.readings[-1][0] <= oldest

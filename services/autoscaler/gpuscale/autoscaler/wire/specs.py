@@ -154,7 +154,7 @@ def template_from_wire(wire: api.ReplicaTemplate, path: str = f"{SPEC}.template"
         return CODEC.read(ReplicaTemplate, wire, path)
     said = {field.name for field, _ in wire.ListFields()}
     problems: dict[str, str] = {
-        name: f"cannot stand beside ask: set {path}.ask.{name}" for name in _SHORT if name in said
+        name: f"cannot be combined with ask: set {path}.ask.{name}" for name in _SHORT if name in said
     }
     asked = {field.name for field, _ in wire.ask.ListFields()}
     problems |= {f"ask.{name}": f"must be absent: {why}" for name, why in _NOT_ASKED.items() if name in asked}

@@ -192,7 +192,7 @@ def unread(rule: Rule, inputs: Inputs) -> RuleOutcome | None:
         return None
     seen = inputs.observations.get(rule.signal)
     if seen is not None and seen.ignored:
-        text = f"{rule.signal}: {seen.detail or 'no value'}; it is to be left out then"
+        text = f"{rule.signal}: {seen.detail or 'no value'}; the rule is left out"
         return _outcome(rule, Vote.NONE, Code.SIGNAL_IGNORED, before, before, text)
     if seen is not None and seen.value is not None and seen.status is ObservationStatus.OK:
         return None
