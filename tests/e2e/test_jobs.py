@@ -273,6 +273,31 @@ def test_a_killed_supervisor_leaves_no_process_and_its_job_has_ended(site: Site)
     assert "its supervisor was killed" in site.ctl("get", "job", name).out
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_job_that_saved_its_work_is_started_again_on_its_own_host_too(
+    site: Site, tmp_path: Path, killed: bool
+) -> None:
+    """Where its node is drained it waits, and goes on once there are GPUs again."""
+    saves = "trap 'exit 3' USR1; while :; do sleep 0.05; done"
+    script = f"echo $GPUSCALE_ATTEMPT; if [ $GPUSCALE_ATTEMPT = 1 ]; then {saves}; fi; exit 7"
+    if killed:
+        script = script.replace("exit 3", f"echo saving >{tmp_path}/saving")
+    name = site.detached(script, "--ttl", "5s", "--on-move", "signal:USR1")
+    node = site.ctl("get", "nodes", "-o", "name").out.strip()
+    eventually_sync(lambda: site.ctl("logs", name).out == "1\n", interval=0.2)
+    assert site.ctl("drain", node, "--grace", "600s").code == 0
+    try:
+        if killed:
+            eventually_sync((tmp_path / "saving").exists, timeout=30.0)
+            os.kill(int((site.folder(name) / "pid").read_text()), signal.SIGKILL)
+        eventually_sync(lambda: site.job(name)["state"] == "STATE_WAITING", timeout=30.0, interval=0.2)
+    finally:
+        assert site.ctl("uncordon", node).code == 0
+    assert site.ctl("wait", name).code == 7
+    assert site.ctl("logs", name).out == "2\n"
+    assert f"'exitCode': {137 if killed else 3}" in str(site.job(name)["earlier"])
+
+
 def test_a_time_limit_warns_and_ends_a_job(site: Site) -> None:
     name = site.detached("exec sleep 7413", "--time-limit", "1s")
     assert site.ctl("wait", name).code == 143

@@ -4,6 +4,7 @@ The leases of beta and gamma are kept through the socket of their agents, those 
 alone: both ways of docs/jobs.md.
 """
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -303,6 +304,69 @@ def test_a_job_that_waits_is_started_as_its_user_from_the_host_of_the_services(l
     assert (lab.left("sleep 7452"), user, folder) == ([f"{node}: sleep 7452"], "ann", "/home/ann")
     lab.must("stop", name)
     assert lab.job(name)["state"] == "STATE_STOPPED"
+
+
+SAVES = (
+    "trap 'touch ~/saving; while [ ! -e ~/go ]; do sleep 0.1; done; exit 3' USR1;"
+    " echo attempt $GPUSCALE_ATTEMPT; while :; do sleep 7481 & wait; done"
+)
+EITHER = ("--node", "beta", "--node", "gamma")
+AT_ONCE = r"""
+cd /etc/gpuscale; grep -q preemption gpuscale.toml && exit
+sed -i 's/^\[allocator\]$/[allocator]\npreemption_min_runtime_seconds = 0/' gpuscale.toml; pkill -9 -f gpuscale-allocator
+"""
+
+
+def where(lab: Lab, name: str) -> str:
+    """The host on which a job has its GPUs."""
+    [held] = [one for one in lab.held() if one["name"] == f"reservations/{name}"]
+    [node] = {gpu["nodeName"].removeprefix("nodes/") for gpu in held["gpus"]}
+    return str(node)
+
+
+@pytest.mark.parametrize("killed", ["nothing", "allocator", "supervisor"])
+def test_a_job_that_saves_its_work_makes_room_and_starts_again_on_another_host(lab: Lab, killed: str) -> None:
+    """Whatever is killed as it saves its work: it runs once more, on GPUs that are its own, and nothing else is left of it."""
+    lab.hosts.run("alpha", *SHELL, AT_ONCE)
+    for host in GPU_HOSTS:
+        lab.hosts.run(host, "rm", "-f", "/home/ann/saving", "/home/ann/go")
+    eventually_sync(lambda: lab.ctl("check", "--gpus", "2", "--node", "gamma").code == 0, timeout=60.0)
+    name = detached(lab, SAVES, *EITHER, "--ttl", "20s", "--on-move", "signal:USR1,grace:60s")
+    eventually_sync(lambda: lab.must("logs", name) == "attempt 1\n", interval=0.5)
+    old = where(lab, name)
+    [new] = {"beta", "gamma"} - {old}
+    beside = lab.must("run", "-d", "--gpus", "1", "--node", new, "--", "sleep", "7482").strip()
+    large = lab.must("run", "-d", "--gpus", "2", *EITHER, "--", "sleep", "7483").strip()
+    eventually_sync(
+        lambda: "makes room" in lab.admin("plan", "rebalance", "--apply", "--yes"), timeout=60.0, interval=0.5
+    )
+    eventually_sync(lambda: lab.hosts.run(old, "test", "-e", "/home/ann/saving").code == 0, timeout=60.0)
+    if killed == "allocator":
+        lab.kill("alpha", "gpuscale-allocator")
+    if killed == "supervisor":
+        lab.hosts.run(old, *SHELL, f"kill -9 $(cat /home/ann/.local/state/gpuscale/jobs/{name}-0/pid)")
+    lab.hosts.run(old, "touch", "/home/ann/go")
+
+    def again() -> bool:
+        shown = lab.ctl("get", "job", name, "-o", "json")
+        job = json.loads(shown.out)["job"] if shown.code == 0 else {}
+        return job.get("attempt") == 2 and job.get("state") == "STATE_RUNNING"
+
+    eventually_sync(again, timeout=90.0, interval=0.5)
+    now = where(lab, name)
+    eventually_sync(lambda: lab.left("sleep 7481") == [f"{now}: sleep 7481"], timeout=30.0, interval=0.5)
+    eventually_sync(lambda: lab.must("logs", name) == "attempt 2\n", interval=0.5)
+    gpus = [gpu["name"] for one in lab.held() for gpu in one.get("gpus", ())]
+    assert len(gpus) == len(set(gpus)), gpus
+    if killed != "allocator":  # which takes its notices back when it starts
+        assert now == new
+        eventually_sync(lambda: lab.left("sleep 7483") == [f"{old}: sleep 7483"], timeout=60.0, interval=0.5)
+    [before] = lab.job(name)["earlier"]
+    ended = (137, "its supervisor was killed") if killed == "supervisor" else (3, "")
+    assert (before["node"], before["exitCode"]) == (f"nodes/{old}", ended[0])
+    assert before.get("endReason", "").endswith(ended[1])
+    for one in (name, beside, large):
+        lab.must("stop", one)
 
 
 def test_a_port_is_forwarded_while_the_command_runs(lab: Lab) -> None:

@@ -167,32 +167,55 @@ def test_a_command_is_told_of_a_drain_and_ends_before_the_deadline(up: Up) -> No
     assert f"was lost: nodes/{node.removeprefix('nodes/')} is drained: fan" in ran.err
 
 
-def test_a_command_saves_its_work_by_the_signal_that_it_asked_for(up: Up) -> None:
-    """Long before its GPUs are taken away; why it ended is kept."""
-    script = f"trap 'echo saved; exit 0' USR1; {UNTIL_TOLD}"
+def state_of(up: Up, job: str) -> str:
+    found: str = json.loads(ctl(up, "get", "job", job, "-o", "json").out)["job"]["state"]
+    return found
+
+
+def test_a_command_saves_its_work_by_the_signal_that_it_asked_for_and_starts_again(up: Up) -> None:
+    """Long before its GPUs are taken away, and once there are others; why it ended is kept."""
+    script = f"[ $GPUSCALE_ATTEMPT = 1 ] || exit 5; trap 'echo saved; exit 0' USR1; {UNTIL_TOLD}"
     options = ("--ttl", "5s", "--on-move", "signal:USR1")
     process = run(up, *SHELL, script, options=(*options, "--name", "saves"))
     assert line(process.stdout) == "ready"
     node = node_of(up)
     assert ctl(up, "drain", node, "--grace", "600s", "--reason", "fan").code == 0
-    ran = ended(process)
+    eventually_sync(lambda: state_of(up, "saves") == "STATE_WAITING", timeout=30.0, interval=0.2)
     shown = ctl(up, "get", "job", "saves").out
     assert ctl(up, "uncordon", node).code == 0
-    assert (ran.code, ran.out) == (0, "saved\n"), ran.err
+    ran = ended(process)
+    assert (ran.code, ran.out) == (5, "saved\n"), ran.err
     assert f"sending SIGUSR1 to the command: {node} is drained: fan" in ran.err
+    assert f"starting attempt 2 on {node.removeprefix('nodes/')}" in ran.err
+    assert "It is at attempt 2; before it:" in shown
     assert "is drained: fan; it was sent SIGUSR1 to save its work" in " ".join(shown.split())
 
 
 def test_a_command_that_takes_too_long_to_save_its_work_is_stopped(up: Up) -> None:
-    script = f"trap 'echo saving' USR1; trap 'echo stopped; exit 3' TERM; {UNTIL_TOLD}"
-    process = run(up, *SHELL, script, options=("--ttl", "5s", "--on-move", "signal:SIGUSR1,grace:1s"))
+    script = f"[ $GPUSCALE_ATTEMPT = 1 ] || exit 5; trap 'echo saving' USR1; trap 'echo stopped; exit 3' TERM; {UNTIL_TOLD}"
+    options = ("--ttl", "5s", "--name", "slow", "--on-move", "signal:SIGUSR1,grace:1s")
+    process = run(up, *SHELL, script, options=options)
     assert line(process.stdout) == "ready"
     node = node_of(up)
     assert ctl(up, "drain", node, "--grace", "600s", "--reason", "fan").code == 0
+    eventually_sync(lambda: state_of(up, "slow") == "STATE_WAITING", timeout=30.0, interval=0.2)
+    assert ctl(up, "uncordon", node).code == 0
+    ran = ended(process)
+    assert (ran.code, ran.out) == (5, "saving\nstopped\n"), ran.err
+    assert "it did not end in the grace of --on-move" in ran.err
+
+
+def test_a_command_that_somebody_ends_as_it_saves_its_work_stays_ended(up: Up) -> None:
+    script = f"trap 'echo saving' USR1; trap 'exit 3' TERM; {UNTIL_TOLD}"
+    process = run(up, *SHELL, script, options=("--ttl", "5s", "--on-move", "signal:USR1"))
+    assert line(process.stdout) == "ready"
+    node = node_of(up)
+    assert ctl(up, "drain", node, "--grace", "600s", "--reason", "fan").code == 0
+    assert line(process.stdout) == "saving"
+    process.send_signal(signal.SIGTERM)
     ran = ended(process)
     assert ctl(up, "uncordon", node).code == 0
-    assert (ran.code, ran.out) == (3, "saving\nstopped\n"), ran.err
-    assert "it did not end in the grace of --on-move" in ran.err
+    assert (ran.code, ran.out) == (3, ""), ran.err
 
 
 @pytest.mark.parametrize("typed", ["USR1", "signal:KILL", "signal:USR1,grace:0s", "signal:USR1,grace:soon"])

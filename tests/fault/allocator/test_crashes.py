@@ -1,5 +1,6 @@
 """kill -9 at the worst moments: what was acknowledged is kept, what was not is whole or gone, and repeats are safe."""
 
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from uuid import uuid4
@@ -8,6 +9,8 @@ import pytest
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import UnavailableError
+from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.wire import to_duration, to_timestamp
 from tests.support.allocator import Reservation
 from tests.support.allocator_process import Site, site
 from tests.support.fake_fleet import NodeState, gpu_message, node_message
@@ -68,6 +71,43 @@ async def test_a_release_that_a_crash_interrupted_happened_or_did_not_and_may_be
         assert [(await place.client.get(one.name)).state for one in granted] == list(states.values())
         assert {(await place.client.release(one)).state for one in granted} == {Reservation.STATE_RELEASED}
         assert (await place.client.reserve(8)).fence > granted[1].fence
+
+
+async def test_a_job_that_a_crash_interrupted_as_it_left_its_gpus_begins_anew_once(tmp_path: Path) -> None:
+    """Before it is on disk it is as it was; after that it waits, holds nothing, and is granted GPUs in the next life."""
+    async with site(tmp_path, gpus=2) as place:
+        life, successor = await place.start(), place.prepare("allocator.change.before_commit=kill")
+        made = await place.client.reserve(job=api.Job(command="train"), movable=to_duration(60))
+        await life.kill()
+        for following in ("allocator.restart.before_grant=kill", ""):
+            await place.go(successor)
+            successor, dying = place.prepare(following), successor
+            with pytest.raises(UnavailableError):
+                await left(place, made)
+            assert (await dying.ended())[0] == -9
+        await place.go(successor)
+        await left(place, made)
+
+        async def begun() -> Reservation | None:
+            found = await place.client.get(made.name)
+            return found if found.state == Reservation.STATE_ACTIVE else None
+
+        now = await eventually(begun, timeout=20)
+        assert (now.job.attempt, len(now.job.earlier), len(now.gpus)) == (2, 1, 1)
+        assert now.fence > made.fence
+        assert len((await place.client.reserve(1)).gpus) == 1, "the other GPU is free"
+        await successor.kill()
+        await place.start()
+        assert (await place.client.get(made.name)).gpus == now.gpus
+
+
+async def left(place: Site, made: Reservation) -> None:
+    """Tell that the command of the first attempt has ended."""
+    now = to_timestamp(datetime.now(UTC))
+    member = api.JobMember(node="nodes/n0", pid=7, start_time=now, end_time=now, exit_code=0)
+    request = api.RenewReservationRequest(name=made.name, fence=made.fence, member=member, ended_attempt=1)
+    with rpc_errors():
+        await place.client.stub.RenewReservation(request, timeout=10)
 
 
 async def test_what_is_told_of_an_end_that_a_crash_followed_is_told_by_the_next_life(tmp_path: Path) -> None:

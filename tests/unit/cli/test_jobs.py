@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 
 from gpuscale.api.allocator import v1 as api
-from gpuscale.cli.commands import detaching, supervise
+from gpuscale.cli.commands import detaching, holding, supervise
 from gpuscale.client.orders import Orders, shown
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.wire import to_duration
@@ -83,17 +83,17 @@ class Starting:
 
 
 def test_an_allocator_that_starts_hears_how_a_command_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "RETRY", 0.0)
+    monkeypatch.setattr(holding, "RETRY", 0.0)
     orders = Orders(
         reservation="reservations/r1", fence=1, command=("true",), environment={}, reports=True, **NO_TEXTS
     )
     allocator = Starting(unanswered=3)
-    holder = supervise.LeaseHolder(orders, cast("list[AllocatorServiceStub]", [allocator]))
+    holder = holding.LeaseHolder(orders, cast("list[AllocatorServiceStub]", [allocator]))
     holder.started(7)
     holder.ended(137, "")
     assert allocator.told == [137]
     allocator.unanswered = 3  # as while the link is down on which a supervisor was killed
-    supervise.LeaseHolder(orders, cast("list[AllocatorServiceStub]", [allocator])).killed(138)
+    holding.LeaseHolder(orders, cast("list[AllocatorServiceStub]", [allocator])).killed(138)
     assert allocator.told[-1] == 138
 
 
@@ -147,7 +147,7 @@ def test_who_starts_a_job_in_its_turn_keeps_the_lease_until_every_member_tells_o
                     member.start_time.GetCurrentTime()
             return found
 
-    detaching.keep_until_started(cast("supervise.LeaseHolder", Holder()), 0.08, 2, over)
+    detaching.keep_until_started(cast("holding.LeaseHolder", Holder()), 0.08, 2, over)
     assert len(asked) == 2
 
 
@@ -180,14 +180,44 @@ class Noticing:
     ],
 )
 def test_each_notice_is_one_signal_and_one_that_is_withdrawn_leaves_no_reason(
-    reasons: list[str], sent: int, stopped: str
+    monkeypatch: pytest.MonkeyPatch, reasons: list[str], sent: int, stopped: str
 ) -> None:
     signals = list[int]()
     reservation = api.Reservation(ttl=to_duration(600), remaining=to_duration(600))
     holder = Noticing(reasons)
     keeper = supervise.Keeper(
-        cast("supervise.LeaseHolder", holder), reservation, cast("Offspring", None), signals.append
+        cast("holding.LeaseHolder", holder), reservation, cast("Offspring", None), signals.append
     )
     for _ in range(len(reasons)):
         keeper._renewed()
     assert (signals, keeper.stopped) == ([signal.SIGUSR1] * sent, stopped)
+    assert keeper.leaves is bool(sent), "one that is withdrawn meanwhile finds it saving its work"
+    monkeypatch.setattr(supervise.Keeper, "_stop_by", lambda *_: None)
+    keeper._stop("somebody stopped it")
+    assert (keeper.leaves, keeper.stopped) == (False, "somebody stopped it")
+
+
+def test_a_start_is_told_once_and_of_a_job_that_was_moved_meanwhile_its_killed_supervisor_tells_nothing() -> (
+    None
+):
+    """Who guards it starts it again then."""
+    told: list[api.RenewReservationRequest] = []
+
+    class Moving:
+        def RenewReservation(
+            self, request: api.RenewReservationRequest, **_: object
+        ) -> api.RenewReservationResponse:
+            told.append(request)
+            return api.RenewReservationResponse(reservation=api.Reservation(job=api.Job(attempt=2)))
+
+        def ReleaseReservation(self, *_: object, **__: object) -> api.ReleaseReservationResponse:
+            raise AssertionError("it is another attempt's")
+
+    orders = Orders(command=("true",), environment={}, reports=True, on_move=signal.SIGUSR1, **NO_TEXTS)
+    holder = holding.LeaseHolder(orders, cast("list[AllocatorServiceStub]", [Moving()]))
+    holder.killed(137)
+    assert ([one.HasField("member") for one in told], holder.moved is not None) == ([False], True)
+    other = holding.LeaseHolder(orders, cast("list[AllocatorServiceStub]", [Moving()]))
+    other.started(7)
+    other.ended(0, "saved", leaves=True)
+    assert (told[-1].ended_attempt, told[-1].member.pid, other.all_ended) == (1, 7, False)

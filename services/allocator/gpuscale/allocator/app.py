@@ -47,6 +47,7 @@ from gpuscale.allocator.usecases.quotas import Quotas
 from gpuscale.allocator.usecases.rebalancing import Rebalancing
 from gpuscale.allocator.usecases.records import Records
 from gpuscale.allocator.usecases.reserving import AllocatorWorld, Reserving, Waiting
+from gpuscale.allocator.usecases.restarting import Restarting
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.rpc.meter import CallMeter
@@ -134,9 +135,8 @@ async def open_parts(
         months, durations = accounting.months, accounting.durations
         world = AllocatorWorld(ledger, placer, by_tenant, bookings, clock, fair.past, months, durations)
         queue = Queue(world, settings.queue_rules())
-        held, waits = ledger.use.tenants, queue.waiting
+        held, waits, grace = ledger.use.tenants, queue.waiting, settings.preemption_grace_seconds
         quotas = Quotas(quota_store, by_tenant, changes, held, waits, fair.past, world.month)
-        grace = settings.preemption_grace_seconds
         waiting = Waiting(queue, ledger=ledger, commits=commits, grace=grace, clock=clock)
         changes.on_room(waiting.changed)
         changes.on_change(waiting.note, ends=True)
@@ -172,7 +172,8 @@ async def open_parts(
         changes.on_room(capacity.changed)
         orders, dry_runs = KillOrders(view), DryRuns(records, world, accounting, fleet)
         policing = await open_policing(kept, to_policy, records, world, maintenance, notifying, orders)
-        of_leases = AllocatorServicer(reserving, leases, records, settings, clock, tokens, policing.notes)
+        restarting = Restarting(leases, waiting, queue, placer, changes)
+        of_leases = AllocatorServicer(reserving, restarting, records, settings, clock, tokens, policing.notes)
         changes.on_change(of_leases.note)
         accounting.tell, accounting.turn = of_leases.note, partial(changes.room, ())
         tasks.spawn("account for use", accounting.run())
@@ -182,7 +183,7 @@ async def open_parts(
         tasks.spawn("keep power budgets", powering.run())
         tasks.spawn("carry out use policies", policing.run(of_leases.note))
         tasks.spawn("send notifications", notifying.run(lambda: not follower.problem))
-        rebalancing = Rebalancing(capacity, world, queue, leases, *settings.rebalancing())
+        rebalancing = Rebalancing(capacity, world, queue, leases, restarting, *settings.rebalancing())
         tasks.spawn("look after moves", rebalancing.run())
         of_bookings = BookingServicer(calendar, settings)
         for of in (of_nodes, of_quotas, of_bookings):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Self
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.client.asks import RunOptions, as_seconds
 from gpuscale.client.lease import abandon
-from gpuscale.client.orders import Orders
+from gpuscale.client.orders import Orders, folder_name
 from gpuscale.client.over_ssh import (
     SSH_FAILED,
     Member,
@@ -300,6 +300,24 @@ class Job:
                 os.write(descriptor, "".join(f"{line}\n" for line in known).encode())
                 what = "to be read but for its last lines" if known else "to be read"
                 raise _not_there(found, member, code, what)
+        if follow and self.begun_anew(found.job.attempt) is not None:
+            self.write(descriptor, follow=True, last=last, lines=lines, tell=tell, on_start=on_start)
+
+    def begun_anew(self, attempt: int) -> allocator_api.Reservation | None:
+        """How it stands once it has GPUs for another attempt after this one; None where there is none.
+
+        Raises:
+            FailedPreconditionError: it was stopped as it waited for them (JOB_STOPPED).
+        """
+        found = self.look()
+        if found.job.attempt <= attempt:
+            return None
+        while found.job.state == found.job.STATE_WAITING:
+            time.sleep(PERIOD)
+            found = self.look()
+        if found.HasField("end_time"):
+            exit_code_of(found)
+        return found
 
     def until_begun(self, *, tell: Tell = id, patience: float | None = None) -> allocator_api.Reservation:
         """How it stands once it runs, or has ended; with `patience` also where it waits, or starts for so many seconds."""
@@ -344,7 +362,7 @@ class Job:
         user, job = found.job.user, found.name.partition("/")[2]
         made: list[Member] = []
         for number, node in sorted({gpu.member: node_of(gpu) for gpu in found.gpus}.items()):
-            words = script % f"{job}-{number}"
+            words = script % folder_name(job, number, found.job.attempt)
             local = node == here and not user
             words = words if local else f"sh -c {shlex.quote(words)}"
             made.append(Member(number, node, words_on(node, words, user=user, local=local)))

@@ -58,6 +58,7 @@ class Orders:
         adopts: processes of the node that run already, in place of a command.
         on_move: the signal that the command gets with a notice that its GPUs are taken away; 0 for none.
         move_grace: seconds after it in which the command has to end; 0 for until they are.
+        attempt: how often the job was started, with this time.
         check: whether its GPUs are tested before the command starts; without a command, they are tested and that is all.
     """
 
@@ -81,6 +82,7 @@ class Orders:
     adopts: Sequence[int] = ()
     on_move: int = 0
     move_grace: float = 0.0
+    attempt: int = 1
     check: bool = False
 
     def line(self) -> bytes:
@@ -125,6 +127,7 @@ class Orders:
                 replace(
                     self,
                     fence=granted.fence,
+                    attempt=granted.job.attempt or 1,
                     node=node,
                     environment={**variables, **self.environment},
                     directory=self.directory or ("" if local else str(Path.cwd())),
@@ -165,13 +168,18 @@ def _members(reservation: "Reservation") -> list[tuple[int | None, str, dict[str
 
 
 def jobs_folder() -> Path:
-    """Where this user's supervisors keep what jobs write: a folder `{reservation}-{member}` for each member."""
+    """Where this user's supervisors keep what jobs write, in a folder for each member."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state", "gpuscale", "jobs")
 
 
-def kept_output(reservation: str, members: Sequence[int]) -> list[Path]:
+def folder_name(reservation: str, member: int, attempt: int) -> str:
+    """The name of a member's folder; of a job that is started again each attempt has one."""
+    return f"{reservation}-{member}" + (f".{attempt}" if attempt > 1 else "")
+
+
+def kept_output(reservation: str, members: Sequence[int], attempt: int) -> list[Path]:
     """The files with the output of a job's members, in turn; none unless this user has all of them on this host."""
-    folders = [jobs_folder() / f"{reservation}-{one}" for one in members]
+    folders = [jobs_folder() / folder_name(reservation, one, attempt) for one in members]
     if not all((one / "output").is_file() for one in folders):
         return []
     return [file for one in folders for file in (one / "output.1", one / "output") if file.is_file()]

@@ -409,11 +409,17 @@ class RenewReservationRequest(_message.Message):
     FENCE_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
     MEMBER_FIELD_NUMBER: _builtins.int
+    ENDED_ATTEMPT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """reservations/{reservation}"""
     fence: _builtins.int
     """Fence of the grant, or of the place in the queue from which it was granted. A caller who may not change the
     reservation is told so whatever it says, since it is not told the fence.
+    """
+    ended_attempt: _builtins.int
+    """The attempt of a job of one member, movable, that has ended as `member` says, to be started again. It gives its GPUs back
+    and waits, in STATE_WAITING under a new fence, for others, which it mostly gets at once. May be repeated: of an attempt before
+    the present one nothing changes. A job that is not movable is renewed, and ends.
     """
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
@@ -432,10 +438,11 @@ class RenewReservationRequest(_message.Message):
         fence: _builtins.int = ...,
         ttl: _duration_pb2.Duration | None = ...,
         member: _reservation_pb2.JobMember | None = ...,
+        ended_attempt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["member", b"member", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fence", b"fence", "member", b"member", "name", b"name", "ttl", b"ttl"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_attempt", b"ended_attempt", "fence", b"fence", "member", b"member", "name", b"name", "ttl", b"ttl"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

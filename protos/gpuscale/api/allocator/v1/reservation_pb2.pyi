@@ -417,6 +417,8 @@ class Job(_message.Message):
     ESTIMATED_WAIT_LOW_FIELD_NUMBER: _builtins.int
     ESTIMATED_WAIT_HIGH_FIELD_NUMBER: _builtins.int
     QUEUE_ORDER_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    EARLIER_FIELD_NUMBER: _builtins.int
     title: _builtins.str
     """What people call it, which others may be called too; its name is the reservation's."""
     command: _builtins.str
@@ -433,6 +435,8 @@ class Job(_message.Message):
     """While it waits, why it is not served yet, in words."""
     queue_order: _builtins.str
     """While it waits, as in QueuePlace."""
+    attempt: _builtins.int
+    """How often it was started, with this time: 1, and one more each time that it is started again elsewhere."""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobMember]:
         """What is known of its members."""
@@ -449,6 +453,10 @@ class Job(_message.Message):
     def estimated_wait_high(self) -> _duration_pb2.Duration:
         """While it waits, as in QueuePlace."""
 
+    @_builtins.property
+    def earlier(self) -> _containers.RepeatedCompositeFieldContainer[Global___JobMember]:
+        """What became of the latest attempts before this one, at most 8, and why each ended."""
+
     def __init__(
         self,
         *,
@@ -464,10 +472,12 @@ class Job(_message.Message):
         estimated_wait_low: _duration_pb2.Duration | None = ...,
         estimated_wait_high: _duration_pb2.Duration | None = ...,
         queue_order: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        earlier: _abc.Iterable[Global___JobMember] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "_queue_position", b"_queue_position", "estimated_wait", b"estimated_wait", "estimated_wait_high", b"estimated_wait_high", "estimated_wait_low", b"estimated_wait_low", "exit_code", b"exit_code", "queue_position", b"queue_position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "_queue_position", b"_queue_position", "command", b"command", "estimated_wait", b"estimated_wait", "estimated_wait_high", b"estimated_wait_high", "estimated_wait_low", b"estimated_wait_low", "exit_code", b"exit_code", "members", b"members", "queue_order", b"queue_order", "queue_position", b"queue_position", "queue_reason", b"queue_reason", "state", b"state", "title", b"title", "user", b"user"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "_queue_position", b"_queue_position", "attempt", b"attempt", "command", b"command", "earlier", b"earlier", "estimated_wait", b"estimated_wait", "estimated_wait_high", b"estimated_wait_high", "estimated_wait_low", b"estimated_wait_low", "exit_code", b"exit_code", "members", b"members", "queue_order", b"queue_order", "queue_position", b"queue_position", "queue_reason", b"queue_reason", "state", b"state", "title", b"title", "user", b"user"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__exit_code: _TypeAlias = _typing.Literal["exit_code"]  # noqa: Y015
     _WhichOneofArgType__exit_code: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code"]  # noqa: Y015

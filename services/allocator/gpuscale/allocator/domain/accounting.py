@@ -35,6 +35,8 @@ HALVES = 6
 """Half-lives after which past use no longer counts."""
 HOLD = 30_000
 """Milliseconds for which a look stands."""
+PARTS = 1 << 20
+"""More than an account has."""
 MOST_MONTHS = 24
 """Calendar months for which grants are known."""
 
@@ -47,6 +49,11 @@ def millis(seconds: float) -> int:
 def granted_since(one: Reservation) -> int:
     """When the lease of a live reservation was granted or last renewed."""
     return millis(one.deadline - one.ttl)
+
+
+def first_part(one: Reservation) -> int:
+    """The part before the first of an account: each attempt of a job has an account, with parts of its own."""
+    return (one.job.attempt - 1) * PARTS if one.job else 0
 
 
 def ended_at(closed: Reservation) -> int:

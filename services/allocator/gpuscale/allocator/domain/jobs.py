@@ -5,6 +5,9 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
 
+MOST_EARLIER = 8
+"""Attempts of a job that are kept."""
+
 
 class JobState(StrEnum):
     """The state of a job."""
@@ -43,12 +46,17 @@ class JobMember:
 
 @dataclass(frozen=True, slots=True)
 class ReservedJob:
-    """A command line for people, and what is known of its members, in their order."""
+    """A command line for people, and what is known of its members, in their order.
+
+    One that is started again is at another `attempt`; what became of the latest `earlier` ones is kept.
+    """
 
     title: str
     command: str
     user: str = ""
     members: tuple[JobMember, ...] = ()
+    attempt: int = 1
+    earlier: tuple[JobMember, ...] = ()
 
     def with_member(
         self, known: JobMember, nodes: Mapping[int, str], now: float, patience: float
@@ -68,6 +76,11 @@ class ReservedJob:
             reason = f"nothing was heard of it for {patience:g} s" if silent else one.end_reason
             there[one.member] = replace(one, heard=heard, end_reason=reason)
         return replace(self, members=tuple(there[number] for number in sorted(there)))
+
+    def again(self, ended: JobMember) -> "ReservedJob":
+        """The job before its next attempt, of which nothing is known yet."""
+        earlier = (*self.earlier, replace(ended, last_lines=()))[-MOST_EARLIER:]
+        return replace(self, members=(), attempt=self.attempt + 1, earlier=earlier)
 
     def unheard(self) -> "ReservedJob":
         """The job after a reboot: on the new clock, no member has been heard from yet."""

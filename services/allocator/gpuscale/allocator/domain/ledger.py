@@ -240,6 +240,27 @@ class Ledger:
         self._fence, self._granted_at[after.id] = after.fence, now
         return after
 
+    def leave(self, reservation_id: str, ended: JobMember, wait: float, now: float) -> Reservation:
+        """Have a reservation whose job `ended` an attempt wait for others of what it wanted, under a new fence.
+
+        Its GPUs stay held until `left`: that is on disk. Of a time limit it has what is left. FailedPreconditionError if it has
+        ended.
+        """
+        before = self.expect_open(self.get(reservation_id))
+        if before.waiting or before.wanted is None or before.job is None:
+            raise ValueError(f"reservation {reservation_id} cannot begin anew")
+        limit = 0.0 if before.until is None else max(1.0, before.until - now)
+        self._fence += 1
+        wanted = replace(before.wanted, fence=self._fence, first=before.first_fence, limit=limit)
+        after = replace(before, fence=self._fence, gpus=(), ttl=wait, deadline=now + wait, wanted=wanted)
+        after.revoke_at, after.until, after.end_reason, after.job = None, None, "", before.job.again(ended)
+        del self._reservations[after.id], self._live[after.id]
+        return self._put(after)
+
+    def left(self, reservation_id: str) -> None:
+        """Free what a reservation held that waits again."""
+        self._use.free(reservation_id)
+
     def _hold_instead(self, after: Reservation) -> None:
         """Replace a reservation and make it the newest: they are ordered by fence."""
         self._use.free(after.id)
@@ -264,8 +285,11 @@ class Ledger:
         has ended or the fence is another's.
         """
         found = self.get(reservation_id)
-        found = self.expect_open(found if fence == found.first_fence else self.expect(reservation_id, fence))
-        job = found.job
+        job, first = found.job, found.first_fence
+        again = job is not None and job.attempt > 1  # then nothing is told of its earlier attempts any more
+        if not (member is None and first <= fence <= found.fence if again else fence == first):
+            self.expect(reservation_id, fence)
+        self.expect_open(found)
         if member is not None:
             if job is None or member.member >= found.member_count:
                 raise InvalidArgumentError(

@@ -241,7 +241,8 @@ class Order:
 class Wanted:
     """What a waiting job gets or got: its ask, and for how long. `fence` is the one under which it waits.
 
-    It is 0 where what may move is granted at once: its ask is what it needs elsewhere.
+    It is 0 where what may move is granted at once: its ask is what it needs elsewhere. `first` is the first fence of one that
+    was started again; else it is 0.
     """
 
     ask: Ask
@@ -249,6 +250,7 @@ class Wanted:
     may_preempt: bool
     fence: int
     limit: float = 0.0
+    first: int = 0
 
 
 @dataclass(slots=True)
@@ -371,7 +373,7 @@ class Reservation:
     @property
     def first_fence(self) -> int:
         """The fence under which it waited, or else was granted."""
-        return (self.wanted.fence if self.wanted else 0) or self.fence
+        return (self.wanted.first or self.wanted.fence if self.wanted else 0) or self.fence
 
     @property
     def waiting(self) -> bool:

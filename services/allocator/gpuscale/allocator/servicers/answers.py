@@ -7,7 +7,7 @@ from typing import TypeAlias
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from gpuscale.allocator.domain.jobs import ReservedJob
+from gpuscale.allocator.domain.jobs import JobMember, ReservedJob
 from gpuscale.allocator.domain.model import EndCause, Policy, Reservation, ReservedGpu, Score, State
 from gpuscale.allocator.domain.usage import UNREAD, ReservationUsage, UseState
 from gpuscale.allocator.queueing.model import Foreseen, QueuePlace
@@ -99,26 +99,28 @@ def from_job(job: ReservedJob, of: Reservation) -> api.Job:
     """The message of the job of a reservation."""
     lost = of.state in {State.EXPIRED, State.LOST}
     state = job.state(of.member_count, live=of.live, lost=lost, waiting=of.waiting)
-    members = (
-        api.JobMember(
-            member=one.member,
-            node=one.node,
-            pid=one.pid,
-            start_time=wire.optional_timestamp(one.started),
-            end_time=wire.optional_timestamp(one.ended),
-            exit_code=one.exit_code,
-            end_reason=one.end_reason,
-            last_lines=one.last_lines,
-        )
-        for one in job.members
-    )
     return api.Job(
         title=job.title,
         command=job.command,
         user=job.user,
         state=api.Job.State.Value(f"STATE_{state.name}"),
         exit_code=job.exit_code(of.member_count),
-        members=members,
+        members=map(_from_member, job.members),
+        attempt=job.attempt,
+        earlier=map(_from_member, job.earlier),
+    )
+
+
+def _from_member(one: JobMember) -> api.JobMember:
+    return api.JobMember(
+        member=one.member,
+        node=one.node,
+        pid=one.pid,
+        start_time=wire.optional_timestamp(one.started),
+        end_time=wire.optional_timestamp(one.ended),
+        exit_code=one.exit_code,
+        end_reason=one.end_reason,
+        last_lines=one.last_lines,
     )
 
 
@@ -127,15 +129,19 @@ def _put_seconds(duration: Duration, seconds: float) -> None:
     duration.seconds, duration.nanos = divmod(round(seconds * _NANOS), _NANOS)
 
 
-_Known: TypeAlias = tuple[tuple[ReservedGpu, ...], float, api.Reservation]
+_Known: TypeAlias = tuple[tuple[ReservedGpu, ...], float, int, api.Reservation]
 _known: OrderedDict[str, _Known] = OrderedDict()
 
 
 def _lasting(reservation: Reservation) -> api.Reservation:
     """The message fields that rarely change: when a GPU is lost, or the ttl changes. The latest are cached."""
     known = _known.get(reservation.id)
-    if known is not None and known[0] is reservation.gpus and known[1] == reservation.ttl:
-        return known[2]
+    if (
+        known is not None
+        and known[0] is reservation.gpus
+        and known[1:3] == (reservation.ttl, reservation.fence)
+    ):
+        return known[3]
     message = api.Reservation(
         name=names.reservation_name(reservation.id),
         holder=reservation.holder,
@@ -156,7 +162,7 @@ def _lasting(reservation: Reservation) -> api.Reservation:
     wire.put_timestamp(message.create_time, reservation.created)
     for gpu in reservation.gpus:
         _put_gpu(message.gpus.add(), gpu)
-    _known[reservation.id] = reservation.gpus, reservation.ttl, message
+    _known[reservation.id] = reservation.gpus, reservation.ttl, reservation.fence, message
     if len(_known) > REMEMBERED:
         _known.popitem(last=False)
     return message

@@ -43,6 +43,7 @@ from gpuscale.allocator.state.archive import IN_MEMORY, RecordFilter
 from gpuscale.allocator.usecases.leases import LeaseClaim, Leases
 from gpuscale.allocator.usecases.records import Records, every
 from gpuscale.allocator.usecases.reserving import Reserving
+from gpuscale.allocator.usecases.restarting import Restarting
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
 from gpuscale.common.errors import InvalidArgumentError, PermissionDeniedError
@@ -76,12 +77,13 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     """The RPCs. Requests are already validated and callers authenticated."""
 
     reserving: Reserving
-    leases: Leases
+    restarting: Restarting
     records: Records
     settings: AllocatorSettings
     clock: Clock
     tokens: Tokens
     notes: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    leases: Leases = field(init=False)
     feed: ResourceFeed[Reservation] = field(init=False)
     watched: bool = field(default=False, init=False)
     told: OrderedDict[tuple[str, bool, bool], _Told] = field(
@@ -89,6 +91,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     )
 
     def __post_init__(self) -> None:
+        self.leases = self.restarting.leases
         self.feed = ResourceFeed(
             api.WatchReservationsResponse,
             lambda one, kind: self._report(one, fenced=bool(kind)),
@@ -143,7 +146,14 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     ) -> api.RenewReservationResponse:
         ttl = wire.optional_seconds(request, "ttl")
         member = to_member(request.member) if request.HasField("member") else None
-        renewed = await self.leases.renew(to_lease(request), ttl, current_principal(), member)
+        lease, caller, ended = to_lease(request), current_principal(), request.ended_attempt
+        if ended and (member is None or member.exit_code is None):
+            text = "ended_attempt needs a member that has ended, with its exit code"
+            raise InvalidArgumentError(text, field="ended_attempt")
+        if ended and member is not None:
+            renewed = await self.restarting.restart(lease, member, ended, caller)
+        else:
+            renewed = await self.leases.renew(lease, ttl, caller, member)
         answer = self._put(api.RenewReservationResponse(), renewed)
         answer.reservation.notes.extend(self.notes.get(renewed.id, ()))
         return answer

@@ -204,7 +204,7 @@ class AllocatorStore:
     ) -> None:
         """Write new reservations with their holds, and changes in the life of others, in one transaction.
 
-        Those that have ended give their GPUs back, and `also` writes what is told of them; of those changed, the ones that have `begun` hold some from here on.
+        Those that have ended give their GPUs back, and `also` writes what is told of them; of those changed, the ones that have `begun` anew hold others from here on, or none.
 
         Raises:
             UnavailableError: also with reason STATE_CONFLICT if the state refuses one of them, or REQUEST_ENDED with
@@ -239,6 +239,7 @@ class AllocatorStore:
                     self._note(connection, number)  # no row may have it: they had ended
             if begun:
                 _BEGIN.run(connection, [{**to_lost(one), "fence": one.fence} for one in begun])
+                written -= _FREE_GPUS.run(connection, [{"key": one.id} for one in begun])
                 holds = [hold for one in begun for hold in to_holds(one)]
                 _HOLD_GPUS.run(connection, holds)
                 written += len(holds)

@@ -21,6 +21,7 @@ from gpuscale.allocator.domain.accounting import (
     Tally,
     decayed,
     ended_at,
+    first_part,
     granted_since,
     millis,
     month_of,
@@ -131,30 +132,34 @@ class Accounting:
         for one in changed:
             account = self._accounts.get(one.id)
             if one.live and one.gpus and (account is None or account.reservation.fence != one.fence):
-                account = self._put(Account(one, granted_since(one)))
-            if account is None or (one.live and account.kept):
+                account = self._put(Account(one, granted_since(one), first_part(one)))
+            left = one.live and one.waiting  # to begin anew
+            if account is None or (one.live and account.kept and not left):
                 continue
-            if one.live:
+            if one.live and not left:
                 account.count(account.until, self._wall())
                 rows += rows_of(account, self.clock.boot_id)
             else:
+                end = granted_since(one) if left else ended_at(one)
                 if not account.looked:  # it was short: what was read since it began tells of all its time
-                    self._look(account, ended_at(one), account.until / 1000)
-                account.count(ended_at(one), self._wall(), last=True)
-                rows += rows_of(account, "", str(one.end_cause))
+                    self._look(account, end, account.until / 1000)
+                account.count(end, self._wall(), last=True)
+                rows += rows_of(account, "", "" if left else str(one.end_cause))
         return putting(rows) if rows else None
 
     def note(self, one: Reservation, _news: bool = True) -> None:
         """A reservation was granted, changed or ended, and that is on disk."""
         account = self._accounts.get(one.id)
-        if not one.live:
+        if one.live and one.waiting:
+            self._accounts.pop(one.id, None)
+        elif not one.live:
             self._accounts.pop(one.id, None)
             if (seconds := lasted(one)) is not None:
                 self.durations.add(kin_of(one), seconds)
         elif account is not None:
             account.kept = True
         elif one.gpus:
-            self._put(Account(one, granted_since(one)))
+            self._put(Account(one, granted_since(one), first_part(one)))
 
     async def run(self) -> NoReturn:
         """Look, write and tidy, for ever."""

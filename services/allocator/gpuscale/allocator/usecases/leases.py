@@ -49,8 +49,7 @@ class Leases:
         self, lease: LeaseClaim, ttl: float | None, caller: Principal, member: JobMember | None = None
     ) -> Reservation:
         """Start a lease anew, with another ttl if one is given; `member` is what is known of one of its job."""
-        await self._recall([lease])
-        before = self._owned(lease.id, caller)
+        before = await self.owned(lease, caller)
         after = self.ledger.renew(lease.id, lease.fence, ttl, self.clock.now(), member)
         if after is before:  # it waits, and its wait stays as long as it is
             return after
@@ -170,6 +169,11 @@ class Leases:
         """Load old ended reservations back into memory."""
         if unknown := [lease.id for lease in leases if not self.ledger.knows(lease.id)]:
             await self.archive.recall(ids=unknown)
+
+    async def owned(self, lease: LeaseClaim, caller: Principal) -> Reservation:
+        """A reservation that the caller may change."""
+        await self._recall([lease])
+        return self._owned(lease.id, caller)
 
     def _owned(self, reservation_id: str, caller: Principal) -> Reservation:
         found = self.ledger.get(reservation_id)

@@ -3,7 +3,7 @@
 The search runs in a thread on a copy of the state: for 10,000 nodes it takes up to a second.
 
 What is movable is told that it has to leave so late that its holder can get another place first, and leaves by itself once
-that works. If it has not after `LIMIT`, or who waited is served or gone, the notice is taken back. So it is when the allocator
+that works; for a job that place is kept here. If it has not after `LIMIT`, or who waited is served or gone, the notice is taken back. So it is when the allocator
 starts: no notice outlives who gave it, and nothing ends because of one.
 """
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from gpuscale.allocator.domain.model import (
+    BOOKING_LABEL,
     MOVABLE_LABEL,
     MOVED_FOR,
     WHOLE,
@@ -32,6 +33,7 @@ from gpuscale.allocator.queueing.queue import Queue
 from gpuscale.allocator.usecases.capacity import Capacity
 from gpuscale.allocator.usecases.leases import Leases
 from gpuscale.allocator.usecases.reserving import AllocatorWorld
+from gpuscale.allocator.usecases.restarting import Restarting, only, restarts
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
 from gpuscale.common.names import gpu_name, node_name, reservation_name
 from gpuscale.common.runtime.logs import get_logger
@@ -91,6 +93,7 @@ class Rebalancing:
     world: AllocatorWorld
     queue: Queue
     leases: Leases
+    restarting: Restarting
     rest: float
     grace: float
     hourly: int
@@ -161,12 +164,14 @@ class Rebalancing:
         self._moving = {
             one for one in self._moving if one in live and live[one].end_reason.startswith(MOVED_FOR)
         }
+        self.restarting.give_up(self._moving)
         if self._moving:
             waits = self._for is not None and self.queue.get(self._for.order.request_id) is self._for
             if not waits or now >= self._until:
                 told = sorted(one for one in self._moving if MOVABLE_LABEL in live[one].labels)
                 await self.leases.revoke(told, None, "")
                 self._moving.clear()
+                self.restarting.give_up(())
                 self.capacity.waiting.changed(())
                 _log.info("moves are cancelled", reservations=told, needed=waits)
         elif self.hourly and len(self.queue) and now >= self._again:
@@ -184,13 +189,24 @@ class Rebalancing:
             return False
         if any(one not in live or self._stays(live[one]) for one in ids):
             return False
-        ask = beside(replace(waiter.order.ask, nodes=frozenset(plan.pick.nodes)), self._kept(waiter))
+        kept, places = self._kept(waiter), dict[str, Pick]()
+        for move in plan.moves:
+            if restarts(one := live[move.reservation.id]):
+                places[one.id] = Pick(move.gpus)
+                there = beside(only(_asked_by(one), places[one.id]), kept)
+                if not isinstance(self.capacity.placer.place(there, now, again=True), Pick):
+                    return False
+        ask = beside(replace(waiter.order.ask, nodes=frozenset(plan.pick.nodes)), kept)
+        taken = (gpu.uuid.lower() for one in places.values() for gpu in one.gpus)
+        ask = replace(ask, excluded_gpus=ask.excluded_gpus.union(taken))
         pick = self.capacity.placer.place_after(ask, now, ids)
         if not isinstance(pick, Pick):
             return False
         self._moving, self._for, self._until = set(ids), waiter, now + LIMIT
         self._made.extend([now] * len(ids))
         self.queue.promise(waiter, pick, self._until, ids)
+        for mover, place in places.items():
+            self.restarting.keep(live[mover], place, self._until)
         why = f"{MOVED_FOR}{_name(waiter)}, which asks for {len(pick.gpus)} GPUs"
         movable = [one for one in ids if MOVABLE_LABEL in live[one].labels]
         await self.leases.revoke(movable, now + NOTICE, why)
@@ -264,6 +280,8 @@ class Rebalancing:
             return f"granted less than {self.rest:g} s ago"
         if one.member_count > 1:
             return "a gang"
+        if BOOKING_LABEL in one.labels:
+            return "in a booking"
         if any(gpu.parent for gpu in one.gpus):
             return "a MIG instance"
         return ""
@@ -282,6 +300,8 @@ def _name(waiter: Waiter) -> str:
 
 def how(one: Reservation) -> str:
     """How a reservation moves."""
+    if restarts(one):
+        return "its command is told to save its work, ends, and starts again at the new place, which is kept for it"
     if MOVABLE_LABEL in one.labels:
         return "its holder gets the new place first, and leaves when that is ready"
     return "preemptible: it is told to leave, and loses its work unless it saves it"

@@ -436,7 +436,7 @@ class Waiting:
                 self._round = None
             case Grant(waiter, pick):
                 entry = self._entries.pop(waiter.order.request_id)
-                entry.granted.set_result(self._grant(waiter.order, pick))
+                entry.granted.set_result(self.grant(waiter.order, pick))
                 entry.ring()
             case Revoke(waiter, leases):
                 self._revoke(waiter, leases)
@@ -446,7 +446,7 @@ class Waiting:
                     waits.ring()
         return True
 
-    def _grant(self, order: Order, pick: Pick) -> str:
+    def grant(self, order: Order, pick: Pick) -> str:
         """Hold what was picked; the id of the reservation."""
         now, wall = self._clock.now(), self._clock.wall()
         if not order.reservation_id:

@@ -5,7 +5,8 @@ with what is known of the member, and `output` with the part before it in `outpu
 `lock` is held by who starts the member, and then by its supervisor: orders that come twice start it once.
 
 A job that waits in the queue is started by a process of its user on the host of `run --via`, when its turn comes: it knows the
-lease token of the one reservation, and asks for its state once a second.
+lease token of the one reservation, and asks for its state once a second. So does who guards the supervisor of a job that is moved, once
+its command has ended: it starts the next attempt, which has a folder of its own, and ends.
 """
 
 import fcntl
@@ -21,14 +22,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpuscale.cli.console.terminal import TERMINAL
-from gpuscale.client.orders import jobs_folder
+from gpuscale.client.orders import folder_name, jobs_folder
 from gpuscale.client.over_ssh import SSH_FAILED, SUPERVISOR, supervise_all, supervised
 from gpuscale.common.errors import UNANSWERED, FailedPreconditionError, GpuscaleError, UnavailableError
 from gpuscale.common.names import RESERVATION, parse
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import JobMember, Reservation
-    from gpuscale.cli.commands.supervise import LeaseHolder
+    from gpuscale.cli.commands.holding import LeaseHolder
     from gpuscale.client.orders import Orders
 
 MOST_BYTES = 16 << 20
@@ -89,8 +90,8 @@ def _lock(orders: "Orders") -> int | None:
 
 
 def _name(orders: "Orders") -> str:
-    which = "queued" if orders.waits else orders.member or 0
-    return f"{parse(RESERVATION, orders.reservation)['reservation']}-{which}"
+    name = parse(RESERVATION, orders.reservation)["reservation"]
+    return f"{name}-queued" if orders.waits else folder_name(name, orders.member or 0, orders.attempt)
 
 
 def _scope() -> list[str]:
@@ -185,13 +186,19 @@ def start_in_turn(holder: "LeaseHolder") -> int:
         GpuscaleError: they are not.
     """
     from gpuscale.common.rpc.channel import RPC_TIMEOUT
-    from gpuscale.common.wire import seconds
 
     placed = holder.renew(RPC_TIMEOUT)
     os.write(1, b"1")
     nowhere = os.open(os.devnull, os.O_RDWR)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
+    return start_granted(holder, placed)
+
+
+def start_granted(holder: "LeaseHolder", placed: "Reservation") -> int:
+    """Wait until a reservation is granted that was `placed` in the queue, then start its members; the same exit code."""
+    from gpuscale.common.wire import seconds
+
     granted = _granted(holder, placed)
     if granted is None:
         return 0

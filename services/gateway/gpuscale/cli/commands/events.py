@@ -146,6 +146,8 @@ def _reservations(client: "Client", about: "lookup.About") -> Iterator[EventLine
         nodes = ", ".join(dict.fromkeys(node_of(gpu) for gpu in one.gpus))
         gpus = f"{len(one.gpus)} GPU{'' if len(one.gpus) == 1 else 's'} of {nodes or ABSENT}"
         yield _event(one.create_time, "reservation", one.name, f"granted to {one.holder}", gpus)
+        for ran in one.job.earlier:
+            yield _event(ran.end_time, "reservation", one.name, f"its job left {ran.node}", ran.end_reason)
         if one.HasField("end_time"):
             yield _event(
                 one.end_time, "reservation", one.name, cells.word(one, "state").lower(), one.end_reason

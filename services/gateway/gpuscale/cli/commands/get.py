@@ -196,7 +196,11 @@ def jobs(session: Session, name: Names, ended: bool) -> None:
     if len(name) == 1 and session.output.human:
         job = found[0].job
         why = ["", queued(job), *filter(None, [job.queue_order])] if job.queue_reason else []
-        write_lines(["", *session.output.table(job.members, allocator.JOB_MEMBERS), "", job.command, *why])
+        lines = ["", *session.output.table(job.members, allocator.JOB_MEMBERS)]
+        if job.earlier:
+            lines += ["", f"It is at attempt {job.attempt}; before it:"]
+            lines += session.output.table(job.earlier, allocator.JOB_MEMBERS)
+        write_lines([*lines, "", job.command, *why])
 
 
 endpoints = _listing(

@@ -142,9 +142,13 @@ class Forwarding:
     """Passes signals on to a command while its block runs, including those that arrive before it has started.
 
     What a terminal sends on Ctrl-C it sends to the command itself, so that is not passed on.
+
+    Attributes:
+        ending: whether one came that ends commands.
     """
 
     def __init__(self) -> None:
+        self.ending: bool = False
         self._pidfds: list[int] = []
         self._early: list[int] = []
         self._before: dict[signal.Signals, Handler] = {}
@@ -157,6 +161,7 @@ class Forwarding:
             self._send(self._pidfds[-1], number)
 
     def _forward(self, number: int, _frame: FrameType | None) -> None:
+        self.ending = self.ending or number not in {signal.SIGUSR1, signal.SIGUSR2}
         if number in _OF_TERMINAL and sys.stdin.isatty():
             return
         self._early.append(number)

@@ -6,9 +6,10 @@ On this host it supervises the command itself; on another, a supervisor that ssh
 import os
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -26,8 +27,12 @@ from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
 from gpuscale.common.sizes import to_seconds
 
 if TYPE_CHECKING:
-    from gpuscale.api.allocator.v1 import Reservation
+    from gpuscale.api.allocator.v1 import Reservation, ReserveRequest
     from gpuscale.client import Client
+
+
+USUAL_GRACE, LONGEST_GRACE = 60.0, 86_400.0
+"""Seconds that a command is taken to need to save its work where it does not say, and the most that a plan counts."""
 
 
 def _ports(text: str) -> str:
@@ -86,7 +91,7 @@ def _on_move(text: str) -> dict[str, Any]:
     default={},
     metavar="signal:NAME[,grace:TIME]",
     help="A signal with which the command saves its work and ends when its GPUs are to be taken away (preempted, moved or"
-    " drained), and how long it may take; as long as there is by default.",
+    " drained), and how long it may take; as long as there is by default. Then it starts again on other GPUs.",
 )
 @option(
     "--via",
@@ -138,16 +143,13 @@ def run(
         early = None
         if len({*asking.node} - {this_node, os.uname().nodename}) == 1 and not (detach or asking.members):
             early = stack.enter_context(EarlyStart(asking.node[0], user, forward))
-        from gpuscale.api.allocator import v1 as api  # only now, since all of these take long
-        from gpuscale.cli.commands.reserve import grant
+        from gpuscale.cli.commands.reserve import grant  # only now, since all of these take long
         from gpuscale.client import asks, jobs
 
         client = stack.enter_context(session.connect(node=this_node))
         waiting = requesting if requesting.wait is not None else replace(requesting, wait=asks.LONGEST_WAIT)
-        request = waiting.message(asking, client)
-        request.job.CopyFrom(api.Job(title=title, command=shown(command), user=user))
+        request = _of_a_job(waiting.message(asking, client), title, command, user, on_move)
         here = jobs.place(client, request.ask, anywhere=anywhere or bool(requesting.booking))
-        asks.spare_the_stop(request)
         request.keep_place = detach and request.HasField("wait")
         orders = Orders(
             node=jobs.starter(client, via, here),
@@ -181,9 +183,25 @@ def run(
             stack.enter_context(recording_of(session, client, uuids, reservation.name))
         members = [supervised(one, forward, early) for one in made]
         code = _start(client, reservation, members, stdout, once=not requesting.request_id) if made else 0
+        while made and not detach and (again := _moved(client, made[0])) is not None:
+            made = made[0].of_members(again, here)
+            code = _start(client, again, [supervised(one, forward) for one in made], stdout, once=False)
         if detach and not code:
             _tell(session, client, reservation, made)
     leave(code)
+
+
+def _of_a_job(
+    request: "ReserveRequest", title: str, command: Sequence[str], user: str, on_move: Mapping[str, Any]
+) -> "ReserveRequest":
+    """What is asked for, for a job; one member that saves its work may be moved."""
+    from gpuscale.client.asks import spare_the_stop
+
+    request.job.title, request.job.command, request.job.user = title, shown(command), user
+    spare_the_stop(request)
+    if on_move and request.ask.member_count <= 1:
+        request.movable.FromSeconds(ceil(min(on_move["move_grace"] or USUAL_GRACE, LONGEST_GRACE)))
+    return request
 
 
 def _start(
@@ -197,7 +215,8 @@ def _start(
     """Run the command, and supervise it here where it is the only one on this host; its exit code."""
     first = members[0].orders
     if first.local and not first.detached and len(members) == 1:
-        from gpuscale.cli.commands.supervise import LeaseHolder, run_under
+        from gpuscale.cli.commands.holding import LeaseHolder
+        from gpuscale.cli.commands.supervise import run_under
 
         return run_under(LeaseHolder(first, [client.allocator]), own=client.work, stdout=stdout)
     from gpuscale.client.jobs import supervise
@@ -212,6 +231,20 @@ def _start(
             environment=TERMINAL.callers_environment(),
             on_start=signals.to,
         )
+
+
+def _moved(client: "Client", ran: Orders) -> "Reservation | None":
+    """The reservation of a job that has ended, once it has other GPUs; None where it is not started again."""
+    if not ran.on_move or not ran.reports:
+        return None
+    from gpuscale.client.jobs import Job
+    from gpuscale.common.names import node_of
+
+    again = Job(client, ran.reservation).begun_anew(ran.attempt)
+    if again is not None:
+        nodes = ", ".join(dict.fromkeys(map(node_of, again.gpus)))
+        note(f"gpuscalectl run: starting attempt {again.job.attempt} on {nodes}")
+    return again
 
 
 def _tell(session: Session, client: "Client", reservation: "Reservation", made: Sequence[Orders]) -> None:

@@ -17,15 +17,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, NoReturn, Self
 
 from gpuscale.cli.commands.detaching import JobFolder, detach
+from gpuscale.cli.commands.holding import RETRY, LeaseHolder
 from gpuscale.cli.commands.processes import (
     PAUSE,
     Adopted,
@@ -41,19 +41,17 @@ from gpuscale.cli.console.terminal import TERMINAL, note
 from gpuscale.client.orders import GREETING, READY, Orders, started_before
 from gpuscale.client.over_ssh import OF_SIGNAL, exit_code
 from gpuscale.common.errors import (
-    UNANSWERED,
     FailedPreconditionError,
     GpuscaleError,
     InvalidArgumentError,
     NotFoundError,
     PermissionDeniedError,
     UnauthenticatedError,
-    UnavailableError,
 )
-from gpuscale.common.names import LEASE_KEY, node_name, node_of
+from gpuscale.common.names import node_of
 
 if TYPE_CHECKING:
-    from gpuscale.api.allocator.v1 import AllocatorServiceStub, JobMember, Reservation, ReservedGpu
+    from gpuscale.api.allocator.v1 import AllocatorServiceStub, Reservation, ReservedGpu
     from gpuscale.api.monitor.v1 import WorkServiceStub
 
 RESERVATION = "GPUSCALE_RESERVATION"
@@ -66,14 +64,12 @@ LONGEST_PAUSE = 10.0
 """Most seconds between two renewals: the longest that a drain or a lost GPU goes unnoticed."""
 MEMBERS_PAUSE = 1.0
 """The same where one of several members that fails stops the others."""
+LONGEST_MOVE = 600.0
+"""Seconds in which a command without a grace has to end that was told to move: then moves are given up."""
 STOP_GRACE = 10.0
 """Seconds between SIGTERM and SIGKILL; a fifth of the lease where that is less."""
 SETTLE = 1.0
 """Seconds in which what a command leaves running may end by itself, such as the `tee` that it wrote to."""
-RETRY = 0.5
-"""Seconds until a renewal without an answer is tried again."""
-PATIENCE, OF_DETACHED = 10.0, 60.0
-"""Seconds for which a start is asked for, and an end is told, again where nobody answers."""
 TELLING = 1.0
 """Seconds for which who started a detached job waits until the service knows of its command."""
 AT_ONCE = 0.02
@@ -84,130 +80,6 @@ MOST_ORDERS = 1 << 20
 """Bytes of its orders."""
 
 _LOST = (FailedPreconditionError, NotFoundError, PermissionDeniedError, UnauthenticatedError)
-_Answer = TypeVar("_Answer")
-
-
-class LeaseHolder:
-    """Renews and releases the reservation of some orders by the lease token, in the first of several ways that answers."""
-
-    def __init__(self, orders: Orders, ways: "Sequence[AllocatorServiceStub]") -> None:
-        self.orders = orders
-        self.member: JobMember | None = None
-        self.all_ended = orders.member is None
-        self.last_lines: Callable[[], Sequence[str]] = tuple
-        self.asked_at = 0.0
-        self._ways = list(ways)
-        self._shown = ((LEASE_KEY, orders.lease_token),)
-
-    def renew(self, timeout: float) -> "Reservation":
-        """Renew the lease; all ways together take `timeout` seconds at most.
-
-        Raises:
-            GpuscaleError: it cannot be renewed; of `UNANSWERED`, nobody answered.
-        """
-        from gpuscale.api.allocator import v1 as api
-
-        self.asked_at = time.monotonic()
-        if self.member is not None:
-            self.member.last_lines[:] = self.last_lines()
-        request = api.RenewReservationRequest(
-            name=self.orders.reservation, fence=self.orders.fence, member=self.member
-        )
-        each = timeout / max(1, len(self._ways))
-        return self._ask(
-            lambda way: way.RenewReservation(request, timeout=each, metadata=self._shown).reservation
-        )
-
-    def started(self, pid: int) -> None:
-        """Report the command with each renewal from now on, where the service keeps that; pid 0 if it cannot start."""
-        from gpuscale.api.allocator import v1 as api
-        from gpuscale.common.wire import to_timestamp
-
-        if self.orders.reports:
-            self.member = api.JobMember(
-                member=self.orders.member or 0,
-                node=node_name(self.orders.node),
-                pid=pid,
-                start_time=to_timestamp(datetime.now(UTC)) if pid else None,
-            )
-
-    def ended(self, code: int, why: str) -> None:
-        """Report how the command ended, and why it was stopped."""
-        from gpuscale.common.rpc.channel import RPC_TIMEOUT
-        from gpuscale.common.wire import put_timestamp
-
-        if self.member is not None:
-            self.member.exit_code, self.member.end_reason = code, why
-            put_timestamp(self.member.end_time, datetime.now(UTC))
-            with suppress(GpuscaleError):  # then its exit code is unknown
-                known = self.renew_patiently(RPC_TIMEOUT)
-                ended = [one for one in known.job.members if one.HasField("exit_code")]
-                self.all_ended = len(ended) == known.member_count
-
-    def renew_patiently(self, timeout: float) -> "Reservation":
-        """As `renew`, but retries while nobody answers, as while the allocator starts."""
-        until = time.monotonic() + (OF_DETACHED if self.orders.detached else PATIENCE)
-        while True:
-            try:
-                return self.renew(timeout)
-            except UNANSWERED:
-                if time.monotonic() >= until:
-                    raise
-            time.sleep(RETRY)
-
-    def failed(self, error: GpuscaleError) -> None:
-        """Report that the command did not start."""
-        from gpuscale.cli.console.errors import exit_code as code_of
-
-        self.started(0)
-        self.ended(code_of(error), f"it did not start: {error.message}")
-
-    def killed(self, code: int) -> None:
-        """Report that the supervisor before this one was killed, unless it reported an end itself; all that it started has ended."""
-        from gpuscale.common.rpc.channel import RPC_TIMEOUT
-
-        with suppress(GpuscaleError):  # then the lease runs out
-            known = self.renew_patiently(RPC_TIMEOUT)
-            number = self.orders.member or 0
-            of = [one for one in known.job.members if one.member == number]
-            if not of or not of[0].HasField("exit_code"):
-                self.started(0)
-                if of:
-                    self.member = of[0]
-                self.ended(code, "its supervisor was killed")
-            if self.all_ended:
-                self.release()
-
-    def of(self, orders: Orders) -> "LeaseHolder":
-        """The same for a member."""
-        return LeaseHolder(orders, self._ways)
-
-    def release(self) -> None:
-        """Release the GPUs; if that fails, the lease expires."""
-        from gpuscale.api.allocator import v1 as api
-        from gpuscale.common.rpc.channel import RPC_TIMEOUT
-
-        name = self.orders.reservation
-        request = api.ReleaseReservationRequest(name=name, fence=self.orders.fence)
-        try:
-            self._ask(lambda way: way.ReleaseReservation(request, timeout=RPC_TIMEOUT, metadata=self._shown))
-        except GpuscaleError as error:
-            note(f"gpuscalectl run: {name} was not given back, and expires by itself: {error.message}")
-
-    def _ask(self, call: "Callable[[AllocatorServiceStub], _Answer]") -> _Answer:
-        from gpuscale.common.rpc.status import rpc_errors
-
-        failure: GpuscaleError = UnavailableError(
-            "this host has no agent's socket, and no other way is known"
-        )
-        for way in self._ways.copy():
-            try:
-                with rpc_errors():
-                    return call(way)
-            except UNANSWERED as error:
-                failure = error
-                self._ways.append(self._ways.pop(0))  # the next call tries the others first
-        raise failure
 
 
 def main() -> NoReturn:
@@ -242,9 +114,9 @@ def _supervise(*, job: bool) -> int:
     if orders.detached and not job:
         return detach(orders)
     if not orders.waits and (code := guard()) is not None:
-        if code == OF_SIGNAL + signal.SIGKILL:
+        if code == OF_SIGNAL + signal.SIGKILL or (orders.on_move and orders.detached):
             with _ways(orders) as (ways, _):
-                LeaseHolder(orders, ways).killed(code)
+                _after(LeaseHolder(orders, ways), code)
         return code
     child = None if orders.waits or orders.adopts else WaitingChild()
     with _ways(orders) as (ways, own):
@@ -254,6 +126,22 @@ def _supervise(*, job: bool) -> int:
 
             return start_in_turn(holder)
         return run_under(holder, own=own, while_open=None if job else 1, child=child)
+
+
+def _after(holder: LeaseHolder, code: int) -> None:
+    """Tell of a supervisor that was killed, and start a job again that left its GPUs, unless its caller does.
+
+    Who guarded the supervisor does so: what that started itself would have ended with it.
+    """
+    if code == OF_SIGNAL + signal.SIGKILL:
+        holder.killed(code)
+    else:
+        holder.look()
+    if holder.moved is not None and holder.orders.detached:
+        from gpuscale.cli.commands.detaching import start_granted
+
+        holder.member = None
+        start_granted(holder, holder.moved)
 
 
 def _load() -> None:
@@ -428,6 +316,7 @@ def _run(
             "GPUSCALE_NODE": orders.node,
             RESERVATION: reservation.name,
             "GPUSCALE_FENCE": str(reservation.fence),
+            "GPUSCALE_ATTEMPT": str(orders.attempt),
         }
         process: Started | int
         if child is not None:
@@ -451,7 +340,7 @@ def _run(
                     folder.put(holder.member)
             code = offspring.wait(process)
             keeper.end()
-    holder.ended(exit_code(code), keeper.stopped)
+    holder.ended(exit_code(code), keeper.stopped, leaves=keeper.leaves and not signals.ending)
     if keeper.lost:
         raise FailedPreconditionError(
             f"the command was stopped because {reservation.name} was lost: {keeper.lost}", reason="LEASE_LOST"
@@ -494,7 +383,7 @@ def _check(
 class Keeper:
     """Keeps the lease of a reservation while its block runs; `lost` says why it could not, and is empty while it can.
 
-    `stopped` says why the command was told to end, and is empty where it was not.
+    `stopped` says why the command was told to end, and is empty where it was not; `leaves`, whether it ends to be started again.
 
     Args:
         holder: renews it.
@@ -524,6 +413,7 @@ class Keeper:
         self._offspring = offspring
         self._send = send
         self._moved, self._move_by = "", float("inf")
+        self._leaves_by, self._stays_ended = float("-inf"), False
         self._ttl = seconds(reservation.ttl)
         self._pause = min(LONGEST_PAUSE, self._ttl / RENEWALS)
         if holder.orders.member is not None and holder.orders.stop_together:
@@ -560,17 +450,27 @@ class Keeper:
         poll.poll()  # until POLLERR or POLLHUP
         if self._done.is_set():
             return
+        self._stays_ended = True
         nowhere = os.open(os.devnull, os.O_RDWR)
         for one in (1, 2):  # nothing that is written from here on may fail
             os.dup2(nowhere, one)
         self._stop_by(time.monotonic() + self._grace)
 
+    @property
+    def leaves(self) -> bool:
+        """Whether a command that ends now was told to move: a notice that is withdrawn meanwhile finds it saving its work."""
+        return not self._stays_ended and (bool(self._moved) or time.monotonic() < self._leaves_by)
+
     def told_to_stop(self, _number: int, _frame: FrameType | None) -> None:
         """Stop the command: a handler of signals."""
         threading.Thread(target=self._stop, args=("somebody stopped it",), name="stop", daemon=True).start()
 
-    def _stop(self, why: str) -> None:
-        self.stopped = self.stopped or why
+    def _stop(self, why: str, *, moves: bool = False) -> None:
+        if moves:
+            self.stopped = f"{self.stopped}; {why}"
+        elif self.stopped == self._moved:
+            self.stopped = why
+        self._stays_ended = not moves
         note(f"gpuscalectl run: stopping the command: {why}")
         self._stop_by(time.monotonic() + self._grace)
 
@@ -602,13 +502,14 @@ class Keeper:
             self._watch_limit()
             if time.monotonic() >= self._move_by:
                 self._move_by = float("inf")
-                self._stop("it did not end in the grace of --on-move")
+                self._stop("it did not end in the grace of --on-move", moves=True)
             if time.monotonic() < min(due, self._ends - self._grace):
                 continue
             due = time.monotonic() + (self._pause if self._renewed() else RETRY)
             self.told.set()
             if self.lost or time.monotonic() >= self._ends - self._grace:
                 self.lost = self.lost or self._revoked or "it was not renewed in time"
+                self._stays_ended = True
                 self.stopped = self.stopped or f"its reservation was lost: {self.lost}"
                 note(f"gpuscalectl run: the reservation is lost, stopping the command: {self.lost}")
                 left = max(RETRY, min(self._grace, self._ends - time.monotonic()))
@@ -658,6 +559,8 @@ class Keeper:
                 self._send(orders.on_move)
             limit = orders.move_grace if why and orders.move_grace else float("inf")
             self._move_by = time.monotonic() + limit
+            if why:
+                self._leaves_by = time.monotonic() + (orders.move_grace or LONGEST_MOVE)
 
     def _look_at_others(self, renewed: "Reservation") -> None:
         """Stop the command where another member has failed."""

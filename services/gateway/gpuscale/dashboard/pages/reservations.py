@@ -143,7 +143,7 @@ def reservation_page(site: DashboardSite, reservation: str) -> None:
         gpus.show([gpu for gpu in site.gpu_rows() if gpu["uuid"] in held])
         ran.set_visibility(one.HasField("job"))
         command.text = f"{one.job.command}\n{humanize.word(one.job, 'state')}; all of its output: gpuscalectl logs {short}"
-        members.show([member_row(member) for member in one.job.members])
+        members.show([member_row(member) for member in (*one.job.earlier, *one.job.members)])
         ends = [line for member in one.job.members for line in member.last_lines]
         wrote.text = "\n".join(ends)
         wrote.set_visibility(bool(ends))
@@ -159,7 +159,8 @@ async def _asked(name: str, client: AsyncClient) -> allocator_api.Reservation:
 
 async def _kept(one: allocator_api.Reservation) -> list[Path]:
     members = sorted({gpu.member for gpu in one.gpus})
-    return await asyncio.to_thread(kept_output, one.name.removeprefix("reservations/"), members)
+    name = one.name.removeprefix("reservations/")
+    return await asyncio.to_thread(kept_output, name, members, one.job.attempt)
 
 
 async def all_output(actions: VisitorActions, reservation: str) -> Iterator[bytes]:

@@ -1,0 +1,129 @@
+"""Use case of jobs that are started again: they give their GPUs back, and get others under the same name and lease token.
+
+The job waits again, as one that never had GPUs, and is granted others in the same turn of the event loop in which the old ones
+are free on disk: those that were kept for it, or its own where the move came to nothing. Else it stands in the queue. Killed
+in between it waits, holds nothing, and whoever is to start it asks on.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from gpuscale.allocator.domain.jobs import JobMember
+from gpuscale.allocator.domain.model import (
+    BOOKING_LABEL,
+    MOVABLE_LABEL,
+    MOVED_FOR,
+    Ask,
+    Pick,
+    Reservation,
+)
+from gpuscale.allocator.placing.placer import Placer
+from gpuscale.allocator.queueing.model import Waiter
+from gpuscale.allocator.queueing.queue import Queue
+from gpuscale.allocator.state.commits import Changes
+from gpuscale.allocator.usecases.leases import LeaseClaim, Leases
+from gpuscale.allocator.usecases.reserving import Waiting
+from gpuscale.common.errors import GpuscaleError
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import hit
+from gpuscale.common.security.auth import Principal
+
+LONGEST_WAIT = 7 * 86_400.0
+"""Seconds for which a job that begins anew may wait."""
+_ABOVE_ALL = 1001
+"""Priority of what is kept for a job that moves: nobody asks with a higher one."""
+_log = get_logger(__name__)
+
+
+def restarts(one: Reservation) -> bool:
+    """Whether a reservation is one of a job that is started again by itself."""
+    return one.job is not None and one.member_count == 1 and MOVABLE_LABEL in one.labels
+
+
+def only(ask: Ask, pick: Pick) -> Ask:
+    """The ask, of nothing but what was picked."""
+    gpus = frozenset(gpu.uuid.lower() for gpu in pick.gpus)
+    return replace(ask, gpus=gpus, nodes=frozenset(gpu.node for gpu in pick.gpus))
+
+
+@dataclass(eq=False)
+class Restarting:
+    """Begins jobs anew, and keeps the places of those that move."""
+
+    leases: Leases
+    waiting: Waiting
+    queue: Queue
+    placer: Placer
+    changes: Changes
+    _kept: dict[str, tuple[Waiter, Pick]] = field(default_factory=dict[str, tuple[Waiter, Pick]], init=False)
+
+    def keep(self, one: Reservation, pick: Pick, until: float) -> None:
+        """Keep the place to which a job moves."""
+        waiter = Waiter(replace(one.order(), priority=_ABOVE_ALL), 0, self.leases.clock.now(), until)
+        self._kept[one.id] = waiter, pick
+        self.queue.promise(waiter, pick, until, [one.id])
+
+    def give_up(self, moving: Collection[str]) -> None:
+        """Keep no place but for those that move."""
+        for one in [one for one in self._kept if one not in moving]:
+            self.queue.remove(self._kept.pop(one)[0])
+
+    async def restart(
+        self, lease: LeaseClaim, ended: JobMember, attempt: int, caller: Principal
+    ) -> Reservation:
+        """Have a job of which this attempt has ended wait for its next one; where it is not to have one it is renewed.
+
+        A call that is repeated changes nothing. Raises as `Leases.renew`.
+        """
+        ledger, clock = self.leases.ledger, self.leases.clock
+        before = await self.leases.owned(lease, caller)
+        if before.job is not None and before.job.attempt > attempt:
+            return before
+        if not restarts(before) or before.wanted is None:
+            return await self.leases.renew(lease, None, caller, ended)
+        ledger.expect(lease.id, lease.fence)
+        after = ledger.leave(lease.id, ended, LONGEST_WAIT, clock.now())
+        kept = self._kept.pop(lease.id, None)
+        written = self.leases.commits.change([before], [after])
+        written.on_settled(partial(self._left, before, after, kept))
+        error = await written
+        if error is not None:
+            raise error
+        return after
+
+    def _left(
+        self,
+        before: Reservation,
+        after: Reservation,
+        kept: tuple[Waiter, Pick] | None,
+        error: GpuscaleError | None,
+    ) -> None:
+        """It is on disk that a job waits again, unless there was an error."""
+        if error is not None:
+            if kept is not None:
+                self._kept[before.id] = kept
+            return
+        hit("allocator.restart.before_grant")
+        ledger, order = self.leases.ledger, after.order()
+        ledger.left(before.id)
+        if kept is not None:
+            self.queue.remove(kept[0])
+        pick = self._place(before, order.ask, kept and kept[1])
+        if pick is None or BOOKING_LABEL in before.labels:
+            self.waiting.keep(after)
+        else:
+            self.waiting.grant(order, pick)
+        nodes = {gpu.node for gpu in before.gpus}
+        _log.info("a job begins anew", reservation=before.id, left=sorted(nodes), waits=pick is None)
+        self.changes.room(nodes)
+
+    def _place(self, before: Reservation, ask: Ask, kept: Pick | None) -> Pick | None:
+        """Where a job goes on: at the place that was kept for it, else where it was, if that is not taken from it; else None."""
+        if kept is not None:
+            found = self.placer.place(only(ask, kept), self.leases.clock.now(), again=True)
+            if isinstance(found, Pick):
+                return found
+        if before.revoke_at is not None and not before.end_reason.startswith(MOVED_FOR):
+            return None
+        return Pick(before.gpus)

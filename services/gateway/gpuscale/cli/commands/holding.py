@@ -1,0 +1,167 @@
+"""`LeaseHolder`: what a supervisor tells and asks the service, by the lease token of one reservation."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, TypeVar
+
+from gpuscale.cli.console.terminal import note
+from gpuscale.client.orders import Orders
+from gpuscale.common.errors import UNANSWERED, GpuscaleError, UnavailableError
+from gpuscale.common.names import LEASE_KEY, node_name
+
+if TYPE_CHECKING:
+    from gpuscale.api.allocator.v1 import AllocatorServiceStub, JobMember, Reservation
+
+RETRY = 0.5
+"""Seconds until a renewal without an answer is tried again."""
+PATIENCE, OF_DETACHED = 10.0, 60.0
+"""Seconds for which a start is asked for, and an end is told, again where nobody answers."""
+_Answer = TypeVar("_Answer")
+
+
+class LeaseHolder:
+    """Renews and releases the reservation of some orders by the lease token, in the first of several ways that answers.
+
+    Attributes:
+        moved: the reservation of a job that is to be started again, as it waits for other GPUs; None where it is not.
+    """
+
+    def __init__(self, orders: Orders, ways: "Sequence[AllocatorServiceStub]") -> None:
+        self.orders = orders
+        self.member: JobMember | None = None
+        self.all_ended = orders.member is None
+        self.last_lines: Callable[[], Sequence[str]] = tuple
+        self.moved: Reservation | None = None
+        self.asked_at = 0.0
+        self._ways = list(ways)
+        self._shown = ((LEASE_KEY, orders.lease_token),)
+
+    def renew(self, timeout: float, ended_attempt: int = 0) -> "Reservation":
+        """Renew the lease; all ways together take `timeout` seconds at most. Of an `ended_attempt` another is to follow.
+
+        Raises:
+            GpuscaleError: it cannot be renewed; of `UNANSWERED`, nobody answered.
+        """
+        from gpuscale.api.allocator import v1 as api
+
+        self.asked_at = time.monotonic()
+        if self.member is not None:
+            self.member.last_lines[:] = self.last_lines()
+        request = api.RenewReservationRequest(
+            name=self.orders.reservation,
+            fence=self.orders.fence,
+            member=self.member,
+            ended_attempt=ended_attempt,
+        )
+        each = timeout / max(1, len(self._ways))
+        return self._ask(
+            lambda way: way.RenewReservation(request, timeout=each, metadata=self._shown).reservation
+        )
+
+    def started(self, pid: int) -> None:
+        """Report the command with each renewal from now on, where the service keeps that; pid 0 if it cannot start."""
+        from gpuscale.api.allocator import v1 as api
+        from gpuscale.common.wire import to_timestamp
+
+        if self.orders.reports:
+            self.member = api.JobMember(
+                member=self.orders.member or 0,
+                node=node_name(self.orders.node),
+                pid=pid,
+                start_time=to_timestamp(datetime.now(UTC)) if pid else None,
+            )
+
+    def ended(self, code: int, why: str, *, leaves: bool = False) -> None:
+        """Report how the command ended, and why it was stopped; whether it `leaves` to be started again."""
+        from gpuscale.common.rpc.channel import RPC_TIMEOUT
+        from gpuscale.common.wire import put_timestamp
+
+        if self.member is not None:
+            self.member.exit_code, self.member.end_reason = code, why
+            put_timestamp(self.member.end_time, datetime.now(UTC))
+            with suppress(GpuscaleError):  # then its exit code is unknown
+                known = self.renew_patiently(RPC_TIMEOUT, self.orders.attempt if leaves else 0)
+                if known.job.attempt > self.orders.attempt:
+                    self.moved, self.all_ended = known, False
+                    return
+                ended = [one for one in known.job.members if one.HasField("exit_code")]
+                self.all_ended = len(ended) == known.member_count
+
+    def renew_patiently(self, timeout: float, ended_attempt: int = 0) -> "Reservation":
+        """As `renew`, but retries while nobody answers, as while the allocator starts."""
+        until = time.monotonic() + (OF_DETACHED if self.orders.detached else PATIENCE)
+        while True:
+            try:
+                return self.renew(timeout, ended_attempt)
+            except UNANSWERED:
+                if time.monotonic() >= until:
+                    raise
+            time.sleep(RETRY)
+
+    def failed(self, error: GpuscaleError) -> None:
+        """Report that the command did not start."""
+        from gpuscale.cli.console.errors import exit_code as code_of
+
+        self.started(0)
+        self.ended(code_of(error), f"it did not start: {error.message}")
+
+    def look(self) -> None:
+        """Look whether another attempt is to follow the one of the orders."""
+        from gpuscale.common.rpc.channel import RPC_TIMEOUT
+
+        with suppress(GpuscaleError):  # it has ended
+            known = self.renew_patiently(RPC_TIMEOUT)
+            self.moved = known if known.job.attempt > self.orders.attempt else None
+
+    def killed(self, code: int) -> None:
+        """Report that the supervisor before this one was killed, unless it reported an end itself; all that it started has ended."""
+        from gpuscale.common.rpc.channel import RPC_TIMEOUT
+
+        with suppress(GpuscaleError):  # then the lease runs out
+            known = self.renew_patiently(RPC_TIMEOUT)
+            number = self.orders.member or 0
+            if known.job.attempt > self.orders.attempt:  # it was about to start it again
+                self.moved = known
+                return
+            of = [one for one in known.job.members if one.member == number]
+            if not of or not of[0].HasField("exit_code"):
+                self.started(0)
+                if of:
+                    self.member = of[0]
+                leaves = bool(self.orders.on_move and known.end_reason)
+                self.ended(code, "its supervisor was killed", leaves=leaves)
+            if self.all_ended:
+                self.release()
+
+    def of(self, orders: Orders) -> "LeaseHolder":
+        """The same for a member."""
+        return LeaseHolder(orders, self._ways)
+
+    def release(self) -> None:
+        """Release the GPUs; if that fails, the lease expires."""
+        from gpuscale.api.allocator import v1 as api
+        from gpuscale.common.rpc.channel import RPC_TIMEOUT
+
+        name = self.orders.reservation
+        request = api.ReleaseReservationRequest(name=name, fence=self.orders.fence)
+        try:
+            self._ask(lambda way: way.ReleaseReservation(request, timeout=RPC_TIMEOUT, metadata=self._shown))
+        except GpuscaleError as error:
+            note(f"gpuscalectl run: {name} was not given back, and expires by itself: {error.message}")
+
+    def _ask(self, call: "Callable[[AllocatorServiceStub], _Answer]") -> _Answer:
+        from gpuscale.common.rpc.status import rpc_errors
+
+        failure: GpuscaleError = UnavailableError(
+            "this host has no agent's socket, and no other way is known"
+        )
+        for way in self._ways.copy():
+            try:
+                with rpc_errors():
+                    return call(way)
+            except UNANSWERED as error:
+                failure = error
+                self._ways.append(self._ways.pop(0))  # the next call tries the others first
+        raise failure
