@@ -49,12 +49,18 @@ class BookingStore:
 
     async def load(self, horizon: float) -> bookings.Bookings:
         """Load every booking; STATE_INCONSISTENT if one is damaged."""
-        rows = await self.store.read(
+        rows: list[dict[str, Any]] = await self.store.read(
             lambda connection: [dict(row) for row in connection.execute(select(_BOOKING)).mappings()]
         )
         found = bookings.Bookings(horizon)
         for row in rows:
-            found.put(_from_row(row))
+            if not is_whole(row):
+                raise damaged(f"the stored booking {row['id']}")
+            del row["checksum"]
+            times = {name: row.pop(f"{column}_time") for name, column in _TIMES.items()}
+            ask, spots = _ASK.validate_json(row.pop("ask")), _SPOTS.validate_json(row.pop("spots"))
+            state = bookings.BookingState(row.pop("state"))
+            found.put(bookings.Booking(**row, **times, ask=ask, spots=spots, state=state))
         return found
 
     async def save(self, one: bookings.Booking) -> None:
@@ -90,19 +96,6 @@ class BookingStore:
             connection.execute(delete(_BOOKING).where(_BOOKING.c.id.in_(gone)))
 
         await self.store.change(work)
-
-
-def _from_row(row: dict[str, Any]) -> bookings.Booking:
-    if not is_whole(row):
-        raise damaged(f"the stored booking {row['id']}")
-    del row["checksum"]
-    times = {name: row.pop(f"{column}_time") for name, column in _TIMES.items()}
-    ask, spots, state = (
-        _ASK.validate_json(row.pop("ask")),
-        _SPOTS.validate_json(row.pop("spots")),
-        row.pop("state"),
-    )
-    return bookings.Booking(**row, **times, ask=ask, spots=spots, state=bookings.BookingState(state))
 
 
 _TIMES = {"start": "start", "end": "end", "created": "create"}

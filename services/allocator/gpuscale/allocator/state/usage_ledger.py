@@ -217,7 +217,14 @@ class UsageLedger:
         keys = [_USAGE.c[name] for name in DIMENSIONS if name in dimensions]
         query = select(*keys, *_added()).where(_USAGE.c.day >= since, _USAGE.c.day < until).group_by(*keys)
         rows = await self.store.read(lambda connection: connection.execute(query).mappings().all())
-        return [_used(row) for row in rows if row["granted"] is not None]
+        found: list[Used] = []
+        for row in rows:
+            if row["granted"] is not None:
+                words: dict[str, Any] = {name: row.get(name, "") for name in DIMENSIONS}
+                words["labels"] = json.loads(words["labels"] or "{}")
+                numbers = {**_sums(row), **{name: row[name] for name in PEAKS}}
+                found.append(Used(**words, ends=numbers.pop("ends"), tally=Tally(**numbers)))
+        return found
 
     async def tidy(self, today: int, keep_days: int) -> None:
         """Merge old rows, and drop the oldest day if it is past the retention.
@@ -247,13 +254,6 @@ def _standing_rows(ids: Sequence[str]) -> Callable[[Connection], Sequence[Any]]:
 def _added() -> list[Any]:
     sums = [func.sum(_USAGE.c[name]).label(name) for name in SUMS]
     return sums + [func.max(_USAGE.c[name]).label(name) for name in PEAKS]
-
-
-def _used(row: Mapping[Any, Any]) -> Used:
-    words: dict[str, Any] = {name: row.get(name, "") for name in DIMENSIONS}
-    numbers = {**_sums(row), **{name: row[name] for name in PEAKS}}
-    ends = numbers.pop("ends")
-    return Used(**words | {"labels": json.loads(words["labels"] or "{}")}, tally=Tally(**numbers), ends=ends)
 
 
 def _sums(row: Mapping[Any, Any]) -> dict[str, Any]:
