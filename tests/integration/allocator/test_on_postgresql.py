@@ -146,7 +146,7 @@ async def test_a_row_that_is_not_as_it_was_written_is_refused(
             await store.read(check)
             table = change.split()[1]
             postgresql.run(f"CREATE TABLE kept AS TABLE {table}; {change}", database)
-            with pytest.raises(FailedPreconditionError, match="not as it was written") as caught:
+            with pytest.raises(FailedPreconditionError, match="does not match its checksum") as caught:
                 await store.read(check)
             assert caught.value.reason == "STATE_INCONSISTENT", name
             # As the tool of PostgreSQL puts rows back: without triggers.
@@ -155,7 +155,7 @@ async def test_a_row_that_is_not_as_it_was_written_is_refused(
     async with opened(url) as store:
         assert len((await store.load()).reservations) == 2
     postgresql.run(CHANGES["quota"], database)
-    with pytest.raises(FailedPreconditionError, match="the stored quota ann is not as it was written"):
+    with pytest.raises(FailedPreconditionError, match="the stored quota ann does not match its checksum"):
         async with opened(url):
             pass
 

@@ -61,7 +61,7 @@ def test_a_log_that_was_begun_anew_since_is_accepted(tmp_path: Path, later: int)
 def test_a_log_that_was_not_is_refused(tmp_path: Path, salt: int) -> None:
     database = begun(tmp_path, 7, salt=1000)
     begin_log(tmp_path, salt)
-    with pytest.raises(FailedPreconditionError, match="is not the one that was written last"):
+    with pytest.raises(FailedPreconditionError, match="is not the last one written"):
         found(database, 7)
 
 

@@ -189,7 +189,7 @@ async def test_an_adapter_on_a_node_that_the_allocator_does_not_know_is_passed_o
 
         async def nobody_else() -> bool:
             history = await autoscaler.history("endpoints/alone")
-            return bool(history) and "does not know: elsewhere" in history[0].summary
+            return bool(history) and "unknown to the allocator: elsewhere" in history[0].summary
 
         await eventually(nobody_else)
     assert len(adapter.starts) == 2

@@ -51,7 +51,7 @@ async def test_an_order_that_was_handed_over_and_is_not_answered_is_not_called_r
     assert orders.take("n0", [])
     outcome, why = await kill
     assert outcome is ASKED
-    assert "the agent of nodes/n0 took the order, and did not say within 10 s what became of it" in why
+    assert "the agent of nodes/n0 took the order, but reported no result within 10 s" in why
 
 
 async def test_an_order_that_nobody_took_in_time_is_given_to_nobody(orders: KillOrders) -> None:

@@ -81,7 +81,7 @@ async def test_without_a_drain_timeout_a_replica_is_never_killed_and_with_one_it
         await autoscaler.stop(ONE, drain_timeout=0.5)
         report = await autoscaler.shows(ONE, STOPPED)
         assert report.exit_code == -signal.SIGKILL
-        assert "had not finished its work" in report.reason
+        assert "did not finish its work" in report.reason
         assert not processes_of(ONE)
 
 

@@ -342,7 +342,7 @@ class Ledger:
         `reason` is for people; `lost` names GPUs of it that have vanished. ValueError if it is already being closed.
         """
         if reservation.id in self._closing:
-            raise ValueError(f"reservation {reservation.id} is being closed already")
+            raise ValueError(f"reservation {reservation.id} is already being closed")
         why = self._closing[reservation.id] = reason or reservation.end_reason
         gpus = reservation.gpus
         if lost:

@@ -172,7 +172,7 @@ class EndedStore:
         for row in rows:
             if not is_whole(dict(row)):
                 raise FailedPreconditionError(
-                    f"the record of reservation {row['id']}, which has ended, is not as it was written: restore a copy",
+                    f"the record of reservation {row['id']}, which has ended, does not match its checksum: restore a copy",
                     reason="STATE_INCONSISTENT",
                 )
             # Its lists and mappings are still the stored text.

@@ -138,7 +138,7 @@ class Witness:
             raise self._inconsistent("the database is empty")
         salt = _salt(self._wal)
         if salt and seen.salt and (salt - seen.salt) % (1 << 32) > MOST_RESETS:
-            raise self._inconsistent("its write-ahead log is not the one that was written last")
+            raise self._inconsistent("its write-ahead log is not the last one written")
 
     def check_after(self, number: int) -> None:
         """Compare with the last write in the database; STATE_INCONSISTENT if one is lost."""
@@ -187,12 +187,12 @@ class Witness:
             number, salt, found = _RECORD.unpack(content)
             if found == crc32(_RECORD.pack(number, salt, 0)):
                 return Seen(number, salt)
-        raise self._inconsistent("what tells of the last write is damaged")
+        raise self._inconsistent("the record of the last write is damaged")
 
     def _inconsistent(self, what: str) -> FailedPreconditionError:
         return FailedPreconditionError(
             f"the state in {self._database} is not what was acknowledged: {what}. Nothing is granted, and"
-            f" it was left as it is. Restore a copy; to go on with what there is, remove {self.path}",
+            f" nothing was changed. Restore a copy, or remove {self.path} to continue with this state",
             reason="STATE_INCONSISTENT",
         )
 
@@ -293,7 +293,7 @@ class StateGuard(Numbering):
 def damaged(what: str) -> FailedPreconditionError:
     """The error for a damaged row."""
     return FailedPreconditionError(
-        f"{what} is not as it was written; nothing is granted on such a state, and it was left as it is: restore a copy",
+        f"{what} does not match its checksum; nothing is granted and nothing was changed: restore a copy",
         reason="STATE_INCONSISTENT",
     )
 

@@ -334,8 +334,8 @@ def _check_rows(connection: Connection) -> None:
         if found != kept:
             what = " and ".join(table.name for table in tables)
             raise FailedPreconditionError(
-                f"the state has {found} rows of {what}, and {kept} were written; nothing is granted on such a state, and"
-                " it was left as it was: restore a copy",
+                f"the state has {found} rows of {what}, but {kept} were written; nothing is granted and"
+                " nothing was changed: restore a copy",
                 reason="STATE_INCONSISTENT",
             )
 
@@ -353,8 +353,8 @@ def _check_holds(reservations: Sequence[Reservation], connection: Connection) ->
     if expected != found:
         different = sorted(expected ^ found)
         raise FailedPreconditionError(
-            f"the stored holds are not those of the live reservations (first difference: {different[0]});"
-            " nothing is granted on such a state, and it was left as it is",
+            f"the stored holds do not match the live reservations (first difference: {different[0]});"
+            " nothing is granted and nothing was changed",
             reason="STATE_INCONSISTENT",
         )
 

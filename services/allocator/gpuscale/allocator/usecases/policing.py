@@ -94,7 +94,7 @@ class KillOrders:
         except TimeoutError:
             if not one.handed:
                 return StageOutcome.REFUSED, f"{agent} took no order within {ANSWER:g} s"
-            silent = f"{agent} took the order, and did not say within {ANSWER:g} s what became of it"
+            silent = f"{agent} took the order, but reported no result within {ANSWER:g} s"
             return StageOutcome.ASKED, silent
         finally:
             del self._pending[order.id]
@@ -219,7 +219,7 @@ class Policing:
         seen = {one.subject.name for kind in sightings.values() for one in kind}
         for (key, name), before in self._tracks.items():
             if key not in policies or policies[key][0] != before.etag:
-                acts += ended(key, None, before.track, "the policy is another now", wall)
+                acts += ended(key, None, before.track, "the policy was changed", wall)
             elif name not in seen:
                 acts += ended(key, policies[key][1], before.track, "it ended", wall, gone=True)
         await self._carry_out(after, acts, now)

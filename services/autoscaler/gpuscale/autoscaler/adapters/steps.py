@@ -22,7 +22,7 @@ from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
 
 VANISHED_AFTER = 10.0
 """Seconds after which a started replica missing in the engine counts as ended."""
-KILLED = "killed, since it had not finished its work in the time it may take"
+KILLED = "killed, because it did not finish its work in time"
 NEVER_STARTED = "it was never started here"
 GONE = "it was removed from the engine by somebody else; its exit code is unknown"
 ENDED_ASKED = "it ended after it was asked to; its exit code is unknown"

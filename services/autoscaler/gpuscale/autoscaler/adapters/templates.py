@@ -118,7 +118,7 @@ def _check_scripts(listed: list[str], parsed: tuple[tuple[str | Placeholder, ...
         for part in parsed[script]:
             if isinstance(part, Placeholder) and not part.integer and part.name not in BUILTIN:
                 raise ValueError(
-                    f"has {{{part.name}}} within a script, where its value would be run: give it as an argument after the"
+                    f"has {{{part.name}}} within a script, where its value would run as code: give it as an argument after the"
                     f' script, such as ["/bin/sh", "-c", "run \\"$1\\"", "sh", "{{{part.name}}}"]'
                 )
 

@@ -442,7 +442,7 @@ class Plans:
         if silent:
             count = sum(one.aimed_at for one in rows)
             lost, names = sum(one.adapter in silent for one in rows), ", ".join(sorted(silent))
-            text = f"{lost} replicas have not been heard of (adapters: {names}); nothing takes their place"
+            text = f"{lost} replicas have not been heard of (adapters: {names}); they are not replaced"
             add(Code.ADAPTER_LOST, count, count, text)
         for text in losses(rows):
             count = sum(one.aimed_at for one in rows)
@@ -458,7 +458,7 @@ class Plans:
             )
             leaving = sum(one.leaving for one in rows if one.group.set == set_id)
             if planned.start and delay:
-                text = f"replicas ended by themselves: the next one starts in {delay:.1f} s"
+                text = f"replicas failed: the next one starts in {delay:.1f} s"
                 add(Code.BACK_OFF, count, count, text, set_id)
             elif planned.start:
                 text = f"starts {planned.start} more {set_id}".rstrip()

@@ -297,9 +297,7 @@ class Actor:
         facts = [one for one in self._hub.facts() if one.node not in self._unknown_nodes]
         text = nobody(replica.template, facts, replica.group.asked.capabilities)
         if self._unknown_nodes:
-            text += (
-                f" (but for nodes that the allocator does not know: {', '.join(sorted(self._unknown_nodes))})"
-            )
+            text += f" (except nodes unknown to the allocator: {', '.join(sorted(self._unknown_nodes))})"
         return StartRefusal(Stage.ACT, Code.NO_ADAPTER, text)
 
     def _refusal(self, replica: Replica, error: GpuscaleError) -> StartRefusal:

@@ -25,7 +25,7 @@ GPU_UUIDS = "gpuscale.gpu-uuids"
 METRICS = "gpuscale.metrics"
 """Port and path of its server's metrics; empty without."""
 
-STARTING = "its health check has not succeeded yet"
+STARTING = "its health check has not passed yet"
 UNWELL = "its health check fails"
 UNTOLD = "its engine lists it, but does not report its state"
 
