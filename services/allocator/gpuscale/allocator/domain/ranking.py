@@ -79,7 +79,7 @@ def rank(
 ) -> Iterator[RankedNode]:
     """Rank the nodes that have at least `gpu_count` GPUs; sort them with `best_first`.
 
-    `held` says whether a GPU is reserved, `cordoned` whether it takes new work; with None for the GPU, whether the node does.
+    `held` says whether a GPU is reserved, `cordoned` whether it takes no new work; with None for the GPU, of the whole node.
     """
     for node in nodes:
         if len(node.gpus) < idleness.gpu_count:

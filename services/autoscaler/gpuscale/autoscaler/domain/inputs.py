@@ -173,9 +173,9 @@ NO_SETS: Mapping[str, SetState] = {}
 class GiveWay:
     """An endpoint's concession to others of higher priority."""
 
-    most: int  # its replicas until the others have their GPUs
+    most: int  # its maximum until the others have their GPUs
     to: str  # the others, in words
-    replicas: tuple[str, ...] = ()  # its reservations whose GPUs they need
+    replicas: tuple[str, ...] = ()  # ids of its replicas whose GPUs they need
 
 
 _DIGITS = 9
