@@ -86,16 +86,8 @@ def test_urls_come_from_files_that_the_file_or_the_environment_names(tmp_path: P
             {},
             "must begin with http:// or https://",
         ),
-        (
-            {"amqp_url": URL},
-            {"GPUSCALE_BROKER_DEFAULT_URL": "canary"},
-            "GPUSCALE_BROKER_DEFAULT_URL is not one",
-        ),
-        (
-            {"amqp_url": URL},
-            {"GPUSCALE_BROKER_-_AMQP_URL": "canary"},
-            "GPUSCALE_BROKER_-_AMQP_URL is not one",
-        ),
+        ({"amqp_url": URL}, {"GPUSCALE_BROKER_DEFAULT_URL": "canary"}, "BROKER_DEFAULT_URL is not one"),
+        ({"amqp_url": URL}, {"GPUSCALE_BROKER_-_AMQP_URL": "canary"}, "BROKER_-_AMQP_URL is not one"),
         (
             {"amqp_url": "amqps://user:canary@host", "ca_file": "/no/such/file"},
             {},
