@@ -36,7 +36,7 @@ HALVES = 6
 HOLD = 30_000
 """Milliseconds for which a look stands."""
 PARTS = 1 << 20
-"""More than an account has."""
+"""More parts than an account has."""
 MOST_MONTHS = 24
 """Calendar months for which grants are known."""
 
@@ -52,7 +52,7 @@ def granted_since(one: Reservation) -> int:
 
 
 def first_part(one: Reservation) -> int:
-    """The part before the first of an account: each attempt of a job has an account, with parts of its own."""
+    """The part before the first of an account: each attempt of a job has its own account and parts."""
     return (one.job.attempt - 1) * PARTS if one.job else 0
 
 

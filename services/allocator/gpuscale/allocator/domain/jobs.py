@@ -6,7 +6,7 @@ from datetime import datetime
 from enum import StrEnum
 
 MOST_EARLIER = 8
-"""Attempts of a job that are kept."""
+"""Earlier attempts of a job that are kept."""
 
 
 class JobState(StrEnum):
@@ -46,9 +46,9 @@ class JobMember:
 
 @dataclass(frozen=True, slots=True)
 class ReservedJob:
-    """A command line for people, and what is known of its members, in their order.
+    """A command line for people, and the state of its members, in order.
 
-    One that is started again is at another `attempt`; what became of the latest `earlier` ones is kept.
+    A restarted job is at another `attempt`; the results of the latest `earlier` ones are kept.
     """
 
     title: str
@@ -78,7 +78,7 @@ class ReservedJob:
         return replace(self, members=tuple(there[number] for number in sorted(there)))
 
     def again(self, ended: JobMember) -> "ReservedJob":
-        """The job before its next attempt, of which nothing is known yet."""
+        """The job before its next attempt."""
         earlier = (*self.earlier, replace(ended, last_lines=()))[-MOST_EARLIER:]
         return replace(self, members=(), attempt=self.attempt + 1, earlier=earlier)
 

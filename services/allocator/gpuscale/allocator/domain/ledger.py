@@ -241,14 +241,14 @@ class Ledger:
         return after
 
     def leave(self, reservation_id: str, ended: JobMember, wait: float, now: float) -> Reservation:
-        """Have a reservation whose job `ended` an attempt wait for others of what it wanted, under a new fence.
+        """Let a reservation whose job `ended` an attempt wait again for what it wanted, under a new fence.
 
-        Its GPUs stay held until `left`: that is on disk. Of a time limit it has what is left. FailedPreconditionError if it has
-        ended.
+        Its GPUs stay held until `left`, once that is on disk. A time limit keeps its remainder. FailedPreconditionError if it
+        has ended.
         """
         before = self.expect_open(self.get(reservation_id))
         if before.waiting or before.wanted is None or before.job is None:
-            raise ValueError(f"reservation {reservation_id} cannot begin anew")
+            raise ValueError(f"reservation {reservation_id} cannot restart")
         limit = 0.0 if before.until is None else max(1.0, before.until - now)
         self._fence += 1
         wanted = replace(before.wanted, fence=self._fence, first=before.first_fence, limit=limit)
@@ -258,7 +258,7 @@ class Ledger:
         return self._put(after)
 
     def left(self, reservation_id: str) -> None:
-        """Free what a reservation held that waits again."""
+        """Free what a reservation that waits again held."""
         self._use.free(reservation_id)
 
     def _hold_instead(self, after: Reservation) -> None:
@@ -286,7 +286,7 @@ class Ledger:
         """
         found = self.get(reservation_id)
         job, first = found.job, found.first_fence
-        again = job is not None and job.attempt > 1  # then nothing is told of its earlier attempts any more
+        again = job is not None and job.attempt > 1  # then its earlier attempts are no longer reported
         if not (member is None and first <= fence <= found.fence if again else fence == first):
             self.expect(reservation_id, fence)
         self.expect_open(found)

@@ -204,7 +204,8 @@ class AllocatorStore:
     ) -> None:
         """Write new reservations with their holds, and changes in the life of others, in one transaction.
 
-        Those that have ended give their GPUs back, and `also` writes what is told of them; of those changed, the ones that have `begun` anew hold others from here on, or none.
+        Ended ones free their GPUs, and `also` writes their notifications; changed ones in `begun` hold others from here on, or
+        none.
 
         Raises:
             UnavailableError: also with reason STATE_CONFLICT if the state refuses one of them, or REQUEST_ENDED with

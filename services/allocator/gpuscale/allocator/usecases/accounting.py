@@ -133,7 +133,7 @@ class Accounting:
             account = self._accounts.get(one.id)
             if one.live and one.gpus and (account is None or account.reservation.fence != one.fence):
                 account = self._put(Account(one, granted_since(one), first_part(one)))
-            left = one.live and one.waiting  # to begin anew
+            left = one.live and one.waiting  # to restart
             if account is None or (one.live and account.kept and not left):
                 continue
             if one.live and not left:
@@ -141,7 +141,7 @@ class Accounting:
                 rows += rows_of(account, self.clock.boot_id)
             else:
                 end = granted_since(one) if left else ended_at(one)
-                if not account.looked:  # it was short: what was read since it began tells of all its time
+                if not account.looked:  # it was short: readings since it began cover all its time
                     self._look(account, end, account.until / 1000)
                 account.count(end, self._wall(), last=True)
                 rows += rows_of(account, "", "" if left else str(one.end_cause))

@@ -48,7 +48,7 @@ class Leases:
     async def renew(
         self, lease: LeaseClaim, ttl: float | None, caller: Principal, member: JobMember | None = None
     ) -> Reservation:
-        """Start a lease anew, with another ttl if one is given; `member` is what is known of one of its job."""
+        """Restart a lease, with a new ttl if given; `member` is the state of one member of its job."""
         before = await self.owned(lease, caller)
         after = self.ledger.renew(lease.id, lease.fence, ttl, self.clock.now(), member)
         if after is before:  # it waits, and its wait stays as long as it is

@@ -447,7 +447,7 @@ class Waiting:
         return True
 
     def grant(self, order: Order, pick: Pick) -> str:
-        """Hold what was picked; the id of the reservation."""
+        """Hold a pick; returns the id of the reservation."""
         now, wall = self._clock.now(), self._clock.wall()
         if not order.reservation_id:
             granted = self._ledger.grant(order, pick.gpus, now=now, wall=wall)
