@@ -181,3 +181,9 @@ class InternalError(GpuscaleError):
 
 UNANSWERED = (UnavailableError, DeadlineExceededError, UnimplementedError)
 """Errors of a call to one of several that may answer, or to one that may answer later."""
+
+
+def expect_etag(name: str, etag: str, current: str) -> None:
+    """Raise AbortedError (ETAG_MISMATCH) if the current etag of a resource is another; an empty one matches any."""
+    if etag and etag != current:
+        raise AbortedError(f"{name} was changed meanwhile", reason="ETAG_MISMATCH", metadata={"name": name})

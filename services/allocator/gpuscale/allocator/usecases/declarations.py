@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Generic, TypeVar
 
 from gpuscale.allocator.state.policies import Declaration, PolicyStore
-from gpuscale.common.errors import AbortedError, AlreadyExistsError, NotFoundError
+from gpuscale.common.errors import AlreadyExistsError, NotFoundError, expect_etag
 from gpuscale.common.runtime.tasks import Clock, uninterrupted
 
 Spec = TypeVar("Spec")
@@ -55,10 +55,7 @@ class Declarations(Generic[Spec]):
         name, found = f"{self.collection}/{key}", self._stored.get(key)
         if found is None:
             raise NotFoundError(f"there is no {name}", metadata={"name": name})
-        if etag and etag != found.etag:
-            raise AbortedError(
-                f"{name} was changed meanwhile", reason="ETAG_MISMATCH", metadata={"name": name}
-            )
+        expect_etag(name, etag, found.etag)
         return found
 
     @uninterrupted

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from gpuscale.allocator.queueing.model import MonthStanding, Quota
 from gpuscale.allocator.state.commits import Changes
 from gpuscale.allocator.state.cordons_and_quotas import QuotaStore
-from gpuscale.common.errors import AbortedError, NotFoundError
+from gpuscale.common.errors import NotFoundError, expect_etag
 from gpuscale.common.names import quota_name
 from gpuscale.common.runtime.tasks import uninterrupted
 
@@ -43,7 +43,7 @@ class Quotas:
         """Set a quota to `change` of it, which ends nothing; AbortedError (ETAG_MISMATCH) if its etag differs."""
         async with self._turn:
             before = self.quotas.get(tenant) or Quota(tenant)
-            _expect_etag(before, etag)
+            expect_etag(quota_name(tenant), etag, etag_of(before))
             quota = change(before)
             await self.store.save(quota)
             self.quotas[tenant] = quota
@@ -59,7 +59,7 @@ class Quotas:
                 return
             if before is None:
                 raise NotFoundError(f"tenant {tenant} has no quota", metadata={"name": quota_name(tenant)})
-            _expect_etag(before, etag)
+            expect_etag(quota_name(tenant), etag, etag_of(before))
             await self.store.remove(tenant)
             self.quotas.pop(tenant, None)
         self.changes.room(())
@@ -88,9 +88,3 @@ def etag_of(quota: Quota) -> str:
     """A hash of the quota."""
     hours = "" if quota.gpu_hours_per_month is None else f" {quota.gpu_hours_per_month}"
     return hashlib.sha256(f"{quota.gpu_milli_limit} {quota.weight}{hours}".encode()).hexdigest()[:16]
-
-
-def _expect_etag(quota: Quota, etag: str) -> None:
-    if etag and etag != etag_of(quota):
-        name = quota_name(quota.tenant)
-        raise AbortedError(f"{name} was changed meanwhile", reason="ETAG_MISMATCH", metadata={"name": name})

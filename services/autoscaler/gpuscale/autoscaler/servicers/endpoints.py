@@ -22,7 +22,6 @@ from gpuscale.autoscaler.state.store import Connection
 from gpuscale.autoscaler.wire.decisions import EndpointView, endpoint_to_wire, replica_to_wire
 from gpuscale.autoscaler.wire.specs import spec_violations
 from gpuscale.common.errors import (
-    AbortedError,
     AlreadyExistsError,
     FailedPreconditionError,
     FieldViolation,
@@ -30,6 +29,7 @@ from gpuscale.common.errors import (
     InvalidArgumentError,
     NotFoundError,
     OutOfRangeError,
+    expect_etag,
 )
 from gpuscale.common.filters import ListRequest, listed
 from gpuscale.common.names import decision_name, endpoint_name, replica_name, watcher_name
@@ -116,7 +116,7 @@ def update(
     `why`: another policy was chosen for it, as its decisions will say.
     """
     now = find_endpoint(connection, after.id)
-    require_etag(now, etag)
+    expect_etag(endpoint_name(now.id), etag, now.etag)
     require_kept(now)
     after = replace(after, desired=now.desired, sets=now.sets)
     store.save_endpoint(connection, after)
@@ -132,18 +132,11 @@ def update(
 def delete(connection: Connection, endpoint_id: str, etag: str, wall: datetime) -> Endpoint:
     """Mark an endpoint as deleted, once: it wants no replicas any more."""
     found = find_endpoint(connection, endpoint_id)
-    require_etag(found, etag)
+    expect_etag(endpoint_name(found.id), etag, found.etag)
     if not found.deleting:
         found = replace(found, deleting=True, desired=0, delete_time=wall)
         store.save_endpoint(connection, found)
     return found
-
-
-def require_etag(endpoint: Endpoint, etag: str) -> None:
-    """AbortedError if the endpoint has another etag; an empty one matches any."""
-    if etag and etag != endpoint.etag:
-        name = endpoint_name(endpoint.id)
-        raise AbortedError(f"{name} was changed meanwhile", reason="ETAG_MISMATCH", metadata={"name": name})
 
 
 def require_kept(endpoint: Endpoint) -> None:
@@ -289,7 +282,7 @@ class Endpoints:
                 if known is not None:
                     return EndpointView(known)
             before = await self._deps.store.read(partial(find_endpoint, endpoint_id=endpoint_id))
-            require_etag(before, etag)
+            expect_etag(endpoint_name(before.id), etag, before.etag)
             require_kept(before)
             spec = change(before.spec)
             await self._check(endpoint_id, spec)

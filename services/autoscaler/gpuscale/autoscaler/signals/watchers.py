@@ -21,11 +21,11 @@ from gpuscale.autoscaler.signals.queue_reading import BrokerSweeps
 from gpuscale.autoscaler.state import watcher_store
 from gpuscale.autoscaler.state.watcher_store import StoredWatcher
 from gpuscale.common.errors import (
-    AbortedError,
     AlreadyExistsError,
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
+    expect_etag,
 )
 from gpuscale.common.names import watcher_name
 from gpuscale.common.runtime.tasks import Clock, TaskScope, uninterrupted
@@ -153,8 +153,7 @@ class QueueWatchers:
         name, found = watcher_name(watcher_id), self._stored.get(watcher_id)
         if found is None:
             raise NotFoundError(f"there is no {name}", metadata={"name": name})
-        if etag and etag != found.watcher.etag:
-            raise AbortedError(f"{name} was changed meanwhile", reason="ETAG_MISMATCH")
+        expect_etag(name, etag, found.watcher.etag)
         return found
 
     def _check(self, spec: WatchSpec) -> None:
