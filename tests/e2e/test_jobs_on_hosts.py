@@ -324,7 +324,7 @@ def where(lab: Lab, name: str) -> str:
     return str(node)
 
 
-@pytest.mark.parametrize("killed", ["nothing", "allocator", "supervisor"])
+@pytest.mark.parametrize("killed", ["nothing", "allocator", "supervisor", "the way"])
 def test_a_job_that_saves_its_work_makes_room_and_starts_again_on_another_host(lab: Lab, killed: str) -> None:
     """Whatever is killed as it saves its work: it runs once more, on GPUs that are its own, and nothing else is left of it."""
     lab.hosts.run("alpha", *SHELL, AT_ONCE)
@@ -337,9 +337,15 @@ def test_a_job_that_saves_its_work_makes_room_and_starts_again_on_another_host(l
     [new] = {"beta", "gamma"} - {old}
     beside = lab.must("run", "-d", "--gpus", "1", "--node", new, "--", "sleep", "7482").strip()
     large = lab.must("run", "-d", "--gpus", "2", *EITHER, "--", "sleep", "7483").strip()
+    if killed == "the way":  # by ssh from one host to the other: the command goes on until there is one
+        lab.hosts.run(old, "mv", "/home/ann/.ssh/id_ed25519", "/home/ann/key")
     eventually_sync(
         lambda: "makes room" in lab.admin("plan", "rebalance", "--apply", "--yes"), timeout=60.0, interval=0.5
     )
+    if killed == "the way":
+        eventually_sync(lambda: "the command stays" in lab.must("logs", name), timeout=60.0, interval=0.5)
+        assert lab.hosts.run(old, "test", "-e", "/home/ann/saving").code == 1
+        lab.hosts.run(old, "mv", "/home/ann/key", "/home/ann/.ssh/id_ed25519")
     eventually_sync(lambda: lab.hosts.run(old, "test", "-e", "/home/ann/saving").code == 0, timeout=60.0)
     if killed == "allocator":
         lab.kill("alpha", "gpuscale-allocator")

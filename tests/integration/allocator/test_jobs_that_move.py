@@ -76,8 +76,12 @@ async def test_a_job_goes_on_at_the_place_that_was_kept_for_it_and_who_waits_get
             await client.capacity.PlanRebalance(api.PlanRebalanceRequest(ask=api.Ask(gpu_count=1)))
         ).plans
         assert not found.available, "its new place is kept, the GPU beside it is who waits's"
-        with pytest.raises(ResourceExhaustedError, match="kept for requests"):
+        with pytest.raises(ResourceExhaustedError) as refused:
             await hold(client, "urgent", elsewhere(moving), priority=1000)
+        assert refused.value.metadata == {"behind_others": "true"}
+        renewal = api.RenewReservationRequest(name=moving.name, fence=moving.fence)
+        renewed = await client.allocator.RenewReservation(renewal)
+        assert renewed.next_node == f"nodes/{elsewhere(moving)}"
         answer = await left(client, moving)
         assert (answer.state, answer.fence > moving.fence, answer.job.attempt) == (WAITS, True, 2)
         now = await eventually(partial(begun, client, moving))

@@ -7,12 +7,13 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import pytest
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.cli.commands import detaching, holding, supervise
+from gpuscale.client import over_ssh
 from gpuscale.client.orders import Orders, shown
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.wire import to_duration
@@ -155,9 +156,12 @@ class Noticing:
     """A holder whose renewals tell of a notice for each reason in turn, and of none where it is empty."""
 
     member = None
+    next_node = ""
 
-    def __init__(self, reasons: list[str]) -> None:
-        self.orders = Orders(command=(), environment={}, on_move=signal.SIGUSR1, **NO_TEXTS)
+    def __init__(self, reasons: list[str], *, detached: bool = False) -> None:
+        self.orders = Orders(
+            command=(), environment={}, on_move=signal.SIGUSR1, detached=detached, **NO_TEXTS
+        )
         self.asked_at = time.monotonic()
         self._reasons = iter(reasons)
 
@@ -195,6 +199,41 @@ def test_each_notice_is_one_signal_and_one_that_is_withdrawn_leaves_no_reason(
     monkeypatch.setattr(supervise.Keeper, "_stop_by", lambda *_: None)
     keeper._stop("somebody stopped it")
     assert (keeper.leaves, keeper.stopped) == (False, "somebody stopped it")
+
+
+def test_a_job_is_told_to_move_only_once_it_could_start_at_its_new_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tries: list[str] = []
+
+    class Early:
+        def __init__(self, node: str, _user: str, _forward: object) -> None:
+            tries.append(node)
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def take(self, orders: Orders) -> object:
+            assert (orders.node, orders.local, len(signals)) == ("beta", False, 0)
+            return self if len(tries) == 3 else None
+
+    monkeypatch.setattr(over_ssh, "EarlyStart", Early)
+    monkeypatch.setattr(supervise, "PREPARE_AGAIN", 0.0)
+    signals, told = list[int](), threading.Event()
+
+    def send(number: int) -> None:
+        signals.append(number)
+        told.set()
+
+    reservation = api.Reservation(ttl=to_duration(600), remaining=to_duration(600))
+    holder = Noticing(["moved"], detached=True)
+    holder.next_node = "beta"
+    keeper = supervise.Keeper(cast("holding.LeaseHolder", holder), reservation, cast("Offspring", None), send)
+    keeper._renewed()
+    assert told.wait(30)
+    assert (signals, tries) == ([signal.SIGUSR1], ["beta"] * 3)
 
 
 def test_a_start_is_told_once_and_of_a_job_that_was_moved_meanwhile_its_killed_supervisor_tells_nothing() -> (

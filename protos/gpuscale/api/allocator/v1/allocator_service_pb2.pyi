@@ -455,6 +455,9 @@ class RenewReservationResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RESERVATION_FIELD_NUMBER: _builtins.int
+    NEXT_NODE_FIELD_NUMBER: _builtins.int
+    next_node: _builtins.str
+    """nodes/{node}: where GPUs are kept for its job, which is told to move; empty while it is not."""
     @_builtins.property
     def reservation(self) -> _reservation_pb2.Reservation:
         """The reservation."""
@@ -463,10 +466,11 @@ class RenewReservationResponse(_message.Message):
         self,
         *,
         reservation: _reservation_pb2.Reservation | None = ...,
+        next_node: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reservation", b"reservation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reservation", b"reservation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_node", b"next_node", "reservation", b"reservation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

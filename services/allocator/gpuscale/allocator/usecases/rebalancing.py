@@ -169,9 +169,9 @@ class Rebalancing:
             waits = self._for is not None and self.queue.get(self._for.order.request_id) is self._for
             if not waits or now >= self._until:
                 told = sorted(one for one in self._moving if MOVABLE_LABEL in live[one].labels)
+                self.restarting.give_up(())
                 await self.leases.revoke(told, None, "")
                 self._moving.clear()
-                self.restarting.give_up(())
                 self.capacity.waiting.changed(())
                 _log.info("moves are cancelled", reservations=told, needed=waits)
         elif self.hourly and len(self.queue) and now >= self._again:

@@ -64,6 +64,11 @@ class Restarting:
         self._kept[one.id] = waiter, pick
         self.queue.promise(waiter, pick, until, [one.id])
 
+    def next_node(self, reservation_id: str) -> str:
+        """The id of the node on which a place is kept for a job; empty where there is none."""
+        kept = self._kept.get(reservation_id)
+        return kept[1].gpus[0].node if kept else ""
+
     def give_up(self, moving: Collection[str]) -> None:
         """Keep no place but for those that move."""
         for one in [one for one in self._kept if one not in moving]:

@@ -25,6 +25,7 @@ class LeaseHolder:
     """Renews and releases the reservation of some orders by the lease token, in the first of several ways that answers.
 
     Attributes:
+        next_node: id of the node on which GPUs are kept for its job, as the last renewal told; empty where none are.
         moved: the reservation of a job that is to be started again, as it waits for other GPUs; None where it is not.
     """
 
@@ -34,6 +35,7 @@ class LeaseHolder:
         self.all_ended = orders.member is None
         self.last_lines: Callable[[], Sequence[str]] = tuple
         self.moved: Reservation | None = None
+        self.next_node: str = ""
         self.asked_at = 0.0
         self._ways = list(ways)
         self._shown = ((LEASE_KEY, orders.lease_token),)
@@ -56,9 +58,9 @@ class LeaseHolder:
             ended_attempt=ended_attempt,
         )
         each = timeout / max(1, len(self._ways))
-        return self._ask(
-            lambda way: way.RenewReservation(request, timeout=each, metadata=self._shown).reservation
-        )
+        answer = self._ask(lambda way: way.RenewReservation(request, timeout=each, metadata=self._shown))
+        self.next_node = answer.next_node.removeprefix("nodes/")
+        return answer.reservation
 
     def started(self, pid: int) -> None:
         """Report the command with each renewal from now on, where the service keeps that; pid 0 if it cannot start."""

@@ -66,6 +66,8 @@ MEMBERS_PAUSE = 1.0
 """The same where one of several members that fails stops the others."""
 LONGEST_MOVE = 600.0
 """Seconds in which a command without a grace has to end that was told to move: then moves are given up."""
+PREPARE_AGAIN = 20.0
+"""Seconds after which is looked again whether a job could start on the node to which it is to move."""
 STOP_GRACE = 10.0
 """Seconds between SIGTERM and SIGKILL; a fifth of the lease where that is less."""
 SETTLE = 1.0
@@ -414,6 +416,7 @@ class Keeper:
         self._send = send
         self._moved, self._move_by = "", float("inf")
         self._leaves_by, self._stays_ended = float("-inf"), False
+        self._noticed = False
         self._ttl = seconds(reservation.ttl)
         self._pause = min(LONGEST_PAUSE, self._ttl / RENEWALS)
         if holder.orders.member is not None and holder.orders.stop_together:
@@ -548,19 +551,48 @@ class Keeper:
 
     def _on_move(self, why: str) -> None:
         """Have the command save its work, once for each notice; `why` is empty where there is none, as once it is withdrawn."""
-        orders = self._holder.orders
-        if self._send is None or not orders.on_move or bool(why) == bool(self._moved):
+        orders, there = self._holder.orders, self._holder.next_node
+        if self._send is None or not orders.on_move or bool(why) == self._noticed:
             return
-        if self.stopped == self._moved:
-            name = signal.Signals(orders.on_move).name
-            self.stopped = self._moved = f"{why}; it was sent {name} to save its work" if why else ""
-            if why:
-                note(f"gpuscalectl run: sending {name} to the command: {why}")
-                self._send(orders.on_move)
-            limit = orders.move_grace if why and orders.move_grace else float("inf")
-            self._move_by = time.monotonic() + limit
-            if why:
-                self._leaves_by = time.monotonic() + (orders.move_grace or LONGEST_MOVE)
+        self._noticed = bool(why)
+        if not why:
+            if self.stopped == self._moved:
+                self.stopped = self._moved = ""
+            self._move_by = float("inf")
+        elif orders.detached and there not in {"", orders.node}:
+            threading.Thread(target=self._prepare, args=(why, there), name="prepare", daemon=True).start()
+        else:
+            self._signal(why)
+
+    def _prepare(self, why: str, node: str) -> None:
+        """Signal once a supervisor comes up on the node to which the job is to move: what cannot start there must not end here.
+
+        Where it is not to move there any more it is drained or preempted, and ends anyhow.
+        """
+        from gpuscale.client.over_ssh import EarlyStart
+
+        there = replace(self._holder.orders, node=node, local=False)
+        while self._noticed and not self._done.is_set():
+            with EarlyStart(node, there.user, ()) as early:
+                up = early.take(there) is not None
+            if up or self._holder.next_node != node:
+                self._signal(why)
+                return
+            self._tell(
+                f"the command stays: no supervisor came up on {node}, where its GPUs are to be: `ssh {node}` must work from here"
+            )
+            self._done.wait(PREPARE_AGAIN)
+
+    def _signal(self, why: str) -> None:
+        orders = self._holder.orders
+        if self.stopped or not self._noticed or self._done.is_set() or self._send is None:
+            return
+        name = signal.Signals(orders.on_move).name
+        self.stopped = self._moved = f"{why}; it was sent {name} to save its work"
+        note(f"gpuscalectl run: sending {name} to the command: {why}")
+        self._send(orders.on_move)
+        self._leaves_by = time.monotonic() + (orders.move_grace or LONGEST_MOVE)
+        self._move_by = self._leaves_by if orders.move_grace else float("inf")
 
     def _look_at_others(self, renewed: "Reservation") -> None:
         """Stop the command where another member has failed."""
