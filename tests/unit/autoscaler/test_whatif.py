@@ -74,7 +74,7 @@ def test_a_signal_that_holds_is_told_with_what_would_come_without_it() -> None:
     found = answer(question(wanted, asked, Live(3, 3), AT))
     assert (found.result.evaluation.wanted, others(found)) == (3, {Code.SIGNAL_MISSING: 2})
     [one] = found.alternatives
-    assert one.text == "rule b did not hold: other: it is stated to be missing"
+    assert one.text == "rule b did not hold: other: it is given as missing"
 
 
 def test_of_several_rules_that_hold_it_is_told_what_would_come_without_all_of_them() -> None:

@@ -54,11 +54,11 @@ SERVICES = (*(f"{_PACKAGE}.{name}" for name in _OF_PACKAGE), _STREAM_SERVICE, KE
 """All services of the autoscaler."""
 _Servicer = TypeVar("_Servicer")
 _PREFIX = "gpuscale_autoscaler"
-_DESIRED = Family(f"{_PREFIX}_endpoint_desired", "gauge", "Replicas that are wanted of an endpoint.")
+_DESIRED = Family(f"{_PREFIX}_endpoint_desired", "gauge", "Wanted replicas of an endpoint.")
 _GRANTED = Family(f"{_PREFIX}_endpoint_granted", "gauge", "Replicas of an endpoint that have their GPUs.")
 _READY = Family(f"{_PREFIX}_endpoint_ready", "gauge", "Replicas of an endpoint that are ready.")
 _LATE = Family(f"{_PREFIX}_endpoint_late_seconds", "gauge", "How late an evaluation of an endpoint is.")
-_ADAPTERS = Family(f"{_PREFIX}_adapters", "gauge", "Worker adapters, by whether they are heard of.")
+_ADAPTERS = Family(f"{_PREFIX}_adapters", "gauge", "Worker adapters, live or silent.")
 _WATCHERS = Family(f"{_PREFIX}_watchers", "gauge", "Queue watchers, by the state of their last reading.")
 
 

@@ -30,7 +30,7 @@ from gpuscale.common.runtime.tasks import hit
 from gpuscale.common.security.auth import Principal
 
 LONGEST_WAIT = 7 * 86_400.0
-"""Seconds for which a job that begins anew may wait."""
+"""Seconds for which a restarted job may wait."""
 _ABOVE_ALL = 1001
 """Priority of what is kept for a job that moves: nobody asks with a higher one."""
 _log = get_logger(__name__)

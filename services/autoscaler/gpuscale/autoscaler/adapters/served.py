@@ -112,9 +112,9 @@ async def _page(url: str) -> str:
             async for chunk in response.aiter_raw():
                 body += chunk
                 if len(body) > MAX_PAGE_BYTES:
-                    raise NoServerError(f"shows more than {MAX_PAGE_BYTES} bytes")
+                    raise NoServerError(f"returns more than {MAX_PAGE_BYTES} bytes")
         return body.decode()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise NoServerError(f"cannot be reached: {type(error).__name__}") from error
     except UnicodeDecodeError as error:
-        raise NoServerError("shows something that is no text") from error
+        raise NoServerError("returns something that is not text") from error

@@ -120,8 +120,8 @@ class NodeEngineSettings(EngineSettings):
     node: str = Field(to_id(socket.gethostname()), description="id of the node whose GPUs its replicas use")
     agent_address: str = Field(
         "",
-        description=f"address of that node's agent, which admits work on its GPUs; when empty unix:{AGENT_SOCKET}, if that is"
-        " there at the start, and else nobody is asked",
+        description=f"address of that node's agent, which admits work on its GPUs; when empty unix:{AGENT_SOCKET}, if it"
+        " exists at the start, else none",
     )
     require_admission: bool = Field(
         default=True,

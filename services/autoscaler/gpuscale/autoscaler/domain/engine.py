@@ -227,7 +227,10 @@ def _stabilized(window: float, before: int, asked: int, memory: Memory, now: flo
         code, text = Code.STABILIZED_DOWN, f"{count} wanted within the last {window:g} s"
         if window and now - memory.since < window:
             left = window - (now - memory.since)
-            count, text = before, f"not yet known what was asked for over {window:g} s: {left:.1f} s more"
+            count, text = (
+                before,
+                f"the counts wanted in the last {window:g} s are not yet known: {left:.1f} s more",
+            )
     return Paced(asked) if count == asked else _paced_to(asked, count, code, text)
 
 

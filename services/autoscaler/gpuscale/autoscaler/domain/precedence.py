@@ -14,8 +14,7 @@ from gpuscale.autoscaler.domain.replicas import Replica
 from gpuscale.autoscaler.domain.spec import EndpointSpec
 
 HOLD, LONGEST_HOLD = 60.0, 600.0
-"""Seconds for which an endpoint that gave way stays where it is, once nobody lacks its GPUs any more, and the most of them: they
-double each time that it has to give way again soon."""
+"""Seconds for which an endpoint that gave way does not grow, and the maximum: they double when it soon gives way again."""
 RECENT = 1800.0
 """Seconds for which an earlier concession counts."""
 

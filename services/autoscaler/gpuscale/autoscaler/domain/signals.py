@@ -77,7 +77,7 @@ def queue_sample(source: QueueSignal, reading: QueueReading | None) -> Sample:
             QueueCount.RATE_OUT: rates.delivered,
             QueueCount.OLDEST_AGE: rates.oldest_age,
         }
-        problem = "no message waits, or the one that does has no timestamp of its publisher"
+        problem = "no message waits, or the oldest has no timestamp of its publisher"
     value = known.get(source.count)
     if value is None:
         return Sample(at=at, problem=problem)

@@ -318,7 +318,7 @@ def _sample(signal: Signal, stated: StatedSignal, now: float, drained: Collectio
     at = now - stated.age
     match stated.status:
         case ObservationStatus.MISSING:
-            return Sample(at=at, problem="it is stated to be missing")
+            return Sample(at=at, problem="it is given as missing")
         case ObservationStatus.INVALID:
             return Sample((math.nan,), at)
         case ObservationStatus.STALE:
@@ -326,7 +326,7 @@ def _sample(signal: Signal, stated: StatedSignal, now: float, drained: Collectio
         case ObservationStatus.OK:
             pass
     if stated.value is None:
-        return Sample(problem="it is stated to be missing")
+        return Sample(problem="it is given as missing")
     none_left = stated.value == 0 and not stated.silent_count and signal.counts_work
     none_left |= isinstance(signal.source, QueueSignal) and signal.source.watcher in drained
     none_left = _or(stated.proven_empty, none_left) or (stated.tasks is not None and not stated.tasks.total)

@@ -168,7 +168,7 @@ class PrometheusServer:
                 self._url.host, self._port, type=socket.SOCK_STREAM
             )
         except (OSError, UnicodeError):  # the latter for invalid names
-            raise self._error("has a name that no address is found for") from None
+            raise self._error("has a name that cannot be resolved") from None
         addresses = [ipaddress.ip_address(str(one[4][0]).partition("%")[0]) for one in found]
         if any(not _allowed(one, private=self._allow_private) for one in addresses):
             raise self._error("is at an address that is not allowed: allow_private is not set for it")
@@ -213,7 +213,7 @@ class PrometheusServer:
         if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
             raise self._error("refuses the token, user or password")
         if httpx.codes.is_redirect(status):
-            raise self._error("redirects, which is not followed")
+            raise self._error("answers with a redirect, which is not followed")
         if status != HTTPStatus.OK:
             try:
                 said = _Failure.model_validate_json(body).error
@@ -228,7 +228,7 @@ class PrometheusServer:
             raise self._error("answers something that is neither a vector nor a scalar") from None
         count = len(data.pairs())
         if not count:
-            raise self._error("finds no series for the query, or none that is young enough")
+            raise self._error("finds no series for the query, or none that is recent enough")
         if count > MAX_SERIES:
             raise self._error(f"finds more than {MAX_SERIES} series for the query")
         return data

@@ -173,7 +173,7 @@ class QueueWatchers:
             )
         if (spec.pattern or spec.rates) and not self._sweeps[spec.broker].counts_all:
             raise FailedPreconditionError(
-                f"patterns and rates need the management API, which broker {spec.broker} has none of",
+                f"patterns and rates need the management API, which broker {spec.broker} does not have",
                 reason="NO_MANAGEMENT_API",
                 metadata={"broker": spec.broker},
             )

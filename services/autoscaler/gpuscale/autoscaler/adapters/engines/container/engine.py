@@ -147,14 +147,14 @@ class ContainerSettings(NodeEngineSettings):
         "unix:///run/docker.sock",
         description="address of the engine: unix:///PATH, or tcp://HOST:PORT, which needs TLS on another host",
     )
-    engine_ca_file: Path | None = Field(None, description="authority of the engine's certificate, PEM")
+    engine_ca_file: Path | None = Field(None, description="CA certificate of the engine, PEM")
     engine_cert_file: Path | None = Field(None, description="client certificate to show the engine, PEM")
     engine_key_file: Path | None = Field(None, description="key of that certificate, PEM")
     allowed_images: tuple[str, ...] = Field(
         (),
-        description="pattern of images that may be run, with * for any text without a slash; none when empty",
+        description="patterns of allowed images, with * for any text without a slash; none when empty",
     )
-    log_driver: Word = Field("json-file", description="how the engine keeps output; as by default when empty")
+    log_driver: Word = Field("json-file", description="log driver of the engine; its default when empty")
     container_templates: dict[str, ContainerTemplate] = Field(
         default_factory=dict[str, ContainerTemplate], description="container templates by name"
     )

@@ -128,13 +128,13 @@ class ProcessSettings(NodeEngineSettings):
     )
     templates_field: ClassVar[str] = "templates"
 
-    adapter: str = Field("", description="id of this adapter; that of its node when empty")
+    adapter: str = Field("", description="id of this adapter; the node's id when empty")
     data_dir: Path = Field(description="directory of its journal and the logs, for one adapter")
     worker_user: str = Field("", description="user that replicas run as; the adapter's own when empty")
     replica_log_keep_seconds: float = Field(
         KEPT_SECONDS,
         gt=0,
-        description="how long the log of a replica that ended is kept, at most; also of deleted endpoints",
+        description="how long logs of ended replicas are kept at most, also of deleted endpoints",
     )
     end_replicas: bool = Field(
         default=False,
