@@ -78,7 +78,7 @@ PAGES = {
     "endpoint": ("/endpoints/chat", "Decisions"),
     "recordings": ("/recordings", "nothing was recorded"),
     "health": ("/health", "nothing is wrong"),
-    "audit": ("/audit", "the audit log is for admins who signed in"),
+    "audit": ("/audit", "sign in as an admin to see the audit log"),
 }
 
 
@@ -260,7 +260,7 @@ def test_the_filter_finds_by_holder_and_a_gpu_has_charts_of_what_it_read(browser
         page.get_by_placeholder("filter").fill("chat")
         eventually_sync(lambda: tile(page, "GPUs") == "2", timeout=30)
         page.locator("a[href^='/gpus/']").first.click()
-        page.get_by_text("a point each").wait_for()
+        page.get_by_text("a point every").wait_for()
         assert page.locator("canvas").count() == 6
         page.get_by_text("memory temperature", exact=True).wait_for()
 

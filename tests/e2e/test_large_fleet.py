@@ -53,7 +53,7 @@ HISTORY, HISTORY_STEP = 3600, 30
 PAGES = {
     "fleet": ("/", "1-50 of 1000"),
     "over-time": ("/time", "a column is the mean"),
-    "gpu": ("/gpus/node-3/GPU-00000003-0000-4000-8000-000000000005", "a point each"),
+    "gpu": ("/gpus/node-3/GPU-00000003-0000-4000-8000-000000000005", "a point every"),
     "endpoints": ("/endpoints", "chat-3"),
     "endpoint": ("/endpoints/chat-9", "Decisions"),
     "recordings": ("/recordings", "night"),

@@ -217,11 +217,11 @@ def test_over_time_a_column_is_a_step_and_what_is_not_kept_is_empty() -> None:
 def test_what_no_history_is_kept_of_is_said() -> None:
     """As where the fleet's memory for history is used up: an empty chart alone might mean that nothing runs."""
     kept = monitor_api.QueryHistoryResponse(step=to_duration(10))
-    assert fleet.history_note(kept).startswith("a point each 10 s")
+    assert fleet.history_note(kept).startswith("a point every 10 s")
     assert "no history" not in fleet.timeline_note(kept, [])
     lacking = monitor_api.QueryHistoryResponse(not_kept=["nodes/a/gpus/x", "nodes/a/gpus/y"])
-    assert fleet.history_note(lacking).startswith("no history is kept of it")
-    assert fleet.timeline_note(lacking, []).endswith("; no history is kept of 2 of them")
+    assert fleet.history_note(lacking).startswith("no history yet")
+    assert fleet.timeline_note(lacking, []).endswith("; 2 have no history")
 
 
 def test_labels_of_many_rows_do_not_lie_upon_each_other() -> None:

@@ -1,5 +1,5 @@
-"""The dashboard: what the services know, in a browser, live. It reads the gateway as any other client does.
+"""The dashboard: a live view of the services in a browser. It reads the gateway like any other client.
 
-`feed` fills the `facts`; `rows` and `charts` say what is shown of them (pure, and for the terminal too); `frame` is what all `pages`
-share; `visitors` lets people in; `web` and `main` serve. Nothing here calls a room except through `gpuscale.client`.
+`feed` fills `facts`; `rows` and `charts` turn them into tables and charts (pure, used by the terminal too); `frame` holds what all
+`pages` share; `visitors` handles sign-in; `web` and `main` serve. All calls go through `gpuscale.client`.
 """

@@ -1,4 +1,4 @@
-"""Commands about a row of `gpuscalectl top`: what one would type, and the screens for what it says and whether it is meant."""
+"""Commands for a row of `gpuscalectl top`, and the screens that confirm them and show their output."""
 
 import asyncio
 import os
@@ -19,18 +19,18 @@ from gpuscale.common import names
 from gpuscale.dashboard.rows import Row
 
 LINES = 10_000
-"""The last lines of an answer that are kept."""
+"""Most lines of output kept; older ones are dropped."""
 LINE = 1 << 20
-"""Most bytes of one."""
+"""Most bytes of a line."""
 MARGIN = 4
-"""Columns beside an answer."""
+"""Columns beside the output."""
 
 
 class Answer(ModalScreen[None]):
-    """What a command of gpuscalectl writes, as it writes it. The command ends with the screen.
+    """Runs a gpuscalectl command and shows its output live. Closing the screen ends the command.
 
     Args:
-        program: the program, and options before the words.
+        program: the program and its global options.
         words: the command.
     """
 
@@ -50,23 +50,23 @@ class Answer(ModalScreen[None]):
         self._words = words
 
     def compose(self) -> ComposeResult:
-        """The command, what it writes, and the keys."""
+        """Lay out the command, its output and the keys."""
         yield Static(f"$ gpuscalectl {' '.join(self._words)}", id="typed", markup=False)
         yield RichLog(max_lines=LINES, wrap=True, min_width=0, auto_scroll="--follow" in self._words)
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begin."""
+        """Start the command."""
         self.run_worker(self._run())
 
     def action_to(self, where: str) -> None:
-        """Scroll to an end of it."""
+        """Scroll to the top or the bottom."""
         log = self.query_one(RichLog)
         (log.scroll_home if where == "home" else log.scroll_end)(animate=False)
 
     async def _run(self) -> None:
         log = self.query_one(RichLog)
-        ours, its = os.openpty()  # so that it writes as to a person: in colours, and tables that fit
+        ours, its = os.openpty()  # a terminal, so that it uses colours and tables that fit
         termios.tcsetwinsize(its, (self.size.height, self.size.width - MARGIN))
         reader = asyncio.StreamReader(LINE)
         try:
@@ -79,11 +79,11 @@ class Answer(ModalScreen[None]):
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(ours, "rb", 0)
         )
         try:
-            with suppress(OSError):  # EIO: nobody writes there any more
+            with suppress(OSError):  # EIO: the writing end is closed
                 async for line in reader:
                     log.write(Text.from_ansi(line.decode(errors="replace").rstrip("\r\n")))
             if code := await process.wait():
-                log.write(Text(f"(it ended with exit code {code})", "dim"))
+                log.write(Text(f"(exit code {code})", "dim"))
         finally:
             transport.close()
             with suppress(ProcessLookupError):
@@ -92,7 +92,7 @@ class Answer(ModalScreen[None]):
 
 
 class Box(ModalScreen[bool]):
-    """A text in a frame over what was there, until a key is pressed."""
+    """A framed text over the screen, until a key is pressed."""
 
     CSS = """
     Box { align: center middle; }
@@ -112,11 +112,11 @@ class Box(ModalScreen[bool]):
 
 
 class Confirm(Box):
-    """Asks whether a command is meant.
+    """Asks to confirm a command.
 
     Args:
         words: the command.
-        about: what it is about.
+        about: what the command affects.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -126,18 +126,18 @@ class Confirm(Box):
     ]
 
     def __init__(self, words: Sequence[str], about: str) -> None:
-        super().__init__(f"gpuscalectl {' '.join(words)}\n\n{about}\n\ny does it, n does not")
+        super().__init__(f"gpuscalectl {' '.join(words)}\n\n{about}\n\ny: yes, n: no")
 
     def action_wait(self) -> None:
-        """Enter is pressed for many things: it does none here."""
+        """Ignore Enter: it is too easily pressed by habit."""
 
 
 Words: TypeAlias = tuple[str, ...]
-"""Arguments of gpuscalectl; none where there is nothing to type."""
+"""Arguments of gpuscalectl; empty where no command fits."""
 
 
 def why(table: str, row: Row, held: allocator_api.Reservation | None) -> Words:
-    """What tells most of it; `held` is the reservation that the row is of, or that holds its GPU."""
+    """The command that explains a row; `held` is the row's reservation, or the one that holds its GPU."""
     if table in {"endpoints", "decisions"}:
         return ("explain", table.removesuffix("s"), _short(str(row["name"])))
     if held is not None:
@@ -145,14 +145,14 @@ def why(table: str, row: Row, held: allocator_api.Reservation | None) -> Words:
     if table == "health":
         node, _, uuid = str(row["where"]).partition(" ")
         return ("describe", "gpu", uuid) if uuid else ("describe", "node", node)
-    if "gpu" not in row:  # of a reservation that ended meanwhile
+    if "gpu" not in row:  # its reservation has ended meanwhile
         return ()
     name = str(row.get("uuid") or row["gpu"])
     return ("describe", "gpu" if "uuid" in row or "/" in name else "node", name)
 
 
 def logs(table: str, row: Row, held: allocator_api.Reservation | None) -> Words:
-    """What shows what the endpoint, replica or job has written, and goes on."""
+    """The command that follows the logs of a row's endpoint, replica or job."""
     if table in {"endpoints", "decisions"}:
         return ("logs", _short(str(row["name"])).partition("/")[0], "--follow")
     if held is None or not (held.HasField("job") or names.match(names.REPLICA, held.holder)):
@@ -165,14 +165,14 @@ def logs(table: str, row: Row, held: allocator_api.Reservation | None) -> Words:
 
 
 def end(held: allocator_api.Reservation) -> Words:
-    """What stops its job, or gives its GPUs back."""
+    """The command that stops its job, or releases its GPUs."""
     return (*(("stop", "job") if held.HasField("job") else ("release",)), _short(held.name))
 
 
 def of_row(
     table: str, row: Row, reservations: Iterable[allocator_api.Reservation]
 ) -> allocator_api.Reservation | None:
-    """The reservation that a row is of; of a GPU, the first that holds it."""
+    """The reservation a row belongs to; for a GPU, the first that holds it."""
     if table == "gpus":
         return next(
             (one for one in reservations if any(gpu.uuid == row.get("uuid") for gpu in one.gpus)), None

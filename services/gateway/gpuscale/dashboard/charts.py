@@ -1,7 +1,7 @@
-"""Charts and heat maps, as option dictionaries of ECharts. Pure: messages and numbers in, plain data out.
+"""Charts and heat maps, as ECharts options. Pure: messages and numbers in, plain data out.
 
-A point that was not read is None, which ECharts leaves out: gaps stay gaps. A cell of a map is `(column, row, value, label)`;
-points and cells are tuples, which NiceGUI sends as they are, where it would watch each list for changes.
+A missing point is None, which ECharts draws as a gap. A cell of a map is `(column, row, value, label)`. Points and cells are tuples,
+since NiceGUI watches every list for changes.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ Json: TypeAlias = Mapping[str, "Json"] | Sequence["Json"] | str | float | int | 
 Options: TypeAlias = dict[str, Json]
 
 NIGHT: Mapping[str, str] = {"#55626e": "#aeb9c4", "#7f8b97": "#6b7885"}
-"""Colours by day, of text and of lines, and what stands for them by night."""
+"""Colours of text and lines in light mode, and their counterparts in dark mode."""
 
 
 def _by_mode(day: str) -> Options:
-    # NiceGUI lets a browser read what stands under a key with a colon as JavaScript.
+    # The browser evaluates the value of a key that begins with a colon as JavaScript (NiceGUI).
     return {":color": f"document.body.classList.contains('body--dark') ? '{NIGHT[day]}' : '{day}'"}
 
 
 INK: Options = _by_mode("#55626e")
-"""Colour of text in charts: at least 4.5 to 1 on the page (WCAG AA)."""
+"""Colour of text in charts: contrast of at least 4.5 to 1 (WCAG AA)."""
 RULE: Options = _by_mode("#7f8b97")
-"""Colour of axes and of the grid: at least 3 to 1."""
+"""Colour of axes and of the grid: contrast of at least 3 to 1."""
 LEGEND: Options = {"legend": {"top": 0, "right": 0, "textStyle": INK}}
 _BRUSH: Options = {"brush": {"xAxisIndex": 0}, "toolbox": {"show": False}}
 LINE, SECOND, THIRD, QUIET = "#3aa99f", "#e0b341", "#5b8def", "#8795a1"
 
 
 def millis(time: Timestamp) -> int:
-    """A time as browsers count it."""
+    """Milliseconds since 1970, as browsers count time."""
     return time.seconds * 1000 + time.nanos // 1_000_000
 
 
 def band(series: monitor_api.HistorySeries | None, title: str, unit: str) -> Options:
-    """The mean of one metric over time as a line, within its smallest and largest value as a band."""
+    """One metric over time: a line for the mean, a band from the smallest to the largest value."""
     points = list(series.points) if series is not None else []
     times = [millis(point.start_time) for point in points]
     counts = [point.sample_count for point in points]
     low = _line(times, [point.min for point in points], counts)
-    # The band is drawn on top of its lower edge, so it is as high as the difference.
+    # The band is stacked on its lower edge, so its height is the difference.
     high = _line(times, [point.max - point.min for point in points], counts)
     mean = _line(times, [point.mean for point in points], counts)
     edge: Options = {"type": "line", "stack": "band", "symbol": "none", "lineStyle": {"opacity": 0}}
@@ -72,7 +72,7 @@ def band(series: monitor_api.HistorySeries | None, title: str, unit: str) -> Opt
 
 
 def lines(series: Sequence[tuple[str, monitor_api.HistorySeries]], title: str, unit: str) -> Options:
-    """The mean of one metric over time, a line for each of (label, series)."""
+    """The mean of one metric over time, one line per (label, series)."""
     drawn: list[Json] = [
         {
             "type": "line",
@@ -91,7 +91,7 @@ def lines(series: Sequence[tuple[str, monitor_api.HistorySeries]], title: str, u
 
 
 def reserved_and_used(counts: Sequence[Count]) -> Options:
-    """GPUs that are there, that are reserved, and that of those do something: what lies between is paid for in vain."""
+    """All GPUs, those reserved, and those of them in use; the gap between the last two is waste."""
     times = [round(one.at * 1000) for one in counts]
     plain: Options = {"type": "line", "symbol": "none"}
     return LEGEND | _timed(
@@ -111,17 +111,17 @@ def reserved_and_used(counts: Sequence[Count]) -> Options:
 
 
 MOST_BARS = 20
-"""Users, nodes or whatever that have a bar: those with most."""
+"""Most bars in a chart; the largest are shown."""
 
 
 def hours(microseconds: float) -> float:
-    """Microseconds of GPUs in hours."""
+    """GPU microseconds in GPU hours."""
     return microseconds / 3.6e9
 
 
 def hours_used(rows: Sequence[tuple[str, allocator_api.UsageRow]]) -> Options:
-    """A bar for each of (label, what was used): GPU hours that were used, not used, and of which that is not known."""
-    shown = [*reversed(rows[:MOST_BARS])]  # the first stands at the top
+    """A bar per (label, usage): GPU hours busy, idle and unknown."""
+    shown = [*reversed(rows[:MOST_BARS])]  # ECharts draws the first at the bottom
     parts = (("busy", LINE), ("idle", SECOND), ("unknown", QUIET))
     return LEGEND | {
         "animation": False,
@@ -144,9 +144,9 @@ def hours_used(rows: Sequence[tuple[str, allocator_api.UsageRow]]) -> Options:
 
 
 def _line(times: Sequence[int], values: Sequence[float], counts: Sequence[int] = ()) -> tuple[Json, ...]:
-    """Points of a line, which is broken where more than two points are missing.
+    """The points of a line, with a gap where more than two are missing.
 
-    A point of many samples reaches as far as these do: what was kept over a restart has longer steps than what follows.
+    A point of many samples spans their time: history kept over a restart has longer steps than what follows.
     """
     apart = [later - at for at, later in pairwise(times)]
     step = min(apart, default=0)
@@ -171,7 +171,7 @@ def _timed(title: str, unit: str, series: list[Json], *, whole: bool = False) ->
         axis["max"] = 100
     if whole:
         axis["minInterval"] = 1
-    # With fewer than two points ECharts would draw the days around now.
+    # With fewer than two points ECharts draws an axis of several days.
     data = [one.get("data") for one in series if isinstance(one, dict)]
     known = any(isinstance(points, Sequence) and len(points) > 1 for points in data)
     axis["show"] = known
@@ -200,7 +200,7 @@ def _timed(title: str, unit: str, series: list[Json], *, whole: bool = False) ->
 def scaling(
     endpoint: autoscaler_api.Endpoint, decisions: Sequence[autoscaler_api.Decision], now: datetime
 ) -> Options:
-    """Replicas wanted and granted over time, between the bounds, with what the signals read, and why it changed."""
+    """Replicas wanted and granted over time, with the bounds and a mark for each change."""
     ordered = sorted(decisions, key=lambda one: millis(one.create_time))
     end = round(now.timestamp() * 1000)
     wanted: list[Json] = [(millis(one.create_time), one.wanted) for one in ordered]
@@ -218,7 +218,7 @@ def scaling(
         for one in ordered
         if one.wanted != one.before
     ]
-    few = len(marks) <= 12  # where they are many, small ones tell it when pointed at
+    few = len(marks) <= 12  # many marks are small, with their text in the tooltip
     pins: Options = {
         "data": marks,
         "symbol": "pin" if few else "circle",
@@ -230,7 +230,7 @@ def scaling(
     shown: list[Json] = [{"yAxis": least, "name": "min"}]
     if most <= max(
         8, 3 * max((one.wanted for one in ordered), default=0)
-    ):  # else it is far above what was ever wanted
+    ):  # leave out a bound far above the line
         shown.append({"yAxis": most, "name": "max"})
     bounds: Options = {
         "data": shown,
@@ -252,11 +252,11 @@ def scaling(
 
 
 def signals(read: Sequence[autoscaler_api.SignalHistory]) -> Options:
-    """What each signal read at every evaluation; where a value did not count there is a gap."""
+    """The value of each signal at every evaluation; a gap where it was not usable."""
     drawn: list[Json] = []
     for signal in read:
         points: list[Json] = []
-        for one in signal.samples:  # a point where a value began to hold, and one where it still did
+        for one in signal.samples:  # the first and the last moment of a value
             counts = one.status == autoscaler_api.Observation.STATUS_OK and one.HasField("value")
             value = one.value if counts else None
             points.append((millis(one.start_time), value))
@@ -267,21 +267,21 @@ def signals(read: Sequence[autoscaler_api.SignalHistory]) -> Options:
 
 
 HEAT = ("#243b53", "#2f6f8f", "#3aa99f", "#e0b341", "#e4672f", "#c4314b")
-"""Colours from idle to full; told apart with the common kinds of colour blindness by their lightness too."""
+"""Colours from idle to full; they differ in lightness too, for colour-blind readers."""
 LONGEST_ROW = 32
-"""GPUs side by side of one node; a node with more takes several rows."""
+"""Most GPUs of a node in one row; a node with more takes several rows."""
 MOST_ROWS = 16
-"""Rows before nodes stand side by side."""
+"""Most rows; beyond them nodes stand side by side."""
 MOST_CELLS = 2048
-"""GPUs that have a cell each; of more of them, each node has one."""
+"""Most GPUs with a cell each; beyond them a cell is a node."""
 LABEL_HEIGHT = 14
-"""Pixels between the labels of two rows, at least."""
+"""Least pixels between the labels of two rows."""
 EMPTY = "-"
-# ECharts draws large maps in parts, over many frames; half a map says something wrong.
+# By default ECharts draws large maps in parts, and half a map misleads.
 _AT_ONCE: Options = {"progressive": 0, "progressiveThreshold": 1_000_000}
 Value = Callable[[GpuSummary], float | None]
 Merge = Callable[[Iterable[float | None]], float | None]
-"""Makes the value of a node of those of its GPUs."""
+"""Computes the value of a node from those of its GPUs."""
 CALM = "#9fb3c0"
 KINDS = (
     "#5b8def",
@@ -295,13 +295,13 @@ KINDS = (
     "#2f6f8f",
     "#a0522d",
 )
-"""Colours of words, so that neighbours differ in lightness too."""
+"""Colours of words; neighbours differ in lightness too."""
 ALARMS = ("#c4314b", "#e4672f", "#e0b341", "#8e6bbf", "#5b8def", "#a0522d")
-"""Those of states that want attention."""
+"""Colours of states that need attention."""
 
 
 class Cell(NamedTuple):
-    """What a cell of the map says, and of whom: `node/index`, or a node."""
+    """A cell of the map; its label is `node/index`, or a node."""
 
     label: str
     value: float | None
@@ -315,7 +315,7 @@ def by_node(gpus: Sequence[GpuSummary]) -> bool:
 def map_by(
     gpus: Sequence[GpuSummary], word: Callable[[GpuSummary], str], calm: str, kinds: Sequence[str] = KINDS
 ) -> tuple[Options, dict[str, str]]:
-    """The map by a word, such as the holder, and the colour of each: of `calm`, of the most frequent, and of all others together."""
+    """The map coloured by a word, such as the holder, and the legend: `calm`, the most frequent words, and "others"."""
     words = {gpu.uuid: word(gpu) for gpu in gpus}
     frequent = [one for one, _ in Counter(words.values()).most_common() if one != calm]
     shown = [calm, *frequent[: len(kinds)], *(["others"] if len(frequent) > len(kinds) else [])]
@@ -324,14 +324,14 @@ def map_by(
     options = map_of(gpus, lambda gpu: numbers.get(words[gpu.uuid], len(shown) - 1), "", 0.0, mode)
     pieces: Json = [{"value": number, "color": colour} for number, colour in enumerate(colours)]
     scale: Options = {"type": "piecewise", "dimension": 2, "pieces": pieces, "show": False}
-    # A tooltip is HTML, and holders write what they like.
+    # A tooltip is HTML, and holders are free text.
     tip = f"one => plain(one.data[3] + ': ' + {json.dumps(shown)}[one.data[2]])"
     more: Options = {"visualMap": scale, "tooltip": {":formatter": tip}}
     return options | more, dict(zip(shown, colours, strict=True))
 
 
 def map_of(gpus: Sequence[GpuSummary], value: Value, unit: str, top: float, merge: Merge = mean) -> Options:
-    """One cell a GPU, or a node where they are too many, by `value` from 0 to `top`; nodes stand side by side where they are many."""
+    """One cell per GPU, or per node if there are too many, coloured by `value` from 0 to `top`."""
     blocks = list(_blocks(gpus, value, merge))
     abreast = max(1, -(-len(blocks) // MOST_ROWS))
     widest = max((len(cells) for _, cells in blocks), default=1)
@@ -346,7 +346,7 @@ def map_of(gpus: Sequence[GpuSummary], value: Value, unit: str, top: float, merg
 
 
 def _blocks(gpus: Sequence[GpuSummary], value: Value, merge: Merge) -> Iterator[tuple[str, list[Cell]]]:
-    """A label and cells that stand together: those of a node, or some nodes."""
+    """Labelled groups of cells: the GPUs of a node, or a row of nodes."""
     nodes = [(node, list(found)) for node, found in groupby(gpus, key=lambda gpu: gpu.node)]
     if by_node(gpus):
         means = [Cell(node, merge(map(value, found))) for node, found in nodes]
@@ -361,7 +361,7 @@ def _blocks(gpus: Sequence[GpuSummary], value: Value, merge: Merge) -> Iterator[
 
 
 def rows_of(options: Options) -> int:
-    """How many rows a map has, to know how high it should be."""
+    """The number of rows of a map."""
     axis = options["yAxis"]
     labels = axis["data"] if isinstance(axis, dict) else ()
     return len(labels) if isinstance(labels, list) else 0
@@ -373,7 +373,7 @@ def over_time(
     unit: str,
     top: float,
 ) -> Options:
-    """A row for each of `lines` (label and series), a column for each step of the answer's span of time, by the mean."""
+    """A row per line (label and series), a column per step of the answer's time span, coloured by the mean."""
     times, step = columns(answer), max(seconds(answer.step), 1.0)
     start, count = times[0] / 1000, len(times)
     placed: list[Json] = []
@@ -388,14 +388,14 @@ def over_time(
 
 
 def columns(answer: monitor_api.QueryHistoryResponse) -> list[int]:
-    """When each step of an answer begins, as browsers count it."""
+    """The start of each step of an answer, in milliseconds since 1970."""
     step = max(seconds(answer.step), 1.0)
     start, end = to_datetime(answer.start_time).timestamp(), to_datetime(answer.end_time).timestamp()
     return [round(1000 * (start + number * step)) for number in range(max(1, round((end - start) / step)))]
 
 
 def row_height(count: int) -> int:
-    """Pixels of one of so many rows: few can be read well, and many can be seen at once."""
+    """Height of a row in pixels: large for few rows, small enough to see many at once."""
     return max(7, min(24, 900 // max(1, count)))
 
 
@@ -413,7 +413,7 @@ def _heat(
     every: int = 1,
     length: float | None = None,
 ) -> Options:
-    """The options; `every` row has a label, and a border where all have. Columns that span `length` seconds are times."""
+    """The options; every `every`-th row has a label. With `length`, the seconds spanned, columns are times."""
     named = "one.name" if length is None else f"moment(one.name, {length:.0f})"
     timed: Options = {} if length is None else {":formatter": f"at => moment(at, {length:.0f})"}
     bare: Options = {"type": "category", "axisTick": {"show": False}, "axisLine": {"show": False}}

@@ -1,8 +1,7 @@
-"""What the dashboard knows: of everything, as the services last said, and how much of what was reserved did something. Pure.
+"""What the dashboard knows: the latest state of everything, and how much of what is reserved is used. Pure.
 
-A feed writes it, pages read it. Pages compare `version` with the one they drew last, so that a page nothing changed for costs
-nothing. A number that was not read is None, never zero. The services keep no figure of idle reservations, so the dashboard counts
-while it runs; a moment that was not counted is a gap.
+A feed writes it, pages read it. Pages redraw only when `version` has changed. A number that was not read is None, never zero. The
+services keep no history of idle reservations, so the dashboard counts while it runs; what it missed is a gap.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from gpuscale.client.states import gpu_state, marks, node_state
 
 @dataclass(frozen=True, slots=True)
 class GpuSummary:
-    """One GPU to show: its place, its state, its latest reading, and who holds it.
+    """One GPU: its place, state, latest reading and holders.
 
-    `held_milli` counts thousandths of the GPU that are reserved, by all of `holders` together; `idle_milli` those of them whose
-    holders do nothing with it, as the allocator says.
+    `held_milli` is how many thousandths of the GPU are reserved, by all `holders` together; `idle_milli` how many of them the
+    allocator reports as idle.
     """
 
     name: str
@@ -42,7 +41,7 @@ class GpuSummary:
 
     @property
     def utilization(self) -> float | None:
-        """Percent of the time in which something ran on it."""
+        """Percent of the time in which a kernel ran."""
         return self.reading.utilization_percent if self.reading.HasField("utilization_percent") else None
 
     @property
@@ -52,12 +51,12 @@ class GpuSummary:
 
     @property
     def memory_total(self) -> int | None:
-        """Bytes it has."""
+        """Bytes in total."""
         return self.reading.memory_total_bytes if self.reading.HasField("memory_total_bytes") else None
 
     @property
     def memory_percent(self) -> float | None:
-        """Share of the memory that is in use."""
+        """Percent of the memory in use."""
         return _percent(self.memory_used, self.memory_total)
 
     @property
@@ -72,17 +71,17 @@ class GpuSummary:
 
     @property
     def power_limit(self) -> float | None:
-        """Watts it may draw."""
+        """Power limit in watts."""
         return self.reading.power_limit_watts if self.reading.HasField("power_limit_watts") else None
 
     @property
     def power_percent(self) -> float | None:
-        """Share of the limit that is drawn."""
+        """Percent of the power limit drawn."""
         return _percent(self.power, self.power_limit)
 
     @property
     def label(self) -> str:
-        """`node/index`: what people call it."""
+        """`node/index`, for display."""
         return f"{self.node}/{self.index}"
 
 
@@ -109,16 +108,16 @@ class Facts:
     events: Collection[monitor_api.HealthEvent] = ()
 
     def changed(self) -> None:
-        """Something was written: pages draw anew."""
+        """Mark the facts as changed, so that pages redraw."""
         self.version += 1
 
     def heard(self, source: str) -> None:
-        """What tells of `source` answers."""
+        """Record that `source` answers."""
         if self.problems.pop(source, None) is not None:
             self.changed()
 
     def lost(self, source: str, problem: str) -> None:
-        """It does not answer: what is shown of `source` is the last that was heard."""
+        """Record that `source` does not answer; its last facts stay."""
         if self.problems.get(source) != problem:
             self.problems[source] = problem
             self.changed()
@@ -165,23 +164,23 @@ class Facts:
 
 
 PERIOD = 10.0
-"""Seconds between two counts."""
+"""Seconds between counts."""
 KEPT = 8640
-"""Counts that are kept: a day of them."""
+"""Counts kept: a day."""
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """GPUs at a moment (seconds of the epoch). Of a shared GPU its reserved part counts, in all but `total`."""
+    """GPUs at one moment. A shared GPU counts by its reserved part, except in `total`."""
 
-    at: float  # when
-    total: float  # GPUs there are
-    reserved: float  # those that somebody holds
-    used: float  # those of the reserved that did something: by their utilization, of those that could be read
+    at: float  # seconds since 1970
+    total: float
+    reserved: float
+    used: float  # reserved GPUs weighted by their utilization, where that could be read
 
 
 def count(gpus: Sequence[GpuSummary], at: float) -> Count:
-    """Count them."""
+    """Count GPUs at a moment."""
     held = [(gpu.held_milli / 1000.0, gpu.utilization) for gpu in gpus if gpu.held_milli]
     return Count(
         at=at,
@@ -198,12 +197,12 @@ class FleetTally:
         self._counts: deque[Count] = deque(maxlen=KEPT)
 
     def add(self, one: Count) -> None:
-        """Keep a count; one that is not newer than the last is left out, as when a clock was put back."""
+        """Keep a count, unless the clock was set back since the last one."""
         if not self._counts or one.at > self._counts[-1].at:
             self._counts.append(one)
 
     def since(self, start: float, end: float, step: float) -> list[Count]:
-        """The counts from `start` to `end`, as the means of steps of equal length (at least PERIOD)."""
+        """The counts from `start` to `end`, averaged over steps of equal length (at least PERIOD)."""
         steps = [list(same) for _, same in groupby(self._from(start, end), key=lambda one: one.at // step)]
         return [
             Count(
@@ -216,7 +215,7 @@ class FleetTally:
         ]
 
     def wasted_hours(self, start: float, end: float) -> float:
-        """GPU hours that were reserved and not used; each count stands for the time to the next, at most for PERIOD."""
+        """GPU hours reserved and not used. A count stands for the time until the next, at most PERIOD."""
         counts = self._from(start, end)
         pairs = pairwise(counts)
         lost = sum(max(0.0, one.reserved - one.used) * min(PERIOD, later.at - one.at) for one, later in pairs)

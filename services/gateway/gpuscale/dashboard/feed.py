@@ -1,4 +1,4 @@
-"""Fills the facts from watches, while somebody looks. Without an answer it goes on trying."""
+"""Fills the facts from watches while someone is looking. Retries for ever."""
 
 import asyncio
 import time
@@ -16,9 +16,9 @@ from gpuscale.common.wire import to_duration
 from gpuscale.dashboard.facts import PERIOD, Facts, FleetTally, count
 
 INTERVAL = 1.0
-"""Least seconds between two updates of the nodes: agents read once a second, but not all at the same moment."""
+"""Least seconds between updates of the nodes: agents read once a second, at different moments."""
 LINGER = 10.0
-"""Seconds for which the watches outlast the last look: who goes from page to page begins none anew."""
+"""Seconds for which watches outlast the last look, so that moving between pages restarts none."""
 SOURCES: dict[str, tuple[str, str, str, type[Any]]] = {
     "nodes": ("nodes", "fleet", "WatchNodes", monitor_api.WatchNodesRequest),
     "reservations": (
@@ -34,21 +34,21 @@ SOURCES: dict[str, tuple[str, str, str, type[Any]]] = {
     "replicas": ("replicas", "endpoints", "WatchReplicas", autoscaler_api.WatchReplicasRequest),
     "recordings": ("recordings", "recordings", "WatchRecordings", monitor_api.WatchRecordingsRequest),
 }
-"""The attribute of the facts for each, and the service, the method and the request by which it is watched."""
+"""The attribute of the facts by source, and the service, method and request that watch it."""
 COUNTED = ("nodes", "reservations")
-"""What the tally counts; while nobody looks only that is watched."""
+"""What the tally needs; watched even while no one is looking."""
 
 
 class Feed:
     """The tasks that keep `facts` up to date.
 
     Args:
-        client: of the gateway.
-        facts: what is written.
-        tally: what is counted from them, where somebody wants that.
+        client: client of the gateway.
+        facts: where to write.
+        tally: where to keep counts, if wanted.
 
     Attributes:
-        errors: calls that failed, by source and reason.
+        errors: failed calls, by source and reason.
     """
 
     def __init__(self, client: AsyncClient, facts: Facts, tally: FleetTally | None = None) -> None:
@@ -60,7 +60,7 @@ class Feed:
         self._looked = asyncio.Event()
 
     def look(self) -> None:
-        """Somebody looks: whoever goes on looking says so again within LINGER."""
+        """Say that someone is looking; to be repeated within LINGER."""
         self._looked.set()
 
     @asynccontextmanager
@@ -73,7 +73,7 @@ class Feed:
             yield
 
     async def _follow(self) -> None:
-        """Watch everything while somebody looks, and else what is counted."""
+        """Watch everything while someone is looking, otherwise only what is counted."""
         while True:
             async with TaskScope() as scope:
                 self._begin(scope, () if self._tally is None else COUNTED, PERIOD)
@@ -87,12 +87,12 @@ class Feed:
 
     def _begin(self, scope: TaskScope, sources: Collection[str], interval: float) -> None:
         for source in SOURCES.keys() - sources:
-            self._facts.heard(source)  # whatever was wrong is not looked at
+            self._facts.heard(source)  # no longer watched
         for source in sources:
             scope.spawn(source, self._again(source, interval))
 
     async def _count(self, tally: FleetTally) -> None:
-        """Count what is reserved and used, while what is known of it is fresh."""
+        """Count what is reserved and used, while the facts are fresh."""
         while True:
             fresh = self._answered.issuperset(COUNTED) and not self._facts.problems.keys() & COUNTED
             if fresh:
@@ -100,7 +100,7 @@ class Feed:
             await asyncio.sleep(PERIOD if fresh else INTERVAL)
 
     async def _again(self, source: str, interval: float) -> None:
-        """Watch again and again, whatever the services answer: each stream begins with all there is."""
+        """Watch, and reopen the stream whenever it ends: each stream begins with the full state."""
         attribute, service, method, kind = SOURCES[source]
         request = kind(min_interval=to_duration(interval)) if source == "nodes" else kind()
         backoff = Backoff(initial=0.5, cap=5.0)
@@ -110,7 +110,7 @@ class Feed:
                 async for update in getattr(getattr(self._client, service), method)(request):
                     backoff.reset()
                     if source == "reservations":
-                        for one in update.reservations:  # whose clock may be another
+                        for one in update.reservations:  # whose clock may differ
                             one.expire_time.FromNanoseconds(time.time_ns() + one.remaining.ToNanoseconds())
                     if mirror.take(update):
                         items = (

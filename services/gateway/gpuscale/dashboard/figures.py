@@ -1,4 +1,4 @@
-"""What the dashboard shows of itself on `/metrics`: requests by route and status, sockets of browsers, errors of the gateway."""
+"""The dashboard's own metrics: requests by route and status, open sockets, failed calls to the gateway."""
 
 import time
 from collections import Counter, defaultdict
@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gpuscale.common.runtime.metrics_text import Family, Histogram, MetricsPage, labels
 
 SERVICE = "dashboard"
-"""Begins the names of the series."""
+"""Prefix of the series."""
 ROUTES = frozenset(
     {
         "",
@@ -27,7 +27,7 @@ ROUTES = frozenset(
         "_nicegui",
     }
 )
-"""First parts of the paths that there are: whatever else somebody asks for is one route, or labels would have no bound."""
+"""First parts of known paths. All other paths share one label, which keeps the number of labels bounded."""
 _PREFIX = f"gpuscale_{SERVICE}"
 _REQUESTS = Family(f"{_PREFIX}_requests_total", "counter", "HTTP requests answered, by route and status.")
 _SECONDS = Family(f"{_PREFIX}_request_seconds", "histogram", "Time that HTTP requests took, by route.")
@@ -38,19 +38,19 @@ _ERRORS = Family(
     "Failed calls to the gateway, by what was asked and reason.",
 )
 ABORTED = "aborted"
-"""Stands for the status of a request that was not answered."""
+"""Label for the status of a request that got no response."""
 
 
 class Figures:
-    """The figures of one dashboard.
+    """The metrics of one dashboard.
 
     Attributes:
-        requests: answered, by route and status.
-        seconds: how long that took, by route.
-        sockets: that are open.
+        requests: requests answered, by route and status.
+        seconds: time they took, by route.
+        sockets: open web sockets.
 
     Args:
-        errors: of the gateway, by what was asked and the reason.
+        errors: failed calls to the gateway, by source and reason.
     """
 
     def __init__(self, errors: Counter[tuple[str, str]]) -> None:
@@ -60,7 +60,7 @@ class Figures:
         self._errors = errors
 
     async def add(self, page: MetricsPage) -> None:
-        """Add them to a page."""
+        """Add them to a metrics page."""
         for (route, code), count in sorted(self.requests.items()):
             page.add(_REQUESTS, labels({"route": route, "code": code}), count)
         for route, histogram in sorted(self.seconds.items()):
@@ -71,14 +71,14 @@ class Figures:
 
 
 class CountedRequests:
-    """Counts what an application answers."""
+    """Counts the responses of an application."""
 
     def __init__(self, app: ASGIApp, figures: Figures) -> None:
         self._app = app
         self._figures = figures
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, or one socket."""
+        """Serve one request or socket."""
         figures = self._figures
         if scope["type"] == "websocket":
             figures.sockets += 1

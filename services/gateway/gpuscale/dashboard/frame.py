@@ -1,4 +1,4 @@
-"""What all pages share: the head with its links and the state of the connection, charts, tables, figures, and looking again."""
+"""What all pages share: the header, charts, tables, tiles, and refreshing."""
 
 import json
 import time
@@ -25,9 +25,9 @@ from gpuscale.dashboard.visitors import VisitorActions
 T = TypeVar("T")
 
 LOOK = 0.25
-"""Seconds between two looks of a page at what changed."""
+"""Seconds between a page's checks for changes."""
 DRAW = 0.9
-"""Least seconds between two drawings of a page: what changes more often is drawn once."""
+"""Least seconds between redraws of a page."""
 LINKS = (
     ("Fleet", "/"),
     ("Over time", "/time"),
@@ -43,7 +43,7 @@ LINKS = (
 
 
 def _asset(name: str) -> str:
-    """A file of styles or scripts that pages have."""
+    """The text of a style sheet or script."""
     return files("gpuscale.dashboard").joinpath("assets", name).read_text(encoding="utf-8")
 
 
@@ -53,7 +53,7 @@ _SCRIPT = f"<script>const NIGHT = {json.dumps(dict(NIGHT))};\n{_asset('pages.js'
 
 
 class PerVersion(Generic[T]):
-    """What many pages draw from, made once for each version of the facts, for all who look."""
+    """A value that many pages draw from, computed once per version of the facts, for all visitors."""
 
     def __init__(self, facts: Facts, make: Callable[[], T]) -> None:
         self._facts = facts
@@ -61,25 +61,25 @@ class PerVersion(Generic[T]):
         self._made: tuple[int, T] | None = None
 
     def __call__(self) -> T:
-        """As of now."""
+        """The value as of now."""
         if self._made is None or self._made[0] != self._facts.version:
             self._made = (self._facts.version, self._make())
         return self._made[1]
 
 
 class DashboardSite:
-    """What every page works with.
+    """What every page has access to.
 
     Attributes:
-        facts: what is known.
+        facts: the state of the services.
         tally: how much was reserved and used.
-        client: for what is asked only while a page shows it.
-        address: of the gateway.
-        actions: acts for whoever opens the page; None where nobody signed in.
-        look: says that somebody looks.
-        calendar: the secret in the address of the calendar; empty where there is none.
+        client: client for data that only one page needs.
+        address: address of the gateway.
+        actions: acts for the visitor of the page; None if no one signed in.
+        look: says that someone is looking.
+        calendar: the secret in the address of the calendar; empty if there is none.
         gpus: every GPU.
-        gpu_rows: what a table shows of each.
+        gpu_rows: a table row for each.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class DashboardSite:
 
 @contextmanager
 def page(site: DashboardSite, title: str) -> Generator[None]:
-    """A page with the head that all have; what the block makes is its body."""
+    """A page with the common header; the block builds its body."""
     ui.page_title(f"{title} · gpuscale")
     ui.add_css(_STYLE)
     ui.add_head_html(_SCRIPT)
@@ -136,7 +136,7 @@ def page(site: DashboardSite, title: str) -> Generator[None]:
     def show() -> None:
         if actions is not None and actions.signed_out:
             ui.navigate.to("/sign-in")
-            client.remove_all_elements()  # and its timers: a browser that stays gets nothing more
+            client.remove_all_elements()  # and its timers
             return
         problems = site.facts.problems
         badge.text = "live" if not problems else "connection lost"
@@ -155,7 +155,7 @@ def heading(text: str, level: str = "h2") -> TextElement:
 
 
 class PageAddress:
-    """What a visitor chose on a page, kept in its address, so that a link to it shows the same."""
+    """A visitor's choices on a page, kept in its URL, so that a link shows the same."""
 
     def __init__(self) -> None:
         request = ui.context.client.request
@@ -163,7 +163,7 @@ class PageAddress:
         self._kept: dict[str, tuple[ui.toggle | ui.input, str]] = {}
 
     def choice(self, name: str, options: Collection[str], default: str) -> ui.toggle:
-        """One of some words."""
+        """A choice of words."""
         asked = self._asked.get(name, default)
         toggle = ui.toggle(list(options), value=asked if asked in options else default)
         self._keep(name, toggle.props(f"dense no-caps aria-label={name}"), default)
@@ -177,7 +177,7 @@ class PageAddress:
         return line
 
     def span(self, spans: Mapping[str, float], default: str) -> "TimeSpan":
-        """How far back, or between which two moments."""
+        """A choice of how far back, or between which two moments."""
         with ui.row().classes("items-center"):
             choice = self.choice("span", spans, default)
             found = TimeSpan(spans, choice, self.text("from"), self.text("until"))
@@ -197,7 +197,7 @@ class PageAddress:
 
 
 class TimeSpan:
-    """A span of time that ends now, or one that was drawn on a chart: then `start` and `end` hold milliseconds."""
+    """A span of time that ends now, or one drawn on a chart: then `start` and `end` are in milliseconds."""
 
     def __init__(self, spans: Mapping[str, float], choice: ui.toggle, start: ui.input, end: ui.input) -> None:
         self.start, self.end, self._spans, self._choice = start, end, spans, choice
@@ -206,7 +206,7 @@ class TimeSpan:
         choice.on_value_change(self.until_now)
 
     def asked(self) -> tuple[monitor_api.HistorySpan, float]:
-        """What to ask for, and its length in seconds."""
+        """The span to query, and its length in seconds."""
         try:
             start, end = (int(one.value or "") / 1000 for one in (self.start, self.end))
             if 0 < start < end:
@@ -220,11 +220,11 @@ class TimeSpan:
         return monitor_api.HistorySpan(last=to_duration(length)), length
 
     def until_now(self) -> None:
-        """Show the present again."""
+        """End the span now again."""
         self.end.value = self.start.value = ""
 
     def drawn_on(self, chart: "Chart", moments: Callable[[], Sequence[float]] = tuple) -> None:
-        """Take the span that a visitor draws on a chart; of one whose axis has columns, `moments` are theirs."""
+        """Follow the span that a visitor draws on a chart; `moments` are the times of its columns, if it has any."""
 
         def take(event: GenericEventArguments) -> None:
             areas: list[dict[str, list[float]]] = event.args["areas"]
@@ -242,7 +242,7 @@ class TimeSpan:
 
 
 def live(facts: Facts, draw: Callable[[], None]) -> None:
-    """Draw now, and again whenever something changed, but not more often than each DRAW seconds."""
+    """Draw now, and again after each change, at most every DRAW seconds."""
     drawn, at = facts.version, time.monotonic()
     draw()
 
@@ -257,7 +257,7 @@ def live(facts: Facts, draw: Callable[[], None]) -> None:
 
 
 class Chart:
-    """A chart of ECharts, in a panel; `label` is what is read of it to who does not see it."""
+    """An ECharts chart in a panel; screen readers read out `label`."""
 
     def __init__(self, options: Options, label: str, *, mark: str = "") -> None:
         self.element = ui.echart(dict(options)).classes("gs-panel").mark(mark)
@@ -266,7 +266,7 @@ class Chart:
         self._height = 0
 
     def show(self, options: Options, *, height: int = 0) -> None:
-        """Draw other options, `height` pixels high; nothing is sent where they are the same."""
+        """Draw these options, `height` pixels high; nothing is sent if they are unchanged."""
         if height and height != self._height:
             self._height = height
             self.element.style(f"height: {height}px")
@@ -277,7 +277,7 @@ class Chart:
 
 
 class Tiles:
-    """Figures in a row, each with a word below."""
+    """Figures in a row, each above its name."""
 
     def __init__(self, *words: str) -> None:
         self._numbers: dict[str, ui.label] = {}
@@ -288,12 +288,12 @@ class Tiles:
                     ui.label(word).classes("gs-quiet")
 
     def clear(self) -> None:
-        """What they were of is not there any more."""
+        """Show that nothing is known any more."""
         for label in self._numbers.values():
             label.text = "-"
 
     def show(self, **numbers: str) -> None:
-        """Set figures, by word with `_` for a blank."""
+        """Set figures by name, with `_` for a blank."""
         for word, number in numbers.items():
             self._numbers[word.replace("_", " ")].text = number
 
@@ -301,11 +301,11 @@ class Tiles:
 ACT = "act"
 """The column of buttons."""
 LENGTH = 50
-"""Rows of a page of a table."""
+"""Rows per page of a table."""
 TIMES = frozenset({"time", "start", "end"})
-"""Columns of times, `humanize.clock`: a browser shows them in its own zone, and in UTC when pointed at."""
+"""Columns of times (`humanize.clock`): shown in the browser's zone, with UTC as tooltip."""
 PROSE = frozenset({"why", "notes", "note", "message", "reason", "description", "stages", "problem"})
-"""Columns of sentences: they wrap, where whatever else is long is cut, with its whole when pointed at."""
+"""Columns of sentences, which wrap; other long texts are cut, with the full text as tooltip."""
 _HEAD = """<q-th :props="props" :tabindex="props.col.sortable ? 0 : undefined" @keydown.enter="props.sort(props.col)">
 {{ props.col.label }}</q-th>"""
 _CELL = '<q-td :props="props" :title="props.value">{{ props.value }}</q-td>'
@@ -314,7 +314,7 @@ _TIME_CELL = """<q-td class="gs-time" :props="props" :title="props.value + ' UTC
 
 
 class ListTable:
-    """Rows under headings, found by a key. Cells of `link` columns lead to the page that the row names in `{column}_to`."""
+    """A table whose rows are identified by a key. Cells of `links` columns lead to the page in the row's `{column}_to`."""
 
     def __init__(
         self, columns: Columns, *, key: str, links: Sequence[str] = (), empty: str, length: int = LENGTH
@@ -338,7 +338,7 @@ class ListTable:
             for name, label in columns.items()
         ]
         with ui.element("div").classes("gs-panel"):
-            # With a number of rows the browser asks for pages and orders; without one it would make them of what it has.
+            # A row count makes the browser ask for pages and orders; without one it would page through what it has.
             self.element = ui.table(
                 columns=heads,
                 rows=[],
@@ -347,7 +347,7 @@ class ListTable:
                 on_pagination_change=self._keep,
             )
         self.element.classes("full-width").props("flat dense")
-        self.element.add_slot("no-data", empty)  # without the sign of a warning
+        self.element.add_slot("no-data", empty)  # no warning sign
         self.element.props["rows-per-page-options"] = [length]
         self.element.on("request", self._asked, ["pagination"])
         self.element.add_slot("header-cell", _HEAD)
@@ -362,7 +362,7 @@ class ListTable:
             )
 
     def add_acts(self, act: Callable[[str, str], Awaitable[None]]) -> None:
-        """Buttons in column ACT, for each word that the row has there; `act` gets the key of the row and the word."""
+        """Show a button for each word in column ACT; `act` gets the row's key and the word."""
         self.element.add_slot(
             f"body-cell-{ACT}",
             '<q-td :props="props"><q-btn v-for="one in props.value" :key="one" dense flat no-caps size="sm" '
@@ -375,12 +375,12 @@ class ListTable:
         self.element.on("act", acted)
 
     def show(self, rows: Sequence[Row]) -> None:
-        """Show these rows: the page and the order that the visitor chose; nothing is sent where it is the same."""
+        """Show these rows, by the visitor's page and order; nothing is sent if that is unchanged."""
         self._rows = rows
         self._draw()
 
     def _asked(self, event: GenericEventArguments) -> None:
-        """Another page, or another order."""
+        """Take another page or order."""
         asked = event.args["pagination"]
         self._page = int(asked.get("page") or 1)
         self._column = str(asked.get("sortBy") or "")
@@ -388,7 +388,7 @@ class ListTable:
         self._draw()
 
     def _keep(self) -> None:
-        """What a browser says of its own accord, when it is ready, may be older than what was shown meanwhile."""
+        """Keep our pagination: what a browser sends when it is ready may be out of date."""
         self.element.pagination = self._pagination()
 
     def _draw(self) -> None:
@@ -407,7 +407,7 @@ class ListTable:
         self.element.rows = [dict(row) for row in page]
 
     def _pagination(self) -> dict[str, object]:
-        """In the words of Quasar."""
+        """The pagination as Quasar expects it."""
         return {
             "page": self._page,
             "rowsPerPage": self._length,

@@ -1,6 +1,6 @@
-"""A table in a terminal that draws only the lines that changed.
+"""A terminal table that draws only the lines that changed.
 
-Textual's own table draws every cell of every row anew once one cell changed: of `top`, that was four fifths of the work.
+Textual's own table redraws every cell when one changes, which was four fifths of the work of `top`.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,25 +19,25 @@ from textual.strip import Strip
 
 Cells: TypeAlias = tuple[str, ...]
 Parts: TypeAlias = Sequence[tuple[str, str]]
-"""A cell as it is drawn: texts, each with the name of its colour, or none."""
+"""A cell as drawn: texts, each with the name of its colour, or an empty one."""
 
 
 class Grid(ScrollView):
-    """Rows of text below their headings. One row is selected.
+    """Rows of text under headings, one of them selected.
 
     Args:
-        headings: of the columns.
-        paint: how the cell of a column is drawn; the same for the same text.
-        name: its id in the tree of widgets.
+        headings: column headings.
+        paint: renders the cell of a column; must depend on the text alone.
+        name: widget id.
 
     Attributes:
-        rows: what is shown.
-        cursor: the row that is selected, counted from 0.
-        widths: columns of the screen that each column takes. A column grows, and never shrinks below what is read there.
+        rows: the rows shown.
+        cursor: index of the selected row.
+        widths: width of each column, in characters. Columns grow and do not shrink.
     """
 
     class RowChosen(Message):
-        """Enter, or a click on the row that is selected."""
+        """Sent on Enter, or on a click on the selected row."""
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"grid--head", "grid--even", "grid--odd", "grid--cursor"}
     DEFAULT_CSS = """
@@ -66,7 +66,7 @@ class Grid(ScrollView):
         self._paint = paint
 
     def show(self, rows: list[Cells]) -> None:
-        """Show these rows; the cursor stays where it is, and a line that did not change is not drawn."""
+        """Show these rows; the cursor stays, and only changed lines are drawn."""
         before, self.rows = self.rows, rows
         changed = [at for at, (old, new) in enumerate(zip_longest(before, rows)) if old != new]
         widths = self.widths
@@ -83,7 +83,7 @@ class Grid(ScrollView):
             self._draw(at)
 
     def select(self, row: int) -> None:
-        """Select that row, or the nearest that there is, and scroll to where it is seen."""
+        """Select that row, or the nearest one, and scroll to it."""
         before, self.cursor = self.cursor, min(max(row, 0), max(0, len(self.rows) - 1))
         if before != self.cursor:
             self._draw(before)
@@ -95,25 +95,25 @@ class Grid(ScrollView):
             )
 
     def action_move(self, rows: int) -> None:
-        """Select a row that is so many below."""
+        """Move the cursor down by so many rows."""
         self.select(self.cursor + rows)
 
     def action_page(self, pages: int) -> None:
-        """Select a row that is so many pages below."""
+        """Move the cursor down by so many pages."""
         self.select(self.cursor + pages * self._seen)
 
     def action_choose(self) -> None:
-        """Tell that the row is chosen."""
+        """Choose the selected row."""
         self.post_message(self.RowChosen())
 
     def on_click(self, event: events.Click) -> None:
-        """Select the row below the pointer, or choose it where it is selected."""
+        """Select the row under the pointer, or choose it if it is selected."""
         at = event.y + self.scroll_offset.y - 1
         if event.y > 0 and at < len(self.rows):
             self.action_choose() if at == self.cursor else self.select(at)
 
     def render_line(self, y: int) -> Strip:
-        """Draw a line of what is seen: the headings, and what it is scrolled to."""
+        """Draw a visible line: the headings or a row."""
         left, top = self.scroll_offset
         at = y + top - 1 if y else -1
         if at >= len(self.rows):
@@ -132,10 +132,10 @@ class Grid(ScrollView):
 
     @property
     def _seen(self) -> int:
-        """Rows that there is room for."""
+        """Number of rows that fit."""
         return max(1, self.scrollable_content_region.height - 1)
 
     def _draw(self, row: int) -> None:
-        """Draw the line of a row anew, where it is seen."""
+        """Redraw the line of a row, if visible."""
         if 0 < (line := row + 1 - self.scroll_offset.y) < self.size.height:
             self.refresh(Region(0, line, self.size.width, 1))

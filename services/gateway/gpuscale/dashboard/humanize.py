@@ -1,4 +1,4 @@
-"""Numbers and times as people read them. Pure. What is not known is `-`, never 0."""
+"""Numbers and times for people. Pure. An unknown value is `-`, never 0."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ UNKNOWN = "-"
 _UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
 _SPANS = (("d", 86400), ("h", 3600), ("min", 60))
 WORTH: Mapping[str, float] = dict(_UNITS) | dict(_SPANS)
-"""How much a unit is of the smallest one of its kind."""
+"""The size of each unit, in the smallest of its kind."""
 
 
 def number(value: float | None, unit: str = "", digits: int = 0) -> str:
@@ -34,7 +34,7 @@ def size(count: float | None) -> str:
 
 
 def part(count: float | None, total: float | None) -> str:
-    """`27.3 / 78.1 TiB`: in the unit of the total."""
+    """`27.3 / 78.1 TiB`, both in the unit of the total."""
     if count is None or not total:
         return f"{size(count)} / {size(total)}"
     unit, worth = next(((unit, worth) for unit, worth in _UNITS if total >= worth), ("B", 1))
@@ -59,7 +59,7 @@ def span(length: float) -> str:
 
 
 def length(duration: Duration) -> str:
-    """A Duration."""
+    """A Duration, as `span` writes it."""
     return span(seconds(duration))
 
 
@@ -69,20 +69,20 @@ def clock(time: Timestamp) -> str:
 
 
 def ago(time: Timestamp, now: datetime) -> str:
-    """How long ago, by this host's clock."""
+    """The time since then, by this host's clock."""
     return span((now - to_datetime(time)).total_seconds()) if time.seconds else UNKNOWN
 
 
 def word(message: Message, field: str) -> str:
-    """The value of an enum field as words, `reset required` of GPU_STATE_RESET_REQUIRED.
+    """An enum field in words: `reset required` for GPU_STATE_RESET_REQUIRED.
 
-    A value that only a newer server knows is its number.
+    A value from a newer server is its number.
     """
     return enum_word(message, field).lower().replace("_", " ") or "unspecified"
 
 
 def problems(found: Mapping[str, str]) -> str:
-    """What cannot be read and why, in one line; what fails alike is named together."""
+    """What cannot be read and why, in one line; sources with the same problem are grouped."""
     alike: dict[str, list[str]] = {}
     for source, problem in sorted(found.items()):
         alike.setdefault(problem, []).append(source)

@@ -1,8 +1,7 @@
-"""The bookings as a calendar that calendar programs subscribe to (RFC 5545), and the secret in its address.
+"""The bookings as an iCalendar feed (RFC 5545), and the secret in its address.
 
-Calendar programs cannot sign in as browsers do, so that whoever has the address may read it: what it tells is what everybody
-who may look at the dashboard is told. Its secret is kept in a file, so that subscriptions outlast a restart; without the file
-another one is made, and the old address is void.
+Calendar programs cannot sign in, so anyone with the address can read the feed; it shows only what every visitor of the dashboard
+sees. The secret is kept in a file, so that subscriptions survive a restart. Deleting the file revokes the address.
 """
 
 import secrets
@@ -26,7 +25,7 @@ _VOID = allocator_api.Booking.STATE_CANCELLED, allocator_api.Booking.STATE_EXPIR
 
 
 def calendar_secret(file: Path) -> str:
-    """The secret in a file that the user alone can read; it is made where there is none. Raises OSError."""
+    """The secret in a file that only this user can read; created if missing. Raises OSError."""
     with suppress(FileNotFoundError):
         if known := file.read_text().strip():
             return known
@@ -36,7 +35,7 @@ def calendar_secret(file: Path) -> str:
 
 
 def ical(bookings: Iterable[allocator_api.Booking]) -> bytes:
-    """The calendar; what was cancelled or given back is in it as cancelled, so that programs take it away."""
+    """The calendar. Cancelled and released bookings appear as CANCELLED, so that calendar programs remove them."""
     lines = [
         "BEGIN:VCALENDAR",
         "VERSION:2.0",
@@ -74,7 +73,7 @@ def _escaped(text: str) -> str:
 
 
 def _folded(line: str) -> bytes:
-    """A line of at most 75 bytes, and what is more on lines that begin with a space; no character is cut."""
+    """A line folded at 75 bytes, between characters."""
     parts, size = [""], 0
     for one in line:
         size += (length := len(one.encode()))

@@ -1,4 +1,4 @@
-"""`gpuscale-dashboard`: what it is told, and the dashboard until it is stopped."""
+"""The program `gpuscale-dashboard`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def serve(settings: DashboardSettings, stop: asyncio.Event) -> None:
     meter = rpc_meter.ProgramMeter(figures.SERVICE)
     async with web.open_dashboard(settings, meter) as url, settings.observed(meter):
         logs.get_logger(__name__).info("serving", url=url, gateway=settings.gateway_address)
-        if settings.listen.startswith("fd:"):  # of a parent, who lives as long as this end of the pipe waits
+        if settings.listen.startswith("fd:"):  # the pipe closes when the parent ends
             asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stop.set)
         await stop.wait()
 

@@ -1,8 +1,7 @@
-"""What tables and figures show of each kind of thing, in a browser and in a terminal alike. Pure.
+"""The rows and figures of each table, for the browser and the terminal alike. Pure.
 
-A row is a mapping from the column's id to what its cell shows; what is not known is `-`, never 0.
-
-Names and units of what is read of a GPU come from the contract, so that a reading that is added is shown without a word here.
+A row maps a column's id to the text of its cell; an unknown value is `-`, never 0. Names and units of GPU readings come from the
+contract, so that a new reading is shown without a change here.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Row: TypeAlias = Mapping[str, object]
 Columns: TypeAlias = Mapping[str, str]
 """Headings by id."""
 
-# What fits a phone and 80 columns first: how busy it is, and who holds it.
+# What fits a phone and 80 columns comes first: how busy it is, and who holds it.
 GPUS: Columns = {
     "gpu": "GPU",
     "state": "state",
@@ -114,12 +113,12 @@ SEVERITIES = ("critical", "warning", "info")
 
 
 def whose(holder: str) -> str:
-    """Whose a holder is: the endpoint of a replica, or whoever it is."""
+    """The endpoint of a holder that is a replica, otherwise the holder."""
     return names.short_holder(holder).partition("/")[0] if names.match(names.REPLICA, holder) else holder
 
 
 def gpu_row(gpu: GpuSummary) -> Row:
-    """What a table shows of a GPU."""
+    """The row of a GPU."""
     simulated = gpu.simulated and "simulated" not in gpu.model.lower()
     return {
         "uuid": gpu.uuid,
@@ -136,7 +135,7 @@ def gpu_row(gpu: GpuSummary) -> Row:
 
 
 def node_row(node: monitor_api.Node, marked: Marks) -> Row:
-    """What a table shows of a node."""
+    """The row of a node."""
     return {
         "node": node.name.removeprefix("nodes/"),
         "state": node_state(node, marked).lower(),
@@ -146,7 +145,7 @@ def node_row(node: monitor_api.Node, marked: Marks) -> Row:
 
 
 def host_row(node: monitor_api.Node, marked: Marks) -> Row:
-    """What a table of GPUs shows of their host, in the columns that its CPU and memory have in common with them."""
+    """The row of a host in a table of GPUs: its CPU and memory, in the matching columns."""
     host = node.snapshot.host_reading
     used, total = (
         getattr(host, name) if host.HasField(name) else None
@@ -164,20 +163,20 @@ def host_row(node: monitor_api.Node, marked: Marks) -> Row:
 
 
 def matches(row: Row, text: str) -> bool:
-    """Whether every word of the filter is in something that the row shows."""
+    """Whether each word of the filter occurs in a cell of the row."""
     shown = " ".join(str(cell) for cell in row.values()).lower()
     return all(part in shown for part in text.lower().split())
 
 
 def ordered(rows: Sequence[Row], column: str, *, descending: bool) -> list[Row]:
-    """Rows by a column; those where it is unknown come last, whichever way."""
+    """Rows sorted by a column; unknown values always come last."""
     known = [row for row in rows if row[column] not in {"", humanize.UNKNOWN}]
     known.sort(key=lambda row: sort_key(str(row[column])), reverse=descending)
     return known + [row for row in rows if row[column] in {"", humanize.UNKNOWN}]
 
 
 def sort_key(cell: str) -> tuple[bool, float, str]:
-    """Numbers by their value, `912 MiB` before `1.0 GiB`, before words by the alphabet."""
+    """Sorts numbers by value, `912 MiB` before `1.0 GiB`, and before words."""
     head, _, rest = cell.partition(" ")
     try:
         return (False, float(head) * humanize.WORTH.get(rest.partition(" ")[0], 1.0), cell)
@@ -186,7 +185,7 @@ def sort_key(cell: str) -> tuple[bool, float, str]:
 
 
 def fleet_figures(nodes: Sequence[monitor_api.Node], gpus: Sequence[GpuSummary]) -> dict[str, str]:
-    """How much there is, and how much of it is used; means are over the GPUs that can be read."""
+    """Totals and use of the fleet; means are over the GPUs that can be read."""
     online = sum(node.state == monitor_api.NodeState.NODE_STATE_ONLINE for node in nodes)
     used = [gpu.memory_used for gpu in gpus if gpu.memory_used is not None]
     total = [gpu.memory_total for gpu in gpus if gpu.memory_total is not None]
@@ -202,13 +201,13 @@ def fleet_figures(nodes: Sequence[monitor_api.Node], gpus: Sequence[GpuSummary])
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """The mean of those that are known; None where none is."""
+    """The mean of the known values; None if there are none."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
 def places(gpus: Iterable[tuple[str, int]]) -> str:
-    """`atlas/0-3, boreas/0`: GPUs by node and index, those side by side as a range."""
+    """`atlas/0-3, boreas/0`: GPUs by node and index, consecutive ones as a range."""
     ranges: list[tuple[str, int, int]] = []
     for node, index in sorted(gpus):
         if ranges and ranges[-1][0] == node and index <= ranges[-1][2] + 1:
@@ -219,7 +218,7 @@ def places(gpus: Iterable[tuple[str, int]]) -> str:
 
 
 def reservation_row(one: allocator_api.Reservation, gpus: Mapping[str, GpuSummary], now: datetime) -> Row:
-    """What a table shows of a reservation; `gpus` by UUID, for what is used of it."""
+    """The row of a reservation; `gpus` by UUID tell how much of it is used."""
     known = [gpus[gpu.uuid] for gpu in one.gpus if gpu.uuid in gpus]
     busy, memory = mean(gpu.utilization for gpu in known), mean(gpu.memory_percent for gpu in known)
     used = humanize.UNKNOWN
@@ -243,17 +242,17 @@ def reservation_row(one: allocator_api.Reservation, gpus: Mapping[str, GpuSummar
 
 
 def waits(one: allocator_api.Reservation) -> bool:
-    """Whether it has a place in the queue."""
+    """Whether it is in the queue."""
     return one.state == allocator_api.Reservation.STATE_WAITING
 
 
 def waits_longest(one: allocator_api.Reservation) -> tuple[bool, int]:
-    """To sort reservations by: what waits comes first, in the order of the queue."""
+    """Sort key of reservations: waiting ones first, in the order of the queue."""
     return not waits(one), one.job.queue_position if waits(one) else 0
 
 
 def time_left(one: allocator_api.Reservation, now: datetime) -> str:
-    """Until its lease ends; of one that was renewed since, of which no watch tells, how long a lease is."""
+    """The time until its lease ends; once renewed, which no watch reports, the length of a lease."""
     if not one.HasField("remaining"):
         return humanize.UNKNOWN
     left = (to_datetime(one.expire_time) - now).total_seconds()
@@ -263,7 +262,7 @@ def time_left(one: allocator_api.Reservation, now: datetime) -> str:
 def reservation_figures(
     reservations: Iterable[allocator_api.Reservation], gpus: Sequence[GpuSummary]
 ) -> dict[str, str]:
-    """How much is reserved, and how much of that does nothing."""
+    """How much is reserved, and how much of that is idle."""
     state = allocator_api.Reservation.State
     return {
         "holding": str(sum(one.state == state.STATE_ACTIVE for one in reservations)),
@@ -274,7 +273,7 @@ def reservation_figures(
 
 
 def endpoint_row(one: autoscaler_api.Endpoint) -> Row:
-    """What a table shows of an endpoint."""
+    """The row of an endpoint."""
     name, paused = one.name.removeprefix("endpoints/"), " · paused" if one.spec.paused else ""
     return {
         "name": name,
@@ -290,7 +289,7 @@ def endpoint_row(one: autoscaler_api.Endpoint) -> Row:
 
 
 def endpoint_figures(one: autoscaler_api.Endpoint) -> dict[str, str]:
-    """How many replicas an endpoint has, in each state."""
+    """The replicas of an endpoint, by state."""
     return {
         "desired": str(one.status.desired_replicas),
         "granted": str(one.status.granted_replicas),
@@ -302,11 +301,14 @@ def endpoint_figures(one: autoscaler_api.Endpoint) -> dict[str, str]:
 
 
 def capability_set_rows(one: autoscaler_api.Endpoint) -> list[Row]:
-    """What a table shows of the capability sets of an endpoint; none where it has none."""
+    """A row for each capability set of an endpoint."""
     stated = {each.id: each for each in one.spec.capability_sets}
     found: list[Row] = []
     for status in one.status.capability_sets:
-        able, bounds = humanize.UNKNOWN, humanize.UNKNOWN  # taken out of the spec, and not gone yet
+        able, bounds = (
+            humanize.UNKNOWN,
+            humanize.UNKNOWN,
+        )  # removed from the spec, but its replicas still exist
         if (asked := stated.get(status.id)) is not None:
             most = asked.max_replicas if asked.HasField("max_replicas") else one.spec.max_replicas
             able, bounds = capabilities(asked.capabilities), f"{asked.min_replicas} to {most}"
@@ -324,7 +326,7 @@ def capability_set_rows(one: autoscaler_api.Endpoint) -> list[Row]:
 
 
 def decision_row(one: autoscaler_api.Decision) -> Row:
-    """What a table shows of a decision; one that was made again and again is one row."""
+    """The row of a decision; repeats of it share the row."""
     return {
         "name": one.name,
         "endpoint": one.name.split("/")[1] if "/" in one.name else one.name,
@@ -339,7 +341,7 @@ def decision_row(one: autoscaler_api.Decision) -> Row:
 
 
 def observation_rows(one: autoscaler_api.Decision) -> list[Row]:
-    """What a decision saw."""
+    """The signals that a decision saw."""
     return [
         {
             "signal": seen.signal,
@@ -361,7 +363,7 @@ def observation_rows(one: autoscaler_api.Decision) -> list[Row]:
 
 
 def step_rows(one: autoscaler_api.Decision) -> list[Row]:
-    """What each stage of a decision made of the count."""
+    """The count before and after each stage of a decision."""
     return [
         {
             "step": number,
@@ -376,7 +378,7 @@ def step_rows(one: autoscaler_api.Decision) -> list[Row]:
 
 
 def replica_row(one: autoscaler_api.Replica, now: datetime) -> Row:
-    """What a table shows of a replica."""
+    """The row of a replica."""
     return {
         "name": one.name.rsplit("/", 1)[-1],
         "name_to": f"/{one.name}",
@@ -389,7 +391,7 @@ def replica_row(one: autoscaler_api.Replica, now: datetime) -> Row:
 
 
 def health_rows(events: Iterable[monitor_api.HealthEvent], now: datetime) -> list[Row]:
-    """What a table shows of the events that last, worst first."""
+    """The rows of unresolved events, worst first."""
     ranks = {severity: rank for rank, severity in enumerate(SEVERITIES)}
     shown = [
         {
@@ -422,7 +424,7 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
         "modes": "",
     }.items()
 }
-"""What the names of its readings begin with; a reading belongs to the first that has it."""
+"""Prefixes of the readings of each topic; a reading belongs to the first topic that matches."""
 PROCESSES: Columns = {
     "pid": "process",
     "user": "user",
@@ -449,7 +451,7 @@ _UNITS: Mapping[str, Callable[[Any], str]] = {
 
 
 def by_topic(read: types_api.GpuReading) -> dict[str, list[Row]]:
-    """What is read now, and what is read and is nothing; what is absent has no row."""
+    """The readings of each topic, zeros included; an absent reading has no row."""
     found: dict[str, list[Row]] = {topic: [] for topic in TOPICS}
     reading: Any = read
     for field in reading.DESCRIPTOR.fields:
@@ -473,7 +475,7 @@ def by_topic(read: types_api.GpuReading) -> dict[str, list[Row]]:
 
 
 def _use(process: types_api.GpuProcess) -> str:
-    """Its utilization, and what it uses of the encoders and decoders where it does."""
+    """Its utilization, and that of the encoders and decoders if it uses them."""
     words = {"": "", "encoder_": ", encoder ", "decoder_": ", decoder "}
     shares = {word: getattr(process, f"{name}utilization_percent") for name, word in words.items()}
     if not process.HasField("utilization_percent"):
@@ -482,7 +484,7 @@ def _use(process: types_api.GpuProcess) -> str:
 
 
 def process_rows(processes: Sequence[types_api.GpuProcess]) -> list[Row]:
-    """What runs on a GPU."""
+    """The rows of the processes on a GPU."""
     return [
         {
             "pid": str(one.pid),

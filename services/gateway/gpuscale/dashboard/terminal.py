@@ -1,4 +1,4 @@
-"""The same in a terminal: `gpuscalectl top`, made with Textual."""
+"""The dashboard in a terminal: `gpuscalectl top`, built with Textual."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -24,22 +24,22 @@ from gpuscale.dashboard.grid import Grid, Parts
 from gpuscale.dashboard.rows import PROCESSES, Columns, Row, process_rows
 
 LOOK = 0.5
-"""Seconds between two looks at what changed."""
+"""Seconds between checks for changes."""
 KEPT = 400
-"""Points of the line of the mean utilization."""
+"""Points of the chart of the mean utilization."""
 SHOWN = 1_000
-"""Rows of a table; the filter finds the others."""
+"""Most rows of a table; the filter finds the others."""
 BLOCKS = " ▁▂▃▄▅▆▇█"
 LATEST = 100
-"""Decisions that are shown."""
+"""Decisions shown."""
 PAST = 20
-"""Readings of a GPU that are drawn in its row."""
+"""Past readings drawn in the row of a GPU."""
 BAR = 10
-"""Characters of a bar."""
+"""Width of a bar in characters."""
 LEVELS = ((85.0, "red"), (50.0, "yellow"), (0.0, "green"))
-"""From how many percent on a bar has a colour."""
+"""The percentage from which a bar has each colour."""
 TABLES: dict[str, Columns] = {
-    # What fits 80 columns first: how busy it is, and who holds it.
+    # What fits 80 columns comes first: how busy it is, and who holds it.
     "gpus": {
         **{name: rows.GPUS[name] for name in ("gpu", "state", "util", "held", "memory")},
         **{name: rows.GPUS[name] for name in ("temperature", "power")},
@@ -57,12 +57,12 @@ TABLES: dict[str, Columns] = {
 UTILIZATION = [*TABLES["gpus"]].index("util")
 KEYS = (
     (f"1 to {len(TABLES)}", "choose a table"),
-    ("e, Enter", "why: explain or describe what is selected"),
-    ("l", "logs of the endpoint, the replica or the job that is selected"),
-    ("x", "end: stop that job, or release that reservation, after a question"),
+    ("e, Enter", "why: explain or describe the selected row"),
+    ("l", "logs of the selected endpoint, replica or job"),
+    ("x", "end: stop the selected job or release the reservation; asks first"),
     ("/", "filter: words that a row must show; Esc clears it"),
     ("s, r", "sort by the next column; reverse the order"),
-    ("t", "tree: GPUs below their hosts, with CPU and memory of these, or alone"),
+    ("t", "tree: show GPUs below their hosts, with the hosts' CPU and memory"),
     ("p, Space", "pause"),
     ("arrows", "select; left and right show more columns"),
     ("q", "quit"),
@@ -70,7 +70,7 @@ KEYS = (
 
 
 def load_lines(percents: Sequence[float]) -> tuple[str, str]:
-    """A bar for each, from 0 to 100 percent, two characters high: the upper and the lower line."""
+    """Bars of 0 to 100 percent, two characters high: the upper and the lower line."""
     eighths = [round(min(max(one, 0.0), 100.0) * 0.16) for one in percents]
     upper = "".join(BLOCKS[max(one - 8, 0)] for one in eighths)
     return upper, "".join(BLOCKS[min(one, 8)] for one in eighths)
@@ -80,9 +80,9 @@ class Top(App[None]):
     """The whole fleet on one screen.
 
     Args:
-        connect: makes the client of the gateway.
-        program: begins the command lines that answer what is asked about a row.
-        ascii_only: draw nothing but ASCII.
+        connect: opens the client of the gateway.
+        program: the program to run commands about a row with.
+        ascii_only: draw ASCII only.
     """
 
     CSS = """
@@ -134,7 +134,7 @@ class Top(App[None]):
         self._paused = False
 
     def compose(self) -> ComposeResult:
-        """The widgets."""
+        """Lay out the widgets."""
         yield Static(id="head")
         yield Static(id="problem", markup=False)
         if not self._ascii:
@@ -145,12 +145,12 @@ class Top(App[None]):
                 self._tables[name] = Grid(tuple(TABLES[name].values()), paint, f"table-{name}")
                 with TabPane(f"{number} {name}", id=name):
                     yield self._tables[name]
-        # Disabled while it is not shown, so that no key goes there.
+        # Disabled while hidden, so that it takes no keys.
         yield Input(placeholder="words that a row must show; Esc to clear", id="filter", disabled=True)
         yield Footer()
 
     async def on_mount(self) -> None:
-        """Connect, and begin to look."""
+        """Connect, and start refreshing."""
         client = await self._stack.enter_async_context(self._connect())
         feed = Feed(client, self._facts)
         await self._stack.enter_async_context(feed.running())
@@ -159,30 +159,30 @@ class Top(App[None]):
         self.set_interval(LOOK, lambda: self._look(client))
 
     async def on_unmount(self) -> None:
-        """End the feed, and close the client."""
+        """Stop the feed and close the client."""
         await self._stack.aclose()
 
     def action_show(self, name: str) -> None:
-        """Go to a table."""
+        """Open a table."""
         self.query_one("#tabs", TabbedContent).active = name
         self._tables[name].focus()
         self._redraw()
 
     def action_sort(self) -> None:
-        """Sort by the next column; after the last one, as it came."""
+        """Sort by the next column; after the last, restore the original order."""
         name = self._active
         column, reverse = self._sorted.get(name, (-1, False))
         self._sorted[name] = (column + 1 if column + 1 < len(TABLES[name]) else -1, reverse)
         self._redraw()
 
     def action_reverse(self) -> None:
-        """Turn the order around."""
+        """Reverse the order."""
         column, reverse = self._sorted.get(self._active, (-1, False))
         self._sorted[self._active] = (column, not reverse)
         self._redraw()
 
     def action_pause(self) -> None:
-        """Stop, or go on: the screen stays as it is, for reading."""
+        """Pause or resume updates of the screen."""
         self._paused = not self._paused
         self._redraw()
 
@@ -191,43 +191,43 @@ class Top(App[None]):
         self.push_screen(Box("\n".join(f"{keys:<9} {what}" for keys, what in KEYS)))
 
     def action_tree(self) -> None:
-        """Show GPUs below their hosts, with CPU and memory of these, or GPUs alone."""
+        """Toggle between GPUs alone and GPUs below their hosts."""
         self._tree = not self._tree
         self._redraw()
 
     def _selected(self) -> tuple[Row, allocator_api.Reservation | None] | None:
-        """The row under the cursor and the reservation that it is of; None in an empty table."""
+        """The row under the cursor and its reservation; None in an empty table."""
         shown, at = self._rows_shown.get(self._active, []), self._tables[self._active].cursor
         if not 0 <= at < len(shown):
             return None
         return shown[at], answers.of_row(self._active, shown[at], self._facts.reservations)
 
     def action_ask(self, what: Literal["why", "logs"]) -> None:
-        """Show what a command says of the row under the cursor."""
+        """Run a command about the row under the cursor and show its output."""
         if (selected := self._selected()) is not None:
             self._answer((answers.why if what == "why" else answers.logs)(self._active, *selected))
 
     def on_grid_row_chosen(self) -> None:
-        """Enter, or a click on the row under the cursor."""
+        """Explain the chosen row."""
         self.action_ask("why")
 
     def action_end(self) -> None:
-        """Stop the job of the row under the cursor, or release what it holds, once that is confirmed."""
+        """Stop the job under the cursor, or release its reservation, after confirmation."""
         if (selected := self._selected()) is None or (held := selected[1]) is None:
-            self.notify("nobody holds it by a reservation", severity="warning")
+            self.notify("no reservation holds it", severity="warning")
             return
         words, where = answers.end(held), rows.places((node_of(gpu), gpu.index) for gpu in held.gpus)
-        about = f"{short_holder(held.holder)} holds {where or 'nothing yet'} by it."
+        about = f"{short_holder(held.holder)} holds {where or 'nothing yet'}."
         self.push_screen(Confirm(words, about), lambda yes: self._answer(words) if yes else None)
 
     def _answer(self, words: answers.Words) -> None:
         if words:
             self.push_screen(Answer(self._program, words))
         else:
-            self.notify("it is of no job and no replica, which write logs", severity="warning")
+            self.notify("only endpoints, replicas and jobs have logs", severity="warning")
 
     def action_filter(self) -> None:
-        """Ask for words."""
+        """Open the filter."""
         field = self.query_one("#filter", Input)
         field.display, field.disabled = True, False
         field.focus()
@@ -240,15 +240,15 @@ class Top(App[None]):
         self._tables[self._active].focus()
 
     def on_input_changed(self) -> None:
-        """The words changed."""
+        """Apply the filter."""
         self._redraw()
 
     def on_input_submitted(self) -> None:
-        """Back to the table."""
+        """Return to the table."""
         self._tables[self._active].focus()
 
     def on_tabbed_content_tab_activated(self) -> None:
-        """Another table is looked at."""
+        """Refresh the newly shown table."""
         self._redraw()
 
     @property
@@ -258,7 +258,7 @@ class Top(App[None]):
     def _look(self, client: AsyncClient) -> None:
         if self._paused:
             return
-        # Whenever an endpoint changed, which tells of its newest decision.
+        # Whenever an endpoint changed: it names its newest decision.
         if self._active == "decisions" and self._asked is not self._facts.endpoints:
             self._asked = self._facts.endpoints
             self.run_worker(self._ask(client), exclusive=True)
@@ -266,7 +266,7 @@ class Top(App[None]):
             self._redraw()
 
     async def _ask(self, client: AsyncClient) -> None:
-        """Ask for the decisions."""
+        """Query the decisions."""
         request = autoscaler_api.ListDecisionsRequest(page_size=LATEST)
         try:
             self._decisions = (await client.decisions.ListDecisions(request)).decisions
@@ -285,7 +285,7 @@ class Top(App[None]):
             f"{figure} {word.replace('_', ' ')}"
             for word, figure in rows.fleet_figures(list(facts.nodes.values()), gpus).items()
         )
-        # Without a new layout, which would draw all of the screen a second time.
+        # No new layout, which would redraw the whole screen.
         head, told = self.query_one("#head", Static), ("PAUSED  " if self._paused else "") + words
         if head.content != told:
             head.update(told, layout=False)
@@ -299,7 +299,7 @@ class Top(App[None]):
         self._fill(self._active, gpus)
 
     def _keep(self, gpus: Sequence[GpuSummary]) -> None:
-        """Keep what was read, once for each time that nodes told it, and draw the line of it."""
+        """Keep each new reading, and draw the chart."""
         for gpu in gpus:
             if gpu.utilization is not None:
                 self._past[gpu.uuid].append(gpu.utilization)
@@ -330,16 +330,16 @@ class Top(App[None]):
         return rows.health_rows(facts.events, now)
 
     def _gpu_row(self, gpu: GpuSummary) -> Row:
-        """A GPU, with why it is in its state apart from that, and its last readings."""
+        """The row of a GPU, with the reason for its state in a column of its own, and its past readings."""
         row = rows.gpu_row(gpu)
         state, _, why = str(row["state"]).partition(": ")
         read = () if self._ascii else self._past[gpu.uuid]
         past = "".join(BLOCKS[round(min(one, 100) * 0.08)] for one in read).rjust(PAST)
-        memory = humanize.part(gpu.memory_used, gpu.memory_total)  # which 80 columns have room for
+        memory = humanize.part(gpu.memory_used, gpu.memory_total)  # which fits into 80 columns
         return {**row, "state": state, "why": why, "past": past, "memory": memory}
 
     def _below_hosts(self, found: Sequence[Row]) -> list[Row]:
-        """The rows of GPUs, those of each host behind a row of its own."""
+        """The rows of GPUs, each host's after a row for the host."""
         marked = marks(self._facts.cordons)
         return [
             row
@@ -348,7 +348,7 @@ class Top(App[None]):
         ]
 
     def _printable(self, cell: object) -> str:
-        """What of a cell is drawn: a holder, and a program, write what they like."""
+        """The printable part of a cell: holders and programs are free text."""
         text = str(cell)
         if self._ascii and not text.isascii():
             text = text.replace("→", "->").encode("ascii", "replace").decode()
@@ -358,7 +358,7 @@ class Top(App[None]):
         return ((cell, ""),)
 
     def _bar(self, column: int, cell: str) -> Parts:
-        """The utilization as `█████      52 %`, in the colour of its level; anything else as it is."""
+        """The utilization as `█████      52 %`, coloured by level; any other cell unchanged."""
         percent, unit, _ = cell.partition(" %")
         if column != UTILIZATION or not unit:
             return self._plain(column, cell)
@@ -370,7 +370,7 @@ class Top(App[None]):
         )
 
     def _fill(self, name: str, gpus: Sequence[GpuSummary]) -> None:
-        """Show the rows of a table; the cursor stays where it is, and nothing is drawn where nothing changed."""
+        """Show the rows of a table; the cursor stays, and nothing is drawn without a change."""
         text = self.query_one("#filter", Input).value
         found = [row for row in self._rows(name, gpus) if rows.matches(row, text)]
         column, reverse = self._sorted.get(name, (-1, False))

@@ -1,9 +1,9 @@
-"""Visitors: they show a bearer token before they see anything, where the settings say so, and act with it then.
+"""Visitors: sign-in with a bearer token, where the settings require it, and what they do with it.
 
-The token is tried on the gateway itself, so that whoever may call the gateway may look, and nobody else; it is kept in the
-memory of this program, and the browser gets a random secret in a cookie that scripts cannot read. A restart signs everybody out.
+A token is tried on the gateway, so that exactly those who may call the gateway may sign in. It stays in the memory of this program;
+the browser gets a random secret in an HttpOnly cookie. A restart signs everyone out.
 
-Where the gateway asks for no token (`gpuscalectl up`), a link does instead, which works once and is kept in a file of the user's.
+Where the gateway requires no token (`gpuscalectl up`), visitors sign in by a one-time link, kept in a file of the user's.
 """
 
 from __future__ import annotations
@@ -39,70 +39,74 @@ T = TypeVar("T")
 LENGTH = 12 * 3600.0
 """Seconds after which a visitor has to sign in again."""
 MOST = 1_000
-"""Sessions at a time; the oldest makes room."""
+"""Most sessions at a time; a new one replaces the oldest."""
 
 
 @dataclass(frozen=True, slots=True)
 class VisitorSession:
-    """A visitor that showed a token, until `end` (seconds of the same clock as `now`)."""
+    """A signed-in visitor, until `end` (seconds of the same clock as `now`)."""
 
     token: str
     end: float
 
 
 class Sessions:
-    """All that are open."""
+    """All open sessions."""
 
     def __init__(self) -> None:
         self._open: dict[str, VisitorSession] = {}
 
     def begin(self, secret: str, token: str, now: float) -> None:
-        """Remember a token under a secret that nobody can guess."""
+        """Remember a token under a random secret."""
         self._open = {key: one for key, one in self._open.items() if one.end > now}
         while len(self._open) >= MOST:
             del self._open[next(iter(self._open))]
         self._open[secret] = VisitorSession(token, now + LENGTH)
 
     def token(self, secret: str, now: float) -> str | None:
-        """The token of a session; None where there is none, or its time is over."""
+        """The token of a session; None if there is none or it has expired."""
         found = self._open.get(secret)
         return found.token if found is not None and found.end > now else None
 
     def tokens(self, now: float) -> set[str]:
-        """The tokens of all that are open."""
+        """The tokens of all open sessions."""
         return {one.token for one in self._open.values() if one.end > now}
 
     def revoke(self, token: str) -> None:
-        """Forget all sessions of a token."""
+        """End all sessions of a token."""
         self._open = {key: one for key, one in self._open.items() if one.token != token}
 
     def end(self, secret: str) -> None:
-        """Forget it; harmless where there is none."""
+        """End a session, if there is one."""
         self._open.pop(secret, None)
 
 
 Connect = Callable[[str], AsyncClient]
-"""Makes a client that sends a token."""
+"""Opens a client that sends a token."""
 Action = Callable[[AsyncClient], Awaitable[T]]
 MARKS: dict[str, tuple[type[Any], str, str]] = {
-    "cordon": (allocator_api.CordonNodeRequest, "CordonNode", "Nothing new starts there; what runs stays."),
+    "cordon": (
+        allocator_api.CordonNodeRequest,
+        "CordonNode",
+        "No new work is placed there; running work stays.",
+    ),
     "drain": (allocator_api.DrainNodeRequest, "DrainNode", "Holders there have 10 minutes to leave."),
     "uncordon": (
         allocator_api.UncordonNodeRequest,
         "UncordonNode",
-        "New work may start there; a drain ends.",
+        "New work may be placed there; a drain ends.",
     ),
 }
-"""What may be done to a node or GPU: the request, the method, and what it leads to."""
+"""What a visitor may do to a node or GPU: the request, the method, and the effect."""
 
 
 class VisitorActions:
-    """Acts for one visitor.
+    """Calls on behalf of a visitor.
 
     Args:
-        connect: makes the client.
-        token: gives what the visitor showed, for as long as the visitor is signed in.
-        at_home: whether the visitor is the user of this process, and may read that user's files.
+        connect: opens a client.
+        token: returns the visitor's token while signed in.
+        at_home: whether the visitor is the user of this process, and may read the user's files.
     """
 
     def __init__(self, connect: Connect, token: Callable[[], str | None], *, at_home: bool = False) -> None:
@@ -112,11 +116,11 @@ class VisitorActions:
 
     @property
     def signed_out(self) -> bool:
-        """Whether the visitor is not signed in any more: signed out on another page, or for too long."""
+        """Whether the session has ended: signed out on another page, or expired."""
         return self._token() is None
 
     async def ask(self, act: Action[T]) -> T:
-        """Call the gateway as the visitor. Raises GpuscaleError: it is refused, or the visitor is signed out."""
+        """Call the gateway as the visitor. Raises GpuscaleError: the call failed, or the visitor is signed out."""
         token = self._token()
         if token is None:
             raise UnauthenticatedError("signed out: sign in again")
@@ -124,22 +128,22 @@ class VisitorActions:
             return await act(client)
 
     async def release(self, one: allocator_api.Reservation) -> None:
-        """Give the GPUs of a reservation back, after asking."""
+        """Release a reservation, after confirmation."""
         name = one.name.removeprefix("reservations/")
 
         async def give_back(client: AsyncClient) -> None:
-            # By the fence that the visitor is told: what the dashboard itself was told may have none.
+            # The fence is read as the visitor: the dashboard's own role may not see it.
             found = await client.allocator.GetReservation(allocator_api.GetReservationRequest(name=one.name))
             fence = found.reservation.fence
             request = allocator_api.ReleaseReservationRequest(name=one.name, fence=fence)
             await client.allocator.ReleaseReservation(request)
 
-        question = f"Release {name}, held by {one.holder}? Whatever runs on its GPUs loses them."
+        question = f"Release {name}, held by {one.holder}? Processes on its GPUs lose them."
         if await self._confirmed(question) is not None:
             await self._do(give_back, f"{name} is released")
 
     async def mark(self, name: str, act: str) -> None:
-        """Cordon, drain or uncordon a node or GPU, after asking why; a role that may not is told so before."""
+        """Cordon, drain or uncordon a node or GPU, after asking for a reason; checks permission first."""
         kind, method, leads_to = MARKS[act]
 
         def call(client: AsyncClient, fields: Mapping[str, object]) -> Awaitable[object]:
@@ -155,7 +159,7 @@ class VisitorActions:
             await self._do(lambda client: call(client, fields), f"{act}: {name}")
 
     async def pause(self, one: autoscaler_api.Endpoint) -> None:
-        """Pause an endpoint, or let a paused one go on, after asking."""
+        """Pause or resume an endpoint, after confirmation."""
         changed = autoscaler_api.Endpoint(name=one.name)
         changed.spec.paused = not one.spec.paused
         mask = field_mask_pb2.FieldMask(paths=["spec.paused"])
@@ -174,7 +178,7 @@ class VisitorActions:
             await self._do(partial(call, check=False), f"{word}: {one.name}")
 
     async def set_replicas(self, one: autoscaler_api.Endpoint, replicas: int, group: str) -> None:
-        """Order a number of replicas (of a capability set), after asking; refused where somebody else ordered another one meanwhile."""
+        """Order a number of replicas (of a capability set), after confirmation; fails if the number has changed meanwhile."""
         groups = {each.id: each.desired_replicas for each in one.status.capability_sets}
         request = autoscaler_api.SetReplicasRequest(
             name=one.name,
@@ -183,7 +187,7 @@ class VisitorActions:
             capability_set=group,
         )
         of = f"{one.name} {group}".rstrip()
-        question = f"Order {replicas} replicas of {of}? It aims at {request.current_replicas} now."
+        question = f"Order {replicas} replicas of {of}? It wants {request.current_replicas} now."
         if await self._confirmed(question) is not None:
             await self._do(
                 lambda client: client.endpoints.SetReplicas(request), f"{replicas} replicas are wanted now"
@@ -191,11 +195,11 @@ class VisitorActions:
 
     @staticmethod
     async def _confirmed(question: str, *, reasoned: bool = False) -> str | None:
-        """Ask; returns the reason that was given, if one was asked for, and None where the visitor does not want it."""
+        """Ask to confirm; returns the reason entered, empty if none was asked for, and None if the visitor declines."""
         with ui.dialog() as dialog, ui.card():
             ui.label(question)
             reason = ui.input("why, for others to read").classes("full-width") if reasoned else None
-            ui.label("The services note who did it in their audit log.").classes("gs-quiet")
+            ui.label("Your name goes into the audit log.").classes("gs-quiet")
             with ui.row():
                 ui.button("Yes", on_click=partial(dialog.submit, result=True)).mark("yes")
                 ui.button("No", on_click=partial(dialog.submit, result=False)).props("flat")
@@ -204,7 +208,7 @@ class VisitorActions:
         return None if answer is not True else "" if reason is None else reason.value
 
     async def _do(self, act: Action[object], done: str = "") -> bool:
-        """Whether it was done; what came of it is said."""
+        """Make the call, show the result, and return whether it succeeded."""
         try:
             await self.ask(act)
         except GpuscaleError as error:
@@ -219,11 +223,11 @@ COOKIE = "gpuscale_session"
 PATH = "/sign-in"
 LONGEST_FORM = 16_384
 TRIED_AT_ONCE = 8
-"""Tokens that are tried on the gateway at a time."""
+"""Most tokens tried on the gateway at a time."""
 RECHECK = 60.0
-"""Seconds between two looks whether the tokens of visitors are still good: as long as streams outlive a revoked one."""
+"""Seconds between checks of visitors' tokens: as long as streams outlive a revoked token."""
 NO_TOKEN = ""
-"""What a visitor acts with who came by a link."""
+"""The token of a visitor who signed in by link."""
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>sign in · gpuscale</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>body {{ font: 16px system-ui, sans-serif; max-width: 24rem; margin: 15vh auto; padding: 0 1rem }}
@@ -234,11 +238,11 @@ _FORM = """<form method="post" action="/sign-in"><label>Token
 <input name="token" type="password" autocomplete="current-password" autofocus required></label>
 <button>Sign in</button></form>"""
 _BY_LINK = """Open the link that gpuscalectl up prints when it starts. A link works once, and signs this browser in for 12 hours.
-Each next one is in the file<br><code>{file}</code>"""
+The next one is in the file<br><code>{file}</code>"""
 
 
 def secret_of(headers: Headers) -> str:
-    """The secret in a visitor's cookie; empty where there is none."""
+    """The secret in a visitor's cookie; empty if there is none."""
     try:
         cookie = SimpleCookie(headers.get("cookie", ""))
     except CookieError:
@@ -248,32 +252,32 @@ def secret_of(headers: Headers) -> str:
 
 @dataclass(frozen=True)
 class Visitors:
-    """How visitors are let in, and what they may do then."""
+    """Signs visitors in, and makes calls for them."""
 
-    connect: Connect  # makes a client of the gateway that sends a token
-    clock: Clock  # what the length of a session is measured by
-    secure: bool  # whether cookies are for HTTPS only
-    link_file: Path | None = None  # holds the link by which visitors come; None where they show a token
-    sessions: Sessions = field(default_factory=Sessions)  # those that are signed in
-    # bounds how many tokens are tried at a time: whoever asks is not known yet
+    connect: Connect  # opens a client of the gateway that sends a token
+    clock: Clock  # measures the length of sessions
+    secure: bool  # cookies are for HTTPS only
+    link_file: Path | None = None  # holds the sign-in link; None: sign-in by token
+    sessions: Sessions = field(default_factory=Sessions)  # open sessions
+    # bounds how many tokens are tried at a time
     trying: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(TRIED_AT_ONCE))
 
     def token(self, headers: Headers) -> str | None:
-        """The token of whoever sent these headers; None for somebody who is not signed in."""
+        """The token of the sender of these headers; None if not signed in."""
         return self.sessions.token(secret_of(headers), self.clock.now())
 
     def actions(self, headers: Headers | None = None) -> VisitorActions | None:
-        """To act for whoever sent these headers; for the visitor whose page is being made without them."""
+        """Calls for the sender of these headers, or for the visitor of the page being built."""
         sent = ui.context.client.request.headers if headers is None else headers
         if self.token(sent) is None:
             return None
         return VisitorActions(self.connect, lambda: self.token(sent), at_home=self.link_file is not None)
 
     def take_link(self, secret: str) -> bool:
-        """Whether this is the secret of the link that works now; if so another one works from here on.
+        """Whether this is the secret of the current link; if so, a new link replaces it.
 
         Raises:
-            OSError: the file cannot be read, or be written: the link goes on working then.
+            OSError: the file cannot be read or written; the link stays valid.
         """
         if self.link_file is None:
             return False
@@ -284,12 +288,12 @@ class Visitors:
         return True
 
     async def try_token(self, token: str) -> None:
-        """Make one call with it. Raises GpuscaleError: the gateway refuses it, or does not answer."""
+        """Try a token with one call. Raises GpuscaleError: the gateway rejects it or does not answer."""
         async with self.trying, self.connect(token) as client:
             await client.fleet.ListNodes(monitor_api.ListNodesRequest(page_size=1))
 
     async def recheck(self) -> None:
-        """For ever: sign out whose token the gateway does not take any more. While it cannot be asked nothing changes."""
+        """For ever: sign out visitors whose token the gateway rejects. While it is unreachable, nothing changes."""
         while True:
             await asyncio.sleep(RECHECK)
             for token in self.sessions.tokens(self.clock.now()):
@@ -302,14 +306,14 @@ class Visitors:
 
 
 class SignInRequired:
-    """Lets nobody past who is not signed in: neither to a page nor to the socket that fills it."""
+    """Requires sign-in for every page and socket."""
 
     def __init__(self, app: ASGIApp, visitors: Visitors) -> None:
         self._app = app
         self._visitors = visitors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, or one socket."""
+        """Serve one request or socket."""
         path = str(scope.get("path"))
         free = scope["type"] == "lifespan" or path == PATH or path.startswith((LINK_PATH, CALENDAR))
         if free or self._visitors.token(Headers(scope=scope)) is not None:
@@ -321,7 +325,7 @@ class SignInRequired:
 
 
 def require_sign_in(app: FastAPI, visitors: Visitors) -> None:
-    """Put the door in front of `app`."""
+    """Put sign-in in front of `app`."""
     way = _FORM if visitors.link_file is None else _BY_LINK.format(file=html.escape(str(visitors.link_file)))
 
     def page(problem: str = "", code: int = 200) -> Response:
@@ -340,9 +344,7 @@ def require_sign_in(app: FastAPI, visitors: Visitors) -> None:
         return page()
 
     async def come_by_link(secret: str) -> Response:
-        return (
-            let_in(NO_TOKEN) if visitors.take_link(secret) else page("This link does not work any more.", 403)
-        )
+        return let_in(NO_TOKEN) if visitors.take_link(secret) else page("This link was already used.", 403)
 
     async def sign_in(request: Request) -> Response:
         if int(request.headers.get("content-length") or LONGEST_FORM + 1) > LONGEST_FORM:

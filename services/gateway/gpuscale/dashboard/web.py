@@ -1,4 +1,4 @@
-"""The web server: its socket, its client of the gateway, the feed, and NiceGUI on uvicorn, on the loop of the program."""
+"""The web server: NiceGUI on uvicorn, with its socket, the client of the gateway, and the feed, on the program's loop."""
 
 import ipaddress
 import secrets
@@ -53,23 +53,23 @@ from gpuscale.dashboard.settings import DashboardSettings
 from gpuscale.dashboard.visitors import VisitorActions, Visitors, require_sign_in
 
 KEPT_MESSAGES = 10
-"""Messages to each browser that are kept in case its connection breaks; beyond them it loads the page again."""
+"""Messages kept for each browser in case its connection breaks; after more, it reloads the page."""
 COMPRESSION = 3
-"""The first visit of a browser is scripts above all: higher levels take the server more time than they save on the way."""
+"""A first visit is mostly scripts; higher levels cost the server more time than they save in transfer."""
 STOP_SECONDS = 2
-"""Seconds for requests to finish; browsers keep their sockets open for as long as they may."""
+"""Seconds for requests to finish at shutdown; browsers never close their sockets."""
 
 
 @asynccontextmanager
 async def open_dashboard(
     settings: DashboardSettings, meter: ProgramMeter | None = None
 ) -> AsyncGenerator[str]:
-    """The dashboard, until the end of the block; yields its URL. What it does is shown on the `/metrics` of `meter`.
+    """Serve the dashboard until the end of the block; yields its URL. `meter` shows its metrics on `/metrics`.
 
     Raises:
-        FailedPreconditionError: ADDRESS_IN_USE; BIND_FAILED; INSECURE_BIND where other hosts could look unasked;
-            TLS_FILES or TOKEN_FILE where a file cannot be used.
-        InvalidArgumentError: the address to listen on is none.
+        FailedPreconditionError: ADDRESS_IN_USE; BIND_FAILED; INSECURE_BIND: other hosts could connect without sign-in;
+            TLS_FILES or TOKEN_FILE: a file cannot be used.
+        InvalidArgumentError: invalid address to listen on.
     """
     server_tls, bound = settings.browser_tls(), passed_socket(settings.listen)
     address = ListenAddress(*bound.getsockname()[:2]) if bound else parse_listen(settings.listen)
@@ -82,7 +82,7 @@ async def open_dashboard(
     connect = partial(connect_async, settings.gateway_address, tls=tls)
     token = read_token(settings.token_file) if settings.token_file is not None else None
     visitors: Visitors | None = None
-    # What browsers may call this host beside its addresses; visitors who sign in do so for one name.
+    # Host names to answer to, beside addresses; a sign-in cookie is bound to one name anyway.
     names: frozenset[str] | None = frozenset(
         {"localhost", *(name.lower() for name in settings.allowed_hosts)}
     )
@@ -94,7 +94,7 @@ async def open_dashboard(
             secure=server_tls is not None,
             link_file=settings.link_file,
         )
-    # The certificate is read again when its files change.
+    # The certificate is reloaded when its files change.
     context = None if server_tls is None else server_context(server_tls)
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
@@ -152,14 +152,14 @@ PAGES: Mapping[str, Callable[..., None]] = {
     "/health": health_page,
     "/audit": audit_page,
 }
-"""What makes each page."""
+"""The builder of each page."""
 
 
 def passed_socket(listen: str) -> socket.socket | None:
-    """The socket of `fd:N`; None for an address.
+    """The inherited socket `fd:N`; None for an address.
 
     Raises:
-        InvalidArgumentError: there is no listening socket of that number.
+        InvalidArgumentError: it is not a listening socket.
     """
     if not listen.startswith("fd:"):
         return None
@@ -167,19 +167,18 @@ def passed_socket(listen: str) -> socket.socket | None:
         passed = socket.socket(fileno=int(listen.removeprefix("fd:")))
         if passed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return passed
-    raise InvalidArgumentError(f"listen: {listen} is no listening socket", field="listen")
+    raise InvalidArgumentError(f"listen: {listen} is not a listening socket", field="listen")
 
 
 def application(
     site: DashboardSite, visitors: Visitors | None, *, names: Collection[str] | None, compress: bool
 ) -> FastAPI:
-    """The pages, as an application; behind a door where there are `visitors` to let in.
+    """The web application; requires sign-in if `visitors` are given.
 
-    Where there are `names` a browser is answered only if it asks for this host by one of them, or by an address: a page from
-    elsewhere whose name was made to lead here would else read everything, without anybody signing in ("DNS rebinding").
-    What a page of another origin asks for is refused in any case.
+    With `names`, requests must address this host by one of them or by IP address. Otherwise a foreign page could read everything by
+    pointing its own name here (DNS rebinding). Requests of another origin are always refused.
 
-    Without `compress` a first visit costs the server a third, and more bytes: what a browser on the same host wants.
+    Without `compress`, a first visit costs the server a third of the time but more bytes, which suits browsers on this host.
     """
 
     async def calendar(secret: str) -> Response:
@@ -190,15 +189,15 @@ def application(
         try:
             found = await site.client.bookings.ListBookings(request)
         except GpuscaleError as error:
-            return PlainTextResponse(f"the bookings cannot be read: {error.message}", status_code=503)
+            return PlainTextResponse(f"cannot read the bookings: {error.message}", status_code=503)
         return Response(ical(found.bookings), media_type="text/calendar")
 
     for path, make in PAGES.items():
         ui.page(path)(partial(make, site))
 
     async def no_page(request: Request, _: Exception) -> Response:
-        """What somebody mistyped is no line in the log, as NiceGUI has it: whoever asks could fill the log."""
-        told = f"there is no page {request.url.path}"
+        """Answer without the log line that NiceGUI would write: anyone could fill the log."""
+        told = f"no page {request.url.path}"
         if "text/html" not in request.headers.get("accept", ""):
             return PlainTextResponse(told, status_code=404)
         with Client(ui.page(""), request=request) as client, page(site, "No such page"):
@@ -230,12 +229,12 @@ def application(
 
 
 def serve_logs(app: FastAPI, visitors: Visitors) -> None:
-    """What jobs and replicas wrote, whole, as text, to who signed in."""
+    """Serve the full logs of jobs and replicas as text, to signed-in visitors."""
 
     async def text(request: Request, read: Callable[[VisitorActions], Awaitable[ContentStream]]) -> Response:
         actions = visitors.actions(request.headers)
         if actions is None:
-            return PlainTextResponse("signed out meanwhile", status_code=403)
+            return PlainTextResponse("signed out: sign in again", status_code=403)
         try:
             parts = await read(actions)
         except GpuscaleError as error:
@@ -256,9 +255,9 @@ def serve_logs(app: FastAPI, visitors: Visitors) -> None:
 
 
 class SameOrigin:
-    """Answers browsers that call this host by a name of its own, for pages that came from here.
+    """Refuses requests to unknown host names and from pages of other origins.
 
-    Browsers send `Origin` with what a page posts and with every socket that it opens, Socket.IO's too.
+    Browsers send `Origin` with POST requests and with every web socket, Socket.IO's too.
     """
 
     def __init__(self, app: ASGIApp, names: Collection[str] | None) -> None:
@@ -266,7 +265,7 @@ class SameOrigin:
         self._names = names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, or one socket."""
+        """Serve one request or socket."""
         problem = ""
         if scope["type"] in {"http", "websocket"}:
             headers = Headers(scope=scope)
@@ -284,7 +283,7 @@ class SameOrigin:
 
 
 def _is_own(host: str, names: Collection[str]) -> bool:
-    """Whether a `Host` is one of the names, or an address: no name can be made to lead to another address then."""
+    """Whether a `Host` header holds one of the names or an IP address, which DNS cannot redirect."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
         return name in names or bool(ipaddress.ip_address(name))
@@ -293,13 +292,13 @@ def _is_own(host: str, names: Collection[str]) -> bool:
 
 
 class NoFraming:
-    """Tells browsers that no other page may show this one in a frame, where it could be clicked on unseen."""
+    """Forbids other pages to embed this one in a frame (clickjacking)."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, or one socket."""
+        """Serve one request or socket."""
 
         async def told(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -313,14 +312,14 @@ class NoFraming:
 
 
 class TrackedConnections:
-    """Lets connections last while a request of theirs is answered; those that send none in full are cut."""
+    """Keeps connections open while a request is being answered; those without a complete request are cut."""
 
     def __init__(self, app: ASGIApp, connections: Connections) -> None:
         self._app = app
         self._connections = connections
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request, or one socket."""
+        """Serve one request or socket."""
         client = scope.get("client")
         if client is None:
             await self._app(scope, receive, send)
@@ -334,7 +333,7 @@ class TrackedConnections:
 
 
 class WebServer(uvicorn.Server):
-    """Serves until `should_exit` is set; signals are the program's business, not its own."""
+    """Serves until `should_exit` is set; the program handles signals."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:

@@ -1,4 +1,4 @@
-"""The gateway: one address for every service, forwarding bytes to where each of them runs. It decodes nothing.
+"""The gateway: one address for all services. It forwards bytes to where each of them runs and decodes nothing.
 
-Begin with `forwarder`: how a call of any kind passes. `upstreams` says which service runs where, `main` is the program.
+`main` is the program; the forwarder is `common.rpc.forwarder`.
 """

@@ -1,4 +1,4 @@
-"""`gpuscale-gateway`: a channel to each upstream, the forwarder over them, and `/metrics`, as a program of its own."""
+"""The program `gpuscale-gateway`: a channel to each upstream, the forwarder over them, and `/metrics`."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
@@ -49,16 +49,16 @@ SERVICES: Mapping[str, tuple[str, ...]] = {
         "externalscaler.ExternalScaler",
     ),
 }
-"""The services of each program. The agents' service is not among them: there is one on every host."""
+"""The services of each program. The agents' service is left out, as there is one on every host."""
 
 
 @asynccontextmanager
 async def open_gateway(settings: GatewaySettings) -> AsyncGenerator[tuple[Forwarder, tuple[str, ...]], None]:
-    """The forwarder and the names of the services it serves; channels are open until the block ends.
+    """The forwarder and the names of its services; channels stay open until the block ends.
 
     Raises:
         FailedPreconditionError: a file of TLS cannot be read.
-        InvalidArgumentError: an upstream's address is none.
+        InvalidArgumentError: invalid address of an upstream.
     """
     addresses = {
         "fleet": settings.fleet_address,
@@ -101,7 +101,7 @@ async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
         forwarder, services = await stack.enter_async_context(open_gateway(settings))
         server.add_generic(forwarder, services)
         if settings.fleet_files_dir is not None:
-            from gpuscale.common.rpc.renewal import follow_fleet  # which takes 16 MB
+            from gpuscale.common.rpc.renewal import follow_fleet  # whose import takes 16 MB
 
             fleet = await stack.enter_async_context(settings.open_channel(settings.fleet_address))
             tasks = await stack.enter_async_context(TaskScope())

@@ -9,7 +9,7 @@ from gpuscale.common.config.settings import MetricsSettings, UpstreamSettings
 
 
 class GatewaySettings(MetricsSettings, UpstreamSettings):
-    """What the gateway is told before it starts; the upstreams are the services it forwards to."""
+    """The gateway's settings; its upstreams are the services it forwards to."""
 
     section: ClassVar[str] = "gateway"
 
@@ -23,11 +23,11 @@ class GatewaySettings(MetricsSettings, UpstreamSettings):
     )
     fleet_files_dir: Path | None = Field(
         None,
-        description="directory of what a host of services has from the fleet, and keeps up to date: certificates, tokens",
+        description="directory of the certificates and tokens that a host of services gets from the fleet and keeps up to date",
     )
 
     @model_validator(mode="after")
     def _check_token(self) -> Self:
         if self.token_file is not None:
-            raise ValueError("token_file: the gateway passes on its callers' tokens and has none of its own")
+            raise ValueError("token_file: the gateway has no token of its own; it passes on its callers'")
         return self

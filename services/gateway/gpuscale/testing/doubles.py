@@ -1,4 +1,4 @@
-"""What stands in for hosts and workers: nodes that report idle GPUs, and workers that are ready in name alone."""
+"""Simulated hosts and workers: nodes that report idle GPUs, and replicas without a process."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
@@ -16,19 +16,19 @@ from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 from gpuscale.internal.monitor import v1 as monitor_internal
 
 FOR_LONG = 3600.0
-"""Seconds for which a reading is fresh: no test lasts longer."""
+"""Seconds for which a reading is fresh; longer than any test."""
 AGAIN = 0.05
-"""Seconds until an adapter connects anew."""
+"""Seconds until an adapter reconnects."""
 _State = autoscaler_api.Replica.State
 _Goal = autoscaler_internal.DesiredReplica
 _ALIVE = {_State.STATE_STARTING, _State.STATE_READY}
 
 
 class FakeHost:
-    """A node that reports idle GPUs to the fleet, and again whenever one is gone. The first one is this host.
+    """A node that reports idle GPUs to the fleet, and reports again when one is lost. The first one is this host.
 
     Attributes:
-        uuids: of its GPUs, by index; a GPU that vanished is not among them.
+        uuids: UUIDs of its remaining GPUs, by index.
     """
 
     def __init__(self, number: int, gpus: int, memory: int, model: str) -> None:
@@ -44,7 +44,7 @@ class FakeHost:
         self._changed = asyncio.Event()
 
     def lose(self, uuid: str) -> None:
-        """A GPU vanishes."""
+        """Lose a GPU."""
         self.uuids = {index: own for index, own in self.uuids.items() if own != uuid}
         self._changed.set()
 
@@ -98,10 +98,10 @@ class FakeHost:
 
 
 class FakeWorkers:
-    """A worker adapter on a node whose replicas are nothing but a state.
+    """A worker adapter whose replicas are only states.
 
     Attributes:
-        ready_by_default: most replicas of an endpoint that are READY where nothing else was said; None for all.
+        ready_by_default: most READY replicas of an endpoint unless `set_ready` says otherwise; None for all.
     """
 
     def __init__(self, node: str) -> None:
@@ -118,7 +118,7 @@ class FakeWorkers:
         ) = None
 
     def set_ready(self, endpoint: str, replicas: int) -> None:
-        """So many replicas of `endpoints/{endpoint}` become READY."""
+        """Make so many replicas of `endpoints/{endpoint}` READY."""
         self._ready[endpoint] = replicas
         self._settle()
 
@@ -127,10 +127,10 @@ class FakeWorkers:
         new = {template for template in templates if template} - self._templates
         self._templates |= new
         if new and self._call is not None:
-            self._call.cancel()  # what it offers is said once in each connection
+            self._call.cancel()  # templates are announced once per connection
 
     async def run(self, autoscaler: grpc.aio.Channel) -> None:
-        """Do what the autoscaler desires, until cancelled."""
+        """Follow the autoscaler's desired state until cancelled."""
         stub = autoscaler_internal.AdapterStreamServiceStub(autoscaler)
         while True:
             self._call = stub.Connect(self._messages())
@@ -171,7 +171,7 @@ class FakeWorkers:
         self._settle()
 
     def _settle(self) -> None:
-        """Make READY what may be, and report."""
+        """Make replicas READY as far as allowed, and report."""
         for name, state in self._states.items():
             endpoint = name.partition("/replicas/")[0]
             most = self._ready.get(endpoint, self.ready_by_default)

@@ -1,4 +1,4 @@
-"""The fake server: fleet, allocator and autoscaler on a free port, in a thread, with nothing left behind."""
+"""The fake server: fleet, allocator and autoscaler on a free port, in a thread, with all state in memory."""
 
 import asyncio
 from collections import defaultdict, deque
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ANSWER = 30.0
-"""Seconds that anything a test does to the server may take."""
+"""Most seconds for anything a test does to the server."""
 
 
 class FakeServer:
-    """Serves on a free port of 127.0.0.1 while its block runs.
+    """A server on a free port of 127.0.0.1, for the duration of its block.
 
-    It is the real fleet, allocator and autoscaler; what they know is gone with the block. Hosts are simulated: idle GPUs whose
-    readings stay fresh, and workers of any template, which are ready at once. Leases last 4 s where nothing is said, so that
-    holders soon learn what a test does to them.
+    It runs the real fleet, allocator and autoscaler; their state ends with the block. Hosts are simulated: GPUs are idle with fresh
+    readings, and workers of any template are ready at once. Leases last 4 s by default, so that holders soon notice what a test
+    does to them.
 
     Args:
         gpus: GPUs of each node.
-        nodes: how many nodes, one at least: `node-0`, which is this host, `node-1` and so on.
+        nodes: number of nodes, at least one: `node-0`, which is this host, `node-1` and so on.
         memory: memory of each GPU, such as `80GiB`.
         model: product name of each GPU.
 
     Attributes:
-        address: where it listens; empty before its block.
+        address: where it listens; empty before the block.
     """
 
     def __init__(self, gpus: int = 4, nodes: int = 1, memory: str = "80GiB", model: str = "Fake GPU") -> None:
@@ -50,20 +50,20 @@ class FakeServer:
         self._last: list[allocator_api.Reservation] = []
 
     def connect(self) -> Client:
-        """A sync client of it."""
+        """A sync client of this server."""
         return connect(self.address)
 
     def connect_async(self) -> AsyncClient:
-        """An async client of it."""
+        """An async client of this server."""
         return connect_async(self.address)
 
     @property
     def reservations(self) -> list[allocator_api.Reservation]:
-        """Every reservation there was, oldest first; after the block as they were at its end."""
+        """Every reservation so far, oldest first; after the block, as of its end."""
         return self._last if self._ended.done() else self._do(self._site.reservations())
 
     def expire(self, name: str) -> None:
-        """A lease runs out now, as if nobody had renewed it.
+        """Expire a lease now, as if it had not been renewed.
 
         Raises:
             NotFoundError: there is no such reservation.
@@ -71,11 +71,11 @@ class FakeServer:
         self._do(self._site.expire(_reservation(name)))
 
     def cancel(self, name: str, reason: str = "taken away by an admin") -> None:
-        """A reservation is taken away. Raises NotFoundError: there is no such reservation."""
+        """Cancel a reservation. Raises NotFoundError: no such reservation."""
         self._do(self._site.cancel(_reservation(name), reason))
 
     def lose(self, name: str) -> None:
-        """The first GPU of a reservation vanishes from its node, and the reservation with it.
+        """Remove the first GPU of a reservation from its node, which ends the reservation.
 
         Raises:
             NotFoundError: there is no such reservation.
@@ -83,18 +83,18 @@ class FakeServer:
         self._do(self._site.lose(_reservation(name)))
 
     def fail(self, method: str, error: GpuscaleError, times: int = 1) -> None:
-        """The next calls of a method, such as `Reserve`, are answered with an error."""
+        """Answer the next calls of a method, such as `Reserve`, with an error."""
         self._faults[method].extend([error] * times)
 
     def hold_back_replicas(self) -> None:
-        """From now on replicas that start are not ready until `set_ready` says so."""
+        """Keep new replicas from becoming ready until `set_ready`."""
         self._workers.ready_by_default = 0
 
     def set_ready(self, endpoint: str, replicas: int) -> None:
-        """So many replicas of an endpoint become READY, as far as it has so many.
+        """Make up to so many replicas of an endpoint READY.
 
         Raises:
-            NotFoundError: there is no such endpoint.
+            NotFoundError: no such endpoint.
         """
         parse(ENDPOINT, endpoint, "endpoint")
         self._do(self._site.set_ready(endpoint, replicas))
@@ -102,7 +102,7 @@ class FakeServer:
     def __enter__(self) -> Self:
         async def serve() -> None:
             from gpuscale.testing.site import (
-                open_site,  # heavy, and its cost is the server's, not the import's
+                open_site,  # heavy: loaded on start, not on import
             )
 
             stop = asyncio.Event()
@@ -130,12 +130,12 @@ class FakeServer:
         return self._started.result(ANSWER)[1]
 
     def _do(self, work: Coroutine[Any, Any, T]) -> T:
-        """Have the server's own loop do it."""
+        """Run it on the server's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._started.result()[0]).result(ANSWER)
 
 
 def _reservation(name: str) -> str:
-    """The id of a reservation."""
+    """The id in the name of a reservation."""
     try:
         return parse(RESERVATION, name)["reservation"]
     except GpuscaleError as error:

@@ -1,6 +1,6 @@
-"""Composes fleet, allocator and autoscaler in one event loop, over doubles of hosts and workers.
+"""Runs fleet, allocator and autoscaler in one event loop, with simulated hosts and workers.
 
-They talk to each other through a server of their own; callers come through another, where calls can be made to fail.
+They call each other through an internal server; tests call another one, where calls can be made to fail.
 """
 
 import asyncio
@@ -40,17 +40,17 @@ from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.testing.doubles import FakeHost, FakeWorkers
 
 TTL = 4.0
-"""Seconds of a lease where nothing is said; the real allocator's own are 300."""
+"""Default seconds of a lease; the allocator's own default is 300."""
 LOOK = 0.005
-"""Seconds between two looks at whether the allocator knows all hosts."""
+"""Seconds between checks of whether the allocator knows all hosts."""
 _PAGE = 1000
 Faults = Mapping[str, deque[GpuscaleError]]
-"""Errors that the next calls are answered with, by the name of the method."""
+"""Errors to answer the next calls with, by method name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What a fake server does to its services; its methods run on their loop."""
+    """What a fake server can do to its services; its methods run on their loop."""
 
     address: str  # where callers are served
     _hosts: Sequence[FakeHost]
@@ -59,7 +59,7 @@ class Site:
     _own: grpc.aio.Channel
 
     async def reservations(self) -> list[allocator_api.Reservation]:
-        """Every reservation there was, oldest first."""
+        """Every reservation so far, oldest first."""
         stub = allocator_api.AllocatorServiceStub(self._own)
         request = allocator_api.ListReservationsRequest(show_ended=True, page_size=_PAGE)
         found = [
@@ -76,7 +76,7 @@ class Site:
         await self._leases.end(reservation, State.CANCELLED, reason)
 
     async def lose(self, reservation: str) -> None:
-        """Let its first GPU vanish."""
+        """Lose its first GPU."""
         stub = allocator_api.AllocatorServiceStub(self._own)
         request = allocator_api.GetReservationRequest(name=f"reservations/{reservation}")
         with rpc_errors():
@@ -86,7 +86,7 @@ class Site:
         await self._leases.lose({reservation: [gpu.uuid]})
 
     async def set_ready(self, endpoint: str, replicas: int) -> None:
-        """So many replicas become READY."""
+        """Make so many replicas READY."""
         stub = autoscaler_api.EndpointServiceStub(self._own)
         with rpc_errors():
             await stub.GetEndpoint(autoscaler_api.GetEndpointRequest(name=endpoint))
@@ -95,13 +95,13 @@ class Site:
 
 @asynccontextmanager
 async def open_site(hosts: Sequence[FakeHost], workers: FakeWorkers, faults: Faults) -> AsyncGenerator[Site]:
-    """Everything, once the allocator knows all hosts, until the end of the block."""
+    """Run everything until the end of the block; yields once the allocator knows all hosts."""
     clock = SystemClock()
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="gpuscale-")))
         inside, outside = (Server(ServerOptions(), Authenticator()) for _ in range(2))
         own = await stack.enter_async_context(open_channel(inside.bind()))
-        stack.push_async_callback(inside.stop, 0.0)  # once nobody in here calls it
+        stack.push_async_callback(inside.stop, 0.0)  # after its internal callers
         address = outside.bind()
         allocator = await stack.enter_async_context(
             open_parts(_settings(AllocatorSettings, folder, default_ttl_seconds=TTL), fleet=own, clock=clock)
@@ -114,7 +114,7 @@ async def open_site(hosts: Sequence[FakeHost], workers: FakeWorkers, faults: Fau
             *await stack.enter_async_context(
                 open_autoscaler(_settings(AutoscalerSettings, folder), fleet=own, allocator=own, clock=clock)
             ),
-            Registration(  # the agent of this host, as far as it admits work
+            Registration(  # admits work, like this host's agent
                 "gpuscale.api.monitor.v1.WorkService",
                 partial(monitor_api.add_WorkServiceServicer_to_server, WorkServicer(work)),
             ),
@@ -139,14 +139,14 @@ def _settings(kind: Any, folder: Path, **more: object) -> Any:
 
 
 async def _until_known(own: grpc.aio.Channel, hosts: Sequence[FakeHost]) -> None:
-    """Wait until the allocator can place on every node: it knows of a node before it has its first snapshot."""
+    """Wait until the allocator can place on every node: it learns of a node before its first snapshot."""
     capacity = allocator_api.CapacityServiceStub(own)
     gpus = sum(len(host.uuids) for host in hosts)
     while True:
         try:
             with rpc_errors():
                 ranked = await capacity.RankNodes(allocator_api.RankNodesRequest())
-        except UnavailableError:  # it has not heard of the fleet yet
+        except UnavailableError:  # no contact with the fleet yet
             ranked = allocator_api.RankNodesResponse()
         if len(ranked.nodes) >= len(hosts) and sum(node.gpu_count for node in ranked.nodes) >= gpus:
             return
@@ -154,7 +154,7 @@ async def _until_known(own: grpc.aio.Channel, hosts: Sequence[FakeHost]) -> None
 
 
 class _Public(grpc.GenericRpcHandler):
-    """The services as callers have them: calls fail where that was planned, and workers have every template that is asked for."""
+    """The services as tests see them: calls fail as planned, and workers have every template asked for."""
 
     def __init__(self, services: Iterable[Registration], faults: Faults, workers: FakeWorkers) -> None:
         self._faults = faults
@@ -165,7 +165,7 @@ class _Public(grpc.GenericRpcHandler):
         self._handlers = {path: self._handler(path, handler) for path, handler in collector.handlers.items()}
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> "Handler | None":
-        """The handler of a method; None for a method that there is not."""
+        """The handler of a method; None for an unknown method."""
         return self._handlers.get(handler_call_details.method)
 
     def _handler(self, path: str, handler: Handler) -> Handler:

@@ -1,4 +1,4 @@
-"""`gpuscalectl up`: every service on one server, in one process. It composes the rooms and has no logic of its own.
+"""`gpuscalectl up`: every service on one server, in one process. Composes the rooms, with no logic of its own.
 
-Begin with `app`: what is opened in which order. `settings` makes one file serve all parts, `main` is the program.
+Begin with `app`, which opens the parts in order. `settings` reads one file for all parts; `main` is the program.
 """

@@ -1,10 +1,10 @@
-"""Composes every program's app on one server, in one process and one loop.
+"""Runs every program's app on one server, in one process and one event loop.
 
-The apps call each other as they would from host to host, through a unix socket that asks for a token which only they have. They end
-in the reverse order: the adapter's workers first, while there is still somebody to report to.
+The apps call each other as they would between hosts, over a unix socket with a token of their own. They end in reverse order: the
+adapter's workers first, while the services they report to still run.
 
-The dashboard is a program of its own, started when a browser first asks for it: `up` holds the listening socket, so the link of the
-banner works from the first moment, whoever does not look pays nothing for the pages, and a fault of the dashboard is its own.
+The dashboard is a separate program, started on the first request of a browser. `up` holds the listening socket, so the link in the
+banner works at once, an unused dashboard costs nothing, and a crash of the dashboard stays its own.
 """
 
 import asyncio
@@ -39,30 +39,30 @@ from gpuscale.monitor.app.fleet import open_fleet
 from gpuscale.up.settings import AllSettings, UpSettings
 
 STOP_GRACE = 1.0
-"""Seconds for calls to finish. The adapter's workers have had up to 6 before; ending every call takes at most 2.1 more
-than this, and the process has 9.5 in all."""
+"""Seconds for calls to finish. Of the 9.5 seconds for the whole process, the adapter's workers take up to 6 before, and ending the
+remaining calls up to 2.1 after."""
 START_SECONDS = 60.0
-"""Seconds within which the fleet and the allocator have to have heard of this host."""
+"""Seconds until the fleet and the allocator must know this host."""
 KNOWN_INTERVAL = 0.02
-"""Seconds between two looks at whether they have."""
+"""Seconds between checks of that."""
 
 
 @dataclass(frozen=True)
 class Running:
-    """Everything, up."""
+    """The running services."""
 
-    address: str  # where it listens, with the port that was taken
-    snapshot: Snapshot  # the first snapshot of this host
-    dashboard: str = ""  # a link to the dashboard; empty where it is not served
+    address: str  # where the server listens, with its actual port
+    snapshot: Snapshot  # first snapshot of this host
+    dashboard: str = ""  # link to the dashboard; empty if not served
 
 
 @asynccontextmanager
 async def open_all(settings: AllSettings) -> AsyncGenerator[Running]:
-    """Everything, from the first answer to the end of the block.
+    """Run everything until the end of the block; yields once the services answer.
 
     Raises:
         FailedPreconditionError: the address or the data directory is in use, or cannot be used.
-        GpuscaleError: a part cannot start.
+        GpuscaleError: a part failed to start.
     """
     clock, root = SystemClock(), logging.getLogger()
     async with AsyncExitStack() as stack:
@@ -70,7 +70,7 @@ async def open_all(settings: AllSettings) -> AsyncGenerator[Running]:
         stack.enter_context(DirectoryLock(settings.up.data_dir))
         socket = f"gpuscale-{token_hex(16)}"
         options = replace(settings.up.server_options(), internal_socket=socket)
-        token = SecretStr(token_urlsafe(32))  # in memory alone: replicas run as the same user
+        token = SecretStr(token_urlsafe(32))  # kept in memory, since replicas run as the same user
         server = Server(options, settings.up.authenticator(token))
         address = server.bind()
         own = await stack.enter_async_context(open_channel(f"unix-abstract:{socket}", token=token))
@@ -85,15 +85,15 @@ async def open_all(settings: AllSettings) -> AsyncGenerator[Running]:
             ),
         )
         stack.push_async_callback(server.stop, STOP_GRACE)
-        # Once the server ends, the parts lose each other: nothing to warn of.
+        # When the server ends, the parts lose each other, which is no reason for warnings.
         stack.callback(root.setLevel, logging.ERROR)
         await server.start()
-        snapshot = await _until_known(own)  # from here on the agent knows the GPUs that it admits work on
+        snapshot = await _until_known(own)  # from here on the agent knows its GPUs, and can admit work
         await stack.enter_async_context(
             open_adapter(settings.adapter, autoscaler=own, agent=own, clock=clock)
         )
         if settings.up.demo:
-            from gpuscale.up.demo.app import open_demo  # loaded where it is wanted
+            from gpuscale.up.demo.app import open_demo  # loaded only if wanted
 
             await stack.enter_async_context(
                 open_demo(own, speed=settings.up.demo_speed, seed=settings.up.demo_seed)
@@ -105,9 +105,9 @@ async def open_all(settings: AllSettings) -> AsyncGenerator[Running]:
 
 
 async def _until_known(own: grpc.aio.Channel) -> Snapshot:
-    """The first snapshot of this host, once fleet and allocator have it: whoever reads the banner may reserve at once.
+    """The first snapshot of this host, once fleet and allocator have it, so that users can reserve as soon as they see the banner.
 
-    A busy machine may take its time; that is no reason not to start.
+    Gives up after START_SECONDS with a warning: a slow machine is no reason not to start.
     """
     fleet, capacity = monitor_api.FleetServiceStub(own), allocator_api.CapacityServiceStub(own)
     try:
@@ -123,22 +123,22 @@ async def _until_known(own: grpc.aio.Channel) -> Snapshot:
                             return node.snapshot
                 await asyncio.sleep(KNOWN_INTERVAL)
     except TimeoutError as error:
-        message = f"the agent was not heard of within {START_SECONDS:g} s"
+        message = f"no snapshot of this host within {START_SECONDS:g} s"
         raise UnavailableError(message, reason="NO_TELEMETRY") from error
 
 
 LINK_FILE, CALENDAR_FILE = "dashboard-link", "dashboard-calendar"
 STOP_SECONDS = 4.0
-"""Seconds that it has to end: more than the requests that it still answers take."""
+"""Seconds for it to end: more than its pending requests take."""
 PAUSE = 1.0
-"""Seconds between its end and the next start."""
+"""Seconds between its end and a restart."""
 
 _log = get_logger(__name__)
 
 
 @asynccontextmanager
 async def open_dashboard(settings: UpSettings, gateway: str) -> AsyncGenerator[str]:
-    """Serve the dashboard of the services at `gateway` until the end of the block; yields the first link to it."""
+    """Serve a dashboard of the services at `gateway` until the end of the block; yields the first sign-in link."""
     try:
         bound = socket.create_server(("127.0.0.1", settings.dashboard_port))
     except OSError:
@@ -159,7 +159,7 @@ async def open_dashboard(settings: UpSettings, gateway: str) -> AsyncGenerator[s
 
 
 async def _serve(bound: socket.socket, command: list[str]) -> None:
-    """For ever: wait for a browser, and run the dashboard until it ends."""
+    """For ever: wait for a browser, then run the dashboard until it ends."""
     loop = asyncio.get_running_loop()
     while True:
         asked = asyncio.Event()
@@ -168,7 +168,7 @@ async def _serve(bound: socket.socket, command: list[str]) -> None:
             await asked.wait()
         finally:
             loop.remove_reader(bound)
-        # The pipe tells it when this process ends, in whatever way.
+        # The pipe closes when this process ends, however it ends.
         process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, pass_fds=[bound.fileno()])
         try:
             code = await process.wait()

@@ -1,4 +1,4 @@
-"""`gpuscalectl up` as a program: settings, then everything, until it is told to stop. It says when it is ready, and what to type next."""
+"""The program `gpuscalectl up`: runs everything until stopped, and prints a banner with what to type next."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def banner(running: app.Running, settings: UpSettings) -> list[str]:
 
 
 def _day(settings: UpSettings) -> str:
-    """How long a day of the demo takes."""
+    """The duration of the demo's day."""
     minutes = 24 * 60 / settings.demo_speed
     return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.3g} h"
 
 
 def gpus(snapshot: types_api.Snapshot) -> str:
-    """`8 x NVIDIA H100`, `4 SIMULATED`, or why there are none."""
+    """`8 x NVIDIA H100`, `4 SIMULATED`, or the reason there are none."""
     if snapshot.simulated:
         return f"{len(snapshot.gpus)} SIMULATED: no hardware stands behind them"
     models = Counter(gpu.model for gpu in snapshot.gpus)
@@ -51,7 +51,7 @@ def gpus(snapshot: types_api.Snapshot) -> str:
 
 
 def hints(running: app.Running) -> list[str]:
-    """What to type next, in a second shell."""
+    """Commands to type next, in a second shell."""
     where = _where(running)
     return [
         f"next:  gpuscalectl{where} get gpus",
@@ -68,15 +68,15 @@ def main(argv: Sequence[str]) -> int:
     """Run everything until SIGTERM or SIGINT and return the exit code.
 
     Raises:
-        FailedPreconditionError: it did not start, because the address or the data directory is in use or cannot be used.
-        InvalidArgumentError: a setting is wrong.
+        FailedPreconditionError: the address or the data directory is in use or cannot be used.
+        InvalidArgumentError: invalid setting.
     """
     settings = load_all(argv)
     logs.configure(settings.up.log_level, settings.up.log_format, service=PROGRAM)
     logs.capture()
     take_variables(secret_variables(settings.up, settings.allocator, settings.autoscaler, settings.adapter))
-    hide_memory()  # replicas run as the same user
-    open_all = app.open_all  # here a missing package is told
+    hide_memory()  # replicas run as the same user, and must not read our memory
+    open_all = app.open_all  # reports a missing package
     refused: GpuscaleError | None = None
 
     async def serve(stop: asyncio.Event) -> None:

@@ -1,7 +1,7 @@
-"""Settings of `gpuscalectl up`: its own, and those of every program that it runs.
+"""Settings of `gpuscalectl up`: its own, and those of every program it runs.
 
-One configuration file serves them all; each reads its table. What `up` decides itself (where state lies, that all is in
-one process) it passes on as overrides.
+All share one configuration file, each with its own table. What `up` decides itself, such as where state is stored, it passes on as
+overrides.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ SECURITY = {
     "revoked_file",
     "insecure_allow_remote",
 }
-"""Settings of `up` that hold for whatever else a part serves, such as /metrics."""
+"""Settings of `up` that also apply to what a part serves itself, such as /metrics."""
 SHARED = {*ServerSettings.model_fields, *UpstreamSettings.model_fields, *DatabaseSettings.model_fields}
-"""Settings of a part that say how it is reached, how it reaches others, and where its database is: nothing reads them."""
+"""Settings of a part that `up` ignores: how it is reached, how it reaches others, and where its database is."""
 DEMO_GPUS = 2
-"""GPUs of this host in the demo, which its people leave free."""
+"""GPUs of this host in the demo, which the demo's people leave free."""
 DESCRIPTION = (
     "Start everything on this machine, in one process: agent, fleet, allocator, autoscaler, worker adapter."
 )
 
 
 class UpSettings(ServerSettings):
-    """What `up` is told before it starts."""
+    """The settings of `up`."""
 
     section: ClassVar[str] = "up"
 
@@ -75,12 +75,12 @@ class UpSettings(ServerSettings):
     )
     demo: bool = Field(
         default=False,
-        description="add hosts, people and endpoints that are made up, to try gpuscale on; state is kept in gpuscale-demo beside the directory of real state when data_dir is not set",
+        description="add simulated hosts, people and endpoints to try gpuscale with; without data_dir, state is kept in gpuscale-demo beside the directory of real state",
     )
     demo_speed: float = Field(
-        10.0, ge=1, le=600, description="how many times faster than ours a day of the demo passes"
+        10.0, ge=1, le=600, description="how many times faster than real time the demo's day runs"
     )
-    demo_seed: int = Field(1, ge=0, description="what happens in the demo: the same for the same number")
+    demo_seed: int = Field(1, ge=0, description="seed of the demo: the same seed gives the same events")
     log_level: Level = Field("warning", description="least level that is logged")
     reflection: bool = Field(default=True, description="serve gRPC reflection")
     audit_file: Path | None = Field(
@@ -89,12 +89,12 @@ class UpSettings(ServerSettings):
     )
 
     def serves_dashboard(self) -> bool:
-        """Whether visitors may come by a link: nobody has to show a token, no certificate is to be checked, and it is installed."""
+        """Whether to serve the dashboard: it is wanted and installed, and neither tokens nor TLS are in use."""
         unasked = self.tokens_file is None and self.tls_cert_file is None
         return self.dashboard and unasked and find_spec("nicegui") is not None
 
     def server_options(self) -> rpc_server.ServerOptions:
-        """How the server is set up; the audit log is on."""
+        """The options of the server, with the audit log on."""
         options = super().server_options()
         own = audit.AuditOptions(self.data_dir / "audit.jsonl", self.audit_max_mib << 20)
         return replace(options, audit=options.audit or own)
@@ -113,12 +113,12 @@ class AllSettings:
 
 
 def load_all(argv: Sequence[str]) -> AllSettings:
-    """The settings from flags (those of `up`), environment and file.
+    """Load the settings from flags (of `up`), environment and file.
 
-    Exits with 2 and one line on stderr if a flag, or anything of `up` itself, is unknown or wrong.
+    Exits with 2 and one line on stderr if a flag or a setting of `up` itself is unknown or invalid.
 
     Raises:
-        InvalidArgumentError: a setting of another part is unknown or wrong, or would be used by nothing.
+        InvalidArgumentError: a setting of another part is unknown or invalid, or would have no effect.
     """
     up = load(UpSettings, argv, program=PROGRAM, description=DESCRIPTION)
     if up.demo:
@@ -128,14 +128,14 @@ def load_all(argv: Sequence[str]) -> AllSettings:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", default=os.environ.get(CONFIG_VARIABLE))
     path: str | None = parser.parse_known_args(argv)[0].config
-    config: Mapping[str, object] = read_config(Path(path)) if path else {}  # the file that `load` used too
+    config: Mapping[str, object] = read_config(Path(path)) if path else {}  # the file that `load` used
     _refuse_unused(config)
     state = {"data_dir": up.data_dir}
     simulated = {} if up.simulate is None else {"source": "simulated", "simulated_gpu_count": up.simulate}
     secured = up.model_dump(include=SECURITY)
     kept = {"state_dir": up.data_dir / "agent"}
     table = config.get("agent", {})
-    if is_table(table):  # simulated GPUs stand in where the host has no driver
+    if is_table(table):  # simulate GPUs if the host has no driver
         config = {**config, "agent": {"source": "auto", **table}}
     agent = load_table(monitor.AgentSettings, config, {**secured, **simulated, **kept})
     return AllSettings(

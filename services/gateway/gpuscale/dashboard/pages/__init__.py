@@ -1,1 +1,1 @@
-"""The pages, one function each, by topic. What they show is made in `rows` and `charts`; `web` says where each is served."""
+"""The pages, one function each, by topic. `rows` and `charts` compute what they show; `web` maps paths to them."""

@@ -1,4 +1,4 @@
-"""The audit log: what people and programs did, newest first, found by words."""
+"""The audit log: who did what, newest first, with a filter."""
 
 import json
 
@@ -22,17 +22,17 @@ EVENTS: Columns = {
 }
 MOST_EVENTS = 500
 MOST_PIECES = 8
-"""Calls for one look: each reads a bounded piece of the log."""
+"""Most calls per refresh; each reads a bounded piece of the log."""
 
 
 def audit_page(site: DashboardSite) -> None:
-    """Make the page."""
+    """Build the page."""
     with page(site, "Audit"):
         with ui.row().classes("items-center"):
             wanted = PageAddress().text("filter", "filter: who, what, of, answer")
             older = ui.button("older").props("dense no-caps flat")
             newest = ui.button("newest").props("dense no-caps flat")
-        why = ui.label("the audit log is for admins who signed in; or: gpuscalectl get audit").classes(
+        why = ui.label("sign in as an admin to see the audit log, or run: gpuscalectl get audit").classes(
             "gs-quiet"
         )
         table = ListTable(EVENTS, key="key", links=("resource",), empty="no call matches")
@@ -63,7 +63,7 @@ def audit_page(site: DashboardSite) -> None:
         try:
             found = await actions.ask(read)
         except GpuscaleError as error:
-            why.text = f"the audit log cannot be read: {error.message}"
+            why.text = f"cannot read the audit log: {error.message}"
             found = []
         else:
             why.text = f"{len(found)} calls that may have changed something, or were refused"
@@ -82,7 +82,7 @@ def audit_page(site: DashboardSite) -> None:
 
 
 def audit_filter(text: str) -> str:
-    """What every word has to be in: a name, a method, a resource or an answer, in whose case it need not be."""
+    """A filter that matches every word, in any case, against a name, method, resource or status."""
 
     def somewhere(word: str) -> str:
         places = [(field, word) for field in ("caller", "resource", "reservations", "method")]
@@ -93,7 +93,7 @@ def audit_filter(text: str) -> str:
 
 
 def audit_row(one: api.AuditEvent) -> Row:
-    """What the table shows of a call."""
+    """The table row of a call."""
     resource = one.resource or ", ".join(one.reservations)
     to = next((name for name in (one.resource, *one.reservations) if name.startswith("reservations/")), "")
     return {

@@ -1,4 +1,4 @@
-"""Endpoints: how many replicas each has and wants, and why; of one, its signals and decisions, its capability sets and replicas."""
+"""Endpoints: how many replicas each has and wants, and why; the page of one adds signals, decisions and replicas."""
 
 import codecs
 import time
@@ -18,21 +18,21 @@ from gpuscale.dashboard.visitors import VisitorActions
 
 
 def endpoints_page(site: DashboardSite) -> None:
-    """Make the page."""
+    """Build the page."""
     with page(site, "Endpoints"):
         table = ListTable(rows.ENDPOINTS, key="name", links=("name",), empty="no endpoints")
     live(site.facts, lambda: table.show([rows.endpoint_row(one) for one in site.facts.endpoints]))
 
 
 LOOK, REFRESH = 1.0, 5.0
-"""Seconds between two looks at whether an endpoint changed, and between two questions for what it read where none did."""
+"""Seconds between checks for a changed endpoint, and between queries of its signals without a change."""
 KEPT = 200
-"""Decisions that are shown."""
+"""Decisions shown."""
 DECISIONS = {name: heading for name, heading in rows.DECISIONS.items() if name != "endpoint"}
 
 
 def endpoint_page(site: DashboardSite, endpoint: str) -> None:
-    """Make the page of `endpoints/{endpoint}`."""
+    """Build the page of `endpoints/{endpoint}`."""
     name = f"endpoints/{endpoint}"
 
     def found() -> autoscaler_api.Endpoint | None:
@@ -60,7 +60,7 @@ def endpoint_page(site: DashboardSite, endpoint: str) -> None:
     def show() -> None:
         one = found()
         if one is None:
-            why.text = "this endpoint does not exist (any more)"
+            why.text = "no such endpoint, or it was deleted"
             tiles.clear()
             return
         head.text = endpoint + (" · paused" if one.spec.paused else "")
@@ -86,7 +86,7 @@ def endpoint_page(site: DashboardSite, endpoint: str) -> None:
             decisions = (await site.client.decisions.ListDecisions(request)).decisions
             signals = (await site.client.decisions.QuerySignals(asked)).signals
         except GpuscaleError as error:
-            why.text = f"the decisions cannot be read: {error.message}"
+            why.text = f"cannot read the decisions: {error.message}"
             return
         counts.show(charts.scaling(one, decisions, datetime.now(UTC)))
         read.show(charts.signals(signals))
@@ -98,7 +98,7 @@ def endpoint_page(site: DashboardSite, endpoint: str) -> None:
 
 
 def endpoint_acts(site: DashboardSite, found: Callable[[], autoscaler_api.Endpoint | None]) -> None:
-    """What a visitor may do to an endpoint."""
+    """The buttons of an endpoint."""
     actions = site.actions()
     if actions is None:
         return
@@ -107,7 +107,7 @@ def endpoint_acts(site: DashboardSite, found: Callable[[], autoscaler_api.Endpoi
     with ui.row().classes("items-center"):
         group = ui.select(groups or [""], value=groups[0] if groups else "", label="capability set")
         group.props("dense").set_visibility(bool(groups))
-        # What stands there orders nothing, so that a click by mistake takes nothing away.
+        # The current number is no order, so that a stray click removes nothing.
         desired = known.status.desired_replicas
         order = ui.number("replicas", value=desired, min=0, precision=0).props("dense")
 
@@ -131,13 +131,13 @@ def endpoint_acts(site: DashboardSite, found: Callable[[], autoscaler_api.Endpoi
 
 
 def follow(event: GenericEventArguments) -> None:
-    """Go where a mark of a chart leads."""
+    """Open the page that a chart mark links to."""
     if isinstance(event.args["data"], dict) and "to" in event.args["data"]:
         ui.navigate.to(event.args["data"]["to"])
 
 
 class WhatIf:
-    """A slider for each signal of an endpoint, and what the endpoint would do if signals showed that."""
+    """A slider for each signal of an endpoint, and the replicas it would want at those values."""
 
     def __init__(self, site: DashboardSite, endpoint: str) -> None:
         self._site = site
@@ -149,12 +149,14 @@ class WhatIf:
         with self._panel:
             self._sliders = ui.element("div").classes("gs-charts")
             self._said = (
-                ui.label("move a slider: nothing is changed").props("aria-live=polite").mark("what-if")
+                ui.label("move a slider to try values; nothing is changed")
+                .props("aria-live=polite")
+                .mark("what-if")
             )
         self._steps: ListTable | None = None
 
     def offer(self, signals: Iterable[autoscaler_api.SignalHistory]) -> None:
-        """A slider from 0 to twice what was read, for each signal that has none yet."""
+        """Add a slider, from 0 to twice the value read, for each signal without one."""
         for one in signals:
             read = [sample.value for sample in one.samples if sample.HasField("value")]
             if not read or one.signal in self._offered:
@@ -178,13 +180,13 @@ class WhatIf:
         try:
             found = await self._site.client.decisions.Evaluate(request)
         except GpuscaleError as error:
-            self._said.text = f"it cannot be evaluated: {error.message}"
+            self._said.text = f"cannot evaluate: {error.message}"
             return
-        would = [f"it would aim at {found.decision.wanted}: {found.decision.summary}"]
-        would += [f"at {one.wanted} if {one.text}" for one in found.alternatives]
+        would = [f"would want {found.decision.wanted}: {found.decision.summary}"]
+        would += [f"{one.wanted} if {one.text}" for one in found.alternatives]
         if found.HasField("next_change"):
             wait = humanize.length(found.next_change.wait)
-            would.append(f"at {found.next_change.wanted} in {wait} if signals stay")
+            would.append(f"{found.next_change.wanted} in {wait} if signals stay")
         self._said.text = "; ".join(would)
         if self._steps is None:
             with self._panel:
@@ -193,7 +195,7 @@ class WhatIf:
 
 
 def decision_page(site: DashboardSite, endpoint: str, decision: str) -> None:
-    """Make the page of one decision: what it saw, and what each stage made of the count."""
+    """Build the page of a decision: the signals it saw, and the count after each stage."""
     name = f"endpoints/{endpoint}/decisions/{decision}"
     with page(site, f"Decision of {endpoint}"):
         with ui.row().classes("items-baseline"):
@@ -211,7 +213,7 @@ def decision_page(site: DashboardSite, endpoint: str, decision: str) -> None:
             request = autoscaler_api.GetDecisionRequest(name=name)
             one = (await site.client.decisions.GetDecision(request)).decision
         except GpuscaleError as error:
-            why.text = f"the decision cannot be read: {error.message}"
+            why.text = f"cannot read the decision: {error.message}"
             return
         head.text = str(rows.decision_row(one)["change"])
         why.text = one.summary
@@ -231,25 +233,25 @@ def decision_page(site: DashboardSite, endpoint: str, decision: str) -> None:
 
 _LOG_PART, _LOG_PARTS = 262_144, 1024
 LOG_PERIOD = 1.0
-"""Seconds between two reads of a log."""
+"""Seconds between reads of a log."""
 LOG_LINES = 2_000
-"""Lines of a log that are kept on a page."""
+"""Most lines of a log on a page."""
 
 
 def replica_page(site: DashboardSite, endpoint: str, replica: str) -> None:
-    """Make the page of a replica: what it writes. There may be secrets in it, so who did not sign in is not shown it."""
+    """Build the page of a replica: its log, for signed-in visitors only, since it may hold secrets."""
     name = f"endpoints/{endpoint}/replicas/{replica}"
     with page(site, f"Replica {replica}"):
         with ui.row().classes("items-baseline"):
             ui.link(endpoint, f"/endpoints/{endpoint}")
             ui.label(replica).classes("text-h6")
         note = ui.label(f"gpuscalectl logs {endpoint}/{replica}").classes("gs-quiet").mark("log-note")
-        whole = ui.link("read or save all of its log", f"/{name}/log", new_tab=True)
+        whole = ui.link("view or save the full log", f"/{name}/log", new_tab=True)
         log = ui.log(max_lines=LOG_LINES).classes("gs-log").props(f'tabindex=0 role=log aria-label="{name}"')
     actions = site.actions()
     whole.set_visibility(actions is not None)
     if actions is None:
-        note.text = f"logs are for who signed in; or: gpuscalectl logs {endpoint}/{replica}"
+        note.text = f"sign in to see the log, or run: gpuscalectl logs {endpoint}/{replica}"
         return
     request = autoscaler_api.ReadReplicaLogRequest(name=name)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -260,7 +262,7 @@ def replica_page(site: DashboardSite, endpoint: str, replica: str) -> None:
         try:
             found = await actions.ask(lambda client: client.endpoints.ReadReplicaLog(request))
         except GpuscaleError as error:
-            note.text = f"the log cannot be read: {error.message}"
+            note.text = f"cannot read the log: {error.message}"
             timer.active = not isinstance(error, NotFoundError)
             return
         *lines, rest = (rest + decoder.decode(found.content)).split("\n")
@@ -275,10 +277,10 @@ def replica_page(site: DashboardSite, endpoint: str, replica: str) -> None:
 
 
 async def whole_log(actions: VisitorActions, name: str) -> AsyncIterator[bytes]:
-    """All that a replica wrote until now, as far as its adapter keeps it.
+    """The log of a replica until now, as far as its adapter keeps it.
 
     Raises:
-        GpuscaleError: it cannot be read. Later parts that cannot be say so in their place.
+        GpuscaleError: it cannot be read. A later failure is written into the text instead.
     """
     request = autoscaler_api.ReadReplicaLogRequest(name=name, offset=0, max_bytes=_LOG_PART)
     first = await actions.ask(lambda client: client.endpoints.ReadReplicaLog(request))
@@ -293,6 +295,6 @@ async def whole_log(actions: VisitorActions, name: str) -> AsyncIterator[bytes]:
                 request.offset = found.next_offset
                 found = await actions.ask(lambda client: client.endpoints.ReadReplicaLog(request))
         except GpuscaleError as error:
-            yield f"\n(the rest cannot be read: {error.message})\n".encode()
+            yield f"\n(cannot read the rest: {error.message})\n".encode()
 
     return parts()

@@ -1,4 +1,4 @@
-"""The fleet: a map of all GPUs now and over time, one GPU, and what is wrong with which GPU or node."""
+"""The fleet: a map of all GPUs now and over time, the page of a GPU, and the health events."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ FILTER = "filter: node, model, state, holder"
 
 @dataclass(frozen=True)
 class Reading:
-    """What the map shows: a value of a GPU, its unit, and the value of the last colour."""
+    """A reading the map can show: its value, its unit, and the value of the last colour."""
 
     value: Callable[[GpuSummary], float | None]
     unit: str
@@ -44,11 +44,11 @@ WORDS: dict[str, tuple[Callable[[GpuSummary], str], str, Sequence[str]]] = {
     ),
     "state": (lambda gpu: gpu.state.lower().partition(":")[0], "ok", charts.ALARMS),
 }
-"""What the map shows by a colour for each word, the word of a quiet colour, and the colours of others."""
+"""Words the map can show, each by a colour: the calm word, and the colours of the others."""
 
 
 def fleet_page(site: DashboardSite) -> None:
-    """Make the page."""
+    """Build the page."""
     with page(site, "Fleet"):
         tiles = Tiles("nodes online", "GPUs", "reserved", "mean utilization", "memory in use", "power")
         with ui.row().classes("items-center full-width"):
@@ -107,7 +107,7 @@ def fleet_page(site: DashboardSite) -> None:
 
 
 def node_rows(site: DashboardSite, text: str) -> list[rows.Row]:
-    """The rows of nodes that show every word of `text`."""
+    """The rows of nodes that match every word of `text`."""
     facts = site.facts
     marked = marks(facts.cordons)
     found = [rows.node_row(facts.nodes[name], marked) for name in sorted(facts.nodes)]
@@ -115,14 +115,14 @@ def node_rows(site: DashboardSite, text: str) -> list[rows.Row]:
 
 
 def acts(state: str) -> list[str]:
-    """What may be done to a node or GPU in this state."""
+    """The actions for a node or GPU in this state."""
     if "draining" in state:
         return ["uncordon"]
     return ["uncordon", "drain"] if "cordoned" in state else ["cordon", "drain"]
 
 
 def matching(site: DashboardSite, text: str) -> tuple[list[GpuSummary], list[rows.Row]]:
-    """The GPUs whose rows show every word of `text`, and those rows."""
+    """The GPUs whose rows match every word of `text`, and those rows."""
     found = [
         (gpu, row)
         for gpu, row in zip(site.gpus(), site.gpu_rows(), strict=True)
@@ -132,10 +132,10 @@ def matching(site: DashboardSite, text: str) -> tuple[list[GpuSummary], list[row
 
 
 GPU_REFRESH = 2.0
-"""Seconds between two questions for the history."""
+"""Seconds between queries of the history."""
 SPANS = {"10 min": 600.0, "1 h": 3600.0, "6 h": 21600.0, "24 h": 86400.0, "7 d": 604800.0}
 POINTS = 200
-"""Points of a chart, at most about."""
+"""Most points of a chart, about."""
 Metric = monitor_api.Metric
 CHARTS = (
     (Metric.METRIC_UTILIZATION_PERCENT, "utilization", "%"),
@@ -148,7 +148,7 @@ CHARTS = (
 
 
 def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
-    """Make the page of `uuid`, in upper or lower case, on `node`."""
+    """Build the page of `uuid`, in any case, on `node`."""
     uuid = next((gpu.uuid for gpu in site.gpus() if gpu.uuid.lower() == uuid.lower()), uuid)
     with page(site, f"GPU {uuid}"):
         head = ui.label(f"{node} · {uuid}").classes("text-h6")
@@ -169,16 +169,14 @@ def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
         running = ListTable(rows.PROCESSES, key="pid", empty="no processes, or they cannot be read")
         with ui.element("div").classes("gs-charts"):
             topics = {
-                topic: ListTable(
-                    {"reading": topic, "value": "value"}, key="reading", empty="the GPU does not tell"
-                )
+                topic: ListTable({"reading": topic, "value": "value"}, key="reading", empty="not reported")
                 for topic in rows.TOPICS
             }
 
     def show() -> None:
         found = next((gpu for gpu in site.gpus() if (gpu.node, gpu.uuid) == (node, uuid)), None)
         if found is None:
-            head.text = f"{node} · {uuid}: not reported (any more)"
+            head.text = f"{node} · {uuid}: not reported"
             tiles.clear()
             return
         head.text = f"{found.label} · {found.model} · {uuid}" + (" · simulated" if found.simulated else "")
@@ -200,7 +198,7 @@ def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
         try:
             answer = await site.client.history.QueryHistory(request)
         except GpuscaleError as error:
-            note.text = f"the history cannot be read: {error.message}"
+            note.text = f"cannot read the history: {error.message}"
             return
         found = {series.metric: series for series in answer.series}
         for chart, (metric, title, unit) in zip(drawn, CHARTS, strict=True):
@@ -213,14 +211,14 @@ def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
 
 
 def history_note(answer: monitor_api.QueryHistoryResponse) -> str:
-    """What the charts of a GPU show, or why they are empty."""
+    """A note on what the charts of a GPU show, or why they are empty."""
     if answer.not_kept:
-        return "no history is kept of it: nothing was read yet, or the fleet's memory for history is used up"
-    return f"a point each {humanize.length(answer.step)}; line: mean, band: smallest to largest"
+        return "no history yet, or the fleet's memory for history is full"
+    return f"a point every {humanize.length(answer.step)}; line: mean, band: smallest to largest"
 
 
 def gpu_figures(gpu: GpuSummary) -> dict[str, str]:
-    """What it reads now."""
+    """Its current readings."""
     return {
         "state": gpu.state.lower(),
         "utilization": humanize.number(gpu.utilization, "%"),
@@ -232,13 +230,13 @@ def gpu_figures(gpu: GpuSummary) -> dict[str, str]:
 
 
 TIMELINE_REFRESH = 5.0
-"""Least seconds between two questions for the history: one for each column."""
+"""Least seconds between queries of the history: one per column."""
 STEPS = 120
-"""Columns, at most about."""
+"""Most columns, about."""
 MOST_GPUS = 96
-"""GPUs with a row each; of more of them, each node has one."""
+"""Most GPUs with a row each; beyond them a row is a node."""
 MOST_NAMES = 256
-"""Nodes that one question may name."""
+"""Most nodes in one query."""
 METRICS = {
     "utilization": (Metric.METRIC_UTILIZATION_PERCENT, "%", 100.0),
     "memory": (Metric.METRIC_MEMORY_USED_PERCENT, "%", 100.0),
@@ -248,7 +246,7 @@ METRICS = {
 
 
 def timeline_page(site: DashboardSite) -> None:
-    """Make the page."""
+    """Build the page."""
     with page(site, "Over time"):
         with ui.row().classes("items-center full-width"):
             address = PageAddress()
@@ -267,9 +265,7 @@ def timeline_page(site: DashboardSite) -> None:
         metric, unit, top = METRICS[str(chosen.value)]
         nodes = sorted({gpu.node for gpu in gpus}) if len(gpus) > MOST_GPUS else []
         if nodes and metric != Metric.METRIC_UTILIZATION_PERCENT:
-            note.text = (
-                f"{len(gpus)} GPUs are too many for a row each: filter, or look at utilization by node"
-            )
+            note.text = f"{len(gpus)} GPUs are too many for a row each: filter, or choose utilization by node"
             return
         if not gpus:
             note.text = "no GPUs, or none match"
@@ -278,7 +274,7 @@ def timeline_page(site: DashboardSite) -> None:
         try:
             answer = await site.client.history.QueryHistory(request)
         except GpuscaleError as error:
-            note.text = f"the history cannot be read: {error.message}"
+            note.text = f"cannot read the history: {error.message}"
             return
         timer.interval = max(TIMELINE_REFRESH, seconds(answer.step))
         lines = timeline_rows(answer, gpus, nodes)
@@ -299,7 +295,7 @@ def timeline_question(
     span: monitor_api.HistorySpan,
     length: float,
 ) -> monitor_api.QueryHistoryRequest:
-    """Asks for `nodes`, or for each GPU where there are none."""
+    """The query for `nodes`, or for each GPU if there are none."""
     return monitor_api.QueryHistoryRequest(
         names=[f"nodes/{node}" for node in nodes[:MOST_NAMES]],
         uuids=[] if nodes else [gpu.uuid for gpu in gpus],
@@ -312,7 +308,7 @@ def timeline_question(
 def timeline_rows(
     answer: monitor_api.QueryHistoryResponse, gpus: Sequence[GpuSummary], nodes: Sequence[str]
 ) -> list[tuple[str, monitor_api.HistorySeries | None]]:
-    """The rows of the map, with what is kept of each."""
+    """The rows of the map, with the history of each."""
     by_name = {series.uuid or series.name: series for series in answer.series}
     if nodes:
         return [(node, by_name.get(f"nodes/{node}")) for node in nodes[:MOST_NAMES]]
@@ -320,15 +316,15 @@ def timeline_rows(
 
 
 def timeline_note(answer: monitor_api.QueryHistoryResponse, nodes: Sequence[str]) -> str:
-    """What a row and a column are, and how many rows are empty since no history is kept."""
+    """A note on what rows and columns are, and on rows without history."""
     left_out = f"; {len(nodes) - MOST_NAMES} more nodes match" if len(nodes) > MOST_NAMES else ""
     row = "a row is a node, by the mean of its GPUs" if nodes else "a row is a GPU"
-    empty = f"; no history is kept of {len(answer.not_kept)} of them" if answer.not_kept else ""
+    empty = f"; {len(answer.not_kept)} have no history" if answer.not_kept else ""
     return f"{row}; a column is the mean of {humanize.length(answer.step)}{left_out}{empty}"
 
 
 def health_page(site: DashboardSite) -> None:
-    """Make the page."""
+    """Build the page."""
     with page(site, "Health"):
         tiles = Tiles(*rows.SEVERITIES)
         first = {name: rows.HEALTH[name] for name in ("severity", "message", "action", "where")}

@@ -1,4 +1,4 @@
-"""Use policies: which there are, and what they did last, or nearly did."""
+"""Use policies, and what they did last or, in shadow mode, would have done."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from gpuscale.dashboard.frame import DashboardSite, ListTable, page
 from gpuscale.dashboard.rows import Columns, Row
 
 REFRESH = 5.0
-"""Seconds between two questions for what policies did."""
+"""Seconds between queries of what policies did."""
 MOST_ACTS = 100
 POLICIES: Columns = {
     "name": "policy",
@@ -31,20 +31,20 @@ ACTS: Columns = {
 
 
 def policies_page(site: DashboardSite) -> None:
-    """Make the page."""
+    """Build the page."""
     with page(site, "Policies"):
         why = ui.label().classes("gs-quiet")
-        policies = ListTable(POLICIES, key="name", empty="no policies: docs/sharing.md has one to begin with")
-        acts = ListTable(ACTS, key="key", links=("subject",), empty="no policy did anything yet")
+        policies = ListTable(POLICIES, key="name", empty="no policies: docs/sharing.md has an example")
+        acts = ListTable(ACTS, key="key", links=("subject",), empty="no policy has acted yet")
 
     async def refresh() -> None:
         try:
             found = await site.client.policies.ListUsePolicies(api.ListUsePoliciesRequest(page_size=1000))
             done = await site.client.policies.ListPolicyActs(api.ListPolicyActsRequest(page_size=MOST_ACTS))
         except GpuscaleError as error:
-            why.text = f"the policies cannot be read: {error.message}"
+            why.text = f"cannot read the policies: {error.message}"
             return
-        why.text = f"what they did, and nearly did: the last {MOST_ACTS}"
+        why.text = f"what they did or would have done: the last {MOST_ACTS}"
         policies.show([policy_row(one) for one in found.use_policies])
         acts.show([act_row(one) for one in done.policy_acts])
 
@@ -52,7 +52,7 @@ def policies_page(site: DashboardSite) -> None:
 
 
 def policy_row(one: api.UsePolicy) -> Row:
-    """What the table shows of a policy."""
+    """The table row of a policy."""
     stages = (f"{humanize.length(stage.after)}: {_actions(stage.actions)}" for stage in one.spec.stages)
     return {
         "name": one.name.removeprefix("policies/"),
@@ -64,7 +64,7 @@ def policy_row(one: api.UsePolicy) -> Row:
 
 
 def act_row(one: api.PolicyAct) -> Row:
-    """What the table shows of an act."""
+    """The table row of an act."""
     return {
         "key": "/".join(one.name.split("/")[1::2]),
         "time": humanize.clock(one.time),

@@ -1,4 +1,4 @@
-"""Recordings: which there are; of one, a chart of each reading while it ran, and of each GPU the mean with the smallest and largest value."""
+"""Recordings; the page of one has a chart per reading, and mean, smallest and largest value per GPU."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -24,16 +24,16 @@ _COLUMNS = {
 
 
 def recordings_page(site: DashboardSite) -> None:
-    """Make the page of all recordings."""
+    """Build the page of all recordings."""
     with page(site, "Recordings"):
         table = ListTable(
-            _COLUMNS, key="name", links=("name",), empty="nothing was recorded: gpuscalectl record -- COMMAND"
+            _COLUMNS, key="name", links=("name",), empty="no recordings: gpuscalectl record -- COMMAND"
         )
     live(site.facts, lambda: table.show([recording_row(one) for one in site.facts.recordings]))
 
 
 def recording_row(one: monitor_api.Recording) -> Row:
-    """What the table shows of a recording."""
+    """The table row of a recording."""
     name = one.name.removeprefix("recordings/")
     return {
         "name": name,
@@ -47,12 +47,12 @@ def recording_row(one: monitor_api.Recording) -> Row:
 
 
 REFRESH = 2.0
-"""Least seconds between two questions for the history while it runs: one for each point."""
+"""Least seconds between queries of the history while it runs: one per point."""
 REFRESH_ENDED = 60.0
 POINTS = 60
-"""Points of a line, at most about."""
+"""Most points of a line, about."""
 MOST_LINES = 16
-"""GPUs whose lines are drawn; the table has them all."""
+"""Most GPUs drawn as lines; the table has them all."""
 Metric = monitor_api.Metric
 _STATS = {
     "gpu": "GPU",
@@ -66,7 +66,7 @@ _STATS = {
 
 
 def recording_page(site: DashboardSite, recording: str) -> None:
-    """Make the page of `recordings/{recording}`."""
+    """Build the page of `recordings/{recording}`."""
     name = f"recordings/{recording}"
     with page(site, f"Recording {recording}"):
         head = ui.label(recording).classes("text-h6")
@@ -82,7 +82,7 @@ def recording_page(site: DashboardSite, recording: str) -> None:
     def draw() -> None:
         one = found()
         if one is None:
-            head.text = f"{recording}: this recording does not exist (any more)"
+            head.text = f"{recording}: no such recording, or it was deleted"
             return
         tiles.show(
             state=humanize.word(one, "state"),
@@ -100,7 +100,7 @@ def recording_page(site: DashboardSite, recording: str) -> None:
         try:
             answer = await site.client.history.QueryHistory(history_question(one))
         except GpuscaleError as error:
-            note.text = f"the history cannot be read: {error.message}"
+            note.text = f"cannot read the history: {error.message}"
             return
         running = one.state == monitor_api.Recording.STATE_RUNNING
         timer.interval = max(REFRESH, seconds(answer.step)) if running else REFRESH_ENDED
@@ -113,7 +113,7 @@ def recording_page(site: DashboardSite, recording: str) -> None:
 
 
 def history_question(one: monitor_api.Recording) -> monitor_api.QueryHistoryRequest:
-    """Asks what its first GPUs read while it ran."""
+    """The query for the history of its first GPUs while it ran."""
     span = monitor_api.HistorySpan(start_time=one.start_time)
     if one.HasField("end_time"):
         span.end_time.CopyFrom(one.end_time)
@@ -128,18 +128,18 @@ def history_question(one: monitor_api.Recording) -> monitor_api.QueryHistoryRequ
 def lines_of(
     one: monitor_api.Recording, answer: monitor_api.QueryHistoryResponse, metric: "Metric.ValueType"
 ) -> list[tuple[str, monitor_api.HistorySeries]]:
-    """A line for each GPU of which something is kept."""
+    """A line for each GPU that has history."""
     found = {series.uuid: series for series in answer.series if series.metric == metric}
     return [(label(gpu), found[gpu.uuid]) for gpu in one.gpus[:MOST_LINES] if gpu.uuid in found]
 
 
 def history_note(one: monitor_api.Recording, answer: monitor_api.QueryHistoryResponse) -> str:
-    """What the charts show, and what they cannot."""
+    """A note on what the charts show, and what they leave out."""
     if not answer.series:
-        return "the history of that time is not kept (any more); the figures below are those of the recording"
+        return "no history of that time; the figures below come from the recording"
     more = len(one.gpus) - MOST_LINES
     left_out = f"; {more} more GPUs are in the table" if more > 0 else ""
-    return f"from the history: a point each {humanize.length(answer.step)}, its mean{left_out}"
+    return f"from the history: a mean every {humanize.length(answer.step)}{left_out}"
 
 
 def label(gpu: monitor_api.RecordedGpu) -> str:
@@ -148,7 +148,7 @@ def label(gpu: monitor_api.RecordedGpu) -> str:
 
 
 def gpu_row(gpu: monitor_api.RecordedGpu) -> Row:
-    """What the table shows of a recorded GPU: means, with smallest and largest value."""
+    """The table row of a recorded GPU: means, with smallest and largest value."""
     return {
         "uuid": gpu.uuid,
         "gpu": label(gpu),

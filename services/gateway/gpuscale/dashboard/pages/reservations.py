@@ -1,4 +1,4 @@
-"""Reservations: who holds what, for how long, how much of it is used, what jobs wrote; and bookings: the calendar of the week, by node and day."""
+"""Reservations: who holds what, for how long, how much is used, the output of jobs; and bookings: a calendar of the week."""
 
 import asyncio
 import time
@@ -33,13 +33,13 @@ from gpuscale.dashboard.visitors import VisitorActions
 
 SPANS = {"10 min": 600.0, "1 h": 3600.0, "6 h": 21600.0, "24 h": 86400.0}
 REFRESH = 5.0
-"""Seconds between two drawings of the chart."""
+"""Seconds between redraws of the chart."""
 POINTS = 240
-"""Points of the chart, at most about."""
+"""Most points of the chart, about."""
 
 
 def reservations_page(site: DashboardSite) -> None:
-    """Make the page."""
+    """Build the page."""
     with page(site, "Reservations"):
         tiles = Tiles("holding", "waiting", "GPUs reserved", "GPUs reserved and idle", "GPU hours unused")
         address = PageAddress()
@@ -72,9 +72,9 @@ def reservations_page(site: DashboardSite) -> None:
     places: dict[str, allocator_api.Reservation] = {}
 
     async def queue() -> None:
-        """A watch does not tell how places in the queue change."""
+        """Query places in the queue, whose changes a watch does not report."""
         request = allocator_api.ListReservationsRequest(filter="state = WAITING", page_size=1000)
-        with suppress(GpuscaleError):  # the page says that it is lost
+        with suppress(GpuscaleError):  # the header shows the problem
             found = await site.client.allocator.ListReservations(request)
             places.clear()
             places.update({one.name: one for one in found.reservations})
@@ -87,7 +87,7 @@ def reservations_page(site: DashboardSite) -> None:
         chart.show(charts.reserved_and_used(counts))
         tiles.show(GPU_hours_unused=humanize.number(site.tally.wasted_hours(start, end), digits=1))
         counted = humanize.span(end - counts[0].at) if counts else "0 s"
-        note.text = f"used: reserved GPUs by their utilization; counted by this dashboard, for {counted}"
+        note.text = f"used: reserved GPUs weighted by utilization; counted by this dashboard for {counted}"
 
     live(site.facts, draw)
     look_back()
@@ -108,11 +108,11 @@ MEMBERS: Columns = {
 }
 _PART = 65_536
 LOOK_AGAIN = 5.0
-"""Seconds between two questions for a reservation."""
+"""Seconds between queries of a reservation."""
 
 
 def reservation_page(site: DashboardSite, reservation: str) -> None:
-    """Make the page of a reservation: why it waits, what it holds and does, and the end of what its job wrote."""
+    """Build the page of a reservation: why it waits, what it holds and uses, and the end of its job's output."""
     short, name = reservation, f"reservations/{reservation}"
     with page(site, f"Reservation {short}"):
         head = ui.label(short).classes("text-h6")
@@ -122,8 +122,8 @@ def reservation_page(site: DashboardSite, reservation: str) -> None:
         with ui.column().classes("full-width") as ran:
             heading("Job")
             command = ui.label().classes("gs-lines")
-            members = ListTable(MEMBERS, key="member", empty="it was not started yet")
-            whole = ui.link("read or save all of its output", f"/{name}/output", new_tab=True)
+            members = ListTable(MEMBERS, key="member", empty="not started yet")
+            whole = ui.link("view or save the full output", f"/{name}/output", new_tab=True)
             wrote = ui.label().classes("gs-log").props("tabindex=0 role=log aria-label=output")
     actions = site.actions()
     whole.set_visibility(False)
@@ -132,7 +132,7 @@ def reservation_page(site: DashboardSite, reservation: str) -> None:
         try:
             one = await (_asked(name, site.client) if actions is None else actions.ask(partial(_asked, name)))
         except GpuscaleError as error:
-            why.text = f"the reservation cannot be read: {error.message}"
+            why.text = f"cannot read the reservation: {error.message}"
             return
         row = rows.reservation_row(one, {gpu.uuid: gpu for gpu in site.gpus()}, datetime.now(UTC))
         head.text = f"{short} {one.job.title}".rstrip()
@@ -142,7 +142,9 @@ def reservation_page(site: DashboardSite, reservation: str) -> None:
         held = {gpu.uuid for gpu in one.gpus}
         gpus.show([gpu for gpu in site.gpu_rows() if gpu["uuid"] in held])
         ran.set_visibility(one.HasField("job"))
-        command.text = f"{one.job.command}\n{humanize.word(one.job, 'state')}; all of its output: gpuscalectl logs {short}"
+        command.text = (
+            f"{one.job.command}\n{humanize.word(one.job, 'state')}; full output: gpuscalectl logs {short}"
+        )
         members.show([member_row(member) for member in (*one.job.earlier, *one.job.members)])
         ends = [line for member in one.job.members for line in member.last_lines]
         wrote.text = "\n".join(ends)
@@ -164,16 +166,18 @@ async def _kept(one: allocator_api.Reservation) -> list[Path]:
 
 
 async def all_output(actions: VisitorActions, reservation: str) -> Iterator[bytes]:
-    """All that a job wrote, from the files of the visitor, who is the user of this process.
+    """The full output of a job, from the files of the visitor, who is the user of this process.
 
     Raises:
-        NotFoundError: this user has none of it here.
+        NotFoundError: this user has no output of it on this host.
         GpuscaleError: the reservation cannot be read.
     """
     one = await actions.ask(partial(_asked, f"reservations/{reservation}"))
     files = await _kept(one) if actions.at_home else []
     if not files:
-        raise NotFoundError(f"its output is not kept here; on its hosts: gpuscalectl logs {reservation}")
+        raise NotFoundError(
+            f"no output is kept on this host; read it from its hosts: gpuscalectl logs {reservation}"
+        )
     return (part for file in files for part in _parts(file))
 
 
@@ -184,7 +188,7 @@ def _parts(file: Path) -> Iterator[bytes]:
 
 
 def member_row(one: allocator_api.JobMember) -> Row:
-    """What the table shows of a member of a job."""
+    """The table row of a member of a job."""
     return {
         "member": one.member,
         "node": one.node.removeprefix("nodes/"),
@@ -210,12 +214,12 @@ BOOKINGS: Columns = {
 
 
 def bookings_page(site: DashboardSite) -> None:
-    """Make the page."""
+    """Build the page."""
     with page(site, "Bookings"):
         if secret := site.calendar():
             address = f"{ui.context.client.request.base_url}{PATH[1:]}{secret}.ics"
             with ui.row().classes("items-baseline"):
-                ui.label("subscribe in a calendar program, by an address that is secret:")
+                ui.label("subscribe in a calendar program (the address is secret):")
                 ui.link("calendar", address)
         week = ui.column().classes("full-width gap-0")
         table = ListTable(BOOKINGS, key="name", empty="no bookings: gpuscalectl reserve --at TIME --for TIME")
@@ -224,7 +228,7 @@ def bookings_page(site: DashboardSite) -> None:
         return sorted(site.facts.bookings, key=lambda one: one.start_time.ToNanoseconds())
 
     async def show_week() -> None:
-        """Days begin when they do where the browser is."""
+        """Build the calendar, with days in the browser's time zone."""
         zone = f"{await ui.run_javascript('ZONE')}"
         today = datetime.now(zone_of(zone)).replace(hour=0, minute=0, second=0, microsecond=0)
         with week:
@@ -237,7 +241,7 @@ def bookings_page(site: DashboardSite) -> None:
 
 
 def zone_of(name: str) -> tzinfo:
-    """The time zone of a browser; UTC where this host does not know it."""
+    """The browser's time zone; UTC if this host does not know it."""
     try:
         return ZoneInfo(name)
     except (KeyError, ValueError):
@@ -245,13 +249,13 @@ def zone_of(name: str) -> tzinfo:
 
 
 def headings(today: datetime) -> Columns:
-    """The columns of the calendar: nodes, and the days from today on."""
+    """The columns of the calendar: nodes, and seven days from today."""
     days = {f"day{ahead}": f"{today + timedelta(days=ahead):%a %d}" for ahead in range(DAYS)}
     return {"node": "node", **days}
 
 
 def calendar_rows(bookings: Sequence[allocator_api.Booking], today: datetime) -> list[Row]:
-    """For each node with a booking, what is booked on each day from today on: hours, GPUs and owner, a line for each."""
+    """A row per node with bookings: hours, GPUs and owner of each, by day."""
     cells: dict[str, dict[str, list[str]]] = {}
     for one in bookings:
         start, end = (to_datetime(time).astimezone(today.tzinfo) for time in (one.start_time, one.end_time))
@@ -275,7 +279,7 @@ def calendar_rows(bookings: Sequence[allocator_api.Booking], today: datetime) ->
 
 
 def booking_row(one: allocator_api.Booking) -> Row:
-    """What the table shows of a booking."""
+    """The table row of a booking."""
     return {
         "name": one.name.removeprefix("bookings/"),
         "owner": one.owner,

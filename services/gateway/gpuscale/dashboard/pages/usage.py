@@ -1,4 +1,4 @@
-"""Usage: who used how many GPU hours, as the allocator's ledger has it, and how many of them were idle."""
+"""Usage: GPU hours by user, tenant, node or model, from the allocator's ledger, and how many were idle."""
 
 from datetime import UTC, datetime, timedelta
 from urllib.parse import urlencode
@@ -13,7 +13,7 @@ from gpuscale.dashboard.frame import Chart, DashboardSite, ListTable, PageAddres
 from gpuscale.dashboard.rows import Columns, Row
 
 REFRESH = 60.0
-"""Seconds between two questions: running reservations are written each minute."""
+"""Seconds between queries: the ledger is updated once a minute."""
 SPANS = {"today": 0, "7 days": 7, "30 days": 30, "1 year": 365}
 KINDS = ("user", "tenant", "node", "model")
 USAGE: Columns = {
@@ -29,7 +29,7 @@ USAGE: Columns = {
 
 
 def usage_page(site: DashboardSite) -> None:
-    """Make the page."""
+    """Build the page."""
     with page(site, "Usage"):
         tiles = Tiles("GPU hours", "busy", "idle", "energy")
         with ui.row():
@@ -45,7 +45,7 @@ def usage_page(site: DashboardSite) -> None:
             USAGE,
             key="whose",
             links=("whose",),
-            empty="nothing was used in that time, or it is somebody else's",
+            empty="no usage in this period that you may see",
         )
 
     async def refresh() -> None:
@@ -61,7 +61,7 @@ def usage_page(site: DashboardSite) -> None:
         try:
             found = await site.client.usage.QueryUsage(request)
         except GpuscaleError as error:
-            why.text = f"the usage cannot be read: {error.message}"
+            why.text = f"cannot read the usage: {error.message}"
             return
         why.text = "UTC days; hours of whole GPUs"
         rows = [(one, {**usage_row(one), "whose_to": found_by(one)}) for one in found.rows]
@@ -78,7 +78,7 @@ def usage_page(site: DashboardSite) -> None:
 
 
 def day_of(text: str) -> datetime | None:
-    """A UTC day as browsers write it; None where nobody chose one."""
+    """A UTC day as browsers write it; None if none was chosen."""
     try:
         return datetime.fromisoformat(text).replace(tzinfo=UTC)
     except ValueError:
@@ -86,14 +86,14 @@ def day_of(text: str) -> datetime | None:
 
 
 def found_by(one: allocator_api.UsageRow) -> str:
-    """Where the reservations of a user or tenant, or the GPUs of a node or model, are."""
+    """The page with the reservations of a user or tenant, or the GPUs of a node or model."""
     at_node = one.node.removeprefix("nodes/") or one.model
     page, words = ("/", at_node) if at_node else ("/reservations", one.user or one.tenant)
     return f"{page}?{urlencode({'filter': words})}" if words else ""
 
 
 def usage_row(one: allocator_api.UsageRow) -> Row:
-    """What the table shows of a user, tenant, node or model."""
+    """The table row of a user, tenant, node or model."""
     whole = max(1, one.granted_gpu_microseconds)
     parts = {name: getattr(one, f"{name}_gpu_microseconds") for name in ("busy", "idle", "unknown")}
     return {

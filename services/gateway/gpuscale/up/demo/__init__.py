@@ -1,5 +1,5 @@
-"""`gpuscalectl up --demo`: a fleet that lives. Hosts, people and workers are made up; the services that serve them are real.
+"""`gpuscalectl up --demo`: real services for a simulated site of hosts, people and workers.
 
-Begin with `app`: who is there, and what happens. `hosts` reports figures as agents do, `people` reserve GPUs as holders do, `workers`
-runs replicas as adapters do. Which load, name and moment comes next follows from the seed; a day can pass faster than a day.
+Begin with `app`: people, endpoints and incidents. `hosts` reports readings like agents, `workers` runs replicas like adapters. The seed
+determines loads, names and times; the demo's day can run faster than real time.
 """

@@ -1,4 +1,4 @@
-"""Who is there in the demo, and what happens: the site, its people, its endpoints, and a day of incidents."""
+"""The demo's site, its people, its endpoints, and a day of incidents."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from gpuscale.up.demo.hosts import Build, DemoProgram, DemoSite
 from gpuscale.up.demo.workers import Traffic, Workers
 
 LEASE = 30.0
-"""Seconds of a lease, renewed three times as often."""
+"""Seconds of a lease, renewed at every third of it."""
 PATIENCE = 6 * 3600.0
-"""Seconds that they wait in the queue."""
+"""Seconds to wait in the queue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Habit:
-    """What a person does again and again; times are (least, most) in hours of the demo's day."""
+    """What a person does repeatedly; times are (least, most) in hours of the demo's day."""
 
     user: str
     tenant: str
@@ -41,16 +41,16 @@ class Habit:
     gpus: int
     lasts: tuple[float, float]
     rests: tuple[float, float]
-    load: float  # percent of its GPUs that it uses; 0 for who holds and forgets
-    memory: float  # part of each GPU's memory
-    nodes: Sequence[str] = ()  # where; anywhere when empty
+    load: float  # utilization of its GPUs in percent; 0 for a forgotten reservation
+    memory: float  # fraction of each GPU's memory
+    nodes: Sequence[str] = ()  # node; empty for any
     members: int = 1
     priority: int = 0
     labels: tuple[tuple[str, str], ...] = ()
 
 
 async def live(habit: Habit, site: DemoSite, allocator: grpc.aio.Channel, seed: str) -> None:
-    """Reserve, use, give back, rest; for ever. What is refused is tried again after the next rest."""
+    """For ever: reserve, use, release, rest. A refused request is retried after the rest."""
     random = Random(f"{seed}/{habit.user}/{habit.program}")
     stub = allocator_api.AllocatorServiceStub(allocator)
     await site.sleep(random.uniform(0.0, 0.05))
@@ -63,7 +63,7 @@ async def live(habit: Habit, site: DemoSite, allocator: grpc.aio.Channel, seed: 
 async def _use(
     habit: Habit, site: DemoSite, stub: allocator_api.AllocatorServiceAsyncStub, random: Random
 ) -> None:
-    """One reservation, from the request to its end."""
+    """Hold one reservation, from the request to its end."""
     nodes = habit.nodes or list(site.hosts)
     ask = allocator_api.Ask(gpu_count=habit.gpus, nodes=[f"nodes/{one}" for one in nodes])
     if habit.members > 1:
@@ -95,7 +95,7 @@ async def _use(
             renewal = allocator_api.RenewReservationRequest(
                 name=granted.name, fence=granted.fence, ttl=to_duration(LEASE)
             )
-            await stub.RenewReservation(renewal)  # an error ends it, as a lost lease does
+            await stub.RenewReservation(renewal)  # an error ends it, like a lost lease
     finally:
         site.end(program)
     release = allocator_api.ReleaseReservationRequest(name=granted.name, fence=granted.fence)
@@ -122,21 +122,21 @@ HABITS = (
     Habit("fay", "lm", "eval.py", 2, (0.2, 0.6), (0.2, 0.6), 65.0, 0.4, priority=-10),
 )
 ENDPOINTS: Mapping[str, tuple[float, int]] = {"chat": (8.0, 6), "embed": (16.0, 4)}
-"""Requests that a replica serves at a time, and the most replicas, by endpoint."""
+"""Concurrent requests per replica, and most replicas, by endpoint."""
 _log = get_logger(__name__)
 REPORT_SECONDS = 1.0
 AGAIN = 1.0
-"""Seconds until a connection that was lost is opened again."""
+"""Seconds until a lost connection is reopened."""
 
 
 @asynccontextmanager
 async def open_demo(services: grpc.aio.Channel, *, speed: float, seed: int) -> AsyncGenerator[None]:
-    """The demo, until the end of the block.
+    """Run the demo until the end of the block.
 
     Args:
-        services: a channel to all services, for an admin.
-        speed: how many times faster than ours a day of the demo passes.
-        seed: the same seed gives the same people, loads and incidents.
+        services: a channel to all services, as an admin.
+        speed: how many times faster than real time the demo's day runs.
+        seed: determines people, loads and incidents.
     """
     site = DemoSite(BUILDS, speed)
     traffic = Traffic({name: capacity for name, (capacity, _) in ENDPOINTS.items()})
@@ -159,7 +159,7 @@ async def open_demo(services: grpc.aio.Channel, *, speed: float, seed: int) -> A
 
 
 async def _again(connect: Callable[[grpc.aio.Channel], Awaitable[None]], channel: grpc.aio.Channel) -> None:
-    """Connect anew, for ever, whenever it ends."""
+    """For ever: connect, and reconnect when the connection ends."""
     while True:
         with suppress(GpuscaleError), rpc_errors():
             await connect(channel)
@@ -167,7 +167,7 @@ async def _again(connect: Callable[[grpc.aio.Channel], Awaitable[None]], channel
 
 
 async def _until_known(site: DemoSite, services: grpc.aio.Channel) -> None:
-    """Wait until the allocator has heard of every host."""
+    """Wait until the allocator knows every host."""
     stub = allocator_api.CapacityServiceStub(services)
     wanted = {f"nodes/{node}" for node in site.hosts}
     while True:
@@ -179,7 +179,7 @@ async def _until_known(site: DemoSite, services: grpc.aio.Channel) -> None:
 
 
 async def _set_up(services: grpc.aio.Channel, speed: float, seed: int) -> None:
-    """Quotas, a use policy and endpoints. What an earlier demo of the same directory made stays."""
+    """Create quotas, a use policy and endpoints; those of an earlier demo in the same directory stay."""
     quotas, policies = allocator_api.QuotaServiceStub(services), allocator_api.PolicyServiceStub(services)
     for tenant, gpus in {"vision": 12, "speech": 8, "lm": 20, "product": 14}.items():
         quota = allocator_api.Quota(name=f"quotas/{tenant}", gpu_milli_limit=1000 * gpus, weight=1.0)
@@ -194,7 +194,7 @@ async def _set_up(services: grpc.aio.Channel, speed: float, seed: int) -> None:
                 {"after": f"{2 * idle:g}s", "actions": ["POLICY_ACTION_REVOKE"], "grace": "60s"},
             ],
             "active": True,
-            "description": "held and not used for an hour of the demo's day",
+            "description": "unused for an hour of the demo's day",
         },
     }
     request = {"usePolicy": policy, "requestId": _uuid(seed, "policy")}
@@ -228,23 +228,23 @@ def _uuid(seed: int, what: str) -> str:
 
 
 async def _attempt(call: Awaitable[object]) -> None:
-    """Make a call; what is there already, or was deleted, stays as it is, and what is refused is logged."""
+    """Make a call; ignore what already exists or is gone, and log other errors."""
     try:
         with suppress(AlreadyExistsError, NotFoundError), rpc_errors():
             await call
     except GpuscaleError as error:
-        _log.warning("the demo was refused a call", problem=error.message)
+        _log.warning("a call of the demo failed", problem=error.message)
 
 
 async def _serve(name: str, site: DemoSite, traffic: Traffic, services: grpc.aio.Channel, seed: int) -> None:
-    """Requests by the hour of the day, with bursts, reported each second."""
+    """Report each second how many requests there are: by the hour of the day, with bursts."""
     random = Random(f"{seed}/{name}")
     stub = autoscaler_api.MetricServiceStub(services)
     capacity, most = ENDPOINTS[name]
     burst_until = 0.0
     while True:
         hour = site.hours()
-        day = (1 - math.cos((hour % 24 - 3) / 24 * 2 * math.pi)) / 2  # lowest at 3:00, highest at 15:00
+        day = (1 - math.cos((hour % 24 - 3) / 24 * 2 * math.pi)) / 2  # minimum at 3:00, maximum at 15:00
         if random.random() < 0.004 * site.speed / 10:
             burst_until = hour + random.uniform(0.2, 0.5)
         burst = 0.5 if hour < burst_until else 0.0
@@ -257,7 +257,7 @@ async def _serve(name: str, site: DemoSite, traffic: Traffic, services: grpc.aio
 
 
 async def _intrude(site: DemoSite, seed: int) -> None:
-    """Somebody who reserves nothing uses a GPU now and then."""
+    """Now and then, use a GPU without a reservation."""
     random = Random(f"{seed}/outsider")
     while True:
         await site.sleep(random.uniform(0.5, 1.5))
@@ -268,7 +268,7 @@ async def _intrude(site: DemoSite, seed: int) -> None:
 
 
 async def _misfortunes(site: DemoSite, services: grpc.aio.Channel) -> None:
-    """Each day: a host that hangs, a GPU with a fault, a host that is drained for work on it."""
+    """Each day: a host hangs, a GPU fails, a host is drained for maintenance."""
     nodes = allocator_api.NodeServiceStub(services)
     for day in count():
         await site.sleep(max(0.0, day * 24 + 9.3 - site.hours()))

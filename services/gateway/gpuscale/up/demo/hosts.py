@@ -1,4 +1,4 @@
-"""Hosts of the demo: what runs on their GPUs, and the figures that it makes there, reported to the fleet as by an agent."""
+"""Hosts of the demo: the programs on their GPUs and the resulting readings, reported to the fleet like an agent's."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from gpuscale.common.wire import put_timestamp, to_duration
 from gpuscale.internal.monitor import v1 as monitor_internal
 
 PERIOD = 1.0
-"""Seconds between two reports."""
+"""Seconds between reports."""
 GIB = 1 << 30
 _IDLE_WATTS = 0.12
-"""Part of its power limit that an idle GPU draws."""
+"""Power of an idle GPU, as a fraction of its limit."""
 _pids = count(20_000)
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """A host and its GPUs: memory in GiB of each GPU and of the host, power limit in watts."""
+    """A host and its GPUs; memory of each GPU and of the host in GiB, power limit in watts."""
 
     node: str
     model: str
@@ -40,14 +40,14 @@ class Build:
 
 
 class DemoProgram:
-    """What runs on GPUs: whose it is, and how busy it keeps them.
+    """A program that runs on GPUs.
 
     Args:
         user: Unix user.
-        name: of the program.
-        load: percent of a GPU that it uses now.
-        memory: part of each GPU's memory that it takes.
-        reservation: name of the reservation that it works for; empty for an outsider.
+        name: name of the program.
+        load: current utilization of each GPU, in percent.
+        memory: fraction of each GPU's memory.
+        reservation: name of its reservation; empty if it runs without one.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class DemoHost:
     """A host that reports to the fleet each second.
 
     Attributes:
-        programs: what runs on each GPU, by UUID.
-        hangs: nothing is reported: its readings grow stale.
+        programs: programs on each GPU, by UUID.
+        hangs: whether it stops reporting, so that its readings grow stale.
     """
 
     def __init__(self, build: Build) -> None:
@@ -84,7 +84,7 @@ class DemoHost:
         self._faults: asyncio.Queue[monitor_internal.ReportedFault] = asyncio.Queue(16)
 
     def fail(self, uuid: str, xid: int) -> None:
-        """The driver reports a fault of a GPU, by NVIDIA's number."""
+        """Report a GPU error, by NVIDIA's XID."""
         fault = monitor_internal.ReportedFault(uuid=uuid, xid=xid, seq=self._seq, age=to_duration(0.0))
         self._faults.put_nowait(fault)
 
@@ -105,7 +105,7 @@ class DemoHost:
             await asyncio.sleep(PERIOD)
 
     def snapshot(self) -> types_api.Snapshot:
-        """All figures as they are now."""
+        """A snapshot of the current readings."""
         self._seq += 1
         build = self.build
         snapshot = types_api.Snapshot(
@@ -197,15 +197,15 @@ class DemoHost:
 
 
 class DemoSite:
-    """The hosts together, and the time of day there.
+    """All hosts, and the demo's time of day.
 
     Args:
         builds: the hosts.
-        speed: how many times faster than ours their day passes.
+        speed: how many times faster than real time their day runs.
     """
 
     BEGIN = 9.0
-    """Hour of the day at which it starts."""
+    """Hour of the day at the start."""
 
     def __init__(self, builds: tuple[Build, ...], speed: float) -> None:
         self.hosts = {build.node: DemoHost(build) for build in builds}
@@ -217,18 +217,18 @@ class DemoSite:
         return self.BEGIN + (asyncio.get_running_loop().time() - self._start) * self.speed / 3600
 
     async def sleep(self, hours: float) -> None:
-        """Wait for so many hours of its day."""
+        """Sleep for so many hours of the demo's day."""
         await asyncio.sleep(hours * 3600 / self.speed)
 
     def begin(self, uuids: list[str], program: DemoProgram) -> None:
-        """A program uses these GPUs from now on."""
+        """Start a program on these GPUs."""
         for uuid in uuids:
             for host in self.hosts.values():
                 if uuid in host.programs:
                     host.programs[uuid].append(program)
 
     def end(self, program: DemoProgram) -> None:
-        """It is gone from wherever it was."""
+        """Stop a program everywhere."""
         for host in self.hosts.values():
             for programs in host.programs.values():
                 if program in programs:

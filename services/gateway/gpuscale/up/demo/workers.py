@@ -1,4 +1,4 @@
-"""Replicas of the demo: adapters whose workers take some seconds to start, and share the requests of their endpoint."""
+"""Replicas of the demo: adapters whose workers take seconds to start and share the requests of their endpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 from gpuscale.up.demo.hosts import DemoProgram, DemoSite
 
 START_SECONDS = 6.0
-"""From the start of a replica until it is ready."""
+"""Seconds from the start of a replica until it is ready."""
 _State = autoscaler_api.Replica.State
 _Goal = autoscaler_internal.DesiredReplica
 _OVER = {_State.STATE_STOPPED, _State.STATE_FAILED}
@@ -30,14 +30,14 @@ class _DemoReplica:
 
 
 class Traffic:
-    """Requests of the endpoints, and how many replicas share them.
+    """Requests of the endpoints, and the replicas that share them.
 
     Args:
-        capacity: how many requests a replica serves at a time, by endpoint.
+        capacity: concurrent requests per replica, by endpoint.
 
     Attributes:
-        requests: how many wait or are served, by endpoint.
-        ready: replicas that serve them, by endpoint.
+        requests: requests waiting or being served, by endpoint.
+        ready: ready replicas, by endpoint.
     """
 
     def __init__(self, capacity: Mapping[str, float]) -> None:
@@ -46,14 +46,14 @@ class Traffic:
         self.ready: Counter[str] = Counter()
 
     def load(self, endpoint: str) -> float:
-        """Percent of its GPU that each ready replica uses."""
+        """Utilization of each ready replica's GPU, in percent."""
         return min(
             98.0, 100 * self.requests[endpoint] / (self.capacity[endpoint] * max(self.ready[endpoint], 1))
         )
 
 
 class Workers:
-    """The adapter of a host, which does what the autoscaler desires; its templates bear the names of the endpoints."""
+    """The worker adapter of a host; its templates are named after the endpoints."""
 
     def __init__(self, node: str, site: DemoSite, traffic: Traffic) -> None:
         self._node = node
@@ -65,7 +65,7 @@ class Workers:
         self._logs: list[autoscaler_internal.LogQuestion] = []
 
     async def run(self, autoscaler: grpc.aio.Channel) -> None:
-        """Until the connection ends."""
+        """Follow the autoscaler's desired state until the connection ends."""
         self._revision = 0
         stub = autoscaler_internal.AdapterStreamServiceStub(autoscaler)
         async for response in stub.Connect(self._messages()):
@@ -139,7 +139,7 @@ class Workers:
     def _log(self, question: autoscaler_internal.LogQuestion) -> autoscaler_internal.LogPart:
         part = autoscaler_internal.LogPart(question=question.number)
         if (replica := self._replicas.get(question.replica)) is None:
-            part.problem = "the replica is gone"
+            part.problem = "no such replica"
             return part
         content = "".join(f"{line}\n" for line in replica.lines).encode()
         part.offset = question.offset if question.HasField("offset") else 0
