@@ -1,9 +1,8 @@
 """The client library: `from gpuscale.client import connect`.
 
-It needs gRPC and protobuf and nothing else: no database driver, no broker library, no settings. Begin with `client`: the stubs,
-`reserve` and `run`. `connection` finds the server, `calls` gives every call a deadline and errors of the tree, `lease` keeps what
-was reserved, `jobs` starts commands where it is, `this_host` knows which node this is, `listing` and `retries` go through lists and
-repeat calls, `worker` is for replicas.
+It depends on gRPC and protobuf only. Begin with `client`: the stubs, `reserve` and `run`. `connection` finds the server, `calls` adds
+deadlines and `GpuscaleError` to every call, `lease` renews reservations, `jobs` starts commands on reserved GPUs, `this_host` finds out
+which node this host is, `listing` and `retries` page through lists and repeat calls, `worker` is for replicas.
 """
 
 from gpuscale.client.asks import AskOptions, ReserveOptions, RunOptions, ask, reserve_request

@@ -1,4 +1,4 @@
-"""Which GPUs are wanted, as Python options: what is absent or None is left to the server."""
+"""Requests for GPUs as Python options. What is absent or None is left to the server."""
 
 import getpass
 import os
@@ -14,32 +14,32 @@ from gpuscale.common.sizes import to_bytes, to_seconds
 from gpuscale.common.wire import to_duration
 
 LONGEST_WAIT = 604_800.0
-"""Seconds; the contract has no longer one."""
+"""Seconds; the longest that the API allows."""
 TO_START_AND_STOP = 60
-"""Seconds that a command may take to start on another host, and to stop at its time limit."""
+"""Most seconds for a command to start on another host, and to stop at its time limit."""
 
 
 class AskOptions(TypedDict, total=False):
-    """Which GPUs qualify; their number is separate."""
+    """Which GPUs qualify. Their number is separate."""
 
     min_memory: int | str | None
-    """Least free memory of each GPU: bytes, or a text such as `8GiB`, as of every size here."""
+    """Least free memory of each GPU: bytes, or a text such as `8GiB`, like every size here."""
     min_memory_bytes: int | str | None
-    """The same under the name of the contract; one of the two, as of the other sizes."""
+    """The same, by the name in the API. Sizes take either name, not both."""
     max_utilization_percent: float | None
-    """Each GPU must be used less than this; 100 admits any."""
+    """Each GPU's utilization must be below this; 100 admits any."""
     allow_unknown_utilization: bool | None
-    """Whether to admit GPUs whose utilization cannot be read; None admits them with `mig_profile` only."""
+    """Whether to admit GPUs whose utilization cannot be read; None: only with `mig_profile`."""
     gpu_milli: int | None
-    """Share of each GPU in thousandths; with less than 1000 others may be given the rest."""
+    """Share of each GPU in thousandths; below 1000 others may get the rest."""
     gpu_memory: int | str | None
-    """Memory of each GPU that is kept for a share."""
+    """Memory of each GPU to set aside for a share."""
     gpu_memory_bytes: int | str | None
     """The same."""
     mig_profile: str
     """MIG instances of this profile, such as `1g.10gb`."""
     models: Sequence[str]
-    """Product names, or parts of them; any one will do."""
+    """Product names, or parts of them; any one may match."""
     cpu_milli: int
     """CPU of the node that each member takes, in thousandths of a core."""
     host_memory: int | str | None
@@ -55,70 +55,70 @@ class AskOptions(TypedDict, total=False):
     excluded_gpus: Sequence[str]
     """None of these GPUs."""
     node_labels: Mapping[str, str]
-    """Only nodes that bear these labels."""
+    """Only nodes with these labels."""
     apart_from: Mapping[str, str]
-    """Only nodes on which no live reservation bears these labels."""
+    """Only nodes without a live reservation with these labels."""
     gpu_set: str
-    """`nvlink` or `memory_balanced`: which GPUs of a node are preferred; the best by score otherwise."""
+    """`nvlink` or `memory_balanced`: which GPUs of a node to prefer; by default the best by score."""
     power_limit_watts: float | None
-    """What each GPU may draw at most."""
+    """Most power of each GPU."""
     member_count: int | None
-    """How many members, each of that many GPUs, all or none."""
+    """Number of members, each with that many GPUs, all or none."""
     gang_strategy: str
-    """`pack`, `strict_pack`, `spread` or `strict_spread`: how members lie on nodes."""
+    """`pack`, `strict_pack`, `spread` or `strict_spread`: how to place members on nodes."""
     policy: str
-    """`spread`, `pack`, `bestfit`, `firstfit` or `fgd`: how GPUs are picked."""
+    """`spread`, `pack`, `bestfit`, `firstfit` or `fgd`: how to pick GPUs."""
 
 
 class ReserveOptions(AskOptions, total=False):
-    """Options of `reserve` beside the number of GPUs and the holder."""
+    """Options of `reserve`, apart from the number of GPUs and the holder."""
 
     ttl: float | str | None
     """How long the lease lasts from each renewal: seconds, or a text such as `30s` or `5m`."""
     labels: Mapping[str, str]
     """The holder's own labels."""
     anywhere: bool
-    """Whether GPUs of any host will do. On a node, and without `nodes` and `only_gpus`, only those of this host do."""
+    """Whether to allow GPUs of any host. On a node, without `nodes` and `only_gpus`, the default is this host only."""
     request_id: str | None
-    """A UUID that makes the call repeatable; a new one when not given."""
+    """A UUID that makes the call idempotent; a new one by default."""
     wait: float | str | None
-    """How long to wait in the queue for room: seconds, or a text; one look when absent."""
+    """How long to wait in the queue: seconds, or a text; by default not at all."""
     tenant: str
-    """Whose quota it counts against; the caller's own when absent."""
+    """Tenant whose quota it counts against; the caller's by default."""
     owner: str
-    """Whose reservation it will be, for admins; the caller's own when absent."""
+    """Owner of the reservation, for admins; the caller by default."""
     priority: int
-    """The higher, the sooner it is served."""
+    """Higher priorities are served first."""
     preemptible: bool
-    """Whether it may be ended for a request with a higher priority."""
+    """Whether a request of higher priority may end it."""
     may_preempt: bool
-    """Whether preemptible reservations with a lower priority may be ended for it."""
+    """Whether it may end preemptible reservations of lower priority."""
     time_limit: float | str | None
-    """After this time it ends, however often it is renewed: it may have GPUs that are booked for later. `run` stops its command
-    then, and warns it before."""
+    """It ends after this time, even if renewed, so it may use GPUs booked for later. `run` warns its command and stops it
+    before."""
     booking: str
-    """A booking of the caller, on whose GPUs alone it is placed: `demo` or `bookings/demo`."""
+    """A booking of the caller to place it in, such as `demo` or `bookings/demo`."""
 
 
 class RunOptions(ReserveOptions, total=False):
-    """Options of `run` beside the command and the number of GPUs. `wait` is 7 days where it is absent, and may be 0."""
+    """Options of `run`, apart from the command and the number of GPUs. `wait` is 7 days by default, and may be 0."""
 
     title: str
-    """What to call the job."""
+    """Title of the job."""
     directory: str
-    """Where the command runs on each node; the current directory when absent."""
+    """Working directory on each node; the current directory by default."""
     environment: Mapping[str, str]
-    """Variables of the command beside those of its host."""
+    """Environment variables for the command, in addition to its host's."""
     stop_together: bool
-    """Whether a member that fails stops the others; it does when absent."""
+    """Whether a failed member stops the others; true by default."""
     user: str
-    """Unix user on the nodes; whom ssh says when absent."""
+    """Unix user on the nodes; by default as ssh is configured."""
     via: str
-    """The host that starts a job which has to wait: this one where it is a node, else that of the services, when absent."""
+    """Host that starts a job that has to wait; by default this host if it is a node, else the host of the services."""
 
 
 def ask(gpu_count: int, options: AskOptions) -> allocator_api.Ask:
-    """The ask of these options.
+    """The `Ask` message for these options.
 
     Raises:
         TypeError: an unknown option.
@@ -171,7 +171,7 @@ def reserve_request(gpu_count: int, holder: str, options: ReserveOptions) -> all
 def job_request(
     command: Sequence[str], gpu_count: int, members: int, options: RunOptions
 ) -> allocator_api.ReserveRequest:
-    """The request that `run` sends. Raises as `reserve_request`."""
+    """The request that `run` sends. Raises the same errors as `reserve_request`."""
     _refuse_unknown(options, RunOptions)
     request = _reserve_request(gpu_count, default_holder(), options)
     request.ask.member_count = members
@@ -187,7 +187,7 @@ def job_request(
 
 
 def spare_the_stop(request: allocator_api.ReserveRequest) -> None:
-    """Make a reservation outlast the time limit of its command, which counts from its start and ends with a warning."""
+    """Make a reservation outlast its command's time limit, which starts with the command and includes a warning."""
     if request.HasField("time_limit"):
         request.time_limit.seconds += TO_START_AND_STOP
 
@@ -213,19 +213,19 @@ def _reserve_request(gpu_count: int, holder: str, options: ReserveOptions) -> al
 
 
 def default_holder() -> str:
-    """The default holder, USER@HOST; with the number of a user without a name, as in containers."""
+    """The default holder, USER@HOST; with the user's number if it has no name, as in containers."""
     try:
         user = getpass.getuser()
-    except (KeyError, OSError):  # before Python 3.13 and since then
+    except (KeyError, OSError):  # before Python 3.13, and since
         user = str(os.getuid())
     return f"{user}@{platform.node()}"
 
 
 def as_seconds(name: str, duration: float | str | None) -> float | None:
-    """Seconds of an option, a number or a text; None if it is absent.
+    """The seconds of an option given as number or text; None if absent.
 
     Raises:
-        ValueError: the text is no duration; the message names the option.
+        ValueError: the text is not a duration; the message names the option.
     """
     try:
         return None if duration is None else to_seconds(duration)
@@ -238,7 +238,7 @@ def _node(name: str) -> str:
 
 
 def _bytes(name: str, size: int | str | None, in_bytes: int | str | None) -> int | None:
-    """Bytes of an option that has a second name."""
+    """The bytes of an option that has two names."""
     if size is not None and in_bytes is not None:
         raise TypeError(f"{name} and {name}_bytes exclude each other")
     found = in_bytes if size is None else size
@@ -255,5 +255,5 @@ def _refuse_unknown(options: Mapping[str, object], kind: type) -> None:
 
 
 def _enum(prefix: str, word: str) -> str:
-    """The name of an enum's value in the contract."""
+    """The name of an enum value in the API."""
     return f"{prefix}_{word.upper() or 'UNSPECIFIED'}"

@@ -1,7 +1,7 @@
-"""Gives every call of a client a deadline where it has none, and errors of the tree.
+"""Adds a default deadline to a client's calls, and raises GpuscaleError for failures.
 
-Unary calls that name no timeout get the client's; streams last. Where nothing answers, the error says why, as far as
-the time left to the call allows to find out.
+Unary calls without a timeout get the client's; streams have none. If the server does not answer, the error says why, as far as
+can be found out in the call's remaining time.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from gpuscale.common.rpc.status import from_rpc_error
 from gpuscale.common.rpc.wrapped_channel import StubMethod, SyncWrappedChannel, WrappedChannel
 
 Explain = Callable[[UnavailableError, float], GpuscaleError]
-"""Finds out more about why nothing answers, within so many seconds."""
+"""Diagnoses an unreachable server, within so many seconds."""
 
 _TOO_LONG = "Deadline Exceeded"
-"""All that gRPC says."""
+"""All that gRPC says when a deadline passes."""
 
 
 class _Failing:
-    """How one call fails: its time counts from now. `seconds` is None for a stream, which has all the time."""
+    """Converts the failure of one call. Its time starts now; `seconds` is None for a stream, which has no limit."""
 
     def __init__(self, seconds: float | None, explain: Explain) -> None:
         self._seconds = seconds
@@ -36,7 +36,7 @@ class _Failing:
 
     @contextmanager
     def errors(self) -> Generator[None]:
-        """Around what the call does: errors of the tree."""
+        """Convert errors of the block to GpuscaleError."""
         try:
             yield
         except grpc.RpcError as error:
@@ -51,7 +51,7 @@ class _Failing:
 
     @asynccontextmanager
     async def errors_async(self) -> AsyncGenerator[None]:
-        """`errors`, for the running event loop."""
+        """`errors` for async code."""
         try:
             yield
         except grpc.RpcError as error:
@@ -62,11 +62,11 @@ class _Failing:
 
     @property
     def _left(self) -> float:
-        """Seconds that are left."""
+        """Seconds left to the call."""
         return inf if self._seconds is None else self._seconds - (time.monotonic() - self._began)
 
     def _found(self, error: grpc.RpcError) -> GpuscaleError:
-        """The error; for a deadline with how long the call waited, which gRPC does not say."""
+        """The GpuscaleError; a deadline names the time waited, which gRPC leaves out."""
         found = from_rpc_error(error)
         late = isinstance(found, DeadlineExceededError) and found.message == _TOO_LONG
         if not late or self._seconds is None:
@@ -75,7 +75,7 @@ class _Failing:
 
 
 class SyncCalls(SyncWrappedChannel):
-    """A channel whose calls raise errors of the tree; `timeout` seconds for a unary call that names none."""
+    """A channel whose calls raise GpuscaleError; unary calls without a timeout get `timeout` seconds."""
 
     def __init__(self, channel: grpc.Channel, timeout: float, explain: Explain) -> None:
         def method(kind: str, methods: Sequence[Any]) -> Any:
@@ -101,14 +101,16 @@ class _Unary(StubMethod):
         self._explain = explain
 
     def _call(self, way: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        request, timeout = (*args, kwargs.pop("timeout", None))[:2]  # gRPC takes the second by its place too
+        request, timeout = (*args, kwargs.pop("timeout", None))[
+            :2
+        ]  # gRPC allows `timeout` as a positional argument
         timeout = self._timeout if timeout is None else timeout
         with nullcontext() if way == "future" else _Failing(timeout, self._explain).errors():
             return getattr(self._method, way)(request, timeout=timeout, **kwargs)
 
 
 class _Stream:
-    """A stream of responses that raises errors of the tree; otherwise the call itself."""
+    """A stream of responses that raises GpuscaleError; behaves like the call otherwise."""
 
     def __init__(self, call: Any, failing: _Failing) -> None:
         self._call = call
@@ -126,7 +128,7 @@ class _Stream:
 
 
 class AsyncCalls(WrappedChannel):
-    """`SyncCalls`, for the running event loop."""
+    """`SyncCalls` for async code."""
 
     def __init__(self, channel: grpc.aio.Channel, timeout: float, explain: Explain) -> None:
         def method(kind: str, methods: Sequence[Any]) -> Any:
@@ -144,7 +146,7 @@ class AsyncCalls(WrappedChannel):
 
 
 class _Call:
-    """A call under way: awaited, read or written to, it raises errors of the tree; otherwise the call itself."""
+    """An async call that raises GpuscaleError when awaited, read or written to; behaves like the call otherwise."""
 
     def __init__(self, call: Any, failing: _Failing) -> None:
         self._call = call
@@ -166,7 +168,7 @@ class _Call:
                 async for response in self._call:
                     yield response
         finally:
-            self._call.cancel()  # a reader that leaves early does not leave the call behind
+            self._call.cancel()  # a reader that stops early ends the call
 
     async def read(self) -> Any:
         """The next response, or `grpc.aio.EOF`."""

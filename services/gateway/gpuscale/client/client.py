@@ -1,4 +1,4 @@
-"""The clients: the generated, typed stubs of every service, behind one channel.
+"""The clients: typed stubs of every service on one channel.
 
     with connect() as client:
         for page in pages(client.fleet.ListNodes, monitor_api.ListNodesRequest()):
@@ -6,7 +6,7 @@
         with client.reserve(gpus=2, min_memory="8GiB") as lease:
             subprocess.run(["python", "train.py"], env=lease.env(), check=True)
 
-Every call raises errors of the tree (`GpuscaleError`); a unary call without a timeout of its own gets the client's.
+Every call raises a `GpuscaleError` on failure; a unary call without a timeout gets the client's.
 """
 
 from __future__ import annotations
@@ -55,26 +55,26 @@ _ANYWHERE = "pass nodes=[...], or anywhere=True for any host"
 
 
 def _wants_this_host(request: allocator_api.ReserveRequest, options: ReserveOptions) -> bool:
-    """Whether a request is limited to this host: no option names another place."""
+    """Whether a request is limited to this host: no option names a place."""
     return not (options.get("anywhere") or request.ask.nodes or request.ask.gpus)
 
 
 def reserve_timeout(options: ReserveOptions) -> float | None:
-    """Seconds that the call of `reserve` may take; the client's own timeout where it does not wait in the queue."""
+    """Most seconds for the call of `reserve`; the client's timeout if it does not queue."""
     wait = as_seconds("wait", options.get("wait"))
     return wait + RPC_TIMEOUT if wait else None
 
 
 CALLABLE = frozenset({"nodes", "quotas", "endpoints", "decisions", "adapters", "recordings", "health"})
-"""Stubs that have the name of a kind of resource."""
+"""Stubs named like a kind of resource."""
 
 
 class _Stubs:
-    """The stubs of a client, each made at its first use: until then its module is not loaded."""
+    """The stubs of a client, each loaded and created on first use."""
 
     _channel: Any
 
-    if not TYPE_CHECKING:  # checkers go by the annotations of the clients, which are texts at run time
+    if not TYPE_CHECKING:  # type checkers use the annotations of the clients, which are strings at run time
 
         def __getattr__(self, name: str) -> object:
             package, _, stub = Client.__annotations__.get(name, "").partition(".")
@@ -83,7 +83,7 @@ class _Stubs:
             if not stub:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             kind: Any = getattr(globals()[package], stub)
-            if name in CALLABLE:  # `client.nodes()` is `client.table("nodes")`, for who types in a notebook
+            if name in CALLABLE:  # `client.nodes()` is short for `client.table("nodes")`
                 kind = type(stub, (kind,), {"__call__": lambda _, **options: self.table(name, **options)})
             vars(self)[name] = made = kind(self._channel)
             return made
@@ -93,7 +93,7 @@ class _Stubs:
 
 
 class Client(_Stubs):
-    """A sync client; `connect` makes one. Leaving its block, or `close`, closes the channel."""
+    """A sync client, opened by `connect`. The end of its block, or `close`, closes the channel."""
 
     gpus: Callable[..., TableRows]
     reservations: Callable[..., TableRows]
@@ -135,17 +135,17 @@ class Client(_Stubs):
         self.address = address
 
     def this_node(self, *, check: bool = False) -> str | None:
-        """Id of the node that this host is; None where no agent of the fleet runs on it, or the server has no fleet.
+        """The id of this host's node; None if no agent of the fleet runs on it, or the server has no fleet.
 
-        The fleet is asked until it is found, unless `connect` or GPUSCALE_NODE says it.
+        Queries the fleet until found, unless `connect` or GPUSCALE_NODE names the node.
 
         Args:
-            check: ask even then.
+            check: query the fleet even then.
 
         Raises:
-            FailedPreconditionError: it may be any of several (NODE_AMBIGUOUS), or is not the one that was said
+            FailedPreconditionError: several nodes match (NODE_AMBIGUOUS), or the configured one runs elsewhere
                 (NODE_MISMATCH).
-            GpuscaleError: the fleet could not be asked.
+            GpuscaleError: the fleet cannot be queried.
         """
         request = self._host.request()
         if request is None or (self._host.node and not check):
@@ -158,20 +158,20 @@ class Client(_Stubs):
             return self._host.node
 
     def reserve(self, gpus: int = 1, holder: str = "", **options: Unpack[ReserveOptions]) -> Lease:
-        """Reserve GPUs, all or none; each member's are of one node. A call without an answer is repeated, with one id.
+        """Reserve GPUs, all or none; those of a member are on one node. Retries without an answer are idempotent.
 
-        On a node they are GPUs of this host, unless `nodes`, `only_gpus` or `anywhere` say otherwise.
+        On a node, GPUs are of this host unless `nodes`, `only_gpus` or `anywhere` is given.
 
         Args:
-            gpus: how many, of each member.
-            holder: who will hold them; USER@HOST when not given.
-            options: which GPUs will do, and how they are asked for.
+            gpus: number of GPUs per member.
+            holder: the holder; USER@HOST by default.
+            options: which GPUs qualify, and how to request them.
 
         Raises:
             ResourceExhaustedError: no room now (reason NO_CAPACITY), or none came in time (WAIT_TIMEOUT).
-            FailedPreconditionError: more than any node has (reason UNSATISFIABLE), what the `request_id` was granted
-                has ended (RESERVATION_ENDED), or which node this host is cannot be told (NODE_AMBIGUOUS).
-            GpuscaleError: anything else that went wrong.
+            FailedPreconditionError: more than any node has (reason UNSATISFIABLE), the grant of this `request_id` has
+                ended (RESERVATION_ENDED), or several nodes match this host (NODE_AMBIGUOUS).
+            GpuscaleError: any other error.
         """
         request = reserve_request(gpus, holder or default_holder(), options)
         node = retrying(self.this_node) if _wants_this_host(request, options) else None
@@ -201,45 +201,45 @@ class Client(_Stubs):
     def run(
         self, command: Sequence[str], gpus: int = 1, *, members: int = 1, **options: Unpack[RunOptions]
     ) -> Job:
-        """Run a command on reserved GPUs, where they are: here, or over your own ssh. It goes on without this program.
+        """Run a command on reserved GPUs, on this host or over ssh. It keeps running when this program ends.
 
-        On a node it runs on this host, unless `nodes`, `only_gpus`, `members` or `anywhere` say otherwise. Returns when it
-        runs, or has its place in the queue; see docs/jobs.md for what a node must have.
+        On a node it runs on this host unless `nodes`, `only_gpus`, `members` or `anywhere` is given. Returns once it runs
+        or is queued; docs/jobs.md says what a node needs.
 
         Args:
             command: the program and its arguments.
-            gpus: how many, of each member.
-            members: how many; each runs the command.
-            options: which GPUs will do, and how it is run.
+            gpus: number of GPUs per member.
+            members: number of members; each runs the command.
+            options: which GPUs qualify, and how to run it.
 
         Raises:
             ResourceExhaustedError: no room now (NO_CAPACITY), with `wait=0`.
             FailedPreconditionError: more than any node has (UNSATISFIABLE), or it did not start (JOB_NOT_STARTED).
-            UnavailableError: a node cannot be reached (NO_SUPERVISOR), or the connection ended meanwhile
-                (CONNECTION_LOST): where a `request_id` is given, the same call starts it once.
-            GpuscaleError: anything else that went wrong.
+            UnavailableError: a node cannot be reached (NO_SUPERVISOR), or the connection was lost (CONNECTION_LOST): with
+                a `request_id` the call can be repeated.
+            GpuscaleError: any other error.
         """
         from gpuscale.client.jobs import start_job
 
         return start_job(self, job_request(command, gpus, members, options), command, options)
 
     def table(self, kind: str, **options: Any) -> TableRows:
-        """All resources of a kind, such as "nodes", as a list that a notebook shows as a table; `to_pandas()` gives a DataFrame.
+        """All resources of a kind, such as "nodes", as a list that notebooks show as a table, with `to_pandas()`.
 
         Args:
-            kind: as `gpuscalectl get` names it.
+            kind: the kind, as in `gpuscalectl get`.
             options: fields of its List request, such as `filter="state = ACTIVE"`.
 
         Raises:
-            InvalidArgumentError: there is no such kind, option or field.
-            GpuscaleError: it could not be read.
+            InvalidArgumentError: unknown kind, option or field.
+            GpuscaleError: the call failed.
         """
         from gpuscale.client.tables import table
 
         return table(self, kind, options)
 
     def authority(self) -> str:
-        """The authority that signs for the server, PEM; empty for plain text and for the system's authorities.
+        """The certificate authority of the server, PEM; empty without TLS and for the system's authorities.
 
         Raises:
             FailedPreconditionError: the file cannot be read (TLS_FILES).
@@ -251,7 +251,7 @@ class Client(_Stubs):
             raise FailedPreconditionError(message, reason="TLS_FILES") from error
 
     def _admit(self, reservation: allocator_api.Reservation, lease_token: str) -> None:
-        """Admit this process as the holder's at this host's agent, if GPUs are here and an agent answers.
+        """Admit this process with this host's agent, if GPUs are here and an agent answers.
 
         Raises:
             FailedPreconditionError: the reservation is over.
@@ -271,7 +271,7 @@ class Client(_Stubs):
 
 
 class AsyncClient(_Stubs):
-    """An async client; `connect_async` makes one. Leaving its block, or `close`, closes the channel."""
+    """An async client, opened by `connect_async`. The end of its block, or `close`, closes the channel."""
 
     gpus: Callable[..., Awaitable[TableRows]]
     reservations: Callable[..., Awaitable[TableRows]]
@@ -319,10 +319,10 @@ class AsyncClient(_Stubs):
         self.address = address
 
     async def this_node(self) -> str | None:
-        """Id of the node that this host is, as `Client.this_node`.
+        """The id of this host's node, like `Client.this_node`.
 
         Raises:
-            FailedPreconditionError: it may be any of several (NODE_AMBIGUOUS).
+            FailedPreconditionError: several nodes match (NODE_AMBIGUOUS).
             GpuscaleError: the fleet could not be asked.
         """
         request = self._host.request()
@@ -335,33 +335,33 @@ class AsyncClient(_Stubs):
         return self._host.find(found)
 
     async def table(self, kind: str, **options: Any) -> TableRows:
-        """All resources of a kind, as `Client.table`. Raises as that."""
+        """All resources of a kind, like `Client.table`."""
         from gpuscale.client.tables import table_async
 
         return await table_async(self, kind, options)
 
     def _known_node(self) -> str | None:
-        """This host's node, without asking.
+        """This host's node, without a call.
 
         Raises:
-            FailedPreconditionError: it was not asked for yet (NODE_NOT_ASKED).
+            FailedPreconditionError: it was not queried yet (NODE_NOT_ASKED).
         """
         if self._host.node is None and not self._host.asked:
             raise FailedPreconditionError(
-                f"which node this host is was not asked yet: `await client.this_node()` once, set {NODE_VARIABLE},"
+                f"this host's node is not known yet: call `await client.this_node()` once, set {NODE_VARIABLE},"
                 " or name a node: lease.env(node=...)",
                 reason="NODE_NOT_ASKED",
             )
         return self._host.node
 
     def reserve(self, gpus: int = 1, holder: str = "", **options: Unpack[ReserveOptions]) -> AsyncReserving:
-        """Reserve GPUs, as `Client.reserve`: `async with` keeps them, `await` leaves that to the caller.
+        """Reserve GPUs, like `Client.reserve`. `async with` renews the lease; with `await` the caller does.
 
         Raises (once awaited or entered):
             ResourceExhaustedError: no room now (reason NO_CAPACITY), or none came in time (WAIT_TIMEOUT).
-            FailedPreconditionError: more than any node has (reason UNSATISFIABLE), what the `request_id` was granted
-                has ended (RESERVATION_ENDED), or which node this host is cannot be told (NODE_AMBIGUOUS).
-            GpuscaleError: anything else that went wrong.
+            FailedPreconditionError: more than any node has (reason UNSATISFIABLE), the grant of this `request_id` has
+                ended (RESERVATION_ENDED), or several nodes match this host (NODE_AMBIGUOUS).
+            GpuscaleError: any other error.
         """
         request = reserve_request(gpus, holder or default_holder(), options)
 
@@ -394,15 +394,15 @@ class AsyncClient(_Stubs):
     async def run(
         self, command: Sequence[str], gpus: int = 1, *, members: int = 1, **options: Unpack[RunOptions]
     ) -> AsyncJob:
-        """Run a command on reserved GPUs, where they are, as `Client.run`: by a connection of its own, in a thread.
+        """Run a command on reserved GPUs, like `Client.run`, which it calls in a thread with its own connection.
 
         Raises:
-            GpuscaleError: as `Client.run`.
+            GpuscaleError: see `Client.run`.
         """
         from gpuscale.client.jobs import AsyncJob, give_back, start_job
 
         if self._blocking is None:
-            raise FailedPreconditionError("this client cannot run jobs: connect_async makes one that can")
+            raise FailedPreconditionError("this client cannot run jobs; open it with connect_async")
         client = self._of_jobs = self._of_jobs or self._blocking()
         request = job_request(command, gpus, members, options)
         given_up = threading.Event()
@@ -425,7 +425,7 @@ class AsyncClient(_Stubs):
             raise
 
     async def _admit(self, reservation: allocator_api.Reservation, lease_token: str) -> None:
-        """As `Client._admit`.
+        """Like `Client._admit`.
 
         Raises:
             FailedPreconditionError: the reservation is over.

@@ -1,6 +1,6 @@
-"""How a client finds its server and identifies itself.
+"""How a client finds its server and authenticates.
 
-Contexts are servers by name, in one file of the user's:
+Contexts are named servers in one file of the user:
 
     current_context = "lab"
 
@@ -9,8 +9,8 @@ Contexts are servers by name, in one file of the user's:
     token_file = "~/.config/gpuscale/lab.token"
     ca_file = "~/.config/gpuscale/lab-ca.pem"
 
-The file is `gpuscale/contexts.toml` in $XDG_CONFIG_HOME or ~/.config, or the one that GPUSCALE_CONTEXTS names. It holds
-names of files, never a secret.
+The file is `gpuscale/contexts.toml` in $XDG_CONFIG_HOME or ~/.config, or the one in GPUSCALE_CONTEXTS. It holds file names, never
+secrets.
 """
 
 import os
@@ -48,26 +48,26 @@ def connect(
     dial_timeout: float | str | None = None,
     node: str | None = None,
 ) -> Client:
-    """A sync client of a gateway, or of a single service. No call is made yet.
+    """Open a sync client of a gateway, or of a single service. Makes no call.
 
-    What is not given comes from the environment: GPUSCALE_ADDRESS, GPUSCALE_TOKEN_FILE, GPUSCALE_CA_FILE,
-    GPUSCALE_CERT_FILE and GPUSCALE_KEY_FILE. What is not there either comes from the context (`gpuscale.client.connection`):
-    the one that is named, or else, where no address was given in either way, the current one.
+    Missing arguments come from the environment: GPUSCALE_ADDRESS, GPUSCALE_TOKEN_FILE, GPUSCALE_CA_FILE, GPUSCALE_CERT_FILE and
+    GPUSCALE_KEY_FILE; then from the context (`gpuscale.client.connection`): the one named, or, if no address is given either
+    way, the current one.
 
     Args:
-        address: HOST:PORT, or several with commas between of which one leads; 127.0.0.1:7070 where nothing says another.
-        context: name of the context; an empty text for the current one, whatever the address.
-        token: the bearer token to send, or a file with it; an empty text for none, whatever the environment says. A login at an
-            OIDC provider is refreshed over TLS, by the libraries of `gpuscale[oidc]`.
-        tls: files of TLS; plain text where nothing says an authority.
-        timeout: for each unary call that names no timeout itself: seconds, or a text such as `5s`.
-        dial_timeout: that one attempt to connect may take; 5 s when not given.
-        node: id of the node that this host is; what GPUSCALE_NODE says, or else is found out, when not given.
+        address: HOST:PORT, or several separated by commas, one of which leads; 127.0.0.1:7070 by default.
+        context: name of the context; an empty string for the current one, whatever the address.
+        token: the bearer token to send, or a file with it; an empty string for none, whatever the environment says. A login at
+            an OIDC provider is refreshed over TLS, which takes `gpuscale[oidc]`.
+        tls: TLS files; no TLS unless an authority is given somewhere.
+        timeout: default timeout of unary calls: seconds, or a text such as `5s`.
+        dial_timeout: time limit of one attempt to connect; 5 s by default.
+        node: id of this host's node; by default from GPUSCALE_NODE, or found out by the fleet.
 
     Raises:
-        FailedPreconditionError: a file cannot be read (CONTEXTS, TOKEN_FILE, TLS_FILES), there is no such context
-            (CONTEXTS), or the token would travel in plain text (INSECURE_TRANSPORT).
-        InvalidArgumentError: the address is none; the message says what is wrong with it.
+        FailedPreconditionError: a file cannot be read (CONTEXTS, TOKEN_FILE, TLS_FILES), no such context (CONTEXTS), or the
+            token would be sent in plain text (INSECURE_TRANSPORT).
+        InvalidArgumentError: invalid address.
     """
     target = _target(address, context, token, tls)
     channel = open_sync_channel(
@@ -89,10 +89,10 @@ def connect_async(
     timeout: float | str = RPC_TIMEOUT,
     node: str | None = None,
 ) -> AsyncClient:
-    """`connect`, for the running event loop.
+    """`connect` for async code.
 
     Raises:
-        FailedPreconditionError: as `connect`.
+        FailedPreconditionError: see `connect`.
     """
     target = _target(address, context, token, tls)
     channel = open_channel(target.address, tls=target.tls, token=target.token)
@@ -104,14 +104,14 @@ def connect_async(
 
 @dataclass(frozen=True)
 class _Target:
-    """How a server is reached."""
+    """How to reach a server."""
 
     address: str
     token: "SecretStr | KeptLogin | None"
     tls: ClientTls | None
 
     def explained(self, error: UnavailableError, limit: float) -> GpuscaleError:
-        """Why nothing answers. Blocks for `limit` seconds at most."""
+        """Why the server does not answer. Blocks for at most `limit` seconds."""
         if self.token is not None and not isinstance(self.token, SecretStr) and self.token.lacked(error):
             return self.token.problem or error
         return diagnosis.explained(self.address, self.tls, error, limit)
@@ -121,7 +121,7 @@ def _target(
     address: str | None, context: str | None, token: str | Path | None, tls: ClientTls | None
 ) -> _Target:
     address = address or os.environ.get("GPUSCALE_ADDRESS")
-    # The token of the current context is not for just any server that somebody names.
+    # Never send the current context's token to an explicitly named server.
     found = Context() if context is None and address else find_context(context)
     ca_file = _file("CA_FILE")
     named = ClientTls(ca_file, _file("CERT_FILE"), _file("KEY_FILE")) if ca_file else found.tls
@@ -146,27 +146,27 @@ def read_token(path: Path) -> str:
     """The bearer token in a file.
 
     Raises:
-        FailedPreconditionError: it cannot be read, or is empty (reason TOKEN_FILE).
+        FailedPreconditionError: the file cannot be read, or is empty (reason TOKEN_FILE).
     """
     try:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        # The text of a decoding error would show bytes of the file.
+        # The message of a decoding error would show bytes of the file.
         message = f"cannot read the token file {path}: {type(error).__name__}"
         raise FailedPreconditionError(message, reason="TOKEN_FILE") from None
-    if not token:  # calls without one would be refused, in words that do not say why
+    if not token:  # otherwise calls would fail without a hint at the file
         raise FailedPreconditionError(f"the token file {path} is empty", reason="TOKEN_FILE")
     return token
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """How one server is reached.
+    """A named server.
 
     Attributes:
         address: HOST:PORT; empty for the default.
-        token_file: file with the bearer token to send.
-        ca_file: authority of the server, PEM; switches TLS on.
+        token_file: file with the bearer token.
+        ca_file: certificate authority of the server, PEM; turns TLS on.
         cert_file: client certificate, PEM.
         key_file: its key, PEM.
     """
@@ -179,7 +179,7 @@ class Context:
 
     @property
     def tls(self) -> ClientTls | None:
-        """Files of TLS; None for plain text."""
+        """TLS files; None without TLS."""
         return ClientTls(self.ca_file, self.cert_file, self.key_file) if self.ca_file else None
 
 
@@ -192,7 +192,7 @@ class Contexts:
 
 
 def contexts_file() -> Path:
-    """Where the contexts are; the file need not exist."""
+    """The path of the contexts file, which may not exist."""
     named = os.environ.get(FILE_VARIABLE)
     if named:
         return Path(named)
@@ -201,7 +201,7 @@ def contexts_file() -> Path:
 
 
 def read_contexts(path: Path) -> Contexts:
-    """The contexts of a file; none where there is no file.
+    """The contexts of a file; none if it does not exist.
 
     Raises:
         FailedPreconditionError: the file cannot be used (reason CONTEXTS).
@@ -214,15 +214,15 @@ def read_contexts(path: Path) -> Contexts:
         return Contexts("", {})
     except OSError as error:
         raise FailedPreconditionError(f"cannot read {path}: {error.strerror}", reason="CONTEXTS") from error
-    except ValueError as error:  # what tomllib and the checks below raise
+    except ValueError as error:  # from tomllib and the checks below
         raise FailedPreconditionError(f"{path}: {error}", reason="CONTEXTS") from error
 
 
 def find_context(name: str | None = None) -> Context:
-    """The context of that name; when absent the one that GPUSCALE_CONTEXT names, or the current one, or an empty one.
+    """The context of that name; without a name that of GPUSCALE_CONTEXT, the current one, or an empty one.
 
     Raises:
-        FailedPreconditionError: there is none of that name, or the file cannot be used (reason CONTEXTS).
+        FailedPreconditionError: no such context, or the file cannot be used (reason CONTEXTS).
     """
     path = contexts_file()
     contexts = read_contexts(path)

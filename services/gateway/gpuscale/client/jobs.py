@@ -1,11 +1,11 @@
-"""Jobs from Python: a command on reserved GPUs, started where they are, that goes on without its caller.
+"""Jobs from Python: commands on reserved GPUs that keep running without their caller.
 
     job = client.run(["python", "train.py"], gpus=2, members=2)
     for line in job.logs(follow=True):
         print(line)
     code = job.wait()
 
-In a block it is stopped at the end. What `gpuscalectl run -d`, `logs`, `wait` and `stop` do is done here, for both.
+As a context manager, a job is stopped at the end of the block. `gpuscalectl run -d`, `logs`, `wait` and `stop` use this module too.
 """
 
 import asyncio
@@ -50,31 +50,31 @@ if TYPE_CHECKING:
     from gpuscale.client.client import AsyncClient, Client
 
 LONGEST_START = 300.0
-"""Seconds in which a supervisor comes up: a person may have to type something for ssh."""
+"""Seconds for a supervisor to start; ssh may prompt the user."""
 PERIOD = 0.5
-"""Seconds between two looks at a job."""
+"""Seconds between polls of a job."""
 STOP_SECONDS = 30.0
-"""Seconds in which a job that is told to stop does."""
+"""Seconds for a job to stop."""
 KEPT_BYTES = 32 << 20
-"""Most bytes of a member's output that are kept."""
+"""Most bytes kept of a member's output."""
 # In the folder of `gpuscale.cli.commands.detaching.JobFolder`.
 _CLAIM = 'd="${XDG_STATE_HOME:-$HOME/.local/state}/gpuscale/jobs/%s"; umask 077; mkdir -p "$d" && flock -n "$d/lock" touch "$d/output"'
-"""Makes a member one that was started before, so that no supervisor starts it; fails where one has taken the orders."""
+"""Marks a member as started, so that no supervisor starts it; fails if one has taken the orders."""
 _FOLDER = 'cd "${XDG_STATE_HOME:-$HOME/.local/state}/gpuscale/jobs/%s" 2>/dev/null || exit 66; '
 _READ = "cat output.1 output 2>/dev/null | tail %s"
 _FOLLOW = "exec tail -s 0.2 %s -F --pid=$(cat pid 2>/dev/null || echo 2147483647) output 2>/dev/null"
 _STOP = "p=$(cat pid 2>/dev/null) || exit 0; grep -q %s /proc/$p/cmdline && kill $p"
 NO_FOLDER = 66
-"""Exit code where a node has no folder of a job."""
+"""Exit code if a node has no folder for the job."""
 _STATES = allocator_api.Job.State
 NOT_BEGUN = (_STATES.STATE_WAITING, _STATES.STATE_STARTING)
 
 Tell = Callable[[str], object]
-"""Is told why a wait goes on."""
+"""Called with the reason why a wait continues."""
 
 
 def this_node(client: "Client") -> str | None:
-    """This host's node; None if it is none, or may be any of several."""
+    """This host's node; None if there is none, or several match."""
     try:
         return client.this_node(check=True)
     except FailedPreconditionError as error:
@@ -84,7 +84,7 @@ def this_node(client: "Client") -> str | None:
 
 
 def place(client: "Client", ask: allocator_api.Ask, *, anywhere: bool) -> str | None:
-    """The node that this host is, if any; keeps an ask to it, unless it says where or is of several members."""
+    """This host's node, if any. Limits the ask to it, unless it names a place or has several members."""
     here = this_node(client)
     free = anywhere or ask.nodes or ask.gpus or ask.member_count > 1
     if here is not None and not free and node_name(here) not in ask.excluded_nodes:
@@ -93,20 +93,20 @@ def place(client: "Client", ask: allocator_api.Ask, *, anywhere: bool) -> str | 
 
 
 def refused(error: GpuscaleError, ask: allocator_api.Ask, here: str | None, remedy: str) -> GpuscaleError:
-    """The refusal of an ask; one by this host alone says so."""
+    """The error of a refused ask; says so if only this host was tried."""
     confined = here is not None and list(ask.nodes) == [node_name(here)]
     return only_here(error, here if confined else None, remedy)
 
 
 def starter(client: "Client", via: str, here: str | None) -> str:
-    """The host that starts a job that has to wait: the one named, this one if it is a node, or that of the services."""
+    """The host that starts a queued job: the one named, this one if it is a node, or that of the services."""
     return via or here or split_addresses(client.address)[0].rpartition(":")[0]
 
 
 def start_job(
     client: "Client", request: allocator_api.ReserveRequest, command: Sequence[str], options: RunOptions
 ) -> "Job":
-    """Start what `job_request` asks for; once it runs, or has its place in the queue, it is a job. Raises as `Client.run`."""
+    """Start a job; returns once it runs or is queued. Raises the same errors as `Client.run`."""
     here = place(client, request.ask, anywhere=options.get("anywhere", False))
     orders = Orders(
         node=starter(client, options.get("via", ""), here),
@@ -149,9 +149,9 @@ def supervise(
     environment: Mapping[str, str] | None = None,
     on_start: OnStart = id,
 ) -> int:
-    """Run the command of a job by supervisors; the exit code of the member that failed first.
+    """Run a job's command under supervisors; returns the exit code of the first member that failed.
 
-    Nothing is held where nothing was started, unless the call may be repeated, or is itself a repetition: not `once`.
+    If nothing was started, the reservation is released, unless the call may be repeated or is a repetition (not `once`).
 
     Raises:
         FailedPreconditionError: no ssh here (NO_SSH).
@@ -182,23 +182,23 @@ def supervise(
     if SSH_FAILED in codes and not found.HasField("end_time"):
         orders = members[codes.index(SSH_FAILED)].orders
         then = (
-            f"whether the command runs, `gpuscalectl get jobs` says ({reservation.name})"
+            f"`gpuscalectl get jobs` shows whether the command runs ({reservation.name})"
             if orders.detached
-            else f"the command is stopped there, and then {reservation.name} is given back"
+            else f"the command is stopped there, then {reservation.name} is released"
         )
         raise UnavailableError(f"the connection to {orders.node} ended: {then}", reason="CONNECTION_LOST")
     return found.job.exit_code or first
 
 
 def give_back(client: "Client", reservation: allocator_api.Reservation) -> None:
-    """Release a reservation; where that fails, it expires by itself."""
+    """Release a reservation; if that fails, it expires by itself."""
     request = allocator_api.ReleaseReservationRequest(name=reservation.name, fence=reservation.fence)
     with suppress(GpuscaleError):
         client.allocator.ReleaseReservation(request)
 
 
 class Job:
-    """A detached job. In a block it is stopped at the end.
+    """A detached job. As a context manager, it is stopped at the end of the block.
 
     Attributes:
         name: `reservations/{reservation}`.
@@ -209,29 +209,29 @@ class Job:
         self._client = client
 
     def look(self) -> allocator_api.Reservation:
-        """How it stands: `job.state`, `job.members`, `gpus`.
+        """Its current state: `job.state`, `job.members`, `gpus`.
 
         Raises:
-            NotFoundError: it is not known any more.
-            GpuscaleError: nobody answered.
+            NotFoundError: it is no longer known.
+            GpuscaleError: the call failed.
         """
         request = allocator_api.GetReservationRequest(name=self.name)
         return retrying(lambda: self._client.allocator.GetReservation(request)).reservation
 
     def wait(self, timeout: float | str | None = None) -> int:
-        """Wait until it has ended; its exit code.
+        """Wait until it ends; returns its exit code.
 
         Raises:
-            DeadlineExceededError: it has not, in so many seconds (NOT_READY).
-            FailedPreconditionError: it ended without one (JOB_STOPPED, JOB_LOST).
+            DeadlineExceededError: it did not end in time (NOT_READY).
+            FailedPreconditionError: it ended without an exit code (JOB_STOPPED, JOB_LOST).
         """
         return exit_code_of(self.until_ended(as_seconds("timeout", timeout)))
 
     def logs(self, *, follow: bool = False) -> Generator[str]:
-        """The lines that it wrote, up to 32 MiB of each member; with `follow` until it ends.
+        """The lines of its output, up to 32 MiB of each member; with `follow` until it ends.
 
         Raises:
-            FailedPreconditionError: it waits (JOB_WAITING), or a node keeps nothing of it (NO_OUTPUT).
+            FailedPreconditionError: it is queued (JOB_WAITING), or a node has no output of it (NO_OUTPUT).
             UnavailableError: a node cannot be reached (NO_SUPERVISOR).
         """
         reading = _Reading(self, follow=follow)
@@ -240,14 +240,14 @@ class Job:
             reading.check()
 
     def stop(self) -> allocator_api.Reservation:
-        """Stop it on all its nodes: SIGTERM, and SIGKILL 10 s later. One that waits gives its place up.
+        """Stop it on all its nodes: SIGTERM, and SIGKILL 10 s later. A queued job leaves the queue.
 
-        One that no supervisor has taken is given back at once; where a node cannot say so, after 30 s.
+        A job that no supervisor has taken is released at once, or after 30 s if a node cannot confirm that.
 
         Raises:
-            FailedPreconditionError: a node keeps nothing of it (NO_OUTPUT).
+            FailedPreconditionError: a node has no folder of it (NO_OUTPUT).
             UnavailableError: a node cannot be reached (NO_SUPERVISOR).
-            DeadlineExceededError: it has not ended after 30 s (NOT_READY).
+            DeadlineExceededError: it did not end within 30 s (NOT_READY).
         """
         found = self.look()
         if found.job.state == found.job.STATE_STARTING:
@@ -279,7 +279,7 @@ class Job:
         tell: Tell = id,
         on_start: OnStart = id,
     ) -> None:
-        """Write what it wrote, at most `last` bytes or so many lines of each member; with `follow` until it ends. Raises as `logs`."""
+        """Write its output, at most `last` bytes or so many lines of each member; with `follow` until it ends. Raises like `Job.logs`."""
         found = self.until_begun(tell=tell) if follow else self.look()
         if found.job.state == found.job.STATE_WAITING:
             raise FailedPreconditionError(
@@ -320,7 +320,7 @@ class Job:
         return found
 
     def until_begun(self, *, tell: Tell = id, patience: float | None = None) -> allocator_api.Reservation:
-        """How it stands once it runs, or has ended; with `patience` also where it waits, or starts for so many seconds."""
+        """Its state once it runs or has ended; with `patience`, also once it is queued, or after so many seconds of starting."""
         began = time.monotonic()
         while (found := self.look()).job.state in NOT_BEGUN:
             waits = found.job.state == found.job.STATE_WAITING
@@ -331,10 +331,10 @@ class Job:
         return found
 
     def until_ended(self, timeout: float | None, tell: Tell = id) -> allocator_api.Reservation:
-        """How it ended.
+        """Wait for its end; returns the reservation.
 
         Raises:
-            DeadlineExceededError: it has not, in so many seconds (NOT_READY).
+            DeadlineExceededError: it did not end in time (NOT_READY).
         """
         began = time.monotonic()
         while not (found := self.look()).HasField("end_time"):
@@ -344,20 +344,20 @@ class Job:
         return found
 
     def expect_started(self, code: int) -> None:
-        """Go on where its command ran.
+        """Check that its command ran.
 
         Raises:
-            FailedPreconditionError: it did not (JOB_NOT_STARTED).
+            FailedPreconditionError: it did not run (JOB_NOT_STARTED).
         """
         members = self.look().job.members
         if not any(one.HasField("start_time") for one in members):
             why = next((one.end_reason for one in members if one.end_reason), f"exit code {code}")
             raise FailedPreconditionError(
-                f"{self.name} is given back: {why}", reason="JOB_NOT_STARTED", metadata={"name": self.name}
+                f"{self.name} is released: {why}", reason="JOB_NOT_STARTED", metadata={"name": self.name}
             )
 
     def _on_nodes(self, found: allocator_api.Reservation, script: str) -> list[Member]:
-        """What runs a script of the shell for each member on its node, with `%s` for the name of its folder."""
+        """Shell commands for each member's node, with `%s` replaced by the name of its folder."""
         here = this_node(self._client)
         user, job = found.job.user, found.name.partition("/")[2]
         made: list[Member] = []
@@ -380,8 +380,8 @@ def _not_there(
 ) -> FailedPreconditionError | UnavailableError:
     if code == NO_FOLDER:
         return FailedPreconditionError(
-            f"{member.node} keeps nothing of {found.name} {what}: only a job that was started with `run -d`, by the"
-            f" same user, has that",
+            f"{member.node} has no folder of {found.name} {what}: only jobs that the same user started with `run -d`"
+            f" have one",
             reason="NO_OUTPUT",
         )
     return UnavailableError(
@@ -391,10 +391,10 @@ def _not_there(
 
 
 def expect_time(found: allocator_api.Reservation, timeout: float | None, began: float) -> None:
-    """Go on where `timeout` seconds since `began` are not over.
+    """Check that `timeout` seconds since `began` have not passed.
 
     Raises:
-        DeadlineExceededError: they are (NOT_READY).
+        DeadlineExceededError: they have (NOT_READY).
     """
     if timeout is not None and time.monotonic() - began > timeout:
         message = f"{found.name} has not ended after {timeout:g} s"
@@ -402,10 +402,10 @@ def expect_time(found: allocator_api.Reservation, timeout: float | None, began: 
 
 
 def exit_code_of(ended: allocator_api.Reservation) -> int:
-    """The exit code of a job that has ended.
+    """The exit code of an ended job.
 
     Raises:
-        FailedPreconditionError: it has none.
+        FailedPreconditionError: it has no exit code.
     """
     if not ended.job.HasField("exit_code"):
         state = _STATES.Name(ended.job.state).removeprefix("STATE_")
@@ -421,7 +421,7 @@ def _text(line: bytes) -> str:
 
 
 class _Reading:
-    """What a job writes, in `source`, while its block runs."""
+    """Reads a job's output into `source` while its block runs."""
 
     def __init__(self, job: Job, *, follow: bool) -> None:
         reading, self._writing = os.pipe()
@@ -438,7 +438,7 @@ class _Reading:
         except GpuscaleError as error:
             self._failed = error
         except BrokenPipeError:
-            pass  # nobody reads any more
+            pass  # the reader is gone
         finally:
             os.close(self._writing)
 
@@ -452,7 +452,7 @@ class _Reading:
             process.terminate()
 
     def check(self) -> None:
-        """Go on where all was read. Raises as `Job.logs`."""
+        """Check that everything was read. Raises like `Job.logs`."""
         self._thread.join()
         if self._failed:
             raise self._failed
@@ -468,7 +468,7 @@ class _Reading:
 
 
 class AsyncJob:
-    """`Job`, for an event loop; raises as that does. In a block it is stopped at the end.
+    """`Job` for async code, with the same errors. As a context manager, it is stopped at the end of the block.
 
     Attributes:
         name: `reservations/{reservation}`.
@@ -479,12 +479,12 @@ class AsyncJob:
         self._client, self._job = client, job
 
     async def look(self) -> allocator_api.Reservation:
-        """How it stands."""
+        """Its current state."""
         request = allocator_api.GetReservationRequest(name=self.name)
         return (await retrying_async(lambda: self._client.allocator.GetReservation(request))).reservation
 
     async def wait(self, timeout: float | str | None = None) -> int:  # noqa: ASYNC109
-        """Wait until it has ended; its exit code."""
+        """Wait until it ends; returns its exit code."""
         limit, began = as_seconds("timeout", timeout), time.monotonic()
         while not (found := await self.look()).HasField("end_time"):
             expect_time(found, limit, began)
@@ -492,7 +492,7 @@ class AsyncJob:
         return exit_code_of(found)
 
     async def logs(self, *, follow: bool = False) -> AsyncGenerator[str]:
-        """The lines that it wrote; with `follow` until it ends."""
+        """The lines of its output; with `follow` until it ends."""
         reader = asyncio.StreamReader(limit=KEPT_BYTES)
         with _Reading(self._job, follow=follow) as reading:
             protocol = asyncio.StreamReaderProtocol(reader)
@@ -506,7 +506,7 @@ class AsyncJob:
                 pipe.close()
 
     async def stop(self) -> allocator_api.Reservation:
-        """Stop it on all its nodes: SIGTERM, and SIGKILL 10 s later. One that waits gives its place up."""
+        """Stop it, like `Job.stop`."""
         return await asyncio.to_thread(self._job.stop)
 
     async def __aenter__(self) -> Self:

@@ -1,7 +1,7 @@
-"""A login at an OIDC provider, refreshed by whatever program uses it.
+"""A login at an OIDC provider, refreshed by the programs that use it.
 
-NAME.token holds its ID token; NAME.login beside it, for their owner alone, holds issuer, client id, subject and refresh token, which
-is good once. Programs that share the files take turns by a lock on the second.
+NAME.token holds its ID token; NAME.login beside it, readable only by its owner, holds issuer, client id, subject and the one-time
+refresh token. Programs that share the files take turns with a lock on NAME.login.
 """
 
 import base64
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from gpuscale.common.security.signed_tokens import Provider
 
 FRESH: Final = 60.0
-"""Seconds before its end at which a token is refreshed."""
+"""Seconds before its expiry at which a token is refreshed."""
 PAUSE: Final = 10.0
-"""Seconds after a refresh that failed in which no other is tried."""
+"""Seconds to wait after a failed refresh."""
 
 
 def find_provider(issuer: object, client_id: object) -> "Provider":
-    """The provider of a login; FailedPreconditionError (OIDC_NOT_INSTALLED) without the libraries that it takes."""
+    """The provider of a login. Raises FailedPreconditionError (OIDC_NOT_INSTALLED) without the libraries for it."""
     try:
         from gpuscale.common.security.signed_tokens import Provider
     except ImportError as error:
@@ -42,10 +42,10 @@ def find_provider(issuer: object, client_id: object) -> "Provider":
 
 
 class KeptLogin(grpc.AuthMetadataPlugin):
-    """The token for each call. gRPC asks in a thread of its own, so that a refresh blocks no event loop.
+    """Supplies the token for each call. gRPC calls it in a thread of its own, so that a refresh blocks no event loop.
 
     Attributes:
-        problem: why there was none at the last call.
+        problem: why the last call got no token.
     """
 
     def __init__(self, token_file: Path, login_file: Path) -> None:
@@ -56,7 +56,7 @@ class KeptLogin(grpc.AuthMetadataPlugin):
         self.problem: GpuscaleError | None = None
 
     def __call__(self, context: object, callback: grpc.AuthMetadataPluginCallback) -> None:  # noqa: ARG002
-        """Send the token along."""
+        """Add the token to a call."""
         try:
             token = self.token()
         except GpuscaleError as error:
@@ -65,12 +65,12 @@ class KeptLogin(grpc.AuthMetadataPlugin):
             callback((("authorization", f"Bearer {token}"),), None)
 
     def token(self) -> str:
-        """A token that has not ended. Blocks where it must be refreshed.
+        """A valid token. Blocks while it is refreshed.
 
         Raises:
-            UnauthenticatedError: it cannot be refreshed any more (reason LOGIN_OVER).
+            UnauthenticatedError: it can no longer be refreshed (reason LOGIN_OVER).
             UnavailableError: the provider does not answer.
-            FailedPreconditionError: the libraries for it are missing (reason OIDC_NOT_INSTALLED).
+            FailedPreconditionError: libraries are missing (reason OIDC_NOT_INSTALLED).
         """
         if time.time() + FRESH < self._ends:
             return self._token
@@ -90,7 +90,7 @@ class KeptLogin(grpc.AuthMetadataPlugin):
 
     @staticmethod
     def lacked(error: UnavailableError) -> bool:
-        """Whether a call failed since there was no token; `problem` says why."""
+        """Whether a call failed for lack of a token; `problem` says why."""
         return error.message.startswith("Getting metadata from plugin failed")
 
     def _failed(self, error: GpuscaleError) -> None:
@@ -109,7 +109,7 @@ class KeptLogin(grpc.AuthMetadataPlugin):
             return
         with login_file.open("r+b") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not is_fresh():  # no other program did
+            if not is_fresh():  # no other program refreshed it
                 self._token = _refresh(lock)
                 self._ends = _end_of(self._token)
                 write_private(token_file, f"{self._token}\n".encode())
@@ -129,7 +129,7 @@ def _refresh(login: IO[bytes]) -> str:
     answer = provider.ask(provider.described("token_endpoint", "jwks_uri")["token_endpoint"], form)
     if "error" in answer:
         raise over
-    # First what could not be got again. In place: the lock is on this file.
+    # Save the refresh token first, since it cannot be obtained again. In place: the lock is on this file.
     kept["refresh_token"] = answer.get("refresh_token") or kept["refresh_token"]
     login.seek(0)
     login.write(json.dumps(kept).encode())
@@ -143,7 +143,7 @@ def _refresh(login: IO[bytes]) -> str:
 
 
 def _end_of(token: str) -> float:
-    """When one's own token ends, in seconds since 1970; 0 where it does not say."""
+    """The expiry of an ID token, in seconds since 1970; 0 if it has none."""
     try:
         return float(json.loads(base64.urlsafe_b64decode(f"{token.split('.')[1]}=="))["exp"])
     except (IndexError, KeyError, TypeError, ValueError):

@@ -1,6 +1,6 @@
-"""Reserved GPUs for a block of code: kept in the background, given back at its end.
+"""Reserved GPUs for a block of code: the lease is renewed in the background and released at the end.
 
-Without an event loop it is a `Lease`, with one an `AsyncLease`:
+Sync code gets a `Lease`, async code an `AsyncLease`:
 
     with client.reserve(gpus=2, min_memory="8GiB") as lease:
         subprocess.run(["python", "train.py"], env=lease.env(), check=True)
@@ -8,7 +8,7 @@ Without an event loop it is a `Lease`, with one an `AsyncLease`:
     async with client.reserve(gpus=2, min_memory="8GiB") as lease:
         await train(lease.gpu_uuids)
 
-What `reserve` was granted when somebody gave up in the middle of it is given back too: `abandon`.
+When a call of `reserve` is interrupted, `abandon` releases what it was granted.
 """
 
 from __future__ import annotations
@@ -41,37 +41,37 @@ from gpuscale.common.wire import optional_seconds, seconds
 _log = logging.getLogger(__name__)
 
 REFUSALS = (FailedPreconditionError, NotFoundError, PermissionDeniedError, UnauthenticatedError)
-"""Errors of a renewal after which no further one can succeed."""
+"""Errors of a renewal that make all further ones futile."""
 _STATE = allocator_api.Reservation.State
 _OVER = (_STATE.STATE_EXPIRED, _STATE.STATE_CANCELLED, _STATE.STATE_LOST)
-"""How a reservation ends that its holder did not give back."""
+"""Ends of a reservation other than its release."""
 _ELSEWHERE = (
     'start its work there; lease.env(node="{node}") is the environment for it, lease.gpu_uuids has all UUIDs'
 )
-# macOS has it under the other name.
+# macOS names it differently.
 _CLOCK: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def now() -> float:
-    """Seconds that pass while the host sleeps as well, as the allocator counts leases (`gpuscale.common.runtime.tasks`)."""
+    """Seconds, including time asleep, like the clock of the allocator's leases (`gpuscale.common.runtime.tasks`)."""
     return time.clock_gettime(_CLOCK)
 
 
 class LostReservationError(FailedPreconditionError):
-    """The holder has lost the GPUs, or is about to: stop using them."""
+    """The holder has lost the GPUs or is about to lose them, and must stop using them."""
 
     default_reason = "LEASE_LOST"
 
 
 class Held:
-    """GPUs that are held under a lease.
+    """GPUs held under a lease.
 
     Args:
-        reservation: what was granted.
-        timer: when it is to be renewed, and whether it is lost.
-        this_node: tells which node this host is; None where it is none.
-        tell_lost: tells whoever waits for it that the GPUs are lost.
-        told_revoked: set while it is known that the GPUs will be taken away.
+        reservation: the granted reservation.
+        timer: says when to renew, and whether the lease is lost.
+        this_node: returns this host's node, or None.
+        tell_lost: called when the GPUs are lost.
+        told_revoked: set while the GPUs are known to be revoked soon.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Held:
 
     @property
     def reservation(self) -> allocator_api.Reservation:
-        """The reservation as it was granted, or renewed last."""
+        """The reservation as of its grant or latest renewal."""
         return self._reservation
 
     @property
@@ -100,17 +100,17 @@ class Held:
 
     @property
     def fence(self) -> int:
-        """Fence of the grant: the holder with the highest fence has the GPU."""
+        """The grant's fence: of several holders, the one with the highest fence owns the GPU."""
         return self._reservation.fence
 
     @property
     def gpus(self) -> Sequence[allocator_api.ReservedGpu]:
-        """The GPUs, in the order they were chosen."""
+        """The GPUs, in the order chosen."""
         return self._reservation.gpus
 
     @property
     def gpu_uuids(self) -> list[str]:
-        """UUIDs of the GPUs, on whichever hosts they are."""
+        """The UUIDs of the GPUs, on all hosts."""
         return [gpu.uuid for gpu in self._reservation.gpus]
 
     @property
@@ -118,36 +118,36 @@ class Held:
         """The value of CUDA_VISIBLE_DEVICES on this host: UUIDs, never an index.
 
         Raises:
-            FailedPreconditionError: GPUs are on another host (GPUS_ELSEWHERE), or which node this host is cannot be
-                told (NODE_AMBIGUOUS).
-            GpuscaleError: that could not be asked.
+            FailedPreconditionError: GPUs are on another host (GPUS_ELSEWHERE), or several nodes match this host
+                (NODE_AMBIGUOUS).
+            GpuscaleError: the fleet cannot be queried.
         """
         return self.env({})["CUDA_VISIBLE_DEVICES"]
 
     @property
     def lost_reason(self) -> str:
-        """Why the GPUs are lost; empty while they are held. Goes by the clock, even if nothing could renew."""
+        """Why the GPUs are lost; empty while they are held. Depends on the clock alone, even without contact."""
         self._timer.is_over(now())
         return self._timer.lost
 
     @property
     def revoke_reason(self) -> str:
-        """Why the GPUs will be taken away (`reservation.revoke_time`); empty if they will not."""
+        """Why the GPUs will be revoked at `reservation.revoke_time`; empty if they will not."""
         told = self._reservation
         return told.end_reason or "revoked" if told.HasField("revoke_time") else ""
 
     def env(self, base: Mapping[str, str] | None = None, *, node: str | None = None) -> dict[str, str]:
-        """An environment for what uses the GPUs on this host; `gpuscale.client.worker` reads what it says.
+        """Environment variables for a process that uses the GPUs on this host; `gpuscale.client.worker` reads them.
 
         Args:
-            base: further variables; those of this process when absent.
-            node: id of a node: the environment for work that is started there, with the GPUs of that node.
+            base: further variables; this process's own by default.
+            node: id of the node where the process will run, if not this one.
 
         Raises:
-            FailedPreconditionError: without `node`: GPUs are on another host (GPUS_ELSEWHERE), or which node this host
-                is cannot be told (NODE_AMBIGUOUS).
+            FailedPreconditionError: without `node`: GPUs are on another host (GPUS_ELSEWHERE), or several nodes match
+                this host (NODE_AMBIGUOUS).
             ValueError: none of the GPUs is on `node`.
-            GpuscaleError: which node this host is could not be asked.
+            GpuscaleError: the fleet cannot be queried.
         """
         if node is None:
             expect_here(self._reservation, self._this_node(), _ELSEWHERE)
@@ -167,19 +167,19 @@ class Held:
         """Raise unless the GPUs are still held.
 
         Raises:
-            LostReservationError: they are not.
+            LostReservationError: they are lost.
         """
         if self.lost_reason:
             raise self._loss()
 
     @property
     def _due(self) -> bool:
-        """Whether it is to be renewed now."""
+        """Whether a renewal is due."""
         return not self._timer.is_over(now()) and self._timer.wait(now()) <= 0
 
     @contextmanager
     def _renewing(self) -> Generator[None]:
-        """Around a renewal in the background: one that was refused means that the GPUs are lost."""
+        """Handle the errors of a background renewal: a refusal means that the GPUs are lost."""
         try:
             yield
         except REFUSALS as error:
@@ -190,10 +190,10 @@ class Held:
 
     @contextmanager
     def _leaving(self, error: BaseException | None) -> Generator[None]:
-        """Around the release at the end of a block, which ended with `error`.
+        """Handle the errors of the release at the end of a block, which ended with `error`.
 
         Raises:
-            LostReservationError: the GPUs were lost while it ran; where there is another error, it gets a note instead.
+            LostReservationError: the GPUs were lost while it ran; another error gets a note instead.
         """
         try:
             yield
@@ -211,12 +211,12 @@ class Held:
         return LostReservationError(f"{self.name} is lost: {self._timer.lost}", metadata={"name": self.name})
 
     def _given_back(self, released: allocator_api.Reservation) -> None:
-        """Take note of its end, which may have come unnoticed."""
+        """Record its end, which may have come unnoticed."""
         if released.state in _OVER:
             self._timer.had_ended(released.end_reason or "it had ended")
 
     def _heed(self, renewed: allocator_api.Reservation, sent: float) -> None:
-        """Restart the count of the lease from when its renewal was sent."""
+        """Restart the lease from when its renewal was sent."""
         self._reservation = renewed
         early = revoked_early(renewed)
         self._timer.renewed(sent, max(0.0, early or 0.0), self.revoke_reason)
@@ -232,10 +232,10 @@ class Held:
 def timer_of(
     request: allocator_api.ReserveRequest, granted: allocator_api.Reservation, sent: float
 ) -> LeaseTimer:
-    """The timer of a grant that came now. One that waited in the queue may have been granted at any moment since.
+    """The timer of a grant received now. After a wait in the queue, the grant may be older.
 
     Raises:
-        FailedPreconditionError: it was granted to an earlier call, and has ended (RESERVATION_ENDED).
+        FailedPreconditionError: it is the grant of an earlier call, and has ended (RESERVATION_ENDED).
     """
     expect_held(granted)
     waited, ttl = request.HasField("wait"), seconds(granted.ttl)
@@ -245,28 +245,28 @@ def timer_of(
 
 
 def expect_held(granted: allocator_api.Reservation) -> None:
-    """Raise if a repeated request id was answered with an old grant that has ended.
+    """Check that a repeated request id did not return an ended grant.
 
     Raises:
         FailedPreconditionError: the reservation has ended (RESERVATION_ENDED).
     """
     if granted.state in (*_OVER, _STATE.STATE_RELEASED):
         raise FailedPreconditionError(
-            f"what this request id was granted, {granted.name}, has ended: its GPUs may be another's;"
-            " choose a new UUID for each grant that is wanted",
+            f"this request id's grant, {granted.name}, has ended and its GPUs may be another's:"
+            " use a new UUID for each new grant",
             reason="RESERVATION_ENDED",
             metadata={"name": granted.name},
         )
 
 
 class Lease(Held):
-    """Reserved GPUs. Its block renews the lease, and releases the GPUs at the end.
+    """Reserved GPUs. Its block renews the lease and releases the GPUs at the end.
 
-    Without a block, call `renew` in time, and `release` at the end.
+    Without a block, call `renew` in time and `release` at the end.
 
     Attributes:
-        lost: set as soon as the GPUs are lost, before they can be another's.
-        revoked: set while it is known that they will be taken away, as by a drain; `revoke_reason` says why.
+        lost: set once the GPUs are lost, before anyone else can get them.
+        revoked: set while they are known to be revoked soon, as by a drain; `revoke_reason` says why.
     """
 
     def __init__(
@@ -286,11 +286,11 @@ class Lease(Held):
         self._keeper = threading.Thread(target=self._keep, name=f"keep {self.name}", daemon=True)
 
     def renew(self, timeout: float | str | None = None) -> None:
-        """Renew the lease, within `timeout` (seconds, or a text such as `5s`). A block does so for you.
+        """Renew the lease, within `timeout` (seconds, or a text such as `5s`). A block does this for you.
 
         Raises:
             FailedPreconditionError: it has ended (RESERVATION_ENDED).
-            GpuscaleError: anything else that went wrong.
+            GpuscaleError: any other error.
         """
         sent = now()
         self._heed(
@@ -301,10 +301,10 @@ class Lease(Held):
         )
 
     def release(self) -> None:
-        """Release the GPUs now; a second call is harmless.
+        """Release the GPUs now. Can be repeated.
 
         Raises:
-            GpuscaleError: that failed, and the lease runs out by itself.
+            GpuscaleError: the call failed; the lease will expire by itself.
         """
         self._done.set()
         self._timer.give_back(now())
@@ -334,11 +334,11 @@ class Lease(Held):
 
 
 class AsyncLease(Held):
-    """Reserved GPUs. `AsyncReserving` renews the lease in its block.
+    """Reserved GPUs, for async code. The block of `AsyncReserving` renews the lease.
 
     Attributes:
-        lost: set as soon as the GPUs are lost, before they can be another's.
-        revoked: set while it is known that they will be taken away, as by a drain; `revoke_reason` says why.
+        lost: set once the GPUs are lost, before anyone else can get them.
+        revoked: set while they are known to be revoked soon, as by a drain; `revoke_reason` says why.
     """
 
     def __init__(
@@ -356,11 +356,11 @@ class AsyncLease(Held):
         self._allocator = allocator
 
     async def renew(self, timeout: float | str | None = None) -> None:  # noqa: ASYNC109
-        """Renew the lease, within `timeout` (seconds, or a text such as `5s`). A block does so for you.
+        """Renew the lease, within `timeout` (seconds, or a text such as `5s`). A block does this for you.
 
         Raises:
             FailedPreconditionError: it has ended (RESERVATION_ENDED).
-            GpuscaleError: anything else that went wrong.
+            GpuscaleError: any other error.
         """
         sent = now()
         response = await self._allocator.RenewReservation(
@@ -369,27 +369,27 @@ class AsyncLease(Held):
         self._heed(response.reservation, sent)
 
     async def release(self) -> None:
-        """Release the GPUs now; a second call is harmless.
+        """Release the GPUs now. Can be repeated.
 
         Raises:
-            GpuscaleError: that failed, and the lease runs out by itself.
+            GpuscaleError: the call failed; the lease will expire by itself.
         """
         self._timer.give_back(now())
         self._given_back((await self._allocator.ReleaseReservation(self._release())).reservation)
 
     async def admit(self) -> None:
-        """Admit this process as the holder's at this host's agent; if the lease is over, the GPUs are lost."""
+        """Admit this process with this host's agent; if the lease is over, the GPUs are lost."""
         try:
             await self._admit()
         except REFUSALS as error:
             self._timer.refused(error.message)
         except asyncio.CancelledError:
-            with suppress(GpuscaleError):  # the lease runs out by itself
+            with suppress(GpuscaleError):  # the lease expires by itself
                 await self.release()
             raise
 
     async def keep(self) -> None:
-        """Renew until the GPUs are lost; cancel it to end it."""
+        """Renew until the GPUs are lost or the task is cancelled."""
         timer = self._timer
         while not (timer.lost or timer.given_back):
             await asyncio.sleep(min(LOOK, timer.wait(now())))
@@ -400,10 +400,10 @@ class AsyncLease(Held):
             self.lost.set()
 
     async def leave(self, keeper: asyncio.Task[None], error: BaseException | None) -> None:
-        """End `keep`, and release the GPUs.
+        """Stop `keep` and release the GPUs.
 
         Raises:
-            LostReservationError: they were lost before; where there is another error, it gets a note instead.
+            LostReservationError: they were lost before; another error gets a note instead.
         """
         self._timer.give_back(now())
         keeper.cancel()
@@ -413,7 +413,7 @@ class AsyncLease(Held):
 
 
 class AsyncReserving:
-    """A reservation to be made: awaited, it is a lease that you renew; as a block, it is renewed and released."""
+    """A pending reservation. `await` returns a lease for you to renew; `async with` renews and releases it."""
 
     def __init__(self, reserve: Callable[[], Awaitable[AsyncLease]]) -> None:
         self._reserve = reserve
@@ -436,14 +436,14 @@ class AsyncReserving:
 
 
 PATIENCE = 2.0
-"""Seconds that all of it may take: somebody pressed Ctrl-C, or a time-out ran."""
+"""Most seconds for it: it runs after Ctrl-C or a timeout."""
 LOOKS = (0.0, 0.25)
-"""Seconds before each look: what is being written to disk at the first is there at the second."""
+"""Seconds before each attempt: a grant being written during the first is visible at the second."""
 _PAGE = 1000
 
 
 def abandon(allocator: allocator_api.AllocatorServiceStub, request: allocator_api.ReserveRequest) -> None:
-    """Release what a request was granted, if anything."""
+    """Release the grant of an interrupted request, if there is one."""
     with suppress(GpuscaleError):
         for pause in LOOKS:
             time.sleep(pause)
@@ -458,7 +458,7 @@ def abandon(allocator: allocator_api.AllocatorServiceStub, request: allocator_ap
 async def abandon_async(
     allocator: allocator_api.AllocatorServiceAsyncStub, request: allocator_api.ReserveRequest
 ) -> None:
-    """`abandon`, for the running event loop."""
+    """`abandon` for async code."""
     with suppress(GpuscaleError, TimeoutError):
         async with asyncio.timeout(PATIENCE):
             for pause in LOOKS:
@@ -476,7 +476,7 @@ def _listed(request: allocator_api.ReserveRequest) -> allocator_api.ListReservat
 def _releases(
     page: allocator_api.ListReservationsResponse, request: allocator_api.ReserveRequest
 ) -> list[allocator_api.ReleaseReservationRequest]:
-    """The request that gives back what this one was granted; none where it is not on the page."""
+    """Requests that release the grant of this one, if the page has it."""
     return [
         allocator_api.ReleaseReservationRequest(name=one.name, fence=one.fence)
         for one in page.reservations

@@ -1,7 +1,6 @@
-"""Lists of any length, page by page, and Watch streams, which are reopened when their server comes back.
+"""Pages of List methods, and Watch streams that reconnect.
 
-Every Watch method begins with all there is, the last message of that round marked `full`, so that nothing is missed: a
-reader that drops, at each `full`, what that round did not name is never wrong.
+Every Watch stream begins with the full state, whose last message is marked `full`. At each `full`, drop what that round did not name.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ Response = TypeVar("Response", bound=Page)
 
 
 def pages(method: Callable[[Request], Response], request: Request) -> Iterator[Response]:
-    """Every page of a List method; `request` is used up.
+    """Every page of a List method; modifies `request`.
 
         for page in pages(client.fleet.ListNodes, monitor_api.ListNodesRequest()):
             for node in page.nodes:
                 print(node.name)
 
     Raises:
-        GpuscaleError: a page could not be had.
+        GpuscaleError: a call failed.
     """
     while True:
         page = method(request)
@@ -55,7 +54,7 @@ async def pages_async(
     """`pages` for an async client.
 
     Raises:
-        GpuscaleError: a page could not be had.
+        GpuscaleError: a call failed.
     """
     while True:
         page = await method(request)
@@ -79,7 +78,7 @@ class Stream(Protocol[Message_co]):
     def __iter__(self) -> Iterator[Message_co]: ...
 
     def cancel(self) -> object:
-        """End it."""
+        """End the stream."""
 
 
 class AsyncStream(Protocol[Message_co]):
@@ -88,23 +87,23 @@ class AsyncStream(Protocol[Message_co]):
     def __aiter__(self) -> AsyncIterator[Message_co]: ...
 
     def cancel(self) -> object:
-        """End it."""
+        """End the stream."""
 
 
 def watch(
     method: Callable[[WatchRequest], Stream[Message]], request: WatchRequest, *, resume: bool = False
 ) -> Iterator[Message]:
-    """Every message of a Watch method, over restarts of its server; the round with all there is comes again then.
+    """Every message of a Watch method; reconnects when the server restarts, which sends the full state again.
 
-    With `resume` a lost stream goes on where it was left off, if the server can: `request` keeps the token, and only a round
-    that begins with a message with `reset` names all there is.
+    With `resume`, a lost stream continues where it stopped if the server supports that; only a round that begins with a message
+    with `reset` is a full state. `request` keeps the token.
 
         for update in watch(client.fleet.WatchNodes, monitor_api.WatchNodesRequest()):
             for node in update.nodes:
                 print(node.name)
 
     Raises:
-        GpuscaleError: the stream failed for another reason than that nothing answers.
+        GpuscaleError: the stream failed with an error other than a lost connection.
     """
     waits = Backoff(_FIRST_WAIT, _LONGEST_WAIT)
     while True:
@@ -123,7 +122,7 @@ def watch(
 
 
 def _note(request: Any, message: Any) -> None:
-    """Keep the token of where a stream was left off; a server of the release before gives none."""
+    """Keep the token to resume a stream by; servers of the previous release send none."""
     if token := getattr(message, "resume_token", ""):
         request.resume_token = token
 
@@ -134,7 +133,7 @@ async def watch_async(
     """`watch` for an async client.
 
     Raises:
-        GpuscaleError: the stream failed for another reason than that nothing answers.
+        GpuscaleError: the stream failed with an error other than a lost connection.
     """
     waits = Backoff(_FIRST_WAIT, _LONGEST_WAIT)
     while True:
@@ -153,11 +152,11 @@ async def watch_async(
 
 
 class Mirror:
-    """The state that a Watch method streams, by name: pass every message of its stream to `take`.
+    """The state of a Watch stream by resource name. Pass every message to `take`.
 
     Attributes:
-        items: what there is, once a first round is over; what has ended is left out.
-        complete: whether it is.
+        items: the live resources, after the first round.
+        complete: whether the first round is over.
     """
 
     def __init__(self) -> None:
@@ -166,8 +165,8 @@ class Mirror:
         self._round: dict[str, Any] | None = {}
 
     def take(self, update: Any) -> bool:
-        """Take note of a message; whether `items` are others now."""
-        field = update.DESCRIPTOR.fields[0].name  # of every Watch: the list of resources
+        """Apply a message; returns whether `items` changed."""
+        field = update.DESCRIPTOR.fields[0].name  # the repeated field with the resources
         told, end = getattr(update, field), _END.get(field)
         if update.reset:
             self._round = {}
@@ -186,4 +185,4 @@ class Mirror:
 
 
 _END = {"reservations": "end_time", "replicas": "end_time", "health_events": "resolved_time"}
-"""Where it stands that one is over, of what a watch tells once more then."""
+"""The field that marks a resource as ended in its last message."""

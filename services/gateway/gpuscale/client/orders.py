@@ -1,4 +1,4 @@
-"""The orders of a supervisor on standard input: which command it runs, where, and under which lease."""
+"""The orders a supervisor reads from standard input: which command to run, where, and under which lease."""
 
 import json
 import os
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Reservation, ReserveResponse
 
 GREETING = b"gpuscale supervisor 2\n"
-"""What a supervisor writes before it reads its orders, with the number of their form: what a shell wrote before is none of the command's."""
+"""Written by a supervisor before it reads its orders, with their format version. Separates earlier shell output from the command's."""
 READY, GO = b"ready\n", b"\n"
-"""What the supervisor of a member writes once it can start its command, and what it is sent when all of them can."""
+"""Written by a member's supervisor once it can start its command, and sent to it once all members can."""
 LONGEST_LINE = 1000
 TO_STOP = 15.0
-"""Seconds before the end of a reservation at which its command is stopped."""
+"""Seconds before the end of a reservation at which to stop its command."""
 FIRST_PORT, PORTS = 29_500, 1000
-"""Ports for the members of jobs to meet at, by fence: no two jobs that run have the same one, unless there are more."""
+"""Rendezvous ports for the members of a job, by fence: running jobs share none while there are enough."""
 _NAMED_SO = r"[\w-]*(?:token|secret|passw|api[-_]?key|credential)[\w-]*"
 _SECRET_OPTION = f"(?i)-+{_NAMED_SO}"
 _SECRET_VALUE = f"(?i)({_NAMED_SO}=)('[^']*'|\"[^\"]*\"|[^\\s'\";]+)"
@@ -34,32 +34,32 @@ _IN_URL = "://[^/@\\s]+@"
 
 @dataclass(frozen=True, kw_only=True)
 class Orders:
-    """What is to run, and for which lease.
+    """What to run, and under which lease.
 
     Attributes:
         reservation: `reservations/{reservation}`.
-        fence: of the grant.
-        lease_token: of the grant.
+        fence: fence of the grant.
+        lease_token: lease token of the grant.
         node: id of the node whose GPUs the command gets.
         command: the program and its arguments.
-        environment: variables beside those of the host.
-        directory: where it runs; empty for where it is started.
-        address: the services as the caller reaches them, HOST:PORT.
-        authority: who vouches for them, PEM; empty for plain text.
-        local: whether they are reached so from the node too, where that is a loopback address.
-        member: which of the members of the job it is; None for the only one.
+        environment: variables to add to those of the host.
+        directory: working directory; empty for where the supervisor starts.
+        address: address of the services as seen by the caller, HOST:PORT.
+        authority: their certificate authority, PEM; empty without TLS.
+        local: whether a loopback `address` is valid on the node too.
+        member: number of the member; None for the only one.
         stop_together: whether it stops when another member fails.
-        reports: whether the service keeps what is told of the job.
-        detached: whether it goes on without its caller.
-        time_limit: seconds after which the command is stopped; 0 for none.
-        user: who logs in on the nodes of the members; whom ssh says when empty.
-        waits: whether the reservation may be a place in the queue: then who gets the orders waits for its turn, and has
-            supervisors run it as `of_members` says.
-        adopts: processes of the node that run already, in place of a command.
-        on_move: the signal that the command gets with a notice that its GPUs are taken away; 0 for none.
-        move_grace: seconds after it in which the command has to end; 0 for until they are.
-        attempt: how often the job was started, with this time.
-        check: whether its GPUs are tested before the command starts; without a command, they are tested and that is all.
+        reports: whether the service stores reports about the job.
+        detached: whether it keeps running without its caller.
+        time_limit: seconds after which to stop the command; 0 for none.
+        user: user to log in as on the members' nodes; empty: as ssh is configured.
+        waits: whether the reservation may be queued: the receiver then waits for its turn, and starts the supervisors of
+            `of_members`.
+        adopts: running processes to adopt in place of a command.
+        on_move: signal to send the command when its GPUs are to be revoked; 0 for none.
+        move_grace: seconds the command then has to end; 0: until they are revoked.
+        attempt: number of this start of the job, from 1.
+        check: whether to test the GPUs before the command starts; without a command, only test them.
     """
 
     reservation: str = ""
@@ -86,16 +86,16 @@ class Orders:
     check: bool = False
 
     def line(self) -> bytes:
-        """The line that says it."""
+        """The orders as a line of text."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     def of_grant(self, granted: "ReserveResponse", here: str | None) -> "list[Orders]":
-        """What to start for a grant: its members, or who starts them in their turn; nothing of a detached job that began.
+        """The orders for a grant: of its members, or of the starter if it is queued; none for a detached job already started.
 
-        An earlier call with the same request id may have started it.
+        That can happen with a repeated request id.
 
         Raises:
-            FailedPreconditionError: it has started a job that is not detached (JOB_STARTED).
+            FailedPreconditionError: an earlier call started it, not detached (JOB_STARTED).
         """
         from gpuscale.common.rpc.channel import is_local
 
@@ -118,7 +118,7 @@ class Orders:
         return [replace(orders, waits=True, local=local, directory=self.directory or str(Path.cwd()))]
 
     def of_members(self, granted: "Reservation", here: str | None) -> "list[Orders]":
-        """The orders of each member of what was granted; what runs on the node `here`, as ourselves, needs no ssh."""
+        """The orders of each member of a grant. On the node `here`, as the same user, no ssh is needed."""
         made: list[Orders] = []
         limit = _limit(granted, self.time_limit)
         for member, node, variables in _members(granted):
@@ -141,7 +141,7 @@ class Orders:
 
 
 def _limit(granted: "Reservation", typed: float) -> float:
-    """The time limit of a command under a reservation that has one, as one in a booking has: the command stops before."""
+    """The time limit of the command, so that it stops before its reservation's time limit, if that has one."""
     if not granted.HasField("limit_time"):
         return typed
     runs_on = wire.to_datetime(granted.limit_time) - wire.to_datetime(granted.expire_time)
@@ -150,7 +150,7 @@ def _limit(granted: "Reservation", typed: float) -> float:
 
 
 def _members(reservation: "Reservation") -> list[tuple[int | None, str, dict[str, str]]]:
-    """Of each member its number, node and variables; of a single one neither number nor variables."""
+    """The number, node and variables of each member; a single one has neither number nor variables."""
     nodes = {gpu.member: node_of(gpu) for gpu in reservation.gpus}
     if reservation.member_count <= 1:
         return [(None, nodes[0], {})]
@@ -168,17 +168,17 @@ def _members(reservation: "Reservation") -> list[tuple[int | None, str, dict[str
 
 
 def jobs_folder() -> Path:
-    """Where this user's supervisors keep what jobs write, in a folder for each member."""
+    """Where this user's supervisors keep the output of jobs, in a folder per member."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state", "gpuscale", "jobs")
 
 
 def folder_name(reservation: str, member: int, attempt: int) -> str:
-    """The name of a member's folder; of a job that is started again each attempt has one."""
+    """The name of a member's folder; each further attempt of a restarted job has its own."""
     return f"{reservation}-{member}" + (f".{attempt}" if attempt > 1 else "")
 
 
 def kept_output(reservation: str, members: Sequence[int], attempt: int) -> list[Path]:
-    """The files with the output of a job's members, in turn; none unless this user has all of them on this host."""
+    """The output files of a job's members, in order; none unless this user has all of them on this host."""
     folders = [jobs_folder() / folder_name(reservation, one, attempt) for one in members]
     if not all((one / "output").is_file() for one in folders):
         return []
@@ -186,7 +186,7 @@ def kept_output(reservation: str, members: Sequence[int], attempt: int) -> list[
 
 
 def started_before(reservation: str) -> FailedPreconditionError:
-    """The error of a job that an earlier call has started."""
+    """The error for a job that an earlier call started."""
     return FailedPreconditionError(
         f"{reservation} was started by an earlier call with this request id; choose a new UUID for each job",
         reason="JOB_STARTED",
@@ -195,7 +195,7 @@ def started_before(reservation: str) -> FailedPreconditionError:
 
 
 def shown(command: Sequence[str]) -> str:
-    """A command line for people, without the values of what is named like a secret."""
+    """A command line for display, without the values of arguments named like secrets."""
     words: list[str] = []
     for word in command:
         hidden = bool(words) and re.fullmatch(_SECRET_OPTION, words[-1]) is not None

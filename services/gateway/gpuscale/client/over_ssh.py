@@ -1,4 +1,4 @@
-"""Programs on other hosts, started by the system's own ssh: with the user's keys, settings and known hosts, none of ours."""
+"""Programs on other hosts, started by the system's ssh with the user's own keys, settings and known hosts."""
 
 import os
 import shlex
@@ -13,22 +13,22 @@ from gpuscale.client.orders import GO, GREETING, READY, Orders
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 
 SUPERVISOR = (sys.executable, "-m", "gpuscale.cli.commands.supervise")
-"""`gpuscalectl supervise`, of this Python."""
+"""`gpuscalectl supervise`, run by this Python."""
 OF_SIGNAL = 128
-"""Added to the number of the signal that ended a command."""
+"""Added to the number of a signal in exit codes."""
 OnStart = Callable[["subprocess.Popen[bytes]"], object]
-"""Is told of a process that was started."""
+"""Called with each started process."""
 SSH_FAILED = 255
-"""Exit code of ssh where it was ssh that failed."""
+"""Exit code of ssh when ssh itself fails."""
 _QUIET = ("-o", "BatchMode=yes", "-o", "LogLevel=QUIET")
 _SUPERVISE = "gpuscalectl supervise"
 EARLY_SECONDS = 10.0
-"""For so long a supervisor that was started early waits for its orders."""
+"""How long an early supervisor waits for its orders."""
 _PATIENCE = ("-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
-"""A host that is gone is noticed: ssh itself waits for ever."""
+"""Detects a lost host, for which ssh would wait for ever."""
 CHUNK = 65_536
 MOST_LINES = 1000
-"""Lines that the shell of a host may write before the supervisor does."""
+"""Most lines of shell output before the supervisor's greeting."""
 
 
 _DYING_WITH = """
@@ -43,31 +43,31 @@ try:
 except OSError as error:
     sys.exit(f"error: {sys.argv[2]}: {error.strerror}")
 """
-"""Becomes a command that the kernel kills when this process ends. A program of its own: nothing may run between the fork and the
-exec of a process that has the threads of gRPC."""
+"""Becomes a command that the kernel kills when this process ends. A separate program, since nothing may run between fork and exec in
+a process with gRPC's threads."""
 
 
 def dying_with_us(words: Sequence[str]) -> list[str]:
-    """A command that becomes this one, and that the kernel kills when this process ends."""
+    """Wraps a command so that the kernel kills it when this process ends."""
     return [sys.executable, "-I", "-S", "-c", _DYING_WITH, str(os.getpid()), *words]
 
 
 def exit_code(returned: int) -> int:
-    """The exit code of a command that has ended; 128 plus the number of the signal that ended it."""
+    """The exit code of an ended command; 128 plus the signal if one ended it."""
     return OF_SIGNAL - returned if returned < 0 else returned
 
 
 def words_on(
     node: str, command: str, *, user: str = "", local: bool = False, forward: Sequence[str] = ()
 ) -> list[str]:
-    """What runs a command of the shell on a node, as the user who logs in there.
+    """The arguments that run a shell command on a node.
 
     Args:
-        node: its id, which ssh takes for a host.
-        command: for the shell.
-        user: who logs in; whom ssh says when empty.
-        local: whether it is this host, where no ssh is needed.
-        forward: ports, PORT or LOCAL:REMOTE, that lead there from this host.
+        node: node id, used as host name.
+        command: the shell command.
+        user: user to log in as; empty: as ssh is configured.
+        local: whether it is this host, without ssh.
+        forward: ports to forward from this host, PORT or LOCAL:REMOTE.
     """
     if local:
         return ["sh", "-c", command]
@@ -80,7 +80,7 @@ def words_on(
 
 
 class Member(NamedTuple):
-    """What runs for one member of a job, on its node."""
+    """The process of one member of a job."""
 
     number: int
     node: str
@@ -90,9 +90,9 @@ class Member(NamedTuple):
 def write_together(
     members: Sequence[Member], descriptor: int, *, in_turn: bool, on_start: OnStart = id
 ) -> list[int]:
-    """Run something for each member, and write the output, with the member in front if there are several; returns their exit codes.
+    """Run a program for each member and write its output, prefixed with the member if there are several; returns exit codes.
 
-    Either `in_turn`, or as it comes.
+    Outputs are written `in_turn` or interleaved.
     """
     with ExitStack() as stack:
         started = [
@@ -122,11 +122,11 @@ def write_together(
 
 
 def _copy(process: "subprocess.Popen[bytes]", descriptor: int, prefix: bytes) -> None:
-    """Write what a process writes, with a prefix in front of each line if there is one."""
+    """Copy the output of a process, with a prefix before each line."""
     try:
         _copy_lines(process.stdout, descriptor, prefix)
     except BrokenPipeError:
-        process.terminate()  # the command ends there, as one here would
+        process.terminate()  # the command ends, like a local one would
 
 
 def _copy_lines(source: IO[bytes] | None, descriptor: int, prefix: bytes) -> None:
@@ -143,9 +143,9 @@ def _copy_lines(source: IO[bytes] | None, descriptor: int, prefix: bytes) -> Non
 
 
 class EarlyStart:
-    """A supervisor that starts on a node while its GPUs are still being reserved. A block kills it at the end.
+    """A supervisor started on a node while its GPUs are still being reserved. The end of the block kills it.
 
-    It says nothing that ssh says: where it fails, one is started as ever, which says it.
+    It hides messages of ssh: if it fails, another supervisor is started, which shows them.
     """
 
     def __init__(self, node: str, user: str, forward: Sequence[str]) -> None:
@@ -159,7 +159,7 @@ class EarlyStart:
         self._limit.start()
 
     def take(self, orders: Orders) -> "subprocess.Popen[bytes] | None":
-        """The supervisor, if it came up and fits to the orders."""
+        """The supervisor, if it started and matches the orders."""
         fits = (self.node, self._user, False, False) == (orders.node, orders.user, orders.local, orders.waits)
         there = fits and self._process.stdout is not None and _greeted(self._process.stdout)
         self._limit.cancel()
@@ -183,7 +183,7 @@ class Supervised(NamedTuple):
 
 
 def supervised(orders: Orders, forward: Sequence[str] = (), early: EarlyStart | None = None) -> Supervised:
-    """A supervisor on the node of a member; that of the first one forwards the ports."""
+    """The supervisor of a member; that of the first one forwards the ports."""
     supervisor = shlex.join(SUPERVISOR) if orders.local else _SUPERVISE
     ports = () if orders.member else forward
     words = words_on(orders.node, supervisor, user=orders.user, local=orders.local, forward=ports)
@@ -199,21 +199,21 @@ def supervise_all(
     environment: Mapping[str, str] | None = None,
     on_start: OnStart = id,
 ) -> list[int]:
-    """Run the members of a job by supervisors; returns their exit codes. Nothing starts before all supervisors are ready.
+    """Run the members of a job under supervisors; returns their exit codes. Commands start once all supervisors are ready.
 
-    Of several what they write gets the member in front; a single one gets our standard input.
+    Output of several members is prefixed with the member; a single one gets our standard input.
 
     Args:
-        members: what they run.
-        stdout: where the commands' standard output goes.
-        patience: seconds until they must be there.
-        stderr: where their standard error goes; ours when absent.
-        environment: of ssh; this process's own when absent.
-        on_start: is told of each process that runs for a member.
+        members: the supervisors to start.
+        stdout: destination of the commands' standard output.
+        patience: seconds for supervisors to start.
+        stderr: destination of their standard error; ours by default.
+        environment: environment of ssh; this process's own by default.
+        on_start: called with each process started for a member.
 
     Raises:
-        FailedPreconditionError: no ssh here (NO_SSH); or one of several members cannot start, so that none did (MEMBER_NOT_READY).
-        UnavailableError: no supervisor came up on one of the nodes, so that nothing was started (NO_SUPERVISOR).
+        FailedPreconditionError: no ssh here (NO_SSH), or one of several members cannot start, so none did (MEMBER_NOT_READY).
+        UnavailableError: no supervisor started on one of the nodes, so nothing runs (NO_SUPERVISOR).
     """
     with ExitStack() as stack:
         inherit = len(members) == 1 and stderr is None
@@ -275,14 +275,14 @@ def _await_greetings(
 def _await_ready(
     members: Sequence[Supervised], started: "Sequence[subprocess.Popen[bytes]]", patience: float
 ) -> None:
-    """Send all members their orders, and start them once each of them can start."""
+    """Send all members their orders, and start them once all can start."""
     for one, process in zip(members, started, strict=True):
         if process.stdin is not None:
             with suppress(OSError):  # it has ended
                 _write(process.stdin.fileno(), one.orders.line())
     for one, said in _silent(READY, members, started, patience):
         raise FailedPreconditionError(
-            f"no member was started, for one cannot start on {one.orders.node}: {said.removeprefix('error: ')}",
+            f"no member was started, because one cannot start on {one.orders.node}: {said.removeprefix('error: ')}",
             reason="MEMBER_NOT_READY",
         )
     for process in started:
@@ -295,7 +295,7 @@ def _silent(
     started: "Sequence[subprocess.Popen[bytes]]",
     patience: float,
 ) -> Iterator[tuple[Supervised, str]]:
-    """The members whose supervisor does not say this line in time, and what its standard error says in its place."""
+    """The members whose supervisor did not write this line in time, and its standard error."""
     for one, process in zip(members, started, strict=True):
         impatient = threading.Timer(patience, process.kill)
         impatient.daemon = True
@@ -310,7 +310,7 @@ def _silent(
 def _follow(
     number: int, started: "Sequence[subprocess.Popen[bytes]]", outputs: tuple[int, int], together: bool
 ) -> None:
-    """Write what a member writes until it ends; where its connection ended, the others end `together` with it."""
+    """Copy a member's output until it ends; if its connection is lost, the others end too (`together`)."""
     process, prefix = started[number], f"[{number}] ".encode()
     errors = threading.Thread(target=_copy_lines, args=(process.stderr, outputs[1], prefix), daemon=True)
     errors.start()
@@ -323,7 +323,7 @@ def _follow(
 
 
 def _greeted(source: IO[bytes], greeting: bytes = GREETING) -> bool:
-    """Whether a supervisor says that it is there; what a shell wrote before goes to standard error."""
+    """Whether a supervisor greets; earlier shell output goes to standard error."""
     line = bytearray()
     for _ in range(MOST_LINES):
         line.clear()
@@ -336,7 +336,7 @@ def _greeted(source: IO[bytes], greeting: bytes = GREETING) -> bool:
 
 
 def _feed(sink: IO[bytes] | None, orders: bytes, own_input: bool) -> None:
-    """Send the orders, then our own standard input if it is the command's."""
+    """Send the orders, then our standard input if it is the command's."""
     if sink is None:
         raise RuntimeError("it has no pipe")
     with suppress(OSError, ValueError):  # it has ended

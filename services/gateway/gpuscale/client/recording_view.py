@@ -1,7 +1,7 @@
-"""A recording as a plain dictionary, in the shape that scripts of GPU monitors know.
+"""A recording as a plain dictionary, in the format of the LLM autotuner's GPU tracking.
 
-The shape is that of the continuous monitoring of the LLM autotuner's GPU tracking: GPUs by their index as text, memory
-in units of 2^20 bytes under the name `mb`, values with one decimal. What was never read is absent, never zero.
+GPUs are keyed by their index as a string, memory is in units of 2^20 bytes under the name `mb`, values have one decimal. What was never
+read is absent, never zero.
 """
 
 from collections import Counter
@@ -23,9 +23,8 @@ _METRICS: Mapping[str, tuple["monitor_api.Metric.ValueType", float]] = {
 def seed_view(recording: monitor_api.Recording) -> dict[str, object]:
     """The statistics of a recording.
 
-    GPUs of one node are named by their index ("0"); where GPUs of several nodes are recorded, by node and index
-    ("host-1/0"), since an index means something on its own node only. Those that share an index, as MIG instances do
-    with their GPU, are named by their UUIDs.
+    GPUs are named by index ("0"), or by node and index ("host-1/0") if several nodes are recorded. Those that share an index,
+    such as MIG instances, are named by UUID.
     """
     nodes = {gpu.name.split("/")[1] for gpu in recording.gpus}
     alone = len(nodes) == 1

@@ -1,6 +1,6 @@
-"""Repeated calls: where nothing answered, and until an endpoint is ready.
+"""Retries of calls without an answer, and waiting for an endpoint.
 
-Only calls that may be repeated: those with a request_id, and reads.
+Only for idempotent calls: reads, and those with a request_id.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 ATTEMPTS = 4
-"""Times that a call is made at most. With the waits between, a service that is started anew is back by then."""
+"""Most attempts. With the waits between them, they outlast a restart of a service."""
 _FIRST_WAIT = 0.25
 _UNANSWERED = (UnavailableError, DeadlineExceededError)
 
@@ -30,10 +30,10 @@ Answer = TypeVar("Answer")
 
 
 def retrying(call: Callable[[], Answer], until: float = inf) -> Answer:
-    """The answer of a call, which is repeated while there is none, but not after `until` (of `time.monotonic`).
+    """Make a call, and retry without an answer, but not after `until` (of `time.monotonic`).
 
     Raises:
-        GpuscaleError: the last attempt failed, or an earlier one with an answer.
+        GpuscaleError: the last attempt failed, or an attempt got an error as answer.
     """
     waits = Backoff(initial=_FIRST_WAIT, cap=2.0)
     for _ in range(ATTEMPTS - 1):
@@ -48,10 +48,10 @@ def retrying(call: Callable[[], Answer], until: float = inf) -> Answer:
 
 
 async def retrying_async(call: Callable[[], Awaitable[Answer]], until: float = inf) -> Answer:
-    """`retrying`, for the running event loop.
+    """`retrying` for async code.
 
     Raises:
-        GpuscaleError: the last attempt failed, or an earlier one with an answer.
+        GpuscaleError: the last attempt failed, or an attempt got an error as answer.
     """
     waits = Backoff(initial=_FIRST_WAIT, cap=2.0)
     for _ in range(ATTEMPTS - 1):
@@ -66,33 +66,33 @@ async def retrying_async(call: Callable[[], Awaitable[Answer]], until: float = i
 
 
 def _wait(error: GpuscaleError, waits: Backoff) -> float:
-    """Seconds until the next attempt: what the server says, or a little longer each time."""
+    """Seconds until the next attempt: as the server says, or growing."""
     return waits.next() if error.retry_after is None else min(2.0, error.retry_after)
 
 
 PERIOD = 0.5
-"""Seconds between two looks at an endpoint."""
+"""Seconds between polls of an endpoint."""
 _LEAST = 0.1
-"""Seconds that a look gets where no time is left: there is always one."""
+"""Seconds for the one poll that is made even without time left."""
 
 
 def wait_ready(
     client: Client, endpoint: str, *, replicas: int | None = None, timeout: float | str = 300.0
 ) -> autoscaler_api.Endpoint:
-    """Wait until an endpoint has as many READY replicas as are wanted.
+    """Wait until an endpoint has enough READY replicas.
 
     Args:
-        client: of the gateway, or of the autoscaler.
+        client: client of the gateway, or of the autoscaler.
         endpoint: `endpoints/{endpoint}`.
-        replicas: how many; as many as the endpoint desires when not given, which may be none.
+        replicas: how many; by default as many as the endpoint desires, which may be none.
         timeout: how long to wait: seconds, or a text such as `5m`.
 
     Returns:
-        The endpoint, as it is then.
+        The endpoint.
 
     Raises:
-        DeadlineExceededError: it was not ready in time (reason NOT_READY); the message has its state.
-        GpuscaleError: the endpoint cannot be read, or is not there.
+        DeadlineExceededError: it was not ready in time (reason NOT_READY); the message tells its state.
+        GpuscaleError: the endpoint cannot be read or does not exist.
     """
     deadline = time.monotonic() + to_seconds(timeout)
     request = autoscaler_api.GetEndpointRequest(name=endpoint)
@@ -112,11 +112,11 @@ async def wait_ready_async(
     replicas: int | None = None,
     timeout: float | str = 300.0,  # noqa: ASYNC109
 ) -> autoscaler_api.Endpoint:
-    """`wait_ready` for an async client.
+    """`wait_ready` for async code.
 
     Raises:
-        DeadlineExceededError: it was not ready in time (reason NOT_READY); the message has its state.
-        GpuscaleError: the endpoint cannot be read, or is not there.
+        DeadlineExceededError: it was not ready in time (reason NOT_READY); the message tells its state.
+        GpuscaleError: the endpoint cannot be read or does not exist.
     """
     deadline = time.monotonic() + to_seconds(timeout)
     request = autoscaler_api.GetEndpointRequest(name=endpoint)
@@ -132,7 +132,7 @@ async def wait_ready_async(
 
 
 def _limit(deadline: float) -> float | None:
-    """Seconds that one check may take; None for the client's own timeout, if there is time for that."""
+    """Most seconds for one poll; None for the client's timeout, if there is time for that."""
     left = deadline - time.monotonic()
     return None if left > RPC_TIMEOUT else max(_LEAST, left)
 
@@ -143,10 +143,10 @@ def _is_ready(endpoint: autoscaler_api.Endpoint, replicas: int | None) -> bool:
 
 
 def _pause(endpoint: autoscaler_api.Endpoint, deadline: float) -> float:
-    """Seconds until the next look.
+    """Seconds until the next poll.
 
     Raises:
-        DeadlineExceededError: there is no time for one.
+        DeadlineExceededError: no time is left.
     """
     left = deadline - time.monotonic()
     if left <= 0:

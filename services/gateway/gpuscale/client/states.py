@@ -1,6 +1,6 @@
-"""The states of nodes, GPUs and reservations in words that tables, screens and pages share, such as `DEGRADED,CORDONED`.
+"""The states of nodes, GPUs and reservations in words, such as `DEGRADED,CORDONED`, for all tables and pages.
 
-The fleet knows what answers and the allocator what is cordoned; only here the two come together. Pure.
+Combines health, known to the fleet, with cordons, known to the allocator. Pure.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,15 +23,15 @@ _ONLINE, _QUARANTINED = "ONLINE", "QUARANTINED"
 
 
 def marks(cordons: Iterable[allocator_api.Cordon]) -> Marks:
-    """What cordons say of the nodes and GPUs that they are on."""
-    return {  # an allocator of 0.x names no target
+    """The marks of cordoned nodes and GPUs."""
+    return {  # allocators of version 0.x send no target
         one.target or one.name: "DRAINING" if one.HasField("drain_deadline") else "CORDONED"
         for one in cordons
     }
 
 
 def node_state(node: monitor_api.Node, marked: Marks = NO_MARKS) -> str:
-    """The state of a node: DEGRADED where it is ONLINE with GPUs that cannot be used; then how it is cordoned."""
+    """The state of a node: DEGRADED if ONLINE with unusable GPUs; then its cordon."""
     state = _NODE_STATES.get(node.state, str(node.state))
     if state == _ONLINE and problem(node):
         state = "DEGRADED"
@@ -39,7 +39,7 @@ def node_state(node: monitor_api.Node, marked: Marks = NO_MARKS) -> str:
 
 
 def problem(node: monitor_api.Node) -> str:
-    """What is wrong with the GPUs of a node; empty when all is well."""
+    """The problem of a node's GPUs; empty if there is none."""
     if node.snapshot.gpu_problem:
         return node.snapshot.gpu_problem
     wrong = [f"GPU {gpu.index}: {_own(gpu)}" for gpu in node.snapshot.gpus if _own(gpu) not in _WORKING]
@@ -47,27 +47,27 @@ def problem(node: monitor_api.Node) -> str:
 
 
 def gpu_state(gpu: types_api.Gpu, marked: Marks = NO_MARKS) -> str:
-    """The state of a GPU; QUARANTINED where it would be OK; then how it, its GPU or its node is cordoned."""
+    """The state of a GPU, QUARANTINED in place of OK; then the cordon of it, its GPU or its node."""
     node = gpu.name.partition("/gpus/")[0]
     whole = f"{node}/gpus/{gpu.parent_uuid.lower()}"
     return _joined(_own(gpu), marked.get(gpu.name) or marked.get(whole) or marked.get(node))
 
 
 def replica_model(one: autoscaler_api.Replica) -> str:
-    """Which of the preferred GPU models a replica has, with its weight, such as `A100 (0.5)`; empty where there are none."""
+    """A replica's GPU model among the preferred ones, with its weight, such as `A100 (0.5)`; empty without a preference."""
     return f"{one.model.model} ({one.model.weight:g})" if one.HasField("model") else ""
 
 
 def capabilities(amounts: Mapping[str, int]) -> str:
-    """Capabilities as they are typed, such as `gpu=2,high_memory`."""
+    """Capabilities as typed, such as `gpu=2,high_memory`."""
     listed = sorted(amounts.items())
     return ",".join(name if amount < 0 else f"{name}={amount}" for name, amount in listed) or "anything plain"
 
 
 def revoked_early(reservation: allocator_api.Reservation) -> float | None:
-    """Seconds before the end of its lease at which it will be taken away, below 0 after it; None if it will not.
+    """Seconds before the end of its lease at which it will be revoked, negative after it; None if it will not be.
 
-    Both times are of the server's clock, so their distance is right whatever this host's clock says.
+    Both times are of the server's clock, so this host's clock does not matter.
     """
     if not (reservation.HasField("revoke_time") and reservation.HasField("expire_time")):
         return None
@@ -87,12 +87,12 @@ def _joined(state: str, mark: str | None) -> str:
 
 
 def estimate(waits: allocator_api.QueuePlace | allocator_api.Job) -> str:
-    """How long it will wait, in words; empty if unknown."""
+    """The estimated wait, in words; empty if unknown."""
     left, low, high = (optional_seconds(waits, f"estimated_wait{which}") for which in ("", "_low", "_high"))
     if left is None:
         return ""
     if low is None or high is None:
-        return f"{_about(left)} if no lease is renewed"
+        return f"{_about(left)} unless leases are renewed"
     return f"about {_about(left)}, {_about(low)} to {_about(high)}"
 
 
@@ -104,6 +104,6 @@ def _about(seconds: float) -> str:
 
 
 def queued(job: allocator_api.Job) -> str:
-    """The place of a waiting job in the queue."""
+    """The queue position of a waiting job."""
     about = estimate(job)
     return f"{job.queue_position} before it: {job.queue_reason}" + (f" ({about})" if about else "")

@@ -1,4 +1,4 @@
-"""Lists for a notebook: `client.gpus()` and `client.table("nodes")`, shown as a table, and as a pandas DataFrame.
+"""Lists for notebooks: `client.gpus()` and `client.table("nodes")`, shown as a table or as a pandas DataFrame.
 
 with connect() as client:
     client.reservations(filter="holder = ana").to_pandas()
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gpuscale.client.client import AsyncClient, Client
 
 SHOWN = 200
-"""Rows that are shown; data has all."""
+"""Most rows shown; the data has all."""
 _KINDS = """
 nodes         fleet.ListNodes                 name state snapshot.host_reading.cpu_percent snapshot.age
 gpus          fleet.ListNodes                 name index model state reading.utilization_percent reading.memory_used_bytes holder
@@ -45,16 +45,16 @@ recordings    recordings.ListRecordings       name state sample_count duration s
 health        health.ListHealthEvents         severity check node uuid start_time message
 """
 KINDS: Mapping[str, Sequence[str]] = {kind: rest for kind, *rest in map(str.split, _KINDS.split("\n")[1:-1])}
-"""The method that lists each kind, and the fields that a table shows."""
+"""The List method of each kind, and the fields shown."""
 
 
 class TableRows(list[Any]):
-    """Messages of the contract, which a notebook shows as a table.
+    """API messages that notebooks show as a table.
 
     Args:
         items: the messages.
-        columns: the fields that a table shows.
-        holders: who holds each GPU, by its name.
+        columns: the fields shown.
+        holders: the holders of each GPU, by name.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TableRows(list[Any]):
         self._columns, self._holders = columns, holders or {}
 
     def records(self) -> list[dict[str, Any]]:
-        """All fields that are known, by their path: times as datetime, durations as timedelta, sizes in bytes."""
+        """All fields that are set, by path: times as datetime, durations as timedelta, sizes in bytes."""
         found = [dict(_flat(item)) for item in self]
         return [one | {"holder": self._holders.get(one["name"])} if self._holders else one for one in found]
 
@@ -77,7 +77,7 @@ class TableRows(list[Any]):
         return import_module("pandas").DataFrame(self.records())
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
-        """(the headings, the rows that are shown)."""
+        """The headings, and the rows shown."""
         leaves = [path.rpartition(".")[2] for path in self._columns]
         headings = [leaf.removesuffix("_bytes").replace("_", " ") for leaf in leaves]
         rows = [[_shown(path, one.get(path)) for path in self._columns] for one in self.records()[:SHOWN]]
@@ -88,7 +88,7 @@ class TableRows(list[Any]):
         lines = [[f"<th>{html.escape(one)}</th>" for one in headings]]
         lines += [[f"<td>{html.escape(one)}</td>" for one in row] for row in rows]
         body = "".join(f"<tr>{''.join(line)}</tr>" for line in lines)
-        more = f", the first {SHOWN} are shown" if len(self) > SHOWN else ""
+        more = f", the first {SHOWN} shown" if len(self) > SHOWN else ""
         return f"<table>{body}</table><p>{len(self)} rows{more}</p>"
 
     def __repr__(self) -> str:
@@ -102,7 +102,7 @@ class TableRows(list[Any]):
 
 
 def _flat(message: Message, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields of a message with those of its parts, by path; what is absent is left out."""
+    """The fields of a message and its parts, by path, without absent ones."""
     for field in message.DESCRIPTOR.fields:
         path, of = f"{prefix}{field.name}", field.message_type
         value: Any = getattr(message, field.name)
@@ -125,7 +125,7 @@ def _flat(message: Message, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _shown(path: str, value: Any) -> str:
-    """A value as people read it; `-` where it is absent."""
+    """A value for display; `-` if absent."""
     items: Any = value
     if value is None or value in ("", []):
         return "-"
@@ -143,14 +143,14 @@ def _shown(path: str, value: Any) -> str:
 
 
 def table(client: Client, kind: str, options: Mapping[str, Any]) -> TableRows:
-    """The list of a kind, all pages of it. Raises as `_asked`, and GpuscaleError."""
+    """All resources of a kind. Raises the errors of `_asked`, and GpuscaleError."""
     service, method, request = _asked(kind, options)
     found = list(pages(getattr(getattr(client, service), method), request))
     return _rows(kind, found, table(client, "reservations", {}) if kind == "gpus" else (), options)
 
 
 async def table_async(client: AsyncClient, kind: str, options: Mapping[str, Any]) -> TableRows:
-    """`table` for an async client."""
+    """`table` for async code."""
     service, method, request = _asked(kind, options)
     found = [page async for page in pages_async(getattr(getattr(client, service), method), request)]
     holding = await table_async(client, "reservations", {}) if kind == "gpus" else ()
@@ -158,10 +158,10 @@ async def table_async(client: AsyncClient, kind: str, options: Mapping[str, Any]
 
 
 def _asked(kind: str, options: Mapping[str, Any]) -> tuple[str, str, Any]:
-    """(service, method, request) that list a kind.
+    """The service, method and request that list a kind.
 
     Raises:
-        InvalidArgumentError: there is no such kind, or no such option.
+        InvalidArgumentError: unknown kind or option.
     """
     if kind not in KINDS:
         near = get_close_matches(kind, KINDS, 1) or [", ".join(KINDS)]

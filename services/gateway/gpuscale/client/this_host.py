@@ -1,14 +1,13 @@
-"""This host: which node of the fleet it is, since work must start where its GPUs are, and its agent, which admits the work.
+"""This host: which node of the fleet it is, and its agent, which admits work.
 
-The node is, in this order: what the caller says, what GPUSCALE_NODE says, else the one node whose agent runs on this kernel
-(the same boot id) and, where there are several, in this network namespace. Nodes that cannot be told apart are refused, never
-guessed: the wrong one would start work beside GPUs that are not its own.
+The node is the one the caller names, or GPUSCALE_NODE, or the one whose agent runs on this kernel (same boot id) and, if there are
+several, in this network namespace. If nodes cannot be told apart, that is an error: a wrong guess would start work on another
+holder's GPUs.
 
-Work is admitted before it touches a GPU, so that its processes are known as the holder's. The agent is the one that
-GPUSCALE_WORK_ADDRESS names; or else who serves at the client's own address, where that is on this host (`gpuscalectl up`), then
-who listens on the agent's socket, and last whoever listens where an agent does by default. What listens there may be anybody's, so
-it is sent neither the caller's token nor the lease token: an agent without tokens of its own trusts its host. An agent that
-refuses because the lease does not hold the GPUs is believed: the work does not start.
+Work is admitted before it touches a GPU, so that its processes count as the holder's. The agent is tried at GPUSCALE_WORK_ADDRESS;
+else at the client's own address if that is on this host (`gpuscalectl up`), at the agent's socket, and at the agent's default
+address. Anyone may listen at the last, so it gets neither the caller's token nor the lease token: an agent without tokens
+trusts its host. If an agent answers that the lease does not hold the GPUs, the work does not start.
 """
 
 from __future__ import annotations
@@ -28,26 +27,26 @@ from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.tasks import network_namespace, pid_namespace, read_boot_id
 
 NODE_VARIABLE = "GPUSCALE_NODE"
-"""Names the node that this host is, where that cannot be found out."""
+"""Names this host's node, if it cannot be found out."""
 
 _log = logging.getLogger(__name__)
 _NO_ROOM = frozenset({"NO_CAPACITY", "NODE_NOT_ONLINE", "NOT_FOUND", "UNSATISFIABLE", "WAIT_TIMEOUT"})
-"""Reasons of refusals that another host might not have given."""
+"""Reasons of refusals that might not apply on another host."""
 
 
 class ThisHost:
-    """This host, and the node that it is.
+    """This host and its node.
 
     Attributes:
-        node: id of the node; None until it is said or found.
-        asked: whether the fleet was asked.
+        node: id of the node; None until known.
+        asked: whether the fleet was queried.
     """
 
     def __init__(self, node: str | None = None) -> None:
-        """`node`: id or name of the node; what GPUSCALE_NODE says when absent.
+        """`node`: id or name of the node; GPUSCALE_NODE by default.
 
         Raises:
-            InvalidArgumentError: it is neither.
+            InvalidArgumentError: it is not a valid id or name.
         """
         given = node or os.environ.get(NODE_VARIABLE, "")
         self.node = given.removeprefix("nodes/") or None
@@ -59,28 +58,28 @@ class ThisHost:
             raise InvalidArgumentError(f"{source}: {given!r} is not the id of a node", field=source)
         try:
             self._boot_id = read_boot_id()
-        except OSError:  # no Linux, so no agent
+        except OSError:  # not Linux, so no agent
             self._boot_id = ""
 
     def say_unadmitted(self, why: str) -> None:
-        """Say once that no agent knows what runs here as the holder's; nothing where `why` is empty."""
+        """Warn once that no agent attributes this process to the holder; does nothing if `why` is empty."""
         if why and not self._unadmitted:
             self._unadmitted = True
             _log.warning("the agent does not count this process as the holder of its GPUs: %s", why)
 
     def request(self) -> monitor_api.ListNodesRequest | None:
-        """What to ask the fleet; None where this host cannot be a node of it."""
+        """The request to the fleet; None if this host cannot be one of its nodes."""
         return monitor_api.ListNodesRequest(boot_id=self._boot_id) if self._boot_id else None
 
     def find(self, nodes: Iterable[monitor_api.Node]) -> str | None:
-        """The node among these that this host is; None where it is none of them.
+        """This host's node among these; None if it is not one of them.
 
         Raises:
-            FailedPreconditionError: several run on this kernel, and nothing tells which is this host (NODE_AMBIGUOUS);
-                or this host was said to be a node that runs elsewhere (NODE_MISMATCH).
+            FailedPreconditionError: several run on this kernel and cannot be told apart (NODE_AMBIGUOUS), or the
+                configured node runs elsewhere (NODE_MISMATCH).
         """
         self.asked = True
-        # Looked at again, since a fleet of an earlier version answers with all of its nodes.
+        # Filter again, since fleets of earlier versions return all nodes.
         on_kernel = {
             one.name.removeprefix("nodes/"): one.snapshot.host.network_namespace
             for one in nodes
@@ -110,12 +109,12 @@ class ThisHost:
 
 
 def confine(ask: allocator_api.Ask, node: str) -> None:
-    """Keep an ask to one node."""
+    """Limit an ask to one node."""
     ask.nodes[:] = [node_name(node)]
 
 
 def only_here(error: GpuscaleError, node: str | None, remedy: str) -> GpuscaleError:
-    """The refusal of an ask that was kept to this host, if it was: one that another might not have given says so."""
+    """The error of a refused ask; says so if it was limited to this host and another might have room."""
     if node and error.reason in _NO_ROOM:
         error.message = f"{error.message.removesuffix('.')}; only this host, {node}, was asked: {remedy}"
         error.args = (error.message,)
@@ -123,10 +122,10 @@ def only_here(error: GpuscaleError, node: str | None, remedy: str) -> GpuscaleEr
 
 
 def expect_here(reservation: allocator_api.Reservation, here: str | None, remedy: str) -> None:
-    """Go on where all GPUs of a reservation are on this host.
+    """Check that all GPUs of a reservation are on this host.
 
     Raises:
-        FailedPreconditionError: some are on another (GPUS_ELSEWHERE).
+        FailedPreconditionError: some are on another host (GPUS_ELSEWHERE).
     """
     elsewhere = sorted({node_of(gpu) for gpu in reservation.gpus} - {here})
     if not elsewhere:
@@ -141,20 +140,20 @@ def expect_here(reservation: allocator_api.Reservation, here: str | None, remedy
 
 
 AGENT_VARIABLE: Final = "GPUSCALE_WORK_ADDRESS"
-"""Names the address of this host's agent, which admits work."""
+"""The address of this host's agent, which admits work."""
 DEFAULT_AGENT: Final = "127.0.0.1:7071"
 TIMEOUT: Final = 3.0
-"""Seconds for the answer of an agent."""
+"""Seconds for an agent to answer."""
 _REFUSED: Final = frozenset(
     {"FENCE_TOO_LOW", "RESERVATION_ENDED", "FENCE_MISMATCH", "GPU_NOT_HELD", "LEASE_TOKEN_INVALID"}
 )
-"""Reasons for which work must not start: the lease is over, or does not hold the GPUs."""
+"""Reasons not to start work: the lease is over, or does not hold the GPUs."""
 
 
 def admission(
     reservation: allocator_api.Reservation, lease_token: str, node: str | None
 ) -> monitor_api.AdmitWorkRequest | None:
-    """What this process asks the agent of `node` for; None where the reservation has nothing there."""
+    """The request of this process to the agent of `node`; None if the reservation has no GPUs there."""
     uuids = [gpu.uuid for gpu in reservation.gpus if node_of(gpu) == node]
     if not uuids:
         return None
@@ -171,12 +170,12 @@ def admission(
 def admit(
     request: monitor_api.AdmitWorkRequest, own: monitor_api.WorkServiceStub | None, address: str
 ) -> str:
-    """Have work admitted; why no agent did, or nothing.
+    """Have work admitted; returns why no agent did, or an empty string.
 
     Args:
-        request: what `admission` made.
-        own: the service at the client's own address.
-        address: that address.
+        request: the request of `admission`.
+        own: the service at the client's address.
+        address: the client's address.
 
     Raises:
         FailedPreconditionError, PermissionDeniedError: the lease does not hold the GPUs.
@@ -198,7 +197,7 @@ def admit(
 async def admit_async(
     request: monitor_api.AdmitWorkRequest, own: monitor_api.WorkServiceAsyncStub, address: str
 ) -> str:
-    """`admit`, for the running event loop; other agents than at the client's own address are asked in a thread.
+    """`admit` for async code; agents other than at the client's address are called in a thread.
 
     Raises:
         FailedPreconditionError, PermissionDeniedError: the lease does not hold the GPUs.

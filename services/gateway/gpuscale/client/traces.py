@@ -1,7 +1,7 @@
-"""Workloads: when requests came and how long each takes to serve, read from a file's text.
+"""Workload traces: when requests arrive and how long each takes to serve.
 
-Two forms of CSV, told apart by their heading: `arrival_seconds,service_seconds`, or arrival times with tokens (`t_s`,
-`context_tokens`, `generated_tokens`, as of the Azure LLM inference traces), for which a service model gives the time.
+Reads two forms of CSV, told apart by their header: `arrival_seconds,service_seconds`, or arrival times with tokens (`t_s`,
+`context_tokens`, `generated_tokens`, as in the Azure LLM inference traces), from which a service model computes the time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOST_REQUESTS = 2_000_000
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request: when it arrives, in seconds from the beginning, and how long a slot is busy with it."""
+    """A request: its arrival in seconds from the start, and how long it occupies a slot."""
 
     arrival: float
     service: float
@@ -26,7 +26,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class ServiceModel:
-    """Seconds that a request takes: a base, and some for each token read and written."""
+    """Seconds per request: a base, plus seconds per token read and written."""
 
     base: float = 0.2
     per_context_token: float = 0.00015
@@ -38,10 +38,10 @@ class ServiceModel:
 
 
 def read_trace(lines: Iterable[str], model: ServiceModel) -> list[Request]:
-    """The requests of a CSV file, in the order of their arrival.
+    """The requests of a CSV file, by arrival.
 
     Raises:
-        InvalidArgumentError: a heading that is not known, or a line that is no request; the message names the line.
+        InvalidArgumentError: unknown header or invalid line; the message names the line.
     """
     reader = csv.DictReader(lines)
     names = set(reader.fieldnames or ())

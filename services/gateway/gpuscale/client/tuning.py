@@ -1,4 +1,4 @@
-"""Which of several policies to take: by a goal, over windows of time, so that one lucky hour does not decide. Pure."""
+"""Chooses the best of several policies by a goal, over windows of time, so that one lucky hour does not decide. Pure."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from itertools import product
 from gpuscale.common.sizes import parse_duration
 
 SURE = 1.383
-"""Standard errors that a figure may be off by, one way: 90 % of Student's t over ten windows."""
+"""Standard errors of a one-sided 90 % bound: Student's t over ten windows."""
 WORTH = 0.05
-"""Share of GPU time, or of what is late, that a change of policy has to save."""
+"""Share of GPU time or late requests that a change of policy has to save."""
 POLICY_FIELDS = (
     *("signals", "rules", "tick", "combine", "up", "down", "bound_mode", "busy_metric", "scale_in_order"),
 )
-"""Of the spec of an endpoint: what says how many replicas there are, within its bounds."""
+"""Fields of an endpoint's spec that determine the number of replicas within its bounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A part of a run: requests that came in it, how many of them were late, and GPU hours."""
+    """A part of a run: the requests that arrived, how many were late, and GPU hours."""
 
     requests: int
     late: int
@@ -31,7 +31,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class TuningGoal:
-    """At most so many percent of the requests late; or, with a price, GPU seconds that each late one costs."""
+    """Most percent of late requests; or, as a price, GPU seconds per late request."""
 
     late: float = 1.0
     price: float | None = None
@@ -41,7 +41,7 @@ class TuningGoal:
 
 
 def parse_goal(text: str) -> TuningGoal:
-    """The goal of `late<=1%` or `late:30s`; ValueError for all else."""
+    """Parse `late<=1%` or `late:30s`; ValueError otherwise."""
     word = "".join(text.split())
     try:
         if word.startswith("late<="):
@@ -60,7 +60,7 @@ def parse_goal(text: str) -> TuningGoal:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What became of a policy in each window of a run; every trial has the same windows."""
+    """The result of a policy in each window of a run; all trials have the same windows."""
 
     name: str
     windows: Sequence[Window]
@@ -72,12 +72,12 @@ class Trial:
 
     @property
     def late(self) -> float:
-        """Percent of the requests that were late."""
+        """Percent of late requests."""
         return 100 * self._share
 
     @property
     def most_late(self) -> float:
-        """Percent that are late at most, with a confidence of 90 %, by how much windows differ."""
+        """Upper bound on the percent of late requests, with a confidence of 90 %, from the variance between windows."""
         over = _margin([one.late - self._share * one.requests for one in self.windows])
         return min(100.0, self.late + 100 * over / max(1, sum(one.requests for one in self.windows)))
 
@@ -86,18 +86,18 @@ class Trial:
         return sum(one.late for one in self.windows) / max(1, sum(one.requests for one in self.windows))
 
     def rank(self, goal: TuningGoal) -> tuple[float, ...]:
-        """Smaller is better: first what is late beyond the goal, then GPU hours."""
+        """Sort key, smaller is better: late requests beyond the goal, then GPU hours."""
         if goal.price is not None:
             return (sum(_cost(one, goal.price) for one in self.windows),)
         over = self.most_late if self.most_late > goal.late else 0.0
         return over, self.hours, self.late
 
     def without(self, place: int) -> Trial:
-        """The same, as if one window had not been."""
+        """The trial without one window."""
         return Trial(self.name, [one for at, one in enumerate(self.windows) if at != place])
 
     def beats(self, other: Trial, goal: TuningGoal) -> bool:
-        """Whether changing over from `other` saves enough, for sure."""
+        """Whether a change from `other` surely saves enough."""
         if goal.price is None and other.most_late > goal.late:
             return self.most_late < (1 - WORTH) * other.most_late
         if goal.price is None and self.most_late > goal.late:
@@ -111,20 +111,20 @@ class Trial:
 
 
 def _cost(one: Window, price: float) -> float:
-    """GPU hours of a window, with what its late requests cost."""
+    """GPU hours of a window, including the price of late requests."""
     return one.hours + one.late * price / 3600
 
 
 def _margin(values: Sequence[float]) -> float:
-    """By how much a sum of independent values may be off."""
+    """The error bound of a sum of independent values."""
     return SURE * math.sqrt(len(values)) * statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TuningChoice:
-    """The policy that a goal chooses; `front`: those that no other beats in both late requests and GPU hours, and it.
+    """The chosen policy; `front` has it and those that none beats in both late requests and GPU hours.
 
-    `judged`: the policies that each window's others choose, on that window: what choosing is worth where it has not looked.
+    `judged`: each window's result with the policy chosen on all other windows: the value of the choice on unseen data.
     """
 
     chosen: Trial
@@ -133,7 +133,7 @@ class TuningChoice:
     met: bool
 
     def why(self, goal: TuningGoal) -> str:
-        """The reasons, in words."""
+        """The reason in words."""
         one, count = self.chosen, len(self.judged.windows)
         if goal.price is not None:
             reason = f"GPU time and late requests at {goal.price:g} s each cost least"
@@ -145,7 +145,7 @@ class TuningChoice:
 
 
 def choose(trials: Sequence[Trial], goal: TuningGoal) -> TuningChoice:
-    """The best for a goal; ValueError where there are none."""
+    """The best trial for a goal; ValueError if there are none."""
     if not trials:
         raise ValueError("there is nothing to choose from")
 
@@ -166,7 +166,7 @@ def choose(trials: Sequence[Trial], goal: TuningGoal) -> TuningChoice:
 
 
 def grid(goal: float, slots: int) -> Mapping[str, Mapping[str, Sequence[float]]]:
-    """The values that are tried of each parameter, by preset, for requests that may wait `goal` seconds."""
+    """The values to try for each parameter, by preset, for requests that may wait `goal` seconds."""
     half, most, all_of = slots * 0.5, slots * 0.8, float(slots)
     loads = [half, slots * 0.65, most, all_of]
     waits, shares, windows = [goal / 4, goal / 2, goal], [0.65, 0.8, 0.9], [60.0, 200.0, 400.0]
@@ -196,13 +196,13 @@ AS_SHIPPED = (
     "opengris_vanilla",
     "opengris_capability",
 )
-"""Presets that are tried unchanged."""
+"""Presets tried without changes."""
 AS_IT_IS = "as it is"
-"""Name of the policy that an endpoint has."""
+"""Name of an endpoint's current policy."""
 
 
 def candidates(goal: float, slots: int) -> Iterator[tuple[str, str, Mapping[str, float]]]:
-    """Name, preset and parameters of the presets as shipped, then of every combination of the grid's values."""
+    """Name, preset and parameters of the shipped presets, then of every combination of the grid's values."""
     for name in AS_SHIPPED:
         yield name, name, {}
     for family, values in grid(goal, slots).items():

@@ -1,4 +1,4 @@
-"""For programs that gpuscale starts as replicas: what they were given, when to end, and when they are ready.
+"""For programs that gpuscale starts as replicas: their GPUs, when to stop, and how to report readiness.
 
     with Worker() as worker:
         worker.admit()
@@ -6,7 +6,7 @@
         while not worker.draining.is_set():
             do_one_piece_of_work()
 
-A replica that is to end gets SIGTERM: it takes no more work, finishes what it has, and ends with 0.
+To stop a replica, gpuscale sends SIGTERM: it should take no more work, finish what it has, and exit with 0.
 """
 
 import os
@@ -23,27 +23,27 @@ from gpuscale.client.this_host import AGENT_VARIABLE
 from gpuscale.common.runtime.tasks import pid_namespace
 
 READY_VARIABLE = "GPUSCALE_READY_FILE"
-"""Names a file that is to be there once the worker can work, for a probe to look at."""
+"""Names a file to create once the worker is ready, for a probe."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 
 class Worker:
-    """This process as a replica, or as what `gpuscalectl run` and `Lease.env` start.
+    """This process as a replica, or as started by `gpuscalectl run` or with `Lease.env`.
 
-    In its block SIGTERM and SIGINT set `draining` and do nothing else. It must be entered in the main thread.
+    In its block, SIGTERM and SIGINT only set `draining`. Enter it in the main thread.
 
     Attributes:
-        replica: name of the replica; empty where it is none.
-        endpoint: name of its endpoint; empty where it has none.
-        reservation: name of its reservation; empty where it is not said.
-        gpu_uuids: the GPUs that are its own.
-        fence: fence of their reservation; None where it has none.
-        draining: set once it is to take no more work.
+        replica: name of the replica; empty if it is none.
+        endpoint: name of its endpoint; empty if it has none.
+        reservation: name of its reservation; empty if unknown.
+        gpu_uuids: its GPUs.
+        fence: fence of the reservation; None without one.
+        draining: set once it should take no more work.
     """
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        """`environment`: that of the process when absent. Raises ValueError: GPUSCALE_FENCE is no number."""
+        """`environment`: the process's by default. Raises ValueError: GPUSCALE_FENCE is not a number."""
         found = os.environ if environment is None else environment
         self.replica: str = found.get("GPUSCALE_REPLICA", "")
         self.endpoint: str = found.get("GPUSCALE_ENDPOINT", "")
@@ -57,17 +57,17 @@ class Worker:
         self._before: dict[signal.Signals, _Handler] = {}
 
     def admit(self, agent: str | None = None, *, lease_token: str = "") -> None:
-        """Have the agent of this host admit this process for its reservation, before it touches a GPU.
+        """Admit this process with this host's agent for its reservation, before it touches a GPU.
 
         Args:
-            agent: address of the agent; what GPUSCALE_WORK_ADDRESS says when absent. Without either, without GPUs or
-                without a reservation there is nothing to admit.
-            lease_token: what came with the grant; an admin needs none, as who calls the `up` of this host.
+            agent: address of the agent; GPUSCALE_WORK_ADDRESS by default. Does nothing without either, without GPUs or
+                without a reservation.
+            lease_token: token of the grant; admins and callers of this host's `up` need none.
 
         Raises:
-            FailedPreconditionError: the reservation is over (reason RESERVATION_ENDED or FENCE_TOO_LOW): end without
+            FailedPreconditionError: the reservation is over (reason RESERVATION_ENDED or FENCE_TOO_LOW): exit without
                 touching the GPUs.
-            PermissionDeniedError: the token is missing, or another's.
+            PermissionDeniedError: the token is missing or wrong.
             GpuscaleError: the agent does not answer, or does not know the GPUs.
         """
         address = agent or self._agent
@@ -85,10 +85,10 @@ class Worker:
             client.work.AdmitWork(request)
 
     def ready(self) -> None:
-        """Say that work can begin: makes the file that GPUSCALE_READY_FILE names.
+        """Report readiness: creates the file named by GPUSCALE_READY_FILE.
 
         Raises:
-            OSError: the file cannot be made.
+            OSError: the file cannot be created.
         """
         if self._ready_file:
             Path(self._ready_file).touch(mode=0o600)
