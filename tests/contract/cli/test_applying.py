@@ -186,7 +186,7 @@ def test_an_empty_file_is_an_error(ctl: Any, world: canned.World, words: tuple[s
     """And never taken for the wish to delete everything."""
     ran = ctl(*words, "-f", "-", stdin=text)
     assert (ran.code, ran.out, world.requests) == (2, "", [])
-    assert "error: -: nothing to apply found; nothing was changed" in ran.err
+    assert "error: -: nothing to apply; nothing was changed" in ran.err
 
 
 def filled_in(request: Any, context: Any) -> Any:

@@ -431,7 +431,7 @@ def test_gpus_to_partition_anew_come_with_what_is_typed_for_it(ctl: Any) -> None
         "it would fit",
         "",
         "gpuscalectl cordon n2/gpu-1",
-        "then root on n2 types:",
+        "then, as root on n2:",
         "  nvidia-smi mig -i 3 -dci; nvidia-smi mig -i 3 -dgi",
         "  nvidia-smi mig -i 3 -cgi 3g.40gb,1g.10gb -C",
         "gpuscalectl uncordon n2/gpu-1",
@@ -606,4 +606,4 @@ def test_a_report_says_who_local_is_and_tells_endpoints_apart(ctl: Any, world: c
 
 def test_logs_of_nothing_name_both_kinds_that_have_some(ctl: Any) -> None:
     ran = ctl("logs", "nobody")
-    assert (ran.code, ran.err) == (3, "error: there is neither an endpoint nor a job nobody\n")
+    assert (ran.code, ran.err) == (3, "error: no endpoint or job nobody\n")

@@ -117,7 +117,7 @@ def test_a_database_is_typed_or_in_a_file(tmp_path: Path) -> None:
     assert AllocatorSettings.model_validate(settings).database is not None
     for wrong in ("mysql://db/x", "db.internal"):
         assert "--postgresql must be a URL" in run_cli(*words, wrong).err
-    assert "one of both" in run_cli(*words, typed, "--database-file", "x").err
+    assert "pass either" in run_cli(*words, typed, "--database-file", "x").err
     assert Database(None, typed).option == "--postgresql URL"
     assert Database(None, "postgresql://u@db/x").option == "--postgresql postgresql://u@db/x"
 

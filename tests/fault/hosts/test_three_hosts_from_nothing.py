@@ -37,7 +37,7 @@ LINE = re.compile(
     r"^gpuscalectl (join first:7070,second:7070 --token \S+ --ca-hash sha256:\S+)( --role standby .* URL)?$",
     re.MULTILINE,
 )
-ADMIN = re.compile(r"an admin calls it with: gpuscalectl (.*)")
+ADMIN = re.compile(r"for admins: gpuscalectl (.*)")
 PROGRAMS = {"gpuscale-fleet", "gpuscale-allocator", "gpuscale-autoscaler", "gpuscale-gateway"}
 USERS = ("ann", "bob")
 COMMANDS, MINUTES = 6, 3

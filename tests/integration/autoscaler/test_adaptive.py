@@ -92,7 +92,7 @@ async def test_a_better_policy_is_taken_after_two_looks_and_says_why(tmp_path: P
         newest = await looked(asked)
         arguments = ("--address", asked.autoscaler.address, "explain", "endpoint", "e")
         shown = await asyncio.to_thread(run_cli, *arguments)
-        assert "it would save enough: changed once two looks in a row say so" in shown.out
+        assert "it would save enough: changes if the next run agrees" in shown.out
         made.spec.max_replicas = 9
         made = await asked.autoscaler.update(made, "spec.max_replicas")
         second = newest

@@ -105,7 +105,7 @@ def test_what_is_not_for_this_user_is_one_warning(tmp_path: Path, monkeypatch: p
     assert [*doctor_host.examine(tmp_path)] == found, "root is told each"
     monkeypatch.setattr(os, "geteuid", lambda: pwd.getpwnam("nobody").pw_uid)
     [one] = doctor_host.examine(tmp_path)
-    assert (one.subject, one.state, one.advice) == ("agent", "WARN", "type it as root")
+    assert (one.subject, one.state, one.advice) == ("agent", "WARN", "run it as root")
 
 
 def test_a_host_that_is_well(host: Host) -> None:

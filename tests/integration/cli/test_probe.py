@@ -71,11 +71,11 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     ("how", "state", "said"),
     [
         ("", "OK", "0.0 GiB compared; PCIe carries "),
-        ("wrong GPU-1", "FAIL", "its memory does not hold what was copied, at byte "),
+        ("wrong GPU-1", "FAIL", "memory differs from what was copied, at byte "),
         ("lost GPU-1", "FAIL", "cuMemcpyDtoD_v2 gave CUDA_ERROR_ECC_UNCORRECTABLE"),
         ("init 100", "UNUSABLE", "cuInit gave CUDA_ERROR_NO_DEVICE"),
         ("init 34", "UNTESTED", "libcuda.so.1 is a stub"),
-        (None, "UNTESTED", "there is no libcuda.so.1"),
+        (None, "UNTESTED", "libcuda.so.1 not found"),
     ],
 )
 def test_what_a_test_of_a_gpu_finds(how: str | None, state: str, said: str) -> None:
@@ -113,7 +113,7 @@ def test_a_command_starts_after_its_gpu_was_tested(bench: Bench) -> None:
     assert (ran.code, ran.out[:7]) == (0, "on GPU-"), ran.err
     assert f"{ran.out.split()[1]} OK: 0.0 GiB compared" in ran.err
     without = bench.ctl("run", "--check", "--gpus", "1", "--", "true", how=None)
-    assert (without.code, "UNTESTED: there is no libcuda.so.1" in without.err) == (0, True), without.err
+    assert (without.code, "UNTESTED: libcuda.so.1 not found" in without.err) == (0, True), without.err
 
 
 @pytest.mark.parametrize("how", [(), ("-d",)], ids=["attached", "detached"])
@@ -124,12 +124,12 @@ def test_a_gpu_that_fails_gets_no_command_and_is_cordoned_with_what_was_seen(
     uuid = bench.uuids[1]
     words = ("run", "--check", *how, "--gpus", "3", "--", "touch", str(tmp_path / "ran"))
     ran = bench.ctl(*words, how=f"wrong {uuid}")
-    assert (ran.code, f"{uuid} FAIL: its memory does not hold what was copied" in ran.err) == (4, True), (
+    assert (ran.code, f"{uuid} FAIL: memory differs from what was copied" in ran.err) == (4, True), (
         ran.err
     )
     [cordon] = bench.cordons()
     assert cordon["target"].endswith(f"/gpus/{uuid.lower()}")
-    assert "it failed its test: its memory does not hold what was copied, at byte " in cordon["reason"]
+    assert "it failed its test: memory differs from what was copied, at byte " in cordon["reason"]
     assert f"cordoned; once it works: gpuscalectl uncordon {cordon['target']}" in ran.err
     assert bench.ctl("uncordon", cordon["target"]).code == 0
     assert not (tmp_path / "ran").exists()
@@ -157,8 +157,8 @@ def test_a_probe_tells_of_narrow_links_and_lost_gpus_and_leaves_those_alone(benc
         )
         assert found["2"][0][1] in {"the GPU is gone from the bus", "it is LOST"}
         assert not any("tested" in text for _, text in found["2"])
-        assert ("WARN", f"its PCIe link has 8 lanes, that of another {lost.name} 16") in found["0"]
-        assert found["1"] == [("OK", "not tested: there is no libcuda.so.1")]
+        assert ("WARN", f"its PCIe link has 8 lanes, another {lost.name} has 16") in found["0"]
+        assert found["1"] == [("OK", "not tested: libcuda.so.1 not found")]
     finally:
         lost.fail("*", NvmlReturn.SUCCESS)
         bench.double.write()

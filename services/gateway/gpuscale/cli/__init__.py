@@ -10,9 +10,9 @@ defer()
 
 
 def start() -> None:
-    """Run one command and end the process with its exit code; `supervise`, which people do not type, loads no command line.
+    """Run one command and exit with its exit code. The internal command `supervise` skips the command line's imports.
 
-    Until a command can catch it, Ctrl-C ends the process as it ends any other, without a traceback of imports.
+    Ctrl-C during imports ends the process without a traceback.
     """
     default = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not so under nohup
     if default:

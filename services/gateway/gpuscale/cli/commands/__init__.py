@@ -1,6 +1,5 @@
-"""The commands, a module for each topic; `gpuscale.cli.tree` says which function is which command.
+"""The commands, one module per topic; `gpuscale.cli.tree` maps commands to functions.
 
-A command reads its options, calls the client, and writes with the console. What is slow to import (gRPC, the contract, YAML)
-is loaded when it is used, so that `--help` is quick: modules of `gpuscale.cli.deferred` by themselves, others are imported inside of
-commands. Begin with `get`.
+A command reads its options, calls the client, and writes with the console. Slow imports (gRPC, the API, YAML) are deferred so that
+`--help` is fast: by `gpuscale.cli.deferred`, or by importing inside of commands. Begin with `get`.
 """

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 def adopt(session: Session, pids: tuple[int, ...], title: str, ttl: float | None) -> None:
     """Reserve the GPUs that processes of yours already use on this host, until the last of them ends.
 
-    They and what they start become a job, which `stop` or the loss of its lease ends. GPUs
-    that others hold are refused. Root may adopt everybody's processes.
+    They and their descendants become a job, which ends by `stop` or the loss of its lease. Fails for GPUs
+    that others hold. Root may adopt anyone's processes.
     """
     from gpuscale import client as library
     from gpuscale.client.asks import default_holder
@@ -73,7 +73,7 @@ def adopt(session: Session, pids: tuple[int, ...], title: str, ttl: float | None
         leave(code)
     short = granted.reservation.name.partition("/")[2]
     write_lines([short])
-    note(f"it is kept until they end; to end them:  gpuscalectl stop {short}")
+    note(f"it lasts until they end; to end them:  gpuscalectl stop {short}")
 
 
 def _own(pid: int) -> psutil.Process:

@@ -27,7 +27,7 @@ from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
 
 SUFFIXES = frozenset({".yaml", ".yml", ".json"})
 DIFFERS = 1
-"""Exit code of `diff` where something differs; a failure is more, as of diff(1)."""
+"""Exit code of `diff` if something differs; failures are higher, like diff(1)."""
 
 
 FILES = repeated(
@@ -46,8 +46,8 @@ PRUNE = option("--prune", is_flag=True, help="Delete watchers and endpoints that
 @option(
     "--dry-run",
     type=click.Choice(["client", "server", "past"]),
-    help="Change nothing: only check the files (client), let the server check them too (server), or show what use policies would"
-    " have done (past).",
+    help="Change nothing: check the files only (client), on the server too (server), or show what use policies would have done"
+    " (past).",
 )
 @SINCE
 @YES
@@ -80,7 +80,7 @@ def apply(
         if doomed and dry_run is None:
             confirm("Delete", ", ".join(doomed), yes=yes)
         done: list[documents.Resource] = []
-        for step in steps:  # each is reported at once: what was done is known if a later one fails
+        for step in steps:  # report each at once, in case a later one fails
             after, action = (
                 (step.after or step.before, step.action) if dry_run else planning.take(client, step)
             )
@@ -106,7 +106,7 @@ def _show_past(
 
 
 def _write(session: Session, done: "Sequence[documents.Resource]") -> None:
-    """Write the resources as data; the lines for a person are already written."""
+    """Write the resources as data; lines for people are already written."""
     output = session.output
     if output.human:
         return
@@ -132,7 +132,7 @@ def diff(session: Session, file: tuple[str, ...], prune: bool) -> None:
         with session.connect() as client:
             steps = planning.plan(client, wanted, prune=prune)
     except GpuscaleError as error:
-        leave(max(report(error), ExitCode.USAGE))  # 1 says that something differs
+        leave(max(report(error), ExitCode.USAGE))  # 1 means that something differs
     differing: list[tuple[planning.PlanStep, list[str]]] = []
     for step in steps:
         one, other = _yaml(planning.manifest(step.before)), _yaml(planning.manifest(step.after))
@@ -165,7 +165,7 @@ def edit_watcher(session: Session, name: str) -> None:
 
 
 def _edit(session: Session, name: str, of: "Callable[..., Sequence[documents.Resource]]") -> None:
-    """Open a manifest until it can be applied or is left unchanged; its etag keeps other changes from being undone."""
+    """Open a manifest until it applies or is left unchanged; its etag protects other changes."""
     with session.connect() as client:
         [before] = of(client, [name])
         manifest = {**planning.manifest(before), **({"etag": before.etag} if before.etag else {})}
@@ -220,21 +220,21 @@ def _yaml(data: object) -> list[str]:
 
 
 def _read_all(files: Sequence[str]) -> "list[documents.DeclaredDocument]":
-    """Read all files and check them against the contract, before anything is changed."""
+    """Read all files and check them against the API's rules, before any change."""
     wanted = [
         one for name in files for text, source in read(name) for one in documents.declared(text, source)
     ]
     if not wanted:
-        raise InvalidArgumentError(f"{', '.join(files)}: nothing to apply found; nothing was changed")
+        raise InvalidArgumentError(f"{', '.join(files)}: nothing to apply; nothing was changed")
     planning.check(wanted)
     return wanted
 
 
 def read(name: str) -> Iterator[tuple[str, str]]:
-    """(text, name) of a file, of standard input (`-`), or of each YAML file in a folder.
+    """The text and name of a file, of standard input (`-`), or of each YAML file in a folder.
 
     Raises:
-        InvalidArgumentError: a file cannot be read, or a folder has none.
+        InvalidArgumentError: a file cannot be read, or a folder has no YAML files.
     """
     if name == "-":
         yield sys.stdin.read(), "<stdin>"

@@ -1,4 +1,4 @@
-"""The options that say which GPUs are wanted, and for whom: the same for every command."""
+"""The options, shared by commands, that say which GPUs to reserve, and for whom."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -39,7 +39,7 @@ TTL_HELP = "How long the lease lasts, such as 60s or 5m."
 
 @dataclass(frozen=True, kw_only=True)
 class Preferring:
-    """What each GPU must be like, as typed."""
+    """Requirements on each GPU, as typed."""
 
     min_memory: int | None = shared(
         type=SIZE, help="Least free memory, such as 8GiB; the server's default is 8000 MiB."
@@ -52,7 +52,7 @@ class Preferring:
 
 @dataclass(frozen=True, kw_only=True)
 class Asking(Preferring):
-    """Which GPUs are wanted, as typed."""
+    """Which GPUs to reserve, as typed."""
 
     gpus: int | None = shared(type=POSITIVE, metavar="N", help="How many GPUs, all on one node.")
     allow_unknown_utilization: bool | None = shared(
@@ -61,7 +61,7 @@ class Asking(Preferring):
         help="Whether to take GPUs whose utilization cannot be read; by default only with --mig-profile.",
     )
     share: int | None = shared(type=SHARE, help="Share of each GPU, such as 0.5.")
-    gpu_memory: int | None = shared(type=SIZE, help="Memory of each GPU that a share takes.")
+    gpu_memory: int | None = shared(type=SIZE, help="Memory of each GPU to set aside for a share.")
     mig_profile: str = shared(
         default="", metavar="NAME", help="MIG instances of this profile, such as 1g.10gb."
     )
@@ -97,17 +97,17 @@ class Asking(Preferring):
             raise click.UsageError("--nvlink and --balanced exclude each other")
 
     def message(self, client: "Client") -> "api.Ask":
-        """The message of the contract."""
+        """The `Ask` message."""
         return library.ask(self.count(), self.options(client))
 
     def count(self) -> int:
-        """How many GPUs. Raises click.UsageError: no number was typed."""
+        """Number of GPUs. Raises click.UsageError: no number was typed."""
         if self.gpus is None:
             raise click.UsageError("Missing option '--gpus'.")
         return self.gpus
 
     def options(self, client: "Client") -> "AskOptions":
-        """The options of the client beside the number of GPUs; the fleet is asked where a GPU has no full name."""
+        """The client's options, apart from the number of GPUs; queries the fleet for GPUs without a full name."""
 
         def gpus(typed: Names) -> list[str]:
             return lookup.spots(lambda: lookup.nodes(client), typed, "gpus") if typed else []
@@ -138,27 +138,27 @@ class Asking(Preferring):
 
 @dataclass(frozen=True, kw_only=True)
 class Requesting:
-    """For whom GPUs are reserved, and how, as typed."""
+    """For whom to reserve GPUs, and how, as typed."""
 
     ttl: float | None = shared(type=DURATION, help=TTL_HELP)
     wait: float | None = shared(
         type=DURATION,
-        help="How long to wait in the queue for free GPUs: for run up to 7d by default, else not at all.",
+        help="How long to wait in the queue for free GPUs; up to 7d for run, otherwise not at all, by default.",
     )
     holder: str = shared(default="", metavar="NAME", help="Who holds them; USER@HOST by default.")
     label: Labels = shared(many=True, type=LABEL, help="A label of your own.")
-    tenant: str = shared(default="", metavar="NAME", help="Whose quota it counts against.")
+    tenant: str = shared(default="", metavar="NAME", help="Tenant whose quota it counts against.")
     owner: str = shared(
-        default="", metavar="NAME", help="Whose reservation it will be, for admins; yours by default."
+        default="", metavar="NAME", help="Owner of the reservation, for admins; you by default."
     )
-    priority: int = shared(type=int, default=0, metavar="N", help="Higher is served sooner.")
-    preemptible: bool = shared(is_flag=True, help="May be ended for a request of higher priority.")
-    preempt: bool = shared(is_flag=True, help="May end preemptible reservations of lower priority.")
+    priority: int = shared(type=int, default=0, metavar="N", help="Higher priorities are served first.")
+    preemptible: bool = shared(is_flag=True, help="A request of higher priority may end it.")
+    preempt: bool = shared(is_flag=True, help="It may end preemptible reservations of lower priority.")
     request_id: str | None = shared(
-        metavar="UUID", help="Makes the command repeatable: same id, same reservation."
+        metavar="UUID", help="Makes the command idempotent: same id, same reservation."
     )
     time_limit: float | None = shared(
-        type=DURATION, help="End it after this time, for which it may have GPUs that are booked for later."
+        type=DURATION, help="End it after this time, so it may use GPUs that are booked for later."
     )
     booking: str = shared(
         default="",
@@ -168,7 +168,7 @@ class Requesting:
     )
 
     def message(self, asking: Asking, client: "Client") -> "api.ReserveRequest":
-        """The request for the GPUs that are wanted."""
+        """The request for these GPUs."""
         from gpuscale.client.asks import default_holder
 
         options = library.ReserveOptions(

@@ -1,4 +1,4 @@
-"""`gpuscalectl backtest` and `tune`, `stop` and `delete backtest`: policies on a recorded workload, and the cheapest one that meets a goal."""
+"""`gpuscalectl backtest`, `tune`, `stop backtest` and `delete backtest`: run policies on a recorded workload, and find the cheapest for a goal."""
 
 import uuid
 from collections.abc import Iterator, Mapping
@@ -58,11 +58,11 @@ if TYPE_CHECKING:
     from gpuscale.client import Client
 
 CALL_SECONDS = 125.0
-"""Time limit of a call that runs policies itself; the service gives up before."""
+"""Time limit of a call that runs policies itself; the service's own limit is shorter."""
 SENDING_SECONDS = 300.0
 """Time limit of the call that sends a workload."""
 PART = 100_000
-"""Requests of one message."""
+"""Most requests per message."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class PeriodSpan:
 
 
 def _span(text: str) -> PeriodSpan:
-    """A duration, or two of them as `10s..60s`."""
+    """A duration, or a range such as `10s..60s`."""
     least, dots, most = text.partition("..")
     found = PeriodSpan(to_seconds(least), to_seconds(most if dots else least))
     if found.most < found.least:
@@ -83,13 +83,13 @@ def _span(text: str) -> PeriodSpan:
 
 
 def read_goal(text: str) -> float | TuningGoal:
-    """A duration, or what a policy is chosen by."""
+    """A duration, or a goal to choose a policy by."""
     return parse_goal(text) if "late" in text else to_seconds(text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What there is to do and what replicas are like, as typed."""
+    """The workload and the replicas, as typed."""
 
     trace: str = shared(
         default="",
@@ -99,7 +99,7 @@ class Workload:
     history: str = shared(
         default="",
         metavar="ENDPOINT",
-        help="Instead of a trace: what arrived at this endpoint in the last day.",
+        help="Instead of a trace: the requests to this endpoint in the last day.",
         shell_complete=names_of("endpoints"),
     )
     service_time: float | None = shared(
@@ -110,19 +110,19 @@ class Workload:
         "--slo",
         many=True,
         type=Parsed("duration|late<=percent", read_goal),
-        help="How long a request may wait (30s); of tune also late<=1%, how many may wait longer, or late:30s,"
-        " the GPU time that each such request is worth.",
+        help="How long a request may wait (30s); for tune also late<=1%, how many may wait longer, or late:30s,"
+        " the GPU time that each late request is worth.",
     )
-    slots: int = shared(type=POSITIVE, default=1, help="Requests that a replica serves at a time.")
+    slots: int = shared(type=POSITIVE, default=1, help="Concurrent requests per replica.")
     cold_start: PeriodSpan = shared(
         type=Parsed("duration[..duration]", _span),
         default="30s",
-        help="Time from the decision to a working replica.",
+        help="Time from the decision until the replica is ready.",
     )
     max_gpus: int | None = shared(
-        type=POSITIVE, metavar="N", help="GPUs that there are; enough for 16 replicas by default."
+        type=POSITIVE, metavar="N", help="Number of GPUs; enough for 16 replicas by default."
     )
-    kills: bool = shared(is_flag=True, help="A replica that stops drops its requests.")
+    kills: bool = shared(is_flag=True, help="A stopping replica drops its requests.")
     seed: int = shared(type=int, default=0, metavar="N", help="The same seed gives the same cold starts.")
 
     @property
@@ -132,7 +132,7 @@ class Workload:
 
     @property
     def chosen_by(self) -> TuningGoal | None:
-        """The goal by which a policy is chosen, if stated."""
+        """The goal to choose a policy by, if given."""
         return next((one for one in reversed(self.goals) if isinstance(one, TuningGoal)), None)
 
     def asked(self) -> "tuple[api.BacktestSpec, api.Workload]":
@@ -172,7 +172,7 @@ def _read_trace(name: str) -> "api.Workload":
 def _messages(
     spec: "api.BacktestSpec", workloads: "Mapping[str, api.Workload]"
 ) -> "Iterator[api.CreateBacktestRequest]":
-    """A request in parts; workloads by policy, that of the run under an empty name."""
+    """A request in parts. Workloads are keyed by policy, the common one by an empty name."""
     yield api.CreateBacktestRequest(spec=spec, request_id=str(uuid.uuid4()))
     for policy, one in workloads.items():
         for begin in range(0, len(one.arrivals), PART):
@@ -190,7 +190,7 @@ def _run(
     workloads: "Mapping[str, api.Workload]",
     detach: bool,
 ) -> "api.BacktestResponse | None":
-    """The figures of a backtest; None with --detach, which writes its name."""
+    """The results of a backtest; None with --detach, which writes its name."""
     from gpuscale.client.retries import retrying
 
     messages = list(_messages(spec, workloads))
@@ -198,7 +198,10 @@ def _run(
         begun = retrying(
             lambda: client.backtests.CreateBacktest(iter(messages), timeout=SENDING_SECONDS)
         ).backtest
-    except (UnimplementedError, PermissionDeniedError):  # of before 1.0, or a viewer, who may store nothing
+    except (
+        UnimplementedError,
+        PermissionDeniedError,
+    ):  # older than 1.0, or a viewer, who may not store backtests
         if detach:
             raise
         return _run_within_a_call(client, spec, workloads)
@@ -212,7 +215,7 @@ def _run(
 def _run_within_a_call(
     client: "Client", spec: "api.BacktestSpec", workloads: "Mapping[str, api.Workload]"
 ) -> "api.BacktestResponse":
-    """The figures from a service that stores nothing, a few policies at a time."""
+    """The results from a service that stores none, a few policies at a time."""
     found = api.BacktestResponse()
     size = len(spec.policies) if spec.shared_gpus else 8
     for begin in range(0, len(spec.policies), size):
@@ -230,15 +233,15 @@ def _run_within_a_call(
 
 
 def finished(client: "Client", name: str, *, cancels: bool = False) -> "api.BacktestResponse":
-    """The figures of a backtest, once it has ended.
+    """Wait for a backtest and return its results.
 
     Args:
-        client: where it runs.
+        client: client of the server it runs on.
         name: its resource name.
-        cancels: whether it is ended where nobody waits for it any more.
+        cancels: whether to stop it if the wait is interrupted.
 
     Raises:
-        FailedPreconditionError: it was cut.
+        FailedPreconditionError: it was cut short.
     """
     last = api.Backtest()
     try:
@@ -263,24 +266,26 @@ def finished(client: "Client", name: str, *, cancels: bool = False) -> "api.Back
 
 
 def figures(client: "Client", of: "api.Backtest") -> "api.BacktestResponse":
-    """The figures that a backtest has."""
+    """The results so far."""
     reports = client.backtests.ReadBacktestReports(api.ReadBacktestReportsRequest(name=of.name))
     return api.BacktestResponse(reports=[one.report for one in reports], work_gpu_hours=of.work_gpu_hours)
 
 
-DETACH = option("--detach", "-d", is_flag=True, help="Print its name and return; the server goes on.")
+DETACH = option(
+    "--detach", "-d", is_flag=True, help="Print its name and return; it keeps running on the server."
+)
 
 
 @command("backtest --preset all --trace requests.csv --slo 5s")
 @takes("workload", Workload)
 @repeated("--file", "-f", type=click.Path(allow_dash=True), help="Policies, or endpoints as for apply.")
-@repeated("--preset", metavar="NAME", help="A preset, or `all` of them.", shell_complete=names_of("presets"))
+@repeated("--preset", metavar="NAME", help="A preset, or `all`.", shell_complete=names_of("presets"))
 @option(
     "--share-gpus",
     is_flag=True,
-    help="Run all policies side by side on --max-gpus; first come, first served.",
+    help="Run all policies at once on --max-gpus; first come, first served.",
 )
-@repeated("--trace-of", metavar="POLICY=FILE", help="A trace for one policy alone.")
+@repeated("--trace-of", metavar="POLICY=FILE", help="A trace for one policy only.")
 @DETACH
 def backtest(
     session: Session,
@@ -291,11 +296,11 @@ def backtest(
     trace_of: tuple[str, ...],
     detach: bool,
 ) -> None:
-    """Run policies on a recorded workload: late requests, GPU hours and flaps, beside the work alone."""
+    """Run policies on a recorded workload; show late requests, GPU hours and flaps, and the GPU hours of the work itself."""
     if not file and not preset:
         raise InvalidArgumentError("no policy: pass --file or --preset")
     if workload.chosen_by:
-        raise InvalidArgumentError(f"--goal {workload.chosen_by} chooses a policy, which tune does")
+        raise InvalidArgumentError(f"--goal {workload.chosen_by} chooses a policy: use tune")
     policies = [
         one for name in file for text, source in read(name) for one in documents.parse_policies(text, source)
     ]
@@ -329,7 +334,7 @@ def backtest(
 @one_name("endpoints", metavar="ENDPOINT", required=False)
 @takes("workload", Workload)
 @option(
-    "--late", type=PERCENT, help="Percent of requests that may wait longer: short for --goal late<=PERCENT."
+    "--late", type=PERCENT, help="Percent of requests that may wait longer; the same as --goal late<=PERCENT."
 )
 @option("--watcher", default="jobs", metavar="NAME", help="Queue watcher of the policy's signals.")
 @option("--template", default="worker", metavar="NAME", help="Command template of a replica.")
@@ -348,7 +353,7 @@ def backtest(
     "--of",
     default="",
     metavar="BACKTEST",
-    help="Choose from this one, such as one that tune -d began, instead of running one.",
+    help="Choose from this backtest, such as one started by tune -d, instead of running one.",
     shell_complete=names_of("backtests"),
 )
 @DETACH
@@ -369,7 +374,7 @@ def tune(
 ) -> None:
     """Search policies and their parameters for the cheapest that meets a goal.
 
-    With an ENDPOINT: on what arrived there in the last day, compared with its present policy; its watcher, template and bounds stay.
+    With an ENDPOINT, it uses the requests of the last day and compares with the present policy; watcher, template and bounds stay.
     """
     from google.protobuf.field_mask_pb2 import FieldMask
 
@@ -432,7 +437,7 @@ def tune(
 
 
 def _endpoint(client: "Client", name: str, wish: "api.PresetWish") -> "api.Endpoint":
-    """The endpoint that is tuned; its watcher, bounds and template become those of the wish.
+    """The endpoint to tune; copies its watcher, bounds and template to the wish.
 
     Raises:
         InvalidArgumentError: it reads no queue.
@@ -449,7 +454,7 @@ def _endpoint(client: "Client", name: str, wish: "api.PresetWish") -> "api.Endpo
 
 
 def _trial(report: "api.BacktestReport") -> Trial:
-    """The figures to choose by; those of a server of before 1.0 are one window."""
+    """The results to choose by; servers older than 1.0 report a single window."""
     windows = [Window(one.request_count, one.late_count, one.gpu_hours) for one in report.windows]
     late = round(report.violation_percent * report.request_count / 100)
     return Trial(report.name, windows or [Window(report.request_count, late, report.gpu_hours)])
@@ -458,7 +463,7 @@ def _trial(report: "api.BacktestReport") -> Trial:
 @command("stop backtest b-1")
 @one_name("backtests")
 def stop_backtest(session: Session, name: str) -> None:
-    """Stop a backtest, which keeps the figures it has; an ended one stays as it is."""
+    """Stop a backtest, which keeps its results so far; does nothing if it has ended."""
     with session.connect() as client:
         request = api.CancelBacktestRequest(name=full_name(BACKTEST, name))
         found = client.backtests.CancelBacktest(request).backtest
@@ -475,20 +480,20 @@ def delete_backtest(session: Session, name: tuple[str, ...], yes: bool) -> None:
 
 
 def looked(client: "Client", endpoint: "api.Endpoint") -> list[str]:
-    """The result of the last run by which an adaptive endpoint chose its policy."""
+    """The result of an adaptive endpoint's last run to choose its policy."""
     request = api.ListBacktestsRequest(
         filter=f'creator = "{endpoint.name}" AND state = SUCCEEDED', page_size=1
     )
     found = client.backtests.ListBacktests(request).backtests
     if not found:
-        return ["", "adaptive: it has not looked yet: that takes a history, with rates, of 1,000 requests"]
+        return ["", "adaptive: no run yet: it needs a history, with rates, of 1,000 requests"]
     goal = parse_goal(endpoint.spec.adaptive.goal or str(TuningGoal()))
     trials = [_trial(one) for one in figures(client, found[0]).reports]
     choice = choose(trials, goal)
     now = next((one for one in trials if one.name == AS_IT_IS), choice.chosen)
     if choice.chosen.beats(now, goal):
-        verdict = "would save enough: changed once two looks in a row say so"
+        verdict = "would save enough: changes if the next run agrees"
     else:
         verdict = "saves too little for a change"
-    had = f"{now.late:.2f}% late, {now.hours:.2f} GPU hours as it was"
+    had = f"{now.late:.2f}% late, {now.hours:.2f} GPU hours at present"
     return ["", f"adaptive, by {found[0].name}: {choice.why(goal)}", f"  {had}; it {verdict}"]

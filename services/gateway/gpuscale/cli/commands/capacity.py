@@ -43,16 +43,16 @@ if TYPE_CHECKING:
     from gpuscale.client import Client
 
 CONTEXT = 4096
-"""Tokens of a sequence where nobody says."""
+"""Default tokens of a sequence."""
 ANSWER_SECONDS = 10.0
-"""How late an answer may be once the wait is over."""
+"""Most seconds for the answer after the wait."""
 
 
 @command("check --gpus 4 --wait 10m")
 @takes("asking", Asking)
 @option("--wait", type=DURATION, default=0.0, help="How long to wait for free GPUs.")
 def check(session: Session, asking: Asking, wait: float) -> None:
-    """Check whether GPUs are free, and which; nothing is reserved. Exit code 5 if there are none."""
+    """Check whether GPUs are free, and which, without reserving them. Exit code 5 if not."""
     output = session.output
     with session.connect() as client:
         ask = asking.message(client)
@@ -63,7 +63,7 @@ def check(session: Session, asking: Asking, wait: float) -> None:
                 request = api.WaitForAvailabilityRequest(ask=ask, timeout=wire.to_duration(part))
                 looked = client.capacity.WaitForAvailability(request, timeout=part + ANSWER_SECONDS)
                 if looked.available or wire.seconds(looked.waited) < part / 2:
-                    break  # there are some, or an early answer that waiting does not help
+                    break  # they are free, or waiting cannot help
                 progress.tell(looked.message)
         finally:
             progress.end()
@@ -79,10 +79,10 @@ def check(session: Session, asking: Asking, wait: float) -> None:
 
 
 def _parameter(text: str) -> tuple[str, object]:
-    """Name and value; a value that is not JSON is a text."""
+    """A name and value; a value that is not JSON is a string."""
     name, value = pair(text, "a parameter", "tp-size=4")
     try:
-        return name, json.loads(value, parse_constant=str)  # NaN and Infinity are words here
+        return name, json.loads(value, parse_constant=str)  # treat NaN and Infinity as strings
     except json.JSONDecodeError:
         return name, value
 
@@ -99,7 +99,7 @@ def _parameter(text: str) -> tuple[str, object]:
     "--parameter-count",
     type=float,
     metavar="N",
-    help="Number of parameters where the name does not say it, such as 70e9.",
+    help="Number of parameters, such as 70e9, if the name does not tell.",
 )
 @option(
     "--dtype",
@@ -114,11 +114,9 @@ def _parameter(text: str) -> tuple[str, object]:
     help="Tokens of each sequence, prompt and answer; 4096 by default.",
 )
 @option("--batch", "batch_size", type=POSITIVE, default=1, metavar="N", help="Sequences at once.")
-@option(
-    "--from-config", type=FILE, metavar="FILE", help="The config.json of the model, as Hugging Face has it."
-)
+@option("--from-config", type=FILE, metavar="FILE", help="The model's config.json, as on Hugging Face.")
 @option("--kv-cache-tokens", type=COUNT, metavar="N", help="Tokens in the KV cache.")
-@option("--kv-cache-bytes-per-token", type=SIZE, help="Size of the KV cache for each token.")
+@option("--kv-cache-bytes-per-token", type=SIZE, help="Size of the KV cache per token.")
 def estimate(
     session: Session,
     model: str,
@@ -129,7 +127,7 @@ def estimate(
 ) -> None:
     """Estimate how many GPUs of this fleet a language model needs, and how much memory on each.
 
-    With --parameter-count or --kv-cache-tokens only these numbers count.
+    With --parameter-count or --kv-cache-tokens, only these numbers are used.
     """
     from google.protobuf.json_format import ParseDict, ParseError
 
@@ -174,7 +172,7 @@ def rank_nodes(session: Session, gpus: int, max_utilization: float | None, max_m
         found,
         found.nodes,
         views.RANKED_NODES,
-        "No node has enough idle GPUs: schedule by your own judgement." if found.fallback else "",
+        "No node has enough idle GPUs: choose one yourself." if found.fallback else "",
     )
 
 
@@ -182,7 +180,7 @@ def rank_nodes(session: Session, gpus: int, max_utilization: float | None, max_m
 @takes("wanted", Preferring)
 @option("--limit", type=click.IntRange(1, 1000), default=100, metavar="N", help="Most GPUs to show.")
 def rank_gpus(session: Session, wanted: Preferring, limit: int) -> None:
-    """List free GPUs with their scores, best first; nothing is reserved."""
+    """List free GPUs with their scores, best first, without reserving them."""
     options = library.AskOptions(
         min_memory_bytes=wanted.min_memory or 0,
         max_utilization_percent=wanted.max_utilization,
@@ -212,7 +210,7 @@ def _write_ranked(session: Session, found: Any, items: Any, view: "cells.View[An
 @command("explain placement --gpus 8 --min-memory 40GiB")
 @takes("asking", Asking)
 def explain_placement(session: Session, asking: Asking) -> None:
-    """What a request would find: what each constraint removes, the nearest nodes, and what would help."""
+    """Show what a request would find: what each constraint removes, the nearest nodes, and what would help."""
     with session.connect() as client:
         found = client.capacity.ExplainPlacement(api.ExplainPlacementRequest(ask=asking.message(client)))
     if not session.output.human:
@@ -247,12 +245,12 @@ def explain_placement(session: Session, asking: Asking) -> None:
 
 @command("plan rebalance --gpus 8")
 @takes("asking", Asking)
-@option("--apply", is_flag=True, help="Begin the moves for the first waiting request that they help.")
+@option("--apply", is_flag=True, help="Start the moves for the first waiting request that they help.")
 @YES
 def plan_rebalance(session: Session, asking: Asking, apply: bool, yes: bool) -> None:
-    """Plan the cheapest moves that free GPUs: --gpus, or what waiting requests want.
+    """Plan the cheapest moves that free --gpus, or the GPUs that waiting requests need.
 
-    Nothing is moved without --apply. Exit code 5 if no moves make room for --gpus.
+    Moves nothing without --apply. Exit code 5 if no moves make room for --gpus.
     """
     if apply and asking.gpus:
         raise InvalidArgumentError(
@@ -279,12 +277,12 @@ def plan_rebalance(session: Session, asking: Asking, apply: bool, yes: bool) -> 
             for part in plan.partitions:
                 ids, smi = parse(GPU, part.gpu), f"nvidia-smi mig -i {part.index}"
                 spot = f"{ids['node']}/{ids['gpu']}"
-                lines += [f"gpuscalectl cordon {spot}", f"then root on {ids['node']} types:"]
+                lines += [f"gpuscalectl cordon {spot}", f"then, as root on {ids['node']}:"]
                 lines += [f"  {smi} -dci; {smi} -dgi", f"  {smi} -cgi {','.join(part.profiles)} -C"]
                 lines += [f"gpuscalectl uncordon {spot}", ""]
         if found.notes:
-            lines += ["What is not moved:", *(f"  {note}" for note in found.notes)]
-        nobody = "no moves help who waits" if apply else "nobody waits"
+            lines += ["Not moved:", *(f"  {note}" for note in found.notes)]
+        nobody = "no moves help the waiting requests" if apply else "nobody waits"
         write_lines(lines if found.plans else [nobody, *lines])
     if ask is not None and not found.plans[0].available:
         leave(ExitCode.NO_CAPACITY)
@@ -303,11 +301,9 @@ def _gpu_count(text: str) -> int:
 
 @command("set quota vision --gpus 8 --weight 2")
 @one_name("quotas", metavar="TENANT")
-@option("--gpus", "limit", type=Parsed("n", _gpu_count), help="Most GPUs that the tenant may hold.")
+@option("--gpus", "limit", type=Parsed("n", _gpu_count), help="Most GPUs the tenant may hold.")
 @option("--no-limit", is_flag=True, help="Let the tenant hold any number of GPUs.")
-@option(
-    "--hours", type=float, metavar="N", help="Most GPU-hours that the tenant may use in a calendar month."
-)
+@option("--hours", type=float, metavar="N", help="Most GPU-hours the tenant may use in a calendar month.")
 @option("--no-hours", is_flag=True, help="Let the tenant use any number of GPU-hours.")
 @option("--weight", type=float, metavar="N", help="Twice the weight gets twice the GPUs.")
 def set_quota(
@@ -319,7 +315,7 @@ def set_quota(
     no_hours: bool,
     weight: float | None,
 ) -> None:
-    """Set how many GPUs a tenant may hold, how many hours it may use, and its weight in the queue; the rest is unchanged."""
+    """Set the most GPUs and GPU-hours of a tenant, and its weight in the queue; options left out stay unchanged."""
     if limit is hours is weight is None and not no_limit and not no_hours:
         raise InvalidArgumentError("nothing to set: pass --gpus, --hours, --no-limit, --no-hours or --weight")
     for given, none, option_name in (
@@ -346,14 +342,14 @@ def set_quota(
 @names("quotas", metavar="TENANT")
 @YES
 def delete_quota(session: Session, name: tuple[str, ...], yes: bool) -> None:
-    """Delete the quotas of tenants: no limit and weight 1 from then on; what they hold stays."""
+    """Delete the quotas of tenants, which then have no limit and weight 1; they keep their GPUs."""
 
     def delete(client: "Client", one: str) -> Done:
         tenant = tenant_of(one)
         full = quota_name(tenant)
         client.quotas.DeleteQuota(
             api.DeleteQuotaRequest(name=full, tenant=tenant)
-        )  # the tenant for allocators of 0.x
+        )  # `tenant` is for allocators of version 0.x
         return Done(full, f"the quota of {tenant} is deleted", {"name": full})
 
     confirm("Delete", f"the quota of {', '.join(name)}", yes=yes)

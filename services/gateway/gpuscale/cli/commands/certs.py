@@ -27,7 +27,7 @@ from gpuscale.common.security import followed
 ROLES = ("viewer", "agent", "operator", "admin")
 GATEWAY = "gateway"
 SOON = timedelta(days=14)
-"""A certificate that ends within this is listed as one that ends soon."""
+"""A certificate that expires within this time is listed as expiring soon."""
 _FILES = (("NAME", "name"), ("CERTIFICATE", "certificate"), ("KEY", "key"))
 _LISTED = (
     ("NAME", "name"),
@@ -47,14 +47,14 @@ DAYS = option(
 )
 _HOME = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
 _USUAL = [one for one in (Path("/etc/gpuscale/pki"), Path(_HOME, "gpuscale/pki")) if os.access(one, os.X_OK)]
-"""Where `gpuscalectl init` keeps them, if it does on this host."""
+"""The directory of `gpuscalectl init`, if it has run on this host."""
 DIRECTORY = option(
     "--dir",
     "directory",
     type=FILE,
     metavar="DIR",
     show_default=False,
-    help="Where the files are; by default where `gpuscalectl init` has put them on this host.",
+    help="Directory of the files; by default that of `gpuscalectl init` on this host.",
     **({"default": _USUAL[0]} if _USUAL else {"required": True}),
 )
 _REVOKED_HELP = "The deny list of the servers, TOML; $GPUSCALE_REVOKED_FILE."
@@ -83,7 +83,7 @@ def init(session: Session, directory: Path, host: tuple[str, ...], days: int) ->
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not (directory / "ca.key").exists():
             pki.make_authority("gpuscale").write(directory, "ca")
-            note(f"created an authority; keep {directory / 'ca.key'} where nobody else can read it")
+            note(f"created an authority; keep {directory / 'ca.key'} where no one else can read it")
         pki.issue(pki.read_pair(directory, "ca"), pki.CertificateSubject(hosts[0], hosts), days).write(
             directory, "server"
         )
@@ -102,7 +102,7 @@ def init(session: Session, directory: Path, host: tuple[str, ...], days: int) ->
     "--role",
     type=click.Choice((*ROLES, GATEWAY)),
     default="viewer",
-    help="What its bearer may do; gateway: call for whom it recognised.",
+    help="What its holder may do; gateway: call on behalf of the callers it authenticated.",
 )
 @option("--trust-domain", default="gpuscale.local", metavar="NAME", help="Trust domain of the SPIFFE id.")
 @DAYS
@@ -118,7 +118,7 @@ def issue_client(
 ) -> None:
     """Issue a certificate that names a caller and its role, for servers with --tls-client-ca-file."""
     if not is_id(name) or name in {"ca", "server"}:
-        raise InvalidArgumentError(f"{name!r} is not a valid name of a caller", field="name")
+        raise InvalidArgumentError(f"{name!r} is not a valid caller name", field="name")
     uri = f"spiffe://{trust_domain}/gpuscale/{role}/{name}"
     with _using(directory):
         begins = _deny_list(revoked_file).names.get(name)
@@ -134,7 +134,7 @@ def issue_client(
 @DIRECTORY
 @REVOKED_FILE
 def list_certificates(session: Session, directory: Path, revoked_file: Path | None) -> None:
-    """List the certificates of a directory: whom they are for, and how long they are valid."""
+    """List the certificates in a directory: their holders, and how long they are valid."""
     now, records = datetime.now(UTC), list[dict[str, object]]()
     with _using(directory):
         revoked = _deny_list(revoked_file)
@@ -165,9 +165,9 @@ def list_certificates(session: Session, directory: Path, revoked_file: Path | No
 def renew(
     session: Session, name: tuple[str, ...], directory: Path, days: int, revoked_file: Path | None
 ) -> None:
-    """Renew certificates, all of the directory without a name: each keeps whom it is for and gets a new key.
+    """Renew certificates; without a name, all in the directory. Each keeps its holder and gets a new key.
 
-    Programs load replaced files by themselves.
+    Programs reload replaced files by themselves.
     """
     renewed = [one for one in name or _names_in(directory) if one != "ca"]
     _renew(directory, renewed, days, revoked_file)
@@ -175,7 +175,7 @@ def renew(
 
 
 def renew_due(directory: Path, revoked_file: Path) -> None:
-    """Renew the certificates of a directory that have less than a third of their life left; failures are reported."""
+    """Renew certificates with less than a third of their life left, and report failures."""
     try:
         with _using(directory):
             files = {one: directory / f"{one}.crt" for one in _names_in(directory)}
@@ -203,11 +203,11 @@ def _renew(directory: Path, renewed: Sequence[str], days: int, revoked_file: Pat
 
 @command("certs rotate-ca --dir pki")
 @DIRECTORY
-@option("--finish", is_flag=True, help="Trust the new authority alone.")
+@option("--finish", is_flag=True, help="Trust only the new authority.")
 def rotate_ca(session: Session, directory: Path, finish: bool) -> None:
     """Create a new authority; ca.crt trusts both until --finish.
 
-    Hand out ca.crt, renew every certificate and hand them out, then run it with --finish and hand out ca.crt again.
+    Distribute ca.crt, renew and distribute every certificate, then run it with --finish and distribute ca.crt again.
     """
     with _using(directory):
         trusted = x509.load_pem_x509_certificates((directory / "ca.crt").read_bytes())
@@ -219,7 +219,7 @@ def rotate_ca(session: Session, directory: Path, finish: bool) -> None:
                 extensions = x509.load_pem_x509_certificate(file.read_bytes()).extensions
                 by = extensions.get_extension_for_class(x509.AuthorityKeyIdentifier).value.key_identifier
                 if by != own:
-                    raise ValueError(f"{file.name} is of the old authority: run certs renew first")
+                    raise ValueError(f"{file.name} was issued by the old authority: run certs renew first")
             pki.write_certificates(directory / "ca.crt", trusted[0])
         elif len(trusted) > 1:
             raise ValueError("ca.crt has two authorities already: run certs rotate-ca --finish first")
@@ -231,11 +231,11 @@ def rotate_ca(session: Session, directory: Path, finish: bool) -> None:
 @command("certs revoke gpu-host-07 --revoked-file revoked.toml")
 @one_name()
 @option("--revoked-file", type=FILE, required=True, envvar="GPUSCALE_REVOKED_FILE", help=_REVOKED_HELP)
-@option("--serial", metavar="HEX", help="Revoke the certificate of this serial number alone.")
+@option("--serial", metavar="HEX", help="Revoke only the certificate with this serial number.")
 def revoke(session: Session, name: str, revoked_file: Path, serial: str | None) -> None:
-    """Revoke every certificate of a caller that was issued until now: servers refuse its calls within a second.
+    """Revoke all certificates issued to a caller until now: servers reject its calls within a second.
 
-    Open streams end within a minute. A certificate that is issued later is valid.
+    Open streams end within a minute. Certificates issued later are valid.
     """
     now = datetime.now(UTC).replace(microsecond=0)
     with _using(revoked_file):
@@ -269,7 +269,7 @@ def _show(session: Session, directory: Path, *shown_names: str) -> None:
 
 @contextmanager
 def _using(place: Path) -> Generator[None]:
-    """Say which file cannot be used, and why."""
+    """Report which file cannot be used, and why."""
     try:
         yield
     except (OSError, ValueError) as error:

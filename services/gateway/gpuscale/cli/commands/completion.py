@@ -1,4 +1,4 @@
-"""`gpuscalectl completion`: the script that lets a shell complete commands, options and names of resources.
+"""`gpuscalectl completion`: the script by which a shell completes commands, options and names of resources.
 
 The scripts are click's. Commands provide the words: `names_of` and its neighbours in `gpuscale.cli.console.command`.
 """
@@ -13,15 +13,15 @@ from gpuscale.cli.console.errors import ExitCode
 from gpuscale.cli.console.session import Session
 
 VARIABLE = "_GPUSCALECTL_COMPLETE"
-"""Set by the scripts, to `bash_complete` and the like, when they ask what may stand next."""
+"""Set by the scripts, to `bash_complete` and the like, when they request completions."""
 SHELLS = ("bash", "zsh", "fish")
 
 
 class _Bash(BashComplete):
-    """Bash, which takes `--output=json` for three words."""
+    """Bash, which splits `--output=json` into three words."""
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """The words as they were typed."""
+        """The words as typed."""
         words, last = super().get_completion_args()
         joined: list[str] = []
         for word in [*words, last]:
@@ -36,7 +36,7 @@ add_completion_class(_Bash, "bash")
 
 
 def complete(root: click.Command, instruction: str) -> int:
-    """Write the words that may come next, for the shell that `instruction` names, such as `bash_complete`; returns the exit code."""
+    """Write completions for the shell in `instruction`, such as `bash_complete`; returns the exit code."""
     made = get_completion_class(instruction.partition("_")[0])
     if made is None:
         return ExitCode.USAGE

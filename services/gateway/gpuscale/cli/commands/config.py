@@ -1,4 +1,4 @@
-"""`gpuscalectl config`: servers by name, in the user's contexts file (`gpuscale.client.connection` says what it holds)."""
+"""`gpuscalectl config`: named servers in the user's contexts file (see `gpuscale.client.connection`)."""
 
 import json
 from collections.abc import Mapping
@@ -62,9 +62,9 @@ def use_context(session: Session, name: str) -> None:
 @command("config set-context lab --address gpu-gateway:7070 --ca-file ca.pem --token-file lab.token")
 @CONTEXT
 def set_context(session: Session, name: str) -> None:
-    """Add or change a context, which keeps --address, --token-file, --ca-file, --cert-file and --key-file.
+    """Add or change a context, which stores --address, --token-file, --ca-file, --cert-file and --key-file.
 
-    Options that are not given stay as they are. The first context becomes the current one.
+    Options left out stay unchanged. The first context becomes the current one.
     """
     from gpuscale.client.connection import Context
 
@@ -99,14 +99,14 @@ def delete_context(session: Session, name: str) -> None:
 
 @command("config view")
 def view(session: Session) -> None:
-    """Print where the contexts file is, and what it says. It holds names of files, never a secret."""
+    """Print the path and content of the contexts file. It holds file names, never secrets."""
     path, current, by_name = read_all()
     contexts = {name: _texts(one) for name, one in by_name.items()}
     session.output.write_data({"file": str(path), "current_context": current, "contexts": contexts})
 
 
 def read_all() -> "tuple[Path, str, Mapping[str, Context]]":
-    """(file, name of the current context, contexts by name)."""
+    """The file, the name of the current context, and the contexts by name."""
     from gpuscale.client.connection import contexts_file, read_contexts
 
     path = contexts_file()
@@ -124,7 +124,7 @@ def _absolute(path: Path | None) -> Path | None:
 
 
 def _texts(context: "Context") -> dict[str, str]:
-    """What a context says, without unset files."""
+    """The fields of a context that are set."""
     files = {
         "token_file": context.token_file,
         "ca_file": context.ca_file,
@@ -135,7 +135,7 @@ def _texts(context: "Context") -> dict[str, str]:
 
 
 def write_all(path: Path, current: str, by_name: "Mapping[str, Context]") -> None:
-    """Replace the file atomically; only the user may read it."""
+    """Replace the file atomically, readable only by the user."""
     lines = [f"current_context = {_quoted(current)}", ""]
     for name, one in sorted(by_name.items()):
         values = [f"{key} = {_quoted(value)}" for key, value in _texts(one).items()]
@@ -148,7 +148,7 @@ def write_all(path: Path, current: str, by_name: "Mapping[str, Context]") -> Non
 
 
 def _quoted(text: str) -> str:
-    """A basic string of TOML: as in JSON, but for the characters that are refused here."""
+    """A basic TOML string: as in JSON, except for control characters, which are refused."""
     if any(ord(one) < ord(" ") or ord(one) == 0x7F for one in text):
         raise InvalidArgumentError(f"{text!r} has a control character")
     return json.dumps(text, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Where the PostgreSQL of `init` and `join --role standby` is: typed, in a file, or on standard input."""
+"""The PostgreSQL URL of `init` and `join --role standby`: typed, in a file, or on standard input."""
 
 import sys
 from dataclasses import dataclass
@@ -13,27 +13,25 @@ from gpuscale.common.secrets import write_private
 DATABASE_FILE = option(
     "--database-file",
     type=FILE,
-    help="File with the URL of PostgreSQL, which standbys share, - for standard input; state is in files without it.",
+    help="File with the URL of the PostgreSQL that standbys share, - for standard input; without it, state is kept in files.",
 )
 POSTGRESQL = option(
     "--postgresql",
     metavar="URL",
-    help="The URL itself. Other users of the host can see it: better use --database-file where it has a password.",
+    help="The URL itself. Other users of the host can see it: use --database-file if it has a password.",
 )
 
 
 @dataclass(frozen=True)
 class Database:
-    """The options about a database; empty where state is in files."""
+    """The database options; empty if state is kept in files."""
 
     file: Path | None
     url: str | None
 
     def __post_init__(self) -> None:
         if self.url is not None and self.file is not None:
-            raise InvalidArgumentError(
-                "pass --postgresql or --database-file, one of both", field="postgresql"
-            )
+            raise InvalidArgumentError("pass either --postgresql or --database-file", field="postgresql")
         if self.url is not None and urlsplit(self.url).scheme not in {"postgresql", "postgres"}:
             message = "--postgresql must be a URL such as postgresql://gpuscale@db.internal/gpuscale"
             raise InvalidArgumentError(message, field="postgresql")
@@ -42,11 +40,11 @@ class Database:
         return self.file is not None or self.url is not None
 
     def place(self, folder: Path) -> Path | None:
-        """The file that settings below a folder name."""
+        """The file that the settings refer to."""
         return folder / "database.url" if self.url is not None or str(self.file) == "-" else self.file
 
     def write(self, folder: Path) -> Path | None:
-        """Write the URL below a folder, for its owner alone, unless a file has it already.
+        """Write the URL to a file that only its owner can read, unless it came from a file.
 
         Raises:
             OSError: it cannot be written.
@@ -59,7 +57,7 @@ class Database:
 
     @property
     def option(self) -> str:
-        """The same option for another host; a password is not shown."""
+        """The same option for another host, without the password."""
         if self.url is None:
             return "--database-file FILE"
         parts = urlsplit(self.url)

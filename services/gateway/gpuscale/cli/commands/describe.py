@@ -1,4 +1,4 @@
-"""`gpuscalectl describe`: all that is known of a resource in words, and what happened to it in the last hour."""
+"""`gpuscalectl describe`: all fields of a resource, and its events of the last hour."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,17 +38,17 @@ _EVENTS: Mapping[str, Sequence[str]] = {
     "endpoints": ["decision", "replica"],
     "replicas": ["replica"],
 }
-"""The kinds of events there are about each kind of resource."""
+"""The kinds of events of each kind of resource."""
 _MILLION = 1e6
 _MANY = 12
-"""A message of more plain fields is written as one paragraph."""
+"""Most plain fields of a message to write on one line."""
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 @command("describe node host-1")
 @click.argument("words", nargs=-1, required=True, metavar="KIND NAME...")
 def describe(session: Session, words: tuple[str, ...]) -> None:
-    """All that is known of resources, why they are so, and what happened to them in the last hour; KIND/NAME is a name too."""
+    """Show all fields of resources, explain their state, and list their events of the last hour. Takes KIND/NAME too."""
     context = click.get_current_context()
     kinds = entries_above(context, "get")
     noun, *names = with_noun(words, kinds)
@@ -87,7 +87,7 @@ def _events(client: Any, noun: str, item: Message) -> Iterator[str]:
 
 
 def described(message: Message, indent: str = "") -> Iterator[str]:
-    """The fields that are set, under the names they have in JSON; sizes, durations and times as people read them."""
+    """The fields that are set, by JSON name, with sizes, durations and times in readable form."""
     for field, value in message.ListFields():
         label, of = f"{indent}{field.json_name}:", field.message_type
         if of is not None and of.GetOptions().map_entry:
@@ -110,7 +110,7 @@ def described(message: Message, indent: str = "") -> Iterator[str]:
 
 
 def _value(field: Any, value: Any) -> str:
-    """A single value as people read it."""
+    """A value in readable form."""
     kind = field.message_type.name if field.message_type is not None else ""
     if kind == "Duration":
         return format_duration(wire.seconds(value))

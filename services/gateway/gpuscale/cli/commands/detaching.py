@@ -1,12 +1,12 @@
-"""Supervisors of detached jobs: they outlive whoever started them, and keep the output of their command.
+"""Supervisors of detached jobs, which outlive their caller and keep the output of their command.
 
-Each has a folder below $XDG_STATE_HOME/gpuscale/jobs of its user, which nobody else may read: `pid` of the supervisor, `job.json`
-with what is known of the member, and `output` with the part before it in `output.1`. It goes when the service forgets the job.
-`lock` is held by who starts the member, and then by its supervisor: orders that come twice start it once.
+Each has a private folder below the user's $XDG_STATE_HOME/gpuscale/jobs: `pid` of the supervisor, `job.json` with the state of the
+member, and `output`, with earlier output in `output.1`. It is deleted when the service forgets the job. The starter of a member holds
+`lock`, then its supervisor does, so that repeated orders start it once.
 
-A job that waits in the queue is started by a process of its user on the host of `run --via`, when its turn comes: it knows the
-lease token of the one reservation, and asks for its state once a second. So does who guards the supervisor of a job that is moved, once
-its command has ended: it starts the next attempt, which has a folder of its own, and ends.
+A queued job is started in its turn by a process of its user on the host of `run --via`, which has the lease token of this one
+reservation and polls its state once a second. When a job is moved, the guard of its supervisor does the same after its command has ended:
+it starts the next attempt, which has a folder of its own, and exits.
 """
 
 import fcntl
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from gpuscale.client.orders import Orders
 
 MOST_BYTES = 16 << 20
-"""Bytes of each of the two parts of an output that are kept."""
+"""Most bytes of each of the two parts of an output."""
 KEPT_SECONDS = 14 * 86_400
-"""For so long after its end a folder is kept."""
+"""How long a folder is kept after the job's end."""
 LAST_WORDS = 1.0
-"""Seconds in which the last output of a command must have come."""
+"""Most seconds to wait for the last output of a command."""
 LOOK = 0.1
-"""Seconds between two looks at a start that is under way."""
+"""Seconds between polls of a start in progress."""
 LAST_BYTES, LAST_LINES = 500, 10
-"""Of these, at most, the service is told, for when the host is gone."""
+"""Most bytes and lines of output sent to the service, in case the host is lost."""
 _CHUNK = 65_536
 
 
@@ -51,7 +51,7 @@ def folder_of(orders: "Orders") -> Path:
 
 
 def detach(orders: "Orders") -> int:
-    """Start a supervisor that outlives this process; 0 once its command runs, or already ran, else its exit code."""
+    """Start a supervisor that outlives this process; returns 0 once its command runs or already ran, else its exit code."""
     lock = _lock(orders)
     if lock is None:
         return 0
@@ -65,7 +65,7 @@ def detach(orders: "Orders") -> int:
         pass_fds=[lock],
     )
     os.close(lock)
-    # PIPE makes both.
+    # for type checkers
     if child.stdin is None or child.stdout is None:
         raise RuntimeError("the supervisor has no pipes")
     with suppress(BrokenPipeError):
@@ -75,7 +75,7 @@ def detach(orders: "Orders") -> int:
 
 
 def _lock(orders: "Orders") -> int | None:
-    """The locked lock of a member; None if it was started before. Waits for a start that is under way."""
+    """The lock of a member, locked; None if it was started before. Waits for a start in progress."""
     folder = folder_of(orders)
     os.umask(0o077)
     folder.mkdir(parents=True, exist_ok=True)
@@ -95,14 +95,14 @@ def _name(orders: "Orders") -> str:
 
 
 def _scope() -> list[str]:
-    """A cgroup that outlives the login, where systemd gives this user one; else a session of its own."""
+    """The command prefix for a cgroup that outlives the login, if systemd provides one; else empty."""
     scope = ["systemd-run", "--user", "--scope", "--quiet", "--collect", "--"]
     tried = shutil.which(scope[0]) and subprocess.run([*scope, "true"], check=False, capture_output=True)
     return scope if tried and tried.returncode == 0 else []
 
 
 class JobFolder:
-    """The folder of a member that runs; for its supervisor."""
+    """The folder of a running member, for its supervisor."""
 
     def __init__(self, orders: "Orders") -> None:
         self._orders = orders
@@ -114,26 +114,26 @@ class JobFolder:
                 if one.stat().st_mtime < old and not _supervised(one):
                     shutil.rmtree(one)
         (self._path / "pid").write_text(f"{os.getpid()}\n")
-        (self._path / "output").touch()  # `tail` of who attaches to what writes nothing fails without
+        (self._path / "output").touch()  # so that `tail` works before the first output
         self._tail = b""
         self._reading, self.writing = os.pipe()
         self._copying = threading.Thread(target=self._copy, name="output", daemon=True)
         self._copying.start()
 
     def last_lines(self) -> list[str]:
-        """The end of its output, for readers who cannot read the file any more."""
+        """The end of its output, for readers without access to the file."""
         lines = self._tail.decode(errors="ignore").splitlines()[-LAST_LINES:]
         return ["".join(one for one in line if one.isprintable()) for line in lines]
 
     def started(self) -> None:
-        """Report to the waiting starter that the command runs; from now on write to its file."""
+        """Report to the waiting starter that the command runs, and redirect our own output to the file."""
         with suppress(BrokenPipeError):
             os.write(1, b"1")
         self._write_to(self.writing)
         os.close(self.writing)
 
     def put(self, member: "JobMember") -> None:
-        """Note what is known of the member."""
+        """Save the state of the member."""
         from gpuscale.cli.console.output import to_dict
 
         known = {"command": [*self._orders.command], "directory": self._orders.directory, **to_dict(member)}
@@ -172,18 +172,18 @@ def _supervised(folder: Path) -> bool:
 
 
 LONGEST_START = 300.0
-"""Seconds for which it tries to reach the hosts that were granted."""
+"""Seconds to try to reach the granted hosts."""
 PERIOD = 1.0
-"""Seconds between two questions."""
+"""Seconds between polls."""
 
 
 def start_in_turn(holder: "LeaseHolder") -> int:
-    """Wait until a reservation is granted, then start its members; the exit code of the first that did not start.
+    """Wait for a grant, then start its members; returns the exit code of the first that did not start.
 
     Once the services have answered, nothing is written any more.
 
     Raises:
-        GpuscaleError: they are not.
+        GpuscaleError: the services did not answer.
     """
     from gpuscale.common.rpc.channel import RPC_TIMEOUT
 
@@ -216,7 +216,7 @@ def start_granted(holder: "LeaseHolder", placed: "Reservation") -> int:
             )
         except (FailedPreconditionError, UnavailableError) as error:
             if time.monotonic() >= until or not isinstance(error, UnavailableError):
-                if not codes:  # else one of them may run
+                if not codes:  # otherwise a member may run
                     for one in members:
                         holder.of(one.orders).failed(error)
                     holder.of(members[0].orders).release()
@@ -225,13 +225,13 @@ def start_granted(holder: "LeaseHolder", placed: "Reservation") -> int:
             if SSH_FAILED not in codes or time.monotonic() >= until:
                 started.set()
                 return next((code for code in codes if code), 0)
-        time.sleep(PERIOD)  # the host may come back; what it has started it does not start again
+        time.sleep(PERIOD)  # the host may come back; a member is never started twice
 
 
 def keep_until_started(holder: "LeaseHolder", ttl: float, members: int, started: threading.Event) -> None:
-    """Keep what was granted until the supervisors of all members do, who tell of their start with it.
+    """Renew the lease until the supervisors of all members do, which report their start with it.
 
-    A host that dies right after its start leaves a lease that runs out, though ssh does not know yet that the start succeeded.
+    If a host dies right after its start, the lease then expires, even before ssh notices.
     """
     while not started.wait(min(ttl / 8, PERIOD)):
         with suppress(GpuscaleError):

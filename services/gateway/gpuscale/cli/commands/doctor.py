@@ -1,7 +1,7 @@
-"""`gpuscalectl doctor` and `support-bundle`: what is wrong with this host and the fleet, and the facts that support needs.
+"""`gpuscalectl doctor` and `support-bundle`: problems of this host and the fleet, and the facts that support needs.
 
-Settings are packed as the programs read them, where secrets have a type of their own that shows none; templates and whatever is
-called `env` are left out. Known secrets of this host are then removed from every file, logs above all.
+A bundle has the settings as the programs read them, with secrets hidden by their type, and without templates and anything named
+`env`. Known secrets of this host are removed from every file, including logs.
 """
 
 import io
@@ -41,27 +41,25 @@ if TYPE_CHECKING:
 
 USUAL = Path("/etc/gpuscale/gpuscale.toml")
 SKEW = 2.0
-"""Seconds by which clocks may differ before logs of two hosts are hard to read together."""
+"""Clock difference in seconds above which logs of two hosts are hard to compare."""
 FAR = 30.0
-"""Seconds from which certificates and tokens are refused."""
+"""Clock difference in seconds above which certificates and tokens are rejected."""
 CONFIG = option(
     "--config",
     type=FILE,
     envvar=CONFIG_VARIABLE,
-    help=f"The settings file of this host; {USUAL} where there is one.",
+    help=f"The settings file of this host; {USUAL} if it exists.",
 )
 
 
 @command("doctor --only host")
 @CONFIG
-@option(
-    "--only", type=click.Choice(["host", "fleet"]), help="Look at this host alone, or at the server alone."
-)
+@option("--only", type=click.Choice(["host", "fleet"]), help="Check only this host, or only the server.")
 def doctor(session: Session, config: Path | None, only: str | None) -> None:
-    """Check this host's programs by their settings file, and all hosts by what the server says of them.
+    """Check this host's programs by their settings file, and all hosts through the server.
 
-    Versions, clocks, certificates, tokens, ports, disks, limits, driver, database, brokers and adapters. Exit code 1 where
-    anything is FAIL.
+    Checks versions, clocks, certificates, tokens, ports, disks, limits, driver, database, brokers and adapters. Exit code 1
+    if any is FAIL.
     """
     found = findings(session, config, only)
     session.output.write_findings("findings", [one.record() for one in found], ("check", "subject"))
@@ -70,7 +68,7 @@ def doctor(session: Session, config: Path | None, only: str | None) -> None:
 
 
 def findings(session: Session, config: Path | None, only: str | None = None) -> "list[host.Diagnosis]":
-    """What is found on this host, where it has a settings file, and at the server; worst first."""
+    """The findings on this host, if it has a settings file, and on the server, worst first."""
     found: list[host.Diagnosis] = []
     if only != "fleet":
         file = config or (USUAL if os.path.lexists(USUAL) else None)
@@ -85,7 +83,7 @@ def findings(session: Session, config: Path | None, only: str | None = None) -> 
 
 
 def _fleet(session: Session) -> "Iterator[host.Diagnosis]":
-    """What the server says of itself and of all hosts."""
+    """Findings about the server and all hosts."""
     try:
         with session.connect() as client:
             for part, look in _LOOKS.items():
@@ -184,24 +182,24 @@ _LOOKS: "dict[str, Callable[[Client], Iterator[host.Diagnosis]]]" = {
 
 STRUCK = "[struck out]"
 MOST_LOG_BYTES = 16 << 20
-"""Of each log, its end."""
+"""Most bytes of each log, from its end."""
 SHORTEST = 6
-"""Letters from which on a secret is struck out: shorter ones stand in words, and guard nothing."""
+"""Least length of a secret to remove: shorter ones occur in words, and protect nothing."""
 NEWEST = 500
-"""Decisions that are taken along."""
+"""Most decisions in a bundle."""
 
 
 @command("support-bundle --since 6h --write bundle.tar.gz")
 @CONFIG
 @option("--write", "target", type=FILE, required=True, metavar="FILE", help="The file to write, a .tar.gz.")
 @option("--since", type=DURATION, default="24h", help="How far back logs and events go.")
-@repeated("--log", "logs", type=FILE, help="A log file, where programs write no journal.")
+@repeated("--log", "logs", type=FILE, help="A log file, if programs do not log to the journal.")
 def support_bundle(
     session: Session, config: Path | None, target: Path, since: float, logs: tuple[Path, ...]
 ) -> None:
-    """Collect logs, versions, settings without secrets, what the server says, and what doctor finds.
+    """Collect logs, versions, settings without secrets, the server's state, and the findings of doctor.
 
-    Read it before you send it: workers' names, hosts and addresses are in it.
+    Read it before you send it: it has names, hosts and addresses.
     """
     file = config or (USUAL if os.path.lexists(USUAL) else None)
     secrets = sorted(known_secrets(session, file), key=len, reverse=True)
@@ -223,13 +221,13 @@ def support_bundle(
     session.output.write_said(
         f"wrote {target}, {len(names)} files", {"file": str(target), "holds": names}, str(target)
     )
-    note("read it before you send it: names of hosts, endpoints and callers are in it")
+    note("read it before you send it: it has names of hosts, endpoints and callers")
 
 
 def files(
     session: Session, config: Path | None, since: float, logs: tuple[Path, ...]
 ) -> Iterator[tuple[str, str]]:
-    """Name and text of each file of a bundle."""
+    """The name and text of each file of a bundle."""
     yield "versions.json", _data(_versions())
     yield "doctor.json", _data([one.record() for one in findings(session, config)])
     if config is not None:
@@ -259,7 +257,7 @@ def _versions() -> Mapping[str, object]:
 
 
 def open_settings(config: Path) -> Mapping[str, object]:
-    """The settings of each program, or what is wrong with them."""
+    """The settings of each program, or their error."""
     shown: dict[str, object] = {}
     try:
         for one in host.read_settings(config):
@@ -273,7 +271,7 @@ def open_settings(config: Path) -> Mapping[str, object]:
 
 
 def _open(value: object) -> object:
-    """Settings without what may hold secrets of workers."""
+    """Settings without fields that may hold secrets of workers."""
     if isinstance(value, Mapping):
         table = cast("Mapping[str, object]", value)
         return {
@@ -289,7 +287,7 @@ def _open(value: object) -> object:
 
 
 def server_files(session: Session) -> Iterator[tuple[str, str]]:
-    """What the server says; a part that does not answer is replaced by its error."""
+    """The server's state; a service that does not answer is replaced by its error."""
     reads: Mapping[str, Callable[[Client], list[Message]]] = {
         "nodes": lambda client: [*lookup.nodes(client)],
         "health": lambda client: [*lookup.health(client, ended=True)],
@@ -310,7 +308,7 @@ def server_files(session: Session) -> Iterator[tuple[str, str]]:
 
 
 def journal(since: float) -> Iterator[tuple[str, str]]:
-    """The journal of our units."""
+    """The journal of gpuscale's units."""
     if shutil.which("journalctl") is None:
         return
     begin = f"-{int(since)}s"
@@ -331,7 +329,7 @@ def journal(since: float) -> Iterator[tuple[str, str]]:
 
 
 def known_secrets(session: Session, config: Path | None) -> set[str]:
-    """Every secret that this user's settings, files and context name."""
+    """All secrets in this user's settings, files and context."""
     found: set[str] = set()
     files = [session.token_file, session.key_file]
     if config is not None:
@@ -345,7 +343,7 @@ def known_secrets(session: Session, config: Path | None) -> set[str]:
                         if field.endswith(_SECRET_FILES)
                     ]
         except GpuscaleError:
-            pass  # doctor says so
+            pass  # doctor reports it
     for file in files:
         try:
             found.add(file.read_text().strip() if isinstance(file, Path) else "")

@@ -1,6 +1,6 @@
-"""What `gpuscalectl doctor` checks on this host: the settings file, and what each line of it names.
+"""The checks of `gpuscalectl doctor` on this host: the settings file, and everything it refers to.
 
-Findings name files, addresses and settings; they never hold what is in a file, nor a URL with its user or password.
+Findings name files, addresses and settings, but never the content of files, nor the user or password of a URL.
 """
 
 import asyncio
@@ -43,14 +43,14 @@ from gpuscale.common.security.followed import cause
 
 State = Literal["OK", "WARN", "FAIL"]
 SOON, LEAST_LEFT = timedelta(days=14), 1 / 3
-"""A certificate that ends within this is warned of, one of a short life where less than this share of it is left."""
+"""Warn of certificates that expire within this time; of short-lived ones, with less than this share of their life left."""
 LEAST_FREE = 10**9
-"""Bytes below which the disk of a state is as good as full."""
+"""Free bytes below which a state's disk counts as full."""
 LEAST_SHARE = 0.1
 LEAST_FILES = 1024
-"""Descriptors below which a service soon has too few."""
+"""Limit of descriptors below which a service may run out."""
 SECONDS = 3.0
-"""For each connection."""
+"""Seconds to connect."""
 _PORTS = {"amqp": 5672, "amqps": 5671, "http": 80, "https": 443, "postgresql": 5432, "postgres": 5432}
 _FLEET = ("/gpuscale.api.monitor.v1.FleetService/ListNodes", monitor_api.ListNodesRequest(page_size=1))
 _QUESTIONS: Mapping[str, tuple[str, Message]] = {
@@ -65,26 +65,26 @@ _QUESTIONS: Mapping[str, tuple[str, Message]] = {
         autoscaler_api.ListEndpointsRequest(page_size=1),
     ),
 }
-"""What shows that a program answers, and takes the token: by the setting that names its address."""
+"""The call that shows that an upstream answers and accepts the token, by the setting with its address."""
 _WELL = frozenset({"NOT_LEADER", "GATEWAY_WITHOUT_CALLER"})
-"""Reasons with which a standby answers, and a service that takes the certificate of a gateway, which calls for others alone."""
+"""Error reasons of a standby, and of a service that accepts a gateway's certificate, which is only for calls on behalf of others."""
 _ASK_DRIVER = (
     "import pynvml as n; n.nvmlInit(); print(n.nvmlDeviceGetCount(), n.nvmlSystemGetDriverVersion())"
 )
 _EVERYWHERE: Mapping[str, str] = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
-"""Hosts that stand for all addresses of this host, with one of them."""
+"""Wildcard hosts, with an address to connect to."""
 _RENEW = "gpuscalectl certs renew, or certs init and certs issue in its directory"
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The findings of one run."""
+    """A collector of findings."""
 
-    check: str  # what was looked at, such as `certificate`
-    subject: str  # of whom, such as `allocator tls_cert_file`
-    state: State  # OK; WARN where it will be a problem; FAIL where it is one
+    check: str  # what was checked, such as `certificate`
+    subject: str  # its subject, such as `allocator tls_cert_file`
+    state: State  # OK; WARN for a future problem; FAIL for a problem
     found: str  # what is so
-    advice: str = ""  # what to do; empty where all is well
+    advice: str = ""  # what to do; empty if OK
 
     def record(self) -> Mapping[str, object]:
         """As data."""
@@ -96,7 +96,7 @@ def _fail(check: str, subject: str, found: str, advice: str) -> Diagnosis:
 
 
 def programs() -> dict[str, type[Settings]]:
-    """The settings of the programs that are installed here, by section."""
+    """The settings classes of the installed programs, by section."""
     found: dict[str, type[Settings]] = {}
     for group in ("gpuscale.programs", "gpuscale.engines"):
         for point in entry_points(group=group):
@@ -109,7 +109,7 @@ def programs() -> dict[str, type[Settings]]:
 
 
 def read_settings(config: Path) -> Iterator[Settings | Diagnosis]:
-    """The settings of each program that a file has a table of, or what is wrong with it."""
+    """The settings of each program with a table in the file, or their error."""
     tables = read_config(config)
     for section, kind in sorted(programs().items()):
         if section in tables:
@@ -120,14 +120,14 @@ def read_settings(config: Path) -> Iterator[Settings | Diagnosis]:
 
 
 def examine(config: Path) -> Iterator[Diagnosis]:
-    """Check everything that a settings file says of this host; what this user may not read is one warning for each program."""
+    """Check everything in a settings file; files that this user may not read give one warning per program."""
     denied, hidden = os.strerror(errno.EACCES), set[str]()
     for one in _examine(config):
         if denied not in one.found or pwd.getpwuid(os.geteuid()).pw_name in {"root", USER}:
             yield one
         elif (program := one.subject.partition(" ")[0]) not in hidden:
             hidden.add(program)
-            yield Diagnosis("files", program, "WARN", "this user may not read it", "type it as root")
+            yield Diagnosis("files", program, "WARN", "this user may not read it", "run it as root")
 
 
 def _examine(config: Path) -> Iterator[Diagnosis]:
@@ -168,7 +168,7 @@ def _examine(config: Path) -> Iterator[Diagnosis]:
 
 
 def _files(settings: Settings, *fields: str) -> Iterator[tuple[str, str, Path]]:
-    """The fields that name a path, with what to call them and the path."""
+    """Fields that hold a path: the field, its label and the path."""
     for field in fields:
         path: Path | None = getattr(settings, field, None)
         if path is not None:
@@ -176,14 +176,14 @@ def _files(settings: Settings, *fields: str) -> Iterator[tuple[str, str, Path]]:
 
 
 def called(settings: ListenerSettings) -> tuple[str, ...]:
-    """The hosts by which others call a program."""
+    """The host names by which others call a program."""
     told = (str(getattr(settings, field, "")) for field in ("advertise_address", "listen"))
     hosts = (one.rpartition(":")[0].strip("[]") for one in told)
     return tuple(host for host in hosts if host and host not in _EVERYWHERE)
 
 
 def listening(settings: ListenerSettings) -> Iterator[Diagnosis]:
-    """Whether something answers where a program says that it listens."""
+    """Check that something answers at a program's own address."""
     for field in ("listen", "metrics_listen", "health_listen"):
         text = str(getattr(settings, field, ""))
         if not text:
@@ -210,7 +210,7 @@ def listening(settings: ListenerSettings) -> Iterator[Diagnosis]:
 def certificate(
     settings: Settings, field: str, key_field: str, hosts: tuple[str, ...]
 ) -> Iterator[Diagnosis]:
-    """Life, key, chain and names of a certificate."""
+    """Check the validity, key, chain and names of a certificate."""
     path: Path | None = getattr(settings, field, None)
     key: Path | None = getattr(settings, key_field, None)
     if path is None or key is None:
@@ -267,7 +267,7 @@ def _life(subject: str, certificate: x509.Certificate) -> Diagnosis:
 
 
 def authority_files(settings: Settings) -> Iterator[Diagnosis]:
-    """The life of the authorities that a program trusts."""
+    """Check the validity of the authorities that a program trusts."""
     for _, subject, path in _files(settings, "ca_file", "tls_client_ca_file"):
         try:
             found = x509.load_pem_x509_certificates(path.read_bytes())
@@ -283,7 +283,7 @@ def authority_files(settings: Settings) -> Iterator[Diagnosis]:
 
 
 def secret_files(settings: Settings) -> Iterator[Diagnosis]:
-    """Check that files of tokens and passwords exist, and that nobody else can read them."""
+    """Check that files of tokens and passwords exist, and that no one else can read them."""
     for field, subject, path in _files(
         settings, "token_file", "tokens_file", "tls_key_file", "key_file", "database_file"
     ):
@@ -292,12 +292,12 @@ def secret_files(settings: Settings) -> Iterator[Diagnosis]:
         except OSError as error:
             yield _fail("secret", subject, cause(error), "create it, or correct the path")
             continue
-        if mode & 0o004 and field != "tokens_file":  # it holds hashes alone
+        if mode & 0o004 and field != "tokens_file":  # it holds only hashes
             yield _fail("secret", subject, f"every user may read {path}", f"chmod o-r {path}")
 
 
 def disk(settings: Settings) -> Iterator[Diagnosis]:
-    """The room that is left where a program keeps its state."""
+    """Check the free space for a program's state."""
     for _, subject, path in _files(settings, "data_dir", "state_dir"):
         try:
             usage = shutil.disk_usage(path)
@@ -313,7 +313,7 @@ def disk(settings: Settings) -> Iterator[Diagnosis]:
 
 
 def database(settings: Settings) -> Iterator[Diagnosis]:
-    """Whether the database of a program can be read."""
+    """Check that a program's database can be read."""
     if not isinstance(settings, DatabaseSettings):
         return
     subject = f"{settings.section} database"
@@ -342,7 +342,7 @@ def database(settings: Settings) -> Iterator[Diagnosis]:
 
 
 def _urls(value: object, name: str) -> Iterator[tuple[str, SecretUrl]]:
-    """Every URL with a password below settings, with its place."""
+    """Every URL with a password in the settings, with its path."""
     if isinstance(value, SecretUrl):
         yield name, value
     elif isinstance(value, BaseModel):
@@ -354,7 +354,7 @@ def _urls(value: object, name: str) -> Iterator[tuple[str, SecretUrl]]:
 
 
 def reaches(subject: str, url: SecretUrl) -> Diagnosis:
-    """Whether something answers at a URL."""
+    """Check that something answers at a URL."""
     port = url.port or _PORTS.get(url.scheme, 0)
     try:
         socket.create_connection((url.host, port), SECONDS).close()
@@ -365,7 +365,7 @@ def reaches(subject: str, url: SecretUrl) -> Diagnosis:
 
 
 async def upstreams(settings: UpstreamSettings) -> list[Diagnosis]:
-    """Whether the programs that a program calls answer it, with its certificate and its token."""
+    """Check that a program's upstreams answer, with its certificate and token."""
     found: list[Diagnosis] = []
     for field in type(settings).model_fields:
         if field not in _QUESTIONS or not getattr(settings, field):
@@ -379,7 +379,7 @@ async def upstreams(settings: UpstreamSettings) -> list[Diagnosis]:
                         untyped: Any = channel  # gRPC's types know no calls of bytes
                         await untyped.unary_unary(method)(request.SerializeToString(), timeout=SECONDS)
             except PermissionDeniedError:
-                pass  # known, and allowed other things
+                pass  # authenticated, but with another role
             except UnavailableError as error:
                 why = await asyncio.to_thread(settings.why_unavailable, address, error)
                 if why.reason not in _WELL:
@@ -395,7 +395,7 @@ async def upstreams(settings: UpstreamSettings) -> list[Diagnosis]:
 
 
 def driver() -> Diagnosis:
-    """Ask in a process of its own, so that a driver that hangs blocks nothing."""
+    """Check the driver, in a separate process in case it hangs."""
     command = [sys.executable, "-c", _ASK_DRIVER]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)
@@ -416,7 +416,7 @@ def driver() -> Diagnosis:
 
 
 def limits() -> Iterator[Diagnosis]:
-    """Descriptors of the programs that run here, where this user may look."""
+    """Check the descriptors of running programs, as far as this user may see them."""
     for process in psutil.process_iter():
         try:
             name = next(

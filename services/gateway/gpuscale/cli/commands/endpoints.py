@@ -1,6 +1,6 @@
 """`gpuscalectl scale`, `delete`, and `create` and `update rule`: changes to endpoints, their rules, and queue watchers.
 
-Parts of a rule are paths of the contract: `--set step.threshold=10`. Values are read as in manifests.
+Parts of a rule are field paths: `--set step.threshold=10`. Values are parsed as in manifests.
 """
 
 from collections.abc import Sequence
@@ -35,14 +35,14 @@ _COMPARATORS = {
 @command("scale endpoint jobs --replicas 4 --current-replicas 3")
 @one_name("endpoints")
 @option(
-    "--replicas", type=COUNT, required=True, metavar="N", help="Desired replicas; rules go on from there."
+    "--replicas", type=COUNT, required=True, metavar="N", help="Desired replicas; rules continue from there."
 )
 @option("--current-replicas", type=COUNT, metavar="N", help="Only if this many are desired now.")
 @option(
     "--capability-set",
     default="",
     metavar="ID",
-    help="The capability set to scale, where the endpoint has some.",
+    help="The capability set to scale, if the endpoint has any.",
 )
 def scale_endpoint(
     session: Session, name: str, replicas: int, current_replicas: int | None, capability_set: str
@@ -168,7 +168,7 @@ def _set_parts(rule: "api.Rule", parts: Sequence[str]) -> list[str]:
 
 
 def _path(rule: "api.Rule", typed: str) -> str:
-    """A path in the names of the contract; those of JSON are understood too."""
+    """A field path; accepts JSON names too."""
     parts: list[str] = []
     descriptor: Any = rule.DESCRIPTOR  # to the stubs one of two classes, by implementation
     for name in typed.split("."):

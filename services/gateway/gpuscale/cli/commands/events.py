@@ -1,6 +1,6 @@
-"""`gpuscalectl events`: decisions, reservations, replicas and health as one list, oldest first, and what happens next.
+"""`gpuscalectl events`: decisions, reservations, replicas and health events as one list, oldest first.
 
-Times are those of the servers' wall clocks.
+Times are of the servers' wall clocks.
 """
 
 import sys
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from gpuscale.client import Client
 
 EVERY = 2.0
-"""Seconds between two looks of --watch."""
+"""Seconds between polls of --watch."""
 _COLUMNS = (("TIME", "time"), ("KIND", "kind"), ("NAME", "name"), ("WHAT", "what"))
 
 
 class EventLine(NamedTuple):
-    """Something that happened to a resource."""
+    """An event of a resource."""
 
     time: datetime
     kind: str
@@ -48,7 +48,7 @@ class EventLine(NamedTuple):
     what: str
 
     def concerns(self, about: str) -> bool:
-        """Whether it is about this resource, in full or short, or about what belongs to it."""
+        """Whether it is about this resource, by full or short name, or about a child of it."""
         return about == "/".join(self.name.split("/")[1::2]) or f"{self.name}/".startswith(f"{about}/")
 
     def record(self) -> Mapping[str, object]:
@@ -66,13 +66,13 @@ class EventLine(NamedTuple):
 @repeated(
     "--kind", type=click.Choice(["decision", "reservation", "replica", "health"]), help="Only this kind."
 )
-@option("--about", default="", metavar="NAME", help="Only this resource, and what belongs to it.")
+@option("--about", default="", metavar="NAME", help="Only this resource and its children.")
 @OF_GPU
-@option("--watch", "-w", is_flag=True, help="Keep running, and write what happens next.")
+@option("--watch", "-w", is_flag=True, help="Keep running, and write new events.")
 def events(session: Session, when: When, kind: tuple[str, ...], about: str, gpu: str, watch: bool) -> None:
-    """What happened to endpoints, replicas, reservations, nodes and GPUs, oldest first.
+    """List events of endpoints, replicas, reservations, nodes and GPUs, oldest first.
 
-    Without --since, --until and --at it is the last hour; --at is 5 minutes around that time. With --gpu there are no decisions.
+    By default of the last hour; --at shows 5 minutes before and after that time. With --gpu there are no decisions.
     """
     output, watched = session.output, Watched(EVERY) if watch else None
     if watched:
@@ -113,7 +113,7 @@ def found_events(
 ) -> Iterator[EventLine]:
     """All events of these kinds. A service that is down is reported once.
 
-    If no server answers, that is an error at first, and later taken for a restart.
+    If no server answers, the first call fails; later ones assume a restart.
     """
     for kind in dict.fromkeys(kinds):
         try:
@@ -166,7 +166,7 @@ def _replicas(client: "Client", about: "lookup.About") -> Iterator[EventLine]:
 
 def _health(client: "Client", about: "lookup.About") -> Iterator[EventLine]:
     for one in lookup.health(client, about=about):
-        name = one.gpu or f"nodes/{one.node.rpartition('/')[2]}"  # a fleet of 0.x tells the bare id
+        name = one.gpu or f"nodes/{one.node.rpartition('/')[2]}"  # fleets of version 0.x send the bare id
         yield _event(one.start_time, "health", name, cells.word(one, "severity").lower(), one.message)
         if one.HasField("resolved_time"):
             yield _event(one.resolved_time, "health", name, "over", one.message)

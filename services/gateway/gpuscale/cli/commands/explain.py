@@ -40,24 +40,24 @@ if TYPE_CHECKING:
     from gpuscale.client import Client
 
 VERIFY = option(
-    "--verify", is_flag=True, help="Evaluate it again from its stored inputs; another result is an error."
+    "--verify", is_flag=True, help="Evaluate it again from its stored inputs; fail if the result differs."
 )
 
 
 @command("explain endpoint jobs")
 @one_name("endpoints")
 @option("--last", type=POSITIVE, default=1, metavar="N", help="Decisions to show, newest first.")
-@option("--at", type=MOMENT, help="Why it had the replicas it had at this time: yesterday, 03:00, 2h (ago).")
+@option("--at", type=MOMENT, help="Explain its replicas at this time: yesterday, 03:00, 2h (ago).")
 @VERIFY
 def explain_endpoint(session: Session, name: str, last: int, at: datetime | None, verify: bool) -> None:
-    """Why an endpoint has the replicas it has, what would change that, and when it may change."""
+    """Explain the number of replicas of an endpoint: why, what would change it, and when it may change."""
     from gpuscale.cli.commands.backtest import looked
 
     with session.connect() as client:
         [endpoint] = lookup.endpoints(client, [name])
         about = lookup.About("", wire.TimeRange(None, at))
         decisions = lookup.decisions(client, endpoint=endpoint.name, limit=last, about=about)
-        # Evaluated now: an older decision does not say what has held the count since.
+        # Evaluate now: an older decision does not say what has held the count since.
         now = None if at else client.decisions.Evaluate(api.EvaluateRequest(name=endpoint.name))
         verdict = _verified(client, decisions[0]) if verify and decisions else None
         chosen = looked(client, endpoint) if endpoint.spec.HasField("adaptive") and not at else ()
@@ -85,7 +85,7 @@ def explain_endpoint(session: Session, name: str, last: int, at: datetime | None
 @one_name("decisions")
 @VERIFY
 def explain_decision(session: Session, name: str, verify: bool) -> None:
-    """One decision, step by step. NAME is ENDPOINT/DECISION."""
+    """Explain a decision, step by step. NAME is ENDPOINT/DECISION."""
     with session.connect() as client:
         [decision] = lookup.decisions(client, [name])
         verdict = _verified(client, decision) if verify else None
@@ -119,7 +119,7 @@ def _require_equal(verdict: "api.VerifyDecisionResponse | None") -> None:
 @command("explain reservation r3fa7kq2vnb4d")
 @one_name("reservations")
 def explain_reservation(session: Session, name: str) -> None:
-    """Why a reservation has its GPUs: the parts of each score; and why it ended or is about to."""
+    """Explain why a reservation got its GPUs, with the parts of each score, and why it ended or will end."""
     from gpuscale.client.states import queued, revoked_early
 
     with session.connect() as client:
@@ -145,7 +145,7 @@ def explain_reservation(session: Session, name: str) -> None:
 
 @command("explain exit-codes")
 def explain_exit_codes(session: Session) -> None:
-    """What each exit code of gpuscalectl means."""
+    """List the exit codes of gpuscalectl and their meaning."""
     if session.output.human:
         write_lines([f"{code.value:>4}   {meaning}" for code, meaning in MEANINGS.items()])
         return
@@ -157,7 +157,7 @@ def explain_exit_codes(session: Session) -> None:
 @click.argument("path", metavar="KIND[.FIELD...]")
 @option("--recursive", is_flag=True, help="List all fields below it, with their types.")
 def explain_field(session: Session, path: str, recursive: bool) -> None:
-    """What a kind of resource or one of its fields means, such as endpoint.spec.min_replicas; also any message by name."""
+    """Explain a kind of resource or one of its fields, such as endpoint.spec.min_replicas, or any API message by name."""
     kind, _, rest = path.partition(".")
     root = contract_docs.root_of(plural(kind))
     if not root:
@@ -202,7 +202,7 @@ def _rule_change(text: str) -> "api.StatedRuleChange":
     help="The value of a signal, such as depth=50@3s; depth=? is missing.",
 )
 @option("--before", type=COUNT, metavar="N", help="Replicas desired so far.")
-@option("--ready", "ready_replicas", type=COUNT, metavar="N", help="Replicas that work.")
+@option("--ready", "ready_replicas", type=COUNT, metavar="N", help="Ready replicas.")
 @option("--unknown", "unknown_replicas", type=COUNT, metavar="N", help="Replicas that do not report.")
 @repeated(
     "--changed",
@@ -219,7 +219,7 @@ def evaluate_endpoint(
     at: datetime | None,
     **counts: Any,
 ) -> None:
-    """Show how many replicas an endpoint would get; nothing is changed. What is not given comes from the live endpoint."""
+    """Show how many replicas an endpoint would get, without a change. Values left out come from the live endpoint."""
     if not name and not file:
         raise InvalidArgumentError("pass NAME or --file")
     spec = None

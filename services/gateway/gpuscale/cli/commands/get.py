@@ -1,4 +1,4 @@
-"""`gpuscalectl get` and `snapshot`: the resources there are, as a table or as data."""
+"""`gpuscalectl get` and `snapshot`: resources as a table or as data."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -65,11 +65,11 @@ _HINTS = {
     "powerBudgets": "none; for the fields of one: gpuscalectl explain budget.spec",
     "notifications": "none: targets were told of everything",
 }
-"""What to do where a list is empty."""
+"""A hint for each kind whose list is empty."""
 
 
 def get(noun: str, example: str) -> Callable[[Callable[..., object]], click.Command]:
-    """A decorator that makes a command of `get` of a function that takes names."""
+    """A decorator: makes a function that takes names a command of `get`."""
 
     def decorate(function: Callable[..., object]) -> click.Command:
         return command(f"get {example}", kind=GetCommand)(names(noun, required=False)(function))
@@ -78,7 +78,7 @@ def get(noun: str, example: str) -> Callable[[Callable[..., object]], click.Comm
 
 
 def _listing(noun: str, example: str, view: "Callable[[], View[Any]]", says: str) -> click.Command:
-    """The command of `get` for a kind that has no options of its own."""
+    """A command of `get` for a kind without options of its own."""
 
     def function(session: Session, name: Names) -> None:
         _show(session, name, view(), lookup.READERS[noun])
@@ -126,7 +126,7 @@ def _about(session: Session, view: "View[M] | None" = None, fields: Sequence[str
 
 @get("nodes", "nodes -o wide")
 def nodes(session: Session, name: Names) -> None:
-    """Hosts with an agent: state, CPU, memory, load."""
+    """List hosts with an agent: state, CPU, memory, load."""
     from gpuscale.client.states import NO_MARKS, problem
 
     with session.connect() as client:
@@ -138,7 +138,7 @@ def nodes(session: Session, name: Names) -> None:
 @get("gpus", "gpus --node host-1 --sort-by -UTIL")
 @OF_NODE
 def gpus(session: Session, name: Names, node: str) -> None:
-    """GPUs: utilization, memory, temperature, power, and who holds them. A NAME may be the UUID alone."""
+    """List GPUs: utilization, memory, temperature, power and holder. A NAME may be a UUID."""
     everything, view = _about(session, fields=monitor.GPU_FIELDS), monitor.gpus({})
     with session.connect() as client:
         of = lookup.nodes(client, [node] if node else (), everything)
@@ -147,7 +147,7 @@ def gpus(session: Session, name: Names, node: str) -> None:
             holders: Mapping[str, str] = {}
             try:
                 holders = lookup.holders(lookup.reservations(client, (), everything))
-            except UnavailableError as error:  # while the allocator is down, which does not hide the GPUs
+            except UnavailableError as error:  # show GPUs even while the allocator is down
                 note(f"holders are unknown: {error.message}")
             view = monitor.gpus(holders, _marks(session, client))
     _write(session, found, view, name)
@@ -157,7 +157,7 @@ def gpus(session: Session, name: Names, node: str) -> None:
 @OF_NODE
 @OF_GPU
 def processes(session: Session, name: Names, node: str, gpu: str) -> None:
-    """What runs on GPUs: whose it is, since when, how much memory it holds. A NAME is a process id."""
+    """List processes on GPUs: user, start and memory. A NAME is a process id."""
     _show(session, name, monitor.PROCESSES, lookup.processes, gpu=gpu, node=node)
 
 
@@ -178,7 +178,7 @@ def _marks(session: Session, client: "Client") -> "Marks":
 @takes("when", When)
 @ENDED
 def reservations(session: Session, name: Names, holder: str, gpu: str, when: When, ended: bool) -> None:
-    """GPUs held under a lease, and how much time is left of it; of a time in the past, who held them from when to when."""
+    """List reservations: GPUs held under a lease, and the time left; for a time in the past, who held GPUs from when to when."""
     time = when.range()
     view = allocator.HELD_THEN if time else allocator.RESERVATIONS
     _show(session, name, view, lookup.reservations, gpu=gpu, time=time, holder=holder, ended=ended)
@@ -187,7 +187,7 @@ def reservations(session: Session, name: Names, holder: str, gpu: str, when: Whe
 @get("jobs", "jobs --all")
 @ENDED
 def jobs(session: Session, name: Names, ended: bool) -> None:
-    """Commands that `run` started: state, exit code, and where. A NAME is a job's name or title."""
+    """List jobs, the commands started by `run`: state, exit code and nodes. A NAME is a job's name or title."""
     from gpuscale.client.states import queued
 
     with session.connect() as client:
@@ -217,7 +217,7 @@ endpoints = _listing(
 @takes("when", When)
 @ENDED
 def replicas(session: Session, name: Names, endpoint: str, gpu: str, when: When, ended: bool) -> None:
-    """Worker groups of endpoints. A NAME is ENDPOINT/REPLICA."""
+    """List replicas, the worker groups of endpoints. A NAME is ENDPOINT/REPLICA."""
     asked = {"endpoint": endpoint, "ended": ended}
     _show(session, name, autoscaler.REPLICAS, lookup.replicas, gpu=gpu, time=when.range(), **asked)
 
@@ -237,7 +237,7 @@ watchers = _listing(
     "--limit", type=POSITIVE, help="Most decisions to show, newest first; 20, or all of the time, by default."
 )
 def decisions(session: Session, name: Names, endpoint: str, when: When, limit: int | None) -> None:
-    """Why endpoints have the replicas they have. A NAME is ENDPOINT/DECISION."""
+    """List scaling decisions of endpoints. A NAME is ENDPOINT/DECISION."""
     time = when.range()
     most = limit if limit or time else 20
     _show(session, name, autoscaler.DECISIONS, lookup.decisions, time=time, endpoint=endpoint, limit=most)
@@ -253,7 +253,7 @@ adapters = _listing(
 
 @get("endpoints", "metrics jobs")
 def metrics(session: Session, name: Names) -> None:
-    """Metrics that programs report. A NAME is ENDPOINT, with its replicas, or ENDPOINT/REPLICA."""
+    """List metrics reported by programs. A NAME is ENDPOINT, including its replicas, or ENDPOINT/REPLICA."""
     with session.connect() as client:
         found = lookup.metrics(client, name, _about(session, autoscaler.METRICS))
     _write(session, found, autoscaler.METRICS, ())
@@ -269,7 +269,7 @@ cordons = _listing(
 
 @get("recordings", "recordings -o json")
 def recordings(session: Session, name: Names) -> None:
-    """Recordings of GPUs: samples and duration. A single one with its figures, as `record` prints them."""
+    """List recordings of GPUs: samples and duration. A single one is shown with its figures, as by `record`."""
     from gpuscale.cli.commands.recordings import write
 
     with session.connect() as client:
@@ -284,7 +284,7 @@ def recordings(session: Session, name: Names) -> None:
 
 @get("backtests", "backtests --watch")
 def backtests(session: Session, name: Names) -> None:
-    """Backtests that run or ran. A single one with its figures, as `backtest` prints them."""
+    """List backtests. A single one is shown with its results, as by `backtest`."""
     from gpuscale.cli.commands.backtest import figures
 
     with session.connect() as client:
@@ -306,7 +306,7 @@ def backtests(session: Session, name: Names) -> None:
 @takes("when", When)
 @option("--all", "-a", "ended", is_flag=True, help="Include resolved ones.")
 def health(session: Session, name: Names, node: str, gpu: str, when: When, ended: bool) -> None:
-    """What is wrong with nodes and GPUs, newest first, and what to do about it."""
+    """List health problems of nodes and GPUs, newest first, and what to do about them."""
     _show(session, name, monitor.HEALTH, lookup.health, gpu=gpu, time=when.range(), node=node, ended=ended)
 
 
@@ -318,7 +318,7 @@ def health(session: Session, name: Names, node: str, gpu: str, when: When, ended
 def rules(
     session: Session, name: Names, endpoint: str, kind: str, signal: str, disabled: bool | None
 ) -> None:
-    """Rules of endpoints, in the order in which they apply. A NAME is ENDPOINT/RULE."""
+    """List rules of endpoints, in the order they apply. A NAME is ENDPOINT/RULE."""
     with session.connect() as client:
         if name:
             found = lookup.rules(client, name)
@@ -342,7 +342,7 @@ quotas = _listing(
 @get("bookings", "bookings")
 @ENDED
 def bookings(session: Session, name: Names, ended: bool) -> None:
-    """GPUs booked for somebody, the next booking first."""
+    """List bookings of GPUs, the next one first."""
     _show(session, name, allocator.BOOKINGS, lookup.bookings, ended=ended)
 
 
@@ -388,7 +388,7 @@ changes = _listing(
 @takes("when", When)
 @option("--limit", type=POSITIVE, default=100, help="Most calls to show, newest first.")
 def audit(session: Session, when: When, limit: int) -> None:
-    """Who called what and how it ended, newest first: the audit log of the server at --address, for admins."""
+    """List calls from the audit log of the server at --address, newest first, for admins."""
     if session.output.chosen.watched:
         raise InvalidArgumentError("the audit log has no watch; repeat with --since")
     with session.connect() as client:
@@ -399,8 +399,8 @@ def audit(session: Session, when: When, limit: int) -> None:
 
 
 @command("--address host-1:7071 snapshot --fresh")
-@option("--max-age", type=DURATION, default="5s", help="Oldest reading to accept.")
-@option("--fresh", is_flag=True, help="Read now, however new the last reading is.")
+@option("--max-age", type=DURATION, default="5s", help="Maximum age of the reading.")
+@option("--fresh", is_flag=True, help="Read now, even if the last reading is recent.")
 def snapshot(session: Session, max_age: float, fresh: bool) -> None:
     """Show the GPUs of one host as the agent at --address reads them."""
     request = monitor_api.GetSnapshotRequest(max_age=wire.to_duration(0.0 if fresh else max_age))

@@ -1,8 +1,8 @@
-"""A test of one GPU in seconds, through the CUDA driver library: its memory is filled, copied to and fro, and compared.
+"""A short test of one GPU through the CUDA driver library: fills its memory, copies it back and forth, and compares.
 
     CUDA_VISIBLE_DEVICES=UUID python -m gpuscale.cli.commands.gpu_test BYTES
 
-It is a process of its own, as a call into a broken driver may never return. No kernel runs: what the cores compute is not tested.
+Runs as a separate process, since a call into a broken driver may never return. It runs no kernel, so the cores are not tested.
 """
 
 import ctypes
@@ -18,27 +18,27 @@ from typing import Any, NamedTuple
 
 LIBRARY = "libcuda.so.1"
 WORKS, SLOW, BROKEN, UNUSABLE, NOT_TESTED = "OK", "WARN", "FAIL", "UNUSABLE", "UNTESTED"
-"""UNUSABLE: whoever asked cannot use it, which may be no fault of the GPU."""
+"""UNUSABLE: the caller cannot use it, which may not be the GPU's fault."""
 CHUNK, COPIES = 64 << 20, 8
-"""Bytes of one copy, and how many copies find out the bandwidth."""
+"""Bytes of a copy, and number of copies to measure the bandwidth."""
 COMPARING, PATIENCE = 2.0, 60.0
-"""Seconds for comparing its memory, and for all of a test."""
+"""Most seconds to compare its memory, and for the whole test."""
 LEAST_SHARE = 0.6
-"""Of what its PCIe link could carry at most; below, it is slow."""
+"""Fraction of the PCIe link's bandwidth below which it counts as slow."""
 PCI = Path("/sys/bus/pci/devices")
 _WORD, _FREE = 0x5AA55AA5, 0.9
 _OUT_OF_MEMORY, _STUB = 2, 34
 
 
 class GpuTest(NamedTuple):
-    """The result, and in words what was seen."""
+    """The result, and the finding in words."""
 
     state: str
     found: str
 
 
 def test_gpu(uuid: str, most: int, pause: float, meanwhile: Callable[[], object]) -> GpuTest:
-    """Test a GPU with at most so many bytes of its memory, 0 for nearly all that are free; something is done after each pause."""
+    """Test a GPU with at most so many bytes of its memory, 0 for nearly all that is free; calls back after each pause."""
     words = [sys.executable, "-m", "gpuscale.cli.commands.gpu_test", str(most)]
     variables = {**os.environ, "CUDA_VISIBLE_DEVICES": uuid}
     child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=variables)
@@ -49,18 +49,18 @@ def test_gpu(uuid: str, most: int, pause: float, meanwhile: Callable[[], object]
         except subprocess.TimeoutExpired:
             meanwhile()
             if time.monotonic() > until:
-                child.kill()  # and not waited for: in the driver it may stay
+                child.kill()  # without waiting: it may be stuck in the driver
                 return GpuTest(BROKEN, f"the driver did not answer within {PATIENCE:.0f} s")
         else:
             return (
-                GpuTest(UNUSABLE, f"it ended with {code}")
+                GpuTest(UNUSABLE, f"exit code {code}")
                 if (code := child.returncode)
                 else GpuTest(*json.loads(said))
             )
 
 
 class _Cuda:
-    """Calls of the driver library; raises RuntimeError where one fails."""
+    """Calls of the driver library; a failed one raises RuntimeError."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(LIBRARY)
@@ -81,7 +81,7 @@ def look(most: int) -> GpuTest:
     try:
         cuda = _Cuda()
     except OSError:
-        return GpuTest(NOT_TESTED, f"there is no {LIBRARY}")
+        return GpuTest(NOT_TESTED, f"{LIBRARY} not found")
     if cuda.code("cuInit", 0) == _STUB:
         return GpuTest(NOT_TESTED, f"{LIBRARY} is a stub")
     context, free, memory = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_uint64()
@@ -109,7 +109,7 @@ def _copies(cuda: _Cuda, memory: int, size: int) -> GpuTest:
     while compared + part <= size and time.monotonic() < until:
         cuda("cuMemcpyDtoH_v2", host, ctypes.c_uint64(memory + compared), ctypes.c_size_t(part))
         if wrong := _difference(host, filled, compared):
-            return GpuTest(BROKEN, f"its memory does not hold what was written, {wrong}")
+            return GpuTest(BROKEN, f"memory differs from what was written, {wrong}")
         compared += part
     written, copy = os.urandom(part), ctypes.c_uint64(memory + part)
     ctypes.memmove(host, written, part)
@@ -117,7 +117,7 @@ def _copies(cuda: _Cuda, memory: int, size: int) -> GpuTest:
     cuda("cuMemcpyDtoD_v2", copy, ctypes.c_uint64(memory), ctypes.c_size_t(part))
     fro = max(_rates(cuda, "cuMemcpyDtoH_v2", host, copy, part))
     if wrong := _difference(host, written, part):
-        return GpuTest(BROKEN, f"its memory does not hold what was copied, {wrong}")
+        return GpuTest(BROKEN, f"memory differs from what was copied, {wrong}")
     bus = ctypes.create_string_buffer(32)
     cuda("cuDeviceGetPCIBusId", bus, 32, 0)
     could = link_rate(PCI / bus.value.decode().lower())
@@ -127,7 +127,7 @@ def _copies(cuda: _Cuda, memory: int, size: int) -> GpuTest:
 
 
 def _difference(host: ctypes.c_void_p, expected: bytes, offset: int) -> str:
-    """Where the memory of the GPU at an offset differs from its copy; empty where it does not."""
+    """Where the GPU's memory at an offset differs from its copy; empty if nowhere."""
     size = len(expected)
     if not ctypes.CDLL(None).memcmp(host, expected, ctypes.c_size_t(size)):
         return ""
@@ -137,7 +137,7 @@ def _difference(host: ctypes.c_void_p, expected: bytes, offset: int) -> str:
 
 
 def _rates(cuda: _Cuda, name: str, target: object, source: object, size: int) -> Iterator[float]:
-    """Bytes a second of some copies."""
+    """Bytes per second of some copies."""
     for _ in range(COPIES):
         began = time.perf_counter()
         cuda(name, target, source, ctypes.c_size_t(size))
@@ -145,7 +145,7 @@ def _rates(cuda: _Cuda, name: str, target: object, source: object, size: int) ->
 
 
 def link_rate(device: Path) -> float:
-    """Bytes a second that the PCIe link of a device of sysfs could carry, by what both ends can; 0 where that is not known."""
+    """The bandwidth of a device's PCIe link in bytes per second, by what both ends support; 0 if unknown."""
     rate = 1e9 / 8
     for name in ("max_link_width", "max_link_speed"):
         ends: list[float] = []

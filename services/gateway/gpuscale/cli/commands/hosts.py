@@ -1,4 +1,4 @@
-"""`gpuscalectl init`, `join-token`, `join` and `leave`: how hosts come and go, and run programs where no systemd does."""
+"""`gpuscalectl init`, `join` and `leave`: set up hosts, and run their programs without systemd."""
 
 import hashlib
 import json
@@ -61,18 +61,18 @@ from gpuscale.common.security import certificates
 
 GATEWAY_PORT = 7070
 PORTS = {"fleet": 7072, "allocator": 7073, "autoscaler": 7074}
-"""Where the services of a host listen, unless `join` is told otherwise."""
+"""Default ports of a host's services."""
 CERTIFICATE_DAYS, STOP_SECONDS = 397, 12.0
 LOOK_SECONDS = 0.5
-"""Seconds between two looks at the programs, and so before one that ended is started again."""
+"""Seconds between checks of the programs, and so until a restart."""
 PLACE = option(
     "--dir",
     "directory",
     type=FILE,
-    help="Where all files are; by default where the units look, or ~/.config/gpuscale without root.",
+    help="Directory of all files; by default that of the units, or ~/.config/gpuscale without root.",
 )
 OWNERS = frozenset({"work_socket", "agent_address"})
-"""Settings whose owner may have others, or none in a file of an earlier version."""
+"""Settings that an owner may have changed, or that files of earlier versions lack."""
 FILES = (("FILE", "file"),)
 """The columns of what was written."""
 
@@ -80,7 +80,7 @@ Table = Mapping[str, str | bool]
 
 
 def directories() -> tuple[Path, Path]:
-    """Where settings and state are: the units' directories as root."""
+    """The directories of settings and state; as root, those of the units."""
     if os.geteuid() == 0:
         return Path("/etc/gpuscale"), Path("/var/lib/gpuscale")
     home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "gpuscale"
@@ -88,7 +88,7 @@ def directories() -> tuple[Path, Path]:
 
 
 def settings_text(tables: Mapping[str, Table]) -> str:
-    """A settings file. JSON writes texts as TOML does."""
+    """The text of a settings file. JSON strings are TOML strings."""
     lines = ["# Written by gpuscalectl; docs/settings.md has every key."]
     for name, values in tables.items():
         lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
@@ -96,7 +96,7 @@ def settings_text(tables: Mapping[str, Table]) -> str:
 
 
 def is_written(file: Path, text: str) -> bool:
-    """Whether a settings file already has all of that text, beside what its owner added; one that contradicts it is an error."""
+    """Whether a settings file already has these settings, besides its owner's; a conflict is an error."""
     if not file.exists():
         return False
     try:
@@ -118,7 +118,7 @@ def run_programs(
     ready: Callable[[], str | None],
     hourly: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run programs until SIGTERM or SIGINT, and restart those that end; `ready` says what to print once all is well."""
+    """Run programs until SIGTERM or SIGINT, and restart those that end; prints the text of `ready` once all answer."""
     stop, told, next_hour = threading.Event(), False, time.monotonic()
 
     def end(_number: int, _frame: FrameType | None) -> None:
@@ -127,14 +127,14 @@ def run_programs(
     before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     running: dict[str, subprocess.Popen[bytes]] = {}
     if os.geteuid() == 0 and units_user() is None:
-        note(f"there is no user {USER}: programs run as root, and so do workers")
+        note(f"no user {USER}: programs and workers run as root")
     try:
         while not stop.is_set():
             for name in programs:
                 if name in running:
                     if running[name].poll() is None:
                         continue
-                    note(f"{name} ended with {running[name].returncode}; it is started again")
+                    note(f"{name} ended with {running[name].returncode}; restarting it")
                 script = Path(sys.executable).with_name(name)
                 prefix, told_too = demoted(name)
                 words = [str(script), "--config", str(settings), *told_too]
@@ -163,17 +163,17 @@ def run_programs(
 @repeated(
     "--host",
     metavar="NAME",
-    help="Name or address by which other hosts reach this one, the best first. Without it: its names.",
+    help="Name or address by which other hosts reach this one, the best first; by default its names.",
 )
 @DATABASE_FILE
 @POSTGRESQL
 @repeated(
     "--standby",
     metavar="NAME",
-    help="Name by which others will reach a host that joins with --role standby; needs PostgreSQL.",
+    help="Name by which others reach a host that will join with --role standby; needs PostgreSQL.",
 )
 @PLACE
-@option("--plan", is_flag=True, help="Show the settings, and write nothing.")
+@option("--plan", is_flag=True, help="Show the settings without writing them.")
 @option("--run", is_flag=True, help="Run the services, until Ctrl-C or SIGTERM.")
 def init(
     session: Session,
@@ -185,9 +185,9 @@ def init(
     plan: bool,
     run: bool,
 ) -> None:
-    """Set up the services on this host: authority, certificates, an admin's token, settings, units. Then hosts can join.
+    """Set up the services on this host: authority, certificates, admin token, settings, units. Then hosts can join.
 
-    With systemd, it starts the units. Once the services answer, it prints what to type on the next host.
+    With systemd, it starts the units. Once the services answer, it prints the command for the next host.
     """
     hosts = tuple(dict.fromkeys(host or (socket.getfqdn(), socket.gethostname())))
     folder, state = (
@@ -224,9 +224,11 @@ def init(
     address = ",".join(f"{one}:{GATEWAY_PORT}" for one in (hosts[0], *standby))
     local = f"127.0.0.1:{GATEWAY_PORT}"
     who = f"--ca-file {folder / 'pki' / 'ca.crt'} --token-file {folder / 'admin.token'}"
-    note(f"an admin calls it with: gpuscalectl --address {address} {who}", TYPED)
+    note(f"for admins: gpuscalectl --address {address} {who}", TYPED)
     if not run and not under_systemd:
-        note(f"to start it, the same command with --run, or: systemctl enable --now {' '.join(names)}", TYPED)
+        note(
+            f"to start it, repeat the command with --run, or: systemctl enable --now {' '.join(names)}", TYPED
+        )
         note(f"for the next host: gpuscalectl --address {address} {who} join-token create", TYPED)
         written = [file, *sorted((folder / "pki").iterdir()), folder / "tokens.toml", folder / "admin.token"]
         session.output.write_records("files", [{"file": str(one)} for one in written], FILES)
@@ -268,12 +270,12 @@ def say(session: Session, line: str) -> None:
 
 
 def _write(folder: Path, state: Path, hosts: tuple[str, ...]) -> None:
-    """The authority, certificates and tokens; what is there stays."""
+    """Create the authority, certificates and tokens that do not exist."""
     pki = folder / "pki"
     for made in (folder, pki, state):
         made.mkdir(mode=0o700, parents=True, exist_ok=True)
         hand_over(made, own=made == state)
-    if not (pki / "ca.crt").exists():  # written after its key
+    if not (pki / "ca.crt").exists():  # which is written after its key
         issuing.make_authority("gpuscale").write(pki, "ca")
     authority = issuing.read_pair(pki, "ca")
     identity = "spiffe://gpuscale.local/gpuscale"
@@ -315,10 +317,10 @@ def settings_of_services(
     own: int = 0,
     fleet_files: Path | None = None,
 ) -> dict[str, dict[str, str]]:
-    """The settings of the services: they know each other and hosts by certificates, people by tokens at the gateway.
+    """The settings of the services, which authenticate each other and hosts by certificates, and people by tokens at the gateway.
 
-    Where several hosts have services, `own` says which of `hosts` this is; the fleet is on the first, and `fleet_files` is where the
-    others keep what they have from it.
+    If several hosts run services, `own` is the index of this one in `hosts`. The fleet runs on the first; the others keep the files
+    they get from it in `fleet_files`.
     """
     kept_in = fleet_files or folder
     pki = kept_in / "pki"
@@ -373,7 +375,7 @@ def settings_of_services(
 
 PROGRAMS = ("gpuscale-agent", "gpuscale-adapter")
 PROGRAMS_OF_SERVICES = ("gpuscale-allocator", "gpuscale-autoscaler", "gpuscale-gateway")
-"""Of a host that joins: the fleet is on the first host alone."""
+"""Services of a joining host: the fleet runs only on the first."""
 
 
 @command("join gpus.example:7070 --token-file - --ca-hash sha256:5f9d…")
@@ -381,24 +383,24 @@ PROGRAMS_OF_SERVICES = ("gpuscale-allocator", "gpuscale-autoscaler", "gpuscale-g
 @option(
     "--token",
     metavar="TEXT",
-    help="The join token. Other users of the host can see it: it should be for one use.",
+    help="The join token. Other users of the host can see it, so it should be good for one use.",
 )
 @option("--token-file", type=FILE, help="File with the join token; - for standard input.")
 @option(
     "--ca-hash",
     required=True,
     metavar="DIGEST",
-    help="The digest of the authority, as join-token create prints it.",
+    help="Digest of the authority, printed by join-token create.",
 )
 @option("--node", metavar="NAME", help="Name of this host; by default its hostname.")
 @option(
     "--role",
     type=click.Choice(("gpu-host", "standby", "gateway")),
     default="gpu-host",
-    help="What runs here: agent and adapter; or services that follow those of the first host; or a gateway.",
+    help="What to run here: agent and adapter; or standby services of the first host; or a gateway.",
 )
 @repeated(
-    "--host", metavar="NAME", help="Name by which others reach a standby or gateway; by default --node."
+    "--host", metavar="NAME", help="Name by which others reach a standby or gateway; --node by default."
 )
 @DATABASE_FILE
 @POSTGRESQL
@@ -406,9 +408,9 @@ PROGRAMS_OF_SERVICES = ("gpuscale-allocator", "gpuscale-autoscaler", "gpuscale-g
 @repeated(
     "--at",
     metavar="SERVICE=ADDRESS",
-    help="Where the fleet, allocator or autoscaler is, unless at port 7072-7074 of ADDRESS.",
+    help="Address of the fleet, allocator or autoscaler; by default ports 7072-7074 of ADDRESS.",
 )
-@option("--plan", is_flag=True, help="Show what would be written, and write nothing.")
+@option("--plan", is_flag=True, help="Show the files without writing them.")
 @option("--run", is_flag=True, help="Run agent and adapter, until Ctrl-C or SIGTERM.")
 def join(
     session: Session,
@@ -426,10 +428,10 @@ def join(
     plan: bool,
     run: bool,
 ) -> None:
-    """Get a certificate for this host, write the settings and units of its agent and adapter, and start them where systemd runs.
+    """Get a certificate for this host, write settings and units of its agent and adapter, and start them with systemd.
 
-    It checks the digest of the authority before it sends the token. The agent renews the certificate by itself. A host
-    that has joined needs no token again.
+    Checks the digest of the authority before it sends the token. The agent renews the certificate by itself. A joined host
+    needs no further token.
     """
     node = node or to_id(socket.gethostname())
     settings, state = (
@@ -473,7 +475,7 @@ def join(
         records = [{"file": str(file)} for file in files.values()]
         session.output.write_records("files", records, FILES)
         note(
-            f"{node} has joined; to start it, the same with --run, or: systemctl enable --now {' '.join(PROGRAMS)}",
+            f"{node} has joined; to start it, repeat the command with --run, or: systemctl enable --now {' '.join(PROGRAMS)}",
             TYPED,
         )
         return
@@ -496,7 +498,7 @@ def join(
 
 
 def counts(pair: Path) -> bool:
-    """Whether there is a certificate that has not expired."""
+    """Whether a certificate exists and has not expired."""
     try:
         return certificates.read_certificate(pair.read_bytes()).ends > time.time()
     except (OSError, ValueError):
@@ -504,8 +506,10 @@ def counts(pair: Path) -> bool:
 
 
 def was_cut_off(files: Mapping[str, Path], name: str, ca_hash: str, hosts: Sequence[str] = ()) -> bool:
-    """Whether an earlier `join` at the same authority got the same certificate, and no further."""
-    authorities = x509.load_pem_x509_certificates(files["ca"].read_bytes())  # written before the certificate
+    """Whether an earlier `join` with the same authority stopped after getting the certificate."""
+    authorities = x509.load_pem_x509_certificates(
+        files["ca"].read_bytes()
+    )  # which is written before the certificate
     subject = issuing.subject_of(x509.load_pem_x509_certificate(files["pair"].read_bytes()))
     return (
         subject.name == name
@@ -526,7 +530,7 @@ def _online(session: Session, node: str) -> str | None:
 def _join(
     session: Session, address: str, authority: Path, token: str, node: str, files: Mapping[str, Path]
 ) -> None:
-    """Get the certificate, and write it."""
+    """Get the certificate and write it."""
     key, csr = issuing.make_request()
     try:
         state = files["pair"].parent.parent
@@ -560,10 +564,10 @@ def trusting(session: Session, address: str, authority: Path | None) -> Session:
 
 
 def trusted(session: Session, address: str, digest: str, folder: Path) -> Path:
-    """A file with the one authority of that digest.
+    """A file with the authority of that digest.
 
-    The certificate that the server shows is trusted for one question: which authorities are there? Whoever answers cannot
-    make up one of that digest, and a server that the authority did not sign for gets no further.
+    The server's certificate is trusted only to ask for its authorities. An impostor cannot forge one with that digest, and a
+    server without a certificate from the authority is refused afterwards.
     """
     from cryptography.hazmat.primitives.serialization import Encoding
 
@@ -581,14 +585,14 @@ def trusted(session: Session, address: str, digest: str, folder: Path) -> Path:
             file.write_bytes(one.public_bytes(Encoding.PEM))
             return file
     raise FailedPreconditionError(
-        f"the authority at {address} has another digest than --ca-hash: this is another server, or a stale line",
+        f"the authority at {address} does not match --ca-hash: this is another server, or the command is out of date",
         reason="CA_HASH",
     )
 
 
 def _secret(token: str | None, file: Path | None) -> str:
     if (token is None) == (file is None):
-        raise InvalidArgumentError("pass --token or --token-file, one of both", field="token")
+        raise InvalidArgumentError("pass either --token or --token-file", field="token")
     if token is not None:
         return token
     try:
@@ -599,7 +603,7 @@ def _secret(token: str | None, file: Path | None) -> str:
 
 
 def _addresses(address: str, at: tuple[str, ...]) -> Mapping[str, str]:
-    """Where each service is."""
+    """The address of each service."""
     hosts = [one.rpartition(":")[0] for one in channel.split_addresses(address)]
     found = {name: ",".join(f"{host}:{port}" for host in hosts) for name, port in PORTS.items()}
     found["fleet"] = f"{hosts[0]}:{PORTS['fleet']}"
@@ -632,11 +636,11 @@ def _settings_of_host(
 @command("leave")
 @PLACE
 def leave(session: Session, directory: Path | None) -> None:
-    """Remove what join wrote on this host: its units, which it stops, and its certificate. Stop --run first.
+    """Stop and remove what join set up on this host: its units and its certificate. Stop --run first.
 
-    It keeps the settings, in gpuscale.toml.left.
+    The settings are kept in gpuscale.toml.left.
 
-    To make it final: `gpuscalectl forget node NAME` and `gpuscalectl certs revoke NAME`.
+    To remove the host for good: `gpuscalectl forget node NAME` and `gpuscalectl certs revoke NAME`.
     """
     settings, state = directories() if directory is None else (directory, directory / "state")
     of_gpus = (state / "host" / "host.pem").exists()
@@ -650,10 +654,10 @@ def leave(session: Session, directory: Path | None) -> None:
         )
     units = stop_units(programs)
     try:
-        if (settings / "gpuscale.toml").exists():  # its owner may have added to it
+        if (settings / "gpuscale.toml").exists():  # its owner may have edited it
             (settings / "gpuscale.toml").replace(settings / "gpuscale.toml.left")
         with as_units_user():
-            for file in kept:  # the last one says until then what has joined
+            for file in kept:  # last, since it tells what has joined
                 file.unlink()
     except OSError as error:
         message = f"cannot remove {error.filename}: {error.strerror}"

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from gpuscale.client.jobs import Job
 
 ATTACHED_BYTES = 8192
-"""Bytes of what was written before that `attach` shows."""
+"""Bytes of earlier output that `attach` shows."""
 
 
 @command("attach r3fa7kq2vnb4d")
 @one_name("jobs")
 def attach(session: Session, name: str) -> None:
-    """Show what a detached job writes until it ends, with its exit code. Ctrl-C leaves it running."""
+    """Follow the output of a detached job until it ends, and exit with its exit code. Ctrl-C leaves it running."""
     from gpuscale.client.jobs import exit_code_of
 
     with session.connect() as client, telling() as (tell, end):
@@ -35,7 +35,7 @@ def attach(session: Session, name: str) -> None:
 @command("stop job r3fa7kq2vnb4d")
 @one_name("jobs")
 def stop(session: Session, name: str) -> None:
-    """Stop a detached job on all its nodes: SIGTERM, and SIGKILL 10 s later; then its GPUs are given back."""
+    """Stop a detached job on all its nodes: SIGTERM, and SIGKILL 10 s later; then release its GPUs."""
     with session.connect() as client:
         found = find(client, name).stop()
     if session.output.human:
@@ -45,7 +45,7 @@ def stop(session: Session, name: str) -> None:
 
 
 def wait(session: Session, names: Sequence[str], timeout: float | None) -> NoReturn:
-    """Wait for jobs to end; with the exit code of the first that failed."""
+    """Wait for jobs to end; exit with the exit code of the first that failed."""
     from gpuscale.client.jobs import exit_code_of
 
     with session.connect() as client, telling() as (tell, _):
@@ -65,7 +65,7 @@ def find(client: "Client", typed: str) -> "Job":
 
 @contextmanager
 def telling() -> "Generator[tuple[Callable[[str], None], Callable[[object], None]]]":
-    """(shows why a wait goes on, ends that line before other output)."""
+    """Two functions: one shows why a wait continues, one ends that line before other output."""
     progress = Progress()
 
     def tell(text: str) -> None:

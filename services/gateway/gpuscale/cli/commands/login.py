@@ -1,9 +1,9 @@
 """`gpuscalectl login-code`, `login` and `logout`: a token for a person, by a code or an OIDC provider, and the context that uses it.
 
-Beside the contexts file are NAME.token, NAME.ca.crt and, after a login by a provider, NAME.login with the refresh token: the
-first and the last for their owner alone. Whatever is secret is read from a terminal, standard input or a file.
+Writes NAME.token, NAME.ca.crt and, for a provider, NAME.login with the refresh token beside the contexts file; NAME.token and NAME.login
+are readable only by their owner. Secrets are read from a terminal, standard input or a file.
 
-A login by a provider is a device flow (RFC 8628).
+A login through a provider uses the device flow (RFC 8628).
 """
 
 import json
@@ -59,7 +59,7 @@ _CODES = (("NAME", "name"), ("CODE", "code"), ("EXPIRES", "expires"))
 )
 @TENANTS
 @MAX_PRIORITY
-@option("--expires-in", type=DURATION, default="1h", help="How long the code may be used.")
+@option("--expires-in", type=DURATION, default="1h", help="How long the code is valid.")
 @option("--valid-for", type=DURATION, default="30d", help="How long a login lasts.")
 def create(
     session: Session,
@@ -70,7 +70,7 @@ def create(
     expires_in: float,
     valid_for: float,
 ) -> None:
-    """Create a code for each name, with which that person logs in once, and print what to type. It is not shown again."""
+    """Create a one-time login code for each name, and print the command to type. The code is not shown again."""
     from gpuscale.api.types.v1 import options_pb2
 
     records: list[dict[str, object]] = []
@@ -100,15 +100,17 @@ def create(
 @option(
     "--ca-hash",
     metavar="DIGEST",
-    help="The digest of the server's authority; or name its file with --ca-file.",
+    help="Digest of the server's authority; or pass its file with --ca-file.",
 )
-@option("--code-file", type=FILE, help="File with the code; - for standard input. Without it you are asked.")
+@option(
+    "--code-file", type=FILE, help="File with the code; - for standard input; by default you are prompted."
+)
 @option("--oidc", is_flag=True, help="Log in through the server's OIDC provider, without a code.")
 @option("--as", "context", metavar="CONTEXT", help="Name of the context; by default the host of ADDRESS.")
 def login(
     session: Session, name: str, ca_hash: str | None, code_file: Path | None, oidc: bool, context: str | None
 ) -> None:
-    """Log in to a server: a token of your own, and a context that uses it, which becomes the current one."""
+    """Log in to a server: get a token, and make a context that uses it the current one."""
     from gpuscale.client.connection import Context, contexts_file
 
     first = channel.split_addresses(name)[0]
@@ -179,9 +181,9 @@ def _by_code(session: Session, file: Path | None) -> tuple[str, str]:
 @command("logout lab")
 @click.argument("context", metavar="[CONTEXT]", default="", shell_complete=context_names)
 def logout(session: Session, context: str) -> None:
-    """Delete what login wrote for a context, by default the current one, and revoke its refresh token at the provider.
+    """Delete the files of a login, by default of the current context, and revoke its refresh token at the provider.
 
-    A token that is copied elsewhere is valid until it ends, or an admin revokes it (`gpuscalectl token revoke`).
+    Copies of the token stay valid until they expire, or an admin revokes them (`gpuscalectl token revoke`).
     """
     path, current, by_name = read_all()
     context = context or current
@@ -204,19 +206,19 @@ def _moment(seconds: float) -> datetime:
 
 DEVICE_GRANT: Final = "urn:ietf:params:oauth:grant-type:device_code"
 INTERVAL: Final = 5.0
-"""Seconds between two questions whether somebody has agreed, where the provider names no other; added when it says slow_down."""
+"""Default seconds between polls of the provider; added when it answers slow_down (RFC 8628)."""
 LONGEST: Final = 1800.0
 
 
 def by_device(session: Session) -> tuple[str, str, bytes]:
-    """Log in: what to say of it, the ID token, and what the refresh needs, or nothing.
+    """Log in; returns a message, the ID token, and the data to refresh it, if possible.
 
     Raises:
         FailedPreconditionError: the server has no provider.
-        PermissionDeniedError: somebody refused, or the provider does.
-        DeadlineExceededError: nobody agreed in time.
-        UnauthenticatedError: what the provider answers is not for us.
-        UnavailableError: it does not answer.
+        PermissionDeniedError: the user or the provider refused.
+        DeadlineExceededError: no approval in time.
+        UnauthenticatedError: the provider's answer is not for this login.
+        UnavailableError: the provider does not answer.
     """
     from gpuscale.api.monitor import v1 as api
 
@@ -240,7 +242,7 @@ def by_device(session: Session) -> tuple[str, str, bytes]:
     token = str(answer.get("id_token", ""))
     provider.load()
     signed = provider.check(token)
-    # Not every provider echoes it in this flow; one that does echoes ours.
+    # Not every provider echoes the nonce in this flow; if it does, it must be ours.
     if signed.claims.get("nonce", nonce) != nonce:
         raise UnauthenticatedError("the token belongs to another login", reason="TOKEN_INVALID")
     kept = {
@@ -250,12 +252,12 @@ def by_device(session: Session) -> tuple[str, str, bytes]:
         "refresh_token": answer.get("refresh_token"),
     }
     until = local_text(datetime.fromtimestamp(signed.ends, UTC))
-    more = ", and refreshed by itself" if answer.get("refresh_token") else ""
+    more = ", refreshed automatically" if answer.get("refresh_token") else ""
     return f"logged in until {until}{more}", token, json.dumps(kept).encode()
 
 
 def _wait(provider: "Provider", endpoint: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The tokens, once somebody has agreed."""
+    """Poll for the tokens until the login is approved."""
     form = {
         "grant_type": DEVICE_GRANT,
         "device_code": str(asked.get("device_code", "")),
@@ -274,19 +276,19 @@ def _wait(provider: "Provider", endpoint: str, asked: Mapping[str, Any]) -> Mapp
             pause += INTERVAL
         elif wrong != "authorization_pending":
             return _answer(answer)
-    raise DeadlineExceededError("nobody approved the login in time", reason="LOGIN_TIMEOUT")
+    raise DeadlineExceededError("the login was not approved in time", reason="LOGIN_TIMEOUT")
 
 
 def _answer(answer: Mapping[str, Any]) -> Mapping[str, Any]:
     if "error" in answer:
-        # Its description may be of any length and hold anything.
+        # The description is untrusted text of any length.
         said = str(answer["error"])[:64]
         raise PermissionDeniedError(f"the OIDC provider says {said!r}", reason="OIDC_REFUSED")
     return answer
 
 
 def end_login(login_file: Path) -> None:
-    """Revoke a refresh token at the provider, if it offers that; notes a provider that does not answer."""
+    """Revoke a refresh token at the provider, if supported; only notes failures."""
     try:
         kept = json.loads(login_file.read_bytes())
         provider = find_provider(kept["issuer"], kept["client_id"])

@@ -1,4 +1,4 @@
-"""`gpuscalectl logs`: what replicas and jobs wrote."""
+"""`gpuscalectl logs`: the output of replicas and jobs."""
 
 import codecs
 import re
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gpuscale.client.client import Client
 
 PERIOD: Final = 1.0
-"""Seconds between two reads of --follow."""
+"""Seconds between reads of --follow."""
 _PART: Final = 262_144
 _UNSAFE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -48,10 +48,10 @@ _UNSAFE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 )
 @option("--tail", "lines", type=COUNT, metavar="N", help="Most lines from the end of each.")
 def logs(session: Session, name: tuple[str, ...], follow: bool, last: int, lines: int | None) -> None:
-    """Show what replicas wrote, as far as their adapters keep it, or what a detached job did. It may contain secrets.
+    """Show the output of replicas, as far as their adapters keep it, or of a detached job. It may contain secrets.
 
-    NAME is ENDPOINT/REPLICA, or ENDPOINT for all its present replicas, or the name or title of a job. With several
-    replicas, each line begins with the name of its replica.
+    NAME is ENDPOINT/REPLICA, or ENDPOINT for all its current replicas, or the name or title of a job. With several
+    replicas, each line begins with the replica's name.
     """
     from gpuscale.client.jobs import Job
 
@@ -68,7 +68,7 @@ def logs(session: Session, name: tuple[str, ...], follow: bool, last: int, lines
 
 
 def _named_lines(parts: "Iterable[tuple[_Tail, bytes]]") -> "Iterator[tuple[_Tail, bytes]]":
-    """The lines of several replicas, each whole and behind the name of its replica."""
+    """The lines of several replicas, never split, each after the name of its replica."""
     open_lines = dict[_Tail, bytes]()
     for tail, part in parts:
         *lines, rest = (open_lines.pop(tail, b"") + part).split(b"\n")
@@ -84,7 +84,7 @@ def _named_lines(parts: "Iterable[tuple[_Tail, bytes]]") -> "Iterator[tuple[_Tai
 
 
 def _job(client: "Client", typed: Sequence[str]) -> "Reservation | None":
-    """The job that is named; None where the names are those of replicas and endpoints."""
+    """The named job; None if the names are of replicas and endpoints."""
     noun, rest = ("jobs", typed[1:]) if len(typed) == 2 and typed[0] == "job" else ("", typed)
     if len(rest) != 1:
         return None
@@ -98,12 +98,12 @@ def _job(client: "Client", typed: Sequence[str]) -> "Reservation | None":
         try:
             return lookup.job(client, rest[0])
         except NotFoundError:
-            raise NotFoundError(f"there is neither an endpoint nor a job {rest[0]}") from None
+            raise NotFoundError(f"no endpoint or job {rest[0]}") from None
     return None
 
 
 def _replicas(client: "Client", typed: Sequence[str]) -> list[str]:
-    """The resource names of replicas: those that are named, and all those of named endpoints."""
+    """The named replicas, and all replicas of named endpoints."""
     noun, wanted = without_noun(typed, "replicas", "endpoints")
     found: dict[str, None] = {}
     for one in wanted:
@@ -122,11 +122,11 @@ def _replicas(client: "Client", typed: Sequence[str]) -> list[str]:
 
 
 class _Tail:
-    """The output of one replica, from where it was last read.
+    """The output of one replica, continued where the last read ended.
 
     Attributes:
         name: of the replica.
-        ended: whether it is all read, and no more will come.
+        ended: whether all was read and no more will come.
     """
 
     def __init__(self, client: "Client", name: str, last: int, lines: int | None = None) -> None:
@@ -137,7 +137,7 @@ class _Tail:
         self._lines = lines
 
     def read(self, *, patiently: bool) -> bytes:
-        """What it has written since; `patiently` retries while the adapter, or a service on the way, is down or busy."""
+        """Output since the last read; with `patiently`, retries while the adapter or a service is unavailable."""
         request, said = self._request, False
         found: api.ReadReplicaLogResponse | None = None
         while found is None:
@@ -151,7 +151,7 @@ class _Tail:
                 said = True
                 time.sleep(PERIOD if error.retry_after is None else error.retry_after)
         if request.HasField("offset") and found.offset != request.offset:
-            note("earlier output is cut off; from the beginning of what is kept:")
+            note("earlier output was dropped; kept output begins here:")
         self.ended = found.ended and not found.content
         self._request = api.ReadReplicaLogRequest(name=self.name, offset=found.next_offset, max_bytes=_PART)
         if self._lines is None:
@@ -164,7 +164,7 @@ class _Tail:
 
 
 def _parts(tails: Sequence[_Tail], *, follow: bool) -> Iterator[tuple[_Tail, bytes]]:
-    """The output of each in turn; with `follow`, until all have ended."""
+    """The output of each in turn; with `follow`, until all end."""
     for tail in tails:
         yield tail, tail.read(patiently=False)
     while follow and (left := [tail for tail in tails if not tail.ended]):
@@ -185,7 +185,7 @@ def _parts(tails: Sequence[_Tail], *, follow: bool) -> Iterator[tuple[_Tail, byt
 
 
 def _writer() -> Callable[[bytes], None]:
-    """Writes byte for byte; to a terminal without control sequences, even ones split over two parts."""
+    """Writes bytes unchanged; to a terminal without control sequences, even ones split over two parts."""
     out, terminal = sys.stdout, sys.stdout.isatty()
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
 

@@ -1,4 +1,4 @@
-"""`gpuscalectl cordon`, `uncordon`, `drain`, `clear`, `driver` and `forget`: nodes and GPUs out of use, and back."""
+"""`gpuscalectl cordon`, `uncordon`, `drain`, `clear`, `driver` and `forget`: take nodes and GPUs out of use, and back."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ REASON = option("--reason", default="", metavar="TEXT", help="Why, for others to
 @SPOTS
 @REASON
 def cordon(session: Session, name: tuple[str, ...], reason: str) -> None:
-    """Close nodes or GPUs to new work; what runs there stays. NAME is NODE, NODE/INDEX, NODE/UUID or UUID."""
+    """Close nodes or GPUs to new work; running work stays. NAME is NODE, NODE/INDEX, NODE/UUID or UUID."""
 
     def put(client: "Client", full: str) -> Done:
         found = client.nodes.CordonNode(allocator_api.CordonNodeRequest(name=full, reason=reason)).cordon
@@ -42,7 +42,7 @@ def cordon(session: Session, name: tuple[str, ...], reason: str) -> None:
 @command("uncordon host-1 host-2")
 @SPOTS
 def uncordon(session: Session, name: tuple[str, ...]) -> None:
-    """Open nodes or GPUs to new work again; this also ends drains. NAME is NODE, NODE/INDEX, NODE/UUID or UUID."""
+    """Open nodes or GPUs to new work again, and end drains. NAME is NODE, NODE/INDEX, NODE/UUID or UUID."""
 
     def lift(client: "Client", full: str) -> Done:
         client.nodes.UncordonNode(allocator_api.UncordonNodeRequest(name=full))
@@ -59,7 +59,7 @@ def uncordon(session: Session, name: tuple[str, ...]) -> None:
 @option("--grace", type=DURATION, help="How long holders have to leave; 10m by default.")
 @REASON
 def drain(session: Session, name: tuple[str, ...], grace: float | None, reason: str) -> None:
-    """Cordon nodes or GPUs, ask the holders there to leave, and end what is left at the deadline.
+    """Cordon nodes or GPUs, ask the holders there to leave, and revoke the remaining reservations at the deadline.
 
     NAME is NODE, NODE/INDEX, NODE/UUID or UUID.
     """
@@ -79,7 +79,7 @@ def drain(session: Session, name: tuple[str, ...], grace: float | None, reason: 
 @command("clear quarantine host-1/0")
 @names("gpus", metavar="GPU")
 def clear_quarantine(session: Session, name: tuple[str, ...]) -> None:
-    """Allow work on quarantined GPUs again, until a new fault. GPU is NODE/INDEX, NODE/UUID or UUID."""
+    """Allow work on quarantined GPUs again, until the next fault. GPU is NODE/INDEX, NODE/UUID or UUID."""
 
     def clear(client: "Client", full: str) -> Done:
         found = client.health.ClearQuarantine(monitor_api.ClearQuarantineRequest(name=full)).health_events
@@ -94,8 +94,8 @@ def clear_quarantine(session: Session, name: tuple[str, ...]) -> None:
 def clear_fence(session: Session, name: tuple[str, ...]) -> None:
     """Make the agent at --address forget the fences of GPUs, and what was admitted on them. Needs role admin.
 
-    Use it after the allocator has lost its state and gives lower fences than before: the agent takes these for fences of
-    holders whose lease is over.
+    Use it after the allocator has lost its state and restarted with lower fences, which the agent rejects as those of former
+    holders.
     """
 
     def reset(client: "Client", uuid: str) -> Done:
@@ -121,7 +121,7 @@ def driver_release(session: Session, reason: str, longest: float) -> None:
 
 @command("--address host-1:7071 driver resume")
 def driver_resume(session: Session) -> None:
-    """Let the agent at --address open the GPU driver again before the time is over."""
+    """Let the agent at --address reopen the GPU driver early."""
     with session.connect() as client:
         answer = client.driver.ResumeDriver(monitor_api.ResumeDriverRequest())
     session.output.write_said(
@@ -133,9 +133,9 @@ def driver_resume(session: Session) -> None:
 @names("adapters")
 @YES
 def forget_adapter(session: Session, name: tuple[str, ...], yes: bool) -> None:
-    """Give up adapters whose host is gone: their replicas end as FAILED, and their GPUs are given back.
+    """Forget adapters whose host is gone: their replicas end as FAILED, and their GPUs are released.
 
-    Do this only if nothing runs on the host any more: nobody can stop what does, and it would share GPUs with others.
+    Only do this if nothing runs on the host any more: running workers cannot be stopped, and would share GPUs with others.
     """
 
     def forget(client: "Client", full: str) -> Done:
@@ -144,7 +144,7 @@ def forget_adapter(session: Session, name: tuple[str, ...], yes: bool) -> None:
         return Done(full, line, {"name": full, "replicas": list(lost)})
 
     wanted = [full_name(ADAPTER, one) for one in name]
-    danger = "What still runs on the host will share its GPUs with whoever gets them next."
+    danger = "Processes still running on the host will share its GPUs with the next holder."
     confirm("Forget", ", ".join(wanted), yes=yes, danger=danger)
     say_each(session, "adapters", wanted, forget)
 
@@ -152,7 +152,7 @@ def forget_adapter(session: Session, name: tuple[str, ...], yes: bool) -> None:
 @command("forget node host-9")
 @names("nodes")
 def forget_node(session: Session, name: tuple[str, ...]) -> None:
-    """Forget OFFLINE nodes and their health events; a node whose agent reports again is back."""
+    """Forget OFFLINE nodes and their health events; a node comes back when its agent reports again."""
 
     def forget(client: "Client", full: str) -> Done:
         client.fleet.ForgetNode(monitor_api.ForgetNodeRequest(name=full))
@@ -165,7 +165,7 @@ def forget_node(session: Session, name: tuple[str, ...]) -> None:
 
 
 def _spots(session: Session, typed: Sequence[str]) -> list[str]:
-    """Resource names of nodes and GPUs, which may follow their noun."""
+    """The resource names of nodes and GPUs, with or without a noun in front."""
     noun, rest = without_noun(typed, "nodes", "gpus")
 
     def nodes() -> "list[monitor_api.Node]":

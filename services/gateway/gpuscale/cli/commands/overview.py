@@ -1,4 +1,4 @@
-"""`gpuscalectl get all`, `version` and `api-resources`: several kinds at once, which versions run, and which kinds there are."""
+"""`gpuscalectl get all`, `version` and `api-resources`: several kinds at once, versions, and the list of kinds."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from gpuscale.cli.console.cells import View
 
 NOT_OF_ALL = frozenset({"all", "audit", "certs", "decisions", "metrics", "rules"})
-"""Files of this host, what belongs to endpoints, and what only admins see: `get all` leaves them out."""
+"""Kinds that `get all` leaves out: local files, parts of endpoints, and what only admins see."""
 
 
 @dataclass(frozen=True)
 class _Together(Output):
-    """Writes lists of several kinds as one result: tables under their titles, or one object with all lists."""
+    """Writes lists of several kinds as one result: titled tables, or one object with all lists."""
 
     parts: dict[str, object] = field(default_factory=dict[str, object])
 
     def write_list(self, items: "Sequence[Message]", view: "View[Any]") -> None:
-        """Write a table where there is something, or take a list in."""
+        """Write a table unless it is empty, or collect a list."""
         if not self.human:
             super().write_list(items, view)
             return
@@ -51,10 +51,10 @@ class _Together(Output):
             self.parts[view.key] = None
 
     def note_none(self, items: Sequence[object], text: str = "none") -> None:
-        """Write nothing: an empty list of several needs no note."""
+        """Write nothing: no note for one empty list of several."""
 
     def write_data(self, data: object) -> None:
-        """Take in what is written whole at the end; write the rest at once."""
+        """Collect data of formats that are written as a whole; write others at once."""
         if self.format in {Format.JSON, Format.YAML, Format.JSONPATH} and is_mapping(data):
             self.parts.update(data)
         else:
@@ -64,7 +64,7 @@ class _Together(Output):
 @command("get nodes,gpus", kind=GetCommand)
 @click.argument("kinds", default="", metavar="[KIND,...]")
 def get_all(session: Session, kinds: str) -> None:
-    """Everything there is, or several kinds: `get all`, `get nodes,gpus`."""
+    """List everything, or several kinds: `get all`, `get nodes,gpus`."""
     context = click.get_current_context()
     group = GetGroup("get", entries_above(context))
     if session.output.chosen.watched:
@@ -82,7 +82,7 @@ def get_all(session: Session, kinds: str) -> None:
             found = group.get_command(context, one)
             try:
                 context.invoke(found) if found else None
-            except UnavailableError as error:  # a service that is down does not hide what others know
+            except UnavailableError as error:  # show the others even if one service is down
                 if error.reason in NOBODY:
                     raise
                 note(f"{one} are unknown: {error.message}")
@@ -93,7 +93,7 @@ def get_all(session: Session, kinds: str) -> None:
 
 
 def programs(session: Session) -> Iterator[tuple[str, str, str]]:
-    """(name, program, version) of each agent, adapter and service that answers; the version of one before 0.1 is empty."""
+    """Name, program and version of each agent, adapter and service that answers; the version is empty before 0.1."""
     from gpuscale.api.allocator import v1 as allocator_api
     from gpuscale.api.autoscaler import v1 as autoscaler_api
     from gpuscale.api.monitor import v1 as monitor_api
@@ -112,7 +112,7 @@ def programs(session: Session) -> Iterator[tuple[str, str, str]]:
         }
         for name, call in calls.items():
             yield name, "process that leads", str(dict(call.trailing_metadata() or ()).get(VERSION_KEY, ""))
-        for one in session.each():  # a host of services that follows the first is known by its gateway
+        for one in session.each():  # a standby host is found by its gateway
             found = ""
             with one.connect(quickly=2.0) as of_gateway, suppress(UnavailableError):
                 _, call = of_gateway.fleet.ListNodes.with_call(nodes)
@@ -123,9 +123,9 @@ def programs(session: Session) -> Iterator[tuple[str, str, str]]:
 
 
 @command("version")
-@option("--client", is_flag=True, help="Only of this program; asks no server.")
+@option("--client", is_flag=True, help="Only of this program, without a call.")
 def version(session: Session, client: bool) -> None:
-    """The versions of this program, its contract, and each server, agent and adapter that answers."""
+    """Show the versions of this program, its API, and each server, agent and adapter that answers."""
     contract = sha256(resources.files("gpuscale.api").joinpath(contract_docs.FILE).read_bytes()).hexdigest()
     rows = [("gpuscalectl", "client", metadata.version("gpuscale")), ("contract", "v1", contract[:12])]
     failed: GpuscaleError | None = None
@@ -145,7 +145,7 @@ def version(session: Session, client: bool) -> None:
 
 @command("api-resources")
 def api_resources(session: Session) -> None:
-    """The kinds of resources, their short names, and the commands that know them; `explain KIND` says what their fields mean."""
+    """List the kinds of resources, their short names and commands; `explain KIND` explains their fields."""
     groups = {
         verb: one.place
         for verb, one in entries_above(click.get_current_context()).items()

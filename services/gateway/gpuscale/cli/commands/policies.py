@@ -1,4 +1,4 @@
-"""`gpuscalectl` for use policies and notifications: what policies did, whom they watch, and what is not delivered."""
+"""`gpuscalectl` for use policies, notifications and power budgets: explain, delete and resend."""
 
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 Names = tuple[str, ...]
 
 
-SINCE = option("--since", type=MOMENT, help="With a dry run: how far it goes back; 7 days by default.")
+SINCE = option("--since", type=MOMENT, help="With --dry-run, how far to go back; 7 days by default.")
 DRY_RUN_SECONDS = 300.0
-"""Time limit of a dry run: some seconds for a week of 100 GPUs."""
+"""Time limit of a dry run, which takes seconds for a week of 100 GPUs."""
 
 
 @command("explain policy idle --dry-run --since 2d")
 @one_name("policies")
-@option("--dry-run", is_flag=True, help="Show instead what it would have done in the recorded past.")
+@option("--dry-run", is_flag=True, help="Show what it would have done in the recorded past.")
 @SINCE
 def explain_policy(session: Session, name: str, dry_run: bool, since: datetime | None) -> None:
-    """Whom a use policy watches, what it does next and when, and what it did last."""
+    """Explain a use policy: what it watches, what it does next and when, and what it did last."""
     with session.connect() as client:
         if dry_run:
             [policy] = lookup.READERS["policies"](client, [name])
@@ -51,7 +51,7 @@ def explain_policy(session: Session, name: str, dry_run: bool, since: datetime |
 
 
 def show_past(session: Session, client: "Client", policy: api.UsePolicy, since: datetime | None) -> None:
-    """What a policy would have done since a time, and how much of that time is not recorded."""
+    """Show what a policy would have done since a time, and how much of that time is not recorded."""
     request = api.DryRunUsePolicyRequest(use_policy=policy, start_time=wire.optional_timestamp(since))
     found = client.policies.DryRunUsePolicy(request, timeout=DRY_RUN_SECONDS)
     output = session.output
@@ -70,14 +70,14 @@ def show_past(session: Session, client: "Client", policy: api.UsePolicy, since: 
     )
     if found.HasField("complete_since"):
         forgotten = local_text(wire.to_datetime(found.complete_since))
-        note(f"of reservations that ended before {forgotten} not all are on record")
+        note(f"not all reservations that ended before {forgotten} are on record")
 
 
 @command("delete policy idle")
 @names("policies")
 @YES
 def delete_policy(session: Session, name: Names, yes: bool) -> None:
-    """Delete use policies; reservations that they revoked may stay."""
+    """Delete use policies; reservations they were about to revoke stay."""
     wanted = [full_name(POLICY, one) for one in name]
     delete_each(session, "policies", wanted, api.DeleteUsePolicyRequest, yes=yes)
 
@@ -86,7 +86,7 @@ def delete_policy(session: Session, name: Names, yes: bool) -> None:
 @names("targets")
 @YES
 def delete_target(session: Session, name: Names, yes: bool) -> None:
-    """Delete notification targets, with what is not delivered yet."""
+    """Delete notification targets and their undelivered notifications."""
     wanted = [full_name(TARGET, one) for one in name]
     delete_each(session, "targets", wanted, api.DeleteNotificationTargetRequest, yes=yes)
 
@@ -95,7 +95,7 @@ def delete_target(session: Session, name: Names, yes: bool) -> None:
 @names("budgets")
 @YES
 def delete_budget(session: Session, name: Names, yes: bool) -> None:
-    """Delete power budgets: GPUs get their limits back, unless something else caps them."""
+    """Delete power budgets and restore the limits of their GPUs, unless something else caps them."""
     wanted = [full_name(BUDGET, one) for one in name]
     delete_each(session, "budgets", wanted, api.DeletePowerBudgetRequest, yes=yes)
 
@@ -103,7 +103,7 @@ def delete_budget(session: Session, name: Names, yes: bool) -> None:
 @command("resend lab/12")
 @names("notifications")
 def resend(session: Session, name: Names) -> None:
-    """Send notifications again that a target did not take. A NAME is TARGET/NUMBER."""
+    """Send failed notifications again. A NAME is TARGET/NUMBER."""
 
     def send(client: "Client", full: str) -> api.Notification:
         return client.notifications.ResendNotification(api.ResendNotificationRequest(name=full)).notification

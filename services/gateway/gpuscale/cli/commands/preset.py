@@ -61,16 +61,18 @@ def _capability_set(text: str) -> tuple[str, dict[str, int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Wishing:
-    """What a preset is made for, as typed."""
+    """The parameters of a preset, as typed."""
 
     watcher: str = shared(
         default="",
         metavar="NAME",
-        help="Queue watcher that counts the work.",
+        help="Queue watcher that measures the load.",
         shell_complete=names_of("watchers"),
     )
     metric: str = shared(
-        default="", metavar="NAME", help="Instead: reported metric of the endpoint that counts the work."
+        default="",
+        metavar="NAME",
+        help="Instead of --watcher: reported metric of the endpoint that measures the load.",
     )
     template: str = shared(default="worker", metavar="NAME", help="Command template of a replica.")
     gpus: int = shared(type=COUNT, default=1, metavar="N", help="GPUs of each replica.")
@@ -78,19 +80,17 @@ class Wishing:
         "--capability-set",
         many=True,
         type=Parsed("id:name[=amount],...", _capability_set),
-        help="For opengris_capability: a set, whose groups take as many GPUs as its gpu capability says.",
+        help="For opengris_capability: a capability set; its gpu capability is the number of GPUs per group.",
     )
     tiers: "tuple[api.AdapterTier, ...]" = shared(
         "--tier",
         many=True,
         type=Parsed("adapter[=most]", _tier),
-        help="Adapter that is filled, up to so many replicas, before the next.",
+        help="Adapter to fill, up to so many replicas, before the next.",
     )
     min_replicas: int = shared("--min", type=COUNT, default=1, metavar="N", help="Fewest replicas.")
     max_replicas: int = shared("--max", type=COUNT, default=16, metavar="N", help="Most replicas.")
-    slots: int = shared(
-        type=POSITIVE, default=1, metavar="N", help="Requests that a replica serves at a time."
-    )
+    slots: int = shared(type=POSITIVE, default=1, metavar="N", help="Concurrent requests per replica.")
     goal: float = shared(type=DURATION, default="30s", help="How long a request may wait.")
     service_time: float | None = shared(type=DURATION, help="Duration of a request; learned by default.")
     parameters: tuple[tuple[str, float], ...] = shared(
@@ -143,9 +143,9 @@ def list_presets(session: Session) -> None:
 @takes("wishing", Wishing)
 @option("--name", "endpoint", default="", metavar="NAME", help="Name of the endpoint.")
 def show_preset(session: Session, name: str, wishing: Wishing, endpoint: str) -> None:
-    """Write the endpoint that a preset makes, for `apply -f`; nothing is created.
+    """Write a preset as the manifest of an endpoint, for `apply -f`, without creating it.
 
-    PRESET is its name, or a policy text of OpenGRIS Scaler.
+    PRESET is its name, or a policy string of OpenGRIS Scaler.
     """
     request = api.RenderPresetRequest(wish=wishing.message(name))
     with session.connect() as client:

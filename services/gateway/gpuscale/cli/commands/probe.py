@@ -1,4 +1,4 @@
-"""`gpuscalectl probe`, and the checks of `run --check`: what the fleet knows of GPUs, and a test of those that nobody holds."""
+"""`gpuscalectl probe`, and the checks of `run --check`: GPU problems known to the fleet, and a test of free GPUs."""
 
 import json
 import os
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from gpuscale.client import Client
 
 MOST_NODES = 8
-"""So many are tested at a time."""
+"""Most GPUs tested at a time."""
 
 
 class Probed(NamedTuple):
-    """A finding about a GPU, how severe it is (OK, WARN, FAIL), and what to do."""
+    """A finding about a GPU, its severity (OK, WARN, FAIL), and what to do."""
 
     gpu: str
     state: str
@@ -39,13 +39,13 @@ class Probed(NamedTuple):
 @command("probe host-1 host-2/0")
 @names("nodes", metavar="[node|gpu] NAME", required=False)
 @option(
-    "--user", default="", metavar="NAME", help="Unix user on other hosts; by default the one that ssh uses."
+    "--user", default="", metavar="NAME", help="Unix user on other hosts; by default as ssh is configured."
 )
 def probe(session: Session, name: tuple[str, ...], user: str) -> None:
-    """Check all GPUs, or these: what the fleet knows of each, and a short test of those that are free.
+    """Check GPUs, all by default: problems known to the fleet, and a short test of those that are free.
 
-    A test reserves its GPU and runs there as you, as run does. If you may, a GPU that fails is cordoned, with what was seen.
-    NAME is NODE, NODE/INDEX, NODE/UUID or UUID. Exit code 1 where anything is FAIL.
+    A test reserves its GPU and runs there as you, like run. A GPU that fails is cordoned with the finding, if you may do so.
+    NAME is NODE, NODE/INDEX, NODE/UUID or UUID. Exit code 1 if any finding is FAIL.
     """
     from gpuscale.client.jobs import this_node
 
@@ -74,10 +74,10 @@ def probe(session: Session, name: tuple[str, ...], user: str) -> None:
 
 
 def expect_well(client: "Client", reservation: "Reservation") -> None:
-    """Return if the fleet knows nothing fatal of the granted GPUs; what it knows is noted.
+    """Check that the fleet knows no fatal problem of the granted GPUs; notes all problems.
 
     Raises:
-        FailedPreconditionError: it does, and they are given back (GPU_CHECK_FAILED).
+        FailedPreconditionError: it does; the GPUs are released (GPU_CHECK_FAILED).
     """
     from gpuscale.client.jobs import give_back
 
@@ -92,7 +92,7 @@ def expect_well(client: "Client", reservation: "Reservation") -> None:
 
 
 def close_failed(client: "Client", name: str) -> None:
-    """Say which GPUs of a job failed their test, by the reports of its supervisors, and cordon those that do not work."""
+    """Report which GPUs of a job failed their test, from the reports of its supervisors, and cordon broken ones."""
     from gpuscale.client.jobs import Job
 
     found = Job(client, name).look()
@@ -107,7 +107,7 @@ def close_failed(client: "Client", name: str) -> None:
 
 
 def _cordon(client: "Client", name: str, why: str) -> str:
-    """Cordon a GPU that failed, if we may; says what was done, or what to do."""
+    """Cordon a failed GPU, if permitted; returns what was done, or what to do."""
     from gpuscale.api.allocator import v1 as api
 
     reason = f"it failed its test: {why}"
@@ -123,7 +123,7 @@ def _label(gpu: "Gpu") -> str:
 
 
 def _known(client: "Client", nodes: "Sequence[Node]", wanted: set[str]) -> Iterator[Probed]:
-    """What the fleet knows against GPUs and nodes: states, health events that last, and lanes that others of the model have."""
+    """Problems known to the fleet: states, unresolved health events, and fewer PCIe lanes than others of the model."""
     from gpuscale.client.states import gpu_state
 
     gpus, events = lookup.gpus(nodes), lookup.health(client)
@@ -141,12 +141,12 @@ def _known(client: "Client", nodes: "Sequence[Node]", wanted: set[str]) -> Itera
         if (state := gpu_state(gpu)) in {"LOST", "HUNG", "RESET_REQUIRED", "STALE", "OTHER"}:
             yield Probed(label, "FAIL", f"it is {state}", "gpuscalectl get health")
         if 0 < own < lanes[gpu.model]:
-            why = f"its PCIe link has {own} lanes, that of another {gpu.model} {lanes[gpu.model]}"
-            yield Probed(label, "WARN", why, "check how it sits in its slot")
+            why = f"its PCIe link has {own} lanes, another {gpu.model} has {lanes[gpu.model]}"
+            yield Probed(label, "WARN", why, "reseat it in its slot")
 
 
 def tested(client: "Client", gpu: "Gpu", user: str, here: str | None) -> Probed:
-    """Test a GPU under a reservation of its own; or say why it was not."""
+    """Test a GPU under its own reservation, or say why it was not tested."""
     from gpuscale.client import ReserveOptions, reserve_request
     from gpuscale.client.asks import default_holder
     from gpuscale.client.jobs import supervise
@@ -181,7 +181,7 @@ def tested(client: "Client", gpu: "Gpu", user: str, here: str | None) -> Probed:
                 granted.reservation,
                 [supervised(member)],
                 stdout=kept.fileno(),
-                stderr=kept.fileno(),  # nobody's: what went wrong is told of the member
+                stderr=kept.fileno(),  # discard it: the member's report has the error
                 once=True,
                 environment=TERMINAL.callers_environment(),
             )

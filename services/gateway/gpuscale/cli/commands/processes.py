@@ -1,4 +1,4 @@
-"""Commands that `gpuscalectl` runs: signals are passed on to them, and exit codes are those of a shell."""
+"""Commands run by `gpuscalectl`: signals are forwarded, exit codes are like a shell's."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from gpuscale.cli.console.terminal import TERMINAL, note
 from gpuscale.client.over_ssh import dying_with_us, exit_code
 
 NOT_FOUND, NOT_RUN = 127, 126
-"""Exit codes of a command that does not exist, and of one that cannot be run."""
+"""Exit codes for a command that does not exist, and one that cannot be run."""
 STDERR = 2
-"""Where a command's standard output goes while that of `gpuscalectl` is data."""
+"""Where a command's standard output goes while that of `gpuscalectl` carries data."""
 PAUSE = 0.05
-"""Seconds between two looks at what is told to end."""
+"""Seconds between checks of stopping processes."""
 LOOK = 0.5
-"""Seconds between two looks at what others started."""
+"""Seconds between checks of adopted processes."""
 _ERRNO_BYTES = 8
 KILL_SECONDS = 2.0
-"""Within this time killed processes are gone, unless they are stuck in the kernel."""
+"""Seconds for killed processes to end, unless stuck in the kernel."""
 GUARD_GRACE = 1.0
-"""Seconds between SIGTERM and SIGKILL for what a killed supervisor leaves."""
+"""Seconds between SIGTERM and SIGKILL for processes left by a killed supervisor."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 
 Handler = Callable[[int, FrameType | None], Any] | int | None
-"""What `signal.signal` returns."""
+"""The return type of `signal.signal`."""
 
 _FORWARDED = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGQUIT})
 
 
 class WaitingChild:
-    """A child that becomes the command it is sent, so that no other Python has to start.
+    """A child process that becomes the command it is sent, which saves the start of another Python.
 
-    Make it before there are threads. The kernel kills it when this process ends without stopping it.
+    Create it before starting threads. The kernel kills it when this process ends without stopping it.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class WaitingChild:
     def become(
         self, command: Sequence[str], variables: Mapping[str, str], outputs: Sequence[int]
     ) -> WaitingChild | int:
-        """As `start`, with these outputs: standard output and standard error."""
+        """Like `start`, with these as standard output and standard error."""
         with self._ours:
             socket.send_fds(self._ours, [b"1"], outputs)
             told = [*command], {**TERMINAL.callers_environment(), **variables}, str(Path.cwd())
@@ -74,12 +74,12 @@ class WaitingChild:
         return _not_started(command, OSError(int(failed), os.strerror(int(failed))))
 
     def wait(self) -> int:
-        """As `Popen.wait`."""
+        """Like `Popen.wait`."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 def _become(told: socket.socket, parent: int) -> NoReturn:
-    """What the child of `WaitingChild` does."""
+    """The code of the child of `WaitingChild`."""
     try:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         _, outputs, _, _ = socket.recv_fds(told, 1, 2, socket.MSG_CMSG_CLOEXEC)
@@ -89,18 +89,18 @@ def _become(told: socket.socket, parent: int) -> NoReturn:
             os.dup2(output, number)
         os.closerange(3, told.fileno())  # such as the lock of the supervisor
         os.closerange(told.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # as they were before Python changed them
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # undo what Python changed
             signal.signal(number, signal.SIG_DFL)
-        if os.getppid() == parent:  # else it ended before the first call
+        if os.getppid() == parent:  # otherwise it ended before the first call
             os.execvpe(words[0], words, environment)  # noqa: S606
     except OSError as error:
         told.send(str(error.errno).encode())
     finally:
-        os._exit(NOT_RUN)  # also where it is told nothing
+        os._exit(NOT_RUN)  # also if it gets no command
 
 
 Started = subprocess.Popen[bytes] | WaitingChild
-"""A command that was started."""
+"""A started command."""
 
 
 def start(
@@ -111,11 +111,11 @@ def start(
     prefix: Sequence[str] = (),
     dies_with_us: bool = False,
 ) -> subprocess.Popen[bytes] | int:
-    """Start a command; its exit code where it cannot be started, which is reported.
+    """Start a command; if that fails, report it and return an exit code.
 
     Args:
         command: the program and its arguments.
-        variables: what it finds in its environment beside that of our caller.
+        variables: variables to add to our caller's environment.
         stdout: its standard output.
         prefix: a command that becomes it, as another user.
         dies_with_us: whether the kernel kills it when this process ends without stopping it, as by SIGKILL.
@@ -139,12 +139,12 @@ def _not_started(command: Sequence[str], error: OSError) -> int:
 
 
 class Forwarding:
-    """Passes signals on to a command while its block runs, including those that arrive before it has started.
+    """Forwards signals to a command while its block runs, including those from before its start.
 
-    What a terminal sends on Ctrl-C it sends to the command itself, so that is not passed on.
+    A terminal sends Ctrl-C to the command itself, so that is not forwarded.
 
     Attributes:
-        ending: whether one came that ends commands.
+        ending: whether a signal came that ends commands.
     """
 
     def __init__(self) -> None:
@@ -154,8 +154,8 @@ class Forwarding:
         self._before: dict[signal.Signals, Handler] = {}
 
     def to(self, process: Started) -> None:
-        """The command has started, or another one that gets the same signals."""
-        # Not `Popen.send_signal`, which reaps a command that has ended: only who waits for it may.
+        """Forward signals to this started command, too."""
+        # Not `Popen.send_signal`, which reaps an ended command; only its waiter may.
         self._pidfds.append(os.pidfd_open(process.pid))
         for number in self._early:
             self._send(self._pidfds[-1], number)
@@ -168,7 +168,7 @@ class Forwarding:
         self.send(number)
 
     def send(self, number: int) -> None:
-        """Send those that have started a signal."""
+        """Send a signal to the started commands."""
         for pidfd in self._pidfds:
             self._send(pidfd, number)
 
@@ -189,18 +189,18 @@ class Forwarding:
 
 
 class Offspring:
-    """Every process that this process starts while its block runs, however it detaches.
+    """All processes that this process starts while its block runs, even if they detach.
 
-    Who calls setsid, forks twice or empties its environment stays in the tree: this process is a subreaper, and the kernel
-    gives it the children of what has ended below it. Processes are told apart by id and start time. What a daemon starts for
-    a command (`docker run -d`, `systemd-run`) belongs to the daemon.
+    A process that calls setsid, forks twice or empties its environment stays in the tree: this process is a subreaper, which
+    inherits orphans below it. Processes are identified by id and start time. What a daemon starts for a command
+    (`docker run -d`, `systemd-run`) belongs to the daemon.
     """
 
     def __init__(self, child: WaitingChild | None = None) -> None:
-        """`child`: one of ours that was started before."""
+        """`child`: a child that was started before."""
         others = _children() - (
             {child.pid} if child else set()
-        )  # of the shell that became this program by exec
+        )  # children of a shell that became this program by exec
         self._others = [psutil.Process(pid) for pid in others]
 
     def __enter__(self) -> Self:
@@ -211,7 +211,7 @@ class Offspring:
         _adopt_orphans(False)
 
     def wait(self, process: Started) -> int:
-        """Wait for the command, and reap orphans that end before it; returns what `Popen.wait` does."""
+        """Wait for the command, and reap orphans meanwhile; returns the same as `Popen.wait`."""
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) is not None:
             if ended.si_pid == process.pid:
                 break
@@ -219,10 +219,10 @@ class Offspring:
         return process.wait()
 
     def alive(self) -> list[psutil.Process]:
-        """Those that run now.
+        """The running ones.
 
-        psutil goes from parent to child by one reading of /proc: where a parent ends meanwhile, its children are missed. By
-        then they are our own children, so that a second look finds them.
+        psutil builds the tree from one reading of /proc, and misses the children of a parent that ends meanwhile. They become
+        our own children, so a second reading finds them.
         """
         return self._look() or self._look()
 
@@ -239,10 +239,10 @@ class Offspring:
         return found
 
     def stop(self, until: float) -> list[psutil.Process]:
-        """Send SIGTERM to all of them, and SIGKILL to those that still run at `until`, of `time.monotonic`.
+        """Send SIGTERM to all, and SIGKILL to those still running at `until` (of `time.monotonic`).
 
         Returns:
-            Those that cannot be killed: another user's, or stuck in the kernel.
+            Those that cannot be killed: of another user, or stuck in the kernel.
         """
         _send(self.alive(), signal.SIGTERM)
         while (left := self.alive()) and time.monotonic() < until:
@@ -256,13 +256,13 @@ class Offspring:
 
 
 class Adopted(Offspring):
-    """Processes that others started, and what those start."""
+    """Processes started by others, and their descendants."""
 
     def __init__(self, pids: Iterable[int]) -> None:
         self._roots = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
 
     def wait_for_all(self) -> None:
-        """Wait until none runs."""
+        """Wait until all have ended."""
         while self.alive():
             time.sleep(LOOK)
 
@@ -276,9 +276,9 @@ class Adopted(Offspring):
 
 
 def guard() -> int | None:
-    """Go on in a child of this process, which stays to end what the child leaves running, as when it is killed.
+    """Continue in a child of this process, which stays to stop what the child leaves running, as when it is killed.
 
-    Call it before there are threads. The child handles signals. Returns None in the child, its exit code here.
+    Call it before starting threads. The child handles signals. Returns None in the child, and its exit code here.
     """
     with Offspring() as offspring:
         child = os.fork()
@@ -287,13 +287,15 @@ def guard() -> int | None:
         for number in _FORWARDED:
             signal.signal(number, signal.SIG_IGN)
         nowhere = os.open(os.devnull, os.O_RDWR)
-        for one in (0, 1, 2):  # who waits for the end of a pipe waits for the child
+        for one in (0, 1, 2):  # so that readers of our pipes wait for the child only
             os.dup2(nowhere, one)
         while (ended := os.wait())[0] != child:
             pass
         offspring.stop(time.monotonic() + GUARD_GRACE)
         until = time.monotonic() + KILL_SECONDS
-        with suppress(ChildProcessError):  # then nothing is left: all below became children of this process
+        with suppress(
+            ChildProcessError
+        ):  # then nothing is left: all descendants became children of this process
             while time.monotonic() < until:
                 if os.waitpid(-1, os.WNOHANG)[0] == 0:
                     _send(offspring.alive(), signal.SIGKILL)
@@ -302,7 +304,7 @@ def guard() -> int | None:
 
 
 def _children() -> set[int]:
-    """The children of this process, which the kernel mostly says at once: psutil reads all of /proc."""
+    """The children of this process, mostly from the kernel's own list; psutil has to read all of /proc."""
     try:
         return set(map(int, Path("/proc/thread-self/children").read_text().split()))
     except FileNotFoundError:
@@ -310,7 +312,7 @@ def _children() -> set[int]:
 
 
 def _adopt_orphans(on: bool) -> None:
-    """Whether the kernel makes this process the parent of orphans below it."""
+    """Become the parent of orphans below this process; returns whether the kernel supports it."""
     _prctl(_PR_SET_CHILD_SUBREAPER, int(on))
 
 

@@ -1,4 +1,4 @@
-"""`gpuscalectl history`, `record`, and `start`, `stop` and `delete recording`: what nodes and GPUs did."""
+"""`gpuscalectl history`, `record`, and `start`, `stop` and `delete recording`: past readings of nodes and GPUs."""
 
 import os
 import uuid
@@ -64,10 +64,10 @@ class RecordingOptions:
     interval: float | None = shared(type=DURATION, help="Time between samples; 1s by default.")
 
     def targets(self, client: "Client") -> tuple[list[str], list[str]]:
-        """(resource names, UUIDs) of what is to be recorded: where nothing is named, what CUDA_VISIBLE_DEVICES names, or this node.
+        """Resource names and UUIDs to record: by default those in CUDA_VISIBLE_DEVICES, or this node.
 
         Raises:
-            InvalidArgumentError: nothing is named, and this host is not known as a node.
+            InvalidArgumentError: nothing was named, and this host is not a node.
         """
         names, uuids = lookup.named(client, [*self.gpu, *self.node])
         if self.reservation:
@@ -85,7 +85,7 @@ class RecordingOptions:
         nodes = lookup.nodes(client)
         if len(nodes) != 1:
             raise InvalidArgumentError(
-                f"this host is none of the {len(nodes)} nodes; pass --node, --gpu or --reservation"
+                f"this host is not one of the {len(nodes)} nodes; pass --node, --gpu or --reservation"
             )
         return [nodes[0].name], []
 
@@ -94,9 +94,9 @@ class RecordingOptions:
 @takes("wanted", RecordingOptions)
 @click.argument("command", nargs=-1, required=True, metavar="-- COMMAND...")
 def record(session: Session, wanted: RecordingOptions, command: tuple[str, ...]) -> None:
-    """Run a command and print what GPUs did while it ran: minimum, mean, maximum and number of samples.
+    """Run a command, then print GPU readings while it ran: minimum, mean, maximum and number of samples.
 
-    Without --gpu, --node and --reservation it records the GPUs that CUDA_VISIBLE_DEVICES names by UUID, or else those of
+    By default it records the GPUs whose UUIDs are in CUDA_VISIBLE_DEVICES, or else those of
     this host. The exit code is the command's. With -o json or yaml, the standard output of the command goes to standard error.
     """
     with session.connect() as client:
@@ -116,7 +116,7 @@ def record(session: Session, wanted: RecordingOptions, command: tuple[str, ...])
 
 @contextmanager
 def recording_of(session: Session, client: "Client", uuids: Sequence[str], held_by: str) -> Generator[None]:
-    """Record the GPUs of a reservation while the block runs, then print it; the block runs even where they cannot be recorded."""
+    """Record the GPUs of a reservation while the block runs, then print the recording; a failure does not stop the block."""
     try:
         name = begin(client, [], uuids).name
     except GpuscaleError as error:
@@ -151,7 +151,7 @@ def begin(
 
 
 def _end(session: Session, client: "Client", name: str, held_by: str = "") -> None:
-    """Stop the recording of a command and print it; a failure leaves the exit code of the command."""
+    """Stop the recording of a command and print it; a failure does not change the command's exit code."""
     try:
         recording = client.recordings.StopRecording(api.StopRecordingRequest(name=name)).recording
         statistics = Statistics.of(client, held_by) if held_by else None
@@ -162,9 +162,9 @@ def _end(session: Session, client: "Client", name: str, held_by: str = "") -> No
 
 
 def write(session: Session, recording: "api.Recording", statistics: Statistics | None = None) -> None:
-    """Print the figures of a recording: a table of its GPUs, or data in the structure that scripts know.
+    """Print a recording: a table of its GPUs, or data in the established structure.
 
-    `statistics` of the reservation that held them come with it.
+    Data includes the `statistics` of the reservation that held them.
     """
     from gpuscale.client.recording_view import seed_view
 
@@ -183,9 +183,9 @@ def write(session: Session, recording: "api.Recording", statistics: Statistics |
 @takes("wanted", RecordingOptions)
 @option("--for", "limit", type=DURATION, default="7d", help="Stop by itself after this time.")
 def start_recording(session: Session, wanted: RecordingOptions, name: str, limit: float) -> None:
-    """Record what GPUs do, until `stop recording`.
+    """Record GPUs until `stop recording`.
 
-    Without --gpu, --node and --reservation it records the GPUs that CUDA_VISIBLE_DEVICES names by UUID, or else those of
+    By default it records the GPUs whose UUIDs are in CUDA_VISIBLE_DEVICES, or else those of
     this host.
     """
     key = name.removeprefix("recordings/")
@@ -198,7 +198,7 @@ def start_recording(session: Session, wanted: RecordingOptions, name: str, limit
 @command("stop recording rec-1")
 @one_name("recordings")
 def stop_recording(session: Session, name: str) -> None:
-    """Stop a recording and print its figures; an ended one stays as it is."""
+    """Stop a recording and print its figures; does nothing more if it has ended."""
     full = full_name(RECORDING, name)
     with session.connect() as client:
         recording = client.recordings.StopRecording(api.StopRecordingRequest(name=full)).recording
@@ -219,8 +219,8 @@ def delete_recording(session: Session, name: tuple[str, ...], yes: bool) -> None
 @takes("when", When)
 @option("--step", type=DURATION, help="Time between points.")
 @repeated("--metric", metavar="NAME", help="Only this metric, such as power_watts.")
-@option("--points", is_flag=True, help="Every point instead of the trend.")
-@option("--chart", is_flag=True, help="A chart of each metric instead of the trend.")
+@option("--points", is_flag=True, help="Show every point instead of the trend.")
+@option("--chart", is_flag=True, help="Show a chart of each metric instead of the trend.")
 def history(
     session: Session,
     name: tuple[str, ...],
@@ -230,11 +230,10 @@ def history(
     points: bool,
     chart: bool,
 ) -> None:
-    """What nodes and GPUs did: minimum, mean, maximum and trend of each metric, every point, or a chart.
+    """Show past readings of nodes and GPUs: minimum, mean, maximum and trend of each metric, every point, or a chart.
 
-    NAME is that of a node, or of a GPU: NODE/INDEX, its UUID, or the beginning of it; for an endpoint the GPUs of its present
-    replicas are shown. Without --since, --until and --at it is the last 10 minutes; --at is 5 minutes around that time. Who used
-    a GPU: get reservations --gpu.
+    NAME is a node, a GPU as NODE/INDEX, UUID or the beginning of one, or an endpoint for the GPUs of its current replicas. Shows
+    the last 10 minutes by default; --at shows 5 minutes before and after that time. To see who used a GPU: get reservations --gpu.
     """
     time = when.range(timedelta(minutes=10), AROUND)
     if time.since is None:
@@ -284,11 +283,11 @@ def _note_not_kept(
     if begin and answer.HasField("oldest_time") and (oldest := wire.to_datetime(answer.oldest_time)) > begin:
         note(f"nothing is kept from before {local_text(oldest)}")
     for name in answer.not_kept:
-        note(f"no history of {name}: nothing was read yet, or the fleet has used up --history-memory-mib")
+        note(f"no history of {name}: no readings yet, or the fleet's --history-memory-mib is full")
 
 
 def _subjects(client: "Client", typed: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(resource names, UUIDs) of what was typed, perhaps after its noun; of endpoints the GPUs of their replicas."""
+    """Resource names and UUIDs of what was typed, with or without a noun; for endpoints, the GPUs of their replicas."""
     noun, rest = without_noun(typed, "gpus", "nodes", "endpoints")
     if noun == "endpoints":
         found: dict[str, None] = {}
@@ -306,7 +305,7 @@ def _subjects(client: "Client", typed: Sequence[str]) -> tuple[list[str], list[s
 
 
 def _metric(typed: str) -> "api.Metric.ValueType":
-    """The metric of a name in any case; an unambiguous one may lack its unit."""
+    """The metric of a name, in any case; the unit may be left out if unambiguous."""
     known = {key.removeprefix("METRIC_").lower(): value for key, value in api.Metric.items() if value}
     wanted = typed.lower()
     alike = [key for key in known if key == wanted or key.rpartition("_")[0] == wanted]

@@ -1,4 +1,4 @@
-"""`gpuscalectl reserve`, `renew` and `release`: GPUs under a lease; and bookings of them for later."""
+"""`gpuscalectl reserve`, `renew` and `release`: GPUs under a lease, and bookings for later."""
 
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -34,7 +34,7 @@ FENCE = option(
     "--fence", type=POSITIVE, metavar="N", help="Only the grant with this fence; looked up by default."
 )
 ANSWER_SECONDS = 10.0
-"""How late an answer may be once the wait is over."""
+"""Most seconds for the answer after the wait."""
 
 
 @command("reserve --gpus 2 --min-memory 8GiB --ttl 5m --wait 10m")
@@ -60,8 +60,8 @@ def reserve(
 ) -> None:
     """Reserve GPUs, all or none; those of a member are on one node.
 
-    With --at they are booked: from then on they are yours for the time of --for, and nobody is given them who would still be
-    there. Reserve in a booking, or run commands, with --booking; what is not used for 15 minutes is given back.
+    With --at they are booked for the time of --for, and not granted to anyone who would still hold them then. Use a booking
+    with --booking; GPUs not used within 15 minutes are released.
     """
     if (start is None) != (length is None) or (start is None and (booking_id or title)):
         raise click.UsageError("--at and --for belong together, and --name and --title to them")
@@ -111,7 +111,7 @@ def _book(
 @names("bookings")
 @YES
 def delete_booking(session: Session, name: tuple[str, ...], yes: bool) -> None:
-    """Cancel bookings; what runs in them may go on until their end."""
+    """Cancel bookings; work running in them may continue until their end."""
     wanted = [full_name(BOOKING, one) for one in name]
     delete_each(session, "bookings", wanted, api.CancelBookingRequest, yes=yes, line="cancelled")
 
@@ -148,7 +148,7 @@ def release(session: Session, name: tuple[str, ...], fence: int | None) -> None:
 
 
 def _full(typed: tuple[str, ...], fence: int | None) -> list[str]:
-    """Complete names of reservations; only one where there is a fence."""
+    """Full names of reservations; only one is allowed with a fence."""
     _, rest = without_noun(typed, "reservations")
     if fence is not None and len(rest) > 1:
         raise InvalidArgumentError("--fence takes one reservation: each has its own")
@@ -160,10 +160,10 @@ def _find(client: "Client", name: str) -> "api.Reservation":
 
 
 def grant(client: "Client", request: "api.ReserveRequest") -> "api.ReserveResponse":
-    """The reservation and its lease token; progress in the queue is shown on standard error.
+    """Reserve, and return the reservation and its lease token; shows progress in the queue on standard error.
 
     Raises:
-        GpuscaleError: it was refused, the wait ended first, or what the request id was granted has ended.
+        GpuscaleError: it was refused, the wait timed out, or the grant of the request id has ended.
     """
     from gpuscale.client.lease import expect_held
     from gpuscale.client.states import estimate

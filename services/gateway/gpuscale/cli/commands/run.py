@@ -1,6 +1,6 @@
-"""`gpuscalectl run`: a command on GPUs that are reserved while it runs, on the host that has them.
+"""`gpuscalectl run`: run a command on reserved GPUs, on the host that has them.
 
-On this host it supervises the command itself; on another, a supervisor that ssh starts there as the user that ssh logs in.
+On this host it supervises the command itself; on another, ssh starts a supervisor.
 """
 
 import os
@@ -49,7 +49,7 @@ def _on_move(text: str) -> dict[str, Any]:
         )
     grace = to_seconds(found[2]) if found[2] else 0.0
     if found[2] and grace <= 0:
-        raise ValueError("a grace is longer than 0 s")
+        raise ValueError("grace must be longer than 0 s")
     return {"on_move": signal.Signals[f"SIG{found[1]}"], "move_grace": grace}
 
 
@@ -57,33 +57,35 @@ def _on_move(text: str) -> dict[str, Any]:
 @takes("asking", Asking)
 @takes("requesting", Requesting)
 @click.argument("command", nargs=-1, required=True, metavar="-- COMMAND...")
-@option("--record", is_flag=True, help="Record the GPUs, and print what they did at the end.")
-@option("--detach", "-d", is_flag=True, help="Print the job's name and return; the job goes on without you.")
+@option("--record", is_flag=True, help="Record the GPUs, and print their readings at the end.")
+@option("--detach", "-d", is_flag=True, help="Print the job's name and return; the job keeps running.")
 @option("--name", "title", default="", metavar="TEXT", help="What to call the job.")
 @repeated(
     "--forward",
     type=Parsed("port", _ports),
-    help="A port of this host that leads to the same one of the other, or LOCAL:REMOTE.",
+    help="Forward a port of this host to the same port there, or LOCAL:REMOTE.",
 )
-@option("--check", is_flag=True, help="Test the GPUs before the command starts; this takes seconds.")
-@option("--anywhere", is_flag=True, help="Take GPUs of other hosts too, where this host has some.")
+@option("--check", is_flag=True, help="Test the GPUs before the command starts, which takes seconds.")
+@option("--anywhere", is_flag=True, help="Allow GPUs of other hosts, even if this host has some.")
 @option(
-    "--user", default="", metavar="NAME", help="Unix user on another host; by default the one that ssh uses."
+    "--user", default="", metavar="NAME", help="Unix user on another host; by default as ssh is configured."
 )
 @option(
-    "--directory", metavar="PATH", help="Where the command runs; the directory that you are in by default."
+    "--directory", metavar="PATH", help="Working directory of the command; the current directory by default."
 )
-@repeated("--env", metavar="NAME[=VALUE]", help="A variable of the command, with your own value by default.")
+@repeated(
+    "--env", metavar="NAME[=VALUE]", help="Set a variable for the command; by default to your own value."
+)
 @option(
     "--this-node",
     metavar="NAME",
-    help="The node that this host is; $GPUSCALE_NODE, or what the agents say, by default.",
+    help="This host's node; by default $GPUSCALE_NODE, or found out from the agents.",
 )
 @option(
     "--on-member-failure",
     type=click.Choice(("stop", "continue")),
     default="stop",
-    help="Whether a member that fails stops the others.",
+    help="Whether a failed member stops the others.",
 )
 @option(
     "--on-move",
@@ -118,24 +120,24 @@ def run(
     on_move: dict[str, Any],
     via: str,
 ) -> None:
-    """Run a command on GPUs that are reserved while it runs: CUDA_VISIBLE_DEVICES names them by UUID.
+    """Run a command on GPUs that are reserved while it runs; CUDA_VISIBLE_DEVICES has their UUIDs.
 
-    Without room it waits in the queue, for as long as --wait says. Where this host has GPUs it runs here, unless --anywhere,
-    --node, --gpu or --members say otherwise; else on the host that was granted, over your own ssh: NODE must be a host that
-    `ssh NODE` reaches, with gpuscale and the same directory.
+    If no GPUs are free, it waits in the queue for up to --wait. If this host has GPUs it runs here, unless --anywhere,
+    --node, --gpu or --members is given; else on the granted host, over your own ssh: `ssh NODE` must reach it, and it
+    needs gpuscale and the same directory.
 
-    Processes that the command leaves running are stopped before the GPUs are given back. The exit code is the command's, or
-    128 plus the number of the signal that ended it. Signals are passed on; on another host those that end ssh stop the
-    command. With --record and -o json or yaml, the standard output of the command goes to standard error.
+    Processes that the command leaves running are stopped before the GPUs are released. The exit code is the command's, or
+    128 plus the signal that ended it. Signals are forwarded; on another host, signals that end ssh stop the command.
+    With --record and -o json or yaml, the standard output of the command goes to standard error.
 
-    With --members each member runs the command once, on its node, with its own GPUs, NODE_RANK, NNODES, MASTER_ADDR and
-    MASTER_PORT; lines of output begin with the member, and the exit code is that of the first that failed.
+    With --members, each member runs the command on its node, with its own GPUs, NODE_RANK, NNODES, MASTER_ADDR and
+    MASTER_PORT; output lines begin with the member, and the exit code is that of the first that failed.
 
-    With --detach it returns when the command has started, or has a place in the queue, and goes on without you: get jobs,
-    logs, attach, wait and stop show and end it. What has to wait is started by a process of yours on the host of --via.
+    With --detach it returns once the command has started or is queued, and the job keeps running: use get jobs, logs,
+    attach, wait and stop. A queued job is started by a process of yours on the host of --via.
 
-    With --check the command starts only where its GPUs are healthy and pass a test (where CUDA is installed).
-    If you may, a GPU that fails is cordoned, with what was seen.
+    With --check the command starts only if its GPUs are healthy and pass a test (if CUDA is installed). A GPU that fails
+    is cordoned with the finding, if you may do so.
     """
     if detach and (record or forward):
         raise click.UsageError("--detach excludes --record and --forward")
@@ -212,7 +214,7 @@ def _start(
     *,
     once: bool,
 ) -> int:
-    """Run the command, and supervise it here where it is the only one on this host; its exit code."""
+    """Run the command, supervised here if it is the only member and on this host; returns its exit code."""
     first = members[0].orders
     if first.local and not first.detached and len(members) == 1:
         from gpuscale.cli.commands.holding import LeaseHolder
@@ -248,7 +250,7 @@ def _moved(client: "Client", ran: Orders) -> "Reservation | None":
 
 
 def _tell(session: Session, client: "Client", reservation: "Reservation", made: Sequence[Orders]) -> None:
-    """Print the job's name, and who starts it if it waits."""
+    """Print the job's name, and who starts it if it is queued."""
     from gpuscale.cli.console import lookup
     from gpuscale.cli.views.allocator import JOBS
 
@@ -259,15 +261,15 @@ def _tell(session: Session, client: "Client", reservation: "Reservation", made: 
     write_lines([short])
     waits = made and made[0].waits
     does = f"it waits, and {made[0].node} starts it" if waits else "it runs on" if made else "it began before"
-    note(f"{does}; to see what it writes:  gpuscalectl logs -f {short}")
+    note(f"{does}; to follow its output:  gpuscalectl logs -f {short}")
 
 
 def _variable(typed: str) -> tuple[str, str]:
     name, equals, value = typed.partition("=")
     if not equals and name not in os.environ:
         raise InvalidArgumentError(
-            f"--env {name}: there is no such variable here; give it a value", field="env"
+            f"--env {name}: this variable is not set here; give it a value", field="env"
         )
     if not name.isidentifier():
-        raise InvalidArgumentError(f"--env {name}: not the name of a variable", field="env")
+        raise InvalidArgumentError(f"--env {name}: not a valid variable name", field="env")
     return name, value if equals else os.environ[name]

@@ -99,7 +99,7 @@ def _states(config: Path | None) -> Iterator[dict[str, object]]:
             with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True, timeout=LOOK_SECONDS)) as store:
                 stored: int = store.execute("PRAGMA user_version").fetchone()[0]
         except sqlite3.Error as error:
-            yield _row("WARN", name, f"{file} cannot be read: {error}", "type it as root")
+            yield _row("WARN", name, f"{file} cannot be read: {error}", "run it as root")
             continue
         if stored > newest:
             yield _row(
