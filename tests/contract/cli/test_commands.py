@@ -596,7 +596,7 @@ def test_topology_is_a_matrix_of_links_and_bridges(
 def test_a_report_says_who_local_is_and_tells_endpoints_apart(ctl: Any, world: canned.World) -> None:
     usage = canned.allocator_api.QueryUsageResponse(rows=[{"user": "local"}], total={})
     world.overrides["QueryUsage"] = lambda request, context: usage
-    assert "--by endpoint distinguishes endpoints" in ctl("report").err
+    assert "--by endpoint tells endpoints apart" in ctl("report").err
     usage.rows[0].user = "ann"
     assert "local" not in ctl("report").err
     ctl("report", "--by", "endpoint")

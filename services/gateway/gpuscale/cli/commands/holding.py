@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import AllocatorServiceStub, JobMember, Reservation
 
 RETRY = 0.5
-"""Seconds until a renewal without an answer is tried again."""
+"""Seconds before an unanswered renewal is retried."""
 PATIENCE, OF_DETACHED = 10.0, 60.0
-"""Seconds for which a start is asked for, and an end is told, again where nobody answers."""
+"""Seconds to retry the first renewal, and the report of the end, without an answer."""
 _Answer = TypeVar("_Answer")
 
 
@@ -41,10 +41,10 @@ class LeaseHolder:
         self._shown = ((LEASE_KEY, orders.lease_token),)
 
     def renew(self, timeout: float, ended_attempt: int = 0) -> "Reservation":
-        """Renew the lease; all ways together take `timeout` seconds at most. Of an `ended_attempt` another is to follow.
+        """Renew the lease; `timeout` limits all ways together. Of an `ended_attempt` another is to follow.
 
         Raises:
-            GpuscaleError: it cannot be renewed; of `UNANSWERED`, nobody answered.
+            GpuscaleError: it cannot be renewed; one of `UNANSWERED` if there was no answer.
         """
         from gpuscale.api.allocator import v1 as api
 
@@ -63,7 +63,7 @@ class LeaseHolder:
         return answer.reservation
 
     def started(self, pid: int) -> None:
-        """Report the command with each renewal from now on, where the service keeps that; pid 0 if it cannot start."""
+        """Report the command with each renewal from now on, if the service stores that; pid 0 if it cannot start."""
         from gpuscale.api.allocator import v1 as api
         from gpuscale.common.wire import to_timestamp
 
@@ -92,7 +92,7 @@ class LeaseHolder:
                 self.all_ended = len(ended) == known.member_count
 
     def renew_patiently(self, timeout: float, ended_attempt: int = 0) -> "Reservation":
-        """As `renew`, but retries while nobody answers, as while the allocator starts."""
+        """Like `renew`, but retries without an answer, such as while the allocator restarts."""
         until = time.monotonic() + (OF_DETACHED if self.orders.detached else PATIENCE)
         while True:
             try:
@@ -118,10 +118,10 @@ class LeaseHolder:
             self.moved = known if known.job.attempt > self.orders.attempt else None
 
     def killed(self, code: int) -> None:
-        """Report that the supervisor before this one was killed, unless it reported an end itself; all that it started has ended."""
+        """Report that the previous supervisor was killed, unless it reported an end itself. All it started has ended."""
         from gpuscale.common.rpc.channel import RPC_TIMEOUT
 
-        with suppress(GpuscaleError):  # then the lease runs out
+        with suppress(GpuscaleError):  # then the lease expires
             known = self.renew_patiently(RPC_TIMEOUT)
             number = self.orders.member or 0
             if known.job.attempt > self.orders.attempt:  # it was about to start it again
@@ -138,7 +138,7 @@ class LeaseHolder:
                 self.release()
 
     def of(self, orders: Orders) -> "LeaseHolder":
-        """The same for a member."""
+        """The holder for a member."""
         return LeaseHolder(orders, self._ways)
 
     def release(self) -> None:
@@ -151,7 +151,7 @@ class LeaseHolder:
         try:
             self._ask(lambda way: way.ReleaseReservation(request, timeout=RPC_TIMEOUT, metadata=self._shown))
         except GpuscaleError as error:
-            note(f"gpuscalectl run: {name} was not given back, and expires by itself: {error.message}")
+            note(f"gpuscalectl run: {name} was not released, and expires by itself: {error.message}")
 
     def _ask(self, call: "Callable[[AllocatorServiceStub], _Answer]") -> _Answer:
         from gpuscale.common.rpc.status import rpc_errors
@@ -165,5 +165,5 @@ class LeaseHolder:
                     return call(way)
             except UNANSWERED as error:
                 failure = error
-                self._ways.append(self._ways.pop(0))  # the next call tries the others first
+                self._ways.append(self._ways.pop(0))  # the next call tries another way first
         raise failure

@@ -1,4 +1,4 @@
-"""`gpuscalectl up` and `gpuscalectl dashboard`: they parse their own arguments, and run until they are stopped."""
+"""`gpuscalectl up` and `gpuscalectl dashboard`, which parse their own arguments and run until stopped."""
 
 import gc
 from importlib.util import find_spec
@@ -18,7 +18,7 @@ SERVES: dict[str, Any] = {
 
 
 class UpCommand(Command):
-    """`up` takes every setting of every service as a flag, also ones named like the options of all commands."""
+    """`up` takes its settings as flags, even those named like options of all commands."""
 
     of_all = ()
 

@@ -1,4 +1,4 @@
-"""`gpuscalectl join --role standby` and `--role gateway`: a second set of services that follows the first, or a gateway alone."""
+"""`gpuscalectl join --role standby` and `--role gateway`: standby services, or a gateway only."""
 
 import sys
 import tempfile
@@ -40,15 +40,15 @@ from gpuscale.common.security import authority as pki
 
 @dataclass(frozen=True)
 class ServicesHost:
-    """A host of services that joins the first host.
+    """A host that joins as standby or gateway.
 
     Attributes:
         role: standby or gateway.
-        node: what it is called.
+        node: name of the host.
         hosts: names by which others reach it.
-        database: the PostgreSQL of the first host; of a standby.
-        folder: where its settings are.
-        state: where its state is.
+        database: the first host's PostgreSQL, for a standby.
+        folder: directory of its settings.
+        state: directory of its state.
     """
 
     role: str
@@ -71,7 +71,7 @@ class ServicesHost:
         """Get certificates and the fleet's tokens file, write settings, and start the programs.
 
         Raises:
-            GpuscaleError: the server is another one, refuses, or does not answer; a file cannot be written.
+            GpuscaleError: the server is the wrong one, refuses, or does not answer, or a file cannot be written.
         """
         programs = PROGRAMS_OF_SERVICES[-1:] if self.role == "gateway" else PROGRAMS_OF_SERVICES
         names = [name.removeprefix("gpuscale-") for name in programs]
@@ -109,7 +109,7 @@ class ServicesHost:
             note(f"{self.node} has joined; to start it, type the same with --run, without the token")
 
     def _settings(self, address: str, names: list[str]) -> str:
-        """The settings of its programs: those of the first host, but for the addresses."""
+        """The settings of its programs: those of the first host with its own addresses."""
         if (self.role == "standby") != bool(self.database):
             raise InvalidArgumentError(
                 "--postgresql or --database-file names the PostgreSQL of the first host, for --role standby alone"
@@ -133,11 +133,11 @@ class ServicesHost:
 
     @property
     def _place(self) -> Path:
-        """The folder of files from the fleet, which the programs replace."""
+        """The directory of files from the fleet, which the programs update."""
         return self.state / "host"
 
     def _was_cut_off(self, ca_hash: str) -> bool:
-        """Whether an earlier `join` at the same authority got its certificates, and no further."""
+        """Whether an earlier `join` with the same authority stopped after getting its certificates."""
         with as_units_user():
             if not all((self._place / name).exists() for name in renewal.SERVICES_FILES):
                 return False

@@ -1,11 +1,11 @@
-"""`gpuscalectl supervise`: keeps a lease on the host of its GPUs while a command runs there. `run` starts it, over ssh or within itself.
+"""`gpuscalectl supervise`: runs a command on the host of its GPUs and renews the lease meanwhile. `run` starts it, over ssh or in itself.
 
-It is told what to do in one line of JSON on standard input, so that nothing secret is in an argument or a variable. Of the person
-it has nothing: the lease token renews and releases this one reservation.
+It reads its orders as one line of JSON from standard input, so that no secret is in an argument or a variable. It has no credentials
+of the user: the lease token renews and releases this one reservation only.
 
-`Keeper` renews the lease in the background, and stops the command before the lease is lost. It counts the lease from before
-the call that renewed it, by this host's clock: the server holds the GPUs for longer than is assumed here, however long the
-answer took. SIGTERM comes early enough for SIGKILL to come no later than the end of the lease.
+`Keeper` renews the lease in the background, and stops the command before the lease is lost. The lease starts when the renewal is sent,
+by this host's clock, so the server always holds the GPUs for longer than assumed here. SIGTERM is sent early enough for SIGKILL to
+follow before the end of the lease.
 """
 
 import json
@@ -55,39 +55,39 @@ if TYPE_CHECKING:
     from gpuscale.api.monitor.v1 import WorkServiceStub
 
 RESERVATION = "GPUSCALE_RESERVATION"
-"""Variable that names the reservation in the environment of the command."""
+"""Environment variable of the command with the name of the reservation."""
 RENEWALS = 12
-"""Fewest renewals in the time of one lease: a link that is cut for half of it, and takes seconds to come back, must not end the command."""
+"""Fewest renewals per length of the lease: a network outage of half of it, plus seconds to recover, must not end the command."""
 LONGEST_WARNING = 60.0
-"""Most seconds between the warning of a time limit and its end; a quarter of it where that is less."""
+"""Most seconds between the warning of a time limit and its end; a quarter of the limit if less."""
 LONGEST_PAUSE = 10.0
-"""Most seconds between two renewals: the longest that a drain or a lost GPU goes unnoticed."""
+"""Most seconds between renewals, and so the longest that a drain or a lost GPU goes unnoticed."""
 MEMBERS_PAUSE = 1.0
-"""The same where one of several members that fails stops the others."""
+"""The same if a failed member stops the others."""
 LONGEST_MOVE = 600.0
 """Seconds in which a command without a grace has to end that was told to move: then moves are given up."""
 PREPARE_AGAIN = 20.0
 """Seconds after which is looked again whether a job could start on the node to which it is to move."""
 STOP_GRACE = 10.0
-"""Seconds between SIGTERM and SIGKILL; a fifth of the lease where that is less."""
+"""Seconds between SIGTERM and SIGKILL; a fifth of the lease if less."""
 SETTLE = 1.0
-"""Seconds in which what a command leaves running may end by itself, such as the `tee` that it wrote to."""
+"""Seconds for processes that a command leaves running, such as a `tee`, to end by themselves."""
 TELLING = 1.0
-"""Seconds for which who started a detached job waits until the service knows of its command."""
+"""Seconds to wait until the service knows the command of a detached job."""
 AT_ONCE = 0.02
-"""Seconds in which orders come that are there already."""
+"""Seconds to wait for orders that are already sent."""
 WHOLE = 1000
-"""Thousandths of a GPU that nobody shares."""
+"""Thousandths of an unshared GPU."""
 MOST_ORDERS = 1 << 20
-"""Bytes of its orders."""
+"""Most bytes of orders."""
 
 _LOST = (FailedPreconditionError, NotFoundError, PermissionDeniedError, UnauthenticatedError)
 
 
 def main() -> NoReturn:
-    """Run the command that standard input describes, under the lease that it names; ends with its exit code.
+    """Run the command of the orders on standard input under their lease; exits with its exit code.
 
-    `gpuscalectl run` starts this on other hosts, as `supervise`; as `supervise --job NAME` it goes on when its caller is gone.
+    `gpuscalectl run` starts it on other hosts as `supervise`; as `supervise --job NAME` it outlives its caller.
     """
     TERMINAL.silence_grpc()
     try:
@@ -147,7 +147,7 @@ def _after(holder: LeaseHolder, code: int) -> None:
 
 
 def _load() -> None:
-    """Load what the start of a command needs, ahead of time."""
+    """Import ahead of time what the start of a command needs."""
     from gpuscale.api.allocator.v1 import AllocatorServiceStub
     from gpuscale.client.this_host import admit
 
@@ -155,13 +155,13 @@ def _load() -> None:
 
 
 def _read_orders() -> Orders | None:
-    """The first line of standard input, and no byte beyond: the rest is the command's. None at the end of input."""
+    """Read the first line of standard input and not a byte more: the rest is the command's. None at the end of input."""
     line = bytearray()
     while not line.endswith(b"\n") and len(line) < MOST_ORDERS and (byte := os.read(0, 1)):
         line += byte
     try:
         return Orders(**json.loads(line)) if line else None
-    except (ValueError, TypeError):  # without the text: it holds the lease token
+    except (ValueError, TypeError):  # hide the text, which holds the lease token
         raise InvalidArgumentError(
             "standard input does not begin with orders of gpuscalectl run, of the version that is installed here"
         ) from None
@@ -169,9 +169,9 @@ def _read_orders() -> Orders | None:
 
 @contextmanager
 def _ways(orders: Orders) -> "Generator[tuple[list[AllocatorServiceStub], WorkServiceStub | None]]":
-    """How the allocator is reached from here: through this host's agent, then as the caller does, without its identity.
+    """The ways to reach the allocator: through this host's agent, then by the caller's address, without its credentials.
 
-    And who admits work at the caller's address, where that may be this host's agent.
+    Also yields the stub that admits work at the caller's address, if that may be this host's agent.
     """
     from gpuscale.api.allocator import v1 as api
     from gpuscale.api.monitor.v1 import WorkServiceStub
@@ -201,26 +201,26 @@ def run_under(
     while_open: int | None = None,
     child: WaitingChild | None = None,
 ) -> int:
-    """Run the command of some orders under its lease, and release that; returns the command's exit code.
+    """Run a command under its lease, then release it; returns the command's exit code.
 
     Args:
         holder: renews the lease.
-        own: who admits work at the address of the orders, where that may be this host's agent.
-        stdout: the command's standard output, and of a `child` both outputs.
-        while_open: a descriptor; the command is stopped when nobody reads there any more.
-        child: what becomes the command, in place of a new process.
+        own: stub that admits work at the address of the orders, if that may be this host's agent.
+        stdout: the command's standard output; both outputs for a `child`.
+        while_open: a descriptor; the command is stopped when its reader is gone.
+        child: process that becomes the command, in place of a new one.
 
     Raises:
-        FailedPreconditionError: the directory is not there (DIRECTORY_NOT_FOUND), or the lease is over or lost (LEASE_LOST).
-        GpuscaleError: the lease cannot be renewed, or its work is not admitted; nothing was started.
+        FailedPreconditionError: the directory does not exist (DIRECTORY_NOT_FOUND), or the lease is over or lost (LEASE_LOST).
+        GpuscaleError: the lease cannot be renewed, or the work is not admitted; nothing was started.
     """
     from gpuscale.client.this_host import admission, admit
     from gpuscale.common.rpc.channel import RPC_TIMEOUT
 
     orders = holder.orders
-    alone = socket.socket(socket.AF_UNIX)  # a name that the kernel frees when this process ends
+    alone = socket.socket(socket.AF_UNIX)  # the kernel frees the name when this process ends
     try:
-        if not orders.detached:  # which has a lock
+        if not orders.detached:  # detached jobs have a lock
             alone.bind(f"\0gpuscale/{orders.reservation}/{orders.member or 0}")
     except OSError:
         raise started_before(orders.reservation) from None
@@ -241,7 +241,7 @@ def run_under(
             return _run_detached(holder, reservation, child)
         return _run(holder, reservation, stdout=stdout, while_open=while_open, child=child)
     except GpuscaleError as error:
-        if holder.member is None:  # the others learn of it
+        if holder.member is None:  # which tells the other members
             holder.failed(error)
         raise
     finally:
@@ -263,7 +263,7 @@ def _enter(orders: Orders) -> None:
 
 
 def _run_detached(holder: LeaseHolder, reservation: "Reservation", child: WaitingChild | None) -> int:
-    """`_run`, with a folder for what the command writes."""
+    """Like `_run`, with a folder for the output."""
     folder = JobFolder(holder.orders)
     holder.last_lines = folder.last_lines
     try:
@@ -277,7 +277,7 @@ def _run_detached(holder: LeaseHolder, reservation: "Reservation", child: Waitin
 
 
 def _keep_adopted(holder: LeaseHolder, reservation: "Reservation", folder: JobFolder) -> int:
-    """Keep the lease until the last of the processes has ended; how they end is not known."""
+    """Keep the lease until the last adopted process ends; their exit codes are unknown."""
     adopted = Adopted(holder.orders.adopts)
     holder.started(holder.orders.adopts[0])
     with Keeper(holder, reservation, adopted) as keeper:
@@ -296,7 +296,7 @@ def _run(
     folder: JobFolder | None = None,
     child: WaitingChild | None = None,
 ) -> int:
-    """Run the command until it ends, or its reservation is lost; returns its exit code."""
+    """Run the command until it ends or its reservation is lost; returns its exit code."""
     orders = holder.orders
     own = [
         gpu for gpu in reservation.gpus if node_of(gpu) == orders.node and orders.member in {None, gpu.member}
@@ -353,10 +353,10 @@ def _run(
 def _check(
     holder: LeaseHolder, gpus: "Sequence[ReservedGpu]", reservation: "Reservation", stdout: int
 ) -> "Reservation":
-    """Test the GPUs of a command, or of none: then say on standard output what came out. The reservation as it was renewed last.
+    """Test the GPUs; without a command, write the results to standard output. Returns the renewed reservation.
 
     Raises:
-        FailedPreconditionError: one failed (GPU_CHECK_FAILED).
+        FailedPreconditionError: a GPU failed (GPU_CHECK_FAILED).
     """
     from gpuscale.cli.commands.gpu_test import BROKEN, NOT_TESTED, UNUSABLE, GpuTest, test_gpu
     from gpuscale.common.rpc.channel import RPC_TIMEOUT
@@ -383,15 +383,15 @@ def _check(
 
 
 class Keeper:
-    """Keeps the lease of a reservation while its block runs; `lost` says why it could not, and is empty while it can.
+    """Keeps the lease of a reservation while its block runs. `lost` says why it is lost; empty while held.
 
     `stopped` says why the command was told to end, and is empty where it was not; `leaves`, whether it ends to be started again.
 
     Args:
-        holder: renews it.
-        reservation: as it was renewed last.
-        offspring: the command and all that it started.
-        send: sends the command a signal; None where that is not its affair.
+        holder: renews the lease.
+        reservation: the reservation as of its latest renewal.
+        offspring: the command and its descendants.
+        send: sends the command a signal; None if there is no `--on-move`.
     """
 
     def __init__(
@@ -401,7 +401,7 @@ class Keeper:
         offspring: Offspring,
         send: Callable[[int], object] | None = None,
     ) -> None:
-        # Loaded by now, for there will be threads: of two that load the same modules, one may see half of them.
+        # Import before starting threads: of two threads that import the same module, one may see it half loaded.
         from psutil import Process
 
         from gpuscale.cli.console.output import to_dict
@@ -429,7 +429,7 @@ class Keeper:
         self._told = ""
         self._revoked, self._notes_told = "", 0
         self.told = threading.Event()
-        """Whether the service was asked to note that it runs."""
+        """Set once the service was told that the command runs."""
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="keep the lease", daemon=True)
 
@@ -444,7 +444,7 @@ class Keeper:
         self._thread.join()
 
     def stop_unless_open(self, descriptor: int) -> None:
-        """Stop the command once nobody reads from a pipe or socket: its starter is gone."""
+        """Stop the command when the reader of a pipe or socket is gone, and so its starter."""
         threading.Thread(target=self._follow, args=(descriptor,), name="follow", daemon=True).start()
 
     def _follow(self, descriptor: int) -> None:
@@ -455,7 +455,7 @@ class Keeper:
             return
         self._stays_ended = True
         nowhere = os.open(os.devnull, os.O_RDWR)
-        for one in (1, 2):  # nothing that is written from here on may fail
+        for one in (1, 2):  # later writes must not fail
             os.dup2(nowhere, one)
         self._stop_by(time.monotonic() + self._grace)
 
@@ -465,7 +465,7 @@ class Keeper:
         return not self._stays_ended and (bool(self._moved) or time.monotonic() < self._leaves_by)
 
     def told_to_stop(self, _number: int, _frame: FrameType | None) -> None:
-        """Stop the command: a handler of signals."""
+        """Stop the command; a signal handler."""
         threading.Thread(target=self._stop, args=("somebody stopped it",), name="stop", daemon=True).start()
 
     def _stop(self, why: str, *, moves: bool = False) -> None:
@@ -493,7 +493,7 @@ class Keeper:
             self._stop(f"its time limit of {limit} is over")
 
     def _keep(self) -> None:
-        pause = 0.0 if self._holder.member else self._pause  # at once where there is something to tell
+        pause = 0.0 if self._holder.member else self._pause  # at once if there is something to report
         due = time.monotonic() + pause
         while not self._done.wait(
             max(
@@ -520,7 +520,7 @@ class Keeper:
                 return
 
     def _renewed(self) -> bool:
-        """Renew the lease, and warn if it is going to be revoked; returns whether there was an answer."""
+        """Renew the lease, and warn if it will be revoked; returns whether there was an answer."""
         from gpuscale.client.states import revoked_early
 
         left = self._ends - self._grace - time.monotonic()
@@ -550,7 +550,7 @@ class Keeper:
         return True
 
     def _on_move(self, why: str) -> None:
-        """Have the command save its work, once for each notice; `why` is empty where there is none, as once it is withdrawn."""
+        """Send the command the signal of `--on-move`, once per notice; `why` is empty without one, or once withdrawn."""
         orders, there = self._holder.orders, self._holder.next_node
         if self._send is None or not orders.on_move or bool(why) == self._noticed:
             return
@@ -595,7 +595,7 @@ class Keeper:
         self._move_by = self._leaves_by if orders.move_grace else float("inf")
 
     def _look_at_others(self, renewed: "Reservation") -> None:
-        """Stop the command where another member has failed."""
+        """Stop the command if another member has failed."""
         orders = self._holder.orders
         if orders.member is None or not orders.stop_together or self.stopped or self._done.is_set():
             return
@@ -607,7 +607,7 @@ class Keeper:
                 return
 
     def end(self) -> None:
-        """Stop what the command left running, before its GPUs are given back."""
+        """Stop what the command left running, before its GPUs are released."""
         settled = time.monotonic() + SETTLE
         while (left := [] if self.lost else self._offspring.alive()) and time.monotonic() < settled:
             time.sleep(PAUSE)
@@ -624,7 +624,7 @@ class Keeper:
         left = self._offspring.stop(until)
         if left:
             note(
-                f"gpuscalectl run: cannot stop these, which may still use GPUs that are given to others: {named(left)}"
+                f"gpuscalectl run: cannot stop these, which may still use GPUs of the next holder: {named(left)}"
             )
 
 

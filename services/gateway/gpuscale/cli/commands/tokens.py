@@ -1,7 +1,7 @@
-"""`gpuscalectl token`, the tokens file of a server, on the server's host; and `join-token`, the tokens with which hosts join.
+"""`gpuscalectl token`: the tokens file, on the server's host; and `join-token`: the tokens by which hosts join.
 
-A token is shown once, when it is made; the file has its digest, never the token (`gpuscale.common.security.auth`). A running
-server reads the file again within a second. Comments, order and all other lines of the file stay.
+A token is shown once, when created; the file has only its digest (`gpuscale.common.security.auth`). A running server reloads the file
+within a second. Edits keep comments, order and all other lines of the file.
 """
 
 import hashlib
@@ -42,10 +42,10 @@ from gpuscale.common.secrets import write_private
 from gpuscale.common.security.auth import MAX_PREVIOUS, RESERVED_NAMES
 
 Table = MutableMapping[str, object]
-"""A table of the file: `role`, `sha256` and so on of one name."""
+"""The table of one name in the file: `role`, `sha256` and so on."""
 LONGEST_TENANT = 253
 TOKEN_BYTES = 32
-"""Random bytes of a token."""
+"""Number of random bytes in a token."""
 _COLUMNS = (
     ("NAME", "name"),
     ("ROLE", "role"),
@@ -66,19 +66,19 @@ TENANTS = repeated(
     "--tenant",
     "tenants",
     metavar="TENANT",
-    help="Tenant whose quota its bearer may use, the default one first; * for all. Without it: the tenant of its own name.",
+    help="Tenant whose quota its holder may use, the default one first; * for all. By default the tenant of its own name.",
 )
 MAX_PRIORITY = option(
     "--max-priority",
     type=click.IntRange(-1000, 1000),
     default=0,
     metavar="N",
-    help="Highest priority that its bearer may ask for.",
+    help="Highest priority its holder may request.",
 )
-ROLE = option("--role", type=click.Choice(ROLES), default="viewer", help="What its bearer may do.")
+ROLE = option("--role", type=click.Choice(ROLES), default="viewer", help="What its holder may do.")
 EXPIRES_IN = option("--expires-in", type=DURATION, help="How long it is valid, such as 90d.")
 LABEL = option(
-    "--label", metavar="TEXT", help="What to call this secret in lists and metrics; today's date without it."
+    "--label", metavar="TEXT", help="Label of this secret in lists and metrics; today's date by default."
 )
 WRITE = option("--write", type=FILE, help="Write the token to this file, readable by its owner only.")
 
@@ -103,7 +103,7 @@ def create(
     max_priority: int,
     write: Path | None,
 ) -> None:
-    """Create a token. It is written once, to standard output or a file; the tokens file keeps its digest."""
+    """Create a token and write it once, to standard output or a file; the tokens file keeps its digest."""
     if not is_id(name):
         raise InvalidArgumentError(
             f"{name!r} is not a valid name: use lower-case letters, digits, '.', '_' and '-'", field="name"
@@ -127,9 +127,7 @@ def create(
 @command("token rotate ci --overlap 7d --tokens-file tokens.toml --write ci.token")
 @one_name()
 @TOKENS_FILE
-@option(
-    "--overlap", type=DURATION, default="1d", help="How long the old secret stays valid beside the new one."
-)
+@option("--overlap", type=DURATION, default="1d", help="How long the old secret stays valid.")
 @EXPIRES_IN
 @LABEL
 @WRITE
@@ -142,7 +140,7 @@ def rotate(
     label: str | None,
     write: Path | None,
 ) -> None:
-    """Give a name a new secret; the old one stays valid for a while. Both are the same caller, so what it owns stays its own."""
+    """Create a new secret for a name; the old one stays valid for a while. Both authenticate the same caller."""
     file = read(tokens_file)
     token = _existing(tables(file, "tokens"), name)
     now = datetime.now(UTC)
@@ -190,7 +188,7 @@ def list_tokens(session: Session, tokens_file: Path) -> None:
 @TOKENS_FILE
 @TENANTS
 @MAX_PRIORITY
-@option("--certificate", is_flag=True, help="Limit the caller whom a client certificate names so.")
+@option("--certificate", is_flag=True, help="Limit the caller with this name in its client certificate.")
 def limit(
     session: Session,
     name: str,
@@ -199,9 +197,9 @@ def limit(
     max_priority: int,
     certificate: bool,
 ) -> None:
-    """Set whose quotas the bearer of a token may use, and its highest priority; options left out return to their default.
+    """Set the tenants and the highest priority of a token; options left out return to their default.
 
-    A running server applies it within a second. Admins may use every quota and every priority.
+    A running server applies it within a second. Admins may use all tenants and priorities.
     """
     file = read(tokens_file)
     callers = tables(file, "certificates" if certificate else "tokens")
@@ -217,12 +215,12 @@ def limit(
 @one_name()
 @TOKENS_FILE
 @option(
-    "--label", metavar="TEXT", help="Revoke this secret alone, such as one that `token rotate` left valid."
+    "--label", metavar="TEXT", help="Revoke only this secret, such as one that `token rotate` left valid."
 )
 def revoke(session: Session, name: str, tokens_file: Path, label: str | None) -> None:
-    """Revoke a token: within a second it lets nobody in, and open streams end within a minute.
+    """Revoke a token: it is rejected within a second, and open streams end within a minute.
 
-    Without a token of that name in the file, it ends the logins of that person until now.
+    If the file has no token of that name, it revokes that person's logins until now.
     """
     file = read(tokens_file)
     tokens = tables(file, "tokens")
@@ -248,7 +246,7 @@ def revoke(session: Session, name: str, tokens_file: Path, label: str | None) ->
 
 
 def read(file: Path, *, new: bool = False) -> tomlkit.TOMLDocument:
-    """The tokens file as it is written; empty where there is none and `new`.
+    """The parsed tokens file; empty if it does not exist and `new`.
 
     Raises:
         FailedPreconditionError: it cannot be read, or is not TOML (reason TOKENS_FILE).
@@ -266,10 +264,10 @@ def read(file: Path, *, new: bool = False) -> tomlkit.TOMLDocument:
 
 
 def tables(file: tomlkit.TOMLDocument, kind: str) -> MutableMapping[str, Table]:
-    """The tables of the file, by name, under `tokens` or `certificates`; changes of them change the file.
+    """The tables under `tokens` or `certificates`, by name; changes to them change the file.
 
     Raises:
-        FailedPreconditionError: they are something else (reason TOKENS_FILE).
+        FailedPreconditionError: they are not tables (reason TOKENS_FILE).
     """
     found = file.setdefault(kind, tomlkit.table(is_super_table=True))
     if not _is_tables(found):
@@ -292,10 +290,10 @@ def _existing(tokens: MutableMapping[str, Table], name: str) -> Table:
 
 
 def _without(file: tomlkit.TOMLDocument, tokens: MutableMapping[str, Table], name: str) -> str:
-    """The text of the file without a name. A comment below its table is likely to be about the next one, and stays."""
+    """The text of the file without a name. Keeps a comment below its table, which likely belongs to the next one."""
     before = tomlkit.dumps(file)
     comments = [f"{line}\n" for line in tomlkit.dumps(tokens.pop(name)).splitlines() if line.startswith("#")]
-    if not tokens:  # a file without this table is none, and would leave the last token valid
+    if not tokens:  # a file without this table is invalid, and would leave the last token valid
         file["tokens"] = tomlkit.table()
     after = tomlkit.dumps(file)
     same = next(
@@ -308,13 +306,13 @@ def _without(file: tomlkit.TOMLDocument, tokens: MutableMapping[str, Table], nam
 def _new_secret(
     label: str | None, expires_in: float | None, taken: Sequence[str] = ()
 ) -> tuple[str, dict[str, object]]:
-    """A secret, and its entry in the file: digest, label and end."""
+    """A new secret, and its entry in the file: digest, label and expiry."""
     now = datetime.now(UTC).replace(microsecond=0)
     if label is None:
         label = next(text for text in (f"{now:%Y-%m-%d}", now.isoformat()) if text not in taken)
     elif label in taken or not (label.isprintable() and 0 < len(label) <= 63):
         raise InvalidArgumentError(
-            f"--label: {label!r} must be 1-63 printable characters that no secret of this name has"
+            f"--label: {label!r} must be 1-63 printable characters not used by another secret of this name"
         )
     secret = secrets.token_urlsafe(TOKEN_BYTES)
     described: dict[str, object] = {"sha256": hashlib.sha256(secret.encode()).hexdigest(), "label": label}
@@ -327,7 +325,7 @@ _SECRET_KEYS = ("sha256", "label", "expires")
 
 
 def _secrets(token: Table) -> list[Table]:
-    """What the file says of each secret of a name, the newest first."""
+    """The entries of a name's secrets, the newest first."""
     newest: Table = {key: token[key] for key in _SECRET_KEYS if key in token}
     previous = token.get("previous", [])
     if not (is_list(previous) and all(map(_is_table, previous))):
@@ -338,7 +336,7 @@ def _secrets(token: Table) -> list[Table]:
 def _set_secrets(token: Table, described: Sequence[Table]) -> None:
     newest, *previous = described
     body = token.value.body if isinstance(token, TomlTable) else []
-    below: list[tuple[Key | None, Item]] = []  # blank lines and comments, which are about what follows
+    below: list[tuple[Key | None, Item]] = []  # blank lines and comments, which belong to what follows
     while body and body[-1][0] is None:
         below.insert(0, body.pop())
     for key in (*_SECRET_KEYS, "previous"):
@@ -349,7 +347,7 @@ def _set_secrets(token: Table, described: Sequence[Table]) -> None:
     if previous:
         text = ""
         for one in previous:
-            parts = [  # JSON writes texts as TOML does
+            parts = [  # JSON strings are TOML strings
                 f"{key} = {value.isoformat() if isinstance(value, datetime) else json.dumps(value, ensure_ascii=False)}"
                 for key, value in one.items()
             ]
@@ -384,7 +382,7 @@ def _hand_out(
     tokens_file: Path,
     file: tomlkit.TOMLDocument,
 ) -> None:
-    """Show the secret, or write it to its file, and only then make it valid."""
+    """Show the secret or write it to its file, then make it valid."""
     if write is not None:
         _replace(write, f"{secret}\n")
     _replace(tokens_file, tomlkit.dumps(file))
@@ -399,7 +397,7 @@ def _hand_out(
 
 
 def _replace(file: Path, text: str) -> None:
-    """Replace a file atomically: no server reads half of it."""
+    """Replace a file atomically, so that no server reads half of it."""
     try:
         write_private(file, text.encode())
     except OSError as error:
@@ -421,25 +419,27 @@ _OF_JOIN_TOKENS = (
 
 @command("join-token create --expires-in 1h")
 @option(
-    "--node", default="", metavar="NAME", help="The only name that it is good for; by default any new one."
+    "--node", default="", metavar="NAME", help="The only node name it is valid for; by default any new one."
 )
 @option(
     "--role",
     type=click.Choice(("agent", "operator")),
     default="agent",
-    help="What its bearer may do; operator needs --node.",
+    help="What its holder may do; operator needs --node.",
 )
 @option(
     "--kind",
     type=click.Choice(("gateway", "standby")),
-    help="For a host of services, which --node names: its bearer can be any service.",
+    help="For the standby or gateway host in --node; its holder can act as any service.",
 )
-@option("--uses", type=click.IntRange(1, 1000), default=1, metavar="N", help="How many hosts may use it.")
-@option("--expires-in", type=DURATION, default="1h", help="How long it may be used.")
+@option(
+    "--uses", type=click.IntRange(1, 1000), default=1, metavar="N", help="Number of hosts that may use it."
+)
+@option("--expires-in", type=DURATION, default="1h", help="How long it is valid.")
 def create_join_token(
     session: Session, node: str, role: str, kind: str | None, uses: int, expires_in: float
 ) -> None:
-    """Create a join token, and print what to type on the host. The token is not shown again."""
+    """Create a join token and print the command to run on the host. The token is not shown again."""
     request = api.CreateJoinTokenRequest(
         node=node, uses=uses, ttl=wire.to_duration(expires_in), request_id=str(uuid.uuid4())
     )
@@ -464,7 +464,7 @@ def create_join_token(
 @command("join-token list")
 @names(metavar="ID", required=False)
 def list_join_tokens(session: Session, name: tuple[str, ...]) -> None:
-    """List join tokens that may still be used, all or those of these ids."""
+    """List valid join tokens, all or those of these ids."""
     with session.connect() as client:
         wanted = [api.GetJoinTokenRequest(name=full_name(JOINING, one)) for one in name]
         found = [client.joining.GetJoinToken(request).join_token for request in wanted]
@@ -477,7 +477,7 @@ def list_join_tokens(session: Session, name: tuple[str, ...]) -> None:
 @command("join-token delete 3f9a12cd")
 @one_name(metavar="ID")
 def delete_join_token(session: Session, name: str) -> None:
-    """Delete a join token, so that nobody can use it any more."""
+    """Delete a join token, which can then no longer be used."""
     with session.connect() as client:
         client.joining.DeleteJoinToken(api.DeleteJoinTokenRequest(name=name.rpartition("/")[2]))
     session.output.write_records("deleted", [{"id": name}], _OF_JOIN_TOKENS[:1])

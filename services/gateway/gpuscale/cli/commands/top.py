@@ -1,4 +1,4 @@
-"""`gpuscalectl top` and `status`: GPUs, reservations, endpoints and health, live or once. The live screen is the dashboard's."""
+"""`gpuscalectl top` and `status`: GPUs, reservations, endpoints and health, live or once. The live screen is in `dashboard`."""
 
 import sys
 from collections import Counter
@@ -29,10 +29,10 @@ BAR_WIDTH = 10
 
 @command("top")
 @option(
-    "--once", is_flag=True, help="Print one screen and exit, as `status` does, and as without a terminal."
+    "--once", is_flag=True, help="Print one screen and exit, like `status`; the default without a terminal."
 )
 def top(session: Session, once: bool) -> None:
-    """GPUs, reservations, endpoints, decisions and health on one screen; q quits, the last line shows the other keys."""
+    """Show GPUs, reservations, endpoints, decisions and health on one live screen; q quits, the last line shows the other keys."""
     if once or not session.output.human or not sys.stdout.isatty():
         show_status(session)
         return
@@ -41,7 +41,7 @@ def top(session: Session, once: bool) -> None:
     except ModuleNotFoundError as error:
         message = f"the live screen is not installed ({error.name} is missing): pip install 'gpuscale[cli]', or use status"
         raise GpuscaleError(message, reason="NOT_INSTALLED") from error
-    with session.connect() as client:  # fail here in a line, not on a screen of its own
+    with session.connect() as client:  # fail here with one line, not on a full screen
         try:
             client.fleet.ListNodes(ListNodesRequest(page_size=1))
         except UnavailableError as error:
@@ -53,12 +53,12 @@ def top(session: Session, once: bool) -> None:
 
 @command("status")
 def status(session: Session) -> None:
-    """Show the fleet at a glance: what is free, who has the rest, what scales, and what is wrong."""
+    """Show the fleet at a glance: free GPUs, holders, endpoints and problems."""
     show_status(session)
 
 
 def show_status(session: Session) -> None:
-    """Write one screen: a line that counts, and a table for each kind of thing that there is."""
+    """Write one screen: a summary line, and a table per kind of resource."""
     output = session.output
     with session.connect() as client:
         nodes = lookup.nodes(client)
@@ -104,7 +104,7 @@ def _count(items: Sequence[object], noun: str) -> str:
 
 
 def _known(client: Client, what: str, read: Callable[[Client], list[Any]]) -> list[Any]:
-    """The answer of a service; none while it is down."""
+    """The answer of a service; empty while it is down."""
     try:
         return read(client)
     except UnavailableError as error:
@@ -113,14 +113,14 @@ def _known(client: Client, what: str, read: Callable[[Client], list[Any]]) -> li
 
 
 def bar(share: float | None) -> str:
-    """`|||       ` for a share from 0 to 1; `-` where it is unknown."""
+    """`|||       ` for a share from 0 to 1; `-` if unknown."""
     if share is None:
         return ABSENT.ljust(BAR_WIDTH)
     return ("|" * round(min(max(share, 0.0), 1.0) * BAR_WIDTH)).ljust(BAR_WIDTH)
 
 
 def gauge(reading: Message, field: str, whole: float) -> str:
-    """`[||        ]  20%`: the share of the whole that is in a field of a reading."""
+    """`[||        ]  20%`: a field of a reading as a share of the whole."""
     share = getattr(reading, field) / whole if reading.HasField(field) and whole > 0 else None
     return f"[{bar(share)}] " + (ABSENT if share is None else f"{share:4.0%}")
 

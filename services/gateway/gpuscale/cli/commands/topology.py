@@ -21,7 +21,7 @@ LEGEND = (
 
 
 class TopologyDevice(NamedTuple):
-    """A row of the matrix: a GPU, with its UUID and NVLinks by UUID, or a network card."""
+    """A row of the matrix: a GPU with its UUID and its NVLinks by UUID, or a network card."""
 
     name: str
     place: PciPlace
@@ -32,7 +32,7 @@ class TopologyDevice(NamedTuple):
 @command("topology host-1")
 @one_name("nodes")
 def topology(session: Session, name: str) -> None:
-    """Show how close the GPUs and network cards of a node are to each other, as `nvidia-smi topo -m` does."""
+    """Show how close the GPUs and network cards of a node are to each other, like `nvidia-smi topo -m`."""
     with session.connect() as client:
         [node] = lookup.nodes(client, [name])
     found = _devices(node.snapshot)
@@ -60,7 +60,7 @@ def topology(session: Session, name: str) -> None:
 
 
 def _matrix(devices: list[TopologyDevice]) -> list[str]:
-    """A row for each device; in a terminal that is too narrow for a column of each, several blocks of columns."""
+    """A row per device; in a narrow terminal, in several blocks of columns."""
     names = _column("", [one.name for one in devices])
     numa = _column(
         "NUMA", [ABSENT if one.place.numa_node is None else str(one.place.numa_node) for one in devices]
@@ -77,13 +77,13 @@ def _matrix(devices: list[TopologyDevice]) -> list[str]:
 
 
 def _column(heading: str, cells: list[str]) -> list[str]:
-    """The cells of a column under its heading, all of one width, with a space after each."""
+    """A column with its heading, padded to one width."""
     width = max(map(len, (heading, *cells)))
     return [f"{cell:<{width}} " for cell in (heading, *cells)]
 
 
 def _devices(snapshot: types_api.Snapshot) -> list[TopologyDevice]:
-    """The whole GPUs by index, then the network cards."""
+    """GPUs without MIG instances by index, then network cards."""
     gpus = [
         TopologyDevice(
             f"GPU{gpu.index}", _place(gpu), gpu.uuid, {peer.uuid: peer.link_count for peer in gpu.nvlinks}
@@ -100,7 +100,7 @@ def _place(device: types_api.Gpu | types_api.NetworkAdapter) -> PciPlace:
 
 
 def _between(one: TopologyDevice, other: TopologyDevice) -> str:
-    """`X` of a device and itself, `NV4` of two GPUs with four NVLinks, else what PCIe leads over; `-` where it is not known."""
+    """`X` for a device and itself, `NV4` for four NVLinks, else the kind of PCIe path; `-` if unknown."""
     if one is other:
         return "X"
     if links := max(one.links.get(other.uuid, 0), other.links.get(one.uuid, 0)):

@@ -1,4 +1,4 @@
-"""Units of systemd that `init` and `join` write and start: of the system for root, of the user for others."""
+"""The systemd units that `init` and `join` write and start: system units for root, user units otherwise."""
 
 import os
 import pwd
@@ -15,11 +15,11 @@ from pathlib import Path
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 
 USER, WORKER_USER = "gpuscale", "gpuscale-worker"
-"""The user that the units run programs as, and that of workers."""
+"""The users of the programs and of workers."""
 STATE = Path("/var/lib/gpuscale")
-"""What `%S/gpuscale` is in units of the system."""
+"""`%S/gpuscale` in system units."""
 RENEWAL, AUTHORITY = "gpuscale-certificates", "gpuscale-fleet"
-"""The units that renew certificates each month, as the user who may write them, and the program of the host where the authority is."""
+"""The units that renew certificates each month, and the program of the host with the authority."""
 READY_SECONDS, LOOK_SECONDS = 120.0, 0.5
 SYSTEMCTL_SECONDS = 90.0
 _PLACES = (
@@ -30,16 +30,16 @@ _PLACES = (
     "--killer-socket=",
     "--power-socket=",
 )
-"""Flags that name directories of the units; elsewhere the settings file names others."""
+"""Flags with the units' directories; other installations set them in the settings file."""
 _OF_USERS = re.compile(
     r"\[|$|(Description|Type|ExecStart|Environment|Restart|RestartSec|TimeoutStopSec|NoNewPrivileges|UMask"
     r"|LimitCORE|LimitNOFILE|KillMode|WantedBy|OnCalendar|RandomizedDelaySec|Persistent)="
 )
-"""What of a unit a user's manager can do: the rest takes root."""
+"""Directives of a unit that work without root."""
 
 
 def systemctl() -> Sequence[str]:
-    """The `systemctl` of the caller's manager; empty where none runs."""
+    """The `systemctl` command of the caller's manager; empty if none runs."""
     words = ["systemctl"] if os.geteuid() == 0 else ["systemctl", "--user"]
     if shutil.which(words[0]) is None:
         return ()
@@ -56,14 +56,14 @@ def _run(words: Sequence[str]) -> "subprocess.CompletedProcess[str]":
 
 
 def folder() -> Path:
-    """Where units are written."""
+    """The directory of units."""
     if os.geteuid() == 0:
         return Path("/etc/systemd/system")
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "systemd" / "user"
 
 
 def unit_files(programs: Sequence[str], settings: Path, state: Path) -> Mapping[Path, str]:
-    """The units of programs: those of the package, for this installation and this settings file."""
+    """The packaged units of programs, adapted to this installation and settings file."""
     names = [f"{name}.service" for name in programs]
     names += [f"{RENEWAL}.service", f"{RENEWAL}.timer"] if AUTHORITY in programs else []
     return {folder() / name: _text(name, settings, state) for name in names}
@@ -91,7 +91,7 @@ def _text(name: str, settings: Path, state: Path) -> str:
 
 
 def commands(programs: Sequence[str]) -> list[list[str]]:
-    """The commands that make the users of system units, and start the units, in this order."""
+    """The commands that create the users of system units, and start the units."""
     found: list[list[str]] = []
     if os.geteuid() == 0:
         needed = {USER: ["--home-dir", str(STATE)]}
@@ -108,23 +108,23 @@ def commands(programs: Sequence[str]) -> list[list[str]]:
 
 
 def plan(programs: Sequence[str], settings: Path, state: Path) -> str:
-    """What `start_units` would write and run."""
+    """The files and commands of `start_units`, as text."""
     written = "".join(f"\n# {file}\n{text}" for file, text in unit_files(programs, settings, state).items())
     return written + "".join(f"\n# {' '.join(words)}" for words in commands(programs)) + "\n"
 
 
 def make_users(programs: Sequence[str]) -> None:
-    """Make the users that are missing, before files are handed over to them.
+    """Create missing users, before files are handed over to them.
 
     Raises:
-        FailedPreconditionError: that fails (reason SYSTEMD).
+        FailedPreconditionError: the command failed (reason SYSTEMD).
     """
     for words in commands(programs)[:-2]:
         _must(words)
 
 
 def start_units(programs: Sequence[str], settings: Path, state: Path, ready: Callable[[], str | None]) -> str:
-    """Write and start units, and wait for them; what `ready` says then.
+    """Write and start units, and wait for `ready`; returns its text.
 
     Raises:
         FailedPreconditionError: a unit cannot be written or started (reason SYSTEMD).
@@ -144,23 +144,23 @@ def start_units(programs: Sequence[str], settings: Path, state: Path, ready: Cal
         if time.monotonic() > until:
             logs = f"journalctl {'' if os.geteuid() == 0 else '--user '}-u 'gpuscale-*'"
             raise UnavailableError(
-                f"{', '.join(programs)} run, but do not answer as they should: {logs}", reason="NOT_READY"
+                f"{', '.join(programs)} run, but do not answer correctly: {logs}", reason="NOT_READY"
             )
         time.sleep(LOOK_SECONDS)
     return line
 
 
 def restart(unit: str) -> None:
-    """Restart a unit, by the program that is installed now.
+    """Restart a unit, with the program installed now.
 
     Raises:
-        FailedPreconditionError: that fails (reason SYSTEMD).
+        FailedPreconditionError: the command failed (reason SYSTEMD).
     """
     _must([*systemctl(), "restart", unit])
 
 
 def stop_units(programs: Sequence[str]) -> list[Path]:
-    """Stop and remove units that were written; which those are.
+    """Stop and remove units written earlier; returns their names.
 
     Raises:
         FailedPreconditionError: they cannot be stopped or removed (reason SYSTEMD).
@@ -177,7 +177,7 @@ def stop_units(programs: Sequence[str]) -> list[Path]:
 
 
 def units_user() -> pwd.struct_passwd | None:
-    """The user of the units, if the caller is root; without one, programs run as the caller."""
+    """The user of the units, if the caller is root and it exists; otherwise programs run as the caller."""
     if os.geteuid() == 0:
         with suppress(KeyError):
             return pwd.getpwnam(USER)
@@ -185,7 +185,7 @@ def units_user() -> pwd.struct_passwd | None:
 
 
 def hand_over(*paths: Path, own: bool = False) -> None:
-    """Let the user of the units read files and directories of root, or own them. A link is an error: it could name any file."""
+    """Let the units' user read or own root's files and directories. Links are refused, since they could point anywhere."""
     if (user := units_user()) is None:
         return
     for path in paths:
@@ -198,7 +198,7 @@ def hand_over(*paths: Path, own: bool = False) -> None:
 
 
 def make_runtime_directory(place: Path) -> None:
-    """Make a directory below /run, as RuntimeDirectory= of the agent's unit does; one that is there keeps its mode."""
+    """Create a directory below /run, like RuntimeDirectory= of the agent's unit; an existing one keeps its mode."""
     if not place.exists():
         place.mkdir()
         place.chmod(0o755)
@@ -208,7 +208,7 @@ def make_runtime_directory(place: Path) -> None:
 
 @contextmanager
 def as_units_user() -> Generator[None]:
-    """Write as the user of the units: where that user may write, root would follow its links."""
+    """Write as the units' user: as root, we would follow links that this user can create."""
     user, group, groups = units_user(), os.getegid(), os.getgroups()
     if user is None:
         yield
@@ -225,7 +225,7 @@ def as_units_user() -> Generator[None]:
 
 
 def demoted(program: str) -> tuple[Sequence[str], Sequence[str]]:
-    """How to run a program as its unit does: not as root, and with an adapter that starts workers as another user."""
+    """The prefix to run a program like its unit: not as root, with workers as another user."""
     if (user := units_user()) is None:
         return (), ()
     capabilities, told = "-all", list[str]()
@@ -240,5 +240,5 @@ def demoted(program: str) -> tuple[Sequence[str], Sequence[str]]:
 def _must(words: Sequence[str]) -> None:
     done = _run(words)
     if done.returncode:
-        why = next(iter(done.stderr.strip().splitlines()), f"it ended with {done.returncode}")
+        why = next(iter(done.stderr.strip().splitlines()), f"exit code {done.returncode}")
         raise FailedPreconditionError(f"{' '.join(words)}: {why}", reason="SYSTEMD")

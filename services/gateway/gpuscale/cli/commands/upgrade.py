@@ -1,6 +1,6 @@
-"""`gpuscalectl upgrade`: which versions work together, in which order to upgrade, and the restart of this host's units one by one.
+"""`gpuscalectl upgrade`: checks that versions work together, and restarts this host's units one by one.
 
-Versions fit where their minor versions differ by one at most: hosts can be upgraded one after another.
+Versions work together if their minor versions differ by at most one, so hosts can be upgraded one after another.
 """
 
 import os
@@ -23,13 +23,13 @@ from gpuscale.cli.grammar.parameters import option
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError
 
 ORDER = ("fleet", "allocator", "autoscaler", "gateway", "dashboard", "agent", "adapter")
-"""In which the programs of a host are restarted: what others speak to first."""
+"""Order in which a host's programs are restarted: called ones before their callers."""
 ANSWER_SECONDS, LOOK_SECONDS = 60.0, 0.5
 _VERSION = re.compile(r"(\d+)\.(\d+)")
 
 
 def fits(one: str, other: str) -> bool:
-    """Whether programs of two versions work together: of one major version, minor versions apart by one at most."""
+    """Whether two versions work together: same major version, minor versions at most one apart."""
     found = [_VERSION.match(text) for text in (one, other)]
     numbers = [(int(match[1]), int(match[2])) for match in found if match is not None]
     return len(numbers) == 2 and numbers[0][0] == numbers[1][0] and abs(numbers[0][1] - numbers[1][1]) <= 1
@@ -37,12 +37,12 @@ def fits(one: str, other: str) -> bool:
 
 @command("upgrade --plan")
 @CONFIG
-@option("--plan", is_flag=True, help="Show versions and what would be restarted; restart nothing.")
+@option("--plan", is_flag=True, help="Show versions and what would be restarted, without restarting.")
 def upgrade(session: Session, config: Path | None, plan: bool) -> None:
-    """Restart the units of this host one by one, once a newer gpuscale is installed; jobs, workers and leases live on.
+    """Restart the units of this host one by one after an update of gpuscale; jobs, workers and leases continue.
 
-    Upgrade hosts in this order: standbys, the first host of services, GPU hosts. Refused if the installed version
-    does not fit a node, or the state of a service.
+    Upgrade hosts in this order: standbys, the first host of services, GPU hosts. Fails if the installed version does not work
+    with a node, or with the state of a service.
     """
     units = [f"gpuscale-{name}" for name in ORDER if (folder() / f"gpuscale-{name}.service").exists()]
     file = config or (USUAL if os.path.lexists(USUAL) else None)
@@ -50,10 +50,10 @@ def upgrade(session: Session, config: Path | None, plan: bool) -> None:
     restarts = (
         f"restart {', '.join(units)}"
         if units
-        else "stop gpuscalectl init --run or join --run, and type it again"
+        else "stop gpuscalectl init --run or join --run, and start it again"
     )
     steps = [
-        _row("STEP 1", "back up", "what is migrated cannot go back", "docs/operations.md#back-up"),
+        _row("STEP 1", "back up", "migrations cannot be undone", "docs/operations.md#back-up"),
         _row("STEP 2", "this host", f"gpuscale {version('gpuscale')} is installed", restarts),
         _row("STEP 3", "other hosts", "standbys, first host, GPU hosts", "the same on each"),
     ]
@@ -64,9 +64,7 @@ def upgrade(session: Session, config: Path | None, plan: bool) -> None:
     if plan:
         return
     if not units or not systemctl():
-        raise FailedPreconditionError(
-            f"no unit of this host can be restarted here: {restarts}", reason="NO_UNITS"
-        )
+        raise FailedPreconditionError(f"no unit can be restarted here: {restarts}", reason="NO_UNITS")
     for unit in units:
         restart(unit)
         _await_answer(session, unit)
@@ -79,19 +77,19 @@ def _row(state: str, what: str, found: str, advice: str = "") -> dict[str, objec
 
 
 def _programs(session: Session) -> Iterator[dict[str, object]]:
-    """The version of each agent, adapter and service that answers, beside the one that is installed here."""
+    """Compare the version of each agent, adapter and service that answers with the installed one."""
     own = version("gpuscale")
     for what, program, found in programs(session):
         if not found:
-            yield _row("WARN", what, f"its {program} does not say its version, so it is an earlier one")
+            yield _row("WARN", what, f"its {program} reports no version, so it is an old one")
             continue
         state = "OK" if fits(found, own) else "FAIL"
-        advice = "" if state == "OK" else f"upgrade it by way of the versions between it and {own}"
+        advice = "" if state == "OK" else f"upgrade it in steps of one minor version up to {own}"
         yield _row(state, what, f"its {program} is {found}", advice)
 
 
 def _states(config: Path | None) -> Iterator[dict[str, object]]:
-    """The schema of each state on this host, and the one that the installed programs write."""
+    """Compare the schema of each state on this host with that of the installed programs."""
     for name, file in _databases(config).items():
         migrations = files(f"gpuscale.{name}.state").joinpath("migrations.py").read_text(encoding="utf-8")
         newest = max(map(int, re.findall(r"^def to_(\d+)\(", migrations, re.MULTILINE)))
@@ -114,7 +112,7 @@ def _states(config: Path | None) -> Iterator[dict[str, object]]:
 
 
 def _databases(config: Path | None) -> Mapping[str, Path]:
-    """The SQLite files of services that the settings name."""
+    """The SQLite files of services in the settings."""
     from gpuscale.cli.commands.doctor_host import Diagnosis, read_settings
 
     found: dict[str, Path] = {}
@@ -133,7 +131,7 @@ def _databases(config: Path | None) -> Mapping[str, Path]:
 
 
 def _await_answer(session: Session, unit: str) -> None:
-    """Wait until the server answers as it did before: the next unit may serve the same callers."""
+    """Wait until the server answers as before, since the next unit may serve the same callers."""
     from gpuscale.api.allocator import v1 as allocator_api
     from gpuscale.api.autoscaler import v1 as autoscaler_api
 
@@ -145,6 +143,6 @@ def _await_answer(session: Session, unit: str) -> None:
             return
         time.sleep(LOOK_SECONDS)
     raise UnavailableError(
-        f"{unit} was restarted, and the services do not answer since: journalctl -u {unit}; no other unit was restarted",
+        f"{unit} was restarted, but the services do not answer: journalctl -u {unit}; no other unit was restarted",
         reason="NOT_READY",
     )

@@ -1,4 +1,4 @@
-"""`gpuscalectl report` and `stats`: who used what, and how a reservation or job uses its GPUs."""
+"""`gpuscalectl report` and `stats`: GPU hours by user and so on, and how a reservation or job uses its GPUs."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -29,33 +29,31 @@ if TYPE_CHECKING:
     from gpuscale.client import Client
 
 LOCAL = "local"
-"""How a server without tokens calls everybody."""
+"""Name of all callers of a server without tokens."""
 KINDS = ("user", "tenant", "endpoint", "label=KEY", "node", "model")
 LABEL = "label"
 ENDPOINT_LABEL = "endpoint"
-"""Which the reservations of its replicas bear."""
+"""Label on the reservations of an endpoint's replicas."""
 
 
 @command("report --by user --since 30d")
 @option("--by", metavar="KIND", default="user", help=", ".join(KINDS), shell_complete=words(*KINDS))
-@option("--since", type=MOMENT, help="From the UTC day of this time on; 30 days ago by default.")
+@option("--since", type=MOMENT, help="From the UTC day of this time; 30 days ago by default.")
 @option("--until", type=MOMENT, help="Through the UTC day of this time; today by default.")
 @option(
     "--filter",
     "chosen",
     metavar="FILTER",
     default="",
-    help="Only what meets it: user, tenant, labels.KEY, node, model.",
+    help="Filter by user, tenant, labels.KEY, node or model.",
 )
-@option(
-    "--order-by", metavar="FIELDS", default="granted_gpu_microseconds desc", help="What rows are sorted by."
-)
+@option("--order-by", metavar="FIELDS", default="granted_gpu_microseconds desc", help="Column to sort by.")
 def report(
     session: Session, by: str, since: datetime | None, until: datetime | None, chosen: str, order_by: str
 ) -> None:
-    """Show who used how many GPU hours, and how many of them were idle. Only admins see the use of others.
+    """Show GPU hours by user or other key, and how many were idle. Only admins see the usage of others.
 
-    Hours count whole GPUs: half a GPU for two hours is one.
+    Hours are of whole GPUs: half a GPU for two hours counts as one.
     """
     kind, _, key = (f"{LABEL}={ENDPOINT_LABEL}" if by == ENDPOINT_LABEL else by).partition("=")
     if kind not in {one.partition("=")[0] for one in KINDS} or bool(key) != (kind == LABEL):
@@ -79,7 +77,7 @@ def report(
         note(f"from {local_text(begin)} to {local_text(end)}, in UTC days")
         if any(row.user == LOCAL for row in rows):
             note(
-                f"{LOCAL} is whoever asks on this host without a token; --by endpoint distinguishes endpoints"
+                f"{LOCAL} stands for callers on this host without a token; --by endpoint tells endpoints apart"
             )
     elif output.format in {Format.JSON, Format.YAML}:
         output.write_data({"rows": [_ordered(row) for row in rows], "total": _ordered(total)})
@@ -88,7 +86,7 @@ def report(
 
 
 def _ordered(row: api.UsageRow) -> dict[str, object]:
-    """A row with its fields in one order, whichever it has."""
+    """A row with its fields in a fixed order."""
     found = to_dict(row)
     return {one.json_name: found.get(one.json_name) for one in api.UsageRow.DESCRIPTOR.fields}
 
@@ -96,7 +94,7 @@ def _ordered(row: api.UsageRow) -> dict[str, object]:
 @command("stats r7ekx2mqwna4")
 @one_name("reservations", metavar="RESERVATION|JOB")
 def stats(session: Session, name: str) -> None:
-    """Show how a reservation or job uses, or used, each of its GPUs: utilization, memory, energy, clock, throttling and faults."""
+    """Show how a reservation or job uses or used each GPU: utilization, memory, energy, clock, throttling and faults."""
     with session.connect() as client:
         text = canonical(name).rpartition("/")[2]
         one = text if lookup.RESERVATION_ID.fullmatch(text) else lookup.job(client, name).name
@@ -110,17 +108,17 @@ def stats(session: Session, name: str) -> None:
 
 @dataclass(frozen=True)
 class Statistics:
-    """How a reservation uses or used its GPUs, and their XIDs in its time."""
+    """A reservation's use of its GPUs, and their XIDs in that time."""
 
     usage: api.GetReservationUsageResponse
     xids: Sequence[monitor_api.HealthEvent]
 
     @classmethod
     def of(cls, client: "Client", name: str) -> "Statistics":
-        """The statistics of the reservation of that name. NotFoundError: there are none, or no more."""
+        """The statistics of a reservation. Raises NotFoundError: there are none, or no longer."""
         usage = client.usage.GetReservationUsage(api.GetReservationUsageRequest(name=name))
         xids: list[monitor_api.HealthEvent] = []
-        with suppress(NotFoundError):  # how long it was is not known any more
+        with suppress(NotFoundError):  # its length is no longer known
             held = client.allocator.GetReservation(api.GetReservationRequest(name=name)).reservation
             until = wire.to_datetime(held.end_time) if held.HasField("end_time") else None
             span = wire.TimeRange(wire.to_datetime(held.create_time), until)
@@ -129,11 +127,11 @@ class Statistics:
         return cls(usage, [one for one in xids if one.gpu in gpus])
 
     def data(self) -> dict[str, object]:
-        """The answer, with the XIDs."""
+        """The answer and the XIDs as data."""
         return {**to_dict(self.usage), "xids": [to_dict(one) for one in self.xids]}
 
     def lines(self) -> list[str]:
-        """Lines with what does not fit a table of 80 columns, for each GPU that has some."""
+        """Per GPU, lines with what does not fit into a table of 80 columns."""
         found: list[str] = []
         for gpu in self.usage.gpus:
             said = [

@@ -1,4 +1,4 @@
-"""`gpuscalectl wait`: until resources meet a condition, with the reason why they do not yet."""
+"""`gpuscalectl wait`: waits until resources meet a condition, and shows why they do not yet."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 READY, GONE = "ready", "deleted"
 PERIOD = 0.5
-"""Seconds between two looks."""
+"""Seconds between polls."""
 READY_STATES: Mapping[str, str] = {
     "nodes": "state=ONLINE",
     "gpus": "state=OK",
@@ -46,21 +46,21 @@ READY_STATES: Mapping[str, str] = {
     "watchers": "status.state=OK",
     "adapters": "state=CONNECTED",
 }
-"""By kind, the selector of what is ready; none for endpoints, which are ready when all desired replicas are."""
+"""The selector of ready resources by kind; empty for endpoints, which are ready when all desired replicas are."""
 _WHY = ("reason", "message", "end_reason")
 
 
 def _names(context: click.Context, parameter: click.Parameter, part: str) -> "list[CompletionItem]":
-    """Completes with the names of the kind in front."""
+    """Completes the names of the kind typed before."""
     kind = str(context.params.get("kind"))
     return names_of(kind)(context, parameter, part) if kind in READY_STATES else []
 
 
 class WaitCommand(Command):
-    """`wait endpoints/jobs` is `wait endpoint jobs`, and a name alone is that of a job."""
+    """`wait endpoints/jobs` is `wait endpoint jobs`; a name without a kind is a job's."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the line with its kind in front, in the plural."""
+        """Parse the line with its kind first, in the plural."""
         alone = len(args) == 1 or (len(args) > 1 and args[1].startswith("-"))
         if (
             alone
@@ -86,12 +86,12 @@ class WaitCommand(Command):
 @option(
     "--timeout",
     type=DURATION,
-    help="How long to wait, then exit code 6; 5m by default, and for ever for jobs.",
+    help="How long to wait before exit code 6; 5m by default, unlimited for jobs.",
 )
 def wait(session: Session, kind: str, name: tuple[str, ...], until: str, timeout: float | None) -> None:
     """Wait until resources are ready, deleted or meet a condition: endpoints, replicas, nodes, GPUs, watchers, reservations, adapters.
 
-    Or until jobs end, with the exit code of the first that failed: wait JOB.
+    wait JOB waits until jobs end, and exits with the exit code of the first that failed.
     """
     if kind == "jobs":
         jobs.wait(session, name, timeout)
@@ -113,7 +113,7 @@ def wait(session: Session, kind: str, name: tuple[str, ...], until: str, timeout
                     try:
                         reason = awaited.reason(client, resource)
                     except UnavailableError as error:
-                        reason = error.message  # a restarting service is waited for like everything else
+                        reason = error.message  # wait out a restart of the service
             finally:
                 progress.end()
     output = session.output
@@ -126,7 +126,7 @@ def wait(session: Session, kind: str, name: tuple[str, ...], until: str, timeout
 
 
 class _Awaited:
-    """The condition that is waited for, and the resources that have met it."""
+    """The condition to wait for, and the resources that have met it."""
 
     def __init__(self, kind: str, until: str) -> None:
         kinds: Mapping[
@@ -142,7 +142,7 @@ class _Awaited:
             "adapters": (lookup.adapters, autoscaler_views.ADAPTERS),
         }
         self.read = kinds[kind][0]
-        self.view: cells.View[Any] | None = kinds[kind][1]  # no columns of GPUs, whose view needs more
+        self.view: cells.View[Any] | None = kinds[kind][1]  # no columns for GPUs, whose view needs more
         self.until = until
         self.found: list[dict[str, object]] = []
         text = READY_STATES[kind] if until == READY else until
@@ -152,10 +152,10 @@ class _Awaited:
             raise click.BadParameter(str(error), param_hint="--for") from error
 
     def reason(self, client: "Client", name: str) -> str:
-        """Why the wait goes on; empty when it is over.
+        """Why the wait continues; empty when it is over.
 
         Raises:
-            NotFoundError: the resource does not exist, and its deletion is not what is waited for.
+            NotFoundError: the resource does not exist, and the wait is not for its deletion.
         """
         try:
             [item] = self.read(client, [name])
@@ -174,7 +174,7 @@ class _Awaited:
         return ""
 
     def _met(self, condition: Condition, item: "Message") -> bool:
-        """Whether an item meets a condition of a field, or else of a column: an error where it cannot be compared."""
+        """Whether an item meets a condition on a field, or on a column; an error if it cannot be compared."""
         column = self.view.column(condition.key) if self.view else None
         if column is None or leads(condition.path, item.DESCRIPTOR):
             asked = condition.to_filter(item.DESCRIPTOR, "--for", (READY, GONE))

@@ -1,6 +1,6 @@
-"""What every `get` has in common: `-l`, `--filter`, `--order-by`, `--sort-by`, and `--watch`, which writes what changed.
+"""Options of every `get`: `-l`, `--filter`, `--order-by`, `--sort-by`, and `--watch`, which writes changed resources.
 
-Changes come from watches of the API; where there is none, the list is read every few seconds.
+Changes come from the API's watches; lists without one are read every few seconds.
 """
 
 import sys
@@ -32,9 +32,9 @@ OF_GET = (
     anywhere(
         "--filter",
         metavar="FILTER",
-        help="The same in the language of the API: 'state = ACTIVE AND create_time > 2026-03-01T00:00:00Z'.",
+        help="The same in the API's filter syntax: 'state = ACTIVE AND create_time > 2026-03-01T00:00:00Z'.",
     ),
-    anywhere("--order-by", metavar="FIELD [desc],...", help="Fields by which the server sorts."),
+    anywhere("--order-by", metavar="FIELD [desc],...", help="Fields for the server to sort by."),
     anywhere(
         "--sort-by",
         metavar="PATH",
@@ -42,13 +42,15 @@ OF_GET = (
     ),
     anywhere("--watch", "-w", is_flag=True, help="Keep running, and write each resource that changes."),
     anywhere(
-        "--every", type=DURATION, help="How often --watch reads where the API has no watch; 2s by default."
+        "--every",
+        type=DURATION,
+        help="How often --watch reads lists without a watch in the API; 2s by default.",
     ),
 )
 
 
 class GetGroup(Group):
-    """`get`, whose options may also stand before the noun; `get nodes,gpus` shows several kinds."""
+    """`get`, whose options may also precede the noun; `get nodes,gpus` shows several kinds."""
 
     options = OF_GET
     of_other_tools: ClassVar[Mapping[str, str]] = {
@@ -62,21 +64,21 @@ class GetGroup(Group):
     }
 
     def normal(self, ctx: click.Context, args: Sequence[str]) -> list[str]:
-        """The words behind it, `all` in front of several kinds."""
+        """The words after `get`, with `all` before several kinds."""
         found = super().normal(ctx, args)
         return ["all", *found] if found and "," in found[0] else found
 
 
 class GetCommand(Command):
-    """A command of `get`: it selects, sorts, and with --watch goes on."""
+    """A command of `get`: selects, sorts, and with --watch keeps running."""
 
     options = OF_GET
 
     def choose(self, session: Session, context: click.Context) -> Session:
-        """The session that writes what the options of `get` choose.
+        """The session with the selection of the options of `get`.
 
         Raises:
-            InvalidArgumentError: the format cannot be written piece by piece, or a selector is to choose from names.
+            InvalidArgumentError: the format cannot be streamed, or names are combined with a selector.
         """
         typed = typed_anywhere(context)
         watched = Watched(typed.get("every", EVERY)) if typed.get("watch") else None
@@ -91,7 +93,7 @@ class GetCommand(Command):
         return replace(session, output=replace(session.output, chosen=chosen))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run it once, or with --watch again and again."""
+        """Run it once, or repeatedly with --watch."""
         ctx.obj = session = self.choose(session_of(ctx), ctx)
         watched = session.output.chosen.watched
         if watched is None:
@@ -102,12 +104,12 @@ class GetCommand(Command):
             ctx.obj, streams = replace(session, kept=client), Streams(client)
             watched.streams = streams
             click.Command.invoke(self, ctx)
-            away = False  # an outage is reported once, and waited out
+            away = False  # report an outage once, and wait it out
             while True:
                 sys.stdout.flush()
                 streams.pause(watched.every, away=away)
                 try:
-                    click.Command.invoke(self, ctx)  # with the session that knows what is written
+                    click.Command.invoke(self, ctx)  # with the session that knows what was written
                     away = False
                 except UnavailableError as error:
                     if not away:
