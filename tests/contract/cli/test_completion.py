@@ -91,7 +91,11 @@ def test_what_may_stand_next(complete: Any, typed: str, found: list[str] | None)
 
 
 def test_other_shells_get_words_with_their_meaning(complete: Any) -> None:
-    assert complete("get nod", "zsh") == ["plain", "nodes", "Hosts with an agent: state, CPU, memory, load."]
+    assert complete("get nod", "zsh") == [
+        "plain",
+        "nodes",
+        "List hosts with an agent: state, CPU, memory, load.",
+    ]
     assert complete("get nodes -o yam", "zsh") == ["plain", "yaml", "_"]
     assert "nodes" in complete("get nod", "fish")[0]
 

@@ -124,9 +124,7 @@ def test_a_gpu_that_fails_gets_no_command_and_is_cordoned_with_what_was_seen(
     uuid = bench.uuids[1]
     words = ("run", "--check", *how, "--gpus", "3", "--", "touch", str(tmp_path / "ran"))
     ran = bench.ctl(*words, how=f"wrong {uuid}")
-    assert (ran.code, f"{uuid} FAIL: memory differs from what was copied" in ran.err) == (4, True), (
-        ran.err
-    )
+    assert (ran.code, f"{uuid} FAIL: memory differs from what was copied" in ran.err) == (4, True), ran.err
     [cordon] = bench.cordons()
     assert cordon["target"].endswith(f"/gpus/{uuid.lower()}")
     assert "it failed its test: memory differs from what was copied, at byte " in cordon["reason"]

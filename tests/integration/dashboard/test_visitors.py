@@ -87,7 +87,7 @@ async def test_only_the_user_of_this_process_reads_what_its_jobs_wrote(
             home: VisitorActions(visitors_of(server).connect, lambda: "token", at_home=home)
             for home in (True, False)
         }
-        with pytest.raises(NotFoundError, match="not kept here"):
+        with pytest.raises(NotFoundError, match="no output is kept on this host"):
             await all_output(actions[True], name)
         folder.mkdir(parents=True)
         (folder / "output.1").write_bytes(b"x" * 100_000)

@@ -90,7 +90,7 @@ def test_following_says_what_was_cut_off_and_ends_with_what_cannot_change(
 ) -> None:
     answers = [part(b"old", 97), part(b"new", 0), part(b"", 3, ended=True)]
     assert followed(answers, monkeypatch)[0] == b"oldnew"
-    assert "cut off" in capsys.readouterr().err
+    assert "earlier output was dropped" in capsys.readouterr().err
     with pytest.raises(NotFoundError):
         followed([part(b"x", 0), NotFoundError("it is gone")], monkeypatch)
     with pytest.raises(UnavailableError):

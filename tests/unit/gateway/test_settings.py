@@ -15,5 +15,5 @@ def test_defaults_are_the_ports_of_one_machine() -> None:
 
 
 def test_the_gateway_has_no_token_of_its_own() -> None:
-    with pytest.raises(InvalidArgumentError, match="passes on its callers' tokens"):
+    with pytest.raises(InvalidArgumentError, match="it passes on its callers'"):
         load_table(GatewaySettings, {}, {"token_file": Path("t")}, environ={})
