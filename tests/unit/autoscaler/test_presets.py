@@ -55,6 +55,12 @@ def test_every_parameter_has_an_effect(preset: str, parameter: str) -> None:
     assert same == irrelevant
 
 
+def test_who_states_a_utilization_gets_all_of_its_room() -> None:
+    stated = Wish("jobs", 1, 8, WISH.template, parameters={"utilization": 0.5})
+    kinds = [expand("gpuscale", wish, "p").rules[0].kind for wish in (WISH, stated)]
+    assert [getattr(kind, "headroom", 0.0) for kind in kinds] == [1.5, None]
+
+
 @pytest.mark.parametrize(
     ("text", "preset"),
     [

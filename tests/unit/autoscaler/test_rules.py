@@ -137,6 +137,28 @@ def test_a_drain_works_off_what_waits_with_the_room_that_it_has_and_then_with_mo
     assert f"need 5.00 with 1.00 to spare, and {waiting:g} waiting within 30 s" in outcome.step.text
 
 
+@pytest.mark.parametrize(
+    ("busy", "waiting", "after", "said"),
+    [
+        (4.0, 0.0, 5, "need 5.00 with 1.00"),
+        (36.0, 0.0, 42, "need 42.00 with 6.00"),
+        (36.0, 45.0, 42, "need 42.00 with 6.00"),
+        (36.0, 60.0, 44, "need 42.00 with 6.00"),
+    ],
+)
+def test_a_drain_leaves_no_more_room_than_chance_takes(
+    busy: float, waiting: float, after: int, said: str
+) -> None:
+    """A fifth of the room to spare, or the square root of what is in hand; 45 that wait need six for 30 s."""
+    kind = DrainRule(30.0, service_time=4.0, tolerance=0.0, headroom=1.0, busy_signal="busy")
+    series = {"queue": steady(waiting), "busy": steady(busy)}
+    outcome = apply_rule(
+        Rule("r", "queue", kind), inputs(3, seen(waiting), seen(busy, "busy"), series=series)
+    )
+    assert outcome.step.after == after
+    assert said in outcome.step.text
+
+
 def test_a_drain_reckons_arrivals_from_what_is_in_hand_and_what_grows() -> None:
     """Eight in hand of 4 s each leave at 2/s; the queue grows by 1/s: 3/s arrive."""
     growing = series_of((NOW - 60 + 2 * n, 10.0 + 2 * n) for n in range(31))

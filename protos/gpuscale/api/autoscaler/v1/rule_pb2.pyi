@@ -483,6 +483,7 @@ class DrainRule(_message.Message):
     WINDOW_FIELD_NUMBER: _builtins.int
     TOLERANCE_FIELD_NUMBER: _builtins.int
     CATCH_UP_HELD_FIELD_NUMBER: _builtins.int
+    HEADROOM_FIELD_NUMBER: _builtins.int
     slots: _builtins.float
     """Pieces of work that a replica has in hand at a time; 1 when absent."""
     utilization: _builtins.float
@@ -493,6 +494,10 @@ class DrainRule(_message.Message):
     """Id of a signal of the arrivals a second; reckoned from what waits and what is in hand where it is empty."""
     tolerance: _builtins.float
     """Share by which what is needed may differ from what is there without a change; 0.15 when absent."""
+    headroom: _builtins.float
+    """Most room that utilization leaves, in square roots of the pieces of work in hand: where there are many, chance moves them by
+    less of their number. Without bound when absent.
+    """
     @_builtins.property
     def deadline(self) -> _duration_pb2.Duration:
         """What waits shall be worked off within this."""
@@ -523,17 +528,22 @@ class DrainRule(_message.Message):
         window: _duration_pb2.Duration | None = ...,
         tolerance: _builtins.float | None = ...,
         catch_up_held: _duration_pb2.Duration | None = ...,
+        headroom: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_slots", b"_slots", "_tolerance", b"_tolerance", "_utilization", b"_utilization", "catch_up_held", b"catch_up_held", "deadline", b"deadline", "service_time", b"service_time", "slots", b"slots", "tolerance", b"tolerance", "utilization", b"utilization", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_headroom", b"_headroom", "_slots", b"_slots", "_tolerance", b"_tolerance", "_utilization", b"_utilization", "catch_up_held", b"catch_up_held", "deadline", b"deadline", "headroom", b"headroom", "service_time", b"service_time", "slots", b"slots", "tolerance", b"tolerance", "utilization", b"utilization", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_slots", b"_slots", "_tolerance", b"_tolerance", "_utilization", b"_utilization", "busy_signal", b"busy_signal", "catch_up_held", b"catch_up_held", "deadline", b"deadline", "rate_signal", b"rate_signal", "service_time", b"service_time", "slots", b"slots", "tolerance", b"tolerance", "utilization", b"utilization", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_headroom", b"_headroom", "_slots", b"_slots", "_tolerance", b"_tolerance", "_utilization", b"_utilization", "busy_signal", b"busy_signal", "catch_up_held", b"catch_up_held", "deadline", b"deadline", "headroom", b"headroom", "rate_signal", b"rate_signal", "service_time", b"service_time", "slots", b"slots", "tolerance", b"tolerance", "utilization", b"utilization", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__headroom: _TypeAlias = _typing.Literal["headroom"]  # noqa: Y015
+    _WhichOneofArgType__headroom: _TypeAlias = _typing.Literal["_headroom", b"_headroom"]  # noqa: Y015
     _WhichOneofReturnType__slots: _TypeAlias = _typing.Literal["slots"]  # noqa: Y015
     _WhichOneofArgType__slots: _TypeAlias = _typing.Literal["_slots", b"_slots"]  # noqa: Y015
     _WhichOneofReturnType__tolerance: _TypeAlias = _typing.Literal["tolerance"]  # noqa: Y015
     _WhichOneofArgType__tolerance: _TypeAlias = _typing.Literal["_tolerance", b"_tolerance"]  # noqa: Y015
     _WhichOneofReturnType__utilization: _TypeAlias = _typing.Literal["utilization"]  # noqa: Y015
     _WhichOneofArgType__utilization: _TypeAlias = _typing.Literal["_utilization", b"_utilization"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__headroom) -> _WhichOneofReturnType__headroom | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__slots) -> _WhichOneofReturnType__slots | None: ...
     @_typing.overload

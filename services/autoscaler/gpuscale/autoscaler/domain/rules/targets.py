@@ -119,8 +119,8 @@ class DrainRule(Kind):
 
     replicas = ceil(max(in hand / (slots x utilization), in hand / slots + waiting x S / (slots x deadline))), where S is the
     time that one piece of work takes. The room that utilization leaves works off what waits, and more replicas do only where
-    it does not in time. In hand is what will be when a replica started now is ready: arrivals x S in the end, of which work
-    that is longer than that is short by then.
+    it does not in time. It is at most `headroom` square roots of what is in hand, by which chance moves it. In hand is what
+    will be when a replica started now is ready: arrivals x S in the end, of which work that is longer than that is short by then.
 
     Arrivals are measured where a signal tells them. Else they follow from what is seen: what is in hand leaves at
     busy / S (Little's law), and what arrives is what leaves plus the growth of what is there. Where there is no
@@ -134,6 +134,7 @@ class DrainRule(Kind):
     service_time: float | None = None
     slots: float = 1.0
     utilization: float = 0.8
+    headroom: float | None = None
     busy_signal: str = ""
     rate_signal: str = ""
     window: float = 60.0
@@ -168,10 +169,14 @@ class DrainRule(Kind):
         arrivals = max(0.0, busy / service + growth if rate is None else rate)
         # What is in hand is seen half a window late.
         ahead = min(service, math.inf if inputs.startup is None else inputs.startup + self.window / 2)
-        keep_up = (busy + (arrivals - busy / service) * ahead) / self.slots / self.utilization
+        keep_up, room = self._with_room(busy + (arrivals - busy / service) * ahead)
+        catch_up = waiting * service / self.slots / self.deadline
         then = f" in {ahead:.3g} s" if ahead < service else ""
-        text = f"{signal} = {value:g}: {arrivals:.3g}/s of {service:.3g} s need {keep_up:.2f}{then}"
-        found = self._enough(signal, text, keep_up, waiting, service, inputs)
+        text = (
+            f"{signal} = {value:g}: {arrivals:.3g}/s of {service:.3g} s need {keep_up:.2f}{then} with {room:.2f} to spare,"
+            f" and {waiting:g} waiting within {self.deadline:g} s {catch_up:.2f}"
+        )
+        found = self._enough(signal, text, keep_up, max(catch_up - room, 0.0), inputs)
         since = inputs.now - inputs.last_changes.get(rule.id, -math.inf)
         if found.count >= inputs.before or self.catch_up_held is None or since >= self.catch_up_held:
             return found
@@ -190,18 +195,24 @@ class DrainRule(Kind):
         part = inputs.history(signal).since(start).values or (value,)
         return max(0.0, value - room), sum(min(seen, room) for seen in part) / len(part), growth
 
-    def _enough(
-        self, signal: str, text: str, keep_up: float, waiting: float, service: float, inputs: Inputs
-    ) -> Proposal:
-        catch_up = waiting * service / self.slots / self.deadline
-        room = keep_up * (1 - self.utilization)
-        needed = keep_up + max(catch_up - room, 0.0)
+    def _with_room(self, load: float) -> tuple[float, float]:
+        """Replicas for so many pieces in hand, and how many of these are to spare."""
+        count = load / self.slots / self.utilization
+        room = count * (1 - self.utilization)
+        if self.headroom is not None:
+            enough = self.headroom * math.sqrt(max(load, 0.0)) / self.slots
+            if enough < room:
+                return load / self.slots + enough, enough
+        return count, room
+
+    def _enough(self, signal: str, text: str, keep_up: float, catch_up: float, inputs: Inputs) -> Proposal:
+        needed = keep_up + catch_up
         if math.isnan(needed):
             return Proposal(
                 inputs.before, f"{text}: this gives no number of replicas", code=Code.SIGNAL_INVALID
             )
         count, lasting = ceiling(needed), None if self.catch_up_held is None else ceiling(keep_up)
-        text += f" with {room:.2f} to spare, and {waiting:g} waiting within {self.deadline:g} s {catch_up:.2f}: {count}"
+        text += f": {count}"
         if abs(needed - inputs.before) <= self.tolerance * inputs.before:
             return Proposal(inputs.before, f"{text}, within the tolerance", fired=False, lasting=lasting)
         if count < inputs.before and not inputs.history(signal).covers(inputs.now - self.window):
