@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import count
 
-from bench._traces import GPU_MEMORY, Trace
+from bench._traces import GPU_MEMORY, WATTS, Trace
 from gpuscale.allocator.domain.model import (
     WHOLE,
     Ask,
@@ -33,16 +33,36 @@ _UNSCORED = Score(0.0, ())
 
 
 class HostUse(Use):
-    """What reservations hold, and what asks without GPUs take of their nodes."""
+    """What reservations hold, and what asks without GPUs take of their nodes.
+
+    `watts` is what the GPUs of which something is held may draw.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.watts = 0
         self._taken: dict[str, tuple[int, int]] = {}
 
     def node(self, node: str) -> NodeUse:
         """What is held of a node."""
         held, (cpu, memory) = super().node(node), self._taken.get(node, (0, 0))
         return replace(held, cpu_milli=held.cpu_milli + cpu, memory_bytes=held.memory_bytes + memory)
+
+    def hold(self, reservation: Reservation) -> None:
+        """Add what a reservation holds."""
+        self.watts += self._watts(reservation)
+        super().hold(reservation)
+
+    def free(self, reservation_id: str) -> None:
+        """Take away what a reservation holds."""
+        reservation = self.live(reservation_id)
+        super().free(reservation_id)
+        self.watts -= self._watts(reservation)
+
+    def _watts(self, reservation: Reservation) -> int:
+        """The power limits of those of its GPUs of which nothing is held."""
+        models = {gpu.uuid: gpu.model for gpu in reservation.gpus if gpu.uuid not in self}
+        return sum(WATTS.get(model, 0) for model in models.values())
 
     def take(self, node: str, ask: Ask, sign: int) -> None:
         """Take what an ask without GPUs asks for, or give it back."""
@@ -65,6 +85,11 @@ class Cluster:
         self._ids = count()
         for node in trace.nodes:
             self._placer.apply_node(node)
+
+    @property
+    def watts(self) -> int:
+        """What the GPUs of which something is held may draw."""
+        return self._use.watts
 
     def take(self, ask: Ask) -> str | None:
         """Serve an ask; its id, or None if it is turned away."""

@@ -11,7 +11,7 @@ import csv
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from gpuscale.allocator.placing.policies import AskClass, class_of
 MIB = 1024 * 1024
 GPU_MEMORY = 16 * 1024 * MIB
 FOR_EVER = float("inf")
+WATTS = {"A10": 150, "G2": 150, "G3": 400, "P100": 250, "T4": 70, "V100M16": 300, "V100M32": 300}
+"""Power limits by NVIDIA's data sheets; what G2 and G3 are is not told: they are taken for A10 and A100."""
 NAMES = {
     "random": "01-Random",
     "bestfit": "05-BestFit",
@@ -81,9 +83,18 @@ def with_policy(ask: Ask, policy: Policy) -> Ask:
 
 
 def read_nodes(path: Path) -> tuple[Node, ...]:
-    """The nodes of a file, ranked in its order; their GPUs are idle."""
+    """The nodes of a file, ranked in its order; their GPUs are idle, and tell no power limit."""
     with path.open(newline="") as lines:
         return tuple(_node(rank, row) for rank, row in enumerate(csv.DictReader(lines)))
+
+
+def with_watts(trace: Trace) -> Trace:
+    """The same, with GPUs that tell their watts."""
+
+    def told(gpu: Gpu) -> Gpu:
+        return replace(gpu, rated_watts=WATTS[gpu.model])
+
+    return replace(trace, nodes=tuple(replace(one, gpus=tuple(map(told, one.gpus))) for one in trace.nodes))
 
 
 def read_asks(path: Path) -> tuple[Ask, ...]:

@@ -4,7 +4,8 @@ python -m bench placement --nodes NODES.csv --pods PODS.csv [...] [--policy pack
 
 Fill: all requests of a trace in random order, then random ones until 130 % of the GPUs were asked for, nothing ends;
 fit by CPU, main memory, GPU and model. Churn: Poisson arrivals and exponential lifetimes at 95 % offered load; what
-does not fit is lost. Decisions: 10,000 nodes with 10 GPUs, 60 shapes of asks, nine tenths full. Where
+does not fit is lost. Watts: the same with `pack` at lower loads too, where watts are read and where they are not.
+Decisions: 10,000 nodes with 10 GPUs, 60 shapes of asks, nine tenths full. Where
 GPUSCALE_TRACES names a folder with the openb files, that is where they are looked for.
 """
 
@@ -24,11 +25,22 @@ from pathlib import Path
 
 from bench._limit import can_solve, most_filled
 from bench._replay import POLICIES, Cluster
-from bench._traces import Trace, demand, made_up, read_asks, read_nodes, read_published, with_policy
+from bench._traces import (
+    Trace,
+    demand,
+    made_up,
+    read_asks,
+    read_nodes,
+    read_published,
+    with_policy,
+    with_watts,
+)
 from gpuscale.allocator.domain.model import Ask, Policy
 
 MARKS = (0.9, 1.0, 1.3)
 OFFERED = 0.95
+LOADS = (0.3, 0.5, 0.7, OFFERED)
+"""Offered loads at which watts are compared."""
 WARM_UP, MEASURED = 2.5, 5.0
 """Of churn, in mean lifetimes."""
 FLEET = (10_000, 10)
@@ -54,6 +66,8 @@ def main() -> None:
             _fill_table(trace, options.policy, range(options.seeds), published)
         if options.churn_seeds:
             _churn_table(trace, options.policy, range(options.churn_seeds))
+        if options.watts_seeds:
+            _watts_table(trace, range(options.watts_seeds))
     if not options.no_decisions:
         _decision_table(options.policy)
 
@@ -72,17 +86,20 @@ def fill(trace: Trace, policy: str, seed: int) -> list[float]:
     return reached
 
 
-def churn(trace: Trace, policy: str, seed: int) -> tuple[float, float]:
-    """Per cent of the GPU demand that is turned away, and of the requests for four GPUs or more."""
+def churn(trace: Trace, policy: str, seed: int, offered: float = OFFERED) -> tuple[float, float, float]:
+    """Per cent of the GPU demand that is turned away, and of the requests for four GPUs or more; kW, of what is held."""
     cluster, chance = Cluster(trace, policy, seed), random.Random(seed)
-    rate = OFFERED * trace.capacity / statistics.fmean(demand(ask) for ask in trace.asks)
+    rate = offered * trace.capacity / statistics.fmean(demand(ask) for ask in trace.asks)
     ends: list[tuple[float, str, Ask]] = []
-    now, asked, lost, large, large_lost = 0.0, 0, 0, 0, 0
+    now, asked, lost, large, large_lost, drawn = 0.0, 0, 0, 0, 0, 0.0
     while now < WARM_UP + MEASURED:
-        now += chance.expovariate(rate)
+        before, now = now, now + chance.expovariate(rate)
         while ends and ends[0][0] <= now:
-            _, name, ended = heapq.heappop(ends)
+            end, name, ended = heapq.heappop(ends)
+            drawn += cluster.watts * (max(end, WARM_UP) - max(before, WARM_UP))
+            before = end
             cluster.give_back(name, ended)
+        drawn += cluster.watts * (max(now, WARM_UP) - max(before, WARM_UP))
         ask, life = with_policy(chance.choice(trace.asks), _own(policy)), chance.expovariate(1.0)
         name = cluster.take(ask)
         if name:
@@ -90,7 +107,7 @@ def churn(trace: Trace, policy: str, seed: int) -> tuple[float, float]:
         if now > WARM_UP:
             asked, lost = asked + demand(ask), lost + (0 if name else demand(ask))
             large, large_lost = large + (ask.gpu_count >= 4), large_lost + (ask.gpu_count >= 4 and not name)
-    return 100 * lost / asked, 100 * large_lost / max(large, 1)
+    return 100 * lost / asked, 100 * large_lost / max(large, 1), drawn / 1000 / (now - WARM_UP)
 
 
 def fill_bound(trace: Trace, seeds: range) -> list[float]:
@@ -180,10 +197,25 @@ def _churn_table(trace: Trace, policies: Sequence[str], seeds: range) -> None:
     print(f"{'policy':10} {'of GPU demand':>14} {'of asks for 4+ GPUs':>20}")
     for policy in policies:
         runs = [churn(trace, policy, seed) for seed in seeds]
-        lost, large = (statistics.fmean(column) for column in zip(*runs, strict=True))
+        lost, large, _ = (statistics.fmean(column) for column in zip(*runs, strict=True))
         print(f"{policy:10} {lost:14.2f} {large:20.1f}", flush=True)
     if can_solve():
         print(f"{'bound':10} {churn_bound(trace):14.2f}", flush=True)
+
+
+def _watts_table(trace: Trace, seeds: range) -> None:
+    """Work takes as long on each GPU, and draws its power limit; GPUs of which nothing is held draw nothing."""
+    print(f"\n{trace.name}: kW of the GPUs in use by pack, and % of GPU demand turned away")
+    print(f"{'load %':>6} {'limits unread':>16} {'read':>16} {'kW less %':>10}")
+    for load in LOADS:
+        kilowatts, figures = list[float](), list[str]()
+        for one in (trace, with_watts(trace)):
+            runs = [churn(one, Policy.PACK, seed, load) for seed in seeds]
+            lost, _, drawn = (statistics.fmean(column) for column in zip(*runs, strict=True))
+            kilowatts.append(drawn)
+            figures.append(f"{drawn:9.1f} {lost:6.2f}")
+        less = 100 - 100 * kilowatts[1] / kilowatts[0]
+        print(f"{100 * load:6.0f} {figures[0]:>16} {figures[1]:>16} {less:10.1f}", flush=True)
 
 
 def _decision_table(policies: Sequence[str]) -> None:
@@ -221,6 +253,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--churn-seeds", type=int, default=3, help="runs of the churn of each policy; 0 for none"
     )
+    parser.add_argument("--watts-seeds", type=int, default=1, help="runs of each load for watts; 0 for none")
     parser.add_argument("--no-decisions", action="store_true", help="leave out the time of decisions")
     return parser.parse_args(arguments)
 

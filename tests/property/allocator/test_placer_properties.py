@@ -53,6 +53,7 @@ def gpus(draw: st.DrawFn, name: str, index: int) -> Gpu:
             fresh_until=NOW + draw(st.sampled_from([-1, 3, 3, 3])),
         ),
         model=draw(st.sampled_from(["A100", "T4"])),
+        rated_watts=draw(st.sampled_from([None, 400.0, 70.0])),
         mig_profile=profile,
         parent=f"{name[0]}-0" if profile and index else "",
         processes=draw(
@@ -68,6 +69,7 @@ def reports(draw: st.DrawFn, of: Gpu) -> Gpu:
         of,
         fresh_until=NOW + draw(st.sampled_from([-1, 3, 4])),
         utilization_percent=draw(st.sampled_from([of.utilization_percent, 70.0])),
+        rated_watts=draw(st.sampled_from([of.rated_watts, 300.0])),
     )
 
 
@@ -319,7 +321,11 @@ def test_a_row_alone_is_worth_what_it_is_worth_among_many(
     scarcity = data.draw(st.sampled_from([0.0, 0.5])) if cpu_per_gpu else 0.0
     shares = {(0, 1, milli, ()): 1 for milli in data.draw(st.sets(st.integers(1, 999), max_size=3))}
     tariff = Tariff(
-        cpu_per_gpu, dict.fromkeys(list(columns.builds)[:1], price), expected_waste(shares), scarcity
+        cpu_per_gpu,
+        dict.fromkeys(list(columns.builds)[:1], price),
+        expected_waste(shares),
+        scarcity,
+        saves=data.draw(st.booleans()),
     )
     node_codes_then, gpu_codes_then = constraints.codes(every, NOW)
     free = gpu_codes_then == 0
@@ -336,6 +342,56 @@ def test_a_row_alone_is_worth_what_it_is_worth_among_many(
         assert again == codes
         if fits[at]:
             assert value_of(wish, row, codes, constraints, tariff) == float(values[at])
+
+
+LAYOUTS = (("1g.10gb",) * 7, ("3g.40gb", "2g.20gb", "2g.20gb"), ("3g.40gb", *("1g.10gb",) * 4))
+
+
+@given(data=st.data(), policy=st.sampled_from(Policy))
+@settings(max_examples=60)
+def test_no_instance_comes_from_an_idle_gpu_while_one_in_use_has_it(
+    data: st.DataObject, policy: Policy
+) -> None:
+    """So that idle ones can be partitioned anew: within a node by any policy, on all nodes by `pack`."""
+    use = Use()
+    of, instances = placer((), use), dict[str, Gpu]()
+    for rank, layouts in enumerate(
+        data.draw(
+            st.lists(st.lists(st.sampled_from(LAYOUTS), min_size=1, max_size=4), max_size=3, min_size=1)
+        )
+    ):
+        parts = [
+            replace(
+                gpu(f"{rank}-{at}-{number}", index=10 * at + number, total=10_000 * int(profile[0])),
+                memory_free_bytes=10_000 * MIB * int(profile[0]),
+                mig_profile=profile,
+                parent=f"{rank}-{at}",
+            )
+            for at, layout in enumerate(layouts)
+            for number, profile in enumerate(layout)
+        ]
+        instances |= {one.uuid: one for one in parts}
+        of.apply_node(Node(f"n{rank}", rank, NodeState.ONLINE, tuple(parts)))
+    live: list[str] = []
+    for name in range(data.draw(st.integers(1, 30))):
+        if live and data.draw(st.integers(0, 2)) == 0:
+            use.free(live.pop(data.draw(st.integers(0, len(live) - 1))))
+        profile = data.draw(st.sampled_from(["1g.10gb", "2g.20gb", "3g.40gb"]))
+        found = of.place(Ask(1, 0, 100.0, policy=policy, mig_profile=profile), NOW)
+        if not isinstance(found, Pick):
+            continue
+        [taken] = found.gpus
+        used = {instances[uuid].parent for uuid in instances if use.gpu(uuid).milli}
+        had = [
+            one
+            for one in instances.values()
+            if one.parent in used and one.mig_profile == profile and not use.gpu(one.uuid).milli
+        ]
+        if policy is not Policy.PACK:
+            had = [one for one in had if one.uuid[0] == taken.uuid[0]]
+        assert taken.parent in used or not had
+        live.append(f"r{name}")
+        use.hold(reservation(found.gpus, name=live[-1]))
 
 
 @given(data=st.data(), cordons=st.frozensets(st.sampled_from(CORDONS), max_size=2))

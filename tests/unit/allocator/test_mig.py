@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpuscale.allocator.domain.model import WHOLE, Ask, Node, Pick, Reservation, Use
+from gpuscale.allocator.domain.model import WHOLE, Ask, Node, Pick, Policy, Reservation, Use
 from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
@@ -86,6 +86,51 @@ def test_an_instance_that_two_share_is_held_until_both_are_gone() -> None:
     assert isinstance(of.place(ask(), NOW), Refusal)
     use.free("b")
     assert isinstance(of.place(ask(), NOW), Pick)
+
+
+def divided(name: str, *counts: int, rank: int = 0) -> Node:
+    """A node of GPUs with so many instances each."""
+    instances = [
+        replace(
+            gpu(f"{name}-{at}-{number}", index=10 * at + number), mig_profile="1g.10gb", parent=f"{name}-{at}"
+        )
+        for at, count in enumerate(counts)
+        for number in range(count)
+    ]
+    return node(name, *instances, rank=rank)
+
+
+@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize("milli", [WHOLE, 500])
+def test_instances_of_gpus_in_use_go_first_so_that_others_can_be_partitioned_anew(
+    policy: Policy, milli: int
+) -> None:
+    """The fullest first; once it is free again, a GPU is as good as any."""
+    use = Use()
+    of = placer([divided("n", 3, 3, 3)], use)
+    wish = replace(PART, policy=policy, gpu_milli=milli)
+    for name in ("n-1-0", "n-2-0", "n-2-1"):
+        take(of, use, replace(PART, gpus=frozenset({name})), name)
+    taken = [take(of, use, replace(wish, gpu_milli=WHOLE), f"r{number}").gpus[0].uuid for number in range(4)]
+    assert taken == ["n-2-2", "n-1-1", "n-1-2", "n-0-0"]
+    for name in ("n-1-0", "r1", "r2"):
+        use.free(name)
+    assert take(of, use, wish).gpus[0].uuid == "n-0-1"
+    pair = replace(wish, gpu_count=2)
+    use.free("n-2-1")
+    assert {one.uuid for one in take(of, use, replace(pair, gpu_milli=WHOLE), "p").gpus} == {"n-0-2", "n-2-1"}
+
+
+def test_pack_looks_on_all_nodes_for_the_fullest_gpu_and_says_so() -> None:
+    use = Use()
+    of = placer([divided("a", 2), divided("b", 7, 7, 7, 7, rank=1)], use)
+    wish = replace(PART, policy=Policy.PACK)
+    assert take(of, use, wish, "r").gpus[0].uuid == "a-0-0"
+    use.free("r")
+    take(of, use, replace(wish, gpus=frozenset({"b-2-5"})), "s")
+    held = take(of, use, wish)
+    part = held.gpus[0].score.parts[5]
+    assert (held.gpus[0].uuid, part.name, part.value) == ("b-2-0", "free_of_gpu", 6000 // 7)
 
 
 def test_other_gpus_are_none_of_its_business() -> None:

@@ -167,6 +167,76 @@ def test_pack_leaves_of_gpus_what_the_next_shares_can_use() -> None:
     assert [one.uuid for one in picked(of, small).gpus] == ["n0-0"]
 
 
+def rated(name: str, *watts: float | None, rank: int = 0) -> Node:
+    """A node of GPUs that are made for so many watts."""
+    gpus = (replace(gpu(f"{name}-{at}", index=at), rated_watts=one) for at, one in enumerate(watts))
+    return node(name, *gpus, rank=rank)
+
+
+def test_of_equal_nodes_pack_takes_the_one_with_most_gpus_to_a_kilowatt() -> None:
+    """One that does not tell its watts comes last, and where none does, the first that was seen is taken as ever."""
+    of = placer([rated("mute", None), rated("hot", 400.0, rank=1), rated("cool", 250.0, rank=2)])
+    [taken] = picked(of, wish(Policy.PACK)).gpus
+    part = taken.score.parts[-1]
+    assert (taken.uuid, part.name, part.value, part.weight) == ("cool-0", "gpus_per_kw", 4.0, 1 / 1024)
+    assert [one.uuid for one in of.free(wish(Policy.PACK), NOW, 3)[0]] == ["cool-0", "hot-0", "mute-0"]
+    [unread] = picked(placer([rated("a", None), rated("b", 0.0, rank=1)]), wish(Policy.PACK)).gpus
+    assert unread.uuid == "a-0"
+    assert "gpus_per_kw" not in [one.name for one in unread.score.parts]
+    assert picked(of, wish(Policy.BESTFIT)).nodes == ("mute",)
+
+
+def test_watts_settle_nothing_but_ties() -> None:
+    """The node of one GPU is the fuller one, however many the other has to a kilowatt."""
+    of = placer([rated("cool", 0.1, 0.1), rated("hot", 700.0, rank=1)])
+    assert picked(of, wish(Policy.PACK)).nodes == ("hot",)
+
+
+def test_of_a_nodes_gpus_pack_takes_those_with_fewest_watts() -> None:
+    of = placer([rated("n0", None, 400.0, 250.0, 300.0)])
+    assert [one.uuid for one in picked(of, wish(Policy.PACK)).gpus] == ["n0-2"]
+    assert {one.uuid for one in picked(of, wish(Policy.PACK, gpu_count=2)).gpus} == {"n0-2", "n0-3"}
+    assert picked(of, wish(Policy.FIRSTFIT)).gpus[0].uuid == "n0-0"
+
+
+def test_watts_that_are_told_while_a_gpu_is_held_count_when_it_is_free() -> None:
+    use = Use()
+    of = placer([rated("n0", 400.0), rated("n1", 300.0, rank=1)], use)
+    use.hold(reservation(picked(of, wish(nodes=frozenset({"n0"}))).gpus, name="r"))
+    assert picked(of, wish(Policy.PACK)).nodes == ("n1",)
+    of.apply_node(rated("n0", 100.0))
+    use.free("r")
+    assert picked(of, wish(Policy.PACK)).nodes == ("n0",)
+
+
+def test_watts_settle_nothing_where_few_gpus_are_free() -> None:
+    """From where a quarter is free to where less than a fifth is: then the fixed order of nodes refuses less."""
+    demand, free = Demand(), [100]
+
+    def saves(now_free: int) -> bool:
+        free[0] = now_free
+        for _ in range(REPRICED):
+            demand.observe(wish(Policy.PACK), NO_BUILD, {COMMON: 100}, lambda: {COMMON: 1000.0 * free[0]})
+        return demand.tariff.saves
+
+    assert [saves(now_free) for now_free in (25, 26, 21, 20, 25, 100)] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+        True,
+    ]
+    of = Placer(Use(), demand)
+    for one in (rated("hot", 400.0), rated("cool", 250.0, rank=1)):
+        of.apply_node(one)
+    for now_free, expected in ((10, "hot"), (90, "cool")):
+        saves(now_free)
+        answer = of.place(wish(Policy.PACK), NOW, again=True)
+        assert isinstance(answer, Pick)
+        assert answer.nodes == (expected,)
+
+
 def test_an_ask_that_waits_is_learnt_once() -> None:
     scarce = node("scarce", replace(gpu("s0"), model="A100"), rank=0)
     of = placer([scarce, node("common", replace(gpu("c0"), model="T4"), rank=1)])

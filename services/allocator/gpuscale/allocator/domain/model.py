@@ -70,7 +70,8 @@ class Gpu:
     and since when, the health checks want nothing new on one that does. After `fresh_until` its readings are too old to count on. `mig_profile` is empty for a whole GPU; a MIG instance has the
     UUID of its GPU as `parent`. `processes_known` says whether its processes could be read.
     `place` says where it hangs on PCIe, `nvlinks` counts the NVLink connections to other GPUs by their UUIDs.
-    `energy_joules` counts since the driver was loaded. It was read at `read_at`.
+    `rated_watts` is its power limit of the factory; where that is not told, the one in force. `energy_joules` counts since
+    the driver was loaded. It was read at `read_at`.
     """
 
     uuid: str
@@ -92,6 +93,7 @@ class Gpu:
     processes_known: bool = True
     power_watts: float | None = None
     power_limit_watts: float | None = None
+    rated_watts: float | None = None
     energy_joules: float | None = None
     hardware: HardwareLook = UNSEEN
     read_at: float | None = None

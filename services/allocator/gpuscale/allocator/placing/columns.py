@@ -8,6 +8,8 @@ grant counts in full at once. Memory used by processes without a lease is not fr
 without bookkeeping. No byte counts twice: memory of unknown owner counts as the holders', up to what they were granted.
 """
 
+import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
@@ -54,7 +56,11 @@ class NodeFacts:
 
 @dataclass(slots=True)
 class GpuFacts:
-    """What the columns say of a GPU in numbers, or of all GPUs of some rows in arrays."""
+    """What the columns say of a GPU in numbers, or of all GPUs of some rows in arrays.
+
+    `watts` is what it is made for, infinite where that is not told. `spare` is what nobody holds, in thousandths, of the GPU of
+    which a MIG instance is one; 0 of whole GPUs.
+    """
 
     node: NodeFacts
     kind: Any
@@ -68,6 +74,8 @@ class GpuFacts:
     total: Any
     available: Any
     utilization: Any
+    watts: Any
+    spare: Any
 
     @property
     def out_of_use(self) -> Any:
@@ -283,6 +291,7 @@ class Columns:
         self.total[row, :count] = sizes = [_number(gpu.memory_total_bytes) for gpu in gpus]
         self.size[row, :count] = [self.sizes.setdefault(size, len(self.sizes)) for size in sizes]
         self.numbered = len(self.models) + len(self.profiles) + len(self.sizes)
+        self.watts[row, :count] = [max(1.0, gpu.rated_watts or math.inf) for gpu in gpus]
         self._write_cordons(row)
         self._write_freshness(row)
         self.write_use(row)
@@ -294,6 +303,7 @@ class Columns:
         self.held[row, :count] = [use.milli for use in uses]
         self.available[row, :count] = [self._available(gpu, use) for gpu, use in zip(gpus, uses, strict=True)]
         self.utilization[row, :count] = [self._utilization(gpu) for gpu in gpus]
+        self.spare[row, :count] = self._spare(gpus)
         working = (self.kind[row] == WHOLE_GPU) & ~self.out_of_use(row)
         self.free_milli[row] = int((WHOLE - self.held[row])[working].sum())
         self.cpu_free[row], self.memory_free[row] = self._left(row)
@@ -304,6 +314,7 @@ class Columns:
         """Rewrite what is held of a node and these GPUs of it, with their MIG instances."""
         row = self.row(at)
         columns = [column for uuid in uuids for column in row.places.get(uuid, ())]
+        split = False
         for column in columns:
             gpu, known = self.gpus[at][column], row.gpus[column]
             use, before = self._use.on(gpu), known.held
@@ -311,10 +322,15 @@ class Columns:
             self.available[at, column] = known.available = self._available(gpu, use)
             if (used := self._utilization(gpu)) != known.utilization:
                 self.utilization[at, column] = known.utilization = used
+            split = split or bool(gpu.parent)
             row.rescore(column)
             if known.kind == WHOLE_GPU and not known.out_of_use:
                 row.node.free_milli += before - use.milli
         self.free_milli[at] = row.node.free_milli
+        if split:
+            self.spare[at, : len(row.gpus)] = spare = self._spare(self.gpus[at])
+            for known, milli in zip(row.gpus, spare, strict=True):
+                known.spare = milli
         if (left := self._left(at)) != (row.node.cpu_free, row.node.memory_free):
             row.node.cpu_free, row.node.memory_free = self.cpu_free[at], self.memory_free[at] = left
         self._touch(at, columns)
@@ -380,6 +396,15 @@ class Columns:
         live = [self._use.live(reservation) for reservation in use.reservations]
         return _number(available(gpu, live, self.gone.get(gpu.uuid, ())))
 
+    def _spare(self, gpus: Sequence[Gpu]) -> list[int]:
+        """What nobody holds of the GPU of which each is a MIG instance, by the memory of its instances, in thousandths."""
+        free, total = Counter[str](), Counter[str]()
+        for gpu in gpus:
+            if gpu.parent and gpu.memory_total_bytes:
+                total[gpu.parent] += gpu.memory_total_bytes
+                free[gpu.parent] += gpu.memory_total_bytes * (WHOLE - self._use.on(gpu).milli)
+        return [free[gpu.parent] // max(total[gpu.parent], 1) for gpu in gpus]
+
     def _utilization(self, gpu: Gpu) -> float:
         """Utilization, UNKNOWN_USE if unknown; a GPU whose holder is imagined gone counts as idle."""
         if gpu.utilization_percent is None:
@@ -428,6 +453,8 @@ class Columns:
         self.total = np.full(shape, UNKNOWN, np.int64)
         self.available = np.full(shape, UNKNOWN, np.int64)
         self.utilization = np.full(shape, UNKNOWN_USE)
+        self.watts = np.full(shape, np.inf)
+        self.spare = np.zeros(shape, np.int64)
 
 
 def listed(numbers: NDArray[np.integer]) -> list[int]:
@@ -457,7 +484,8 @@ def _in_order(node: Node) -> tuple[Gpu, ...]:
 
 _HOST = attrgetter("state", "reported", "gpu_problem", "cpu_milli", "memory_total_bytes", "labels")
 _BUILD = attrgetter(
-    "uuid", "trouble", "quarantine", "index", "model", "memory_total_bytes", "mig_profile", "parent"
+    *("uuid", "trouble", "quarantine", "index", "model", "memory_total_bytes", "mig_profile", "parent"),
+    "rated_watts",
 )
 _READINGS = attrgetter("memory_free_bytes", "utilization_percent", "processes", "processes_known")
 """What nodes and GPUs are made of, and what GPUs tell: what is the same in two reports is not written anew."""

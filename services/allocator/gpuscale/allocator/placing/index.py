@@ -166,23 +166,28 @@ MOST_SETS = 20_000
 
 
 class NodeCandidate(NamedTuple):
-    """A GPU that fits, and its column: what nobody holds of it, the memory a newcomer has there, and how good it is."""
+    """A GPU that fits, and its column: what nobody holds of it, the memory a newcomer has there, and how good it is.
+
+    `spare` is what nobody holds of the GPU of which a MIG instance is one: those that are partly held are filled first, so
+    that others stay free to be partitioned anew.
+    """
 
     gpu: Gpu
     column: int
     free_milli: int
     available: int
     value: float
+    spare: int
 
 
-def best_first(one: NodeCandidate) -> tuple[float, int, str]:
+def best_first(one: NodeCandidate) -> tuple[float, int, int, str]:
     """Sort key: the highest value, then the lowest index."""
-    return -one.value, one.gpu.index, one.gpu.uuid
+    return -one.value, one.spare, one.gpu.index, one.gpu.uuid
 
 
-def tightest_first(one: NodeCandidate) -> tuple[int, int, int, str]:
-    """Sort key: the GPU of which least is free, so that whole ones stay whole."""
-    return one.free_milli, one.available, one.gpu.index, one.gpu.uuid
+def tightest_first(one: NodeCandidate) -> tuple[float, int, int, int, int, str]:
+    """Sort key: of equal value, the GPU of which least is free, so that whole ones stay whole."""
+    return -one.value, one.spare, one.free_milli, one.available, one.gpu.index, one.gpu.uuid
 
 
 def choose(candidates: Sequence[NodeCandidate], count: int, wanted: GpuSet) -> list[NodeCandidate]:
@@ -291,11 +296,15 @@ class Members:
         row = self._columns.row(at)
         fitting = _fitting(shape, at)
         values = self._values(shape, at, row)
-        if _by_score(shape.ask):
+        if _by_score(shape.ask) and not shape.ask.mig_profile:
             scores = [values[column] for column in fitting]
             first = fitting[scores.index(max(scores))]
         else:
-            first = min(fitting, key=lambda at: (-values[at], -row.gpus[at].held, row.gpus[at].available))
+            gpus = row.gpus
+            first = min(
+                fitting,
+                key=lambda at: (-values[at], gpus[at].spare, -gpus[at].held, gpus[at].available),
+            )
         return self._candidate(at, row, first, values[first])
 
     def _candidates(self, shape: Shape, at: int) -> list[NodeCandidate]:
@@ -307,7 +316,7 @@ class Members:
     def _candidate(self, at: int, row: Row, column: int, value: float) -> NodeCandidate:
         gpu = self._columns.gpus[at][column]
         known = row.gpus[column]
-        return NodeCandidate(gpu, column, WHOLE - known.held, known.available, value)
+        return NodeCandidate(gpu, column, WHOLE - known.held, known.available, value, known.spare)
 
     def _values(self, shape: Shape, at: int, row: Row) -> list[float]:
         """The values of the fitting GPUs of a row, if they differ."""
@@ -326,6 +335,8 @@ class Members:
             milli = shape.constraints.milli(np.array([at]))[0, : len(row.gpus)]
             less: list[float] = (-more_waste(left, milli, self._demand.tariff)).tolist()
             return less
+        if ask.policy is _PACK and ask.exclusive:
+            return [-gpu.watts for gpu in row.gpus]
         return [0.0] * len(row.gpus)
 
     def _reserved(self, ask: Ask, row: int, one: NodeCandidate, score: Score, member: int) -> ReservedGpu:

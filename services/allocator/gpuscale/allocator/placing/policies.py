@@ -181,6 +181,8 @@ FIRST_DRAWN = frozenset({16, 64, 256, 512})
 """The classes of asks are drawn up anew after so many asks: all that hangs on them must be reckoned anew."""
 REPRICED = 8
 """Prices are looked at again after so many asks for GPUs."""
+SAVES, SPENDS = 0.25, 0.2
+"""Watts count from where more than this part of all GPUs is free to where less than that is."""
 STEP, PRICE_STEP = 0.01, 0.1
 """A tariff is replaced when a figure of it is further off: the ratio by a part STEP, a price by STEP and by a part PRICE_STEP."""
 
@@ -195,13 +197,15 @@ class Tariff:
     `cpu_per_gpu` is R, the CPU that asks take per GPU (thousandths per thousandth; 0 while unknown). `prices` gives each build
     of node the part of the demand that few builds can serve, itself among them, over their part of what is free. `waste` gives
     for each free share of a GPU, in thousandths, how much of it the next share is expected to find too small. `cpu_scarcity` is
-    0 if GPUs run out long before CPU does, 1 if they run out together or CPU first.
+    0 if GPUs run out long before CPU does, 1 if they run out together or CPU first. `saves` says
+    whether so many GPUs are free that watts settle ties.
     """
 
     cpu_per_gpu: float = 0.0
     prices: Mapping[Build, float] = field(default_factory=dict[Build, float])
     waste: Floats = field(default_factory=lambda: NO_WASTE)
     cpu_scarcity: float = 0.0
+    saves: bool = False
 
 
 def expected_waste(classes: Mapping[AskClass, int]) -> Floats:
@@ -231,7 +235,7 @@ class Demand:
         self._cpu = self._cpu_of_all = 0.0
         self._gpu_beside_cpu = 0.0
         self._gpu = 0.0
-        self._asked = 0
+        self._asked = self._packed = 0
         self._constrained: dict[frozenset[Build], float] = {}
         self._prior = 0.0
         self.tariff = Tariff(waste=expected_waste(self.classes))
@@ -265,6 +269,11 @@ class Demand:
         able = sum(supply.get(build, 0) for build in served_by)
         if 0 < able < SCARCE * sum(supply.values()):
             self._constrained[served_by] = self._constrained.get(served_by, 0.0) + milli
+        self._packed += ask.policy is Policy.PACK
+        if ask.policy is Policy.PACK and self._packed % REPRICED == 1:
+            known, part = self.tariff, sum(free().values()) / WHOLE / max(sum(supply.values()), 1)
+            if known.saves != (part > (SPENDS if known.saves else SAVES)):
+                self.tariff = replace(known, saves=not known.saves)
         self._renew(free)
 
     def _learn_class(self, ask: Ask) -> None:
@@ -294,7 +303,7 @@ class Demand:
                 for one, price in prices.items()
             )
         ):
-            self.tariff = Tariff(ratio, prices, known.waste, scarcity)
+            self.tariff = replace(known, cpu_per_gpu=ratio, prices=prices, cpu_scarcity=scarcity)
 
     def _priced(self, free: Mapping[Build, float]) -> Mapping[Build, float]:
         """What is asked of few builds, as a part of all, over the part of all that is free which is theirs."""
@@ -325,6 +334,10 @@ PRICE_WEIGHT = 2.0
 """Weight of a scarce build of node in `pack`."""
 WASTE_WEIGHT = 2.0
 """Weight of the rest of a GPU that shares leave."""
+MIG_WEIGHT = 64.0
+"""Weight of what is free of the GPU of which a MIG instance is one: a seventh outweighs the 56 instances of a node."""
+KILOWATT, TIE = 1000.0, 1024.0
+"""All GPUs of a kilowatt count less than a step of `pack`, which is worth so many: they settle ties."""
 BESTFIT_CPU, BESTFIT_GPU = 128_000.0, 8_000.0
 """`bestfit` measures what is left against a node of 128 cores and 8 GPUs."""
 
@@ -333,8 +346,9 @@ BESTFIT_CPU, BESTFIT_GPU = 128_000.0, 8_000.0
 class PolicyFacts:
     """What `pack` and `bestfit` look at, of one node or, in arrays, of several.
 
-    Its free CPU (0 where that is not `cpu_known`), its free GPU, what is asked of it, the price of its build, and how
-    much more of a GPU goes to waste when a share is taken where that is least.
+    Its free CPU (0 where that is not `cpu_known`), its free GPU, what is asked of it, the price of its build, how
+    much more of a GPU goes to waste when a share is taken where that is least, what is free of the GPU whose MIG instance
+    is taken where that is least, and how many GPUs there are to a kilowatt, where that is most; 0 where none tells, or few GPUs are free.
     """
 
     cpu: Any
@@ -343,6 +357,8 @@ class PolicyFacts:
     taken: Any
     price: Any
     waste: Any
+    spare: Any
+    per_kw: Any
 
 
 def facts(
@@ -362,7 +378,14 @@ def facts(
     if wastes(ask):
         left = WHOLE - columns.held[rows]
         waste = np.where(fits, more_waste(left, constraints.milli(rows), tariff), WHOLE).min(1)
-    return PolicyFacts(cpu, cpu != UNKNOWN, free.astype(np.float64), taken.astype(np.float64), price, waste)
+    spare, per_kw = np.zeros(len(rows)), np.zeros(len(rows))
+    if ask.policy is Policy.PACK and ask.gpu_count:
+        if tariff.saves:
+            per_kw = KILOWATT / np.where(fits, columns.watts[rows], np.inf).min(1)
+        if ask.mig_profile:
+            spare = np.where(fits, columns.spare[rows], WHOLE).min(1).astype(np.float64)
+    free, taken = free.astype(np.float64), taken.astype(np.float64)
+    return PolicyFacts(cpu, cpu != UNKNOWN, free, taken, price, waste, spare, per_kw)
 
 
 def facts_of(
@@ -374,13 +397,19 @@ def facts_of(
     if kind != WHOLE_GPU:
         free = sum(WHOLE - gpu.held for gpu in row.gpus if gpu.kind == kind and not gpu.out_of_use)
     taken = ask.gpu_count * constraints.milli_of(row.gpus[0] if row.gpus else None)
-    price, cpu, waste = tariff.prices.get(row.build, 0.0), row.node.cpu_free, 0.0
-    if wastes(ask):
-        waste = min(
-            float(more_waste(WHOLE - gpu.held, constraints.milli_of(gpu), tariff))
-            for gpu in compress(row.gpus, map(not_, codes))
-        )
-    return PolicyFacts(float(cpu), cpu != UNKNOWN, float(free), float(taken), price, waste)
+    price, cpu = tariff.prices.get(row.build, 0.0), row.node.cpu_free
+    waste = spare = per_kw = 0.0
+    if ask.policy is Policy.PACK and ask.gpu_count:
+        fitting = list(compress(row.gpus, map(not_, codes)))
+        if wastes(ask):
+            waste = min(
+                float(more_waste(WHOLE - gpu.held, constraints.milli_of(gpu), tariff)) for gpu in fitting
+            )
+        if tariff.saves:
+            per_kw = KILOWATT / min([gpu.watts for gpu in fitting])
+        if ask.mig_profile:
+            spare = float(min([gpu.spare for gpu in fitting]))
+    return PolicyFacts(float(cpu), cpu != UNKNOWN, float(free), float(taken), price, waste, spare, per_kw)
 
 
 def wastes(ask: Ask) -> bool:
@@ -440,13 +469,16 @@ def value_of(ask: Ask, row: Row, codes: Sequence[int], constraints: Constraints,
 def parts(ask: Ask, known: PolicyFacts, tariff: Tariff) -> tuple[tuple[str, Any, float], ...]:
     """The value of `pack` and `bestfit` in parts, as compared but for the rounding: names, values and weights."""
     if ask.policy is Policy.PACK:
-        return (
+        found: tuple[tuple[str, Any, float], ...] = (
             ("starvation_drop", _drop(ask, known, tariff), 1.0 / BUCKET),
             ("free_gpu", known.gpu, -TIGHTNESS / BUCKET),
             ("free_cpu", _fed(known, tariff), -CPU_TIGHTNESS / BUCKET),
             ("scarcity", known.price * known.taken, -PRICE_WEIGHT / BUCKET),
             ("share_waste", known.waste, -WASTE_WEIGHT / BUCKET),
         )
+        if ask.mig_profile:
+            found = (*found, ("free_of_gpu", known.spare, -MIG_WEIGHT / BUCKET))
+        return (*found, ("gpus_per_kw", known.per_kw, 1.0 / TIE)) if np.any(known.per_kw) else found
     cpu, gpu = _left(ask, known)
     return (("cpu_left", cpu, -50.0), ("gpu_left", gpu, -50.0))
 
@@ -479,8 +511,10 @@ def _rounded(ask: Ask, known: PolicyFacts, tariff: Tariff) -> Any:
     if ask.policy is Policy.BESTFIT:
         cpu, gpu = _left(ask, known)
         return 100.0 * (1.0 - 0.5 * (cpu + gpu)) // 1.0
-    kept = TIGHTNESS * known.gpu + PRICE_WEIGHT * (known.price * known.taken) + WASTE_WEIGHT * known.waste
-    return (_drop(ask, known, tariff) - kept - CPU_TIGHTNESS * _fed(known, tariff)) / BUCKET // 1.0
+    kept = TIGHTNESS * known.gpu + PRICE_WEIGHT * (known.price * known.taken)
+    kept = kept + WASTE_WEIGHT * known.waste + MIG_WEIGHT * known.spare
+    steps = (_drop(ask, known, tariff) - kept - CPU_TIGHTNESS * _fed(known, tariff)) / BUCKET // 1.0
+    return steps + known.per_kw / TIE
 
 
 def _fed(known: PolicyFacts, tariff: Tariff) -> Any:

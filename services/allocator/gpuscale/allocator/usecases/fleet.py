@@ -293,6 +293,7 @@ def _gpu(message: types_api.Gpu, fresh_until: float, fresh_for: float) -> Gpu:
         processes_known=all(one.field != "processes" for one in reading.absent_readings),
         power_watts=reading.power_watts if reading.HasField("power_watts") else None,
         power_limit_watts=reading.power_limit_watts if reading.HasField("power_limit_watts") else None,
+        rated_watts=reading.power_limit_default_watts or reading.power_limit_watts or None,
         energy_joules=reading.energy_joules if reading.HasField("energy_joules") else None,
         hardware=HardwareLook(
             reading.sm_clock_mhz if reading.HasField("sm_clock_mhz") else None,
