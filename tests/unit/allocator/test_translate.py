@@ -61,6 +61,13 @@ def test_answers_do_not_write_into_each_other() -> None:
     assert translate.from_reservation(one, NOW, WALL).gpus[0].uuid == "GPU-A"
 
 
+def test_another_fence_is_told_of_a_job_that_begins_anew_on_its_own_gpus() -> None:
+    one = granted()
+    again = replace(one, fence=one.fence + 2)
+    told = [translate.from_reservation(each, NOW, WALL).fence for each in (one, again)]
+    assert told == [one.fence, one.fence + 2]
+
+
 def test_another_ttl_is_told_though_the_message_is_kept_ready() -> None:
     one = granted()
     translate.from_reservation(one, NOW, WALL)
