@@ -55,7 +55,7 @@ class Wish:
     capability_sets: tuple[CapabilitySet, ...] = ()
 
     def stated(self, name: str, default: float) -> float:
-        """A parameter, or what holds where it is not stated."""
+        """A parameter, or its default."""
         return self.parameters.get(name, default)
 
 
@@ -65,13 +65,13 @@ ALL = "all"
 ARRIVING = "arriving"
 TASKS = "tasks"
 QUEUED_TASKS = "queued_tasks"
-"""What workers of OpenGRIS Scaler say of themselves: the tasks that each has in its queue."""
+"""The metric of OpenGRIS Scaler's workers: the tasks in each one's queue."""
 KEPT = Pace(200.0, startups=10.0)
-"""Our own: longer, up to ten start-up times, while what was given up is needed again."""
+"""Our own: longer, up to ten start-up times, while stopped replicas are needed again."""
 HPA_UP = Pace(0.0, (RateLimit(15.0, replicas=4), RateLimit(15.0, percent=100.0)))
 """kubernetes: four more, or twice as many, in 15 s, whichever is more."""
 HPA_DOWN = Pace(300.0, (RateLimit(15.0, percent=100.0),))
-"""kubernetes: the most that was asked for within five minutes."""
+"""kubernetes: the most that was wanted within five minutes."""
 
 
 def _work(wish: Wish, name: str, count: QueueCount) -> Signal:
@@ -122,7 +122,7 @@ def gpuscale(wish: Wish) -> EndpointSpec:
 
 
 def distributedfunsearch(wish: Wish) -> EndpointSpec:
-    """DistributedFunSearch's samplers: one more above 50 waiting where a GPU and 30 GiB of a host are free, one fewer at 0."""
+    """DistributedFunSearch's samplers: one more above 50 waiting if a GPU and 30 GiB of a host are free, one fewer at 0."""
     threshold = wish.stated("sampler_scale_up_threshold", 50.0)
     memory = wish.stated("min_system_memory_gib", 30.0)
     gate = f"memory >= {memory * GIB:.0f}"
@@ -140,7 +140,7 @@ def distributedfunsearch(wish: Wish) -> EndpointSpec:
 
 
 def distributedfunsearch_evaluators(wish: Wish) -> EndpointSpec:
-    """DistributedFunSearch's evaluators: one more above 10 waiting where a host's CPUs are not full, one fewer at 0."""
+    """DistributedFunSearch's evaluators: one more above 10 waiting if a host's CPUs are not full, one fewer at 0."""
     threshold = wish.stated("evaluator_scale_up_threshold", 10.0)
     cpu, load = wish.stated("cpu_usage_threshold", 99.0), wish.stated("normalized_load_threshold", 0.99)
     gate = f"cpu < {cpu:g} and load < {load:g}"
@@ -150,7 +150,7 @@ def distributedfunsearch_evaluators(wish: Wish) -> EndpointSpec:
 
 
 def _funsearch(wish: Wish, role: str, threshold: float, gate: str, *signals: Signal) -> EndpointSpec:
-    """One step at a check. Up and down are rules of their own: an unknown host stops starts, and nothing else."""
+    """One step per check. Up and down are separate rules: an unknown host stops starts, and nothing else."""
     up = f"replicas + 1 if {WAITING} > {threshold:g} and {gate} else replicas"
     spec = _spec(
         wish,
@@ -185,12 +185,12 @@ def backend_ai(wish: Wish) -> EndpointSpec:
 
 
 def opengris_vanilla(wish: Wish) -> EndpointSpec:
-    """OpenGRIS vanilla: one more above 10 tasks a worker, one fewer below 1, every 2 s."""
+    """OpenGRIS vanilla: one more above 10 tasks per worker, one fewer below 1, every 2 s."""
     return _opengris(wish, 10.0, 1.0)
 
 
 def opengris_capability(wish: Wish) -> EndpointSpec:
-    """OpenGRIS capability: one more above 5 tasks a worker, one fewer below 0.5, never the last with work; each set by itself."""
+    """OpenGRIS capability: one more above 5 tasks per worker, one fewer below 0.5, never the last with work; per set."""
     spec = _opengris(wish, 5.0, 0.5, guarded=True)
     if not wish.capability_sets:
         return spec
@@ -203,7 +203,7 @@ def opengris_capability(wish: Wish) -> EndpointSpec:
 
 
 def _opengris(wish: Wish, upper: float, lower: float, *, guarded: bool = False) -> EndpointSpec:
-    """Those with the fewest queued tasks go first, and of them the one that was started first."""
+    """Those with the fewest queued tasks stop first, then those started first."""
     upper, lower = wish.stated("upper_task_ratio", upper), wish.stated("lower_task_ratio", lower)
     spec = _one(wish, 2.0, QueueCount.TOTAL, RatioRule(upper, lower, guarded=guarded))
     return replace(spec, busy_metric=QUEUED_TASKS, scale_in_order=ScaleInOrder.OLDEST_FIRST)
@@ -229,7 +229,7 @@ def opengris_no(wish: Wish) -> EndpointSpec:
 
 
 def hpa(wish: Wish) -> EndpointSpec:
-    """The HorizontalPodAutoscaler on an external metric, with as much work for each replica as it has slots."""
+    """The HorizontalPodAutoscaler on an external metric, with as much work per replica as it has slots."""
     tolerance = wish.stated("tolerance", 0.1)
     kind = TargetRule(
         wish.stated("target_average_value", wish.slots), tolerance_up=tolerance, tolerance_down=tolerance
@@ -240,7 +240,7 @@ def hpa(wish: Wish) -> EndpointSpec:
 
 
 def keda(wish: Wish) -> EndpointSpec:
-    """KEDA's RabbitMQ scaler as shipped: 20 messages for each replica, through the HPA."""
+    """KEDA's RabbitMQ scaler as shipped: 20 messages per replica, through the HPA."""
     count = QueueCount.READY if wish.stated("exclude_unacknowledged", 0.0) else QueueCount.TOTAL
     spec = _one(wish, 15.0, count, TargetRule(wish.stated("value", 20.0)))
     active = replace(spec.signals[0], activation_threshold=wish.stated("activation_value", 0.0))
@@ -264,7 +264,7 @@ def knative(wish: Wish) -> EndpointSpec:
 
 
 def ray_serve(wish: Wish) -> EndpointSpec:
-    """Ray Serve: two requests for each replica on the mean of 30 s; 30 s of agreement to grow, 600 s to shrink."""
+    """Ray Serve: two requests per replica on the mean of 30 s; 30 s of agreement to grow, 600 s to shrink."""
     kind = TargetRule(wish.stated("target_ongoing_requests", 2.0), tolerance_up=0.0, tolerance_down=0.0)
     spec = _one(wish, 10.0, QueueCount.TOTAL, kind)
     window = wish.stated("look_back_period_s", 30.0)
@@ -293,8 +293,8 @@ PRESETS: Mapping[str, Callable[[Wish], EndpointSpec]] = {
 """Every preset by its name."""
 
 _FUNSEARCH: Mapping[str, str] = {
-    "enabled": "0 changes nothing (1)",
-    "check_interval": "seconds from one check to the next (120)",
+    "enabled": "0 disables it (1)",
+    "check_interval": "seconds between checks (120)",
     "sampler_scale_up_threshold": "messages above which a sampler is added (50)",
     "evaluator_scale_up_threshold": "messages above which an evaluator is added (10)",
     "min_samplers": "fewest samplers (min_replicas)",
@@ -302,14 +302,14 @@ _FUNSEARCH: Mapping[str, str] = {
     "min_evaluators": "fewest evaluators (min_replicas)",
     "max_evaluators": "most evaluators (max_replicas)",
     "min_gpu_memory_gib": "free memory of a sampler's GPU (20)",
-    "max_gpu_utilization": "a sampler's GPU is used less than this, in percent (50)",
+    "max_gpu_utilization": "utilization that a sampler's GPU must be below, in percent (50)",
     "min_system_memory_gib": "free main memory of a sampler's host (30)",
-    "cpu_usage_threshold": "an evaluator's host is used less than this, in percent (99)",
-    "normalized_load_threshold": "load for each core of an evaluator's host (0.99)",
+    "cpu_usage_threshold": "CPU use that an evaluator's host must be below, in percent (99)",
+    "normalized_load_threshold": "load per core of an evaluator's host (0.99)",
 }
 _RATIOS: Mapping[str, str] = {
-    "upper_task_ratio": "tasks for each worker above which one is added (10, capability 5)",
-    "lower_task_ratio": "tasks for each worker below which one is taken away (1, capability 0.5)",
+    "upper_task_ratio": "tasks per worker above which one is added (10, capability 5)",
+    "lower_task_ratio": "tasks per worker below which one is removed (1, capability 0.5)",
 }
 PARAMETERS: Mapping[str, Mapping[str, str]] = {
     "gpuscale": {
@@ -325,8 +325,8 @@ PARAMETERS: Mapping[str, Mapping[str, str]] = {
     "distributedfunsearch_evaluators": _FUNSEARCH,
     "backend_ai": {
         "scale_up_threshold": "waiting above which replicas are added (slots)",
-        "scale_down_threshold": "waiting below which replicas are taken away (1)",
-        "step_size": "replicas of a step (1)",
+        "scale_down_threshold": "waiting below which replicas are removed (1)",
+        "step_size": "replicas per step (1)",
         "cooldown_seconds": "least seconds between two changes by a rule (300)",
         "sum_steps": "1 adds up the steps of all rules, as pull request 3277 did; 0 takes the first (0)",
     },
@@ -335,36 +335,36 @@ PARAMETERS: Mapping[str, Mapping[str, str]] = {
     "opengris_fixed_elastic": {**_RATIOS, "primary_worker_groups": "groups that are never stopped (1)"},
     "opengris_no": {},
     "hpa": {
-        "target_average_value": "work for each replica (slots)",
-        "tolerance": "share by which it may be off without a change (0.1)",
-        "stabilization_window_seconds": "seconds of the past whose most is kept (300)",
+        "target_average_value": "work per replica (slots)",
+        "tolerance": "tolerance, as a share of it (0.1)",
+        "stabilization_window_seconds": "stabilization window down in seconds (300)",
     },
     "keda": {
-        "value": "messages for each replica (20)",
+        "value": "messages per replica (20)",
         "activation_value": "messages above which an endpoint without replicas wakes (0)",
-        "cooldown_period": "seconds of the past whose most is kept (300)",
-        "exclude_unacknowledged": "1 counts only messages that wait (0)",
+        "cooldown_period": "stabilization window down in seconds (300)",
+        "exclude_unacknowledged": "1 counts only waiting messages (0)",
     },
     "knative": {
         "container_concurrency_target": "work that each replica can hold (slots)",
-        "target_utilization_percentage": "share of it that is aimed at (70)",
+        "target_utilization_percentage": "target share of it (70)",
         "stable_window_seconds": "length of the long window (60)",
         "panic_window_percentage": "length of the short one, as a share of it (10)",
         "panic_threshold_percentage": "a burst asks for this share of the ready replicas (200)",
         "max_scale_up_rate": "largest growth of an evaluation, as a multiple (1000)",
         "max_scale_down_rate": "largest reduction of an evaluation, as a divisor (2)",
-        "scale_down_delay": "seconds of the past whose most is kept (0)",
+        "scale_down_delay": "stabilization window down in seconds (0)",
     },
     "ray_serve": {
-        "target_ongoing_requests": "work for each replica (2)",
+        "target_ongoing_requests": "work per replica (2)",
         "look_back_period_s": "seconds that work is averaged over (30)",
         "upscale_delay_s": "seconds of agreement before it grows (30)",
         "downscale_delay_s": "seconds of agreement before it shrinks (600)",
     },
 }
-"""What may be stated of each preset, in words, with what holds where it is not."""
+"""The parameters of each preset, with their defaults."""
 LARGEST_PARAMETER = 1e9
-"""More seconds, replicas or GiB than anybody means; a spec has room for it."""
+"""More seconds, replicas or GiB than anybody needs; a spec has room for it."""
 _ALLOCATIONS = ("capability", "even_load")
 _SCALINGS: Mapping[str, str] = {
     name.removeprefix("opengris_"): name for name in PRESETS if name.startswith("opengris_")
@@ -373,7 +373,7 @@ _SCALINGS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A preset by its name, with what is to be said about how it was asked for."""
+    """A preset by its name, with a note on how it was requested."""
 
     name: str
     notes: tuple[str, ...] = ()
@@ -398,7 +398,7 @@ def named(text: str, field: str) -> Named:
 
 
 def expand(name: str, wish: Wish, field: str) -> EndpointSpec:
-    """The spec that a preset makes of a wish; `field`: the path of the parameters, for InvalidArgumentError."""
+    """The spec that a preset makes for a wish; `field`: the path of the parameters, for InvalidArgumentError."""
     known = PARAMETERS[name]
     wrong = [
         FieldViolation(f"{field}[{one}]", _unknown(one, known, f"a parameter of {name}"))
@@ -418,7 +418,7 @@ def expand(name: str, wish: Wish, field: str) -> EndpointSpec:
 
 
 def about(name: str) -> str:
-    """What a preset does, in one line."""
+    """The description of a preset, in one line."""
     return (inspect.getdoc(PRESETS[name]) or "").partition("\n")[0]
 
 

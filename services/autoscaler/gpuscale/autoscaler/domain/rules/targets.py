@@ -1,4 +1,4 @@
-"""Rules that say how many replicas there should be. Pure.
+"""Rules that propose a count. Pure.
 
 `TargetRule` is the algorithm of the HorizontalPodAutoscaler (kubernetes: replica_calculator.go) with its tolerance, for the
 total of all replicas (KEDA, Ray Serve) or for a level; `PanicRule` that of Knative's pod autoscaler (knative/serving:
@@ -122,12 +122,11 @@ class DrainRule(Kind):
     it does not in time. It is at most `headroom` square roots of what is in hand, by which chance moves it. In hand is what
     will be when a replica started now is ready: arrivals x S in the end, of which work that is longer than that is short by then.
 
-    Arrivals are measured where a signal tells them. Else they follow from what is seen: what is in hand leaves at
-    busy / S (Little's law), and what arrives is what leaves plus the growth of what is there. Where there is no
-    `busy_signal`, the rule's signal counts the work in hand too.
+    Arrivals are measured if a signal reports them. Otherwise they are computed: work in hand leaves at busy / S (Little's law),
+    and arrivals are departures plus growth. Without a `busy_signal`, the rule's signal counts work in hand too.
 
-    What waits needs more for as long as it waits: with `catch_up_held`, which is the least time from one change to a
-    reduction, a stabilization window keeps what is needed without it.
+    Waiting work only needs more replicas while it waits: with `catch_up_held`, the least time from a change to a reduction, a
+    stabilization window keeps what is needed without it.
     """
 
     deadline: float
