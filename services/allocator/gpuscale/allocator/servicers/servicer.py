@@ -156,7 +156,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
             renewed = await self.leases.renew(lease, ttl, caller, member)
         answer = self._put(api.RenewReservationResponse(), renewed)
         answer.reservation.notes.extend(self.notes.get(renewed.id, ()))
-        if there := self.restarting.next_node(renewed.id):
+        if renewed.revoke_at is not None and (there := self.restarting.next_node(renewed.id)):
             answer.next_node = names.node_name(there)
         return answer
 
