@@ -21,23 +21,23 @@ from numpy.typing import NDArray
 from gpuscale.allocator.domain.model import WHOLE, Gpu, GpuUse, Node, NodeState, Reservation, Use, Weights
 
 UNKNOWN = int(np.iinfo(np.int64).min)
-"""A number that is not known."""
+"""Marks an unknown number."""
 GIB = 1024**3
 NO_GPU = -1
 PARTED = -2
 """`kind` of a GPU that is split into MIG instances: only these are given out."""
 WHOLE_GPU = 0
 MOST_READ = 1024
-"""Rows that are kept as plain numbers."""
+"""Most rows cached as plain numbers."""
 MOST_TOLD = 128
 """Changes of rows that are told one by one; of more, `changed` tells."""
 
 IS_STALE, IS_OFFLINE = 1, 2
 _STATES = {NodeState.ONLINE: 0, NodeState.STALE: IS_STALE, NodeState.OFFLINE: IS_OFFLINE}
 Build = tuple[str, int, int, int]
-"""What nodes are alike in: the model of their GPUs, how many, cores and GiB of memory (-1 where it is not told)."""
+"""What equal nodes share: GPU model, number of GPUs, cores and GiB of memory (-1 if unknown)."""
 UNKNOWN_USE = -1.0
-"""Utilization that is not known."""
+"""Marks unknown utilization."""
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -488,7 +488,7 @@ _BUILD = attrgetter(
     "rated_watts",
 )
 _READINGS = attrgetter("memory_free_bytes", "utilization_percent", "processes", "processes_known")
-"""What nodes and GPUs are made of, and what GPUs tell: what is the same in two reports is not written anew."""
+"""Hardware and readings of nodes and GPUs: equal reports are not rewritten."""
 
 
 def available(gpu: Gpu, live: Iterable[Reservation], gone: Iterable[Reservation] = ()) -> int | None:

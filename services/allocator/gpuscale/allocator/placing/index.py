@@ -59,10 +59,10 @@ from gpuscale.common.topology import nearness
 
 _PACK, _FGD = Policy.PACK, Policy.FGD
 MOST_GPUS = 128
-"""Up to so many GPUs are looked at one by one; for more of them arrays are quicker."""
+"""Up to this many GPUs are evaluated one by one; for more, arrays are faster."""
 MOST_SHAPES = 256
 MOST_BYTES = 64 * 1024 * 1024
-"""Bounds on what is kept: the shapes used last."""
+"""Bounds on the cache of shapes, least recently used first out."""
 
 
 class Shape:
@@ -162,7 +162,7 @@ class Shape:
 _LINK = 1 << 16
 """The weight of an NVLink connection: more than the nearness over PCIe of all pairs of 128 GPUs."""
 MOST_SETS = 20_000
-"""Up to so many sets are all compared; of more, a set is grown from the best pair (16 GPUs have 12870 sets of 8)."""
+"""Up to this many sets are all compared; beyond, a set is grown from the best pair (16 GPUs have 12870 sets of 8)."""
 
 
 class NodeCandidate(NamedTuple):

@@ -49,9 +49,9 @@ def scored(gpu: Gpu, weights: Weights, free_bytes: int | None, note: str = "") -
 
 
 POPULARITY = 0.95
-"""Typical asks are the most frequent ones that make up this part of all."""
+"""Typical asks are the most frequent ones that make up this share of all."""
 CHUNK = 2048
-"""How many rows are looked at together, which bounds the memory it takes."""
+"""Rows evaluated together, which bounds memory use."""
 _STEPS = np.array([-1000.0 * np.log(100.0 / score - 1.0) for score in range(1, 100)])
 
 AskClass = tuple[int, int, int, tuple[str, ...]]
@@ -167,24 +167,24 @@ def _fragment(now: Typical, cpu: Ints, total: Ints, fitting: Ints, useless: Ints
 
 
 HALF_LIFE = 4096
-"""After so many asks an ask counts half."""
+"""Weights of asks halve after this many asks."""
 CPU_PRIOR = 4_000
-"""The cluster's own CPU per GPU counts as much as asks for so many thousandths of GPUs: a start, soon outvoted."""
+"""The cluster's own CPU per GPU weighs as much as asks for this many thousandths of GPUs: a prior, soon outweighed."""
 PRICE_PRIOR = 32_000
-"""Before any ask came, so many thousandths of GPUs count as asked for that any node can serve."""
+"""A prior of asks for this many thousandths of GPUs, which any node can serve."""
 SCARCE = 0.6
-"""An ask that less than this part of all GPUs could ever serve makes the nodes that can scarce."""
+"""An ask that less than this share of all GPUs could ever serve makes its nodes scarce."""
 SCARCE_CPU = 0.9
-"""CPU is scarce where asks take more than this part of the CPU that there is beside the GPUs they take."""
+"""CPU is scarce if asks take more than this share of the CPU that belongs to the GPUs they take."""
 REDRAWN = 1024
 FIRST_DRAWN = frozenset({16, 64, 256, 512})
-"""The classes of asks are drawn up anew after so many asks: all that hangs on them must be reckoned anew."""
+"""The classes of asks are rebuilt after this many asks: everything based on them must be recomputed."""
 REPRICED = 8
-"""Prices are looked at again after so many asks for GPUs."""
+"""Prices are recomputed after this many asks for GPUs."""
 SAVES, SPENDS = 0.25, 0.2
 """Watts count from where more than this part of all GPUs is free to where less than that is."""
 STEP, PRICE_STEP = 0.01, 0.1
-"""A tariff is replaced when a figure of it is further off: the ratio by a part STEP, a price by STEP and by a part PRICE_STEP."""
+"""A tariff is replaced when a figure differs by more: the ratio by a share STEP, a price by STEP and by a share PRICE_STEP."""
 
 
 NO_WASTE: Floats = np.zeros(WHOLE + 1)
@@ -325,7 +325,7 @@ class Demand:
 
 
 TIGHTNESS = 0.15
-"""Weight of what is free on a node in `pack`: fuller nodes first."""
+"""Weight of free GPU on a node in `pack`: fuller nodes first."""
 CPU_TIGHTNESS = 0.12
 """The same for free CPU, by the GPU that it can feed, where CPU is scarce."""
 BUCKET = 125.0
@@ -333,7 +333,7 @@ BUCKET = 125.0
 PRICE_WEIGHT = 2.0
 """Weight of a scarce build of node in `pack`."""
 WASTE_WEIGHT = 2.0
-"""Weight of the rest of a GPU that shares leave."""
+"""Weight of the remainder of a shared GPU."""
 MIG_WEIGHT = 64.0
 """Weight of what is free of the GPU of which a MIG instance is one: a seventh outweighs the 56 instances of a node."""
 KILOWATT, TIE = 1000.0, 1024.0
