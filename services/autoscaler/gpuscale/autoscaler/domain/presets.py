@@ -315,7 +315,7 @@ PARAMETERS: Mapping[str, Mapping[str, str]] = {
     "gpuscale": {
         "deadline": "seconds within which what waits is worked off (half of the goal)",
         "utilization": "share of its slots that a replica is to be busy with (0.8)",
-        "headroom": "most room, in square roots of what is in hand (1.5; any where utilization is stated)",
+        "headroom": "most room to spare, in square roots of the work in hand (1.5; unlimited where utilization is stated)",
         "window": "seconds of arrivals that count (60)",
         "tolerance": "share by which the count may be off without a change (0.15)",
         "stabilization": "seconds of the past whose most is kept (200, and up to ten start-up times while it learns)",
