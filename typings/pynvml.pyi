@@ -94,6 +94,29 @@ class c_nvmlGpmMetricsGet_t:
 class c_nvmlGpmSupport_t:
     isSupportedDevice: int
 
+class c_nvmlGpuInstance_t(ctypes._Pointer[ctypes.Structure]): ...
+class c_nvmlComputeInstance_t(ctypes._Pointer[ctypes.Structure]): ...
+
+class c_nvmlGpuInstancePlacement_t(ctypes.Structure):
+    start: int
+    size: int
+
+class c_nvmlGpuInstanceProfileInfo_v2_t:
+    id: int
+    instanceCount: int
+    name: str
+
+class c_nvmlGpuInstanceInfo_t:
+    placement: c_nvmlGpuInstancePlacement_t
+
+class c_nvmlComputeInstanceProfileInfo_v2_t:
+    id: int
+    sliceCount: int
+    instanceCount: int
+
+NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED: int
+NVML_COMPUTE_INSTANCE_PROFILE_COUNT: int
+NVML_GPU_INSTANCE_PROFILE_COUNT: int
 NVML_ERROR_UNINITIALIZED: int
 NVML_ERROR_NOT_FOUND: int
 NVML_ERROR_NOT_SUPPORTED: int
@@ -246,3 +269,36 @@ def nvmlGpmMigSampleGet(
     device: c_nvmlDevice_t, gpuInstanceId: int, gpmSample: c_nvmlGpmSample_t
 ) -> c_nvmlGpmSample_t: ...
 def nvmlGpmMetricsGet(metricsGet: c_nvmlGpmMetricsGet_t) -> c_nvmlGpmMetricsGet_t: ...
+def nvmlDeviceGetGpuInstanceProfileInfo(
+    device: c_nvmlDevice_t, profile: int
+) -> c_nvmlGpuInstanceProfileInfo_v2_t: ...
+def nvmlDeviceGetGpuInstancePossiblePlacements(
+    device: c_nvmlDevice_t,
+    profileId: int,
+    placementsRef: ctypes.Array[c_nvmlGpuInstancePlacement_t] | None,
+    countRef: object,
+) -> int: ...
+def nvmlDeviceGetGpuInstances(
+    device: c_nvmlDevice_t,
+    profileId: int,
+    gpuInstancesRef: ctypes.Array[c_nvmlGpuInstance_t],
+    countRef: object,
+) -> int: ...
+def nvmlGpuInstanceGetInfo(gpuInstance: c_nvmlGpuInstance_t) -> c_nvmlGpuInstanceInfo_t: ...
+def nvmlGpuInstanceGetComputeInstanceProfileInfo(
+    device: c_nvmlGpuInstance_t, profile: int, engProfile: int
+) -> c_nvmlComputeInstanceProfileInfo_v2_t: ...
+def nvmlGpuInstanceGetComputeInstances(
+    gpuInstance: c_nvmlGpuInstance_t,
+    profileId: int,
+    computeInstancesRef: ctypes.Array[c_nvmlComputeInstance_t],
+    countRef: object,
+) -> int: ...
+def nvmlDeviceCreateGpuInstanceWithPlacement(
+    device: c_nvmlDevice_t, profileId: int, placement: object
+) -> c_nvmlGpuInstance_t: ...
+def nvmlGpuInstanceCreateComputeInstance(
+    gpuInstance: c_nvmlGpuInstance_t, profileId: int
+) -> c_nvmlComputeInstance_t: ...
+def nvmlGpuInstanceDestroy(gpuInstance: c_nvmlGpuInstance_t) -> int: ...
+def nvmlComputeInstanceDestroy(computeInstance: c_nvmlComputeInstance_t) -> int: ...

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from typing import Any
 
 from tests.support.nvml_double import NvmlDouble, env_with_double
 from tests.support.waiting import eventually_sync
@@ -17,6 +18,7 @@ class PowerHelper:
         self.double = double
         self.socket = double.folder / "power.sock"
         self.found = double.folder / "found.json"
+        self.partitions = double.folder / "partitions.json"
         self.log = double.folder / "power.log"
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -39,14 +41,29 @@ class PowerHelper:
         """Order caps by the index of a GPU, as `gpu0`; why not."""
         uuids = {name: self.double.gpus[int(name[3:])].uuid for name in caps}
         found = self.say(json.dumps({"caps": {uuids[name]: watts for name, watts in caps.items()}}))
-        problems: dict[str, str] = found["problems"]  # type: ignore[assignment]
+        problems: dict[str, str] = found["problems"]
         return {name: problems[uuid] for name, uuid in uuids.items() if uuid in problems}
 
-    def say(self, line: str) -> dict[str, object]:
+    def start_to_partition(self) -> None:
+        self.start("--partitions-file", str(self.partitions))
+
+    def partition(self, gpu: int, *profiles: str, order: str = "o1") -> dict[str, Any]:
+        """Order MIG instances, and wait until that has ended; how."""
+        orders = {order: {"uuid": self.double.gpus[gpu].uuid, "profiles": profiles}}
+        line = json.dumps({"caps": {}, "partitions": orders})
+        ended: dict[str, Any] = eventually_sync(lambda: self.ended(line).get(order, {}), timeout=20)
+        return ended
+
+    def ended(self, line: str = '{"caps": null}') -> dict[str, Any]:
+        """How the orders ended that the helper knows of."""
+        found: dict[str, Any] = self.say(line)["partitions"]
+        return found
+
+    def say(self, line: str) -> dict[str, Any]:
         with socket.socket(socket.AF_UNIX) as link:
             link.connect(str(self.socket))
             link.sendall(line.encode() + b"\n")
-            answer: dict[str, object] = json.loads(link.makefile().readline())
+            answer: dict[str, Any] = json.loads(link.makefile().readline())
             return answer
 
     def limits(self) -> list[float | None]:

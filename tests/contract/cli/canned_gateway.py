@@ -475,7 +475,7 @@ def service(world: World) -> Service:
         "RankNodes": lambda r, c: a.RankNodesResponse(nodes=[RANKED]),
         "RankGpus": lambda r, c: a.RankGpusResponse(gpus=RESERVATION.gpus, free_count=2),
         "ApplyRebalance": lambda r, c: a.ApplyRebalanceResponse(
-            plan=a.RebalancePlan(available=True, moves=[MOVE])
+            plan=a.RebalancePlan(available=True, moves=[MOVE], partitions=PARTITIONED.partitions)
         ),
         "PlanRebalance": lambda r, c: a.PlanRebalanceResponse(
             plans=[PARTITIONED]

@@ -439,6 +439,12 @@ def test_gpus_to_partition_anew_come_with_what_is_typed_for_it(ctl: Any) -> None
     ]
 
 
+def test_gpus_that_are_partitioned_are_named_with_what_tells_how_it_ends(ctl: Any) -> None:
+    ran = ctl("plan", "rebalance", "--apply", "--yes")
+    told = "nodes/n2/gpus/gpu-1 gets 3g.40gb, 1g.10gb: gpuscalectl get power-changes"
+    assert (ran.code, ran.out.splitlines()[-2:]) == (0, [told, ""])
+
+
 def test_parameters_are_what_json_says(ctl: Any, world: canned.World) -> None:
     ctl("estimate", "x", "-p", "tp=[1,2]", "-p", "pp=auto", "-p", "dp=2", "-p", "cp=NaN")
     [request] = world.requests

@@ -45,6 +45,7 @@ class PowerSite:
         self.client = client
         self.power = api.PowerServiceStub(channel)
         self.capacity = api.CapacityServiceStub(channel)
+        self.nodes = api.NodeServiceStub(channel)
         self.gpus = [gpu_name("alpha", gpu.uuid) for gpu in double.gpus]
 
     async def budget(

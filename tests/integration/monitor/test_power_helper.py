@@ -34,7 +34,7 @@ def test_a_cap_is_set_once_and_what_was_found_is_set_back_where_an_order_names_i
     assert helper.double.calls(SETTER) == 2, "the same order sets nothing"
     assert sorted(json.loads(helper.found.read_text()).values()) == [650_000, 700_000]
     state = helper.say('{"caps": null}')
-    assert list(state["caps"].values()) == [300, 400]  # type: ignore[attr-defined]
+    assert list(state["caps"].values()) == [300, 400]
     assert helper.put(gpu0=350) == {}
     assert helper.limits() == [350, 650], "what an admin had set before"
     assert helper.put(gpu1=690) == {}

@@ -78,11 +78,22 @@ class NvmlDouble:
         path = self._limit(gpu)
         return int(path.read_text()) / 1000 if path.exists() else None
 
+    def instances(self, gpu: int = 0) -> list[tuple[str, int]]:
+        """The profiles and first slices of GPU instances once any were made or destroyed, that have their compute instance."""
+        lines = self._made.read_text().splitlines()[1:] if self._made.exists() else []
+        found = [line.split() for line in lines]
+        return sorted((one[2], int(one[3])) for one in found if int(one[0]) == gpu and int(one[4]))
+
     def boot(self) -> None:
         """Start the host anew: limits are those of the factory, and the driver is another."""
+        self._made.unlink(missing_ok=True)
         for gpu in range(len(self.gpus)):
             self._limit(gpu).unlink(missing_ok=True)
         self.reload_driver()
+
+    @property
+    def _made(self) -> Path:
+        return self.folder / f"{self.config_path.name}.mig"
 
     def _limit(self, gpu: int) -> Path:
         return self.folder / f"{self.config_path.name}.limit.{gpu}"
@@ -188,6 +199,21 @@ def plain_gpu(index: int) -> DoubleGpu:
         fields=dict(HEALTHY_FIELDS),
         activity=dict.fromkeys(METRICS.values(), 0.0),
     )
+
+
+def divide(gpu: DoubleGpu, *profiles: str) -> None:
+    """Switch its MIG mode on, with idle instances of these profiles of an H100; `write` puts that in force."""
+    gpu.mig_mode, gpu.utilization_percent = 1, None
+    gpu.mig_devices = [
+        DoubleGpu(
+            f"MIG-{gpu.uuid[-1]}-{number}",
+            f"{gpu.name} MIG {profile}",
+            memory_total_bytes=int(profile.partition(".")[2].removesuffix("gb")) << 30,
+            gpu_instance=number,
+            compute_instance=0,
+        )
+        for number, profile in enumerate(profiles)
+    ]
 
 
 def wired_gpus(count: int, links: int = 4) -> list[DoubleGpu]:

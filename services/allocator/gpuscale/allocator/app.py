@@ -183,14 +183,14 @@ async def open_parts(
         tasks.spawn("keep power budgets", powering.run())
         tasks.spawn("carry out use policies", policing.run(of_leases.note))
         tasks.spawn("send notifications", notifying.run(lambda: not follower.problem))
-        rebalancing = Rebalancing(capacity, world, queue, leases, restarting, *settings.rebalancing())
-        tasks.spawn("look after moves", rebalancing.run())
+        moves = Rebalancing(capacity, world, queue, leases, restarting, powering, *settings.rebalancing())
+        tasks.spawn("look after moves", moves.run())
         of_bookings = BookingServicer(calendar, settings)
         for of in (of_nodes, of_quotas, of_bookings):
             tasks.spawn(f"tell of changes to {type(of).__name__}", of.feed.run())
-        of_room = CapacityServicer(capacity, rebalancing, settings)
+        of_room = CapacityServicer(capacity, moves, settings)
         all_of_them = (of_leases, of_quotas, of_nodes, of_room, of_bookings, of_policies, of_targets)
-        served = _registered(*all_of_them, PowerServicer(powering), UsageServicer(accounting))
+        served = _registered(*all_of_them, PowerServicer(powering, moves), UsageServicer(accounting))
         yield Allocator(served, leases, partial(add_figures, accounting, queue, powering))
 
 

@@ -44,6 +44,21 @@ async def ask_helper(place: Path, order: Mapping[str, object], patience: float) 
         writer.close()
 
 
+def keep(file: Path, value: object) -> None:
+    """Write JSON in place of what a file holds, on disk once this returns. Raises OSError."""
+    draft = file.with_suffix(".new")
+    with draft.open("w", encoding="utf-8") as out:
+        json.dump(value, out)
+        out.flush()
+        os.fsync(out.fileno())
+    draft.replace(file)
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
 async def _hear(
     agent_user: int, take: Take, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:

@@ -1,6 +1,6 @@
 """The program `gpuscale-power`: caps the power of GPUs, for the agent of its host, and sets back what it found.
 
-The agent reads only; this program may set power limits, and does nothing else. An order says all the caps there are to be, so
+The agent reads only; this program may set power limits, and partition idle GPUs where it is told a file for that. An order says all the caps there are to be, so
 that it may be repeated: within what a device admits each is set, and GPUs without one get the limit back that they had. That
 limit is on disk before the first change. It is set back when the agent is silent, when the program ends, and when it starts
 after an end that it did not see.
@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import json
 import logging
-import os
 import sys
 from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,8 @@ from typing import Any
 
 import pynvml
 
-from gpuscale.monitor.helper import helper_parser, run_helper
+from gpuscale.monitor.helper import helper_parser, keep, run_helper
+from gpuscale.monitor.partitioning import MigPartitions, PartitionOrders
 
 _MILLI = 1000
 _log = logging.getLogger("gpuscale-power")
@@ -79,27 +79,18 @@ class PowerLimits:
             _log.warning("%s: %g W instead of %g W", uuid, limit / _MILLI, before / _MILLI)
 
     def _write(self, found: dict[str, int]) -> None:
-        """Keep what was found, on disk once this returns. Raises OSError."""
-        draft = self._file.with_suffix(".new")
-        with draft.open("w", encoding="utf-8") as out:
-            json.dump(found, out)
-            out.flush()
-            os.fsync(out.fileno())
-        draft.replace(self._file)
-        folder = os.open(self._file.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        """Raises OSError."""
+        keep(self._file, found)
         self._found = found
 
 
 class PowerOrders:
     """Takes the agent's orders, one at a time, and has none once the agent was silent for `silence` seconds."""
 
-    def __init__(self, limits: PowerLimits, silence: float) -> None:
+    def __init__(self, limits: PowerLimits, silence: float, partitions: PartitionOrders | None) -> None:
         self._limits = limits
         self._silence = silence
+        self._partitions = partitions
         self._heard = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, "driver")
         self._caps: dict[str, float] = {}
@@ -112,7 +103,13 @@ class PowerOrders:
         if caps is not None:
             self._caps = {str(uuid): float(watts) for uuid, watts in caps.items()}
             self._problems = await self._put(self._caps)
-        return {"caps": self._caps, "problems": self._problems, "found": self._limits.found_watts()}
+        orders = found.get("partitions")
+        return {
+            "caps": self._caps,
+            "problems": self._problems,
+            "found": self._limits.found_watts(),
+            "partitions": None if self._partitions is None else self._partitions.take(orders),
+        }
 
     async def watch(self) -> None:
         """Set limits back while the agent is silent, until cancelled."""
@@ -152,20 +149,26 @@ def parser() -> argparse.ArgumentParser:
         default=60.0,
         help="seconds of silence of the agent after which limits are set back (%(default)g)",
     )
+    made.add_argument(
+        "--partitions-file",
+        type=Path,
+        help="give idle GPUs other MIG instances when the agent asks for it, and keep here what they had meanwhile",
+    )
     return made
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program."""
     given = parser().parse_args(argv)
+    file: Path | None = given.partitions_file
     try:
-        limits = PowerLimits(given.found_file)
+        limits, partitions = PowerLimits(given.found_file), MigPartitions(file) if file else None
     except (OSError, ValueError) as error:
-        sys.exit(f"--found-file: {given.found_file} cannot be read: {error}")
+        sys.exit(f"--found-file or --partitions-file cannot be read: {error}")
 
     @asynccontextmanager
     async def opened(group: asyncio.TaskGroup) -> AsyncGenerator[Any]:
-        orders = PowerOrders(limits, given.silence)
+        orders = PowerOrders(limits, given.silence, PartitionOrders(partitions) if partitions else None)
         await orders.put_back("an earlier end was not seen")
         watching = group.create_task(orders.watch(), name="silence")
         try:

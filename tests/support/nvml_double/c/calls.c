@@ -187,6 +187,8 @@ int begin_device(const char *function, void *handle, struct gpu **gpu) {
         code = session_state(own_session);
     }
     if (code == OK && index >= config->gpu_count) code = GPU_IS_LOST;
+    /* A MIG device that was destroyed. */
+    if (code == OK && config->gpus[index].parent >= 0 && config->gpus[index].mig_index < 0) code = INVALID_ARGUMENT;
     if (code == OK && config->moving) move(&config->gpus[index], index);
     if (code == OK) code = failure_of(function, *gpu = &config->gpus[index]);
     return code == OK ? OK : finish(code);

@@ -144,6 +144,7 @@ static struct config *read_config(FILE *file) {
     struct config *config = calloc(1, sizeof *config);
     char line[1024];
     while (config != NULL && fgets(line, sizeof line, file) != NULL) read_line(config, line);
+    if (config != NULL) add_instances(config);
     return config;
 }
 

@@ -9,7 +9,7 @@
  * system.c   start, versions, lookup    device.c   readings of one GPU
  * lists.c    processes, fields, MIG     events.c   event sets
  * links.c    NVLinks                    gpm.c      performance counters
- * power.c    draw and limits
+ * power.c    draw and limits          mig.c      MIG instances made and destroyed
  */
 #ifndef NVML_DOUBLE_H
 #define NVML_DOUBLE_H
@@ -30,7 +30,9 @@ enum {
     TIMED_OUT = 10,
     LIBRARY_NOT_FOUND = 12,
     GPU_IS_LOST = 15,
+    IN_USE = 19,
     OUT_OF_MEMORY = 20,
+    INSUFFICIENT_RESOURCES = 23,
     VERSION_MISMATCH = 25,
     UNKNOWN_ERROR = 999
 };
@@ -131,6 +133,9 @@ struct config {
 
 /* config.c: the control file, or NULL without one; `moved`: it is another file now. Only under the lock. */
 struct config *current_config(bool *moved);
+
+/* mig.c: puts the instances that were made into a control file that was read, and takes those away that were destroyed. */
+void add_instances(struct config *config);
 
 /* calls.c: `begin` functions return OK with the lock taken, or the code to return with the lock free. */
 int begin_library(const char *function);

@@ -116,6 +116,8 @@ _MODULES = {
     "NotificationTarget": "notification_service_pb2",
     "NotificationTargetSpec": "notification_service_pb2",
     "Obstacle": "capacity_service_pb2",
+    "PartitionEnd": "power_service_pb2",
+    "PartitionOrder": "power_service_pb2",
     "PlacementPolicy": "ask_pb2",
     "PlanRebalanceRequest": "capacity_service_pb2",
     "PlanRebalanceResponse": "capacity_service_pb2",

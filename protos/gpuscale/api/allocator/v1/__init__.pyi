@@ -163,6 +163,8 @@ from gpuscale.api.allocator.v1.power_service_pb2 import ListPowerBudgetsRequest 
 from gpuscale.api.allocator.v1.power_service_pb2 import ListPowerBudgetsResponse as ListPowerBudgetsResponse
 from gpuscale.api.allocator.v1.power_service_pb2 import ListPowerChangesRequest as ListPowerChangesRequest
 from gpuscale.api.allocator.v1.power_service_pb2 import ListPowerChangesResponse as ListPowerChangesResponse
+from gpuscale.api.allocator.v1.power_service_pb2 import PartitionEnd as PartitionEnd
+from gpuscale.api.allocator.v1.power_service_pb2 import PartitionOrder as PartitionOrder
 from gpuscale.api.allocator.v1.power_service_pb2 import PowerBudget as PowerBudget
 from gpuscale.api.allocator.v1.power_service_pb2 import PowerBudgetSpec as PowerBudgetSpec
 from gpuscale.api.allocator.v1.power_service_pb2 import PowerCap as PowerCap
@@ -325,6 +327,8 @@ __all__ = [
     "NotificationTarget",
     "NotificationTargetSpec",
     "Obstacle",
+    "PartitionEnd",
+    "PartitionOrder",
     "PlacementPolicy",
     "PlanRebalanceRequest",
     "PlanRebalanceResponse",

@@ -952,7 +952,7 @@ class RebalancePlan(_message.Message):
 
     @_builtins.property
     def partitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___GpuPartition]:
-        """Where no moves help, but other MIG instances would: what an operator may partition anew for it to fit. Nothing here does."""
+        """Where no moves help, but other MIG instances would: what may be partitioned anew for it to fit."""
 
     def __init__(
         self,

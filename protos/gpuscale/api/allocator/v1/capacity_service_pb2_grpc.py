@@ -141,8 +141,9 @@ class CapacityServiceServicer(object):
     def ApplyRebalance(self, request, context):
         """Begins the moves of the first plan for a request that waits: what is movable is told to get another place, and keeps its
         own if it finds none within 10 minutes; what is only preemptible is ended as for a preemption. The GPUs are kept for the
-        request. No plan is an answer without one. While moves are under way: FAILED_PRECONDITION (MOVES_UNDER_WAY). No telemetry
-        yet: UNAVAILABLE. Not to be repeated blindly: each call may begin moves.
+        request. Where no moves help anybody, and other MIG instances would, gpuscale-power makes them; ListPowerChanges says how that
+        ended. No plan is an answer without one. While moves are under way: FAILED_PRECONDITION (MOVES_UNDER_WAY); where no
+        gpuscale-power may partition the GPUs: NO_PARTITION_HELPER. No telemetry yet, or state that cannot be written: UNAVAILABLE. Not to be repeated blindly: each call may begin moves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -64,8 +64,9 @@ class CapacityServiceStub:
     ApplyRebalance: _grpc.UnaryUnaryMultiCallable[_capacity_service_pb2.ApplyRebalanceRequest, _capacity_service_pb2.ApplyRebalanceResponse]
     """Begins the moves of the first plan for a request that waits: what is movable is told to get another place, and keeps its
     own if it finds none within 10 minutes; what is only preemptible is ended as for a preemption. The GPUs are kept for the
-    request. No plan is an answer without one. While moves are under way: FAILED_PRECONDITION (MOVES_UNDER_WAY). No telemetry
-    yet: UNAVAILABLE. Not to be repeated blindly: each call may begin moves.
+    request. Where no moves help anybody, and other MIG instances would, gpuscale-power makes them; ListPowerChanges says how that
+    ended. No plan is an answer without one. While moves are under way: FAILED_PRECONDITION (MOVES_UNDER_WAY); where no
+    gpuscale-power may partition the GPUs: NO_PARTITION_HELPER. No telemetry yet, or state that cannot be written: UNAVAILABLE. Not to be repeated blindly: each call may begin moves.
     """
 
 @_typing.type_check_only
@@ -104,8 +105,9 @@ class CapacityServiceAsyncStub(CapacityServiceStub):
     ApplyRebalance: _aio.UnaryUnaryMultiCallable[_capacity_service_pb2.ApplyRebalanceRequest, _capacity_service_pb2.ApplyRebalanceResponse]  # type: ignore[assignment]
     """Begins the moves of the first plan for a request that waits: what is movable is told to get another place, and keeps its
     own if it finds none within 10 minutes; what is only preemptible is ended as for a preemption. The GPUs are kept for the
-    request. No plan is an answer without one. While moves are under way: FAILED_PRECONDITION (MOVES_UNDER_WAY). No telemetry
-    yet: UNAVAILABLE. Not to be repeated blindly: each call may begin moves.
+    request. Where no moves help anybody, and other MIG instances would, gpuscale-power makes them; ListPowerChanges says how that
+    ended. No plan is an answer without one. While moves are under way: FAILED_PRECONDITION (MOVES_UNDER_WAY); where no
+    gpuscale-power may partition the GPUs: NO_PARTITION_HELPER. No telemetry yet, or state that cannot be written: UNAVAILABLE. Not to be repeated blindly: each call may begin moves.
     """
 
 class CapacityServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -189,8 +191,9 @@ class CapacityServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_capacity_service_pb2.ApplyRebalanceResponse, _abc.Awaitable[_capacity_service_pb2.ApplyRebalanceResponse]]:
         """Begins the moves of the first plan for a request that waits: what is movable is told to get another place, and keeps its
         own if it finds none within 10 minutes; what is only preemptible is ended as for a preemption. The GPUs are kept for the
-        request. No plan is an answer without one. While moves are under way: FAILED_PRECONDITION (MOVES_UNDER_WAY). No telemetry
-        yet: UNAVAILABLE. Not to be repeated blindly: each call may begin moves.
+        request. Where no moves help anybody, and other MIG instances would, gpuscale-power makes them; ListPowerChanges says how that
+        ended. No plan is an answer without one. While moves are under way: FAILED_PRECONDITION (MOVES_UNDER_WAY); where no
+        gpuscale-power may partition the GPUs: NO_PARTITION_HELPER. No telemetry yet, or state that cannot be written: UNAVAILABLE. Not to be repeated blindly: each call may begin moves.
         """
 
 def add_CapacityServiceServicer_to_server(servicer: CapacityServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

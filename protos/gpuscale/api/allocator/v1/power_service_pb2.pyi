@@ -220,6 +220,7 @@ class PowerChange(_message.Message):
     POWER_BUDGET_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
+    PROFILES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """changes/{change}"""
     gpu: _builtins.str
@@ -236,6 +237,10 @@ class PowerChange(_message.Message):
     def time(self) -> _timestamp_pb2.Timestamp:
         """When, by the server's wall clock."""
 
+    @_builtins.property
+    def profiles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Profiles of the MIG instances that it was to get; of its cap nothing was changed then, and reason says how that ended."""
+
     def __init__(
         self,
         *,
@@ -246,10 +251,11 @@ class PowerChange(_message.Message):
         power_budget: _builtins.str = ...,
         reason: _builtins.str = ...,
         time: _timestamp_pb2.Timestamp | None = ...,
+        profiles: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_before_watts", b"_before_watts", "_watts", b"_watts", "before_watts", b"before_watts", "time", b"time", "watts", b"watts"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_before_watts", b"_before_watts", "_watts", b"_watts", "before_watts", b"before_watts", "gpu", b"gpu", "name", b"name", "power_budget", b"power_budget", "reason", b"reason", "time", b"time", "watts", b"watts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_before_watts", b"_before_watts", "_watts", b"_watts", "before_watts", b"before_watts", "gpu", b"gpu", "name", b"name", "power_budget", b"power_budget", "profiles", b"profiles", "reason", b"reason", "time", b"time", "watts", b"watts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__before_watts: _TypeAlias = _typing.Literal["before_watts"]  # noqa: Y015
     _WhichOneofArgType__before_watts: _TypeAlias = _typing.Literal["_before_watts", b"_before_watts"]  # noqa: Y015
@@ -659,6 +665,42 @@ class GpuPower(_message.Message):
 Global___GpuPower: _TypeAlias = GpuPower  # noqa: Y015
 
 @_typing.final
+class PartitionEnd(_message.Message):
+    """How an order to partition a GPU ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORDER_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    INSTANCES_FIELD_NUMBER: _builtins.int
+    UNSETTLED_FIELD_NUMBER: _builtins.int
+    order: _builtins.str
+    """Its id."""
+    problem: _builtins.str
+    """Why the GPU does not have what was ordered; empty where it has."""
+    unsettled: _builtins.bool
+    """Whether it may be left with something between."""
+    @_builtins.property
+    def instances(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """UUIDs of the instances that it has then."""
+
+    def __init__(
+        self,
+        *,
+        order: _builtins.str = ...,
+        problem: _builtins.str = ...,
+        instances: _abc.Iterable[_builtins.str] | None = ...,
+        unsettled: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances", b"instances", "order", b"order", "problem", b"problem", "unsettled", b"unsettled"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PartitionEnd: _TypeAlias = PartitionEnd  # noqa: Y015
+
+@_typing.final
 class TakePowerCapsRequest(_message.Message):
     """Asks for caps."""
 
@@ -666,21 +708,31 @@ class TakePowerCapsRequest(_message.Message):
 
     NODE_FIELD_NUMBER: _builtins.int
     GPUS_FIELD_NUMBER: _builtins.int
+    PARTITIONS_GPUS_FIELD_NUMBER: _builtins.int
+    PARTITION_ENDS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     """nodes/{node}"""
+    partitions_gpus: _builtins.bool
+    """Whether the helper may partition GPUs."""
     @_builtins.property
     def gpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___GpuPower]:
         """Its GPUs."""
+
+    @_builtins.property
+    def partition_ends(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartitionEnd]:
+        """Orders that ended, as long as they are told."""
 
     def __init__(
         self,
         *,
         node: _builtins.str = ...,
         gpus: _abc.Iterable[Global___GpuPower] | None = ...,
+        partitions_gpus: _builtins.bool = ...,
+        partition_ends: _abc.Iterable[Global___PartitionEnd] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpus", b"gpus", "node", b"node"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gpus", b"gpus", "node", b"node", "partition_ends", b"partition_ends", "partitions_gpus", b"partitions_gpus"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -693,22 +745,60 @@ class TakePowerCapsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CAPS_FIELD_NUMBER: _builtins.int
+    PARTITIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def caps(self) -> _containers.RepeatedCompositeFieldContainer[Global___PowerCap]:
         """All that are to be in force."""
+
+    @_builtins.property
+    def partitions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartitionOrder]:
+        """All GPUs that are to be partitioned."""
 
     def __init__(
         self,
         *,
         caps: _abc.Iterable[Global___PowerCap] | None = ...,
+        partitions: _abc.Iterable[Global___PartitionOrder] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caps", b"caps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caps", b"caps", "partitions", b"partitions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TakePowerCapsResponse: _TypeAlias = TakePowerCapsResponse  # noqa: Y015
+
+@_typing.final
+class PartitionOrder(_message.Message):
+    """A GPU that is to get other MIG instances."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORDER_FIELD_NUMBER: _builtins.int
+    UUID_FIELD_NUMBER: _builtins.int
+    PROFILES_FIELD_NUMBER: _builtins.int
+    order: _builtins.str
+    """Id of the order."""
+    uuid: _builtins.str
+    """UUID as the driver writes it."""
+    @_builtins.property
+    def profiles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Profiles of all the instances that it is to have."""
+
+    def __init__(
+        self,
+        *,
+        order: _builtins.str = ...,
+        uuid: _builtins.str = ...,
+        profiles: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["order", b"order", "profiles", b"profiles", "uuid", b"uuid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PartitionOrder: _TypeAlias = PartitionOrder  # noqa: Y015
 
 @_typing.final
 class PowerCap(_message.Message):

@@ -126,7 +126,7 @@ class PowerServiceServicer(object):
 
     def TakePowerCaps(self, request, context):
         """For agents of hosts on which gpuscale-power runs: says what GPUs draw and which caps are in force, and asks for those that
-        are to be: all there are. Only for the node of the name of the caller, or for an admin: PERMISSION_DENIED. A node that
+        are to be: all there are; so of GPUs that are to get other MIG instances, where it may partition them. Only for the node of the name of the caller, or for an admin: PERMISSION_DENIED. A node that
         is not known: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

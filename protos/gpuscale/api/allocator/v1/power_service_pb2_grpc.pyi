@@ -56,7 +56,7 @@ class PowerServiceStub:
     """Lists how power limits were changed, newest first. The last 10,000 are kept."""
     TakePowerCaps: _grpc.UnaryUnaryMultiCallable[_power_service_pb2.TakePowerCapsRequest, _power_service_pb2.TakePowerCapsResponse]
     """For agents of hosts on which gpuscale-power runs: says what GPUs draw and which caps are in force, and asks for those that
-    are to be: all there are. Only for the node of the name of the caller, or for an admin: PERMISSION_DENIED. A node that
+    are to be: all there are; so of GPUs that are to get other MIG instances, where it may partition them. Only for the node of the name of the caller, or for an admin: PERMISSION_DENIED. A node that
     is not known: NOT_FOUND.
     """
 
@@ -88,7 +88,7 @@ class PowerServiceAsyncStub(PowerServiceStub):
     """Lists how power limits were changed, newest first. The last 10,000 are kept."""
     TakePowerCaps: _aio.UnaryUnaryMultiCallable[_power_service_pb2.TakePowerCapsRequest, _power_service_pb2.TakePowerCapsResponse]  # type: ignore[assignment]
     """For agents of hosts on which gpuscale-power runs: says what GPUs draw and which caps are in force, and asks for those that
-    are to be: all there are. Only for the node of the name of the caller, or for an admin: PERMISSION_DENIED. A node that
+    are to be: all there are; so of GPUs that are to get other MIG instances, where it may partition them. Only for the node of the name of the caller, or for an admin: PERMISSION_DENIED. A node that
     is not known: NOT_FOUND.
     """
 
@@ -159,7 +159,7 @@ class PowerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_power_service_pb2.TakePowerCapsResponse, _abc.Awaitable[_power_service_pb2.TakePowerCapsResponse]]:
         """For agents of hosts on which gpuscale-power runs: says what GPUs draw and which caps are in force, and asks for those that
-        are to be: all there are. Only for the node of the name of the caller, or for an admin: PERMISSION_DENIED. A node that
+        are to be: all there are; so of GPUs that are to get other MIG instances, where it may partition them. Only for the node of the name of the caller, or for an admin: PERMISSION_DENIED. A node that
         is not known: NOT_FOUND.
         """
 

@@ -13,7 +13,9 @@ from gpuscale.allocator.servicers.policy_servicers import (
 from gpuscale.allocator.servicers.servicer import or_else
 from gpuscale.allocator.state.policies import Declaration, PowerChange
 from gpuscale.allocator.usecases.declarations import created
+from gpuscale.allocator.usecases.partitioning import PartitionEnd
 from gpuscale.allocator.usecases.powering import Powering, ToldGpu
+from gpuscale.allocator.usecases.rebalancing import Rebalancing
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
 from gpuscale.common.filters import listed
@@ -40,6 +42,7 @@ class PowerServicer(api.PowerServiceServicer):
     """The RPCs. Requests are already validated and callers authenticated."""
 
     powering: Powering
+    rebalancing: Rebalancing
 
     async def CreatePowerBudget(
         self, request: api.CreatePowerBudgetRequest, context: Context
@@ -101,9 +104,15 @@ class PowerServicer(api.PowerServiceServicer):
             )
             for one in request.gpus
         }
-        caps = self.powering.take(expect_own_node(request.node, "caps"), told)
+        node = expect_own_node(request.node, "caps")
+        caps = self.powering.take(node, told)
+        ends = {one.order: _end(one) for one in request.partition_ends}
+        orders = self.rebalancing.partitioning.take(node, ends if request.partitions_gpus else None)
         return api.TakePowerCapsResponse(
-            caps=[api.PowerCap(uuid=uuid, watts=watts) for uuid, watts in caps.items()]
+            caps=[api.PowerCap(uuid=uuid, watts=watts) for uuid, watts in caps.items()],
+            partitions=[
+                api.PartitionOrder(order=one.id, uuid=one.uuid, profiles=one.profiles) for one in orders
+            ],
         )
 
     def _budget(self, one: Declaration) -> api.PowerBudget:
@@ -140,4 +149,9 @@ def _change(numbered: tuple[int, PowerChange]) -> api.PowerChange:
         power_budget=one.budget and f"budgets/{one.budget}",
         reason=one.reason,
         time=wire.to_timestamp(one.time),
+        profiles=one.profiles,
     )
+
+
+def _end(one: api.PartitionEnd) -> PartitionEnd:
+    return PartitionEnd(one.problem, None if one.unsettled else frozenset(one.instances))

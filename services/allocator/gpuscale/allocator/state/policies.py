@@ -103,7 +103,10 @@ ACTS_KEPT = 10_000
 
 @dataclass(frozen=True, slots=True)
 class PowerChange:
-    """A cap of a GPU, of that resource name, that is another: None for none; of which budget, and why."""
+    """A cap of a GPU, of that resource name, that is another: None for none; of which budget, and why.
+
+    Where MIG instances of `profiles` were ordered it is none, and the reason says how that ended.
+    """
 
     gpu: str
     before: float | None
@@ -111,6 +114,7 @@ class PowerChange:
     budget: str
     reason: str
     time: datetime
+    profiles: tuple[str, ...] = ()
 
 
 _TO_CHANGE = TypeAdapter(PowerChange)

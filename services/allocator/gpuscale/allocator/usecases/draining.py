@@ -128,6 +128,10 @@ class Maintenance:
         """The reservations on a node or GPU, oldest first."""
         return self._on(spot, self.ledger.held_on(spot.node))
 
+    def holders(self, spot: Spot) -> list[Reservation]:
+        """As `reservations`, with those that are not on disk yet."""
+        return self._on(spot, self.ledger.use.reservations(spot.node))
+
     def get(self, spot: Spot) -> Cordon:
         """The cordon of exactly this node or GPU. Raises NotFoundError if there is none."""
         found = self._cordons.get(spot)
@@ -157,8 +161,7 @@ class Maintenance:
 
     async def _tell(self, cordon: Cordon) -> None:
         """Tell the holders of what is on a drained spot when they have to be gone; on disk when this returns."""
-        of_node = self.ledger.use.reservations(cordon.spot.node)  # those too that are not on disk yet
-        there = [one.id for one in self._on(cordon.spot, of_node)]
+        there = [one.id for one in self.holders(cordon.spot)]
         await self.commits.wait(*there)  # a grant that is being written counts
         await self.leases.revoke(there, cordon.deadline, cordon.why)
 

@@ -162,6 +162,10 @@ class Powering:
             after.reason if after else "no cap is needed any more",
             self.records.clock.wall(),
         )
+        self.record(change)
+
+    def record(self, change: PowerChange) -> None:
+        """Keep what was changed; it is written with the next look."""
         self._changes.append((self._changes[-1][0] + 1 if self._changes else 1, change))
         self._unwritten = [*self._unwritten, self._changes[-1]][-_MOST_UNWRITTEN:]
 

@@ -32,6 +32,8 @@ from gpuscale.allocator.queueing.model import Kept, Reason, Waiter
 from gpuscale.allocator.queueing.queue import Queue
 from gpuscale.allocator.usecases.capacity import Capacity
 from gpuscale.allocator.usecases.leases import Leases
+from gpuscale.allocator.usecases.partitioning import Partitioning
+from gpuscale.allocator.usecases.powering import Powering
 from gpuscale.allocator.usecases.reserving import AllocatorWorld
 from gpuscale.allocator.usecases.restarting import Restarting, only, restarts
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
@@ -94,15 +96,20 @@ class Rebalancing:
     queue: Queue
     leases: Leases
     restarting: Restarting
+    powering: Powering
     rest: float
     grace: float
     hourly: int
+    partitioning: Partitioning = field(init=False)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _moving: set[str] = field(default_factory=set[str], init=False)
     _for: Waiter | None = field(default=None, init=False)
     _until: float = field(default=0.0, init=False)
     _again: float = field(default=0.0, init=False)
     _made: deque[float] = field(default_factory=deque[float], init=False)
+
+    def __post_init__(self) -> None:
+        self.partitioning = Partitioning(self.capacity.maintenance, self.powering)
 
     async def plan(self, ask: Ask | None) -> tuple[list[RoomProposal], list[str]]:
         """A proposal for an ask, or for each of the first waiting requests; and what was left out, in words.
@@ -125,10 +132,11 @@ class Rebalancing:
     ) -> tuple[RoomProposal | None, list[str]]:
         """Start at most `most` moves for the first waiting request that they help; None if nobody is helped.
 
-        By `itself` nothing is begun while anything is unknown.
+        Where only other MIG instances help, have them made. By `itself` that is not done, and nothing is begun while anything is
+        unknown.
 
         Raises:
-            FailedPreconditionError: MOVES_UNDER_WAY.
+            FailedPreconditionError: MOVES_UNDER_WAY, NO_PARTITION_HELPER.
         """
         self.capacity.expect_telemetry()
         async with self._turn:
@@ -140,18 +148,26 @@ class Rebalancing:
             if itself:
                 live = self.capacity.ledger.live
                 prices = {one: price for one, price in prices.items() if MOVABLE_LABEL in live[one].labels}
+            other: RoomProposal | None = None
             for waiter in () if itself and UNKNOWN in left_out else self.queue.line(MOST_WAITING):
                 found = await self._propose(waiter, prices, most)
                 plan = found.found
                 if isinstance(plan, MovePlan) and plan.moves and await self._begin(waiter, plan):
                     return found, _notes(left_out)
-            return None, _notes(left_out)
+                if other is None and found.partitions:
+                    other = found
+            if other is None or other.waiter is None or itself:
+                return None, _notes(left_out)
+            await self.partitioning.begin(other.partitions, _name(other.waiter))
+            return other, _notes(left_out)
 
     async def run(self) -> NoReturn:
         """Supervise moves for ever."""
         live = self.capacity.ledger.live
         self._moving = {key for key, one in live.items() if one.end_reason.startswith(MOVED_FOR)}
+        await self.partitioning.load()
         while True:
+            await self.partitioning.look()
             try:
                 await self._look()
             except GpuscaleError as error:

@@ -245,7 +245,11 @@ def explain_placement(session: Session, asking: Asking) -> None:
 
 @command("plan rebalance --gpus 8")
 @takes("asking", Asking)
-@option("--apply", is_flag=True, help="Start the moves for the first waiting request that they help.")
+@option(
+    "--apply",
+    is_flag=True,
+    help="Start the moves for the first waiting request that they help, or have idle GPUs partitioned for it.",
+)
 @YES
 def plan_rebalance(session: Session, asking: Asking, apply: bool, yes: bool) -> None:
     """Plan the cheapest moves that free --gpus, or the GPUs that waiting requests need.
@@ -275,17 +279,27 @@ def plan_rebalance(session: Session, asking: Asking, apply: bool, yes: bool) -> 
             lines += [": ".join(filter(None, (plan.reservation or plan.holder, plan.message)))]
             lines += [*output.table(plan.moves, views.MOVES), ""] if plan.moves else [""]
             for part in plan.partitions:
-                ids, smi = parse(GPU, part.gpu), f"nvidia-smi mig -i {part.index}"
-                spot = f"{ids['node']}/{ids['gpu']}"
-                lines += [f"gpuscalectl cordon {spot}", f"then, as root on {ids['node']}:"]
-                lines += [f"  {smi} -dci; {smi} -dgi", f"  {smi} -cgi {','.join(part.profiles)} -C"]
-                lines += [f"gpuscalectl uncordon {spot}", ""]
+                told = f"{part.gpu} gets {', '.join(part.profiles)}: gpuscalectl get power-changes"
+                lines += [*([told] if apply else _by_hand(part)), ""]
         if found.notes:
             lines += ["Not moved:", *(f"  {note}" for note in found.notes)]
         nobody = "no moves help the waiting requests" if apply else "nobody waits"
         write_lines(lines if found.plans else [nobody, *lines])
     if ask is not None and not found.plans[0].available:
         leave(ExitCode.NO_CAPACITY)
+
+
+def _by_hand(part: api.GpuPartition) -> list[str]:
+    """What an operator types to partition a GPU."""
+    ids, smi = parse(GPU, part.gpu), f"nvidia-smi mig -i {part.index}"
+    spot = f"{ids['node']}/{ids['gpu']}"
+    return [
+        f"gpuscalectl cordon {spot}",
+        f"then, as root on {ids['node']}:",
+        f"  {smi} -dci; {smi} -dgi",
+        f"  {smi} -cgi {','.join(part.profiles)} -C",
+        f"gpuscalectl uncordon {spot}",
+    ]
 
 
 def _gpu_count(text: str) -> int:

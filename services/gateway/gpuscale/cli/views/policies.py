@@ -99,7 +99,7 @@ VIEWS: Mapping[str, View[Any]] = {
             Column("TIME", lambda one: moment(one, "time"), spare=True),
             Column("GPU", lambda one: short(one.gpu)),
             Column("BEFORE", lambda one: _watts(one, "before_watts")),
-            Column("CAP", lambda one: _watts(one, "watts")),
+            Column("CAP", lambda one: text(",".join(one.profiles)) if one.profiles else _watts(one, "watts")),
             Column("BUDGET", lambda one: text(short(one.power_budget))),
             Column("WHY", lambda one: text(one.reason)),
         ),

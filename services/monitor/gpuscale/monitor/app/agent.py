@@ -125,7 +125,7 @@ async def open_agent(
                 killing = Killing(allocator, settings.killer_socket, settings.node, sampler, work)
                 tasks.spawn("agent ends outsiders", killing.run())
             if allocator is not None and settings.power_socket is not None:
-                capping = Capping(allocator, settings.power_socket, settings.node, sampler)
+                capping = Capping(allocator, settings.power_socket, settings.node, sampler, gpus)
                 tasks.spawn("agent caps power", capping.run())
             driver, worker = DriverServicer(gpus, clock), WorkServicer(work)
             yield (

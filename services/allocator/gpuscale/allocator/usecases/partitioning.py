@@ -1,0 +1,148 @@
+"""Idle GPUs get other MIG instances, by gpuscale-power, where the operator of the host lets it.
+
+An order is on disk, then its GPU is cordoned, and only while nobody holds a part of it the agent is told. The cordon is lifted once
+the fleet tells of the instances that the helper says there are, whether it could make them or not: nothing is placed on one
+that is gone. Who lifts the cordon before gives the order up.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+from uuid import uuid4
+
+from pydantic import TypeAdapter
+from pydantic_core import to_json
+
+from gpuscale.allocator.domain.cordons import Spot
+from gpuscale.allocator.placing.partitions import Partition
+from gpuscale.allocator.state.policies import Declaration, PowerChange
+from gpuscale.allocator.usecases.draining import Maintenance
+from gpuscale.allocator.usecases.powering import HEARD, Powering
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
+from gpuscale.common.names import node_name, reservation_name, to_id
+from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.security.auth import LOCAL
+
+_KIND, _AUTHOR = "partitions", "gpuscale-power"
+_GIVEN_UP: Final = "its cordon was lifted, or is somebody else's"
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionEnd:
+    """How an order ended, see `PartitionEnd` of the contract; `instances` None: it may be left with something between."""
+
+    problem: str
+    instances: frozenset[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedPartition:
+    """The profiles of all instances that a GPU is to have, and for whom."""
+
+    id: str
+    node: str
+    uuid: str
+    profiles: tuple[str, ...]
+    wanted_by: str
+
+    @property
+    def spot(self) -> Spot:
+        """Where it is."""
+        return Spot(self.node, to_id(self.uuid))
+
+
+_TO_ORDER = TypeAdapter(OrderedPartition)
+
+
+@dataclass(eq=False)
+class Partitioning:
+    """Has GPUs partitioned; `load` comes first."""
+
+    maintenance: Maintenance
+    powering: Powering
+    _orders: dict[str, OrderedPartition] = field(default_factory=dict[str, OrderedPartition], init=False)
+    _handed: set[str] = field(default_factory=set[str], init=False)
+    _told: dict[str, tuple[float, Mapping[str, PartitionEnd] | None]] = field(
+        default_factory=dict[str, tuple[float, Mapping[str, PartitionEnd] | None]], init=False
+    )
+
+    async def load(self) -> None:
+        """Take in what the disk holds."""
+        for one in await self.powering.store.declared(_KIND):
+            self._orders[one.id] = _TO_ORDER.validate_json(one.body)
+
+    def take(self, node: str, ends: Mapping[str, PartitionEnd] | None) -> Sequence[OrderedPartition]:
+        """Learn how orders ended on a node, None where its helper may not partition; those that are to be carried out."""
+        self._told[node] = self.maintenance.clock.now(), ends
+        return [self._orders[one] for one in self._handed if self._orders[one].node == node]
+
+    async def begin(self, partitions: Iterable[Partition], wanted_by: str) -> None:
+        """Order that idle GPUs get other instances.
+
+        Raises:
+            FailedPreconditionError: NO_PARTITION_HELPER; MOVES_UNDER_WAY: others are being partitioned.
+        """
+        clock = self.maintenance.clock
+        for one in self._orders.values():
+            raise FailedPreconditionError(
+                f"{one.spot.name} is being partitioned: wait, or uncordon it to give that up",
+                reason="MOVES_UNDER_WAY",
+            )
+        for part in partitions:
+            heard, ends = self._told.get(part.node, (-HEARD, None))
+            if ends is None or clock.now() - heard >= HEARD:
+                raise FailedPreconditionError(
+                    f"{node_name(part.node)} has no gpuscale-power that may partition GPUs: start it there with"
+                    " --partitions-file, or type there what gpuscalectl plan rebalance says",
+                    reason="NO_PARTITION_HELPER",
+                    metadata={"name": node_name(part.node)},
+                )
+            order = OrderedPartition(uuid4().hex, part.node, part.gpu.uuid, part.profiles, wanted_by)
+            body, wall = to_json(order).decode(), clock.wall().timestamp()
+            await self.powering.store.declare(_KIND, Declaration(order.id, body, "", wall, "", ""))
+            reason = f"gets MIG instances {', '.join(order.profiles)} for {wanted_by}"
+            await self.maintenance.cordon(order.spot, reason=reason, author=_AUTHOR)
+            self._orders[order.id] = order
+
+    async def look(self) -> None:
+        """Hand out orders, and end those that have ended; to be called again and again."""
+        for order in [*self._orders.values()]:
+            try:
+                await self._look(order)
+            except GpuscaleError as error:
+                _log.warning("cannot look after an order", gpu=order.spot.name, problem=error.message)
+
+    async def _look(self, order: OrderedPartition) -> None:
+        cordon = self.maintenance.cordons.get(order.spot)
+        if cordon is None or cordon.author != _AUTHOR:
+            await self._end(order, _GIVEN_UP, lift=False)
+        elif order.id not in self._handed:
+            if holders := self.maintenance.holders(order.spot):
+                await self._end(order, f"{reservation_name(holders[0].id)} holds a part of it", lift=True)
+            else:
+                self._handed.add(order.id)
+        else:
+            end = (self._told.get(order.node, (0.0, None))[1] or {}).get(order.id)
+            node = self.maintenance.view.get(order.node)
+            if end is None or node is None:
+                return
+            if end.instances is None:
+                await self._end(
+                    order, f"{end.problem}. It stays cordoned: look at it, then uncordon it", lift=False
+                )
+            elif end.instances == frozenset(gpu.uuid for gpu in node.gpus if gpu.parent == order.uuid):
+                await self._end(order, end.problem, lift=True)
+
+    async def _end(self, order: OrderedPartition, problem: str, *, lift: bool) -> None:
+        if lift:
+            await self.maintenance.uncordon(order.spot, LOCAL)
+        await self.powering.store.withdraw(_KIND, order.id)
+        del self._orders[order.id]
+        self._handed.discard(order.id)
+        of, clock = ", ".join(order.profiles), self.maintenance.clock
+        why = f"does not get MIG instances {of}: {problem}" if problem else f"has MIG instances {of}"
+        why = f"{why} (for {order.wanted_by})"
+        change = PowerChange(order.spot.name, None, None, "", why, clock.wall(), order.profiles)
+        self.powering.record(change)
+        _log.warning("a GPU was to be partitioned", gpu=order.spot.name, outcome=why)
