@@ -152,6 +152,33 @@ def test_who_starts_a_job_in_its_turn_keeps_the_lease_until_every_member_tells_o
     assert len(asked) == 2
 
 
+def test_a_starter_whose_service_stays_away_says_so_ever_more_rarely_and_ends_with_the_wait(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [1000.0]
+
+    class Holder:
+        orders = Orders(command=(), environment={}, **NO_TEXTS)
+
+        def renew(self, _timeout: float) -> api.Reservation:
+            raise UnavailableError("connection refused")
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("time.sleep", sleep)
+    waiting = api.Reservation(
+        state=api.Reservation.STATE_WAITING, remaining=to_duration(86_400), ttl=to_duration(60)
+    )
+    assert detaching.start_granted(cast("holding.LeaseHolder", Holder()), waiting) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert 10 <= len(said) <= 20
+    assert "trying again for up to 1d" in said[0] or "trying again for up to 24h" in said[0]
+    assert said[-1].endswith("gave up, since the wait is over: connection refused")
+    assert now[0] == pytest.approx(1000 + 86_460, abs=2)
+
+
 class Noticing:
     """A holder whose renewals tell of a notice for each reason in turn, and of none where it is empty."""
 

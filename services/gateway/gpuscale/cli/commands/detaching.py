@@ -18,10 +18,11 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpuscale.cli.console.terminal import TERMINAL
+from gpuscale.cli.console.terminal import TERMINAL, note
 from gpuscale.client.orders import folder_name, jobs_folder
 from gpuscale.client.over_ssh import SSH_FAILED, SUPERVISOR, supervise_all, supervised
 from gpuscale.common.errors import UNANSWERED, FailedPreconditionError, GpuscaleError, UnavailableError
@@ -180,7 +181,7 @@ PERIOD = 1.0
 def start_in_turn(holder: "LeaseHolder") -> int:
     """Wait for a grant, then start its members; returns the exit code of the first that did not start.
 
-    Once the services have answered, nothing is written any more.
+    Once the services have answered, it writes to `log` in its folder only.
 
     Raises:
         GpuscaleError: the services did not answer.
@@ -189,9 +190,8 @@ def start_in_turn(holder: "LeaseHolder") -> int:
 
     placed = holder.renew(RPC_TIMEOUT)
     os.write(1, b"1")
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+    os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+    os.dup2(os.open(folder_of(holder.orders) / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
     return start_granted(holder, placed)
 
 
@@ -241,19 +241,34 @@ def keep_until_started(holder: "LeaseHolder", ttl: float, members: int, started:
 
 
 def _granted(holder: "LeaseHolder", placed: "Reservation") -> "Reservation | None":
-    """What is granted in the end; None where the wait is over, or somebody ended it."""
+    """What is granted in the end; None if the wait is over or was ended. While nothing answers it says so, ever more rarely."""
+    from gpuscale.cli.grammar.parameters import format_duration
     from gpuscale.common.rpc.channel import RPC_TIMEOUT
     from gpuscale.common.wire import seconds
 
-    known = placed
+    known, silent_since, told_at = placed, 0.0, 0.0
     until = time.monotonic() + seconds(placed.remaining) + seconds(placed.ttl)
     while known.state == known.STATE_WAITING:
         time.sleep(PERIOD)
         try:
             known = holder.renew(RPC_TIMEOUT)
-        except UNANSWERED:
-            if time.monotonic() > until:
+            silent_since = 0.0
+        except UNANSWERED as error:
+            now = time.monotonic()
+            silent_since = silent_since or now
+            if now > until:
+                _tell("gave up, since the wait is over", error)
                 return None
-        except GpuscaleError:
+            if silent_since == now or now - silent_since >= 2 * (told_at - silent_since) + PERIOD:
+                told_at = now
+                _tell(f"trying again for up to {format_duration(until - now)}", error)
+        except GpuscaleError as error:
+            _tell("ended", error)
             return None
     return known
+
+
+def _tell(what: str, error: GpuscaleError) -> None:
+    from gpuscale.cli.grammar.parameters import utc_text
+
+    note(f"{utc_text(datetime.now(UTC))} {what}: {error.message}")
