@@ -193,6 +193,20 @@ def test_every_table_fits_80_columns_however_long_its_cells_are(
     assert [line for line in written if len(line) > 80] == []
 
 
+def test_a_job_in_detail_fits_the_terminal(
+    ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even with a word in its command that is longer than a line."""
+    held = canned.allocator_api.Reservation(name="reservations/r9", state="STATE_ACTIVE")
+    held.job.command = f"python {'deep/' * 30}train.py --epochs 5"
+    world.things[held.name] = held
+    monkeypatch.setattr("gpuscale.cli.console.output.terminal_width", lambda: 80)
+    monkeypatch.setattr("gpuscale.cli.commands.get.terminal_width", lambda: 80)
+    shown = ctl("get", "job", "jobs/r9").out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "".join(held.job.command.split()) in "".join(shown.split())
+
+
 def test_several_kinds_are_one_result(ctl: Any, world: canned.World) -> None:
     listed = json.loads(ctl("get", "no,ep", "-o", "json").out)
     assert [*listed] == ["nodes", "endpoints"]

@@ -1,6 +1,7 @@
 """`gpuscalectl get` and `snapshot`: resources as a table or as data."""
 
 from collections.abc import Callable, Mapping, Sequence
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -13,7 +14,7 @@ from gpuscale.cli.console import lookup
 from gpuscale.cli.console.command import command, names, names_of
 from gpuscale.cli.console.output import Chosen, to_dict
 from gpuscale.cli.console.session import Session
-from gpuscale.cli.console.terminal import note, write_lines
+from gpuscale.cli.console.terminal import note, terminal_width, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, When, option, takes
@@ -200,7 +201,9 @@ def jobs(session: Session, name: Names, ended: bool) -> None:
         if job.earlier:
             lines += ["", f"It is at attempt {job.attempt}; before it:"]
             lines += session.output.table(job.earlier, allocator.JOB_MEMBERS)
-        write_lines([*lines, "", job.command, *why])
+        width = terminal_width()
+        command = wrap(job.command, width, subsequent_indent="  ") if width else [job.command]
+        write_lines([*lines, "", *command, *why])
 
 
 endpoints = _listing(
