@@ -73,7 +73,7 @@ PAGES = {
     "reservations": ("/reservations", "GPUs reserved and idle"),
     "usage": ("/usage", "hours of whole GPUs"),
     "bookings": ("/bookings", "nothing is booked this week"),
-    "policies": ("/policies", "no policy did anything yet"),
+    "policies": ("/policies", "no policy has acted yet"),
     "endpoints": ("/endpoints", "chat"),
     "endpoint": ("/endpoints/chat", "Decisions"),
     "recordings": ("/recordings", "nothing was recorded"),

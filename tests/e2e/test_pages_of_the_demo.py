@@ -31,7 +31,7 @@ PAGES = {
     "/?show=holder": "embed",
     "/usage": "hours of whole GPUs",
     "/bookings": "nothing is booked this week",
-    "/policies": "held and not used",
+    "/policies": "unused for an hour",
     "/endpoints": "embed",
     "/endpoints/chat": "granted",
     "/recordings": "nothing was recorded",
