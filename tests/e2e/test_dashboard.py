@@ -76,7 +76,7 @@ PAGES = {
     "policies": ("/policies", "no policy has acted yet"),
     "endpoints": ("/endpoints", "chat"),
     "endpoint": ("/endpoints/chat", "Decisions"),
-    "recordings": ("/recordings", "nothing was recorded"),
+    "recordings": ("/recordings", "no recordings:"),
     "health": ("/health", "nothing is wrong"),
     "audit": ("/audit", "sign in as an admin to see the audit log"),
 }

@@ -34,7 +34,7 @@ PAGES = {
     "/policies": "unused for an hour",
     "/endpoints": "embed",
     "/endpoints/chat": "granted",
-    "/recordings": "nothing was recorded",
+    "/recordings": "no recordings:",
     "/health": "times",
     "/audit": "calls that may have changed something",
     "/nowhere": "no page /nowhere",
