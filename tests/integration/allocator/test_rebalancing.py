@@ -10,6 +10,7 @@ import pytest
 
 from gpuscale.allocator.usecases import rebalancing
 from gpuscale.api.allocator import v1 as api
+from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import (
     AsyncClient,
     FailedPreconditionError,
@@ -78,6 +79,53 @@ async def test_an_idle_mig_gpu_is_named_that_would_do_with_other_instances(tmp_p
         await client.allocator.Reserve(request)
         [found] = (await plan(client, wish)).plans
         assert not found.partitions
+
+
+def divided(node: str, profile: str, *parts: str) -> monitor_api.Node:
+    """A node whose GPU has MIG instances of a profile."""
+    whole = gpu_message(f"{node}-0", total=81_559, state=GpuState.GPU_STATE_DIVIDED)
+    there = [gpu_message(one, total=40_000, free=40_000, utilization=None) for one in parts]
+    for one in there:
+        one.mig_profile, one.parent_uuid = profile, whole.uuid
+    return node_message(node, whole, *there)
+
+
+async def test_a_gpu_is_cordoned_until_the_fleet_tells_of_its_new_instances(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rebalancing, "LOOK", 0.02)
+    of = FakeFleet(divided("n0", "1g.10gb", "old"), divided("n1", "3g.40gb", "held-1", "held-2"))
+    async with allocator_client(tmp_path, of) as client:
+        ask = api.Ask(gpu_count=1, mig_profile="3g.40gb")
+        for wait in (0, 0, 60):
+            request = api.ReserveRequest(
+                request_id=str(uuid4()), holder="waits", ask=ask, wait=to_duration(wait)
+            )
+            waits = asyncio.ensure_future(client.allocator.Reserve(request, timeout=60))
+            if not wait:
+                await waits
+
+        async def take(**fields: Any) -> api.TakePowerCapsResponse:
+            asked = api.TakePowerCapsRequest(node="nodes/n0", partitions_gpus=True, **fields)
+            return await client.power.TakePowerCaps(asked)
+
+        async def applied() -> bool:
+            await take()
+            return (await client.capacity.ApplyRebalance(api.ApplyRebalanceRequest())).HasField("plan")
+
+        async def ordered() -> api.PartitionOrder:
+            [order] = (await take()).partitions
+            return order
+
+        await eventually(applied)
+        order = await eventually(ordered, retry_on=(ValueError,))
+        end = api.PartitionEnd(order=order.order, instances=["new"])
+        for _ in range(5):
+            assert (await take(partition_ends=[end])).partitions == [order]
+            await asyncio.sleep(2 * rebalancing.LOOK)  # it looks meanwhile
+        assert len((await client.nodes.ListCordons(api.ListCordonsRequest())).cordons) == 1
+        of.put(divided("n0", "3g.40gb", "new"))
+        assert (await waits).reservation.gpus[0].uuid == "new"
 
 
 async def test_who_waits_is_planned_for(tmp_path: Path) -> None:
