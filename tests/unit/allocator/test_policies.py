@@ -22,6 +22,9 @@ from gpuscale.allocator.placing.policies import (
     typical,
 )
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
+from gpuscale.allocator.usecases.fleet import FleetView, node_of
+from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.api.types import v1 as types_api
 from tests.support.allocator_values import NOW, ask, gpu, node, plain_node
 from tests.support.placing import placer, reservation
 
@@ -197,6 +200,23 @@ def test_of_a_nodes_gpus_pack_takes_those_with_fewest_watts() -> None:
     assert [one.uuid for one in picked(of, wish(Policy.PACK)).gpus] == ["n0-2"]
     assert {one.uuid for one in picked(of, wish(Policy.PACK, gpu_count=2)).gpus} == {"n0-2", "n0-3"}
     assert picked(of, wish(Policy.FIRSTFIT)).gpus[0].uuid == "n0-0"
+
+
+@pytest.mark.parametrize(
+    ("told", "rated"),
+    [
+        ({"power_limit_watts": 200.0, "power_limit_default_watts": 400.0}, 400.0),
+        ({"power_limit_watts": 200.0}, 200.0),
+        ({}, None),
+    ],
+)
+def test_a_cap_makes_no_gpu_cheaper(told: dict[str, float], rated: float | None) -> None:
+    """A budget caps free GPUs to their lowest: what they are made for is what counts."""
+    one = types_api.Gpu(uuid="GPU-a", reading=types_api.GpuReading(**told))
+    message = monitor_api.Node(name="nodes/n0", snapshot=types_api.Snapshot(gpus=[one]))
+    found = node_of(message, FleetView({}), NOW)
+    assert found is not None
+    assert [gpu.rated_watts for gpu in found.gpus] == [rated]
 
 
 def test_watts_that_are_told_while_a_gpu_is_held_count_when_it_is_free() -> None:
