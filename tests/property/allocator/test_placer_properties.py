@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -342,6 +343,18 @@ def test_a_row_alone_is_worth_what_it_is_worth_among_many(
         assert again == codes
         if fits[at]:
             assert value_of(wish, row, codes, constraints, tariff) == float(values[at])
+
+
+@pytest.mark.parametrize("profile", ["", "1g.10gb"])
+def test_watts_and_instances_count_in_a_row_alone_as_among_many(profile: str) -> None:
+    parts = (replace(gpu(f"n-{at}", index=at), rated_watts=300.0 + at) for at in range(3))
+    known = [replace(one, mig_profile=profile, parent="n" if profile else "") for one in parts]
+    columns = Columns([Node("n0", 0, NodeState.ONLINE, tuple(known))], Use(), frozenset())
+    wish = Ask(1, 0, 100.0, policy=Policy.PACK, mig_profile=profile)
+    constraints, tariff = Constraints(columns, Use(), wish), Tariff(saves=True)
+    free = np.ones((1, 3), np.bool_)
+    [among] = value(wish, columns, np.arange(1), free, constraints, tariff, lambda: NO_TYPICAL).tolist()
+    assert value_of(wish, columns.row(0), [0, 0, 0], constraints, tariff) == among
 
 
 LAYOUTS = (("1g.10gb",) * 7, ("3g.40gb", "2g.20gb", "2g.20gb"), ("3g.40gb", *("1g.10gb",) * 4))
