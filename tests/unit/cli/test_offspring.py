@@ -44,3 +44,15 @@ def test_a_waiting_child_becomes_a_command_that_inherits_nothing_else_or_ends_un
     ran = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=False)
     assert ran.stdout.split() == ["0", "1", "2", "mine", "out", "-9", "127", "126"], ran.stderr
     assert ran.returncode == -9  # and what was unused holds no pipe open
+
+
+def test_a_child_that_another_thread_waits_for_first_does_not_end_the_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as the ssh that tries whether a job could start on another host."""
+    look = os.waitid
+    with subprocess.Popen(["true"]) as other, subprocess.Popen(["sh", "-c", "exit 7"]) as command:
+        found = [look(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT) for one in (other, command)]
+        other.wait()
+        monkeypatch.setattr(os, "waitid", lambda *_: found.pop(0))
+        assert Offspring().wait(command) == 7

@@ -215,7 +215,8 @@ class Offspring:
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) is not None:
             if ended.si_pid == process.pid:
                 break
-            os.waitpid(ended.si_pid, 0)
+            with suppress(ChildProcessError):  # another thread has waited for its own child
+                os.waitpid(ended.si_pid, 0)
         return process.wait()
 
     def alive(self) -> list[psutil.Process]:
