@@ -15,6 +15,7 @@ from gpuscale.monitor.fleet.join_servicer import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import RELAXED, SETTLED, AgentStream, to_node
 from gpuscale.monitor.fleet.servicer import FleetServicer
+from gpuscale.monitor.wire.merging import Picture
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import GIB, gpu, hello, snapshot
 
@@ -133,6 +134,37 @@ async def test_once_processes_came_or_went_it_is_told_again_when_their_use_shows
                 begun = single(1, R(processes=[LEASED]), "processes")
                 site.report(begun if told == "whole" else internal.SnapshotDelta(), SETTLED / 2)
                 assert await site.told() == told
+
+
+async def test_a_reading_is_compared_with_what_was_told_of_it_whichever_table_brought_that() -> None:
+    with ExitStack() as stack:
+        site = Site(stack)
+        async with aclosing(site.watch):
+            assert await site.told() == "whole"
+            used = FIELDS["utilization_percent"].number
+            site.report(internal.SnapshotDelta(numbers={"fields": [used], "values": [50, 50]}))
+            assert await site.told() == "whole"
+            site.report(numbers(1, utilization_percent=90))
+            assert await site.told() == "whole"
+
+
+@pytest.mark.parametrize("places", [[], [1]])
+def test_a_busy_node_is_taken_in_without_its_snapshot(
+    places: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To put that together takes longer than all else: tables bring what decides."""
+    written, write = list[Picture](), Picture.write
+    monkeypatch.setattr(Picture, "write", lambda one, to: (written.append(one), write(one, to))[1])
+    with ExitStack() as stack:
+        site = Site(stack)
+        names = ("utilization_percent", "memory_free_bytes")
+        for second in range(2 * int(RELAXED)):
+            table = internal.GpuNumbers(fields=[FIELDS[name].number for name in names], places=places)
+            table.values.extend([second * 5] * (len(places) or 2) + [second * GIB] * (len(places) or 2))
+            site.report(internal.SnapshotDelta(numbers=table))
+            if not second:
+                written.clear()
+    assert not written
 
 
 async def test_a_report_that_is_refused_confirms_nothing() -> None:

@@ -23,9 +23,9 @@ SETTLED = 2.0
 """The same once processes came or went: their use shows by then, of work too that ends before RELAXED."""
 UTILIZATION_STEP, MEMORY_STEP = 5.0, 1 / 64
 """What counts as a change: points of utilization, and a part of a GPU's memory."""
-_USED, _FREE = (
+_USED, _FREE, _TOTAL = (
     types_api.GpuReading.DESCRIPTOR.fields_by_name[name].number
-    for name in ("utilization_percent", "memory_free_bytes")
+    for name in ("utilization_percent", "memory_free_bytes", "memory_total_bytes")
 )
 
 
@@ -49,12 +49,17 @@ class Fit:
         """Whether a picture is to be told, which `change` led to, or a whole snapshot."""
         if change is not None and now < self._at + self._relaxed and not self._decides(picture, change):
             return False
-        host, gpus = picture.host_reading, picture.snapshot.gpus
-        self._at, self._host = now, (host.cpu_count, host.memory_total_bytes)
-        facts = [*map(_facts, gpus)]
-        self._relaxed = RELAXED if change is None or facts == self._gpus else SETTLED
-        self._gpus, self._leased = facts, [*map(_is_leased, gpus)]
-        self._lags = any(seconds(gpu.reading.age) > picture.period / 2 for gpu in gpus)
+        self._at, self._relaxed = now, RELAXED
+        if change is None or change.host is not None:
+            host = picture.host_reading
+            self._host = host.cpu_count, host.memory_total_bytes
+        if change is None or change.gpus:  # tables of numbers, which nearly all bring, change none of this
+            gpus = picture.snapshot.gpus
+            facts = [*map(_facts, gpus)]
+            if change is not None and facts != self._gpus:
+                self._relaxed = SETTLED
+            self._gpus, self._leased = facts, [*map(_is_leased, gpus)]
+            self._lags = any(seconds(gpu.reading.age) > picture.period / 2 for gpu in gpus)
         self._used, self._free = picture.column(_USED), picture.column(_FREE)
         return True
 
@@ -84,9 +89,10 @@ class Fit:
         for number, values in zip(fields, columns, strict=False):
             if number not in (_USED, _FREE):
                 continue
+            totals = picture.column(_TOTAL)
             for place, value in zip(places or range(len(values)), values, strict=True):
                 if number == _FREE:
-                    moved = abs(value - self._free[place]) > picture.memory_totals[place] * MEMORY_STEP
+                    moved = abs(value - self._free[place]) > totals[place] * MEMORY_STEP
                 else:
                     moved = not self._leased[place] and abs(value - self._used[place]) > UTILIZATION_STEP
                 if moved:

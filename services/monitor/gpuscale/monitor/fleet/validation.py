@@ -190,8 +190,8 @@ def _fits(numbers: Numbers, base: Picture) -> bool:
     for number in _MEMORY:
         known = told.get(number)
         if known is None:
-            known = base.memory_totals if number == _TOTAL else base.column(number)
-            known = [known[place] for place in numbers.places] if numbers.places else known
+            column = base.column(number)
+            known = [column[place] for place in numbers.places] if numbers.places else column
         after.append(known)
     used, free, total = after
     return all(map(le, map(add, used, free), total))

@@ -56,7 +56,7 @@ class _Gpus:
             [newest.get(uuid, _NEVER) for uuid in picture.uuids],
             [_age(reading) for reading in readings],
             list(zip(*map(gpu_sample, readings), strict=True)),
-            picture.memory_totals,
+            picture.column(_TOTAL),
         )
 
     def merge(self, numbers: Numbers) -> None:

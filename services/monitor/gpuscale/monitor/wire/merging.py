@@ -23,7 +23,6 @@ _FLOATS = frozenset(
     for field in types_api.GpuReading.DESCRIPTOR.fields
     if field.cpp_type in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
 )
-_TOTAL = frozenset(number for number, name in _GPU_FIELDS.items() if name == "memory_total_bytes")
 
 
 class Stamp(NamedTuple):
@@ -99,7 +98,7 @@ class Picture:
     change brings anew until somebody looks: of thousands of nodes, few are looked at each second.
     """
 
-    __slots__ = ("_columns", "_encoded", "_host", "_open", "_stamp", "_totals", "boot_id", "period", "uuids")
+    __slots__ = ("_columns", "_encoded", "_host", "_open", "_rested", "_stamp", "boot_id", "period", "uuids")
 
     def __init__(self, snapshot: types_api.Snapshot) -> None:
         self.boot_id = snapshot.host.boot_id
@@ -110,7 +109,7 @@ class Picture:
         self._stamp: Stamp | None = None
         self._host: types_api.HostReading | None = None
         self._columns: dict[int, array[float]] = {}
-        self._totals: array[float] | None = None
+        self._rested: dict[int, array[float]] = {}  # columns that were asked for, beneath `_columns`
 
     @property
     def snapshot(self) -> types_api.Snapshot:
@@ -126,19 +125,18 @@ class Picture:
         """The readings of the host, with all changes."""
         return self.snapshot.host_reading if self._host is None else self._host
 
-    @property
-    def memory_totals(self) -> "array[float]":
-        """The memory of each GPU in bytes; 0 where it is absent."""
-        if self._totals is None:
-            self._totals = array("d", [gpu.reading.memory_total_bytes for gpu in self.snapshot.gpus])
-        return self._totals
-
     def column(self, field: int) -> Sequence[float]:
         """One field of the readings of each GPU, a number; 0 where it is absent."""
         column = self._columns.get(field)
         if column is not None and not isnan(sum(column)):
             return column
-        return [getattr(gpu.reading, _GPU_FIELDS[field]) for gpu in self.snapshot.gpus]
+        rested = self._rested.get(field)
+        if rested is None:
+            found = [getattr(gpu.reading, _GPU_FIELDS[field]) for gpu in self.snapshot.gpus]
+            rested = self._rested[field] = array("d", found)
+        if column is None:
+            return rested
+        return [old if new != new else new for new, old in zip(column, rested, strict=True)]
 
     def write(self, snapshot: types_api.Snapshot) -> None:
         """Write the snapshot with all changes into an empty message."""
@@ -181,22 +179,21 @@ class Picture:
                 _clear(gpu.reading, _GPU_FIELDS, changed.cleared_fields)
                 gpu.reading.MergeFrom(changed.reading)
             self._encoded = snapshot.SerializeToString()
-            self._columns = {}
+            self._columns, self._rested = {}, {}
         if change.numbers.columns:
             self._note(change.numbers)
-        if change.touches(_TOTAL):
-            self._totals = None
         self._stamp = change.stamp
         self._open = None
 
     def _note(self, numbers: Numbers) -> None:
         """Keep a table until it is needed: the newest number of each field and GPU counts."""
         waiting, places = self._columns, numbers.places
+        untold = array("d", [_NOT_TOLD]) * len(self.uuids)
         for field, values in zip(numbers.fields, numbers.columns, strict=True):
             if not places:
                 waiting[field] = array("d", values)
                 continue
-            column = waiting.setdefault(field, array("d", [_NOT_TOLD] * len(self.uuids)))
+            column = waiting[field] = waiting.get(field, untold)[:]  # who asked for the one before keeps it
             for place, value in zip(places, values, strict=True):
                 column[place] = value
 
