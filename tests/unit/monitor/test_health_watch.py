@@ -14,6 +14,7 @@ from gpuscale.monitor.health.checks import HOLDS, results
 from gpuscale.monitor.model.health import HealthCheck
 from gpuscale.monitor.model.stored import event_from_text, event_to_text
 from gpuscale.monitor.observing.health_servicer import EVERY_SECONDS, HealthWatch, facts_of, looks_well
+from gpuscale.monitor.wire.merging import Change, Picture
 from tests.support.clock import ManualClock
 from tests.support.monitor import told_of
 from tests.support.monitor_values import gpu, hello, snapshot, telemetry
@@ -151,6 +152,24 @@ def test_what_a_check_compares_with_before_is_looked_at_twice_a_minute(site: Sit
     assert site.change(0, nvlink_active_count=2.0)
     pass_quietly(site, 2 * EVERY_SECONDS)
     assert checks_told(site) == {HealthCheck.NVLINK_DOWN}
+
+
+def test_nodes_that_came_together_are_looked_at_closely_in_turn(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, counts = list[str](), list[int]()
+    monkeypatch.setattr(
+        "gpuscale.monitor.observing.health_servicer.facts_of",
+        lambda one: (looked.append(one.uuid), facts_of(one))[1],
+    )
+    pictures = {f"n{number}": Picture(snapshot(f"n{number}")) for number in range(2 * int(EVERY_SECONDS))}
+    for second in range(3 * int(EVERY_SECONDS)):
+        change = Change.of(monitor_internal.SnapshotDelta()) if second else None
+        for node, picture in pictures.items():
+            site.health.observe(node, picture, float(second), change)
+        counts.append(len(looked))
+        looked.clear()
+    assert counts == [len(pictures), *[2] * (len(counts) - 1)]
 
 
 def test_a_gpu_that_something_is_found_of_is_looked_at_with_every_change(site: Site) -> None:

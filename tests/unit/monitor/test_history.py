@@ -4,7 +4,7 @@ import pytest
 
 from gpuscale.monitor.history.history import History, metrics_of
 from gpuscale.monitor.history.ring import CHUNK, Bucket, Rows, chunks, unpack
-from gpuscale.monitor.history.series import HistorySeries, Tier
+from gpuscale.monitor.history.series import TURNS, HistorySeries, Tier
 from gpuscale.monitor.model.metrics import GPU_METRICS
 from gpuscale.monitor.state.store import BootTimeline, continued
 
@@ -123,3 +123,18 @@ def test_the_count_never_goes_back_whatever_the_wall_clock_says(wall: float) -> 
     newest = first.stored(500.0)
     second = continued(first, newest, "b", now=3.0, wall=wall)
     assert second.stored(3.0) >= newest
+
+
+def test_series_that_began_together_settle_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands at once would hold up every stream for seconds. Who reads them all does not bring them together."""
+    settled, settle = list[HistorySeries](), HistorySeries._settle
+    monkeypatch.setattr(HistorySeries, "_settle", lambda one: (settled.append(one), settle(one))[1])
+    history, counts = History(TIERS, 1 << 30), list[int]()
+    for second in range(4 * TURNS):
+        for number in range(2 * TURNS):
+            history.add(f"gpu-{number}", float(second), (50.0,) * WIDTH)
+        counts.append(len(settled))
+        if second == TURNS + 7:
+            assert {series.oldest() for _, series in history.all()} == {0.0}
+        settled.clear()
+    assert counts == [2] * 4 * TURNS

@@ -96,7 +96,7 @@ class History:
         if not self.make_room(width):
             return None
         self._widths[width] += 1
-        found = self._series[key] = HistorySeries(width, self.kept)
+        found = self._series[key] = HistorySeries(width, self.kept, turn=len(self._series))
         return found
 
     def forget_ended(self, now: float) -> None:

@@ -133,8 +133,9 @@ class Ring:
             source = slice(done * width, (done + size) * width)
             target = slice(self._oldest * width, (self._oldest + size) * width)
             rows.numbers[self._oldest : self._oldest + size] = numbers[done : done + size]
+            cells = values[source]
             for column in (rows.mins, rows.means, rows.maxs):
-                column[target] = values[source]
+                column[target] = cells
             rows.counts[target] = counts[source]
             self._oldest = (self._oldest + size) % self._capacity
             done += size

@@ -22,7 +22,9 @@ BYTES_OF_METRIC = 3 * 4 + 2
 _ARRAY_SLACK = 1.125
 """An array that grows by appending takes at most this much more memory than its content."""
 _MOST_WAITING = 16
-"""How many samples wait before they move to the rings."""
+"""How many samples wait at most before they move to the rings."""
+TURNS = _MOST_WAITING - 1
+"""Series of nodes that all came at once move theirs each at its own turn, one of so many: steps of the finest tier, over and over."""
 
 LEAST_RETENTION_SECONDS = 3_600.0
 """The coarsest tier always reaches back this far, however many GPUs share the memory."""
@@ -74,8 +76,9 @@ class HistorySeries:
     The step of each tier is a whole multiple of the step before, and each tier keeps at least one step of the next.
     """
 
-    def __init__(self, width: int, tiers: Sequence[Tier]) -> None:
+    def __init__(self, width: int, tiers: Sequence[Tier], turn: int = 0) -> None:
         self._tiers = tiers
+        self._turn = turn % TURNS
         self._rings = [Ring(width, tier.capacity) for tier in tiers]
         self._fresh = [0] * len(tiers)  # per tier: buckets that are not merged into the coarser tier yet
         self._ratios = [round(coarse.step / fine.step) for fine, coarse in pairwise(tiers)]
@@ -97,10 +100,11 @@ class HistorySeries:
         number = int(at // self._step)
         if number < self._open_number:
             return
+        turns = number != self._open_number and number % TURNS == self._turn
         self._open_number = number
         self._numbers.append(number)
         self._values.extend(sample)
-        if len(self._numbers) >= _MOST_WAITING:
+        if turns or len(self._numbers) >= _MOST_WAITING:
             self._settle()
 
     def shorten(self, tiers: Sequence[Tier]) -> None:

@@ -124,7 +124,9 @@ class HealthWatch:
             register.shown(node, picture.boot_id, frozenset(picture.uuids), now, problem)
         every = now >= self._turns.get(node, float("-inf"))
         if every:
-            self._turns[node] = now + EVERY_SECONDS
+            # Nodes come together, and are not to be looked at together for ever.
+            early = 0 if node in self._turns else len(self._turns) % EVERY_SECONDS
+            self._turns[node] = now + EVERY_SECONDS - early
         if every or register.eventful(node) or change is None or change.touches(WATCHED_FIELDS):
             facts = self._facts(node, picture, change, every=every)
             if facts:
