@@ -141,12 +141,16 @@ class ResourceFeed(Generic[V]):
 
     def put(self, name: str, value: V, *, wakes: bool = True) -> None:
         """There is a thing, or it changed; without `wakes`, in nothing that a reader could act on, such as its deadline."""
-        known = self._live.get(name)
-        if known is None or wakes:
+        entry = self._live.get(name)
+        if entry is None:
             self._gone.pop(name, None)
             self._live[name] = _Entry(value, self._next(name))
-        else:
-            self._live[name] = _Entry(value, known.revision)
+            return
+        entry.value = value
+        entry.messages.clear()
+        entry.encoded.clear()
+        if wakes:
+            entry.revision = self._next(name)
 
     def remove(self, name: str, last: V | None = None) -> None:
         """A thing is gone; `last` is how it ended, where that is to be told."""
