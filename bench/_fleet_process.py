@@ -22,6 +22,7 @@ import uvloop
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.rpc.server import SERVER_ARGUMENTS, Registration, Server, ServerOptions
+from gpuscale.common.runtime.lifecycle import collecting_what_is_new
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.internal.monitor import v1 as monitor_internal
@@ -153,7 +154,8 @@ def main() -> None:
         "all": partial(_fleet, history_mib=FleetSettings().history_memory_mib),
         "long": partial(_fleet, history_mib=UNBOUNDED_MIB),
     }
-    uvloop.run(_serve(kinds[kind]))
+    with collecting_what_is_new():  # as in every program of ours
+        uvloop.run(_serve(kinds[kind]))
 
 
 if __name__ == "__main__":
