@@ -163,7 +163,8 @@ async def test_revoked_and_forgotten(
 ) -> None:
     monkeypatch.setattr(signed_callers, "MOST_KEPT", 3)
     token = provider.token()
-    revoked = f'[revoked]\n"oidc:u1" = {time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}\n'
+    moment = time.gmtime(time.time() + 5)  # the clock of gmtime() alone lags: at times by a second
+    revoked = f'[revoked]\n"oidc:u1" = {time.strftime("%Y-%m-%dT%H:%M:%SZ", moment)}\n'
     tokens = TokenFile(tokens_file(tmp_path, provider, after=revoked))
     assert await who(tokens, token) == "TOKEN_REVOKED"
     assert isinstance(await who(tokens, provider.token(iat=int(time.time()) + 30)), Principal)
