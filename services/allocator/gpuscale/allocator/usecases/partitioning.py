@@ -84,10 +84,10 @@ class Partitioning:
             FailedPreconditionError: NO_PARTITION_HELPER; MOVES_UNDER_WAY: others are being partitioned.
         """
         clock = self.maintenance.clock
-        for one in self._orders.values():
+        if self._orders:
+            gpus = ", ".join(one.spot.name for one in self._orders.values())
             raise FailedPreconditionError(
-                f"{one.spot.name} is being partitioned: wait, or uncordon it to give that up",
-                reason="MOVES_UNDER_WAY",
+                f"being partitioned: {gpus}; wait, or uncordon that to give it up", reason="MOVES_UNDER_WAY"
             )
         for part in partitions:
             heard, ends = self._told.get(part.node, (-HEARD, None))
@@ -145,4 +145,4 @@ class Partitioning:
         why = f"{why} (for {order.wanted_by})"
         change = PowerChange(order.spot.name, None, None, "", why, clock.wall(), order.profiles)
         self.powering.record(change)
-        _log.warning("a GPU was to be partitioned", gpu=order.spot.name, outcome=why)
+        _log.warning("an order to partition a GPU ended", gpu=order.spot.name, outcome=why)
