@@ -13,6 +13,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.replicas import HURRIED_DRAIN
 from gpuscale.client import connect_async
+from gpuscale.common.runtime.tasks import Backoff
 from gpuscale.common.store.sqlite_store import Room
 from gpuscale.common.wire import enum_word, to_duration
 from tests.support import scripted_autoscaler as process
@@ -164,8 +165,9 @@ async def test_where_there_is_no_room_they_work_on_as_long_as_they_can_and_that_
 async def test_a_drain_lets_replicas_finish_on_a_full_disk_too(
     autoscaler: Autoscaler, allocator: FakeAllocator, old: FakeAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing starts elsewhere, and those that go finish before their GPUs are taken away."""
+    """Nothing starts elsewhere, and those that go finish before their GPUs are taken away, however long ago it last failed."""
     old.finishes = False
+    monkeypatch.setattr(Backoff, "next", lambda _: 60.0)
     monkeypatch.setattr(Room, "short", property(lambda _: True, lambda _, __: None), raising=False)
     allocator.drain("n", 5.0)
     await eventually(lambda: Counter(old.states.values()) == {DRAINING: 2}, timeout=10)

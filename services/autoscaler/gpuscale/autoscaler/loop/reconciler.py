@@ -157,7 +157,7 @@ class Reconciler:
                 traceback = None if isinstance(error, GpuscaleError) else error
                 said = {"endpoint": endpoint_id, "error": str(error)}
                 _log.warning("cannot reconcile an endpoint", **said, exc_info=traceback)
-                wait = backoff.next()
+                wait = loop.until_next_leave(backoff.next())
                 continue
             backoff.reset()
             wake.waiting = loop.waiting
@@ -223,6 +223,7 @@ class EndpointLoop:
         self._recalled = False
         self._last_news: tuple[str, int, str] | None = None
         self._granted = 0, 0.0
+        self._leave_times: tuple[float, ...] = ()
         self._wanted: int | None = None
         self._known = known
         self._endpoint: Endpoint | None = None
@@ -232,6 +233,11 @@ class EndpointLoop:
     def lateness(self) -> float:
         """Seconds that its evaluation is late."""
         return max(0.0, self._deps.clock.now() - self._evaluation_due)
+
+    def until_next_leave(self, pause: float) -> float:
+        """Seconds until the next replica must finish, since its GPUs will be revoked; `pause` if that is less."""
+        now = self._deps.clock.now()
+        return min([pause, *(at - now for at in self._leave_times if at > now)])
 
     async def look(self, *, evaluate: bool, changed: bool) -> float | None:
         """Evaluate if due, or in any case with `evaluate`, act, and record the outcome.
@@ -323,6 +329,8 @@ class EndpointLoop:
         granted = sum(one.granted for one in replicas)
         if granted != self._granted[0]:
             self._granted = granted, at.now
+        leaving = (one.revocation for one in replicas if one.leaving)
+        self._leave_times = tuple(one.leave_at for one in leaving if one)
         return PassFacts(
             at=at,
             past=self.past,
