@@ -1,17 +1,17 @@
-"""The one tree of errors: every failure that a caller can act on is one of these.
+"""The error tree: every failure that a caller can act on.
 
     GpuscaleError
-    ├── InvalidArgumentError      the request is wrong whatever the state; names the fields
-    ├── OutOfRangeError           the position asked for is not there any more
+    ├── InvalidArgumentError      the request is wrong in any state; names the fields
+    ├── OutOfRangeError           the requested position no longer exists
     ├── UnauthenticatedError      no valid identity
-    ├── PermissionDeniedError     a valid identity that may not do this
+    ├── PermissionDeniedError     a valid identity without the permission
     ├── NotFoundError             no such resource
     ├── AlreadyExistsError        the resource, or the request id with other arguments, exists
     ├── FailedPreconditionError   the state forbids it; repeating it unchanged will not help
-    ├── AbortedError              somebody else changed it in the meantime; read again, retry
+    ├── AbortedError              changed by somebody else meanwhile; read again, retry
     ├── ResourceExhaustedError    none left now; the same request may succeed later
-    ├── UnavailableError          not reachable, stopping, or its disk fails; retry
-    ├── DeadlineExceededError     no answer in time; it may have happened
+    ├── UnavailableError          unreachable, stopping, or failing disk; retry
+    ├── DeadlineExceededError     no answer in time; the call may have taken effect
     ├── CancelledCallError        the caller gave up
     ├── UnimplementedError        this server has no such method
     └── InternalError             a bug in the program; the log has more
@@ -39,10 +39,10 @@ class GpuscaleError(Exception):
     """A failure that a caller can act on.
 
     Attributes:
-        message: one sentence for a person.
-        reason: a word in UPPER_SNAKE_CASE for a program; stable, unlike the message.
-        metadata: further facts for a program, such as the name of the resource.
-        retry_after: seconds after which a retry makes sense; None where nobody knows.
+        message: one sentence for people.
+        reason: UPPER_SNAKE_CASE word for programs; stable, unlike the message.
+        metadata: more facts for programs, such as the name of the resource.
+        retry_after: seconds to wait before a retry; None if unknown.
     """
 
     default_reason: ClassVar[str] = "UNKNOWN"
@@ -58,12 +58,12 @@ class GpuscaleError(Exception):
         super().__init__(message)
         self.message = message
         self.reason: str = reason or self.default_reason
-        # Of its own, and one that can be pickled: errors leave process pools.
+        # A copy that can be pickled: errors leave process pools.
         self.metadata: Mapping[str, str] = dict(metadata)
         self.retry_after = retry_after
 
     def lines(self) -> list[str]:
-        """What went wrong, for a person: the message, the fields at fault, and when to try again."""
+        """Lines for people: the message, the invalid fields, when to retry."""
         fields = self.violations if isinstance(self, InvalidArgumentError) else ()
         again = [] if self.retry_after is None else [f"  try again in {self.retry_after:g} s"]
         told = [
@@ -74,14 +74,14 @@ class GpuscaleError(Exception):
         return [f"error: {self.message}", *told, *again]
 
     _render_traceback_ = lines
-    """What IPython shows in place of a traceback."""
+    """IPython shows this in place of a traceback."""
 
 
 class InvalidArgumentError(GpuscaleError):
-    """The request is wrong whatever the state of the server.
+    """The request is wrong in any state of the server.
 
     Attributes:
-        violations: the fields at fault; empty where no single field is.
+        violations: the invalid fields; empty if no single field is at fault.
     """
 
     default_reason = "INVALID_ARGUMENT"
@@ -102,7 +102,7 @@ class InvalidArgumentError(GpuscaleError):
 
 
 class OutOfRangeError(GpuscaleError):
-    """What is asked for is outside of what there is, or of what the resource allows now."""
+    """The requested position or value is outside the current range."""
 
     default_reason = "OUT_OF_RANGE"
 
@@ -114,7 +114,7 @@ class UnauthenticatedError(GpuscaleError):
 
 
 class PermissionDeniedError(GpuscaleError):
-    """The caller is known and may not do this."""
+    """The caller lacks the permission."""
 
     default_reason = "PERMISSION_DENIED"
 
@@ -138,19 +138,19 @@ class FailedPreconditionError(GpuscaleError):
 
 
 class AbortedError(GpuscaleError):
-    """Somebody else changed it in the meantime; read it again and retry."""
+    """Somebody else changed the resource meanwhile; read it again and retry."""
 
     default_reason = "ABORTED"
 
 
 class ResourceExhaustedError(GpuscaleError):
-    """Nothing is left right now; the same request may succeed later."""
+    """Nothing is left now; the same request may succeed later."""
 
     default_reason = "RESOURCE_EXHAUSTED"
 
 
 class UnavailableError(GpuscaleError):
-    """The service cannot be reached, is stopping, or cannot store anything now."""
+    """The service is unreachable, stopping, or cannot write its state."""
 
     default_reason = "UNAVAILABLE"
 
@@ -162,7 +162,7 @@ class DeadlineExceededError(GpuscaleError):
 
 
 class CancelledCallError(GpuscaleError):
-    """The call was cancelled by the caller, or by the server it ran on."""
+    """The caller or the server cancelled the call."""
 
     default_reason = "CANCELLED"
 
@@ -174,16 +174,16 @@ class UnimplementedError(GpuscaleError):
 
 
 class InternalError(GpuscaleError):
-    """A bug in the program. The caller learns the id of its request at most; the log has the rest."""
+    """A bug in the program. The caller gets the request id, the log has the rest."""
 
     default_reason = "INTERNAL"
 
 
 UNANSWERED = (UnavailableError, DeadlineExceededError, UnimplementedError)
-"""Errors of a call to one of several that may answer, or to one that may answer later."""
+"""Errors after which another server, or a later call, may still answer."""
 
 
 def expect_etag(name: str, etag: str, current: str) -> None:
-    """Raise AbortedError (ETAG_MISMATCH) if the current etag of a resource is another; an empty one matches any."""
+    """Raise AbortedError (ETAG_MISMATCH) unless `etag` is empty or the current one."""
     if etag and etag != current:
         raise AbortedError(f"{name} was changed meanwhile", reason="ETAG_MISMATCH", metadata={"name": name})

@@ -2,11 +2,11 @@
 
     holder = "train" AND (gpus.node:"nodes/alpha" OR labels.team = "vision*") AND NOT state = LOST
 
-A restriction is a field, an operator and a value. Operators: `=`, `!=`, `<`, `<=`, `>`, `>=`, and `:`, which is "has": a list
-an item, a map a key, a text a part; with `*` as the value, whether anything is there. `*` at the ends of a text stands
-for any text. As in AIP-160, OR binds tighter than AND. A field that is absent meets no comparison; `!=` is NOT `=`.
+A restriction is a field, an operator and a value. Operators are `=`, `!=`, `<`, `<=`, `>`, `>=`, and `:` for "has": an
+item in a list, a key in a map, a substring of a text; `field:*` tests presence. A leading or trailing `*` in a text is a
+wildcard. As in AIP-160, OR binds tighter than AND. An absent field matches no comparison; `!=` is NOT `=`.
 
-`listed` makes the page of a List method by them.
+`listed` applies both to a List method.
 """
 
 import json
@@ -28,7 +28,7 @@ from gpuscale.common.wire import first_beyond, forged_token, last_key, page_limi
 
 Test = Callable[[Any], bool]
 Reader = Callable[[Any], Iterable[Any]]
-"""The values of a field in a message: none where it is absent, several of a list."""
+"""Reads the values of a field from a message: none if absent, several from a list."""
 
 _MOST_NESTED = 32
 _NANOS = 1_000_000_000
@@ -39,27 +39,27 @@ _QUOTED = r'"(?:[^"\\]|\\.)*"'
 
 
 def compile_filter(text: str, of: type[Message], field: str = "filter") -> Test:
-    """Whether a message of that type meets the filter; an empty filter is met by all.
+    """A predicate for messages of type `of`; an empty filter accepts all.
 
     Raises:
-        InvalidArgumentError: it cannot be read, or does not suit the type; names the field and the position.
+        InvalidArgumentError: invalid filter; the error names the field and the position.
     """
-    return _Reading(text, of, field).whole() if text.strip() else lambda _: True
+    return _Parser(text, of, field).filter() if text.strip() else lambda _: True
 
 
 def compile_order(text: str, of: type[Message]) -> Callable[[Any], tuple["SortValue", ...]]:
-    """What to sort messages of that type by: `state, create_time desc`. What is absent comes first, with desc last.
+    """A sort key for messages of type `of`, such as `state, create_time desc`. Absent values sort as the smallest.
 
     Raises:
-        InvalidArgumentError: it cannot be read, or does not suit the type; names the field and the position.
+        InvalidArgumentError: invalid order; the error names the field and the position.
     """
-    ranks = _Reading(text, of, "order_by").ranks() if text.strip() else []
+    ranks = _Parser(text, of, "order_by").order() if text.strip() else []
     return lambda message: tuple(rank(message) for rank in ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class SortValue:
-    """A value to sort by; None comes before all others. With `down` the other way round."""
+    """A sort key. None is the smallest value; `down` reverses the order."""
 
     value: Any
     down: bool
@@ -71,9 +71,9 @@ class SortValue:
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """A field as a text names it: `leaf` says what `read` finds; of `several`, in a list or a map, each is looked at.
+    """A field path: `read` yields values of the field `leaf`, `several` if the path goes through a list or map.
 
-    `certain`: what is read is there; else it may be the default of a field that does not tell whether it is set.
+    Unless `certain`, a value may be the default of a field without presence.
     """
 
     leaf: FieldDescriptor
@@ -82,22 +82,22 @@ class _Path:
     certain: bool
 
 
-class _Reading:
-    """Reads one text from left to right."""
+class _Parser:
+    """Parses one filter or order from left to right."""
 
     def __init__(self, text: str, of: type[Message], field: str) -> None:
         self._text, self._field = text, field
-        self._of: Any = of.DESCRIPTOR  # to the stubs one of two classes, by implementation
-        self._start = self._at = 0  # of what was read last, and of what comes
+        self._of: Any = of.DESCRIPTOR  # the stubs have two classes for it
+        self._start = self._at = 0  # positions of the last token, and of the next
 
-    def whole(self) -> Test:
-        """A filter."""
+    def filter(self) -> Test:
+        """Parse a filter."""
         test = self._all(0)
         self._expect_end("AND, OR or the end")
         return test
 
-    def ranks(self) -> list[Callable[[Any], SortValue]]:
-        """An order."""
+    def order(self) -> list[Callable[[Any], SortValue]]:
+        """Parse an order."""
         found: list[Callable[[Any], SortValue]] = []
         while not found or self._take(","):
             at, field = self._at, self._path()
@@ -136,12 +136,12 @@ class _Reading:
             raise self._wrong("expected one of = != < <= > >= :")
         if field.several and sign != ":":
             raise self._wrong("what a list or map has is asked with :")
-        negated, test = sign == "!=", self._test(field, sign.replace("!=", "="))
+        negated, test = sign == "!=", self._value_test(field, sign.replace("!=", "="))
         return lambda message: negated != any(test(value) for value in field.read(message))
 
     def _path(self) -> _Path:
-        """A field, or one of a field, and so on."""
-        read: Reader = _itself()
+        """Parse a field path such as `gpus.node`."""
+        read: Reader = lambda message: (message,)  # noqa: E731
         field, of_key, several = self._known(self._of, *self._segment()), False, False
         while self._take(r"\."):
             name, at = self._segment()
@@ -152,7 +152,7 @@ class _Reading:
                 read, of_key = _then(read, _value_of_key(field.name, name)), True
                 field = inner.fields_by_name["value"]
                 continue
-            if not of_key:  # else what is read are values of the field already
+            if not of_key:  # else `read` yields its values already
                 read, several = _then(read, _values_of(field)), several or field.is_repeated
             field, of_key = self._known(inner, name, at), False
         if not of_key:
@@ -175,8 +175,8 @@ class _Reading:
             raise self._wrong(f"{of.name} has no such field", at)
         return field
 
-    def _test(self, field: _Path, sign: str) -> Test:
-        """What a restriction asks of each value."""
+    def _value_test(self, field: _Path, sign: str) -> Test:
+        """Parse the value of a restriction."""
         raw = self._take(rf'{_QUOTED}|[^\s"(),<>=!]+')
         if raw is None:
             raise self._wrong("expected a value")
@@ -209,10 +209,6 @@ class _Reading:
         return InvalidArgumentError(f"{self._field}, at character {place}: {what}", field=self._field)
 
 
-def _itself() -> Reader:
-    return lambda message: (message,)
-
-
 def _then(first: Reader, second: Reader) -> Reader:
     return lambda message: (value for inner in first(message) for value in second(inner))
 
@@ -239,13 +235,13 @@ def _is_time(field: FieldDescriptor) -> bool:
 def _ranked(read: Reader, down: bool) -> Callable[[Any], SortValue]:
     def rank(message: Any) -> SortValue:
         value = next(iter(read(message)), None)
-        return SortValue(None if value != value else value, down)  # NaN has no place
+        return SortValue(None if value != value else value, down)  # NaN has no order
 
     return rank
 
 
 def _of_text(text: str, *, part: bool) -> Test:
-    """Whether a text is this one, whose ends may be `*`; `part`: whether it is in it."""
+    """A test whether a text equals `text`, with wildcards at its ends, or contains it if `part`."""
     pieces: list[str] = re.findall(r"\\.|.", text, re.DOTALL)
     before = part or pieces[:1] == ["*"]
     after = part or pieces[-1:] == ["*"]
@@ -256,7 +252,7 @@ def _of_text(text: str, *, part: bool) -> Test:
 
 
 def _value(leaf: FieldDescriptor, text: str) -> Any:
-    """What a field of that kind is compared with. Raises ValueError or KeyError where the text is nothing of the kind."""
+    """Parse a value for comparison with a field; ValueError or KeyError for an invalid one."""
     if leaf.type == FieldDescriptor.TYPE_STRING:
         return re.sub(r"\\(.)", r"\1", text)
     if leaf.type == FieldDescriptor.TYPE_BOOL:
@@ -275,11 +271,11 @@ def _value(leaf: FieldDescriptor, text: str) -> Any:
         return time.ToNanoseconds()
     if kind == _DURATION:
         return round(parse_duration(text) * _NANOS)
-    raise ValueError("nothing that is compared")
+    raise ValueError("not comparable")
 
 
 def _kind(leaf: FieldDescriptor) -> str:
-    """What `_value` wants, in words."""
+    """What `_value` expects, in words."""
     if leaf.message_type is not None:
         kinds = {_TIMESTAMP: "a time such as 2026-03-01T12:30:00Z", _DURATION: "a duration such as 30s"}
         return kinds.get(leaf.message_type.full_name, "one of its fields, or :*")
@@ -291,7 +287,7 @@ def _kind(leaf: FieldDescriptor) -> str:
 
 
 class ListRequest(Protocol):
-    """A request of a List method."""
+    """The fields that every List request has."""
 
     page_size: int
     page_token: str
@@ -312,14 +308,13 @@ def listed(
     encode: Callable[[Item], M],
     descending: bool = False,
 ) -> tuple[list[M], str]:
-    """The page of messages that a List method answers, and the token of the next; only what is needed is read and encoded.
+    """One page of a List method, and the token of the next; reads and encodes no more items than needed.
 
-    The items are sorted by `key`, from the largest down if `descending`; the keys differ from each other. Where they
-    are not at hand, `items` gives those beyond a key, of which "" has all before it. `encode` makes the message of one.
-    The interceptor binds the token of a request to its filter and order.
+    Items are sorted by `key`, whose values are unique, descending if `descending`. `items` may be a function that returns
+    those after a key ("" for all). The interceptor binds a page token to its filter and order.
 
     Raises:
-        InvalidArgumentError: filter, order_by, page_size or page_token is wrong.
+        InvalidArgumentError: filter, order_by, page_size or page_token is invalid.
     """
     keep, ordered = compile_filter(request.filter, of), bool(request.order_by.strip())
     order = compile_order(request.order_by, of)

@@ -1,11 +1,12 @@
 """Ids and resource names (AIP-122): `nodes/{node}/gpus/{gpu}` and the like.
 
-A pattern is literal segments and `{variable}` segments; each variable stands for one id. An id is 1-63 characters of
-a-z, 0-9, '-', '.' and '_' that begins and ends with a letter or digit (`TEXT_FORMAT_ID` of the contract).
+A pattern consists of literal and `{variable}` segments; a variable stands for one id. An id has 1-63 characters of
+a-z, 0-9, '-', '.' and '_', and begins and ends with a letter or digit (`TEXT_FORMAT_ID` in the contract).
 """
 
 import hashlib
 import re
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Protocol
 
@@ -32,7 +33,7 @@ TARGET = "targets/{target}"
 NOTIFICATION = "targets/{target}/notifications/{notification}"
 BUDGET, CHANGE = "budgets/{budget}", "changes/{change}"
 LEASE_KEY = "gpuscale-lease-token"
-"""The metadata in which a lease token stands for a caller."""
+"""Metadata key of a lease token, which authenticates a caller."""
 PATTERNS = {
     "Node": NODE,
     "Gpu": GPU,
@@ -56,7 +57,7 @@ PATTERNS = {
     "Budget": BUDGET,
     "Change": CHANGE,
 }
-"""The pattern of each type of resource that has one alone, of ids, by the last part of its google.api.resource type."""
+"""Pattern by the last part of the google.api.resource type, for types with a single pattern of ids."""
 
 MAX_ID_LENGTH = 63
 _ID = r"[a-z0-9](?:[a-z0-9._-]{0,61}[a-z0-9])?"
@@ -68,7 +69,7 @@ _DIGEST_LENGTH = 8
 
 @lru_cache(maxsize=64)
 def expression(pattern: str) -> re.Pattern[str]:
-    """What the whole of a name of the pattern matches; the groups are its ids, by variable."""
+    """A regular expression for names of a pattern, with a group for each variable. Use `fullmatch`."""
     return re.compile(_VARIABLE.sub(rf"(?P<\1>{_ID})", re.escape(pattern)))
 
 
@@ -79,10 +80,10 @@ def match(pattern: str, name: str) -> dict[str, str] | None:
 
 
 def parse(pattern: str, name: str, field: str = "name") -> dict[str, str]:
-    """Like `match`, for a name that must match; `field` is the request field that held it.
+    """Like `match`, but the name in the request field `field` must match.
 
     Raises:
-        InvalidArgumentError: the name is not of that pattern.
+        InvalidArgumentError: the name does not match.
     """
     ids = match(pattern, name)
     if ids is None:
@@ -91,21 +92,21 @@ def parse(pattern: str, name: str, field: str = "name") -> dict[str, str]:
 
 
 def id_of(pattern: str, text: str, field: str = "name") -> str:
-    """The id in a name of a pattern with one variable, or in place of the name, as clients of 0.x send it.
+    """The id in a name of a pattern with one variable, or the bare id that clients of 0.x send.
 
     Raises:
-        InvalidArgumentError: the text is neither; `field` is the request field that held it.
+        InvalidArgumentError: the text in the request field `field` is neither.
     """
     return text if is_id(text) else next(iter(parse(pattern, text, field).values()))
 
 
 def short_holder(holder: str) -> str:
-    """`jobs/r1` of a replica's name, which commands accept; any other holder as it is."""
+    """A replica's name as `jobs/r1`, which commands accept; other holders unchanged."""
     return "/".join(holder.split("/")[1::2]) if match(REPLICA, holder) else holder
 
 
 def misfit(pattern: str, name: str) -> str:
-    """What is wrong with a name that does not match a pattern, in words."""
+    """Why a name does not match a pattern."""
     in_lower_case = ", in lower case" if match(pattern, name.lower()) is not None else ""
     return f"must look like {pattern}{in_lower_case}"
 
@@ -118,8 +119,8 @@ def is_id(text: str) -> bool:
 def to_id(text: str) -> str:
     """An id for any text, such as a host name.
 
-    Text that is an id but for its case is only lower-cased. Any other text loses what an id cannot hold and gets the
-    first eight digits of its SHA-256, so that two texts do not end up as one id.
+    Text that is an id except for its case is lower-cased. In other text, invalid characters are replaced and eight
+    digits of its SHA-256 appended, so that different texts get different ids.
     """
     lowered = text.lower()
     if is_id(lowered):
@@ -129,43 +130,43 @@ def to_id(text: str) -> str:
     return f"{kept}-{digest}" if kept else digest
 
 
-def node_name(node: str) -> str:
-    """`nodes/{node}`."""
-    return f"nodes/{node}"
+def _maker(pattern: str) -> Callable[[str], str]:
+    """Makes names of a pattern that ends with its only variable."""
+    return pattern.partition("{")[0].__add__
+
+
+node_name = _maker(NODE)
+reservation_name = _maker(RESERVATION)
+endpoint_name = _maker(ENDPOINT)
+watcher_name = _maker(WATCHER)
+adapter_name = _maker(ADAPTER)
+booking_name = _maker(BOOKING)
+preset_name = _maker(PRESET)
+quota_name = _maker("quotas/{tenant}")
 
 
 def gpu_name(node: str, uuid: str) -> str:
-    """`nodes/{node}/gpus/{gpu}`, where the GPU's id is its UUID in lower case."""
+    """`nodes/{node}/gpus/{gpu}`, where the GPU's id is its UUID made an id."""
     return f"nodes/{node}/gpus/{to_id(uuid)}"
 
 
 class HasNode(Protocol):
-    """A reserved GPU, as the contract has it."""
+    """The contract's message of a reserved GPU."""
 
     @property
     def node(self) -> str:
-        """Its id alone."""
+        """The id of its node."""
         ...
 
     @property
     def node_name(self) -> str:
-        """`nodes/{node}`; empty from allocators of before 1.0."""
+        """`nodes/{node}`; empty from allocators before 1.0."""
         ...
 
 
 def node_of(gpu: HasNode) -> str:
-    """Id of the node of a reserved GPU, from allocators of before 1.0 too."""
+    """Id of the node of a reserved GPU, also from allocators before 1.0."""
     return (gpu.node_name or gpu.node).removeprefix("nodes/")
-
-
-def reservation_name(reservation: str) -> str:
-    """`reservations/{reservation}`."""
-    return f"reservations/{reservation}"
-
-
-def endpoint_name(endpoint: str) -> str:
-    """`endpoints/{endpoint}`."""
-    return f"endpoints/{endpoint}"
 
 
 def replica_name(endpoint: str, replica: str) -> str:
@@ -183,36 +184,11 @@ def decision_name(endpoint: str, decision: str) -> str:
     return f"endpoints/{endpoint}/decisions/{decision}"
 
 
-def watcher_name(watcher: str) -> str:
-    """`watchers/{watcher}`."""
-    return f"watchers/{watcher}"
-
-
-def adapter_name(adapter: str) -> str:
-    """`adapters/{adapter}`."""
-    return f"adapters/{adapter}"
-
-
-def quota_name(tenant: str) -> str:
-    """`quotas/{tenant}`, where the tenant is any word."""
-    return f"quotas/{tenant}"
-
-
-def booking_name(booking: str) -> str:
-    """`bookings/{booking}`."""
-    return f"bookings/{booking}"
-
-
 def cordon_name(target: str) -> str:
-    """The name of the cordon of a node or GPU: `nodes/{node}/cordon` or `nodes/{node}/gpus/{gpu}/cordon`."""
+    """Cordon of a node or GPU: `nodes/{node}/cordon` or `nodes/{node}/gpus/{gpu}/cordon`."""
     return f"{target}/cordon"
 
 
 def cordoned(name: str) -> str:
-    """The node or GPU of the name of a cordon; other names unchanged."""
+    """The node or GPU that a cordon is on; other names unchanged."""
     return name.removesuffix("/cordon") if name.count("/") in {2, 4} else name
-
-
-def preset_name(preset: str) -> str:
-    """`presets/{preset}`."""
-    return f"presets/{preset}"

@@ -1,4 +1,4 @@
-"""The programs that are installed, by name. This module is the entry of each, and imports nothing that may be missing."""
+"""Entry point of the installed programs; imports nothing that may be missing."""
 
 import gc
 import os
@@ -16,16 +16,16 @@ PROGRAMS = {
     "gpuscale-gateway": ("gpuscale.gateway.main", "runtime"),
     "gpuscale-dashboard": ("gpuscale.dashboard.main", "dashboard"),
 }
-"""Module with the `main` of each, and the extra of gpuscale that brings what it needs."""
+"""By program: the module with its `main`, and the extra of gpuscale that it needs."""
 
 
 def main() -> int | None:
-    """Run the program that the process was started as; its exit code."""
+    """Run the program named by argv[0] and return its exit code."""
     name = Path(sys.argv[0]).name
     if name not in PROGRAMS:
         sys.exit(f"{name} is no program of gpuscale; call it by its own name: {', '.join(PROGRAMS)}")
     module, extra = PROGRAMS[name]
-    gc.disable()  # until it runs: of what imports make nothing is garbage, and to look for some is an eighth of their time
+    gc.disable()  # imports make no garbage, and collecting takes an eighth of their time
     try:
         import_grpc()
         program = import_module(module)
@@ -36,9 +36,9 @@ def main() -> int | None:
 
 
 def import_grpc() -> None:
-    """Import gRPC so that its core writes nothing to stderr: lines of its own form would stand among those of the log.
+    """Import gRPC with its own log lines switched off, which would mix with ours on stderr.
 
-    Whoever sets GRPC_VERBOSITY gets the lines. The variable is not left behind for the programs that this one starts.
+    A user's GRPC_VERBOSITY still counts. Child processes do not inherit the variable.
     """
     if "GRPC_VERBOSITY" not in os.environ:
         os.environ["GRPC_VERBOSITY"] = "NONE"
@@ -47,10 +47,10 @@ def import_grpc() -> None:
 
 
 def what_to_install(program: str, error: ModuleNotFoundError, extra: str) -> str:
-    """What to type where a program finds a package missing.
+    """How to install the package that a program is missing.
 
     Raises:
-        ModuleNotFoundError: it is one of gpuscale's own modules, which is a defect.
+        ModuleNotFoundError: the missing module is our own, which is a bug.
     """
     package = (error.name or "gpuscale").partition(".")[0]
     if package == "gpuscale":

@@ -1,6 +1,6 @@
-"""Values that no log, error, answer or repr may show, and files that hold them.
+"""Secret values, which no log, error, response or repr shows, and their files.
 
-They are redacted by their type, not by patterns: a pattern misses passwords that hold '@' or '/'.
+Redaction goes by type, not by pattern: a pattern misses passwords with '@' or '/'.
 """
 
 import errno
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 else:
 
     class SecretStr:
-        """The part of pydantic's class that is used here: neither the client nor the agent needs pydantic for it."""
+        """The part of pydantic's class that is used here, so that client and agent need no pydantic."""
 
         def __init__(self, secret: str) -> None:
             self._secret = secret
@@ -37,13 +37,11 @@ _taken: dict[str, str] = {}
 
 
 class SecretUrl:
-    """A URL whose user, password and query are secret; `str` and `repr` show the rest.
-
-    Usable as the type of a pydantic field.
+    """A URL whose user, password and query are secret; `str` and `repr` show the rest. Works as a pydantic field type.
 
     Raises:
-        ValueError: not a URL with a scheme and a host, or one with characters that must be percent-encoded. The text
-            of the error never holds any part of the URL.
+        ValueError: the URL has no scheme or host, or characters that must be percent-encoded. The error never contains
+            any part of the URL.
     """
 
     __slots__ = ("_parts", "_port", "_text")
@@ -55,7 +53,7 @@ class SecretUrl:
             raise ValueError("is not a URL") from None
         if not parts.scheme or not parts.hostname:
             raise ValueError("must look like scheme://user:password@host:port/path")
-        # A '/', '?' or '#' in a password ends the host early; what is left of the password then holds the '@'.
+        # A '/', '?' or '#' in the password ends the host early, which leaves the '@' behind it.
         if "@" in parts.path + parts.query + parts.fragment:
             raise ValueError(
                 "has an '@' after its host; percent-encode the special characters of user and password"
@@ -73,7 +71,7 @@ class SecretUrl:
         self._port = port
 
     def reveal(self) -> str:
-        """The whole URL with its secrets, for the library that connects to it and nothing else."""
+        """The whole URL with its secrets, only for the library that connects."""
         return self._text
 
     @property
@@ -88,22 +86,22 @@ class SecretUrl:
 
     @property
     def port(self) -> int | None:
-        """The port, where the URL names one."""
+        """The port; None if the URL has none."""
         return self._port
 
     @property
     def path(self) -> str:
-        """The path as it stands in the URL, percent-encoded."""
+        """The path, percent-encoded."""
         return self._parts.path
 
     @property
     def username(self) -> SecretStr:
-        """The user, decoded; empty where there is none."""
+        """The user, decoded; empty without one."""
         return SecretStr(unquote(self._parts.username or ""))
 
     @property
     def password(self) -> SecretStr:
-        """The password, decoded; empty where there is none."""
+        """The password, decoded; empty without one."""
         return SecretStr(unquote(self._parts.password or ""))
 
     def __str__(self) -> str:
@@ -122,7 +120,7 @@ class SecretUrl:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[Any], handler: "GetCoreSchemaHandler") -> "CoreSchema":
-        """Take a text or a SecretUrl; write it out without its secrets."""
+        """Validate a str or SecretUrl; serialize without secrets."""
         from pydantic_core import PydanticCustomError, core_schema
 
         def validated(value: object) -> SecretUrl:
@@ -141,10 +139,10 @@ class SecretUrl:
 
 
 def read_secret(file: Path, what: str) -> str:
-    """The stripped content of a file; `what` names it in the error.
+    """The content of a file, stripped; `what` names it in errors.
 
     Raises:
-        ValueError: it cannot be read. The text of the error never holds any part of the file.
+        ValueError: it cannot be read. The error never contains any part of the file.
     """
     try:
         return file.read_text(encoding="utf-8").strip()
@@ -153,20 +151,19 @@ def read_secret(file: Path, what: str) -> str:
 
 
 def environment() -> Mapping[str, str]:
-    """The variables of this process, including those that `take_variables` removed."""
+    """The environment of this process, including variables that `take_variables` removed."""
     return ChainMap(_taken, os.environ)
 
 
 def take_variables(names: Iterable[str]) -> None:
-    """Remove variables from the environment; `environment()` still has them.
+    """Remove variables from the environment, so that child processes do not inherit them; `environment()` keeps them.
 
-    Programs that are started do not inherit them. /proc/PID/environ shows the memory that the kernel filled when the
-    program began, whatever became of its variables since; so that memory is overwritten.
+    /proc/PID/environ shows the initial environment in the memory of the process, so that memory is overwritten too.
     """
     found = [name for name in names if name in os.environ]
     if not found:
         return
-    import ctypes  # 1 MB of memory, and needed where there are secrets alone
+    import ctypes  # 1 MB, needed only if there are secrets
 
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p
@@ -180,9 +177,9 @@ def take_variables(names: Iterable[str]) -> None:
 
 
 def hide_memory() -> None:
-    """Keep the memory of this process from other processes of its user: no ptrace, no /proc/PID/mem, no core files.
+    """Hide the memory of this process from other processes of its user: no ptrace, no /proc/PID/mem, no core files.
 
-    For programs that hold secrets and start programs of others as the same user. Root still sees all.
+    For programs that hold secrets and run other people's programs as the same user. Root still sees everything.
     """
     import ctypes
 
@@ -190,28 +187,24 @@ def hide_memory() -> None:
 
 
 LINK_PATH = "/open/"
-"""A link that signs in at the dashboard is its address, this, and a secret."""
+"""A sign-in link is the dashboard's address, this path and a secret."""
 
 
 def write_private(path: Path, content: bytes, *, public: bool = False) -> None:
-    """Replace a file at once: with its owner, its group and what the group may read, else of the caller with mode 0600.
+    """Replace a file atomically, readable by its owner only, or by everyone if `public`.
 
-    Services run as another user than root, who replaces their files: they must be able to read them afterwards.
-
-    Args:
-        path: the file.
-        content: what it holds then.
-        public: whether all may read it.
+    An existing file keeps its owner, group and group-read bit: a service that runs as its own user can still read a
+    file that root replaced.
 
     Raises:
-        OSError: it cannot be written, or the path is not a regular file, such as /dev/null; nothing changes then. The
-            error names the file.
+        OSError: it cannot be written, or is not a regular file (such as /dev/null); it stays unchanged. The error names
+            the file.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
     try:
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    except OSError as error:  # which names the file that could not be made beside it
+    except OSError as error:  # it names the temporary file
         raise OSError(error.errno, error.strerror, str(path)) from None
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -220,7 +213,7 @@ def write_private(path: Path, content: bytes, *, public: bool = False) -> None:
                 old = path.lstat()
                 if stat.S_ISREG(old.st_mode):
                     mode |= old.st_mode & stat.S_IRGRP
-                    # Units may not call it at all.
+                    # Only if needed: systemd units may forbid the call.
                     if (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
                         os.fchown(descriptor, old.st_uid, old.st_gid)
             os.fchmod(descriptor, mode)
@@ -228,19 +221,15 @@ def write_private(path: Path, content: bytes, *, public: bool = False) -> None:
             file.flush()
             os.fsync(file.fileno())
         Path(name).replace(path)
-    except OSError as error:  # a full disk names no file, a refused rename the one beside it
+    except OSError as error:  # it names no file, or the temporary one
         with suppress(OSError):
             Path(name).unlink()
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def write_link(file: Path, address: str) -> str:
-    """Make a new link to the dashboard at `address`, and write it to the file, which the user alone can read.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    from secrets import token_urlsafe  # which loads OpenSSL: a tenth of a command's start
+    """Create a sign-in link to the dashboard at `address` and write it to a private file. Raises OSError on failure."""
+    from secrets import token_urlsafe  # loads OpenSSL: a tenth of a command's start
 
     link = f"http://{address}{LINK_PATH}{token_urlsafe(16)}"
     write_private(file, f"{link}\n".encode())

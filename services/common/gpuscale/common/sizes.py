@@ -10,11 +10,11 @@ _BYTES: Mapping[str, int] = {
     **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGTP", 1)},
 }
 _BYTE_UNITS = {unit.lower(): factor for unit, factor in _BYTES.items()}
-_LARGEST_SIZE = 2**63 - 1  # what an int64 of the contract holds
+_LARGEST_SIZE = 2**63 - 1  # int64 in the contract
 _SIZE = r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)"
 
 _SECONDS: Mapping[str, float] = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
-_LONGEST_DURATION = 315_576_000_000.0  # what a Duration of protobuf holds: 10,000 years
+_LONGEST_DURATION = 315_576_000_000.0  # limit of protobuf's Duration: 10,000 years
 
 _NUMBER = r"(\d+(?:\.\d+)?)"
 _DURATION = rf"(?:{_NUMBER}d)?(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s)?(?:{_NUMBER}ms)?"
@@ -31,7 +31,7 @@ def parse_size(text: str) -> int:
     if found is None or factor is None:
         raise ValueError(f"{text!r} is not a size; write it like 8GiB, 500MB or 1024")
     whole, _, fraction = found[1].partition(".")
-    # In whole numbers, so that nothing is lost beyond the 53 bits of a float.
+    # Integers: a float has only 53 bits.
     size: int = int(whole + fraction) * factor // 10 ** len(fraction)
     if size > _LARGEST_SIZE:
         raise ValueError(f"{text!r} is more than {_LARGEST_SIZE} bytes")
@@ -56,10 +56,10 @@ def parse_duration(text: str) -> float:
 
 
 def to_bytes(size: int | str) -> int:
-    """Bytes of a size given as a number or a text. Raises ValueError: the text is no size."""
+    """Bytes of a size given as a number or text; ValueError for invalid text."""
     return parse_size(size) if isinstance(size, str) else size
 
 
 def to_seconds(duration: float | str) -> float:
-    """Seconds of a duration given as a number or a text. Raises ValueError: the text is no duration."""
+    """Seconds of a duration given as a number or text; ValueError for invalid text."""
     return parse_duration(duration) if isinstance(duration, str) else duration

@@ -1,6 +1,6 @@
-"""How near two devices of a host are to each other: by the bridges that PCIe leads over between them. Pure.
+"""How close two devices of a host are, by the PCIe bridges between them. Pure.
 
-The words are those of `nvidia-smi topo -m`.
+The terms are those of `nvidia-smi topo -m`.
 """
 
 from enum import IntEnum
@@ -9,33 +9,33 @@ from typing import NamedTuple
 
 
 class Nearness(IntEnum):
-    """What leads from one device to the other; a higher number is nearer."""
+    """The connection between two devices; a higher number is nearer."""
 
     SYS = 0
-    """The link between the NUMA nodes of the host."""
+    """Across NUMA nodes."""
     NODE = 1
-    """The link between the host bridges of one NUMA node."""
+    """Across host bridges of one NUMA node."""
     PHB = 2
-    """One host bridge, which is typically the CPU."""
+    """Through one host bridge, typically the CPU."""
     PXB = 3
-    """Several PCIe bridges, and no host bridge."""
+    """Through several PCIe bridges, no host bridge."""
     PIX = 4
-    """At most one PCIe bridge."""
+    """Through at most one PCIe bridge."""
 
 
 class PciPlace(NamedTuple):
-    """Where a device hangs: host bridge, bridges and device, with `/` between them, and the number of its NUMA node."""
+    """Location of a device: host bridge, bridges and device joined by `/`, and its NUMA node."""
 
     path: str
     numa_node: int | None = None
 
 
 NOWHERE = PciPlace("")
-"""Of a device whose path is not known."""
+"""A device with an unknown path."""
 
 
 def nearness(one: PciPlace, other: PciPlace) -> Nearness | None:
-    """How near two devices are; None where the path of one is not known."""
+    """How close two devices are; None if a path is unknown."""
     if not one.path or not other.path:
         return None
     parts = one.path.split("/"), other.path.split("/")
@@ -45,5 +45,5 @@ def nearness(one: PciPlace, other: PciPlace) -> Nearness | None:
         return Nearness.NODE if same else Nearness.SYS
     if common == 1:
         return Nearness.PHB
-    # Behind the last bridge that both share there is the port of a switch, and the device.
+    # Below the last shared bridge: a switch port, and the device.
     return Nearness.PIX if max(map(len, parts)) - common <= 2 else Nearness.PXB

@@ -1,4 +1,4 @@
-"""Between the values of the program and those of protobuf: times, fingerprints of requests, and pages of lists."""
+"""Conversions between Python and protobuf: times, request fingerprints, list pages."""
 
 import base64
 import binascii
@@ -24,14 +24,15 @@ _DAY = 86_400
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 KEDA: Final = ("externalscaler", "gpuscale.api.keda.v1")
-"""KEDA's package, under which ours, the second, is served: both can be known to one process."""
+"""KEDA's package name and ours: ours is served under KEDA's name, and one process may load both."""
 
 
 @cache
 def find_service(name: str) -> Any:
-    """The descriptor of a service by the name under which it is served; KeyError where none is known.
+    """The descriptor of a service by its served name; imports its contract module if needed.
 
-    A module of the contract, and no other, is imported for it.
+    Raises:
+        KeyError: there is no such service.
     """
     own = name.replace(*KEDA, 1)
     package, _, service = own.rpartition(".")
@@ -42,13 +43,13 @@ def find_service(name: str) -> Any:
 
 
 def find_method(path: str) -> Any:
-    """The descriptor of a method by its path, `/package.Service/Method`; KeyError where none is known."""
+    """The descriptor of a method by its path, `/package.Service/Method`; KeyError if unknown."""
     service, _, method = path.removeprefix("/").partition("/")
     return find_service(service).methods_by_name[method]
 
 
 def find_file(symbol: str) -> Any:
-    """The descriptor of the file of a symbol, for reflection; KEDA's in KEDA's names. KeyError where none is known."""
+    """The descriptor of the file that defines a symbol, for reflection, with KEDA's names for KEDA. KeyError if unknown."""
     found: Any = descriptor_pool.Default().FindFileContainingSymbol(symbol.replace(*KEDA, 1))
     if not symbol.startswith(KEDA[0]):
         return found
@@ -63,19 +64,19 @@ def find_file(symbol: str) -> Any:
 
 
 def to_duration(seconds: float) -> Duration:
-    """A Duration of that many seconds, rounded to nanoseconds."""
+    """Seconds as a Duration, rounded to nanoseconds."""
     duration = Duration()
     duration.FromNanoseconds(round(seconds * _NANOS))
     return duration
 
 
 def seconds(duration: Duration) -> float:
-    """The seconds of a Duration."""
+    """A Duration in seconds."""
     return duration.seconds + duration.nanos / _NANOS
 
 
 def optional_seconds(message: Message, field: str) -> float | None:
-    """The seconds of the Duration in `field`; None if the message does not set it.
+    """The Duration in `field` in seconds; None if unset.
 
     Raises:
         TypeError: the field is not a Duration.
@@ -89,14 +90,14 @@ def optional_seconds(message: Message, field: str) -> float | None:
 
 
 def to_timestamp(date: datetime) -> Timestamp:
-    """The Timestamp of an aware date; ValueError for a date without a time zone."""
+    """A date as a Timestamp; ValueError without a time zone."""
     timestamp = Timestamp()
     put_timestamp(timestamp, date)
     return timestamp
 
 
 def optional_timestamp(date: datetime | None) -> Timestamp | None:
-    """The Timestamp of an aware date, if there is one."""
+    """A date as a Timestamp; None for None."""
     return None if date is None else to_timestamp(date)
 
 
@@ -104,18 +105,18 @@ def put_timestamp(timestamp: Timestamp, date: datetime) -> None:
     """Set a Timestamp in place; ValueError for a date without a time zone."""
     if date.tzinfo is None:
         raise ValueError("a Timestamp needs a date with a time zone")
-    passed = date - _EPOCH  # by far cheaper than Timestamp.FromDatetime, which goes through a calendar
+    passed = date - _EPOCH  # far cheaper than Timestamp.FromDatetime
     timestamp.seconds, timestamp.nanos = passed.days * _DAY + passed.seconds, passed.microseconds * 1000
 
 
 def to_datetime(timestamp: Timestamp) -> datetime:
-    """The date of a Timestamp, in UTC."""
+    """A Timestamp as a date in UTC."""
     return timestamp.ToDatetime(tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
 class TimeRange:
-    """The time that a list is about, both ends included; None where it is open."""
+    """A time range, both ends included; None for an open end."""
 
     since: datetime | None = None
     until: datetime | None = None
@@ -124,7 +125,7 @@ class TimeRange:
         return self != ANY_TIME
 
     def meets(self, begin: datetime, end: datetime | None) -> bool:
-        """Whether what lasted from `begin` to `end`, or lasts, was there in it."""
+        """Whether something that lasted from `begin` to `end` (None: still lasts) overlaps the range."""
         ended_before = self.since is not None and end is not None and end < self.since
         return not ended_before and (self.until is None or begin <= self.until)
 
@@ -133,11 +134,7 @@ ANY_TIME = TimeRange()
 
 
 def asked_period(request: Message) -> TimeRange:
-    """The period in the fields `since` and `until` of a request.
-
-    Raises:
-        InvalidArgumentError: it ends before it begins.
-    """
+    """The range given by `since` and `until` of a request. Raises InvalidArgumentError if it ends before it begins."""
     fields: list[object] = [
         getattr(request, field) if request.HasField(field) else None for field in ("since", "until")
     ]
@@ -150,8 +147,8 @@ def asked_period(request: Message) -> TimeRange:
 def fingerprint(message: Message) -> str:
     """SHA-256, in hex, of the type and content of a message.
 
-    Tells a repeated request from another one with the same request id. It holds within one build of the program:
-    protobuf promises a stable serialization no further.
+    Tells a retry from another request with the same request id. Stable within one build of the program only, as
+    protobuf's serialization is.
     """
     kind = message.DESCRIPTOR.full_name.encode()
     return hashlib.sha256(kind + b"\0" + message.SerializeToString(deterministic=True)).hexdigest()
@@ -168,17 +165,17 @@ T = TypeVar("T")
 def page(
     items: Sequence[T], *, key: Callable[[T], str], page_size: int, page_token: str, descending: bool = False
 ) -> tuple[list[T], str]:
-    """The items after `page_token`, and the token of the page that follows ("" on the last page).
+    """The items after `page_token`, and the token of the next page ("" on the last).
 
     Args:
-        items: sorted by `key`, from the largest down if `descending`; the keys differ from each other.
-        key: what the items are sorted by.
+        items: sorted by `key`, whose values are unique; descending if `descending`.
+        key: the sort key.
         page_size: 0 means 100; more than 1000 means 1000.
-        page_token: "" for the first page, else what the page before returned.
+        page_token: "" for the first page, else the token of the previous page.
         descending: whether the largest key comes first.
 
     Raises:
-        InvalidArgumentError: a negative size, or a token that this function did not make for this direction.
+        InvalidArgumentError: negative size, or a token that this list did not return.
     """
     size = page_limit(page_size)
     start = first_beyond(items, key, last_key(page_token, descending=descending), descending=descending)
@@ -188,7 +185,7 @@ def page(
 
 
 def first_beyond(items: Sequence[T], key: Callable[[T], str], last: str, *, descending: bool = False) -> int:
-    """Index of the first of sorted items that comes after the key `last`; "" is before all. `bisect` knows no descending order."""
+    """Index of the first item after the key `last` ("" is before all); unlike `bisect`, also in descending order."""
     start, high = 0, len(items) if last else 0
     while start < high:
         middle = (start + high) // 2
@@ -201,32 +198,37 @@ def first_beyond(items: Sequence[T], key: Callable[[T], str], last: str, *, desc
 
 
 def page_limit(page_size: int) -> int:
-    """How many items a page has at most.
-
-    Raises:
-        InvalidArgumentError: a negative size.
-    """
+    """The maximum number of items of a page. Raises InvalidArgumentError for a negative size."""
     if page_size < 0:
         raise InvalidArgumentError("page_size must not be negative", field="page_size")
     return min(page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
 
 
 def last_key(page_token: str, *, descending: bool = False) -> str:
-    """The key of the last item before a page, for a list that is read from there; "" for the first page.
+    """The key in a token of `to_token`; "" for the first page.
 
     Raises:
-        InvalidArgumentError: the token is not one that `page` made for this direction.
+        InvalidArgumentError: `to_token` did not make the token for this direction.
     """
-    return _decode(page_token, descending) if page_token else ""
+    if not page_token:
+        return ""
+    try:
+        raw = base64.b64decode(page_token + "=" * (-len(page_token) % 4), altchars=b"-_", validate=True)
+        last = raw[_CHECKSUM_BYTES:].decode()
+    except (binascii.Error, ValueError):
+        raise forged_token() from None
+    if to_token(last, descending=descending) != page_token:
+        raise forged_token()
+    return last
 
 
 def open_page(request: Any) -> str:
-    """Take the seal off the token of a page that is asked for; the seal that the next one gets, which binds it to its list.
+    """Check the seal of a request's page token and take it off; returns the seal for the next token.
 
-    A seal is a digest of the request without its page: a token of another list, or of other filters, is refused.
+    The seal is a digest of the request without its page, so a token works only with the same list and filters.
 
     Raises:
-        InvalidArgumentError: the token has another seal.
+        InvalidArgumentError: the seal does not match.
     """
     token, size = request.page_token, request.page_size
     request.page_token, request.page_size = "", 0
@@ -240,31 +242,20 @@ def open_page(request: Any) -> str:
 
 
 def to_token(last: str, *, descending: bool = False) -> str:
-    """The page token of what follows that key; `last_key` has it back."""
+    """The page token for what follows the key `last`."""
     payload = last.encode()
     checksum = hashlib.sha256((b"page>" if descending else b"page<") + payload).digest()[:_CHECKSUM_BYTES]
     return base64.urlsafe_b64encode(checksum + payload).decode().rstrip("=")
 
 
-def _decode(token: str, descending: bool) -> str:
-    try:
-        raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
-        last = raw[_CHECKSUM_BYTES:].decode()
-    except (binascii.Error, ValueError):
-        raise forged_token() from None
-    if to_token(last, descending=descending) != token:
-        raise forged_token()
-    return last
-
-
 def forged_token() -> InvalidArgumentError:
-    """What a page token is answered with that no page returned."""
+    """The error for a page token that no page returned."""
     return InvalidArgumentError("page_token was not returned by this list", field="page_token")
 
 
 @contextmanager
 def absence_allowed(request: Any) -> Generator[None]:
-    """Deletes within the block; with allow_missing, a missing resource is no error."""
+    """Ignore NotFoundError in the block if the request sets allow_missing."""
     try:
         yield
     except NotFoundError:
@@ -273,9 +264,9 @@ def absence_allowed(request: Any) -> Generator[None]:
 
 
 def enum_word(message: Message, field: str) -> str:
-    """The enum value in a field as one word, `ONLINE` of `NODE_STATE_ONLINE`; empty where it is not stated.
+    """The enum value of a field without its prefix, such as `ONLINE` for `NODE_STATE_ONLINE`.
 
-    A value that only a newer program knows is its number.
+    Empty if unspecified; the number for a value of a newer version.
     """
     enum = message.DESCRIPTOR.fields_by_name[field].enum_type
     value: object = getattr(message, field)

@@ -1,4 +1,4 @@
-"""Settings from files, the environment and flags, and the frame of a program that is made of them.
+"""Settings from flags, the environment and a file, and what a program builds from them.
 
-Begin with `settings`; `sources` reads what they are made of.
+Begin with `settings`; `sources` reads the values.
 """

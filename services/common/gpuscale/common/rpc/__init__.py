@@ -1,4 +1,4 @@
-"""Servers and channels: what happens to a call between the wire and a servicer, and between a client and the wire.
+"""Servers and channels: everything between the wire and a servicer, and between a client and the wire.
 
-Begin with `interceptor` for a call that comes in, `channel` for one that goes out.
+Begin with `interceptor` for incoming calls, `channel` for outgoing ones.
 """

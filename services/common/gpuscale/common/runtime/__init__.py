@@ -1,4 +1,4 @@
-"""What every process needs: tasks, clocks and failpoints, logs, signals.
+"""Basics of every process: tasks, clocks, failpoints, logs, signals.
 
-No network, no database, no identity of callers. Begin with `tasks` and `lifecycle`.
+No network, no database, no caller identity. Begin with `tasks` and `lifecycle`.
 """

@@ -1,4 +1,4 @@
-"""Who calls and what that caller may do: tokens, certificates, roles.
+"""Authentication and authorization: tokens, certificates, roles.
 
 Nothing here serves RPCs. Begin with `auth`.
 """

@@ -1,4 +1,4 @@
-"""State: SQLite by default, PostgreSQL by URL, one writer, and which process leads.
+"""State: SQLite by default, PostgreSQL by URL, one writer, leader election.
 
-The rooms bring their schemas; nothing here knows what they store. Begin with `store`.
+Each room brings its own schema. Begin with `store`.
 """
