@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpuscale.monitor.health.checks import HOLDS
-from gpuscale.monitor.health.xids import XIDS
+from gpuscale.monitor.health.events import XIDS
 
 HEAD = """# Every health check and XID
 

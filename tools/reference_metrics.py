@@ -23,7 +23,7 @@ SOURCES = {
     "Of the fleet": "monitor/exposition/fleet.py",
     "Of every service, by its name": "common/rpc/meter.py",
     "Of the databases of allocator and autoscaler": "common/store/store.py",
-    "Of the allocator": "allocator/servicers/figures.py",
+    "Of the allocator": "allocator/app.py",
     "Of the autoscaler": "autoscaler/app.py",
     "Of every adapter": "autoscaler/adapters/main.py",
     "Of the dashboard": "dashboard/figures.py",

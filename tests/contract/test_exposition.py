@@ -11,7 +11,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpuscale.allocator.servicers import figures as allocator_figures
+from gpuscale.allocator import app as allocator_figures
 from gpuscale.autoscaler import app as autoscaler_figures
 from gpuscale.autoscaler.adapters import main as adapter_figures
 from gpuscale.common.rpc import meter

@@ -17,7 +17,7 @@ from gpuscale.allocator.domain.model import State
 from gpuscale.allocator.state import archive
 from gpuscale.allocator.state.archive import Archive, ArchiveLimits, EndedStore, RecordFilter, Totals
 from gpuscale.allocator.state.store import AllocatorStore, open_store
-from gpuscale.allocator.usecases import records
+from gpuscale.allocator.usecases import leases
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import (
     AlreadyExistsError,
@@ -93,7 +93,7 @@ async def listed(client: Client, **fields: object) -> list[str]:
 async def test_what_left_memory_is_found_as_before(
     tmp_path: Path, retired: set[str], database: SecretUrl | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "MAX_PAGE_SIZE", 2)  # that many are looked at for a page
+    monkeypatch.setattr(leases, "MAX_PAGE_SIZE", 2)  # that many are looked at for a page
     fleet, clock, request_id = FakeFleet(node_message("n0", count=2)), ManualClock(), str(uuid4())
     options = {"clock": clock, "database": database}
     async with running(tmp_path, fleet, **options) as client:

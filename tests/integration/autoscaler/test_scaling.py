@@ -7,7 +7,7 @@ from uuid import uuid4
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.loop.leases import RETRY
+from gpuscale.autoscaler.loop.precedence import RETRY
 from gpuscale.autoscaler.servicers.endpoint_servicer import _tenant
 from gpuscale.common.errors import PermissionDeniedError, UnavailableError
 from gpuscale.common.security.auth import Limits, Principal, Role

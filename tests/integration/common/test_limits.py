@@ -16,10 +16,9 @@ from gpuscale.common import errors
 from gpuscale.common.rpc import channel as channels
 from gpuscale.common.rpc import server as server_module
 from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.rpc.forwarder import Forwarder
+from gpuscale.common.rpc.forwarder import Forwarder, Lanes, Upstream
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.rpc.upstreams import Lanes, Upstream
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.wire import to_duration
 from tests.support.throwaway import ALLOCATOR, Allocator, Fleet, serve

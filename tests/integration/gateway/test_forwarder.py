@@ -14,14 +14,13 @@ import grpc
 import pytest
 
 from gpuscale.common.errors import GpuscaleError, UnavailableError
+from gpuscale.common.rpc import forwarder as forwarding
 from gpuscale.common.rpc import server as servers
-from gpuscale.common.rpc import upstreams
 from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.rpc.forwarder import Forwarder
+from gpuscale.common.rpc.forwarder import Forwarder, Lanes, Upstream
 from gpuscale.common.rpc.interceptor import VERSION
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import REQUEST_ID_KEY, VIA_KEY, from_rpc_error
-from gpuscale.common.rpc.upstreams import Lanes, Upstream
 from gpuscale.common.security.auth import CALLER_KEY, Authenticator
 from gpuscale.gateway.main import open_gateway
 from gpuscale.gateway.settings import GatewaySettings
@@ -244,14 +243,14 @@ async def test_more_streams_than_a_connection_carries(monkeypatch: pytest.Monkey
         fleet = Server(ServerOptions(), Authenticator())
     fleet.add_generic(RawService(), [FLEET])
     address = fleet.bind()
-    monkeypatch.setattr(upstreams, "STREAMS", each)
+    monkeypatch.setattr(forwarding, "STREAMS", each)
     opened: list[grpc.aio.Channel] = []
 
     def lane() -> grpc.aio.Channel:
         opened.append(open_channel(address))
         return opened[-1]
 
-    async with fleet, open_channel(address) as unary, upstreams.Lanes(lane) as lanes:
+    async with fleet, open_channel(address) as unary, forwarding.Lanes(lane) as lanes:
         forwarder = Forwarder({FLEET: Upstream("fleet", unary, lanes, private=True)})
         async with served(forwarder, FLEET) as through:
             for connections in (3, 3):

@@ -10,9 +10,8 @@ import grpc
 import pytest
 
 from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.rpc.forwarder import Forwarder
+from gpuscale.common.rpc.forwarder import PERIOD, Forwarder, Lanes, Outage, Upstream
 from gpuscale.common.rpc.server import Server, ServerOptions
-from gpuscale.common.rpc.upstreams import PERIOD, Lanes, Outage, Upstream
 from gpuscale.common.security.auth import Authenticator
 from tests.integration.gateway.raw_service import FLEET, SERVER_STREAM, UNARY, RawService, ending
 from tests.support.clock import ManualClock
@@ -22,13 +21,13 @@ class Log:
     """What was logged of outages: (event, calls that got no line)."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
-        caplog.set_level(logging.INFO, "gpuscale.common.rpc.upstreams")
+        caplog.set_level(logging.INFO, "gpuscale.common.rpc.forwarder")
         self._caplog = caplog
 
     def taken(self) -> list[tuple[str, int]]:
         """Since the last time."""
         found: list[Any] = [
-            record.msg for record in self._caplog.records if record.name.endswith(".upstreams")
+            record.msg for record in self._caplog.records if record.name.endswith(".forwarder")
         ]
         self._caplog.clear()
         assert {one["upstream"] for one in found} <= {"fleet"}

@@ -13,8 +13,7 @@ import pytest
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.runtime.metrics_text import MetricsPage
 from gpuscale.monitor.exposition.fleet import add_history
-from gpuscale.monitor.health.events import Events
-from gpuscale.monitor.health.xids import xid_finding
+from gpuscale.monitor.health.events import Events, xid_finding
 from gpuscale.monitor.history.history import DEFAULT_TIERS, History
 from gpuscale.monitor.history.series import Tier
 from gpuscale.monitor.model.health import Event, HealthCheck

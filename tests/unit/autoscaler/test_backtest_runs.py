@@ -11,7 +11,7 @@ from gpuscale.autoscaler.backtest.simulate import Part
 from gpuscale.autoscaler.backtest.world import Setting
 from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaTemplate
 from gpuscale.autoscaler.servicers.backtest_jobs import BacktestJob, job_from_wire, requests_from_wire
-from gpuscale.autoscaler.servicers.backtest_servicer import run_within
+from gpuscale.autoscaler.servicers.backtests import run_within
 from gpuscale.client.traces import Request
 from gpuscale.common.errors import InvalidArgumentError, ResourceExhaustedError
 from gpuscale.common.wire import to_duration

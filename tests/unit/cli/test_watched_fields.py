@@ -7,7 +7,7 @@ from google.protobuf.message import Message
 
 from gpuscale.api.monitor.v1 import Node
 from gpuscale.cli.views import monitor
-from gpuscale.monitor.wire.masks import fields_of, keep
+from gpuscale.monitor.fleet.servicer import fields_of, keep
 
 
 def fill(message: Message) -> None:

@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from gpuscale.monitor.health.checks import HOLDS, MOST_REPLAYS_PER_MINUTE, REPLAY_WINDOW_SECONDS
-from gpuscale.monitor.health.events import Events
+from gpuscale.monitor.health.events import XIDS, Events, xid_finding
 from gpuscale.monitor.health.register import GONE_SECONDS, HealthRegister
-from gpuscale.monitor.health.xids import XIDS, xid_finding
 from gpuscale.monitor.model.health import (
     Event,
     Finding,

@@ -1,5 +1,6 @@
-"""Composition of the allocator: store, ledger, fleet view, sweeper, and the gRPC services."""
+"""Composition of the allocator: store, ledger, fleet view, sweeper, the gRPC services, and the figures on `/metrics`."""
 
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from gpuscale.allocator.domain.model import Node, Reservation
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.queueing.queue import Queue
 from gpuscale.allocator.servicers.booking_servicer import BookingServicer
-from gpuscale.allocator.servicers.figures import add_figures
 from gpuscale.allocator.servicers.operator_servicers import CapacityServicer, NodeServicer, QuotaServicer
 from gpuscale.allocator.servicers.policy_servicers import (
     NotificationServicer,
@@ -39,13 +39,12 @@ from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.usecases.dry_run import DryRuns
 from gpuscale.allocator.usecases.endings import BATCH, Forgetting, Losses, Sweeper
 from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
-from gpuscale.allocator.usecases.leases import Leases
+from gpuscale.allocator.usecases.leases import Leases, Records
 from gpuscale.allocator.usecases.notifying import open_notifying
 from gpuscale.allocator.usecases.policing import KillOrders, open_policing
-from gpuscale.allocator.usecases.powering import open_powering
+from gpuscale.allocator.usecases.powering import Powering, open_powering
 from gpuscale.allocator.usecases.quotas import Quotas
 from gpuscale.allocator.usecases.rebalancing import Rebalancing
-from gpuscale.allocator.usecases.records import Records
 from gpuscale.allocator.usecases.reserving import AllocatorWorld, Reserving, Waiting
 from gpuscale.allocator.usecases.restarting import Restarting
 from gpuscale.api.allocator import v1 as api
@@ -53,8 +52,9 @@ from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.metrics_text import MetricsPage
+from gpuscale.common.runtime.metrics_text import Family, MetricsPage, labels
 from gpuscale.common.runtime.tasks import Clock, TaskScope
+from gpuscale.common.store.store import add_store
 from gpuscale.common.store.term import Term
 
 DATABASE = "allocator.db"
@@ -273,3 +273,76 @@ async def _write_anew(store: AllocatorStore, ended: Sequence[Reservation]) -> No
         except UnavailableError as error:
             _log.warning("cannot write the expiry of ended reservations", problem=error.message)
             return
+
+
+_PREFIX = "gpuscale_allocator"
+_LIVE = Family(f"{_PREFIX}_reservations", "gauge", "Reservations that hold GPUs, by state.")
+_KEPT = Family(f"{_PREFIX}_reservations_ended_kept", "gauge", "Ended reservations that are kept in memory.")
+_ON_NODE = Family(f"{_PREFIX}_node_reservations", "gauge", "Reservations that hold GPUs of a node.")
+_HELD = Family(f"{_PREFIX}_gpus_held", "gauge", "GPUs and MIG instances that are held at least in part.")
+_SHARE = Family(
+    f"{_PREFIX}_gpu_held_ratio", "gauge", "Share of a GPU that a reservation holds, by who holds it."
+)
+_LEFT_OUT = Family(
+    f"{_PREFIX}_gpus_left_out", "gauge", "GPUs held beyond the maximum number of series by holder."
+)
+_FENCE = Family(f"{_PREFIX}_grants_total", "counter", "Reservations ever granted: the highest fence.")
+_WAITING = Family(f"{_PREFIX}_queue_length", "gauge", "Requests waiting for GPUs, by tenant.")
+_LONGEST = Family(
+    f"{_PREFIX}_queue_longest_wait_seconds", "gauge", "How long the oldest waiting request has waited."
+)
+_NODES = Family(f"{_PREFIX}_nodes", "gauge", "Nodes known to placement, by state.")
+
+_MOST_SHARES = 20_000
+"""Most shares of GPUs with a series each."""
+_GPU_SECONDS = Family(
+    f"{_PREFIX}_gpu_seconds_total",
+    "counter",
+    "GPU time granted, used and unused, by tenant: at most 100 of them, then other.",
+)
+
+
+_BUDGET = Family("gpuscale_power_budget_watts", "gauge", "Watts that the GPUs of a sum may draw.")
+_DRAWN = Family(
+    "gpuscale_power_budget_drawn_watts", "gauge", "Watts that they draw; unknown draws count as their limits."
+)
+_CAPS = Family("gpuscale_power_caps", "gauge", "GPUs with a cap.")
+
+
+async def add_figures(
+    accounting: Accounting, queue: Queue, powering: Powering, file: Path | None, page: MetricsPage
+) -> None:
+    """Add the figures to a page; `file` is the database, if it is a file."""
+    ledger, view, clock = accounting.ledger, accounting.view, accounting.clock
+    states, on_nodes, shares = Counter[str](), Counter[str](), 0
+    for one in ledger.reservations(ended=False):
+        states[one.state.name] += 1
+        on_nodes.update({gpu.node for gpu in one.gpus})
+        shares += len(one.gpus)
+        for gpu in one.gpus if shares <= _MOST_SHARES else ():
+            whose = {"reservation": one.id, "holder": one.holder, "tenant": one.tenant}
+            page.add(_SHARE, labels({"node": gpu.node, "uuid": gpu.uuid} | whose), gpu.milli / 1000)
+    page.add(_LEFT_OUT, "", max(0, shares - _MOST_SHARES))
+    for name, count in sorted(states.items()):
+        page.add(_LIVE, labels({"state": name}), count)
+    for node, count in sorted(on_nodes.items()):
+        page.add(_ON_NODE, labels({"node": node}), count)
+    page.add(_KEPT, "", ledger.ended_count)
+    page.add(_HELD, "", len(ledger.use))
+    page.add(_FENCE, "", ledger.fence)
+    for tenant, count in sorted(queue.waiting().items()) or [("", 0)]:
+        page.add(_WAITING, labels({"tenant": tenant}), count)
+    page.add(_LONGEST, "", round(queue.longest_wait(clock.now()), 3))
+    for state, count in sorted(Counter(node.state.name for node in view.nodes).items()):
+        page.add(_NODES, labels({"state": state}), count)
+    for tenant, total in sorted(accounting.totals.items()):
+        for state in ("granted", "busy", "idle"):
+            seconds = getattr(total, state) / 1_000_000
+            page.add(_GPU_SECONDS, labels({"tenant": tenant, "state": state}), seconds)
+    page.add(_CAPS, "", len(powering.found.caps))
+    for found in powering.found.sums:
+        of = labels({"budget": found.budget, "sum": found.name})
+        page.add(_BUDGET, of, found.watts)
+        if found.drawn is not None:
+            page.add(_DRAWN, of, found.drawn)
+    add_store(page, _PREFIX, file)

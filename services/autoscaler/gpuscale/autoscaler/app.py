@@ -16,17 +16,19 @@ from gpuscale.autoscaler.loop.precedence import Precedence
 from gpuscale.autoscaler.loop.reconciler import Dependencies, Reconciler
 from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer, adapter_to_wire
 from gpuscale.autoscaler.servicers.adapting import Adapting
-from gpuscale.autoscaler.servicers.backtest_servicer import BacktestServicer
-from gpuscale.autoscaler.servicers.backtests import Backtests
+from gpuscale.autoscaler.servicers.backtests import Backtests, BacktestServicer
 from gpuscale.autoscaler.servicers.decision_servicer import DecisionServicer
 from gpuscale.autoscaler.servicers.endpoint_servicer import EndpointServicer, RuleServicer
 from gpuscale.autoscaler.servicers.endpoints import Endpoints
 from gpuscale.autoscaler.servicers.feeds import Feeds
 from gpuscale.autoscaler.servicers.keda_servicer import SERVICE as KEDA_SERVICE
 from gpuscale.autoscaler.servicers.keda_servicer import registration as keda_registration
-from gpuscale.autoscaler.servicers.metric_servicer import MetricServicer
 from gpuscale.autoscaler.servicers.preset_servicer import PresetServicer
-from gpuscale.autoscaler.servicers.watcher_servicer import QueueWatcherServicer, watchers_to_wire
+from gpuscale.autoscaler.servicers.watcher_servicer import (
+    MetricServicer,
+    QueueWatcherServicer,
+    watchers_to_wire,
+)
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.autoscaler.signals.sources import Histories, WatcherUses, open_sources
 from gpuscale.autoscaler.signals.watchers import QueueWatchers, open_watchers

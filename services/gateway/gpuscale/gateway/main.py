@@ -7,10 +7,9 @@ from functools import partial
 
 from gpuscale.common.config.settings import run_program
 from gpuscale.common.rpc.channel import split_addresses
-from gpuscale.common.rpc.forwarder import Forwarder
+from gpuscale.common.rpc.forwarder import Forwarder, Lanes, Upstream
 from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Server, parse_listen
-from gpuscale.common.rpc.upstreams import Lanes, Upstream
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.gateway.settings import GatewaySettings

@@ -40,8 +40,7 @@ from gpuscale.allocator.servicers.answers import (
 from gpuscale.allocator.servicers.feeds import watched
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.state.archive import IN_MEMORY, RecordFilter
-from gpuscale.allocator.usecases.leases import LeaseClaim, Leases
-from gpuscale.allocator.usecases.records import Records, every
+from gpuscale.allocator.usecases.leases import LeaseClaim, Leases, Records, every
 from gpuscale.allocator.usecases.reserving import Reserving
 from gpuscale.allocator.usecases.restarting import Restarting
 from gpuscale.api.allocator import v1 as api

@@ -21,8 +21,8 @@ from gpuscale.allocator.domain.use_policies import (
 )
 from gpuscale.allocator.state.archive import RecordFilter
 from gpuscale.allocator.usecases.accounting import Accounting
+from gpuscale.allocator.usecases.leases import Records, every
 from gpuscale.allocator.usecases.policing import subject_of
-from gpuscale.allocator.usecases.records import Records, every
 from gpuscale.allocator.usecases.reserving import AllocatorWorld
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common import wire

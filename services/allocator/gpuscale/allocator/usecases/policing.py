@@ -37,8 +37,8 @@ from gpuscale.allocator.state.policies import ACTS_KEPT, FollowedTrack, Key, Pol
 from gpuscale.allocator.usecases.declarations import Declarations
 from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.usecases.fleet import FleetView
+from gpuscale.allocator.usecases.leases import Records
 from gpuscale.allocator.usecases.notifying import Notifying
-from gpuscale.allocator.usecases.records import Records
 from gpuscale.allocator.usecases.reserving import AllocatorWorld
 from gpuscale.common.errors import GpuscaleError, NotFoundError
 from gpuscale.common.names import gpu_name, node_name, reservation_name

@@ -16,7 +16,7 @@ from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.state.commits import Changes
 from gpuscale.allocator.state.policies import ACTS_KEPT, PolicyStore, PowerChange
 from gpuscale.allocator.usecases.declarations import Declarations
-from gpuscale.allocator.usecases.records import Records
+from gpuscale.allocator.usecases.leases import Records
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, NotFoundError
 from gpuscale.common.names import gpu_name, node_name
 from gpuscale.common.runtime.logs import get_logger

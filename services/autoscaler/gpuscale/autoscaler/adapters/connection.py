@@ -12,7 +12,7 @@ from gpuscale.autoscaler.adapters.crew import EngineCrew
 from gpuscale.autoscaler.adapters.engine import Desired, ReplicaOrder, WorkerGoal
 from gpuscale.autoscaler.adapters.served import ServedPage, ServedPages
 from gpuscale.autoscaler.domain.replicas import MOST_AT_ONCE, LogPart, ReplicaReport, ReplicaState
-from gpuscale.autoscaler.wire.codec import Codec
+from gpuscale.autoscaler.wire.specs import Codec
 from gpuscale.common import names, wire
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.rpc.diagnosis import Explain

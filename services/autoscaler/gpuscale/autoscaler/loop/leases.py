@@ -34,7 +34,7 @@ from gpuscale.autoscaler.domain.replicas import (
 )
 from gpuscale.autoscaler.domain.spec import Endpoint
 from gpuscale.autoscaler.loop.hub import AdapterHub, Wakes
-from gpuscale.autoscaler.loop.places import Places, StandsInQueueError
+from gpuscale.autoscaler.loop.precedence import RETRY, Places, StandsInQueueError, StartRefusal
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.autoscaler.wire.specs import ask_to_wire
@@ -139,8 +139,6 @@ class Reservations:
             await self._stub.ReleaseReservation(request, timeout=RPC_TIMEOUT)
 
 
-RETRY = 5.0
-"""Seconds until a replica that found no place is retried, unless something becomes free earlier."""
 AGAIN = 0.1
 """Seconds until a retry that may make progress now."""
 MAX_NODES = 1_000
@@ -163,16 +161,6 @@ ENGINES_GPUS: tuple[str, ...] = ()
 
 _NOT_HERE = frozenset({Code.NO_CAPACITY, Code.UNSATISFIABLE})
 """With these reasons the next tier of adapters is tried."""
-
-
-@dataclass(frozen=True, slots=True)
-class StartRefusal:
-    """Why the waiting replicas could not start, and seconds until a retry makes sense."""
-
-    stage: Stage
-    code: Code
-    text: str
-    retry_after: float = RETRY
 
 
 class Actor:

@@ -52,8 +52,8 @@ from gpuscale.autoscaler.domain.replicas import EndReason, Moment, Replica, Repl
 from gpuscale.autoscaler.domain.signals import EndpointPast, Samples, noted
 from gpuscale.autoscaler.domain.spec import Endpoint
 from gpuscale.autoscaler.loop.hub import AdapterHub, Followers, Wake, Wakes
-from gpuscale.autoscaler.loop.leases import AGAIN, RETRY, Actor, LeaseKeeper, StartRefusal
-from gpuscale.autoscaler.loop.precedence import Precedence
+from gpuscale.autoscaler.loop.leases import AGAIN, Actor, LeaseKeeper
+from gpuscale.autoscaler.loop.precedence import RETRY, Precedence, StartRefusal
 from gpuscale.autoscaler.signals.sources import Histories, SignalSources, WatcherUses
 from gpuscale.autoscaler.state import decision_log, store, watcher_store
 from gpuscale.autoscaler.state.decision_log import Last, Recorded, Repetition, Repetitions

@@ -1,1 +1,1 @@
-"""Conversion between the core's values and the contract's messages; no rules and no state. Begin with `specs`, then `codec`."""
+"""Conversion between the core's values and the contract's messages; no rules and no state. Begin with `specs`."""

@@ -20,11 +20,10 @@ from google.protobuf.descriptor import MethodDescriptor
 
 from gpuscale.common import wire
 from gpuscale.common.errors import GpuscaleError, InternalError, UnavailableError
-from gpuscale.common.rpc.forwarder import Forwarder
+from gpuscale.common.rpc.forwarder import STREAMS, Forwarder, Lanes, Metadata, Upstream
 from gpuscale.common.rpc.interceptor import Handler, behavior_of, handler_of
 from gpuscale.common.rpc.meter import counted_elsewhere
 from gpuscale.common.rpc.server import HandlerCollector, Registration, Server
-from gpuscale.common.rpc.upstreams import STREAMS, Lanes, Metadata, Upstream
 from gpuscale.common.rpc.wrapped_channel import FOLLOWS, never_sent
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import TaskScope

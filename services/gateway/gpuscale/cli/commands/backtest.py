@@ -32,7 +32,7 @@ from gpuscale.cli.grammar.parameters import (
     takes,
 )
 from gpuscale.cli.manifests import documents
-from gpuscale.cli.views import backtests as views
+from gpuscale.cli.views import autoscaler as views
 from gpuscale.client.tuning import (
     AS_IT_IS,
     POLICY_FIELDS,

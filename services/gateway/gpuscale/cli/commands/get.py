@@ -19,8 +19,6 @@ from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, When, option, takes
 from gpuscale.cli.views import allocator, autoscaler, monitor
-from gpuscale.cli.views import backtests as runs
-from gpuscale.cli.views import policies as sharing
 from gpuscale.common import wire
 from gpuscale.common.errors import InvalidArgumentError, UnavailableError
 from gpuscale.common.names import ENDPOINT
@@ -291,14 +289,14 @@ def backtests(session: Session, name: Names) -> None:
     from gpuscale.cli.commands.backtest import figures
 
     with session.connect() as client:
-        found = lookup.backtests(client, name, _about(session, runs.BACKTESTS))
+        found = lookup.backtests(client, name, _about(session, autoscaler.BACKTESTS))
         one = len(name) == 1 and session.output.format is not Format.NAME
         shown = figures(client, found[0]) if one else None
     if shown is None:
-        _write(session, found, runs.BACKTESTS, name)
+        _write(session, found, autoscaler.BACKTESTS, name)
     elif session.output.human:
-        session.output.write_one(found[0], runs.BACKTESTS)
-        write_lines(["", *runs.report_lines(session.output, shown)])
+        session.output.write_one(found[0], autoscaler.BACKTESTS)
+        write_lines(["", *autoscaler.report_lines(session.output, shown)])
     else:
         session.output.write_data({**to_dict(found[0]), **to_dict(shown)})
 
@@ -352,37 +350,37 @@ def bookings(session: Session, name: Names, ended: bool) -> None:
 policies = _listing(
     "policies",
     "policies -o wide",
-    lambda: sharing.VIEWS["policies"],
+    lambda: allocator.VIEWS["policies"],
     "Use policies: what is done about GPUs that are held and not used.",
 )
 acts = _listing(
     "acts",
     "policy-acts idle",
-    lambda: sharing.VIEWS["acts"],
+    lambda: allocator.VIEWS["acts"],
     "What use policies did, or would have done, newest first. A NAME is that of a policy.",
 )
 targets = _listing(
     "targets",
     "targets",
-    lambda: sharing.VIEWS["targets"],
+    lambda: allocator.VIEWS["targets"],
     "Webhooks that get notifications about reservations.",
 )
 notifications = _listing(
     "notifications",
     "notifications -l dead=true",
-    lambda: sharing.VIEWS["notifications"],
+    lambda: allocator.VIEWS["notifications"],
     "Notifications that are not delivered yet, and those that only `resend` sends again.",
 )
 budgets = _listing(
     "budgets",
     "budgets",
-    lambda: sharing.VIEWS["budgets"],
+    lambda: allocator.VIEWS["budgets"],
     "Power budgets: what the GPUs of a node, a rack or the fleet may draw, and what they draw.",
 )
 changes = _listing(
     "changes",
     "power-changes",
-    lambda: sharing.VIEWS["changes"],
+    lambda: allocator.VIEWS["changes"],
     "How power limits of GPUs were changed, newest first, and why. A NAME is that of a budget.",
 )
 

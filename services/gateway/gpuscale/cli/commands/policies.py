@@ -12,7 +12,7 @@ from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note, write_lines
 from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import MOMENT, YES, format_duration, local_text, option
-from gpuscale.cli.views import policies as views
+from gpuscale.cli.views import allocator as views
 from gpuscale.common import wire
 from gpuscale.common.names import BUDGET, NOTIFICATION, POLICY, TARGET
 

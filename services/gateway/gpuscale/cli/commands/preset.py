@@ -12,7 +12,7 @@ from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import COUNT, DURATION, POSITIVE, Parsed, option, shared, takes
-from gpuscale.cli.views import backtests as views
+from gpuscale.cli.views import autoscaler as views
 from gpuscale.common import wire
 from gpuscale.common.names import ADAPTER, WATCHER
 

@@ -1,16 +1,23 @@
 """FleetService and TelemetryService on the wire: streams of agents in, nodes out, each encoded once for all who are told of it at that time."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from functools import partial
 from random import SystemRandom
 from typing import Any
 
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.errors import (
     AbortedError,
     DeadlineExceededError,
     FailedPreconditionError,
+    InvalidArgumentError,
     PermissionDeniedError,
 )
 from gpuscale.common.filters import compile_filter, listed
@@ -24,7 +31,6 @@ from gpuscale.monitor.fleet.join_servicer import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import AgentStream, NodeRecord, to_node
 from gpuscale.monitor.model.nodes import NodeSample, NodeState
-from gpuscale.monitor.wire.masks import Fields, fields_of, keep
 
 _Known = tuple[int, NodeState, NodeSample | None]
 """What decides of a node, by its number, its state, and the snapshot that told so."""
@@ -231,3 +237,38 @@ def _acknowledgement(stream: AgentStream) -> monitor_internal.StreamTelemetryRes
         resync=stream.base_seq is None,
         quarantines=stream.told.values(),
     )
+
+
+Fields = dict[str, "Fields"]
+"""The fields of a message that are asked for, and those of their messages; all of them where none is named."""
+
+
+def fields_of(paths: list[str]) -> Fields:
+    """The fields of a node that a mask names. Raises InvalidArgumentError: it has no such field."""
+    wanted: Fields = {"name": {}}
+    for path in sorted(paths):  # a whole message before the fields of it
+        at: Fields | None = wanted  # None below what is wanted whole
+        kind: Descriptor | None = api.Node.DESCRIPTOR
+        for name in path.split("."):
+            if kind is None or name not in kind.fields_by_name:
+                raise InvalidArgumentError(f"a node has no field {path}", field="read_mask")
+            kind = kind.fields_by_name[name].message_type
+            if at is not None:
+                at = None if at.get(name) == {} else at.setdefault(name, {})
+    return wanted
+
+
+def keep(message: Message, wanted: Fields) -> None:
+    """Clear all other fields, and round numbers to what tables show: a message that looks as before has the same encoding."""
+    for field, value in message.ListFields():
+        below: Fields | None = wanted.get(field.name) if wanted else {}
+        if below is None:
+            message.ClearField(field.name)
+        elif isinstance(value, float):
+            setattr(message, field.name, round(value, 0 if value >= 10 else 2))
+        elif isinstance(value, Duration):
+            value.nanos = 0
+        elif field.message_type is not None:
+            for one in [value] if isinstance(value, Message) else value:
+                if isinstance(one, Message):  # not the keys of a map
+                    keep(one, below)
