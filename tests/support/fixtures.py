@@ -42,9 +42,14 @@ def rabbitmq_private(rabbitmq: brokers.RabbitBroker) -> Iterator[brokers.RabbitB
 
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[databases.PostgresServer]:
-    """A server shared by all tests; use a database of your own, and never stop it."""
+    """A server shared by all tests; use a database of your own, and never stop it.
+
+    A test that stands still on a busy machine keeps its lead.
+    """
     need(databases.why_unavailable(), "GPUSCALE_REQUIRE_POSTGRESQL")
-    with databases.PostgresServer() as server:
+    with databases.PostgresServer() as server, pytest.MonkeyPatch.context() as patch:
+        for module in ("postgres", "leadership"):
+            patch.setattr(f"gpuscale.common.store.{module}.LEASE", 60.0)
         yield server
 
 

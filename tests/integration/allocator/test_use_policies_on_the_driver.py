@@ -198,6 +198,7 @@ async def test_an_outsider_is_told_of_and_killed_only_where_that_is_opted_in_and
 
     monkeypatch.setattr(KillOrders, "take", noted)
     monkeypatch.setattr(killing, "LOOK", 0.05)
+    monkeypatch.setattr(killing, "PATIENCE", 20.0)
     holder = subprocess.Popen(
         ["sh", "-c", "sleep 900 & echo $!; sleep 900 & echo $!; wait"], stdout=subprocess.PIPE, text=True
     )
@@ -260,11 +261,14 @@ async def test_an_outsider_is_told_of_and_killed_only_where_that_is_opted_in_and
                 await admin.policies.DeleteUsePolicy(
                     api.DeleteUsePolicyRequest(name=f"policies/{name}"), timeout=10
                 )
-            taken.clear()
             words = ["--agent-user", str(os.getuid()), "--first-user", str(os.getuid())]
             command = [sys.executable, "-m", "gpuscale.monitor.killer", "--socket", str(place), *words]
             with log.open("w") as file:
                 started.append(subprocess.Popen(command, stderr=file))
+            await eventually(
+                lambda: "hears user" in log.read_text()
+            )  # until then the mute one's socket is there
+            taken.clear()
             await eventually(taken.is_set, timeout=20)
             spec.active = False
             await admin.put(api.UsePolicy(name="policies/shadow", spec=spec))

@@ -84,7 +84,7 @@ def test_it_tells_enough_and_no_secret(config: Path, tmp_path: Path) -> None:
     log.write_text(f"the first line\n{said}the last line\n")
     with FakeServer(gpus=2) as server:
         with server.connect() as client:
-            client.reserve(gpus=1)
+            client.reserve(gpus=1, ttl="1h")
         found = bundle(config, server.address, "--log", str(log), "--log", str(tmp_path / "none.log"))
     packages = json.loads(found["versions.json"])["packages"]
     assert "gpuscale" in packages

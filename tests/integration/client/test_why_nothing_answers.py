@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from gpuscale.common.rpc.server import ServerOptions
 from gpuscale.common.security.auth import Authenticator
 from tests.support.certificates import Authority
 from tests.support.cli import run_cli
-from tests.support.ports import free_port
+from tests.support.ports import silent_port
 from tests.support.throwaway import serve
 
 GET = api.GetReservationRequest(name="reservations/r")
@@ -136,12 +136,13 @@ class Peer:
             one.close()
 
 
-def dead_address(kind: str, folder: Path) -> str:
+def dead_address(kind: str, folder: Path, stack: ExitStack) -> str:
+    one, other = (f"127.0.0.1:{stack.enter_context(silent_port())}" for _ in range(2))
     return {
-        "nobody": f"127.0.0.1:{free_port()}",
+        "nobody": one,
         "no such name": "nowhere.invalid:7070",
         "no socket": f"unix:{folder}/none.sock",
-        "several": f"127.0.0.1:{free_port()},127.0.0.1:{free_port()}",
+        "several": f"{one},{other}",
     }[kind]
 
 
@@ -159,25 +160,25 @@ def dead_address(kind: str, folder: Path) -> str:
 )
 async def test_no_connection_is_said_in_our_words(tmp_path: Path, kind: str, says: str) -> None:
     """To sync and async callers alike, and with no word of gRPC's."""
-    peer = Peer(kind) if kind in {"silent", "http", "closes"} else None
-    address = peer.address if peer else dead_address(kind, tmp_path)
-    expected = f"nothing answers at {address} ({says})"
+    patience = "3s" if kind == "several" else "20s"
 
     def sync() -> None:
-        with connect(address, dial_timeout="1s", timeout="3s") as client:
+        with connect(address, dial_timeout="1s", timeout=patience) as client:
             client.allocator.GetReservation(GET)
 
     def check(error: UnavailableError) -> None:
         assert (error.message, error.reason) == (expected, "NO_ANSWER")
 
-    try:
+    with ExitStack() as stack:
+        if kind in {"silent", "http", "closes"}:
+            address = stack.enter_context(closing(Peer(kind))).address
+        else:
+            address = dead_address(kind, tmp_path, stack)
+        expected = f"nothing answers at {address} ({says})"
         with pytest.raises(UnavailableError) as caught:
             await asyncio.to_thread(sync)
         check(caught.value)
-        async with connect_async(address, timeout="3s" if kind == "several" else "20s") as client:
+        async with connect_async(address, timeout=patience) as client:
             with pytest.raises(UnavailableError) as caught:
                 await client.allocator.GetReservation(GET)
             check(caught.value)
-    finally:
-        if peer is not None:
-            peer.close()

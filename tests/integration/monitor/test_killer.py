@@ -34,7 +34,8 @@ class Helper:
         command = [*program, *user, *words]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stderr=log)
-        eventually_sync(lambda: self.socket.exists() and "hears user" in self.log.read_text())
+        eventually_sync(self.socket.exists, interval=0.0001)
+        assert self.say("") == "that is no order", "once its socket is there it hears"
 
     def start(self, *command: str) -> subprocess.Popen[str]:
         """A process that uses a GPU, so to say."""

@@ -115,6 +115,14 @@ def test_when_every_address_has_refused_there_is_a_pause() -> None:
     assert any(pauses[1::2])
 
 
+@pytest.mark.parametrize(("timeout", "again"), [(0.4, False), (60.0, True)])
+def test_no_round_begins_that_its_deadline_would_cut_short(timeout: float, again: bool) -> None:
+    """All of them refused; the answer would be that the time is over, and not that nothing listens."""
+    call = trail(Leader(["a", "b"]), timeout=timeout)
+    assert call.after(of_grpc(UnavailableError(NEVER_SENT))) == 0.0, "the other one is asked, however late"
+    assert (call.after(of_grpc(UnavailableError(NEVER_SENT))) is not None) == again
+
+
 def test_a_connection_that_was_never_made_is_no_execution() -> None:
     leader = Leader(["a", "b"])
     assert trail(leader).after(of_grpc(UnavailableError(NEVER_SENT))) == 0.0

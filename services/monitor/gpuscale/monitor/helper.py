@@ -88,7 +88,7 @@ async def _answer(agent_user: int, take: Take, line: bytes, pid: int, user: int)
         return {"problem": "that is no order"}
 
 
-async def _serve(listening: socket.socket, agent_user: int, opened: Opened) -> None:
+async def _serve(listening: socket.socket, place: Path, agent_user: int, opened: Opened) -> None:
     """Serve until SIGTERM or SIGINT."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -97,7 +97,7 @@ async def _serve(listening: socket.socket, agent_user: int, opened: Opened) -> N
         hear = partial(_hear, agent_user, take)
         async with await asyncio.start_unix_server(hear, sock=listening, limit=_LONGEST):
             await stop.wait()
-            os.unlink(listening.getsockname())  # noqa: PTH108 - at once
+            os.unlink(place)  # noqa: PTH108 - at once
 
 
 def helper_parser(program: str, description: str) -> argparse.ArgumentParser:
@@ -118,10 +118,13 @@ def run_helper(given: argparse.Namespace, opened: Opened) -> int:
     except KeyError:
         sys.exit(f"--agent-user: this host has no user {given.agent_user}")
     place: Path = given.socket
+    draft = place.with_suffix(".new")
     with socket.socket(socket.AF_UNIX) as listening:
-        place.unlink(missing_ok=True)
-        listening.bind(str(place))
-        place.chmod(0o666)  # whoever connects is asked by the kernel for their user
+        draft.unlink(missing_ok=True)
+        listening.bind(str(draft))
+        draft.chmod(0o666)  # whoever connects is asked by the kernel for their user
+        listening.listen()
+        draft.replace(place)  # that it is there means that it hears
         _log.warning("hears user %d at %s", user, place)
-        asyncio.run(_serve(listening, user, opened))
+        asyncio.run(_serve(listening, place, user, opened))
     return 0

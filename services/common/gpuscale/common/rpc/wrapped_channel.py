@@ -242,6 +242,8 @@ PATIENCE: Final = 10.0
 _GONE: Final = (NOT_LEADER, "LEAD_LOST", "SHUTTING_DOWN", UnavailableError.default_reason)
 _FIRST_PAUSE: Final = 0.1
 _LONGEST_PAUSE: Final = 1.0
+_LEAST: Final = 0.5
+"""Seconds for another round: one cut short would hide behind its deadline that nobody could be reached."""
 # What gRPC core says of a call that it never gave to a connection. Where it says it in other words one day, the caller
 # gets the error and calls again.
 _NEVER_SENT: Final = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving ")
@@ -315,7 +317,7 @@ class Trail:
         # Each address is asked once without a pause; then there is no leader, until a standby has taken over.
         pause = 0.0 if self._refusals % self._leader.count else self._backoff.next()
         latest = self._patience if self._deadline is None else self._deadline
-        return pause if time.monotonic() + pause < latest else None
+        return pause if time.monotonic() + pause + (_LEAST if pause else 0.0) < latest else None
 
     def pause(self, error: grpc.RpcError) -> float:
         """Seconds until the call is to be made again, as `after`.
