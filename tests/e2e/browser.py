@@ -54,7 +54,7 @@ def page_of(
         timezone_id=zone,
     )
     page = context.new_page()
-    page.set_default_timeout(30_000)
+    page.set_default_timeout(60_000)
     page.on("pageerror", lambda error: complaints.append(f"error: {error}"))
     page.on(
         "console",

@@ -22,7 +22,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.client import Client
+from gpuscale.client import Client, connect
 from gpuscale.common.wire import to_duration
 from gpuscale.monitor.app import fleet
 from gpuscale.monitor.history.history import History
@@ -118,7 +118,7 @@ def client() -> Iterator[Client]:
     patched.setattr(fleet, "History", LongHistory)
     server = FakeServer()
     server._hosts = [BusyHost(number, 8, 80 << 30, "NVIDIA H100 80GB HBM3") for number in range(125)]
-    with server, server.connect() as client:
+    with server, connect(server.address, timeout="60s") as client:  # an hour of history is made meanwhile
         for number in range(20):
             spec = autoscaler_api.EndpointSpec(**SPEC)
             endpoint = autoscaler_api.Endpoint(name=f"endpoints/chat-{number}", spec=spec)
@@ -231,8 +231,13 @@ def test_a_cell_of_the_map_leads_to_its_gpu(browser: Browser, site: str) -> None
             page.wait_for_timeout(50)
         canvas = page.locator("canvas").first
         canvas.wait_for()
-        page.wait_for_timeout(500)  # ECharts puts what can be clicked there a frame after the picture
         box = canvas.bounding_box()
         assert box is not None
-        page.mouse.click(box["x"] + box["width"] * 0.1, box["y"] + 14)
-        page.wait_for_url("**/gpus/node-0/**")
+        x, y = box["x"] + box["width"] * 0.1, box["y"] + 14
+
+        def leads() -> bool:
+            page.mouse.click(x, y)  # ECharts puts what can be clicked there some time after the picture
+            page.wait_for_timeout(500)
+            return "/gpus/node-0/" in page.url
+
+        eventually_sync(leads, timeout=60)

@@ -62,7 +62,7 @@ class RawService(grpc.GenericRpcHandler):
     time_remaining: float | None = None
     sent: int = 0
     received: list[bytes] = field(default_factory=list[bytes])
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    hanging: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
@@ -76,9 +76,9 @@ class RawService(grpc.GenericRpcHandler):
     def _note(self, context: Any) -> None:
         self.metadata = dict(context.invocation_metadata())
         self.time_remaining = context.time_remaining()
-        self.begun.set()
 
     async def _hang(self) -> None:
+        self.hanging.set()
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:

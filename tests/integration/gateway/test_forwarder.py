@@ -195,23 +195,26 @@ async def test_an_error_in_the_middle_of_streams(chain: Chain) -> None:
     [
         (UNARY, "unary_unary", b"hang"),
         (SERVER_STREAM, "unary_stream", b"1 1 hang"),
-        (BOTH_STREAMS, "stream_stream", iter([b"mute"])),
+        (BOTH_STREAMS, "stream_stream", [b"mute"]),
     ],
 )
 async def test_a_cancelled_call_is_cancelled_upstream(
     chain: Chain, path: str, call: str, request_: Any
 ) -> None:
-    under_way: Any = getattr(chain.through, call)(path)(request_, timeout=30)
-    async with asyncio.timeout(10):
-        await chain.upstream.begun.wait()
+    under_way: Any = getattr(chain.through, call)(path)(request_, timeout=60)
+    async with asyncio.timeout(60):
+        await chain.upstream.hanging.wait()
         under_way.cancel()
         await chain.upstream.cancelled.wait()
 
 
 async def test_a_deadline_ends_the_call_on_both_sides(chain: Chain) -> None:
-    error = await failure(chain.through.unary_unary(UNARY)(b"hang", timeout=0.3))
-    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    async with asyncio.timeout(10):
+    limit = 0.3
+    while not chain.upstream.hanging.is_set():  # on a busy machine a call may end before it is there
+        error = await failure(chain.through.unary_unary(UNARY)(b"hang", timeout=limit))
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        limit *= 2
+    async with asyncio.timeout(60):
         await chain.upstream.cancelled.wait()
 
 
