@@ -180,6 +180,17 @@ def test_a_field_is_refused(message: Any, field: str) -> None:
     assert field in wrong(message)
 
 
+@pytest.mark.parametrize("number", [-1.0, 100.5, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["utilization_percent", "fan_speed_percent", "temperature_celsius"])
+def test_each_of_many_numbers_counts(name: str, number: float) -> None:
+    """All numbers of a reading are compared at once."""
+    reading = types_api.GpuReading(memory_total_bytes=1, power_watts=1.0, sm_clock_mhz=2.0)
+    setattr(reading, name, number)
+    least, most = (-math.inf, math.inf) if name == "temperature_celsius" else (0.0, math.inf)
+    right = math.isfinite(number) and least <= number <= (100.0 if name == "utilization_percent" else most)
+    assert list(wrong(reading)) == ([] if right else [name])
+
+
 @pytest.mark.parametrize("code", [0x202E, 0x2066, 0x200B, 0x200D, 0xFEFF, 0x00AD, 0x061C, 0x2028, 0xE0041])
 def test_characters_that_are_not_seen_are_refused_wherever_a_text_may_stand(code: int) -> None:
     """What a person reads must be what is stored: no zero width, no turned direction, in any field of the contract."""
