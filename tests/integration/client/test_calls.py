@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import traceback
 from collections.abc import AsyncIterator, Iterator
 from concurrent import futures
 from contextlib import asynccontextmanager, contextmanager
@@ -96,7 +97,8 @@ def test_unary_errors_are_of_the_tree(address: str) -> None:
     with connect(address) as client, pytest.raises(NotFoundError) as caught:
         client.fleet.GetNode(monitor_api.GetNodeRequest(name="nodes/x"))
     assert caught.value.metadata == {"name": "nodes/x"}
-    assert isinstance(caught.value.__cause__, grpc.RpcError)
+    assert isinstance(caught.value.__context__, grpc.RpcError)
+    assert "RpcError" not in "".join(traceback.format_exception(caught.value))
 
 
 def test_with_call_and_future(address: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import traceback
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -97,8 +98,11 @@ def test_gpus_are_of_this_host_unless_it_is_said_otherwise(server: FakeServer) -
     with server.connect() as client:
         with client.reserve(2) as lease:
             assert {gpu.node for gpu in lease.gpus} == {"node-0"}
-            with pytest.raises(ResourceExhaustedError, match=r"only this host, node-0, was asked.*anywhere"):
+            with pytest.raises(
+                ResourceExhaustedError, match=r"only this host, node-0, was asked.*anywhere"
+            ) as no:
                 client.reserve(1)
+            assert len(traceback.format_exception(no.value)) == 4, "a refusal is the call and its message"
             assert {gpu.node for gpu in client.reserve(1, anywhere=True).gpus} == {"node-1"}
         assert client.this_node() == "node-0"
 

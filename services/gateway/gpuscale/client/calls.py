@@ -41,9 +41,9 @@ class _Failing:
             yield
         except grpc.RpcError as error:
             found = self._found(error)
-            raise (
-                self._explain(found, self._left) if isinstance(found, UnavailableError) else found
-            ) from error
+            if isinstance(found, UnavailableError):
+                found = self._explain(found, self._left)
+            raise found from None  # gRPC's error, which says the same at length, stays its context
         except (ValueError, grpc.aio.UsageError) as error:  # a closed channel, among others
             if "closed" not in str(error).lower():
                 raise
@@ -58,7 +58,7 @@ class _Failing:
             found = self._found(error)
             if isinstance(found, UnavailableError):
                 found = await asyncio.to_thread(self._explain, found, self._left)
-            raise found from error
+            raise found from None
 
     @property
     def _left(self) -> float:

@@ -196,7 +196,7 @@ class Client(_Stubs):
             abandon(self.allocator, request)
             raise
         except GpuscaleError as error:
-            raise only_here(error, node, _ANYWHERE) from error.__cause__
+            raise only_here(error, node, _ANYWHERE) from None
 
     def run(
         self, command: Sequence[str], gpus: int = 1, *, members: int = 1, **options: Unpack[RunOptions]
@@ -387,7 +387,7 @@ class AsyncClient(_Stubs):
                 await abandon_async(self.allocator, request)
                 raise
             except GpuscaleError as error:
-                raise only_here(error, node, _ANYWHERE) from error.__cause__
+                raise only_here(error, node, _ANYWHERE) from None
 
         return AsyncReserving(reserve)
 

@@ -134,7 +134,7 @@ def start_job(
         abandon(client.allocator, request)
         raise
     except GpuscaleError as error:
-        raise refused(error, request.ask, here, "pass anywhere=True for any host") from error.__cause__
+        raise refused(error, request.ask, here, "pass anywhere=True for any host") from None
     return job
 
 

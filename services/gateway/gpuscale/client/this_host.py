@@ -114,11 +114,11 @@ def confine(ask: allocator_api.Ask, node: str) -> None:
 
 
 def only_here(error: GpuscaleError, node: str | None, remedy: str) -> GpuscaleError:
-    """The error of a refused ask; says so if it was limited to this host and another might have room."""
+    """The error of a refused ask, without the frames below its raise; says so if only this host was asked and another might have room."""
     if node and error.reason in _NO_ROOM:
         error.message = f"{error.message.removesuffix('.')}; only this host, {node}, was asked: {remedy}"
         error.args = (error.message,)
-    return error
+    return error.with_traceback(None)
 
 
 def expect_here(reservation: allocator_api.Reservation, here: str | None, remedy: str) -> None:
