@@ -203,8 +203,16 @@ def test_a_job_in_detail_fits_the_terminal(
     monkeypatch.setattr("gpuscale.cli.console.output.terminal_width", lambda: 80)
     monkeypatch.setattr("gpuscale.cli.commands.get.terminal_width", lambda: 80)
     shown = ctl("get", "job", "jobs/r9").out
+    assert "MEMBER" not in shown
     assert max(map(len, shown.splitlines())) <= 80
     assert "".join(held.job.command.split()) in "".join(shown.split())
+    held.job.members.add(member=1, node="nodes/a-host-of-the-rack", pid=1_234_567, exit_code=137)
+    held.job.members[0].start_time.FromSeconds(1_700_000_000)
+    held.job.members[0].end_time.FromSeconds(1_700_007_500)
+    held.job.members[0].end_reason = "ended by signal 9"
+    row = next(line for line in ctl("get", "job", "jobs/r9").out.splitlines() if line.startswith("1 "))
+    assert re.search(r"1234567 +\d+d\d+h +\d+d\d+h +137 +ended by signal 9$", row), "no cell is cut"
+    assert len(row) <= 80
 
 
 def test_several_kinds_are_one_result(ctl: Any, world: canned.World) -> None:

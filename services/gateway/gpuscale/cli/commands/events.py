@@ -51,15 +51,6 @@ class EventLine(NamedTuple):
         """Whether it is about this resource, by full or short name, or about a child of it."""
         return about == "/".join(self.name.split("/")[1::2]) or f"{self.name}/".startswith(f"{about}/")
 
-    def record(self) -> Mapping[str, object]:
-        """As data."""
-        return {
-            "time": self.time,
-            "kind": self.kind,
-            "name": self.name,
-            "what": self.what,
-        }
-
 
 @command("events --since 1h --about endpoints/jobs --watch")
 @takes("when", When)
@@ -85,7 +76,7 @@ def events(session: Session, when: When, kind: tuple[str, ...], about: str, gpu:
     kinds = [one for one in kind or _READERS if not gpu or one != "decision"]
     seen: set[EventLine] = set()
     down: set[str] = set()
-    first = True
+    first, short = True, output.format is Format.TABLE
     with session.connect() as client:
         if watched:
             watched.streams = Streams(client)
@@ -99,7 +90,8 @@ def events(session: Session, when: When, kind: tuple[str, ...], about: str, gpu:
             fresh = [one for one in found if one not in seen]
             seen.update(fresh)
             if fresh or not watch:
-                output.write_records("events", [one.record() for one in fresh], _COLUMNS, ["kind"])
+                shown = (one._replace(name=cells.short(one.name)) if short else one for one in fresh)
+                output.write_records("events", [one._asdict() for one in shown], _COLUMNS, ["kind"])
             if not (watched and watched.streams):
                 break
             sys.stdout.flush()
@@ -145,7 +137,8 @@ def _reservations(client: "Client", about: "lookup.About") -> Iterator[EventLine
     for one in lookup.reservations(client, about=about):
         nodes = ", ".join(dict.fromkeys(node_of(gpu) for gpu in one.gpus))
         gpus = f"{len(one.gpus)} GPU{'' if len(one.gpus) == 1 else 's'} of {nodes or ABSENT}"
-        yield _event(one.create_time, "reservation", one.name, f"granted to {one.holder}", gpus)
+        what = (f"granted to {one.holder}", gpus) if one.gpus else (f"asked for by {one.holder}",)
+        yield _event(one.create_time, "reservation", one.name, *what)
         for ran in one.job.earlier:
             yield _event(ran.end_time, "reservation", one.name, f"its job left {ran.node}", ran.end_reason)
         if one.HasField("end_time"):

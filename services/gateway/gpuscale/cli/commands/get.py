@@ -195,7 +195,7 @@ def jobs(session: Session, name: Names, ended: bool) -> None:
     if len(name) == 1 and session.output.human:
         job = found[0].job
         why = ["", queued(job), *filter(None, [job.queue_order])] if job.queue_reason else []
-        lines = ["", *session.output.table(job.members, allocator.JOB_MEMBERS)]
+        lines = ["", *session.output.table(job.members, allocator.JOB_MEMBERS)] if job.members else []
         if job.earlier:
             lines += ["", f"It is at attempt {job.attempt}; before it:"]
             lines += session.output.table(job.earlier, allocator.JOB_MEMBERS)

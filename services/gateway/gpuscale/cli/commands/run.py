@@ -170,7 +170,7 @@ def run(
         try:
             granted = client.allocator.Reserve(request) if detach else grant(client, request)
         except GpuscaleError as error:
-            raise jobs.refused(error, request.ask, here, "--anywhere asks all") from error.__cause__
+            raise jobs.refused(error, request.ask, here, "--anywhere asks all") from None
         reservation, made = granted.reservation, orders.of_grant(granted, here)
         if check:
             from gpuscale.cli.commands import probe
@@ -259,9 +259,11 @@ def _tell(session: Session, client: "Client", reservation: "Reservation", made: 
         return
     short = reservation.name.partition("/")[2]
     write_lines([short])
-    waits = made and made[0].waits
-    does = f"it waits, and {made[0].node} starts it" if waits else "it runs on" if made else "it began before"
-    note(f"{does}; to follow its output:  gpuscalectl logs -f {short}")
+    queued = made and made[0].waits
+    note(
+        f"queued; {made[0].node} starts it in its turn" if queued else "started" if made else "started before"
+    )
+    note(f"follow its output with: gpuscalectl logs -f {short}")
 
 
 def _variable(typed: str) -> tuple[str, str]:
