@@ -181,6 +181,45 @@ def test_what_happened_is_one_list_by_time(
     assert ctl("events", "--kind", "decision").err == "none\n"
 
 
+def attempt(node: str, at: int, **known: Any) -> Any:
+    """An attempt of a job that began then, was asked to save its work after 20 s, and left 10 s later."""
+    made = canned.allocator_api.JobMember(node=f"nodes/{node}", **known)
+    for field, later in (("start_time", 0), ("signal_time", 20), ("end_time", 30)):
+        getattr(made, field).FromSeconds(1_600_000_000 + at + later)
+    return made
+
+
+def test_a_job_that_moves_is_granted_asked_to_save_ended_and_granted_again(
+    ctl: Any, world: canned.World
+) -> None:
+    one = canned.allocator_api.Reservation()
+    one.CopyFrom(canned.RESERVATION)
+    one.create_time.FromSeconds(1_600_000_000)
+    one.job.attempt = 2
+    one.job.earlier.append(attempt("host-0", 5, end_reason="moved for b"))
+    one.job.members[0].start_time.FromSeconds(1_600_000_090)
+    world.things[one.name] = one
+
+    def told() -> list[str]:
+        ran = ctl("events", "--since", EVER, "--kind", "reservation", "-o", "json")
+        return [event["what"] for event in json.loads(ran.out)["events"]]
+
+    moved = [
+        "granted to training: 1 GPU of host-0",
+        "its job was asked to save its work: host-0",
+        "its job left host-0: moved for b",
+    ]
+    assert told() == [*moved, "granted again to training: 1 GPU of host-1"]
+    del one.gpus[:], one.job.members[:]
+    assert told() == [moved[0].replace("1 GPU", "GPUs"), *moved[1:]], "it waits"
+    one.job.attempt = 10
+    assert told()[0] == "granted to training", "the first attempt is forgotten"
+    del one.job.earlier[:]
+    one.job.attempt = 1
+    one.job.members.append(attempt("host-0", 5))
+    assert told()[1:] == [moved[1]], "it saves its work"
+
+
 @pytest.mark.parametrize(
     ("typed", "found"),
     [

@@ -312,6 +312,7 @@ class JobMember(_message.Message):
     EXIT_CODE_FIELD_NUMBER: _builtins.int
     END_REASON_FIELD_NUMBER: _builtins.int
     LAST_LINES_FIELD_NUMBER: _builtins.int
+    SIGNAL_TIME_FIELD_NUMBER: _builtins.int
     member: _builtins.int
     """Which member, from 0: its rank."""
     node: _builtins.str
@@ -334,6 +335,10 @@ class JobMember(_message.Message):
     def last_lines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The end of what it wrote, where its supervisor keeps that; for its owner and admins alone."""
 
+    @_builtins.property
+    def signal_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was last sent the signal of --on-move, by the clock of its node; absent where it was not."""
+
     def __init__(
         self,
         *,
@@ -345,10 +350,11 @@ class JobMember(_message.Message):
         exit_code: _builtins.int | None = ...,
         end_reason: _builtins.str = ...,
         last_lines: _abc.Iterable[_builtins.str] | None = ...,
+        signal_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "end_time", b"end_time", "exit_code", b"exit_code", "start_time", b"start_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "end_time", b"end_time", "exit_code", b"exit_code", "signal_time", b"signal_time", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "end_reason", b"end_reason", "end_time", b"end_time", "exit_code", b"exit_code", "last_lines", b"last_lines", "member", b"member", "node", b"node", "pid", b"pid", "start_time", b"start_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "end_reason", b"end_reason", "end_time", b"end_time", "exit_code", b"exit_code", "last_lines", b"last_lines", "member", b"member", "node", b"node", "pid", b"pid", "signal_time", b"signal_time", "start_time", b"start_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__exit_code: _TypeAlias = _typing.Literal["exit_code"]  # noqa: Y015
     _WhichOneofArgType__exit_code: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code"]  # noqa: Y015

@@ -35,6 +35,7 @@ class JobMember:
     ended: datetime | None = None
     exit_code: int | None = None
     end_reason: str = ""
+    signalled: datetime | None = None
     heard: float = field(default=0.0, compare=False)
     last_lines: tuple[str, ...] = field(default=(), compare=False)
 

@@ -120,6 +120,7 @@ def _from_member(one: JobMember) -> api.JobMember:
         end_time=wire.optional_timestamp(one.ended),
         exit_code=one.exit_code,
         end_reason=one.end_reason,
+        signal_time=wire.optional_timestamp(one.signalled),
         last_lines=one.last_lines,
     )
 

@@ -463,6 +463,7 @@ def to_member(message: api.JobMember) -> JobMember:
         ended=wire.to_datetime(message.end_time) if message.HasField("end_time") else None,
         exit_code=or_else(message, "exit_code", None),
         end_reason=message.end_reason,
+        signalled=wire.to_datetime(message.signal_time) if message.HasField("signal_time") else None,
         last_lines=tuple(message.last_lines),
     )
 

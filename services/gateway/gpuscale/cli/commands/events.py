@@ -32,6 +32,7 @@ from gpuscale.common.names import node_of
 if TYPE_CHECKING:
     from google.protobuf.timestamp_pb2 import Timestamp
 
+    from gpuscale.api.allocator.v1 import Reservation
     from gpuscale.client import Client
 
 EVERY = 2.0
@@ -135,16 +136,28 @@ def _decisions(client: "Client", about: "lookup.About") -> Iterator[EventLine]:
 
 def _reservations(client: "Client", about: "lookup.About") -> Iterator[EventLine]:
     for one in lookup.reservations(client, about=about):
-        nodes = ", ".join(dict.fromkeys(node_of(gpu) for gpu in one.gpus))
-        gpus = f"{len(one.gpus)} GPU{'' if len(one.gpus) == 1 else 's'} of {nodes or ABSENT}"
-        what = (f"granted to {one.holder}", gpus) if one.gpus else (f"asked for by {one.holder}",)
-        yield _event(one.create_time, "reservation", one.name, *what)
-        for ran in one.job.earlier:
-            yield _event(ran.end_time, "reservation", one.name, f"its job left {ran.node}", ran.end_reason)
-        if one.HasField("end_time"):
-            yield _event(
-                one.end_time, "reservation", one.name, cells.word(one, "state").lower(), one.end_reason
-            )
+        for time, *what in _of_reservation(one):
+            yield _event(time, "reservation", one.name, *what)
+
+
+def _of_reservation(one: "Reservation") -> "Iterator[tuple[Timestamp, str, str]]":
+    """When something happened to a reservation, what, and where or why."""
+    earlier = one.job.earlier
+    count = f"{len(one.gpus)} GPU{'' if len(one.gpus) == 1 else 's'}" if one.gpus else "GPUs"
+    nodes = ", ".join(dict.fromkeys([cells.short(ran.node) for ran in earlier[:1]] or map(node_of, one.gpus)))
+    kept = one.job.attempt <= len(earlier) + 1  # the first attempt
+    gpus = f"{count} of {nodes}" if nodes and kept else ""
+    yield one.create_time, f"{'granted to' if nodes else 'asked for by'} {one.holder}", gpus
+    for number, ran in enumerate([*earlier, *one.job.members]):
+        node = cells.short(ran.node)
+        if number and earlier and ran.HasField("start_time"):
+            yield ran.start_time, f"granted again to {one.holder}", f"{count} of {node}"
+        if ran.HasField("signal_time"):
+            yield ran.signal_time, "its job was asked to save its work", node
+        if number < len(earlier):
+            yield ran.end_time, f"its job left {node}", ran.end_reason
+    if one.HasField("end_time"):
+        yield one.end_time, cells.word(one, "state").lower(), one.end_reason
 
 
 def _replicas(client: "Client", about: "lookup.About") -> Iterator[EventLine]:

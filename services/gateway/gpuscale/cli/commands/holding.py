@@ -78,11 +78,10 @@ class LeaseHolder:
     def ended(self, code: int, why: str, *, leaves: bool = False) -> None:
         """Report how the command ended, and why it was stopped; whether it `leaves` to be started again."""
         from gpuscale.common.rpc.channel import RPC_TIMEOUT
-        from gpuscale.common.wire import put_timestamp
 
         if self.member is not None:
             self.member.exit_code, self.member.end_reason = code, why
-            put_timestamp(self.member.end_time, datetime.now(UTC))
+            self.member.end_time.GetCurrentTime()
             with suppress(GpuscaleError):  # then its exit code is unknown
                 known = self.renew_patiently(RPC_TIMEOUT, self.orders.attempt if leaves else 0)
                 if known.job.attempt > self.orders.attempt:

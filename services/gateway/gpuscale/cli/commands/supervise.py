@@ -591,6 +591,8 @@ class Keeper:
         self.stopped = self._moved = f"{why}; it was sent {name} to save its work"
         note(f"gpuscalectl run: sending {name} to the command: {why}")
         self._send(orders.on_move)
+        if self._holder.member is not None:
+            self._holder.member.signal_time.GetCurrentTime()
         self._leaves_by = time.monotonic() + (orders.move_grace or LONGEST_MOVE)
         self._move_by = self._leaves_by if orders.move_grace else float("inf")
 
