@@ -273,7 +273,7 @@ def test_a_killed_supervisor_leaves_no_process_and_its_job_has_ended(site: Site)
     assert "its supervisor was killed" in site.ctl("get", "job", name).out
 
 
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("killed", [False, True], ids=["from Python", "killed"])
 def test_a_job_that_saved_its_work_is_started_again_on_its_own_host_too(
     site: Site, tmp_path: Path, killed: bool
 ) -> None:
@@ -282,7 +282,11 @@ def test_a_job_that_saved_its_work_is_started_again_on_its_own_host_too(
     script = f"echo $GPUSCALE_ATTEMPT; if [ $GPUSCALE_ATTEMPT = 1 ]; then {saves}; fi; exit 7"
     if killed:
         script = script.replace("exit 3", f"echo saving >{tmp_path}/saving")
-    name = site.detached(script, "--ttl", "5s", "--on-move", "signal:USR1")
+        name = site.detached(script, "--ttl", "5s", "--on-move", "signal:USR1")
+    else:
+        with connect(site.up.address) as client:
+            job = client.run([*SHELL, script], ttl="5s", on_move="signal:USR1")
+        name = job.name.removeprefix("reservations/")
     node = site.ctl("get", "nodes", "-o", "name").out.strip()
     eventually_sync(lambda: site.ctl("logs", name).out == "1\n", interval=0.2)
     assert site.ctl("drain", node, "--grace", "600s").code == 0

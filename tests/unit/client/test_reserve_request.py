@@ -1,6 +1,7 @@
 """What `reserve` sends: what was not said is left to the server."""
 
 import os
+import signal
 import uuid
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import ask, reserve_request
-from gpuscale.client.asks import default_holder
+from gpuscale.client.asks import RunOptions, default_holder, job_request, moving
 from gpuscale.client.client import reserve_timeout
 
 
@@ -141,3 +142,18 @@ def test_a_user_without_a_name_holds_under_a_number(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("getpass.getuser", unknown)
     assert default_holder().partition("@")[0] == str(os.getuid())
+
+
+@pytest.mark.parametrize(("on_move", "takes"), [("signal:USR1", 60), ("signal:SIGUSR1,grace:90s", 90)])
+def test_a_job_of_one_member_that_saves_its_work_may_be_moved(on_move: str, takes: int) -> None:
+    options: RunOptions = {"on_move": on_move}
+    assert job_request(["train"], 1, 1, options).movable.seconds == takes
+    assert moving(options) == {"on_move": signal.SIGUSR1, "move_grace": float(takes % 60 and takes)}
+    for members, said in ((2, options), (1, RunOptions())):
+        assert not job_request(["train"], 1, members, said).HasField("movable")
+
+
+@pytest.mark.parametrize("on_move", ["USR1", "signal:KILL", "signal:USR1,grace:soon", "signal:USR1,grace:0s"])
+def test_what_is_no_signal_to_save_work_by_is_refused_by_name(on_move: str) -> None:
+    with pytest.raises(ValueError, match=r"^on_move: "):
+        moving({"on_move": on_move})

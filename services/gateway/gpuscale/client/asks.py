@@ -5,16 +5,19 @@ import os
 import platform
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from math import ceil
+from typing import Any, TypedDict
 
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.client.orders import shown
+from gpuscale.client.orders import shown, when_moved
 from gpuscale.common.names import booking_name, node_name
 from gpuscale.common.sizes import to_bytes, to_seconds
 from gpuscale.common.wire import to_duration
 
 LONGEST_WAIT = 604_800.0
 """Seconds; the longest that the API allows."""
+USUAL_GRACE, LONGEST_GRACE = 60.0, 86_400.0
+"""Seconds that a command is taken to need to save its work where it does not say, and the most that a plan counts."""
 TO_START_AND_STOP = 60
 """Most seconds for a command to start on another host, and to stop at its time limit."""
 
@@ -113,6 +116,9 @@ class RunOptions(ReserveOptions, total=False):
     """Whether a failed member stops the others; true by default."""
     user: str
     """Unix user on the nodes; by default as ssh is configured."""
+    on_move: str
+    """`signal:USR1`, or `signal:USR1,grace:120s`: a signal with which the command saves its work and ends when its GPUs are to
+    be taken away. Then it starts again on other GPUs."""
     via: str
     """Host that starts a job that has to wait; by default this host if it is a node, else the host of the services."""
 
@@ -180,16 +186,40 @@ def job_request(
     if wait:
         request.wait.CopyFrom(to_duration(wait))
     request.keep_place = bool(wait)
-    spare_the_stop(request)
-    request.job.title, request.job.user = options.get("title", ""), options.get("user", "")
-    request.job.command = shown(command)
-    return request
+    title, user = options.get("title", ""), options.get("user", "")
+    return of_a_job(request, title, command, user, moving(options))
 
 
-def spare_the_stop(request: allocator_api.ReserveRequest) -> None:
-    """Make a reservation outlast its command's time limit, which starts with the command and includes a warning."""
+def moving(options: RunOptions) -> dict[str, Any]:
+    """What `on_move` says, as fields of `Orders`; nothing without it.
+
+    Raises:
+        ValueError: it is not as it should be.
+    """
+    text = options.get("on_move", "")
+    try:
+        return when_moved(text) if text else {}
+    except ValueError as error:
+        raise ValueError(f"on_move: {error}") from None
+
+
+def of_a_job(
+    request: allocator_api.ReserveRequest,
+    title: str,
+    command: Sequence[str],
+    user: str,
+    on_move: Mapping[str, Any],
+) -> allocator_api.ReserveRequest:
+    """The request for a job: it outlasts the command's time limit, and one member that saves its work may be moved.
+
+    The time limit starts with the command and includes a warning.
+    """
+    request.job.title, request.job.command, request.job.user = title, shown(command), user
     if request.HasField("time_limit"):
         request.time_limit.seconds += TO_START_AND_STOP
+    if on_move and request.ask.member_count <= 1:
+        request.movable.FromSeconds(ceil(min(on_move["move_grace"] or USUAL_GRACE, LONGEST_GRACE)))
+    return request
 
 
 def _reserve_request(gpu_count: int, holder: str, options: ReserveOptions) -> allocator_api.ReserveRequest:

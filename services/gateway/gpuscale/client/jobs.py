@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.client.asks import RunOptions, as_seconds
+from gpuscale.client.asks import RunOptions, as_seconds, moving
 from gpuscale.client.lease import abandon
 from gpuscale.client.orders import Orders, folder_name
 from gpuscale.client.over_ssh import (
@@ -119,6 +119,7 @@ def start_job(
         detached=True,
         time_limit=as_seconds("time_limit", options.get("time_limit")) or 0.0,
         user=request.job.user,
+        **moving(options),
     )
     try:
         granted = retrying(lambda: client.allocator.Reserve(request))

@@ -4,15 +4,17 @@ import json
 import os
 import re
 import shlex
+import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpuscale.common import wire
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.names import node_of
+from gpuscale.common.sizes import to_seconds
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Reservation, ReserveResponse
@@ -192,6 +194,23 @@ def started_before(reservation: str) -> FailedPreconditionError:
         reason="JOB_STARTED",
         metadata={"name": reservation},
     )
+
+
+def when_moved(text: str) -> dict[str, Any]:
+    """`on_move` and `move_grace` of orders, of a text such as `signal:USR1,grace:120s`.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    found = re.fullmatch(r"signal:(?:SIG)?(USR1|USR2|HUP|INT|TERM)(?:,grace:(.+))?", text)
+    if not found:
+        raise ValueError(
+            f"{text!r} is not like signal:USR1,grace:120s; signals are USR1, USR2, HUP, INT and TERM"
+        )
+    grace = to_seconds(found[2]) if found[2] else 0.0
+    if found[2] and grace <= 0:
+        raise ValueError("grace must be longer than 0 s")
+    return {"on_move": signal.Signals[f"SIG{found[1]}"], "move_grace": grace}
 
 
 def shown(command: Sequence[str]) -> str:

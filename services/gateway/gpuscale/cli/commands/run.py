@@ -5,11 +5,9 @@ On this host it supervises the command itself; on another, ssh starts a supervis
 
 import os
 import re
-import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,36 +19,19 @@ from gpuscale.cli.console.errors import leave
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import TERMINAL, note, write_lines
 from gpuscale.cli.grammar.parameters import Parsed, option, repeated, takes
-from gpuscale.client.orders import Orders, shown
+from gpuscale.client.orders import Orders, when_moved
 from gpuscale.client.over_ssh import EarlyStart, Supervised, supervised
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
-from gpuscale.common.sizes import to_seconds
 
 if TYPE_CHECKING:
-    from gpuscale.api.allocator.v1 import Reservation, ReserveRequest
+    from gpuscale.api.allocator.v1 import Reservation
     from gpuscale.client import Client
-
-
-USUAL_GRACE, LONGEST_GRACE = 60.0, 86_400.0
-"""Seconds that a command is taken to need to save its work where it does not say, and the most that a plan counts."""
 
 
 def _ports(text: str) -> str:
     if not re.fullmatch(r"\d{1,5}(:\d{1,5})?", text):
         raise ValueError(f"{text!r} is not a port; write it like 8888, or LOCAL:REMOTE")
     return text
-
-
-def _on_move(text: str) -> dict[str, Any]:
-    found = re.fullmatch(r"signal:(?:SIG)?(USR1|USR2|HUP|INT|TERM)(?:,grace:(.+))?", text)
-    if not found:
-        raise ValueError(
-            f"{text!r} is not like signal:USR1,grace:120s; signals are USR1, USR2, HUP, INT and TERM"
-        )
-    grace = to_seconds(found[2]) if found[2] else 0.0
-    if found[2] and grace <= 0:
-        raise ValueError("grace must be longer than 0 s")
-    return {"on_move": signal.Signals[f"SIG{found[1]}"], "move_grace": grace}
 
 
 @command("run --gpus 1 --wait 1h -- python train.py", context_settings={"allow_interspersed_args": False})
@@ -89,7 +70,7 @@ def _on_move(text: str) -> dict[str, Any]:
 )
 @option(
     "--on-move",
-    type=Parsed("signal", _on_move),
+    type=Parsed("signal", when_moved),
     default={},
     metavar="signal:NAME[,grace:TIME]",
     help="A signal with which the command saves its work and ends when its GPUs are to be taken away (preempted, moved or"
@@ -150,7 +131,7 @@ def run(
 
         client = stack.enter_context(session.connect(node=this_node))
         waiting = requesting if requesting.wait is not None else replace(requesting, wait=asks.LONGEST_WAIT)
-        request = _of_a_job(waiting.message(asking, client), title, command, user, on_move)
+        request = asks.of_a_job(waiting.message(asking, client), title, command, user, on_move)
         here = jobs.place(client, request.ask, anywhere=anywhere or bool(requesting.booking))
         request.keep_place = detach and request.HasField("wait")
         orders = Orders(
@@ -191,19 +172,6 @@ def run(
         if detach and not code:
             _tell(session, client, reservation, made)
     leave(code)
-
-
-def _of_a_job(
-    request: "ReserveRequest", title: str, command: Sequence[str], user: str, on_move: Mapping[str, Any]
-) -> "ReserveRequest":
-    """What is asked for, for a job; one member that saves its work may be moved."""
-    from gpuscale.client.asks import spare_the_stop
-
-    request.job.title, request.job.command, request.job.user = title, shown(command), user
-    spare_the_stop(request)
-    if on_move and request.ask.member_count <= 1:
-        request.movable.FromSeconds(ceil(min(on_move["move_grace"] or USUAL_GRACE, LONGEST_GRACE)))
-    return request
 
 
 def _start(
