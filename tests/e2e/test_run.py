@@ -175,25 +175,33 @@ def state_of(up: Up, job: str) -> str:
 def test_a_command_saves_its_work_by_the_signal_that_it_asked_for_and_starts_again(up: Up) -> None:
     """Long before its GPUs are taken away, and once there are others; why it ended is kept."""
     script = f"[ $GPUSCALE_ATTEMPT = 1 ] || exit 5; trap 'echo saved; exit 0' USR1; {UNTIL_TOLD}"
-    options = ("--ttl", "5s", "--on-move", "signal:USR1")
+    options = ("--ttl", "5s", "--on-move", "signal:USR1", "--record", "-o", "json")
     process = run(up, *SHELL, script, options=(*options, "--name", "saves"))
-    assert line(process.stdout) == "ready"
+    assert process.stderr is not None
+    assert "ready\n" in iter(process.stderr.readline, "")
     node = node_of(up)
     assert ctl(up, "drain", node, "--grace", "600s", "--reason", "fan").code == 0
     eventually_sync(lambda: state_of(up, "saves") == "STATE_WAITING", timeout=30.0, interval=0.2)
     shown = ctl(up, "get", "job", "saves").out
     assert ctl(up, "uncordon", node).code == 0
     ran = ended(process)
-    assert (ran.code, ran.out) == (5, "saved\n"), ran.err
+    assert ran.code == 5, ran.err
+    recorded = json.loads(ran.out)
+    assert [len(one["gpu_stats"]) for one in (recorded, *recorded["earlier_attempts"])] == [1, 1]
     assert f"sending SIGUSR1 to the command: {node} is drained: fan" in ran.err
     assert f"starting attempt 2 on {node.removeprefix('nodes/')}" in ran.err
     assert "It is at attempt 2; before it:" in shown
     assert "is drained: fan; it was sent SIGUSR1 to save its work" in " ".join(shown.split())
+    name = json.loads(ctl(up, "get", "job", "saves", "-o", "json").out)["name"]
+    told = json.loads(ctl(up, "events", "--about", name, "-o", "json").out)["events"]
+    happened = [one["what"].split(":")[0].partition(" to ")[0] for one in told]
+    left = f"its job left {node.removeprefix('nodes/')}"
+    assert happened == ["granted", "its job was asked", left, "granted again", "released"]
 
 
 def test_a_command_that_takes_too_long_to_save_its_work_is_stopped(up: Up) -> None:
     script = f"[ $GPUSCALE_ATTEMPT = 1 ] || exit 5; trap 'echo saving' USR1; trap 'echo stopped; exit 3' TERM; {UNTIL_TOLD}"
-    options = ("--ttl", "5s", "--name", "slow", "--on-move", "signal:SIGUSR1,grace:1s")
+    options = ("--ttl", "5s", "--name", "slow", "--record", "--on-move", "signal:SIGUSR1,grace:1s")
     process = run(up, *SHELL, script, options=options)
     assert line(process.stdout) == "ready"
     node = node_of(up)
@@ -201,7 +209,9 @@ def test_a_command_that_takes_too_long_to_save_its_work_is_stopped(up: Up) -> No
     eventually_sync(lambda: state_of(up, "slow") == "STATE_WAITING", timeout=30.0, interval=0.2)
     assert ctl(up, "uncordon", node).code == 0
     ran = ended(process)
-    assert (ran.code, ran.out) == (5, "saving\nstopped\n"), ran.err
+    assert ran.code == 5, ran.err
+    figures = ["NODE", *[node.removeprefix("nodes/")] * 2]
+    assert [one.split()[0] for one in ran.out.splitlines()[:5]] == ["saving", "stopped", *figures]
     assert "it did not end in the grace of --on-move" in ran.err
 
 

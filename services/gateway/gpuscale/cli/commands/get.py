@@ -280,7 +280,7 @@ def recordings(session: Session, name: Names) -> None:
         return
     if session.output.human:
         session.output.write_one(found[0], monitor.RECORDINGS)
-    write(session, found[0])
+    write(session, found)
 
 
 @get("backtests", "backtests --watch")

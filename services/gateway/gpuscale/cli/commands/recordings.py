@@ -2,10 +2,11 @@
 
 import os
 import uuid
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -39,7 +40,10 @@ from gpuscale.common.errors import GpuscaleError, InvalidArgumentError, NotFound
 from gpuscale.common.names import RECORDING, node_name
 
 if TYPE_CHECKING:
+    from gpuscale.api.allocator.v1 import Reservation
     from gpuscale.client import Client
+
+    Recorded = Callable[[Reservation], AbstractContextManager[object]]
 
 LONGEST_SECONDS = 604_800.0
 """A recording ends by itself after 7 d."""
@@ -110,15 +114,16 @@ def record(session: Session, wanted: RecordingOptions, command: tuple[str, ...])
                     signals.to(process)
                     code = exit_code(process.wait())
         finally:
-            _end(session, client, recording)
+            for one in _stopped(client, recording):
+                write(session, [one])
     leave(code)
 
 
 @contextmanager
-def recording_of(session: Session, client: "Client", uuids: Sequence[str], held_by: str) -> Generator[None]:
-    """Record the GPUs of a reservation while the block runs, then print the recording; a failure does not stop the block."""
+def _recording_into(found: "list[api.Recording]", client: "Client", held: "Reservation") -> Generator[None]:
+    """Record the GPUs of a reservation while the block runs; a failure does not stop the block."""
     try:
-        name = begin(client, [], uuids).name
+        name = begin(client, [], [gpu.uuid for gpu in held.gpus]).name
     except GpuscaleError as error:
         note(f"cannot record: {error.message}")
         yield
@@ -126,7 +131,7 @@ def recording_of(session: Session, client: "Client", uuids: Sequence[str], held_
     try:
         yield
     finally:
-        _end(session, client, name, held_by)
+        found += _stopped(client, name)
 
 
 def begin(
@@ -150,32 +155,46 @@ def begin(
     return client.recordings.StartRecording(request).recording
 
 
-def _end(session: Session, client: "Client", name: str, held_by: str = "") -> None:
-    """Stop the recording of a command and print it; a failure does not change the command's exit code."""
+def _stopped(client: "Client", name: str) -> "list[api.Recording]":
+    """Stop the recording of a command; a failure does not change the command's exit code."""
     try:
-        recording = client.recordings.StopRecording(api.StopRecordingRequest(name=name)).recording
-        statistics = Statistics.of(client, held_by) if held_by else None
+        return [client.recordings.StopRecording(api.StopRecordingRequest(name=name)).recording]
     except GpuscaleError as error:
         note(f"{name} is lost: {error.message}")
-        return
-    write(session, recording, statistics)
+        return []
 
 
-def write(session: Session, recording: "api.Recording", statistics: Statistics | None = None) -> None:
-    """Print a recording: a table of its GPUs, or data in the established structure.
+@contextmanager
+def recording_attempts(session: Session, client: "Client", held_by: str) -> "Generator[Recorded]":
+    """What records the GPUs of an attempt of a job; all recordings are printed at the end, with the statistics of its reservation."""
+    found: list[api.Recording] = []
+    try:
+        yield partial(_recording_into, found, client)
+    finally:
+        try:
+            if found:
+                write(session, found, Statistics.of(client, held_by))
+        except GpuscaleError as error:
+            note(f"{found[-1].name} is lost: {error.message}")
 
-    Data includes the `statistics` of the reservation that held them.
+
+def write(session: Session, found: "Sequence[api.Recording]", statistics: Statistics | None = None) -> None:
+    """Print the recordings of all attempts of a job, or one: a table of the GPUs, or data in the established structure.
+
+    Data is of the last attempt, with those before it, and includes the `statistics` of the reservation that held the GPUs.
     """
     from gpuscale.client.recording_view import seed_view
 
     if session.output.human:
-        session.output.write_list(recording.gpus, views.RECORDED_GPUS)
+        session.output.write_list([gpu for one in found for gpu in one.gpus], views.RECORDED_GPUS)
         write_lines(statistics.lines() if statistics else [])
     elif session.output.format is Format.NAME:
-        session.output.write_one(recording, views.RECORDINGS)
+        session.output.write_list(found, views.RECORDINGS)
     else:
+        *before, last = map(seed_view, found)
+        earlier = {"earlier_attempts": before} if before else {}
         of_hold = {"reservation": statistics.data()} if statistics else {}
-        session.output.write_data(seed_view(recording) | of_hold)
+        session.output.write_data(last | earlier | of_hold)
 
 
 @command("start recording")
@@ -202,7 +221,7 @@ def stop_recording(session: Session, name: str) -> None:
     full = full_name(RECORDING, name)
     with session.connect() as client:
         recording = client.recordings.StopRecording(api.StopRecordingRequest(name=full)).recording
-    write(session, recording)
+    write(session, [recording])
 
 
 @command("delete recording rec-1")

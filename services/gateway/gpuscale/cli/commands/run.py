@@ -6,8 +6,9 @@ On this host it supervises the command itself; on another, ssh starts a supervis
 import os
 import re
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,11 +21,12 @@ from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import TERMINAL, note, write_lines
 from gpuscale.cli.grammar.parameters import Parsed, option, repeated, takes
 from gpuscale.client.orders import Orders, when_moved
-from gpuscale.client.over_ssh import EarlyStart, Supervised, supervised
+from gpuscale.client.over_ssh import EarlyStart, supervised
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Reservation
+    from gpuscale.cli.commands.recordings import Recorded
     from gpuscale.client import Client
 
 
@@ -159,16 +161,16 @@ def run(
             stack.callback(probe.close_failed, client, reservation.name)
             probe.expect_well(client, reservation)
         stdout = STDERR if record and not session.output.human else None
+        recorded: Recorded = nullcontext
         if record:
-            from gpuscale.cli.commands.recordings import recording_of
+            from gpuscale.cli.commands.recordings import recording_attempts
 
-            uuids = [gpu.uuid for gpu in reservation.gpus]
-            stack.enter_context(recording_of(session, client, uuids, reservation.name))
-        members = [supervised(one, forward, early) for one in made]
-        code = _start(client, reservation, members, stdout, once=not requesting.request_id) if made else 0
+            recorded = stack.enter_context(recording_attempts(session, client, reservation.name))
+        begin = partial(_start, client, forward=forward, stdout=stdout, recorded=recorded)
+        code = begin(reservation, made, early, once=not requesting.request_id) if made else 0
         while made and not detach and (again := _moved(client, made[0])) is not None:
             made = made[0].of_members(again, here)
-            code = _start(client, again, [supervised(one, forward) for one in made], stdout, once=False)
+            code = begin(again, made, None, once=False)
         if detach and not code:
             _tell(session, client, reservation, made)
     leave(code)
@@ -177,21 +179,25 @@ def run(
 def _start(
     client: "Client",
     reservation: "Reservation",
-    members: "Sequence[Supervised]",
-    stdout: int | None,
+    made: Sequence[Orders],
+    early: EarlyStart | None,
     *,
+    forward: Sequence[str],
+    stdout: int | None,
+    recorded: "Recorded",
     once: bool,
 ) -> int:
     """Run the command, supervised here if it is the only member and on this host; returns its exit code."""
-    first = members[0].orders
+    members, first = [supervised(one, forward, early) for one in made], made[0]
     if first.local and not first.detached and len(members) == 1:
         from gpuscale.cli.commands.holding import LeaseHolder
         from gpuscale.cli.commands.supervise import run_under
 
-        return run_under(LeaseHolder(first, [client.allocator]), own=client.work, stdout=stdout)
+        with recorded(reservation):
+            return run_under(LeaseHolder(first, [client.allocator]), own=client.work, stdout=stdout)
     from gpuscale.client.jobs import supervise
 
-    with Forwarding() as signals:
+    with recorded(reservation), Forwarding() as signals:
         return supervise(
             client,
             reservation,
