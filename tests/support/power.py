@@ -33,7 +33,7 @@ class PowerHelper:
 
     def _answers(self) -> bool:
         try:
-            return self.say("[]") == {"problem": "that is no order"}
+            return self.say("[]") == {"problem": "invalid order"}
         except OSError:
             return False
 

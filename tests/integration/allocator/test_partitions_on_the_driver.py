@@ -156,7 +156,7 @@ async def test_kill_9_between_destroy_and_create_gives_the_gpu_back_what_it_had(
         double.release_all()
         await asyncio.to_thread(helper.start_to_partition)
         [why] = await waits.told()
-        assert "the order was interrupted: it has its former instances again" in why
+        assert "the order was interrupted: its original instances are restored" in why
         assert double.instances() == [("1g.10gb", 4), ("3g.40gb", 0)]
         held = await waits.here.client.reserve(1, mig_profile="1g.10gb")
         assert held.gpus[0].uuid.startswith("MIG-00000000"), "the one that was made again"

@@ -35,7 +35,7 @@ class Helper:
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stderr=log)
         eventually_sync(self.socket.exists, interval=0.0001)
-        assert self.say("") == "that is no order", "once its socket is there it hears"
+        assert self.say("") == "invalid order", "once its socket is there it hears"
 
     def start(self, *command: str) -> subprocess.Popen[str]:
         """A process that uses a GPU, so to say."""
@@ -121,7 +121,7 @@ def test_work_that_was_admitted_and_what_descends_from_it_is_let_be(helper: Help
     child, admitted = int(holder.stdout.readline()), (key_of(holder.pid),)
     for pid in (holder.pid, child):
         problem = helper.end(key_of(pid), admitted=admitted)
-        assert problem == f"it descends from process {holder.pid}, whose work was admitted"
+        assert problem == f"it descends from process {holder.pid}, which was admitted"
     assert holder.poll() is None
     assert ancestry(child)
     assert f"refused: process {child}, " in helper.log.read_text()
@@ -131,7 +131,7 @@ def test_work_that_was_admitted_and_what_descends_from_it_is_let_be(helper: Help
 def test_the_first_process_itself_and_the_agent_with_what_started_it_are_let_be(helper: Helper) -> None:
     for pid in (1, helper.process.pid, os.getpid(), os.getppid()):
         problem = helper.end(key_of(pid))
-        assert problem == "it is the agent, gpuscale-killer, or what started them", pid
+        assert problem == "it is the agent, gpuscale-killer or an ancestor of them", pid
     assert helper.process.poll() is None
 
 
@@ -139,7 +139,7 @@ def test_the_first_process_itself_and_the_agent_with_what_started_it_are_let_be(
     "line", ["", "[]", '{"pid": 1}', '{"pid": "x", "started": 0, "grace": 1, "admitted": []}']
 )
 def test_what_is_no_order_is_refused(helper: Helper, line: str) -> None:
-    assert helper.say(line) == "that is no order"
+    assert helper.say(line) == "invalid order"
 
 
 def test_processes_of_system_users_and_other_callers_are_told_no() -> None:
@@ -151,7 +151,7 @@ def test_processes_of_system_users_and_other_callers_are_told_no() -> None:
     careful = Helper(folder, "--agent-user", "65534", "--first-user", "1000")
     try:
         root = careful.start(*ENDS_AT_ONCE)
-        assert careful.end(key_of(root.pid)) == "it is of user 0, and those below 1000 are let be"
+        assert careful.end(key_of(root.pid)) == "its user 0 is below --first-user 1000"
         assert root.poll() is None
         ask = (
             "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]);"
@@ -166,8 +166,8 @@ def test_processes_of_system_users_and_other_callers_are_told_no() -> None:
             ).stdout
             for user in (65534, 65533)
         ]
-        assert "that is no order" in answers[0]
-        assert "only the agent may ask for that" in answers[1]
+        assert "invalid order" in answers[0]
+        assert "only the agent may do that" in answers[1]
     finally:
         careful.close()
         shutil.rmtree(folder)

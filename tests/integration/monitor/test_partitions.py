@@ -73,7 +73,7 @@ def test_without_its_file_it_partitions_nothing(helper: PowerHelper) -> None:
     [
         (0, ("7g.80gb",), "process 77 uses it"),
         (1, ("7g.80gb",), "its MIG mode is off"),
-        (0, ("9g.90gb",), "9g.90gb is none"),
+        (0, ("9g.90gb",), "no profile 9g.90gb"),
         (0, ("4g.40gb", "4g.40gb"), "no room for these instances together"),
         (0, ("3g.40gb",) * 3, "no room for these instances together"),
     ],
@@ -103,7 +103,9 @@ def test_instances_that_could_not_be_made_again_are_left_alone(helper: PowerHelp
 
 
 @pytest.mark.parametrize("step", [EMPTY, DESTROY, CREATE, FILL])
-def test_after_kill_9_at_any_step_it_has_its_former_instances_again(helper: PowerHelper, step: str) -> None:
+def test_after_kill_9_at_any_step_it_its_original_instances_are_restored(
+    helper: PowerHelper, step: str
+) -> None:
     double = helper.double
     double.hold(double.gpus[0].rules, step)
     double.write()
@@ -114,7 +116,7 @@ def test_after_kill_9_at_any_step_it_has_its_former_instances_again(helper: Powe
     double.release_all()
     helper.start_to_partition()
     end = eventually_sync(lambda: helper.ended().get("o1", {}), timeout=20)
-    assert end["problem"] == "the order was interrupted: it has its former instances again"
+    assert end["problem"] == "the order was interrupted: its original instances are restored"
     assert len(end["instances"]) == 2
     assert double.instances() == ([] if step == EMPTY else BEFORE), (
         "none was destroyed yet: the double says nothing"
@@ -149,7 +151,7 @@ def test_what_cannot_be_taken_back_is_at_the_next_start(helper: PowerHelper) -> 
     helper.double.write()
     helper.start_to_partition()
     end = eventually_sync(lambda: helper.ended().get("o1", {}), timeout=20)
-    assert "former instances" in end["problem"]
+    assert "original instances" in end["problem"]
     assert (helper.double.instances(), len(end["instances"])) == (BEFORE, 2)
 
 
@@ -168,7 +170,7 @@ def test_what_others_made_since_stays(helper: PowerHelper) -> None:
     other.kill()
     helper.start_to_partition()
     end = eventually_sync(lambda: helper.ended().get("o1", {}), timeout=20)
-    assert "others gave it instances since" in end["problem"]
+    assert "its instances were changed since" in end["problem"]
     assert double.instances() == [("2g.20gb", 0)]
 
 

@@ -57,7 +57,7 @@ def test_what_a_device_does_not_admit_is_refused_and_the_rest_of_the_order_done(
     assert "gpu0" in helper.put(gpu0=300, gpu1=500)
     assert helper.say(json.dumps({"caps": {"GPU-none": 300}}))["problems"], "there is no such GPU"
     for line in ("", "{}", "5", '{"caps": 5}', '{"caps": {"a": "b"}}'):
-        assert helper.say(line) == {"problem": "that is no order"}
+        assert helper.say(line) == {"problem": "invalid order"}
 
 
 def test_limits_are_back_at_its_end_and_after_an_end_that_it_did_not_see(helper: PowerHelper) -> None:
@@ -97,7 +97,7 @@ def test_a_limit_that_cannot_be_set_back_stays_in_the_file(helper: PowerHelper) 
     helper.double.gpus[0].fail("*", NvmlReturn.GPU_IS_LOST)
     helper.double.write()
     helper.stop()
-    assert "its limit cannot be set back" in helper.log.read_text()
+    assert "its limit cannot be restored" in helper.log.read_text()
     helper.double.gpus[0].fail("*", NvmlReturn.SUCCESS)
     helper.double.write()
     helper.start()

@@ -1,6 +1,6 @@
-"""What helpers with one right share: each hears the agent's user on a unix socket, one order a connection, in a line of JSON.
+"""Shared code of the privileged helpers: they serve the agent on a unix socket, one JSON order per connection.
 
-The standard library alone: a helper is small, and so is what may go wrong in it.
+Helpers import the standard library only, and NVML where needed, to keep privileged code small.
 """
 
 import argparse
@@ -20,18 +20,21 @@ from pathlib import Path
 from typing import Any
 
 PATIENCE = 5.0
-"""Seconds in which an order must have come and be answered."""
+"""Timeout of one order, in seconds."""
 _LONGEST = 1 << 20
 _log = logging.getLogger("gpuscale-helper")
 
 Take = Callable[[Any, int], Awaitable[Mapping[str, object]]]
-"""Takes an order of the agent with that pid, and answers. Raises ValueError, KeyError, TypeError, AttributeError: it is none."""
+"""Handles an order from the process with that pid. ValueError, KeyError, TypeError or AttributeError if it is malformed."""
 Opened = Callable[[asyncio.TaskGroup], AbstractAsyncContextManager[Take]]
-"""Begins to take orders; what it closes is done before the program ends, and so are the tasks of the group."""
+"""Starts handling orders. Its cleanup and the tasks of the group finish before the program exits."""
 
 
 async def ask_helper(place: Path, order: Mapping[str, object], patience: float) -> dict[str, Any] | None:
-    """What the helper at a socket answers; None where it took the order, and what became of it is not known. Raises OSError."""
+    """Send an order to a helper; returns its answer, or None if it may have carried out the order without answering.
+
+    Raises OSError if the helper cannot be reached.
+    """
     reader, writer = await asyncio.open_unix_connection(place)
     try:
         async with asyncio.timeout(patience):
@@ -45,7 +48,7 @@ async def ask_helper(place: Path, order: Mapping[str, object], patience: float) 
 
 
 def keep(file: Path, value: object) -> None:
-    """Write JSON in place of what a file holds, on disk once this returns. Raises OSError."""
+    """Atomically replace a file with JSON and sync it to disk. Raises OSError."""
     draft = file.with_suffix(".new")
     with draft.open("w", encoding="utf-8") as out:
         json.dump(value, out)
@@ -64,28 +67,23 @@ async def _hear(
 ) -> None:
     with suppress(OSError, TimeoutError):
         try:
-            connected: socket.socket = writer.get_extra_info("socket")
-            size = struct.calcsize("3i")
-            pid, user, _ = struct.unpack(
-                "3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-            )
+            peer: socket.socket = writer.get_extra_info("socket")
+            credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            pid, user, _ = struct.unpack("3i", credentials)
             async with asyncio.timeout(PATIENCE):
                 line = await reader.readline()
-                answer = await _answer(agent_user, take, line, pid, user)
+                if user in {0, agent_user}:
+                    try:
+                        answer = await take(json.loads(line), pid)
+                    except (ValueError, KeyError, TypeError, AttributeError):
+                        answer = {"problem": "invalid order"}
+                else:
+                    _log.warning("refused process %d of user %d: not the agent", pid, user)
+                    answer = {"problem": "only the agent may do that"}
                 writer.write(json.dumps(answer).encode() + b"\n")
                 await writer.drain()
         finally:
             writer.close()
-
-
-async def _answer(agent_user: int, take: Take, line: bytes, pid: int, user: int) -> Mapping[str, object]:
-    if user not in {0, agent_user}:
-        _log.warning("refused: user %d, process %d, is not the agent", user, pid)
-        return {"problem": "only the agent may ask for that"}
-    try:
-        return await take(json.loads(line), pid)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return {"problem": "that is no order"}
 
 
 async def _serve(listening: socket.socket, place: Path, agent_user: int, opened: Opened) -> None:
@@ -97,34 +95,34 @@ async def _serve(listening: socket.socket, place: Path, agent_user: int, opened:
         hear = partial(_hear, agent_user, take)
         async with await asyncio.start_unix_server(hear, sock=listening, limit=_LONGEST):
             await stop.wait()
-            os.unlink(place)  # noqa: PTH108 - at once
+            os.unlink(place)  # noqa: PTH108 - does not block
 
 
 def helper_parser(program: str, description: str) -> argparse.ArgumentParser:
-    """What each helper is told."""
+    """A parser with the flags that all helpers have."""
     made = argparse.ArgumentParser(program, description=description)
-    made.add_argument("--socket", type=Path, required=True, help="unix socket at which the agent asks")
+    made.add_argument("--socket", type=Path, required=True, help="unix socket to serve the agent on")
     made.add_argument("--agent-user", default="gpuscale", help="Unix user of the agent (%(default)s)")
     return made
 
 
 def run_helper(given: argparse.Namespace, opened: Opened) -> int:
-    """Run a helper that is told these flags, and return its exit code."""
+    """Run a helper until SIGTERM or SIGINT and return its exit code."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     try:
         user = (
             int(given.agent_user) if given.agent_user.isdecimal() else pwd.getpwnam(given.agent_user).pw_uid
         )
     except KeyError:
-        sys.exit(f"--agent-user: this host has no user {given.agent_user}")
+        sys.exit(f"--agent-user: no such user: {given.agent_user}")
     place: Path = given.socket
     draft = place.with_suffix(".new")
     with socket.socket(socket.AF_UNIX) as listening:
         draft.unlink(missing_ok=True)
         listening.bind(str(draft))
-        draft.chmod(0o666)  # whoever connects is asked by the kernel for their user
+        draft.chmod(0o666)  # access is checked by SO_PEERCRED
         listening.listen()
-        draft.replace(place)  # that it is there means that it hears
-        _log.warning("hears user %d at %s", user, place)
+        draft.replace(place)  # the socket appears only once it accepts connections
+        _log.warning("serving user %d on %s", user, place)
         asyncio.run(_serve(listening, place, user, opened))
     return 0

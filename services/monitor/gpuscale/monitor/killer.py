@@ -1,9 +1,8 @@
-"""The program `gpuscale-killer`: ends processes that use GPUs without a reservation, for the agent of its host.
+"""The program `gpuscale-killer`: kills processes that use GPUs without a reservation, on behalf of the agent.
 
-The agent has no right to; this program has CAP_KILL and nothing else, and is small: the standard library alone. It checks each
-order by itself: the pid is still that process, held by a pidfd so that no other can get it meanwhile; it is no system user's; it
-does not descend from work that was admitted; and it is neither this program, the agent, nor anything that started them. It
-sends SIGTERM, and SIGKILL to what is left after the grace.
+It has CAP_KILL, which the agent lacks, and checks each order itself. The pid must still be the same process (a pidfd pins it),
+must not belong to a system user or descend from admitted work, and must not be this program, the agent or an ancestor of
+either. It sends SIGTERM, then SIGKILL after the grace period.
 """
 
 import argparse
@@ -22,17 +21,17 @@ from gpuscale.monitor.helper import PATIENCE, helper_parser, run_helper
 
 MOST_GRACE = 60.0
 FIRST_USER = 1000
-"""Lower numbers are those of system users, on most hosts."""
-_STARTED, _PARENT = 19, 1  # of the fields after the name of the program in /proc/PID/stat
+"""The first user id that is not a system user's, on most hosts."""
+_STARTED, _PARENT = 19, 1  # fields after the program's name in /proc/PID/stat
 _log = logging.getLogger("gpuscale-killer")
 
 Key = tuple[int, int]
-"""A pid, and when the process started, in clock ticks since the boot."""
+"""A pid, and the start time of its process in clock ticks since boot."""
 
 
 @dataclass(frozen=True, slots=True)
 class SignalOrder:
-    """To end a process, with what was admitted on the host: that and its descendants are let be."""
+    """An order to kill a process. Processes in `admitted` and their descendants are spared."""
 
     process: Key
     grace: float
@@ -40,14 +39,14 @@ class SignalOrder:
 
     @classmethod
     def of(cls, found: Any) -> "SignalOrder":
-        """The order of what JSON says. Raises ValueError, KeyError or TypeError: it is none."""
+        """Parse decoded JSON. ValueError, KeyError or TypeError if it is malformed."""
         admitted = frozenset((int(pid), int(started)) for pid, started in found["admitted"])
         grace = min(MOST_GRACE, max(0.0, float(found["grace"])))
         return cls((int(found["pid"]), int(found["started"])), grace, admitted)
 
 
 class Killer:
-    """Ends processes of users from `first_user` on."""
+    """Kills processes of users whose id is at least `first_user`."""
 
     def __init__(self, first_user: int, group: asyncio.TaskGroup) -> None:
         self._first_user = first_user
@@ -55,18 +54,15 @@ class Killer:
         self._ending: set[Key] = set()
 
     async def take(self, found: Any, agent: int) -> Mapping[str, object]:
-        """Take an order, and say why it is not carried out; nothing where it is."""
+        """Carry out an order; `problem` says why not and is empty on success."""
         order = SignalOrder.of(found)
-        problem = self.begin(order, agent)
-        pid, started = order.process
+        problem = "" if order.process in self._ending else self._begin(order, agent)
         if problem:
-            _log.warning("refused: process %d, started at tick %d: %s", pid, started, problem)
+            _log.warning("refused: process %d, started at tick %d: %s", *order.process, problem)
         return {"problem": problem}
 
-    def begin(self, order: SignalOrder, agent: int) -> str:
-        """Send SIGTERM, and see to the rest; why not, empty if it is done."""
-        if order.process in self._ending:
-            return ""
+    def _begin(self, order: SignalOrder, agent: int) -> str:
+        """Send SIGTERM and schedule SIGKILL; returns why not, empty on success."""
         try:
             handle = os.pidfd_open(order.process[0])
         except (OSError, ValueError):
@@ -76,7 +72,7 @@ class Killer:
             try:
                 signal.pidfd_send_signal(handle, signal.SIGTERM)
             except OSError as error:
-                problem = f"it cannot be ended: {error.strerror}"
+                problem = f"cannot send SIGTERM: {error.strerror}"
         if problem:
             os.close(handle)
             return problem
@@ -95,24 +91,20 @@ class Killer:
         if not agent:
             return "the agent is in another PID namespace"
         if order.process[0] in {1, *own}:
-            return "it is the agent, gpuscale-killer, or what started them"
+            return "it is the agent, gpuscale-killer or an ancestor of them"
         if admitted := order.admitted.intersection(lineage):
-            return f"it descends from process {min(admitted)[0]}, whose work was admitted"
+            return f"it descends from process {min(admitted)[0]}, which was admitted"
         user = lowest_user(order.process[0])
-        return (
-            ""
-            if user >= self._first_user
-            else f"it is of user {user}, and those below {self._first_user} are let be"
-        )
+        return "" if user >= self._first_user else f"its user {user} is below --first-user {self._first_user}"
 
     async def _end(self, order: SignalOrder, handle: int) -> None:
-        """Wait for the end, which makes a pidfd readable, and see to it after the grace."""
+        """Wait until the process ends (its pidfd becomes readable), and send SIGKILL after the grace period."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(handle, ended.set)
         try:
-            for then in (order.grace, PATIENCE):
+            for patience in (order.grace, PATIENCE):
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(then):
+                    async with asyncio.timeout(patience):
                         await ended.wait()
                 if ended.is_set():
                     _log.warning("process %d has ended", order.process[0])
@@ -127,25 +119,21 @@ class Killer:
 
 
 def ancestry(pid: int) -> list[Key]:
-    """A process and those that it descends from, nearest first; empty if there is none."""
+    """A process and its ancestors, nearest first; empty if it does not exist."""
     found: list[Key] = []
     while pid > 0:
         try:
-            words = (
-                Path(f"/proc/{pid}/stat")
-                .read_text(encoding="utf-8", errors="replace")
-                .rpartition(")")[2]
-                .split()
-            )
+            stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         except OSError:
             break
+        words = stat.rpartition(")")[2].split()
         found.append((pid, int(words[_STARTED])))
         pid = int(words[_PARENT])
     return found
 
 
 def lowest_user(pid: int) -> int:
-    """The lowest of a process's users, real, effective and saved; 0 where that cannot be read."""
+    """The lowest of a process's real, effective and saved user ids; 0 if they cannot be read."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("Uid:"):
@@ -154,19 +142,16 @@ def lowest_user(pid: int) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """What it is told."""
-    made = helper_parser("gpuscale-killer", "Ends processes that use GPUs without a reservation.")
+    """The parser of the command line."""
+    made = helper_parser("gpuscale-killer", "Kills processes that use GPUs without a reservation.")
     made.add_argument(
-        "--first-user",
-        type=int,
-        default=FIRST_USER,
-        help="processes of users below it are let be (%(default)s)",
+        "--first-user", type=int, default=FIRST_USER, help="spare users with a lower id (%(default)s)"
     )
     return made
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the program, and in the end see to what was sent SIGTERM."""
+    """Run the program; it exits once every process that got SIGTERM has ended."""
     given = parser().parse_args(argv)
     return run_helper(given, lambda group: nullcontext(Killer(given.first_user, group).take))
 

@@ -1,8 +1,7 @@
-"""How gpuscale-power gives idle GPUs other MIG instances, where it was started with a file for that.
+"""MIG partitioning of idle GPUs, for gpuscale-power.
 
-An order says all the instances that a GPU is to have. What it had is on disk before the first change; whatever goes wrong on
-the way, and at the next start after an end that was not seen, it gets that back. A GPU whose MIG mode is off is left alone, as
-that takes a reset.
+An order lists all instances that a GPU gets. The instances it has are on disk before the first change, and are restored on an
+error and on the next start after a crash. MIG mode is never switched on or off, since that takes a reset.
 """
 
 import json
@@ -21,47 +20,46 @@ from gpuscale.monitor.helper import keep
 
 T = TypeVar("T")
 Place: TypeAlias = tuple[int, int, int]
-"""A GPU instance: the id of its profile, and its slices of memory: the first, and how many."""
+"""A GPU instance: profile id, first memory slice, number of slices."""
 _Profiles: TypeAlias = Mapping[str, pynvml.c_nvmlGpuInstanceProfileInfo_v2_t]
 _log = logging.getLogger("gpuscale-power")
 
 
 class MigPartitions:
-    """MIG instances of this host's GPUs. `file` has, by UUID of the GPU, the orders that were begun and have not ended."""
+    """MIG instances of this host's GPUs. `file` keeps the unfinished order of each GPU, by its UUID."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self.begun: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.exists() else {}
 
     def put(self, order: str, uuid: str, profiles: Sequence[str]) -> dict[str, Any]:
-        """Give a GPU instances of these profiles, or back what it had before an order that was begun; how it ended.
+        """Partition a GPU into these profiles, or restore it if an earlier order is unfinished.
 
-        `instances` are the UUIDs of those that it has then; None where it may be left with something between.
+        Returns `problem`, empty on success, and `instances`, the UUIDs of its MIG devices, None if it may be half-partitioned.
         """
         problem, instances = "", None
         try:
             with _opened(uuid) as gpu:
                 self._change(order, uuid, gpu, profiles)
-        except (pynvml.NVMLError, ValueError, OSError) as error:  # what is not on disk is not changed
+        except (pynvml.NVMLError, ValueError, OSError) as error:
             problem = str(error)
         if uuid not in self.begun:
-            with suppress(pynvml.NVMLError), _opened(uuid) as gpu:  # NVML may list those of its start
-                instances = [pynvml.nvmlDeviceGetUUID(one) for one in _devices(gpu)]
+            # A new NVML session, since the old one may list the instances it started with.
+            with suppress(pynvml.NVMLError), _opened(uuid) as gpu:
+                instances = [pynvml.nvmlDeviceGetUUID(device) for device in _devices(gpu)]
         _log.warning("%s: %s", uuid, problem or f"has MIG instances {', '.join(profiles)}")
         return {"problem": problem, "instances": instances}
 
     def _change(self, order: str, uuid: str, gpu: pynvml.c_nvmlDevice_t, profiles: Sequence[str]) -> None:
-        """Raises ValueError: it has what it had; NVMLError, OSError: so too, if it is not begun."""
+        """Raises ValueError if its instances are unchanged or restored, NVMLError or OSError otherwise."""
         if pynvml.nvmlDeviceGetMigMode(gpu) != [pynvml.NVML_DEVICE_MIG_ENABLE] * 2:
-            raise ValueError(
-                "its MIG mode is off, or about to be: that takes a reset, which is left to an operator"
-            )
+            raise ValueError("its MIG mode is off or pending: an operator must enable it and reset the GPU")
         call = partial(pynvml.nvmlDeviceGetGpuInstanceProfileInfo, gpu)
         infos = _supported(call, pynvml.NVML_GPU_INSTANCE_PROFILE_COUNT)
         known = {info.name.removeprefix("MIG "): info for info in infos}
         if uuid in self.begun:
             self._take_back(uuid, gpu, known)
-            raise ValueError("the order was interrupted: it has its former instances again")
+            raise ValueError("the order was interrupted: its original instances are restored")
         before = _plain(gpu, known)
         wanted = _placed(gpu, known, profiles, before)
         if sorted(wanted) == sorted(before):
@@ -78,19 +76,20 @@ class MigPartitions:
             _cut(gpu, known, wanted)
         except pynvml.NVMLError as error:
             self._take_back(uuid, gpu, known)
-            raise ValueError(f"the driver refuses: {error}; it has its former instances again") from error
+            raise ValueError(f"the driver refuses: {error}; its original instances are restored") from error
         self._end(uuid)
 
     def _take_back(self, uuid: str, gpu: pynvml.c_nvmlDevice_t, known: _Profiles) -> None:
-        before, wanted = ([tuple(one) for one in self.begun[uuid][key]] for key in ("before", "wanted"))
+        """Restore the instances from before the unfinished order. ValueError if someone else changed them since."""
+        before, wanted = ([tuple(place) for place in self.begun[uuid][key]] for key in ("before", "wanted"))
         if not {place for place, _ in _instances(gpu, known)} <= {*before, *wanted}:
             self._end(uuid)
-            raise ValueError("the order was interrupted, and others gave it instances since: they stay")
+            raise ValueError("the order was interrupted, and its instances were changed since: they are kept")
         _cut(gpu, known, before)
         self._end(uuid)
 
     def _end(self, uuid: str) -> None:
-        self._write({one: begun for one, begun in self.begun.items() if one != uuid})
+        self._write({key: begun for key, begun in self.begun.items() if key != uuid})
 
     def _write(self, begun: dict[str, Any]) -> None:
         keep(self._file, begun)
@@ -98,23 +97,26 @@ class MigPartitions:
 
 
 class PartitionOrders:
-    """Takes the agent's orders: one is carried out after the other, what was interrupted first."""
+    """Carries out the agent's orders one after another in a thread, unfinished ones of the last run first."""
 
     def __init__(self, partitions: MigPartitions) -> None:
         self._partitions = partitions
         self._thread = ThreadPoolExecutor(1, "partitions")
         self._made: dict[str, Future[dict[str, Any]]] = {}
-        for uuid, one in partitions.begun.items():
-            self._begin(one["order"], uuid, ())
+        for uuid, begun in partitions.begun.items():
+            self._begin(begun["order"], uuid, ())
 
     def take(self, orders: Mapping[str, Mapping[str, Any]] | None) -> dict[str, object]:
-        """Begin what is new, forget what is ordered no more, unless orders are not known; how each ended, by its id."""
+        """Start new orders and forget those that are no longer listed, unless `orders` is None.
+
+        Returns the results of finished orders by id.
+        """
         if orders is not None:
-            self._made = {key: one for key, one in self._made.items() if key in orders or not one.done()}
+            self._made = {key: made for key, made in self._made.items() if key in orders or not made.done()}
             for key, order in orders.items():
                 if key not in self._made:
                     self._begin(key, str(order["uuid"]), [*map(str, order["profiles"])])
-        return {key: one.result() for key, one in self._made.items() if one.done()}
+        return {key: made.result() for key, made in self._made.items() if made.done()}
 
     def _begin(self, order: str, uuid: str, profiles: Sequence[str]) -> None:
         self._made[order] = self._thread.submit(self._partitions.put, order, uuid, profiles)
@@ -140,7 +142,7 @@ def _devices(gpu: pynvml.c_nvmlDevice_t) -> Iterator[pynvml.c_nvmlDevice_t]:
 
 
 def _supported(call: Callable[[int], T], count: int) -> Iterator[T]:
-    """What NVML knows of the profiles with these numbers."""
+    """The results of a call for profile numbers below `count`, without unsupported profiles."""
     for number in range(count):
         try:
             yield call(number)
@@ -163,7 +165,7 @@ def _instances(
 def _compute(
     instance: pynvml.c_nvmlGpuInstance_t,
 ) -> tuple[int, list[tuple[int, pynvml.c_nvmlComputeInstance_t]]]:
-    """The profile of a compute instance that takes all of a GPU instance; and those that it has, with their profiles."""
+    """The profile id of a compute instance that spans a whole GPU instance, and its compute instances with their profile ids."""
     shared = pynvml.NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED
     infos = [
         *_supported(
@@ -180,14 +182,12 @@ def _compute(
 
 
 def _plain(gpu: pynvml.c_nvmlDevice_t, known: _Profiles) -> list[Place]:
-    """What a GPU has. Raises ValueError where that could not be made again."""
+    """The instances of a GPU. ValueError if they could not be restored."""
     found: list[Place] = []
     for place, one in _instances(gpu, known):
         whole, parts = _compute(one)
         if [profile for profile, _ in parts] != [whole]:
-            raise ValueError(
-                "it has GPU instances without a compute instance, or with others than the whole one"
-            )
+            raise ValueError("it has GPU instances without a compute instance that spans them")
         found.append(place)
     return found
 
@@ -195,11 +195,11 @@ def _plain(gpu: pynvml.c_nvmlDevice_t, known: _Profiles) -> list[Place]:
 def _placed(
     gpu: pynvml.c_nvmlDevice_t, known: _Profiles, profiles: Iterable[str], before: Sequence[Place]
 ) -> list[Place]:
-    """Where instances of these profiles have room together, those that are there in place where they can stay."""
+    """Places for instances of these profiles, keeping existing ones where possible. ValueError if they do not fit."""
     options: list[list[Place]] = []
     for profile in profiles:
         if profile not in known:
-            raise ValueError(f"its profiles are {', '.join(known)}: {profile} is none")
+            raise ValueError(f"it has no profile {profile}, only {', '.join(known)}")
         key, count = known[profile].id, c_uint()
         pynvml.nvmlDeviceGetGpuInstancePossiblePlacements(gpu, key, None, byref(count))
         room = (pynvml.c_nvmlGpuInstancePlacement_t * count.value)()
@@ -215,7 +215,7 @@ def _placed(
 
 
 def _apart(options: Sequence[Sequence[Place]], taken: frozenset[int]) -> list[Place] | None:
-    """A place of each of the options, so that none overlap."""
+    """One place from each option such that none overlap; None if there is no such choice."""
     if not options:
         return []
     for place in options[0]:
@@ -226,7 +226,7 @@ def _apart(options: Sequence[Sequence[Place]], taken: frozenset[int]) -> list[Pl
 
 
 def _cut(gpu: pynvml.c_nvmlDevice_t, known: _Profiles, wanted: Sequence[Place]) -> None:
-    """Leave a GPU with these instances alone: those of them that it has are not touched."""
+    """Make a GPU have exactly these instances, leaving those it already has untouched."""
     missing, empty = [*wanted], list[pynvml.c_nvmlGpuInstance_t]()
     for place, one in [*_instances(gpu, known)]:
         _, parts = _compute(one)

@@ -1,9 +1,8 @@
-"""The program `gpuscale-power`: caps the power of GPUs, for the agent of its host, and sets back what it found.
+"""The program `gpuscale-power`: sets power limits and, with a partitions file, MIG instances on behalf of the agent.
 
-The agent reads only; this program may set power limits, and partition idle GPUs where it is told a file for that. An order says all the caps there are to be, so
-that it may be repeated: within what a device admits each is set, and GPUs without one get the limit back that they had. That
-limit is on disk before the first change. It is set back when the agent is silent, when the program ends, and when it starts
-after an end that it did not see.
+The agent never changes a GPU. Each order lists all caps, so orders are idempotent: listed GPUs are capped, the others get their
+original limit back. Original limits are on disk before the first change, and are restored when the agent is silent, when the
+program exits, and when it starts after a crash.
 """
 
 import argparse
@@ -27,18 +26,18 @@ _log = logging.getLogger("gpuscale-power")
 
 
 class PowerLimits:
-    """Power limits of this host's GPUs, in mW. `file` has those that were found, by UUID."""
+    """Power limits of this host's GPUs. `file` keeps the original limits of capped GPUs, in mW by UUID."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._found: dict[str, int] = json.loads(file.read_text("utf-8")) if file.exists() else {}
 
     def found_watts(self) -> dict[str, float]:
-        """What was found of the GPUs that have a cap."""
+        """The original limits of capped GPUs, by UUID."""
         return {uuid: limit / _MILLI for uuid, limit in self._found.items()}
 
     def put(self, caps: Mapping[str, float]) -> dict[str, str]:
-        """Set these caps, in watts, and on all other GPUs the limit that was found; why not, by UUID."""
+        """Set these caps, in watts, and restore all other GPUs; returns problems by UUID. OSError if `file` fails."""
         back = dict.fromkeys(uuid for uuid in self._found if uuid not in caps)
         problems: dict[str, str] = {}
         if not (caps or back):
@@ -79,13 +78,12 @@ class PowerLimits:
             _log.warning("%s: %g W instead of %g W", uuid, limit / _MILLI, before / _MILLI)
 
     def _write(self, found: dict[str, int]) -> None:
-        """Raises OSError."""
         keep(self._file, found)
         self._found = found
 
 
 class PowerOrders:
-    """Takes the agent's orders, one at a time, and has none once the agent was silent for `silence` seconds."""
+    """Carries out the agent's orders, one at a time, and drops all caps after `silence` seconds without one."""
 
     def __init__(self, limits: PowerLimits, silence: float, partitions: PartitionOrders | None) -> None:
         self._limits = limits
@@ -97,7 +95,7 @@ class PowerOrders:
         self._problems: dict[str, str] = {}
 
     async def take(self, found: Any, _agent: int) -> Mapping[str, object]:
-        """Put caps in force, and say what could not be done; where none are said, say which there are."""
+        """Apply caps and partitions, and report the state; null caps only ask for it."""
         caps = found["caps"]
         self._heard.set()
         if caps is not None:
@@ -112,7 +110,7 @@ class PowerOrders:
         }
 
     async def watch(self) -> None:
-        """Set limits back while the agent is silent, until cancelled."""
+        """Restore limits whenever the agent is silent, until cancelled."""
         while True:
             self._heard.clear()
             try:
@@ -122,38 +120,30 @@ class PowerOrders:
                 await self.put_back("the agent is silent")
 
     async def put_back(self, why: str) -> None:
-        """Set all limits back."""
+        """Restore all original limits."""
         self._caps = {}
         for uuid, problem in (await self._put({})).items():
-            _log.error("%s: %s, and its limit cannot be set back: %s", uuid, why, problem)
+            _log.error("%s: %s, but its limit cannot be restored: %s", uuid, why, problem)
 
     async def _put(self, caps: Mapping[str, float]) -> dict[str, str]:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._limits.put, caps)
-        except OSError as error:  # what is not on disk is not changed
+        except OSError as error:
             return dict.fromkeys(caps, f"{error.filename}: {error.strerror}")
 
 
 def parser() -> argparse.ArgumentParser:
-    """What it is told."""
-    made = helper_parser("gpuscale-power", "Caps the power of GPUs as a budget or a reservation says.")
+    """The parser of the command line."""
+    made = helper_parser("gpuscale-power", "Caps the power of GPUs for budgets and reservations.")
     made.add_argument(
-        "--found-file",
-        type=Path,
-        required=True,
-        help="file of the limits that were found, while there are caps",
+        "--found-file", type=Path, required=True, help="file that keeps the original limits of capped GPUs"
     )
-    made.add_argument(
-        "--silence",
-        type=float,
-        default=60.0,
-        help="seconds of silence of the agent after which limits are set back (%(default)g)",
+    silence = "restore limits after this many seconds without the agent (%(default)g)"
+    made.add_argument("--silence", type=float, default=60.0, help=silence)
+    partitions = (
+        "partition idle GPUs when the agent asks; file that keeps their original MIG instances meanwhile"
     )
-    made.add_argument(
-        "--partitions-file",
-        type=Path,
-        help="give idle GPUs other MIG instances when the agent asks for it, and keep here what they had meanwhile",
-    )
+    made.add_argument("--partitions-file", type=Path, help=partitions)
     return made
 
 
@@ -164,18 +154,18 @@ def main(argv: list[str] | None = None) -> int:
     try:
         limits, partitions = PowerLimits(given.found_file), MigPartitions(file) if file else None
     except (OSError, ValueError) as error:
-        sys.exit(f"--found-file or --partitions-file cannot be read: {error}")
+        sys.exit(f"cannot read --found-file or --partitions-file: {error}")
 
     @asynccontextmanager
     async def opened(group: asyncio.TaskGroup) -> AsyncGenerator[Any]:
         orders = PowerOrders(limits, given.silence, PartitionOrders(partitions) if partitions else None)
-        await orders.put_back("an earlier end was not seen")
+        await orders.put_back("the last run crashed")
         watching = group.create_task(orders.watch(), name="silence")
         try:
             yield orders.take
         finally:
             watching.cancel()
-            await orders.put_back("the program ends")
+            await orders.put_back("the program exits")
 
     return run_helper(given, opened)
 

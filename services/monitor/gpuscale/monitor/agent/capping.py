@@ -1,7 +1,7 @@
-"""Caps the power of GPUs as budgets and reservations say, and has them partitioned, by gpuscale-power: only where that runs.
+"""Passes power caps and MIG partitions from the allocator to gpuscale-power, while that helper's socket exists.
 
-While its socket is there the allocator is told what GPUs draw and asked for caps, each second while there are any. What it said
-last stays in force while it does not answer: a budget protects a fuse. The helper hears of it each time, as a sign of life.
+The agent reports power draw and polls for caps, every second while there are any. While the allocator does not answer, the last
+caps stay in force: a budget protects a fuse. Each order to the helper is also its heartbeat.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ from gpuscale.monitor.agent.gpus import Gpus
 from gpuscale.monitor.helper import PATIENCE, ask_helper
 
 LOOK, QUICK = 5.0, 1.0
-"""Seconds between two looks, while there are no caps and while there are."""
+"""Seconds between polls without and with caps."""
 PARTITION = 60.0
-"""Seconds in which GPUs are partitioned."""
+"""Timeout of partitioning, in seconds."""
 _NO_ANSWER: Final = "gpuscale-power does not answer"
 _log = get_logger(__name__)
 
 
 class Capping:
-    """Has the helper at `place` put in force what the allocator says for a node."""
+    """Applies the allocator's power caps and partitions for a node through the helper at `place`."""
 
     def __init__(
         self, allocator: grpc.aio.Channel, place: Path, node: str, sampler: Sampler, gpus: Gpus
@@ -40,13 +40,11 @@ class Capping:
         self._node = node
         self._sampler = sampler
         self._gpus = gpus
-        self._caps: dict[str, float] | None = None
-        """What was ordered last; None before it is known."""
-        self._begun: set[str] = set()
-        """Orders to give GPUs other MIG instances that the helper has."""
+        self._caps: dict[str, float] | None = None  # the last order; None until known
+        self._begun: set[str] = set()  # ids of partition orders that were passed to the helper
         self._state: dict[str, Any] = {}
+        # Original limits by UUID: after a cap is lifted, readings still show it for a while.
         self._found: dict[str, float] = {}
-        """Limits that helpers found: a reading of a GPU whose cap was taken back is that of the cap for a while."""
 
     async def run(self) -> None:
         """Keep caps in force until cancelled."""
@@ -59,17 +57,17 @@ class Capping:
                 if self._caps is None:
                     continue
             elif self._caps is None:
-                await self._put()  # nothing, but ask which there are
+                await self._put()  # asks for the caps in force
             try:
                 with rpc_errors():
                     answer = await self._stub.TakePowerCaps(await self._request(), timeout=RPC_TIMEOUT)
             except GpuscaleError as error:
                 if not failing:
-                    _log.warning("cannot ask for power caps: they stay as they are", error=error.message)
+                    _log.warning("cannot poll power caps: they stay in force", error=error.message)
                 failing = True
             else:
                 failing = False
-                self._caps = {one.uuid: one.watts for one in answer.caps} if there else None
+                self._caps = {cap.uuid: cap.watts for cap in answer.caps} if there else None
                 orders = {
                     one.order: {"uuid": one.uuid, "profiles": [*one.profiles]} for one in answer.partitions
                 }
@@ -81,9 +79,9 @@ class Capping:
                 await self._put()
 
     async def _partition(self, orders: Mapping[str, object]) -> None:
-        """Have orders carried out, and leave the driver so long: it destroys nothing that is open, and tells of what was."""
+        """Have the helper partition GPUs, with the driver released: it destroys no instance that is in use."""
         try:
-            await self._gpus.release(PARTITION, "MIG instances are made")
+            await self._gpus.release(PARTITION, "GPUs are being partitioned")
         except FailedPreconditionError as error:
             _log.warning("cannot partition GPUs yet", error=error.message)
             return
@@ -94,7 +92,7 @@ class Capping:
                     await self._put(orders)
                     await asyncio.sleep(QUICK)
         except TimeoutError:
-            _log.warning("gpuscale-power does not end orders", orders=[*orders])
+            _log.warning("gpuscale-power does not finish partitioning", orders=[*orders])
         finally:
             self._gpus.resume()
 
@@ -113,7 +111,15 @@ class Capping:
         request = allocator_api.TakePowerCapsRequest(
             node=node_name(self._node),
             partitions_gpus=ends is not None,
-            partition_ends=[_end(key, said) for key, said in (ends or {}).items()],
+            partition_ends=[
+                allocator_api.PartitionEnd(
+                    order=order,
+                    problem=end["problem"],
+                    instances=end["instances"],
+                    unsettled=end["instances"] is None,
+                )
+                for order, end in (ends or {}).items()
+            ],
         )
         snapshot = await self._sampler.get(max_age=QUICK)
         caps, problems = (self._state.get(key, {}) for key in ("caps", "problems"))
@@ -122,25 +128,14 @@ class Capping:
             uuid, reading = view.identity.uuid, view.reading
             if not view.identity.parent_uuid:
                 fresh = view.read_at is not None and snapshot.taken_at - view.read_at <= 3 * snapshot.period
+                limits = (reading.power_limit_watts, self._found.get(uuid))
                 request.gpus.add(
                     uuid=uuid,
                     watts=reading.power_watts if fresh else None,
                     lowest_watts=reading.power_limit_min_watts,
-                    limit_watts=self._limit(uuid, reading.power_limit_watts),
+                    limit_watts=max((limit for limit in limits if limit is not None), default=None),
                     cap_watts=caps.get(uuid),
                     sm_activity_percent=reading.sm_activity_percent,
                     problem=problems.get(uuid, otherwise),
                 )
         return request
-
-    def _limit(self, uuid: str, read: float | None) -> float | None:
-        """The limit of a GPU without a cap, at most."""
-        known = [one for one in (read, self._found.get(uuid)) if one is not None]
-        return max(known, default=None)
-
-
-def _end(order: str, said: Mapping[str, Any]) -> allocator_api.PartitionEnd:
-    there = said["instances"]
-    return allocator_api.PartitionEnd(
-        order=order, problem=said["problem"], instances=there, unsettled=there is None
-    )

@@ -1,7 +1,7 @@
-"""Ends outsiders that use policies order to end, by gpuscale-killer: only where that runs, and once more checked here.
+"""Passes the allocator's orders to kill processes without a reservation to gpuscale-killer, after checking them here too.
 
-While its socket is there, orders are asked for each 5 s, and what became of them is told at once, with the next call. Nothing is
-admitted between the check and the order to the helper.
+While the helper's socket exists, the agent polls for orders and reports results with the next poll. No work is admitted between
+the check and the order to the helper.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ from gpuscale.monitor.model.admission import Admissions
 from gpuscale.monitor.model.readings import ProcessKey, Snapshot
 
 LOOK: Final = 5.0
-"""Seconds between two looks whether there are orders, and the helper."""
+"""Seconds between polls."""
 PATIENCE: Final = 1.0
-"""Seconds for the helper's answer."""
+"""Timeout of the helper's answer, in seconds."""
 _log = get_logger(__name__)
 
 
 class Killing:
-    """Takes orders for a node, and has the helper at `place` carry them out."""
+    """Carries out kill orders for a node through the helper at `place`."""
 
     def __init__(
         self, allocator: grpc.aio.Channel, place: Path, node: str, sampler: Sampler, work: Work
@@ -43,60 +43,53 @@ class Killing:
         self._work = work
 
     async def run(self) -> None:
-        """Take orders until cancelled."""
-        request, failing = self._request(), False
+        """Carry out orders until cancelled."""
+        results: list[allocator_api.KillResult] = []
+        failing = False
         while True:
-            if not request.results:
+            if not results:
                 await asyncio.sleep(LOOK)
+            sent, results = results, []
             if not await asyncio.to_thread(self._place.is_socket):
-                request = self._request()
                 continue
+            request = allocator_api.TakeKillOrdersRequest(node=node_name(self._node), results=sent)
             try:
                 with rpc_errors():
                     answer = await self._stub.TakeKillOrders(request, timeout=RPC_TIMEOUT)
             except GpuscaleError as error:
                 if not failing:
-                    _log.warning("cannot take orders to end outsiders", error=error.message)
-                request, failing = self._request(), True
+                    _log.warning("cannot poll kill orders", error=error.message)
+                failing = True
                 continue
-            request, failing = self._request(), False
+            failing = False
             for order in answer.orders:
                 problem = await self._carry_out(order)
                 if problem is not None:
-                    request.results.add(order=order.id, problem=problem)
-                _log.warning(
-                    "ordered to end an outsider",
-                    gpu=order.gpu,
-                    pid=order.pid,
-                    problem="gpuscale-killer has not said what became of it"
-                    if problem is None
-                    else problem or None,
-                )
-
-    def _request(self) -> allocator_api.TakeKillOrdersRequest:
-        return allocator_api.TakeKillOrdersRequest(node=node_name(self._node))
+                    results.append(allocator_api.KillResult(order=order.id, problem=problem))
+                shown = "gpuscale-killer has not answered" if problem is None else problem or None
+                _log.warning("ordered to kill a process", gpu=order.gpu, pid=order.pid, problem=shown)
 
     async def _carry_out(self, order: allocator_api.KillOrder) -> str | None:
-        """Why a process is not ended, empty if it is; None where that is not known."""
+        """Why the process is not killed, empty if it is; None if the helper did not say."""
         async with self._work.at_rest() as admissions:
             snapshot = await self._sampler.get(max_age=0.0)
-            process = ProcessKey(order.pid, order.start_ticks)
-            return refusal(snapshot, admissions, order.gpu, process) or await self._ask(
-                process, seconds(order.grace), admissions
-            )
-
-    async def _ask(self, process: ProcessKey, grace: float, admissions: Admissions) -> str | None:
-        admitted = [(one.process.pid, one.process.started) for one in admissions.workers]
-        order = {"pid": process.pid, "started": process.started, "grace": grace, "admitted": admitted}
-        try:
-            answer = await ask_helper(self._place, order, PATIENCE)
-        except OSError as error:
-            return f"gpuscale-killer does not answer: {error.strerror}"
-        return None if answer is None else str(answer.get("problem", ""))
+            if problem := refusal(snapshot, admissions, order.gpu, ProcessKey(order.pid, order.start_ticks)):
+                return problem
+            wish = {
+                "pid": order.pid,
+                "started": order.start_ticks,
+                "grace": seconds(order.grace),
+                "admitted": [(one.process.pid, one.process.started) for one in admissions.workers],
+            }
+            try:
+                answer = await ask_helper(self._place, wish, PATIENCE)
+            except OSError as error:
+                return f"gpuscale-killer does not answer: {error.strerror}"
+            return None if answer is None else str(answer.get("problem", ""))
 
 
 def refusal(snapshot: Snapshot, admissions: Admissions, gpu: str, process: ProcessKey) -> str:
-    """Why a process is no outsider on a GPU by what is seen and was admitted; empty if it is one."""
+    """Why a process may not be killed, by a snapshot and what was admitted; empty if it may."""
     found = [
         (gpu_name(snapshot.node, view.identity.uuid), one)
         for view in snapshot.gpus
@@ -104,14 +97,12 @@ def refusal(snapshot: Snapshot, admissions: Admissions, gpu: str, process: Proce
         if one.lineage[:1] == (process,)
     ]
     if all(name != gpu for name, _ in found):
-        return "it does not use the GPU any more"
+        return "it no longer uses the GPU"
     for name, one in found:
-        if one.reservation or one.holder_unknown:
-            return (
-                f"it works for {one.reservation} on {name}"
-                if one.reservation
-                else "it is not known whose it is"
-            )
+        if one.reservation:
+            return f"it belongs to {one.reservation} on {name}"
+        if one.holder_unknown:
+            return "its reservation is unknown"
     for _, one in found:
         if own := next((worker for worker in admissions.workers if worker.process in one.lineage), None):
             return f"it descends from process {own.process.pid}, which was admitted for {own.reservation}"
