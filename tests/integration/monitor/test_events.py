@@ -10,7 +10,7 @@ import pytest
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.runtime.tasks import SystemClock
-from gpuscale.monitor.agent.events import MOST_FAULTS, FaultLog, GpuEvents, Listener
+from gpuscale.monitor.agent.events import MOST_FAULTS, FaultLog, Listener
 from gpuscale.monitor.agent.sources import GpuSourceError
 from gpuscale.monitor.app import agent as agent_app
 from gpuscale.monitor.model.readings import (
@@ -88,16 +88,12 @@ def test_few_faults_are_kept_and_their_ages_are_told() -> None:
 
 
 async def test_only_xid_events_of_the_driver_are_faults() -> None:
-    events, faults = GpuEvents(), FaultLog()
-    following = asyncio.create_task(faults.follow(events))
-    await asyncio.sleep(0)
-    when = datetime(2026, 1, 1, tzinfo=UTC)
-    events.publish(GpuEvent("GPU-1", GpuEventKind.ECC_CORRECTED, None, 1.0, when))
-    events.publish(GpuEvent("GPU-1", GpuEventKind.XID, 13, 2.0, when))
+    faults, when = FaultLog(), datetime(2026, 1, 1, tzinfo=UTC)
+    faults.note(GpuEvent("GPU-1", GpuEventKind.ECC_CORRECTED, None, 1.0, when))
+    faults.note(GpuEvent("GPU-1", GpuEventKind.XID, 13, 2.0, when))
     async with asyncio.timeout(10):
         await faults.after(-1)
     assert [fault.xid for fault in faults.message(-1, 3.0).faults] == [13]
-    following.cancel()
 
 
 class TakenAway(FakeGpus):
@@ -109,7 +105,7 @@ class TakenAway(FakeGpus):
 
 async def listen_twice() -> BaseException | None:
     """Listen to such a source, and once more after that; why the second time ended."""
-    listener = Listener(TakenAway(), SystemClock(), GpuEvents(), wait=1.0)
+    listener = Listener(TakenAway(), SystemClock(), lambda _: None, wait=1.0)
     for _ in range(2):
         listener.start()
         await eventually(lambda: listener.listening is None)

@@ -15,6 +15,7 @@ from gpuscale.monitor.agent.nvml import NvmlSource
 from gpuscale.monitor.agent.pci import find_adapters
 from gpuscale.monitor.model.readings import (
     DriverEvent,
+    GpuEvent,
     GpuEventKind,
     GpuState,
     MissingGpu,
@@ -219,15 +220,16 @@ async def test_events_go_on_after_a_driver_reload(nvml_double: NvmlDouble) -> No
     clock = SystemClock()
     gpus = Gpus(NvmlSource(clock.now), clock, ReadDeadlines())
     loop = asyncio.get_running_loop()
+    events: asyncio.Queue[GpuEvent] = asyncio.Queue()
+    gpus.observers.append(events.put_nowait)
     try:
-        with gpus.events.subscribe() as events:
-            await gpus.refresh(loop.time() + 5.0)
-            nvml_double.reload_driver()
-            async with asyncio.timeout(20.0):
-                while gpus.collection().openings < 2 or gpus.problem():
-                    await gpus.refresh(loop.time() + 1.0)
-                    await asyncio.sleep(0.05)
-                nvml_double.raise_event(gpu=0, data=63)
-                assert (await events.get()).xid == 63
+        await gpus.refresh(loop.time() + 5.0)
+        nvml_double.reload_driver()
+        async with asyncio.timeout(20.0):
+            while gpus.collection().openings < 2 or gpus.problem():
+                await gpus.refresh(loop.time() + 1.0)
+                await asyncio.sleep(0.05)
+            nvml_double.raise_event(gpu=0, data=63)
+            assert (await events.get()).xid == 63
     finally:
         await gpus.close()

@@ -1,13 +1,9 @@
-"""Events of GPUs: the thread that waits for them, who subscribes to them, and the faults that the fleet must be told of.
-
-To be used from one event loop. Each subscriber has a bounded queue of its own: one that does not read loses the oldest
-events and is told how many, and holds up neither the driver's thread nor another subscriber.
-"""
+"""Driver events: the thread that waits for them, and the faults to report to the fleet. For use from one event loop."""
 
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.wire import to_duration
@@ -15,85 +11,49 @@ from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.agent.sources import GpuSource
 from gpuscale.monitor.agent.threads import CallThread
 from gpuscale.monitor.model.readings import GpuEvent, GpuEventKind, GpuState, GpuView
-from gpuscale.monitor.wire.watch import Subscribers
-
-QUEUE_LENGTH = 256
-
-
-class EventQueue:
-    """One subscriber's events, oldest first. `dropped` counts those that were lost since it began."""
-
-    def __init__(self) -> None:
-        self.dropped = 0
-        self._events: deque[GpuEvent] = deque(maxlen=QUEUE_LENGTH)
-        self._arrived = asyncio.Event()
-
-    def put(self, event: GpuEvent) -> None:
-        """Add an event; a full queue drops the oldest."""
-        self.dropped += len(self._events) == QUEUE_LENGTH
-        self._events.append(event)
-        self._arrived.set()
-
-    async def get(self) -> GpuEvent:
-        """Wait for the next event."""
-        while not self._events:
-            self._arrived.clear()
-            await self._arrived.wait()
-        return self._events.popleft()
-
-
-class GpuEvents(Subscribers[EventQueue]):
-    """Hands each event to every subscriber. There is no history: a subscription begins empty."""
-
-    def __init__(self) -> None:
-        super().__init__(EventQueue)
-
-    def publish(self, event: GpuEvent) -> None:
-        """Give an event to every subscriber."""
-        for queue in self.all:
-            queue.put(event)
 
 
 class Listener:
-    """Hands the events of a source to subscribers. To be used from one event loop.
+    """Waits for events of a source in a thread and calls `hear` with each on the event loop.
 
-    `wait` is the seconds that a pause may have to wait: an event wakes the thread at once, and each wait that ends without
-    one costs a little.
+    `wait`: seconds of one blocking call, and so how long a pause may take. Events end it at once.
     """
 
-    def __init__(self, source: GpuSource, clock: Clock, events: GpuEvents, wait: float) -> None:
+    def __init__(
+        self, source: GpuSource, clock: Clock, hear: Callable[[GpuEvent], None], wait: float
+    ) -> None:
         self._source = source
         self._wait = wait
         self._clock = clock
-        self._events = events
+        self._hear = hear
         self._worker = CallThread("gpu-events")
         self._paused = threading.Event()
         self._listening: asyncio.Future[None] | None = None
 
     @property
     def listening(self) -> "asyncio.Future[None] | None":
-        """Done once the thread has left the driver; None while it is not in it."""
+        """Done once the thread leaves the driver; None if it is not in the driver."""
         if self._listening is not None and self._listening.done():
             return None
         return self._listening
 
     @property
     def error(self) -> BaseException | None:
-        """Why listening ended other than by a pause: the source has a bug."""
+        """The error that ended listening, if any."""
         ended = self._listening is not None and self._listening.done()
         return self._listening.exception() if ended and self._listening is not None else None
 
     def start(self) -> None:
-        """Start listening, or go on where a pause has not taken effect."""
+        """Start listening, or cancel a pause that has not taken effect."""
         self._paused.clear()
         if self.listening is None:
             loop = asyncio.get_running_loop()
             self._listening = self._worker.call(lambda: self._listen(loop))
-            # A source that ends is told of by its GPUs: that nobody asks why this ended is nothing for the log.
+            # Retrieve the error, so that asyncio does not log it: the GPUs report a source that ended.
             self._listening.add_done_callback(lambda ended: ended.exception())
 
     def pause(self) -> None:
-        """Stop listening as soon as the thread returns."""
+        """Stop listening when the current wait ends."""
         self._paused.set()
 
     def stop(self) -> None:
@@ -107,9 +67,9 @@ class Listener:
             if found is not None:
                 event = GpuEvent(found.uuid, found.kind, found.xid, self._clock.now(), self._clock.wall())
                 try:
-                    loop.call_soon_threadsafe(self._events.publish, event)
+                    loop.call_soon_threadsafe(self._hear, event)
                 except RuntimeError:
-                    return  # the loop has closed: nobody listens any more
+                    return  # the loop is closed
 
 
 MOST_FAULTS = 64
@@ -117,7 +77,7 @@ _AWAY = frozenset({GpuState.LOST, GpuState.RESET_REQUIRED, GpuState.RELEASED})
 
 
 class FaultLog:
-    """The newest faults of this host, numbered from 0."""
+    """The newest XID faults of this host, numbered from 0."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[int, str, int, float]] = deque(maxlen=MOST_FAULTS)
@@ -125,22 +85,19 @@ class FaultLog:
         self._told = -1
         self._arrived = asyncio.Event()
 
-    async def follow(self, events: GpuEvents) -> None:
-        """Keep faults until cancelled."""
-        with events.subscribe() as queue:
-            while True:
-                event = await queue.get()
-                if event.kind is GpuEventKind.XID and event.xid is not None:
-                    self.add(event.uuid, event.xid, event.seen_at)
+    def note(self, event: GpuEvent) -> None:
+        """Add an event if it is an XID fault."""
+        if event.kind is GpuEventKind.XID and event.xid is not None:
+            self.add(event.uuid, event.xid, event.seen_at)
 
     def add(self, uuid: str, xid: int, at: float) -> None:
-        """Keep a fault reported at `at`, in seconds of the clock."""
+        """Add a fault reported at `at`, in seconds of the clock."""
         self._kept.append((self._count, uuid, xid, at))
         self._count += 1
         self._arrived.set()
 
     async def after(self, last: int) -> None:
-        """Wait until there is a fault with a number above `last`. One may wait at a time."""
+        """Wait for a fault with a number above `last`. Only one task may wait."""
         while not self._kept or self._kept[-1][0] <= last:
             self._arrived.clear()
             await self._arrived.wait()
@@ -158,11 +115,11 @@ class FaultLog:
         )
 
     def told(self, last: int) -> None:
-        """The fleet has been told of faults up to this number."""
+        """Note that faults up to this number were sent to the fleet."""
         self._told = max(self._told, last)
 
     def saw(self, gpus: Iterable[GpuView]) -> None:
-        """Drop faults that need not be repeated, by the GPUs that a snapshot shows."""
+        """Drop faults that were sent and whose GPU is lost, released or needs a reset in this snapshot."""
         away = {gpu.identity.uuid for gpu in gpus if gpu.state in _AWAY} if self._kept else None
         if away:
             kept = [fault for fault in self._kept if fault[0] > self._told or fault[1] not in away]

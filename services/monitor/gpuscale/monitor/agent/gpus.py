@@ -7,7 +7,7 @@ such a call is not documented.
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import NAMESPACE_URL, uuid5
@@ -16,11 +16,12 @@ from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff, Clock
 from gpuscale.monitor.agent.device import QUICK_SECONDS, Device, ReadDeadlines
-from gpuscale.monitor.agent.events import GpuEvents, Listener
+from gpuscale.monitor.agent.events import Listener
 from gpuscale.monitor.agent.pci import pci_address
 from gpuscale.monitor.agent.sources import GpuSource, GpuSourceError
 from gpuscale.monitor.agent.threads import CallThread, Reader, SharedThread, wait_until
 from gpuscale.monitor.model.readings import (
+    GpuEvent,
     GpuIdentity,
     GpuReading,
     GpuState,
@@ -131,13 +132,13 @@ class Gpus:
         event_wait: float = LONGEST_EVENT_WAIT_SECONDS,
         node: str = "",
     ) -> None:
-        self.events = GpuEvents()
+        self.observers: list[Callable[[GpuEvent], None]] = []
         self._source = source
         self._clock = clock
         self._deadlines = deadlines
         self._node = node
         self._control = CallThread("gpu-source")
-        self._listener = Listener(source, clock, self.events, event_wait)
+        self._listener = Listener(source, clock, self._hear, event_wait)
         self._shared = SharedThread()
         self._devices: dict[str, Device] = {}
         self._inventory: Inventory | None = None
@@ -170,6 +171,10 @@ class Gpus:
     def simulated(self) -> bool:
         """Whether no hardware stands behind the GPUs."""
         return self._source.simulated
+
+    def _hear(self, event: GpuEvent) -> None:
+        for observe in self.observers:
+            observe(event)
 
     def collection(self) -> Collection:
         """How reading the driver goes now."""

@@ -90,6 +90,7 @@ async def open_agent(
     meter = CollectionMeter(collector.collect, clock, Bus(on_bus))
     sampler = Sampler(meter.collect, settings.period_seconds, clock)
     xids = Xids()
+    gpus.observers.append(xids.note)
     holders = HolderLabels(allocator, clock, settings.node).ask if settings.metrics_holders else None
     page = AgentPage(
         meter,
@@ -111,11 +112,10 @@ async def open_agent(
             AsyncExitStack() as stack,
         ):
             tasks.spawn("agent sampler", sampler.run())
-            tasks.spawn("agent XID counts", xids.follow(gpus.events))
             tasks.start("agent asks the kubelet", pods.run())
             if fleet is not None:
                 faults = FaultLog()
-                tasks.spawn("agent faults", faults.follow(gpus.events))
+                gpus.observers.append(faults.note)
                 why = partial(settings.why_unavailable, settings.fleet_address)
                 push = FleetPush(fleet, sampler, collector, clock, settings.full_every_seconds, faults, why)
                 tasks.spawn("agent stream to the fleet", push.run())

@@ -9,7 +9,6 @@ from gpuscale.common import VERSION
 from gpuscale.common.rpc.meter import CallMeter, add_connections, add_process
 from gpuscale.common.runtime.metrics_text import MetricsPage, labels
 from gpuscale.common.runtime.tasks import Clock
-from gpuscale.monitor.agent.events import GpuEvents
 from gpuscale.monitor.agent.gpus import Collection
 from gpuscale.monitor.agent.pci import Bus, pci_address
 from gpuscale.monitor.agent.push import FleetPush
@@ -101,12 +100,6 @@ class Xids:
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, int]] = Counter()
         self._last: dict[tuple[str, int], float] = {}
-
-    async def follow(self, events: GpuEvents) -> None:
-        """Count until cancelled."""
-        with events.subscribe() as queue:
-            while True:
-                self.note(await queue.get())
 
     def add_to(self, page: MetricsPage, gpus: Iterable[tuple[str, dict[str, str], str]]) -> None:
         """Add the errors of these GPUs: UUID, our own labels, and the text of DCGM's, empty for none."""
