@@ -9,7 +9,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from gpuscale.monitor.model.prometheus import DCGM, DCGM_CHECKED, GPU, HOST, ReadingSeries
+from gpuscale.monitor.model.prometheus import DCGM, DCGM_CHECKED, GPU, HOST, PROCESS, ReadingSeries
 
 HEAD = """# Every series of /metrics
 
@@ -36,7 +36,13 @@ PASSED = {"own_labels": _GPU_LABELS, "named": ("adapter", "engine", "version")}
 
 def page() -> str:
     """The text of the page."""
-    parts = {"GPUs": _gpus(), "Hosts": _table(("series", "reading", "what"), _rows(HOST))}
+    of_processes = "Labels: `node`, `gpu`, `uuid`, `pid`, `user`, `program`, `container`, `namespace`, `pod`, `reservation`.\n\n"
+    heads = ("series", "reading", "what")
+    parts = {
+        "GPUs": _gpus(),
+        "Processes": of_processes + _table(heads, _rows(PROCESS)),
+        "Hosts": _table(heads, _rows(HOST)),
+    }
     for title, file in SOURCES.items():
         [path] = SERVICES.glob(f"*/gpuscale/{file}")
         parts[title] = _table(("series", "labels", "what"), Source(path).rows())

@@ -1,4 +1,4 @@
-"""What the agent and the fleet show to Prometheus; the HTTP server is common's `rpc.metrics_http`.
+"""The `/metrics` pages of agent and fleet. `common.rpc.metrics_http` serves them.
 
-Begin with `agent` and `fleet`, the two pages; the names are data in `model.prometheus`.
+Begin with `agent` and `fleet`, the two pages; names are data in `model.prometheus`.
 """

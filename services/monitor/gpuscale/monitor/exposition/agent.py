@@ -1,4 +1,4 @@
-"""The agent's page: its newest snapshot, how collecting goes, and the XID errors since the agent started."""
+"""The agent's page: its newest snapshot, statistics of collection, and XID errors since the agent started."""
 
 import asyncio
 from collections import Counter
@@ -30,10 +30,10 @@ _WORKING = frozenset({GpuState.OK, GpuState.DEGRADED, GpuState.SLOW, GpuState.DI
 
 
 class CollectionMeter:
-    """Times each snapshot that `collect` takes; `bus` tells which GPUs are on the PCI bus, whatever NVIDIA's driver says.
+    """Measures the snapshots that `collect` takes, and compares them with the GPUs on the PCI `bus`.
 
-    The `newest` took `duration` seconds; `last_success` is when the last was taken that had every GPU, each of them answering,
-    since the epoch. `failures` counts readings that should have been there and were not, by reason.
+    `duration`: seconds that `newest` took. `last_success`: Unix time of the last snapshot in which every expected GPU answered.
+    `failures`: unexpectedly absent readings, by reason.
     """
 
     def __init__(self, collect: Callable[[], Awaitable[Snapshot]], clock: Clock, bus: Bus) -> None:
@@ -64,11 +64,11 @@ class CollectionMeter:
         return snapshot
 
     def expected(self) -> int:
-        """How many GPUs there should be: those on the bus, or those found if more."""
+        """How many GPUs there should be: those on the bus, or those found if there are more."""
         return max(self._on_bus(), self._found())
 
     def succeeded(self) -> bool:
-        """Whether the newest snapshot has every GPU that is expected, and each answers."""
+        """Whether every expected GPU is in the newest snapshot and answers."""
         if self.newest is None:
             return False
         all_given_away = bool(self._bus.gpus) and not self._on_bus()
@@ -80,11 +80,11 @@ class CollectionMeter:
         return len(self._bus.gpus - self._bus.given_away)
 
     def _found(self) -> int:
-        """How many GPUs of the bus the newest snapshot has; MIG instances are on the bus as their GPU."""
+        """How many physical GPUs the newest snapshot has."""
         return len({view.identity.pci_bus_id or view.identity.uuid for view in self._views()})
 
     def _views(self) -> list[GpuView]:
-        """The GPUs of the newest snapshot, but for those that are given away."""
+        """The GPUs of the newest snapshot, without those given to virtual machines."""
         views = self.newest.gpus if self.newest is not None else ()
         return [view for view in views if pci_address(view.identity.pci_bus_id) not in self._bus.given_away]
 
@@ -95,14 +95,14 @@ DCGM_LAST = gauge("DCGM_FI_DEV_XID_ERRORS", "Code of the last XID error.")
 
 
 class Xids:
-    """Counts XID errors. The time beside each count shows the first one as well as any other."""
+    """Counts XID errors by GPU and code, and keeps the time of the last one."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, int]] = Counter()
         self._last: dict[tuple[str, int], float] = {}
 
     def add_to(self, page: MetricsPage, gpus: Iterable[tuple[str, dict[str, str], str]]) -> None:
-        """Add the errors of these GPUs: UUID, our own labels, and the text of DCGM's, empty for none."""
+        """Add the errors of these GPUs, each as UUID, own labels and DCGM labels (empty for none)."""
         whose = {uuid: (own, dcgm) for uuid, own, dcgm in gpus}
         newest: dict[str, int] = {}
         for (uuid, xid), seen in sorted(self._last.items(), key=lambda item: item[1]):
@@ -117,54 +117,45 @@ class Xids:
                 page.add(DCGM_LAST, whose[uuid][1], xid)
 
     def note(self, event: GpuEvent) -> None:
-        """Count an event, if it is an XID error."""
+        """Count an event if it is an XID error."""
         if event.xid is not None:
             self._counts[event.uuid, event.xid] += 1
             self._last[event.uuid, event.xid] = event.seen_time.timestamp()
 
 
 INFO = gauge("gpuscale_agent_info", "The agent of a node; always 1.")
-SUCCESS = gauge("gpuscale_collection_success", "1 while every GPU that is expected is found and answers.")
-LAST_SUCCESS = gauge(
-    "gpuscale_collection_last_success_timestamp_seconds", "When that was last so, since the epoch."
-)
-AGE = gauge("gpuscale_collection_age_seconds", "How old the newest snapshot is, on the monotonic clock.")
-DURATION = gauge("gpuscale_collection_duration_seconds", "How long taking the newest snapshot took.")
+SUCCESS = gauge("gpuscale_collection_success", "1 while every expected GPU is found and answers.")
+LAST_SUCCESS = gauge("gpuscale_collection_last_success_timestamp_seconds", "Unix time of the last success.")
+AGE = gauge("gpuscale_collection_age_seconds", "Age of the newest snapshot, on the monotonic clock.")
+DURATION = gauge("gpuscale_collection_duration_seconds", "Time that the newest snapshot took.")
 SNAPSHOTS = counter("gpuscale_collection_snapshots_total", "Snapshots taken since the agent started.")
 EXPECTED = gauge(
     "gpuscale_collection_gpus_expected",
-    "GPUs on the host's PCI bus, or found if those are more, but for those given to virtual machines.",
+    "GPUs on the PCI bus, or found if more, without those of virtual machines.",
 )
-HUNG = gauge("gpuscale_collection_hung_threads", "Threads that are stuck in the driver.")
-ERRORS = counter(
-    "gpuscale_collection_reading_errors_total",
-    "Readings of GPUs that should have been there and failed, by reason.",
-)
-DRIVER_CALLS = counter("gpuscale_collection_driver_calls_total", "Calls of the driver to read GPUs.")
+HUNG = gauge("gpuscale_collection_hung_threads", "Threads stuck in the driver.")
+ERRORS = counter("gpuscale_collection_reading_errors_total", "Failed readings of GPUs, by reason.")
+DRIVER_CALLS = counter("gpuscale_collection_driver_calls_total", "Driver calls that read GPUs.")
 DRIVER_ERRORS = counter(
     "gpuscale_collection_driver_call_errors_total",
-    "Calls of the driver to read GPUs that gave an error; what a GPU does not support is asked once.",
+    "Driver calls that read GPUs and failed; an unsupported reading is asked for once.",
 )
-OPENINGS = counter(
-    "gpuscale_collection_driver_openings_total", "How often the driver was opened, failures too."
-)
+OPENINGS = counter("gpuscale_collection_driver_openings_total", "Attempts to open the driver.")
 INTERRUPTIONS = counter(
-    "gpuscale_collection_driver_interruptions_total",
-    "How often the process that reads the driver was killed because it did not answer.",
+    "gpuscale_collection_driver_interruptions_total", "Times that the hung process of the driver was killed."
 )
-SUBSCRIBERS = gauge("gpuscale_watch_subscribers", "Open streams that get every new snapshot.")
-DROPPED = counter("gpuscale_watch_dropped_total", "Snapshots that subscribers read too slowly to see.")
+SUBSCRIBERS = gauge("gpuscale_watch_subscribers", "Open streams of snapshots.")
+DROPPED = counter("gpuscale_watch_dropped_total", "Snapshots that slow subscribers missed.")
 
 
-CONNECTED = gauge("gpuscale_agent_fleet_connected", "1 while the fleet takes in the stream of this agent.")
+CONNECTED = gauge("gpuscale_agent_fleet_connected", "1 while the stream to the fleet is open.")
 STREAMS_FAILED = counter(
-    "gpuscale_agent_fleet_streams_failed_total",
-    "Streams to the fleet that ended or did not begin, by reason.",
+    "gpuscale_agent_fleet_streams_failed_total", "Failed streams to the fleet, by reason."
 )
 
 
 async def add_push(push: FleetPush, page: MetricsPage) -> None:
-    """Add how the stream to the fleet stands."""
+    """Add the state of the stream to the fleet."""
     page.add(CONNECTED, "", int(push.connected))
     for reason, count in sorted(push.failures.items()):
         page.add(STREAMS_FAILED, labels({"reason": reason}), count)
@@ -175,18 +166,17 @@ class AgentPage:
     """Makes the agent's page."""
 
     meter: CollectionMeter
-    snapshots: Broadcast[Snapshot]  # whom each snapshot is told to
+    snapshots: Broadcast[Snapshot]
     xids: Xids
     collection: Callable[[], Collection]
-    # the GPUs in quarantine, by UUID in lower case; None while the fleet has not told
-    quarantined: Callable[[], Container[str] | None]
+    quarantined: Callable[[], Container[str] | None]  # lower-case UUIDs; None until the fleet reports them
     clock: Clock
     style: Style
-    calls: CallMeter | None = None  # those of its server, where somebody counts them
-    holders: Callable[[], Awaitable[Held]] | None = None  # who holds the GPUs, where series are to say so
+    calls: CallMeter | None = None
+    holders: Callable[[], Awaitable[Held]] | None = None
 
     async def render(self) -> AsyncGenerator[bytes]:
-        """The current page: a few hundred lines, so all at once."""
+        """The current page."""
         page, meter = MetricsPage(), self.meter
         snapshot = meter.newest
         page.add(SUCCESS, "", int(meter.succeeded()))

@@ -1,4 +1,4 @@
-"""The fleet's page: every node, and how taking in their streams goes."""
+"""The fleet's page: every node, and statistics of their streams."""
 
 import asyncio
 from collections import Counter
@@ -18,37 +18,33 @@ from gpuscale.monitor.model.prometheus import Style, counter, gauge
 from gpuscale.monitor.state.saver import Saver
 
 NODES = gauge("gpuscale_fleet_nodes", "Nodes, by state.")
-NODE_STATE = gauge("gpuscale_node_state", "1 for the state that a node is in; other states have no series.")
-NODE_AGE = gauge("gpuscale_node_snapshot_age_seconds", "How old the last snapshot of a node is.")
-NODE_REJECTED = counter("gpuscale_node_snapshots_rejected_total", "Snapshots of a node that were refused.")
-SNAPSHOTS = counter("gpuscale_fleet_snapshots_total", "Snapshots, whole or as changes, that were taken in.")
-STREAMS = gauge("gpuscale_fleet_streams", "Open streams of agents.")
-WATCHERS = gauge("gpuscale_fleet_watchers", "Open streams that get every change of a node.")
+NODE_STATE = gauge("gpuscale_node_state", "1 for the current state of a node; other states have no series.")
+NODE_AGE = gauge("gpuscale_node_snapshot_age_seconds", "Age of the last snapshot of a node.")
+NODE_REJECTED = counter("gpuscale_node_snapshots_rejected_total", "Refused snapshots of a node.")
+SNAPSHOTS = counter("gpuscale_fleet_snapshots_total", "Accepted snapshots, whole or as changes.")
+STREAMS = gauge("gpuscale_fleet_streams", "Open streams from agents.")
+WATCHERS = gauge("gpuscale_fleet_watchers", "Open streams of WatchNodes.")
 LEFT_OUT = gauge(
-    "gpuscale_fleet_gpus_left_out", "GPUs that have no series here because they are more than the limit."
+    "gpuscale_fleet_gpus_left_out", "GPUs without series, as there are more than metrics_max_gpus."
 )
 SAVES_FAILED = counter(
-    "gpuscale_fleet_saves_failed_total",
-    "How often recordings, health events and history could not be written.",
+    "gpuscale_fleet_saves_failed_total", "Failed writes of recordings, health events and history."
 )
 HISTORY_LEFT_OUT = counter(
-    "gpuscale_fleet_history_left_out_total", "Samples of which no history is kept for want of memory."
+    "gpuscale_fleet_history_left_out_total", "Samples left out of history to save memory."
 )
-HEALTH = gauge("gpuscale_health_event", "1 for each health event that is not resolved.")
+HEALTH = gauge("gpuscale_health_event", "1 for each unresolved health event.")
 
 
 async def add_history(history: History, saver: Saver | None, page: MetricsPage) -> None:
-    """Add what is not kept, or not written."""
+    """Add failed writes and samples left out of history."""
     page.add(SAVES_FAILED, "", 0 if saver is None else saver.failed)
     page.add(HISTORY_LEFT_OUT, "", history.left_out)
 
 
 @dataclass(frozen=True, slots=True)
 class FleetPage:
-    """Makes the fleet's page. With more GPUs than `most_gpus`, nodes have their series and GPUs have none.
-
-    `calls` are those of its server, where somebody counts them; `holders` tells the labels of those who hold GPUs.
-    """
+    """Makes the fleet's page. With more GPUs than `most_gpus`, there are no series of single GPUs."""
 
     nodes: Nodes
     lasting_events: Callable[[], Iterable[Event]]
@@ -59,7 +55,7 @@ class FleetPage:
     holders: Callable[[], Awaitable[Held]] | None = None
 
     async def render(self) -> AsyncGenerator[bytes]:
-        """The page, node by node: other tasks run in between."""
+        """The current page, node by node, so that other tasks can run."""
         page = MetricsPage()
         records = self.nodes.all()
         gpus = sum(len(record.picture.uuids) for record in records if record.picture is not None)
@@ -85,7 +81,7 @@ class FleetPage:
             yield chunk
 
     def _add_events(self, page: MetricsPage) -> None:
-        """One series for each kind of event of a GPU or node, however often it is there."""
+        """Add unresolved health events; those with equal labels share a series."""
         kinds = {
             labels(
                 {

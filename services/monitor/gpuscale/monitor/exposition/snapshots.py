@@ -1,4 +1,4 @@
-"""From a snapshot to the series of its host and GPUs, labelled with who holds them as the allocator says when a page is made."""
+"""The series of a snapshot's host and GPUs, labelled with who holds each GPU."""
 
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping
@@ -20,40 +20,30 @@ from gpuscale.monitor.model.prometheus import (
     DCGM_CHECKED,
     GPU,
     HOST,
+    PROCESS,
     Names,
     ReadingSeries,
     Style,
     gauge,
 )
 
-GPU_INFO = gauge("gpuscale_gpu_info", "What a GPU is; always 1.")
-GPU_POD = gauge("gpuscale_gpu_pod_info", "1 for each pod that was given a GPU, as the kubelet tells.")
-GPU_STATE = gauge("gpuscale_gpu_state", "1 for the state that a GPU is in; other states have no series.")
+GPU_INFO = gauge("gpuscale_gpu_info", "Identity of a GPU; always 1.")
+GPU_POD = gauge("gpuscale_gpu_pod_info", "1 for each pod that the kubelet gave a GPU.")
+GPU_STATE = gauge("gpuscale_gpu_state", "1 for the current state of a GPU; other states have no series.")
 GPU_AGE = gauge("gpuscale_gpu_reading_age_seconds", "How long ago a GPU was read.")
 GPU_ABSENT = gauge("gpuscale_gpu_absent_readings", "Readings of a GPU that are absent, by reason.")
 GPU_PROCESSES = gauge("gpuscale_gpu_processes", "Processes that hold memory of a GPU.")
-PROCESS_MEMORY = gauge("gpuscale_gpu_process_memory_used_bytes", "Memory of a GPU that a process holds.")
-PROCESS_USE = gauge("gpuscale_gpu_process_utilization_ratio", "Share of time in which its kernels ran.")
-PROCESS_MEMORY_USE = gauge(
-    "gpuscale_gpu_process_memory_utilization_ratio", "Share of time in which it read or wrote memory."
-)
-PROCESS_ENCODER_USE = gauge(
-    "gpuscale_gpu_process_encoder_utilization_ratio", "Share of time in which it encoded video."
-)
-PROCESS_DECODER_USE = gauge(
-    "gpuscale_gpu_process_decoder_utilization_ratio", "Share of time in which it decoded video."
-)
 MOST_PROCESSES = 16
-"""Processes of a GPU that have series: those that hold most."""
+"""How many processes of a GPU have series: those that hold the most memory."""
 GPU_QUARANTINED = gauge("gpuscale_gpu_quarantined", "1 while no new work should be placed on a GPU.")
-GPU_THROTTLED = gauge("gpuscale_gpu_throttled", "1 for each reason why clocks of a GPU are held down.")
-GPU_RECOVERY = gauge("gpuscale_gpu_recovery_action", "1 for what the driver asks for to bring a GPU back.")
-GPUS = gauge("gpuscale_node_gpus", "GPUs of a node that were ever found.")
+GPU_THROTTLED = gauge("gpuscale_gpu_throttled", "1 for each reason that throttles the clocks of a GPU.")
+GPU_RECOVERY = gauge("gpuscale_gpu_recovery_action", "1 for the recovery action that the driver asks for.")
+GPUS = gauge("gpuscale_node_gpus", "GPUs of a node, including lost ones.")
 GPUS_WORKING = gauge("gpuscale_node_gpus_working", "GPUs of a node that answer and need no reset.")
 GPU_PROBLEM = gauge("gpuscale_node_gpu_problem", "1 while GPUs of a node cannot be read or found.")
 
 Held: TypeAlias = Mapping[str, Mapping[str, str]]
-"""Labels of those who hold GPUs, by UUID."""
+"""Labels that name the holders of GPUs, by UUID."""
 NOBODY: Held = {}
 
 _DCGM: Mapping[Names, tuple[ReadingSeries, ...]] = {
@@ -67,7 +57,7 @@ _REASONS = {number: name.removeprefix("READING_STATUS_") for name, number in typ
 _ACTIONS = {
     number: name.removeprefix("RECOVERY_ACTION_") for name, number in types_api.RecoveryAction.items()
 }
-# In any other state the last readings no longer count.
+# In other states, the last readings are out of date.
 _WORKING = frozenset(
     {
         types_api.GpuState.GPU_STATE_OK,
@@ -89,11 +79,10 @@ def add_snapshot(
     quarantined: Container[str] | None,
     held: Held = NOBODY,
 ) -> None:
-    """Add what the one snapshot of a node says, sent or received `elapsed` seconds ago.
+    """Add a snapshot that was sent or received `elapsed` seconds ago.
 
-    `fresh`: whether its readings still count; else states and counts are shown alone. `gpus`: whether each GPU has its own
-    series. `quarantined`: UUIDs in lower case of GPUs for no new work; None where that is not known. `held`: labels that series
-    of a GPU have more, by its UUID.
+    `fresh`: False leaves out readings. `gpus`: False leaves out series of single GPUs. `quarantined`: lower-case UUIDs, None if
+    unknown.
     """
     node = labels({"node": snapshot.node})
     _add_readings(page, HOST, snapshot.host_reading if fresh else types_api.HostReading(), node)
@@ -108,26 +97,6 @@ def add_snapshot(
     page.add(GPUS, node, len(snapshot.gpus))
     page.add(GPUS_WORKING, node, working)
     page.add(GPU_PROBLEM, node, int(snapshot.gpu_problem != "" or working < len(snapshot.gpus)))
-
-
-def _add_process(
-    page: MetricsPage,
-    snapshot: types_api.Snapshot,
-    gpu: types_api.Gpu,
-    held: Held,
-    process: types_api.GpuProcess,
-) -> None:
-    said = labels(own_labels(snapshot, gpu, held) | _process_labels(process))
-    if process.HasField("memory_used_bytes"):
-        page.add(PROCESS_MEMORY, said, process.memory_used_bytes)
-    if process.HasField("utilization_percent"):
-        page.add(PROCESS_USE, said, process.utilization_percent / 100)
-    if process.HasField("memory_utilization_percent"):
-        page.add(PROCESS_MEMORY_USE, said, process.memory_utilization_percent / 100)
-    if process.HasField("encoder_utilization_percent"):
-        page.add(PROCESS_ENCODER_USE, said, process.encoder_utilization_percent / 100)
-    if process.HasField("decoder_utilization_percent"):
-        page.add(PROCESS_DECODER_USE, said, process.decoder_utilization_percent / 100)
 
 
 def _add_gpu(
@@ -168,7 +137,7 @@ def _add_gpu(
     if "processes" not in map(attrgetter("field"), absent):
         page.add(GPU_PROCESSES, own, len(reading.processes))
     for process in nlargest(MOST_PROCESSES, reading.processes, key=attrgetter("memory_used_bytes")):
-        _add_process(page, snapshot, gpu, held, process)
+        _add_readings(page, PROCESS, process, labels(whose | _process_labels(process)))
     for reason in reading.throttle_reasons:
         page.add(GPU_THROTTLED, labels({**whose, "reason": reason}), 1)
     if reading.HasField("recovery_action"):
@@ -180,7 +149,7 @@ def _add_gpu(
 
 
 def with_pods(held: Held, gpus: Iterable[types_api.Gpu]) -> Held:
-    """These labels, and those of the pods that were given GPUs."""
+    """`held`, with the labels of pods added."""
     return {
         **held,
         **{gpu.uuid: {**held.get(gpu.uuid, {}), **_pod_labels(gpu.pods)} for gpu in gpus if gpu.pods},
@@ -188,7 +157,7 @@ def with_pods(held: Held, gpus: Iterable[types_api.Gpu]) -> Held:
 
 
 def _pod_labels(pods: Iterable[str]) -> dict[str, str]:
-    """As dcgm-exporter labels the series of a GPU; several stand with commas between."""
+    """The labels that dcgm-exporter gives a GPU of these pods, joined by commas."""
     spaces, names = zip(*(pod.split("/", 1) for pod in pods), strict=True)
     return {"namespace": ",".join(sorted({*spaces})), "pod": ",".join(names)}
 
@@ -214,15 +183,15 @@ def _add_readings(page: MetricsPage, table: Iterable[ReadingSeries], reading: Me
             page.add(series.family, text, series.convert(value))
 
 
-def own_labels(snapshot: types_api.Snapshot, gpu: types_api.Gpu, held: Held = NOBODY) -> dict[str, str]:
-    """The labels of our own series of a GPU. The UUID tells it apart; the index is for eyes."""
+def own_labels(snapshot: types_api.Snapshot, gpu: types_api.Gpu, held: Held) -> dict[str, str]:
+    """The labels of gpuscale's own series of a GPU."""
     return {"node": snapshot.node, "gpu": str(gpu.index), "uuid": gpu.uuid, **held.get(gpu.uuid, {})}
 
 
-def dcgm_labels(snapshot: types_api.Snapshot, gpu: types_api.Gpu, style: Style, held: Held = NOBODY) -> str:
-    """The labels of dcgm-exporter, in its order; without modelName where promtool, who wants snake_case, is to pass.
+def dcgm_labels(snapshot: types_api.Snapshot, gpu: types_api.Gpu, style: Style, held: Held) -> str:
+    """The labels of dcgm-exporter, in its order; without modelName in style `checked`, as promtool wants snake_case.
 
-    A MIG instance has the index and address of its GPU, its profile, its number on the GPU, and its own UUID.
+    A MIG instance has the index and address of its GPU.
     """
     host = snapshot.host
     return labels(
@@ -246,14 +215,13 @@ def dcgm_labels(snapshot: types_api.Snapshot, gpu: types_api.Gpu, style: Style, 
 
 TIMEOUT_SECONDS = 1.0
 KEPT_SECONDS = 60.0
-"""How long the last answer serves while the allocator gives none: series that come and go are no use."""
+"""How long the last answer serves while the allocator does not answer."""
 
 
 class HolderLabels:
-    """Asks the allocator at the end of a channel, of one node, or of all where it has no name.
+    """Asks the allocator who holds the GPUs of a node, or of all nodes if `node` is empty.
 
-    Raises:
-        FailedPreconditionError: there is no channel.
+    Raises FailedPreconditionError without an allocator.
     """
 
     def __init__(self, allocator: grpc.aio.Channel | None, clock: Clock, node: str = "") -> None:
@@ -262,11 +230,11 @@ class HolderLabels:
         self._stub = allocator_api.AllocatorServiceStub(allocator)
         self._filter = f'gpus.node:"{node}"' if node else ""
         self._clock = clock
-        self._last: Mapping[str, Mapping[str, str]] = {}
+        self._last: Held = {}
         self._until = 0.0
 
-    async def ask(self) -> Mapping[str, Mapping[str, str]]:
-        """The labels of each GPU that is held, by UUID; those who share one stand with commas between."""
+    async def ask(self) -> Held:
+        """The labels of held GPUs; holders that share a GPU are joined by commas."""
         found: defaultdict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
         request = allocator_api.ListReservationsRequest(page_size=1000, filter=self._filter)
         while True:

@@ -1,9 +1,7 @@
-"""The names under which readings are shown: tables of data, one line each. Pure.
+"""The series of readings, as tables with one line each. Pure.
 
-A reading that is absent has no series; it is never shown as 0. Our own names are in base units. `DCGM` has the names,
-types and units of NVIDIA's dcgm-exporter (etc/default-counters.csv and dcgm_fields.h there), `DCGM_CHECKED` those that
-its Grafana board needs and Prometheus' own checker passes. A reading that DCGM knows and the driver cannot tell is in
-neither.
+An absent reading has no series. Own names use base units. `DCGM` has the names, types and units of NVIDIA's dcgm-exporter
+(its etc/default-counters.csv and dcgm_fields.h), `DCGM_CHECKED` those that promtool accepts.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,9 +16,9 @@ HostLabel = Literal["hostname", "Hostname"]
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How series are named; on a page of `many_nodes` series of DCGM have a label `node` more.
+    """How series are named; with `many_nodes`, DCGM series have a label `node`.
 
-    `names`: our own and DCGM's as far as `promtool check metrics` has no complaint, both to the letter, DCGM's, or our own.
+    `names`: "checked" are own and DCGM series that pass `promtool check metrics`, "all" are all of both.
     """
 
     names: Names = "checked"
@@ -29,26 +27,26 @@ class Style:
 
 
 def gauge(name: str, text: str) -> Family:
-    """A family of figures that go up and down."""
+    """A family of gauges."""
     return Family(name, "gauge", text)
 
 
 def counter(name: str, text: str) -> Family:
-    """A family of figures that only grow."""
+    """A family of counters."""
     return Family(name, "counter", text)
 
 
 @dataclass(frozen=True, slots=True)
 class ReadingSeries:
-    """One field of `GpuReading` or `HostReading` under one name, and how its unit is changed for that."""
+    """A field of `GpuReading`, `HostReading` or `GpuProcess`, the family that shows it, and the conversion of its unit."""
 
     field: str
     family: Family
     convert: Callable[[float], float]
 
 
-# Field of `GpuReading`; name of DCGM after `DCGM_FI_`, or -; what it is. Our own name after `gpuscale_gpu_` is that of the field in
-# base units; `+`: it adds up, and ends in `_total`; `=`: another one, or none.
+# Field of `GpuReading`, DCGM's name after `DCGM_FI_` or -, help. The own name is `gpuscale_gpu_` and the field in base units;
+# `+` adds `_total`, `=` gives another name, `=-` none.
 _GPU = """
 utilization_percent                  DEV_GPU_UTIL                    Share of time in which a kernel ran.
 memory_utilization_percent           DEV_MEM_COPY_UTIL               Share of time in which device memory was accessed.
@@ -125,7 +123,7 @@ reliability_violation_seconds+       DEV_RELIABILITY_VIOLATION       Time in whi
 vgpu_licensed                        DEV_VGPU_LICENSE_STATUS         1 while a vGPU has its licence.
 """
 
-# The same of `HostReading`, after `gpuscale_host_`, which DCGM does not know.
+# Field of `HostReading` and help, for names after `gpuscale_host_`.
 _HOST = """
 cpu_percent=cpu_utilization_ratio    Mean use of all cores.
 cpu_count=cpus                       Cores of the host.
@@ -150,13 +148,22 @@ pressure_io_some_percent             Time in which some task waited for disks.
 pressure_io_full_percent             Time in which all tasks waited for disks.
 """
 
+# Field of `GpuProcess` and help, for names after `gpuscale_gpu_process_`.
+_PROCESS = """
+memory_used_bytes                    Memory of a GPU that a process holds.
+utilization_percent                  Share of time in which its kernels ran.
+memory_utilization_percent           Share of time in which it read or wrote memory.
+encoder_utilization_percent          Share of time in which it encoded video.
+decoder_utilization_percent          Share of time in which it decoded video.
+"""
+
 _BASE_UNITS = {"percent": "ratio", "mhz": "hertz", "count": "total"}
-"""What the last word of a name becomes where it is no base unit."""
+"""Replacements of the last word of a name."""
 _OWN_UNITS: dict[str, Callable[[float], float]] = {
     "percent": lambda percent: percent / 100,
     "mhz": lambda megahertz: megahertz * 1e6,
 }
-"""From the unit of a reading, which is the last word of its name, to base units; others stay."""
+"""Conversions to base units, by the last word of a name."""
 
 _DCGM_UNITS: dict[str, Callable[[float], float]] = {
     "bytes": lambda amount: amount // 1024**2,  # whole MiB, rounded down
@@ -183,7 +190,7 @@ def _unit(field: str) -> str:
 
 
 def _rows(table: str) -> Iterable[tuple[str, str, str]]:
-    """(field, our own name or -, the rest of the line) of each line of a table."""
+    """Each line of a table as field, own name or -, and the rest."""
     for line in table.strip().splitlines():
         named, rest = line.split(maxsplit=1)
         field, _, own = named.removesuffix("+").partition("=")
@@ -202,6 +209,7 @@ def _own(prefix: str, rows: Iterable[tuple[str, str, str]]) -> Iterable[ReadingS
 _GPU_ROWS = [(field, own, *rest.split(maxsplit=1)) for field, own, rest in _rows(_GPU)]
 GPU = tuple(_own("gpuscale_gpu_", ((field, own, text) for field, own, _, text in _GPU_ROWS)))
 HOST = tuple(_own("gpuscale_host_", _rows(_HOST)))
+PROCESS = tuple(_own("gpuscale_gpu_process_", _rows(_PROCESS)))
 
 
 def _dcgm() -> Iterable[ReadingSeries]:
@@ -209,7 +217,7 @@ def _dcgm() -> Iterable[ReadingSeries]:
     for field, _, name, text in _GPU_ROWS:
         known = own.get(field, ReadingSeries(field, gauge("", text), _same))
         family, unit = replace(known.family, name=f"DCGM_FI_{name}"), _unit(field)
-        if name.startswith("PROF_"):  # in the units of our own
+        if name.startswith("PROF_"):  # in the same units as own series
             yield replace(known, family=family)
         elif name != "-":
             if unit in _DCGM_UNIT_NAMES:
@@ -220,8 +228,7 @@ def _dcgm() -> Iterable[ReadingSeries]:
 DCGM = tuple(_dcgm())
 
 
-# A counter whose name has no `_total`, in lower case, must have no type; rate() needs none. And of any type, a name that
-# ends in one is a complaint: PCIE_REPLAY_COUNTER, which no board of dcgm-exporter asks for.
+# promtool rejects a counter without the suffix `_total`, so these are untyped, and any name that ends in a type.
 DCGM_CHECKED = tuple(
     replace(series, family=replace(series.family, kind="untyped"))
     if series.family.kind == "counter"
@@ -229,4 +236,4 @@ DCGM_CHECKED = tuple(
     for series in DCGM
     if not series.family.name.endswith("_COUNTER")
 )
-"""The names of DCGM that pass `promtool check metrics` (promlint of client_golang), with types that do."""
+"""DCGM series that pass `promtool check metrics`."""
