@@ -1,17 +1,13 @@
-"""AgentService, DriverService and WorkService on the wire.
-
-What is sent to several who watch snapshots is encoded once; each holds one snapshot at most, the newest (`watch.BroadcastSubscription`).
-"""
+"""AgentService, DriverService and WorkService on the wire. A snapshot is encoded once for all who watch."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from datetime import timedelta
 from typing import Any
 
 import grpc
 
 from gpuscale.api.monitor import v1 as api
-from gpuscale.api.types import v1 as types_api
 from gpuscale.common.errors import PermissionDeniedError
 from gpuscale.common.names import LEASE_KEY
 from gpuscale.common.rpc.channel import RPC_TIMEOUT
@@ -27,35 +23,26 @@ from gpuscale.monitor.wire.merging import count_on
 from gpuscale.monitor.wire.snapshots import to_snapshot
 from gpuscale.monitor.wire.watch import Broadcast
 
-# The ages in an encoding are counted to when it was made; this much they may lag behind.
+# How old an encoding may be when it is sent: the ages in it are as of when it was made.
 SHARED_SECONDS = 0.1
 
 
 class _SharedSnapshot:
-    """A snapshot as a message, as of `made_at`; built when it is first needed."""
+    """A snapshot as a message, with ages as of `made_at`."""
 
     def __init__(self, values: Snapshot, made_at: float) -> None:
         self.values = values
-        self.made_at = made_at
-        self._message: types_api.Snapshot | None = None
-        self._encoded = b""
-
-    @property
-    def message(self) -> types_api.Snapshot:
-        """The message; not to be changed."""
-        if self._message is None:
-            self._message = to_snapshot(self.values, self.made_at)
-        return self._message
+        self._made_at = made_at
+        self._message = to_snapshot(values, made_at)
+        self._encoded = api.WatchSnapshotsResponse(snapshot=self._message).SerializeToString()
 
     def encoded(self, now: float) -> bytes:
-        """An encoded WatchSnapshotsResponse; shared, unless it is too old for that."""
-        if now - self.made_at > SHARED_SECONDS:
-            response = api.WatchSnapshotsResponse(snapshot=self.message)
-            count_on(response.snapshot, now - self.made_at)
-            return response.SerializeToString()
-        if not self._encoded:
-            self._encoded = api.WatchSnapshotsResponse(snapshot=self.message).SerializeToString()
-        return self._encoded
+        """An encoded WatchSnapshotsResponse; the shared one unless it is too old."""
+        if now - self._made_at <= SHARED_SECONDS:
+            return self._encoded
+        response = api.WatchSnapshotsResponse(snapshot=self._message)
+        count_on(response.snapshot, now - self._made_at)
+        return response.SerializeToString()
 
 
 class SnapshotFeed:
@@ -67,7 +54,7 @@ class SnapshotFeed:
         self._newest: _SharedSnapshot | None = None
 
     async def stream(self, request: api.WatchSnapshotsRequest) -> AsyncGenerator[bytes, None]:
-        """The newest snapshot, then each as fast as the subscriber reads, as encoded WatchSnapshotsResponse."""
+        """Encoded WatchSnapshotsResponses: the newest snapshot, then each as fast as the subscriber reads."""
         interval = seconds(request.min_interval)
         with self._snapshots.subscribe() as subscription:
             while True:
@@ -91,7 +78,7 @@ DEFAULT_MAX_AGE_SECONDS = 5.0
 
 
 class AgentServicer(api.AgentServiceServicer):
-    """Answers from the newest snapshot; no call of a driver is made on behalf of a caller."""
+    """Answers from snapshots. No caller causes a driver call of its own."""
 
     def __init__(self, sampler: Sampler, feed: SnapshotFeed, clock: Clock) -> None:
         self._sampler = sampler
@@ -151,11 +138,11 @@ class WorkServicer(api.WorkServiceServicer):
 
 
 class LeaseRelay(grpc.GenericRpcHandler):
-    """Passes on what lease tokens may ask of the allocator, for programs of this host that have no certificate of their own."""
+    """Forwards calls with a lease token to the allocator, for local programs without a certificate."""
 
     def __init__(self, allocator: grpc.aio.Channel) -> None:
-        self._handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-            path: grpc.unary_unary_rpc_method_handler(_passing(allocator, path))
+        self._methods: dict[str, grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]] = {
+            path: allocator.unary_unary(path)
             for path in (
                 f"/{ALLOCATOR_SERVICE}/RenewReservation",
                 f"/{ALLOCATOR_SERVICE}/ReleaseReservation",
@@ -165,26 +152,19 @@ class LeaseRelay(grpc.GenericRpcHandler):
     def service(
         self, handler_call_details: grpc.HandlerCallDetails
     ) -> "grpc.RpcMethodHandler[bytes, bytes] | None":
-        """The handler of one of the two methods."""
-        return self._handlers.get(handler_call_details.method)
+        """The handler of a forwarded method; None for other methods."""
+        method = self._methods.get(handler_call_details.method)
+        if method is None:
+            return None
 
+        async def forward(request: bytes, _context: Context) -> bytes:
+            token = current_principal().lease_token
+            if not token:  # the call would be the agent's own
+                raise PermissionDeniedError(
+                    f"the agent forwards only calls with a lease token in metadata {LEASE_KEY}",
+                    reason="LEASE_TOKEN_MISSING",
+                )
+            with rpc_errors():
+                return await method(request, timeout=RPC_TIMEOUT, metadata=((LEASE_KEY, token),))
 
-def _passing(allocator: grpc.aio.Channel, path: str) -> "Callable[[bytes, Context], Awaitable[bytes]]":
-    method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = allocator.unary_unary(path)
-
-    async def ask(request: bytes, _context: Context) -> bytes:
-        with rpc_errors():
-            return await method(request, timeout=RPC_TIMEOUT, metadata=_shown())
-
-    return ask
-
-
-def _shown() -> tuple[tuple[str, str]]:
-    """The lease token of the caller; without one it would be the agent that asks."""
-    token = current_principal().lease_token
-    if not token:
-        raise PermissionDeniedError(
-            f"an agent passes on calls with a lease token alone, as metadata {LEASE_KEY}",
-            reason="LEASE_TOKEN_MISSING",
-        )
-    return ((LEASE_KEY, token),)
+        return grpc.unary_unary_rpc_method_handler(forward)

@@ -1,1 +1,1 @@
-"""The programs: what is made, in which order, and which settings say how. Nothing imports them but `up`."""
+"""The programs and their settings. Only `up` imports them."""

@@ -18,6 +18,7 @@ from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
 from gpuscale.common.security.auth import Role
 from gpuscale.monitor.agent.capping import Capping
 from gpuscale.monitor.agent.collector import Collector, Sampler
+from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.events import FaultLog
 from gpuscale.monitor.agent.gpus import LONGEST_EVENT_WAIT_SECONDS, Gpus
 from gpuscale.monitor.agent.host import ProcHost
@@ -36,7 +37,7 @@ from gpuscale.monitor.agent.servicers import (
 )
 from gpuscale.monitor.agent.sources import make_source
 from gpuscale.monitor.agent.work import LeaseChecks, Work
-from gpuscale.monitor.app.frame import AgentFrame
+from gpuscale.monitor.app.frame import AgentFrame, by_name
 from gpuscale.monitor.exposition.agent import AgentPage, CollectionMeter, Xids, add_push
 from gpuscale.monitor.exposition.snapshots import HolderLabels
 from gpuscale.monitor.model.admission import Holders
@@ -54,10 +55,10 @@ async def open_agent(
     allocator: grpc.aio.Channel | None = None,
     calls: CallMeter | None = None,
 ) -> AsyncGenerator[tuple[Registration, ...], None]:
-    """Read this host until the block ends, and stream to the fleet if there is a channel to one.
+    """Read this host until the block ends, and stream to `fleet` if given.
 
-    Work is admitted for leases that the allocator at the end of that channel confirms; without one, for none.
-    `/metrics` shows `calls` too. FailedPreconditionError if this installation cannot read the GPUs that are asked for.
+    `allocator` confirms the leases of work; without it, none is admitted. `/metrics` shows `calls` too.
+    FailedPreconditionError if this installation cannot read such GPUs.
     """
     source = make_source(
         settings.source,
@@ -68,7 +69,7 @@ async def open_agent(
         admitted=lambda: work.admissions,
     )
     host = ProcHost(clock.boot_id, clock.now)
-    deadlines = settings.deadlines()
+    deadlines = ReadDeadlines(settings.soft_deadline_seconds, settings.hard_deadline_seconds)
     event_wait = min(LONGEST_EVENT_WAIT_SECONDS, settings.period_seconds)
     gpus = Gpus(source, clock, deadlines, event_wait, settings.node)
     work = Work(gpus.knows, LeaseChecks(allocator, settings.node))
@@ -81,7 +82,7 @@ async def open_agent(
         identity=await asyncio.to_thread(host.identity),
         clock=clock,
         deadlines=deadlines,
-        labels=settings.labels_by_name(),
+        labels=by_name(settings.labels),
         admitted=lambda: work.admissions,
         holders=Holders(by_user=settings.processes_by_user),
         pods=lambda: pods.by_gpu,
@@ -112,7 +113,7 @@ async def open_agent(
             AsyncExitStack() as stack,
         ):
             tasks.spawn("agent sampler", sampler.run())
-            tasks.start("agent asks the kubelet", pods.run())
+            tasks.start("agent pods", pods.run())
             if fleet is not None:
                 faults = FaultLog()
                 gpus.observers.append(faults.note)
@@ -123,10 +124,10 @@ async def open_agent(
                     stack.enter_context(calls.showing(partial(add_push, push)))
             if allocator is not None and settings.killer_socket is not None:
                 killing = Killing(allocator, settings.killer_socket, settings.node, sampler, work)
-                tasks.spawn("agent ends outsiders", killing.run())
+                tasks.spawn("agent kill orders", killing.run())
             if allocator is not None and settings.power_socket is not None:
                 capping = Capping(allocator, settings.power_socket, settings.node, sampler, gpus)
-                tasks.spawn("agent caps power", capping.run())
+                tasks.spawn("agent power caps", capping.run())
             driver, worker = DriverServicer(gpus, clock), WorkServicer(work)
             yield (
                 Registration(AGENT_SERVICE, partial(api.add_AgentServiceServicer_to_server, servicer)),
@@ -163,7 +164,7 @@ async def serve(settings: AgentFrame, stop: asyncio.Event) -> None:
         if allocator is not None:
             server.add_generic(LeaseRelay(allocator), {ALLOCATOR_SERVICE})
         if settings.renew_certificate and fleet is not None and settings.cert_file and settings.ca_file:
-            from gpuscale.common.rpc.renewal import renew_certificate  # which takes 16 MB
+            from gpuscale.common.rpc.renewal import renew_certificate  # takes 16 MB
 
             tasks = await stack.enter_async_context(TaskScope())
             tasks.spawn("agent certificate", renew_certificate(fleet, settings.cert_file, settings.ca_file))

@@ -1,4 +1,4 @@
-"""The program `gpuscale-fleet`: takes in every agent's stream, answers for all nodes, and observes them."""
+"""The program `gpuscale-fleet`: receives the streams of all agents, serves their nodes, history, recordings and health."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -34,7 +34,6 @@ from gpuscale.monitor.fleet.nodes import Directory, Nodes
 from gpuscale.monitor.fleet.servicer import FLEET_SERVICE, TELEMETRY_SERVICE, FleetServicer
 from gpuscale.monitor.history.history import History
 from gpuscale.monitor.history.series import Tier
-from gpuscale.monitor.model.health import Event
 from gpuscale.monitor.observing.health_servicer import HealthServicer, HealthWatch
 from gpuscale.monitor.observing.history_servicer import HistoryServicer
 from gpuscale.monitor.observing.recording_servicer import Keep, RecordingFeed, RecordingServicer, forget
@@ -50,7 +49,7 @@ _log = get_logger(__name__)
 
 
 class Observing:
-    """Observes an index of nodes from when it is made: what they did, what is recorded of it, and what is wrong."""
+    """Keeps the history, recordings and health of an index of nodes."""
 
     def __init__(self, nodes: Nodes, clock: Clock, tiers: Sequence[Tier], history_bytes: int) -> None:
         self._nodes = nodes
@@ -66,7 +65,7 @@ class Observing:
         nodes.fault_observers = (*nodes.fault_observers, self._health.hear)
 
     async def run(self) -> None:
-        """Apply what only the passing of time changes, until cancelled."""
+        """Apply the passing of time until cancelled."""
         while True:
             await asyncio.sleep(TICK_SECONDS)
             self._health.tick()
@@ -74,21 +73,15 @@ class Observing:
             self.history.forget_ended(self._clock.now())
             if self.history.left_out and not self._told:
                 self._told = True
-                _log.warning(
-                    "no memory is left for the history of further GPUs", setting="history_memory_mib"
-                )
+                _log.warning("no memory left for the history of more GPUs", setting="history_memory_mib")
             self._samples.forget_unknown(self._nodes)
 
     def resume(self) -> None:
-        """Resume what was wrong when the last run ended; call it first, once the events are restored."""
+        """Resume unresolved events of the last run. Call it once, after restoring the events."""
         self._health.resume()
 
-    def lasting_events(self) -> list[Event]:
-        """The health events that are not resolved."""
-        return self.events.lasting()
-
-    def registrations(self, keep: Keep = forget) -> tuple[Registration, ...]:
-        """The three services. `keep` makes a recording last, by id, before its caller is answered."""
+    def registrations(self, keep: Keep) -> tuple[Registration, ...]:
+        """The three services. `keep` stores a recording, by id, before its caller is answered."""
         directory = Directory(self._nodes)
         recording = RecordingServicer(self._recorded, directory, self._clock, keep)
         history = HistoryServicer(self.history, directory, self._clock)
@@ -100,7 +93,7 @@ class Observing:
         )
 
 
-# How late a watcher may learn that a node became STALE.
+# How late a watcher may learn that a node is STALE.
 SWEEP_SECONDS = 0.25
 MIB = 1024**2
 
@@ -113,16 +106,16 @@ async def open_fleet(
     calls: CallMeter | None = None,
     allocator: grpc.aio.Channel | None = None,
 ) -> AsyncGenerator[tuple[Registration, ...], None]:
-    """Take in agents' streams until the block ends. Nodes are not stored: after a restart agents reconnect.
+    """Receive agents' streams until the block ends. Nodes are not stored: agents reconnect after a restart.
 
-    The caller holds the lock on `settings.data_dir`, where there is one. `/metrics` shows `calls` too, and who holds GPUs as
-    the `allocator` says. Raises as `open_saver` and `HolderLabels`.
+    The caller holds the lock on `settings.data_dir`, if any. `/metrics` shows `calls` too. Raises as `open_saver` and
+    `HolderLabels`.
     """
     nodes = Nodes(clock, settings.max_nodes)
     observing = Observing(nodes, clock, settings.history_tiers(), settings.history_memory_mib * MIB)
     style = settings.style(many_nodes=True)
     holders = HolderLabels(allocator, clock).ask if settings.metrics_holders else None
-    page = FleetPage(nodes, observing.lasting_events, clock, style, settings.metrics_max_gpus, calls, holders)
+    page = FleetPage(nodes, observing.events.lasting, clock, style, settings.metrics_max_gpus, calls, holders)
     async with AsyncExitStack() as stack:
         keep: Keep = forget
         saver = None
@@ -170,7 +163,7 @@ async def open_fleet(
 
 
 PROGRAM = "gpuscale-fleet"
-DESCRIPTION = "Collects what every agent tells of its node."
+DESCRIPTION = "Collects the snapshots of all agents."
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -179,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def serve(settings: FleetSettings, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set; GpuscaleError if the directory, its content or the address is of no use."""
+    """Serve until `stop` is set. GpuscaleError if the directory, its content or the address cannot be used."""
     authenticator = settings.authenticator()
     calls = CallMeter(settings.section, authenticator) if settings.metrics_listen else None
     server = Server(settings.server_options(), authenticator, calls)

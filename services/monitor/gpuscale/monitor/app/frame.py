@@ -1,10 +1,9 @@
-"""What the agent and the fleet are once they have been told how; `settings` describes and checks the fields."""
+"""The settings of agent and fleet as plain classes; `settings` describes and validates the fields."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
 from gpuscale.common.config.frame import MetricsPageFrame, ServerFrame, UpstreamFrame
-from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.sources import SourceKind
 from gpuscale.monitor.model.prometheus import HostLabel, Names, Style
 
@@ -22,7 +21,7 @@ class ExpositionFrame(ServerFrame, MetricsPageFrame):
 
 
 class AgentFrame(ExpositionFrame, UpstreamFrame):
-    """An agent. It runs on this class: `AgentSettings` needs pydantic, which takes 10 MB of memory."""
+    """Settings of an agent, which runs without `AgentSettings` since pydantic takes 10 MB of memory."""
 
     section = "agent"
 
@@ -45,19 +44,7 @@ class AgentFrame(ExpositionFrame, UpstreamFrame):
     allocator_address: str
     renew_certificate: bool
 
-    def labels_by_name(self) -> dict[str, str]:
-        """The labels of this node."""
-        return by_name(self.labels)
-
-    def deadlines(self) -> ReadDeadlines:
-        """When a GPU counts as SLOW and as HUNG."""
-        return ReadDeadlines(self.soft_deadline_seconds, self.hard_deadline_seconds)
-
 
 def by_name(labels: Iterable[str]) -> dict[str, str]:
-    """Labels by their names, from NAME=VALUE."""
-    named: dict[str, str] = {}
-    for label in labels:
-        name, _, value = label.partition("=")
-        named[name] = value
-    return named
+    """Parse labels of the form NAME=VALUE."""
+    return {name: value for name, _, value in (label.partition("=") for label in labels)}

@@ -22,14 +22,14 @@ class ExpositionSettings(ExpositionFrame, MetricsSettings):
 
     metrics_names: Names = Field(
         "checked",
-        description="names of GPU series: checked (all that promtool passes), all, dcgm or gpuscale",
+        description="names of GPU series: checked (those that promtool accepts), all, dcgm or gpuscale",
     )
     metrics_host_label: HostLabel = Field(
         "hostname", description="host label of DCGM series: hostname, or Hostname as before 2026-05"
     )
     metrics_holders: bool = Field(
         default=False,
-        description="label GPU series with holder, tenant and hpc_job, as the allocator at allocator_address says at each scrape",
+        description="label GPU series with holder, tenant and hpc_job, from the allocator at allocator_address",
     )
 
 
@@ -49,73 +49,57 @@ class AgentSettings(AgentFrame, ExpositionSettings, UpstreamSettings):
     )
     simulated_gpu_count: int = Field(4, ge=0, le=1024, description="how many GPUs to simulate")
     isolate: bool = Field(
-        default=False, description="read GPUs in a process of its own, which is killed when it hangs"
+        default=False, description="read GPUs in a separate process, which is killed when it hangs"
     )
     period_seconds: float = Field(1.0, ge=0.1, le=3600.0, description="seconds between snapshots")
-    soft_deadline_seconds: float = Field(2.0, gt=0.0, description="a GPU is SLOW beyond this")
+    soft_deadline_seconds: float = Field(2.0, gt=0.0, description="a slower GPU is SLOW")
     hard_deadline_seconds: float = Field(
-        10.0, gt=0.0, description="a GPU is HUNG beyond this; above the soft deadline"
+        10.0, gt=0.0, description="a slower GPU is HUNG; above the soft deadline"
     )
     labels: tuple[str, ...] = Field(
         (),
-        description="label of this node, NAME=VALUE; the flag may be repeated, the variable separates with commas",
+        description="labels of this node, NAME=VALUE: repeat the flag, or separate with commas in the variable",
     )
     state_dir: Path | None = Field(
-        None,
-        description="directory of the fences of admitted work, one agent each; in memory only when empty",
+        None, description="directory of the fences of admitted work, one per agent; in memory only when empty"
     )
     work_socket: Path | None = Field(
         None,
-        description="unix socket on which programs of this host have their work admitted too, in a directory that only root or"
-        " the agent may write to",
+        description="unix socket on which local programs can have work admitted; only root or the agent may have write access to"
+        " its directory",
     )
     killer_socket: Path | None = Field(
         None,
-        description="unix socket of gpuscale-killer; while it is there, use policies may end processes on this host that use GPUs"
+        description="unix socket of gpuscale-killer; while it exists, use policies may kill processes on this host that use GPUs"
         " without a reservation; needs state_dir",
     )
     power_socket: Path | None = Field(
         None,
-        description="unix socket of gpuscale-power; while it is there, power budgets and reservations may cap this host's GPUs",
+        description="unix socket of gpuscale-power; while it exists, power budgets and reservations may cap this host's GPUs",
     )
     pod_resources_socket: Path | None = Field(
         None,
-        description="unix socket of the kubelet that knows which pods have GPUs, such as /var/lib/kubelet/pod-resources/kubelet.sock,"
-        " which root alone may open",
+        description="unix socket of the kubelet that tells which pods have GPUs, such as"
+        " /var/lib/kubelet/pod-resources/kubelet.sock; only root may open it",
     )
     processes_by_user: bool = Field(
         default=False,
-        description="take a process for that of a reservation where its Unix user has work of it alone on the GPU",
+        description="assign a process to a reservation if that is the only one with work of its Unix user on the GPU",
     )
     full_every_seconds: float = Field(
-        60.0,
-        ge=1.0,
-        le=3600.0,
-        description="seconds after which a stream of changes has a whole snapshot again",
+        60.0, ge=1.0, le=3600.0, description="seconds between whole snapshots in a stream of changes"
     )
     fleet_address: str = Field("", description="fleet to stream to, HOST:PORT; none when empty")
     allocator_address: str = Field(
         "",
-        description="allocator that says who holds which GPU before work is admitted, HOST:PORT; fleet_address when empty,"
-        " which will do where a gateway is there",
+        description="allocator that confirms leases before work is admitted, HOST:PORT; fleet_address when empty, which suits a"
+        " gateway",
     )
 
     renew_certificate: bool = Field(
         default=False,
-        description="have the fleet renew cert_file before it ends; it holds the key too, and is writable",
+        description="have the fleet renew cert_file before it expires; the file must be writable and hold the key too",
     )
-
-    @model_validator(mode="after")
-    def _check_renewal(self) -> Self:
-        if self.renew_certificate and (self.cert_file is None or self.cert_file != self.key_file):
-            raise ValueError("renew_certificate needs one file that is cert_file and key_file")
-        return self
-
-    @model_validator(mode="after")
-    def _check_killer(self) -> Self:
-        if self.killer_socket is not None and self.state_dir is None:
-            raise ValueError("killer_socket needs state_dir: a restart would forget whose work was admitted")
-        return self
 
     @field_validator("node")
     @classmethod
@@ -129,15 +113,19 @@ class AgentSettings(AgentFrame, ExpositionSettings, UpstreamSettings):
     def _check_labels(cls, labels: tuple[str, ...]) -> tuple[str, ...]:
         named = by_name(labels)
         if len(named) < len(labels) or len(named) > _MOST_LABELS:
-            raise ValueError(f"at most {_MOST_LABELS}, each name once")
-        for name, value in named.items():  # the key and the value of a label as the contract takes them
+            raise ValueError(f"must be at most {_MOST_LABELS} with unique names")
+        for name, value in named.items():  # the rules of the contract
             whole = name == name.strip() and 0 < len(name) <= _LONGEST_NAME and len(value) <= _LONGEST_NAME
             if not whole or not (name + value).isprintable():
                 raise ValueError("each must be NAME=VALUE, printable")
         return labels
 
     @model_validator(mode="after")
-    def _check_deadlines(self) -> Self:
+    def _check_together(self) -> Self:
+        if self.renew_certificate and (self.cert_file is None or self.cert_file != self.key_file):
+            raise ValueError("renew_certificate needs one file that is both cert_file and key_file")
+        if self.killer_socket is not None and self.state_dir is None:
+            raise ValueError("killer_socket needs state_dir: a restart would forget whose work was admitted")
         if self.soft_deadline_seconds >= self.hard_deadline_seconds:
             raise ValueError("soft_deadline_seconds must be below hard_deadline_seconds")
         return self
@@ -151,21 +139,20 @@ class FleetSettings(ExpositionSettings, UpstreamSettings):
     listen: str = Field("127.0.0.1:7072", description="address to serve on, HOST:PORT")
     data_dir: Path | None = Field(
         None,
-        description="directory of recordings and history, one fleet each; without it a restart forgets them",
+        description="directory of recordings and history, one per fleet; a restart forgets them when empty",
     )
     authority_dir: Path | None = Field(
         None,
-        description="directory of ca.crt and ca.key; with it hosts can join and renew their certificates; needs data_dir, and revoked_file with tls_client_ca_file",
+        description="directory of ca.crt and ca.key, with which hosts can join and renew certificates; needs data_dir, and"
+        " revoked_file with tls_client_ca_file",
     )
-    certificate_days: float = Field(
-        7.0, gt=0, le=3650, description="how long the certificates that it signs are valid"
-    )
+    certificate_days: float = Field(7.0, gt=0, le=3650, description="how long signed certificates are valid")
     trust_domain: str = Field(
         "gpuscale.local",
         pattern=r"^[a-z0-9._-]{1,255}$",
-        description="trust domain of the identities in them",
+        description="trust domain of the identities in signed certificates",
     )
-    max_nodes: int = Field(20_000, ge=1, description="most nodes that may report")
+    max_nodes: int = Field(20_000, ge=1, description="maximum number of nodes")
     history_fine_seconds: float = Field(
         600.0, ge=10, le=86_400, description="how long history is kept in steps of 1 s"
     )
@@ -176,27 +163,25 @@ class FleetSettings(ExpositionSettings, UpstreamSettings):
         604_800.0, ge=60, le=31_536_000, description="how long history is kept in steps of 1 min"
     )
     history_memory_mib: int = Field(
-        1_024, ge=0, description="memory for history; where it is short all tiers are, and 0 keeps none"
+        1_024, ge=0, description="memory for history, which shortens all tiers if needed; 0 keeps none"
     )
     metrics_max_gpus: int = Field(
-        2_000, ge=0, description="/metrics has no series of single GPUs once there are more GPUs than this"
+        2_000, ge=0, description="with more GPUs, /metrics has no series of single GPUs"
     )
-    allocator_address: str = Field(
-        "", description="allocator that says who holds which GPU, HOST:PORT; for metrics_holders alone"
-    )
+    allocator_address: str = Field("", description="allocator for metrics_holders, HOST:PORT")
 
     @model_validator(mode="after")
     def _check_authority(self) -> Self:
         if self.authority_dir is None:
             return self
         if self.data_dir is None:
-            raise ValueError("authority_dir needs data_dir, which keeps who joined")
+            raise ValueError("authority_dir needs data_dir to remember who joined")
         if self.tls_client_ca_file is not None and self.revoked_file is None:
             raise ValueError("authority_dir needs revoked_file: a revoked host would renew its certificate")
         return self
 
     def history_tiers(self) -> tuple[Tier, ...]:
-        """The tiers of history, from the finest to the coarsest."""
+        """The tiers of history, finest first."""
         return (
             Tier(1.0, self.history_fine_seconds),
             Tier(10.0, self.history_medium_seconds),
@@ -204,10 +189,10 @@ class FleetSettings(ExpositionSettings, UpstreamSettings):
         )
 
     def signer(self) -> "Signer | None":
-        """What signs certificates, None without an authority; FailedPreconditionError if that cannot be used."""
+        """The signer of certificates; None without an authority. FailedPreconditionError if it cannot be loaded."""
         if self.authority_dir is None:
             return None
-        from gpuscale.common.security.authority import Signer  # which takes 16 MB
+        from gpuscale.common.security.authority import Signer  # takes 16 MB
 
         return Signer(
             self.authority_dir,
