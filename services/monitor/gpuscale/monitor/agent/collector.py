@@ -1,7 +1,7 @@
-"""Takes snapshots: each orders a reading of the host and of every GPU, waits a moment, and says what is known then.
+"""Snapshots of the host and its GPUs, taken every period and on demand.
 
-The sampler takes one each period, and at once when somebody needs a fresh one. It is one loop, so there is one reading
-at a time: callers that need a fresh snapshot at the same moment share it, and none of them touches a driver.
+A snapshot orders a reading of the host and of each GPU, waits a moment, and shows what is known then. The sampler takes one at a
+time, which concurrent callers share.
 """
 
 import asyncio
@@ -12,7 +12,6 @@ from uuid import uuid4
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.gpus import Gpus
-from gpuscale.monitor.agent.pods import name_pod
 from gpuscale.monitor.agent.sources import HostSource
 from gpuscale.monitor.agent.threads import CallThread, Reader, wait_until
 from gpuscale.monitor.model.admission import Admissions, Holders
@@ -30,10 +29,9 @@ LONGEST_WAIT_SECONDS = 0.5
 
 
 class Collector:
-    """Takes the snapshots of one run of the agent, one each `period` seconds; `seq` grows by one with each.
+    """Takes the snapshots of one run of the agent, numbered by `seq`.
 
-    `quarantines` has the UUIDs, in lower case, of GPUs for no new work, None until the fleet has told; whoever hears from it
-    puts a new mapping there.
+    `quarantines` holds quarantined GPUs by lower-case UUID, None until the fleet reports them. `FleetPush` replaces it.
     """
 
     def __init__(
@@ -68,7 +66,7 @@ class Collector:
         self._seq = 0
 
     async def collect(self) -> Snapshot:
-        """Take a snapshot; what does not answer within half a second is shown as last known."""
+        """Take a snapshot. What does not answer within half a second is shown as last known."""
         deadline = asyncio.get_running_loop().time() + min(LONGEST_WAIT_SECONDS, self.period / 2)
         host = None if self._host.ordered_at is not None else self._host.order(self._host_worker)
         await self._gpus.refresh(deadline)
@@ -104,7 +102,7 @@ class Collector:
         await self._gpus.close()
 
     def _views(self) -> tuple[GpuView, ...]:
-        """The GPUs, with what the agent knows of each beyond what the driver says."""
+        """The GPUs with reservations, quarantines and pods added."""
         views, admissions, quarantines = self._gpus.views(), self._admitted(), self.quarantines or {}
         pods = self._pods()
         if not quarantines and not admissions.workers and not pods:
@@ -117,17 +115,18 @@ class Collector:
             quarantine = quarantines.get(uuid.lower()) or quarantines.get(view.identity.parent_uuid.lower())
             of_gpu = pods.get(uuid, ())
             if len(of_gpu) == 1 and reading.processes:
-                reading = reading._replace(processes=name_pod(reading.processes, of_gpu[0]))
+                named = (replace(one, pod=of_gpu[0]) if one.pod else one for one in reading.processes)
+                reading = reading._replace(processes=tuple(named))
             shown.append(replace(view, reading=reading, quarantine=quarantine, pods=of_gpu))
         return tuple(shown)
 
 
-# However many ask for new readings: a driver that is asked without a pause slows the work on its GPUs.
+# The minimum time between readings on demand: polling a driver without a pause slows work on its GPUs.
 SHORTEST_GAP_SECONDS = 0.1
 
 
 class Sampler:
-    """Holds the newest snapshot, which `collect` takes each `period` seconds, and tells subscribers of each."""
+    """Takes a snapshot with `collect` every `period` seconds, keeps the newest and broadcasts each."""
 
     def __init__(self, collect: Callable[[], Awaitable[Snapshot]], period: float, clock: Clock) -> None:
         self._collect = collect
@@ -139,7 +138,7 @@ class Sampler:
         self.snapshots: Broadcast[Snapshot] = Broadcast()
 
     async def run(self) -> None:
-        """Read until cancelled. Readings on demand do not shift the rhythm."""
+        """Take snapshots until cancelled. Those on demand do not shift the period."""
         loop = asyncio.get_running_loop()
         due = loop.time()
         while True:
@@ -156,13 +155,10 @@ class Sampler:
                     await self._wanted.wait()
                     await asyncio.sleep(began + SHORTEST_GAP_SECONDS - loop.time())
             except TimeoutError:
-                due += self._period  # and not by the time: a timer may be early by a clock tick
+                due += self._period  # not from the clock: a timer may fire a clock tick early
 
     async def get(self, max_age: float) -> Snapshot:
-        """The newest snapshot if it is at most `max_age` seconds old, else that of the reading that ends next.
-
-        A `max_age` of 0 always waits for a reading.
-        """
+        """The newest snapshot if it is at most `max_age` seconds old, else the next one; 0 always waits for the next."""
         latest = self._latest
         if latest is not None and self._clock.now() - latest.taken_at <= max_age and max_age > 0:
             return latest

@@ -1,15 +1,11 @@
-"""What changed from one snapshot to the next, for a receiver that was sent the one before.
+"""Changes between snapshots, for a receiver that has the one before.
 
-A GPU (or the host) is named once any of its readings has moved by more than its dead-band from what the receiver has, and
-then it is given exactly. So what the receiver has of a GPU is always one reading of it as it was, never a mixture of two,
-and no value drifts further than its band. Whatever is not a reading (which GPUs there are, what they are) is seldom
-different, and then the whole snapshot is sent.
-
-Values are compared, not messages: a tick in which nothing moved makes no message but the heartbeat.
+Once a reading of a GPU or the host moves by more than its dead-band from what the receiver has, all changed readings of it are
+sent. So the receiver always has one actual reading, never a mixture, and no value drifts beyond its band. Any change that is not
+of a reading takes a whole snapshot.
 """
 
 from collections.abc import Iterable, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import compress, count
 from operator import ne
@@ -22,12 +18,12 @@ from gpuscale.monitor.model.readings import GpuReading, GpuState, GpuView, HostR
 from gpuscale.monitor.wire.snapshots import GPU_NUMBERS, gpu_state, put, text
 
 Bands = tuple[float, ...]
-"""The dead-band of each field of a reading, in their order; 0 where every change is told."""
+"""The dead-band of each field of a reading, in order; 0 sends every change."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeadBands:
-    """How far a reading may move before it is sent, by its unit: the last word of its name. Others are sent exactly."""
+    """How far a reading may move before it is sent, by its unit, the last word of its name. Others always are."""
 
     percent: float = 0.5
     bytes: float = 1024.0 * 1024.0
@@ -38,13 +34,13 @@ class DeadBands:
     age_seconds: float = 0.25
 
     def of(self, fields: Iterable[str]) -> Bands:
-        """The bands of fields by their names."""
+        """The bands of these fields."""
         units = {name: float(getattr(self, name)) for name in self.__slots__}
         return tuple(units.get(name.rpartition("_")[2], 0.0) for name in fields)
 
 
 def moves(before: Sequence[object], after: Sequence[object], bands: Bands) -> list[int]:
-    """The places of all readings that differ, once one has moved by more than its dead-band; empty until then."""
+    """Indexes of all readings that differ, if one moved by more than its dead-band; else empty."""
     if before == after:
         return []
     differ = list(compress(count(), map(ne, before, after)))
@@ -63,13 +59,13 @@ def is_near(before: object, after: object, band: float) -> bool:
 
 
 _GPU_FIELDS = types_api.GpuReading.DESCRIPTOR.fields_by_name
-# Numbers by their places in a reading; the mask is told with the list of its reasons.
+# Field numbers of numeric readings by index; the mask is sent with the list of its reasons.
 _NUMBERS = {
     place: _GPU_FIELDS[name].number
     for place, name in enumerate(GpuReading._fields)
     if name in GPU_NUMBERS and name != "throttle_reason_mask"
 }
-# Beyond this a double does not hold every integer.
+# Above this, a double does not hold every integer.
 _LARGEST_INTEGER = 2**53
 
 
@@ -93,7 +89,7 @@ class _SentGpu:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """What the receiver has: the number, everything but readings, and the readings."""
+    """What the receiver has; `frame` is everything that a delta cannot change."""
 
     seq: int
     frame: tuple[object, ...]
@@ -102,11 +98,11 @@ class _Sent:
 
 
 _Change = tuple[monitor_internal.GpuDelta, GpuReading, Sequence[int]]
-"""A GPU that a delta names, its reading, and the places of the readings that differ."""
+"""A changed GPU, its reading, and the indexes of readings that differ."""
 
 
 class Deltas:
-    """Follows one receiver, and says what to send it: a whole snapshot again after `full_every` seconds."""
+    """Computes what to send one receiver; a whole snapshot every `full_every` seconds."""
 
     def __init__(self, bands: DeadBands, full_every: float) -> None:
         self._host_bands = bands.of(HostReading._fields)
@@ -117,16 +113,13 @@ class Deltas:
         self._sent: _Sent | None = None
 
     def reset(self) -> None:
-        """Start over: the receiver has nothing to build on."""
+        """Send a whole snapshot next."""
         self._sent = None
 
     def next(self, snapshot: Snapshot, now: float) -> monitor_internal.SnapshotDelta | None:
-        """The change from the last snapshot to this one, sent at `now` of the agent's clock.
-
-        Returns None where the whole snapshot must be sent. It counts as sent.
-        """
+        """The change since the last call, as of `now`; None if the whole snapshot must be sent."""
         sent = self._sent
-        frame = (  # the parts that a delta cannot carry
+        frame = (
             snapshot.node,
             snapshot.epoch,
             snapshot.period,
@@ -204,11 +197,23 @@ class Deltas:
 
 
 def _tell(delta: monitor_internal.SnapshotDelta, changes: Sequence[_Change], gpu_count: int) -> None:
-    """Put changes into a delta: numbers that every changed GPU has into one table, all else GPU by GPU."""
-    in_table = _tell_in_table(delta, changes, gpu_count)
+    """Write changes into a delta: numbers that all changed GPUs have as a table, the rest GPU by GPU."""
+    moved = [(change.place, reading) for change, reading, differ in changes if differ]
+    differ_anywhere = set[int]().union(*(differ for _, _, differ in changes))
+    columns = [
+        column
+        for column in sorted(differ_anywhere & _NUMBERS.keys())
+        if all(_fits_double(reading[column]) for _, reading in moved)
+    ]
+    if columns:
+        delta.numbers.fields.extend(map(_NUMBERS.__getitem__, columns))
+        if len(moved) < gpu_count:
+            delta.numbers.places.extend(place for place, _ in moved)
+        values: list[Any] = [reading[column] for column in columns for _, reading in moved]
+        delta.numbers.values.extend(values)
     for change, reading, differ in changes:
         for place in differ:
-            if place not in in_table:
+            if place not in columns:
                 change.cleared_fields.extend(put(change.reading, GpuReading._fields[place], reading[place]))
         if (
             change.state
@@ -219,29 +224,8 @@ def _tell(delta: monitor_internal.SnapshotDelta, changes: Sequence[_Change], gpu
             delta.gpus.append(change)
 
 
-def _tell_in_table(
-    delta: monitor_internal.SnapshotDelta, changes: Sequence[_Change], gpu_count: int
-) -> AbstractSet[int]:
-    """Put what can be into the table; returns the places of these readings."""
-    moved = [(change.place, reading) for change, reading, differ in changes if differ]
-    differ_anywhere = set[int]().union(*(differ for _, _, differ in changes))
-    columns = sorted(column for column in differ_anywhere & _NUMBERS.keys() if _all_fit(moved, column))
-    if columns:
-        delta.numbers.fields.extend(map(_NUMBERS.__getitem__, columns))
-        if len(moved) < gpu_count:
-            delta.numbers.places.extend(place for place, _ in moved)
-        values: list[Any] = [reading[column] for column in columns for _, reading in moved]
-        delta.numbers.values.extend(values)
-    return frozenset(columns)
-
-
-def _all_fit(moved: Iterable[tuple[int, GpuReading]], column: int) -> bool:
-    """Whether a reading is a number that a double holds exactly, on each of these GPUs."""
-    for _, reading in moved:
-        value = reading[column]
-        if not (isinstance(value, float) or (isinstance(value, int) and abs(value) <= _LARGEST_INTEGER)):
-            return False
-    return True
+def _fits_double(value: object) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= _LARGEST_INTEGER)
 
 
 def _age(read_at: float | None, now: float) -> float | None:

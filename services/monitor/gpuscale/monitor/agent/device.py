@@ -1,12 +1,10 @@
-"""One GPU as its owner sees it: the newest reading, a breaker, and a thread of its own while it is slow.
+"""One GPU: its newest reading, a circuit breaker, and a thread of its own while it is slow.
 
-A GPU whose call is out longer than the soft deadline is SLOW and keeps its last readings, with their age. From the
-hard deadline on it is HUNG: its last readings no longer count and are absent. (A monitor that keeps
-exporting the last values of a hung GPU hid such faults in NVIDIA/dcgm-exporter#164 and microsoft/pai#889.)
+A GPU whose call takes longer than the soft deadline is SLOW and keeps its last readings, with their age. From the hard deadline
+on it is HUNG and its readings are absent, since showing old ones hides the fault (NVIDIA/dcgm-exporter#164, microsoft/pai#889).
 
-A GPU whose call came back only after the hard deadline is not read at once again: it is first asked one cheap question,
-and read again once that is answered in time. Each late answer makes the pause before the next question longer. So a GPU
-that hangs now and then costs no more than a question, and at most one thread is ever stuck on it.
+After an answer beyond the hard deadline, a GPU is probed with one cheap call, after growing pauses, and read again once a probe
+is answered in time. So at most one thread is ever stuck on it.
 """
 
 import asyncio
@@ -34,7 +32,7 @@ _GONE = frozenset({GpuState.LOST, GpuState.RESET_REQUIRED})
 
 @dataclass(frozen=True, slots=True)
 class ReadDeadlines:
-    """How long a tick of one GPU may take: SLOW beyond `soft`, HUNG from `hard` on."""
+    """How many seconds reading a GPU may take: SLOW from `soft` on, HUNG from `hard` on."""
 
     soft: float = 2.0
     hard: float = 10.0
@@ -48,7 +46,7 @@ def view(
     now: float,
     deadlines: ReadDeadlines,
 ) -> GpuView:
-    """How the GPU is shown at `now`; `ordered_at` is when the pending call was made, None for none."""
+    """The GPU as shown at `now`; `ordered_at` is when the pending call was made, None without one."""
     waiting = 0.0 if ordered_at is None else now - ordered_at
     read_at = last.read_at if last else None
     if waiting >= deadlines.hard:
@@ -63,18 +61,18 @@ def view(
     return GpuView(identity, state, last.value.reading, read_at)
 
 
-# A tick of a healthy GPU takes some milliseconds.
+# Reading a healthy GPU takes some milliseconds.
 QUICK_SECONDS = 0.1
 PROBE_INITIAL_SECONDS = 0.5
 PROBE_CAP_SECONDS = 30.0
 
-# A GPU that answers and is divided is none that can be had, whatever else is to be said of it.
+# In these states, a GPU that is divided is shown as DIVIDED.
 _ANSWERS = frozenset({GpuState.OK, GpuState.DEGRADED, GpuState.SLOW})
 
 
 @dataclass(slots=True)
 class Breaker:
-    """Whether a GPU may be read. Opens after an answer beyond the hard deadline; a probe in time closes it."""
+    """A circuit breaker: an answer beyond the hard deadline opens it, a probe answered in time closes it."""
 
     deadlines: ReadDeadlines
     backoff: Backoff
@@ -82,7 +80,7 @@ class Breaker:
     retry_at: float = 0.0
 
     def answered(self, took: float, now: float, *, probe: bool) -> None:
-        """A call came back after `took` seconds."""
+        """Take in that a call took `took` seconds."""
         if took >= self.deadlines.hard or (probe and took >= self.deadlines.soft):
             self.open = True
             self.retry_at = now + self.backoff.next()
@@ -92,7 +90,7 @@ class Breaker:
 
 
 class Device:
-    """A GPU that was found at least once; `present` if the newest inventory has it. It counts calls and `refusals`."""
+    """A GPU that was found at least once; `present` if the newest inventory has it. Counts driver `calls` and `refusals`."""
 
     def __init__(
         self, identity: GpuIdentity, source: GpuSource, clock: Clock, deadlines: ReadDeadlines
@@ -116,38 +114,38 @@ class Device:
 
     @property
     def error(self) -> BaseException | None:
-        """Why the newest call failed; None when it did not."""
+        """Why the newest call failed; None if it did not."""
         return self._prober.error if self._breaker.open else self._reader.error
 
     @property
     def hung(self) -> bool:
-        """Whether a call has been pending since the hard deadline: its thread is lost until the driver answers."""
+        """Whether a call is pending beyond the hard deadline, so that its thread is stuck."""
         ordered_at = self.ordered_at
         return ordered_at is not None and self._clock.now() - ordered_at >= self._deadlines.hard
 
     @property
     def answers(self) -> bool:
-        """Whether nothing is known to be wrong: a pending call may still be answered."""
+        """Whether nothing is known to be wrong; a call may be pending."""
         return not self.hung and self.error is None and not self.unusable()
 
     @property
     def read_at(self) -> float:
-        """When it was last read; minus infinity where it never was."""
+        """When it was last read; minus infinity if never."""
         return -math.inf if self._reader.last is None else self._reader.last.read_at
 
     @property
     def link_ends(self) -> tuple[str | None, ...]:
-        """Where its NVLinks lead, as far as it is known."""
+        """The other ends of its NVLinks, as far as known."""
         return () if self._reader.last is None else self._reader.last.value.link_ends
 
     @property
     def quick(self) -> bool:
-        """Whether its last answer came quickly, so that it may share a thread."""
+        """Whether its last answer was quick, so that it may share a thread."""
         last = self._reader.last
         return not self._breaker.open and (last is None or last.read_at - last.ordered_at < QUICK_SECONDS)
 
     def due(self) -> "Reader[GpuSample] | Reader[None] | None":
-        """What to ask now: a reading or a probe; None while a call is pending, or before its time."""
+        """The reading or probe that is due; None if a call is pending or nothing is due."""
         if self.ordered_at is not None:
             return None
         self._judge()
@@ -156,20 +154,20 @@ class Device:
         return self._prober if self._clock.now() >= self._breaker.retry_at else None
 
     def order(self, reader: "Reader[Any]") -> "asyncio.Future[None]":
-        """Run what is due in a thread of its own."""
+        """Run a reading or probe in its own thread."""
         if self._worker is None:
             self._worker = CallThread(f"gpu-{self.identity.uuid}")
         return reader.order(self._worker)
 
     def unusable(self) -> bool:
-        """Whether its newest reading says that the source's handle no longer works."""
+        """Whether its newest reading shows that the source's handle no longer works."""
         last = self._reader.last
         if last is None:
             return False
         return last.value.state in _GONE or len(last.value.reading.absent) == len(GPU_FIELDS)
 
     def view(self, *, opening_since: float | None, lost: str | None, released: bool) -> GpuView:
-        """How the GPU is shown: what is wrong with the source (opening since, `lost`, `released`) comes before what was read."""
+        """The GPU as shown; problems of the source (opening since, `lost`, `released`) override its readings."""
         self._judge()
         last = self._reader.last
         read_at = last.read_at if last else None
@@ -177,13 +175,10 @@ class Device:
             reading = last.value.reading if last else GpuReading.nothing(ReadingStatus.STALE, "never read")
             return GpuView(self.identity, GpuState.RELEASED, reading, read_at)
         if lost is not None:
-            return GpuView(
-                self.identity, GpuState.LOST, GpuReading.nothing(ReadingStatus.LOST, lost), read_at
-            )
+            reading = GpuReading.nothing(ReadingStatus.LOST, lost)
+            return GpuView(self.identity, GpuState.LOST, reading, read_at)
         if self._breaker.open and not self.hung:
-            reading = GpuReading.nothing(
-                ReadingStatus.TIMEOUT, "it answered too late, and is asked again soon"
-            )
+            reading = GpuReading.nothing(ReadingStatus.TIMEOUT, "it answered too late and is probed")
             return GpuView(self.identity, GpuState.HUNG, reading, read_at)
         ordered_at = opening_since if self.ordered_at is None else self.ordered_at
         shown = view(
@@ -194,12 +189,12 @@ class Device:
         return shown
 
     def stop(self) -> None:
-        """End the thread once it is idle."""
+        """End its thread once that is idle."""
         if self._worker is not None:
             self._worker.stop()
 
     def _judge(self) -> None:
-        """Tell the breaker of new answers."""
+        """Pass new answers to the breaker."""
         read, probed = self._reader.last, self._prober.last
         if read is not None and read is not self._judged[0]:
             self._breaker.answered(read.read_at - read.ordered_at, self._clock.now(), probe=False)

@@ -1,8 +1,7 @@
-"""The one owner of the GPU source: opens it, reads every GPU in threads, and opens it again when it broke.
+"""The owner of the GPU source: opens it, reads every GPU in threads, and reopens it after a failure.
 
-No call runs on the event loop, none is queued on a GPU whose call is out, and a GPU that was late once is not waited
-for again until it has answered. The source is closed and opened only while no call is out: what a driver does with
-such a call is not documented.
+No call blocks the event loop, a GPU has at most one pending call, and a late GPU is not waited for again until it answers. The
+source is opened and closed only while no call is pending, since drivers do not define what happens to such calls.
 """
 
 import asyncio
@@ -33,24 +32,21 @@ from gpuscale.monitor.model.readings import (
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """How reading the driver goes."""
+    """Statistics of reading the driver."""
 
-    hung_threads: int  # threads that are stuck in the driver, at most one for each GPU
-    openings: int  # how often the source was opened, failures included
-    interruptions: int  # how often a driver that did not answer was interrupted
-    calls: int  # how often the driver was called to read GPUs
-    refusals: int  # how many of these calls gave an error, what a GPU does not support among them
+    hung_threads: int  # threads stuck in the driver, at most one per GPU
+    openings: int  # attempts to open the source
+    interruptions: int  # interruptions of a hung driver
+    calls: int  # driver calls that read GPUs
+    refusals: int  # of these, calls that failed, also because a GPU does not support them
 
 
-# A driver that had to be interrupted is tried again soon: it may just have got over it.
+# The longest pause before reopening an interrupted driver: it may have recovered.
 LONGEST_PAUSE_SECONDS = 5.0
 
 
 class Interruptions:
-    """Since when an interrupted driver is silent, until it answers again, and how many (`count`) there were.
-
-    A GPU that was HUNG stays so until it is read: that the source was closed and opened meanwhile is no news of it.
-    """
+    """Counts interruptions, and keeps since when the driver is silent, so that HUNG GPUs stay HUNG until they are read."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -58,29 +54,29 @@ class Interruptions:
         self._at = 0.0
 
     def note(self, since: float, now: float) -> None:
-        """The driver was interrupted, having been silent since a time."""
+        """Note that the driver, silent since `since`, was interrupted at `now`."""
         self.count += 1
         self._since = since if self._since is None else min(self._since, since)
         self._at = now
 
     def silent_since(self, read_at: float) -> float | None:
-        """Since when a GPU last read at `read_at` is silent; None where it was read after the interruption."""
+        """Since when a GPU last read at `read_at` is silent; None if it was read after the interruption."""
         return self._since if read_at < self._at else None
 
     def pause(self, usual: float) -> float:
-        """How long to wait until the source is opened again."""
+        """Seconds to wait before reopening the source."""
         return usual if self._since is None else min(usual, LONGEST_PAUSE_SECONDS)
 
     def refused(self, asked_at: float) -> None:
-        """Opening failed that began at `asked_at`: the driver answers again, unless that was interrupted too."""
+        """Take in that opening, begun at `asked_at`, failed: the driver answers again, unless it was interrupted since."""
         if asked_at > self._at:
             self._since = None
 
 
 def wire(ends: Mapping[str, tuple[str | None, ...]]) -> dict[str, tuple[tuple[str, int], ...]]:
-    """NVLinks between each two GPUs by UUID, from the other end of each link (None: a switch).
+    """The NVLinks between GPUs as (UUID, count), from the other ends of each GPU's links (None is a switch).
 
-    Through a switch every GPU reaches every other that has links to one, over as many as the one with fewer has.
+    Two GPUs on switches have as many links between them as the one with fewer.
     """
     switched = {uuid: found.count(None) for uuid, found in ends.items()}
     peers: dict[str, tuple[tuple[str, int], ...]] = {}
@@ -95,14 +91,14 @@ def wire(ends: Mapping[str, tuple[str | None, ...]]) -> dict[str, tuple[tuple[st
 
 REOPEN_INITIAL_SECONDS = 1.0
 REOPEN_CAP_SECONDS = 30.0
-# Opening again takes the healthy GPUs away for a moment: for a part of them only seldom.
+# The pause before reopening while some GPUs work, since that interrupts them.
 REOPEN_FOR_SOME_SECONDS = 300.0
 CLOSE_SECONDS = 2.0
-# Or a period, if that is less: whatever is to be done with the driver may have to wait for it.
+# Closing the driver may have to wait this long for the events thread.
 LONGEST_EVENT_WAIT_SECONDS = 1.0
-# Less is not held against a driver that is being started: on a large host that alone takes seconds.
+# The least deadline of opening, which takes seconds on a large host.
 OPENING_SECONDS = 10.0
-# How long a release waits for the calls that are out.
+# How long a release waits for pending calls.
 RELEASE_SECONDS = 5.0
 
 _NAMESPACE = uuid5(NAMESPACE_URL, "gpuscale:missing-gpu")
@@ -119,9 +115,9 @@ class _Window:
 
 
 class Gpus:
-    """The GPUs of a source, for one event loop; `events` has what the driver says has happened.
+    """The GPUs of a source, for use from one event loop. `observers` are called with each driver event.
 
-    The thread that waits for events stays in the driver for `event_wait` seconds. `node` names GPUs without identity.
+    `event_wait`: seconds that the events thread stays in the driver. `node` is part of the names of unidentified GPUs.
     """
 
     def __init__(
@@ -159,17 +155,17 @@ class Gpus:
 
     @property
     def driver_version(self) -> str:
-        """Version of the driver; empty where there is none."""
+        """Version of the driver; empty without one."""
         return self._inventory.driver_version if self._inventory else ""
 
     @property
     def cuda_version(self) -> str:
-        """Highest version of CUDA that the driver supports; empty where there is none."""
+        """Highest CUDA version that the driver supports; empty without a driver."""
         return self._inventory.cuda_version if self._inventory else ""
 
     @property
     def simulated(self) -> bool:
-        """Whether no hardware stands behind the GPUs."""
+        """Whether the GPUs are simulated."""
         return self._source.simulated
 
     def _hear(self, event: GpuEvent) -> None:
@@ -177,7 +173,7 @@ class Gpus:
             observe(event)
 
     def collection(self) -> Collection:
-        """How reading the driver goes now."""
+        """Current statistics."""
         devices = self._devices.values()
         return Collection(
             hung_threads=sum(device.hung for device in devices),
@@ -188,25 +184,22 @@ class Gpus:
         )
 
     def problem(self) -> str:
-        """Why GPUs cannot be read; empty when all is well."""
+        """Why GPUs cannot be read; empty if they can."""
         if self._window is not None:
             return self._window.problem
         if self._opening_since is not None:
             waiting = self._clock.now() - self._opening_since
             if waiting >= self._deadlines.soft:
-                return f"the driver has not answered for {waiting:.0f} s since it was asked to start"
+                return f"the driver has not answered for {waiting:.0f} s while starting"
         return self._problem
 
     def knows(self, uuid: str) -> bool:
-        """Whether this host has a GPU of that UUID that work can be placed on."""
+        """Whether this host has such a GPU or MIG instance that work can run on."""
         device = self._devices.get(uuid)
         return device is not None and device.present and not device.identity.divided
 
     def views(self) -> tuple[GpuView, ...]:
-        """Every GPU found so far, in the driver's order, as it is shown now.
-
-        MIG instances follow the GPU that they are a part of; GPUs that cannot be identified come last.
-        """
+        """Every GPU found so far, in the driver's order; MIG instances follow their GPU, unidentified GPUs come last."""
         views = [self._view(device) for device in self._devices.values()]
         views.sort(
             key=lambda view: (view.identity.index, view.identity.parent_uuid != "", view.identity.uuid)
@@ -221,7 +214,6 @@ class Gpus:
                 for gpu in known
             ):
                 continue
-            # Its name lasts as long as its place.
             name = uuid5(_NAMESPACE, f"{self._node}/{address or missing.index}")
             identity = GpuIdentity(f"LOST-{name}", missing.index, "", pci_bus_id=missing.pci_bus_id)
             reading = GpuReading.nothing(ReadingStatus.LOST, missing.problem)
@@ -229,7 +221,7 @@ class Gpus:
         return tuple(views)
 
     async def refresh(self, deadline: float) -> None:
-        """Order a reading of every GPU without a pending call, and wait until `deadline`, a time of the loop."""
+        """Order a reading of every GPU without a pending call, and wait until `deadline` on the loop's clock."""
         if self._window is not None:
             if self._clock.now() < self._window.until:
                 return
@@ -253,7 +245,7 @@ class Gpus:
         self._judge()
 
     async def _read(self, deadline: float) -> None:
-        """Read every GPU that can be read: quick ones in one thread, each of the others in its own."""
+        """Read GPUs: quick ones in one shared thread, each other one in its own."""
         quick: dict[Reader[Any], Device] = {}
         asked: list[asyncio.Future[None]] = []
         for device in self._devices.values():
@@ -278,9 +270,9 @@ class Gpus:
         return call
 
     async def release(self, seconds: float, problem: str) -> None:
-        """Release the driver for at most `seconds`; `problem` is what the GPUs show meanwhile.
+        """Release the driver for at most `seconds`, during which GPUs show `problem`.
 
-        FailedPreconditionError (DRIVER_CALL_OUT) if a call does not come back; the driver is held as before.
+        FailedPreconditionError (DRIVER_CALL_OUT) if a call does not return; the driver is then still held.
         """
         released = self._window is not None
         self._window = _Window(problem, self._clock.now() + seconds)
@@ -298,23 +290,23 @@ class Gpus:
             if self._inventory is not None and self._inventory.has_events:
                 self._listener.start()
             raise FailedPreconditionError(
-                "a call has not come back from the driver, which is therefore still held",
+                "a call has not returned from the driver, which is therefore still held",
                 reason="DRIVER_CALL_OUT",
             )
-        _log.warning("the driver is released", seconds=seconds, problem=problem)
+        _log.warning("driver released", seconds=seconds, problem=problem)
 
     def resume(self) -> bool:
-        """Take the driver back with the next round; returns whether it was released."""
+        """Take the driver back with the next refresh; returns whether it was released."""
         released = self._window is not None
         if released:
             self._window = None
             self._retry_at = 0.0
-            self._problem = "the GPUs have not been looked for again yet"
-            _log.info("the driver is taken again")
+            self._problem = "the GPUs have not been looked for yet"
+            _log.info("driver taken back")
         return released
 
     async def close(self) -> None:
-        """Release the driver, unless a call is pending: then its thread is left behind."""
+        """Release the driver and stop the threads; one with a pending call is left behind."""
         self._listener.pause()
         if self._listener.listening is not None:
             await wait_until([self._listener.listening], _in(CLOSE_SECONDS))
@@ -329,21 +321,21 @@ class Gpus:
             device.stop()
 
     async def _quiet(self, deadline: float) -> None:
-        """Wait until every thread has left the driver, or the deadline."""
+        """Wait until every thread has left the driver, at most until the deadline."""
         self._listener.pause()
         await wait_until(self._calls(), deadline)
 
     def _calls(self) -> list[asyncio.Future[Any]]:
-        """A future for each thread in the driver, done once it has left."""
+        """A future for each thread in the driver, done once it leaves."""
         calls = (self._listener.listening, self._shared.round, self._control_call, *self._alone)
         return [call for call in calls if call is not None and not call.done()]
 
     def _present(self) -> list[Device]:
-        """The GPUs that the newest inventory has."""
+        """The GPUs of the newest inventory."""
         return [device for device in self._devices.values() if device.present]
 
     def _due(self) -> bool:
-        """Whether to open the source now, for the first time or again."""
+        """Whether to open or reopen the source now."""
         now = self._clock.now()
         listening = self._listener.listening
         if now < self._retry_at or any(call is not listening for call in self._calls()):
@@ -356,7 +348,7 @@ class Gpus:
         return lacking and now - self._opened_at >= pause
 
     def _interrupt_if_silent(self) -> None:
-        """Where no GPU answers and a call is pending since the hard deadline, end all calls, if the source can."""
+        """Interrupt the source if no GPU answers and a call is pending beyond the hard deadline."""
         now, opening, present = self._clock.now(), self._opening_since, self._present()
         if opening is not None:
             silent = now - opening >= max(self._deadlines.hard, OPENING_SECONDS)
@@ -365,10 +357,10 @@ class Gpus:
         if silent and self._source.interrupt():
             waiting = (opening, *(device.ordered_at for device in self._devices.values()))
             self._interruptions.note(min((at for at in waiting if at is not None), default=now), now)
-            _log.warning("the driver does not answer, and is interrupted", count=self._interruptions.count)
+            _log.warning("driver does not answer and is interrupted", count=self._interruptions.count)
 
     def _opened(self, future: asyncio.Future[Inventory]) -> None:
-        """Take in how opening the source ended."""
+        """Take in the result of opening the source."""
         began, self._opening_since = self._opening_since, None
         self._opened_at = self._clock.now()
         self._retry_at = self._opened_at + self._interruptions.pause(self._backoff.next())
@@ -385,7 +377,7 @@ class Gpus:
         found = {identity.uuid: identity for identity in inventory.gpus}
         for uuid, device in list(self._devices.items()):
             device.present = uuid in found
-            # Unlike a GPU that is no longer listed, MIG instances that are gone were removed on purpose.
+            # A missing GPU stays and is LOST; a missing MIG instance was removed on purpose.
             if not device.present and device.identity.parent_uuid:
                 del self._devices[uuid]
                 self._calls_of_gone += device.calls
@@ -396,17 +388,17 @@ class Gpus:
                 self._devices[uuid].identity = identity
             else:
                 self._devices[uuid] = Device(identity, self._source, self._clock, self._deadlines)
-        self._link_ends = {}  # the identities are new, and know of no links yet
+        self._link_ends = {}  # the new identities have no links yet
         if inventory.has_events and self._window is None:
             self._listener.start()
         self._say(inventory.problem)
 
     def _errors(self) -> list[BaseException]:
-        """Why the newest call failed, of each present GPU where it did."""
+        """The errors of the newest calls to present GPUs."""
         return [device.error for device in self._present() if device.error is not None]
 
     def _judge(self) -> None:
-        """Act on a round of readings."""
+        """Act on the results of a refresh."""
         for error in (self._bug, self._listener.error, *self._errors()):
             if error is not None and not isinstance(error, GpuSourceError):
                 raise error
@@ -439,10 +431,10 @@ class Gpus:
         if device.error is not None:
             lost = str(device.error)
         elif self._inventory is None or not device.present:
-            lost = self._problem or "the driver does not list it any more"
+            lost = self._problem or "the driver no longer lists it"
         return device.view(opening_since=self._opening_since, lost=lost, released=self._window is not None)
 
 
 def _in(seconds: float) -> float:
-    """The time of the running loop in so many seconds."""
+    """A deadline that many seconds from now, on the loop's clock."""
     return asyncio.get_running_loop().time() + seconds

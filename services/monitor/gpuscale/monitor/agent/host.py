@@ -1,10 +1,8 @@
-"""The host by psutil. In a container these are the figures of the whole host, as the kernel shows them.
+"""Readings of the host through psutil; in a container too, they are of the whole host.
 
-The CPU, its load and the memory are read in every tick; swap, disks, network and pressure, which cost more than those
-together, every five seconds.
-
-Read here is what psutil does not have: the pressure of /proc/pressure (Documentation/accounting/psi.rst), and which disks
-and network cards are hardware. Both read the /proc that `psutil.PROCFS_PATH` names.
+CPU, load and memory are read every time, and the more expensive swap, disks, network and pressure every five seconds. Read
+without psutil, which lacks them: /proc/pressure (Documentation/accounting/psi.rst), and which disks and network cards are
+hardware.
 """
 
 import os
@@ -23,9 +21,9 @@ from gpuscale.monitor.agent.pci import find_adapters
 from gpuscale.monitor.agent.processes import ProcessNames
 from gpuscale.monitor.model.readings import Absent, HostIdentity, HostReading, ReadingStatus
 
-# Shorter spans hold too few clock ticks of 10 ms to tell a percentage.
+# Shorter spans have too few clock ticks of 10 ms for a percentage.
 SHORTEST_CPU_SPAN_SECONDS = 0.1
-# The seeds' workers judge a host by ten samples of a second each.
+# The window of `cpu_smoothed_percent`.
 CPU_WINDOW_SECONDS = 10.0
 SELDOM_SECONDS = 5.0
 
@@ -39,7 +37,7 @@ T = TypeVar("T")
 
 
 class ProcHost:
-    """Reads this host, always in the same thread. `now` gives seconds of any clock that never goes back."""
+    """Reads this host, always in the same thread. `now`: a monotonic clock, in seconds."""
 
     def __init__(
         self, boot_id: str, now: Callable[[], float] = time.monotonic, sys: Path = Path("/sys")
@@ -54,7 +52,7 @@ class ProcHost:
         self._seldom_until = float("-inf")
 
     def identity(self) -> HostIdentity:
-        """What this host is."""
+        """The identity of this host."""
         try:
             operating_system = platform.freedesktop_os_release()["PRETTY_NAME"]
         except (OSError, KeyError):
@@ -90,14 +88,14 @@ class ProcHost:
         )
 
     def _cpu(self, now: float, absent: list[Absent]) -> float | None:
-        """Use of all cores since the reading before; a reading right after another repeats it."""
+        """Use of all cores since the last reading; a reading right after another repeats it."""
         before = self._cpu_read_at
         if before is None or now - before >= SHORTEST_CPU_SPAN_SECONDS:
             percent = _attempt(psutil.cpu_percent, ("cpu_percent",), absent)
             self._cpu_read_at = None if percent is None else now
             if percent is None:
                 return None
-            if before is not None:  # the first one of a thread is about no span that is known
+            if before is not None:  # psutil's first value in a thread has no defined span
                 self._cpu_percent = percent
                 self._cpu_samples.append((now, percent))
         if self._cpu_percent is None:
@@ -105,7 +103,7 @@ class ProcHost:
         return self._cpu_percent
 
     def _smoothed(self, now: float, absent: list[Absent]) -> float | None:
-        """Mean of the samples of the window: one busy second does not make a busy host."""
+        """Mean of the samples in the window."""
         while self._cpu_samples and self._cpu_samples[0][0] <= now - CPU_WINDOW_SECONDS:
             self._cpu_samples.popleft()
         if not self._cpu_samples:
@@ -132,20 +130,16 @@ class ProcHost:
         )
 
     def _disks(self) -> tuple[int, int]:
-        """Bytes read from and written to all disks.
-
-        The same bytes are counted again for partitions, and for what is built of disks: LVM, RAID, loops.
-        """
+        """Bytes read from and written to hardware disks. Partitions, LVM, RAID and loops would count them again."""
         hardware = _hardware(self._sys / "block")
         found = psutil.disk_io_counters(perdisk=True, nowrap=False)
         disks = [disk for name, disk in found.items() if name in hardware]
         return sum(disk.read_bytes for disk in disks), sum(disk.write_bytes for disk in disks)
 
     def _network(self) -> tuple[int, int]:
-        """Bytes received and sent by all network cards, which lead out of the host.
+        """Bytes received and sent by network cards, or by all interfaces but the loopback if there is none.
 
-        Bridges, bonds and the host's ends of containers carry the same bytes again. Where there is no card, as in a
-        container, by all interfaces but the loopback.
+        Bridges, bonds and virtual interfaces would count the same bytes again.
         """
         found = psutil.net_io_counters(pernic=True, nowrap=False)
         cards = found.keys() & _hardware(self._sys / "class/net") or found.keys() - {"lo"}
@@ -153,7 +147,7 @@ class ProcHost:
 
 
 def _pressure(absent: list[Absent]) -> dict[str, float]:
-    """The ten-second averages, 0-100, by the names of their fields."""
+    """Averages over ten seconds, 0-100, by field name."""
     found: dict[str, float] = {}
     for resource, kinds in _PRESSURES.items():
         names = {kind: f"pressure_{resource}_{kind}_percent" for kind in kinds}
@@ -164,7 +158,7 @@ def _pressure(absent: list[Absent]) -> dict[str, float]:
         except PermissionError as error:
             absent.extend(Absent(name, ReadingStatus.NO_PERMISSION, str(error)) for name in names.values())
         except (OSError, ValueError, KeyError):
-            detail = "the kernel does not tell it"
+            detail = "the kernel does not report it"
             absent.extend(Absent(name, ReadingStatus.NOT_SUPPORTED, detail) for name in names.values())
     return found
 
@@ -181,7 +175,7 @@ def _attempt(call: Callable[[], T], fields: Iterable[str], absent: list[Absent])
 
 
 def _hardware(folder: Path) -> set[str]:
-    """The names in a folder of /sys that have a device; empty without the folder."""
+    """The entries of a /sys folder that have a device; empty without the folder."""
     try:
         with os.scandir(folder) as entries:
             return {entry.name for entry in entries if os.access(f"{entry.path}/device", os.F_OK)}

@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs on this host's PCI bus, as the kernel tells it, with a driver or without."""
+"""NVIDIA GPUs and network adapters on this host's PCI bus, from /sys, with or without a driver."""
 
 import re
 from collections.abc import Sequence
@@ -12,13 +12,12 @@ _ROOT = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"  # class codes 0x0300 (VGA) and 0x0302 (3D controller)
 _GIVEN_AWAY = "vfio-pci"
-"""The kernel's driver for devices that programs have for themselves, such as virtual machines; variants of it for one kind of
-device end in the same way (nvgrace_gpu_vfio_pci). NVML does not list their GPUs."""
+"""The kernel driver of devices given to virtual machines; names of variants end in it (nvgrace_gpu_vfio_pci)."""
 _SHORT = len("0000:00:00.0")
 
 
 def find_gpus(devices: Path = Path("/sys/bus/pci/devices")) -> list[Path]:
-    """The folders of NVIDIA's display controllers; none where the kernel does not tell."""
+    """The /sys folders of NVIDIA's display controllers; none if unknown."""
     found: list[Path] = []
     with suppress(OSError):
         for device in devices.iterdir():
@@ -30,17 +29,17 @@ def find_gpus(devices: Path = Path("/sys/bus/pci/devices")) -> list[Path]:
 
 
 def pci_place(device: Path) -> PciPlace:
-    """Where a device of /sys hangs on PCIe; with an empty path where the kernel does not tell."""
+    """The place of a /sys device in the PCIe tree; its path is empty if unknown."""
     parts = device.resolve().parts
     root = next((number for number, part in enumerate(parts) if _ROOT.fullmatch(part)), len(parts))
-    numa_node = -1  # as the kernel says on a host without such nodes
+    numa_node = -1  # the kernel's value on a host without NUMA
     with suppress(OSError, ValueError):
         numa_node = int((device / "numa_node").read_text(encoding="ascii"))
     return PciPlace("/".join(parts[root:]), numa_node if numa_node >= 0 else None)
 
 
 def find_adapters(sys: Path) -> tuple[NetworkAdapter, ...]:
-    """InfiniBand devices and network cards on PCIe, by name; a card that is both is there once, as InfiniBand."""
+    """InfiniBand devices and network cards on PCIe, by name; one that is both counts as InfiniBand."""
     found: dict[str, NetworkAdapter] = {}
     for kind in ("infiniband", "net"):
         with suppress(OSError):
@@ -52,12 +51,12 @@ def find_adapters(sys: Path) -> tuple[NetworkAdapter, ...]:
 
 
 def pci_address(text: str) -> str:
-    """An address as the kernel writes it: NVML writes a longer domain, in capitals."""
+    """A PCI address in the kernel's form: NVML's has a longer domain and upper-case digits."""
     return text.lower()[-_SHORT:]
 
 
 class Bus:
-    """The GPUs that are or were on the bus, by address, and those `given_away`: as of the last look a program has them."""
+    """The GPUs on the bus, by address; `given_away` are those of virtual machines at the last `look`."""
 
     def __init__(self, devices: Sequence[Path]) -> None:
         self._devices = {pci_address(device.name): device for device in devices}
@@ -65,7 +64,7 @@ class Bus:
         self.given_away: frozenset[str] = frozenset()
 
     def look(self) -> None:
-        """Update which GPUs are given away: that may change at any time."""
+        """Update `given_away`."""
         given_away: set[str] = set()
         for address, device in self._devices.items():
             with suppress(OSError):

@@ -1,9 +1,8 @@
-"""The agent's stream to the fleet, opened again whenever it ends.
+"""The agent's stream to the fleet, reopened whenever it ends.
 
-A stream begins with a whole snapshot, of a new reading, so that it is newer than all of the streams before. Then follows
-what changed from each to the next; a whole one again now and then, and whenever the fleet asks. Only the newest snapshot
-is ever waiting to be sent. Nothing follows Hello until the fleet has answered it: gRPC core may report the
-end of a stream that is being written to as INTERNAL, and a refusal must be seen as one.
+After Hello and the fleet's answer, a stream sends a whole snapshot of a new reading, then changes, with whole snapshots now and
+then and when the fleet asks. Only the newest snapshot waits to be sent. Nothing is written before the answer to Hello, since
+gRPC core may report the end of a stream that is being written to as INTERNAL and so hide a refusal.
 """
 
 import asyncio
@@ -39,7 +38,7 @@ class RefusalBackoff:
         self._until = float("-inf")
 
     def answered(self, now: float, *, refused: bool) -> None:
-        """The fleet has answered."""
+        """Take in an answer of the fleet."""
         if not refused:
             self._refused = 0
             return
@@ -48,11 +47,11 @@ class RefusalBackoff:
             self._until = now + min(LONGEST_REFUSED_SECONDS, self._period * 2 ** min(self._refused - 1, 10))
 
     def waits(self, now: float) -> bool:
-        """Whether it is too soon for another one."""
+        """Whether it is too soon for another snapshot."""
         return now < self._until
 
 
-# The fleet acknowledges at least every 20 s of snapshots; silence beyond this means that the stream leads nowhere.
+# The fleet acknowledges at least every 20 s of snapshots; after a longer silence the stream is dead.
 SILENCE_SECONDS = 45.0
 SILENCE_PERIODS = 3
 _Call = grpc.aio.StreamStreamCall[
@@ -63,10 +62,10 @@ _random = SystemRandom()
 
 
 class FleetPush:
-    """Streams the snapshots of a sampler over a channel to the fleet, and what the driver reported.
+    """Streams the snapshots of a sampler and the driver's faults to the fleet.
 
-    A whole snapshot is sent again after `full_every` seconds, more or less: agents must not do so all at once. `explain`
-    finds out more about why the fleet cannot be reached; `failures` counts why streams ended, by reason.
+    A whole snapshot is sent about every `full_every` seconds, with jitter. `explain` finds out why the fleet cannot be
+    reached. `failures` counts ended streams by reason.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class FleetPush:
             await asyncio.sleep(wait)
 
     async def _stream(self) -> GpuscaleError:
-        """One stream, from its beginning to its end; returns why it ended."""
+        """Run one stream; returns why it ended."""
         call = self._stub.StreamTelemetry()
         self._deltas.reset()
         self._refusals = RefusalBackoff(self._period)
@@ -154,12 +153,14 @@ class FleetPush:
                         await call.write(monitor_internal.StreamTelemetryRequest(snapshot=whole, delta=delta))
                     self._faults.saw(snapshot.gpus)
                     begun.set()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            # grpc.aio raises the latter where the fleet has ended the stream already. The reader learns why.
-            return
+        except (
+            grpc.aio.AioRpcError,
+            asyncio.InvalidStateError,
+        ):  # the latter if the stream has ended already
+            return  # `_read` learns why
 
     async def _write_faults(self, call: _Call, begun: asyncio.Event) -> None:
-        """Report faults as soon as they occur, once the fleet knows the GPUs."""
+        """Report faults as they occur, once the fleet knows the GPUs."""
         last = -1
         await begun.wait()
         try:
@@ -174,7 +175,7 @@ class FleetPush:
             return
 
     async def _read(self, call: _Call, welcome: asyncio.Event) -> GpuscaleError:
-        """Read acknowledgements until the stream ends, the first of which is a welcome; returns why it did."""
+        """Read acknowledgements until the stream ends; returns why it did. The first one sets `welcome`."""
         rejected = 0
         try:
             with rpc_errors():

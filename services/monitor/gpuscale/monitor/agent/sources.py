@@ -1,8 +1,7 @@
-"""Where the agent reads GPUs from: what a source must offer, simulated GPUs, and which source a setting means.
+"""Sources of GPU readings: their interface, simulated GPUs, and the choice by setting.
 
-Every method of a source blocks and is called in worker threads only; a property does not block. `GpuSource.open` and
-`close` are never called while any other method of the source runs. `read` and `probe` are called for several GPUs at
-once, but never twice at once for one GPU; `wait_event` runs beside them in a thread of its own.
+Methods of a source block and run in worker threads; properties do not block. `GpuSource.open` and `close` never run at the same
+time as another method. `read` and `probe` run for several GPUs at a time, but once per GPU; `wait_event` has its own thread.
 """
 
 import importlib.util
@@ -29,9 +28,9 @@ from gpuscale.monitor.model.readings import (
 
 
 class GpuSourceError(Exception):
-    """The GPUs of this host cannot be read at all; the text says why, such as "NVML: driver not loaded".
+    """No GPU of this host can be read; `problem` says why, such as "NVML: driver not loaded".
 
-    `no_driver` is True where the host simply has no driver, False where one is there but fails.
+    `no_driver`: whether the host has no driver, rather than one that fails.
     """
 
     def __init__(self, problem: str, *, no_driver: bool = False) -> None:
@@ -45,56 +44,42 @@ class GpuSource(Protocol):
 
     @property
     def simulated(self) -> bool:
-        """Whether no hardware stands behind what it reads."""
-        ...
+        """Whether the GPUs are simulated."""
 
     @property
     def outdated(self) -> bool:
-        """Whether what `open` found is known to have changed, such as the MIG instances of a GPU."""
-        ...
+        """Whether the inventory is known to have changed since `open`, such as MIG instances."""
 
     def open(self) -> Inventory:
-        """Find the GPUs, again after a `close` or driver reload; GpuSourceError if none can be read."""
-        ...
+        """Find the GPUs, also again after `close`. GpuSourceError if none can be read."""
 
     def read(self, uuid: str) -> GpuSample:
-        """Read a GPU of the last inventory, what fails as absent; GpuSourceError if the source must be opened anew."""
-        ...
+        """Read a GPU of the last inventory; failed readings are absent. GpuSourceError if the source must be reopened."""
 
     def probe(self, uuid: str) -> None:
-        """Ask a GPU of the last inventory one cheap question; any answer will do. GpuSourceError as in `read`."""
-        ...
+        """Make one cheap call to a GPU, whatever its answer. GpuSourceError as in `read`."""
 
     def wait_event(self, timeout: float) -> DriverEvent | None:
-        """Wait at most `timeout` seconds for the next event of any GPU; None where there was none in time.
-
-        Only where the inventory says that there are events.
-        """
-        ...
+        """Wait up to `timeout` seconds for an event of any GPU; None if there was none. Needs `Inventory.has_events`."""
 
     def interrupt(self) -> bool:
-        """End every pending call with a GpuSourceError, so that the source can be opened again.
+        """End every pending call with a GpuSourceError, without blocking, at any time.
 
-        Returns whether that can be done at all, which it cannot where the driver is called in this process. Does not
-        block, and may be called at any time.
+        Returns False if the source cannot, because it calls the driver in this process.
         """
-        ...
 
     def close(self) -> None:
         """Release the driver. Never raises."""
-        ...
 
 
 class HostSource(Protocol):
     """Reads the host."""
 
     def identity(self) -> HostIdentity:
-        """What the host is."""
-        ...
+        """The identity of the host."""
 
     def read(self) -> HostReading:
-        """Read the host. A reading that fails is absent with its reason."""
-        ...
+        """Read the host; failed readings are absent."""
 
 
 GIB = 1024**3
@@ -153,19 +138,16 @@ _STEADY = GpuReading(
     remapped_rows_failed=False,
     recovery_action=RecoveryAction.NONE,
 )
-"""What does not move: nothing is sent, and no error counted."""
+"""The readings that never change: no traffic, no errors."""
 
 
 def simulated_uuid(node: str, index: int) -> str:
-    """The UUID of a simulated GPU: the same at every start."""
+    """The UUID of a simulated GPU, the same on every start."""
     return f"SIM-{uuid5(_NAMESPACE, f'{node}/{index}')}"
 
 
 class SimulatedSource:
-    """A number of simulated GPUs of a node, which are busy while a process that was admitted on them runs.
-
-    `now` gives seconds of any clock.
-    """
+    """Simulated GPUs of a node, each busy while a process that was admitted on it runs. `now`: a clock, in seconds."""
 
     simulated = True
     outdated = False
@@ -183,14 +165,16 @@ class SimulatedSource:
             for index in range(count)
         )
         self._phases = {gpu.uuid: (UUID(gpu.uuid[4:]).int % 997) / 997 for gpu in self._gpus}
-        self._meters = {gpu.uuid: (now(), 0.0) for gpu in self._gpus}  # when they were read, and their joules
+        self._meters = {
+            gpu.uuid: (now(), 0.0) for gpu in self._gpus
+        }  # time of the last reading, joules until then
 
     def open(self) -> Inventory:
-        """List them."""
+        """List the GPUs."""
         return Inventory(self._gpus)
 
     def read(self, uuid: str) -> GpuSample:
-        """Figures of an idle or a busy GPU at this time."""
+        """Readings of an idle or busy GPU at this time."""
         now = self._now()
         turn = now / _RIPPLE_SECONDS + self._phases[uuid]
         ripple = (1 + math.sin(2 * math.pi * turn)) / 2
@@ -227,24 +211,24 @@ class SimulatedSource:
         )
 
     def probe(self, uuid: str) -> None:
-        """It answers."""
+        """Do nothing: it always answers."""
 
     def wait_event(self, timeout: float) -> DriverEvent | None:
-        """Nothing ever happens on them."""
+        """No events."""
 
     def interrupt(self) -> bool:
-        """No call of them is ever out for long."""
+        """Not supported and never needed."""
         return False
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 SourceKind = Literal["nvml", "simulated", "auto"]
 
 
 class AutoSource:
-    """Real GPUs if the host has a driver when it is first opened, even one that fails; else simulated ones."""
+    """Real GPUs if the host has a driver at the first `open`, even a failing one; else simulated GPUs."""
 
     def __init__(self, real: GpuSource, simulated: GpuSource) -> None:
         self._simulated = simulated
@@ -253,16 +237,16 @@ class AutoSource:
 
     @property
     def simulated(self) -> bool:
-        """Whether the simulated GPUs were chosen; False before the choice."""
+        """Whether simulated GPUs were chosen."""
         return self._source is self._simulated
 
     @property
     def outdated(self) -> bool:
-        """As the chosen source says."""
+        """As of the chosen source."""
         return self._source.outdated
 
     def open(self) -> Inventory:
-        """Choose at the first call, and open; GpuSourceError if there is a driver, and it fails."""
+        """Choose on the first call, and open. GpuSourceError if there is a driver and it fails."""
         first, self._chosen = not self._chosen, True
         try:
             return self._source.open()
@@ -274,19 +258,19 @@ class AutoSource:
         return self._source.open()
 
     def read(self, uuid: str) -> GpuSample:
-        """Read one GPU of the last inventory."""
+        """Read a GPU."""
         return self._source.read(uuid)
 
     def probe(self, uuid: str) -> None:
-        """Ask one GPU of the last inventory a question."""
+        """Probe a GPU."""
         self._source.probe(uuid)
 
     def wait_event(self, timeout: float) -> DriverEvent | None:
-        """Wait for an event of the chosen source."""
+        """Wait for an event."""
         return self._source.wait_event(timeout)
 
     def interrupt(self) -> bool:
-        """End the calls of the chosen source, where that can be done."""
+        """Interrupt the chosen source."""
         return self._source.interrupt()
 
     def close(self) -> None:
@@ -303,9 +287,9 @@ def make_source(
     isolate: bool = False,
     admitted: Callable[[], Admissions] = Admissions,
 ) -> GpuSource:
-    """The source of that kind; `isolate` has real GPUs read in a process of its own.
+    """The source of that kind. `isolate`: read real GPUs in a child process. `admitted`: makes simulated GPUs busy.
 
-    What was `admitted` makes simulated GPUs busy. FailedPreconditionError for `nvml` without nvidia-ml-py.
+    FailedPreconditionError for `nvml` without nvidia-ml-py.
     """
     simulated = SimulatedSource(node, simulated_count, now, admitted)
     if kind == "simulated":

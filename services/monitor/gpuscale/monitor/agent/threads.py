@@ -1,11 +1,10 @@
 """Daemon threads that make blocking calls for an event loop.
 
-Not a thread pool: a thread that is stuck in a driver call cannot be freed, and the interpreter waits for the threads
-of a pool when it ends. A stuck thread here is left behind and holds up nobody but its own GPU.
+Not a thread pool: the interpreter waits for a pool's threads at exit, and one stuck in a driver call never ends. Here it is left
+behind and delays only its own GPU.
 
-Waking a thread for every GPU and every tick costs more than the reading. Healthy GPUs therefore share one
-(`SharedThread`), and whoever holds it up keeps it: the readings behind are given back to be ordered elsewhere, and the
-next round has a new thread.
+Waking a thread for each GPU costs more than reading it, so healthy GPUs share one (`SharedThread`). A call that blocks it keeps
+the thread: the remaining readings are returned to the caller, and the next round gets a new thread.
 """
 
 import asyncio
@@ -25,11 +24,11 @@ T = TypeVar("T")
 
 
 class ThreadDiedError(Exception):
-    """A call ended its thread with an error that it may not raise; the thread's own traceback says which."""
+    """A call ended its thread with an unexpected error, whose traceback the thread printed."""
 
 
 class CallThread:
-    """A named thread. To be used from the event loop only."""
+    """A named thread, for use from the event loop only."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -42,7 +41,7 @@ class CallThread:
         threading.Thread(target=run, name=name, daemon=True).start()
 
     def call(self, work: Callable[[], T]) -> "asyncio.Future[T]":
-        """Queue a call; the future gives its value, a GpuSourceError that it raised, or ThreadDiedError."""
+        """Queue a call; the future gets its value, its GpuSourceError, or ThreadDiedError for any other error."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -53,24 +52,22 @@ class CallThread:
             except GpuSourceError as error:
                 settle = partial(future.set_exception, error)
             finally:
-                with contextlib.suppress(
-                    RuntimeError
-                ):  # the loop has closed meanwhile: nobody waits any more
+                with contextlib.suppress(RuntimeError):  # the loop is closed
                     loop.call_soon_threadsafe(lambda: None if future.done() else settle())
 
         self._jobs.put(perform)
         return future
 
     def stop(self) -> None:
-        """End the thread after the calls that are queued."""
+        """End the thread after the queued calls."""
         self._jobs.put(None)
 
 
 class Reader(Generic[T]):
-    """Something that is read again and again, never twice at once, by any thread; `last` is the newest reading.
+    """Reads something repeatedly, never twice at once. `last` is the newest reading.
 
-    `order` has it read by a worker; `perform` and `settle` are the two halves of that, for those who bring a thread of
-    their own. `ordered_at`: since when a call is out; `error`: why the newest one failed.
+    `order` reads in a worker; `perform` and `settle` are its two halves, for callers with their own thread. `ordered_at`: when
+    the pending call was ordered. `error`: why the newest call failed.
     """
 
     def __init__(self, read: Callable[[], T], clock: Clock) -> None:
@@ -82,14 +79,14 @@ class Reader(Generic[T]):
         self.error: Exception | None = None
 
     def order(self, worker: CallThread) -> "asyncio.Future[None]":
-        """Order a reading by a worker; only where none is out."""
+        """Order a reading by a worker. No call may be pending."""
         self.ordered_at = self._clock.now()
         future = worker.call(self.perform)
         future.add_done_callback(lambda done: self.settle(done.exception()))
         return future
 
     def perform(self) -> None:
-        """Read. To be called in a thread, and followed by `settle` on the event loop however it ends."""
+        """Read, in a thread. Call `settle` on the event loop afterwards, even after an error."""
         ordered_at = self.ordered_at
         if ordered_at is None:
             ordered_at = self.ordered_at = self._clock.now()
@@ -100,7 +97,7 @@ class Reader(Generic[T]):
             self._outcome = error
 
     def settle(self, died: BaseException | None = None) -> None:
-        """Take in how the reading ended; `died` where its thread did."""
+        """Take in the result; `died` is the error that ended the thread, if any."""
         outcome, self._outcome = self._outcome, None
         self.ordered_at = None
         if isinstance(outcome, Timed):
@@ -110,21 +107,21 @@ class Reader(Generic[T]):
 
 
 async def wait_until(futures: Iterable[asyncio.Future[Any]], deadline: float) -> None:
-    """Wait for all of the futures, until `deadline` of the running loop at the latest. Raises none of their errors."""
+    """Wait for all futures, at most until `deadline` on the loop's clock. Does not raise their errors."""
     waiting = list(futures)
     if waiting:
         await asyncio.wait(waiting, timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
 
 
 class _Round:
-    """The readings of one round: those waiting, and those done but not settled."""
+    """The readings of one round: waiting ones, and those done but not settled."""
 
     def __init__(self, readers: Sequence[Reader[Any]]) -> None:
         self.waiting = deque(readers)
         self.done: deque[Reader[Any]] = deque()
 
     def run(self) -> None:
-        """Read one after the other. Ends with the first that has a bug."""
+        """Read one after the other; an unexpected error ends the round."""
         while True:
             try:
                 reader = self.waiting.popleft()
@@ -136,12 +133,12 @@ class _Round:
                 self.done.append(reader)
 
     def settle(self) -> None:
-        """Take in what is done so far. To be called on the event loop."""
+        """Settle finished readings, on the event loop."""
         while self.done:
             self.done.popleft().settle()
 
     def give_back(self) -> list[Reader[Any]]:
-        """Withdraw the readings that have not begun."""
+        """Withdraw and return the readings that have not begun."""
         left: list[Reader[Any]] = []
         while True:
             try:
@@ -151,7 +148,7 @@ class _Round:
 
 
 class SharedThread:
-    """A thread for readers that answer quickly. To be used from one event loop."""
+    """A thread shared by quick readers, for use from one event loop."""
 
     def __init__(self) -> None:
         self._worker: CallThread | None = None
@@ -159,13 +156,16 @@ class SharedThread:
 
     @property
     def round(self) -> "asyncio.Future[None] | None":
-        """Done once the thread has done all of the last round that it will do; None before the first."""
+        """Done once the thread has left the last round; None before the first."""
         return self._round
 
     async def drive(
         self, readers: Sequence[Reader[Any]], limit: float
     ) -> tuple[list[Reader[Any]], "asyncio.Future[None] | None"]:
-        """Read them in order, for so many seconds; those not begun by then, and what is done when the last one is."""
+        """Read in order for at most `limit` seconds.
+
+        Returns the readers that have not begun, and a future for the one that still blocks, if any.
+        """
         if not readers:
             return [], None
         if self._worker is None:
@@ -176,7 +176,7 @@ class SharedThread:
         await asyncio.wait([future], timeout=limit)
         if future.done():
             if future.exception() is not None:
-                self._worker = None  # its thread died of a bug, which the reader tells
+                self._worker = None  # its thread died; the reader has the error
             return turn.give_back(), None
         turn.settle()
         self._worker.stop()
