@@ -75,7 +75,7 @@ def test_an_isolated_source_never_loads_the_drivers_library_here(monkeypatch: py
     source = make_source("nvml", "alpha", 2, lambda: 0.0, isolate=True)
     assert isinstance(source, IsolatedSource)
     assert not [name for name in sys.modules if name.startswith("gpuscale.monitor.agent.nvml")]
-    with pytest.raises(GpuSourceError, match="is not there"):
+    with pytest.raises(GpuSourceError, match="is not running"):
         source.read("GPU-1")
 
 

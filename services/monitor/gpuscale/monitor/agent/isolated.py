@@ -1,10 +1,8 @@
-"""A GPU source in a process of its own, which can be killed where a thread that is stuck in a driver cannot.
+"""A GPU source in a child process, which unlike a thread can be killed when it is stuck in the driver.
 
-The parent never loads the driver's library. Each of its threads that calls the source has a connection of its own to the
-child (a lane), which a thread there serves: what is stuck holds up nobody but who asked. When the child is killed, all
-who wait for it are told at once. It dies with its parent, whatever way that goes (`isolated_child`).
-
-Values are pickled: both ends are the same program, and the child is the parent's own.
+The parent never loads the driver's library. Each calling thread has its own connection (a lane) to the child, where a thread
+serves it, so a stuck call blocks only its caller. Killing the child ends all calls at once. The child dies with its parent
+(`isolated_child`). Values are pickled, as both ends are the same program.
 """
 
 import os
@@ -12,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 from weakref import WeakSet, finalize
@@ -20,12 +19,12 @@ from gpuscale.monitor.agent.sources import GpuSourceError
 from gpuscale.monitor.model.readings import DriverEvent, GpuSample, Inventory
 
 MODULE = "gpuscale.monitor.agent.isolated_child"
-# Twice that is longer than a release waits: a child that the kernel cannot end is one that still holds the driver.
+# A release waits less than twice this long, so a child that the kernel cannot end still counts as holding the driver.
 END_SECONDS = 1.5
 
 
 class _Lane:
-    """The connection of one thread; closed when the thread has ended."""
+    """The connection of one thread, closed when the thread ends."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
@@ -33,28 +32,26 @@ class _Lane:
         finalize(self, end.close)
 
     def ask(self, question: tuple[str, Any]) -> Any:
-        """Send a question and wait for the answer. EOFError or OSError: the other end is gone."""
+        """Send a question and wait for the answer. EOFError or OSError if the other end is gone."""
         self._connection.send(question)
         return self._connection.recv()
 
     def shut(self) -> None:
-        """Wake the thread that waits here: nothing will come."""
-        try:
+        """End a pending `ask`."""
+        with suppress(OSError):  # the other end may have closed
             self._end.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # the other end was faster
 
     def close(self) -> None:
-        """Close it; no call may be out."""
+        """Close it. No call may be pending."""
         self._end.close()
         self._connection.close()
 
 
 class ChildProcess:
-    """A running child. Its calls block; `kill` does not, and ends them all."""
+    """A running child. Calls block; `kill` does not, and ends all calls."""
 
     def __init__(self) -> None:
-        """Start it; it dies with the thread that makes this call, too, as PR_SET_PDEATHSIG goes by threads."""
+        """Start it. It dies with the calling thread, as PR_SET_PDEATHSIG goes by threads."""
         self._lanes: WeakSet[_Lane] = WeakSet()
         self._lock = threading.Lock()
         self._own = threading.local()
@@ -69,7 +66,7 @@ class ChildProcess:
             except OSError as error:
                 self._control.close()
                 raise GpuSourceError(
-                    f"the process that reads the driver does not start: {error.strerror}"
+                    f"cannot start the process that reads the driver: {error.strerror}"
                 ) from error
 
     @property
@@ -78,7 +75,7 @@ class ChildProcess:
         return self._process.pid
 
     def call(self, method: str, argument: object = None) -> Any:
-        """Call the child's source over this thread's lane; GpuSourceError of it, or if the child has ended."""
+        """Call a method of the child's source. GpuSourceError as the source raises it, or if the child has ended."""
         try:
             answer = self._lane().ask((method, argument))
         except (EOFError, OSError) as error:
@@ -89,7 +86,7 @@ class ChildProcess:
         return answer
 
     def kill(self) -> None:
-        """Kill it, and wake those who wait for it even if the kernel cannot end it."""
+        """Kill it and end all calls, even if the kernel cannot end the process."""
         with self._lock:
             self._killed = True
             self._process.kill()
@@ -97,7 +94,7 @@ class ChildProcess:
                 lane.shut()
 
     def end(self) -> bool:
-        """End it, while no call is pending; returns whether it is gone: one stuck in the kernel is not."""
+        """End it, while no call is pending; returns False if it is stuck in the kernel."""
         with self._lock:
             self._control.close()
             for lane in self._lanes:
@@ -129,7 +126,7 @@ class ChildProcess:
 
 
 class IsolatedSource:
-    """The GPUs of this host's NVIDIA driver, through a process that lives from `open` to `close`."""
+    """The GPUs of this host's NVIDIA driver, through a child process that lives from `open` to `close`."""
 
     simulated = False
 
@@ -139,16 +136,16 @@ class IsolatedSource:
 
     @property
     def outdated(self) -> bool:
-        """As the source in the child said with the newest reading."""
+        """As of the newest reading."""
         return self._outdated
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child; None where there is none."""
+        """Process id of the child; None without one."""
         return None if self._child is None else self._child.pid
 
     def open(self) -> Inventory:
-        """Start the child and list its GPUs; GpuSourceError if it does not start, or finds no driver."""
+        """Start the child and list its GPUs. GpuSourceError if it does not start or finds no driver."""
         if self._child is not None:
             raise GpuSourceError(f"process {self._child.pid} is stuck in the driver and cannot be killed")
         self._child = ChildProcess()
@@ -157,33 +154,33 @@ class IsolatedSource:
         return found
 
     def read(self, uuid: str) -> GpuSample:
-        """Have one GPU read. Raises GpuSourceError: the source has to be opened again."""
+        """Read a GPU. GpuSourceError if the source must be reopened."""
         sample: GpuSample
         sample, outdated = self._running().call("read", uuid)
         self._outdated = self._outdated or outdated
         return sample
 
     def probe(self, uuid: str) -> None:
-        """Have one GPU asked a question. Raises GpuSourceError: the source has to be opened again."""
+        """Probe a GPU. GpuSourceError if the source must be reopened."""
         self._running().call("probe", uuid)
 
     def wait_event(self, timeout: float) -> DriverEvent | None:
-        """Wait for an event. Raises GpuSourceError: the child has ended."""
+        """Wait for an event. GpuSourceError if the child has ended."""
         event: DriverEvent | None = self._running().call("wait_event", timeout)
         return event
 
     def interrupt(self) -> bool:
-        """Kill the child, which frees whoever waits for it."""
+        """Kill the child, which ends all calls."""
         if self._child is not None:
             self._child.kill()
         return True
 
     def close(self) -> None:
-        """End the child. One that the kernel cannot end is kept, and no second one is started."""
+        """End the child. If the kernel cannot end it, it is kept and no other is started."""
         if self._child is not None and self._child.end():
             self._child = None
 
     def _running(self) -> ChildProcess:
         if self._child is None:
-            raise GpuSourceError("the process that reads the driver is not there")
+            raise GpuSourceError("the process that reads the driver is not running")
         return self._child

@@ -1,7 +1,7 @@
-"""The program that reads the driver on behalf of an agent: `python -m gpuscale.monitor.agent.isolated_child FD PID`.
+"""The program that reads the driver for an agent: `python -m gpuscale.monitor.agent.isolated_child FD PID`.
 
-It imports nothing that only the agent needs. Lanes come over the socket FD; its end is the end of this program, and so is
-that of process PID, its parent.
+It receives lanes over the socket FD, and exits when that closes or its parent, process PID, dies. It imports only what reading
+needs.
 """
 
 import contextlib
@@ -24,19 +24,19 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Serve lanes until the parent is gone."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    # The kernel kills this process when its parent dies, even by SIGKILL; it may have died already.
+    # The kernel kills this process when its parent dies, which may already have happened.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
-    for sent_to_all in (signal.SIGINT, signal.SIGTERM):  # the parent says when this ends
+    for sent_to_all in (signal.SIGINT, signal.SIGTERM):  # the parent ends this program
         signal.signal(sent_to_all, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as control:
         serve(control, NvmlSource())
-    os._exit(0)  # threads may be stuck in the driver for ever
+    os._exit(0)  # threads may be stuck in the driver
 
 
 def serve(control: socket.socket, source: GpuSource) -> None:
-    """Serve each lane that comes over a socket, with one byte each, in a thread, until the socket ends."""
+    """Serve each lane that comes over a socket, with one byte, in a thread, until the socket closes."""
     descriptors: list[int] = []
     with contextlib.suppress(OSError):
         while descriptors := socket.recv_fds(control, 1, 1)[1]:
@@ -62,7 +62,7 @@ def _serve_lane(lane: Connection, source: GpuSource) -> None:
                     answer = error
                 lane.send(answer)
             except (EOFError, OSError):
-                return  # who asked is gone
+                return  # the caller is gone
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
-"""Which process ids a driver names can be believed, what the programs are called, and what they descend from.
+"""Checks the process ids that a driver reports, and finds the programs and ancestors of processes.
 
-Early 535 drivers fill the v3 process records with the v2 stride, so that every second id is nonsense. In a container
-with its own PID namespace the driver's ids are the host's: a name found under the same number would be another
-program's, so none is told there, nor a lineage. A process that the driver names and the host has not holds memory all
-the same: it is told without a name.
+Early 535 drivers fill v3 process records with the v2 stride, so that every second id is nonsense. In a container with its own
+PID namespace, the driver's ids are the host's, so processes have neither name nor lineage there. A process that has ended may
+still hold memory, and is then shown without a name.
 
-psutil reads the name, user and environment of a process. Read here is what it does not have: the start in clock ticks of
-the boot (its own date moves when the wall clock is set, and these are kept on disk), with the parent, which stands in the
-same line: asking psutil for each ancestor costs seven times as much. And the cgroup, the ids in other PID namespaces, and
-the highest id. Both read the /proc that `psutil.PROCFS_PATH` names.
+psutil reads name, user and environment. Read without it: cgroups, ids in other PID namespaces, the highest id, and the start in
+clock ticks since boot, which unlike psutil's date does not move with the wall clock, with the parent from the same line, at a
+seventh of psutil's cost.
 """
 
 import os
@@ -27,20 +25,20 @@ import psutil
 
 from gpuscale.monitor.model.readings import GpuProcess, ProcessKey
 
-_INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # PROC_PID_INIT_INO of the kernel, the same on every host
-_PID_MAX_LIMIT = 4_194_304  # of the kernel, on machines of 64 bits
+_INITIAL_PID_NAMESPACE = "pid:[4026531836]"  # the kernel's PROC_PID_INIT_INO
+_PID_MAX_LIMIT = 4_194_304  # the kernel's, on 64-bit machines
 _DEEPEST_LINEAGE = 64
-_STARTED = 19  # of the fields after the name of the program in /proc/PID/stat: starttime
-# The lists of all GPUs fall due in one tick, and their processes descend from the same few.
+_STARTED = 19  # starttime, among the fields after the program's name in /proc/PID/stat
+# The lists of all GPUs are read at the same time, and their processes share ancestors.
 _GLANCE_SECONDS = 0.5
 _TRACES_KEPT = 4096
 _LONGEST_TEXT = 1 << 16
-# A pod's containers are one; Docker, containerd, CRI-O and Podman name a container by 64 digits, whatever is around them.
+# The cgroup of a pod, or of a container, which Docker, containerd, CRI-O and Podman name by 64 digits.
 _CONTAINER = re.compile(r"/\S*?(?:[-/]pod[0-9a-f]{8}[-_][0-9a-f_-]{27}(?=[./])|[0-9a-f]{64})")
 _POD = re.compile(r"[-/]pod([0-9a-f_-]+)$")
 _MARK = re.compile(r"reservations/[a-z0-9._-]{1,63}")
 _PYTHON = re.compile(r"python[\d.]*")
-_PYTHON_FLAG = re.compile(r"-[bBdEiIOPqRsSuvx]+")  # those that take no word
+_PYTHON_FLAG = re.compile(r"-[bBdEiIOPqRsSuvx]+")  # flags without a value
 _NAMED = re.compile(r"(?!-)[^=@\s]+")
 _LONGEST_PROGRAM = 200
 _NAMESPACE_IDS = re.compile(r"^NSpid:\s+(.*)$", re.MULTILINE)
@@ -48,7 +46,7 @@ _NAMESPACE_IDS = re.compile(r"^NSpid:\s+(.*)$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a process runs, by name and in words, and the number of its Unix user."""
+    """What a process runs: the kernel's name, the effective user id, and `shown_program`."""
 
     name: str
     user: int
@@ -57,20 +55,20 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class _Glance:
-    """What was read a moment ago: processes with the pids of their parents, by pid, and their programs."""
+    """A short-lived cache: processes and the pids of their parents by pid, and programs."""
 
     entries: dict[int, tuple[ProcessKey, int]] = field(default_factory=dict[int, tuple[ProcessKey, int]])
     programs: dict[ProcessKey, Program] = field(default_factory=dict[ProcessKey, Program])
 
 
 class UserNames:
-    """Names of Unix users. A directory service may be slow, so a thread asks for each once; until then it is the number."""
+    """Names of Unix users, each looked up once in a thread, since a directory service may be slow."""
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
 
     def name(self, user: int) -> str:
-        """The name, or the number where there is none, or none yet."""
+        """The name; the number while or if it is unknown."""
         if user not in self._names:
             self._names[user] = str(user)
             threading.Thread(target=self._look_up, args=(user,), name="user-name", daemon=True).start()
@@ -82,7 +80,7 @@ class UserNames:
 
 
 class ProcessNames:
-    """Checks process ids against this host and names the programs."""
+    """Checks process ids against this host and describes processes."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._proc = Path(psutil.PROCFS_PATH)
@@ -98,7 +96,7 @@ class ProcessNames:
         self._pid_max = self._read_pid_max()
 
     def believable(self, pids: Iterable[int]) -> bool:
-        """Whether each could be the id of a process of this host, whose highest id may be raised while it runs."""
+        """Whether all could be process ids of this host."""
         ids = tuple(pids)
         if max(ids, default=0) > self._pid_max:
             self._pid_max = self._read_pid_max()
@@ -107,9 +105,9 @@ class ProcessNames:
     def merge(
         self, records: Iterable[tuple[int, int | None]], used: Mapping[int, Mapping[str, Any]] | None = None
     ) -> tuple[GpuProcess, ...]:
-        """One process per id, by id; a program that computes and draws is listed twice with the same memory.
+        """One process per id, by id; a program that computes and draws has two records with the same memory.
 
-        `used` has how some use the GPU, by id and field. What /proc says of a process serves for half a second.
+        `used`: utilization by id and field. Facts from /proc are cached for half a second.
         """
         memory: dict[int, int | None] = {}
         for pid, size in records:
@@ -120,14 +118,14 @@ class ProcessNames:
             self._glance, self._glance_until = _Glance(), now + _GLANCE_SECONDS
         for pid in sorted(memory):
             seen = self._seen(pid, memory[pid], self._glance) if self._host_ids else None
-            # Of one that has ended or cannot be seen, there is only its memory as the driver says.
+            # One that has ended or cannot be seen has nothing but its memory.
             process = seen or GpuProcess(pid, memory[pid], holder_unknown=True)
             found.append(replace(process, **used[pid]) if used and pid in used else process)
         return tuple(found)
 
     @property
     def foreign(self) -> bool:
-        """Whether the driver's ids differ from those that this program sees."""
+        """Whether the driver's process ids differ from those that this program sees."""
         return not self._host_ids
 
     def lineage(self, pid: int) -> tuple[ProcessKey, ...]:
@@ -135,7 +133,7 @@ class ProcessNames:
         return tuple(self._ancestry(pid, _Glance()))
 
     def runs(self, process: ProcessKey) -> bool:
-        """Whether a process is there, and has not ended: one whose parent has not asked for its exit code uses nothing."""
+        """Whether a process exists and is no zombie."""
         try:
             ended = psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
         except psutil.Error:
@@ -143,11 +141,11 @@ class ProcessNames:
         return not ended and process in self.lineage(process.pid)[:1]
 
     def find(self, pid: int) -> GpuProcess | None:
-        """What can be seen of a process now; None if it does not exist."""
+        """Describe a process; None if it does not exist."""
         return self._seen(pid, None, _Glance())
 
     def leads(self, process: GpuProcess) -> bool:
-        """Whether a process is the first of its container: not one that somebody started in it later."""
+        """Whether a process is the first of its container, rather than started in it later."""
         if not process.container:
             return False
         ids = self._ids(process.pid)
@@ -157,7 +155,7 @@ class ProcessNames:
         return self._container(parent) != process.container
 
     def in_namespace(self, pid: int, namespace: int | None) -> int | None:
-        """The pid, as this program sees it, of the process with `pid` in another PID namespace; None without one."""
+        """The pid in this program's namespace of the process with `pid` in another one; None without one."""
         if namespace is None or namespace == _namespace(self._proc / "self"):
             return pid
         for found in psutil.pids():
@@ -193,12 +191,12 @@ class ProcessNames:
         )
 
     def _container(self, pid: int) -> str:
-        """What the cgroup of a process says of its container or pod: the path down to it; empty where it is in none."""
+        """The cgroup path of the container or pod of a process; empty without one."""
         found = _CONTAINER.search(self._text(pid, "cgroup"))
         return found[0] if found else ""
 
     def _mark(self, pid: int) -> str:
-        """The reservation in the environment of a process; empty where this program may not read that."""
+        """The reservation in the environment of a process; empty without one or without access."""
         try:
             named = psutil.Process(pid).environ().get("GPUSCALE_RESERVATION", "")
         except (psutil.Error, OSError):
@@ -206,12 +204,12 @@ class ProcessNames:
         return named if _MARK.fullmatch(named) else ""
 
     def _ids(self, pid: int) -> list[int]:
-        """The ids of a process, from the namespace of this program down to its own."""
+        """The ids of a process, from this program's PID namespace down to its own."""
         found = _NAMESPACE_IDS.search(self._text(pid, "status"))
         return [int(word) for word in found[1].split()] if found else []
 
     def _text(self, pid: int, name: str) -> str:
-        """A file of /proc about a process, read the cheapest way; empty if it cannot be read."""
+        """A file of /proc/PID, read in the cheapest way; empty if it cannot be read."""
         try:
             descriptor = os.open(f"{self._proc}/{pid}/{name}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -233,7 +231,7 @@ class ProcessNames:
             yield key
 
     def _read_pid_max(self) -> int:
-        """Of the host: a container's own highest id, which Linux 6.14 brought, is about other ids than the driver's."""
+        """The host's highest id: since Linux 6.14 a container has its own, which does not apply to the driver's ids."""
         if not self._host_ids:
             return _PID_MAX_LIMIT
         try:
@@ -242,12 +240,12 @@ class ProcessNames:
             return _PID_MAX_LIMIT
 
     def _entry(self, pid: int) -> tuple[ProcessKey, int] | None:
-        """A process and the pid of its parent, by proc(5); its name there may hold blanks and brackets."""
+        """A process and the pid of its parent, by proc(5), where names may have blanks and brackets."""
         words = self._text(pid, "stat").rpartition(")")[2].split()
         return (ProcessKey(pid, int(words[_STARTED])), int(words[1])) if len(words) > _STARTED else None
 
     def _program(self, process: ProcessKey) -> Program | None:
-        """What a process runs; None where it has ended, even if another one has its pid since."""
+        """What a process runs; None if it has ended, even if its pid is reused."""
         try:
             found = psutil.Process(process.pid)
             program = Program(found.name(), found.uids().effective)
@@ -260,9 +258,9 @@ class ProcessNames:
 
 
 def shown_program(arguments: Sequence[str]) -> str:
-    """The program of a command line with its script, module or first command, such as `python -m vllm.server`.
+    """The program and its script, module or subcommand, such as `python -m vllm.server`.
 
-    Nothing else: other arguments may be secrets, and so may a first word that has the form of an assignment or names a user.
+    Other arguments may be secrets, as may a first word with `=` or `@`.
     """
     if not arguments:
         return ""
@@ -278,7 +276,7 @@ def shown_program(arguments: Sequence[str]) -> str:
 
 
 def _namespace(process: Path) -> int | None:
-    """The number of a process's PID namespace; None where this program may not look."""
+    """The inode number of a process's PID namespace; None without access."""
     try:
         return (process / "ns/pid").stat().st_ino
     except OSError:

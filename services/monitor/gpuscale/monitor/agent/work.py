@@ -1,7 +1,7 @@
-"""Admits work on this host's GPUs: the allocator confirms the lease, and the fence is on disk before anybody is told.
+"""Admits work on this host's GPUs: the allocator confirms the lease, and the fence is on disk before the caller is answered.
 
-The file is replaced as a whole: a crash leaves the old one or the new one. A file that cannot be read is kept and
-refused: an agent that began with no fences would admit work whose lease is over.
+The file is replaced atomically. If it cannot be read, the agent refuses to start, since without fences it would admit work of
+ended leases.
 """
 
 import asyncio
@@ -35,11 +35,13 @@ from gpuscale.monitor.model.readings import GpuProcess, ProcessKey
 
 FILE_NAME = "admissions.json"
 ROOM: Final = 64 << 10
-"""Bytes that the next file finds on the disk."""
+"""Bytes that are allocated on disk for the next file."""
+_VERSION = 2
+_WITHOUT_RESERVATIONS = 1
+"""An older version whose fences count, but whose processes lack their reservations."""
 
 
 def _admitted(stored: dict[str, Any]) -> AdmittedProcess:
-    """A process of the file."""
     return AdmittedProcess(
         ProcessKey(int(stored["pid"]), int(stored["started"])),
         str(stored["reservation"]),
@@ -50,13 +52,8 @@ def _admitted(stored: dict[str, Any]) -> AdmittedProcess:
     )
 
 
-_VERSION = 2
-_WITHOUT_RESERVATIONS = 1
-"""The version that knew workers by their fence alone: its fences count, its processes are unknown."""
-
-
 class AdmissionFile:
-    """The admissions of one agent in a directory that is its own. Its methods block."""
+    """The stored admissions of one agent, in its own directory. Methods block."""
 
     def __init__(self, directory: Path, boot_id: str) -> None:
         self._path = directory / FILE_NAME
@@ -64,12 +61,12 @@ class AdmissionFile:
         self._boot_id = boot_id
 
     def load(self) -> Admissions:
-        """What was admitted before in this boot; STATE_UNREADABLE if the file cannot be read."""
+        """Load the fences, and the processes of this boot. FailedPreconditionError (STATE_UNREADABLE) if that fails."""
         self._keep_room()
         try:
             stored: dict[str, Any] = json.loads(self._path.read_bytes())
             version, fences = stored["version"], {gpu: int(fence) for gpu, fence in stored["fences"].items()}
-            known = version == _VERSION and stored["boot_id"] == self._boot_id  # processes count for one boot
+            known = version == _VERSION and stored["boot_id"] == self._boot_id
             found = Admissions(fences, tuple(map(_admitted, stored["workers"] if known else ())))
         except FileNotFoundError:
             return Admissions()
@@ -80,7 +77,7 @@ class AdmissionFile:
         return found
 
     def save(self, admissions: Admissions) -> None:
-        """Write them to disk, durable when this returns; UnavailableError if that cannot be done."""
+        """Write admissions durably. UnavailableError if that fails."""
         workers = [
             {
                 "pid": worker.process.pid,
@@ -110,13 +107,13 @@ class AdmissionFile:
                 os.close(directory)
         except OSError as error:
             raise UnavailableError(
-                f"the fence cannot be written: {error.strerror}", reason="STATE_UNAVAILABLE"
+                f"cannot write the fence: {error.strerror}", reason="STATE_UNAVAILABLE"
             ) from error
         self._keep_room()
         hit("agent.admit.after_write")
 
     def _keep_room(self) -> None:
-        """Have blocks for the next file, so that a full disk does not stop it."""
+        """Allocate the next file, so that a full disk cannot prevent it."""
         with suppress(OSError):
             draft = os.open(self._draft, os.O_WRONLY | os.O_CREAT, 0o600)
             try:
@@ -126,24 +123,24 @@ class AdmissionFile:
 
     def _unreadable(self, why: str) -> FailedPreconditionError:
         return FailedPreconditionError(
-            f"the fences in {self._path} cannot be read ({why}); the file is kept as it is",
+            f"cannot read the fences in {self._path} ({why}); the file is unchanged",
             reason="STATE_UNREADABLE",
         )
 
 
 TIMEOUT: Final = 2.0
-"""Seconds for the allocator's answer: an adapter waits three for ours."""
+"""Seconds for the allocator's answer; an adapter waits three for the agent's."""
 RETRY_PAUSE: Final = 0.05
-"""Seconds until the allocator is asked again, where the connection to it was lost."""
+"""Seconds before a retry after the connection to the allocator is lost."""
 _REASONS_OF_LEASES: Final = frozenset(
     {"NOT_FOUND", "RESERVATION_ENDED", "FENCE_MISMATCH", "GPU_NOT_HELD", "LEASE_TOKEN_INVALID"}
 )
-"""Reasons that lie in the lease, not in our question."""
+"""Reasons that the lease itself is refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldLease:
-    """What a caller says it holds: `reservations/{reservation}`, its fence and GPUs, and the token that proves it."""
+    """A lease as its caller shows it: `reservations/{reservation}`, fence, GPUs, and the token that proves it."""
 
     reservation: str
     fence: int
@@ -152,21 +149,20 @@ class HeldLease:
 
 
 class LeaseChecks:
-    """Checks leases on this node; `allocator` is None where the agent is not told where it is."""
+    """Checks leases on this node; `allocator` is None if no address is set."""
 
     def __init__(self, allocator: grpc.aio.Channel | None, node: str) -> None:
         self._stub = None if allocator is None else allocator_api.AllocatorServiceStub(allocator)
         self._node = node
 
     async def check(self, lease: HeldLease, caller: Principal) -> dict[str, int]:
-        """The lowest fence that holds each of the lease's GPUs on this node, if the caller may act for its holder.
+        """The lowest fence that holds each of the lease's GPUs on this node.
 
-        LEASE_TOKEN_MISSING, LEASE_TOKEN_INVALID, LEASE_NOT_CHECKED where nobody answers, or the allocator's own refusal.
+        Refuses with LEASE_TOKEN_MISSING, LEASE_TOKEN_INVALID, LEASE_NOT_CHECKED without an answer, or the allocator's reason.
         """
         if not lease.token and caller.role < Role.ADMIN:
             raise PermissionDeniedError(
-                f"lease_token is empty: only an admin may admit work for {lease.reservation} without the token that came"
-                " with its grant",
+                f"lease_token is empty: only an admin may admit work for {lease.reservation} without its token",
                 reason="LEASE_TOKEN_MISSING",
             )
         if self._stub is None:
@@ -186,13 +182,11 @@ class LeaseChecks:
         except (FailedPreconditionError, NotFoundError, PermissionDeniedError) as error:
             if error.reason in _REASONS_OF_LEASES:
                 raise
-            raise _unchecked(
-                FailedPreconditionError, f"the allocator refuses to say: {error.message}"
-            ) from error
+            raise _unchecked(FailedPreconditionError, f"the allocator refuses: {error.message}") from error
         except UnimplementedError as error:
             raise _unchecked(
                 FailedPreconditionError,
-                "no allocator is there where it was asked; set allocator_address in the settings of this node's agent",
+                "there is no allocator at that address; set allocator_address in the settings of this node's agent",
             ) from error
         except GpuscaleError as error:
             raise _unchecked(UnavailableError, f"the allocator does not answer: {error.message}") from error
@@ -202,7 +196,7 @@ class LeaseChecks:
     async def _ask(
         stub: "allocator_api.AllocatorServiceAsyncStub", request: allocator_api.CheckLeaseRequest
     ) -> allocator_api.CheckLeaseResponse:
-        """Ask again and again where the connection is lost: a restart or a cut link leaves several dead ones behind."""
+        """Ask, with retries while connections are lost: a restart or a cut link leaves several dead ones."""
         loop = asyncio.get_running_loop()
         end, lost = loop.time() + TIMEOUT, None
         while True:
@@ -210,7 +204,7 @@ class LeaseChecks:
                 return await stub.CheckLease(request, timeout=end - loop.time())
             except grpc.aio.AioRpcError as error:
                 if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
-                    raise (lost or error) from error  # what lost it says more than that time is up
+                    raise (lost or error) from error  # the lost connection says more than the timeout
                 if error.code() != grpc.StatusCode.UNAVAILABLE or loop.time() + RETRY_PAUSE >= end:
                     raise
                 lost = error
@@ -218,11 +212,11 @@ class LeaseChecks:
 
 
 def _unchecked(kind: type[GpuscaleError], why: str) -> GpuscaleError:
-    return kind(f"the lease cannot be checked: {why}", reason="LEASE_NOT_CHECKED")
+    return kind(f"cannot check the lease: {why}", reason="LEASE_NOT_CHECKED")
 
 
 class Work:
-    """The admissions of this agent; `knows` tells whether the host has a GPU of that UUID that work can be placed on."""
+    """The admissions of this agent; `knows` says whether the host has such a GPU that work can run on."""
 
     def __init__(self, knows: Callable[[str], bool], leases: LeaseChecks) -> None:
         self._leases = leases
@@ -234,7 +228,7 @@ class Work:
 
     @asynccontextmanager
     async def kept_in(self, directory: Path | None, boot_id: str) -> AsyncGenerator[None, None]:
-        """Keep the admissions in a directory, locked until the block ends; None: in memory only."""
+        """Keep the admissions in a directory, locked until the block ends, or in memory for None."""
         if directory is None:
             yield
             return
@@ -246,10 +240,9 @@ class Work:
     async def admit(
         self, lease: HeldLease, pid: int | None, caller: Principal, pid_namespace: int | None = None
     ) -> None:
-        """Admit work of a lease on its GPUs, and remember the process if one is named.
+        """Admit work of a lease on its GPUs, and remember its process if given.
 
-        Raises as `check`; FENCE_TOO_LOW, PROCESS_GONE, NotFoundError of a GPU, or STATE_UNAVAILABLE if it cannot be
-        written.
+        Raises as `check`, and refuses with FENCE_TOO_LOW, PROCESS_GONE, NotFoundError for a GPU, or STATE_UNAVAILABLE.
         """
         self._expect(lease.gpu_uuids)
         lowest = await self._leases.check(lease, caller)
@@ -257,7 +250,7 @@ class Work:
 
     @uninterrupted
     async def reset(self, uuids: Sequence[str]) -> None:
-        """Forget the fences of GPUs of this host, and what was admitted on them."""
+        """Forget the fences of these GPUs and what was admitted on them."""
         self._expect(uuids)
         async with self._turn:
             await self._put(self.admissions.reset(uuids))
@@ -294,7 +287,7 @@ class Work:
             )
             if isinstance(decided, FenceTooLow):
                 raise FailedPreconditionError(
-                    f"{decided.uuid} is held under fence {decided.lowest} or a higher one, and {lease.fence} is lower: "
+                    f"{decided.uuid} is held under fence {decided.lowest} or higher, and {lease.fence} is lower: "
                     "the reservation is over",
                     reason="FENCE_TOO_LOW",
                     metadata={"gpu": decided.uuid, "highest_fence": str(decided.lowest)},
@@ -302,7 +295,7 @@ class Work:
             await self._put(decided)
 
     async def _put(self, decided: Admissions) -> None:
-        """First on disk, then in memory."""
+        """Set the admissions, on disk first."""
         require_uninterrupted()
         if self._file is not None and decided != self.admissions:
             await asyncio.to_thread(self._file.save, decided)

@@ -1,8 +1,7 @@
-"""GPUs through NVML, the driver's own library (nvidia-ml-py). Only this folder imports pynvml.
+"""GPUs through NVML, the driver's library (nvidia-ml-py). Within the agent, only this folder imports pynvml.
 
-At most eight calls per GPU and tick, which on a real driver are what an agent costs; everything dearer or slower to
-change is read less often, and what a GPU does not support is asked once. Figures leave here in bytes, watts, joules and
-percent. Only getters are called: this agent changes nothing on a GPU.
+A tick makes at most eight calls per GPU, which are most of what an agent costs. Expensive and slow readings are read less often,
+unsupported ones are asked for once. Only getters are called: the agent never changes a GPU.
 """
 
 from gpuscale.monitor.agent.nvml.source import NvmlSource

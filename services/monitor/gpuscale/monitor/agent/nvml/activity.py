@@ -1,7 +1,7 @@
-"""What the parts of a GPU did, by GPM: NVML's performance counters of Hopper and later, for MIG instances as well.
+"""Activity of the units of a GPU or MIG instance, by GPM, NVML's performance counters of Hopper and later.
 
-A figure is the mean between two samples; the first one alone gives none. Ids and units are those of nvml.h
-(nvmlGpmMetricId_t). Whatever GPM answers says nothing against the GPU: where it fails, it is not asked again.
+Readings are means between two samples. Ids and units are those of nvml.h (nvmlGpmMetricId_t). An error of GPM is no fault of the
+GPU, and GPM is then not asked again.
 """
 
 from contextlib import suppress
@@ -29,31 +29,31 @@ METRICS = {
     "nvlink_sent_bytes_per_second": pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_TX_PER_SEC,
     "nvlink_received_bytes_per_second": pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC,
 }
-"""The readings by name. Shares are in percent, rates in MiB a second."""
+"""GPM metrics by reading; GPM's units are percent and MiB/s."""
 
 
 class Activity:
-    """The samples of a GPU, or of the MIG instance `instance` of the GPU behind `handle`; `close` gives them back."""
+    """The samples of a GPU, or of MIG instance `instance` on it; `close` frees them."""
 
     def __init__(self, handle: pynvml.c_nvmlDevice_t, instance: int | None) -> None:
         self._handle = handle
         self._instance = instance
-        self._samples: list[pynvml.c_nvmlGpmSample_t] = []  # the older and the newer one
+        self._samples: list[pynvml.c_nvmlGpmSample_t] = []  # older, newer
         self._request = pynvml.c_nvmlGpmMetricsGet_t()
         self._sampled = False
 
     def ask(self, queries: Queries) -> Values:
-        """The readings since the call before; none at the first."""
+        """The readings since the last call; none on the first."""
         found = queries.attempt("activity", self._since_last)
         if isinstance(found, Failure):
             queries.note(METRICS, found)
             return {}
-        queries.calls += found  # the figures are a call of their own
+        queries.calls += found  # nvmlGpmMetricsGet
         readings: Values = {}
         for (name, metric), answer in zip(
             METRICS.items() if found else (), self._request.metrics, strict=False
         ):
-            if answer.nvmlReturn or not answer.value >= 0 or answer.metricId != metric:  # not so of NaN, too
+            if answer.nvmlReturn or not answer.value >= 0 or answer.metricId != metric:  # or NaN
                 detail = f"GPM said {answer.value:g} with code {answer.nvmlReturn}"
                 queries.note((name,), Failure(ReadingStatus.NOT_SUPPORTED, detail))
             else:
@@ -62,13 +62,13 @@ class Activity:
         return readings
 
     def close(self) -> None:
-        """Give the samples back; a failure is ignored, since NVML ends next."""
+        """Free the samples. Failures are ignored, since NVML is shut down next."""
         for sample in self._samples:
             with suppress(pynvml.NVMLError):
                 pynvml.nvmlGpmSampleFree(sample)
 
     def _since_last(self) -> bool | Failure:
-        """Take a sample; whether the request has the answers since the one before."""
+        """Take a sample; returns whether the request has answers since the one before."""
         try:
             if not self._samples:
                 if not pynvml.nvmlGpmQueryDeviceSupport(self._handle).isSupportedDevice:

@@ -1,7 +1,7 @@
-"""Readings that NVML gives as field values, many in one call: name, ids, unit, bounds; those of ECC and of NVLinks.
+"""Readings that NVML returns as field values, many per call, and the tables of those for ECC, throttling and NVLinks.
 
-The ids and their units are those of nvml.h (NVML_FI_DEV_*). A field that an older driver does not know is answered with
-INVALID_ARGUMENT and is as good as not supported.
+Ids and units are those of nvml.h (NVML_FI_DEV_*). A driver answers INVALID_ARGUMENT for a field that it does not know, which
+counts as not supported.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ import pynvml
 from gpuscale.monitor.agent.nvml.queries import Failure, Queries, raise_if_driver_gone
 from gpuscale.monitor.model.readings import ReadingStatus, RecoveryAction
 
-# Readings by name, as the tables give them; that name and type fit the model is what the tests are for.
+# Readings by name. Tests check that names and types fit the model.
 Values = dict[str, Any]
 Value = float | int | bool | RecoveryAction
 Key = int | tuple[int, int]
@@ -32,10 +32,7 @@ _MEMBERS = {
 
 @dataclass(frozen=True, slots=True)
 class FieldReading:
-    """A reading by field values: the sum of those that `keys` name (id, or id and scope), converted.
-
-    `or_else` asks for it by another call where the GPU does not give these.
-    """
+    """A reading that is the sum of field values, each an id or (id, scope), converted. `or_else` is a call to fall back on."""
 
     name: str
     keys: tuple[Key, ...]
@@ -47,7 +44,7 @@ class FieldReading:
 def ask(
     queries: Queries, handle: pynvml.c_nvmlDevice_t, question: str, fields: Iterable[FieldReading]
 ) -> Values:
-    """Readings by name, in one call; those the GPU is known not to support are left out."""
+    """Ask for readings in one call, without those known to be unsupported."""
     wanted: list[FieldReading] = []
     readings: Values = {}
     for field in fields:
@@ -76,7 +73,7 @@ def ask(
 
 
 def _stand_in(queries: Queries, field: FieldReading, refusal: Failure, readings: Values) -> None:
-    """What another call says in place of a field value; where none does, the reading is noted as absent."""
+    """Fall back on another call for a reading, or note that it is absent."""
     answer: int | Failure = refusal
     if field.or_else is not None and refusal.status is ReadingStatus.NOT_SUPPORTED:
         answer = queries.attempt(f"{field.name} by a call", field.or_else)
@@ -99,10 +96,10 @@ def _total(
 
 
 def _number(value: pynvml.c_nvmlFieldValue_t) -> float | Failure:
-    """The number of a field value."""
+    """The number in a field value."""
     code = value.nvmlReturn
     if code == pynvml.NVML_ERROR_INVALID_ARGUMENT:
-        return Failure(ReadingStatus.NOT_SUPPORTED, "the driver does not know it")
+        return Failure(ReadingStatus.NOT_SUPPORTED, "unknown to the driver")
     if code != pynvml.NVML_SUCCESS:
         raise pynvml.NVMLError(code)
     member = _MEMBERS.get(value.valueType)
@@ -112,7 +109,6 @@ def _number(value: pynvml.c_nvmlFieldValue_t) -> float | Failure:
     return number
 
 
-# Single errors are events too: `source.EventSet`.
 ECC = (
     FieldReading("ecc_volatile_corrected_count", (pynvml.NVML_FI_DEV_ECC_SBE_VOL_TOTAL,)),
     FieldReading("ecc_volatile_uncorrected_count", (pynvml.NVML_FI_DEV_ECC_DBE_VOL_TOTAL,)),
@@ -144,10 +140,10 @@ VIOLATIONS = (
     ),
     FieldReading("reliability_violation_seconds", (pynvml.NVML_FI_DEV_PERF_POLICY_RELIABILITY,), _nano),
 )
-"""For how long something held clocks down."""
+"""How long each cause throttled clocks."""
 
 
-# The scope of a field that is kept per NVLink: all of them together.
+# The scope of a field per NVLink that means all links.
 _ALL_LINKS = 0xFFFFFFFF
 _KIB = 1024
 
@@ -172,10 +168,10 @@ NVLINK = (
     FieldReading("nvlink_recovery_error_count", (pynvml.NVML_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL,)),
 )
 NVLINK_COUNT = "nvlink_active_count"
-"""The reading that is the sum of the states of all links."""
+"""The reading that sums the states of all links."""
 
 _MOST_LINKS = 36
-# There is no link of that number, or none at all.
+# Errors of a link number that does not exist.
 _NO_MORE = {
     pynvml.NVML_ERROR_INVALID_ARGUMENT,
     pynvml.NVML_ERROR_NOT_SUPPORTED,
@@ -185,9 +181,9 @@ _NO_MORE = {
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """How many NVLinks a GPU has, and the UUID at the other end (None: a switch) of each that is up.
+    """How many NVLinks a GPU has, and the UUIDs at the other `ends` of those that are up (None is a switch).
 
-    `known` is False while the GPU is to be asked again: it did not answer, or a link may come up, such as by the fabric manager.
+    `known`: False while links are down or did not answer, so that the GPU is asked again.
     """
 
     count: int = 0
@@ -196,7 +192,7 @@ class Links:
 
 
 def find_links(handle: pynvml.c_nvmlDevice_t, by_address: Mapping[str, str]) -> Links:
-    """Ask for each link in turn. Raises GpuSourceError: NVML itself is gone."""
+    """Ask for each link. GpuSourceError if NVML is gone."""
     ends: list[str | None] = []
     for link in range(_MOST_LINKS):
         try:

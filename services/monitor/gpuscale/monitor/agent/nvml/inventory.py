@@ -1,8 +1,7 @@
-"""Which GPUs there are: whole ones, and the MIG instances of those that are divided.
+"""The GPUs of the driver and their MIG instances, found once per NVML session.
 
-Everything here is asked once, when NVML is started. A MIG instance is a GPU of its own, known by the UUID that CUDA
-takes; the GPU that it is a part of stays in the list, for its board's readings, marked as divided. As little as possible
-is asked: one GPU that answers slowly here delays all of them.
+A MIG instance counts as a GPU, by the UUID that CUDA uses. Its parent stays listed, marked as divided, for the readings of the
+board. As little as possible is asked, since one slow GPU delays all.
 """
 
 import re
@@ -27,7 +26,7 @@ T = TypeVar("T")
 
 
 class NvmlSurvey:
-    """Looks for the GPUs of the driver that was just started: `devices` by UUID in its order, and what is `missing`."""
+    """Finds the GPUs of a new NVML session: `devices` by UUID in the driver's order, and `missing` ones."""
 
     def __init__(self, sys: Path) -> None:
         self._sys = sys
@@ -35,7 +34,7 @@ class NvmlSurvey:
         self.missing: list[MissingGpu] = []
 
     def look(self) -> None:
-        """Find the GPUs; NVMLError of the driver as a whole, GpuSourceError if NVML is gone again."""
+        """Find the GPUs. NVMLError if the driver fails as a whole, GpuSourceError if NVML is gone."""
         whole: list[NvmlDevice] = []
         for index in range(pynvml.nvmlDeviceGetCount()):
             address = ""
@@ -69,10 +68,7 @@ class NvmlSurvey:
                 self.devices[part.identity.uuid] = part
 
     def _look_at_bus(self, known: AbstractSet[str]) -> None:
-        """Find the addresses of GPUs that did not give theirs, and GPUs that the driver does not list.
-
-        Both the driver and this list them by their addresses.
-        """
+        """Find GPUs that the driver does not list, and the addresses of those that did not answer, both in address order."""
         bus = Bus(find_gpus(self._sys / "bus/pci/devices"))
         bus.look()
         named = {pci_address(address) for address in (*known, *(lost.pci_bus_id for lost in self.missing))}
@@ -88,7 +84,7 @@ class NvmlSurvey:
 
 
 def mig_parts(parent: NvmlDevice) -> Iterator[NvmlDevice]:
-    """The MIG instances of a GPU; empty where it is not divided."""
+    """The MIG instances of a GPU; none if it is not divided."""
     if not parent.identity.divided:
         return
     for place in range(_answer(pynvml.nvmlDeviceGetMaxMigDeviceCount, parent.handle) or 0):
@@ -97,7 +93,7 @@ def mig_parts(parent: NvmlDevice) -> Iterator[NvmlDevice]:
             uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
         except pynvml.NVMLError as error:
             raise_if_driver_gone(error)
-            continue  # the places of instances that were taken away stay empty
+            continue  # a removed instance leaves an empty place
         profile = _MIG_PROFILE.search(name)
         instance = _answer(pynvml.nvmlDeviceGetGpuInstanceId, handle)
         identity = replace(
@@ -114,13 +110,13 @@ def mig_parts(parent: NvmlDevice) -> Iterator[NvmlDevice]:
 
 
 def mig_enabled(handle: pynvml.c_nvmlDevice_t) -> bool | None:
-    """Whether a GPU is divided into MIG instances; None where it cannot be, or does not say."""
+    """Whether MIG mode is enabled; None if the GPU does not support or report it."""
     mode = _answer(pynvml.nvmlDeviceGetMigMode, handle)
     return None if mode is None else mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE
 
 
 def _answer(call: Callable[[pynvml.c_nvmlDevice_t], T], handle: pynvml.c_nvmlDevice_t) -> T | None:
-    """What a call says of a GPU; None where it refuses."""
+    """The result of a call; None if it fails."""
     try:
         return call(handle)
     except pynvml.NVMLError as error:

@@ -1,7 +1,7 @@
-"""How one tick of a GPU asks NVML: what is worth asking, what becomes of an answer, and what its result codes mean.
+"""The NVML calls of one tick of a GPU, and the meaning of NVML's result codes.
 
-What a GPU does not support is asked once. A GPU that is gone is asked nothing more in the same tick. Expensive readings
-are kept for a while. Every field that stays empty is noted with its reason.
+Unsupported readings are asked for once. After an answer that the GPU is gone, the tick makes no further calls. Expensive
+readings are kept for a while. Every absent field is noted with its reason.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,13 +15,13 @@ from gpuscale.monitor.model.readings import EXCUSED, Absent, GpuState, ReadingSt
 
 T = TypeVar("T")
 
-# A tick comes a little early now and then; what is due in that moment is not to wait for another whole one.
+# A tick may come slightly early; what is due then must not wait for the next one.
 _SLACK_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a question got no answer; `gone` where the answer means that the GPU cannot be read at all."""
+    """Why a call failed; `gone` is set if the GPU cannot be read at all."""
 
     status: ReadingStatus
     detail: str
@@ -30,7 +30,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class KeptAnswer(Generic[T]):
-    """An answer that is reused until a time."""
+    """An answer that is reused until `until`."""
 
     value: T | None
     absent: tuple[Absent, ...]
@@ -38,9 +38,9 @@ class KeptAnswer(Generic[T]):
 
 
 class Queries:
-    """The questions of one tick at `now`, in seconds, with how many `calls` and `refusals` there were.
+    """The calls of one tick at `now`, in seconds; counts `calls` and `refusals`.
 
-    `unsupported` has what this GPU does not answer, with what the driver said; it is kept between ticks.
+    `unsupported`: the questions this GPU does not support and what the driver said, kept between ticks.
     """
 
     def __init__(self, unsupported: dict[str, str], now: float) -> None:
@@ -55,30 +55,27 @@ class Queries:
 
     @property
     def absent(self) -> tuple[Absent, ...]:
-        """The fields that stayed empty so far."""
+        """The absent fields so far."""
         return tuple(self._absent)
 
     def state(self) -> GpuState:
-        """What the answers so far say about the GPU."""
+        """The state of the GPU by the answers so far."""
         if self._gone is not None and self._gone.gone is not None:
             return self._gone.gone
         failed = any(absent.status not in EXCUSED for absent in self._absent)
         return GpuState.DEGRADED if failed else GpuState.OK
 
     def silence(self) -> Failure | None:
-        """Why nothing was answered in this tick; None where something was.
-
-        What was kept from earlier ticks must then not be shown: it would make a dead GPU look alive.
-        """
+        """Why nothing was answered in this tick, so that kept answers must not be shown; None if something was."""
         return None if self._answered else self._refused
 
     def unsupported(self, question: str) -> Failure | None:
-        """Why a question is not worth asking; None if it is."""
+        """The failure of an unsupported question; None for others."""
         detail = self._unsupported.get(question)
         return None if detail is None else Failure(ReadingStatus.NOT_SUPPORTED, detail)
 
     def attempt(self, question: str, call: Callable[[], T | Failure], *, counted: bool = True) -> T | Failure:
-        """Ask, if it is worth asking; `counted` is False for an answer that came with others."""
+        """Make a call unless it is unsupported or the GPU is gone; `counted` is False for an answer that came with others."""
         if self._gone is not None:
             return self._gone
         if question in self._unsupported:
@@ -99,25 +96,25 @@ class Queries:
         return answer
 
     def note(self, fields: Iterable[str], failure: Failure) -> None:
-        """These fields stay empty."""
+        """Note these fields as absent."""
         self._absent.extend(Absent(name, failure.status, failure.detail) for name in fields)
 
     def number(
         self, name: str, call: Callable[[], int | Failure], *, high: float, scale: float = 1.0
     ) -> float | None:
-        """The answer divided by `scale`, for the field of that name."""
+        """Make a call for the field of that name; the answer is divided by `scale`."""
         answer = self.value((name,), self.attempt(name, call))
         return None if answer is None else self.within(name, answer / scale, high=high)
 
     def value(self, fields: Iterable[str], answer: T | Failure) -> T | None:
-        """The answer; where it is a failure, these fields stay empty."""
+        """The answer; a failure makes these fields absent."""
         if not isinstance(answer, Failure):
             return answer
         self.note(fields, answer)
         return None
 
     def within(self, name: str, value: float, *, high: float) -> float | None:
-        """The value, unless it is impossible, such as the all-ones some drivers give for "unknown"."""
+        """The value unless it is out of range, such as the all-ones that some drivers return for "unknown"."""
         if 0.0 <= value <= high:
             return value
         self.note((name,), Failure(ReadingStatus.ERROR, f"the driver said {value:g}"))
@@ -131,9 +128,9 @@ class Queries:
         *,
         first: float | None = None,
     ) -> KeptAnswer[T]:
-        """The kept answer, or a new one when due; a failed one is asked again at the next tick.
+        """The kept answer, or a new one if due; after a failure it is due at the next tick.
 
-        The very first answer serves for `first` seconds, so that expensive questions do not always fall due in the same tick.
+        The very first answer serves for `first` seconds, to spread expensive calls over ticks.
         """
         if kept is not None and self.now < kept.until - _SLACK_SECONDS:
             self._absent.extend(kept.absent)
@@ -147,7 +144,7 @@ class Queries:
 
 
 _NO_DRIVER = frozenset({pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED})
-# Errors that no single GPU causes: NVML itself has to be started again.
+# Errors of NVML as a whole, which must be restarted.
 _DRIVER_GONE = _NO_DRIVER | {pynvml.NVML_ERROR_UNINITIALIZED, pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH}
 _GPU_GONE = {
     pynvml.NVML_ERROR_GPU_IS_LOST: GpuState.LOST,
@@ -167,18 +164,18 @@ _STATUS = {
 
 
 def explain(error: pynvml.NVMLError) -> Failure:
-    """What an error says about the GPU that was asked; GpuSourceError if NVML itself is gone."""
+    """The failure of an error. GpuSourceError if NVML is gone."""
     raise_if_driver_gone(error)
     status = _STATUS.get(error.value, ReadingStatus.ERROR)
     return Failure(status, str(error), _GPU_GONE.get(error.value))
 
 
 def raise_if_driver_gone(error: pynvml.NVMLError) -> None:
-    """GpuSourceError if the error says that NVML is gone; else it is about one GPU."""
+    """Raise GpuSourceError if the error means that NVML is gone."""
     if error.value in _DRIVER_GONE:
         raise source_error(error) from error
 
 
 def source_error(error: pynvml.NVMLError) -> GpuSourceError:
-    """An error as the source tells it."""
+    """An error as the source raises it."""
     return GpuSourceError(f"NVML: {error}", no_driver=error.value in _NO_DRIVER)

@@ -1,4 +1,4 @@
-"""The GPU source over NVML: one owner of the driver, one session at a time, and the events of that session."""
+"""The GPU source over NVML, with one session at a time, and the event set of a session."""
 
 import ctypes
 import time
@@ -22,10 +22,10 @@ _KINDS = {
 
 
 class EventSet:
-    """The event set of one NVML session; free it before the session ends."""
+    """The event set of an NVML session; free it before the session ends."""
 
     def __init__(self, devices: Iterable[NvmlDevice]) -> None:
-        """Register every whole GPU. Raises NVMLError: the driver has no event sets."""
+        """Register every whole GPU. NVMLError if the driver has no event sets."""
         self._set = pynvml.nvmlEventSetCreate()
         self._uuids: dict[int | None, str] = {}
         for device in devices:
@@ -43,12 +43,12 @@ class EventSet:
         return bool(self._uuids)
 
     def wait(self, timeout: float) -> DriverEvent | None:
-        """The next event; None where there was none in time, or none of a known kind."""
+        """The next event; None on a timeout or for an unknown kind."""
         try:
             found = pynvml.nvmlEventSetWait_v2(self._set, int(timeout * 1000))
         except pynvml.NVMLError as error:
             if error.value != pynvml.NVML_ERROR_TIMEOUT:
-                time.sleep(timeout)  # it answers at once: without a pause this would be asked without end
+                time.sleep(timeout)  # it fails at once: do not spin
             return None
         kind, uuid = _KINDS.get(found.eventType), self._uuids.get(_address(found.device))
         if kind is None or uuid is None:
@@ -56,21 +56,20 @@ class EventSet:
         return DriverEvent(uuid, kind, found.eventData if kind is GpuEventKind.XID else None)
 
     def free(self) -> None:
-        """Give the set back. A failure is ignored: the session ends next."""
+        """Free the set. A failure is ignored: the session ends next."""
         with suppress(pynvml.NVMLError):
             pynvml.nvmlEventSetFree(self._set)
 
 
 def _address(handle: pynvml.c_nvmlDevice_t) -> int | None:
-    """What a handle points to: handles are compared by it."""
+    """The address that a handle points to, which identifies it."""
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 
 class NvmlSource:
-    """The GPUs of this host's NVIDIA driver.
+    """The GPUs of this host's NVIDIA driver. `now`: a monotonic clock, in seconds.
 
-    One owner per process: a driver that was reloaded can be read again only after everybody in the process has shut
-    NVML down. `now` gives seconds of any clock that never goes back.
+    Make one per process: after a driver reload, NVML works again only once every user in the process has shut it down.
     """
 
     simulated = False
@@ -87,11 +86,11 @@ class NvmlSource:
 
     @property
     def outdated(self) -> bool:
-        """Whether MIG was switched on or off, or instances came or went, since `open`."""
+        """Whether MIG modes or instances have changed since `open`."""
         return self._outdated
 
     def open(self) -> Inventory:
-        """Start NVML and list its GPUs. The problem names a GPU that cannot be identified."""
+        """Start NVML and list its GPUs; `problem` names those that cannot be identified."""
         survey = NvmlSurvey(self._sys)
         try:
             pynvml.nvmlInit()
@@ -120,7 +119,7 @@ class NvmlSource:
         )
 
     def read(self, uuid: str) -> GpuSample:
-        """Read one GPU of the last inventory. Raises GpuSourceError: NVML has to be started again."""
+        """Read a GPU of the last inventory. GpuSourceError if NVML must be restarted."""
         device = self._devices[uuid]
         queries = Queries(device.unsupported, self._now())
         reading = Tick(device, queries, self._names).read()
@@ -133,7 +132,7 @@ class NvmlSource:
         return GpuSample(queries.state(), reading, ends, queries.calls, queries.refusals)
 
     def probe(self, uuid: str) -> None:
-        """Ask for the performance state: one call that reaches the GPU and is among the cheapest."""
+        """Ask for the performance state, a cheap call that reaches the GPU."""
         try:
             pynvml.nvmlDeviceGetPerformanceState(self._devices[uuid].handle)
         except pynvml.NVMLError as error:
@@ -144,11 +143,11 @@ class NvmlSource:
         return self._events.wait(timeout) if self._events is not None else None
 
     def interrupt(self) -> bool:
-        """A thread that is stuck in the driver cannot be freed."""
+        """Not supported: a thread that is stuck in the driver cannot be freed."""
         return False
 
     def close(self) -> None:
-        """Shut NVML down. A failure is ignored: nothing is left to do."""
+        """Shut NVML down, ignoring failures."""
         for device in self._devices.values():
             if device.activity is not None:
                 device.activity.close()
@@ -164,9 +163,9 @@ class NvmlSource:
             pynvml.nvmlShutdown()
 
     def _look_at_parts(self, parent: NvmlDevice) -> None:
-        """From time to time, compare the MIG mode and instances of a GPU with what was found.
+        """Now and then, compare the MIG mode and instances of a GPU with the inventory.
 
-        A GPU that can be divided is asked again then what it did not support: that may have been while it was divided.
+        Then also ask again for what was unsupported, as that may depend on the MIG mode.
         """
         uuid, now = parent.identity.uuid, self._now()
         due = self._parts_until.setdefault(uuid, now + FIRST_PARTS_SECONDS)

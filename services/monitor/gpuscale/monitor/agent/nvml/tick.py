@@ -1,9 +1,9 @@
-"""One tick of one GPU: what is due by its tier is asked, the rest is what was read before.
+"""One tick of a GPU: tiers that are due are read, the others keep their last readings.
 
 | tier      | every  | calls                                                                                      |
 | --------- | ------ | ------------------------------------------------------------------------------------------ |
 | fast      | tick   | utilization, memory, temperature, power, two clocks, throttle reasons                      |
-| activity  | 5 s    | a GPM sample, and the figures since the one before                                          |
+| activity  | 5 s    | a GPM sample, and the means since the last one                                              |
 | engines   | 5 s    | encoder, decoder, video clock, performance state, one batch of fields: energy, memory heat |
 | processes | 5 s    | the lists of processes                                                                     |
 | slow      | 30 s   | limit in force, PCIe link, and one batch of fields: ECC, rows, pages, NVLink, limits       |
@@ -59,7 +59,7 @@ METERS = (
     FieldReading("memory_temperature_celsius", (pynvml.NVML_FI_DEV_MEMORY_TEMP,), float, _HIGHEST_CELSIUS),
     FieldReading("energy_joules", (pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION,), _thousandth),
 )
-"""What moves slowly or only adds up, and is worth a call every few seconds."""
+"""Fields that change slowly or add up."""
 
 SLOW = (
     _limit("power_limit_default_watts", (pynvml.NVML_FI_DEV_POWER_DEFAULT_LIMIT,)),
@@ -76,7 +76,7 @@ SLOW = (
         lambda action: _RECOVERY.get(int(action), RecoveryAction.OTHER),
     ),
 )
-"""What changes seldom."""
+"""Fields that rarely change."""
 
 
 _NO_LINKS = Failure(ReadingStatus.NOT_SUPPORTED, "the GPU has no NVLink")
@@ -90,7 +90,7 @@ ENGINES_EVERY_SECONDS = 5.0
 PROCESSES_EVERY_SECONDS = 5.0
 SLOW_EVERY_SECONDS = 30.0
 SETTINGS_EVERY_SECONDS = 300.0
-# So that, at one tick a second, no two of the tiers fall due in the same tick after the first.
+# At one tick a second, no two tiers are due in the same tick after the first.
 _FIRST_ACTIVITY_SECONDS = 1.0
 _FIRST_PROCESSES_SECONDS = 2.0
 _FIRST_SLOW_SECONDS = 28.0
@@ -104,7 +104,7 @@ _PROCESS_USE = {
     "encoder_utilization_percent": "encUtil",
     "decoder_utilization_percent": "decUtil",
 }
-_NO_SAMPLES = (pynvml.NVML_SUCCESS, pynvml.NVML_ERROR_NOT_FOUND)  # as pynvml tells an empty list
+_NO_SAMPLES = (pynvml.NVML_SUCCESS, pynvml.NVML_ERROR_NOT_FOUND)  # how pynvml reports an empty list
 _HIGHEST_PERCENT = 100
 _HIGHEST_MHZ = 1_000_000.0
 _HIGHEST_LINK = 255.0
@@ -116,7 +116,7 @@ _ENGINES = {
     "encoder_utilization_percent": pynvml.nvmlDeviceGetEncoderUtilization,
     "decoder_utilization_percent": pynvml.nvmlDeviceGetDecoderUtilization,
 }
-"""What gives the use of the video engines, and the length of its window."""
+"""Calls that return utilization and the length of its window."""
 _PCIE_LINK = {
     "pcie_link_generation": pynvml.nvmlDeviceGetCurrPcieLinkGeneration,
     "pcie_link_width": pynvml.nvmlDeviceGetCurrPcieLinkWidth,
@@ -127,7 +127,7 @@ _MOST_FAN_PERCENT = 1000.0
 _HIGHEST_MODE = 3
 _VGPU = pynvml.NVML_GRID_LICENSE_FEATURE_CODE_VGPU
 _NO_LICENCE = Failure(ReadingStatus.NOT_SUPPORTED, "the GPU needs no vGPU licence")
-_UNKNOWN_STATE = Failure(ReadingStatus.NOT_SUPPORTED, "the driver does not know it")
+_UNKNOWN_STATE = Failure(ReadingStatus.NOT_SUPPORTED, "unknown to the driver")
 
 _Memory = tuple[int | None, int | None, int | None, int | None]
 _NO_MEMORY: _Memory = (None, None, None, None)
@@ -135,23 +135,18 @@ _NO_MEMORY: _Memory = (None, None, None, None)
 
 @dataclass(slots=True)
 class NvmlDevice:
-    """What is known of a GPU between ticks; `links` are as of `find_links`.
-
-    `activity` is None of a GPU that is divided: its parts have their own.
-    """
+    """What is kept of a GPU between ticks. `activity` is None for a divided GPU, whose MIG instances have their own."""
 
     handle: pynvml.c_nvmlDevice_t
     identity: GpuIdentity
     activity: Activity | None = None
-    by_address: Mapping[str, str] = field(
-        default_factory=dict[str, str]
-    )  # UUIDs of this host, by PCI address
+    by_address: Mapping[str, str] = field(default_factory=dict[str, str])  # UUIDs of all GPUs by PCI address
     links: Links = field(default_factory=Links)
     unsupported: dict[str, str] = field(default_factory=dict[str, str])
     kept: dict[str, KeptAnswer[Values]] = field(default_factory=dict[str, KeptAnswer[Values]])  # by tier
-    over_links: tuple[int, float] | None = None  # bytes over NVLinks, and when they were read
+    over_links: tuple[int, float] | None = None  # total bytes over NVLinks, and when they were read
     processes: KeptAnswer[tuple[GpuProcess, ...]] | None = None
-    use_seen: int = 0  # when the newest sample of processes was taken, in the driver's microseconds
+    use_seen: int = 0  # driver time of the newest process sample, in microseconds
     base: GpuReading = field(default_factory=GpuReading)
 
 
@@ -165,7 +160,7 @@ class Tick:
         self._names = names
 
     def read(self) -> GpuReading:
-        """Ask for everything that is due. Raises GpuSourceError: NVML itself is gone."""
+        """Read all tiers that are due. GpuSourceError if NVML is gone."""
         device, queries = self._device, self._queries
         utilization = memory_utilization = None
         ask_rates = partial(pynvml.nvmlDeviceGetUtilizationRates, self._handle)
@@ -204,7 +199,7 @@ class Tick:
         )
 
     def _read_tiers(self) -> None:
-        """Ask what is due of what is kept, and put all of that into the base of the next readings."""
+        """Read the slower tiers that are due into `base`."""
         device, queries = self._device, self._queries
         tiers: list[tuple[str, float, float | None, Callable[[], Values]]] = [
             ("engines", ENGINES_EVERY_SECONDS, None, self._ask_engines),
@@ -225,7 +220,7 @@ class Tick:
             device.base = GpuReading(**{name: value for one in found for name, value in one.items()})
 
     def _memory(self) -> _Memory:
-        """Total, used, free and reserved: by the v2 record, since v1 counts what the driver keeps as used."""
+        """Total, used, free and reserved, preferably from the v2 record, since v1 counts reserved memory as used."""
         found = self._queries.attempt(
             "memory v2", lambda: pynvml.nvmlDeviceGetMemoryInfo(self._handle, pynvml.nvmlMemory_v2)
         )
@@ -241,7 +236,7 @@ class Tick:
         return _NO_MEMORY
 
     def _plausible(self, total: int, used: int, free: int, reserved: int | None) -> _Memory:
-        """The figures, unless one is larger than the memory."""
+        """The values, unless one exceeds the total."""
         if total > 0 and max(used, free, reserved or 0) <= total:
             return total, used, free, reserved
         detail = f"the driver said {free} free and {used} used of {total}"
@@ -249,7 +244,7 @@ class Tick:
         return _NO_MEMORY
 
     def _throttle_reasons(self) -> int | None:
-        """By the call that newer drivers have, else by its older name."""
+        """The mask, by the older call if the driver lacks the newer one."""
         found = self._queries.attempt(
             "event reasons", partial(pynvml.nvmlDeviceGetCurrentClocksEventReasons, self._handle)
         )
@@ -300,7 +295,7 @@ class Tick:
         return {name: value for name, value in readings.items() if value is not None}
 
     def _link_rate(self, readings: Values) -> float | None:
-        """Bytes over NVLinks in a second since they were read before; None at first, and where counters began anew."""
+        """Bytes per second over NVLinks since the last reading; None at first and after a reset of counters."""
         sent, received = (readings.get(name) for name in ("nvlink_sent_bytes", "nvlink_received_bytes"))
         if sent is None or received is None:
             self._queries.note((_NVLINK_RATE,), _NO_COUNTERS)
@@ -345,7 +340,7 @@ class Tick:
         return _NO_LICENCE
 
     def _ask_processes(self) -> tuple[GpuProcess, ...] | None:
-        """Compute and graphics processes; one kind alone where the GPU does not list the other."""
+        """Compute and graphics processes; only one kind if the GPU does not support the other."""
         kinds = (
             self._listed(
                 "compute",
@@ -368,7 +363,7 @@ class Tick:
         return self._names.merge(found, self._use_by_process() if found else None)
 
     def _use_by_process(self) -> dict[int, dict[str, float]]:
-        """How processes used the GPU since it was asked for last, by id and field; empty where the driver does not tell."""
+        """Mean utilization of processes since the last call, by id and field; empty if unsupported."""
 
         def ask_use() -> list[pynvml.c_nvmlProcessUtilizationSample_t]:
             try:
@@ -394,13 +389,13 @@ class Tick:
         }
 
     def _listed(self, kind: str, newer: _ProcessCall, older: _ProcessCall) -> _Processes | Failure:
-        """By the v3 call; by the v2 call where v3 is missing, or its records have another driver's layout."""
+        """Processes by the v3 call, or by v2 if v3 is missing or its records are corrupt."""
 
         def believed(call: _ProcessCall) -> _Processes | Failure:
             found = call(self._handle)
             if self._names.believable(process.pid for process in found):
                 return found
-            return Failure(ReadingStatus.NOT_SUPPORTED, "the driver gives impossible process ids")
+            return Failure(ReadingStatus.NOT_SUPPORTED, "the driver returns impossible process ids")
 
         found = self._queries.attempt(f"{kind} v3", lambda: believed(newer))
         if isinstance(found, Failure) and found.status is ReadingStatus.NOT_SUPPORTED:
