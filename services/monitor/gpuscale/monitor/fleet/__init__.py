@@ -1,5 +1,4 @@
-"""The fleet: takes in every agent's stream and knows every node from it.
+"""The fleet: receives every agent's stream and keeps an index of nodes.
 
-Who wants to know of snapshots observes `nodes.Nodes`; history, recording and health do, and nothing here knows them.
-Begin with `nodes`.
+History, recordings and health observe `nodes.Nodes`; nothing here imports them. Begin with `nodes`.
 """

@@ -1,6 +1,6 @@
-"""JoinService and CertificateService on the wire: join tokens, and certificates for hosts that show one.
+"""JoinService and CertificateService on the wire: join tokens, and certificates in exchange for them.
 
-Who joined is kept in a file, so that nobody else gets a name, and answers that hold a secret for who repeats a call.
+Names that joined are kept in a file, so that nobody else gets them; answers with a secret, in memory for repeated calls.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Joined:
-    """Names of those who joined and what they are, lines of `what/name` in a file; none without a file."""
+    """Names that joined, and as what, in a file of lines `what/name`; in memory only without a file."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
@@ -49,7 +49,7 @@ class Joined:
         try:
             lines = [] if file is None or not file.exists() else file.read_text("utf-8").splitlines()
         except (OSError, ValueError) as error:
-            message = f"the names of hosts that joined cannot be read from {file}: {error}"
+            message = f"cannot read the names of joined hosts from {file}: {error}"
             raise FailedPreconditionError(message, reason="AUTHORITY") from error
         self._lines = {line.rpartition("/")[2]: line for line in lines}
 
@@ -57,23 +57,23 @@ class Joined:
         return name in self._lines
 
     def what(self, name: str) -> str:
-        """What joined with that name; empty where nothing did."""
+        """What joined with that name; empty if nothing did."""
         return self._lines.get(name, "").partition("/")[0]
 
     def add(self, what: str, name: str) -> None:
-        """Add a name; `save` makes it last."""
+        """Add a name; `save` stores it."""
         self._lines[name] = f"{what}/{name}"
 
     def forget(self, name: str) -> None:
-        """Free a name; `save` makes it last."""
+        """Free a name; `save` stores that."""
         self._lines.pop(name, None)
 
     @uninterrupted
     async def save(self) -> None:
-        """Write what is here now. Raises UnavailableError: it cannot be written."""
+        """Write all names. UnavailableError if that fails."""
         if self._file is None:
             return
-        async with self._lock:  # the newest is written last
+        async with self._lock:  # the newest state is written last
             content = "".join(f"{line}\n" for line in self._lines.values()).encode()
             try:
                 await asyncio.to_thread(write_private, self._file, content)
@@ -82,20 +82,20 @@ class Joined:
 
 
 MOST_SECRETS: Final = 1000
-"""As many of a kind may be used at once."""
+"""Maximum number of join tokens, of login codes, and of repeatable answers."""
 
 A = TypeVar("A")
 
 
 class Repeats(Generic[A]):
-    """Answers by caller and request id, each until the secret in it ends, and only in memory."""
+    """Answers by caller and request id, kept in memory until the secret in them expires."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._all: dict[tuple[str, str], tuple[str, A, float]] = {}
 
     def find(self, request: Any) -> A | None:
-        """The answer to the same request of the same caller, if any; AlreadyExistsError if its arguments differ."""
+        """The earlier answer to this request of this caller; None without one. AlreadyExistsError if its arguments differ."""
         now = self._clock.now()
         self._all = {key: one for key, one in self._all.items() if one[2] > now}
         found = self._all.get(_key(request))
@@ -106,7 +106,7 @@ class Repeats(Generic[A]):
         return found[1]
 
     def keep(self, request: Any, answer: A, expires: float) -> None:
-        """Keep an answer until `expires`, where the request has an id; the oldest of too many makes room."""
+        """Keep an answer until `expires` if the request has an id; drops the oldest if there are too many."""
         if request.request_id:
             if len(self._all) >= MOST_SECRETS:
                 del self._all[next(iter(self._all))]
@@ -120,12 +120,12 @@ def _key(request: Any) -> tuple[str, str]:
 JOIN_SERVICE: Final = "gpuscale.api.monitor.v1.JoinService"
 SERVICES_HOST_SERVICE: Final = "gpuscale.internal.monitor.v1.ServicesHostService"
 LOOK_PERIOD, LOOKS = 1.0, 60
-"""Seconds between two looks at the files, and after how many looks a host calls again and shows that its certificate counts."""
+"""Seconds between checks of the files, and checks per call: the host then calls again, with a certificate that is still valid."""
 CERTIFICATE_SERVICE: Final = "gpuscale.api.monitor.v1.CertificateService"
 DEFAULT_TTL: Final = 3600.0
-"""Seconds that a join token is good for, unless more or fewer are asked for."""
+"""Default lifetime of a join token or login code, in seconds."""
 SERVICE_DAYS: Final = 397.0
-"""How long the first certificates of a host of services are valid: an earlier release does not renew them."""
+"""Validity of a services host's first certificates: older releases do not renew them."""
 _HOST: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:_-]{0,252}|::1")
 
 _log = get_logger(__name__)
@@ -133,7 +133,7 @@ _log = get_logger(__name__)
 
 @dataclass(slots=True)
 class _JoinToken:
-    """A join token without its secret; `expires` in seconds of the fleet's clock."""
+    """A join token, with the digest of its secret; `expires` is on the fleet's clock."""
 
     id: str
     digest: bytes
@@ -145,7 +145,7 @@ class _JoinToken:
 
 
 class JoinServicer(api.JoinServiceServicer):
-    """Signs for whoever shows a join token. These are kept in memory alone: a restart forgets them."""
+    """Signs certificates for holders of join tokens, which are kept in memory only."""
 
     def __init__(self, signer: "Signer | None", nodes: Nodes, joined: Joined, clock: Clock) -> None:
         self._signer = signer
@@ -163,7 +163,7 @@ class JoinServicer(api.JoinServiceServicer):
     async def CreateJoinToken(
         self, request: api.CreateJoinTokenRequest, context: Context
     ) -> api.CreateJoinTokenResponse:
-        """A new token, which nobody is shown again."""
+        """Create a token, whose secret is not stored."""
         signer, role = must(self._signer), request.role or Role.AGENT
         if (before := self._repeats.find(request)) is not None:
             return before
@@ -175,7 +175,7 @@ class JoinServicer(api.JoinServiceServicer):
         if request.kind and (request.role or not node or request.uses > 1):
             raise InvalidArgumentError("a host of services needs a node, no role and one use", field="kind")
         if node in RESERVED_NAMES:
-            raise InvalidArgumentError(f"{node} stands for callers without a name", field="node")
+            raise InvalidArgumentError(f"{node} is reserved for callers without a name", field="node")
         if len(self._valid()) >= MOST_SECRETS:
             raise ResourceExhaustedError(
                 f"there are {MOST_SECRETS} join tokens: delete one", reason="TOO_MANY_JOIN_TOKENS"
@@ -227,7 +227,7 @@ class JoinServicer(api.JoinServiceServicer):
         return api.DeleteJoinTokenResponse()
 
     async def Join(self, request: api.JoinRequest, context: Context) -> api.JoinResponse:
-        """Sign for a host. Nothing is awaited between the look at a token and its use."""
+        """Sign for a host. No await between the check of a token and its use."""
         signer, token = must(self._signer), self._shown(request.token)
         node = id_of(NODE, request.node, "node")
         if node != (token.node or node):
@@ -235,10 +235,10 @@ class JoinServicer(api.JoinServiceServicer):
                 f"the join token is for {token.node}", reason="JOIN_TOKEN_OF_OTHER_NODE"
             )
         if node in RESERVED_NAMES or (not token.node and signer.is_taken(node)):
-            message = f"{node} is the name of a service or of another caller"
+            message = f"{node} is the name of a service or another caller"
             raise PermissionDeniedError(message, reason="NODE_NAME_TAKEN")
         if not token.node and (self._nodes.is_known(node) or node in self._joined):
-            message = f"there is a node {node}: forget it, or make a join token out to it"
+            message = f"node {node} exists: forget it, or create a join token for it"
             raise AlreadyExistsError(message, reason="NODE_EXISTS", metadata={"name": node_name(node)})
         from gpuscale.common.security.authority import CertificateSubject
 
@@ -256,7 +256,7 @@ class JoinServicer(api.JoinServiceServicer):
     async def _join_services(
         self, signer: "Signer", token: _JoinToken, request: api.JoinRequest, node: str
     ) -> api.JoinResponse:
-        """Sign for a host of services, and tell it whom to let in."""
+        """Sign for a services host, and send it the tokens and revocations."""
         if not request.hosts or not all(map(_HOST.fullmatch, request.hosts)):
             raise InvalidArgumentError("hosts must be names or addresses of the host", field="hosts")
         hosts = tuple(dict.fromkeys((*request.hosts, "localhost", "127.0.0.1")))
@@ -271,9 +271,8 @@ class JoinServicer(api.JoinServiceServicer):
 
     def _valid(self) -> dict[str, _JoinToken]:
         now = self._clock.now()
-        for one in tuple(self._tokens.values()):
-            if one.uses_left <= 0 or one.expires <= now:
-                del self._tokens[one.id]
+        valid = (token for token in self._tokens.values() if token.uses_left > 0 and token.expires > now)
+        self._tokens = {token.id: token for token in valid}
         return self._tokens
 
     def _shown(self, text: str) -> _JoinToken:
@@ -282,7 +281,7 @@ class JoinServicer(api.JoinServiceServicer):
         digest = sha256(secret.encode()).digest()
         if found is None or not hmac.compare_digest(found.digest, digest):
             raise UnauthenticatedError(
-                "the join token is not known here, is used up, or has expired", reason="JOIN_TOKEN_INVALID"
+                "the join token is unknown, used up or expired", reason="JOIN_TOKEN_INVALID"
             )
         return found
 
@@ -308,7 +307,7 @@ class CertificateServicer(api.CertificateServiceServicer):
     async def RenewCertificate(
         self, request: api.RenewCertificateRequest, context: Context
     ) -> api.RenewCertificateResponse:
-        """Sign again for whom the certificate of the connection names: who calls, an agent or one that joined."""
+        """Sign again for the caller that the certificate of the connection names."""
         principal = current_principal()
         shown = next(iter((context.auth_context() or {}).get("x509_pem_cert", ())), None)
         identity = f"/gpuscale/{principal.role.name.lower()}/{principal.name}"
@@ -323,7 +322,7 @@ class CertificateServicer(api.CertificateServiceServicer):
                 joined = self._joined.what(principal.name) == principal.role.name.lower()
                 if not signer.has_signed(old) or not (joined or principal.role is Role.AGENT):
                     raise PermissionDeniedError(
-                        "only agents, and who joined, have certificates of this authority renewed",
+                        "only agents and hosts that joined can renew certificates, of this authority",
                         reason="NOT_RENEWABLE",
                     )
                 signed = signer.sign(request.csr, CertificateSubject(subject.name, uri=subject.uri))
@@ -332,7 +331,7 @@ class CertificateServicer(api.CertificateServiceServicer):
                 _log.info("a certificate is renewed", caller=identity.removeprefix("/gpuscale/"), **serials)
                 return api.RenewCertificateResponse(certificate_pem=signed, authority_pem=signer.bundle)
         raise PermissionDeniedError(
-            "a certificate is renewed for the caller that shows it to the fleet itself",
+            "a caller can only renew the certificate that it presents to the fleet itself",
             reason="NO_CERTIFICATE",
         )
 
@@ -342,7 +341,7 @@ def _unknown(name: str) -> NotFoundError:
 
 
 class ServicesHostServicer(internal.ServicesHostServiceServicer):
-    """Tells hosts of services that joined what the first has."""
+    """Sends the files of the first services host to those that joined."""
 
     def __init__(self, signer: "Signer | None", joined: Joined) -> None:
         self._signer = signer
@@ -351,7 +350,7 @@ class ServicesHostServicer(internal.ServicesHostServiceServicer):
     async def FollowFiles(
         self, request: internal.FollowFilesRequest, context: Context
     ) -> AsyncGenerator[internal.FollowFilesResponse, None]:
-        """Certificates where they are asked for, and the files with each of their changes."""
+        """Send certificates if asked for, then the files and each change of them."""
         from cryptography import x509
 
         from gpuscale.common.security.authority import subject_of
@@ -362,7 +361,7 @@ class ServicesHostServicer(internal.ServicesHostServiceServicer):
         what, hosts = self._joined.what(name), () if old is None else subject_of(old).hosts
         own = old is not None and subject_of(old).uri == signer.identity("gateway", name)
         if what not in {"standby", "gateway"} or not (own and hosts and old and signer.has_signed(old)):
-            message = "only the gateway of a host that joined as a host of services has its files"
+            message = "only the gateway of a services host that joined can follow the files"
             raise PermissionDeniedError(message, reason="NOT_RENEWABLE")
         answer, told = api.JoinResponse(), tuple[str, ...]()
         if request.csr:
@@ -380,7 +379,7 @@ class ServicesHostServicer(internal.ServicesHostServiceServicer):
 def _signed(
     signer: "Signer", what: str, name: str, hosts: Sequence[str], csr: bytes, days: float | None = None
 ) -> api.JoinResponse:
-    """The certificates of a host of services, which is a standby or a gateway."""
+    """Certificates of a services host, a standby or a gateway."""
     from gpuscale.common.security.authority import CertificateSubject
 
     uris = [signer.identity("gateway", name)]
@@ -395,8 +394,8 @@ def _signed(
 
 
 def must(signer: "Signer | None") -> "Signer":
-    """What signs. Raises FailedPreconditionError: the fleet has no authority (reason NO_AUTHORITY)."""
+    """The signer. FailedPreconditionError (NO_AUTHORITY) without one."""
     if signer is None:
-        message = "this fleet has no authority to sign with: set authority_dir"
+        message = "this fleet cannot sign certificates: set authority_dir"
         raise FailedPreconditionError(message, reason="NO_AUTHORITY")
     return signer

@@ -1,4 +1,4 @@
-"""LoginService on the wire: codes that an admin makes, and a token for who shows one."""
+"""LoginService on the wire: login codes that admins create, and tokens in exchange for them."""
 
 import hmac
 import secrets
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 LOGIN_SERVICE: Final = "gpuscale.api.monitor.v1.LoginService"
 TOKEN_TTL: Final = 30 * 86400.0
-"""Seconds that the token of a login is valid, unless more or fewer are asked for."""
+"""Default lifetime of a login's token, in seconds."""
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Code:
-    """A code without its secret; `expires` in seconds of the fleet's clock."""
+    """A login code, with the digest of its secret; `expires` is on the fleet's clock."""
 
     digest: bytes
     name: str
@@ -45,7 +45,7 @@ class _Code:
 
 
 class LoginServicer(api.LoginServiceServicer):
-    """Signs tokens for whoever shows a code, if there is a `signer`. These are in memory alone: a restart forgets them."""
+    """Signs tokens for holders of login codes, which are kept in memory only. Without a `signer` calls fail."""
 
     def __init__(
         self, signer: "Signer | None", tokens: TokenFile | None, nodes: Nodes, joined: Joined, clock: Clock
@@ -67,12 +67,12 @@ class LoginServicer(api.LoginServiceServicer):
     async def CreateLoginCode(
         self, request: api.CreateLoginCodeRequest, context: Context
     ) -> api.CreateLoginCodeResponse:
-        """A new code, which nobody is shown again."""
+        """Create a code, whose secret is not stored."""
         signer, name, role = must(self._signer), request.name, request.role or Role.VIEWER
         if (before := self._repeats.find(request)) is not None:
             return before
         if self._tokens is None or not self._tokens.takes_logins:
-            message = "the fleet takes no tokens of logins: its tokens file needs the table [logins]"
+            message = "the fleet does not accept logins: its tokens file needs the table [logins]"
             raise FailedPreconditionError(message, reason="NO_LOGINS")
         if role not in {Role.VIEWER, Role.OPERATOR, Role.ADMIN}:
             raise InvalidArgumentError("role must be viewer, operator or admin", field="role")
@@ -83,7 +83,7 @@ class LoginServicer(api.LoginServiceServicer):
             )
         if len(self._valid()) >= MOST_SECRETS:
             raise ResourceExhaustedError(
-                f"there are {MOST_SECRETS} codes: wait until one ends", reason="TOO_MANY_LOGIN_CODES"
+                f"there are {MOST_SECRETS} codes: wait until one expires", reason="TOO_MANY_LOGIN_CODES"
             )
         ttl = optional_seconds(request, "ttl") or DEFAULT_TTL
         key, secret = secrets.token_hex(4), secrets.token_urlsafe(16)
@@ -104,14 +104,12 @@ class LoginServicer(api.LoginServiceServicer):
         return answer
 
     async def Login(self, request: api.LoginRequest, context: Context) -> api.LoginResponse:
-        """Sign a token. Nothing is awaited between the look at a code and its use."""
+        """Sign a token. No await between the check of a code and its use."""
         signer = must(self._signer)
         key, _, secret = request.code.partition(".")
         code = self._valid().get(key)
         if code is None or not hmac.compare_digest(code.digest, sha256(secret.encode()).digest()):
-            raise UnauthenticatedError(
-                "the code is not known here, was used, or has expired", reason="LOGIN_CODE_INVALID"
-            )
+            raise UnauthenticatedError("the code is unknown, used or expired", reason="LOGIN_CODE_INVALID")
         del self._codes[key]
         token, ends = signer.sign_token(code.name, code.role, code.limits, code.token_ttl)
         _log.info("a person logged in", name=code.name, role=code.role.name.lower(), code=key)
@@ -121,7 +119,5 @@ class LoginServicer(api.LoginServiceServicer):
 
     def _valid(self) -> dict[str, _Code]:
         now = self._clock.now()
-        for key, one in tuple(self._codes.items()):
-            if one.expires <= now:
-                del self._codes[key]
+        self._codes = {key: code for key, code in self._codes.items() if code.expires > now}
         return self._codes

@@ -1,9 +1,9 @@
-"""The index of all nodes: who reports for each, what was reported last, and what was refused.
+"""The index of all nodes: their streams, last snapshots and refusals.
 
-A node has one stream at a time. A stream with the same or a newer epoch takes the node over and the older one is told
-to end; within an epoch only a higher seq is taken in. So no order in which messages arrive moves a node back.
+A node has one stream at a time. A stream with the same or a newer epoch takes the node over and ends the older one; within an
+epoch only a higher seq is accepted. So no order of arrival moves a node back in time.
 
-`Directory` finds what callers name: GPUs and nodes, by resource name or by UUID.
+`Directory` finds GPUs and nodes by resource name or UUID.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -32,21 +32,21 @@ from gpuscale.monitor.model.recordings import Target
 from gpuscale.monitor.wire.merging import Change, Picture
 
 Observer = Callable[[str, Picture, float, Change | None], None]
-"""Told of each snapshot that was taken in: id of the node; its picture, changes merged, which the observer must not change
-or keep; seconds of the fleet's clock; what changed, None for a whole snapshot. It must be quick and not raise."""
+"""Called with each accepted snapshot: node id, picture with changes merged, time on the fleet's clock, and the change (None for
+a whole snapshot). Must be quick, must not raise, and must not modify or keep the picture."""
 FaultObserver = Callable[[str, monitor_internal.ReportedFaults, float], None]
-"""Told of faults that an agent reports: id of the node; the faults; seconds of the fleet's clock. As quick as an Observer."""
+"""Called with faults that an agent reports: node id, faults, time on the fleet's clock. Must be quick and must not raise."""
 
 SHARED_SECONDS = 0.1
-"""The ages in an encoded node are counted to when that was made; this much they may lag behind."""
+"""How long an encoded node is shared; the ages in it lag behind by at most this."""
 
 _log = get_logger(__name__)
 
 
 class Nodes:
-    """All nodes that reported since the fleet started, but for those forgotten; `awaited` had faults in a run before.
+    """All nodes that reported since the fleet started, without forgotten ones.
 
-    `observers` are told of every snapshot taken in (`taken_count` of them), `fault_observers` of reports of faults.
+    `awaited`: nodes with health events of an earlier run. `taken_count`: accepted snapshots.
     """
 
     def __init__(self, clock: Clock, max_nodes: int) -> None:
@@ -64,42 +64,42 @@ class Nodes:
         self.taken_count = 0
 
     def find(self, node: str) -> NodeRecord | None:
-        """A node by its id, if it is known."""
+        """A node by id; None if it is unknown."""
         return self._records.get(node)
 
     def is_known(self, node: str) -> bool:
-        """Whether a node has reported, or is awaited."""
+        """Whether a node has reported or is awaited."""
         return node in self._records or node in self.awaited
 
     def get(self, node: str) -> NodeRecord:
-        """A node by its id. Raises NotFoundError: it never reported."""
+        """A node by id. NotFoundError if it never reported."""
         record = self._records.get(node)
         if record is None:
             raise NotFoundError(f"there is no {node_name(node)}", metadata={"name": node_name(node)})
         return record
 
     def owner(self, uuid: str) -> NodeRecord | None:
-        """The node that reports a GPU, if one does."""
+        """The node that reports a GPU; None without one."""
         return self._owners.find(uuid)
 
     def silence(self, now: float) -> Iterator[tuple[str, bool]]:
-        """Each node, and whether it is STALE or OFFLINE."""
+        """Each node id, and whether the node is STALE or OFFLINE."""
         for node, record in self._records.items():
             yield node, record.state(now) is not NodeState.ONLINE
 
     def quarantine(self, node: str, found: Mapping[str, monitor_internal.Quarantine]) -> None:
-        """Show these GPUs of a node, by UUID in lower case, in quarantine, and no others."""
+        """Set the quarantined GPUs of a node, by lower-case UUID."""
         record = self._records.get(node)
         if record is not None and record.quarantines != found:
             record.quarantines = found
             self._changed(record, self._clock.now())
 
     def all(self) -> list[NodeRecord]:
-        """Every node, by id."""
+        """All nodes, sorted by id."""
         return [self._records[node] for node in sorted(self._records)]
 
     def forget(self, node: str) -> None:
-        """Forget a node until an agent reports for it again; FailedPreconditionError while one streams."""
+        """Forget a node until an agent reports for it again. FailedPreconditionError while one streams."""
         if node in self.awaited:
             self.awaited.discard(node)
             _log.info("a node is no longer awaited", node=node)
@@ -114,13 +114,12 @@ class Nodes:
 
     @contextmanager
     def connected(self, hello: monitor_internal.Hello, end: Callable[[], None]) -> Generator[AgentStream]:
-        """The stream of an agent, which reports for its node until the block ends; `end` tells it to.
+        """The stream of an agent, which reports for its node until the block ends. `end` ends it from outside.
 
-        AbortedError if an agent that started later reports for the node, ResourceExhaustedError if there are too many
-        nodes.
+        AbortedError if an agent that started later reports for the node, ResourceExhaustedError if there are too many nodes.
         """
         stream = self._connect(hello, end)
-        del hello  # thousands of streams would each keep theirs for as long as they last
+        del hello  # free it: there are thousands of streams
         try:
             yield stream
         finally:
@@ -131,7 +130,7 @@ class Nodes:
                 _log.info("a node's stream ended", node=stream.node)
 
     def take(self, stream: AgentStream, request: monitor_internal.StreamTelemetryRequest) -> bool:
-        """Take in a message after Hello, or refuse and count it; returns whether it was taken in."""
+        """Accept a message after Hello, or count it as rejected; returns whether it was accepted."""
         now = self._clock.now()
         kind = request.WhichOneof("message")
         if stream.record.stream is not stream:
@@ -145,7 +144,7 @@ class Nodes:
             for observe in () if reason else self.fault_observers:
                 observe(stream.node, request.faults, now)
         elif kind is None and request.ByteSize():
-            return True  # of a kind that only a later agent knows
+            return True  # a kind of message from a newer agent
         else:
             reason = "it is not a snapshot"
         if not reason:
@@ -160,7 +159,7 @@ class Nodes:
         return False
 
     def sweep(self) -> None:
-        """Tell watchers of nodes that became STALE: nothing else changes because time passed."""
+        """Tell watchers of nodes that have become STALE."""
         now = self._clock.now()
         for record in self._online.due(now):
             if record.shown_state is NodeState.ONLINE:
@@ -214,7 +213,7 @@ class Nodes:
     def _take_delta(self, stream: AgentStream, delta: monitor_internal.SnapshotDelta, now: float) -> str:
         picture, last = stream.record.picture, stream.record.sample
         if stream.base_seq is None or delta.base_seq != stream.base_seq or picture is None or last is None:
-            return "it changes another snapshot than the last one that was taken in"
+            return "it changes another snapshot than the last accepted one"
         change = Change.of(delta)
         sample = NodeSample(stream.epoch, change.stamp.seq, now - change.stamp.age, last.period)
         reason = refuse_sample(last, sample) or refuse_change(change, picture)
@@ -247,7 +246,7 @@ class Nodes:
 
 
 def _forget_quarantine(gpu: types_api.Gpu | monitor_internal.GpuDelta) -> None:
-    """Agents repeat what they were told of quarantines, and may be late: the fleet itself knows better."""
+    """Drop the quarantine that an agent repeats, as the fleet knows better."""
     gpu.ClearField("quarantine")
     gpu.ClearField("quarantine_time")
 
@@ -257,7 +256,7 @@ MOST_GPUS = 1_024
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A node or GPU with history; `uuid` is empty for a node, `key` is the key of its series."""
+    """A node or GPU with history. `uuid` is empty for a node, `key` is that of its series."""
 
     name: str
     uuid: str
@@ -265,22 +264,22 @@ class Subject:
 
 
 class Directory:
-    """Looks up in the index of nodes."""
+    """Finds GPUs and nodes in the index."""
 
     def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
 
     def gpus(self, names: Sequence[str], uuids: Sequence[str]) -> list[Target]:
-        """The GPUs of these names (a node stands for all that it has now) and UUIDs, each once; NotFoundError for one."""
+        """The GPUs of these names (a node means all of its GPUs) and UUIDs, without duplicates. NotFoundError if unknown."""
         found = {target.uuid.lower(): target for target in self._targets(names, uuids)}
         if not names and not uuids:
             raise _nothing()
         if len(found) > MOST_GPUS:
-            raise InvalidArgumentError(f"these are more than {MOST_GPUS} GPUs", field="names")
+            raise InvalidArgumentError(f"must name at most {MOST_GPUS} GPUs", field="names")
         return list(found.values())
 
     def subjects(self, names: Sequence[str], uuids: Sequence[str]) -> list[Subject]:
-        """The nodes and GPUs of these names and UUIDs, each once; NotFoundError for one that is not known."""
+        """The nodes and GPUs of these names and UUIDs, without duplicates. NotFoundError if unknown."""
         nodes = [name for name in names if match(NODE, name) is not None]
         gpus = [name for name in names if name not in nodes]
         found = {name: Subject(name, "", node_name(self._record(name).node)) for name in nodes}

@@ -1,7 +1,6 @@
-"""What the fleet keeps of a node and of the stream that reports for it; which node has which GPU, and which turns stale when.
+"""Records of nodes and their streams, the owners of GPUs, and when nodes turn stale.
 
-`Fit` is what of a node's snapshots decides which GPUs fit: a scheduler needs no more of them. How busy a GPU is that leases alone
-use decides nothing: its utilization counts for those who come while nobody holds it.
+`Fit` decides which snapshots a scheduler needs. The utilization of a GPU that only leases use is not among the reasons.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,11 +17,11 @@ from gpuscale.monitor.model.nodes import Epoch, NodeSample, NodeState, is_gone, 
 from gpuscale.monitor.wire.merging import Change, Picture, count_on
 
 RELAXED = 10.0
-"""Seconds after which what decides nothing is told."""
+"""Seconds after which any change is sent."""
 SETTLED = 2.0
-"""The same once processes came or went: their use shows by then, of work too that ends before RELAXED."""
+"""The same after processes came or went, so that their use is seen even if they end soon."""
 UTILIZATION_STEP, MEMORY_STEP = 5.0, 1 / 64
-"""What counts as a change: points of utilization, and a part of a GPU's memory."""
+"""The least change that counts: points of utilization, and a share of a GPU's memory."""
 _USED, _FREE, _TOTAL = (
     types_api.GpuReading.DESCRIPTOR.fields_by_name[name].number
     for name in ("utilization_percent", "memory_free_bytes", "memory_total_bytes")
@@ -30,7 +29,7 @@ _USED, _FREE, _TOTAL = (
 
 
 class Fit:
-    """What was told of a node that decides which GPUs fit; `number` changes whenever that is to be told again."""
+    """What a scheduler was sent of a node; `number` changes whenever it must be sent again."""
 
     __slots__ = ("_at", "_free", "_gpus", "_host", "_lags", "_leased", "_relaxed", "_used", "number")
 
@@ -46,14 +45,14 @@ class Fit:
         self._free: Sequence[float] = ()
 
     def take(self, picture: Picture, now: float, change: Change | None) -> bool:
-        """Whether a picture is to be told, which `change` led to, or a whole snapshot."""
+        """Whether to send a picture after `change`, or after a whole snapshot for None."""
         if change is not None and now < self._at + self._relaxed and not self._decides(picture, change):
             return False
         self._at, self._relaxed = now, RELAXED
         if change is None or change.host is not None:
             host = picture.host_reading
             self._host = host.cpu_count, host.memory_total_bytes
-        if change is None or change.gpus:  # tables of numbers, which nearly all bring, change none of this
+        if change is None or change.gpus:  # tables of numbers change none of this
             gpus = picture.snapshot.gpus
             facts = [*map(_facts, gpus)]
             if change is not None and facts != self._gpus:
@@ -85,7 +84,7 @@ class Fit:
         places: Sequence[int],
         columns: Iterable[Sequence[float]],
     ) -> bool:
-        """Whether one of these readings is far from what was told of it, and decides."""
+        """Whether one of these readings is far from what was sent and matters."""
         for number, values in zip(fields, columns, strict=False):
             if number not in (_USED, _FREE):
                 continue
@@ -101,7 +100,7 @@ class Fit:
 
 
 def _facts(gpu: types_api.Gpu) -> tuple[object, ...]:
-    """What else decides of a GPU."""
+    """Everything else of a GPU that matters to a scheduler."""
     reading = gpu.reading
     processes = {(one.pid, one.reservation, one.holder_unknown) for one in reading.processes}
     known = reading.HasField("utilization_percent"), reading.HasField("memory_free_bytes")
@@ -109,7 +108,7 @@ def _facts(gpu: types_api.Gpu) -> tuple[object, ...]:
 
 
 def _is_leased(gpu: types_api.Gpu) -> bool:
-    """Whether leases alone use it."""
+    """Whether only leases use it."""
     processes = gpu.reading.processes
     return bool(processes) and not _cannot_read_processes(gpu) and all(one.reservation for one in processes)
 
@@ -120,7 +119,7 @@ def _cannot_read_processes(gpu: types_api.Gpu) -> bool:
 
 @dataclass(slots=True)
 class NodeRecord:
-    """What is known of a node."""
+    """The state of a node."""
 
     node: str
     first_seen: datetime
@@ -128,50 +127,50 @@ class NodeRecord:
     agent_version: str
     stream: "AgentStream | None" = None
     sample: NodeSample | None = None
-    # the last snapshot as it was received at `received_at`, with its GPUs named
+    # the last snapshot, received at `received_at`
     picture: Picture | None = None
     received_at: float = 0.0
     rejected_count: int = 0
-    shown_state: NodeState = NodeState.OFFLINE  # the state that watchers were told of last
-    # GPUs of it that no work should be placed on, by UUID in lower case, as health found
+    shown_state: NodeState = NodeState.OFFLINE  # the state that watchers were sent last
+    # quarantined GPUs, by lower-case UUID
     quarantines: Mapping[str, monitor_internal.Quarantine] = field(
         default_factory=dict[str, monitor_internal.Quarantine]
     )
-    awaited: bool = False  # it is among the nodes that are watched for turning stale
+    awaited: bool = False  # whether `Online` watches it
     fit: Fit = field(default_factory=Fit)
 
     @property
     def snapshot(self) -> types_api.Snapshot | None:
-        """The last snapshot, if there was one; not to be changed or kept. It is put together for each who asks."""
+        """The last snapshot, built on each access; do not modify or keep it. None without one."""
         return None if self.picture is None else self.picture.snapshot
 
     @property
     def uuids(self) -> tuple[str, ...]:
-        """The GPUs of the node, in lower case: no other node has one of them."""
+        """The GPUs of the node, in lower case. No other node has one of them."""
         return () if self.picture is None else self.picture.uuids
 
     def state(self, now: float) -> NodeState:
-        """Whether the node can be counted on."""
+        """The state of the node at `now`."""
         return node_state(self.sample, streaming=self.stream is not None, now=now)
 
     def is_gone(self, now: float) -> bool:
-        """Whether the node is gone."""
+        """Whether the node is gone, as `nodes.is_gone` says."""
         return is_gone(self.sample, streaming=self.stream is not None, now=now)
 
 
 @dataclass(slots=True, eq=False)
 class AgentStream:
-    """One agent's stream, as far as the index is concerned."""
+    """The state of one agent's stream."""
 
     record: NodeRecord
     epoch: Epoch
-    end: Callable[[], None]  # tells it to end
-    acked_seq: int = -1  # seq of its last snapshot that was taken in; -1 for none
-    # seq of the snapshot that a delta has to change; None where a whole one has to come
+    end: Callable[[], None]  # ends it
+    acked_seq: int = -1  # seq of its last accepted snapshot; -1 for none
+    # seq of the snapshot that a delta must change; None if a whole one must come
     base_seq: int | None = None
-    rejected_count: int = 0  # how many of its messages were refused
-    rejected_reason: str = ""  # why the last one was
-    # the quarantines that its agent was told of; None before the first acknowledgement
+    rejected_count: int = 0  # rejected messages
+    rejected_reason: str = ""  # the reason of the last one
+    # the quarantines that were sent to its agent; None before the first acknowledgement
     told: Mapping[str, monitor_internal.Quarantine] | None = None
 
     @property
@@ -181,7 +180,7 @@ class AgentStream:
 
 
 class Owners:
-    """The nodes of all GPUs, by UUID in lower case."""
+    """The nodes of all GPUs, by lower-case UUID."""
 
     def __init__(self) -> None:
         self._owners: dict[str, NodeRecord] = {}
@@ -201,7 +200,7 @@ class Owners:
         return ""
 
     def own(self, record: NodeRecord, picture: Picture) -> list[NodeRecord]:
-        """Note the GPUs of a picture that is about to become the node's; the nodes that lost one to it."""
+        """Take over the GPUs of a node's next picture; returns the nodes that lost one."""
         if record.uuids == picture.uuids:
             return []
         self._release(record, set(record.uuids).difference(picture.uuids))
@@ -209,7 +208,7 @@ class Owners:
         for uuid in picture.uuids:
             owner = self._owners.get(uuid)
             if owner is not None and owner is not record:
-                if owner.picture is not None:  # the node is gone: the GPU leaves what is known of it
+                if owner.picture is not None:  # remove the GPU from the lost node
                     kept = types_api.Snapshot()
                     owner.picture.write(kept)
                     del kept.gpus[owner.uuids.index(uuid)]
@@ -230,24 +229,21 @@ class Owners:
 
 
 class Online:
-    """Nodes that were ONLINE, each by the time at which the snapshot that it had then turns stale.
-
-    That time passes for every node: only then it is seen whether a newer snapshot has come since.
-    """
+    """ONLINE nodes by the time at which a snapshot turns stale. Newer snapshots are looked for only then."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, NodeRecord]] = []
         self._count = 0
 
     def await_stale(self, record: NodeRecord) -> None:
-        """Begin to watch a node that has a snapshot."""
+        """Watch a node that has a snapshot."""
         if record.sample is not None:
             record.awaited = True
             self._count += 1
             heappush(self._heap, (stale_at(record.sample), self._count, record))
 
     def due(self, now: float) -> list[NodeRecord]:
-        """The nodes whose last snapshot has turned stale; they are no longer watched."""
+        """The nodes whose last snapshot is now stale; they are no longer watched."""
         found: list[NodeRecord] = []
         while self._heap and self._heap[0][0] < now:
             record = heappop(self._heap)[2]
@@ -263,7 +259,7 @@ _STATE = {state: api.NodeState.Value(f"NODE_STATE_{state.name}") for state in No
 
 
 def to_node(record: NodeRecord, now: float) -> api.Node:
-    """The node as it is at `now`, in seconds of the fleet's clock: ages are counted on until then."""
+    """A node as a message, with ages as of `now` on the fleet's clock."""
     state = record.state(now)
     node = api.Node(
         name=node_name(record.node),
@@ -279,10 +275,8 @@ def to_node(record: NodeRecord, now: float) -> api.Node:
             for gpu in node.snapshot.gpus:
                 gpu.state = types_api.GpuState.GPU_STATE_STALE
         for gpu in node.snapshot.gpus if record.quarantines else ():
-            found = record.quarantines.get
-            quarantine = found(gpu.uuid.lower()) or found(
-                gpu.parent_uuid.lower()
-            )  # a MIG instance has that of its GPU
+            found = record.quarantines.get  # a MIG instance has the quarantine of its GPU
+            quarantine = found(gpu.uuid.lower()) or found(gpu.parent_uuid.lower())
             if quarantine is not None:
                 gpu.quarantine = quarantine.reason
                 gpu.quarantine_time.CopyFrom(quarantine.start_time)

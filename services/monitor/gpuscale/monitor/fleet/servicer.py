@@ -1,4 +1,4 @@
-"""FleetService and TelemetryService on the wire: streams of agents in, nodes out, each encoded once for all who are told of it at that time."""
+"""FleetService and TelemetryService on the wire: streams of agents in, nodes out."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from gpuscale.monitor.fleet.record import AgentStream, NodeRecord, to_node
 from gpuscale.monitor.model.nodes import NodeSample, NodeState
 
 _Known = tuple[int, NodeState, NodeSample | None]
-"""What decides of a node, by its number, its state, and the snapshot that told so."""
+"""What a scheduler knows of a node: `Fit.number`, state and snapshot."""
 _Brief = Callable[[NodeRecord, Any], tuple[Any, bytes | None]]
 
 
 class Requests:
-    """Reads a request stream, in the task that made this; `end` interrupts it from outside.
+    """Reads a request stream in the task that made this; `end` interrupts it from another task.
 
-    Thousands of streams bring a message each second: there is no timer for each, and no iterator around `read`, which
-    gives a message at a time, as that of a call's context does; anything else means the end.
+    `read` returns one message, or anything else at the end. There is no timer and no iterator per message: thousands of streams
+    bring one each second.
     """
 
     def __init__(self, read: Callable[[], Awaitable[object]]) -> None:
@@ -51,13 +51,13 @@ class Requests:
         self._ended = False
 
     def end(self) -> None:
-        """Make `next` raise AbortedError, now or when it is called next."""
+        """Make `next` raise AbortedError, now or on its next call."""
         if self._waiting and not self._ended and self._task is not None:
             self._task.cancel()
         self._ended = True
 
     async def first(self, limit: float) -> monitor_internal.StreamTelemetryRequest | None:
-        """The first message, None at the end of the stream; DeadlineExceededError after `limit` seconds."""
+        """The first message; None at the end. DeadlineExceededError after `limit` seconds."""
         try:
             async with asyncio.timeout(limit):
                 return await self.next()
@@ -65,7 +65,7 @@ class Requests:
             raise DeadlineExceededError(f"no message within {limit:g} s", reason="NO_HELLO") from None
 
     async def next(self) -> monitor_internal.StreamTelemetryRequest | None:
-        """The next message, None at the end of the stream; AbortedError if another stream of the node took over."""
+        """The next message; None at the end. AbortedError if another stream of the node took over."""
         if self._ended:
             raise _superseded()
         self._waiting = True
@@ -87,14 +87,14 @@ def _superseded() -> AbortedError:
 FLEET_SERVICE = "gpuscale.api.monitor.v1.FleetService"
 TELEMETRY_SERVICE = "gpuscale.internal.monitor.v1.TelemetryService"
 HELLO_SECONDS = 10.0
-# An answer costs about as much as taking in a snapshot, so few are given; agents wait for one much longer.
+# Acknowledging costs about as much as accepting a snapshot, so it is rare; agents wait much longer.
 ACKNOWLEDGE_SECONDS = 20.0
 
 _random = SystemRandom()
 
 
 class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceServicer):
-    """Takes in streams and answers from the index."""
+    """Receives streams and answers from the index."""
 
     def __init__(self, nodes: Nodes, joined: Joined, clock: Clock) -> None:
         self._nodes = nodes
@@ -104,7 +104,7 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
     async def StreamTelemetry(
         self, request_iterator: AsyncIterator[monitor_internal.StreamTelemetryRequest], context: Context
     ) -> AsyncGenerator[monitor_internal.StreamTelemetryResponse, None]:
-        """Take in an agent's stream; acknowledge the first snapshot, then now and then, and whatever is refused."""
+        """Receive an agent's stream; acknowledge the first snapshot, each rejection, and others now and then."""
         requests = Requests(context.read)
         with self._nodes.connected(_hello(await requests.first(HELLO_SECONDS)), requests.end) as stream:
             yield _acknowledgement(stream)
@@ -112,7 +112,7 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
             while (request := await requests.next()) is not None:
                 whole = stream.base_seq is None
                 taken = self._nodes.take(stream, request)
-                del request  # thousands of streams would each keep one while they wait for the next
+                del request  # free it: there are thousands of streams
                 now = stream.record.received_at
                 resumed = whole and stream.base_seq is not None
                 if now >= due or not taken or resumed or stream.told != stream.record.quarantines:
@@ -128,7 +128,7 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
         now, made = self._clock.now(), dict[str, api.Node]()
         for record in nodes if request.filter or request.order_by else ():
             made[record.node] = to_node(record, now)
-            await asyncio.sleep(0)  # a fleet has thousands, and their agents do not wait
+            await asyncio.sleep(0)  # let other tasks run: there may be thousands of nodes
         found, token = listed(
             nodes,
             request,
@@ -176,7 +176,7 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
             yield message
 
     def _unchanged(self, record: NodeRecord, known: _Known | None) -> tuple[_Known, bytes | None]:
-        """What a scheduler knows of a node once it is told of it, and how, where that decides nothing for it."""
+        """What a scheduler knows of a node now, and the message if nothing that matters to it has changed."""
         sample, last = record.sample, known
         known = record.fit.number, record.shown_state, sample
         if (
@@ -193,7 +193,7 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
         return known, api.WatchNodesResponse(unchanged=[node_name(record.node)]).SerializeToString()
 
     def _masked(self, wanted: Fields, record: NodeRecord, known: int | None) -> tuple[int, bytes]:
-        """What a reader of some fields sees of a node, and how it is told, if it does not see that already."""
+        """A hash of the wanted fields of a node, and their message, empty if the reader has it."""
         node = to_node(record, self._clock.now())
         keep(node, wanted)
         told = api.WatchNodesResponse(nodes=[node]).SerializeToString(deterministic=True)
@@ -216,7 +216,7 @@ def _process_key(one: api.NodeProcess) -> str:
 
 
 def _hello(request: monitor_internal.StreamTelemetryRequest | None) -> monitor_internal.Hello:
-    """The Hello of a stream's first message."""
+    """The Hello in a stream's first message, validated."""
     if request is None or not request.HasField("hello"):
         raise FailedPreconditionError("the first message must be hello", reason="HELLO_EXPECTED")
     validate(request)

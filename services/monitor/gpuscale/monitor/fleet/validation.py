@@ -1,10 +1,9 @@
-"""What a snapshot, or what an agent says has changed, must be to be believed, beyond the rules of the contract.
+"""Validation of snapshots and deltas, by the contract and beyond.
 
-Deltas are the hot path of the fleet: thousands come in each second. A whole snapshot passes the contract's full
-validation. Of a delta, the numbers are compared with the range that the contract gives their field, a column at a time;
-only what is no number, or out of its range, meets the full validation.
+Whole snapshots get the contract's full validation. Deltas are the fleet's hot path, with thousands a second: their numbers are
+checked a column at a time against the range of their field, and only other values, or those out of range, get full validation.
 
-An agent may be of a later version: a value of an enum that is not known here is taken as another one, and costs the node nothing.
+Unknown enum values, from newer agents, count as OTHER or unset.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ LONGEST_PERIOD_SECONDS = 3600
 
 
 def broken_rule(message: Message) -> str:
-    """The first rule of the contract that a message breaks, with unknown values of enums forgotten; empty if it breaks none."""
+    """The first rule of the contract that a message breaks, without unknown enum values; empty if none."""
     problems = violations(message)
     if problems:
         forget_unknown(message)
@@ -33,7 +32,7 @@ def broken_rule(message: Message) -> str:
 
 
 def refuse_snapshot(snapshot: types_api.Snapshot, node: str, epoch: str) -> str:
-    """Why a snapshot of a stream that began with this node and epoch is refused; empty if it is not."""
+    """Why a snapshot is refused in a stream of this node and epoch; empty if it is valid."""
     problem = broken_rule(snapshot)
     if problem:
         return problem
@@ -51,7 +50,7 @@ def refuse_snapshot(snapshot: types_api.Snapshot, node: str, epoch: str) -> str:
 
 
 def refuse_memory(snapshot: types_api.Snapshot) -> str:
-    """Why a GPU of a snapshot cannot have the memory that it shows; empty if all can."""
+    """Why the memory of a GPU in a snapshot is impossible; empty if it is not."""
     for index, gpu in enumerate(snapshot.gpus):
         reading = gpu.reading
         if not reading.HasField("memory_total_bytes"):
@@ -59,7 +58,7 @@ def refuse_memory(snapshot: types_api.Snapshot) -> str:
         total = reading.memory_total_bytes
         if reading.memory_free_bytes > total:
             return f"gpus[{index}].reading.memory_free_bytes is above memory_total_bytes"
-        # Free and used are read one after the other, and v1 records count reserved memory as used.
+        # Tolerant, since free and used are read one after the other and v1 records count reserved memory as used.
         if reading.memory_free_bytes + reading.memory_used_bytes > total * 1.05:
             return f"gpus[{index}].reading.memory_used_bytes and memory_free_bytes are above memory_total_bytes together"
     return ""
@@ -68,16 +67,16 @@ def refuse_memory(snapshot: types_api.Snapshot) -> str:
 _GPU_STATES = frozenset(types_api.GpuState.values())
 _MOST_INTEGER = {FieldDescriptor.CPPTYPE_INT32: 2**31 - 1, FieldDescriptor.CPPTYPE_INT64: 2**53}
 _NANOS = 1_000_000_000
-# The years 1 to 9999, as timestamp.proto has it.
+# The years 1 to 9999, the range of timestamp.proto.
 _FIRST_SECOND, _LAST_SECOND = -62_135_596_800, 253_402_300_799
 
 
 class _Kind:
-    """A type of reading, by number of the field: the names of all, and the ranges of those that are numbers."""
+    """The fields of a kind of reading by number: all names, and the ranges of numeric ones."""
 
     def __init__(self, kind: type[Message]) -> None:
-        # Held, so that protobuf need not make an object for a field each time that it is listed.
-        descriptor: Any = kind.DESCRIPTOR  # to the stubs one of two classes, by implementation
+        # Kept, since protobuf makes new objects each time fields are listed.
+        descriptor: Any = kind.DESCRIPTOR  # its class depends on the implementation
         self.fields: list[FieldDescriptor] = list(descriptor.fields)
         self.names = {field.number: field.name for field in self.fields}
         self.ranges: dict[int, tuple[float, float]] = {}
@@ -102,7 +101,7 @@ _MEMORY = _USED, _FREE, _TOTAL = tuple(
 
 
 def refuse_change(change: Change, base: Picture) -> str:
-    """Why a change cannot follow `base`, whose seq it names; empty if it can. Changes nothing."""
+    """Why a change of `base` is refused; empty if it is valid. Modifies neither."""
     problem = _refuse_stamp(change.stamp)
     if problem:
         return problem
@@ -146,7 +145,7 @@ def _refuse_gpu(change: monitor_internal.GpuDelta, count: int) -> str:
 
 
 def _refuse_reading(kind: _Kind, change: monitor_internal.GpuDelta | monitor_internal.HostDelta) -> str:
-    """Why readings cannot have changed like this; empty if they can."""
+    """Why changed readings are invalid; empty if they are not."""
     ranges, reading, cleared = kind.ranges, change.reading, change.cleared_fields
     for field, value in reading.ListFields():
         within = ranges.get(field.number)
@@ -158,30 +157,30 @@ def _refuse_reading(kind: _Kind, change: monitor_internal.GpuDelta | monitor_int
         if problem:
             return f"reading.{problem}"
     if len(cleared) > len(kind.names) or any(number not in kind.names for number in cleared):
-        return "cleared_fields names what is no field"
+        return "cleared_fields has an unknown field"
     return ""
 
 
 def _refuse_numbers(numbers: Numbers, count: int) -> str:
-    """Why these cannot be numbers of `count` GPUs; empty if they can."""
+    """Why a table of numbers of `count` GPUs is invalid; empty if it is not."""
     places, fields, columns = numbers
     if places and not 0 <= min(places) <= max(places) < count:
-        return "places has one that is that of no GPU"
+        return "places has one of no GPU"
     if not columns or len(columns[0]) != (len(places) or count):
-        return "values has not one of each field for each GPU"
-    # What is not a number is above and below nothing, but shows in a sum.
+        return "values must have one for each field and GPU"
+    # NaN passes comparisons, but shows in a sum.
     any_nan = isnan(sum(map(sum, columns)))
     for number, values in zip(fields, columns, strict=True):
         within = _GPU.ranges.get(number)
         if within is None:
-            return "fields has one that is no number"
+            return "fields has one that is not numeric"
         if min(values) < within[0] or max(values) > within[1] or (any_nan and isnan(sum(values))):
             return f"values has {_GPU.names[number]} beyond {within[0]:g} to {within[1]:g}"
     return ""
 
 
 def _fits(numbers: Numbers, base: Picture) -> bool:
-    """Whether memory in use and free is surely within the total; what is absent counts as 0."""
+    """Whether used and free memory surely fit in the total; absent values count as 0."""
     _, fields, columns = numbers
     told = {number: columns[fields.index(number)] for number in _MEMORY if number in fields}
     if not told:
