@@ -1,4 +1,4 @@
-"""Health: what is wrong with GPUs and nodes, what to do about it, and which GPUs to keep work away from.
+"""Health of GPUs and nodes: events, recommended actions and quarantines, from facts and times. Pure.
 
-Pure: facts and times in, events and quarantines out. Begin with `register`.
+Begin with `register`.
 """

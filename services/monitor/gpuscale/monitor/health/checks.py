@@ -1,7 +1,6 @@
-"""What the facts of one GPU say, check by check, and in the light of what was before. Pure.
+"""Health checks of one GPU, by its facts and its past. Pure.
 
-A check that finds nothing wrong gives None. One that cannot tell, since what it needs was not read, gives nothing at
-all: then its last result stands.
+A check returns a finding, or None if all is well. Without the readings it needs it returns nothing, and its last result stands.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +10,7 @@ from gpuscale.monitor.model.health import Finding, HealthAction, HealthCheck, He
 
 ANSWERING = frozenset({"OK", "DEGRADED", "DIVIDED"})
 AWAY = frozenset({"LOST", "RESET_REQUIRED", "RELEASED"})
-"""A GPU in one of these states that answers later was reset, or the driver was loaded again."""
+"""States after which a GPU that answers again was reset, or its driver reloaded."""
 
 SOFTWARE_THERMAL, HARDWARE_THERMAL, POWER_BRAKE = 0x20, 0x40, 0x80
 """Bits of NVML's clocks event reasons."""
@@ -40,15 +39,13 @@ _RECOVERY: Mapping[str, Finding] = {
     "DRAIN_AND_RESET": Finding(
         _CRITICAL, HealthAction.DRAIN, "the driver asks to drain, then reset", fatal=True
     ),
-    "OTHER": Finding(
-        _WARNING, HealthAction.CONTACT_SUPPORT, "the driver asks for an action that is not known here"
-    ),
+    "OTHER": Finding(_WARNING, HealthAction.CONTACT_SUPPORT, "the driver asks for an unknown action"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class HoldTimes:
-    """How long a finding must last until it is an event, and how long it must be gone until that is resolved; seconds."""
+    """Seconds that a finding must last to raise an event, and must be gone to resolve it."""
 
     raise_after: float
     resolve_after: float
@@ -69,11 +66,11 @@ HOLDS: Mapping[HealthCheck, HoldTimes] = {
     HealthCheck.COLLECTION_STALE: HoldTimes(2.0, 5.0),
     HealthCheck.GPUS_UNREADABLE: HoldTimes(10.0, 5.0),
 }
-"""What flickers is one event, and a GPU that comes back is trusted only after a while."""
+"""Hold times avoid flapping events and delay trust in a GPU that comes back."""
 
 
 def state_results(facts: HealthFacts) -> Results:
-    """LOST, RESET_REQUIRED and HUNG exclude each other; a released or slow GPU says nothing about them."""
+    """Check for LOST, RESET_REQUIRED and HUNG. A released or slow GPU says nothing about them."""
     lost, reset, hung = HealthCheck.GPU_LOST, HealthCheck.RESET_REQUIRED, HealthCheck.GPU_HUNG
     if facts.state in ANSWERING:
         return {lost: None, reset: None, hung: None}
@@ -85,7 +82,7 @@ def state_results(facts: HealthFacts) -> Results:
 
 
 def memory_results(facts: HealthFacts) -> Results:
-    """Errors that could not be corrected, and what the GPU does about them."""
+    """Check for uncorrected memory errors and pending or failed repairs."""
     found: Results = {}
     if facts.ecc_uncorrected is not None:
         found[HealthCheck.ECC_UNCORRECTED] = _ECC if facts.ecc_uncorrected > 0 else None
@@ -98,14 +95,14 @@ def memory_results(facts: HealthFacts) -> Results:
 
 
 def recovery_results(facts: HealthFacts) -> Results:
-    """What the driver wants done to the GPU."""
+    """Check for a recovery action that the driver asks for."""
     if facts.recovery_action is None:
         return {}
     return {HealthCheck.RECOVERY_ACTION: _RECOVERY.get(facts.recovery_action)}
 
 
 def thermal_results(facts: HealthFacts) -> Results:
-    """Whether clocks are held down by what cooling or power supply should have prevented."""
+    """Check for clocks throttled by heat or the power brake."""
     mask = facts.throttle_reason_mask
     if mask is None:
         return {}
@@ -122,7 +119,7 @@ CHECKS: tuple[Callable[[HealthFacts], Results], ...] = (
 
 
 def results(facts: HealthFacts) -> Results:
-    """What all checks that need no memory say."""
+    """The results of all checks that do not need the past."""
     return {check: finding for look_at in CHECKS for check, finding in look_at(facts).items()}
 
 
@@ -132,7 +129,7 @@ MOST_REPLAYS_PER_MINUTE = 30
 
 @dataclass(slots=True)
 class Past:
-    """What was seen of one GPU before."""
+    """Earlier readings of one GPU."""
 
     replays: int | None = None
     replays_at: float = 0.0
@@ -140,9 +137,9 @@ class Past:
 
 
 def past_results(past: Past, facts: HealthFacts, now: float) -> Results:
-    """What the facts say compared with the past, which is updated.
+    """The results of checks that compare facts with the past, which is updated.
 
-    A GPU that was away begins anew: its counters do, and its links may have been wired in another way.
+    A GPU that was away starts over, as its counters do.
     """
     if facts.state in AWAY:
         past.replays, past.most_links = None, 0

@@ -1,4 +1,4 @@
-"""The health of every GPU and node: facts and faults in, events and quarantines out. Pure: times are arguments."""
+"""The health of all GPUs and nodes: turns facts and faults into events and quarantines. Pure."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from gpuscale.monitor.model.health import (
 )
 
 GONE_SECONDS = 3_600.0
-"""A GPU that no snapshot shows for so long is forgotten: its events are over."""
+"""A GPU is forgotten, and its events resolved, after this long without being in a snapshot."""
 
 MOST_GPUS_OF_A_NODE = 2_048
-"""A fault of another GPU is not taken in where a node has so many with events, whatever its agent says."""
+"""Faults of further GPUs of a node are ignored, whatever its agent reports."""
 
 _STALE = Finding(HealthSeverity.WARNING, HealthAction.CHECK_AGENT, "no fresh snapshot comes in")
 _UNKNOWN = HealthFacts(state="")
@@ -27,7 +27,7 @@ _UNKNOWN = HealthFacts(state="")
 
 @dataclass(slots=True)
 class _Gpu:
-    """A GPU with conditions or faults. `missing_since`: no snapshot shows it since then."""
+    """A GPU with conditions or faults. `missing_since`: when snapshots stopped showing it."""
 
     uuid: str
     facts: HealthFacts
@@ -42,7 +42,7 @@ class _Gpu:
 
 @dataclass(slots=True)
 class _Node:
-    """One node. By UUID in lower case: GPUs with conditions or faults, the past of all, and quarantines."""
+    """One node. By lower-case UUID: GPUs with conditions or faults, the past of all GPUs, and quarantines."""
 
     conditions: Conditions
     gpus: dict[str, _Gpu]
@@ -54,9 +54,9 @@ class _Node:
 
 
 class HealthRegister:
-    """Turns facts and faults into `events`. Call `tick` about once a second, for what time alone changes.
+    """Turns facts and faults into `events`. Call `tick` about once a second.
 
-    Of a healthy GPU nothing is kept but what its counters were: a fleet has many. `requarantined` is for others to empty.
+    `requarantined`: nodes whose quarantines changed; its reader empties it.
     """
 
     def __init__(self, events: Events) -> None:
@@ -65,9 +65,9 @@ class HealthRegister:
         self._nodes: dict[str, _Node] = {}
 
     def resume(self) -> None:
-        """Resume what lasted in earlier runs; call it first, once the events are restored.
+        """Resume unresolved events of earlier runs; nothing of them ends before a snapshot shows their GPUs.
 
-        Of these GPUs nothing is known until a snapshot shows them, and so nothing ends till then.
+        Call it once, after restoring the events.
         """
         for event in self.events.lasting():
             known = self._node(event.node)
@@ -82,12 +82,12 @@ class HealthRegister:
             self._note(event.node, gpu)
 
     def eventful(self, node: str) -> Collection[str]:
-        """GPUs of a node with conditions or faults, by UUID in lower case: report everything seen of them."""
+        """Lower-case UUIDs of GPUs with conditions or faults: always pass the facts of these to `observe`."""
         known = self._nodes.get(node)
         return known.gpus.keys() if known is not None else ()
 
     def shown(self, node: str, boot_id: str, uuids: Collection[str], now: float, problem: str = "") -> None:
-        """Take in which GPUs a node has (in lower case), which boot it is in, and why it cannot read GPUs."""
+        """Take in the lower-case UUIDs of a node's GPUs, its boot, and why it cannot read GPUs."""
         known = self._node(node)
         known.problem = problem
         for uuid, gpu in known.gpus.items():
@@ -97,13 +97,13 @@ class HealthRegister:
                 gpu.missing_since = now
             gpu.faults.in_boot(boot_id)
         known.boot_id = boot_id
-        if known.quarantines:  # the index may know the node only since now
+        if known.quarantines:  # the index may have just learned of the node
             self.requarantined.add(node)
         for uuid in known.pasts.keys() - uuids:
             del known.pasts[uuid]
 
     def observe(self, node: str, facts: Mapping[str, HealthFacts], now: float) -> None:
-        """Take in facts of GPUs by UUID: of those in `eventful`, that do not look well, or whose turn it is."""
+        """Take in facts of GPUs by UUID: those in `eventful`, unhealthy ones, and others from time to time."""
         known = self._node(node)
         for uuid, shown in facts.items():
             gpu = known.gpus.get(uuid.lower())
@@ -124,14 +124,14 @@ class HealthRegister:
             self._note(node, gpu)
 
     def stale(self, node: str, *, stale: bool, now: float) -> None:
-        """Take in whether a node is silent: nothing of its GPUs is over while it is."""
+        """Take in whether a node is stale; meanwhile no event of its GPUs is resolved."""
         known = self._node(node)
         known.stale = stale
         if stale or known.conditions:
             known.conditions.apply({HealthCheck.COLLECTION_STALE: _STALE if stale else None}, now)
 
     def clear(self, node: str, uuid: str, now: float) -> list[Event]:
-        """Lift the quarantine of a GPU; the events that no longer keep work away."""
+        """Lift the quarantine of a GPU; returns the events that no longer quarantine it."""
         gpu = self._node(node).gpus.get(uuid.lower())
         if gpu is None:
             return []
@@ -142,7 +142,7 @@ class HealthRegister:
         return ended + lasting
 
     def tick(self, now: float) -> None:
-        """Apply the passing of time to conditions and faults."""
+        """Apply the passing of time."""
         for node, known in self._nodes.items():
             if not known.stale and (known.problem or known.conditions):
                 finding = Finding(HealthSeverity.CRITICAL, HealthAction.CHECK_AGENT, known.problem)
@@ -158,11 +158,11 @@ class HealthRegister:
                     self._judge(node, gpu, found, now)
 
     def quarantines(self, node: str) -> Mapping[str, QuarantinedGpu]:
-        """Why no work should be placed on GPUs of a node, by UUID in lower case; no entry for the others."""
+        """The quarantined GPUs of a node, by lower-case UUID."""
         return self._node(node).quarantines
 
     def forget(self, node: str, now: float) -> None:
-        """A node was forgotten: its events are over."""
+        """Resolve all events of a node and forget it."""
         known = self._nodes.pop(node, None)
         if known is not None:
             known.conditions.end(now)
@@ -171,7 +171,7 @@ class HealthRegister:
                 gpu.faults.end(now)
 
     def nodes(self) -> list[str]:
-        """Every node that something is known of."""
+        """All known nodes."""
         return list(self._nodes)
 
     def _node(self, node: str) -> _Node:
@@ -194,7 +194,7 @@ class HealthRegister:
 
     def _judge(self, node: str, gpu: _Gpu, found: Results, now: float) -> None:
         state = gpu.facts.state
-        if gpu.missing_since is not None:  # how it was seen last ends nothing
+        if gpu.missing_since is not None:  # old facts resolve nothing
             found = {check: finding for check, finding in found.items() if finding is not None}
             state = ""
         gpu.conditions.apply(found, now)
@@ -202,7 +202,7 @@ class HealthRegister:
         self._note(node, gpu, over=not gpu.conditions and not gpu.faults)
 
     def _note(self, node: str, gpu: _Gpu, *, over: bool = False) -> None:
-        """Update the quarantines, and drop a GPU that is `over`."""
+        """Update the quarantine of a GPU, and drop it if its events are `over`."""
         known, uuid = self._node(node), gpu.uuid.lower()
         if over:
             del known.gpus[uuid]

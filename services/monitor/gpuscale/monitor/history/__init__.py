@@ -1,4 +1,4 @@
-"""History: what nodes and GPUs did, in memory, in coarser steps the longer ago it was.
+"""History of nodes and GPUs, in memory, with coarser steps for older samples. Pure.
 
-Pure: times are arguments. Begin with `history`, then `series`.
+Begin with `history`, then `series`.
 """

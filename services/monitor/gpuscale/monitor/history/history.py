@@ -1,4 +1,4 @@
-"""The histories of all nodes and GPUs within a memory budget, and the points and trends that are read from them. Pure."""
+"""The histories of all nodes and GPUs within a memory budget, and the points and trends in them. Pure."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,15 +16,15 @@ DEFAULT_TIERS = (Tier(1.0, 600.0), Tier(10.0, 6 * 3600.0), Tier(60.0, 7 * 86400.
 
 
 def metrics_of(key: str) -> Sequence[Metric]:
-    """The metrics of a key: a key with a slash is the name of a node, any other the UUID of a GPU."""
+    """The metrics of a key, which is a node's name if it has a slash, else a GPU's UUID."""
     return NODE_METRICS if "/" in key else GPU_METRICS
 
 
 class History:
-    """Series by key: the name of a node, or the UUID of a GPU in lower case. `kept` are the tiers, finest first.
+    """Series by key, a node's name or a GPU's lower-case UUID. `kept`: the current tiers, finest first.
 
-    If there is no memory for another series, the tiers of all are shortened, the finest first; if that is not enough, its
-    samples count as `left_out`. A series is dropped once its last sample is older than the longest retention.
+    Without memory for another series, the tiers of all are shortened, finest first; if that is not enough, its samples are
+    counted as `left_out`. A series is dropped after the longest retention without a sample.
     """
 
     def __init__(self, tiers: Sequence[Tier], budget_bytes: int) -> None:
@@ -41,11 +41,11 @@ class History:
 
     @property
     def used_bytes(self) -> int:
-        """The most memory that all series together can take."""
+        """The most memory that all series can take."""
         return sum(count * most_bytes(width, self.kept) for width, count in self._widths.items())
 
     def make_room(self, width: int = len(GPU_METRICS)) -> bool:
-        """Shorten tiers until there is memory for another series of `width` metrics; whether there is."""
+        """Shorten tiers until there is memory for a series of `width` metrics; returns whether there is."""
         while self.used_bytes + most_bytes(width, self.kept) > self._budget:
             tiers = next(self._shorter, None)
             if tiers is None:
@@ -54,7 +54,7 @@ class History:
         return True
 
     def add(self, key: str, at: float, sample: Sample) -> None:
-        """Add what was read of a node or GPU, in the order of `NODE_METRICS` or `GPU_METRICS`."""
+        """Add a sample in the order of `NODE_METRICS` or `GPU_METRICS`."""
         found = self._series.get(key) or self._begin(key, len(sample))
         if found is None:
             self.leave_out()
@@ -63,29 +63,29 @@ class History:
             found.add(at, sample)
 
     def leave_out(self) -> None:
-        """Count a sample that is not kept; without a budget nobody wants history."""
+        """Count a sample that is not kept, unless history is off."""
         self.left_out += bool(self._budget)
 
     def get(self, key: str) -> HistorySeries | None:
-        """The series of a key; None if there is none."""
+        """The series of a key; None without one."""
         found = self._series.get(key)
         if found is not None:
             found.shorten(self.kept)
         return found
 
     def all(self) -> Iterator[tuple[str, HistorySeries]]:
-        """Every key and its series, as of now."""
+        """All current keys and series."""
         return iter(list(self._series.items()))
 
     def restore(self, key: str, rows: Rows) -> bool:
-        """Start a series with buckets of the coarsest tier that an earlier run left; whether there was memory for it."""
+        """Start a series with stored buckets of the coarsest tier; returns whether there was memory for it."""
         series = self._begin(key, len(metrics_of(key)))
         if series is not None:
             series.restore(rows)
         return series is not None
 
     def restore_finer(self, key: str, rows: Rows) -> None:
-        """Add buckets of the tier before the coarsest to a series that was restored."""
+        """Add buckets of the second coarsest tier to a restored series."""
         found = self._series.get(key)
         if found is not None:
             found.shorten(self.kept)
@@ -100,7 +100,7 @@ class History:
         return found
 
     def forget_ended(self, now: float) -> None:
-        """Drop series without a sample for the longest retention. Looks at most once a minute, however often it is called."""
+        """Drop series without a sample for the longest retention, at most once a minute."""
         if now - self._looked_at < LOOK_FOR_ENDED_SECONDS:
             return
         self._looked_at = now
@@ -112,12 +112,12 @@ class History:
 
 SECONDS_PER_HOUR = 3600.0
 LEAST_TREND_SECONDS = 300.0
-"""A shorter time says nothing about an hour."""
+"""The shortest span with a trend."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueryPlan:
-    """The tier that points are read from, and the seconds between them, a multiple of that tier's step."""
+    """The tier to read points from, and their step in seconds, a multiple of the tier's."""
 
     tier: int
     step: float
@@ -125,17 +125,17 @@ class QueryPlan:
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """Figures of one metric over a span, and its growth per hour; None if the samples cover less than 5 minutes."""
+    """Statistics of one metric, and its growth per hour, None if the samples span less than 5 minutes."""
 
     stats: Stats
     slope_per_hour: float | None
 
 
 def plan(tiers: Sequence[Tier], span: float, age: float, step: float, most_points: int) -> QueryPlan:
-    """How to show `span` seconds that started `age` seconds ago, with at most `most_points` for each metric.
+    """How to read `span` seconds that started `age` seconds ago, with at most `most_points` per metric.
 
-    Of the tiers that reach back to the start of the span, it takes the coarsest that is fine enough; if none does, the one
-    that reaches back farthest. `step` is the step asked for; 0 means as short as possible.
+    Chooses the coarsest sufficient tier among those that reach back to the start, or else the one that reaches farthest.
+    `step`: the requested step, 0 for the shortest possible.
     """
     reaching = [index for index, tier in enumerate(tiers) if tier.retention >= age] or [len(tiers) - 1]
     wanted = max(step, span / max(most_points - 1, 1), tiers[reaching[0]].step)
@@ -145,7 +145,7 @@ def plan(tiers: Sequence[Tier], span: float, age: float, step: float, most_point
 
 
 def spread(points: Sequence[Point], step: float) -> list[Point]:
-    """Points merged into one for each step; they come and go in order of time."""
+    """Points in order of time, merged into one per step."""
     found: list[Point] = []
     for number, group in groupby(points, key=lambda point: point.start // step):
         tally = MetricTally()
@@ -158,7 +158,7 @@ def spread(points: Sequence[Point], step: float) -> list[Point]:
 
 
 def trend(points: Sequence[Point]) -> Trend | None:
-    """The trend of one metric, by weighted least squares over its points; None without a sample."""
+    """The trend of points by weighted least squares; None without a sample."""
     tally = MetricTally()
     for point in points:
         tally.merge(point.min, point.mean, point.max, point.samples)

@@ -1,10 +1,10 @@
-"""A ring of buckets of one step of time; the newest overwrite the oldest, so its arrays never outgrow their limit. Pure.
+"""A ring buffer of buckets of one time step. Pure.
 
-A bucket's number is its start in seconds of the clock, divided by the step; before the host's boot it is negative. A step
-without a sample has no bucket and takes no memory. Values are 32-bit floats, exact to 1 part in 16 million.
+A bucket's number is its start on the clock divided by the step, negative before boot. A step without samples has no bucket. Values
+are 32-bit floats, exact to 1 part in 16 million.
 
-On the disk rows are stored a chunk at a time, the bytes of their arrays one after another, little-endian: numbers (32 bits), minima,
-means and maxima (32-bit floats), counts (16 bits).
+On disk, a chunk is the little-endian bytes of its arrays: numbers (32 bits), minima, means and maxima (32-bit floats), counts
+(16 bits).
 """
 
 import sys
@@ -18,12 +18,12 @@ from typing import NamedTuple, TypeVar
 from gpuscale.monitor.model.metrics import ABSENT
 
 MOST_COUNTED = 0xFFFF
-"""The count of a bucket stops here."""
+"""The maximum sample count of a bucket."""
 _Number = TypeVar("_Number", int, float)
 
 
 class Bucket(NamedTuple):
-    """Minimum, mean, maximum and sample count of each metric; NaN and 0 for a metric without samples."""
+    """Minimum, mean, maximum and sample count of each metric; NaN and 0 without samples."""
 
     mins: Sequence[float]
     means: Sequence[float]
@@ -32,7 +32,7 @@ class Bucket(NamedTuple):
 
 
 class Point(NamedTuple):
-    """One metric in one bucket, which starts at `start` seconds of the clock."""
+    """One metric in one bucket, which starts at `start` on the clock."""
 
     start: float
     min: float
@@ -42,7 +42,7 @@ class Point(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Buckets in order of time, as arrays: their numbers, and their metrics bucket after bucket."""
+    """Buckets in order of time, as arrays of numbers and of metrics, bucket by bucket."""
 
     numbers: "array[int]"
     mins: "array[float]"
@@ -52,11 +52,11 @@ class Rows(NamedTuple):
 
     @classmethod
     def empty(cls) -> "Rows":
-        """No bucket."""
+        """No buckets."""
         return cls(array("i"), array("f"), array("f"), array("f"), array("H"))
 
     def add(self, number: int, bucket: Bucket) -> None:
-        """Add a bucket that is newer than all before."""
+        """Append a newer bucket."""
         self.numbers.append(number)
         self.mins.extend(bucket.mins)
         self.means.extend(bucket.means)
@@ -64,7 +64,7 @@ class Rows(NamedTuple):
         self.counts.extend(bucket.counts)
 
     def extend(self, rows: "Rows") -> None:
-        """Add buckets that are newer than all before."""
+        """Append newer buckets."""
         self.numbers.extend(rows.numbers)
         self.mins.extend(rows.mins)
         self.means.extend(rows.means)
@@ -72,7 +72,7 @@ class Rows(NamedTuple):
         self.counts.extend(rows.counts)
 
     def part(self, begin: int, stop: int, width: int) -> "Rows":
-        """A copy of the buckets at places `begin` to `stop`, of `width` metrics each."""
+        """A copy of the buckets from index `begin` to `stop`, of `width` metrics each."""
         numbers, mins, means, maxs, counts = self
         cells = slice(begin * width, stop * width)
         return Rows(numbers[begin:stop], mins[cells], means[cells], maxs[cells], counts[cells])
@@ -88,7 +88,7 @@ class Ring:
     def __init__(self, width: int, capacity: int) -> None:
         self._width = width
         self._capacity = capacity
-        self._oldest = 0  # place of the oldest bucket
+        self._oldest = 0  # index of the oldest bucket
         self._rows = Rows.empty()
 
     def __len__(self) -> int:
@@ -96,16 +96,16 @@ class Ring:
 
     @property
     def first(self) -> int | None:
-        """Number of the oldest bucket; None if there is none."""
+        """Number of the oldest bucket; None without one."""
         return self._rows.numbers[self._oldest] if self._rows.numbers else None
 
     @property
     def last(self) -> int | None:
-        """Number of the newest bucket; None if there is none."""
+        """Number of the newest bucket; None without one."""
         return self._rows.numbers[self._oldest - 1] if self._rows.numbers else None
 
     def append(self, number: int, bucket: Bucket) -> None:
-        """Add a bucket that is newer than all before."""
+        """Append a newer bucket."""
         numbers, mins, means, maxs, counts = self._rows
         if len(numbers) < self._capacity:
             self._rows.add(number, bucket)
@@ -119,10 +119,10 @@ class Ring:
         self._oldest = (self._oldest + 1) % self._capacity
 
     def extend(self, numbers: "array[int]", values: "array[float]") -> None:
-        """Add buckets that are newer than all before, each with a single sample; `values` has one sample after another."""
+        """Append newer buckets with one sample each; `values` has sample after sample."""
         counts = array("H", [1]) * len(values)
-        if isnan(sum(values)):  # some value is absent, which is rare
-            counts = array("H", [value == value for value in values])  # NaN equals nothing
+        if isnan(sum(values)):  # rare: a value is absent
+            counts = array("H", [value == value for value in values])  # 0 for NaN
         rows, width = self._rows, self._width
         done = min(self._capacity - len(self), len(numbers))
         if done:
@@ -141,7 +141,7 @@ class Ring:
             done += size
 
     def merged(self, count: int) -> Bucket:
-        """The newest `count` buckets, merged into one."""
+        """The newest `count` buckets merged into one."""
         width, stop, size = self._width, self._oldest or len(self), len(self)
         newest = self._rows.part(max(stop - count, 0), stop, width)
         if stop < count:
@@ -149,7 +149,7 @@ class Ring:
             wrapped.extend(newest)
             newest = wrapped
         _, mins, means, maxs, counts = newest
-        if min(counts) == max(counts) == 1:  # each is one whole sample, as nearly always in the finest tier
+        if min(counts) == max(counts) == 1:  # one complete sample each, the usual case in the finest tier
             columns = [means[metric::width] for metric in range(width)]
             middles = [sum(column) / count for column in columns]
             return Bucket(list(map(min, columns)), middles, list(map(max, columns)), [count] * width)
@@ -167,12 +167,12 @@ class Ring:
         return found
 
     def restore(self, rows: Rows) -> None:
-        """Fill an empty ring with buckets, or with the newest of them if there are too many."""
+        """Fill an empty ring with the newest of these buckets."""
         size = len(rows.numbers)
         self._rows.extend(rows.part(max(size - self._capacity, 0), size, self._width))
 
     def points(self, metric: int, step: float, start: float, end: float) -> list[Point]:
-        """One metric of the buckets that start in [start, end), in order of time; buckets without a sample are left out."""
+        """One metric of the buckets that start in [start, end), in order of time, without those that have no sample."""
         begin, stop = self._row_at(start, step), self._row_at(end, step)
         if begin >= stop:
             return []
@@ -197,7 +197,7 @@ class Ring:
     def _column(
         self, values: "array[_Number]", metric: int, begin: int, stop: int, *, width: int
     ) -> "array[_Number]":
-        """One metric of the rows `begin` to `stop`, counted from the oldest; the array has `width` values in each row."""
+        """One metric of the rows `begin` to `stop`, counted from the oldest, of `width` values each."""
         begin, stop, size = self._oldest + begin, self._oldest + stop, len(self)
         if begin >= size:
             begin, stop = begin - size, stop - size
@@ -208,7 +208,7 @@ class Ring:
 def _merged_column(
     mins: "array[float]", means: "array[float]", maxs: "array[float]", counts: "array[int]"
 ) -> tuple[float, float, float, int]:
-    """One metric of several buckets, merged; NaN and 0 if none of them has a sample."""
+    """One metric of several buckets, merged; NaN and 0 without samples."""
     total = sum(counts)
     if not total:
         return ABSENT, ABSENT, ABSENT, 0
@@ -220,12 +220,12 @@ def _merged_column(
 
 
 CHUNK = 30
-"""Steps in a chunk, which is what is stored at a time: half an hour of the coarsest tier."""
+"""Steps per stored chunk: half an hour of the coarsest tier."""
 _BYTES_OF_NUMBER, _BYTES_OF_METRIC = 4, 3 * 4 + 2
 
 
 def chunks(rows: Rows, width: int, shift: int) -> Iterator[tuple[int, bytes]]:
-    """Rows of `width` metrics by chunk: its number and its bytes. Numbers are stored with `shift` added."""
+    """Chunks of rows of `width` metrics, as number and bytes. Stored numbers have `shift` added."""
     stored = array("i", [number + shift for number in rows.numbers])
     begin = 0
     while begin < len(stored):
@@ -237,10 +237,10 @@ def chunks(rows: Rows, width: int, shift: int) -> Iterator[tuple[int, bytes]]:
 
 
 def unpack(body: bytes, width: int, shift: int) -> Rows:
-    """The rows of a chunk, less what was added to their numbers; ValueError if it holds none of so many metrics."""
+    """The rows of a chunk, with `shift` subtracted from their numbers. ValueError if it is not of that many metrics."""
     count, rest = divmod(len(body), _BYTES_OF_NUMBER + width * _BYTES_OF_METRIC)
     if rest:
-        raise ValueError(f"{len(body)} bytes are no rows of {width} metrics")
+        raise ValueError(f"{len(body)} bytes are not rows of {width} metrics")
     rows = Rows.empty()
     at = 0
     for column in rows:
@@ -251,11 +251,11 @@ def unpack(body: bytes, width: int, shift: int) -> Rows:
     try:
         return rows._replace(numbers=array("i", [number - shift for number in rows.numbers]))
     except OverflowError as error:
-        raise ValueError(f"a row has a number that is no number of a step: {error}") from error
+        raise ValueError(f"a row has an invalid number: {error}") from error
 
 
 def _ordered(numbers: "array[int] | array[float]") -> "array[int] | array[float]":
-    """Numbers with their bytes in the stored order, or back from it."""
+    """Swap bytes to or from the stored order, in place."""
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers

@@ -1,9 +1,8 @@
-"""The history of one node or GPU: a ring of buckets for each tier, each tier fed by the finer one. Pure: times are arguments.
+"""The history of one node or GPU: a ring of buckets per tier, each fed by the finer one. Pure.
 
-Samples first wait in plain arrays, until some have come together or somebody asks: thousands of GPUs bring one each second,
-and nearly every sample has a bucket of the finest tier to itself. Buckets that are over then move to the ring of the finest
-tier. As soon as a bucket of a coarser tier is over, the finer buckets that make it up are merged into it. So each tier keeps
-every sample once.
+Samples wait in plain arrays until there are several or someone reads, since thousands of GPUs bring one each second. Completed
+buckets then move to the ring of the finest tier. When a bucket of a coarser tier is complete, the finer buckets are merged into
+it, so each tier has every sample once.
 """
 
 from array import array
@@ -20,16 +19,16 @@ BYTES_OF_NUMBER = 4
 BYTES_OF_METRIC = 3 * 4 + 2
 """Minimum, mean and maximum as 32-bit floats, and a count of 16 bits."""
 _ARRAY_SLACK = 1.125
-"""An array that grows by appending takes at most this much more memory than its content."""
+"""How much more memory an array takes than its content, at most."""
 _MOST_WAITING = 16
-"""How many samples wait at most before they move to the rings."""
+"""How many samples wait at most."""
 TURNS = _MOST_WAITING - 1
-"""Series of nodes that all came at once move theirs each at its own turn, one of so many: steps of the finest tier, over and over."""
+"""Series take turns in moving their samples, one per step of the finest tier, so that they do not all do so at once."""
 
 LEAST_RETENTION_SECONDS = 3_600.0
-"""The coarsest tier always reaches back this far, however many GPUs share the memory."""
+"""The coarsest tier is never shortened below this."""
 _ALL = -(2**31)
-"""The lowest number that a bucket can have."""
+"""The lowest possible bucket number."""
 _NOTHING = Stats(ABSENT, ABSENT, ABSENT, 0)
 
 
@@ -47,17 +46,17 @@ class Tier:
 
 
 def most_bytes(width: int, tiers: Sequence[Tier]) -> int:
-    """The most memory that the values of a series of `width` metrics can take."""
+    """The most memory that a series of `width` metrics can take."""
     row = BYTES_OF_NUMBER + width * BYTES_OF_METRIC
     waiting = _MOST_WAITING * BYTES_OF_NUMBER * (1 + width)
     return ceil((sum(tier.capacity for tier in tiers) * row + waiting) * _ARRAY_SLACK)
 
 
 def shorter(tiers: Sequence[Tier]) -> Iterator[Sequence[Tier]]:
-    """The same tiers with ever shorter retention.
+    """The tiers with ever shorter retention.
 
-    From the finest tier on, each gives up all but what the next one needs. Then the coarsest loses a quarter of its retention
-    at a time, down to LEAST_RETENTION_SECONDS.
+    From the finest on, each is cut to what the next one needs. Then the coarsest loses a quarter at a time, down to
+    LEAST_RETENTION_SECONDS.
     """
     found = list(tiers)
     for index, coarser in enumerate(found[1:]):
@@ -71,32 +70,28 @@ def shorter(tiers: Sequence[Tier]) -> Iterator[Sequence[Tier]]:
 
 
 class HistorySeries:
-    """Samples of `width` metrics over time, in tiers from the finest to the coarsest.
+    """Samples of `width` metrics, in tiers from the finest to the coarsest.
 
-    The step of each tier is a whole multiple of the step before, and each tier keeps at least one step of the next.
+    The step of each tier is a multiple of the finer one's, and each tier keeps at least one step of the next.
     """
 
     def __init__(self, width: int, tiers: Sequence[Tier], turn: int = 0) -> None:
         self._tiers = tiers
         self._turn = turn % TURNS
         self._rings = [Ring(width, tier.capacity) for tier in tiers]
-        self._fresh = [0] * len(tiers)  # per tier: buckets that are not merged into the coarser tier yet
+        self._fresh = [0] * len(tiers)  # per tier: buckets not yet merged into the coarser tier
         self._ratios = [round(coarse.step / fine.step) for fine, coarse in pairwise(tiers)]
         self._step = tiers[0].step
-        self._open_number = -1  # of the bucket that the newest sample is in
-        self._merged: Bucket | None = None  # samples of one bucket, merged before it was over
+        self._open_number = -1  # number of the bucket of the newest sample
+        self._merged: Bucket | None = None  # samples of an incomplete bucket, already merged
         self._merged_number = -1
-        self._numbers = array(
-            "i"
-        )  # of the samples that wait: the bucket of each, and their values one after another
-        self._values = array("f")
-        self._restored_until = float(
-            "-inf"
-        )  # start of the newest bucket that an earlier run left in the coarsest tier
+        self._numbers = array("i")  # bucket numbers of waiting samples
+        self._values = array("f")  # their values, sample after sample
+        self._restored_until = float("-inf")  # start of the newest restored bucket of the coarsest tier
         self._width = width
 
     def add(self, at: float, sample: Sample) -> None:
-        """Add a sample; one that is older than the open bucket is dropped."""
+        """Add a sample; one older than the open bucket is dropped."""
         number = int(at // self._step)
         if number < self._open_number:
             return
@@ -108,7 +103,7 @@ class HistorySeries:
             self._settle()
 
     def shorten(self, tiers: Sequence[Tier]) -> None:
-        """Shorten the retention to that of these tiers, which are the same otherwise."""
+        """Shorten the retention to that of these tiers, which have the same steps."""
         if tiers is self._tiers:
             return
         self._settle()
@@ -123,7 +118,7 @@ class HistorySeries:
         return self._open_number * self._step
 
     def oldest(self) -> float | None:
-        """Start of the oldest bucket that is kept; None before the first sample."""
+        """Start of the oldest bucket; None before the first sample."""
         self._settle()
         firsts = [
             ring.first * tier.step
@@ -133,7 +128,7 @@ class HistorySeries:
         return min(firsts, default=self.newest() if self._merged or self._numbers else None)
 
     def points(self, metric: int, tier: int, start: float, end: float) -> list[Point]:
-        """One metric in [start, end), in buckets of a tier; what is too new for that tier comes from the finer ones."""
+        """One metric in [start, end), in buckets of a tier and, for newer samples, of finer tiers."""
         self._settle()
         found: list[Point] = []
         if tier < len(self._rings) - 1 and start < self._restored_until:
@@ -151,27 +146,27 @@ class HistorySeries:
         return found
 
     def _restored_points(self, metric: int, tier: int, start: float, end: float) -> tuple[list[Point], float]:
-        """What an earlier run left, in the finest tier that was restored and is not finer; and where the tier itself starts."""
+        """Restored points, in the finest restored tier that is not finer than `tier`, and the time up to which they reach."""
         ring, step, coarse = self._rings[-2], self._tiers[-2].step, self._tiers[-1].step
         begin = self._restored_until
-        if ring.first is not None:  # a coarse bucket whose start it lacks has all of it
+        if ring.first is not None:  # coarse buckets whose start this ring lacks
             begin = min(begin, ceil(ring.first * step / coarse) * coarse)
         found = self._rings[-1].points(metric, self._tiers[-1].step, start, min(end, begin))
         if tier == len(self._rings) - 2:
             return found, max(start, begin)
-        last_minute = self._restored_until + step  # kept under its first step
+        last_minute = self._restored_until + step  # stored under its first step
         found += ring.points(metric, step, max(start, begin), min(end, last_minute))
         return found, self._restored_until
 
     def finer(self, first: int) -> Rows:
-        """The buckets of the tier before the coarsest, from number `first` on."""
+        """The buckets of the second coarsest tier from number `first` on."""
         self._settle()
         return self._rings[-2].rows(first)
 
     def restore_finer(self, rows: Rows) -> None:
-        """Add buckets of the tier before the coarsest, after `restore` and before the first sample.
+        """Add buckets of the second coarsest tier, after `restore` and before the first sample.
 
-        Those within the last bucket of the coarsest tier are left out: that bucket has them already and may still grow.
+        Those within the last bucket of the coarsest tier are left out, since that has them already and may still grow.
         """
         kept = self._rings[-2].rows(_ALL)
         older = rows.part(0, bisect_left(rows.numbers, kept.numbers[0]), self._width)
@@ -180,7 +175,7 @@ class HistorySeries:
         self._rings[-2].restore(older)
 
     def coarsest(self, first: int) -> Rows:
-        """The buckets of the coarsest tier from number `first` on, and the next one as far as it has come."""
+        """The buckets of the coarsest tier from number `first` on, including the incomplete one."""
         self._settle()
         rows = self._rings[-1].rows(first)
         fresh, last = self._fresh[-2], self._rings[-2].last
@@ -189,7 +184,7 @@ class HistorySeries:
         return rows
 
     def restore(self, rows: Rows) -> None:
-        """Start with buckets of the coarsest tier, before the first sample; the last of them may still grow."""
+        """Start with buckets of the coarsest tier, before the first sample; the last may still grow."""
         last = rows.numbers[-1]
         self._rings[-1].restore(rows.part(0, len(rows.numbers) - 1, self._width))
         self._restored_until = last * self._tiers[-1].step
@@ -198,7 +193,7 @@ class HistorySeries:
         self._open_number = round(self._restored_until / self._tiers[0].step)
 
     def _settle(self) -> None:
-        """Move waiting samples to the rings, except those of the open bucket, which are merged if there are several."""
+        """Move waiting samples to the rings, except those of the open bucket, which are merged if several."""
         if not self._numbers:
             return
         numbers, values, width = self._numbers, self._values, self._width
@@ -212,17 +207,17 @@ class HistorySeries:
             self._numbers, self._values = array("i"), array("f")
 
     def _opened(self) -> Bucket:
-        """The open bucket as far as it has come."""
+        """The open bucket so far."""
         return combined(self._merged, self._values, self._width)
 
     def _end_merged(self, number: int) -> None:
-        """Move the merged samples to the ring, unless their bucket has this number."""
+        """Move the merged bucket to the ring unless it has this number."""
         if self._merged is not None and self._merged_number != number:
             self._append(0, self._merged_number, self._merged)
             self._merged = None
 
     def _close(self, numbers: "array[int]", values: "array[float]") -> None:
-        """Move samples to the rings; their buckets are over."""
+        """Move samples of completed buckets to the rings."""
         self._end_merged(numbers[0])
         single = self._merged is None and len(set(numbers)) == len(numbers)
         ratio = self._ratios[0] if self._ratios else 0
@@ -235,7 +230,7 @@ class HistorySeries:
                 self._append(0, numbers[begin], bucket)
                 begin = end
                 continue
-            # Samples that have a bucket each move together, up to where a bucket of the next tier ends.
+            # Buckets of one sample move together, up to the end of a bucket of the next tier.
             end = len(numbers)
             if ratio:
                 end = bisect_left(numbers, (numbers[begin] // ratio + 1) * ratio, begin)
@@ -245,7 +240,7 @@ class HistorySeries:
             begin = end
 
     def _begin(self, tier: int, number: int) -> None:
-        """Prepare for a bucket of a tier: if it is in a new bucket of the coarser tier, the coarser one before is over."""
+        """Complete the coarser bucket before `number` if that begins a new one."""
         ring, ratio = self._rings[tier], self._ratios[tier]
         last = ring.last
         if last is not None and number // ratio > last // ratio:
@@ -260,7 +255,7 @@ class HistorySeries:
 
 
 def combined(before: Bucket | None, values: "array[float]", width: int) -> Bucket:
-    """A bucket with more samples, whose values follow one another; None for an empty bucket."""
+    """A bucket, None for an empty one, with samples of `width` values added."""
     tallies = [MetricTally() for _ in range(width)]
     for metric, tally in enumerate(tallies):
         if before is not None and before.counts[metric]:
