@@ -203,7 +203,7 @@ async def test_history_that_finds_no_memory_is_said_once(
         await asyncio.sleep(0.01)
     running.cancel()
     assert one.history.left_out == 3
-    assert [str(line.msg).count("no memory is left") for line in caplog.records] == [1]
+    assert [str(line.msg).count("no memory left") for line in caplog.records] == [1]
 
 
 async def test_trends_tell_where_metrics_are_going(site: Site) -> None:

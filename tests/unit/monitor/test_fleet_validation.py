@@ -113,19 +113,19 @@ def test_changes_that_can_be_are_taken(message: Delta) -> None:
         (delta(memory_used_bytes=(20 * GIB, 1)), "gpus[0].reading.memory_used_bytes"),
         (delta(memory_total_bytes=(60 * GIB, 80 * GIB)), "gpus[0].reading.memory_free_bytes"),
         (one_gpu(reading=types_api.GpuReading(memory_free_bytes=81 * GIB)), "gpus[1].reading.memory_free_bytes"),
-        (delta(power_watts=(1.0,)), "not one of each"),
-        (delta(power_watts=(1.0, 2.0, 3.0)), "not one of each"),
-        (delta(power_watts=()), "not one of each"),
-        (delta(power_watts=(1.0,) * 10_000), "not one of each"),
-        (delta(processes=(1.0, 2.0)), "no number"),
-        (Delta(numbers=monitor_internal.GpuNumbers(fields=[999], values=[1, 2])), "no number"),
+        (delta(power_watts=(1.0,)), "one for each field"),
+        (delta(power_watts=(1.0, 2.0, 3.0)), "one for each field"),
+        (delta(power_watts=()), "one for each field"),
+        (delta(power_watts=(1.0,) * 10_000), "one for each field"),
+        (delta(processes=(1.0, 2.0)), "not numeric"),
+        (Delta(numbers=monitor_internal.GpuNumbers(fields=[999], values=[1, 2])), "not numeric"),
         (with_places(0, 2), "no GPU"),
         (with_places(-1), "no GPU"),
         (one_gpu(place=2), "no GPU"),
         (one_gpu(place=-1), "no GPU"),
         (one_gpu(quarantine="a\nb"), "quarantine"),
-        (one_gpu(cleared_fields=[999]), "no field"),
-        (one_gpu(cleared_fields=[FIELDS["age"]] * 100), "no field"),
+        (one_gpu(cleared_fields=[999]), "unknown field"),
+        (one_gpu(cleared_fields=[FIELDS["age"]] * 100), "unknown field"),
         (one_gpu(reading=types_api.GpuReading(power_watts=math.nan)), "power_watts"),
         (one_gpu(reading=types_api.GpuReading(throttle_reasons=["idle"])), "throttle_reasons is not cleared first"),
         (
@@ -246,7 +246,7 @@ def test_between_two_looks_no_message_is_kept(index: Index) -> None:
 
 def test_a_table_with_more_fields_than_there_are_is_not_taken_apart() -> None:
     table = monitor_internal.GpuNumbers(fields=[1] * 1000, values=[1.0] * 2000)
-    assert "not one of each" in refusal(Delta(numbers=table))
+    assert "one for each field" in refusal(Delta(numbers=table))
     assert Change.of(Delta(numbers=table)).numbers.columns == ()
 
 

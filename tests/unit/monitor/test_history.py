@@ -91,7 +91,7 @@ def test_a_chunk_may_begin_and_end_anywhere(first: int) -> None:
 
 @pytest.mark.parametrize("size", [13, 4 + WIDTH * 14], ids=["no rows", "a row that is none"])
 def test_bytes_that_are_no_rows_are_refused(size: int) -> None:
-    with pytest.raises(ValueError, match=r"no rows|no number"):
+    with pytest.raises(ValueError, match=r"not rows|invalid number"):
         unpack(b"\x80" * size, WIDTH, 28_000_000)
 
 

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from gpuscale.common.config.sources import load_table
-from gpuscale.monitor.app.frame import AgentFrame
+from gpuscale.monitor.app.frame import AgentFrame, by_name
 from gpuscale.monitor.app.settings import AgentSettings
 
 
@@ -44,7 +44,7 @@ def test_flags_environment_and_file_reach_the_agent() -> None:
 
 def test_labels_are_names_with_values() -> None:
     settings = load_table(AgentSettings, {}, environ={"GPUSCALE_AGENT_LABELS": "zone=a, rack=7=left,spare"})
-    assert settings.labels_by_name() == {"zone": "a", "rack": "7=left", "spare": ""}
+    assert by_name(settings.labels) == {"zone": "a", "rack": "7=left", "spare": ""}
 
 
 def test_an_agent_that_runs_without_its_settings_has_all_their_fields() -> None:

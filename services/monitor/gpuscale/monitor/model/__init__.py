@@ -1,4 +1,4 @@
-"""Nodes, GPUs and their readings, health events, recordings and metrics, as plain values.
+"""Plain values of agent and fleet: nodes, GPUs, readings, health events, recordings and metrics. Pure.
 
-Pure: no wire, clock, loop, log, driver or store. Both the agent and the fleet speak in these. Begin with `readings`.
+Begin with `readings`.
 """

@@ -1,8 +1,8 @@
-"""Which work may start on a GPU, and whose a process is: by what was admitted. Pure.
+"""Admission of work on GPUs by fences, and the reservations of processes. Pure.
 
-Each grant has a higher fence than the one before it (the fencing tokens of Martin Kleppmann, "How to do distributed
-locking", 2016). A holder that slept through the end of its lease comes with a lower fence than any that holds the GPU now,
-and is refused. Reservations of shares hold one GPU together, so the lowest fence of them counts, not the highest.
+Each grant has a higher fence than the one before (the fencing tokens of Martin Kleppmann, "How to do distributed locking", 2016),
+so a holder that slept through the end of its lease is refused. Reservations of shares hold a GPU together: the lowest of their
+fences counts.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,12 +12,12 @@ from typing import Final
 from gpuscale.monitor.model.readings import GpuProcess, ProcessKey
 
 DEAD_KEPT: Final = 256
-"""How many admitted processes are remembered after they end: what they left behind still belongs to them."""
+"""How many admitted processes are remembered after they end, as their children still belong to their reservation."""
 
 
 @dataclass(frozen=True, slots=True)
 class FenceTooLow:
-    """A refusal: when work was last admitted on this GPU, the lowest fence that held it was higher already."""
+    """A refusal: the GPU is already held under a higher fence, at least `lowest`."""
 
     uuid: str
     lowest: int
@@ -25,19 +25,19 @@ class FenceTooLow:
 
 @dataclass(frozen=True, slots=True)
 class AdmittedProcess:
-    """A process that was admitted on GPUs for a reservation, `reservations/{reservation}`."""
+    """A process admitted on GPUs for a reservation, `reservations/{reservation}`."""
 
     process: ProcessKey
     reservation: str
     fence: int
     uuids: frozenset[str]
-    container: str = ""  # the container or pod that it was the first process of; empty where it was not
-    user: int | None = None  # number of its Unix user; None where that is not known
+    container: str = ""  # the container or pod of which it is the first process, if so
+    user: int | None = None  # Unix user id
 
 
 @dataclass(frozen=True, slots=True)
 class Admissions:
-    """What was admitted so far: the lowest fence that may still hold each GPU, and the processes that said who they are."""
+    """What was admitted: the lowest fence that may still hold each GPU, and the processes."""
 
     fences: Mapping[str, int] = field(default_factory=dict[str, int])
     workers: tuple[AdmittedProcess, ...] = ()
@@ -53,9 +53,9 @@ class Admissions:
         user: int | None = None,
         lowest: Mapping[str, int] | None = None,
     ) -> "Admissions | FenceTooLow":
-        """Admit work on all of these GPUs; or the reason why it is admitted on none.
+        """Admit work on all of these GPUs, or refuse it.
 
-        `container`: the one that `process` is the first of. `lowest`: the lowest fence of each GPU that several may hold.
+        `container`: that of which `process` is the first. `lowest`: the lowest fence of each shared GPU.
         """
         for uuid in uuids:
             if self.fences.get(uuid, 0) > fence:
@@ -74,14 +74,14 @@ class Admissions:
         return Admissions({**self.fences, **fences}, workers)
 
     def reset(self, uuids: Iterable[str]) -> "Admissions":
-        """Drop the fences of these GPUs, and what was admitted on them."""
+        """Drop the fences of these GPUs and what was admitted on them."""
         gone = frozenset(uuids)
         left = (replace(worker, uuids=worker.uuids - gone) for worker in self.workers)
         fences = {uuid: fence for uuid, fence in self.fences.items() if uuid not in gone}
         return Admissions(fences, tuple(worker for worker in left if worker.uuids))
 
     def without_dead(self, lives: Callable[[ProcessKey], bool]) -> "Admissions":
-        """Drop processes that have ended, but for the latest `DEAD_KEPT`; fences stay for good."""
+        """Drop processes that have ended, except for the latest `DEAD_KEPT`. Fences stay."""
         dead = [worker for worker in self.workers if not lives(worker.process)]
         forgotten = {worker.process for worker in dead[:-DEAD_KEPT]}
         return replace(
@@ -94,18 +94,15 @@ class Admissions:
 
 
 class Holders:
-    """Tells which reservation a process on a GPU belongs to.
+    """Finds the reservation that a process on a GPU belongs to, by the first rule that applies.
 
-    The first rule that gives an answer counts:
+    1. It was admitted, or its nearest admitted ancestor was. Processes are identified by pid and start time.
+    2. It was found by rule 1 before, and its admitted ancestor has ended since.
+    3. It runs in a container or pod whose first process was admitted; unknown if there are several reservations.
+    4. Its environment names a reservation of which the same Unix user had work admitted on this GPU, and so could have admitted it.
+    5. With `by_user`: its Unix user has work of only one reservation on this GPU.
 
-    1. It was admitted, or descends from a process that was: from the nearest of them. A pid counts with its start time.
-    2. By this rule it was known before, though what started it has ended since.
-    3. It runs in a container or pod whose first process was admitted; of several reservations' there: unknown.
-    4. Its environment names a reservation, under which the same Unix user had work admitted on this GPU: the user could
-       as well have admitted it, so nobody can put the blame on another by it. The environment alone says nothing.
-    5. Only with `by_user`: its Unix user has work of one reservation alone on this GPU.
-
-    Of a process that the agent cannot see it is unknown whose it is.
+    The reservation of a process that the agent cannot see is unknown.
     """
 
     def __init__(self, *, by_user: bool = False) -> None:
@@ -115,7 +112,7 @@ class Holders:
     def mark(
         self, admissions: Admissions, uuid: str, processes: tuple[GpuProcess, ...]
     ) -> tuple[GpuProcess, ...]:
-        """The processes of a GPU, each with its reservation."""
+        """The processes of a GPU with their reservations."""
         workers = admissions.on(uuid)
         if not workers:
             self._known.pop(uuid, None)
@@ -145,7 +142,7 @@ class Holders:
         return replace(process, holder_unknown=True) if found else process
 
     def _claims(self, process: GpuProcess, workers: Sequence[AdmittedProcess]) -> set[str]:
-        """The reservations that a process may belong to, by the first of the rules 3 to 5 that gives any."""
+        """The reservations that a process may belong to, by the first of rules 3 to 5 that finds any."""
         in_container = {
             worker.reservation
             for worker in workers

@@ -1,11 +1,11 @@
-"""What can be wrong, how bad it is, and what to do about it. Pure. Numbers of enums are those of the contract."""
+"""Health checks, findings and events. Pure. Enum numbers are those of the contract."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 
 class HealthCheck(Enum):
-    """What was looked at."""
+    """What is checked."""
 
     XID = 1
     ECC_UNCORRECTED = 2
@@ -23,7 +23,7 @@ class HealthCheck(Enum):
 
 
 class HealthSeverity(Enum):
-    """How bad it is."""
+    """The severity of a finding."""
 
     INFO = 1
     WARNING = 2
@@ -31,7 +31,7 @@ class HealthSeverity(Enum):
 
 
 class HealthAction(Enum):
-    """What to do about it."""
+    """The recommended action."""
 
     NONE = 1
     RESTART_WORKLOAD = 2
@@ -45,7 +45,7 @@ class HealthAction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found. `fatal`: the GPU cannot be trusted with new work."""
+    """What a check found. `fatal`: the GPU must not get new work."""
 
     severity: HealthSeverity
     action: HealthAction
@@ -55,9 +55,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class HealthFacts:
-    """What the checks look at; None is what could not be read, and then a check keeps what it found last.
+    """The readings that checks use; None if absent, which keeps the last result.
 
-    `state` is the word of the GPU's state, such as LOST; `recovery_action` that of the driver's wish, such as NONE.
+    `state` and `recovery_action` are enum names, such as LOST and NONE.
     """
 
     state: str
@@ -73,7 +73,7 @@ class HealthFacts:
 
 @dataclass(frozen=True, slots=True)
 class QuarantinedGpu:
-    """Why no work should be placed on a GPU, and since when, in seconds of the fleet's clock."""
+    """Why a GPU is quarantined, and since when on the fleet's clock."""
 
     reason: str
     since: float
@@ -81,22 +81,22 @@ class QuarantinedGpu:
 
 @dataclass(slots=True)
 class Event:
-    """Something that is, or was, wrong. Times are seconds of the fleet's clock."""
+    """A health event. Times are seconds of the fleet's clock."""
 
-    id: str  # later events sort after earlier ones
+    id: str  # sorts in order of time
     check: HealthCheck
     node: str
-    uuid: str  # the GPU, as the driver writes it; empty where the whole node is meant
+    uuid: str  # the GPU, in the driver's case; empty for the whole node
     finding: Finding
     started_at: float
     last_at: float
     xid: int | None = None
-    resolved_at: float | None = None  # None while it lasts
-    count: int = 1  # how often it happened, of what happens at moments
-    cleared: bool = False  # an admin lifted the quarantine while it lasts
-    boot_id: str = ""  # the boot of the node that a fault was reported in; empty where that is not known
+    resolved_at: float | None = None
+    count: int = 1  # occurrences of a fault
+    cleared: bool = False  # an admin lifted its quarantine
+    boot_id: str = ""  # the boot in which a fault was reported; empty if unknown
 
     @property
     def quarantines(self) -> bool:
-        """Whether it keeps work away from its GPU."""
+        """Whether it quarantines its GPU."""
         return self.finding.fatal and self.resolved_at is None and not self.cleared and bool(self.uuid)

@@ -1,7 +1,7 @@
-"""What is kept of a reading over time. Pure.
+"""The metrics kept over time, and their statistics. Pure.
 
-A sample is a tuple of floats in the order of `GPU_METRICS` or `NODE_METRICS`. NaN stands for a reading that is absent;
-it never leaves these packages: counts do not count it, and minimum, maximum and mean leave it out.
+A sample is a tuple of floats in the order of `GPU_METRICS` or `NODE_METRICS`. NaN means absent, and is in no count, minimum,
+maximum or mean.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Sample = tuple[float, ...]
 
 
 class Metric(Enum):
-    """A reading that is kept; numbers are those of the contract."""
+    """A kept reading; numbers are those of the contract."""
 
     UTILIZATION_PERCENT = 1
     MEMORY_UTILIZATION_PERCENT = 2
@@ -40,7 +40,7 @@ NODE_METRICS = (Metric.CPU_PERCENT, Metric.MEMORY_USED_BYTES, Metric.LOAD_1M, Me
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What the samples of one metric came to; there are none without a sample."""
+    """Statistics of at least one sample of a metric."""
 
     min: float
     max: float
@@ -50,7 +50,7 @@ class Stats:
 
 @dataclass(slots=True)
 class MetricTally:
-    """The samples of one metric so far, in a few numbers however many they are."""
+    """Running statistics of the samples of a metric."""
 
     min: float = float("inf")
     max: float = float("-inf")
@@ -58,18 +58,18 @@ class MetricTally:
     count: int = 0
 
     def add(self, value: float) -> None:
-        """Take in a sample."""
+        """Add a sample."""
         self.merge(value, value, value, 1)
 
     def merge(self, smallest: float, mean: float, largest: float, count: int) -> None:
-        """Take in so many samples by their figures."""
+        """Add `count` samples by their statistics."""
         self.min = min(self.min, smallest)
         self.max = max(self.max, largest)
         self.total += mean * count
         self.count += count
 
     def joined(self, other: "MetricTally") -> "MetricTally":
-        """The samples of both; neither changes."""
+        """The tally of both; neither is modified."""
         return MetricTally(
             min(self.min, other.min),
             max(self.max, other.max),
@@ -78,9 +78,9 @@ class MetricTally:
         )
 
     def stats(self) -> Stats | None:
-        """What they came to; None without a sample."""
+        """The statistics; None without a sample."""
         if not self.count:
             return None
-        # A mean that rounding puts outside of what was seen would contradict minimum and maximum.
+        # Rounding may put the mean outside minimum and maximum.
         mean = min(max(self.total / self.count, self.min), self.max)
         return Stats(self.min, self.max, mean, self.count)

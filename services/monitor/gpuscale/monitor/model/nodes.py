@@ -1,6 +1,6 @@
-"""What the fleet knows of a node, the order in which it believes what it is told, and when a node counts as stale.
+"""Node states, the order of epochs and snapshots, and when a node is stale.
 
-Times are seconds of the fleet's own clock, except an epoch's start, which the agent's wall clock tells.
+Times are seconds of the fleet's clock, except an epoch's start, which is of the agent's wall clock.
 """
 
 from enum import Enum, auto
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class NodeState(Enum):
-    """Whether a node can be counted on: nothing on a node that is not ONLINE is free."""
+    """Whether a node reports: nothing on a node that is not ONLINE is free."""
 
     ONLINE = auto()
     STALE = auto()
@@ -16,14 +16,14 @@ class NodeState(Enum):
 
 
 class Epoch(NamedTuple):
-    """One run of an agent; later ones compare greater, and of two that started at once the greater id."""
+    """One run of an agent; later runs compare greater, by id if they started at the same time."""
 
     started_at: float
     id: str
 
 
 class NodeSample(NamedTuple):
-    """The essentials of a snapshot: its run, its number, when it was read, and the agent's period."""
+    """A snapshot's epoch, number, time and period."""
 
     epoch: Epoch
     seq: int
@@ -32,9 +32,9 @@ class NodeSample(NamedTuple):
 
 
 def refuse_epoch(current: Epoch | None, incoming: Epoch, *, gone: bool) -> str:
-    """Why a stream of `incoming` may not report for a node that `current` reports for; empty if it may.
+    """Why a stream of `incoming` may not replace `current`; empty if it may.
 
-    For a node that is `gone` any may: the wall clock that told the starts may have been set back.
+    A node that is `gone` accepts any, since the agent's wall clock may have been set back.
     """
     if current is None or gone or incoming >= current:
         return ""
@@ -42,7 +42,7 @@ def refuse_epoch(current: Epoch | None, incoming: Epoch, *, gone: bool) -> str:
 
 
 def refuse_sample(last: NodeSample | None, incoming: NodeSample) -> str:
-    """Why a snapshot may not follow the last one that was taken in; empty if it may."""
+    """Why a snapshot may not follow the last accepted one; empty if it may."""
     if incoming.period <= 0.0:
         return "its period is not above 0"
     if last is not None and last.epoch == incoming.epoch and incoming.seq <= last.seq:
@@ -54,26 +54,25 @@ STALE_PERIODS = 3
 
 
 def stale_at(sample: NodeSample) -> float:
-    """When a snapshot is three periods old: until then it counts."""
+    """When a snapshot turns stale: when it is three periods old."""
     return sample.sampled_at + STALE_PERIODS * sample.period
 
 
 def is_stale(sample: NodeSample | None, now: float) -> bool:
-    """Whether there is no snapshot that is at most three periods old."""
+    """Whether a snapshot is stale or missing."""
     return sample is None or now > stale_at(sample)
 
 
 def node_state(sample: NodeSample | None, *, streaming: bool, now: float) -> NodeState:
-    """The state of a node whose agent's stream is open or not."""
+    """The state of a node, given whether its agent is `streaming`."""
     if not streaming:
         return NodeState.OFFLINE
     return NodeState.STALE if is_stale(sample, now) else NodeState.ONLINE
 
 
 def is_gone(sample: NodeSample | None, *, streaming: bool, now: float) -> bool:
-    """Whether a node is gone: its stream is closed, and its last snapshot is stale.
+    """Whether a node is gone: its stream is closed and its last snapshot stale.
 
-    A node that is gone holds nothing: an agent that says it started earlier may take its name, and another node may
-    report its GPUs (a host that was renamed).
+    Then any agent may take its name, and another node, such as a renamed host, may report its GPUs.
     """
     return not streaming and is_stale(sample, now)

@@ -1,7 +1,7 @@
-"""What the agent reads, as immutable values.
+"""The agent's readings, as immutable values.
 
-A reading that was not obtained is None and stands in `absent` with the reason; it is never zero. Units are in the
-names: bytes, watts, degrees Celsius, megahertz, and percent of 0-100. Times are seconds of the agent's clock.
+An absent reading is None, never zero, and is listed in `absent` with its reason. Names end in the unit; percent are 0-100. Times
+are seconds of the agent's clock.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class ReadingStatus(Enum):
 
 
 EXCUSED = frozenset({ReadingStatus.NOT_SUPPORTED, ReadingStatus.NO_PERMISSION})
-"""Reasons that say nothing against the GPU."""
+"""Reasons that are no fault of the GPU."""
 
 
 class GpuState(Enum):
@@ -45,7 +45,7 @@ class GpuState(Enum):
 
 
 class RecoveryAction(Enum):
-    """What the driver asks for to bring a GPU back."""
+    """The action that the driver asks for to recover a GPU."""
 
     NONE = auto()
     GPU_RESET = auto()
@@ -57,7 +57,7 @@ class RecoveryAction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """A reading that is absent: the name of its field, the reason, and what the driver or system said."""
+    """An absent reading: field name, reason, and the error of driver or system."""
 
     field: str
     status: ReadingStatus
@@ -66,32 +66,28 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class ProcessKey:
-    """A process of this boot; a pid alone may be reused."""
+    """A process of this boot, by pid and start, since pids are reused."""
 
     pid: int
-    started: int  # when it started, in the kernel's clock ticks since the boot
+    started: int  # clock ticks since boot
 
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """A process that holds memory of a GPU; None where the driver or the system does not tell."""
+    """A process that holds memory of a GPU; None or empty if unknown."""
 
     pid: int
     memory_used_bytes: int | None = None
     command: str | None = None
-    reservation: str | None = None  # `reservations/{reservation}`; None of one that belongs to none
-    # the process and those that it descends from, nearest first; empty where the agent cannot see them
-    lineage: tuple[ProcessKey, ...] = ()
-    holder_unknown: bool = False  # whether it cannot be told whose it is
-    # the container or pod that it runs in, as its cgroup names it; empty where it runs in none
-    container: str = ""
-    pod: str = ""  # the UID of its pod, or namespace/name once that is known; empty where it runs in none
-    mark: str = ""  # the reservation that its environment names, where anybody may write one
-    user: int | None = None  # number of the Unix user
-    user_name: str = (
-        ""  # as the host names that user; the number in words where it names none, or has not yet
-    )
-    program: str = ""  # what it runs, without arguments that may be secrets
+    reservation: str | None = None  # `reservations/{reservation}`
+    lineage: tuple[ProcessKey, ...] = ()  # the process and its ancestors, nearest first
+    holder_unknown: bool = False  # whether its reservation cannot be determined
+    container: str = ""  # the cgroup path of its container or pod
+    pod: str = ""  # the UID of its pod, or namespace/name once known
+    mark: str = ""  # the reservation named in its environment, which anybody can set
+    user: int | None = None  # Unix user id
+    user_name: str = ""  # its name, or the id as text
+    program: str = ""  # without arguments that may be secrets
     utilization_percent: float | None = None
     memory_utilization_percent: float | None = None
     encoder_utilization_percent: float | None = None
@@ -99,9 +95,9 @@ class GpuProcess:
 
 
 class GpuReading(NamedTuple):
-    """What was read of a GPU. `memory_free_bytes` is what the driver says, never total minus used.
+    """The readings of a GPU. `memory_free_bytes` is the driver's, never total minus used.
 
-    A tuple, since one is made of another for every GPU in every tick: that costs a frozen dataclass five times as much.
+    A tuple, since `_replace`, used for every GPU in every tick, takes a fifth of the time of a frozen dataclass.
     """
 
     utilization_percent: float | None = None
@@ -182,13 +178,13 @@ class GpuReading(NamedTuple):
     absent: tuple[Absent, ...] = ()
 
     @classmethod
-    def nothing(cls, status: ReadingStatus, detail: str = "") -> "GpuReading":
-        """A reading in which every field is absent for one reason."""
+    def nothing(cls, status: ReadingStatus, detail: str) -> "GpuReading":
+        """A reading with every field absent for one reason."""
         return cls(absent=tuple(Absent(name, status, detail) for name in GPU_FIELDS))
 
 
 GPU_FIELDS: tuple[str, ...] = tuple(name for name in GpuReading._fields if name != "absent")
-"""The readings of a GPU, by name; the fields of the contract's GpuReading have the same names."""
+"""The names of a GPU's readings, which are those of the contract's GpuReading."""
 
 _THROTTLE_REASONS = (
     "gpu_idle",
@@ -207,7 +203,7 @@ _THROTTLE_REASONS = (
 
 @lru_cache(maxsize=256)
 def throttle_reasons(mask: int) -> tuple[str, ...]:
-    """The reasons of a mask by name, in the order of NVML's bits (nvmlClocksEventReasons in nvml.h)."""
+    """The names of the reasons in a mask, in the order of bits (nvmlClocksEventReasons in nvml.h)."""
     known = len(_THROTTLE_REASONS)
     bits = (bit for bit in range(mask.bit_length()) if mask >> bit & 1)
     return tuple(_THROTTLE_REASONS[bit] if bit < known else f"bit_{bit}" for bit in bits)
@@ -215,51 +211,46 @@ def throttle_reasons(mask: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class GpuIdentity:
-    """What a GPU is. The UUID identifies it; the index is the driver's order and for display only."""
+    """The identity of a GPU, by its UUID. The index is the driver's order, for display only."""
 
     uuid: str
     index: int
     model: str
     pci_bus_id: str = ""
     simulated: bool = False
-    # of a MIG instance, such as "1g.10gb"; it has the index and address of the GPU it is a part of
-    mig_profile: str = ""
-    parent_uuid: str = ""  # UUID of that GPU
-    divided: bool = False  # whether it is divided into MIG instances itself
-    place: PciPlace = NOWHERE  # where it hangs on PCIe
-    nvlinks: tuple[
-        tuple[str, int], ...
-    ] = ()  # UUID of another GPU of the host and how many NVLinks lead to it
-    # the driver's number of a MIG instance on its GPU; None where it does not tell
-    gpu_instance_id: int | None = None
-    serial: str = ""  # of the board; empty where the driver does not tell, as is the next
-    vbios_version: str = ""
+    mig_profile: str = ""  # of a MIG instance, such as "1g.10gb", which has the index and address of its GPU
+    parent_uuid: str = ""  # the GPU of a MIG instance
+    divided: bool = False  # whether it is divided into MIG instances
+    place: PciPlace = NOWHERE
+    nvlinks: tuple[tuple[str, int], ...] = ()  # UUIDs of peers on this host and numbers of NVLinks to them
+    gpu_instance_id: int | None = None  # the driver's id of a MIG instance
+    serial: str = ""  # of the board; empty if unknown
+    vbios_version: str = ""  # empty if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class MissingGpu:
-    """A GPU that the driver lists but cannot identify, or that is on the bus and not listed."""
+    """A GPU that the driver cannot identify or does not list."""
 
-    index: int  # in the driver's order, or after all that it lists
-    pci_bus_id: str  # empty where that is not known
+    index: int  # in the driver's order, or after it
+    pci_bus_id: str  # empty if unknown
     problem: str  # what the driver said
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSample:
-    """What one tick read of a GPU: whether it answers, and the reading."""
+    """The result of one tick of a GPU."""
 
     state: GpuState
     reading: GpuReading
-    # UUIDs of the GPUs at the other ends of its NVLinks; None stands for a switch
-    link_ends: tuple[str | None, ...] = ()
-    calls: int = 0  # how often the driver was called for it
-    refusals: int = 0  # how many of these calls gave an error, what the GPU does not support among them
+    link_ends: tuple[str | None, ...] = ()  # UUIDs at the other ends of its NVLinks; None is a switch
+    calls: int = 0  # driver calls
+    refusals: int = 0  # driver calls that failed, also because the GPU does not support them
 
 
 @dataclass(frozen=True, slots=True)
 class Timed(Generic[T]):
-    """What a call gave, when the call was ordered and when it came back."""
+    """The result of a call, when it was ordered and when it returned."""
 
     value: T
     ordered_at: float
@@ -267,7 +258,7 @@ class Timed(Generic[T]):
 
 
 class GpuEventKind(Enum):
-    """What happened on a GPU."""
+    """The kind of a driver event."""
 
     XID = auto()
     ECC_CORRECTED = auto()
@@ -276,7 +267,7 @@ class GpuEventKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class DriverEvent:
-    """An event as a GPU source tells it; GpuEvent says what the fields mean."""
+    """An event of a GPU source; fields are those of `GpuEvent`."""
 
     uuid: str
     kind: GpuEventKind
@@ -285,10 +276,9 @@ class DriverEvent:
 
 @dataclass(frozen=True, slots=True)
 class GpuEvent:
-    """Something that the driver said has happened on a GPU, at the moment when the agent heard of it.
+    """A driver event, with the time when the agent received it, as NVML's events have none.
 
-    NVML's events carry no time of their own. `uuid` is that of the MIG instance where the driver names one that the
-    agent knows, else that of the whole GPU. `xid` is NVIDIA's number of the fault, and None of any other kind.
+    `uuid`: the MIG instance if known, else the GPU. `xid`: NVIDIA's number of the fault, None for other kinds.
     """
 
     uuid: str
@@ -299,7 +289,7 @@ class GpuEvent:
 
 
 class Quarantine(NamedTuple):
-    """Why no new work should be placed on a GPU, and since when."""
+    """Why a GPU is quarantined, and since when."""
 
     reason: str
     since: datetime
@@ -307,18 +297,18 @@ class Quarantine(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GpuView:
-    """A GPU as a snapshot shows it; `read_at` is None when it was never read, `quarantine` when all is well."""
+    """A GPU as a snapshot shows it; `read_at` is None if it was never read."""
 
     identity: GpuIdentity
     state: GpuState
     reading: GpuReading
     read_at: float | None
     quarantine: Quarantine | None = None
-    pods: tuple[str, ...] = ()  # namespace/name of those that were given it
+    pods: tuple[str, ...] = ()  # namespace/name of the pods that have it
 
 
 class NetworkAdapter(NamedTuple):
-    """A network card or InfiniBand device, and where it hangs on PCIe."""
+    """A network card or InfiniBand device on PCIe."""
 
     name: str
     place: PciPlace
@@ -326,18 +316,18 @@ class NetworkAdapter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HostIdentity:
-    """What a host is; does not change while the agent runs."""
+    """The identity of a host, which does not change while the agent runs."""
 
     hostname: str
     operating_system: str
     boot_id: str
-    process_ids_foreign: bool = False  # whether the driver's process ids are not those that the agent sees
-    network_namespace: int = 0  # number of the agent's network namespace; 0 where it is not known
+    process_ids_foreign: bool = False  # whether the driver's process ids differ from the agent's
+    network_namespace: int = 0  # inode of the agent's network namespace; 0 if unknown
     adapters: tuple[NetworkAdapter, ...] = ()
 
 
 class HostReading(NamedTuple):
-    """What was read of a host."""
+    """The readings of a host."""
 
     cpu_percent: float | None = None
     load_1m: float | None = None
@@ -363,21 +353,20 @@ class HostReading(NamedTuple):
     absent: tuple[Absent, ...] = ()
 
     @classmethod
-    def nothing(cls, status: ReadingStatus, detail: str = "") -> "HostReading":
-        """A reading in which every field is absent for one reason."""
+    def nothing(cls, status: ReadingStatus, detail: str) -> "HostReading":
+        """A reading with every field absent for one reason."""
         return cls(absent=tuple(Absent(name, status, detail) for name in HOST_FIELDS))
 
 
 HOST_FIELDS: tuple[str, ...] = tuple(name for name in HostReading._fields if name != "absent")
-"""The readings of a host, by name."""
+"""The names of a host's readings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What a GPU source found when it was opened.
+    """The GPUs that a source found on `open`.
 
-    `problem` names what is amiss although the source is open, such as one GPU that cannot be identified; `has_events`
-    says whether events can be waited for; `missing` are GPUs that are there, but cannot be identified.
+    `problem`: what is wrong although the source is open, such as a GPU in `missing`. `has_events`: whether it has driver events.
     """
 
     gpus: Sequence[GpuIdentity]
@@ -390,7 +379,7 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One reading of a node: its host and every GPU, as known at `taken_at`."""
+    """The host and all GPUs of a node as known at `taken_at`."""
 
     node: str
     epoch: str

@@ -1,7 +1,4 @@
-"""Recordings: which GPUs, how often, for how long, and what came of it. Pure: times are arguments, in seconds.
-
-However long a recording runs, it takes a few numbers for each metric of each GPU.
-"""
+"""Recordings of GPUs, which keep a few numbers per metric and GPU however long they run. Pure. Times are seconds of a clock."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +11,7 @@ NEVER = float("-inf")
 
 
 class RecordingState(Enum):
-    """Whether a recording takes in samples."""
+    """The state of a recording."""
 
     RUNNING = auto()
     STOPPED = auto()
@@ -23,7 +20,7 @@ class RecordingState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A GPU to record: its resource name, its UUID, its place and product name at that moment, its agent's period."""
+    """A GPU to record, as it was at the start, with the period of its agent."""
 
     name: str
     uuid: str
@@ -34,14 +31,14 @@ class Target:
 
 @dataclass(slots=True)
 class Figures:
-    """What samples of one GPU came to. `tallies`: one for each of `GPU_METRICS`, or none before the first sample."""
+    """Statistics of the samples of a GPU. `tallies`: one per metric of `GPU_METRICS`, none before the first sample."""
 
     sample_count: int = 0
     last_at: float = NEVER
     tallies: list[MetricTally] = field(default_factory=list[MetricTally])
 
     def add(self, at: float, sample: Sample) -> None:
-        """Take in what was read at `at`."""
+        """Add a sample read at `at`."""
         if not self.tallies:
             self.tallies = [MetricTally() for _ in GPU_METRICS]
         self.last_at = at
@@ -51,7 +48,7 @@ class Figures:
                 tally.add(value)
 
     def with_later(self, later: "Figures") -> "Figures":
-        """These and later samples together; neither is changed."""
+        """These and later samples together; neither is modified."""
         if not later.sample_count:
             return self
         pairs = zip(self.tallies or _NONE, later.tallies, strict=True)
@@ -59,7 +56,7 @@ class Figures:
         return Figures(count, later.last_at, [before.joined(after) for before, after in pairs])
 
     def stats(self) -> list[tuple[Metric, Stats]]:
-        """The figures of each metric that was read at least once."""
+        """Statistics of each metric with a sample."""
         pairs = zip(GPU_METRICS, (tally.stats() for tally in self.tallies), strict=False)
         return [(metric, stats) for metric, stats in pairs if stats is not None]
 
@@ -72,29 +69,27 @@ class RecordedGpu:
     """One GPU in a recording."""
 
     target: Target
-    own: Figures = field(
-        default_factory=Figures
-    )  # of its samples before `span`; another object after each change
-    span: "SharedSpan | None" = None  # what it takes in now together with other recordings, if anything
-    until: float = NEVER  # it takes in no sample that was read later
+    own: Figures = field(default_factory=Figures)  # before `span`; replaced on each change
+    span: "SharedSpan | None" = None  # current samples, shared with other recordings
+    until: float = NEVER  # later samples are ignored
 
     @property
     def sample_count(self) -> int:
-        """How many samples it has."""
+        """The number of samples."""
         return self.own.sample_count + (0 if self.span is None else self.span.figures.sample_count)
 
     def figures(self) -> Figures:
-        """What all its samples came to so far."""
+        """Statistics of all samples so far."""
         return self.own if self.span is None else self.own.with_later(self.span.figures)
 
     def end(self) -> None:
-        """It takes in nothing more; it leaves its span with the next sample."""
+        """Ignore further samples; it leaves its span with the next one."""
         self.until = NEVER
         if self.span is not None:
             self.span.until = NEVER
 
     def leave(self) -> None:
-        """Leave the span, with what it came to."""
+        """Leave the span and keep its statistics."""
         if self.span is not None:
             self.own = self.figures()
             self.span.members.discard(self)
@@ -103,18 +98,18 @@ class RecordedGpu:
 
 @dataclass(slots=True, eq=False)
 class SharedSpan:
-    """Samples of one GPU that several recordings take in, the same of each: they are counted once for all."""
+    """Samples of a GPU that several recordings share and count once."""
 
-    pace: float  # how far apart the samples are, at least
-    due: float  # when the next one may be read
-    until: float  # when the first of its members ends
+    pace: float  # least time between samples
+    due: float  # least time of the next sample
+    until: float  # when its first member ends
     members: set[RecordedGpu]
     figures: Figures = field(default_factory=Figures)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordingOrder:
-    """What is to be recorded. `fingerprint` tells a repeated request from another one with the same id."""
+    """What to record. `fingerprint` distinguishes a repeated request from another with the same id."""
 
     id: str
     request_id: str
@@ -126,7 +121,7 @@ class RecordingOrder:
 
 @dataclass(slots=True)
 class Recording:
-    """One recording; `ended_at` is None while it runs."""
+    """A recording; `ended_at` is None while it runs."""
 
     order: RecordingOrder
     started_at: float
@@ -136,14 +131,14 @@ class Recording:
 
     @property
     def last_moment(self) -> float:
-        """When it ends by itself."""
+        """When it expires."""
         return self.started_at + self.order.max_duration
 
     @property
     def sample_count(self) -> int:
-        """Samples of the GPU that has most of them."""
+        """The highest sample count of its GPUs."""
         return max((gpu.sample_count for gpu in self.gpus), default=0)
 
     def duration(self, now: float) -> float:
-        """How long it has run, or ran."""
+        """How long it has run."""
         return (now if self.ended_at is None else self.ended_at) - self.started_at

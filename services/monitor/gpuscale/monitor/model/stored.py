@@ -1,4 +1,4 @@
-"""Recordings and health events as text for the disk, with times shifted to the count that is stored, and back. Pure."""
+"""Recordings and health events as JSON for the disk, with times shifted to the stored timeline, and back. Pure."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -25,10 +25,7 @@ _EVENT_FIELDS = ("id", "node", "uuid", "xid", "count", "cleared", "boot_id")
 
 
 def recording_to_text(recording: Recording, shift: float) -> Iterator[str]:
-    """A recording with what it has come to so far; `shift` seconds are added to its times.
-
-    In pieces that each take a moment to make: those of large recordings have a megabyte in all.
-    """
+    """A recording as JSON with `shift` seconds added to its times, in pieces: a large one has a megabyte."""
     targets, gpus = recording.order.targets, recording.gpus
     ended = recording.ended_at
     yield json.dumps(
@@ -64,7 +61,7 @@ def recording_to_text(recording: Recording, shift: float) -> Iterator[str]:
 
 
 def recording_from_text(text: str, shift: float) -> Recording:
-    """The recording of a text, `shift` seconds taken off its times; ValueError if it is none."""
+    """Parse a recording, subtracting `shift` seconds from its times. ValueError if it is invalid."""
     try:
         found: dict[str, Any] = json.loads(text)
         order = found["order"]
@@ -84,7 +81,7 @@ def recording_from_text(text: str, shift: float) -> Recording:
             None if ended is None else ended - shift,
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"this is no recording: {error}") from error
+        raise ValueError(f"invalid recording: {error}") from error
 
 
 def _fields(value: object, names: Iterable[str]) -> dict[str, object]:
@@ -92,7 +89,7 @@ def _fields(value: object, names: Iterable[str]) -> dict[str, object]:
 
 
 def event_to_text(event: Event, shift: float) -> str:
-    """An event; `shift` seconds are added to its times."""
+    """An event as JSON with `shift` seconds added to its times."""
     finding, resolved = event.finding, event.resolved_at
     return json.dumps(
         {
@@ -110,7 +107,7 @@ def event_to_text(event: Event, shift: float) -> str:
 
 
 def event_from_text(text: str, shift: float) -> Event:
-    """The event of a text, `shift` seconds taken off its times; ValueError if it is none."""
+    """Parse an event, subtracting `shift` seconds from its times. ValueError if it is invalid."""
     try:
         found: dict[str, Any] = json.loads(text)
         resolved = found["resolved_at"]
@@ -134,4 +131,4 @@ def event_from_text(text: str, shift: float) -> Event:
             boot_id=found.get("boot_id", ""),
         )
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"this is no health event: {error}") from error
+        raise ValueError(f"invalid health event: {error}") from error
