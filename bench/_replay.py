@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -35,12 +36,13 @@ _UNSCORED = Score(0.0, ())
 class HostUse(Use):
     """What reservations hold, and what asks without GPUs take of their nodes.
 
-    `watts` is what the GPUs of which something is held may draw.
+    `in_use` is how many GPUs there are of which something is held, MIG instances included, `watts` what they may draw.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.watts = 0
+        self.in_use = self.watts = 0
+        self._parts = Counter[str]()
         self._taken: dict[str, tuple[int, int]] = {}
 
     def node(self, node: str) -> NodeUse:
@@ -50,19 +52,22 @@ class HostUse(Use):
 
     def hold(self, reservation: Reservation) -> None:
         """Add what a reservation holds."""
-        self.watts += self._watts(reservation)
         super().hold(reservation)
+        self._count(reservation, 1)
 
     def free(self, reservation_id: str) -> None:
         """Take away what a reservation holds."""
-        reservation = self.live(reservation_id)
+        self._count(self.live(reservation_id), -1)
         super().free(reservation_id)
-        self.watts -= self._watts(reservation)
 
-    def _watts(self, reservation: Reservation) -> int:
-        """The power limits of those of its GPUs of which nothing is held."""
-        models = {gpu.uuid: gpu.model for gpu in reservation.gpus if gpu.uuid not in self}
-        return sum(WATTS.get(model, 0) for model in models.values())
+    def _count(self, reservation: Reservation, sign: int) -> None:
+        for gpu in reservation.gpus:
+            whole = gpu.parent or gpu.uuid
+            before = bool(self._parts[whole])
+            self._parts[whole] += sign
+            change = bool(self._parts[whole]) - before
+            self.in_use += change
+            self.watts += change * WATTS.get(gpu.model, 0)
 
     def take(self, node: str, ask: Ask, sign: int) -> None:
         """Take what an ask without GPUs asks for, or give it back."""
@@ -87,8 +92,13 @@ class Cluster:
             self._placer.apply_node(node)
 
     @property
+    def in_use(self) -> int:
+        """How many GPUs there are of which something is held."""
+        return self._use.in_use
+
+    @property
     def watts(self) -> int:
-        """What the GPUs of which something is held may draw."""
+        """What they may draw."""
         return self._use.watts
 
     def take(self, ask: Ask) -> str | None:

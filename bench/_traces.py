@@ -23,6 +23,12 @@ GPU_MEMORY = 16 * 1024 * MIB
 FOR_EVER = float("inf")
 WATTS = {"A10": 150, "G2": 150, "G3": 400, "P100": 250, "T4": 70, "V100M16": 300, "V100M32": 300}
 """Power limits by NVIDIA's data sheets; what G2 and G3 are is not told: they are taken for A10 and A100."""
+LAYOUTS = (
+    ("1g.10gb",) * 7,
+    ("3g.40gb", "2g.20gb", "2g.20gb"),
+    ("3g.40gb", *("1g.10gb",) * 4),
+)
+"""MIG instances of a GPU."""
 NAMES = {
     "random": "01-Random",
     "bestfit": "05-BestFit",
@@ -75,7 +81,8 @@ def with_policy(ask: Ask, policy: Policy) -> Ask:
     found = _BY_POLICY.get((ask, policy))
     if found is None:
         fields = {
-            name: getattr(ask, name) for name in ("cpu_milli", "host_memory_bytes", "gpu_milli", "models")
+            name: getattr(ask, name)
+            for name in ("cpu_milli", "host_memory_bytes", "gpu_milli", "models", "mig_profile")
         }
         found = Ask(ask.gpu_count, 0, 100.0, policy=policy, **fields)
         _BY_POLICY[ask, policy] = found
@@ -123,6 +130,21 @@ def made_up(nodes: int, gpus: int) -> tuple[Node, ...]:
     return tuple(
         node(f"n{rank}", rank, gpus, "G2", 12_000 * gpus, 48 * 1024 * MIB * gpus) for rank in range(nodes)
     )
+
+
+def partitioned(nodes: int, gpus: int, seed: int) -> Trace:
+    """Nodes whose GPUs are divided at random, and an ask for an instance like each of theirs."""
+    chance, found = random.Random(seed), list[Node]()
+    for rank in range(nodes):
+        instances = [
+            replace(_gpu(f"n{rank}-{one}-{at}", one, "MIG"), mig_profile=profile, parent=f"n{rank}-{one}")
+            for one in range(gpus)
+            for at, profile in enumerate(chance.choice(LAYOUTS))
+        ]
+        found.append(replace(node(f"n{rank}", rank, 0, "", 0, 0), gpus=tuple(instances)))
+    profiles = [gpu.mig_profile for one in found for gpu in one.gpus]
+    asks = tuple(replace(Ask(1, 0, 100.0), mig_profile=profile) for profile in profiles)
+    return Trace("MIG", tuple(found), asks)
 
 
 def node(name: str, rank: int, gpus: int, model: str, cpu_milli: int, memory: int) -> Node:

@@ -4,9 +4,10 @@ python -m bench placement --nodes NODES.csv --pods PODS.csv [...] [--policy pack
 
 Fill: all requests of a trace in random order, then random ones until 130 % of the GPUs were asked for, nothing ends;
 fit by CPU, main memory, GPU and model. Churn: Poisson arrivals and exponential lifetimes at 95 % offered load; what
-does not fit is lost. Watts: the same with `pack` at lower loads too, where watts are read and where they are not.
-Decisions: 10,000 nodes with 10 GPUs, 60 shapes of asks, nine tenths full. Where
-GPUSCALE_TRACES names a folder with the openb files, that is where they are looked for.
+does not fit is lost. Watts: the same with `pack` at lower loads too, where
+watts are read and where they are not. MIG: 16 nodes with 8 GPUs divided at random; needs no trace. Decisions: 10,000
+nodes with 10 GPUs, 60 shapes of asks, nine tenths full. Where GPUSCALE_TRACES names a folder with the openb files, that
+is where they are looked for.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from bench._limit import can_solve, most_filled
 from bench._replay import POLICIES, Cluster
@@ -29,6 +31,7 @@ from bench._traces import (
     Trace,
     demand,
     made_up,
+    partitioned,
     read_asks,
     read_nodes,
     read_published,
@@ -41,6 +44,8 @@ MARKS = (0.9, 1.0, 1.3)
 OFFERED = 0.95
 LOADS = (0.3, 0.5, 0.7, OFFERED)
 """Offered loads at which watts are compared."""
+DIVIDED = (16, 8)
+MIG_POLICIES = (Policy.SPREAD, Policy.BESTFIT, Policy.FIRSTFIT, Policy.PACK)
 WARM_UP, MEASURED = 2.5, 5.0
 """Of churn, in mean lifetimes."""
 FLEET = (10_000, 10)
@@ -51,6 +56,8 @@ DECISIONS = 6_000
 def main() -> None:
     """Measure what the arguments ask for."""
     options = _options(sys.argv[1:])
+    if options.mig_seeds:
+        _mig_table(range(options.mig_seeds))
     if not options.nodes or not options.pods:
         print(
             "no traces here: name them by --nodes and --pods, or their folder by GPUSCALE_TRACES", flush=True
@@ -86,20 +93,35 @@ def fill(trace: Trace, policy: str, seed: int) -> list[float]:
     return reached
 
 
-def churn(trace: Trace, policy: str, seed: int, offered: float = OFFERED) -> tuple[float, float, float]:
-    """Per cent of the GPU demand that is turned away, and of the requests for four GPUs or more; kW, of what is held."""
+class Churned(NamedTuple):
+    """Per cent of the GPU demand that is turned away, and of the requests for four GPUs or more; kW, of what is held; and
+    GPUs of which something is held."""
+
+    lost: float
+    large_lost: float
+    kilowatts: float
+    in_use: float
+
+
+def churn(trace: Trace, policy: str, seed: int, offered: float = OFFERED) -> Churned:
+    """What comes of arrivals and departures."""
     cluster, chance = Cluster(trace, policy, seed), random.Random(seed)
     rate = offered * trace.capacity / statistics.fmean(demand(ask) for ask in trace.asks)
     ends: list[tuple[float, str, Ask]] = []
-    now, asked, lost, large, large_lost, drawn = 0.0, 0, 0, 0, 0, 0.0
+    now, asked, lost, large, large_lost, drawn, in_use = 0.0, 0, 0, 0, 0, 0.0, 0.0
+
+    def pass_to(moment: float) -> None:
+        nonlocal now, drawn, in_use
+        took = max(moment, WARM_UP) - max(now, WARM_UP)
+        now, drawn, in_use = moment, drawn + cluster.watts * took, in_use + cluster.in_use * took
+
     while now < WARM_UP + MEASURED:
-        before, now = now, now + chance.expovariate(rate)
-        while ends and ends[0][0] <= now:
+        arrival = now + chance.expovariate(rate)
+        while ends and ends[0][0] <= arrival:
             end, name, ended = heapq.heappop(ends)
-            drawn += cluster.watts * (max(end, WARM_UP) - max(before, WARM_UP))
-            before = end
+            pass_to(end)
             cluster.give_back(name, ended)
-        drawn += cluster.watts * (max(now, WARM_UP) - max(before, WARM_UP))
+        pass_to(arrival)
         ask, life = with_policy(chance.choice(trace.asks), _own(policy)), chance.expovariate(1.0)
         name = cluster.take(ask)
         if name:
@@ -107,7 +129,8 @@ def churn(trace: Trace, policy: str, seed: int, offered: float = OFFERED) -> tup
         if now > WARM_UP:
             asked, lost = asked + demand(ask), lost + (0 if name else demand(ask))
             large, large_lost = large + (ask.gpu_count >= 4), large_lost + (ask.gpu_count >= 4 and not name)
-    return 100 * lost / asked, 100 * large_lost / max(large, 1), drawn / 1000 / (now - WARM_UP)
+    spent = now - WARM_UP
+    return Churned(100 * lost / asked, 100 * large_lost / max(large, 1), drawn / 1000 / spent, in_use / spent)
 
 
 def fill_bound(trace: Trace, seeds: range) -> list[float]:
@@ -197,8 +220,8 @@ def _churn_table(trace: Trace, policies: Sequence[str], seeds: range) -> None:
     print(f"{'policy':10} {'of GPU demand':>14} {'of asks for 4+ GPUs':>20}")
     for policy in policies:
         runs = [churn(trace, policy, seed) for seed in seeds]
-        lost, large, _ = (statistics.fmean(column) for column in zip(*runs, strict=True))
-        print(f"{policy:10} {lost:14.2f} {large:20.1f}", flush=True)
+        mean = _mean(runs)
+        print(f"{policy:10} {mean.lost:14.2f} {mean.large_lost:20.1f}", flush=True)
     if can_solve():
         print(f"{'bound':10} {churn_bound(trace):14.2f}", flush=True)
 
@@ -210,12 +233,29 @@ def _watts_table(trace: Trace, seeds: range) -> None:
     for load in LOADS:
         kilowatts, figures = list[float](), list[str]()
         for one in (trace, with_watts(trace)):
-            runs = [churn(one, Policy.PACK, seed, load) for seed in seeds]
-            lost, _, drawn = (statistics.fmean(column) for column in zip(*runs, strict=True))
-            kilowatts.append(drawn)
-            figures.append(f"{drawn:9.1f} {lost:6.2f}")
+            mean = _mean([churn(one, Policy.PACK, seed, load) for seed in seeds])
+            kilowatts.append(mean.kilowatts)
+            figures.append(f"{mean.kilowatts:9.1f} {mean.lost:6.2f}")
         less = 100 - 100 * kilowatts[1] / kilowatts[0]
         print(f"{100 * load:6.0f} {figures[0]:>16} {figures[1]:>16} {less:10.1f}", flush=True)
+
+
+def _mig_table(seeds: range) -> None:
+    """GPUs divided at random, and requests for instances like theirs."""
+    nodes, gpus = DIVIDED
+    loads = f"{', '.join(f'{100 * load:.0f}' for load in LOADS)} % offered load"
+    print(f"\nMIG: of {nodes * gpus} GPUs those without work, and % of instances refused, at {loads}")
+    for policy in MIG_POLICIES:
+        means = [
+            _mean([churn(partitioned(nodes, gpus, seed), policy, seed, load) for seed in seeds])
+            for load in LOADS
+        ]
+        figures = " ".join(f"{nodes * gpus - mean.in_use:9.1f} {mean.lost:5.2f}" for mean in means)
+        print(f"{policy:10} {figures}", flush=True)
+
+
+def _mean(runs: Sequence[Churned]) -> Churned:
+    return Churned(*(statistics.fmean(column) for column in zip(*runs, strict=True)))
 
 
 def _decision_table(policies: Sequence[str]) -> None:
@@ -254,6 +294,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         "--churn-seeds", type=int, default=3, help="runs of the churn of each policy; 0 for none"
     )
     parser.add_argument("--watts-seeds", type=int, default=1, help="runs of each load for watts; 0 for none")
+    parser.add_argument("--mig-seeds", type=int, default=2, help="runs of each load for MIG; 0 for none")
     parser.add_argument("--no-decisions", action="store_true", help="leave out the time of decisions")
     return parser.parse_args(arguments)
 
