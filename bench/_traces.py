@@ -54,6 +54,12 @@ class Trace:
         """How often each class of asks comes."""
         return Counter(class_of(ask) for ask in self.asks)
 
+    def drawn(self, seed: int) -> Trace:
+        """The same with its nodes in random order, by which ties go: so did the published simulator for each of its seeds."""
+        nodes = list(self.nodes)
+        random.Random(f"nodes {seed}").shuffle(nodes)
+        return replace(self, nodes=tuple(replace(node, rank=rank) for rank, node in enumerate(nodes)))
+
     def arrivals(self, policy: Policy, seed: int, load: float) -> Iterator[Ask]:
         """All requests in random order, then random ones, until `load` times the capacity was asked for."""
         chance = random.Random(seed)

@@ -4,7 +4,7 @@ python -m bench placement --nodes NODES.csv --pods PODS.csv [...] [--policy pack
 
 Fill: all requests of a trace in random order, then random ones until 130 % of the GPUs were asked for, nothing ends;
 fit by CPU, main memory, GPU and model. Churn: Poisson arrivals and exponential lifetimes at 95 % offered load; what
-does not fit is lost. Watts: the same with `pack` at lower loads too, where
+does not fit is lost. Nodes are in an order drawn for each seed. Watts: the same with `pack` at lower loads too, where
 watts are read and where they are not. MIG: 16 nodes with 8 GPUs divided at random; needs no trace. Decisions: 10,000
 nodes with 10 GPUs, 60 shapes of asks, nine tenths full. Where GPUSCALE_TRACES names a folder with the openb files, that
 is where they are looked for.
@@ -81,7 +81,7 @@ def main() -> None:
 
 def fill(trace: Trace, policy: str, seed: int) -> list[float]:
     """Per cent of the GPUs that are allocated at each of MARKS."""
-    cluster, marks = Cluster(trace, policy, seed), deque(MARKS)
+    cluster, marks = Cluster(trace.drawn(seed), policy, seed), deque(MARKS)
     arrived = allocated = 0
     reached: list[float] = []
     for ask in trace.arrivals(_own(policy), seed, MARKS[-1]):
@@ -105,7 +105,7 @@ class Churned(NamedTuple):
 
 def churn(trace: Trace, policy: str, seed: int, offered: float = OFFERED) -> Churned:
     """What comes of arrivals and departures."""
-    cluster, chance = Cluster(trace, policy, seed), random.Random(seed)
+    cluster, chance = Cluster(trace.drawn(seed), policy, seed), random.Random(seed)
     rate = offered * trace.capacity / statistics.fmean(demand(ask) for ask in trace.asks)
     ends: list[tuple[float, str, Ask]] = []
     now, asked, lost, large, large_lost, drawn, in_use = 0.0, 0, 0, 0, 0, 0.0, 0.0
