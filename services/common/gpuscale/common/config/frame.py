@@ -1,7 +1,7 @@
-"""What a program is once it has been told how: its server, its page of metrics, whom it calls.
+"""What a program builds from its settings: server, metrics page, channels.
 
-`settings` says where each value comes from, and checks it, by pydantic. Nothing here needs that: an agent runs on the classes of
-this module alone, and has another process read what it is told (`run_apart`).
+`settings` reads and checks the values with pydantic. This module does not need pydantic: an agent uses only these classes and has
+a child process read its settings (`run_apart`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Format = Literal["auto", "console", "json"]
 
 
 class ProgramFrame:
-    """Every program. `ProgramSettings` describes the fields, as the class of like name does those of each other frame."""
+    """Every program. The class of the same name in `settings` (here `ProgramSettings`) describes the fields."""
 
     section: ClassVar[str]
 
@@ -43,12 +43,7 @@ class ProgramFrame:
 
     @asynccontextmanager
     async def open_health(self) -> AsyncGenerator[None]:
-        """Answer health checks until the block ends, for a program that serves no gRPC.
-
-        Raises:
-            FailedPreconditionError: the address cannot be listened on.
-            InvalidArgumentError: the address is none.
-        """
+        """Answer health checks during the block, for a program that serves no gRPC. Raises as `bind_health`."""
         if not self.health_listen:
             yield
             return
@@ -63,7 +58,7 @@ class ProgramFrame:
 
 
 class ListenerFrame(ProgramFrame):
-    """A program that others may ask."""
+    """A program with a listening port."""
 
     tls_cert_file: Path | None
     tls_key_file: Path | None
@@ -73,13 +68,13 @@ class ListenerFrame(ProgramFrame):
     insecure_allow_remote: bool
 
     def server_tls(self) -> tls.ServerTls | None:
-        """The files of its certificate; None for plain text."""
+        """The certificate files; None for plain text."""
         if self.tls_cert_file is None or self.tls_key_file is None:
             return None
         return tls.ServerTls(self.tls_cert_file, self.tls_key_file, self.tls_client_ca_file)
 
     def server_options(self) -> rpc_server.ServerOptions:
-        """How the server listens."""
+        """The options of the server."""
         return rpc_server.ServerOptions(
             tls=self.server_tls(), insecure_allow_remote=self.insecure_allow_remote
         )
@@ -87,7 +82,7 @@ class ListenerFrame(ProgramFrame):
     def authenticator(
         self, internal_token: SecretStr | None = None, *, socket_role: auth.Role | None = None
     ) -> auth.Authenticator:
-        """Who is let in; `internal_token` is for the parts of this process, `socket_role` for callers of a socket with a path.
+        """The authenticator; `internal_token` admits parts of this process, `socket_role` callers of a unix socket.
 
         Raises:
             FailedPreconditionError: the tokens file or the deny list cannot be used.
@@ -112,7 +107,7 @@ class ServerFrame(ListenerFrame):
     audit_max_mib: int
 
     def server_options(self) -> rpc_server.ServerOptions:
-        """How the server listens."""
+        """The options of the server."""
         return replace(
             super().server_options(),
             listen=self.listen,
@@ -130,17 +125,16 @@ class MetricsPageFrame(ListenerFrame):
 
     @asynccontextmanager
     async def open_metrics(self, render: Callable[[], AsyncGenerator[bytes]]) -> AsyncGenerator[str]:
-        """Serve a page until the block ends; yields the address, empty where nothing is served.
+        """Serve `/metrics` during the block; yields the address, or "" if not configured.
 
         Raises:
-            FailedPreconditionError: the address cannot be listened on, or needs TLS; a file cannot be used.
-            InvalidArgumentError: the address is none.
+            FailedPreconditionError: the address cannot be bound or needs TLS, or a file cannot be used.
+            InvalidArgumentError: the address is malformed.
         """
         if not self.metrics_listen:
             yield ""
             return
-        # Not even loaded where it is not asked for.
-        from gpuscale.common.rpc.metrics_http import serve_metrics
+        from gpuscale.common.rpc.metrics_http import serve_metrics  # loads h11
 
         fields = ("tls_cert_file", "tls_client_ca_file", "cert_file", "ca_file")
         files = {name: path for name in fields if isinstance(path := getattr(self, name, None), Path)}
@@ -149,7 +143,7 @@ class MetricsPageFrame(ListenerFrame):
             async with aclosing(render()) as chunks:
                 async for chunk in chunks:
                     yield chunk
-            yield await asyncio.to_thread(rpc_meter.certificates_text, files)  # it reads files
+            yield await asyncio.to_thread(rpc_meter.certificates_text, files)  # reads files
 
         options, authenticator = self.server_options(), self.authenticator()
         async with serve_metrics(self.metrics_listen, options, authenticator, render_all) as address:
@@ -158,12 +152,7 @@ class MetricsPageFrame(ListenerFrame):
 
     @asynccontextmanager
     async def observed(self, meter: rpc_meter.ProgramMeter) -> AsyncGenerator[None]:
-        """Serve metrics and health checks until the block ends, for a program that serves no gRPC.
-
-        Raises:
-            FailedPreconditionError: an address cannot be listened on, or needs TLS; a file cannot be used.
-            InvalidArgumentError: an address is none.
-        """
+        """Serve metrics and health checks during the block, for a program that serves no gRPC. Raises as `open_metrics`."""
         async with tasks.TaskScope() as scope, self.open_metrics(meter.render) as address, self.open_health():
             if address:
                 scope.spawn("watch the event loop", meter.watch_loop())
@@ -171,7 +160,7 @@ class MetricsPageFrame(ListenerFrame):
 
 
 class UpstreamFrame:
-    """A program that calls others."""
+    """A program that calls other programs."""
 
     ca_file: Path | None
     cert_file: Path | None
@@ -179,7 +168,7 @@ class UpstreamFrame:
     token_file: Path | None
 
     def open_channel(self, address: str) -> grpc.aio.Channel:
-        """A channel to `address` with these credentials; the caller closes it. It follows the files of TLS.
+        """A channel to `address` with these credentials, which reloads changed TLS files; the caller closes it.
 
         Raises:
             FailedPreconditionError: a file cannot be used.
@@ -197,7 +186,7 @@ class UpstreamFrame:
         return wrapped_channel.RenewedChannel(opening, followed.newer)
 
     def why_unavailable(self, address: str, error: UnavailableError) -> GpuscaleError:
-        """The error, with what is wrong with TLS to `address` if that is the cause. Blocks for up to two seconds."""
+        """The error, or a TLS problem with `address` that explains it. Blocks for seconds."""
         return diagnosis.explained(address, self._tls(), error, diagnosis.PATIENCE)
 
     def _tls(self) -> channel.ClientTls | None:
@@ -210,26 +199,26 @@ F = TypeVar("F", bound=ProgramFrame)
 
 
 def start(
-    told: F,
+    settings: F,
     secrets: Iterable[str],
     serve: Callable[[F, asyncio.Event], Awaitable[None]],
     *,
     program: str,
     quiet: bool = False,
 ) -> int:
-    """Begin to log, and serve until it is told to stop; the exit code.
+    """Set up the log and serve until stopped; returns the exit code.
 
     Args:
-        told: how.
-        secrets: variables that programs which it starts must not inherit.
+        settings: the settings of the program.
+        secrets: environment variables that child processes must not inherit.
         serve: the service; ends after the event, its `stop`, is set.
-        program: its name, as typed.
-        quiet: it wakes up a few times a second only, see `lifecycle.run`.
+        program: name of the program.
+        quiet: as for `lifecycle.run`.
     """
-    logs.configure(told.log_level, told.log_format, service=program)
+    logs.configure(settings.log_level, settings.log_format, service=program)
     logs.capture()
     take_variables(secrets)
-    return lifecycle.run(partial(serve, told), program=program, quiet=quiet)
+    return lifecycle.run(partial(serve, settings), program=program, quiet=quiet)
 
 
 def run_apart(
@@ -240,9 +229,9 @@ def run_apart(
     *,
     program: str,
 ) -> int:
-    """Run a service whose settings `python -m module` reads and tells by `hand_over`, so that nothing here loads what it takes.
+    """Run a service whose settings a child process, `python -m module`, reads and returns with `hand_over`.
 
-    Ends as that process does where it tells nothing: after `--help`, and after one line about what is wrong.
+    So this process never loads pydantic. If the child returns no settings (`--help`, or an error), returns its exit code.
     """
     read, write = os.pipe()
     with os.fdopen(read, "rb") as answer:
@@ -253,7 +242,7 @@ def run_apart(
     code = process.wait()
     if code or not answered:
         return code if code >= 0 else 128 - code
-    values, secrets = pickle.loads(answered)  # noqa: S301 - of the process that this one started
-    told = frame()
-    vars(told).update(values)
-    return start(told, secrets, serve, program=program, quiet=True)
+    values, secrets = pickle.loads(answered)  # noqa: S301 - from our own child process
+    settings = frame()
+    vars(settings).update(values)
+    return start(settings, secrets, serve, program=program, quiet=True)

@@ -1,12 +1,11 @@
-"""Settings of a program: flags, then environment, then file, then defaults; whatever is unknown is an error.
+"""Settings of a program: flags, then environment, then file, then defaults; anything unknown is an error.
 
-A program has one class of `Settings`. Its field `period_seconds` in section `agent` is the flag `--period-seconds`,
-the variable GPUSCALE_AGENT_PERIOD_SECONDS and the key `period_seconds` of the table `[agent]` in the TOML file that
-`--config` or GPUSCALE_CONFIG names. Fields that are mappings come from the file only, as tables of their own
-(`[brokers.default]`); secrets are never taken as flags, which every user of the host can read.
+Each program has one `Settings` class. Its field `period_seconds` in section `agent` is the flag `--period-seconds`,
+the variable GPUSCALE_AGENT_PERIOD_SECONDS and the key `period_seconds` in the table `[agent]` of the TOML file named by
+`--config` or GPUSCALE_CONFIG. Mappings come only from the file, as tables of their own (`[brokers.default]`). Secrets are
+never flags, which every user of the host can read.
 
-`run_program` is what a service's `main` does with them: begin to log, and serve until it is told to stop. What a program makes of
-them besides is its `frame`, which each class here is a kind of.
+A service's `main` calls `run_program`. What a program builds from its settings is in `frame`, the base of each class here.
 """
 
 from __future__ import annotations
@@ -45,27 +44,27 @@ from gpuscale.common.store.term import Term
 class ProgramSettings(ProgramFrame, Settings):
     """Settings of every program."""
 
-    log_level: Level = Field("info", description="least level that is logged")
+    log_level: Level = Field("info", description="lowest level to log")
     log_format: Format = Field("auto", description="console, json, or auto: console on a terminal, else json")
     health_listen: str = Field(
         "",
-        description="address of gRPC health checks alone, HOST:PORT, in plain text for probes that speak no TLS; not served when empty",
+        description="HOST:PORT of a plain-text port for gRPC health checks only, for probes without TLS; off when empty",
     )
 
 
 class ListenerSettings(ListenerFrame, ProgramSettings):
-    """Settings of every program that others may ask: TLS, and who is let in."""
+    """Settings of every program with a listening port: TLS and authentication."""
 
     tls_cert_file: Path | None = Field(None, description="certificate of the server, PEM")
     tls_key_file: Path | None = Field(None, description="key of that certificate, PEM")
     tls_client_ca_file: Path | None = Field(
-        None, description="authority that clients' certificates must come from; switches mTLS on"
+        None, description="authority of client certificates, PEM; switches mTLS on"
     )
     tokens_file: Path | None = Field(
         None, description="accepted bearer tokens, TOML; callers on loopback then need one too"
     )
     revoked_file: Path | None = Field(
-        None, description="client certificates that count no more, TOML; needs tls_client_ca_file"
+        None, description="revoked client certificates, TOML; needs tls_client_ca_file"
     )
     insecure_allow_remote: bool = Field(default=False, description="serve other hosts without TLS")
 
@@ -89,20 +88,23 @@ class ServerSettings(ServerFrame, ListenerSettings):
         0.0,
         ge=0,
         le=1_000_000,
-        description="calls that each caller may make in a second, twice as many at once; 0 for any number",
+        description="calls per second and caller, twice as many in a burst; 0 for no limit",
     )
     audit_file: Path | None = Field(
         None, description="file of the audit log, JSON lines; - for standard output"
     )
     audit_max_mib: int = Field(
-        64, ge=1, le=65_536, description="size of one file of it, in MiB; four full ones are kept"
+        64,
+        ge=1,
+        le=65_536,
+        description="size at which the audit file is rotated, in MiB; four old files are kept",
     )
 
 
 class MetricsPageSettings(MetricsPageFrame, ListenerSettings):
-    """Settings of every program that serves `/metrics`, with the TLS and tokens of its other server, if it has one."""
+    """Settings of every program that serves `/metrics`, with the TLS and tokens of its gRPC server."""
 
-    metrics_listen: str = Field("", description="address of /metrics, HOST:PORT; not served when empty")
+    metrics_listen: str = Field("", description="HOST:PORT of /metrics; off when empty")
 
 
 class MetricsSettings(ServerSettings, MetricsPageSettings):
@@ -110,21 +112,21 @@ class MetricsSettings(ServerSettings, MetricsPageSettings):
 
 
 class DatabaseSettings(Settings):
-    """Settings of every program that keeps its state in a file or in PostgreSQL."""
+    """Settings of every program that stores its state in a file or PostgreSQL."""
 
-    database_file: Path | None = Field(None, description="file that holds the URL of database, in its place")
+    database_file: Path | None = Field(None, description="file with the URL for database")
     database: SecretUrl | None = Field(
         None,
         validate_default=True,
-        description="PostgreSQL that keeps the state, postgresql://USER@HOST/NAME; a file in data_dir when not set",
+        description="PostgreSQL for the state, postgresql://USER@HOST/NAME; without it, a file in data_dir",
     )
     advertise_address: str = Field(
         "",
-        description="address at which others reach this process when it leads; the one it listens on when empty",
+        description="address of this process for others when it leads; empty for the listen address",
     )
 
     def require_driver(self) -> None:
-        """Check that the PostgreSQL driver is installed. Raises FailedPreconditionError: it is not."""
+        """Raise FailedPreconditionError if the PostgreSQL driver is not installed."""
         try:
             import_module("psycopg")
         except ImportError as error:
@@ -154,11 +156,14 @@ class DatabaseSettings(Settings):
 class UpstreamSettings(UpstreamFrame, Settings):
     """Settings of every program that calls other programs."""
 
-    ca_file: Path | None = Field(None, description="authority of the servers called, PEM; switches TLS on")
-    cert_file: Path | None = Field(None, description="client certificate to show them, PEM; needs ca_file")
+    ca_file: Path | None = Field(None, description="authority of upstream servers, PEM; switches TLS on")
+    cert_file: Path | None = Field(
+        None, description="client certificate for upstream servers, PEM; needs ca_file"
+    )
     key_file: Path | None = Field(None, description="key of the client certificate, PEM")
     token_file: Path | None = Field(
-        None, description="file with the bearer token to send, over TLS or to this host only"
+        None,
+        description="file with the bearer token for upstream servers; sent only over TLS or to this host",
     )
 
     @model_validator(mode="after")
@@ -171,7 +176,7 @@ class UpstreamSettings(UpstreamFrame, Settings):
 
 
 class StatefulSettings(MetricsSettings, DatabaseSettings, UpstreamSettings):
-    """Settings of every program that serves, keeps state and calls others."""
+    """Settings of every program that serves, stores state and calls others."""
 
 
 S = TypeVar("S", bound=ProgramSettings)
@@ -185,51 +190,48 @@ def run_program(
     program: str,
     description: str,
 ) -> int:
-    """Run a service as a program: read its settings, start the log, serve.
+    """Run a service as a program: read its settings, set up the log, serve; returns the exit code.
 
     Args:
-        settings_type: what it is told, by flags, variables and file.
+        settings_type: the class of its settings.
         serve: the service; ends after the event, its `stop`, is set.
         argv: flags; None for those of the process.
-        program: its name, as typed.
-        description: what it does, for `--help`.
-
-    Returns:
-        The exit code.
+        program: name of the program.
+        description: text for `--help`.
     """
     settings = load(settings_type, argv, program=program, description=description)
     return start(settings, secret_variables(settings), serve, program=program)
 
 
 def hand_over(settings_type: type[Settings], *, program: str, description: str) -> None:
-    """Tell the process that started this one by `frame.run_apart` what it is told: the first argument is where, the others its own."""
-    place, *argv = sys.argv[1:]
+    """Send settings to the parent of `frame.run_apart`: the first argument is a file descriptor, the others are flags."""
+    descriptor, *argv = sys.argv[1:]
     settings = load(settings_type, argv, program=program, description=description)
-    os.write(int(place), pickle.dumps((vars(settings), secret_variables(settings))))
+    os.write(int(descriptor), pickle.dumps((vars(settings), secret_variables(settings))))
 
 
 class Opening(Protocol):
-    """Starts a service and yields what the server serves; `term` is set where one of several processes leads.
+    """Starts a service and yields what to serve; `term` is set if several processes compete for the lead.
 
-    What it does it shows on the `/metrics` of `meter`.
+    The service adds its series to `meter`.
     """
 
     def __call__(
         self, *, term: Term | None, meter: rpc_meter.CallMeter
     ) -> AbstractAsyncContextManager[Sequence[rpc_server.Registration]]:
-        """Read its state and start its tasks; they end on leaving."""
+        """Read the state and start the tasks; leaving the context ends them."""
         ...
 
 
 async def serve_stateful(
     settings: StatefulSettings, *, services: Sequence[str], act: Opening, stop: asyncio.Event
 ) -> None:
-    """Serve what keeps a state until `stop` is set: at once, or with a database whenever this process leads.
+    """Serve a stateful service until `stop` is set; with a database, only while this process leads.
 
     Args:
-        settings: say where, and name the database, if there is one.
-        services: full names of what `act` opens.
-        act: the service.
+        settings: addresses, and the database if any.
+        services: full names of the services that `act` opens.
+        act: opens the service.
         stop: ends it.
 
     Raises:

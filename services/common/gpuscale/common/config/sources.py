@@ -1,4 +1,4 @@
-"""From flags, environment and file to settings; `gpuscale.common.config.settings` states the rules."""
+"""Read settings from flags, environment and file; for the rules see `gpuscale.common.config.settings`."""
 
 import argparse
 import os
@@ -18,7 +18,7 @@ from gpuscale.common.secrets import SecretUrl
 
 PREFIX = "GPUSCALE_"
 CONFIG_VARIABLE = "GPUSCALE_CONFIG"
-# One file may serve several programs, so a program knows the tables of the others: a misspelt one is an error.
+# One file may serve several programs, so each knows the tables of all and rejects a misspelt one.
 TABLES = frozenset(
     {
         "adapter",
@@ -47,7 +47,7 @@ TABLES = frozenset(
 )
 
 _MISSPELT = 0.9
-"""Likeness, by difflib, from which on a variable is taken for one that was misspelt."""
+"""difflib ratio from which a variable counts as misspelt."""
 _URL_WITH_PASSWORD = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]*:[^/\s]*@", re.IGNORECASE)
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 _Kind = Literal["switch", "list", "table", "secret", "value"]
@@ -61,7 +61,7 @@ _FLAG_KINDS = frozenset({"switch", "list", "value"})
 
 
 class Settings(BaseModel):
-    """What a program is told before it starts. Subclasses name their `section` and describe their fields."""
+    """Settings of a program. Subclasses set `section` and describe their fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
@@ -74,7 +74,7 @@ S = TypeVar("S", bound=Settings)
 def load(settings_type: type[S], argv: Sequence[str] | None, *, program: str, description: str) -> S:
     """The settings of a program from its flags (None: those of the process), environment and file.
 
-    Exits with 0 after `--help` or `--version`, and with 2 and one line on stderr if anything is unknown or wrong.
+    Exits with 0 after `--help` or `--version`, and with 2 and one line on stderr if anything is unknown or invalid.
     """
     parser = _parser(settings_type, program, description)
     known, unknown = parser.parse_known_args(argv)
@@ -96,10 +96,10 @@ def load_table(
     overrides: Mapping[str, object] = _NOTHING,
     environ: Mapping[str, str] | None = None,
 ) -> S:
-    """The settings from `overrides` by field, then environment, then the tables of a whole file, then defaults.
+    """The settings from `overrides` by field, then environment, then the tables of a file, then defaults.
 
     Raises:
-        InvalidArgumentError: a variable or key is unknown, or a value is wrong; names what is at fault.
+        InvalidArgumentError: a variable or key is unknown, or a value is invalid; the error names it.
     """
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
@@ -113,7 +113,7 @@ def load_table(
     try:
         return settings_type.model_validate(values)
     except ValidationError as error:
-        problems: list[str] = []  # everything that is wrong, in one line that never shows a value
+        problems: list[str] = []  # reported in one line, without values
         for problem in error.errors(include_url=False, include_context=False, include_input=False):
             field, *inner = (str(part) for part in problem["loc"] or (settings_type.section,))
             where = ".".join((origins.get(field, field), *inner))
@@ -125,15 +125,15 @@ def load_table(
 def refuse_unused(
     settings_type: type[Settings], config: Mapping[str, object], unused: Mapping[str, str]
 ) -> None:
-    """Refuse settings in the environment or the file that nothing would read.
+    """Reject settings in the environment or file that nothing reads.
 
     Args:
-        settings_type: whose fields they are.
-        config: the tables.
-        unused: what to do instead, by field.
+        settings_type: the class with the fields.
+        config: the tables of the file.
+        unused: by field, what to do instead.
 
     Raises:
-        InvalidArgumentError: such a field is set; names it and where it stands. Or a variable or key is unknown.
+        InvalidArgumentError: such a field is set, or a variable or key is unknown; the error names it.
     """
     for origin, field, _ in (
         *_from_file(settings_type, config),
@@ -144,7 +144,7 @@ def refuse_unused(
 
 
 def secret_variables(*settings: Settings) -> set[str]:
-    """The variables that hold secrets: those of secret fields, those that tables name, and URLs with a password."""
+    """Environment variables with secrets: of secret fields, named in tables (`..._env`), or URLs with a password."""
     names = {
         f"{PREFIX}{part.section}_{field}".upper()
         for part in settings
@@ -157,7 +157,7 @@ def secret_variables(*settings: Settings) -> set[str]:
 
 
 def _named_variables(value: object) -> Iterator[str]:
-    """The values of keys that name variables: `amqp_url_env = "NAME"`, `pass_env = ["NAME"]`."""
+    """Values of keys that name variables: `amqp_url_env = "NAME"`, `pass_env = ["NAME"]`."""
     if not is_table(value):
         return
     for key, item in value.items():
@@ -168,10 +168,10 @@ def _named_variables(value: object) -> Iterator[str]:
 
 
 def read_config(path: Path, settings_type: type[Settings] | None = None) -> dict[str, object]:
-    """The tables of a TOML file; those of `settings_type` are known even if they are of another package's program.
+    """The tables of a TOML file; `settings_type` may add tables, for programs of other packages.
 
     Raises:
-        InvalidArgumentError: the file cannot be read, has an unknown table, or shows a password to every user.
+        InvalidArgumentError: the file cannot be read, has an unknown table, or has a password and is world-readable.
     """
     try:
         with path.open("rb") as file:
@@ -194,7 +194,7 @@ def read_config(path: Path, settings_type: type[Settings] | None = None) -> dict
 def _from_file(
     settings_type: type[Settings], config: Mapping[str, object]
 ) -> Iterator[tuple[str, str, object]]:
-    """Origin, field and value of each key that is meant for these settings."""
+    """Origin, field and value of each key for these settings."""
     section = settings_type.section
     table = config.get(section, {})
     if not is_table(table):
@@ -226,7 +226,7 @@ def _from_environment(
 
 
 def _is_misspelt(variable: str, known: Iterable[str]) -> bool:
-    """Whether it is almost a known variable. Users may have their own that begin with GPUSCALE_."""
+    """Whether a variable is close to a known one. Users may have other variables that begin with GPUSCALE_."""
     name = variable.removeprefix(PREFIX)
     if name == variable or any(name.startswith(f"{table.upper()}_") for table in TABLES):
         return False
@@ -236,7 +236,7 @@ def _is_misspelt(variable: str, known: Iterable[str]) -> bool:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports errors in one line."""
+    """A parser that prints errors as one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -268,7 +268,7 @@ def _flag(field: str) -> str:
 
 
 def _kinds(settings_type: type[Settings]) -> dict[str, _Kind]:
-    """How each field is set, by its type; for a union, by its first member other than None."""
+    """Kind of each field by its type; for a union, by its first member except None."""
     kinds: dict[str, _Kind] = {}
     for name, field in settings_type.model_fields.items():
         annotation: Any = field.annotation
@@ -283,14 +283,14 @@ def _kinds(settings_type: type[Settings]) -> dict[str, _Kind]:
 
 
 def _unknown(kind: str, name: str, known: Iterable[str], where: str = "") -> str:
-    import difflib  # 0.7 MB of memory in every program, and needed for mistakes alone
+    import difflib  # 0.7 MB, needed only after mistakes
 
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"unknown {kind} {name}{where}" + (f" (did you mean {near[0]}?)" if near else "")
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Every text in the tables and lists of a TOML value."""
+    """All strings in a TOML value."""
     if isinstance(value, str):
         yield value
     elif is_table(value):
@@ -302,5 +302,5 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def is_table(value: object) -> TypeGuard[Mapping[str, object]]:
-    """Whether a value of TOML is a table."""
+    """Whether a TOML value is a table."""
     return isinstance(value, Mapping)

@@ -1,4 +1,4 @@
-"""The life of a program: its signals, its directory, and the one place where unforeseen errors end."""
+"""Program lifecycle: signals, the data directory lock, and the last handler of errors."""
 
 import asyncio
 import faulthandler
@@ -22,29 +22,29 @@ from gpuscale.common.runtime.logs import get_logger, writes_json
 STOP_WARNING_SECONDS = 8.0
 STOP_LIMIT_SECONDS = 9.5
 LARGEST_LIMIT = 1 << 20
-"""Descriptors that are asked for at most: some programs, and children of ours, walk through all that there may be."""
+"""Highest descriptor limit to request: some child processes walk through all possible descriptors."""
 LOOK_AT_ALL = 3600.0
 COLLECT_AFTER = 10_000
-"""Objects made and not freed again after which the youngest are looked at. After 700, Python's own number, they are whenever some
-twenty calls are under way at once: nothing is garbage, and it takes a ninth of the CPU of a Reserve."""
+"""Net new objects before a collection of the youngest generation. Python's default of 700 collects whenever some twenty calls are
+under way, finds nothing, and takes a ninth of the CPU of a Reserve."""
 _STDERR = 2
 _OLDEST = 2
-"""The generation of objects that a full collection looks at."""
+"""The generation of a full collection."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _log = get_logger(__name__)
 
 
 def run(main: Callable[[asyncio.Event], Awaitable[None]], *, program: str, quiet: bool = False) -> int:
-    """Run a program until it ends or is told to, and return its exit code. Set up the log before.
+    """Run a program until it ends or is stopped; returns its exit code. Configure the log first.
 
-    `main` gets an event that SIGTERM or SIGINT sets, and is to return soon after. A second signal exits at once with
-    128 + its number; so does the first one, with 1, if `main` has not returned 9.5 s later.
+    `main` gets an event that SIGTERM or SIGINT sets, and should return soon after. A second signal exits at once with
+    128 + its number. If `main` has not returned after 9.5 s, the program exits with 1.
 
-    An error of our own tree that no task raised is one line on stderr, of JSON where the log is, and exit code 1. Any other error is logged with
-    its traceback: exit code 1.
+    Any error ends the program with 1. A `GpuscaleError` raised outside tasks is printed as one line on stderr (JSON if the
+    log is JSON), others are logged with a traceback.
 
-    `quiet` says that it wakes up a few times a second only: uvloop would save no CPU then, and costs 2 MB of memory.
+    `quiet` is for a program that wakes up a few times a second: it does without uvloop, which would take 2 MB.
     """
     raise_descriptor_limit()
     new_loop = asyncio.new_event_loop
@@ -57,7 +57,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], *, program: str, quiet
         with _signals(asyncio.get_running_loop(), stop):
             try:
                 await main(stop)
-            except Exception as error:  # noqa: BLE001 - the last place that can still say what ended the program
+            except Exception as error:  # noqa: BLE001 - the last handler
                 for leaf in _leaves(error):
                     notes: list[str] = getattr(leaf, "__notes__", [])
                     if isinstance(leaf, GpuscaleError) and not notes:
@@ -82,10 +82,10 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], *, program: str, quiet
 
 @contextmanager
 def collecting_what_is_new(*, seldom: bool = True) -> Generator[None]:
-    """Keep the collector of garbage from what lives long: it looks at what came since the last full collection alone.
+    """Collect garbage only among objects newer than the last full collection.
 
-    What imports made, leases and nodes live long, and to look at 10,000 of them stands in the way of all else for 0.2 s. All is
-    looked at every `LOOK_AT_ALL` seconds. With `seldom` even the youngest are looked at less often, which takes some memory.
+    Modules, leases and nodes live long, and a scan of 10,000 of them blocks the loop for 0.2 s; everything is scanned every
+    `LOOK_AT_ALL` seconds. With `seldom` the youngest are collected less often too, at the cost of some memory.
     """
     looked, thresholds = time.monotonic(), gc.get_threshold()
 
@@ -113,7 +113,7 @@ def collecting_what_is_new(*, seldom: bool = True) -> Generator[None]:
 def _signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Generator[None]:
     """Set `stop` on the first signal, exit on the second.
 
-    The handlers are Python's own and not the loop's, so that the second signal works while the loop is stuck.
+    The handlers are Python's own, not the loop's, so that the second signal works while the loop is stuck.
     """
     signalled = False
 
@@ -122,7 +122,7 @@ def _signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Generator[
         if signalled:
             os._exit(128 + number)
         signalled = True
-        # A watchdog of the interpreter: it works whatever the threads are stuck in, and writes down where they are.
+        # A watchdog in the interpreter: works even if all threads are stuck, and dumps their stacks.
         faulthandler.dump_traceback_later(STOP_LIMIT_SECONDS, exit=True, file=_STDERR)
         loop.call_soon_threadsafe(stop.set)
         loop.call_soon_threadsafe(loop.call_later, STOP_WARNING_SECONDS, warn)
@@ -142,7 +142,7 @@ def _signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Generator[
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """The errors of a group, without the groups; any other error itself."""
+    """The errors in nested groups; any other error itself."""
     if isinstance(error, BaseExceptionGroup):
         for inner in cast("BaseExceptionGroup[BaseException]", error).exceptions:
             yield from _leaves(inner)
@@ -151,7 +151,7 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process have as many descriptors as its hard limit allows."""
+    """Raise the soft limit of descriptors to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = LARGEST_LIMIT if hard == resource.RLIM_INFINITY else min(hard, LARGEST_LIMIT)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -160,7 +160,7 @@ def raise_descriptor_limit() -> None:
 
 
 def descriptor_limit() -> int:
-    """How many descriptors this process may have."""
+    """The descriptor limit of this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return LARGEST_LIMIT if soft == resource.RLIM_INFINITY else soft
 
@@ -169,14 +169,14 @@ _MAX_PID_BYTES = 32
 
 
 class DirectoryLock:
-    """An exclusive lock on a directory, held from entering the context to leaving it.
+    """An exclusive lock on a directory while in the context; creates a missing directory with mode 0700.
 
-    The directory is made, for its owner only, if it is missing. The lock is flock(2) on a file `lock` in it, so the
-    kernel lets go of it when the process dies in whatever way; the file stays, and holds the pid of the last holder.
+    The lock is flock(2) on the file `lock` in it, so the kernel releases it when the process dies; the file remains with
+    the pid of the last holder.
 
     Raises:
-        FailedPreconditionError: on entering; DIRECTORY_LOCKED where another program holds it, DIRECTORY_UNUSABLE
-            where the directory cannot be made or written to, or where other users may change what is in it.
+        FailedPreconditionError: on entering; DIRECTORY_LOCKED if another process holds it, DIRECTORY_UNUSABLE if the
+            directory cannot be created or written, or other users can change its content.
     """
 
     def __init__(self, path: Path) -> None:
@@ -187,7 +187,6 @@ class DirectoryLock:
         try:
             self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = self._path.stat()
-            # Nobody else may put, or take away, what is trusted here.
             if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise FailedPreconditionError(
                     f"other users may write to the directory {self._path}: chmod go-w {self._path}",

@@ -1,7 +1,7 @@
-"""Structured logs on stderr: an event, a short lower-case phrase, and its context as key=value.
+"""Structured logs on stderr: an event (a short lower-case phrase) with context as key=value.
 
-Everything goes through the standard library's logging, so records of other libraries look the same. Secrets are
-redacted by type, and tracebacks never show local variables.
+Everything goes through the standard logging module, so records of other libraries look the same. Secrets are redacted
+by type, and tracebacks never show local variables.
 """
 
 import logging
@@ -16,20 +16,20 @@ from typing import Any, TextIO, cast
 from gpuscale.common import VERSION
 from gpuscale.common.secrets import SecretUrl
 
-# structlog loads rich where that is installed, for tracebacks that we never show: 6 MB of each program.
+# structlog imports rich if installed, for tracebacks that we never show: 6 MB per program.
 _rich = cast("Any", sys.modules).setdefault("rich", None)
 import structlog  # noqa: E402
 
 if _rich is None:
     del sys.modules["rich"]
 
-# Libraries that tell every request, some with its content.
+# These log every request, some with its content.
 _CHATTY = ("aio_pika", "aiormq", "httpcore", "httpx", "sqlalchemy")
 
 
 def redact(value: object) -> object:
-    """The value with every secret in it, at any depth of its containers, replaced by what may be shown."""
-    if hasattr(value, "get_secret_value"):  # ours, and the text and bytes of pydantic
+    """The value with all secrets masked, in nested containers too."""
+    if hasattr(value, "get_secret_value"):  # ours, and pydantic's SecretStr and SecretBytes
         return "***"
     if isinstance(value, SecretUrl):
         return str(value)
@@ -47,7 +47,7 @@ def _redact_event(_logger: object, _method: str, event: MutableMapping[str, Any]
 
 
 call_id: ContextVar[str] = ContextVar("gpuscale_call_id", default="")
-"""The request id of the current call, in each line of the log."""
+"""The request id of the current call, added to each log line."""
 
 
 def _name_call(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
@@ -67,7 +67,7 @@ _SHARED: tuple[structlog.typing.Processor, ...] = (
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
-    """The logger of a module: `get_logger(__name__)`. Works before `configure`, as standard logging does."""
+    """The logger of a module: `get_logger(__name__)`. May be called before `configure`."""
     logger: structlog.stdlib.BoundLogger = structlog.wrap_logger(
         logging.getLogger(name),
         wrapper_class=structlog.stdlib.BoundLogger,
@@ -87,20 +87,20 @@ def configure(
     *,
     service: str = "",
 ) -> None:
-    """Write the log of this process to stderr; replaces what an earlier call set up.
+    """Log to stderr; replaces an earlier configuration.
 
     Args:
-        level: the least level that is written.
-        format: `console` for people, `json` for one object a line, `auto` for console on a terminal and else JSON.
-        stream: where to write instead of stderr.
-        service: what JSON lines call this process; they name its host and version too.
+        level: lowest level to write.
+        format: `console`, `json` (one object per line), or `auto`: console on a terminal, else JSON.
+        stream: used instead of stderr.
+        service: name of this process in JSON lines, which also have its host and version.
     """
-    global _json  # noqa: PLW0603 - as the handlers of logging are, it is of the process
+    global _json  # noqa: PLW0603 - per process, as the handlers of logging
     target = stream or sys.stderr
     console = format == "console" or (format == "auto" and target.isatty())
     _json = not console
     if console:
-        # The default of structlog prints local variables with a traceback, secrets included, where rich is installed.
+        # With rich installed, the default prints local variables with a traceback, secrets included.
         renderers: tuple[structlog.typing.Processor, ...] = (
             structlog.dev.ConsoleRenderer(
                 colors=target.isatty(), exception_formatter=structlog.dev.plain_traceback
@@ -128,23 +128,23 @@ def configure(
 
 
 def writes_json() -> bool:
-    """Whether the log of this process is JSON."""
+    """Whether this process logs JSON."""
     return _json
 
 
 def capture() -> None:
-    """Have what Python itself writes to stderr, warnings and errors that nobody caught, be lines of the log."""
+    """Log warnings and uncaught errors, which Python prints to stderr."""
     log = get_logger("gpuscale")
 
     def uncaught(kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
-        log.error("an error was not caught", error=kind.__name__, exc_info=error)
+        log.error("uncaught error", error=kind.__name__, exc_info=error)
 
-    def of_thread(told: threading.ExceptHookArgs) -> None:
-        name = told.thread.name if told.thread is not None else ""
-        log.error("an error ended a thread", thread=name, exc_info=told.exc_value or True)
+    def of_thread(args: threading.ExceptHookArgs) -> None:
+        name = args.thread.name if args.thread is not None else ""
+        log.error("a thread failed", thread=name, exc_info=args.exc_value or True)
 
-    def unraisable(told: "sys.UnraisableHookArgs") -> None:
-        log.error("an error could not be raised", where=repr(told.object), exc_info=told.exc_value or True)
+    def unraisable(args: "sys.UnraisableHookArgs") -> None:
+        log.error("unraisable error", where=repr(args.object), exc_info=args.exc_value or True)
 
     logging.captureWarnings(capture=True)
     sys.excepthook, threading.excepthook, sys.unraisablehook = uncaught, of_thread, unraisable

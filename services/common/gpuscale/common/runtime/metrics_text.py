@@ -1,8 +1,8 @@
 """Prometheus' text exposition format, version 0.0.4. Pure.
 
-https://prometheus.io/docs/instrumenting/exposition_formats/: every series of a family stands together below its HELP
-and TYPE. Written by hand because it is the hot path: for a thousand GPUs it takes 0.15 s of the event loop, in pieces,
-and prometheus_client would take 1.4 s (docs/adr/0010).
+https://prometheus.io/docs/instrumenting/exposition_formats/: all series of a family follow its HELP and TYPE. Written by
+hand because it is a hot path: a thousand GPUs take 0.15 s of the event loop, in pieces; prometheus_client would take
+1.4 s (docs/adr/0010).
 """
 
 from bisect import bisect_left
@@ -20,7 +20,7 @@ SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The series of one name."""
+    """A metric: its name, type and help."""
 
     name: str
     kind: Kind
@@ -28,7 +28,7 @@ class Family:
 
 
 class Histogram:
-    """How often durations of each length were seen; one more bucket takes what is above the bounds."""
+    """A histogram of durations; the last bucket is for values above all bounds."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(SECONDS) + 1)
@@ -41,18 +41,18 @@ class Histogram:
 
 
 class MetricsPage:
-    """The answer to one scrape. Families stand in the order in which they were first added to."""
+    """The page of one scrape. Families keep the order of their first samples."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, list[str]] = {}  # by name: a family is dear to hash
+        self._lines: dict[str, list[str]] = {}  # by name: a family is expensive to hash
 
     def add(self, family: Family, labels: str, value: float | None) -> None:
-        """Add a sample of a family, with what `labels` made or nothing; no sample where there is no value."""
+        """Add a sample, with the result of `labels` or ""; none for a value of None."""
         if value is not None:
             self._of(family).append(f"{family.name}{labels} {value!r}\n")
 
     def add_histogram(self, family: Family, values: Mapping[str, str], histogram: Histogram) -> None:
-        """Add a histogram of a family, with labels."""
+        """Add a histogram."""
         lines, name = self._of(family), family.name
         bounds = [*map(repr, SECONDS), "+Inf"]
         for bound, count in zip(bounds, accumulate(histogram.counts), strict=True):
@@ -75,7 +75,7 @@ class MetricsPage:
 
 
 def labels(values: Mapping[str, str]) -> str:
-    """The labels of a sample in their order, without those whose value is empty: to Prometheus both are the same."""
+    """The labels of a sample. Empty values are left out: to Prometheus both are the same."""
     found: list[str] = []
     for name, value in values.items():
         if value:

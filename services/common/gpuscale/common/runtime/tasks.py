@@ -1,18 +1,16 @@
-"""Tasks and what they go by: scopes that end them, changes that no caller interrupts, waits, clocks, and failpoints.
+"""Tasks: scopes that end them, uninterrupted changes, backoff, clocks, failpoints.
 
-A change that is on its way to the disk cannot be called back: it is there after a restart, so it must be in memory as
-well. A use case that writes and then changes memory is marked with `uninterrupted`. Within a call, `Store.write` refuses
-to run outside of such a use case, so a mark that is missing fails the first call and not one cancelled call in a thousand.
+A write on its way to disk cannot be cancelled: it is there after a restart, so memory must have it too. A use case that
+writes and then changes memory is marked `uninterrupted`. Within a call, `Store.write` refuses to run without the mark, so
+a missing mark fails the first call and not one cancelled call in a thousand.
 
-Decisions use seconds since boot, which wall-clock steps do not touch; dates are for display. Seconds since boot
-(CLOCK_BOOTTIME) also count while the host sleeps, so a lease does not outlive a suspend. They mean something only together
-with the boot they belong to: whoever stores them stores `boot_id` too.
+Decisions use seconds since boot (CLOCK_BOOTTIME), which clock changes do not affect and which count during a suspend, so
+that a lease does not outlive it. They are valid only for one boot: store them with `boot_id`. Dates are for display.
 
-Failpoints are named points where a test makes the program fail (the idea is gofail's, which etcd is tested with). The
-environment variable GPUSCALE_FAILPOINTS lists them: `name=kill,name2=sleep:2.5,name3=error`. `kill` ends the process with
-SIGKILL, `sleep` waits that many seconds, `error` raises UnavailableError with reason FAILPOINT. Names are
-`room.operation.point`, such as `allocator.store.before_commit`. Without the variable a point costs one look at an empty
-dictionary.
+Failpoints are named points where a test makes the program fail (the idea is from gofail, which tests etcd). The variable
+GPUSCALE_FAILPOINTS lists them: `name=kill,name2=sleep:2.5,name3=error`. `kill` sends SIGKILL to the process, `sleep` waits
+for seconds, `error` raises UnavailableError with reason FAILPOINT. Names are `room.operation.point`, such as
+`allocator.store.before_commit`. Without the variable a failpoint costs one lookup in an empty dictionary.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ from gpuscale.common.errors import (
     UnavailableError,
 )
 
-# Trying again soon would change nothing, and two callers of one name would drive each other out without end.
+# A retry would fail again, and two callers with one name would keep replacing each other.
 REFUSED_WAIT_SECONDS = (30.0, 60.0)
 _REFUSALS = (
     AbortedError,
@@ -55,11 +53,11 @@ _random = SystemRandom()
 
 
 class Backoff:
-    """The waits of one retry loop.
+    """Full-jitter backoff of one retry loop.
 
     Args:
-        initial: ceiling of the first wait, in seconds.
-        cap: highest ceiling, in seconds.
+        initial: upper bound of the first wait, in seconds.
+        cap: largest upper bound, in seconds.
     """
 
     def __init__(self, initial: float = 0.5, cap: float = 30.0) -> None:
@@ -74,11 +72,11 @@ class Backoff:
         return wait
 
     def after(self, error: GpuscaleError) -> float:
-        """Seconds to wait before a stream is opened again that an error has ended."""
+        """Seconds to wait before reopening a stream that ended with `error`."""
         return _random.uniform(*REFUSED_WAIT_SECONDS) if isinstance(error, _REFUSALS) else self.next()
 
     def reset(self) -> None:
-        """The attempt succeeded: begin again with the first ceiling."""
+        """Start over after a success."""
         self._ceiling = self._initial
 
 
@@ -89,30 +87,26 @@ _interruptible: ContextVar[bool] = ContextVar("gpuscale_interruptible", default=
 
 
 def begin_call() -> None:
-    """For the interceptor: from here on the caller may cancel the task at any await."""
+    """Called by the interceptor: from here on a caller may cancel the task at any await."""
     _interruptible.set(True)
 
 
 def require_uninterrupted() -> None:
-    """Check that no caller can cancel the task between a write and what follows it.
-
-    Raises:
-        InternalError: the use case lacks its `uninterrupted`.
-    """
+    """Raise InternalError in a call whose use case is not `uninterrupted`."""
     if _interruptible.get():
         raise InternalError("a call writes outside an uninterrupted use case")
 
 
 def uninterrupted(change: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Decorate a change so that it always completes: a cancellation of the caller is raised afterwards.
+    """Decorate a change so that it always completes; a cancellation of the caller is raised afterwards.
 
-    The change runs in a task of its own, which ends before the caller goes on. Each of its awaits must end by itself.
+    The change runs in its own task, which ends before the caller continues. Each of its awaits must end by itself.
     """
 
     @wraps(change)
     async def complete(*args: P.args, **kwargs: P.kwargs) -> T:
         async def run() -> T:
-            _interruptible.set(False)  # in the task's own copy of the context
+            _interruptible.set(False)  # in the task's context
             return await change(*args, **kwargs)
 
         task = asyncio.create_task(run(), name=change.__qualname__)
@@ -123,7 +117,7 @@ def uninterrupted(change: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Co
             except asyncio.CancelledError as error:
                 gave_up = error
         failure = None if task.cancelled() else task.exception()
-        # A caller that gave up need not learn how the change went; a bug is raised all the same.
+        # A cancelled caller does not get the error of the change, except for a bug.
         if gave_up is not None and (failure is None or isinstance(failure, GpuscaleError)):
             raise gave_up
         return task.result()
@@ -132,10 +126,10 @@ def uninterrupted(change: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Co
 
 
 class TaskScope:
-    """Tasks that end no later than the block they were started in.
+    """Tasks that end no later than the block that started them.
 
-    Leaving the block cancels and awaits them all. A task that fails cancels the block and the other tasks, and the
-    block raises its error, with a note that names the task; several errors are raised as one ExceptionGroup.
+    Leaving the block cancels and awaits them. A task that fails cancels the block and the other tasks, and the block
+    raises its error with a note that names the task; several errors are raised as an ExceptionGroup.
     """
 
     def __init__(self) -> None:
@@ -161,11 +155,11 @@ class TaskScope:
             try:
                 raise failure
             finally:
-                # The group and the cancellation it caused say nothing about where the failure came from.
+                # Drop the group and its cancellation from the traceback.
                 failure.__context__ = context
 
     def spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        """Run a task that never ends by itself; its end, even without an error, ends the scope.
+        """Start a task that must not end by itself; if it does, the scope fails.
 
         Raises:
             RuntimeError: the scope is closing.
@@ -173,7 +167,7 @@ class TaskScope:
         self._create(name, _named(name, work, endless=True), work)
 
     def start(self, name: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run a task that ends by itself; only its failure ends the scope.
+        """Start a task that ends by itself; only its failure ends the scope.
 
         Raises:
             RuntimeError: the scope is closing.
@@ -191,28 +185,18 @@ class TaskScope:
             raise
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        # A task cancelled before its first step never reaches the work inside of it.
+        # A task cancelled before its first step never starts its work.
         task.add_done_callback(lambda _: work.close())
         return task
 
 
-class _Named:
-    """Adds the name of the task to an error that leaves the block."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        """Begin."""
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if isinstance(error, Exception):
-            error.add_note(f"in task {self._name}")
-
-
 async def _named(name: str, work: Coroutine[Any, Any, T], *, endless: bool = False) -> T:
-    with _Named(name):
+    """Run a task's work, and add its name to an error."""
+    try:
         result = await work
+    except Exception as error:
+        error.add_note(f"in task {name}")
+        raise
     if endless:
         raise InternalError(f"task {name} ended, which it never should", reason="TASK_ENDED")
     return result
@@ -222,7 +206,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Clock(Protocol):
-    """What tells the time; programs use `SystemClock`, tests set their own."""
+    """Tells the time; programs use `SystemClock`, tests their own."""
 
     @property
     def boot_id(self) -> str:
@@ -230,7 +214,7 @@ class Clock(Protocol):
         ...
 
     def now(self) -> float:
-        """Seconds since the boot; never goes back within one `boot_id`."""
+        """Seconds since boot; never decreases within one `boot_id`."""
         ...
 
     def wall(self) -> datetime:
@@ -239,16 +223,12 @@ class Clock(Protocol):
 
 
 def read_boot_id() -> str:
-    """The kernel's id of the current boot.
-
-    Raises:
-        OSError: this is no Linux.
-    """
+    """The kernel's id of the current boot; OSError if not on Linux."""
     return _BOOT_ID.read_text(encoding="ascii").strip()
 
 
 def pid_namespace() -> int | None:
-    """The number of this process's PID namespace; None where the system has none."""
+    """Inode of this process's PID namespace; None if unknown."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
@@ -256,9 +236,9 @@ def pid_namespace() -> int | None:
 
 
 def network_namespace(proc: Path = Path("/proc")) -> int:
-    """Number of this process's network namespace; 0 where it is not known.
+    """Inode of this process's network namespace; 0 if unknown.
 
-    Hosts that are namespaces on one kernel share its `boot_id`, and differ in this.
+    It tells containers on one kernel apart, which share its `boot_id`.
     """
     try:
         return (proc / "self/ns/net").stat().st_ino
@@ -282,7 +262,7 @@ class SystemClock:
         return time.clock_gettime(time.CLOCK_BOOTTIME)
 
     def wall(self) -> datetime:
-        """The date of this host in UTC."""
+        """The date of this host, in UTC."""
         return datetime.now(UTC)
 
 
@@ -296,11 +276,7 @@ class _Action:
 
 
 def parse_failpoints(text: str) -> Mapping[str, _Action]:
-    """The actions by point.
-
-    Raises:
-        ValueError: the text is not of the form above.
-    """
+    """The action of each failpoint. Raises ValueError for a text of another form than above."""
     actions: dict[str, _Action] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, _, action = item.partition("=")
@@ -315,16 +291,12 @@ _points = parse_failpoints(os.environ.get(FAILPOINTS, ""))
 
 
 def failpoints_set() -> bool:
-    """Whether any is: where there are many points to pass, each is asked for only then."""
+    """Whether any failpoint is set; for code that would otherwise ask for many."""
     return bool(_points)
 
 
 def hit(name: str) -> None:
-    """Pass a point in a thread.
-
-    Raises:
-        UnavailableError: the point is set to `error`.
-    """
+    """Pass a failpoint in a thread. Raises UnavailableError for `error`."""
     action = _points.get(name)
     if action is not None:
         if action.kind == "sleep":
@@ -334,11 +306,7 @@ def hit(name: str) -> None:
 
 
 async def hit_async(name: str) -> None:
-    """Pass a point on the event loop.
-
-    Raises:
-        UnavailableError: the point is set to `error`.
-    """
+    """Pass a failpoint on the event loop. Raises UnavailableError for `error`."""
     action = _points.get(name)
     if action is not None:
         if action.kind == "sleep":
