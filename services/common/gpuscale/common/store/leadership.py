@@ -1,11 +1,11 @@
-"""Leadership: of all processes of a service on one PostgreSQL database exactly one leads.
+"""Leader election: of all processes of a service on one PostgreSQL database, exactly one leads.
 
-The lead is a session-level advisory lock, held by a connection that does nothing else. The server gives it up when that
-connection ends: at once when the process dies, and after `LEASE` seconds of silence when it stands still or its host is
-gone (`idle_session_timeout`; a session that may be cut off by the server needs no clocks that agree). Each take-over
-ends the sessions of the leader before and raises the epoch in the table `leadership`, which every transaction that writes
-checks under a lock: a write of an earlier leader is refused even if it was under way. (The method: fencing tokens, as in M. Kleppmann, "How to do
-distributed locking", 2016; etcd issue 15247 shows what becomes of leases without it.)
+The lead is a session-level advisory lock on a connection of its own. The server releases it when the connection ends: at
+once if the process dies, or after `LEASE` seconds of silence if the process hangs or its host is gone
+(`idle_session_timeout`, which needs no synchronized clocks). Each takeover ends the sessions of the previous leader and
+increments the epoch in the table `leadership`. Every write transaction checks the epoch under a lock, so a late write of
+an earlier leader is refused. (Fencing tokens: M. Kleppmann, "How to do distributed locking", 2016; etcd issue 15247 shows
+leases without them.)
 """
 
 import asyncio
@@ -36,9 +36,9 @@ from gpuscale.common.store.term import Lead, Term, now
 LOOK_PERIOD: Final = 0.2
 """Seconds between two attempts of a standby."""
 PING_PERIOD: Final = 0.5
-"""Seconds between two questions of a leader."""
+"""Seconds between two pings of a leader."""
 ANSWER_LIMIT: Final = 10.0
-"""Seconds that the server may take for what a candidate asks."""
+"""Seconds for an answer of the server to a candidate."""
 
 _TABLES: Final = (
     "CREATE TABLE IF NOT EXISTS {}.leadership (id integer PRIMARY KEY, epoch bigint NOT NULL, address text NOT NULL)",
@@ -52,8 +52,8 @@ class Candidate:
     """A process that leads whenever nobody else does.
 
     Args:
-        url: of the database; all processes of the service have the same one.
-        service: which service; also the name of its schema.
+        url: URL of the database, the same for all processes of the service.
+        service: name of the service and of its schema.
         address: HOST:PORT at which others reach this process.
     """
 
@@ -62,24 +62,24 @@ class Candidate:
         self._service = service
         self._address = address
         self.other: Lead | None = None
-        """Another process that leads, as far as is known."""
+        """The other process that leads, if known."""
 
     @property
     def leader(self) -> str:
-        """Address of another process that leads, as far as is known; else empty."""
+        """Address of the other process that leads, if known, else ""."""
         return "" if self.other is None else self.other.address
 
     @asynccontextmanager
     async def term(self) -> AsyncGenerator[Term]:
-        """Wait until this process leads, however long that takes; leaving the block gives up the lead.
+        """Wait, without limit, until this process leads; leaving the block gives up the lead.
 
         Raises:
-            FailedPreconditionError: DATABASE_REFUSED, the server lets us in under no circumstances.
+            FailedPreconditionError: DATABASE_REFUSED, a retry cannot succeed.
         """
         connection, term = await self._win()
 
         async def watch() -> None:
-            """Resign as soon as the term is over: the driver takes 10 s longer to give up on an unanswered question."""
+            """Resign once the term is over; the driver would notice a lost connection 10 s later."""
             while term.leads():
                 with suppress(TimeoutError):
                     await asyncio.wait_for(term.over.wait(), PING_PERIOD)
@@ -95,7 +95,7 @@ class Candidate:
             await connection.close()
 
     async def _win(self) -> tuple[_Connection, Term]:
-        """Try until it succeeds, over a new connection whenever one fails."""
+        """Compete for the lead until this process wins, with a new connection after each failure."""
         backoff, trouble = Backoff(initial=0.2, cap=1.0), ""
         while True:
             try:
@@ -118,7 +118,7 @@ class Candidate:
             await asyncio.sleep(backoff.next())
 
     async def _attempt(self, connection: _Connection) -> Term | None:
-        """A term, if nobody leads."""
+        """Start a term; None if another process leads."""
         async with asyncio.timeout(ANSWER_LIMIT):
             if not await _ask(connection, "SELECT pg_try_advisory_lock(%s)", lock_key(self._service)):
                 self.other = await self._look(connection)
@@ -129,13 +129,15 @@ class Candidate:
         return Term(lead, connection.fileno(), LEASE, asked)
 
     async def _look(self, connection: _Connection) -> Lead | None:
-        """Who leads, and how a call from here proves where it comes from."""
+        """The current leader, with the secret for calls from standbys."""
         latest = in_schema(
             "SELECT concat_ws(' ', epoch, secret, address) FROM {0}.leadership JOIN {0}.forwarding USING (epoch)",
             self._service,
         ).as_string()
         found = None
-        with suppress(psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):  # before the first
+        with suppress(
+            psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName
+        ):  # before the first term
             found = await _ask(connection, latest)
         if found is None:
             return None
@@ -154,17 +156,17 @@ class Candidate:
             raise problem
         await _ask(
             connection,
-            # An epoch that a crash of the server took back would be given twice.
+            # If a crash of the server lost an epoch, it would be given twice.
             "SELECT set_config('idle_session_timeout', %s, false), set_config('synchronous_commit', 'on', false)",
             str(int(LEASE * 1000)),
         )
         return connection
 
     async def _begin(self, connection: _Connection) -> Lead:
-        """Count the take-over, and say how standbys prove themselves in this term.
+        """Increment the epoch and set the secret by which standbys authenticate in this term.
 
-        Sessions that an earlier leader has left are ended: one that stands still within a transaction would keep the epoch
-        from being raised (`idle_in_transaction_session_timeout` does not count after a pipeline: seen with version 15).
+        First ends leftover sessions of earlier leaders: one that hangs in a transaction would block the increment
+        (`idle_in_transaction_session_timeout` does not apply after a pipeline: seen with version 15).
         """
         await _ask(
             connection,
@@ -189,22 +191,26 @@ class Candidate:
         )
         row = await cursor.fetchone()
         if row is None:
-            raise UnavailableError("the epoch could not be raised", reason="STATE_UNAVAILABLE")
+            raise UnavailableError("the epoch was not incremented", reason="STATE_UNAVAILABLE")
         return Lead(self._address, int(row[0]), secret)
 
     async def _ping(self, connection: _Connection, term: Term) -> None:
-        """Keep the session alive, and the term with it, until either ends or another term began.
+        """Keep the session and the term alive until one of them ends, or another term begins.
 
-        That cannot be while the session holds the lock, unless what is between gives one session to several clients.
+        Another term can begin only if a pooler shares this session between clients.
         """
-        question = in_schema("SELECT epoch FROM {}.leadership", self._service).as_string()
+        query = in_schema("SELECT epoch FROM {}.leadership", self._service).as_string()
         try:
             while term.leads():
                 asked = now()
                 async with asyncio.timeout(LEASE):
-                    epoch = await _ask(connection, question)
+                    epoch = await _ask(connection, query)
                 if epoch != term.epoch:
-                    _log.warning("another term began, and the lock was not lost", epoch=epoch, own=term.epoch)
+                    _log.warning(
+                        "another term began although the lock is held: does a pooler share the session?",
+                        epoch=epoch,
+                        own=term.epoch,
+                    )
                     return
                 term.confirm(asked)
                 await asyncio.sleep(PING_PERIOD)
@@ -215,12 +221,12 @@ class Candidate:
 
 
 def lock_key(service: str) -> int:
-    """The number of the advisory lock of a service: 64 bits, signed."""
+    """Key of the advisory lock of a service, a signed 64-bit integer."""
     return int.from_bytes(sha256(f"gpuscale/{service}".encode()).digest()[:8], signed=True)
 
 
-async def _ask(connection: _Connection, question: str, *values: object) -> object:
-    """The one value that a query returns."""
-    cursor = await connection.execute(question.encode(), values or None)
+async def _ask(connection: _Connection, query: str, *values: object) -> object:
+    """The single value that a query returns; None without a row."""
+    cursor = await connection.execute(query.encode(), values or None)
     row = await cursor.fetchone()
     return None if row is None else row[0]

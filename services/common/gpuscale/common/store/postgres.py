@@ -1,10 +1,10 @@
-"""PostgreSQL as a store: how a service logs in, its tables, and what errors mean.
+"""The PostgreSQL backend of a store: connections, tables, errors.
 
-Only this module and `leadership` import the driver (extra `postgresql`), and are imported where a service is told to use it.
+Only this module and `leadership` import the driver (extra `postgresql`), and only if a service uses it.
 
-Only the process that leads opens the store. Every transaction that writes begins with a look at the epoch, under a lock
-that the next leader has to wait for: what an earlier leader writes late is refused, and what it wrote before is there to
-be read. A connection or a commit that fails ends the term: only the database knows what is true then.
+Only the leader opens the store. Every write transaction first checks the epoch, under a lock that the next leader waits
+for: late writes of an earlier leader are refused, and the next leader reads all earlier ones. A failed connection or
+commit ends the term, as only the database knows whether the commit happened.
 """
 
 from collections.abc import Generator
@@ -30,10 +30,10 @@ IntegrityError: TypeAlias = psycopg.IntegrityError
 Driver: TypeAlias = psycopg.Connection[TupleRow]
 
 LEASE: Final = 3.0
-"""Seconds of silence after which the server ends a session of the leader, and with it its lead."""
+"""Seconds of silence after which the server ends the leader's session and so its lead."""
 OLDEST_SERVER: Final = 140_000
-"""PostgreSQL 14: `idle_session_timeout`."""
-# A host that vanished is noticed within 3 s; the URL may say otherwise.
+"""PostgreSQL 14, the first with `idle_session_timeout`."""
+# Notices a vanished host within 3 s; the URL may override these.
 _DEFAULTS: Final = {
     "connect_timeout": "3",
     "keepalives": "1",
@@ -46,7 +46,7 @@ _REFUSED: Final = ("password", "does not exist", "pg_hba.conf", "not permitted t
 
 
 def raw(connection: Connection) -> Driver:
-    """The driver's connection below a store's."""
+    """The driver's connection of a store's connection."""
     driver: object = connection.connection.driver_connection
     if not isinstance(driver, psycopg.Connection):
         raise TypeError("not a connection of a store")
@@ -54,37 +54,37 @@ def raw(connection: Connection) -> Driver:
 
 
 def conninfo(url: SecretUrl, application: str) -> str:
-    """What the driver connects with: the URL, and our defaults for what it leaves out.
+    """The connection string: the URL with our defaults.
 
     Raises:
-        FailedPreconditionError: the driver does not understand the URL; the error shows nothing of it.
+        FailedPreconditionError: invalid URL; the error shows no secret of it.
     """
     try:
         given = conninfo_to_dict(url.reveal())
     except psycopg.ProgrammingError:
         raise FailedPreconditionError(
-            f"the URL of the database {url} is not one that PostgreSQL's library understands",
+            f"the URL of the database {url} is invalid",
             reason="DATABASE_REFUSED",
         ) from None
-    # Our texts are UTF-8, also where the database has no encoding (SQL_ASCII): the driver would give bytes there.
+    # With SQL_ASCII, a database without encoding, the driver would return bytes.
     own = {"application_name": application, "client_encoding": "UTF8"}
     return make_conninfo("", **{**_DEFAULTS, **given, **own})
 
 
 def connect_error(url: SecretUrl, error: psycopg.Error) -> FailedPreconditionError | UnavailableError:
-    """Why the connection failed, for people. The library names host, user and database, never the password."""
+    """The error of a failed connection. The library names host, user and database, never the password."""
     why = " ".join(str(error).split())
-    # While a connection is made the library gives no SQLSTATE, only the server's words.
+    # While connecting, the library gives the server's message but no SQLSTATE.
     if any(words in why for words in _REFUSED):
         return refused(url, error)
     return UnavailableError(f"PostgreSQL at {url} cannot be used: {why}", reason="STATE_UNAVAILABLE")
 
 
 def probe(url: SecretUrl) -> None:
-    """Connect once, and leave.
+    """Test whether a connection works.
 
     Raises:
-        FailedPreconditionError: the server refuses, is too old, or the URL is none that the driver understands.
+        FailedPreconditionError: the server refuses or is too old, or the URL is invalid.
         UnavailableError: it does not answer.
     """
     try:
@@ -97,7 +97,7 @@ def probe(url: SecretUrl) -> None:
 
 
 def refused(url: SecretUrl, error: psycopg.Error) -> FailedPreconditionError:
-    """The error where waiting does not help."""
+    """The error if a retry cannot succeed."""
     why = " ".join(str(error).split())
     return FailedPreconditionError(f"PostgreSQL at {url} refuses: {why}", reason="DATABASE_REFUSED")
 
@@ -108,12 +108,12 @@ def store_application(service: str) -> str:
 
 
 def in_schema(statement: LiteralString, service: str) -> sql.Composed:
-    """A statement with the service's schema in place of `{}`."""
+    """A statement with the service's schema for `{}`."""
     return sql.SQL(statement).format(sql.Identifier(service))
 
 
 def too_old(version: int) -> FailedPreconditionError | None:
-    """The error for a server that is too old for leadership; None for one that is not."""
+    """The error for a server that is too old; None otherwise."""
     if version >= OLDEST_SERVER:
         return None
     return FailedPreconditionError(
@@ -122,11 +122,11 @@ def too_old(version: int) -> FailedPreconditionError | None:
 
 
 STATEMENT_LIMIT: Final = 10.0
-"""Seconds that a statement may take."""
+"""Time limit of a statement, in seconds."""
 _DURABLE: Final = frozenset({"on", "remote_apply"})
 _DISK_FULL: Final = "53100"
 _DAMAGED: Final = frozenset({"XX001", "XX002"})
-# Connections that failed, servers that stop, sessions that the server ended.
+# Failed connections, stopping servers, sessions ended by the server.
 _LOST: Final = ("08", "57P", "25P03", "25P04")
 
 _log = get_logger(__name__)
@@ -134,15 +134,15 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class Postgres(Backend):
-    """A service's schema in PostgreSQL, for one term. Its disk is the server's, which keeps no room.
+    """A service's schema in PostgreSQL, for one term. Reserves no disk space.
 
     Args:
-        url: of the database.
-        service: which service; also the name of its schema.
+        url: URL of the database.
+        service: name of the service and of its schema.
         metadata: the tables.
-        version: of the schema; a newer one is refused, an earlier one is taken to this one by
+        version: schema version; an earlier one is migrated.
         migrations: by the version that each starts from.
-        term: in which this process leads.
+        term: the term in which this process leads.
     """
 
     url: SecretUrl
@@ -153,47 +153,50 @@ class Postgres(Backend):
     term: Term
     errors: ClassVar[tuple[type[Exception], ...]] = (psycopg.Error, DBAPIError)
 
+    @property
+    def where(self) -> str:
+        """The schema."""
+        return f"schema {self.service} of {self.url}"
+
     @contextmanager
     def writer(self) -> Generator[Connection]:
         """The connection that writes.
 
         Raises:
-            FailedPreconditionError: STATE_VERSION for a schema version that no migration starts from; nothing is changed.
-            UnavailableError: as `failure` says, or LEAD_LOST.
+            FailedPreconditionError: STATE_VERSION, no migrations from the stored version; nothing changes.
+            UnavailableError: as `failure`, or LEAD_LOST.
         """
         with self._session("", idle=LEASE) as connection:
-            with self._state_errors():
+            with self.opening():
                 driver = raw(connection)
-                # An acknowledged commit must be on disk, whatever the server's default is for sessions.
+                # An acknowledged commit must be on disk, whatever the server's default.
                 if _setting(driver, "synchronous_commit") not in _DURABLE:
                     driver.execute("SET synchronous_commit = on")
                 if _setting(driver, "fsync") != "on":
-                    _log.warning(
-                        "PostgreSQL runs with fsync off: what it acknowledges may be lost with the power"
-                    )
+                    _log.warning("PostgreSQL runs with fsync off: a power failure may lose commits")
                 with self.transaction(connection):
                     self._upgrade(connection)
             yield connection
 
     @contextmanager
     def reader(self) -> Generator[Connection]:
-        """A connection that can only query. A transaction is refused (LEAD_LOST) once the term is over.
+        """A read-only connection. Once the term is over, transactions are refused (LEAD_LOST).
 
-        It may take its time over what it has read: nobody waits for it, and the next leader ends it.
+        It has no idle timeout: nobody waits for it, and the next leader ends it.
         """
         with self._session("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY", idle=0) as connection:
             yield connection
 
     @contextmanager
     def transaction(self, connection: Connection) -> Generator[None]:
-        """A transaction that writes, if the epoch is still that of the term; ended as in `sqlite_store`."""
+        """A write transaction, if the epoch is still that of the term; ended as in `sqlite_store`."""
         driver = raw(connection)
         committed = False
         try:
             self._begin(driver)
             yield
             if driver.info.transaction_status != TransactionStatus.INTRANS:
-                # PostgreSQL would answer the COMMIT of a transaction that has failed, and undo it.
+                # PostgreSQL accepts the COMMIT of a failed transaction, and rolls it back.
                 raise InternalError("work continued after its transaction had ended")
             self._commit(connection, driver)
             committed = True
@@ -208,7 +211,7 @@ class Postgres(Backend):
         return raw(connection).info.transaction_status != TransactionStatus.IDLE
 
     def failure(self, error: Exception) -> Exception:
-        """The error for the callers whose work ended with `error`; ends the term if the connection is unusable."""
+        """The error for callers whose work raised `error`; ends the term if the connection is lost."""
         cause = error.orig if isinstance(error, DBAPIError) else error
         if not isinstance(cause, psycopg.Error):
             return error
@@ -226,7 +229,7 @@ class Postgres(Backend):
         return UnavailableError(f"the state cannot be used now: {why}", reason="STATE_UNAVAILABLE")
 
     def _begin(self, driver: Driver) -> None:
-        """Begin a transaction that the next leader has to wait for."""
+        """Begin a transaction that the next leader waits for."""
         if not self.term.leads():
             raise self._lead_lost()
         cursor = driver.execute("BEGIN; SELECT epoch FROM leadership FOR SHARE", prepare=False)
@@ -237,7 +240,7 @@ class Postgres(Backend):
             raise self._lead_lost()
 
     def _commit(self, connection: Connection, driver: Driver) -> None:
-        """Commit; if that fails, or may be incomplete, only the database knows what is true."""
+        """Commit; end the term if it fails or is in doubt."""
         doubts: list[str] = []
 
         def doubt(notice: psycopg.errors.Diagnostic) -> None:
@@ -262,7 +265,7 @@ class Postgres(Backend):
             )
 
     def _lead_lost(self) -> UnavailableError:
-        """Not NOT_LEADER, which says that nothing was done: the call may have written before."""
+        """The error after the term; not NOT_LEADER, as the call may already have written."""
         return UnavailableError(
             f"this process no longer leads the service {self.service}; the call may have been executed",
             reason="LEAD_LOST",
@@ -270,7 +273,7 @@ class Postgres(Backend):
         )
 
     def _upgrade(self, connection: Connection) -> None:
-        """Make the tables, or take those of an earlier version to this one."""
+        """Create the tables, or migrate them from an earlier version."""
         driver = raw(connection)
         driver.execute("SET LOCAL statement_timeout = 0")
         driver.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
@@ -282,16 +285,10 @@ class Postgres(Backend):
             return
         row = driver.execute("SELECT version_num FROM alembic_version").fetchone()
         found = int(row[0]) if row is not None and str(row[0]).isdecimal() else 0
-        if not all(step in self.migrations for step in range(found, self.version)) or found > self.version:
-            raise FailedPreconditionError(
-                f"the state in schema {self.service} of {self.url} has version {found}, this program writes version"
-                f" {self.version}; it was left as it is",
-                reason="STATE_VERSION",
-                metadata={"found": str(found), "wanted": str(self.version)},
-            )
+        self.check_version(found)
         for step in range(found, self.version):
             self.migrations[step](connection)
-        self.metadata.create_all(connection)  # a table that is new needs no new version
+        self.metadata.create_all(connection)  # a new table needs no new version
         if found == self.version:
             return
         driver.execute("UPDATE alembic_version SET version_num = %s", (str(self.version),))
@@ -299,30 +296,30 @@ class Postgres(Backend):
 
     @contextmanager
     def _session(self, begin: str, *, idle: float) -> Generator[Connection]:
-        """A connection outside of any pool that begins its transactions with `begin`.
+        """A connection outside a pool that begins its transactions with `begin`.
 
-        The server ends one that does nothing for `idle` seconds; never with 0.
+        The server ends a transaction that is idle for `idle` seconds (0: never).
         """
-        with self._state_errors():
+        with self.opening():
             driver = self._connect(idle)
-            # Parameters are hidden: they would stand in the text of errors, and so in logs.
+            # Parameters would appear in errors and so in logs.
             engine = create_engine(
                 "postgresql+psycopg://",
                 creator=lambda: driver,
                 poolclass=NullPool,
-                pool_reset_on_return=None,  # a transaction that is open at the end ends with its connection
+                pool_reset_on_return=None,  # an open transaction ends with its connection
                 hide_parameters=True,
             )
 
             def on_begin(_: Connection) -> None:
                 if driver.info.transaction_status != TransactionStatus.IDLE:
-                    return  # `transaction` has begun it already, or SQLAlchemy gets to know the server
+                    return  # begun by `transaction`, or by SQLAlchemy's first connect
                 if not self.term.leads():
                     raise self._lead_lost()
                 driver.execute(begin.encode())
 
             def on_error(context: ExceptionContext) -> None:
-                context.is_disconnect = False  # there is no other connection to go on with
+                context.is_disconnect = False  # there is no other connection to use
 
             connection = engine.connect()
             event.listen(engine, "handle_error", on_error)
@@ -341,26 +338,12 @@ class Postgres(Backend):
         values: dict[str, Any] = {
             "idle_in_transaction_session_timeout": str(int(idle * 1000)),
             "statement_timeout": str(int(STATEMENT_LIMIT * 1000)),
-            "client_min_messages": "warning",  # `_commit` listens to them
+            "client_min_messages": "warning",  # `_commit` reads them
             "search_path": in_schema("{}", self.service).as_string(driver),
         }
         for name, value in values.items():
             driver.execute("SELECT set_config(%s, %s, false)", (name, value))
         return driver
-
-    @contextmanager
-    def _state_errors(self) -> Generator[None]:
-        try:
-            yield
-        except (psycopg.Error, DBAPIError) as error:
-            found = self.failure(error)
-            if isinstance(found, UnavailableError):
-                raise found from error
-            why = " ".join(str(error.orig if isinstance(error, DBAPIError) else error).split())
-            raise FailedPreconditionError(
-                f"the state in schema {self.service} of {self.url} cannot be used ({why})",
-                reason="STATE_UNREADABLE",
-            ) from error
 
 
 def _setting(driver: Driver, name: str) -> str:

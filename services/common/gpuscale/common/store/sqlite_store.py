@@ -1,7 +1,7 @@
-"""The two connections of a store's SQLite file, and what its errors mean. `gpuscale.common.store.store` gives them threads.
+"""The SQLite backend of a store: its two connections, errors, reserved disk space.
 
-On a full disk nothing could be released or deleted. So blocks behind the end of the file and of its log are kept; while the
-file system has none to keep, only works that free room are done.
+On a full disk nothing could be released or deleted. So blocks after the end of the file and of its log are reserved; while
+the file system has none to reserve, only work that frees space is done.
 """
 
 import ctypes
@@ -24,14 +24,14 @@ from gpuscale.common.store.store import Backend, Migration, Migrations
 
 BUSY_TIMEOUT_SECONDS = 5.0
 SMALL_FILE = 16 << 20
-"""Bytes up to which a file is checked in whole at each start."""
+"""Bytes up to which a file is fully checked at each start."""
 _FULL = 2
 MOST_FREE_PAGES = 1024
-"""Pages of 4 KiB that a file keeps for what is written next."""
+"""Free pages of 4 KiB that a file keeps for later writes."""
 _VACUUM_PAGES = 64
 _WAL_RESET_FIXED = (3, 51, 3)
 _WRITER_PRAGMAS = (
-    "temp_store=MEMORY",  # a disk that is full must not fail what needs no room on it
+    "temp_store=MEMORY",  # a full disk must not fail work that needs no space
     "journal_mode=WAL",
     "synchronous=FULL",
     "foreign_keys=ON",
@@ -39,7 +39,7 @@ _WRITER_PRAGMAS = (
     "mmap_size=0",
 )
 _NEW_PRAGMAS = ("auto_vacuum=INCREMENTAL",)
-"""Of a new file; it would write to one that there is. Pages that are free go back to the disk, a few at a time."""
+"""For a new file only, as it writes. Free pages are returned to the disk a few at a time."""
 _READER_PRAGMAS = ("query_only=ON", "cell_size_check=ON", "mmap_size=0")
 
 _UNAVAILABLE = frozenset(
@@ -58,44 +58,44 @@ _log = get_logger(__name__)
 
 
 class WriteGuard(Protocol):
-    """Checks a file for its service; called by the thread that writes."""
+    """Checks the file for its service; called by the writer thread."""
 
     def inspect(self, connection: sqlite3.Connection, version: int) -> None:
-        """Check a file before anything changes it, over a read-only connection; version 0 has no tables.
+        """Check the file before any change, over a read-only connection; version 0 has no tables.
 
         Raises:
-            FailedPreconditionError: it is not to be used; it stays as it is.
+            FailedPreconditionError: it must not be used; it stays unchanged.
         """
         ...
 
     def ended(self, *, committed: bool) -> None:
-        """A transaction has ended; nobody was answered yet."""
+        """Called after a transaction, before its callers are answered."""
         ...
 
 
 ROOM = 8 << 20
-"""Bytes that are kept behind the end of either file: some thousand changes."""
+"""Bytes reserved after the end of each file: some thousand changes."""
 _KEEP_SIZE = 1
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class Room:
-    """The room of one SQLite file. For the thread that writes; `close` comes after the connections are closed.
+    """Reserved disk space of one SQLite file, for the writer thread. Close it after the connections.
 
     Attributes:
-        short: whether the file system had no blocks to keep.
+        short: whether the file system had no blocks to reserve.
     """
 
     def __init__(self, database: Path) -> None:
         self.short = False
         self._paths = (str(database), f"{database}-wal")
-        # Open for as long as SQLite is: to close any descriptor of a file gives up its locks.
+        # Open as long as SQLite: closing any descriptor of a file releases its locks.
         self._files: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
         self._able = True
 
     def look(self) -> None:
-        """Keep room where the files have grown, or lacked it before."""
+        """Reserve space for files that have grown, or lacked it before."""
         if not self._able:
             return
         was_short, self.short = self.short, False
@@ -113,13 +113,13 @@ class Room:
             )
 
     def close(self) -> None:
-        """Close the files; the room is given back."""
+        """Close the files, which releases the space."""
         for file in self._files.values():
             os.close(file)
         self._files.clear()
 
     def _keep(self, path: str, *, again: bool) -> None:
-        """Have the file system keep blocks behind the end of a file."""
+        """Reserve blocks after the end of a file."""
         size = os.fstat(self._files[path]).st_size
         if not again and self._sizes.get(path) == size:
             return
@@ -130,7 +130,7 @@ class Room:
         self.short = self.short or number in _NO_ROOM
         if number and number not in _NO_ROOM:
             self._able = False
-            _log.info("the file system keeps no room for the state", problem=os.strerror(number))
+            _log.info("the file system cannot reserve space for the state", problem=os.strerror(number))
 
 
 @dataclass(eq=False)
@@ -138,12 +138,12 @@ class Sqlite(Backend):
     """A store's SQLite file.
 
     Args:
-        path: the file; its directory is made too, for its owner only.
+        path: the file; a missing directory is created with mode 0700.
         metadata: the tables.
-        version: of the schema; a file of another version is refused, unless it is earlier and
-        migrations: lead from it to this one, each from the version that is its key to the next.
-        guard: looks at the file before it is used, and is told of every transaction that ended.
-        unchecked: tables that are not looked at in whole in a file of more than `SMALL_FILE`.
+        version: schema version; an earlier one is migrated.
+        migrations: by the version that each starts from.
+        guard: checks the file before its use, and is called after each transaction.
+        unchecked: tables that are not checked in a file larger than `SMALL_FILE`.
     """
 
     path: Path
@@ -158,28 +158,32 @@ class Sqlite(Backend):
     def __post_init__(self) -> None:
         self._room = Room(self.path)
 
+    @property
+    def where(self) -> str:
+        """The path."""
+        return str(self.path)
+
     @contextmanager
     def writer(self) -> Generator[Connection]:
         """The connection that writes and checkpoints.
 
-        Makes the file (mode 0600, its directory 0700) and the tables if they are missing. A file that exists is checked
-        first, over a connection that cannot change it; one of an earlier version is migrated, in one transaction.
+        Creates the file (mode 0600) and the tables if missing. An existing file is first checked over a read-only
+        connection; one of an earlier version is migrated in one transaction.
 
         Raises:
-            FailedPreconditionError: STATE_UNREADABLE for a file that is damaged, not ours, or out of reach, STATE_VERSION
-                for one of a schema version that no migration starts from, or what its guard raises. The file stays as
-                it is.
-            UnavailableError: as `failure` says.
+            FailedPreconditionError: STATE_UNREADABLE, the file is damaged, not ours, or unreadable; STATE_VERSION, no
+                migrations from its version; or an error of the guard. The file is unchanged.
+            UnavailableError: as `failure`.
         """
-        with self._state_errors():
+        with self.opening():
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
             found = self._check()
             pragmas = _WRITER_PRAGMAS if found else (*_NEW_PRAGMAS, *_WRITER_PRAGMAS)
             connection = _connect(self.path, pragmas, "BEGIN IMMEDIATE")
         with closing(self._room), closing(connection):
-            with self._state_errors():
-                # SQLite answers a pragma it cannot follow (WAL on a network file system, say) without an error.
+            with self.opening():
+                # SQLite ignores pragmas it cannot apply, such as WAL on a network file system.
                 driver = raw(connection)
                 journal: str = driver.execute("PRAGMA journal_mode").fetchone()[0]
                 synchronous: int = driver.execute("PRAGMA synchronous").fetchone()[0]
@@ -187,7 +191,7 @@ class Sqlite(Backend):
                     raise sqlite3.DatabaseError(
                         f"journal_mode={journal}, synchronous={synchronous} instead of wal, full"
                     )
-                # A table that is new needs no new version; where nothing is to be done, nothing is locked.
+                # A new table needs no new version. Take no lock if there is nothing to do.
                 names = driver.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
                 there = {name for (name,) in names.fetchall()}
                 if found != self.version or self.metadata.tables.keys() - there:
@@ -205,17 +209,17 @@ class Sqlite(Backend):
 
     @contextmanager
     def reader(self) -> Generator[Connection]:
-        """A connection that can only query. Raises as `writer` does."""
-        with self._state_errors():
+        """A read-only connection. Raises as `writer`."""
+        with self.opening():
             connection = _connect(self.path, _READER_PRAGMAS, "BEGIN")
         with closing(connection):
             yield connection
 
     @contextmanager
     def transaction(self, connection: Connection) -> Generator[None]:
-        """A transaction that writes; ended by SQLAlchemy if a work in it used SQLAlchemy, else by the driver alone.
+        """A write transaction; ended by SQLAlchemy if the work used it, else by the driver.
 
-        SQLAlchemy's own way to begin and end one costs as much as writing ten rows.
+        To begin and end one with SQLAlchemy costs as much as writing ten rows.
         """
         driver = raw(connection)
         driver.execute("BEGIN IMMEDIATE").close()
@@ -234,12 +238,12 @@ class Sqlite(Backend):
 
     @property
     def short(self) -> bool:
-        """Whether the disk has no more room than what is kept for works that free some."""
+        """Whether the disk has only the space left that is reserved for work that frees some."""
         return self._room.short
 
     @contextmanager
     def taking_room(self, connection: Connection) -> Generator[None]:
-        """Refuse what a work changes while the disk is `short`: what is left is for others."""
+        """Refuse changes while the disk is `short`."""
         before = raw(connection).total_changes
         yield
         if self._room.short and raw(connection).total_changes != before:
@@ -252,7 +256,7 @@ class Sqlite(Backend):
         return raw(connection).in_transaction
 
     def failure(self, error: Exception) -> Exception:
-        """The error for the callers whose work ended with `error`; errors other than the storage's stay as they are."""
+        """The error for callers whose work raised `error`; errors not of the storage are unchanged."""
         cause = error.orig if isinstance(error, DBAPIError) else error
         code = getattr(cause, "sqlite_errorcode", None) if isinstance(cause, sqlite3.Error) else None
         if code is None:
@@ -267,55 +271,27 @@ class Sqlite(Backend):
         return error
 
     def ended(self, *, committed: bool) -> None:
-        """Tell the guard, and keep room behind what was written."""
+        """Call the guard, and reserve space after the written data."""
         if self.guard is not None:
             self.guard.ended(committed=committed)
         self._room.look()
 
     def _check(self) -> int:
-        """Check the file without changing it; returns its version, 0 if it has no tables, as after a crash at its making."""
+        """Check the file without changing it; returns its version, 0 if it has no tables."""
         uri = f"file:{quote(str(self.path))}?mode=ro"
         with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_SECONDS)) as connection:
             check(connection, "quick_check", self.unchecked)
             found: int = connection.execute("PRAGMA user_version").fetchone()[0]
             tables: int = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-            fresh = found == 0 and tables == 0
-            known = found <= self.version and all(
-                step in self.migrations for step in range(found, self.version)
-            )
-            if not known and not fresh:
-                raise FailedPreconditionError(
-                    f"the state in {self.path} has schema version {found}, this program writes version"
-                    f" {self.version}; it was left as it is",
-                    reason="STATE_VERSION",
-                    metadata={"found": str(found), "wanted": str(self.version)},
-                )
+            if found or tables:  # else new, as after a crash during its creation
+                self.check_version(found)
             if self.guard is not None:
                 self.guard.inspect(connection, found)
         return found
 
-    @contextmanager
-    def _state_errors(self) -> Generator[None]:
-        try:
-            yield
-        except (
-            sqlite3.Error,
-            DBAPIError,
-            OSError,
-            UnicodeDecodeError,
-        ) as error:  # the last of a damaged name
-            found = self.failure(error)
-            if isinstance(found, UnavailableError):
-                raise found from error
-            cause = error.orig if isinstance(error, DBAPIError) else error
-            raise FailedPreconditionError(
-                f"the state in {self.path} cannot be read ({cause}); it was left as it is",
-                reason="STATE_UNREADABLE",
-            ) from error
-
 
 def raw(connection: Connection) -> sqlite3.Connection:
-    """The driver's connection below a connection of this module."""
+    """The driver's connection of a connection of this module."""
     driver = connection.connection.dbapi_connection
     if not isinstance(driver, sqlite3.Connection):
         raise TypeError("not a connection of a store")
@@ -323,20 +299,20 @@ def raw(connection: Connection) -> sqlite3.Connection:
 
 
 def give_back(connection: Connection) -> None:
-    """Return free pages of the file to the disk, a few at a time; PostgreSQL does so by itself."""
+    """Return some free pages of a SQLite file to the disk; does nothing for PostgreSQL."""
     driver = connection.connection.dbapi_connection
     if isinstance(driver, sqlite3.Connection):
         free: int = driver.execute("PRAGMA freelist_count").fetchone()[0]
         for _ in range(min(free - MOST_FREE_PAGES, _VACUUM_PAGES)):
-            # One at a time: the driver does not step a pragma that has no columns to its end.
+            # One at a time: the driver does not run a pragma without columns to its end.
             driver.execute("PRAGMA incremental_vacuum(1)").close()
 
 
 def check(connection: sqlite3.Connection, pragma: str, unchecked: frozenset[str]) -> None:
-    """Have SQLite check a file; of a large one, without the `unchecked` tables.
+    """Check a file with SQLite; skip the `unchecked` tables of a large one.
 
     Raises:
-        sqlite3.DatabaseError: it is damaged.
+        sqlite3.DatabaseError: the file is damaged.
     """
     [pages], [size] = (
         connection.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size")
@@ -352,11 +328,11 @@ def check(connection: sqlite3.Connection, pragma: str, unchecked: frozenset[str]
 
 
 def _connect(path: Path, pragmas: tuple[str, ...], begin: str) -> Connection:
-    """A connection outside of any pool that begins its transactions with `begin`."""
+    """A connection outside a pool that begins its transactions with `begin`."""
     driver = sqlite3.connect(path, timeout=BUSY_TIMEOUT_SECONDS, isolation_level=None)
     for pragma in pragmas:
         driver.execute(f"PRAGMA {pragma}").close()
-    # Parameters are hidden: they would stand in the text of errors, and so in logs.
+    # Parameters would appear in errors and so in logs.
     engine = create_engine("sqlite://", creator=lambda: driver, poolclass=NullPool, hide_parameters=True)
 
     def on_begin(_: Connection) -> None:

@@ -1,14 +1,13 @@
-"""Durable state in one SQLite file, or in PostgreSQL: a write is on disk before its caller goes on.
+"""Durable state in a SQLite file or PostgreSQL: a write is on disk before its caller continues.
 
-One thread owns the only connection that writes and checkpoints (SQLite up to 3.51.2 may corrupt a WAL that two
-connections write), a second thread reads. Writes that wait together share one transaction and one fsync, each in a
-savepoint of its own; they are answered together with one wake-up of the event loop. With WAL, synchronous=FULL and
-BEGIN IMMEDIATE a commit that returned survives kill -9 and power loss. What is particular to a database is behind
-`Backend`, in `sqlite_store` and `postgres`.
+One thread owns the only connection that writes and checkpoints (SQLite up to 3.51.2 may corrupt a WAL written by two
+connections); a second thread reads. Waiting writes share one transaction and one fsync, each in its own savepoint, and
+are answered with one wake-up of the event loop. With WAL, synchronous=FULL and BEGIN IMMEDIATE, a commit survives kill -9
+and power loss. `Backend` hides the differences between `sqlite_store` and `postgres`.
 
-Column types, statements that are compiled once, and migrations work in both. A migration is a function
-`to_N` that leads to version N: it runs in the transaction of the store and speaks to the database through the operations
-of alembic, which is imported only when there is something to migrate; the store keeps the version (docs/adr/0009).
+Column types, prepared statements and migrations work with both. A migration is a function `to_N` that upgrades to version
+N in the transaction of the store, with the operations of alembic, which is imported only if needed; the store keeps the
+version (docs/adr/0009).
 """
 
 import asyncio
@@ -17,8 +16,8 @@ import sqlite3
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from operator import itemgetter
@@ -28,12 +27,14 @@ from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
 from sqlalchemy import BigInteger, Boolean, Connection, Dialect, Integer, Table, TypeDecorator
 from sqlalchemy.dialects import sqlite
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql.compiler import Compiled, SQLCompiler
 from sqlalchemy.sql.elements import ClauseElement
 from sqlalchemy.types import TypeEngine
 
 from gpuscale.common.errors import (
     AbortedError,
+    FailedPreconditionError,
     GpuscaleError,
     InternalError,
     ResourceExhaustedError,
@@ -53,37 +54,42 @@ T = TypeVar("T")
 
 
 class Backend(ABC):
-    """A database. `writer` and `reader` are entered each by the thread that then uses the connection.
+    """A database. The thread that enters `writer` or `reader` uses the connection.
 
     Attributes:
-        errors: what its driver raises, and SQLAlchemy for it.
+        errors: errors of its driver and of SQLAlchemy.
+        version: schema version; an earlier one is migrated.
+        migrations: by the version that each starts from.
     """
 
     errors: ClassVar[tuple[type[Exception], ...]]
+    version: int
+    migrations: "Migrations"
+
+    @property
+    @abstractmethod
+    def where(self) -> str:
+        """Where the state is, for errors."""
 
     @property
     def short(self) -> bool:
-        """Whether its disk has no more room than what is kept for works that free some."""
+        """Whether the disk has only the space left that is reserved for work that frees some."""
         return False
 
     @abstractmethod
     def writer(self) -> AbstractContextManager[Connection]:
-        """The connection that writes. Makes or migrates the tables first."""
+        """The connection that writes. Creates or migrates the tables first."""
 
     @abstractmethod
     def reader(self) -> AbstractContextManager[Connection]:
-        """A connection that can only query; each of its transactions sees one moment."""
+        """A read-only connection; each of its transactions sees a snapshot."""
 
     @abstractmethod
     def transaction(self, connection: Connection) -> AbstractContextManager[None]:
-        """A transaction that writes; durable when the block was left without an error."""
+        """A write transaction; durable when the block ends without an error."""
 
     def taking_room(self, connection: Connection) -> AbstractContextManager[None]:  # noqa: ARG002
-        """For a work that frees no room: while the disk is `short`, it is refused if it changes something.
-
-        Raises:
-            UnavailableError: DISK_FULL.
-        """
+        """For work that frees no space: raises UnavailableError (DISK_FULL) for changes while the disk is `short`."""
         return nullcontext()
 
     @abstractmethod
@@ -92,19 +98,44 @@ class Backend(ABC):
 
     @abstractmethod
     def failure(self, error: Exception) -> Exception:
-        """The error for the callers whose work ended with `error`; errors other than the storage's stay as they are."""
+        """The error for callers whose work raised `error`; errors not of the storage are unchanged."""
 
-    def ended(self, *, committed: bool) -> None:  # noqa: B027 - it need not
-        """A transaction that writes has ended; nobody was answered yet."""
+    def ended(self, *, committed: bool) -> None:  # noqa: B027 - optional
+        """Called after a write transaction, before its callers are answered."""
+
+    def check_version(self, found: int) -> None:
+        """Raise FailedPreconditionError (STATE_VERSION) unless migrations lead from version `found` to this one."""
+        if found > self.version or not all(step in self.migrations for step in range(found, self.version)):
+            raise FailedPreconditionError(
+                f"the state in {self.where} has schema version {found}, this program writes version"
+                f" {self.version}; it was left as it is",
+                reason="STATE_VERSION",
+                metadata={"found": str(found), "wanted": str(self.version)},
+            )
+
+    @contextmanager
+    def opening(self) -> Generator[None]:
+        """Raise errors of opening the state as UnavailableError or, if a retry cannot help, FailedPreconditionError."""
+        try:
+            yield
+        except (*self.errors, OSError, UnicodeDecodeError) as error:  # the last for a damaged name
+            found = self.failure(error)
+            if isinstance(found, UnavailableError):
+                raise found from error
+            cause = " ".join(str(error.orig if isinstance(error, DBAPIError) else error).split())
+            raise FailedPreconditionError(
+                f"the state in {self.where} cannot be used ({cause}); it was left as it is",
+                reason="STATE_UNREADABLE",
+            ) from error
 
 
 class Store:
-    """The state of one service. Made by `Store.open`; used from the event loop that opened it.
+    """The state of one service. Created by `Store.open`; for the event loop that opened it.
 
     Attributes:
-        commits: how long transactions that write took, with their sync, of every store of this process.
-        failures: how many of them the database did not take.
-        problem: why it does not take them now; empty while it does.
+        commits: durations of write transactions, with their sync, of all stores of this process.
+        failures: how many of them failed.
+        problem: why they fail now; empty while they succeed.
     """
 
     commits: ClassVar[Histogram] = Histogram()
@@ -118,20 +149,20 @@ class Store:
 
     @property
     def short(self) -> bool:
-        """Whether the disk has no more room than what is kept for works that free some."""
+        """Whether the disk has only the space left that is reserved for work that frees some."""
         return self._backend.short
 
     @classmethod
     @asynccontextmanager
     async def open(cls, backend: Backend, *, name: str) -> AsyncGenerator[Self]:
-        """Open the state in a database, or make it; close it after all that was submitted is done.
+        """Open or create the state; on leaving, finish submitted work and close.
 
         Args:
-            backend: the database; `Sqlite` and `Postgres` say what may be wrong with it.
-            name: of the service; names the threads and the failpoints.
+            backend: the database.
+            name: name of the service, for threads and failpoints.
 
         Raises:
-            FailedPreconditionError: STATE_UNREADABLE or STATE_VERSION, or what the backend adds; the state stays as it is.
+            FailedPreconditionError: STATE_UNREADABLE, STATE_VERSION or an error of the backend; the state is unchanged.
             UnavailableError: STATE_UNAVAILABLE or DISK_FULL.
         """
         commit = partial(_commit, f"{name}.store", backend)
@@ -142,21 +173,19 @@ class Store:
             yield cls(backend, writer, reader)
 
     async def write(self, work: Callable[[Connection], T], *, frees: bool = False) -> T:
-        """Run `work` in the writer's thread and return its value once it is on disk.
+        """Run `work` in the writer thread and return its result once it is on disk.
 
-        A work that `frees` room, now or once what it began is over, is done on a full disk too, in the room that is kept
-        for such works.
-
-        Works run one after another in the order of submission. A work that raises is undone alone and its error is
-        raised here. A work must not commit or roll back. A caller that is cancelled does not undo its work: within a
-        call, only a use case that is `uninterrupted` may write.
+        Work runs in the order of submission and must not commit or roll back. If it raises, only its own changes are
+        undone, and the error is raised here. Cancelling the caller does not undo it, so within a call only an
+        `uninterrupted` use case may write. Work that `frees` space, now or later, also runs on a full disk, in reserved
+        space.
 
         Raises:
-            InternalError: it is not.
-            UnavailableError: DISK_FULL, STATE_UNAVAILABLE (after an error of the device nobody can tell whether the
-                write will be there after a restart) or STORE_CLOSED.
-            FailedPreconditionError: STATE_UNREADABLE, the file was found damaged.
-            ResourceExhaustedError: STORE_BUSY, too many works wait.
+            InternalError: the use case is not `uninterrupted`.
+            UnavailableError: DISK_FULL, STORE_CLOSED, or STATE_UNAVAILABLE (after a device error the write may or may
+                not be there after a restart).
+            FailedPreconditionError: STATE_UNREADABLE, the file is damaged.
+            ResourceExhaustedError: STORE_BUSY, too much work is waiting.
         """
         require_uninterrupted()
         return await self._writer.submit(
@@ -164,12 +193,12 @@ class Store:
         )
 
     async def read(self, work: Callable[[Connection], T]) -> T:
-        """Run `work` in the reader's thread on all that was committed; it cannot write. Raises as `write` does."""
+        """Run `work` in the reader thread on the committed state; it cannot write. Raises as `write`."""
         return await self._reader.submit(work)
 
 
 def add_store(page: MetricsPage, prefix: str, file: Path | None) -> None:
-    """Add how long commits take, how many failed, and, of a file, its size and what room its disk has."""
+    """Add the series of commits and, for a file, its size and the free space of its disk."""
     commits = Family(
         f"{prefix}_store_commit_seconds", "histogram", "Time that commits took, with their sync."
     )
@@ -197,7 +226,7 @@ def _while_there_is_room(backend: Backend, work: Callable[[Connection], T], conn
 
 
 def _commit(name: str, backend: Backend, connection: Connection, group: Sequence["_Job[Any]"]) -> None:
-    """Run the jobs in one transaction. If it fails, so does every job that had not failed by itself."""
+    """Run jobs in one transaction. If it fails, so does each job that had not failed already."""
     committed, began = False, time.monotonic()
     trouble: Exception | None = None
     caught: tuple[type[Exception], ...] = (*backend.errors, GpuscaleError)
@@ -225,7 +254,7 @@ def _commit(name: str, backend: Backend, connection: Connection, group: Sequence
 
 
 def _note(name: str, trouble: Exception | None) -> None:
-    """Count a commit that failed, and log where commits begin to fail, or succeed again."""
+    """Count a failed commit, and log when commits start or stop failing."""
     Store.failures += trouble is not None
     problem = str(trouble or "")
     if problem == Store.problem:
@@ -238,16 +267,14 @@ def _note(name: str, trouble: Exception | None) -> None:
 
 
 class _UndoneError(Exception):
-    """A job failed that had the transaction to itself."""
+    """The only job of a transaction failed."""
 
 
 def _run_alone(backend: Backend, connection: Connection, job: "_Job[Any]", *, shared: bool) -> None:
-    """Run a job in a savepoint of the driver; SQLAlchemy's own cost 50 times as much.
-
-    A job that does not share the transaction needs none: the transaction is undone where it fails.
+    """Run a job in a savepoint of the driver (SQLAlchemy's cost 50 times as much), or without one if not `shared`.
 
     Raises:
-        GpuscaleError: the job met a failure of the storage, or ended the transaction of the whole group.
+        GpuscaleError: the storage failed, or the job ended the transaction of the whole group.
     """
     if not shared:
         job.run(connection)
@@ -271,7 +298,7 @@ def _run_alone(backend: Backend, connection: Connection, job: "_Job[Any]", *, sh
 
 
 def _query(backend: Backend, connection: Connection, group: Sequence["_Job[Any]"]) -> None:
-    """Run the jobs on one snapshot, taken after the last of them was submitted; one that fails fails alone."""
+    """Run jobs on one snapshot, taken after the last was submitted. A failed job does not affect the others."""
     driver: Any = connection.connection.dbapi_connection
     caught: tuple[type[Exception], ...] = (*backend.errors, GpuscaleError)
     try:
@@ -289,10 +316,7 @@ def _query(backend: Backend, connection: Connection, group: Sequence["_Job[Any]"
 
 
 class _Job(Generic[T]):
-    """A unit of work, its result, and the future that waits for it.
-
-    As a context it keeps the error of the work, whatever it is, for the one who waits.
-    """
+    """A unit of work, its result, and the future of its caller. As a context manager it stores any error."""
 
     def __init__(self, work: Callable[[Connection], T], future: asyncio.Future[T]) -> None:
         self.error: Exception | None = None
@@ -301,12 +325,12 @@ class _Job(Generic[T]):
         self._values: list[T] = []
 
     def run(self, connection: Connection) -> None:
-        """Do the work and keep its result; in the worker's thread."""
+        """Do the work and keep its result; called in the worker thread."""
         with self:
             self._values.append(self._work(connection))
 
     def settle(self) -> None:
-        """Answer the caller; on the event loop."""
+        """Resolve the future; called on the event loop."""
         if self._future.done():
             return
         if self.error is None:
@@ -324,7 +348,7 @@ class _Job(Generic[T]):
 
 
 class _Worker:
-    """A thread with one connection, which serves jobs in groups: all that wait when it is ready for more."""
+    """A thread with one connection that serves all waiting jobs as one group."""
 
     def __init__(
         self,
@@ -389,7 +413,7 @@ class _Worker:
             self._loop.call_soon_threadsafe(self._end, failure)
 
     def _take(self) -> bool:
-        """Take the jobs that wait, and wait for the first; False once there are none and never will be."""
+        """Wait for a job and take all that wait; False after the last job."""
         self._serving = []
         while not self._last and len(self._serving) < MAX_GROUP:
             if self._serving and self._queue.empty():
@@ -402,7 +426,7 @@ class _Worker:
         return bool(self._serving)
 
     def _end(self, failure: GpuscaleError | None) -> None:
-        """Answer all who still wait; on the event loop."""
+        """Fail all waiting jobs; called on the event loop."""
         failure = failure or UnavailableError("the state is closed", reason="STORE_CLOSED")
         self._closed = True
         if not self._opened.done():
@@ -425,18 +449,18 @@ def _settle(jobs: Sequence[_Job[Any]]) -> None:
 
 
 class Whole(TypeDecorator[int]):
-    """A whole number of 64 bits. SQLite's INTEGER has as many; PostgreSQL's has 32, so it is a BIGINT there."""
+    """A 64-bit integer: INTEGER in SQLite, BIGINT in PostgreSQL."""
 
     impl = Integer
     cache_ok = True
 
     def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[int]:
-        """The type in a database."""
+        """The column type for the database."""
         return dialect.type_descriptor(BigInteger() if dialect.name == "postgresql" else Integer())
 
 
 def revisions(module: str, newest: int) -> Mapping[int, Callable[[Connection], None]]:
-    """The migrations `to_2` to `to_{newest}` of a module, by the version before."""
+    """The migrations `to_2` to `to_{newest}` of a module, by the version that each starts from."""
 
     def apply(version: int, connection: Connection) -> None:
         from alembic.operations import Operations
@@ -450,17 +474,16 @@ def revisions(module: str, newest: int) -> Mapping[int, Callable[[Connection], N
 
 Migration: TypeAlias = Callable[[Connection], None]
 Migrations: TypeAlias = Mapping[int, Migration]
-"""What takes a database from one schema version to the next, by the version that it starts from."""
+"""Upgrades from one schema version to the next, by the version that each starts from."""
 
 _Values = Callable[[Mapping[str, object]], Sequence[object]]
-"""Takes the parameters of a statement out of a row, in their order."""
+"""Extracts the parameters of a statement from a row, in order."""
 
 
 class Prepared:
-    """A Core statement for either database, compiled when it is first run there.
+    """A Core statement for both databases, compiled at its first use.
 
-    Rows are mappings from the names of its parameters to values as SQLite's driver takes them: JSON as text, truth as 0
-    and 1.
+    Rows map parameter names to values of SQLite's driver: JSON as text, booleans as 0 and 1.
     """
 
     def __init__(self, statement: ClauseElement | Callable[[str], ClauseElement]) -> None:
@@ -474,12 +497,12 @@ class Prepared:
 
     @classmethod
     def replacing(cls, table: Table) -> Self:
-        """A row of the table, in place of the one with its key if there is one."""
+        """An upsert by primary key."""
         keys = [column.name for column in table.primary_key]
         others = [column.name for column in table.columns if column.name not in keys]
 
         def upsert(dialect: str) -> ClauseElement:
-            # That of PostgreSQL takes 2 MB.
+            # import only this dialect: PostgreSQL's takes 2 MB
             into: Any = import_module(f"sqlalchemy.dialects.{dialect}").insert(table)
             others_anew = {name: into.excluded[name] for name in others}
             statement: ClauseElement = into.on_conflict_do_update(index_elements=keys, set_=others_anew)
@@ -488,19 +511,19 @@ class Prepared:
         return cls(upsert)
 
     def run(self, connection: Connection, rows: Sequence[Mapping[str, object]]) -> int:
-        """Execute it once for each row, inside the transaction that is open; returns how many rows that changed.
+        """Execute it for each row in the open transaction; returns the number of changed rows.
 
         Raises:
-            AbortedError: STATE_CONFLICT, the state refuses one of them (a key that exists, a trigger).
+            AbortedError: STATE_CONFLICT, a constraint or trigger refused a row.
         """
         driver = connection.connection.dbapi_connection
         if isinstance(driver, sqlite3.Connection):
             text, values = self._of_sqlite()
-            try:  # the driver would look up each parameter of each row by its name
+            try:  # by position: the driver would look up each parameter by name
                 return driver.executemany(text, map(values, rows)).rowcount
             except sqlite3.IntegrityError as error:
                 raise _refusal(error) from error
-        from gpuscale.common.store.postgres import IntegrityError, raw  # its driver is an extra
+        from gpuscale.common.store.postgres import IntegrityError, raw  # needs an extra
 
         text, truths = self._of_postgresql(connection), self._truths
         given = [{**self._constants, **row, **{name: bool(row[name]) for name in truths}} for row in rows]
@@ -512,11 +535,11 @@ class Prepared:
             raise _refusal(error) from error
 
     def first(self, connection: Connection, row: Mapping[str, object]) -> Sequence[object] | None:
-        """Execute a query and return its first row, inside the transaction that is open; None where it finds nothing."""
+        """Query in the open transaction; the first row, or None."""
         return next(iter(self.all(connection, row)), None)
 
     def all(self, connection: Connection, row: Mapping[str, object]) -> Sequence[Sequence[Any]]:
-        """Execute a query and return its rows, each in the order of its columns, inside the transaction that is open."""
+        """Query in the open transaction; the rows, with values in the order of the columns."""
         driver = connection.connection.dbapi_connection
         if isinstance(driver, sqlite3.Connection):
             text, values = self._of_sqlite()
@@ -532,7 +555,7 @@ class Prepared:
         if self._sqlite is None:
             compiled = self._build("sqlite").compile(dialect=sqlite.dialect(paramstyle="qmark"))
             names = (compiled.positiontup or ()) if isinstance(compiled, SQLCompiler) else ()
-            # In their order, each as often as the statement has it. Of one name, an itemgetter takes the value alone.
+            # Positional, with repetitions. An itemgetter of one name would return a bare value.
             in_order: _Values = (
                 itemgetter(*names) if len(names) > 1 else lambda row: [row[name] for name in names]
             )
@@ -550,14 +573,14 @@ class Prepared:
 
 
 def _truths(compiled: Compiled) -> tuple[str, ...]:
-    """Names of the parameters that are true or false."""
+    """Names of boolean parameters."""
     if not isinstance(compiled, SQLCompiler):
         return ()
     return tuple(name for bind, name in compiled.bind_names.items() if isinstance(bind.type, Boolean))
 
 
 def _constants(compiled: Compiled) -> Mapping[str, object]:
-    """Values that the statement itself has, by the name of their parameter."""
+    """Literal values in the statement, by parameter name."""
     return {name: value for name, value in (compiled.params or {}).items() if value is not None}
 
 

@@ -1,8 +1,8 @@
-"""A term: the time in which a process leads. Whoever writes or answers asks it first.
+"""A term: the time in which a process leads. Check it before every write and answer.
 
-The server takes the lead away no earlier than `lease` seconds after it last heard from the leader. The leader therefore
-trusts its lead for as long from the moment at which it last *asked* a question that was answered; a process that was
-stopped for longer knows, before it does anything else, that its term may be over.
+The server takes the lead away no earlier than `lease` seconds after it last heard from the leader. So the leader trusts
+its lead for `lease` seconds after it *sent* the last query that was answered. A process that was stopped for longer
+notices before it does anything else.
 """
 
 import asyncio
@@ -17,25 +17,25 @@ from dataclasses import dataclass, field
 class Lead:
     """Who leads in one term."""
 
-    address: str  # HOST:PORT of the leader
+    address: str  # HOST:PORT
     epoch: int  # number of the term
-    secret: str = field(repr=False)  # what proves that a call comes from a process on the same database
+    secret: str = field(repr=False)  # authenticates calls from processes on the same database
 
 
 class Term:
-    """One term. All but `confirm` and `close` may be called by any thread.
+    """One term. Thread-safe except `confirm` and `close`.
 
     Args:
-        lead: who leads in it; each term has a higher epoch than all before it.
+        lead: the leader; the epoch is higher than those of all earlier terms.
         socket: descriptor of the connection that holds the lead.
         lease: seconds for which an answer of the server is trusted.
-        asked: when the question that gave the lead was asked, in seconds of CLOCK_BOOTTIME.
+        asked: when the query that gave the lead was sent, in seconds of CLOCK_BOOTTIME.
     """
 
     def __init__(self, lead: Lead, socket: int, lease: float, asked: float) -> None:
         self.lead = lead
         self.over = asyncio.Event()
-        """Set once the term is over; wait for it on the event loop."""
+        """Set when the term is over; for the event loop."""
         self._socket = os.dup(socket)
         self._lease = lease
         self._trusted_until = asked + lease
@@ -44,33 +44,35 @@ class Term:
 
     @property
     def epoch(self) -> int:
-        """Its number."""
+        """The number of the term."""
         return self.lead.epoch
 
     def leads(self) -> bool:
-        """Whether this process still leads: nothing says otherwise, and the connection is up."""
+        """Whether this process still leads and the connection is up."""
         if self._ended or now() >= self._trusted_until:
             return False
         poll = select.poll()
-        poll.register(self._socket, select.POLLRDHUP)  # the other side closed the connection, read or not
+        poll.register(
+            self._socket, select.POLLRDHUP
+        )  # the peer closed the connection, even if unread data is left
         return not poll.poll(0)
 
     def confirm(self, asked: float) -> None:
-        """The server answered a question that was asked then."""
+        """The server answered a query that was sent at `asked`."""
         self._trusted_until = asked + self._lease
 
     def resign(self) -> None:
-        """The term is over; nothing under way may rely on it any more."""
+        """End the term; `leads` is False from now on."""
         self._ended = True
-        with suppress(RuntimeError):  # the loop is closed
+        with suppress(RuntimeError):  # closed loop
             self._loop.call_soon_threadsafe(self.over.set)
 
     def close(self) -> None:
-        """End the term, where it has not ended yet, and close what it watched."""
+        """End the term and close its descriptor."""
         self.resign()
         os.close(self._socket)
 
 
 def now() -> float:
-    """Seconds of CLOCK_BOOTTIME, which a host that sleeps does not stop."""
+    """Seconds of CLOCK_BOOTTIME, which also counts during a suspend."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
