@@ -1,61 +1,61 @@
 """Authentication: from a connection and its metadata to a `Principal`, and the role that each method needs.
 
-| caller | is |
+| caller | principal |
 |---|---|
-| unix socket | `local`, admin, with the token that the server made for its own parts; nobody else |
-| unix socket of an agent | `local`, of role agent: what it admits, a lease token decides |
+| unix socket, with the token that the server created for its own parts | `local`, admin |
+| unix socket of an agent | `local`, role agent; a lease token decides what is admitted |
 | loopback, neither tokens nor client certificates configured | `local`, admin |
-| bearer token in the metadata `authorization` | what the tokens file says; only over TLS or from loopback |
+| bearer token in the metadata `authorization` | as the tokens file says; only over TLS or from loopback |
 | client certificate with `spiffe://<trust domain>/gpuscale/<role>/<name>` | that role and name |
-| client certificate with `spiffe://<trust domain>/gpuscale/gateway/<name>` | whom the metadata `gpuscale-caller` names; nobody itself |
+| client certificate with `spiffe://<trust domain>/gpuscale/gateway/<name>` | the caller in the metadata `gpuscale-caller` |
 | plain text from elsewhere, `insecure_allow_remote`, nothing configured | `anonymous`, admin |
-| metadata `gpuscale-lease-token` | whoever holds that lease: for the methods that take one, of the reservation that they name |
-| standby of this service, by what its database says (`gpuscale.common.security.signed_callers`) | whom the metadata `gpuscale-forwarded` name |
-| anybody else | refused with UNAUTHENTICATED |
+| metadata `gpuscale-lease-token` | the holder of that lease, for methods that accept one, on the reservation in the request |
+| standby of this service, proven by a secret in their database (`gpuscale.common.security.signed_callers`) | the caller in the metadata `gpuscale-forwarded` |
+| anybody else | rejected with UNAUTHENTICATED |
 
-A token that is sent decides alone, a lease token first, so that a wrong one is noticed; it is never looked past to a certificate.
-A lease token is checked where its reservation is known; until then whoever shows it counts as unknown. A certificate that
-has expired or was revoked since its connection was made is refused, whatever comes with it (`gpuscale.common.security.certificates`).
+If a token is sent, it alone decides, a lease token first: an invalid token is rejected even if the certificate is valid.
+A lease token is verified with its reservation; until then its bearer counts as unknown. A certificate that expired or was
+revoked after its connection was made is rejected in any case (`gpuscale.common.security.certificates`).
 
-A gateway says in `gpuscale-caller` (`<role>/<name>`) whom it recognised. That counts from a certificate of role gateway, and
-from who is trusted as an admin without showing anything: it may only lower what the caller may do. From any other
-certificate it is refused, with or without a gateway between.
+A gateway names the caller it recognised in `gpuscale-caller` (`<role>/<name>`). This is accepted with a certificate of role
+gateway, and from callers that are trusted as admin without credentials, whose role it can only lower. With any other
+certificate it is rejected, also through a gateway.
 
-The tokens file says who may call with which bearer token, as SHA-256 digests:
+The tokens file lists callers with SHA-256 digests of their bearer tokens:
 
     [tokens.alice]
     role = "operator"          # viewer, agent, operator or admin
     sha256 = "9f86d081..."     # `printf %s "$TOKEN" | sha256sum`
     expires = 2027-01-01T00:00:00Z  # optional, with its time zone
-    label = "2026-11"          # optional: what lists and metrics call this secret
-    previous = [{ sha256 = "…", label = "2026-10", expires = 2026-12-01T00:00:00Z }]  # optional: valid beside it
-    tenants = ["ml", "vision"] # optional: whose quotas it may use, in place of its own
-    max_priority = 10          # optional: the highest priority that it may ask for, in place of 0
+    label = "2026-11"          # optional: name of this secret in lists and metrics
+    previous = [{ sha256 = "…", label = "2026-10", expires = 2026-12-01T00:00:00Z }]  # optional: also valid
+    tenants = ["ml", "vision"] # optional: quotas it may use instead of its own
+    max_priority = 10          # optional: highest priority it may request; default 0
 
-    [certificates.bob]         # the same two, of the caller whom a client certificate names
+    [certificates.bob]         # the same two for a caller with a client certificate
     tenants = ["ml"]
 
-    [logins]                   # lets in who has a token of `gpuscalectl login` with a code
+    [logins]                   # accept login tokens of `gpuscalectl login`
     ca_file = "/etc/gpuscale/pki/ca.crt"    # the authority that signs them
 
-    [oidc]                     # lets in whom a provider names, by its ID tokens
+    [oidc]                     # accept ID tokens of an OIDC provider
     issuer = "https://id.example"
     client_id = "gpuscale"
-    name_claim = "email"       # optional: whose value, after prefix, is the caller's name; sub without it
-    prefix = "oidc:"           # optional: keeps its names apart from those of tokens
+    name_claim = "email"       # optional: claim with the caller's name; default sub
+    prefix = "oidc:"           # optional: prefix of its names; default oidc:
     groups_claim = "groups"    # optional
-    scopes = "openid email"    # optional: what `gpuscalectl login` asks for
-    ca_file = "id-ca.crt"      # optional: authority of the provider's TLS
+    scopes = "openid email"    # optional: scopes that `gpuscalectl login` requests
+    ca_file = "id-ca.crt"      # optional: authority for the provider's TLS
 
-    [oidc.groups.ml-people]    # what members of a group may do; of several groups the most
+    [oidc.groups.ml-people]    # rights of a group; several groups add up
     role = "operator"
     tenants = ["ml"]
 
-    [revoked]                  # callers whose logins from before that time count no more
+    [revoked]                  # by caller: earlier logins are revoked
     "oidc:eve@example.org" = 2026-12-01T00:00:00Z
 
-A token is 256 random bits or more, so that its plain digest tells nothing. The file is read again within a second of a
-change; one that cannot be used leaves the tokens in force as they were.
+A token has at least 256 random bits, so an unsalted digest is safe. The file is reloaded within a second of a change; if
+the new file cannot be used, the old tokens stay in force.
 """
 
 import hashlib
@@ -88,13 +88,13 @@ if TYPE_CHECKING:
     from gpuscale.common.security.token_tables import OidcSettings
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
-"""A call, as servicers get it."""
+"""The context of a call."""
 Metadata: TypeAlias = "Iterable[tuple[str, str | bytes]]"
-"""What a caller sent along with a call."""
+"""The metadata of a call."""
 
 
 class Role(IntEnum):
-    """What a caller may do; each role includes the ones before it. The numbers are the contract's."""
+    """Roles; each includes the ones before it. The numbers are those of the contract."""
 
     VIEWER = options_pb2.ROLE_VIEWER
     AGENT = options_pb2.ROLE_AGENT
@@ -107,61 +107,63 @@ ANY_TENANT: Final = "*"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a caller other than an admin may request."""
+    """Limits of a caller that is not an admin."""
 
-    # whose quotas it may use, the one first that a request without a tenant counts against; its own name
-    # alone where there are none. `*` stands for all: the autoscaler reserves for whoever made an endpoint
+    # quotas it may use, the default first; empty for its own only. `*` means all: the autoscaler reserves
+    # for the owners of endpoints
     tenants: tuple[str, ...] = ()
-    max_priority: int = 0  # the highest priority that it may ask for
+    max_priority: int = 0  # highest priority it may request
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
     """An authenticated caller."""
 
-    # whom the token or certificate names; "local" for callers of this host, "anonymous" for any other caller
-    # of a server that was told to trust its network
+    # from the token or certificate; "local" for callers on this host, "anonymous" for other callers of a
+    # server that trusts its network
     name: str
-    role: Role  # what it may do
-    kind: Literal["local", "token", "certificate", "gateway", "anonymous", "lease"]  # how it was recognised
-    limits: Limits = Limits()  # what it may ask of the queue, unless it is an admin
-    via: str = ""  # the gateway that recognised it; empty where it was recognised here
-    # what it shows in place of an identity, not checked yet; of kind lease alone
+    role: Role
+    kind: Literal[
+        "local", "token", "certificate", "gateway", "anonymous", "lease"
+    ]  # how it was authenticated
+    limits: Limits = Limits()  # not for an admin
+    via: str = ""  # the gateway that authenticated it; empty if this process did
+    # not verified yet; for kind lease only
     lease_token: str = field(default="", repr=False)
 
     @property
     def tenants(self) -> tuple[str, ...]:
-        """Whose quotas it may use by name, the default one first."""
+        """The quotas it may use by name, the default first."""
         return tuple(one for one in self.limits.tenants if one != ANY_TENANT) or (self.name,)
 
     def may_use(self, tenant: str) -> bool:
-        """Whether it may use the quota of a tenant; an admin may use those of all."""
+        """Whether it may use the quota of a tenant; an admin may use all."""
         return self.role >= Role.ADMIN or tenant in self.tenants or ANY_TENANT in self.limits.tenants
 
 
 LOCAL = Principal("local", Role.ADMIN, "local")
 ANONYMOUS = Principal("anonymous", Role.ADMIN, "anonymous")
 RESERVED_NAMES = frozenset({LOCAL.name, ANONYMOUS.name})
-"""Names that no token and no certificate may have: its bearer would own what callers without one made."""
+"""Names forbidden in tokens and certificates: their bearer would own what callers without credentials created."""
 
 _current: ContextVar[Principal] = ContextVar("gpuscale_principal")
 
 
 current_principal: Callable[[], Principal] = _current.get
-"""The caller of the current RPC, for its handler and all tasks that it starts. Raises LookupError: no RPC is being handled, or one
-that needs no caller (health checks)."""
+"""The caller of the current RPC, for its handler and the tasks it starts. Raises LookupError outside RPCs, and in those that need
+no caller (health checks)."""
 
 
 def find_principal() -> Principal | None:
-    """The caller of the current RPC; None if nobody was recognised."""
+    """The caller of the current RPC, or None."""
     return _current.get(None)
 
 
 set_principal: Callable[[Principal], object] = _current.set
-"""For the interceptor: set the caller of the current RPC."""
+"""Set the caller of the current RPC; for the interceptor."""
 
 
-# Methods of others' contracts, which cannot bear our option. None: no caller is needed.
+# Methods of foreign contracts, without our option. None: no caller needed.
 _FOREIGN: Final[Mapping[str, Role | None]] = {
     "/grpc.health.v1.Health/Check": None,
     "/grpc.health.v1.Health/List": None,
@@ -173,21 +175,21 @@ _FOREIGN: Final[Mapping[str, Role | None]] = {
 
 @dataclass(frozen=True, slots=True)
 class MethodInfo:
-    """One method."""
+    """Properties of a method."""
 
     path: str  # `/package.Service/Method`
-    role: Role | None  # the least role that may call it; None where no caller is needed
-    ours: bool  # whether its messages bear the rules of our contract
-    # how long a call may wait before it is answered; None where calls do not wait
+    role: Role | None  # the role it requires; None if no caller is needed
+    ours: bool  # whether it belongs to our contract
+    # how long a call may wait; None if calls do not wait
     wait: options_pb2.Wait | None = None
-    pages: bool = False  # whether it lists in pages
-    lease_token: bool = False  # whether a lease token does in place of a caller
+    pages: bool = False  # whether it has pages
+    lease_token: bool = False  # whether it accepts a lease token
 
 
 def find_method(path: str) -> MethodInfo | None:
-    """What the contract says about a method; None if it gives no role, so nobody may call it.
+    """The properties of a method; None if the contract gives no role, so nobody may call it.
 
-    A method of ours is found once its generated module has been imported, as every servicer does.
+    Finds our methods after the import of their generated module, which every servicer does.
     """
     if path in _FOREIGN:
         return MethodInfo(path, _FOREIGN[path], ours=False)
@@ -205,13 +207,13 @@ def find_method(path: str) -> MethodInfo | None:
 
 
 MAX_PREVIOUS: Final = 8
-"""Secrets of one name that may be valid beside its newest."""
+"""Maximum number of previous secrets of a name."""
 CHECK_PERIOD: Final = 1.0
-"""Seconds between two looks at the file."""
+"""Seconds between two checks of the file."""
 
 
 def is_safe(url: str) -> bool:
-    """Whether what is fetched from a URL can be believed: over TLS, or from this host."""
+    """Whether a URL can be trusted: https, or this host."""
     parts = urlsplit(url)
     return bool(parts.hostname) and (
         parts.scheme == "https" or (parts.scheme, parts.hostname) == ("http", "127.0.0.1")
@@ -219,7 +221,7 @@ def is_safe(url: str) -> bool:
 
 
 class KeysNeededError(UnauthenticatedError):
-    """A token is signed with a key that may have been published since the last look; `fetch` looks, then ask again."""
+    """A token is signed with an unknown key; `await fetch()` for newer keys, then retry."""
 
     def __init__(self, fetch: Callable[[], Awaitable[None]]) -> None:
         super().__init__("the key that signed the token is not known here", reason="TOKEN_INVALID")
@@ -230,19 +232,14 @@ class KeysNeededError(UnauthenticatedError):
 class TokenSecret:
     """One secret of a tokens file."""
 
-    # the caller that it names; a name may have several, so that they can be changed without a gap
-    principal: Principal
-    label: str  # what it is called
+    principal: Principal  # its caller, who may have several for a rotation without a gap
+    label: str
     digest: str  # SHA-256 of the secret, in hexadecimal
-    expires: datetime | None  # until when it is valid; None for ever
+    expires: datetime | None  # None for never
 
 
 class TokenFile:
-    """The tokens of one file.
-
-    Raises:
-        FailedPreconditionError: the file cannot be used (reason TOKENS_FILE); only when it is opened.
-    """
+    """The tokens of one file. Raises FailedPreconditionError if it cannot be used (reason TOKENS_FILE)."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -256,15 +253,15 @@ class TokenFile:
             raise FailedPreconditionError(message, reason="TOKENS_FILE") from error
 
     def principal(self, token: str) -> Principal:
-        """The caller that a token names.
+        """The caller that a token identifies.
 
         Raises:
-            KeysNeededError: it is signed with a key that is not known yet.
-            UnauthenticatedError: nobody (TOKEN_INVALID), or not any more (TOKEN_EXPIRED).
+            KeysNeededError: it is signed with an unknown key.
+            UnauthenticatedError: TOKEN_INVALID or TOKEN_EXPIRED.
             UnavailableError: its provider does not answer.
         """
         self._file.newer()
-        if self._signed is not None and token.startswith("eyJ"):  # as every JWT does
+        if self._signed is not None and token.startswith("eyJ"):  # any JWT
             return self._signed.principal(token)
         digest = hashlib.sha256(token.encode()).hexdigest()
         for entry in self._file.current[0]:
@@ -276,28 +273,28 @@ class TokenFile:
         raise UnauthenticatedError("the token is not known here", reason="TOKEN_INVALID")
 
     def secrets(self) -> Sequence[tuple[TokenSecret, float | None]]:
-        """Every secret, and when it was last used with this server: seconds since 1970, None for not since its start."""
+        """Every secret with the time of its last use, in seconds since 1970; None if not used since the start."""
         return [(entry, self._last_use.get(entry.digest)) for entry in self._file.current[0]]
 
     def limits_of_certificate(self, name: str) -> Limits:
-        """The limits of the caller that a client certificate names."""
+        """The limits of a caller with a client certificate."""
         self._file.newer()
         return self._file.current[1].get(name, Limits())
 
     @property
     def takes_logins(self) -> bool:
-        """Whether tokens of logins with a code are taken."""
+        """Whether login tokens are accepted."""
         self._file.newer()
         return self._signed is not None and self._signed.takes_logins
 
     @property
     def oidc(self) -> "OidcSettings | None":
-        """The provider that the file names."""
+        """The OIDC provider in the file."""
         self._file.newer()
         return self._file.current[2]
 
     def _read(self) -> "tuple[tuple[TokenSecret, ...], Mapping[str, Limits], OidcSettings | None]":
-        from gpuscale.common.security.token_tables import TokensTable  # by pydantic, which takes 10 MB
+        from gpuscale.common.security.token_tables import TokensTable  # loads pydantic: 10 MB
 
         found = TokensTable.model_validate(tomllib.loads(self._path.read_text(encoding="utf-8")))
         if found.logins is None and found.oidc is None:
@@ -327,9 +324,9 @@ _SPIFFE_ID: Final = re.compile(
     r"spiffe://[^/]+/gpuscale/(?P<role>gateway|viewer|agent|operator|admin)/(?P<name>[^/]+)"
 )
 CALLER_KEY: Final = "gpuscale-caller"
-"""The metadata in which a gateway names whom it calls for."""
+"""Metadata with the caller of a gateway."""
 FORWARDED_KEY: Final = "gpuscale-forwarded"
-"""The metadata in which a standby names whom it calls for; such a call is not forwarded again."""
+"""Metadata with the caller of a standby; such a call is not forwarded again."""
 _CALLER: Final = re.compile(r"(?P<role>viewer|agent|operator|admin)/(?P<name>[\x21-\x7e]+)")
 _BEARER: Final = re.compile(r"[Bb]earer +(?P<token>[\x21-\x7e]{1,12288})")
 _LEASE_TOKEN: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -338,27 +335,27 @@ _NO_AUTH: Final[Mapping[str, Iterable[bytes]]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What a connection and a request tell about a caller."""
+    """What a connection and a request say about a caller."""
 
-    loopback: bool  # whether it is on this host
-    secure: bool  # whether the connection is TLS
-    authorization: Sequence[str | bytes] = ()  # the values of the header or metadata of that name
-    spiffe_id: str | None = None  # what its client certificate says; TLS has checked the certificate
-    certificate: bytes | None = None  # the client certificate itself, PEM
-    forwarded: Sequence[str | bytes] = ()  # the values of the metadata by which a gateway names its caller
+    loopback: bool  # on this host
+    secure: bool  # over TLS
+    authorization: Sequence[str | bytes] = ()  # values of the header or metadata
+    spiffe_id: str | None = None  # from its certificate, verified by TLS
+    certificate: bytes | None = None  # its client certificate, PEM
+    forwarded: Sequence[str | bytes] = ()  # values of the metadata `gpuscale-caller`
 
 
 class Authenticator:
     """Identifies callers.
 
     Args:
-        tokens_file: the tokens that are accepted; see `gpuscale.common.security.auth`. With it, loopback callers need one too.
-        accept_certificates: whether client certificates (checked by TLS against the client CA) name callers.
+        tokens_file: accepted tokens, see the module. With it, loopback callers need one too.
+        accept_certificates: whether client certificates (verified by TLS) identify callers.
         insecure_allow_remote: whether plain text from other hosts is trusted.
-        internal_token: what callers of the unix socket show, which serves the parts of this process alone; without one it
-            lets nobody in. That the socket can be opened says little: workers may run as the same user.
-        revoked_file: the deny list of client certificates, where they are accepted.
-        socket_role: what every caller of a unix socket may do, in place of `internal_token`.
+        internal_token: token for the unix socket, known only to parts of this process; None admits nobody there. Opening
+            the socket proves nothing: workers may run as the same user.
+        revoked_file: deny list of client certificates, if these are accepted.
+        socket_role: role of every caller of the unix socket, instead of `internal_token`.
 
     Raises:
         FailedPreconditionError: the tokens file or the deny list cannot be used.
@@ -377,7 +374,7 @@ class Authenticator:
         self._tokens = None if tokens_file is None else TokenFile(tokens_file)
         self._accept_certificates = accept_certificates
         self._certificates: CertificateCheck | None = None
-        if accept_certificates:  # what reads them takes 16 MB
+        if accept_certificates:  # loads cryptography: 16 MB
             from gpuscale.common.security import certificates
 
             self._certificates = certificates.CertificateCheck(revoked_file)
@@ -388,24 +385,24 @@ class Authenticator:
         self._socket_caller = None if socket_role is None else Principal(LOCAL.name, socket_role, "local")
         self._trusts_loopback = self._tokens is None and not accept_certificates
         self.open_forwarded: Callable[[str, Sequence[str | bytes]], Principal] | None = None
-        """The caller that another process of this service names; set where several take turns."""
+        """Reads the caller from a standby; set if several processes compete for the lead."""
 
     def secrets(self) -> Sequence[tuple[TokenSecret, float | None]]:
-        """The secrets of the tokens file, and when each was last used here."""
+        """The secrets of the tokens file with the time of their last use."""
         return () if self._tokens is None else self._tokens.secrets()
 
     def identify(self, context: Context, path: str, peer: str, metadata: Metadata) -> Principal:
-        """The caller of an RPC, of the method at `path`; `peer` and `metadata` are those of its context.
+        """The caller of an RPC to the method at `path`; `peer` and `metadata` are those of its context.
 
         Raises:
-            UnauthenticatedError: it has no valid identity. Reasons: TOKEN_MISSING, TOKEN_MALFORMED, TOKEN_INVALID,
+            UnauthenticatedError: no valid identity. Reasons: TOKEN_MISSING, TOKEN_MALFORMED, TOKEN_INVALID,
                 TOKEN_EXPIRED, CERTIFICATE_WITHOUT_IDENTITY, CERTIFICATE_EXPIRED, CERTIFICATE_REVOKED, INSECURE_TRANSPORT,
                 NOT_A_GATEWAY, GATEWAY_WITHOUT_CALLER.
-            UnavailableError: a standby takes this process for the leader, which it is not (NOT_LEADER).
+            UnavailableError: forwarded by a standby, but this process does not lead (NOT_LEADER).
         """
         sent = dict(metadata)
         lease = _values(metadata, LEASE_KEY) if LEASE_KEY in sent else ()
-        if peer.startswith("unix"):  # unix: or, of a client that gave its own end a name, unix-abstract:
+        if peer.startswith("unix"):  # unix:, or unix-abstract: if the client named its end
             if lease and self._socket_caller is not None:
                 return _holder(lease)
             return self._socket_caller or self._own_part(_values(metadata, "authorization"))
@@ -418,7 +415,7 @@ class Authenticator:
         if lease and (loopback or self._insecure_allow_remote):
             return _holder(lease)
         if loopback and self._trusts_loopback and not forwarded:
-            return LOCAL  # as `recognise` would say, without asking gRPC for what is not needed
+            return LOCAL  # as `recognise`, without the cost of auth_context
         transport = context.auth_context() or _NO_AUTH
         if lease and _first(transport, "transport_security_type") == "ssl":
             return _holder(lease)
@@ -438,12 +435,12 @@ class Authenticator:
         given = header.encode() if isinstance(header, str) else header
         if self._internal is None or not compare_digest(given, self._internal):
             raise UnauthenticatedError(
-                "this socket is for the parts of the process that made it", reason="TOKEN_INVALID"
+                "this socket is only for parts of the process that created it", reason="TOKEN_INVALID"
             )
         return LOCAL
 
     def recognise(self, caller: Caller) -> Principal:
-        """Who a caller is, by whatever protocol it came. Raises UnauthenticatedError: as `identify`."""
+        """The caller, of gRPC or HTTP. Raises UnauthenticatedError as `identify`."""
         if caller.loopback and self._trusts_loopback:
             return self._named_by(LOCAL.name, caller.forwarded) if caller.forwarded else LOCAL
         if not (caller.secure or caller.loopback or self._insecure_allow_remote):
@@ -475,7 +472,7 @@ class Authenticator:
         return Principal(found["name"], _role(found), "certificate", self._limits(found["name"]))
 
     def _named_by(self, gateway: str, forwarded: Sequence[str | bytes]) -> Principal:
-        """Whom a gateway calls for."""
+        """The caller of a gateway."""
         value = forwarded[0] if len(forwarded) == 1 else ""
         found = _CALLER.fullmatch(value) if isinstance(value, str) else None
         name = unquote(found["name"]) if found else ""
@@ -491,7 +488,7 @@ class Authenticator:
 
 
 def forwarded_as(principal: Principal | None) -> tuple[tuple[str, str], ...]:
-    """The metadata by which a gateway names a caller; none where nothing was shown but a place in a trusted network."""
+    """Metadata for a gateway to name its caller; empty for a caller without credentials."""
     if principal is None or principal.kind == "lease" or {principal.name, principal.via} & RESERVED_NAMES:
         return ()
     return ((CALLER_KEY, f"{principal.role.name.lower()}/{quote(principal.name, safe='')}"),)
@@ -501,8 +498,7 @@ def require_for(principal: Principal, method: MethodInfo) -> None:
     """Check that a caller may call a method.
 
     Raises:
-        PermissionDeniedError: its role is lower (reason ROLE_TOO_LOW), or it shows a lease token to a method that takes none
-            (LEASE_TOKEN_NOT_ENOUGH).
+        PermissionDeniedError: ROLE_TOO_LOW, or LEASE_TOKEN_NOT_ENOUGH for a method that accepts no lease token.
     """
     if principal.kind == "lease":
         if not method.lease_token:
@@ -515,7 +511,7 @@ def require_for(principal: Principal, method: MethodInfo) -> None:
 
 
 def require(principal: Principal, role: Role, what: str = "the call") -> None:
-    """Check that a caller may do what needs `role`; `what` begins the error.
+    """Check that a caller has `role`; `what` begins the error.
 
     Raises:
         PermissionDeniedError: its role is lower (reason ROLE_TOO_LOW).
@@ -528,7 +524,7 @@ def require(principal: Principal, role: Role, what: str = "the call") -> None:
 
 
 def require_priority(principal: Principal, priority: int, field: str) -> None:
-    """PermissionDeniedError (PRIORITY_TOO_HIGH), with the field, unless the caller may ask for the priority; admins may for any."""
+    """Raise PermissionDeniedError (PRIORITY_TOO_HIGH) unless the caller may request the priority; admins may request any."""
     most = principal.limits.max_priority
     if principal.role < Role.ADMIN and priority > most:
         raise PermissionDeniedError(
@@ -544,7 +540,7 @@ def _values(metadata: Metadata, name: str) -> list[str | bytes]:
 
 
 def _holder(tokens: Sequence[str | bytes]) -> Principal:
-    """Whoever shows a lease token; its digest tells holders apart in logs and limits."""
+    """The bearer of a lease token, named by its digest in logs and limits."""
     token = tokens[0] if len(tokens) == 1 else ""
     if not isinstance(token, str) or not _LEASE_TOKEN.fullmatch(token):
         raise UnauthenticatedError(f"metadata {LEASE_KEY} must be one lease token", reason="TOKEN_MALFORMED")
@@ -557,7 +553,7 @@ def _role(found: re.Match[str]) -> Role:
 
 
 def _token(headers: Sequence[str | bytes]) -> str:
-    """The bearer token in the headers."""
+    """The token in `Bearer TOKEN`."""
     found = _BEARER.fullmatch(headers[0]) if isinstance(headers[0], str) else None
     if found is None or len(headers) > 1:
         raise UnauthenticatedError(

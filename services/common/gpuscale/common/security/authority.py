@@ -1,7 +1,7 @@
-"""An authority of one's own: its certificates and keys, as files, and what it signs.
+"""Our own certificate authority: its files, and what it signs.
 
-Every certificate is valid from five minutes ago on, as clocks of other hosts may be slow, unless it is to be younger than one that
-was revoked (`gpuscale.common.security.certificates`).
+Certificates are valid from five minutes before their creation, as clocks of other hosts may be slow, unless they replace a
+revoked one (`gpuscale.common.security.certificates`).
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from gpuscale.common.security.certificates import DenyList, read_deny_list
 from gpuscale.common.security.followed import Followed, cause
 
 AUTHORITY_DAYS: Final = 3650
-"""How long a new authority is valid."""
+"""Validity of a new authority, in days."""
 SERVICE_NAMES: Final = frozenset(
     (
         "admin",
@@ -44,7 +44,7 @@ SERVICE_NAMES: Final = frozenset(
         "services",
     )
 )
-"""Names that no host gets unless an admin says so."""
+"""Names reserved for services; only an admin can give one to a host."""
 SKEW: Final = timedelta(minutes=5)
 LEAST_RSA_BITS: Final = 2048
 _SERVES: Final = ExtendedKeyUsageOID.SERVER_AUTH
@@ -59,34 +59,25 @@ class Pair:
     key: ec.EllipticCurvePrivateKey
 
     def write(self, folder: Path, name: str, *others: x509.Certificate) -> None:
-        """Write NAME.crt, with other certificates below its own, and NAME.key, the key for its owner only.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
+        """Write NAME.crt, with `others` appended, and the private NAME.key. Raises OSError on failure."""
         write_private(folder / f"{name}.key", key_pem(self.key))
         write_certificates(folder / f"{name}.crt", self.certificate, *others)
 
 
 def key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """A key as files have it."""
+    """A key in unencrypted PKCS #8 PEM."""
     form = serialization.PrivateFormat.PKCS8
     return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
 
 
 def write_certificates(file: Path, *certificates: x509.Certificate) -> None:
-    """Replace a file of certificates, which everybody may read. Raises OSError: it cannot be written."""
+    """Replace a world-readable file of certificates. Raises OSError on failure."""
     pems = (one.public_bytes(serialization.Encoding.PEM) for one in certificates)
     write_private(file, b"".join(pems), public=True)
 
 
 def read_pair(folder: Path, name: str) -> Pair:
-    """A pair that `Pair.write` wrote.
-
-    Raises:
-        OSError: a file cannot be read.
-        ValueError: it holds something else.
-    """
+    """Read a pair written by `Pair.write`. Raises OSError or ValueError for unusable files."""
     certificate = x509.load_pem_x509_certificate((folder / f"{name}.crt").read_bytes())
     key = serialization.load_pem_private_key((folder / f"{name}.key").read_bytes(), None)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
@@ -95,7 +86,7 @@ def read_pair(folder: Path, name: str) -> Pair:
 
 
 def make_authority(name: str) -> Pair:
-    """A new authority that may sign certificates of servers and clients, and no further authority."""
+    """Create an authority that may sign server and client certificates, but no further authority."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = _name(name)
     builder = _builder(subject, subject, key.public_key(), datetime.now(UTC) - SKEW, AUTHORITY_DAYS)
@@ -106,12 +97,12 @@ def make_authority(name: str) -> Pair:
 
 @dataclass(frozen=True, slots=True)
 class CertificateSubject:
-    """Whom a certificate is for.
+    """The subject of a certificate.
 
     Attributes:
-        name: what it is called.
-        hosts: names and IP addresses by which it is reached as a server; none for one that only calls.
-        uri: names it as a caller, `spiffe://<trust domain>/gpuscale/<role>/<name>`; empty for one that only serves.
+        name: common name.
+        hosts: host names and IP addresses of a server; none for a client only.
+        uri: identity of a caller, `spiffe://<trust domain>/gpuscale/<role>/<name>`; empty for a server only.
     """
 
     name: str
@@ -120,7 +111,7 @@ class CertificateSubject:
 
 
 def subject_of(certificate: x509.Certificate) -> CertificateSubject:
-    """Whom a certificate is for."""
+    """The subject of a certificate."""
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
@@ -134,7 +125,7 @@ def subject_of(certificate: x509.Certificate) -> CertificateSubject:
 def issue(
     authority: Pair, subject: CertificateSubject, days: float, *, begins: datetime | None = None
 ) -> Pair:
-    """A new key, with a certificate that is valid from `begins` on where that is later than usual."""
+    """A new key with a certificate, valid no earlier than `begins`."""
     key = ec.generate_private_key(ec.SECP256R1())
     return Pair(sign(authority, subject, key.public_key(), days, begins=begins), key)
 
@@ -147,7 +138,7 @@ def sign(
     *,
     begins: datetime | None = None,
 ) -> x509.Certificate:
-    """A certificate of somebody else's key, as `issue`."""
+    """A certificate for an existing public key, as `issue`."""
     names: list[x509.GeneralName] = []
     for host in subject.hosts:
         try:
@@ -204,22 +195,22 @@ def _name(text: str) -> x509.Name:
 
 
 def digest_of(authority: x509.Certificate) -> str:
-    """What an authority is known by before it is trusted: `sha256:` and the digest of its certificate in hexadecimal."""
+    """The fingerprint of an authority: `sha256:` and the hexadecimal digest of its certificate."""
     return f"sha256:{hashlib.sha256(authority.public_bytes(serialization.Encoding.DER)).hexdigest()}"
 
 
 def make_request() -> tuple[ec.EllipticCurvePrivateKey, bytes]:
-    """A new key, and a request for its certificate, DER; who signs it says whom it is for."""
+    """A new key, and a DER certificate request with an empty subject, which the signer sets."""
     key = ec.generate_private_key(ec.SECP256R1())
     request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(key, hashes.SHA256())
     return key, request.public_bytes(serialization.Encoding.DER)
 
 
 class Signer:
-    """Signs certificate requests with the authority of a directory, whose files it follows.
+    """Signs certificate requests with the authority in a directory, whose files it follows.
 
-    Taken are the names of `own`, the certificate that this program serves with, of the callers in `tokens_file`, and of
-    certificates that lie beside the authority. What is signed for a name on the deny list `revoked` counts again.
+    Names are taken by `own`, this program's server certificate, by callers in `tokens_file`, and by certificates beside
+    the authority. A certificate for a name on the deny list `revoked` starts late enough to be valid again.
 
     Raises:
         FailedPreconditionError: the directory or a file cannot be used (reason AUTHORITY).
@@ -266,25 +257,25 @@ class Signer:
 
     @property
     def bundle(self) -> str:
-        """The certificates of the authority, PEM; two while one replaces the other."""
+        """The PEM certificates of the authority; two during a replacement."""
         self._file.newer()
         return self._file.current[1]
 
     @property
     def digest(self) -> str:
-        """The digest of the authority that signs."""
+        """The fingerprint of the signing authority."""
         self._file.newer()
         return digest_of(self._file.current[0].certificate)
 
     def is_taken(self, name: str) -> bool:
-        """Whether a service, a caller with a token, or one with a certificate beside the authority has a name, in any case."""
+        """Whether a name is taken, ignoring case, by a service, a caller in the tokens file or an issued certificate."""
         self._file.newer()
         folded = name.casefold()
         issued = {file.stem.casefold() for file in self._directory.glob("*.crt")}
         return folded in self._file.current[2] | issued
 
     def has_signed(self, certificate: x509.Certificate) -> bool:
-        """Whether the authority, or the one that it replaces, signed a certificate."""
+        """Whether an authority in `bundle` signed a certificate."""
         for authority in x509.load_pem_x509_certificates(self.bundle.encode("ascii")):
             with suppress(InvalidSignature, ValueError, TypeError):
                 certificate.verify_directly_issued_by(authority)
@@ -292,11 +283,11 @@ class Signer:
         return False
 
     def identity(self, role: str, name: str) -> str:
-        """The URI that names a caller."""
+        """The URI that identifies a caller."""
         return f"spiffe://{self._trust_domain}/gpuscale/{role}/{name}"
 
     def shared_files(self) -> tuple[str, str]:
-        """The tokens file and the deny list as they are, for another host of services.
+        """The content of the tokens file and of the deny list, for another host of services.
 
         Raises:
             UnavailableError: they cannot be read.
@@ -306,14 +297,16 @@ class Signer:
                 "" if one is None else one.read_text("utf-8") for one in (self._tokens_file, self._revoked)
             ]
         except (OSError, ValueError) as error:
-            raise UnavailableError(f"cannot read the files of tokens: {type(error).__name__}") from error
+            raise UnavailableError(
+                f"cannot read the tokens file or deny list: {type(error).__name__}"
+            ) from error
         return found[0], found[1]
 
     def sign(self, request: bytes, subject: CertificateSubject, days: float | None = None) -> str:
-        """The certificate of the key in a request, PEM.
+        """Sign the key in a DER request; returns a PEM certificate.
 
         Raises:
-            InvalidArgumentError: it is none, or its key is too weak.
+            InvalidArgumentError: the request is malformed, or its key is too weak.
         """
         self._file.newer()
         authority, _, _, revoked = self._file.current
@@ -322,7 +315,7 @@ class Signer:
         return signed.public_bytes(serialization.Encoding.PEM).decode("ascii")
 
     def sign_token(self, name: str, role: Role, limits: Limits, seconds: float) -> tuple[str, datetime]:
-        """A bearer token that names somebody, and when it ends (`gpuscale.common.security.signed_tokens`)."""
+        """Sign a bearer token (`gpuscale.common.security.signed_tokens`); returns it with its expiry."""
         from joserfc import jwt
         from joserfc.jwk import ECKey
 

@@ -1,14 +1,13 @@
-"""Certificates that callers show: when they end, and the deny list of those that count no more.
+"""Client certificates: expiry and the deny list of revoked ones.
 
-The deny list, a TOML file, names certificates by their serial number, in hexadecimal, or all those of a caller that were issued
-before a time:
+The deny list, a TOML file, lists certificates by hexadecimal serial number, or those of a caller issued before a time:
 
     [serials]
     5f9d01aa = 2026-11-23T10:00:00Z     # when it was revoked
     [names]
-    gpu-host-07 = 2026-11-23T10:00:00Z  # its certificates that are valid from an earlier time on
+    gpu-host-07 = 2026-11-23T10:00:00Z  # revokes its certificates with an earlier start
 
-It is read again within a second of a change; one that cannot be used leaves the list in force as it was.
+It is reloaded within a second of a change; if the new file cannot be used, the old list stays in force.
 """
 
 import time
@@ -26,44 +25,40 @@ from gpuscale.common.errors import FailedPreconditionError, UnauthenticatedError
 from gpuscale.common.security.followed import Followed, cause
 
 CHECK_PERIOD: Final = 1.0
-"""Seconds between two looks at the deny list."""
+"""Seconds between two checks of the deny list."""
 MOST_KEPT: Final = 4096
-"""Certificates that are not taken apart again for each call."""
+"""Size of the cache of parsed certificates."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShownCertificate:
-    """What a certificate says."""
+    """Content of a certificate."""
 
     serial: int  # its serial number
     uri: str  # the URI that names its caller; empty without one
-    begins: float  # since when it is valid, in seconds since 1970
-    ends: float  # until when, likewise
+    begins: float  # start of its validity, in seconds since 1970
+    ends: float  # end of its validity, likewise
 
     @property
     def name(self) -> str:
-        """Whom it names; empty for nobody."""
+        """Name of its caller; empty without one."""
         return self.uri.rpartition("/")[2]
 
 
 @lru_cache(MOST_KEPT)
 def read_certificate(pem: bytes) -> ShownCertificate:
-    """A certificate, in PEM. Raises ValueError: it is none."""
+    """Parse a PEM certificate; ValueError for anything else."""
     return shown(x509.load_pem_x509_certificate(pem))
 
 
 @lru_cache(64)
 def first_to_end(pem: bytes) -> ShownCertificate:
-    """The one of several certificates, as in a bundle of authorities, that ends first.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The certificate in a PEM bundle that expires first; ValueError if there is none."""
     return min(map(shown, x509.load_pem_x509_certificates(pem)), key=lambda one: one.ends)
 
 
 def shown(found: x509.Certificate) -> ShownCertificate:
-    """What a certificate says."""
+    """Content of a certificate."""
     try:
         names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
@@ -76,7 +71,7 @@ def shown(found: x509.Certificate) -> ShownCertificate:
 
 
 def read_serial(text: object) -> int:
-    """A serial number in hexadecimal, with colons or without. Raises ValueError: it is none."""
+    """Parse a hexadecimal serial number, with or without colons; ValueError for anything else."""
     return int(str(text).replace(":", ""), 16)
 
 
@@ -85,34 +80,29 @@ _Time = Annotated[AwareDatetime, Field(strict=True)]
 
 
 class DenyList(BaseModel, frozen=True, extra="forbid"):
-    """Certificates that count no more."""
+    """Revoked certificates."""
 
     # when each was revoked
     serials: Mapping[_Serial, _Time] = Field(default_factory=dict[int, AwareDatetime])
-    # the time before which the certificates of a caller are refused
+    # by caller: certificates with an earlier start are refused
     names: Mapping[str, _Time] = Field(default_factory=dict[str, AwareDatetime])
 
     def has(self, shown: ShownCertificate) -> bool:
-        """Whether a certificate is on it."""
+        """Whether a certificate is revoked."""
         before = self.names.get(shown.name)
         return shown.serial in self.serials or (before is not None and shown.begins < before.timestamp())
 
 
 def read_deny_list(path: Path) -> DenyList:
-    """The deny list of a file.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is none.
-    """
+    """Read a deny list. Raises OSError or ValueError if it cannot be used."""
     return DenyList.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
 
 
 class CertificateCheck:
-    """Whether certificates that TLS let in once count still: connections outlive them. `revoked` is the file of the deny list.
+    """Checks for each call that the certificate of its connection is still valid. `revoked` is the file of the deny list.
 
     Raises:
-        FailedPreconditionError: it cannot be used (reason REVOKED_FILE).
+        FailedPreconditionError: the file cannot be used (reason REVOKED_FILE).
     """
 
     def __init__(self, revoked: Path | None) -> None:
@@ -127,10 +117,10 @@ class CertificateCheck:
             raise FailedPreconditionError(message, reason="REVOKED_FILE") from error
 
     def check(self, pem: bytes) -> None:
-        """Let a certificate pass.
+        """Check a PEM certificate.
 
         Raises:
-            UnauthenticatedError: it has ended (CERTIFICATE_EXPIRED), or was revoked (CERTIFICATE_REVOKED).
+            UnauthenticatedError: it has expired (CERTIFICATE_EXPIRED) or was revoked (CERTIFICATE_REVOKED).
         """
         found = read_certificate(pem)
         if found.ends <= time.time():

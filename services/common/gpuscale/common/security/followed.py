@@ -1,4 +1,4 @@
-"""Files that are read again when they change: certificates, tokens."""
+"""Files that are reloaded when they change, such as certificates and tokens."""
 
 import threading
 import time
@@ -14,18 +14,18 @@ T = TypeVar("T")
 
 
 class Followed(Generic[T]):
-    """What `load` makes of some files, made anew when they change. Any thread may use it.
+    """A value that `load` makes of files, reloaded when they change. Thread-safe.
 
-    Files that cannot be used after a change leave what was made of them before.
+    If changed files cannot be used, the previous value stays.
 
     Args:
-        what: names them in the log.
-        files: looked at for changes.
-        load: raises OSError or ValueError where they cannot be used; so does this class, when it is made.
-        period: least seconds between two looks.
+        what: name of the files in the log.
+        files: the files to check for changes.
+        load: raises OSError or ValueError for unusable files; then so does the constructor.
+        period: minimum seconds between two checks.
 
     Attributes:
-        current: what `load` made last.
+        current: the value loaded last.
     """
 
     def __init__(self, what: str, files: Sequence[Path], load: Callable[[], T], period: float = 0.0) -> None:
@@ -39,7 +39,7 @@ class Followed(Generic[T]):
         self.current = load()
 
     def newer(self) -> T | None:
-        """What the files hold now; None if nothing changed, or they cannot be used."""
+        """Check for changes; the new value, or None without a usable change."""
         with self._lock:
             now = time.monotonic()
             if now < self._next_look:
@@ -53,10 +53,12 @@ class Followed(Generic[T]):
                 self.current = self._load()
             except (OSError, ValueError) as error:
                 _log.warning(
-                    "changed files cannot be used, the old ones count", what=self._what, problem=cause(error)
+                    "changed files cannot be used, keeping the old ones",
+                    what=self._what,
+                    problem=cause(error),
                 )
                 return None
-            _log.info("files read again", what=self._what, file=str(self._files[0]))
+            _log.info("files reloaded", what=self._what, file=str(self._files[0]))
             return self.current
 
     def _signature(self) -> tuple[tuple[int, int, int], ...]:
@@ -65,10 +67,10 @@ class Followed(Generic[T]):
 
 
 def cause(error: OSError | ValueError) -> str:
-    """What is wrong with a file, without its contents."""
-    if isinstance(error, OSError):  # ssl.SSLError is one of them
+    """Why a file cannot be used, without its content."""
+    if isinstance(error, OSError):  # includes ssl.SSLError
         return f"{error.filename}: {error.strerror}" if error.filename else str(error)
-    from pydantic import ValidationError  # 10 MB of memory, which a program without such files need not have
+    from pydantic import ValidationError  # 10 MB, needed only for such files
 
     if isinstance(error, ValidationError):
         first = error.errors(include_input=False, include_url=False)[0]

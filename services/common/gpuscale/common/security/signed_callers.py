@@ -1,8 +1,8 @@
-"""Callers whom others vouch for: a signed token (its name, role, tenants and priority), or a standby of the same service.
+"""Callers identified by a signed token, or by a standby of the same service.
 
-A standby tells the leader of each call whom it recognised. Both use one database. The leader writes a secret into it for each term,
-and whoever can read that can do everything already. The standby names the caller with an HMAC of that, the method and the epoch; the
-secret is never sent.
+A standby names the caller of each call that it forwards to the leader. In each term the leader writes a secret into their
+database, whose readers can do everything anyway. The standby sends an HMAC with that secret over the epoch, the method and
+the caller, never the secret.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ _MAX_NAME = 253
 
 
 class LoginClaims(BaseModel, frozen=True):
-    """What a token of a login says of its bearer."""
+    """Claims of a login token."""
 
     sub: str = Field(min_length=1, max_length=_MAX_NAME)
     role: Role
@@ -42,20 +42,19 @@ class LoginClaims(BaseModel, frozen=True):
 
 
 class SignedCallers:
-    """Who bears a signed token.
+    """Identifies bearers of signed tokens.
 
     Args:
-        ca_file: the authority of logins, if there are any.
-        oidc: the provider, if there is one.
-        revoked: by name the time, in seconds since 1970, from before which tokens count no more.
-        before: what this replaces: keys of the same provider are taken over.
+        ca_file: authority of logins, if any.
+        oidc: OIDC provider, if any.
+        revoked: by caller, a time in seconds since 1970; earlier tokens are revoked.
+        before: the instance to replace; keys of the same provider are kept.
 
     Attributes:
-        provider: the provider, with its keys.
+        provider: the provider with its keys.
 
     Raises:
-        OSError: the file of the authority cannot be read.
-        ValueError: it holds something else.
+        OSError, ValueError: the authority file cannot be used.
     """
 
     def __init__(
@@ -78,16 +77,15 @@ class SignedCallers:
 
     @property
     def takes_logins(self) -> bool:
-        """Whether tokens of logins with a code are taken."""
+        """Whether login tokens are accepted."""
         return self._logins is not None
 
     def principal(self, token: str) -> Principal:
-        """The caller that a token names.
+        """The caller that a token identifies.
 
         Raises:
-            KeysNeededError: it is signed with a key that is not known yet.
-            UnauthenticatedError: nobody (TOKEN_INVALID), not any more (TOKEN_EXPIRED, TOKEN_REVOKED), or nobody who may do
-                anything (NO_GROUP).
+            KeysNeededError: its key is not known yet.
+            UnauthenticatedError: reasons TOKEN_INVALID, TOKEN_EXPIRED, TOKEN_REVOKED, or NO_GROUP (no group with a role).
             UnavailableError: its provider does not answer.
         """
         if self.provider is not None:
@@ -113,16 +111,16 @@ class SignedCallers:
             try:
                 says = LoginClaims.model_validate(signed.claims)
             except ValidationError:
-                raise invalid("it does not say whom it is for") from None
+                raise invalid("it has no valid subject and role") from None
             return Principal(says.sub, says.role, "token", Limits(says.tenants, says.max_priority)), signed
         if self.provider is not None and self._oidc is not None and issuer == self.provider.issuer:
             signed = self.provider.check(token)
             return _by_groups(self._oidc, signed.claims), signed
-        raise invalid("it is of an issuer that is not known here")
+        raise invalid("its issuer is unknown")
 
 
 def _by_groups(oidc: OidcSettings, claims: Mapping[str, object]) -> Principal:
-    """Whom a provider's token names: the highest role, all tenants and the highest priority of its groups."""
+    """The caller of a provider's token, with the highest role, all tenants and the highest priority of its groups."""
     value = claims.get(oidc.name_claim)
     if not isinstance(value, str) or not value or not value.isprintable():
         raise invalid(f"its {oidc.name_claim} names nobody")
@@ -142,20 +140,20 @@ def _by_groups(oidc: OidcSettings, claims: Mapping[str, object]) -> Principal:
 
 
 MOST_BYTES: Final = 8_192
-"""Size of what names a caller; metadata of a call have 16 KiB in all."""
+"""Limit for a sealed caller; all metadata of a call have 16 KiB."""
 
 
 def seal(epoch: int, secret: str, path: str, caller: Principal) -> str:
-    """The metadata that name a caller of a method; longer than `MOST_BYTES` where its limits are very long."""
+    """Metadata that names a caller to the leader; very long limits can make it exceed `MOST_BYTES`."""
     text = json.dumps(asdict(caller), separators=(",", ":"))
     return f"{epoch} {_code(epoch, secret, path, text)} {text}"
 
 
 def unseal(epoch: int, secret: str, path: str, values: Sequence[str | bytes]) -> Principal | None:
-    """Whom the metadata of a call name; None where they are of another term than `epoch`.
+    """The caller named by metadata of `seal`; None if it is of another term than `epoch`.
 
     Raises:
-        UnauthenticatedError: they prove nothing (reason NOT_A_GATEWAY).
+        UnauthenticatedError: invalid HMAC (reason NOT_A_GATEWAY).
     """
     value = values[0] if len(values) == 1 else ""
     term, code, text = (*str(value).split(" ", 2), "", "", "")[:3]

@@ -1,11 +1,10 @@
-"""Bearer tokens that say themselves who calls (JWT, RFC 7519): of `gpuscalectl login` with a code, and of an OIDC provider.
+"""Signed bearer tokens (JWT, RFC 7519): login tokens of `gpuscalectl login`, and ID tokens of an OIDC provider.
 
-Those of a login are signed with the key of the fleet's authority, whose certificate every service has. Those of a provider are
-its ID tokens; its keys are fetched when one is needed that is not known yet, and again every few minutes, so that a withdrawn
-key counts no more. The tables of the tokens file that say so are described in `gpuscale.common.security.auth`.
+Login tokens are signed with the key of the fleet's authority, whose certificate every service has. The keys of a provider
+are fetched when an unknown one is needed, and every few minutes so that withdrawn keys stop working. For their tables in
+the tokens file see `gpuscale.common.security.auth`.
 
-Signatures by public keys count, of the algorithms named here: never `none`, and never a MAC, which whoever knows a public key
-could make.
+Only the public-key algorithms below are accepted: never `none`, and never a MAC, which could be forged with a public key.
 """
 
 import asyncio
@@ -30,20 +29,20 @@ from gpuscale.common.security.auth import KeysNeededError, is_safe
 from gpuscale.common.security.followed import Followed
 
 LOGIN_ISSUER: Final = "gpuscale"
-"""Issuer and audience of the tokens of a login."""
+"""Issuer and audience of login tokens."""
 ALGORITHMS: Final = frozenset({"RS256", "PS256", "ES256"})
 LEEWAY: Final = 60.0
-"""Seconds by which the clocks of an issuer and a service may differ."""
+"""Seconds of clock skew allowed between an issuer and a service."""
 FETCH_TIMEOUT: Final = 5.0
 FETCH_PAUSE: Final = 10.0
-"""Least seconds between two looks at a provider's keys, however many tokens name unknown ones."""
+"""Minimum seconds between two fetches of a provider's keys."""
 KEYS_AGE: Final = 300.0
 """Seconds after which keys are fetched again."""
 MOST_BYTES: Final = 1 << 20
-"""Of an answer of a provider."""
+"""Limit for a response of a provider."""
 MOST_KEYS: Final = 100
 MOST_KEPT: Final = 4096
-"""Tokens whose signature is not checked anew for each call."""
+"""Size of the cache of checked tokens."""
 _KINDS: Final[Mapping[str, type[RSAKey] | type[ECKey]]] = {"RSA": RSAKey, "EC": ECKey}
 _PUBLIC: Final = frozenset({"kty", "kid", "alg", "use", "n", "e", "crv", "x", "y"})
 
@@ -52,7 +51,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SignedToken:
-    """A token whose signature, issuer, audience and times are right. `begins` and `ends` are seconds since 1970."""
+    """A verified token. `begins` and `ends` are seconds since 1970."""
 
     claims: Mapping[str, Any]
     begins: float
@@ -60,12 +59,12 @@ class SignedToken:
 
 
 def invalid(why: str) -> UnauthenticatedError:
-    """A token is refused; its text is never part of why."""
+    """The error for an invalid token; `why` never contains the token."""
     return UnauthenticatedError(f"the token is refused: {why}", reason="TOKEN_INVALID")
 
 
 def unchecked(token: str) -> Mapping[str, Any]:
-    """What a token says, which nobody has checked; nothing for one that is no JWT."""
+    """The unverified claims of a token; empty if it is no JWT."""
     try:
         claims: object = json.loads(jws.extract_compact(token.encode()).payload)
     except (JoseError, ValueError):
@@ -74,10 +73,10 @@ def unchecked(token: str) -> Mapping[str, Any]:
 
 
 def check(token: str, key_of: Callable[[str, str], Key], issuer: str, audience: str) -> SignedToken:
-    """Check a token by the key of its id and algorithm.
+    """Verify a token; `key_of` returns the key for a key id and algorithm, or raises.
 
     Raises:
-        UnauthenticatedError: it is refused (TOKEN_INVALID), or over (TOKEN_EXPIRED); what `key_of` raises passes through.
+        UnauthenticatedError: TOKEN_INVALID or TOKEN_EXPIRED.
     """
     try:
         header = jws.extract_compact(token.encode()).headers()
@@ -86,16 +85,16 @@ def check(token: str, key_of: Callable[[str, str], Key], issuer: str, audience: 
             raise invalid(f"its algorithm must be one of {', '.join(sorted(ALGORITHMS))}")
         claims = jwt.decode(token, key_of(key_id, algorithm), algorithms=[algorithm]).claims
     except (JoseError, ValueError) as error:
-        raise invalid(f"its signature or form is wrong ({type(error).__name__})") from None
+        raise invalid(f"its signature or form is invalid ({type(error).__name__})") from None
     if claims.get("iss") != issuer:
-        raise invalid("it is of another issuer")
+        raise invalid("it has another issuer")
     audiences = claims.get("aud")
     if audience not in (audiences if isinstance(audiences, list) else [audiences]):
-        raise invalid("it is for another audience")
+        raise invalid("it has another audience")
     now = time.time()
     ends, begins, not_before = claims.get("exp"), claims.get("iat"), claims.get("nbf", 0)
     if not (_is_time(ends) and _is_time(begins) and _is_time(not_before)):
-        raise invalid("it does not say from when to when it is valid")
+        raise invalid("it has no valid iat, nbf or exp")
     if max(begins, not_before) > now + LEEWAY:
         raise invalid("it is not valid yet")
     if ends <= now:
@@ -108,12 +107,7 @@ def _is_time(value: object) -> TypeGuard[float]:
 
 
 class LoginTokens:
-    """Tokens that the fleet signed, by the authorities of a file.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it holds something else.
-    """
+    """Verifies tokens signed by the authorities of a file. Raises OSError or ValueError if it cannot be used."""
 
     def __init__(self, ca_file: Path) -> None:
         def load() -> Mapping[str, ECKey]:
@@ -123,7 +117,7 @@ class LoginTokens:
         self._keys = Followed("authority of logins", (ca_file,), load, 1.0)
 
     def check(self, token: str) -> SignedToken:
-        """What a token says. Raises UnauthenticatedError: as `check`."""
+        """Verify a token. Raises as `check`."""
         self._keys.newer()
 
         def key_of(key: str, _algorithm: str) -> Key:
@@ -136,7 +130,7 @@ class LoginTokens:
 
 
 def key_id(authority: x509.Certificate) -> str:
-    """What tokens of an authority name it by."""
+    """The key id of an authority in its tokens."""
     identifier = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
     return identifier.digest.hex()
 
@@ -146,12 +140,12 @@ class _Keys(BaseModel):
 
 
 class Provider:
-    """An OIDC provider: what it publishes of itself, and its keys.
+    """An OIDC provider: its discovery document and keys.
 
     Args:
-        issuer: its name, a URL.
-        audience: whom its tokens must be for: the client's id there.
-        ca_file: authority of its TLS; those of the system without it.
+        issuer: URL of the issuer.
+        audience: our client id, which must be the audience of its tokens.
+        ca_file: authority for its TLS; None for those of the system.
     """
 
     def __init__(self, issuer: str, audience: str, ca_file: Path | None = None) -> None:
@@ -165,21 +159,21 @@ class Provider:
         self.on_fetched: Callable[[], None] = lambda: None
 
     def same_as(self, other: "Provider") -> bool:
-        """Whether keys fetched for one are those of the other."""
+        """Whether both can share fetched keys."""
         return (self.issuer, self.audience, self.ca_file) == (other.issuer, other.audience, other.ca_file)
 
     def check(self, token: str) -> SignedToken:
-        """What a token says.
+        """Verify a token.
 
         Raises:
-            KeysNeededError: its key is not known, and it is time to look for new ones.
+            KeysNeededError: its key is unknown, and keys may be fetched.
             UnauthenticatedError: as `check`.
-            UnavailableError: its key is not known, and the provider could not be asked.
+            UnavailableError: its key is unknown, and the provider did not answer.
         """
         return check(token, self._key_of, self.issuer, self.audience)
 
     def stay_fresh(self) -> None:
-        """Begin to fetch keys that are old, where an event loop runs; the old ones count meanwhile."""
+        """Start to fetch old keys again, which are valid meanwhile; needs a running event loop."""
         if time.monotonic() - self._fetched > KEYS_AGE and self._may_look():
             self._begin()
 
@@ -202,7 +196,7 @@ class Provider:
         raise invalid("no key of the provider signed it")
 
     async def fetch(self) -> None:
-        """Fetch the keys; calls at the same time share one look."""
+        """Fetch the keys; concurrent calls share one fetch."""
         await asyncio.shield(self._begin())
 
     def _begin(self) -> "asyncio.Task[None]":
@@ -225,7 +219,7 @@ class Provider:
         """Fetch the keys. Blocks.
 
         Raises:
-            UnavailableError: it does not answer as a provider does (reason OIDC_PROVIDER).
+            UnavailableError: no valid answer of the provider (reason OIDC_PROVIDER).
         """
         try:
             found = _Keys.model_validate(self.ask(str(self.described("jwks_uri")["jwks_uri"]))).keys
@@ -238,30 +232,22 @@ class Provider:
                     public = {name: value for name, value in one.items() if name in _PUBLIC}
                     keys.append(_KINDS[one["kty"]].import_key(public))
             except (JoseError, ValueError, TypeError, KeyError):
-                continue  # none, or of a kind that we cannot use
+                continue  # malformed, or of an unsupported kind
         self._keys, self._fetched = tuple(keys), time.monotonic()
         self.on_fetched()
 
     def described(self, *endpoints: str) -> Mapping[str, Any]:
-        """What the provider says of itself, with these endpoints in it. Blocks.
-
-        Raises:
-            UnavailableError: as `load`.
-        """
+        """The discovery document, which must have these endpoints. Blocks; raises as `load`."""
         found = self.ask(f"{self.issuer.rstrip('/')}/.well-known/openid-configuration")
         if found.get("issuer") != self.issuer:
-            raise _unusable(f"{self.issuer} calls itself by another name")
+            raise _unusable(f"{self.issuer} reports another issuer")
         for name in endpoints:
             if not is_safe(str(found.get(name, ""))):
-                raise _unusable(f"{self.issuer} names no {name} of https")
+                raise _unusable(f"{self.issuer} has no https {name}")
         return cast("dict[str, Any]", found)
 
     def ask(self, url: str, form: Mapping[str, str] | None = None) -> Mapping[str, Any]:
-        """The object at a URL, or the answer to a form; an OAuth error is an answer too. Blocks.
-
-        Raises:
-            UnavailableError: as `load`.
-        """
+        """GET a JSON object, or POST a form; returns OAuth errors too. Blocks; raises as `load`."""
         from ssl import create_default_context
 
         try:
@@ -273,7 +259,7 @@ class Provider:
                     for part in answer.iter_bytes():
                         content += part
                         if len(content) > MOST_BYTES:
-                            break  # what is cut short is no JSON
+                            break  # the truncated content is no JSON
             found: object = json.loads(content) if content else {}
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             raise _unusable(f"{urlsplit(url).netloc}: {type(error).__name__}") from None

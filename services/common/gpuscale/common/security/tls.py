@@ -1,7 +1,7 @@
-"""TLS of servers, of gRPC and of `/metrics`: certificates from files, read again when they change."""
+"""TLS of servers (gRPC and `/metrics`) and clients, from files that are reloaded when they change."""
 
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -14,14 +14,14 @@ from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.security.followed import Followed, cause
 
-_ROUNDS: Final = 4  # more than a handshake takes
+_ROUNDS: Final = 4  # more than a handshake needs
 
 
 def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> ssl.SSLObject:
-    """A handshake in memory; the client's side of it.
+    """Do a handshake in memory; returns the client's side.
 
     Raises:
-        ssl.SSLError: it fails; `SSLCertVerificationError` where one side refuses the certificate of the other.
+        ssl.SSLError: it fails; `SSLCertVerificationError` if one side rejects the certificate of the other.
     """
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     sides = (client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True))
@@ -35,17 +35,13 @@ def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> ssl.SSLObject
 
 
 def end_of(cert_file: Path, key_file: Path) -> datetime | None:
-    """When a certificate expires; None if it has expired or is not valid yet.
-
-    Raises:
-        OSError: the files cannot be used.
-    """
+    """When a certificate expires; None if it has expired or is not valid yet. Raises OSError for unusable files."""
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(cert_file, key_file)
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.load_verify_locations(cert_file)
-    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # the certificate itself is what is trusted
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trust the certificate itself
     try:
         shown = shake_hands(client, server).getpeercert()
     except ssl.SSLCertVerificationError:
@@ -55,10 +51,10 @@ def end_of(cert_file: Path, key_file: Path) -> datetime | None:
 
 
 SOON = timedelta(days=2)
-"""A certificate that ends within this is warned of, at each start and each change."""
+"""At a start or change, a certificate that expires this soon is logged as a warning."""
 
 CLIENT_PERIOD: Final = 1.0
-"""Least seconds between two looks at the TLS files of a client."""
+"""Minimum seconds between two checks of the TLS files of a client."""
 
 _log = get_logger(__name__)
 
@@ -67,14 +63,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """Files of a server's TLS, all PEM. With `client_ca_file`, clients must show a certificate of that authority."""
+    """A server's TLS files, all PEM. With `client_ca_file`, clients need a certificate of that authority."""
 
     cert_file: Path
     key_file: Path
     client_ca_file: Path | None = None
 
     def files(self) -> Iterator[Path]:
-        """Every file that is configured."""
+        """The configured files."""
         yield self.cert_file
         yield self.key_file
         if self.client_ca_file is not None:
@@ -82,28 +78,24 @@ class ServerTls:
 
 
 def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
-    """Credentials that follow the files: new connections use what the files hold now, open ones live on.
+    """Credentials that follow the files: new connections use their current content.
 
     Raises:
-        FailedPreconditionError: a file cannot be read, or certificate and key do not fit (reason TLS_FILES).
+        FailedPreconditionError: a file cannot be read, or certificate and key do not match (reason TLS_FILES).
     """
-    files = _follow(tls, _configuration)
-    newer: Any = files.newer  # None while the one in use stays: gRPC's stub omits that case
+    files = _follow("TLS files", tls.files(), partial(_configuration, tls))
+    newer: Any = files.newer  # may return None, which gRPC's stub omits
     return grpc.dynamic_ssl_server_credentials(
         files.current, newer, require_client_authentication=tls.client_ca_file is not None
     )
 
 
 def server_context(tls: ServerTls) -> ssl.SSLContext:
-    """A context for asyncio servers that follows the files, the client authority included.
-
-    Raises:
-        FailedPreconditionError: as `server_credentials`.
-    """
-    files = _follow(tls, _context)
+    """A context for asyncio servers that follows the files. Raises as `server_credentials`."""
+    files = _follow("TLS files", tls.files(), partial(_context, tls))
 
     def choose(connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _: ssl.SSLContext) -> None:
-        """In each handshake, give the connection the newest certificate."""
+        """Use the current files in each handshake."""
         connection.context = files.newer() or files.current
 
     context = files.current
@@ -112,11 +104,7 @@ def server_context(tls: ServerTls) -> ssl.SSLContext:
 
 
 def follow_client(ca_file: Path, cert_file: Path | None, key_file: Path | None) -> Followed[ssl.SSLContext]:
-    """The TLS files of a client; what does not fit together yet is no change.
-
-    Raises:
-        FailedPreconditionError: a file cannot be read, or certificate and key do not fit (reason TLS_FILES).
-    """
+    """Follow the TLS files of a client. Raises as `server_credentials`."""
     files = [file for file in (ca_file, cert_file, key_file) if file is not None]
 
     def load() -> ssl.SSLContext:
@@ -125,16 +113,12 @@ def follow_client(ca_file: Path, cert_file: Path | None, key_file: Path | None) 
             context.load_cert_chain(cert_file, key_file)
         return context
 
-    try:
-        return Followed("TLS files of a client", files, load, CLIENT_PERIOD)
-    except OSError as error:
-        message = f"TLS files cannot be used: {cause(error)}"
-        raise FailedPreconditionError(message, reason="TLS_FILES") from error
+    return _follow("TLS files of a client", files, load, CLIENT_PERIOD)
 
 
-def _follow(tls: ServerTls, load: Callable[[ServerTls], T]) -> Followed[T]:
+def _follow(what: str, files: Iterable[Path], load: Callable[[], T], period: float = 0.0) -> Followed[T]:
     try:
-        return Followed("TLS files", tuple(tls.files()), partial(load, tls))
+        return Followed(what, tuple(files), load, period)
     except OSError as error:
         message = f"TLS files cannot be used: {cause(error)}"
         raise FailedPreconditionError(message, reason="TLS_FILES") from error
@@ -151,11 +135,11 @@ def _context(tls: ServerTls) -> ssl.SSLContext:
 
 
 def _configuration(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
-    """The files as gRPC takes them, checked; warns of a certificate that clients refuse now or soon."""
+    """Check the files and load them for gRPC; warns of a certificate that is or soon will be invalid."""
     _context(tls)
     file, end = str(tls.cert_file), end_of(tls.cert_file, tls.key_file)
     if end is None:
-        _log.warning("the certificate has expired or is not valid yet: clients refuse it", file=file)
+        _log.warning("the certificate has expired or is not valid yet: clients reject it", file=file)
     elif (left := end - datetime.now(UTC)) < SOON:
         _log.warning("the certificate ends soon", file=file, days_left=left.days, ends=end.isoformat())
     client_ca = None if tls.client_ca_file is None else tls.client_ca_file.read_bytes()

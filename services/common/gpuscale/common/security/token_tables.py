@@ -1,4 +1,4 @@
-"""The tables of a tokens file. `auth` says what each key means, and imports this where there is such a file alone."""
+"""Schema of the tokens file; `auth` documents the keys, and imports this module only if there is such a file."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,13 +11,13 @@ _Tenant = Annotated[str, StringConstraints(min_length=1, max_length=253, strip_w
 
 
 class LimitsTable(BaseModel, frozen=True, extra="forbid"):
-    """What the file says of a caller's limits."""
+    """The limits of a caller."""
 
     tenants: tuple[_Tenant, ...] = Field((), max_length=1000)
     max_priority: int = Field(0, ge=-1000, le=1000)
 
     def limits(self) -> Limits:
-        """As a caller has them."""
+        """As a value without pydantic."""
         return Limits(self.tenants, self.max_priority)
 
 
@@ -55,7 +55,7 @@ def _safe(url: str) -> str:
 
 
 class OidcSettings(BaseModel, frozen=True, extra="forbid"):
-    """The provider whose ID tokens name callers."""
+    """An OIDC provider, whose ID tokens identify callers."""
 
     issuer: Annotated[str, AfterValidator(_safe)]
     client_id: Annotated[str, StringConstraints(min_length=1, max_length=255)]

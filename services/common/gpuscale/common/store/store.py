@@ -116,9 +116,14 @@ class Backend(ABC):
     @contextmanager
     def opening(self) -> Generator[None]:
         """Raise errors of opening the state as UnavailableError or, if a retry cannot help, FailedPreconditionError."""
+        caught: tuple[type[Exception], ...] = (
+            *self.errors,
+            OSError,
+            UnicodeDecodeError,
+        )  # the last: a damaged name
         try:
             yield
-        except (*self.errors, OSError, UnicodeDecodeError) as error:  # the last for a damaged name
+        except caught as error:
             found = self.failure(error)
             if isinstance(found, UnavailableError):
                 raise found from error
