@@ -136,6 +136,18 @@ async def test_once_processes_came_or_went_it_is_told_again_when_their_use_shows
                 assert await site.told() == told
 
 
+async def test_a_gpu_whose_processes_cannot_all_be_read_is_not_taken_as_leased() -> None:
+    with ExitStack() as stack:
+        site = Site(stack)
+        async with aclosing(site.watch):
+            assert await site.told() == "whole"
+            absent = types_api.AbsentReading(field="processes")
+            site.report(single(0, R(absent_readings=[absent]), "absent_readings"))
+            assert await site.told() == "whole"
+            site.report(numbers(0, utilization_percent=99))
+            assert await site.told() == "whole"
+
+
 async def test_a_reading_is_compared_with_what_was_told_of_it_whichever_table_brought_that() -> None:
     with ExitStack() as stack:
         site = Site(stack)

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import suppress
+from math import isnan
 
 import pytest
 
@@ -60,6 +61,11 @@ def test_a_reading_that_snapshots_repeat_counts_once() -> None:
     assert [point.samples for point in utilization(history)] == [1]
     observer.observe("alpha", snapshot(30.0, age=0.1), 110.0, None)
     assert len(utilization(history)) == 2
+
+
+def test_a_reading_of_0_is_kept_and_an_absent_one_is_not() -> None:
+    assert gpu_sample(types_api.GpuReading(power_watts=0.0))[5] == 0.0
+    assert all(map(isnan, gpu_sample(types_api.GpuReading())))
 
 
 def test_what_did_not_change_is_a_new_sample_with_the_old_value() -> None:

@@ -199,7 +199,8 @@ class Nodes:
         )
         if reason:
             return reason
-        for gpu in snapshot.gpus:
+        held = [(gpu, gpu.reading) for gpu in snapshot.gpus]  # or protobuf makes both anew for each who looks
+        for gpu, _ in held:
             gpu.name = gpu_name(record.node, gpu.uuid)
             _forget_quarantine(gpu)
         picture = Picture(snapshot)

@@ -28,6 +28,10 @@ _USED, _FREE, _TOTAL = (
 )
 
 
+_Facts = tuple[int, int, tuple[bool, bool], bool, frozenset[tuple[int, str, bool]]]
+_NOBODY: frozenset[tuple[int, str, bool]] = frozenset()
+
+
 class Fit:
     """What a scheduler was sent of a node; `number` changes whenever it must be sent again."""
 
@@ -38,7 +42,7 @@ class Fit:
         self._at = float("-inf")
         self._relaxed = RELAXED
         self._host: tuple[int, int] | None = None
-        self._gpus: list[tuple[object, ...]] = []
+        self._gpus: list[_Facts] = []
         self._leased: list[bool] = []
         self._lags = False
         self._used: Sequence[float] = ()
@@ -57,7 +61,7 @@ class Fit:
             facts = [*map(_facts, gpus)]
             if change is not None and facts != self._gpus:
                 self._relaxed = SETTLED
-            self._gpus, self._leased = facts, [*map(_is_leased, gpus)]
+            self._gpus, self._leased = facts, [*map(_is_leased, facts)]
             self._lags = any(seconds(gpu.reading.age) > picture.period / 2 for gpu in gpus)
         self._used, self._free = picture.column(_USED), picture.column(_FREE)
         return True
@@ -99,22 +103,22 @@ class Fit:
         return False
 
 
-def _facts(gpu: types_api.Gpu) -> tuple[object, ...]:
+def _facts(gpu: types_api.Gpu) -> _Facts:
     """Everything else of a GPU that matters to a scheduler."""
     reading = gpu.reading
-    processes = {(one.pid, one.reservation, one.holder_unknown) for one in reading.processes}
+    found, absent = reading.processes, reading.absent_readings
+    processes = (
+        frozenset((one.pid, one.reservation, one.holder_unknown) for one in found) if found else _NOBODY
+    )
+    unreadable = bool(absent) and any(one.field == "processes" for one in absent)
     known = reading.HasField("utilization_percent"), reading.HasField("memory_free_bytes")
-    return gpu.state, reading.memory_total_bytes, known, _cannot_read_processes(gpu), processes
+    return gpu.state, reading.memory_total_bytes, known, unreadable, processes
 
 
-def _is_leased(gpu: types_api.Gpu) -> bool:
-    """Whether only leases use it."""
-    processes = gpu.reading.processes
-    return bool(processes) and not _cannot_read_processes(gpu) and all(one.reservation for one in processes)
-
-
-def _cannot_read_processes(gpu: types_api.Gpu) -> bool:
-    return any(one.field == "processes" for one in gpu.reading.absent_readings)
+def _is_leased(facts: _Facts) -> bool:
+    """Whether only leases use a GPU."""
+    _, _, _, unreadable, processes = facts
+    return bool(processes) and not unreadable and all(reservation for _, reservation, _ in processes)
 
 
 @dataclass(slots=True)

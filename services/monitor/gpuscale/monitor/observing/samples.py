@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import isnan
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.names import node_name
@@ -138,9 +139,9 @@ class SampleObserver:
         if host is None or change is None or change.host is not None:
             reading = picture.host_reading
             readings = (
-                reading.cpu_percent if reading.HasField("cpu_percent") else ABSENT,
-                float(reading.memory_used_bytes) if reading.HasField("memory_used_bytes") else ABSENT,
-                reading.load_1m if reading.HasField("load_1m") else ABSENT,
+                reading.cpu_percent or _zero(reading, "cpu_percent"),
+                float(reading.memory_used_bytes) or _zero(reading, "memory_used_bytes"),
+                reading.load_1m or _zero(reading, "load_1m"),
             )
             newest = _NEVER if host is None else host.newest
             host = self._hosts[node] = _Host(_age(reading), newest, readings)
@@ -149,17 +150,22 @@ class SampleObserver:
 
 def gpu_sample(reading: types_api.GpuReading) -> Sample:
     """What is kept of a reading, in the order of `GPU_METRICS`."""
-    used = float(reading.memory_used_bytes) if reading.HasField("memory_used_bytes") else ABSENT
+    used = float(reading.memory_used_bytes) or _zero(reading, "memory_used_bytes")
     total = reading.memory_total_bytes
     return (
-        reading.utilization_percent if reading.HasField("utilization_percent") else ABSENT,
-        reading.memory_utilization_percent if reading.HasField("memory_utilization_percent") else ABSENT,
+        reading.utilization_percent or _zero(reading, "utilization_percent"),
+        reading.memory_utilization_percent or _zero(reading, "memory_utilization_percent"),
         used,
         _HUNDRED * used / total if total else ABSENT,
-        reading.temperature_celsius if reading.HasField("temperature_celsius") else ABSENT,
-        reading.power_watts if reading.HasField("power_watts") else ABSENT,
-        reading.sm_clock_mhz if reading.HasField("sm_clock_mhz") else ABSENT,
+        reading.temperature_celsius or _zero(reading, "temperature_celsius"),
+        reading.power_watts or _zero(reading, "power_watts"),
+        reading.sm_clock_mhz or _zero(reading, "sm_clock_mhz"),
     )
+
+
+def _zero(reading: Message, field: str) -> float:
+    """0 where a reading has this field, which then is 0; protobuf is asked for no more than that."""
+    return 0.0 if reading.HasField(field) else ABSENT
 
 
 def _merged(column: Sequence[float], places: Sequence[int], values: Sequence[float]) -> Sequence[float]:
