@@ -6,8 +6,7 @@ from pathlib import Path
 from textual.widgets import Static
 
 from gpuscale.client import connect, connect_async
-from gpuscale.dashboard.grid import Grid
-from gpuscale.dashboard.terminal import Top
+from gpuscale.dashboard.terminal import Grid, Top
 from tests.support.up import Up
 from tests.support.waiting import eventually
 

@@ -10,7 +10,6 @@ from uuid import uuid4
 
 import pytest
 
-from gpuscale.allocator.servicers import feeds
 from gpuscale.allocator.usecases import booking as use_case
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import (
@@ -26,6 +25,7 @@ from gpuscale.client import (
     connect_async,
 )
 from gpuscale.common import wire
+from gpuscale.common.rpc import feed
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.security.auth import Authenticator
 from tests.support.allocator import allocator
@@ -373,7 +373,7 @@ async def test_a_booking_is_moved_from_gpus_that_cannot_be_used_and_says_so(
 async def test_watchers_are_told_of_bookings_that_are_made_claimed_and_over(
     tmp_path: Path, clock: MovedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feeds, "PERIOD", 0.02)
+    monkeypatch.setattr(feed, "PERIOD", 0.02)
     async with site(tmp_path, clock, fleet(n0=2), "ann", "eve") as (ann, eve):
         made = await book(ann, clock, at=60)
         seen = Mirror()

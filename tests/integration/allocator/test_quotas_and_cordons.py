@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 
-from gpuscale.allocator.servicers import feeds
 from gpuscale.allocator.usecases import accounting
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import (
@@ -19,6 +18,7 @@ from gpuscale.client import (
     NotFoundError,
     ResourceExhaustedError,
 )
+from gpuscale.common.rpc import feed
 from tests.integration.allocator.test_bookings import DAY, HOUR, WEEK, MovedClock, book, fleet, site
 from tests.integration.allocator.test_fair_share import waiting
 from tests.support.allocator import allocator_client
@@ -109,7 +109,7 @@ async def test_a_cordon_has_a_name_a_target_and_a_state(tmp_path: Path) -> None:
 async def test_watchers_are_told_what_becomes_of_cordons_and_quotas_and_go_on_from_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feeds, "PERIOD", 0.02)
+    monkeypatch.setattr(feed, "PERIOD", 0.02)
     async with allocator_client(tmp_path, FakeFleet(node_message("n0", count=2))) as client:
         held = await client.reserve(1, "me")
         lease = api.ReleaseReservationRequest(name=held.name, fence=held.fence)

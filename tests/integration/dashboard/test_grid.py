@@ -6,7 +6,7 @@ from typing import ClassVar, Self
 from textual.app import App, ComposeResult
 from textual.geometry import Region
 
-from gpuscale.dashboard.grid import Cells, Grid, Parts
+from gpuscale.dashboard.terminal import Cells, Grid, Parts
 from tests.support.waiting import eventually
 
 

@@ -11,8 +11,7 @@ from textual.widgets import Input, RichLog, Static, TabbedContent
 from gpuscale.api.allocator.v1 import GetReservationRequest, Reservation
 from gpuscale.client import Client, UnavailableError, connect
 from gpuscale.dashboard.answers import Confirm
-from gpuscale.dashboard.grid import Grid
-from gpuscale.dashboard.terminal import TABLES, Top
+from gpuscale.dashboard.terminal import TABLES, Grid, Top
 from gpuscale.testing import FakeServer
 from tests.support.waiting import eventually
 

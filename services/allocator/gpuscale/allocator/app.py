@@ -36,12 +36,11 @@ from gpuscale.allocator.usecases.accounting import Accounting, FairShare
 from gpuscale.allocator.usecases.booking import Calendar
 from gpuscale.allocator.usecases.capacity import Capacity
 from gpuscale.allocator.usecases.draining import Maintenance
-from gpuscale.allocator.usecases.dry_run import DryRuns
 from gpuscale.allocator.usecases.endings import BATCH, Forgetting, Losses, Sweeper
 from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
 from gpuscale.allocator.usecases.leases import Leases, Records
 from gpuscale.allocator.usecases.notifying import open_notifying
-from gpuscale.allocator.usecases.policing import KillOrders, open_policing
+from gpuscale.allocator.usecases.policing import DryRuns, KillOrders, open_policing
 from gpuscale.allocator.usecases.powering import Powering, open_powering
 from gpuscale.allocator.usecases.quotas import Quotas
 from gpuscale.allocator.usecases.rebalancing import Rebalancing

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuscale.allocator.domain.model import WHOLE, Ask, Node, Use
+from gpuscale.allocator.domain.model import WHOLE, Ask, GangStrategy, Node, Use
 from gpuscale.allocator.placing.columns import (
     IS_OFFLINE,
     IS_STALE,
@@ -367,6 +367,15 @@ def capacities(ask: Ask, columns: Columns, constraints: Constraints, free: Bools
     if not ask.exclusive:
         each = np.minimum(each, columns.available[rows] // np.maximum(constraints.floor(rows), 1))
     return _members(ask, np.maximum(each, 0), columns.cpu_free[rows], columns.memory_free[rows])
+
+
+def suffice(ask: Ask, room: Ints) -> bool:
+    """Whether all members fit if nodes take this many each."""
+    if ask.gang_strategy is GangStrategy.STRICT_PACK:
+        return bool((room >= ask.member_count).any())
+    if ask.gang_strategy is GangStrategy.STRICT_SPREAD:
+        return int((room > 0).sum()) >= ask.member_count
+    return int(room.sum()) >= ask.member_count
 
 
 def could_ever(ask: Ask, columns: Columns, constraints: Constraints) -> Ints:

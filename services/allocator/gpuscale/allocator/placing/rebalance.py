@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations, count
 
 from gpuscale.allocator.domain.model import WHOLE, Ask, GangStrategy, Pick, Reservation, ReservedGpu
-from gpuscale.allocator.placing.gangs import stand_in
-from gpuscale.allocator.placing.placer import Placer
+from gpuscale.allocator.placing.placer import Placer, stand_in
 
 STEPS = 2000
 """Placements that are tried for a plan: some 0.2 ms each on 10,000 nodes."""

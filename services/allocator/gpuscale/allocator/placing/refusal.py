@@ -13,7 +13,6 @@ from operator import attrgetter
 import numpy as np
 
 from gpuscale.allocator.domain.model import WHOLE, Ask, GangStrategy, Gpu, Node, NodeState, Use
-from gpuscale.allocator.placing import gangs
 from gpuscale.allocator.placing.columns import NO_GPU, Bools, Columns, Ints, listed, outsiders
 from gpuscale.allocator.placing.constraints import (
     ABSENT,
@@ -23,6 +22,7 @@ from gpuscale.allocator.placing.constraints import (
     ORDER,
     Obstacle,
     selected,
+    suffice,
 )
 from gpuscale.allocator.placing.index import Shape
 from gpuscale.common.names import gpu_name, node_name
@@ -336,7 +336,7 @@ def refuse(survey: Survey, placed: int) -> Refusal:
         unknown.append(f"GPUs cannot be read on {names(unread)}")
     if ask.nodes and survey.unreachable:
         kind, message = RefusalKind.NODE_NOT_ONLINE, _not_online(survey.candidates)
-    elif closest is None or (not unknown and not gangs.suffice(ask, survey.room_ever())):
+    elif closest is None or (not unknown and not suffice(ask, survey.room_ever())):
         kind, message = RefusalKind.UNSATISFIABLE, _unsatisfiable(survey)
     else:
         kind, message = RefusalKind.NO_CAPACITY, _no_capacity(closest, unknown, ask, placed)

@@ -8,7 +8,6 @@ from typing import Any
 from gpuscale.allocator.domain.bookings import Booking, BookingState
 from gpuscale.allocator.domain.ledger import random_id
 from gpuscale.allocator.domain.model import WHOLE
-from gpuscale.allocator.servicers.feeds import LookedAtFeed
 from gpuscale.allocator.servicers.servicer import check_tenant, to_ask
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.usecases.booking import Calendar
@@ -16,6 +15,7 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.filters import listed
+from gpuscale.common.rpc.feed import LookedAtFeed
 from gpuscale.common.security.auth import Context, Principal, Role, current_principal
 
 _STATES = {one: api.Booking.State.Value(f"STATE_{one.name}") for one in BookingState}

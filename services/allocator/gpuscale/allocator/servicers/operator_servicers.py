@@ -15,7 +15,6 @@ from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.allocator.placing.outlook import NodeOutlook
 from gpuscale.allocator.placing.rebalance import NoMoves
 from gpuscale.allocator.servicers.answers import from_gpu, from_reservation, from_score, reason_to_wire
-from gpuscale.allocator.servicers.feeds import LookedAtFeed
 from gpuscale.allocator.servicers.servicer import or_else, to_ask
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.usecases.capacity import DEFAULT_TIMEOUT, Capacity
@@ -26,6 +25,7 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.filters import listed
+from gpuscale.common.rpc.feed import LookedAtFeed
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context, current_principal

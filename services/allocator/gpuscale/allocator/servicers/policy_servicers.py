@@ -24,9 +24,8 @@ from gpuscale.allocator.domain.use_policies import (
 )
 from gpuscale.allocator.state.policies import Declaration, Letter
 from gpuscale.allocator.usecases.declarations import Declarations, created
-from gpuscale.allocator.usecases.dry_run import DryRuns
 from gpuscale.allocator.usecases.notifying import Notifying, url_problem
-from gpuscale.allocator.usecases.policing import Policing, PolicyStanding
+from gpuscale.allocator.usecases.policing import DryRuns, Policing, PolicyStanding
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
 from gpuscale.common.errors import (

@@ -2,7 +2,7 @@
 
 import re
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +37,6 @@ from gpuscale.allocator.servicers.answers import (
     put_reservation,
     put_times,
 )
-from gpuscale.allocator.servicers.feeds import watched
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.state.archive import IN_MEMORY, RecordFilter
 from gpuscale.allocator.usecases.leases import LeaseClaim, Leases, Records, every
@@ -291,6 +290,23 @@ class AllocatorServicer(api.AllocatorServiceServicer):
             message.job.queue_order = place.order
             put_estimate(message.job, place, self.clock.now())
         return answer
+
+
+def watched(request: api.WatchReservationsRequest) -> Callable[[Reservation], bool]:
+    """Which reservations a watcher wants; when a planned revocation is taken back, it is sent once more."""
+    wanted, told = RecordFilter(request.holder, request.gpu_uuid), set[str]()
+
+    def is_wanted(one: Reservation) -> bool:
+        if one not in wanted or not request.revoked:
+            return one in wanted
+        if one.revoke_at is not None:
+            told.add(one.id)
+            return True
+        was_told = one.id in told
+        told.discard(one.id)
+        return was_told
+
+    return is_wanted
 
 
 SHARED = 5.0

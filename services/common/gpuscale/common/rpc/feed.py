@@ -18,22 +18,25 @@ import hashlib
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from time import monotonic
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from google.protobuf.message import Message
 
 from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.filters import compile_filter
 from gpuscale.common.wire import seconds
 
 HEARTBEAT: Final = 30.0
 """Seconds after which a reader that is told nothing is sent an empty message with a new token."""
 KEPT: Final = 10_000
 """How many of the things that are gone are remembered."""
+PERIOD: Final = 1.0
+"""Seconds between two looks of a `LookedAtFeed`."""
 MESSAGE_BYTES: Final = 1 << 17
 """A message is sent once it has so many bytes: other work comes between two, however much there is to tell."""
 _NOT_SEALED: Final = ("resume_token", "min_interval")
@@ -310,3 +313,48 @@ class ResourceFeed(Generic[V]):
             )
         revision = int(found["revision"])
         return (revision if self._forgotten <= revision <= self._revision else None), seal
+
+
+class LookedAtFeed(Generic[V]):
+    """The feed of one kind of resource that reports no change, so that it is polled while somebody reads. `run` must run.
+
+    Its Watch method streams `response`. `every` returns the current values by name, and `show` makes the message `of` one; equal
+    values count as unchanged.
+    """
+
+    def __init__(
+        self,
+        response: Callable[..., Message],
+        of: type[Message],
+        every: Callable[[], Mapping[str, V]],
+        show: Callable[[V], Message],
+    ) -> None:
+        self._feed: ResourceFeed[V] = ResourceFeed(response, lambda one, _: show(one))
+        self._of = of
+        self._every = every
+        self._begun = asyncio.Event()
+
+    async def stream(self, request: Any) -> AsyncGenerator[bytes]:
+        """Encoded responses, without end; InvalidArgumentError for an invalid filter or resume_token."""
+        matches = compile_filter(request.filter, self._of) if request.filter.strip() else None
+        self._look()
+        self._begun.set()
+        async for message in self._feed.stream(request, FeedView(matches=matches)):
+            yield message
+
+    async def run(self) -> NoReturn:
+        """Keep the feed current while it is read."""
+        while True:
+            await self._begun.wait()
+            self._begun.clear()
+            while self._feed.watched:
+                await asyncio.sleep(PERIOD)
+                self._look()
+
+    def _look(self) -> None:
+        now = self._every()
+        for name in [name for name in self._feed.names if name not in now]:
+            self._feed.remove(name)
+        for name, one in now.items():
+            if self._feed.get(name) != one:
+                self._feed.put(name, one)

@@ -1,18 +1,36 @@
-"""The GPU source over NVML, with one session at a time, and the event set of a session."""
+"""The GPU source over NVML, with one session at a time, its GPUs, and its event set.
+
+The GPUs of the driver and their MIG instances are found once per session. A MIG instance counts as a GPU, by the UUID that CUDA
+uses. Its parent stays listed, marked as divided, for the readings of the board. As little as possible is asked, since one slow
+GPU delays all.
+"""
 
 import ctypes
+import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import pynvml
 
-from gpuscale.monitor.agent.nvml.inventory import NvmlSurvey, mig_enabled, mig_parts
+from gpuscale.monitor.agent.nvml.activity import Activity
 from gpuscale.monitor.agent.nvml.queries import Queries, raise_if_driver_gone, source_error
 from gpuscale.monitor.agent.nvml.tick import FIRST_PARTS_SECONDS, SLOW_EVERY_SECONDS, NvmlDevice, Tick
+from gpuscale.monitor.agent.pci import Bus, find_gpus, pci_address, pci_place
 from gpuscale.monitor.agent.processes import ProcessNames
-from gpuscale.monitor.model.readings import DriverEvent, GpuEventKind, GpuReading, GpuSample, Inventory
+from gpuscale.monitor.model.readings import (
+    DriverEvent,
+    GpuEventKind,
+    GpuIdentity,
+    GpuReading,
+    GpuSample,
+    Inventory,
+    MissingGpu,
+)
 
 _KINDS = {
     pynvml.nvmlEventTypeXidCriticalError: GpuEventKind.XID,
@@ -179,3 +197,108 @@ class NvmlSource:
         known = {part for part, device in self._devices.items() if device.identity.parent_uuid == uuid}
         if divided != parent.identity.divided or {part.identity.uuid for part in mig_parts(parent)} != known:
             self._outdated = True
+
+
+_MIG_PROFILE = re.compile(r"\bMIG (\S+)$")
+_PROFILE_UNKNOWN = "unknown"
+
+T = TypeVar("T")
+
+
+class NvmlSurvey:
+    """Finds the GPUs of a new NVML session: `devices` by UUID in the driver's order, and `missing` ones."""
+
+    def __init__(self, sys: Path) -> None:
+        self._sys = sys
+        self.devices: dict[str, NvmlDevice] = {}
+        self.missing: list[MissingGpu] = []
+
+    def look(self) -> None:
+        """Find the GPUs. NVMLError if the driver fails as a whole, GpuSourceError if NVML is gone."""
+        whole: list[NvmlDevice] = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            address = ""
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                address = pynvml.nvmlDeviceGetPciInfo(handle).busId
+                uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
+            except pynvml.NVMLError as error:
+                raise_if_driver_gone(error)
+                self.missing.append(MissingGpu(index, address, str(error)))
+                continue
+            place = pci_place(self._sys / "bus/pci/devices" / pci_address(address))
+            divided = mig_enabled(handle) or False
+            identity = GpuIdentity(
+                uuid,
+                index,
+                name,
+                address,
+                divided=divided,
+                place=place,
+                serial=_answer(pynvml.nvmlDeviceGetSerial, handle) or "",
+                vbios_version=_answer(pynvml.nvmlDeviceGetVbiosVersion, handle) or "",
+            )
+            whole.append(NvmlDevice(handle, identity, None if identity.divided else Activity(handle, None)))
+        self._look_at_bus({device.identity.pci_bus_id for device in whole})
+        by_address = {device.identity.pci_bus_id: device.identity.uuid for device in whole}
+        for device in whole:
+            device.by_address = by_address
+            self.devices[device.identity.uuid] = device
+            for part in mig_parts(device):
+                self.devices[part.identity.uuid] = part
+
+    def _look_at_bus(self, known: AbstractSet[str]) -> None:
+        """Find GPUs that the driver does not list, and the addresses of those that did not answer, both in address order."""
+        bus = Bus(find_gpus(self._sys / "bus/pci/devices"))
+        bus.look()
+        named = {pci_address(address) for address in (*known, *(lost.pci_bus_id for lost in self.missing))}
+        others = sorted(bus.gpus - bus.given_away - named)
+        for place, missing in enumerate(self.missing):
+            if not missing.pci_bus_id and others:
+                self.missing[place] = replace(missing, pci_bus_id=others.pop(0))
+        after = len(known) + len(self.missing)
+        self.missing.extend(
+            MissingGpu(after + number, address, "the driver does not list it")
+            for number, address in enumerate(others)
+        )
+
+
+def mig_parts(parent: NvmlDevice) -> Iterator[NvmlDevice]:
+    """The MIG instances of a GPU; none if it is not divided."""
+    if not parent.identity.divided:
+        return
+    for place in range(_answer(pynvml.nvmlDeviceGetMaxMigDeviceCount, parent.handle) or 0):
+        try:
+            handle = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(parent.handle, place)
+            uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
+        except pynvml.NVMLError as error:
+            raise_if_driver_gone(error)
+            continue  # a removed instance leaves an empty place
+        profile = _MIG_PROFILE.search(name)
+        instance = _answer(pynvml.nvmlDeviceGetGpuInstanceId, handle)
+        identity = replace(
+            parent.identity,
+            uuid=uuid,
+            model=name,
+            mig_profile=profile.group(1) if profile else _PROFILE_UNKNOWN,
+            parent_uuid=parent.identity.uuid,
+            divided=False,
+            nvlinks=(),
+            gpu_instance_id=instance,
+        )
+        yield NvmlDevice(handle, identity, None if instance is None else Activity(parent.handle, instance))
+
+
+def mig_enabled(handle: pynvml.c_nvmlDevice_t) -> bool | None:
+    """Whether MIG mode is enabled; None if the GPU does not support or report it."""
+    mode = _answer(pynvml.nvmlDeviceGetMigMode, handle)
+    return None if mode is None else mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE
+
+
+def _answer(call: Callable[[pynvml.c_nvmlDevice_t], T], handle: pynvml.c_nvmlDevice_t) -> T | None:
+    """The result of a call; None if it fails."""
+    try:
+        return call(handle)
+    except pynvml.NVMLError as error:
+        raise_if_driver_gone(error)
+        return None
