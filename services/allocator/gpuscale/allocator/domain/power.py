@@ -150,8 +150,6 @@ class PowerRoom:
 
         `since` has the GPUs that were held since the look.
         """
-        if not self.sums:
-            return None
         new = {uuid: node for uuid, node in picked.items() if uuid in self.costs and uuid not in since}
         for one in {id(one): one for node in new.values() for one in self.sums.get(node, ())}.values():
             need = sum(self.costs[uuid] for uuid, node in new.items() if node in one.nodes)

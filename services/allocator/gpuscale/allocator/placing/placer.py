@@ -141,6 +141,8 @@ class Placer:
                 if isinstance(base, Refusal):
                     return base, kept
                 return self._one_by_one(ask, now) or refuse_for_power(ask, kept, answer, self._nodes), kept
+            if not self.power.sums:
+                return answer, kept
             short = self.power.short({gpu.uuid: gpu.node for gpu in answer.gpus}, self.use.newly)
             if short is None:
                 return answer, kept
