@@ -254,7 +254,7 @@ def test_sigterm_takes_the_workers_along(tmp_path: Path) -> None:
         assert code == 0
         assert seconds < STOP_SECONDS
         # What is killed is gone once the kernel comes to it.
-        eventually_sync(lambda: not any(map(_runs, workers)), timeout=5.0)
+        eventually_sync(lambda: not any(map(_runs, workers)))
 
 
 def _runs(process: psutil.Process) -> bool:

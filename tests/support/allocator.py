@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -11,7 +12,13 @@ from gpuscale.allocator.app import open_allocator
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.client import AsyncClient, connect_async
-from gpuscale.common.errors import DeadlineExceededError, GpuscaleError, UnavailableError
+from gpuscale.common.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    GpuscaleError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
@@ -106,10 +113,18 @@ class Client:
             if not token:
                 return found
 
-    async def ready(self, timeout: float = 10.0) -> None:
+    async def ready(self, timeout: float = 30.0) -> None:
         """Wait until the allocator serves and has heard from the fleet."""
         await eventually(
             self._answers, timeout, retry_on=(UnavailableError, DeadlineExceededError, TimeoutError)
+        )
+
+    async def heard(self, node: str, count: int = 1) -> None:
+        """Wait until so many GPUs of a node can be reserved: it is known before its first report."""
+        await self.ready()
+        first = partial(self.reserve, count, nodes=[f"nodes/{node}"])
+        await self.release(
+            await eventually(first, retry_on=(ResourceExhaustedError, FailedPreconditionError))
         )
 
     async def _answers(self) -> bool:

@@ -61,6 +61,13 @@ def postgresql_private() -> Iterator[databases.PostgresServer]:
         yield server
 
 
+@pytest.fixture
+def reports_stay_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents that report often are not taken for silent where a busy machine stands still: three periods are half a second."""
+    monkeypatch.setattr("gpuscale.allocator.usecases.fleet.FRESH_PERIODS", 300)
+    monkeypatch.setattr("gpuscale.monitor.model.nodes.STALE_PERIODS", 300)
+
+
 @pytest.fixture(scope="module")
 def podman() -> Iterator[containers.Podman]:
     """A private Podman that the tests of a file share."""

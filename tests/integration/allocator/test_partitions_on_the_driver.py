@@ -28,6 +28,9 @@ from tests.support.waiting import eventually
 CREATE = "nvmlDeviceCreateGpuInstanceWithPlacement"
 
 
+pytestmark = pytest.mark.usefixtures("reports_stay_fresh")
+
+
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses that a driver and a fleet of thousands need."""
@@ -57,7 +60,7 @@ async def waited_for(folder: Path, helper: PowerHelper, profile: str) -> AsyncGe
     async with site(folder, helper) as (here, _), AsyncExitStack() as stack:
         capacity = here.capacity
         first = partial(here.client.reserve, 1, mig_profile=profile)
-        await eventually(first, timeout=20, retry_on=(ResourceExhaustedError,))
+        await eventually(first, retry_on=(ResourceExhaustedError, FailedPreconditionError))
         request = api.ReserveRequest(
             request_id=str(uuid4()),
             holder="waits",
@@ -72,7 +75,7 @@ async def waited_for(folder: Path, helper: PowerHelper, profile: str) -> AsyncGe
             plans = (await capacity.PlanRebalance(api.PlanRebalanceRequest(), timeout=10)).plans
             return any(plan.partitions for plan in plans)
 
-        await eventually(planned, timeout=20)
+        await eventually(planned)
         yield one
 
 
@@ -88,13 +91,17 @@ class Waiting:
             return await self.here.capacity.ApplyRebalance(api.ApplyRebalanceRequest(), timeout=10)
 
     async def applied(self) -> api.RebalancePlan:
-        """Apply as soon as the allocator has heard of the helper."""
-        answer = await eventually(self.apply, timeout=20, retry_on=(FailedPreconditionError,))
-        return answer.plan
+        """Apply as soon as the allocator has heard of the helper, and has a plan."""
+
+        async def plan() -> api.RebalancePlan | None:
+            answer = await self.apply()
+            return answer.plan if answer.HasField("plan") else None
+
+        return await eventually(plan, retry_on=(FailedPreconditionError,))
 
     async def told(self, count: int = 1) -> Sequence[str]:
         """Why the first changes were made, newest first, once there are so many."""
-        return await eventually(lambda: self._reasons(count), timeout=20)
+        return await eventually(lambda: self._reasons(count))
 
     async def cordons(self) -> Sequence[api.Cordon]:
         return (await self.here.nodes.ListCordons(api.ListCordonsRequest(), timeout=10)).cordons
@@ -126,7 +133,7 @@ async def test_who_waits_gets_an_instance_of_an_idle_gpu_that_is_cordoned_meanwh
         await asyncio.to_thread(helper.start_to_partition)
         plan = await waits.applied()
         assert (plan.partitions[0].gpu, [*plan.partitions[0].profiles]) == (here.gpus[0], ["7g.80gb"])
-        await eventually(lambda: double.calls(CREATE) == 1, timeout=20)
+        await eventually(lambda: double.calls(CREATE) == 1)
         [cordon] = await waits.cordons()
         assert (cordon.target, cordon.author) == (here.gpus[0], "gpuscale-power")
         assert cordon.reason == "gets MIG instances 7g.80gb for waits"
@@ -149,7 +156,7 @@ async def test_kill_9_between_destroy_and_create_gives_the_gpu_back_what_it_had(
         double.write()
         await asyncio.to_thread(helper.start_to_partition)
         await waits.applied()
-        await eventually(lambda: double.calls(CREATE) == 1, timeout=20)
+        await eventually(lambda: double.calls(CREATE) == 1)
         helper.kill()
         assert double.instances() == []
         assert await waits.cordons(), "nothing is placed there"
@@ -173,10 +180,10 @@ async def test_an_order_outlives_the_allocator(tmp_path: Path, helper: PowerHelp
         helper.double.write()
         await asyncio.to_thread(helper.start_to_partition)
         await waits.applied()
-        await eventually(lambda: helper.double.calls(CREATE) == 1, timeout=20)
+        await eventually(lambda: helper.double.calls(CREATE) == 1)
     helper.double.release_all()
     async with site(folder, helper) as (here, _):
-        await eventually(here.changes, timeout=20)
+        await eventually(here.changes)
         [change] = await here.changes()
         assert (change.gpu, change.reason) == (gpu, "has MIG instances 7g.80gb (for waits)")
         assert not (await here.nodes.ListCordons(api.ListCordonsRequest(), timeout=10)).cordons

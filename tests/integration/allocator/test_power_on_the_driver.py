@@ -34,6 +34,9 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(following, "MIN_INTERVAL", 0.0)
 
 
+pytestmark = pytest.mark.usefixtures("reports_stay_fresh")
+
+
 class PowerSite:
     """The host `alpha` with the double's GPUs, its agent, the helper, and who sets budgets."""
 
@@ -67,7 +70,7 @@ class PowerSite:
             request = api.CheckAvailabilityRequest(ask=ask)
             return (await self.capacity.CheckAvailability(request, timeout=10)).available
 
-        await eventually(known, timeout=20)
+        await eventually(known)
 
     async def sum(self, name: str = "rack") -> api.PowerSum:
         request = api.GetPowerBudgetRequest(name=f"budgets/{name}")
@@ -79,7 +82,7 @@ class PowerSite:
         return (await self.power.ListPowerChanges(request, timeout=10)).power_changes
 
     async def until_limits(self, *watts: float | None) -> None:
-        await eventually(lambda: self.helper.limits() == list(watts), timeout=20)
+        await eventually(lambda: self.helper.limits() == list(watts))
 
     def load(self, *watts: float) -> None:
         """What the work on each GPU would draw."""
@@ -164,7 +167,7 @@ async def test_a_budget_is_kept_shared_explained_and_what_would_exceed_it_does_n
         both = [await here.client.reserve(1, gpus=[gpu]) for gpu in here.gpus]
         here.load(690, 690)
         await here.until_limits(450, 450)
-        found = await eventually(lambda: _drawn(here, 900), timeout=10)
+        found = await eventually(lambda: _drawn(here, 900))
         assert found is not None
         assert (found.name, found.gpu_count, found.capped_count, found.loose_count) == (
             "nodes/alpha",
@@ -210,7 +213,7 @@ async def test_limits_are_back_after_the_end_of_helper_agent_and_host_and_caps_c
         here.load(690, 690)
         await here.until_limits(450, 450)
         helper.kill()
-        loose = await eventually(lambda: _loose(here, 2), timeout=10)
+        loose = await eventually(lambda: _loose(here, 2))
         assert loose is not None
         assert (loose.drawn_watts, loose.room_watts) == (900, 0)
         await asyncio.to_thread(helper.start, "--silence", "0.5")

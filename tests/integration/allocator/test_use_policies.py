@@ -60,33 +60,33 @@ async def test_an_idle_holder_is_noted_and_then_sent_away_a_busy_or_silent_one_n
             for node in ("idle", "busy", "mute")
         ]
         fleet.put(node_message("busy", gpu_message("busy-0", utilization=80.0)))
-        await eventually(lambda: _state(client, busy, "BUSY"), timeout=10)
+        await eventually(lambda: _state(client, busy, "BUSY"))
         await admin.target(hook.address)
         await admin.put(idle_policy())
-        await eventually(lambda: _followed(admin, idle.name), timeout=10)
+        await eventually(lambda: _followed(admin, idle.name))
         await admin.pass_time(59)  # the agent of `mute` is silent from the first of them on
         assert not (await client.get(idle.name)).notes
         await admin.pass_time(2)
-        noted = await eventually(lambda: _noted(client, idle), timeout=10)
+        noted = await eventually(lambda: _noted(client, idle))
         assert "policy idle: the GPU idle for 1 h" in noted.notes[0]
         assert "will be revoked in 1 h 9 min if this continues" in noted.notes[0]
         assert not noted.HasField("revoke_time")
         assert (await client.renew(idle)).notes == noted.notes, "who runs it reads that when it renews"
-        await eventually(lambda: _told(hook, "policy", 1), timeout=10)
+        await eventually(lambda: _told(hook, "policy", 1))
 
         await admin.pass_time(60)
-        revoked = await eventually(lambda: _revoked(client, idle), timeout=10)
+        revoked = await eventually(lambda: _revoked(client, idle))
         grace = revoked.revoke_time.ToDatetime() - clock.wall().replace(tzinfo=None)
         assert abs(grace.total_seconds() - 600) <= 60
         assert revoked.end_reason.startswith("policy idle: the GPU idle for 2 h")
         clock.advance(700)
-        ended = await eventually(lambda: _ended(client, idle), timeout=10)
+        ended = await eventually(lambda: _ended(client, idle))
         assert ended.state == Reservation.STATE_CANCELLED
-        texts = await eventually(lambda: _told(hook, "policy", 2), timeout=10)
+        texts = await eventually(lambda: _told(hook, "policy", 2))
         assert f"{idle.name} of h-idle: the GPU idle for 1 h" in texts[0]
         assert "will be revoked in 10 min" in texts[1]
-        assert len(await eventually(lambda: _told(hook, "ending", 1), timeout=10)) == 1
-        assert len(await eventually(lambda: _told(hook, "revoked", 1), timeout=10)) == 1
+        assert len(await eventually(lambda: _told(hook, "ending", 1))) == 1
+        assert len(await eventually(lambda: _told(hook, "revoked", 1))) == 1
         assert {one["holder"] for one in hook.events} == {"h-idle"}
         assert {one.subject for one in await admin.acts()} == {idle.name}
         for other in (busy, mute):
@@ -103,17 +103,17 @@ async def test_a_restart_begins_no_time_anew_and_repeats_nothing(tmp_path: Path)
     async with lab(tmp_path, fleet, clock) as (client, admin):
         one = await client.reserve(1, ttl=86_400)
         await admin.put(idle_policy())
-        await eventually(lambda: _followed(admin, one.name), timeout=10)
+        await eventually(lambda: _followed(admin, one.name))
         await admin.pass_time(61)
-        await eventually(lambda: _noted(client, one), timeout=10)
+        await eventually(lambda: _noted(client, one))
         await admin.pass_time(30)
     clock.advance(300)  # of this nobody knows anything
     async with lab(tmp_path, fleet, clock) as (client, admin):
-        (standing,) = await eventually(lambda: _followed(admin, one.name), timeout=10)
+        (standing,) = await eventually(lambda: _followed(admin, one.name))
         assert (standing.done_count, standing.held.seconds // 60) == (1, 91)
-        assert (await eventually(lambda: _noted(client, one), timeout=10)).notes
+        assert (await eventually(lambda: _noted(client, one))).notes
         await admin.pass_time(30)
-        await eventually(lambda: _revoked(client, one), timeout=10)
+        await eventually(lambda: _revoked(client, one))
         assert [act.stage for act in await admin.acts()] == [2, 1]
 
 
@@ -132,7 +132,7 @@ async def test_a_look_that_finds_nothing_new_writes_nothing_and_others_once_a_mi
         for _ in range(8):
             one = await client.reserve(1, ttl=86_400)
         await admin.put(idle_policy())
-        await eventually(lambda: _followed(admin, one.name), timeout=10)
+        await eventually(lambda: _followed(admin, one.name))
         assert len(writes) == 1, "eight that are seen for the first time, in one transaction"
         await admin.pass_time(10)
         assert len(writes) <= 11, "that was looked, once a minute"
@@ -148,24 +148,24 @@ async def test_whoever_begins_to_work_may_stay_and_a_shadow_does_nothing(tmp_pat
         shadow.name = "policies/shadow"
         await admin.put(shadow)
         await admin.put(idle_policy())
-        await eventually(lambda: _followed(admin, one.name), timeout=10)
+        await eventually(lambda: _followed(admin, one.name))
         await admin.pass_time(121)
-        await eventually(lambda: _revoked(client, one), timeout=10)
+        await eventually(lambda: _revoked(client, one))
         fleet.put(node_message("n0", gpu_message("n0-0", utilization=80.0)))
 
         async def spared() -> Reservation | None:
             found = await client.get(one.name)
             return None if found.HasField("revoke_time") or found.notes else found
 
-        assert (await eventually(spared, timeout=10)).end_reason == ""
-        await eventually(lambda: _outcomes(admin, "idle", ["LIFTED", "DONE", "DONE"]), timeout=10)
-        await eventually(lambda: _outcomes(admin, "shadow", ["SHADOW", "SHADOW"]), timeout=10)
+        assert (await eventually(spared)).end_reason == ""
+        await eventually(lambda: _outcomes(admin, "idle", ["LIFTED", "DONE", "DONE"]))
+        await eventually(lambda: _outcomes(admin, "shadow", ["SHADOW", "SHADOW"]))
         fleet.put(node_message("n0", gpu_message("n0-0", utilization=0.0)))
-        await eventually(lambda: _followed(admin, one.name), timeout=10)
+        await eventually(lambda: _followed(admin, one.name))
         await admin.pass_time(121)
-        await eventually(lambda: _revoked(client, one), timeout=10)
+        await eventually(lambda: _revoked(client, one))
         await admin.policies.DeleteUsePolicy(api.DeleteUsePolicyRequest(name="policies/idle"), timeout=10)
-        await eventually(spared, timeout=10)
+        await eventually(spared)
 
 
 async def test_an_outsider_is_noticed_and_told_with_whoever_holds_the_gpu(tmp_path: Path) -> None:
@@ -184,12 +184,12 @@ async def test_an_outsider_is_noticed_and_told_with_whoever_holds_the_gpu(tmp_pa
         gpus[0].reading.processes.add(pid=8)
         gpus[1].reading.processes.add(pid=9)
         fleet.put(node_message("n0", *gpus))
-        await eventually(lambda: _count(admin, "policies/outsiders", 2), timeout=10)
+        await eventually(lambda: _count(admin, "policies/outsiders", 2))
         clock.advance(20)  # what 30 s allow: the report of a process, a look, ten seconds, a look
-        texts = await eventually(lambda: _told(hook, "policy", 2), timeout=10)
+        texts = await eventually(lambda: _told(hook, "policy", 2))
         assert any("process 8 for" in text and "of ann" in text for text in texts)
         assert any("process 9 for" in text and "of ann" not in text for text in texts)
-        assert "process 8" in (await eventually(lambda: _noted(client, one), timeout=10)).notes[0]
+        assert "process 8" in (await eventually(lambda: _noted(client, one))).notes[0]
 
 
 async def test_what_a_target_does_not_take_is_sent_again_and_then_a_dead_letter_that_can_be_sent(
@@ -203,13 +203,13 @@ async def test_what_a_target_does_not_take_is_sent_again_and_then_a_dead_letter_
         assert (made.host, made.signed, made.spec.url, made.spec.secret) == (hook.address[7:-5], True, "", "")
         await client.reserve(1)
         await admin.drain()
-        (dead,) = await eventually(lambda: _dead(admin), timeout=10)
+        (dead,) = await eventually(lambda: _dead(admin))
         assert (dead.attempt_count, dead.problem) == (3, "it answered 302")
         hook.status = 200
         await admin.notifications.ResendNotification(
             api.ResendNotificationRequest(name=dead.name), timeout=10
         )
-        await eventually(lambda: _gone(admin), timeout=10)
+        await eventually(lambda: _gone(admin))
         assert len({one["id"] for one in hook.events}) == 1
 
 
@@ -228,7 +228,7 @@ async def test_after_an_upgrade_only_nodes_that_go_down_then_are_told(tmp_path: 
             clock.advance(10)
             return hook.texts("node_down")
 
-        texts = await eventually(told, timeout=10)
+        texts = await eventually(told)
         assert [text.partition(":")[0] for text in texts] == ["nodes/n0 is down"]
 
 
@@ -259,7 +259,7 @@ async def test_private_addresses_are_refused_unless_they_are_allowed(tmp_path: P
         await admin.target(hook.address.replace("127.0.0.1", "localhost"))
         await client.reserve(1)
         await admin.drain()
-        (letter,) = await eventually(lambda: _failed(admin), timeout=10)
+        (letter,) = await eventually(lambda: _failed(admin))
         assert letter.problem == "localhost has no address that allocator.notify_networks allows"
         assert not hook.bodies
 

@@ -110,7 +110,7 @@ async def test_others_start_at_once_and_each_of_the_old_goes_when_one_is_ready(
     logged: pytest.LogCaptureFixture,
 ) -> None:
     allocator.drain("n", LONG)
-    await eventually(lambda: len(new.alive) == 2, timeout=5)
+    await eventually(lambda: len(new.alive) == 2)
     leaving = await told_to_leave(autoscaler)
     assert {(one.node, one.reason) for one in leaving} == {("nodes/n", "nodes/n is drained: fan")}
     status = await autoscaler.status()

@@ -323,7 +323,7 @@ async def test_a_caller_that_gives_up_cancels_the_handler(
         call = asyncio.create_task(kind.call(channel))
         await begun.wait()
         call.cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await ended.wait()
         await asyncio.gather(call, return_exceptions=True)
     assert caplog.records == []

@@ -171,7 +171,7 @@ async def test_a_stream_ends_soon_after_its_token(
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.shield(ends.code()), 0.3)
         write_tokens(path, bob="viewer", **({} if change == "revoked" else {"alice": "viewer"}))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             with pytest.raises(error):
                 await read_to_the_end(ends)
         assert (await stays.read()).full
@@ -213,5 +213,5 @@ async def test_a_generator_is_closed_when_its_subscriber_leaves() -> None:
         call = served.fleet.WatchNodes(monitor_api.WatchNodesRequest())
         await begun.wait()
         call.cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await closed.wait()

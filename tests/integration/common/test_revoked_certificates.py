@@ -93,7 +93,7 @@ async def test_a_revoked_certificate_lets_nobody_in_over_an_open_connection_eith
         certs("revoke", "alice", "--revoked-file", revoked)
         reasons = [await refusal(one.release()) for one in ours]
         assert reasons == ["CERTIFICATE_REVOKED", None, "CERTIFICATE_REVOKED"]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             assert await stream.code() == grpc.StatusCode.UNAUTHENTICATED
         certs("issue", "alice", "--dir", pki, "--role", "operator", "--revoked-file", revoked)
         async with open_channel(served.address, tls=caller(pki, "alice")) as again:

@@ -43,6 +43,7 @@ from tests.support.monitor import serve
 from tests.support.tokens import bearer, token, write_tokens
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.usefixtures("reports_stay_fresh")
 FIRST, SECOND = simulated_uuid("alpha", 0), simulated_uuid("alpha", 1)
 HUGE = 2**62
 
@@ -133,7 +134,7 @@ async def site(folder: Path, *, checks: bool = True, fences_above: int = 0) -> A
             return True
 
         await eventually(
-            serves, timeout=20, retry_on=(UnavailableError, FailedPreconditionError, GpuscaleError)
+            serves, timeout=60, retry_on=(UnavailableError, FailedPreconditionError, GpuscaleError)
         )
         yield there
 
@@ -155,7 +156,7 @@ async def test_orders_to_end_outsiders_are_for_the_agent_of_their_node(tmp_path:
                 ).orders
             return False
 
-        await eventually(known, timeout=10)
+        await eventually(known)
 
 
 async def test_a_lease_token_needs_no_other_token(tmp_path: Path) -> None:

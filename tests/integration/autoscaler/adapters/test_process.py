@@ -92,7 +92,7 @@ async def test_a_replica_that_ends_by_itself_has_failed_and_never_starts_again(t
         report = await autoscaler.shows(ONE, FAILED)
         assert (report.exit_code, report.reason) == (7, "it ended by itself, with exit code 7")
         os.kill((await autoscaler.shows(replica(2), READY)).pid, signal.SIGKILL)
-        report = await autoscaler.shows(replica(2), FAILED, timeout=2.0)
+        report = await autoscaler.shows(replica(2), FAILED)
         assert (report.exit_code, report.reason) == (-signal.SIGKILL, "it ended by itself, by signal 9")
         await autoscaler.run(ONE, "sleeper")
         await eventually(lambda: autoscaler.reports[-1].revision == autoscaler.revision)
