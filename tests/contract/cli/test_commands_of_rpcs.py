@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 from gpuscale import cli
+from gpuscale.cli.manifests import planning
 from tests.contract.descriptors import rpcs
 
 PROGRAMS = "called by programs of ours, which the commands show the state of"
@@ -39,14 +40,22 @@ WITHOUT = {
 
 
 def called() -> set[str]:
-    """Names of all methods that the commands' code takes from a stub, or from anything else; a list is called and watched, and a resource deleted, by its request."""
+    """Names of all methods that the commands' code takes from a stub, or from anything else; a list is called and watched, and a resource deleted, by its request.
+
+    `_reader` makes the requests of the nouns it is given, and `apply` those of its kinds.
+    """
     [folder] = cli.__path__
-    names = {
-        node.attr
+    nodes = [
+        node
         for path in Path(folder).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute)
-    }
+    ]
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    for node in nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_reader":
+            noun, *nouns = (one.value for one in node.args[3:] if isinstance(one, ast.Constant))
+            names |= {f"Get{noun}Request", f"List{nouns[0] if nouns else f'{noun}s'}Request"}
+    names |= {f"{verb}{kind}" for verb in ("Create", "Update") for kind in planning._SERVICES}
     listed = {
         name.removesuffix("Request") for name in names if name.startswith(("Get", "List", "Delete", "Cancel"))
     }

@@ -27,7 +27,7 @@ def test_a_field_is_explained_by_its_comment_and_bounds() -> None:
 
 @pytest.mark.parametrize("noun", NOUNS, ids=lambda noun: noun.plural)
 def test_every_kind_has_all_of_its_fields_explained(noun: tuple[str, ...]) -> None:
-    for name in filter(None, noun):
+    for name in filter(None, noun[1:]):
         found = json.loads(run_cli("explain", name, "-o", "json").out)
         assert found["description"]
         assert len(found["parts"]) > 1

@@ -54,37 +54,29 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "check": CommandEntry("Check whether GPUs are free, and which.", "capacity:check"),
     "estimate": CommandEntry("Estimate how many GPUs a model needs.", "capacity:estimate"),
     "rank": CommandEntry(
-        "Rank nodes by idle GPUs, and free GPUs by score.",
-        _of("capacity", "nodes gpus", "rank_{}"),
+        "Rank nodes by idle GPUs, and free GPUs by score.", _of("capacity", "nodes gpus", "rank_{}")
     ),
     "plan": CommandEntry("Plan moves that make room.", {"rebalance": "capacity:plan_rebalance"}),
     "cordon": CommandEntry("Close nodes or GPUs to new work; what runs there stays.", "maintenance:cordon"),
     "uncordon": CommandEntry("Open nodes or GPUs to new work again.", "maintenance:uncordon"),
     "drain": CommandEntry("Cordon nodes or GPUs, and ask the holders there to leave.", "maintenance:drain"),
     "clear": CommandEntry(
-        "Clear the quarantine or the fences of GPUs.",
-        _of("maintenance", "quarantine fence", "clear_{}"),
+        "Clear the quarantine or the fences of GPUs.", _of("maintenance", "quarantine fence", "clear_{}")
     ),
     "driver": CommandEntry(
-        "Make an agent close the GPU driver for a while.",
-        _of("maintenance", "release resume", "driver_{}"),
+        "Make an agent close the GPU driver for a while.", _of("maintenance", "release resume", "driver_{}")
     ),
     "record": CommandEntry("Run a command and print what GPUs did while it ran.", "recordings:record"),
     "start": CommandEntry("Start recording what GPUs do.", {"recording": "recordings:start_recording"}),
     "stop": CommandEntry(
         "Stop a job, a recording or a backtest.",
-        {
-            "job": "jobs:stop",
-            "recording": "recordings:stop_recording",
-            "backtest": "backtest:stop_backtest",
-        },
+        {"job": "jobs:stop", "recording": "recordings:stop_recording", "backtest": "backtest:stop_backtest"},
         JobGroup,
     ),
     "apply": CommandEntry("Make queue watchers, endpoints and policies match files.", "apply:apply"),
     "diff": CommandEntry("Show what apply would change.", "apply:diff"),
     "edit": CommandEntry(
-        "Change an endpoint or a queue watcher in your editor.",
-        _of("apply", "endpoint watcher", "edit_{}"),
+        "Change an endpoint or a queue watcher in your editor.", _of("apply", "endpoint watcher", "edit_{}")
     ),
     "create": CommandEntry("Add a rule to an endpoint.", {"rule": "endpoints:create_rule"}),
     "update": CommandEntry("Change a rule of an endpoint.", {"rule": "endpoints:update_rule"}),
@@ -106,8 +98,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
     ),
     "resend": CommandEntry("Send notifications again.", "policies:resend"),
     "forget": CommandEntry(
-        "Forget adapters or nodes that will never come back.",
-        _of("maintenance", "adapter node", "forget_{}"),
+        "Forget adapters or nodes that will never come back.", _of("maintenance", "adapter node", "forget_{}")
     ),
     "logs": CommandEntry("Show what replicas and jobs wrote.", "logs:logs"),
     "adopt": CommandEntry("Reserve the GPUs that running processes use.", "adopt:adopt"),
@@ -130,11 +121,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
     ),
     "token": CommandEntry(
         "Manage the tokens of a server, in its tokens file.",
-        {
-            "create": "tokens:create",
-            "list": "tokens:list_tokens",
-            **_of("tokens", "limit rotate revoke"),
-        },
+        {"create": "tokens:create", "list": "tokens:list_tokens", **_of("tokens", "limit rotate revoke")},
     ),
     "certs": CommandEntry(
         "Manage your own certificate authority and certificates.",

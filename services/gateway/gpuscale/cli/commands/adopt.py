@@ -42,11 +42,7 @@ def adopt(session: Session, pids: tuple[int, ...], title: str, ttl: float | None
         processes = [_own(pid) for pid in pids]
         gpus = _gpus(client, node, processes)
         options = library.ReserveOptions(
-            only_gpus=gpus,
-            min_memory=0,
-            max_utilization_percent=100,
-            allow_unknown_utilization=True,
-            ttl=ttl,
+            only_gpus=gpus, min_memory=0, max_utilization_percent=100, allow_unknown_utilization=True, ttl=ttl
         )
         request = library.reserve_request(len(gpus), default_holder(), options)
         request.job.title, request.job.command = title, shown(processes[0].cmdline())

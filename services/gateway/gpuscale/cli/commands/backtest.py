@@ -281,9 +281,7 @@ DETACH = option(
 @repeated("--file", "-f", type=click.Path(allow_dash=True), help="Policies, or endpoints as for apply.")
 @repeated("--preset", metavar="NAME", help="A preset, or `all`.", shell_complete=names_of("presets"))
 @option(
-    "--share-gpus",
-    is_flag=True,
-    help="Run all policies at once on --max-gpus; first come, first served.",
+    "--share-gpus", is_flag=True, help="Run all policies at once on --max-gpus; first come, first served."
 )
 @repeated("--trace-of", metavar="POLICY=FILE", help="A trace for one policy only.")
 @DETACH

@@ -39,10 +39,7 @@ _COMPARATORS = {
 )
 @option("--current-replicas", type=COUNT, metavar="N", help="Only if this many are desired now.")
 @option(
-    "--capability-set",
-    default="",
-    metavar="ID",
-    help="The capability set to scale, if the endpoint has any.",
+    "--capability-set", default="", metavar="ID", help="The capability set to scale, if the endpoint has any."
 )
 def scale_endpoint(
     session: Session, name: str, replicas: int, current_replicas: int | None, capability_set: str

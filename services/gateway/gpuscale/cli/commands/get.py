@@ -245,10 +245,7 @@ def decisions(session: Session, name: Names, endpoint: str, when: When, limit: i
 
 
 adapters = _listing(
-    "adapters",
-    "adapters",
-    lambda: autoscaler.ADAPTERS,
-    "Worker adapters, which start and stop replicas.",
+    "adapters", "adapters", lambda: autoscaler.ADAPTERS, "Worker adapters, which start and stop replicas."
 )
 
 

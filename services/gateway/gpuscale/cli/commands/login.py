@@ -98,9 +98,7 @@ def create(
 @command("login gpus.example:7070 --ca-hash sha256:5f9d…")
 @one_name(metavar="ADDRESS")
 @option(
-    "--ca-hash",
-    metavar="DIGEST",
-    help="Digest of the server's authority; or pass its file with --ca-file.",
+    "--ca-hash", metavar="DIGEST", help="Digest of the server's authority; or pass its file with --ca-file."
 )
 @option(
     "--code-file", type=FILE, help="File with the code; - for standard input; by default you are prompted."

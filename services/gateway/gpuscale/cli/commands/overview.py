@@ -155,11 +155,8 @@ def api_resources(session: Session) -> None:
         {
             "name": noun.plural,
             "short": [noun.short, *filter(None, [noun.other])],
-            "message": contract_docs.ROOTS[noun.plural],
-            "verbs": [
-                "describe",
-                *(verb for verb, of in groups.items() if {*noun} & {*of}),
-            ],
+            "message": noun.message,
+            "verbs": ["describe", *(verb for verb, of in groups.items() if {*noun} & {*of})],
         }
         for noun in NOUNS
     ]

@@ -125,9 +125,7 @@ def start(
         if dies_with_us and shutil.which(words[0]):
             words = dying_with_us(words)
         return subprocess.Popen(
-            [*prefix, *words],
-            env={**TERMINAL.callers_environment(), **variables},
-            stdout=stdout,
+            [*prefix, *words], env={**TERMINAL.callers_environment(), **variables}, stdout=stdout
         )
     except OSError as error:
         return _not_started(command, error)

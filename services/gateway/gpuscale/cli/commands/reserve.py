@@ -13,15 +13,7 @@ from gpuscale.cli.console.command import command, names
 from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import Progress, note, write_lines
 from gpuscale.cli.grammar.nouns import full_name, without_noun
-from gpuscale.cli.grammar.parameters import (
-    COMING,
-    DURATION,
-    POSITIVE,
-    YES,
-    local_text,
-    option,
-    takes,
-)
+from gpuscale.cli.grammar.parameters import COMING, DURATION, POSITIVE, YES, local_text, option, takes
 from gpuscale.cli.views import allocator as views
 from gpuscale.common import wire
 from gpuscale.common.errors import InvalidArgumentError, UnavailableError

@@ -84,9 +84,7 @@ class WaitCommand(Command):
     shell_complete=words(READY, GONE),
 )
 @option(
-    "--timeout",
-    type=DURATION,
-    help="How long to wait before exit code 6; 5m by default, unlimited for jobs.",
+    "--timeout", type=DURATION, help="How long to wait before exit code 6; 5m by default, unlimited for jobs."
 )
 def wait(session: Session, kind: str, name: tuple[str, ...], until: str, timeout: float | None) -> None:
     """Wait until resources are ready, deleted or meet a condition: endpoints, replicas, nodes, GPUs, watchers, reservations, adapters.

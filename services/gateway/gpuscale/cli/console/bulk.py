@@ -1,12 +1,11 @@
-"""Doing the same to several resources: all are checked first, and if one is missing, nothing changes.
+"""Does the same to several resources. If a check of one fails, nothing changes.
 
-What then fails for one stops no other, and the first failure is the exit code. As data, one name gives the
-object itself, several names a list.
+After the checks, a failure of one does not stop the others, and the first failure is the exit code. As data, one name gives an
+object, several names a list.
 """
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from gpuscale.cli.console.errors import ExitCode, leave, report
@@ -28,7 +27,7 @@ R = TypeVar("R")
 
 
 class Done(NamedTuple):
-    """What was done to one resource: its name, a line for a person, and data for a program."""
+    """What was done to a resource, as a line for a person and as data."""
 
     name: str
     line: str
@@ -36,20 +35,14 @@ class Done(NamedTuple):
 
 
 Check = Callable[["Client", str], object]
-"""Raises what stands against changing one resource, such as that there is none of that name."""
+"""Raises why a resource cannot be changed, such as that it does not exist."""
 
 
 def confirm(action: str, what: str, *, yes: bool, danger: str = "") -> None:
-    """Ask whether something is meant, and end the program where it is not.
-
-    Args:
-        action: a verb such as `Delete`.
-        what: what it would happen to.
-        yes: whether `--yes` has answered already.
-        danger: a sentence about what may go wrong.
+    """Ask for confirmation of an action, such as `Delete`, unless `yes`; exit if it is refused.
 
     Raises:
-        InvalidArgumentError: no terminal is there to ask at.
+        InvalidArgumentError: standard input is not a terminal.
     """
     if yes:
         return
@@ -64,7 +57,7 @@ def confirm(action: str, what: str, *, yes: bool, danger: str = "") -> None:
 
 
 _SERVICES = {"queueWatchers": "queue_watchers", "targets": "notifications", "budgets": "power"}
-"""Attributes of the client, of those kinds that have another word in lists of data."""
+"""Attributes of the client that differ from the key of lists."""
 
 
 def delete_each(
@@ -77,19 +70,16 @@ def delete_each(
     line: str = "deleted",
     **fields: object,
 ) -> None:
-    """Delete each of several resources, once a person agrees.
+    """Delete resources after confirmation. Raises the same as `say_each`.
 
     Args:
-        session: the connection, and how it is told.
-        key: of lists of data, after which the service is called too.
-        names: of the resources, in full.
-        request: of the method, such as DeleteEndpointRequest; the Get method beside it tells whether a resource is there.
-        yes: whether `--yes` was typed.
-        line: what is said of each.
-        fields: of the request, beside the name.
-
-    Raises:
-        GpuscaleError, click.exceptions.Exit: as of `say_each`.
+        session: the connection.
+        key: of lists of data.
+        names: full names.
+        request: such as DeleteEndpointRequest; its Get method checks that a resource exists.
+        yes: do not ask for confirmation.
+        line: what to say of each.
+        fields: of the request, besides the name.
     """
     from google.protobuf.message_factory import GetMessageClass
 
@@ -118,7 +108,8 @@ def say_each(
     """Do something to each resource, and say so; lists of data have the key `key`.
 
     Raises:
-        GpuscaleError, click.exceptions.Exit: as of `_each`.
+        GpuscaleError: it failed, for the only name or since nothing answers.
+        click.exceptions.Exit: it failed for one of several names.
     """
     output = session.output
 
@@ -140,11 +131,7 @@ def show_each(
     act: "Callable[[Client, str], M]",
     check: "Check | None" = None,
 ) -> None:
-    """Do something to each resource, and write it as it is afterwards.
-
-    Raises:
-        GpuscaleError, click.exceptions.Exit: as of `_each`.
-    """
+    """Do something to each resource, and write the results. Raises the same as `say_each`."""
 
     def write(done: "list[M]") -> None:
         if len(names) == 1:
@@ -164,42 +151,33 @@ def _each(
 ) -> None:
     """Act on each name, and write what was done, even after a failure."""
     done: list[T] = []
-    attempt = _Attempts(alone=len(names) == 1)
+    failures: list[ExitCode] = []
+
+    def attempt(what: "Callable[[Client, str], R]", client: "Client", name: str) -> "list[R]":
+        try:
+            return [what(client, name)]
+        except GpuscaleError as error:
+            if len(names) == 1 or error.reason in NOBODY:  # the other names would fail in the same way
+                raise
+            failures.append(report(error, name))
+            return []
+
     try:
         with session.connect() as client:
-            if check is not None and not attempt.alone:
+            if check is not None and len(names) > 1:
                 for name in names:
                     attempt(check, client, name)
-                if attempt.failures:
+                if failures:
                     note("nothing was changed")
-                    leave(attempt.failures[0])
+                    leave(failures[0])
             for name in names:
-                result = attempt(act, client, name)
-                if result is not None:
-                    done.append(result)
+                done += attempt(act, client, name)
     except GpuscaleError as error:
-        if not attempt.failures:
+        if not failures:
             raise
         report(error)
     finally:
         if done:
             write(done)
-    if attempt.failures:
-        leave(attempt.failures[0])
-
-
-@dataclass
-class _Attempts:
-    """Attempts for one name after the other; a failure for one of several is reported, and kept."""
-
-    alone: bool
-    failures: list[ExitCode] = field(default_factory=list[ExitCode])
-
-    def __call__(self, what: "Callable[[Client, str], R]", client: "Client", name: str) -> "R | None":
-        try:
-            return what(client, name)
-        except GpuscaleError as error:
-            if self.alone or error.reason in NOBODY:  # each further name would wait in vain
-                raise
-            self.failures.append(report(error, name))
-            return None
+    if failures:
+        leave(failures[0])

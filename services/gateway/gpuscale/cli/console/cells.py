@@ -1,4 +1,4 @@
-"""Columns of tables: an absent reading is `-`, never 0; enum values lose their prefix, and names their collections."""
+"""Columns of tables, and the text of cells: absent readings are `-`, never 0; enum values have no prefix, names no collections."""
 
 import re
 from collections import Counter
@@ -21,10 +21,14 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True)
 class Column(Generic[M]):
-    """One column: its heading, the text of a cell, and whether only `-o wide` shows it.
+    """A column of a table.
 
-    A moving one only counts time, such as an age: alone it makes no change of a watched item. A spare one is left out
-    where a terminal is too narrow for all.
+    Attributes:
+        heading: its heading.
+        cell: the text of a cell.
+        wide: only `-o wide` shows it.
+        moving: it changes with time, such as an age, which is no change to a watch.
+        spare: left out if the terminal is too narrow.
     """
 
     heading: str
@@ -36,14 +40,14 @@ class Column(Generic[M]):
 
 @dataclass(frozen=True)
 class View(Generic[M]):
-    """How one kind of resource is shown: its key in JSON lists, its columns, and where its labels are."""
+    """How a kind of resource is shown: its key in JSON lists, its columns, and the path of its labels."""
 
     key: str
     columns: Sequence[Column[M]]
     labels: Path = (Field("labels"),)
 
     def column(self, heading: str) -> Column[M] | None:
-        """The column of that heading, in any case."""
+        """The column with this heading, in any case."""
         return next((one for one in self.columns if one.heading.casefold() == heading.casefold()), None)
 
 
@@ -53,12 +57,12 @@ def short(name: str) -> str:
 
 
 def text(value: str) -> str:
-    """A text, or `-` where it is empty."""
+    """The text, or `-` if it is empty."""
     return value or ABSENT
 
 
 def holder(name: str) -> str:
-    """The holder: of a replica the name that commands take, `-` for nobody."""
+    """The holder, a replica by its short name; `-` for nobody."""
     return text(short_holder(name))
 
 
@@ -74,12 +78,12 @@ class _OfModel(Protocol):
 
 
 def gpu_model(gpu: _OfModel) -> str:
-    """Product name of a GPU; simulated ones say so."""
+    """The product name of a GPU, marked if simulated."""
     return f"{text(gpu.model)}{_simulated(gpu.model)}" if gpu.simulated else text(gpu.model)
 
 
 def short_model(gpu: _OfModel) -> str:
-    """Such as `H100` of NVIDIA H100 80GB HBM3, which has its memory in a column; simulated GPUs say so."""
+    """The product name without maker and memory, `H100` of NVIDIA H100 80GB HBM3, marked if simulated."""
     model = _short(gpu.model)
     return f"{text(model)}{_simulated(model)}" if gpu.simulated else text(model)
 
@@ -89,12 +93,12 @@ def _short(model: str) -> str:
 
 
 def _simulated(model: str) -> str:
-    """The mark of what is simulated, where the model does not say so."""
+    """The mark of a simulated GPU, unless the model says so."""
     return "" if "simulated" in model.lower() else " SIMULATED"
 
 
 def counted_models(gpus: Collection[_OfModel], *, simulated: bool = False) -> str:
-    """`8 x H100`, `2 x A100, 1 x L40S`; simulated GPUs say so, and an unknown model is left out."""
+    """`8 x H100`, `2 x A100, 1 x L40S`, marked if simulated; an unknown model is left out."""
     simulated = simulated or any(gpu.simulated for gpu in gpus)
     counts = Counter(_short(gpu.model) for gpu in gpus)
     listed = ", ".join(f"{count} x {model}" if model else str(count) for model, count in counts.items())
@@ -102,7 +106,7 @@ def counted_models(gpus: Collection[_OfModel], *, simulated: bool = False) -> st
 
 
 def number(message: Message, field: str, show: Callable[[float], str] = "{:g}".format) -> str:
-    """The number in an optional field; `-` where it is absent."""
+    """The number in an optional field; `-` if absent."""
     value: object = getattr(message, field)
     return show(value) if message.HasField(field) and isinstance(value, (int, float)) else ABSENT
 
@@ -118,24 +122,24 @@ def size(value: float) -> str:
 
 
 def used_of(message: Message, used: str, total: str) -> str:
-    """`12GiB/80GiB`, each part `-` where it is absent; one `-` where both are."""
+    """`12GiB/80GiB`, with `-` for an absent part; `-` if both are absent."""
     cell = f"{number(message, used, size)}/{number(message, total, size)}"
     return ABSENT if cell == f"{ABSENT}/{ABSENT}" else cell
 
 
 def word(message: Message, field: str) -> str:
-    """The enum value in a field as one word, `ONLINE` of `NODE_STATE_ONLINE`; `-` where it is not stated."""
+    """The enum value in a field without its prefix, `ONLINE` of `NODE_STATE_ONLINE`; `-` if unspecified."""
     return wire.enum_word(message, field) or ABSENT
 
 
 def duration(message: Message, field: str) -> str:
-    """The Duration in a field; `-` where it is absent."""
+    """The Duration in a field; `-` if absent."""
     seconds = wire.optional_seconds(message, field)
     return ABSENT if seconds is None else format_duration(seconds)
 
 
 def since(message: Message, field: str) -> str:
-    """How long ago the Timestamp in a field was, by this host's wall clock; `-` where it is absent."""
+    """The age of the Timestamp in a field, by this host's clock; `-` if absent."""
     value: object = getattr(message, field)
     if not message.HasField(field) or not isinstance(value, Timestamp):
         return ABSENT
@@ -143,5 +147,5 @@ def since(message: Message, field: str) -> str:
 
 
 def moment(message: Message, field: str) -> str:
-    """The Timestamp in a field on the local clock; `-` where it is absent."""
+    """The Timestamp in a field in local time; `-` if absent."""
     return local_text(wire.to_datetime(getattr(message, field))) if message.HasField(field) else ABSENT

@@ -1,7 +1,7 @@
-"""What every command is made of: `@command`, the options of all commands, and groups that import a command when it is used.
+"""`@command`, the common options, and groups that import a command when it is used.
 
-Options of all commands may stand anywhere before `--`, so that each command and group knows them. A command gets the
-`Session` that they describe as its first argument.
+The common options may be typed anywhere before `--`, so that each command and group knows them. A command gets the `Session`
+that they describe as its first argument.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,25 +28,25 @@ Complete: TypeAlias = "Callable[[click.Context, click.Parameter, str], list[Comp
 PROGRAM = "gpuscalectl"
 EPILOG = "Options of all commands, such as -o and --address: gpuscalectl --help"
 COMPLETION_SECONDS = 0.5
-"""How long a server may take to answer with names for a shell."""
+"""Most seconds to wait for names to complete."""
 FILE = click.Path(path_type=Path)
 _TYPED = "gpuscale.cli.typed"
-"""In `Context.meta`, which a command shares with the groups above it: the options of all commands."""
+"""Key of the common options in `Context.meta`, which a command shares with its groups."""
 
 
 def _keep(context: click.Context, parameter: click.Parameter, value: object) -> None:
-    """Note an option that may be typed anywhere; the rightmost counts."""
+    """Keep a common option; the last one typed counts."""
     if value is not None and parameter.name:
         context.meta.setdefault(_TYPED, {})[parameter.name] = value
 
 
 def anywhere(*names: str, **attributes: Any) -> click.Option:
-    """An option that may be typed before and after the commands that know it."""
+    """An option that may be typed before or after a command."""
     return click.Option(names, expose_value=False, callback=_keep, default=None, **attributes)
 
 
 def typed_anywhere(context: click.Context) -> dict[str, Any]:
-    """The options made by `anywhere` that were typed, by name."""
+    """The options of `anywhere` that were typed, by name."""
     return dict(context.meta.get(_TYPED, {}))
 
 
@@ -62,7 +62,7 @@ def words(*known: str) -> Complete:
 
 
 def names_of(kind: str) -> Complete:
-    """Completes with the names of a kind of resource, such as `nodes`; silently with none where no server answers."""
+    """Completes with the names of a kind of resource, such as `nodes`; with none if no server answers."""
 
     def complete(context: click.Context, _parameter: click.Parameter, part: str) -> "list[CompletionItem]":
         from click.shell_completion import CompletionItem
@@ -126,7 +126,7 @@ OF_ALL_COMMANDS = (
 
 
 def session_of(context: click.Context) -> Session:
-    """The session that the options of all commands describe."""
+    """The session that the common options describe."""
     typed = typed_anywhere(context)
     form: Form = typed.get("output", Form())
     CLOCK.utc = bool(typed.get("utc"))
@@ -139,10 +139,9 @@ def session_of(context: click.Context) -> Session:
 
 
 class Command(click.Command):
-    """A command that knows the options of all commands, and whose help ends with an example."""
+    """A command with the common options and those of its class; its help ends with an example."""
 
     options: ClassVar[Sequence[click.Option]] = ()
-    """Options that all commands of this class have."""
     of_all: ClassVar[Sequence[click.Option]] = OF_ALL_COMMANDS
 
     def __init__(self, *given: Any, example: str = "", **attributes: Any) -> None:
@@ -152,15 +151,15 @@ class Command(click.Command):
         super().__init__(*given, **attributes)
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Its own parameters, and those of all commands."""
+        """Its own parameters, and the common options."""
         return [*self.own_params(ctx), *self.of_all]
 
     def own_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Its own parameters, which are those in its help."""
+        """Its own parameters, which its help lists."""
         return [*super().get_params(ctx), *self.options]
 
     def choose(self, session: Session, context: click.Context) -> Session:
-        """The session as the options of its class want it."""
+        """The session, changed by the options of its class."""
         del context
         return session
 
@@ -172,7 +171,7 @@ class Command(click.Command):
                 formatter.write_dl(records)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run it with the session of the whole line."""
+        """Run it with its session."""
         ctx.obj = self.choose(session_of(ctx), ctx)
         return super().invoke(ctx)
 
@@ -181,8 +180,8 @@ class CommandEntry(NamedTuple):
     """A command or group of the program, known without importing it.
 
     Attributes:
-        help: one line of what it does.
-        place: `module:attribute` below `gpuscale.cli.commands`; of a group the place of each command in it.
+        help: a line about what it does.
+        place: `module:attribute` below `gpuscale.cli.commands`; for a group, those of its commands.
         kind: the class of a group.
     """
 
@@ -192,10 +191,10 @@ class CommandEntry(NamedTuple):
 
 
 class Group(Command, click.Group):
-    """Commands by name, each imported when it is used: importing all of them takes longer than most take to run."""
+    """Commands by name, imported when used: importing all takes longer than most take to run."""
 
     of_other_tools: ClassVar[Mapping[str, str]] = {}
-    """Words of other programs, and what says the same here."""
+    """Commands of other tools, and their equivalents here."""
 
     def __init__(self, name: str, entries: Mapping[str, CommandEntry | str], **attributes: Any) -> None:
         super().__init__(name, no_args_is_help=True, **attributes)
@@ -220,10 +219,10 @@ class Group(Command, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that was typed, its noun under any of its names.
+        """The command that was typed, with any name of its noun.
 
         Raises:
-            click.UsageError: there is none of that name; suggests the nearest one.
+            click.UsageError: unknown command; suggests the nearest one.
         """
         args = self.normal(ctx, args)
         if args[0] not in self.entries and not ctx.resilient_parsing and not args[0].startswith("-"):
@@ -233,7 +232,7 @@ class Group(Command, click.Group):
         return super().resolve_command(ctx, args)
 
     def normal(self, ctx: click.Context, args: Sequence[str]) -> list[str]:
-        """The words behind it, beginning with the name of one of its commands."""
+        """The words after it, beginning with the name of a command."""
         del ctx
         return with_noun(args, self.entries)
 
@@ -263,7 +262,7 @@ class Group(Command, click.Group):
 
 
 def entries_above(context: click.Context, name: str = "") -> Mapping[str, CommandEntry | str]:
-    """The commands beside the one that runs; with a name those of that group of the program."""
+    """The commands of the running command's group, or of the named group."""
     of = context.find_root().command if name else context.parent and context.parent.command
     entries: Mapping[str, CommandEntry | str] = of.entries if isinstance(of, Group) else {}
     found = entries.get(name) if name else None
@@ -271,13 +270,13 @@ def entries_above(context: click.Context, name: str = "") -> Mapping[str, Comman
 
 
 class ExplainGroup(Group):
-    """`explain endpoint.spec` asks about the contract, without a noun."""
+    """`explain endpoint.spec` explains a field of the contract."""
 
     def normal(self, ctx: click.Context, args: Sequence[str]) -> list[str]:
-        """The words behind it, `field` in front of a path of fields."""
+        """The words after it, with `field` before a path of fields."""
         if ctx.resilient_parsing:
             return super().normal(ctx, args)
-        # The words without the options of all commands, and their values.
+        # The words without the common options and their values.
         known: list[click.Parameter] = [*OF_ALL_COMMANDS, click.Argument(["words"], nargs=-1)]
         probe = click.Command(None, params=known, add_help_option=False)
         context = probe.make_context(None, list(args), resilient_parsing=True, ignore_unknown_options=True)
@@ -288,7 +287,7 @@ class JobGroup(Group):
     """`stop r3fa7kq2vnb4d` is `stop job r3fa7kq2vnb4d`."""
 
     def normal(self, ctx: click.Context, args: Sequence[str]) -> list[str]:
-        """The words behind it, `job` in front of what is no noun."""
+        """The words after it, with `job` before a name."""
         found = super().normal(ctx, args)
         named = found and found[0] not in self.entries and not found[0].startswith("-")
         return ["job", *found] if named and not ctx.resilient_parsing else found
@@ -297,7 +296,7 @@ class JobGroup(Group):
 def command(
     example: str = "", *, kind: type[Command] = Command, **attributes: Any
 ) -> Callable[[Callable[..., object]], Command]:
-    """A decorator that makes a command of a function, whose first argument is the session."""
+    """A decorator: makes a function a command, and passes it the session."""
 
     def decorate(function: Callable[..., object]) -> Command:
         return click.command(cls=kind, example=example, **attributes)(click.pass_obj(function))
@@ -306,7 +305,7 @@ def command(
 
 
 def names(noun: str = "", *, metavar: str = "NAME", required: bool = True) -> Callable[[Any], Any]:
-    """The argument `name`: one or more names of a kind of resource, completed from what the server knows."""
+    """The argument `name`: names of a kind of resource, completed by the server."""
     complete = names_of(noun) if noun else None
     return click.argument(
         "name",
@@ -318,7 +317,7 @@ def names(noun: str = "", *, metavar: str = "NAME", required: bool = True) -> Ca
 
 
 def one_name(noun: str = "", *, metavar: str = "NAME", required: bool = True) -> Callable[[Any], Any]:
-    """The argument `name`: the name of one resource, completed from what the server knows."""
+    """The argument `name`: the name of one resource, completed by the server."""
     attributes: dict[str, Any] = {} if required else {"default": ""}
     if noun:
         attributes["shell_complete"] = names_of(noun)

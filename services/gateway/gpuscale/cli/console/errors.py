@@ -1,4 +1,4 @@
-"""How every failure of a command ends: words or one JSON object on standard error, and an exit code of one table."""
+"""Reports failures: text or a JSON object on standard error, and an exit code."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
 
 
 class ExitCode(IntEnum):
-    """What the shell sees."""
+    """Exit codes of the program."""
 
     OK = 0
     OTHER = 1
@@ -60,7 +60,7 @@ BY_ERROR: Mapping[type[GpuscaleError], ExitCode] = {
     errors.InternalError: ExitCode.OTHER,
 }
 _BY_REASON: Mapping[str, ExitCode] = {
-    # To a script that asked for GPUs it is one thing: none now, none in time, none left of the quota, more than any node has.
+    # One thing to a script: no GPUs now, in time, of the quota, or on any node.
     "NO_CAPACITY": ExitCode.NO_CAPACITY,
     "UNSATISFIABLE": ExitCode.NO_CAPACITY,
     "WAIT_TIMEOUT": ExitCode.NO_CAPACITY,
@@ -74,33 +74,30 @@ _BY_REASON: Mapping[str, ExitCode] = {
 
 
 def exit_code(error: GpuscaleError) -> ExitCode:
-    """The exit code of an error: by its reason where that is listed, else by the nearest class in the table."""
+    """The exit code of an error: of its reason if listed, else of its nearest class."""
     if error.reason in _BY_REASON:
         return _BY_REASON[error.reason]
     return next((BY_ERROR[cls] for cls in type(error).__mro__ if cls in BY_ERROR), ExitCode.OTHER)
 
 
 def report(error: GpuscaleError, name: str = "") -> ExitCode:
-    """Say what failed, with the name where it is one of several; returns the exit code."""
+    """Report an error, with the name if it is one of several; returns the exit code."""
     code = exit_code(error)
     fields = error.violations if isinstance(error, InvalidArgumentError) else ()
     if TERMINAL.json:
-        found: dict[str, object] = {}
-        if fields:
-            found["fields"] = [{"field": one.field, "description": one.description} for one in fields]
-        if error.metadata:
-            found["metadata"] = dict(error.metadata)
-        if error.retry_after is not None:
-            found["retryAfterSeconds"] = error.retry_after
-        if name:
-            found["name"] = name
-        _write_json(error.reason, error.message, code, found)
+        found: dict[str, object] = {
+            "fields": [{"field": one.field, "description": one.description} for one in fields],
+            "metadata": dict(error.metadata),
+            "retryAfterSeconds": error.retry_after,
+            "name": name,
+        }
+        known = {key: value for key, value in found.items() if value or value == 0.0}
+        _write_json(error.reason, error.message, code, known)
         return code
     first, *more = error.lines()
-    for line in (
-        f"error: {name}: {error.message}" if name and name not in error.message.split() else first,
-        *more,
-    ):
+    if name and name not in error.message.split():
+        first = f"error: {name}: {error.message}"
+    for line in (first, *more):
         note(line)
     if TERMINAL.verbose:
         facts = "".join(f", {key}={value}" for key, value in sorted(error.metadata.items()))
@@ -109,7 +106,7 @@ def report(error: GpuscaleError, name: str = "") -> ExitCode:
 
 
 def report_usage(error: click.ClickException) -> ExitCode:
-    """Say what is wrong with the command line, and where its help is; returns the exit code."""
+    """Report a wrong command line, with where to find help; returns the exit code."""
     context = error.ctx if isinstance(error, click.UsageError) else None
     usage = context.get_usage() if context is not None else ""
     message = error.format_message()
@@ -139,12 +136,12 @@ _OPTIONS_OF_OTHER_TOOLS: Mapping[str, str] = {
     "--exclude": "--exclude-node",
     "--namespace": "--tenant",
 }
-"""Options of Slurm, Docker and kubectl that people type out of habit, and what says the same here."""
+"""Options of Slurm, Docker and kubectl, and their equivalents here."""
 _EXTRA = re.compile(r"Got unexpected extra arguments? \((\S+).*\)")
 
 
 def _meant(error: click.ClickException, context: click.Context, message: str) -> str:
-    """What else may have been meant by an option or a word that there is not; empty where that is not known."""
+    """A hint at what may have been meant by an unknown option or word; empty if unknown."""
     known = {one for parameter in context.command.get_params(context) for one in parameter.opts}
     if isinstance(error, click.NoSuchOption):
         if isinstance(context.command, click.Group):
@@ -160,15 +157,15 @@ def _meant(error: click.ClickException, context: click.Context, message: str) ->
 
 
 def report_value(error: ValueError) -> ExitCode:
-    """Say that a number does not fit into its field, of 32 or 64 bits; any other ValueError is raised again."""
+    """Report a number that exceeds its 32- or 64-bit field; raises any other ValueError again."""
     fault, _, number = str(error).partition(": ")
-    if fault != "Value out of range":  # the words of protobuf
+    if fault != "Value out of range":  # protobuf's message
         raise error
     return report(InvalidArgumentError(f"the number {number} is out of range"))
 
 
 def report_os(error: OSError) -> ExitCode:
-    """Say what the system refused, such as writing to a full disk; returns the exit code. Who reads no more knows it."""
+    """Report a failed system call, such as writing to a full disk, but not a closed pipe; returns the exit code."""
     if isinstance(error, BrokenPipeError):
         return ExitCode.OTHER
     what = f"{error.strerror or type(error).__name__}{f': {error.filename}' if error.filename else ''}"
@@ -191,5 +188,5 @@ def _write_json(reason: str, message: str, code: ExitCode, more: Mapping[str, ob
 
 
 def leave(code: int) -> NoReturn:
-    """End the command with an exit code."""
+    """Exit with this code."""
     raise click.exceptions.Exit(code)

@@ -1,7 +1,7 @@
-"""Reading resources: whole lists, or those of given names.
+"""Reads resources by name, or lists them.
 
-Names are as typed (`gpuscale.cli.grammar.nouns`); a GPU may also be its UUID alone, the beginning of one (`GPU-6afc`), or
-node and index (`host-1/0`), as tables print them.
+Names are as typed (`gpuscale.cli.grammar.nouns`). A GPU is also known by its UUID, the beginning of it (`GPU-6afc`), or node
+and index (`host-1/0`), as tables show them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
+from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.cli.console.cells import View, short
@@ -32,12 +32,18 @@ from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 from gpuscale.common.filters import compile_filter, compile_order
 from gpuscale.common.wire import ANY_TIME, TimeRange, to_datetime, to_timestamp
 
+M = TypeVar("M", bound=Message)
+
 
 @dataclass
 class About:
-    """What a list is about: a GPU by its UUID, a time, what the options of `get` choose of a view, and of which fields a watch tells.
+    """What to list: by default everything.
 
-    All where nothing is said.
+    Attributes:
+        gpu: only of the GPU with this UUID.
+        time: only of this time.
+        chosen: what the options of `get` choose, of this `view`.
+        fields: all that a watch needs to send.
     """
 
     gpu: str = ""
@@ -48,21 +54,18 @@ class About:
     _told: set[str] = field(default_factory=set[str])
 
     def filter_of(self, kind: Any) -> str:
-        """The filter of what is chosen, for messages of a type."""
+        """The API's filter of what is chosen, for messages of a type."""
         return "" if self.view is None else self.chosen.to_filter(kind, self.view)
 
     def items(self, service: Any, request: Any, what: str = "", limit: int | None = None) -> list[Any]:
-        """The items of a List method; notes once if the time begins before what is kept.
+        """All items of a List method, or the first `limit`; completes the request.
 
-        Args:
-            service: that has the method.
-            request: of the method, which is used up.
-            what: what may be missing then.
-            limit: how many are wanted.
+        Where the time begins before what is kept, a note says once that `what` may be missing.
         """
         begin = self.time.since or self.time.until
-        asked: Mapping[str, object] = {"gpu_uuid": self.gpu, "uuid": self.gpu, "show_ended": bool(begin)}
-        for name, value in {**asked, "show_resolved": bool(begin)}.items():
+        past = bool(begin)
+        asked = {"gpu_uuid": self.gpu, "uuid": self.gpu, "show_ended": past, "show_resolved": past}
+        for name, value in asked.items():
             if value and name in request.DESCRIPTOR.fields_by_name:
                 setattr(request, name, value)
         if self.time.since is not None:
@@ -94,14 +97,15 @@ EVERYTHING = About()
 
 
 def _named(service: Any, request: type[Any], pattern: str, typed: Sequence[str]) -> list[Any]:
-    """The resources of these names, by a Get method of a service."""
+    """Resources by name, with a Get method of a service."""
     method = getattr(service, request.__name__.removesuffix("Request"))
     answers = [method(request(name=full_name(pattern, name))) for name in typed]
     return [getattr(one, one.DESCRIPTOR.fields[0].name) for one in answers]
 
 
-def _reader(service: str, pattern: str, one: type[Any], every: type[Any]) -> Callable[..., list[Any]]:
-    """What reads the resources of these names by the Get method of a service, or all of them by its List method."""
+def _reader(api: Any, service: str, pattern: str, noun: str, nouns: str = "") -> Reader[Any]:
+    """Reads resources by the Get method of a service of the client, or all of them by its List method."""
+    one, every = getattr(api, f"Get{noun}Request"), getattr(api, f"List{nouns or noun + 's'}Request")
 
     def read(client: Client, typed: Sequence[str] = (), about: About = EVERYTHING) -> list[Any]:
         of = getattr(client, service)
@@ -110,52 +114,27 @@ def _reader(service: str, pattern: str, one: type[Any], every: type[Any]) -> Cal
     return read
 
 
-nodes: Callable[..., list[monitor_api.Node]] = _reader(
-    "fleet", names.NODE, monitor_api.GetNodeRequest, monitor_api.ListNodesRequest
+Reader: TypeAlias = Callable[..., list[M]]
+nodes: Reader[monitor_api.Node] = _reader(monitor_api, "fleet", names.NODE, "Node")
+recordings: Reader[monitor_api.Recording] = _reader(monitor_api, "recordings", names.RECORDING, "Recording")
+endpoints: Reader[api.Endpoint] = _reader(api, "endpoints", names.ENDPOINT, "Endpoint")
+watchers: Reader[api.QueueWatcher] = _reader(api, "queue_watchers", names.WATCHER, "QueueWatcher")
+adapters: Reader[api.Adapter] = _reader(api, "adapters", names.ADAPTER, "Adapter")
+backtests: Reader[api.Backtest] = _reader(api, "backtests", names.BACKTEST, "Backtest")
+rules: Reader[api.EndpointRule] = _reader(api, "rules", names.RULE, "Rule")
+policies: Reader[allocator_api.UsePolicy] = _reader(
+    allocator_api, "policies", names.POLICY, "UsePolicy", "UsePolicies"
 )
-endpoints: Callable[..., list[autoscaler_api.Endpoint]] = _reader(
-    "endpoints", names.ENDPOINT, autoscaler_api.GetEndpointRequest, autoscaler_api.ListEndpointsRequest
+targets: Reader[allocator_api.NotificationTarget] = _reader(
+    allocator_api, "notifications", names.TARGET, "NotificationTarget"
 )
-watchers: Callable[..., list[autoscaler_api.QueueWatcher]] = _reader(
-    "queue_watchers",
-    names.WATCHER,
-    autoscaler_api.GetQueueWatcherRequest,
-    autoscaler_api.ListQueueWatchersRequest,
-)
-adapters: Callable[..., list[autoscaler_api.Adapter]] = _reader(
-    "adapters", names.ADAPTER, autoscaler_api.GetAdapterRequest, autoscaler_api.ListAdaptersRequest
-)
-recordings: Callable[..., list[monitor_api.Recording]] = _reader(
-    "recordings", names.RECORDING, monitor_api.GetRecordingRequest, monitor_api.ListRecordingsRequest
-)
-backtests: Callable[..., list[autoscaler_api.Backtest]] = _reader(
-    "backtests", names.BACKTEST, autoscaler_api.GetBacktestRequest, autoscaler_api.ListBacktestsRequest
-)
-rules: Callable[..., list[autoscaler_api.EndpointRule]] = _reader(
-    "rules", names.RULE, autoscaler_api.GetRuleRequest, autoscaler_api.ListRulesRequest
-)
-
-
-policies: Callable[..., list[allocator_api.UsePolicy]] = _reader(
-    "policies", names.POLICY, allocator_api.GetUsePolicyRequest, allocator_api.ListUsePoliciesRequest
-)
-targets: Callable[..., list[allocator_api.NotificationTarget]] = _reader(
-    "notifications",
-    names.TARGET,
-    allocator_api.GetNotificationTargetRequest,
-    allocator_api.ListNotificationTargetsRequest,
-)
-
-
-budgets: Callable[..., list[allocator_api.PowerBudget]] = _reader(
-    "power", names.BUDGET, allocator_api.GetPowerBudgetRequest, allocator_api.ListPowerBudgetsRequest
-)
+budgets: Reader[allocator_api.PowerBudget] = _reader(allocator_api, "power", names.BUDGET, "PowerBudget")
 
 
 def changes(
     client: Client, typed: Sequence[str] = (), about: About = EVERYTHING
 ) -> list[allocator_api.PowerChange]:
-    """How caps were changed for these budgets, the changes of these names, or all; newest first."""
+    """Changes of power caps, newest first: by the name of the change or its budget, or all."""
     ids = (one.rpartition("/")[2] for one in typed)
     asked = " OR ".join(f'power_budget = "budgets/{one}" OR name = "changes/{one}"' for one in ids)
     return about.items(client.power, allocator_api.ListPowerChangesRequest(filter=asked))
@@ -164,7 +143,7 @@ def changes(
 def acts(
     client: Client, typed: Sequence[str] = (), about: About = EVERYTHING, *, limit: int | None = None
 ) -> list[allocator_api.PolicyAct]:
-    """What these policies did, the acts of these names, or all; newest first."""
+    """What policies did, newest first: by the name of the act or its policy, or all."""
     asked = " OR ".join(
         f'name = "{full_name(names.ACT, one)}"'
         if names.match(names.POLICY, canonical(one)) is None and "/" in one
@@ -177,28 +156,28 @@ def acts(
 def notifications(
     client: Client, typed: Sequence[str] = (), about: About = EVERYTHING
 ) -> list[allocator_api.Notification]:
-    """The notifications of these names, or all that were not delivered."""
+    """Undelivered notifications, by name or all."""
     asked = " OR ".join(f'name = "{full_name(names.NOTIFICATION, one)}"' for one in typed)
     return about.items(client.notifications, allocator_api.ListNotificationsRequest(filter=asked))
 
 
 def named(client: Client, typed: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(resource names, UUIDs) of nodes and GPUs: `host-1`, `host-1/gpu-…`, `host-1/0`, or a UUID alone."""
+    """(full names, UUIDs) of nodes and GPUs: `host-1`, `host-1/gpu-…`, `host-1/0`, or a UUID."""
     uuids = [one for one in typed if is_uuid(one)]
     others = [one for one in typed if one not in uuids]
     return spots(lambda: nodes(client), others), uuids
 
 
 def spots(of: Callable[[], Iterable[monitor_api.Node]], typed: Sequence[str], noun: str = "") -> list[str]:
-    """The resource names of nodes and GPUs, in full, as tables print them, or the beginning of a UUID.
+    """The full names of nodes and GPUs, typed in any form.
 
     Args:
-        of: reads the nodes; called where a GPU has to be looked up by its UUID alone or its index.
+        of: reads the nodes; called to find a GPU by its UUID or index.
         typed: what was typed.
-        noun: `nodes` or `gpus` where only these are meant.
+        noun: `nodes` or `gpus` to accept only these.
 
     Raises:
-        InvalidArgumentError: one can be neither a node nor a GPU, or is not what the noun says.
+        InvalidArgumentError: one is neither a node nor a GPU, or not what `noun` allows.
         NotFoundError: no GPU has the UUID or index.
     """
     known: _Gpus | None = None
@@ -220,16 +199,13 @@ def spots(of: Callable[[], Iterable[monitor_api.Node]], typed: Sequence[str], no
     return found
 
 
-# Ids of nodes are in lower case.
-_INDEX_OR_PREFIX = re.compile(r"[^/]+/\d+|(GPU|MIG|SIM)-[0-9A-Fa-f][0-9A-Fa-f-]*")
-
-
+_INDEX_OR_PREFIX = re.compile(r"[^/]+/\d+|(GPU|MIG|SIM)-[0-9A-Fa-f][0-9A-Fa-f-]*")  # nodes are in lower case
 _LEAST_PREFIX = len("GPU-") + 1
 _MOST_NAMED = 8
 
 
 class _Gpus:
-    """GPUs by every name that people use for them."""
+    """GPUs by each of their names."""
 
     def __init__(self, gpus: Iterable[types_api.Gpu]) -> None:
         self._by: dict[str, list[types_api.Gpu]] = defaultdict(list)
@@ -239,11 +215,11 @@ class _Gpus:
                 self._by[key].append(gpu)
 
     def find(self, typed: str) -> types_api.Gpu:
-        """The resource of that name.
+        """The GPU of that name.
 
         Raises:
             NotFoundError: there is none.
-            InvalidArgumentError: it may be several.
+            InvalidArgumentError: the name is ambiguous.
         """
         wanted = canonical(typed).removeprefix("gpus/").lower()
         match = self._by.get(wanted, [])
@@ -261,7 +237,7 @@ class _Gpus:
 def gpus(
     of: Iterable[monitor_api.Node], typed: Sequence[str] = (), about: About = EVERYTHING
 ) -> list[types_api.Gpu]:
-    """GPUs of these nodes, all or those of these names; the API lists none, so they are filtered and ordered here."""
+    """GPUs of these nodes, by name or all. The API does not list GPUs, so they are filtered and sorted here."""
     found = [gpu for node in of for gpu in node.snapshot.gpus]
     if typed:
         return list(map(_Gpus(found).find, typed))
@@ -270,7 +246,7 @@ def gpus(
 
 
 def gpu_uuid(client: Client, typed: str) -> str:
-    """The UUID of a GPU in any spelling; in full also of one that is gone."""
+    """The UUID of a GPU typed in any form; a complete UUID need not exist any more."""
     try:
         return _Gpus(gpu for node in nodes(client) for gpu in node.snapshot.gpus).find(typed).uuid
     except NotFoundError:
@@ -288,7 +264,7 @@ def reservations(
     ended: bool = False,
     of_jobs: bool = False,
 ) -> list[allocator_api.Reservation]:
-    """The reservations of these names, or all that are held, or those of one holder, a GPU and a time."""
+    """Reservations by name, or the open ones, of one holder if given."""
     if typed:
         return _named(client.allocator, allocator_api.GetReservationRequest, names.RESERVATION, typed)
     only = "job:*" if of_jobs else ""
@@ -299,14 +275,14 @@ def reservations(
 def jobs(
     client: Client, typed: Sequence[str] = (), about: About = EVERYTHING, *, ended: bool = False
 ) -> list[allocator_api.Reservation]:
-    """The reservations with the jobs of these names, or with all jobs."""
+    """The reservations of jobs, by name or all."""
     if typed:
         return [job(client, one) for one in typed]
     return reservations(client, about=about, ended=ended, of_jobs=True)
 
 
 def job(client: Client, typed: str) -> allocator_api.Reservation:
-    """The reservation with the job of this name; or of this title, the newest of those that live, or of all.
+    """The reservation of a job, by its name or title: the newest that is open, else the newest.
 
     Raises:
         NotFoundError: there is none.
@@ -323,11 +299,11 @@ def job(client: Client, typed: str) -> allocator_api.Reservation:
 
 
 RESERVATION_ID = re.compile("r[a-z2-7]{12}")
-"""What the allocator calls reservations."""
+"""The ids that the allocator makes."""
 
 
 def holders(of: Iterable[allocator_api.Reservation]) -> Mapping[str, str]:
-    """Who holds each reserved GPU: name of the GPU -> holder."""
+    """The holder of each reserved GPU, by name of the GPU."""
     return {gpu.name: reservation.holder for reservation in of for gpu in reservation.gpus}
 
 
@@ -338,12 +314,12 @@ def replicas(
     *,
     endpoint: str = "",
     ended: bool = False,
-) -> list[autoscaler_api.Replica]:
-    """The replicas of these names, or all, or those of one endpoint, a GPU and a time."""
+) -> list[api.Replica]:
+    """Replicas by name, or all, of one endpoint if given."""
     if typed:
-        return _named(client.endpoints, autoscaler_api.GetReplicaRequest, names.REPLICA, typed)
+        return _named(client.endpoints, api.GetReplicaRequest, names.REPLICA, typed)
     parent = full_name(names.ENDPOINT, endpoint) if endpoint else ""
-    request = autoscaler_api.ListReplicasRequest(parent=parent, show_ended=ended)
+    request = api.ListReplicasRequest(parent=parent, show_ended=ended)
     return about.items(client.endpoints, request, "replicas that ended")
 
 
@@ -354,12 +330,12 @@ def decisions(
     *,
     endpoint: str = "",
     limit: int | None = 20,
-) -> list[autoscaler_api.Decision]:
-    """The decisions of these names, or the newest `limit`, newest first, of all endpoints or of one, and of a time."""
+) -> list[api.Decision]:
+    """Decisions by name; or the newest `limit`, newest first, of one endpoint if given."""
     if typed:
-        return _named(client.decisions, autoscaler_api.GetDecisionRequest, names.DECISION, typed)
+        return _named(client.decisions, api.GetDecisionRequest, names.DECISION, typed)
     parent = full_name(names.ENDPOINT, endpoint) if endpoint else ""
-    request = autoscaler_api.ListDecisionsRequest(parent=parent, page_size=limit or 1000)
+    request = api.ListDecisionsRequest(parent=parent, page_size=limit or 1000)
     return about.items(client.decisions, request, "decisions", limit)
 
 
@@ -371,7 +347,7 @@ def health(
     node: str = "",
     ended: bool = False,
 ) -> list[monitor_api.HealthEvent]:
-    """Events of these names; or those that last, or all, of a node or of all, a GPU and a time, newest first."""
+    """Health events by name; or the open ones, and the `ended` if asked for, newest first, of one node if given."""
     if typed:
         return _named(client.health, monitor_api.GetHealthEventRequest, names.HEALTH_EVENT, typed)
     parent = full_name(names.NODE, node) if node else ""
@@ -382,10 +358,10 @@ def health(
 def processes(
     client: Client, typed: Sequence[str] = (), about: About = EVERYTHING, *, node: str = ""
 ) -> list[monitor_api.NodeProcess]:
-    """The processes of these names or ids, or all, on the GPUs of a node or of all.
+    """Processes on GPUs by name or id, or all, of one node if given.
 
     Raises:
-        NotFoundError: one of them is on no GPU.
+        NotFoundError: there is none of that name or id.
     """
     parent = full_name(names.NODE, node) if node else ""
     listed = about.items(client.fleet, monitor_api.ListProcessesRequest(parent=parent, page_size=1000))
@@ -407,7 +383,7 @@ def cordons(
     """The cordons of these nodes and GPUs, or all.
 
     Raises:
-        NotFoundError: there is no cordon on one of them.
+        NotFoundError: one is not cordoned.
     """
     found = about.items(client.nodes, allocator_api.ListCordonsRequest())
     by_name = {item.target or item.name: item for item in found}  # an allocator of 0.x names no target
@@ -419,7 +395,7 @@ def cordons(
 
 
 def quotas(client: Client, typed: Sequence[str] = (), about: About = EVERYTHING) -> list[allocator_api.Quota]:
-    """The quotas of these tenants, or of all; those without one are listed while they hold or wait for something."""
+    """Quotas by tenant, or all; a tenant without one is listed while it holds or waits for GPUs."""
     if typed:
         wanted = [allocator_api.GetQuotaRequest(name=names.quota_name(tenant_of(one))) for one in typed]
         return [client.quotas.GetQuota(request).quota for request in wanted]
@@ -429,30 +405,28 @@ def quotas(client: Client, typed: Sequence[str] = (), about: About = EVERYTHING)
 def bookings(
     client: Client, typed: Sequence[str] = (), about: About = EVERYTHING, *, ended: bool = False
 ) -> list[allocator_api.Booking]:
-    """These bookings, or all that are open, and with `ended` those that are over; the earliest first."""
+    """Bookings by name; or the open ones, and the `ended` if asked for, earliest first."""
     if typed:
         return _named(client.bookings, allocator_api.GetBookingRequest, names.BOOKING, typed)
     request = allocator_api.ListBookingsRequest(show_ended=ended, order_by="start_time")
     return about.items(client.bookings, request)
 
 
-def metrics(
-    client: Client, typed: Sequence[str] = (), about: About = EVERYTHING
-) -> list[autoscaler_api.ReportedMetric]:
-    """The metrics that programs report of these endpoints, with their replicas, and of these replicas; or all."""
+def metrics(client: Client, typed: Sequence[str] = (), about: About = EVERYTHING) -> list[api.ReportedMetric]:
+    """Metrics that programs report of these replicas, or endpoints with their replicas; or all."""
     parents = [
         full
         if names.match(names.ENDPOINT, full := canonical(one))
         else full_name(names.REPLICA if "/" in one else names.ENDPOINT, one)
         for one in typed
     ]
-    asked = [autoscaler_api.ListMetricsRequest(parent=one) for one in parents or [""]]
+    asked = [api.ListMetricsRequest(parent=one) for one in parents or [""]]
     return [metric for request in asked for metric in about.items(client.metrics, request)]
 
 
-def presets(client: Client) -> list[autoscaler_api.Preset]:
+def presets(client: Client) -> list[api.Preset]:
     """All presets."""
-    return EVERYTHING.items(client.presets, autoscaler_api.ListPresetsRequest())
+    return EVERYTHING.items(client.presets, api.ListPresetsRequest())
 
 
 def _gpus_of_all(client: Client, typed: Sequence[str] = ()) -> list[types_api.Gpu]:
@@ -485,34 +459,30 @@ READERS: Mapping[str, Callable[..., Sequence[Any]]] = {
     "changes": changes,
     "health": health,
 }
-"""What reads each kind of resource: all there are, or those of the names that were typed."""
+"""Reads each kind of resource, by name or all."""
 
 
 def short_names(client: Client, kind: str) -> list[str]:
-    """The names of all resources of a kind as tables print them; UUIDs of GPUs."""
+    """The names of all resources of a kind, as tables show them; UUIDs of GPUs."""
     if kind == "gpus":
         return [gpu.uuid for gpu in gpus(nodes(client))]
     if kind == "presets":
         return [short(preset.name) for preset in presets(client)]
     if kind == "quotas":
         return [quota.tenant for quota in quotas(client)]
-    return ["/".join(item.name.split("/")[1::2]) for item in READERS[kind](client)]
+    return [short(item.name) for item in READERS[kind](client)]
 
 
 LEAST = 0.2
-"""Seconds between two readings, at least: changes that come together are read together."""
+"""Least seconds between two reads, so that changes that come together are read together."""
 NODES_MILLIS = 2000
-"""Least time between two updates of the nodes, in which each that works changes every second."""
+"""Least time between two updates of the nodes: every busy one changes each second."""
 _LESS = (api.ListDecisionsRequest, api.ListRulesRequest)
-"""Lists of which no watch tells all: it says when to ask."""
+"""Lists that a watch does not send in full; it says when to ask."""
 
 
 class Streams:
-    """The watches of all lists that a command reads.
-
-    Attributes:
-        polled: whether there is a list without a watch.
-    """
+    """The watches of all lists that a command reads; `polled` if there is a list without one."""
 
     def __init__(self, client: Client) -> None:
         self.polled = False
@@ -521,7 +491,7 @@ class Streams:
         self._by: dict[tuple[str, bytes], Mirror] = {}
 
     def pause(self, every: float, *, away: bool) -> None:
-        """Return after a change; after so many seconds where a list is polled, and at the latest then while a service is away."""
+        """Wait for a change; at most `every` seconds while a service is away, and exactly that long if a list is polled."""
         if self.polled:
             pause(every)
             return
@@ -530,7 +500,7 @@ class Streams:
         self._changed.clear()
 
     def items(self, service: Any, request: Any, fields: Sequence[str] = ()) -> list[Any] | None:
-        """What a List method would answer, of `fields` if not of all; None where it must be asked, at first and wherever its watch tells less."""
+        """What a List method would return, with these `fields` or all; None if it must be called, as before a watch is complete."""
         whole = not isinstance(request, _LESS)
         if isinstance(request, api.ListRulesRequest):  # parts of endpoints
             service, request = self._client.endpoints, api.ListEndpointsRequest()
@@ -558,11 +528,14 @@ class Streams:
         return [*self._by[key].items.values()] if whole and self._by[key].complete else None
 
     def _follow(self, mirror: Mirror, method: Any, request: Any) -> None:
-        """Follow a watch until the client is closed; after a lost connection it resumes."""
+        """Follow a watch until the client is closed; resumes after a lost connection."""
         try:
             for message in watch(method, request, resume=True):
                 if mirror.take(message):
                     self._changed.set()
         except GpuscaleError:
-            mirror.complete, self.polled = False, True  # asked from now on, which reports what is wrong
+            mirror.complete, self.polled = (
+                False,
+                True,
+            )  # the List method, called from now on, says what is wrong
             self._changed.set()

@@ -1,6 +1,6 @@
-"""The payload on standard output: which items of a list are written, in which order, and in which format.
+"""Results on standard output: selects, sorts and formats them.
 
-Items are messages of the contract, shown by a `View` of `cells`, or written in the protobuf JSON mapping.
+Items are messages of the contract, in tables by a `View` of `cells`, else in the protobuf JSON mapping.
 """
 
 import json
@@ -44,7 +44,7 @@ _UUID = r"\b((?i:GPU|MIG|SIM)-[0-9A-Fa-f]{8})((?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]
 _GAP = "   "
 _NARROW_GAP = "  "
 _LEAST_TEXT, _LEAST_CELL = 16, 8
-"""A column is not cut to less: at first, and where that is not enough."""
+"""Least widths of a cut column: at first, and if that is not enough."""
 ABSENT = "-"
 _DESCENDING = "-"
 _NAME: Path = (Field("name"),)
@@ -52,7 +52,7 @@ _NOWHERE = order(None)[0]
 
 
 def to_dict(item: "Message") -> dict[str, object]:
-    """The protobuf JSON mapping; fields without presence are there with their zero, absent ones are not."""
+    """The protobuf JSON mapping, with zeros of fields without presence."""
     from google.protobuf.json_format import MessageToDict
 
     data: dict[str, object] = MessageToDict(item, always_print_fields_with_no_presence=True)
@@ -60,24 +60,27 @@ def to_dict(item: "Message") -> dict[str, object]:
 
 
 def name_of(item: "Message") -> str:
-    """The name of a resource, its tenant, or what names the call that it is; empty where it has none."""
+    """The name, tenant or request id of an item; empty if it has none."""
     return next(filter(None, (str(getattr(item, one, "")) for one in ("name", "tenant", "request_id"))), "")
 
 
 @dataclass
 class Watched:
-    """What has been written of a list that is read repeatedly."""
+    """What has been written of a watched list.
+
+    Attributes:
+        every: seconds between polls of a list without a stream.
+        headed: the headings are written.
+    """
 
     every: float
-    """Seconds from one reading to the next where no stream tells of it."""
     streams: "Streams | None" = None
     seen: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     widths: list[int] = field(default_factory=list[int])
     headed: bool = False
-    """Whether the headings are written."""
 
     def changes(self, shown: dict[str, tuple[str, ...]]) -> tuple[set[str], list[str]]:
-        """Take note of a reading, cells by name: (names that are new or have changed, names that are gone)."""
+        """Take in a list, cells by name; returns the names that are new or changed, and those that are gone."""
         before, self.seen = self.seen, shown
         changed = {name for name, cells in shown.items() if before.get(name) != cells}
         return changed, [name for name in before if name not in shown]
@@ -85,7 +88,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What the options of `get` ask for."""
+    """The selection and order that the options of `get` ask for."""
 
     conditions: tuple[Condition, ...] = ()
     filter: str = ""
@@ -94,27 +97,27 @@ class Chosen:
     watched: Watched | None = None
 
     def to_filter(self, descriptor: Any, view: "View[M]") -> str:
-        """The filter of the API for all that is no column of the view: a key is a field, else a column, else a label.
+        """The API's filter, for all conditions but those on columns. A key is a field, else a column, else a label.
 
         Raises:
-            InvalidArgumentError: a key is none of them; says which there are.
+            InvalidArgumentError: a key is none of them.
         """
         texts, also = [self.filter] if self.filter else [], [one.heading for one in view.columns]
         for one in self._others(descriptor, view):
             is_label = not leads(one.path, descriptor) and leads(view.labels, descriptor)
             meant = replace(one, path=(*view.labels, Field(one.key))) if is_label else one
             texts.append(meant.to_filter(descriptor, "--selector", also))
-        return " AND ".join(texts)  # than which OR binds tighter
+        return " AND ".join(texts)  # OR binds tighter
 
     def _others(self, descriptor: Any, view: "View[M]") -> list[Condition]:
-        """The conditions that are not about a column."""
+        """The conditions on fields and labels."""
         return [one for one in self.conditions if view.column(one.key) is None or leads(one.path, descriptor)]
 
     def pick(self, items: "Sequence[M]", view: "View[M]") -> "tuple[list[M], list[str]]":
-        """(the items to write, the names of those that are gone since they were written).
+        """The items to write, and the names of those that are gone.
 
         Raises:
-            InvalidArgumentError: a key of the order is unknown.
+            InvalidArgumentError: the key to sort by is unknown.
         """
         kept = list(items)
         if kept and self.conditions:
@@ -150,25 +153,23 @@ class Chosen:
 
 
 def cell_of(column: "Column[Any]", item: "Message") -> list[str]:
-    """The text of a cell; none where the value is absent."""
+    """The text of a cell; none if the value is absent."""
     text = column.cell(item)
     return [] if text == ABSENT else [text]
 
 
 @dataclass(frozen=True)
 class Output:
-    """How results are written."""
+    """Writes results: in a format, with the expression of its `form` if it has one."""
 
     format: Format = Format.TABLE
     headers: bool = True
     form: Form = field(default_factory=Form)
-    """The expression of a format that has one."""
     chosen: Chosen = field(default_factory=Chosen)
-    """Which items of lists, and in which order."""
 
     @property
     def human(self) -> bool:
-        """Whether a person reads it: a table, with notes beside it."""
+        """Whether output is a table, with notes, for a person."""
         return self.format in {Format.TABLE, Format.WIDE}
 
     def write_list(self, items: "Sequence[M]", view: "View[M]") -> None:
@@ -184,7 +185,7 @@ class Output:
             self._write_each([*map(to_dict, kept), *({"name": name, "deleted": True} for name in gone)])
 
     def note_none(self, items: Sequence[object], text: str = "none") -> None:
-        """Tell a person that a list is empty."""
+        """Note for a person that a list is empty."""
         if not items and self.human and self.chosen.watched is None:
             note(text)
 
@@ -202,10 +203,7 @@ class Output:
         columns: Sequence[tuple[str, str]],
         spare: Sequence[str] = (),
     ) -> None:
-        """Write data that is no message: a table of (heading, key) columns, of which some are `spare`; or a list under `key`.
-
-        A time is on the local clock in a table, and RFC 3339 in data.
-        """
+        """Write records: a table of (heading, key) columns, some of them `spare`, with local times; or a list under `key`."""
         show = local_text if self.human else utc_text
         records = [
             {name: show(one) if isinstance(one, datetime) else one for name, one in record.items()}
@@ -226,7 +224,7 @@ class Output:
     def write_findings(
         self, key: str, records: Sequence[Mapping[str, object]], subject: Sequence[str]
     ) -> None:
-        """Write what was found: a paragraph for each with its state, the fields that name it, `found` and `advice`; or data."""
+        """Write findings: a paragraph for each with its state, the fields of `subject`, `found` and `advice`; or data."""
         if not self.human:
             self.write_data({key: [dict(record) for record in records]})
             return
@@ -242,7 +240,7 @@ class Output:
         write_lines([re.sub(_UNPRINTABLE, "?", line) for line in lines])
 
     def write_said(self, line: str, data: Mapping[str, object], name: str = "") -> None:
-        """Write what was done: a line for a person, the name with `-o name`, else data."""
+        """Write a result: a line for a person, the name with `-o name`, else data."""
         if self.human:
             write_lines([line])
         elif self.format is Format.NAME and name:
@@ -251,7 +249,7 @@ class Output:
             self.write_data(data)
 
     def table(self, items: "Sequence[M]", view: "View[M]") -> list[str]:
-        """The lines of a table, without colour; none for an empty list without headings."""
+        """The lines of a table, without colour."""
         columns = [column for column in view.columns if self.format is Format.WIDE or not column.wide]
         rows = [[column.cell(item) for column in columns] for item in items]
         spare = [column.spare for column in columns]
@@ -260,9 +258,9 @@ class Output:
     def _aligned(
         self, headings: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[bool] = ()
     ) -> list[str]:
-        """The lines of a table; of a watched one headings appear once, and columns only grow.
+        """The lines of a table. A watched one has headings once, and its columns only grow.
 
-        A plain table fits a terminal: spare columns are left out, the last first, then the text at the end is cut, then columns, the widest first.
+        A plain table fits the terminal: it leaves out spare columns, then cuts the last column, then the widest ones.
         """
         watched = self.chosen.watched
         with_headings = self.headers and not (watched and watched.headed)
@@ -291,7 +289,7 @@ class Output:
         return [gap.join(line[at].ljust(widths[at]) for at in shown).rstrip() for line in lines]
 
     def write_data(self, data: object) -> None:
-        """Write data in the format asked for; as YAML where a person reads it."""
+        """Write data in the format asked for; YAML instead of a table."""
         if self.format is Format.JSON:
             sys.stdout.write(json.dumps(data, indent=2) + "\n")
         elif self.format in {Format.TABLE, Format.WIDE, Format.YAML}:
@@ -300,14 +298,11 @@ class Output:
             text = render(self.form.template, data)
             sys.stdout.write(text if text.endswith("\n") else f"{text}\n")
         else:
-            lists = [*data.values()] if is_mapping(data) and len(data) == 1 else []
-            only = lists[0] if lists else None
-            self._write_each(
-                only if is_list(only) else [data]
-            )  # a list under its key is written item by item
+            only = next(iter(data.values())) if is_mapping(data) and len(data) == 1 else None
+            self._write_each(only if is_list(only) else [data])
 
     def _write_csv(self, items: Sequence[Mapping[str, object]]) -> None:
-        """Write a row for each, under the names of all their fields; what is nested is JSON."""
+        """Write a row for each, with a column for every field; nested values are JSON."""
         import csv
 
         names = list(dict.fromkeys(name for one in items for name in one))
@@ -318,7 +313,7 @@ class Output:
             writer.writerow(json.dumps(cell) if isinstance(cell, (dict, list)) else cell for cell in cells)
 
     def _write_each(self, items: Sequence[object]) -> None:
-        """Write data one by one: a line of JSON, a document of YAML, a name, or a row of custom columns."""
+        """Write each as a line of JSON, a document of YAML, a name, or a row."""
         if self.format is Format.CUSTOM_COLUMNS:
             rows = [
                 [",".join(map(as_text, find(path, one))) or ABSENT for _, path in self.form.columns]
@@ -342,7 +337,7 @@ class Output:
 
 
 def with_short_uuids(rows: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The cells with UUIDs of GPUs cut to their first part, which commands accept; in full where that may be several."""
+    """The cells with UUIDs of GPUs cut to their first part, which commands accept, unless it is ambiguous."""
     found = {one for row in rows for cell in row for one in re.findall(_UUID, cell)}
     counts = Counter(one[0] for one in found)
     return [
@@ -352,7 +347,7 @@ def with_short_uuids(rows: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def fitting(widths: Sequence[int], spare: Sequence[bool], most: int, gap: int) -> list[int]:
-    """The columns that are shown in `most` characters: of those that are spare the last go first."""
+    """The columns shown in `most` characters; leaves out spare ones, the last first."""
     shown = list(range(len(widths)))
     for at in reversed([at for at, is_spare in enumerate(spare) if is_spare]):
         if sum(widths[one] + gap for one in shown) - gap <= most:
@@ -362,7 +357,7 @@ def fitting(widths: Sequence[int], spare: Sequence[bool], most: int, gap: int) -
 
 
 def shortened(text: str, most: int) -> str:
-    """The text, cut to `most` characters with an ellipsis at the end."""
+    """The text, cut to `most` characters with an ellipsis."""
     end = "..." if TERMINAL.ascii else "…"
     return text if len(text) <= most else text[: most - len(end)] + end
 
@@ -374,6 +369,6 @@ def dump_yaml(data: object, file: TextIO) -> None:
     yaml: Any = YAML(typ="safe", pure=True)  # its own annotations are incomplete
     yaml.default_flow_style = False
     yaml.representer.sort_base_mapping_type_on_output = False
-    # What another encoding cannot write is written with escapes, which are the same data.
+    # Escapes are the same data in other encodings.
     yaml.allow_unicode = (file.encoding or "utf-8").lower().startswith("utf")
     yaml.dump(data, file)

@@ -1,4 +1,4 @@
-"""The connection to a server that the options of all commands describe, and how results are written."""
+"""The connection to a server and the form of output that the common options describe."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from gpuscale.common.errors import UnavailableError
 from gpuscale.common.rpc import channel
 
 NO_ANSWER = "NO_ANSWER"
-"""Reason of a client's error where no connection is made."""
+"""The reason of a client's error if it cannot connect."""
 NOBODY = frozenset({NO_ANSWER, UnavailableError.default_reason})
-"""The same, and where a connection is lost: a service that answers gives other reasons."""
+"""Reasons of errors without an answer; a service that answers gives others."""
 
 
 class _Where(TypedDict):
@@ -30,26 +30,29 @@ class _Where(TypedDict):
 
 @dataclass(frozen=True)
 class Session:
-    """One run of the program."""
+    """One run of the program.
+
+    Attributes:
+        without_token: send no token, even if the environment names one.
+        request_timeout: most seconds of a call.
+        dial_timeout: most seconds to connect.
+        kept: an open client to use instead of a new one.
+    """
 
     address: str | None = None
     token_file: Path | None = None
     without_token: bool = False
-    """Whether no token is sent, not even one that the environment names."""
     request_timeout: float = 10.0
-    """Seconds that one call may take."""
     dial_timeout: float = 5.0
-    """Seconds that connecting may take."""
     ca_file: Path | None = None
     cert_file: Path | None = None
     key_file: Path | None = None
     context: str | None = None
     kept: library.Client | None = None
-    """A client that is open, in place of new ones."""
     output: Output = field(default_factory=Output)
 
     def options(self) -> list[str]:
-        """The options that describe the same server on another command line."""
+        """The command-line options for the same server."""
         named = {
             name: getattr(self, name)
             for name in ("address", "token_file", "ca_file", "cert_file", "key_file", "context")
@@ -61,11 +64,11 @@ class Session:
         """A client of the gateway.
 
         Args:
-            quickly: most seconds for connecting, and for each call.
-            node: the node that this host is, where an option says so.
+            quickly: most seconds to connect, and for each call.
+            node: this host's node, if an option names it.
 
         Raises:
-            UnavailableError: nothing answers there; the message says how to start a server.
+            UnavailableError: nothing answers; the message says how to start a server.
         """
         if self.kept is not None:
             yield self.kept
@@ -90,14 +93,14 @@ class Session:
                 detail(f"took {time.monotonic() - began:.3f} s")
 
     def each(self) -> Sequence[Session]:
-        """The same with each of its addresses alone."""
+        """A session for each of its addresses."""
         with self.connect() as client:
             addresses = channel.split_addresses(client.address)
         current = None if self.address or os.environ.get("GPUSCALE_ADDRESS") else ""
         return [replace(self, address=one, context=self.context or current) for one in addresses]
 
     def connect_async(self) -> library.AsyncClient:
-        """An async client of the gateway, for the live screen; makes no call yet."""
+        """An async client of the gateway, not yet connected."""
         return library.connect_async(self.address, **self._where(), timeout=self.request_timeout)
 
     def _where(self) -> _Where:

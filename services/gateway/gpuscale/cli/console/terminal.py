@@ -1,7 +1,7 @@
-"""Standard output and standard error: colour, plain ASCII, notes as JSON, questions, and the progress of a wait.
+"""Standard output and standard error: colour, ASCII, notes as JSON, questions, and the progress of a wait.
 
-Standard output gets the payload and nothing else; notes and errors go to standard error. With `-o json` and `-o jsonl` each
-line on standard error is one JSON object, so that scripts can read both.
+Standard output has only the payload; notes and errors go to standard error. With `-o json` and `-o jsonl` each line of
+standard error is a JSON object, so that scripts can read both.
 """
 
 import io
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol, TextIO, runtime_checkable
+from typing import Any, Final, TextIO
 
 _GREEN, _YELLOW, _RED = "32", "33", "31"
 _STATES: Mapping[str, str] = {
@@ -29,7 +29,7 @@ _COLOURED = {
 _VERBOSITY = "GRPC_VERBOSITY"
 _WORD = r"[A-Z][A-Z_]+"
 TYPED: Final = " \\"
-"""At the end of a line that goes on in the next, of a command."""
+"""Ends a line of a command that continues on the next."""
 _IN_ASCII: Final = str.maketrans(
     dict(zip("▁▂▃▄▅▆▇█", "_.-:=+*#", strict=True)) | {"…": "...", "\u2013": "-", "\u2014": "-", "·": "."}
 )
@@ -37,33 +37,37 @@ _IN_ASCII: Final = str.maketrans(
 
 @dataclass
 class Terminal:
-    """How this run of the program writes, as its options say."""
+    """How this run of the program writes.
+
+    Attributes:
+        ascii: text for people is ASCII.
+        json: notes are JSON objects.
+        folds: long lines on standard output are wrapped to the terminal.
+        verbose: details are written too.
+        grpc_silenced: this process sets gRPC's verbosity, which its caller did not.
+    """
 
     ascii: bool = False
-    """Whether text for people is ASCII only."""
     json: bool = False
-    """Whether notes are JSON objects."""
     folds: bool = False
-    """Whether lines on standard output are broken where the terminal ends."""
     verbose: bool = False
     grpc_silenced: bool = False
-    """Whether this process has a variable that its caller did not set."""
 
     def reset(self) -> None:
         """Forget the options of an earlier run in this process."""
         self.ascii = self.json = self.folds = self.verbose = False
 
     def silence_grpc(self) -> None:
-        """Keep gRPC's core from writing to stderr, unless the caller says otherwise: our errors are clearer.
+        """Keep gRPC's core from writing to stderr, unless the caller set its verbosity: our errors are clearer.
 
-        To be called before gRPC is imported, which is when the variable is read.
+        Call it before gRPC is imported, which reads the variable.
         """
         if _VERBOSITY not in os.environ:
             os.environ[_VERBOSITY] = "NONE"
             self.grpc_silenced = True
 
     def callers_environment(self) -> dict[str, str]:
-        """The environment as the caller of this program gave it."""
+        """The environment that the caller of this program set."""
         ours = {_VERBOSITY} if self.grpc_silenced else set[str]()
         return {name: value for name, value in os.environ.items() if name not in ours}
 
@@ -77,12 +81,12 @@ def coloured() -> bool:
 
 
 def terminal_width() -> int | None:
-    """Characters in a line of the terminal; None where standard output is none."""
+    """Columns of the terminal; None if standard output is not one."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def write_lines(lines: Sequence[str]) -> None:
-    """Write lines for a person, states in colour on a terminal that has it."""
+    """Write lines for a person, with coloured states on a terminal."""
     shown = [folded(line, sys.stdout) for line in lines] if TERMINAL.folds else lines
     text = _readable("".join(f"{line}\n" for line in shown), sys.stdout.encoding)
     if coloured():
@@ -91,14 +95,14 @@ def write_lines(lines: Sequence[str]) -> None:
 
 
 def _readable(text: str, encoding: str | None) -> str:
-    """The text in characters that this terminal can show."""
+    """The text in characters that the encoding has."""
     if not TERMINAL.ascii and (encoding or "utf-8").lower().startswith("utf"):
         return text
     return text.translate(_IN_ASCII).encode("ascii", "replace").decode("ascii")
 
 
 def folded(text: str, stream: TextIO, end: str = "") -> str:
-    """The text in lines that fit the terminal, broken between words after `end`: a backslash in what is to be typed."""
+    """The text wrapped to the terminal, with `end` where a line is broken: a backslash in commands."""
     if not stream.isatty():
         return text
     from textwrap import wrap
@@ -114,7 +118,7 @@ def folded(text: str, stream: TextIO, end: str = "") -> str:
 
 
 def note(text: str, end: str = "") -> None:
-    """Write a line to standard error; `folded` on a terminal."""
+    """Write a line to standard error, wrapped on a terminal."""
     if TERMINAL.json:
         sys.stderr.write(json.dumps({"note": text}) + "\n")
     else:
@@ -122,13 +126,13 @@ def note(text: str, end: str = "") -> None:
 
 
 def detail(text: str) -> None:
-    """Write a note that only `-v` shows."""
+    """Write a note if `-v` was given."""
     if TERMINAL.verbose:
         note(text)
 
 
 def ask(question: str) -> bool:
-    """Ask the person at the terminal, on standard error; whether the answer is yes.
+    """Ask a yes-or-no question on standard error.
 
     Raises:
         KeyboardInterrupt: the input ends without an answer.
@@ -146,26 +150,19 @@ def ask(question: str) -> bool:
             return False
 
 
-@runtime_checkable
-class _Encoding(Protocol):
-    """A stream of bytes underneath."""
-
-    def reconfigure(self, *, encoding: str) -> None:
-        """Take another encoding."""
-
-
 def prepare_streams(*, data: bool) -> None:
-    """Make both streams writable: closed ones (`>&-`) swallow output, and `data` is UTF-8 whatever the locale says."""
+    """Make both streams writable: closed ones (`>&-`) discard output, and `data` is UTF-8 in any locale."""
     if sys.__stdout__ is None:
         sys.stdout = _nowhere()
     if sys.__stderr__ is None:
         sys.stderr = _nowhere()
-    if data and isinstance(sys.stdout, _Encoding):
-        sys.stdout.reconfigure(encoding="utf-8")
+    reconfigure: Any = getattr(sys.stdout, "reconfigure", None)  # a test's stream may have no encoding
+    if data and reconfigure:
+        reconfigure(encoding="utf-8")
 
 
 def flush_output() -> None:
-    """Write the rest of the payload; if that fails, the interpreter does not try again with a message of its own.
+    """Flush standard output; after a failure the interpreter does not try again, with a message of its own.
 
     Raises:
         OSError: the disk is full, or the pipe is closed.
@@ -182,17 +179,17 @@ def _nowhere() -> io.TextIOWrapper:
 
 
 def pause(seconds: float) -> None:
-    """Wait until it is time to look again."""
+    """Wait for the next poll."""
     time.sleep(seconds)
 
 
 REPEAT = 10.0
-"""Seconds after which an unchanged reason for waiting is repeated."""
+"""Seconds after which an unchanged reason is repeated."""
 _AGAIN = "\r\x1b[K"
 
 
 class Progress:
-    """Shows on standard error how long a wait takes and why it goes on: one line on a terminal, else each change."""
+    """Shows how long and why a command waits, on standard error: one line on a terminal, else each change."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -202,16 +199,16 @@ class Progress:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since it began."""
+        """Seconds so far."""
         return time.monotonic() - self._began
 
     def tell(self, reason: str, moving: str = "", waited: float | None = None) -> None:
-        """Say why the wait goes on.
+        """Show the reason for waiting.
 
         Args:
-            reason: repeated when it changes, and now and then.
-            moving: more about it whose change alone is not worth a line.
-            waited: seconds so far, where another clock counts them.
+            reason: written when it changes, and every `REPEAT` seconds.
+            moving: a detail whose change alone is not worth a line.
+            waited: seconds so far, if not `elapsed`.
         """
         from gpuscale.cli.grammar.parameters import format_duration
 
@@ -219,8 +216,8 @@ class Progress:
         line = f"{took}, {reason}{moving}"
         if sys.stderr.isatty() and not TERMINAL.json:
             most = shutil.get_terminal_size().columns - 1
-            if len(line) > most:  # told once, whole: a line that goes on in the next cannot be written over
-                still = re.sub(r"[\d.]+", "", reason)  # of which only times go on
+            if len(line) > most:  # written once, in full: a wrapped line cannot be overwritten
+                still = re.sub(r"[\d.]+", "", reason)  # without its times
                 if still != self._last:
                     sys.stderr.write(_AGAIN)
                     note(reason)

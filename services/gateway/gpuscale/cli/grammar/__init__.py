@@ -1,4 +1,4 @@
-"""What people may type: kinds of resources, sizes and durations, paths, selectors and output formats.
+"""What users type: kinds of resources, sizes and durations, paths, selectors and output formats.
 
-Nothing here speaks to a server or knows a message of the contract. Begin with `nouns` and `parameters`.
+Nothing here calls a server or knows the contract's messages. Begin with `nouns` and `parameters`.
 """

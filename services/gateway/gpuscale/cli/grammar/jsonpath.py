@@ -1,11 +1,11 @@
-r"""Output formats, and the paths into JSON data that they are written with: the part of kubectl's JSONPath that scripts use.
+r"""Output formats, and paths into JSON data: the part of kubectl's JSONPath that scripts use.
 
     .status.readyReplicas    a field, under its JSON or its contract name      [0]  [-1]  [1:3]  [*]    items of a list
     ['a.b']                  a field whose name has dots                       [?(@.state=="READY")]    items that fit
     {range .nodes[*]}{.name}{"\t"}{.state}{"\n"}{end}      text, once for each item
 
-By hand for two reasons (docs/adr/0019): 64-bit numbers, which JSON has as texts, compare as numbers, and fields have two
-names. Pure. What does not exist gives nothing; a path that cannot be read is a ValueError that shows the rest of it.
+Written by hand (docs/adr/0019) since 64-bit numbers, which are text in JSON, compare as numbers, and fields have two names.
+Pure. A missing value gives nothing; an invalid path is a ValueError that shows the unread rest.
 """
 
 import difflib
@@ -32,14 +32,14 @@ class Field:
 
 @dataclass(frozen=True)
 class Slice:
-    """Items of a list, or all values of a mapping where the slice is whole."""
+    """Items of a list; a full slice also gives the values of a mapping."""
 
     of: slice
 
 
 @dataclass(frozen=True)
 class Where:
-    """Items of a list for which the value at a path compares as stated."""
+    """Items of a list whose value at a path meets a comparison."""
 
     path: "Path"
     sign: str
@@ -51,7 +51,7 @@ Path = tuple[Field | Slice | Where, ...]
 
 @dataclass(frozen=True)
 class Each:
-    """Parts that are written once for each value at a path."""
+    """Parts written for each value at a path."""
 
     path: Path
     parts: "Template"
@@ -61,10 +61,10 @@ Template = tuple["str | Path | Each", ...]
 
 
 def parse_path(text: str) -> Path:
-    """The steps of a path; braces, `$` and a leading dot may be left out.
+    """The steps of a path; braces, `$` and a leading dot are optional.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: it is invalid.
     """
     rest = text.strip().removeprefix("{").removesuffix("}").strip().removeprefix("$").removeprefix("@")
     steps: list[Field | Slice | Where] = []
@@ -91,10 +91,10 @@ def parse_path(text: str) -> Path:
 
 
 def parse_template(text: str) -> Template:
-    """The parts of a text with paths in braces; a text without braces is one path.
+    """The parts of a text with paths in braces; a text without braces is a path.
 
     Raises:
-        ValueError: a path cannot be read, or `range` and `end` do not pair.
+        ValueError: a path is invalid, or `range` and `end` do not match.
     """
     if not {"{", "}"} & set(text):
         return (parse_path(text),)
@@ -126,7 +126,7 @@ def parse_template(text: str) -> Template:
 
 
 def find(path: Path, data: object) -> list[object]:
-    """All values at a path; none where there is none."""
+    """All values at a path."""
     values = [data]
     for step in path:
         values = [found for value in values for found in _follow(step, value)]
@@ -144,13 +144,13 @@ def _follow(step: Field | Slice | Where, value: object) -> Iterator[object]:
         elif is_mapping(value) and step.of == slice(None):
             yield from value.values()
     elif is_list(value):
-        compare = _COMPARE[step.sign]
+        compare = COMPARE[step.sign]
         for item in value:
             if any(compare(*_alike(found, step.value)) for found in find(step.path, item)):
                 yield item
 
 
-_COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
+COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,
     "<": operator.lt,
@@ -161,7 +161,7 @@ _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
 
 
 def _alike(value: object, other: str) -> tuple[float, float] | tuple[str, str]:
-    """Two values as numbers where both are (JSON has 64-bit numbers as texts), else as texts."""
+    """Both values as numbers if possible (64-bit ones are text in JSON), else as text."""
     try:
         return float(str(value)), float(other)
     except ValueError:
@@ -169,7 +169,7 @@ def _alike(value: object, other: str) -> tuple[float, float] | tuple[str, str]:
 
 
 def render(template: Template, data: object) -> str:
-    """The text of a template: values at a path stand side by side with a space between."""
+    """The text of a template; several values at a path are separated by spaces."""
     parts: list[str] = []
     for part in template:
         if isinstance(part, str):
@@ -182,28 +182,28 @@ def render(template: Template, data: object) -> str:
 
 
 def as_text(value: object) -> str:
-    """A value as it is written: texts as they are, all else as JSON."""
+    """The value if it is text, else its JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def camel(name: str) -> str:
-    """`readyReplicas` of `ready_replicas`: the name in JSON of a field of the contract."""
+    """The JSON name of a field, `readyReplicas` of `ready_replicas`."""
     first, *others = name.split("_")
     return first + "".join(word[:1].upper() + word[1:] for word in others)
 
 
 def is_mapping(value: object) -> TypeGuard[Mapping[str, object]]:
-    """Whether data is a mapping; keys of JSON are texts."""
+    """Whether data is a JSON object."""
     return isinstance(value, Mapping)
 
 
 def is_list(value: object) -> TypeGuard[Sequence[object]]:
-    """Whether data is a list."""
+    """Whether data is a JSON array."""
     return isinstance(value, list)
 
 
 class Format(StrEnum):
-    """How standard output is written."""
+    """The format of standard output."""
 
     TABLE = "table"
     WIDE = "wide"
@@ -217,12 +217,12 @@ class Format(StrEnum):
 
 
 WITH_EXPRESSION = {Format.JSONPATH: "jsonpath={.name}", Format.CUSTOM_COLUMNS: "custom-columns=NAME:.name"}
-"""The forms that take an expression, and how one is written."""
+"""The formats with an expression, and an example."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """A format, and what it needs: the template of a jsonpath, or headings and paths of custom columns."""
+    """A format with its expression: the template of a jsonpath, or headings and paths of columns."""
 
     format: Format = Format.TABLE
     template: Template = ()
@@ -230,10 +230,10 @@ class Form:
 
 
 def parse_form(text: str) -> Form:
-    """The form that `-o` names.
+    """The value of `-o`.
 
     Raises:
-        ValueError: there is no such format, or its expression cannot be read; suggests the nearest one.
+        ValueError: the format is unknown, or its expression invalid.
     """
     word, equals, expression = text.partition("=")
     if word not in set(Format):

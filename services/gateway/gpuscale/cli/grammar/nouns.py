@@ -1,8 +1,7 @@
-"""The kinds of resources under all their names, and what can be read off a command line before it is parsed.
+"""Kinds of resources and their names, and words of a command line that is not yet parsed. Pure.
 
-`endpoints`, `endpoint` and `ep` are one kind, and a resource name says its own: `delete endpoints/jobs` is
-`delete endpoint endpoints/jobs`. Names are typed complete, as `endpoints/jobs/replicas/r1`, with any noun, as `ep/jobs`, or without
-one, as `jobs/r1`. Pure.
+`endpoints`, `endpoint` and `ep` are one kind, and a name can say its own: `delete endpoints/jobs` is `delete endpoint jobs`.
+Names may be complete, as `endpoints/jobs/replicas/r1`, have any noun, as `ep/jobs`, or none, as `jobs/r1`.
 """
 
 import re
@@ -14,8 +13,9 @@ from gpuscale.common.errors import InvalidArgumentError
 
 
 class Noun(NamedTuple):
-    """The names of one kind of resource."""
+    """The message of a kind of resource, below the package, and its names."""
 
+    message: str
     plural: str
     singular: str
     short: str
@@ -23,43 +23,43 @@ class Noun(NamedTuple):
 
 
 NOUNS = (
-    Noun("nodes", "node", "no"),
-    Noun("gpus", "gpu", "gpu"),
-    Noun("processes", "process", "ps"),
-    Noun("reservations", "reservation", "rsv", "res"),
-    Noun("jobs", "job", "job"),
-    Noun("endpoints", "endpoint", "ep"),
-    Noun("replicas", "replica", "rep"),
-    Noun("rules", "rule", "rule"),
-    Noun("watchers", "watcher", "qw"),
-    Noun("decisions", "decision", "dec"),
-    Noun("adapters", "adapter", "ad"),
-    Noun("recordings", "recording", "rec"),
-    Noun("cordons", "cordon", "cor"),
-    Noun("metrics", "metric", "met"),
-    Noun("quotas", "quota", "quo"),
-    Noun("bookings", "booking", "bk"),
-    Noun("backtests", "backtest", "bt"),
-    Noun("policies", "policy", "pol"),
-    Noun("acts", "act", "policy-act", "policy-acts"),
-    Noun("targets", "target", "nt", "notification-target"),
-    Noun("budgets", "budget", "pb", "power-budget"),
-    Noun("changes", "change", "power-change", "power-changes"),
-    Noun("notifications", "notification", "msg"),
-    Noun("healthEvents", "healthEvent", "health"),
+    Noun("monitor.v1.Node", "nodes", "node", "no"),
+    Noun("types.v1.Gpu", "gpus", "gpu", "gpu"),
+    Noun("monitor.v1.NodeProcess", "processes", "process", "ps"),
+    Noun("allocator.v1.Reservation", "reservations", "reservation", "rsv", "res"),
+    Noun("allocator.v1.Job", "jobs", "job", "job"),
+    Noun("autoscaler.v1.Endpoint", "endpoints", "endpoint", "ep"),
+    Noun("autoscaler.v1.Replica", "replicas", "replica", "rep"),
+    Noun("autoscaler.v1.Rule", "rules", "rule", "rule"),
+    Noun("autoscaler.v1.QueueWatcher", "watchers", "watcher", "qw"),
+    Noun("autoscaler.v1.Decision", "decisions", "decision", "dec"),
+    Noun("autoscaler.v1.Adapter", "adapters", "adapter", "ad"),
+    Noun("monitor.v1.Recording", "recordings", "recording", "rec"),
+    Noun("allocator.v1.Cordon", "cordons", "cordon", "cor"),
+    Noun("autoscaler.v1.ReportedMetric", "metrics", "metric", "met"),
+    Noun("allocator.v1.Quota", "quotas", "quota", "quo"),
+    Noun("allocator.v1.Booking", "bookings", "booking", "bk"),
+    Noun("autoscaler.v1.Backtest", "backtests", "backtest", "bt"),
+    Noun("allocator.v1.UsePolicy", "policies", "policy", "pol"),
+    Noun("allocator.v1.PolicyAct", "acts", "act", "policy-act", "policy-acts"),
+    Noun("allocator.v1.NotificationTarget", "targets", "target", "nt", "notification-target"),
+    Noun("allocator.v1.PowerBudget", "budgets", "budget", "pb", "power-budget"),
+    Noun("allocator.v1.PowerChange", "changes", "change", "power-change", "power-changes"),
+    Noun("allocator.v1.Notification", "notifications", "notification", "msg"),
+    Noun("monitor.v1.HealthEvent", "healthEvents", "healthEvent", "health"),
 )
-_BY_NAME = {name: noun for noun in NOUNS for name in noun if name}
+_BY_NAME = {name: noun for noun in NOUNS for name in noun[1:] if name}
 
 
 def plural(noun: str) -> str:
-    """The plural of a noun under any of its names; other words unchanged."""
+    """The plural of any name of a noun; other words unchanged."""
     return _BY_NAME[noun].plural if noun in _BY_NAME else noun
 
 
 def with_noun(words: Sequence[str], known: Container[str]) -> list[str]:
-    """The words behind a verb, beginning with the noun under the name that is `known`.
+    """The words after a verb, beginning with the `known` name of their noun.
 
-    `ep jobs` becomes `endpoints jobs`, and `endpoints/jobs` becomes `endpoints endpoints/jobs`; anything else is unchanged.
+    `ep jobs` becomes `endpoints jobs`, `endpoints/jobs` becomes `endpoints endpoints/jobs`; other words are unchanged.
     """
     if not words:
         return []
@@ -72,7 +72,7 @@ def with_noun(words: Sequence[str], known: Container[str]) -> list[str]:
 
 
 def is_field(words: Sequence[str]) -> bool:
-    """Whether the words behind `explain` ask about the contract: a path of fields, or a kind and no name."""
+    """Whether `explain` with these words is about the contract: a path of fields, or a kind without a name."""
     if not words or words[0].startswith("-") or "/" in words[0]:
         return False
     first, others = words[0], [word for word in words[1:] if word != "--recursive"]
@@ -80,7 +80,7 @@ def is_field(words: Sequence[str]) -> bool:
 
 
 def format_of(arguments: Sequence[str]) -> str:
-    """What `-o` asks for, found before the line is parsed so that parse errors can be JSON too; empty without it."""
+    """The value of `-o`, or empty, found before parsing so that parse errors can be JSON too."""
     found = ""
     left = iter(arguments)
     for argument in left:
@@ -99,10 +99,10 @@ _UUID = r"[A-Za-z]+-[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"
 
 
 def full_name(pattern: str, typed: str) -> str:
-    """The complete resource name of what was typed.
+    """The full resource name of what was typed.
 
     Raises:
-        InvalidArgumentError: it cannot be a name of that pattern.
+        InvalidArgumentError: it does not fit the pattern.
     """
     in_full = canonical(typed)
     if names.match(pattern, in_full) is not None:
@@ -116,12 +116,12 @@ def full_name(pattern: str, typed: str) -> str:
 
 
 def tenant_of(typed: str) -> str:
-    """The tenant of what was typed: `vision` of `quotas/vision` or `quo/vision`."""
+    """The tenant: `vision` of `quotas/vision` or `quo/vision`."""
     return canonical(typed).removeprefix("quotas/")
 
 
 def canonical(typed: str) -> str:
-    """A name with its nouns in the plural: `endpoints/jobs` of `ep/jobs`; unchanged without a noun in front."""
+    """A name with plural nouns, `endpoints/jobs` of `ep/jobs`; unchanged if it does not begin with a noun."""
     parts = typed.split("/")
     if len(parts) % 2:
         return typed
@@ -129,16 +129,11 @@ def canonical(typed: str) -> str:
 
 
 def without_noun(typed: Sequence[str], *nouns: str) -> tuple[str, list[str]]:
-    """(the noun in front of the names, empty where there is none; the names): `node host-1` and `host-1` are the same.
-
-    Args:
-        typed: the noun, if any, and names.
-        nouns: the plurals of those that may stand there.
-    """
+    """Split the words of `node host-1` or `host-1` into one of the plural `nouns`, or empty, and the names."""
     noun = plural(typed[0]) if len(typed) > 1 else ""
     return (noun, list(typed[1:])) if noun in nouns else ("", list(typed))
 
 
 def is_uuid(typed: str) -> bool:
-    """Whether a text looks like the UUID of a GPU, such as GPU-6afcb721-67c0-5d87-a657-b17ffccbb12a."""
+    """Whether it looks like a GPU's UUID, such as GPU-6afcb721-67c0-5d87-a657-b17ffccbb12a."""
     return re.fullmatch(_UUID, typed) is not None

@@ -1,4 +1,4 @@
-"""Types of options, options that several commands share as one dataclass, moments as people type them, and sizes as they read them."""
+"""Types of options, options shared as a dataclass, and times, sizes and durations as people type and read them."""
 
 import dataclasses
 import re
@@ -18,14 +18,14 @@ V = TypeVar("V")
 
 
 class Parsed(click.ParamType[Any]):
-    """A value that a function reads from text; its ValueError becomes a usage error."""
+    """A value parsed by a function, whose ValueError is a usage error."""
 
     def __init__(self, name: str, read: Callable[[str], object]) -> None:
         self.name = name
         self._read = read
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The value; a default that has it already is taken as it is."""
+        """Parse text; other values, such as defaults, are unchanged."""
         if not isinstance(value, str):
             return value
         try:
@@ -66,7 +66,7 @@ def _gpu_name(text: str) -> str:
 
 
 def pair(text: str, what: str = "a label", example: str = "KEY=VALUE") -> tuple[str, str]:
-    """The two sides of the first `=`. Raises ValueError: there is none, or nothing in front of it."""
+    """The text before and after the first `=`. Raises ValueError: there is no `=`, or nothing before it."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise ValueError(f"{text!r} is not {what}; write it like {example}")
@@ -74,7 +74,7 @@ def pair(text: str, what: str = "a label", example: str = "KEY=VALUE") -> tuple[
 
 
 _LEAST_SIZE = 1 << 10
-"""A number of bytes without a unit is no less: who types 20 means GiB."""
+"""Least bytes without a unit: 20 means GiB."""
 SIZE = Parsed("size", _size)
 """A size in bytes, such as 8GiB."""
 DURATION = Parsed("duration", to_seconds)
@@ -99,13 +99,13 @@ COUNT, POSITIVE = _Count(min=0), _Count(min=1)
 
 
 def option(*names: str, **attributes: Any) -> Callable[[Decorated], Decorated]:
-    """`click.option` whose help shows a default that says something."""
+    """`click.option` whose help shows a default that is not empty."""
     attributes.setdefault("show_default", bool(attributes.get("default")))
     return click.option(*names, **attributes)
 
 
 def repeated(*names: str, **attributes: Any) -> Callable[[Decorated], Decorated]:
-    """An option that may be given several times, and says so."""
+    """An option that may be repeated, and says so."""
     attributes["help"] = f"{attributes['help'].removesuffix('.')}; may be repeated."
     return option(*names, multiple=True, **attributes)
 
@@ -114,18 +114,18 @@ YES = option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 
 
 def shared(*names: str, many: bool = False, **attributes: Any) -> Any:
-    """A field of a dataclass that is an option of every command that `takes` the class.
+    """A field of a dataclass that is an option of commands that `takes` gives the class.
 
     Args:
-        names: of the option; by default that of the field.
-        many: whether it may be given several times.
+        names: of the option; that of the field by default.
+        many: it may be repeated.
         attributes: as for `option`.
     """
     return dataclasses.field(metadata={"make": repeated if many else option, "names": names, **attributes})
 
 
 def takes(name: str, kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator: the command gets the options of the dataclass `kind`, and an object of it under `name`."""
+    """A decorator: gives a command the options of the dataclass `kind`, and passes an object of it as `name`."""
     fields = dataclasses.fields(kind)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -179,20 +179,19 @@ if TYPE_CHECKING:
     from gpuscale.common.wire import TimeRange
 
 AROUND = timedelta(minutes=5)
-"""What happens at a moment is looked for so long before and after it."""
+"""How long before and after --at to look for events."""
 _DAYS = {"today": 0, "yesterday": 1}
 _CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")
 
 
 @dataclass
 class ShownClock:
-    """The clock that people read here."""
+    """The clock of times that people type and read: local, or UTC."""
 
     utc: bool = False
-    """Whether it is that of UTC, in place of this host's zone."""
 
     def shown(self, moment: datetime) -> datetime:
-        """A moment on it; one without a zone was read from it."""
+        """A moment on this clock; without a zone, it is already."""
         if moment.tzinfo is None and self.utc:
             return moment.replace(tzinfo=UTC)
         return moment.astimezone(UTC if self.utc else None)
@@ -202,10 +201,10 @@ CLOCK: Final = ShownClock()
 
 
 def parse_moment(text: str, now: datetime) -> datetime:
-    """The moment that a text names; without a zone it is on the clock that is shown.
+    """A moment in the past, by default on the shown clock.
 
-    `2h` is two hours ago, `yesterday` begins at midnight, `yesterday 03:00` says when, `03:00` is the last time the clock
-    showed it, and all else is a date of RFC 3339.
+    `2h` is two hours ago, `yesterday` begins at midnight, `yesterday 03:00` and `03:00`, the last time it was 3, are on the
+    clock; else it is a date of RFC 3339.
 
     Raises:
         ValueError: it is none of these, or before the year 1.
@@ -237,13 +236,13 @@ _WEEKDAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
 
 def parse_coming(text: str, now: datetime, zone: tzinfo | None = None) -> datetime:
-    """The moment to come that a text names; without an offset it is by the clock of `zone`, the local one when None.
+    """A moment in the future, by default in `zone`, or local.
 
-    `2h` is so long from now, `14:00` the next time it is that late, `mon 14:00` on the next such day, `tomorrow` begins at
-    midnight, and all else is a date of RFC 3339. Of a time that is there twice, as when summer ends, it is the first.
+    `2h` is in two hours, `14:00` the next time it is 14:00, `mon 14:00` on the next Monday, `tomorrow` begins at midnight;
+    else it is a date of RFC 3339. A time that occurs twice, as when summer ends, is the first.
 
     Raises:
-        ValueError: it is none of these, or a time that is not there, as when summer begins.
+        ValueError: it is none of these, or a time that does not occur, as when summer begins.
     """
     typed = " ".join(text.lower().split())
     day, _, clock = ("", "", typed) if _CLOCK.fullmatch(typed) else typed.partition(" ")
@@ -277,24 +276,24 @@ def parse_coming(text: str, now: datetime, zone: tzinfo | None = None) -> dateti
 
 
 COMING = Parsed("time", lambda text: parse_coming(text, datetime.now(UTC)))
-"""A moment to come."""
+"""A moment in the future."""
 MOMENT = Parsed("time", lambda text: parse_moment(text, datetime.now(UTC)))
-"""A moment in the past, most often."""
+"""A moment, usually in the past."""
 
 
 def local_text(moment: datetime) -> str:
-    """A moment on the local clock with its zone, as people read it; in UTC with `--utc`."""
+    """A moment with its zone, for people: local, or UTC with `--utc`."""
     return f"{CLOCK.shown(moment):%Y-%m-%d %H:%M:%S %Z}"
 
 
 def utc_text(moment: datetime) -> str:
-    """A moment of UTC by RFC 3339, for programs."""
+    """A moment in RFC 3339, UTC, for programs."""
     return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 @dataclass(frozen=True)
 class When:
-    """The time that is asked for, as typed."""
+    """The time range of a command, as typed."""
 
     since: datetime | None = shared(
         type=MOMENT, help="From this time on: 2h (ago), yesterday, 03:00 or 2026-03-01T03:00:00Z."
@@ -303,14 +302,10 @@ class When:
     at: datetime | None = shared(type=MOMENT, help="At this time, instead of --since and --until.")
 
     def range(self, last: timedelta | None = None, around: timedelta = timedelta()) -> "TimeRange":
-        """The time from the one end to the other.
-
-        Args:
-            last: so long until now, where nothing was typed.
-            around: so long before and after --at.
+        """The time range: by default the `last` until now; --at has `around` before and after it.
 
         Raises:
-            click.UsageError: it has no beginning, or is said twice.
+            click.UsageError: the options contradict each other.
         """
         from gpuscale.common.wire import TimeRange
 

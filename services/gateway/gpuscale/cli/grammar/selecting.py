@@ -1,29 +1,23 @@
-"""Selectors and orders: `-l state=READY,!zone,fence>=3` and `--sort-by=-.fence`. Pure.
+"""Selectors and sort keys: `-l state=READY,!zone,fence>=3` and `--sort-by=-.fence`. Pure.
 
-A selector of fields and labels is sent as a filter of the API (docs/api.md). What is about a column, which only this program knows,
-is looked at here: `>=`, `<=`, `>` and `<` compare numbers, sizes and durations by amount, and a missing value fits nothing.
+Conditions on fields and labels become a filter of the API (docs/api.md); those on columns, which only this program knows, are
+evaluated here. `>=`, `<=`, `>` and `<` compare numbers, sizes and durations; a missing value meets no condition.
 """
 
 import difflib
-import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gpuscale.cli.grammar.jsonpath import Field, Path, as_text, parse_path
+from gpuscale.cli.grammar.jsonpath import COMPARE, Field, Path, as_text, parse_path
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.sizes import parse_duration, parse_size
 
 _CONDITION = r"(?P<not>!)?(?P<key>[^=!<>\s]+)(?:\s*(?P<is>==|=|!=|>=|<=|>|<)\s*(?P<value>.*))?"
 _PLAIN = r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
 _NUMBER = r"([-+]?\d+(?:\.\d+)?)[A-Za-z%]*"
-_COMPARE: Final[Mapping[str, Callable[[float, float], bool]]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    ">": operator.gt,
-    "<": operator.lt,
-}
+_ORDERING: Final = (">=", "<=", ">", "<")
 _BARE = r"[\w-]+"
 _TEXT = 9  # of FieldDescriptor.TYPE_STRING, whose module takes long to import
 
@@ -41,13 +35,13 @@ class Condition:
     @property
     def compares(self) -> bool:
         """Whether it compares amounts."""
-        return self.sign in _COMPARE
+        return self.sign in _ORDERING
 
     def to_filter(self, descriptor: Any, where: str, also: Iterable[str] = ()) -> str:
-        """The filter of the API that says the same of messages of a type; the arguments are those of `check_path`.
+        """The API's filter for messages of a type; the arguments are those of `check_path`.
 
         Raises:
-            InvalidArgumentError: no field is there, or it cannot be compared so.
+            InvalidArgumentError: there is no such field, or it has no amount to compare.
         """
         leaf, several = check_path(self.path, descriptor, where, also)
         if self.compares and (several or leaf.type == _TEXT):
@@ -70,11 +64,11 @@ class Condition:
         return f"{'NOT ' if self.negated else ''}{field}{asked}"
 
     def holds(self, values: Sequence[str]) -> bool:
-        """Whether one of these values meets it."""
+        """Whether one of the values meets it."""
         if not self.sign:
             found = bool(values)
         elif self.compares:
-            compare, right = _COMPARE[self.sign], amount(self.value)
+            compare, right = COMPARE[self.sign], amount(self.value)
             amounts = [left for value in values if (left := amount(value)) is not None]
             found = right is not None and any(compare(left, right) for left in amounts)
         else:
@@ -88,10 +82,10 @@ def _quoted(text: str) -> str:
 
 
 def parse_selector(text: str) -> tuple[Condition, ...]:
-    """The conditions of a selector, all of which must be met.
+    """The conditions of a selector.
 
     Raises:
-        ValueError: one of them cannot be read.
+        ValueError: one is invalid.
     """
     conditions: list[Condition] = []
     for part in text.split(","):
@@ -101,10 +95,10 @@ def parse_selector(text: str) -> tuple[Condition, ...]:
                 f"{part!r} is not a condition; write it like zone=a, zone!=a, zone, !zone or fence>=3"
             )
         key = found["key"]
-        # A label may have a name that no path has.
+        # A label's name may not be a valid path.
         path = parse_path(key) if re.fullmatch(r"[\w.\[\]-]+", key) else ()
         sign, value = found["is"] or "", found["value"] or ""
-        if sign in _COMPARE and amount(value) is None:
+        if sign in _ORDERING and amount(value) is None:
             raise ValueError(f"{part!r}: {value!r} is not a number, size or duration")
         negated = bool(found["not"]) or sign == "!="
         conditions.append(Condition(key, path or parse_path(f"['{key}']"), sign, value, negated))
@@ -112,7 +106,7 @@ def parse_selector(text: str) -> tuple[Condition, ...]:
 
 
 def order(value: object) -> tuple[int, float, str]:
-    """A key to sort by: numbers, sizes, durations and percentages by how much they are, then texts, then nothing."""
+    """A sort key: amounts first, then text, then missing values."""
     if value is None or value in {"", "-"}:
         return 2, 0.0, ""
     if isinstance(value, (bool, int, float)):
@@ -123,7 +117,7 @@ def order(value: object) -> tuple[int, float, str]:
 
 
 def amount(text: str) -> float | None:
-    """The amount of a number, size, duration or percentage; None for anything else."""
+    """The amount of a number, size, duration or percentage; None for other text."""
     if re.fullmatch(_PLAIN, text):
         return float(text)
     for read in (parse_size, parse_duration):
@@ -136,7 +130,7 @@ def amount(text: str) -> float | None:
 
 
 def near(typed: str, known: Iterable[str]) -> str:
-    """`; did you mean x?` for the nearest known word; else the choices; empty where there are none."""
+    """`; did you mean x?` for the nearest known word, else all known words."""
     words = list(known)
     folded = {word.casefold(): word for word in words}
     found = difflib.get_close_matches(typed.casefold(), list(folded), n=1)
@@ -146,13 +140,13 @@ def near(typed: str, known: Iterable[str]) -> str:
 
 
 def check_path(path: Path, descriptor: Any, where: str, also: Iterable[str] = ()) -> tuple[Any, bool]:
-    """The field of a message that a path leads to, and whether it is one of several; maps may have any key.
+    """The field at a path of a message, and whether it may have several values; maps have any key.
 
     Args:
         path: the path.
-        descriptor: of the message; to the stubs one of two classes, by implementation.
-        where: the option that has the path, for the error.
-        also: other words that may have been meant.
+        descriptor: of the message; the stubs have two classes for it.
+        where: the option, for errors.
+        also: more words to suggest.
 
     Raises:
         InvalidArgumentError: there is no such field.
@@ -176,7 +170,7 @@ def check_path(path: Path, descriptor: Any, where: str, also: Iterable[str] = ()
 
 
 def leads(path: Path, descriptor: Any) -> bool:
-    """Whether a path leads to a field of a message."""
+    """Whether a message has a field at this path."""
     try:
         return bool(check_path(path, descriptor, ""))
     except InvalidArgumentError:

@@ -1,4 +1,4 @@
-"""Manifests: YAML with places, the resources that it declares, and the steps of `apply`.
+"""Manifests: YAML that knows its lines, the resources it declares, and the steps of `apply`.
 
-Begin with `documents`; `planning` is the only module here that calls a server.
+Begin with `documents`; only `planning` calls a server.
 """

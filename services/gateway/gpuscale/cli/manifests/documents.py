@@ -1,14 +1,14 @@
-"""Manifests: YAML documents that declare queue watchers, endpoints, use policies, notification targets and power budgets, or policies to backtest.
+"""Manifests: YAML documents that declare resources, or policies to backtest.
 
     kind: Endpoint                    kind: Policy
     name: jobs                        name: ours
     spec:                             preset: {preset: gpuscale, slots: 8, goal: 5s}
       minReplicas: 0
 
-A document is the protobuf JSON mapping of the resource, and its kind. What `get -o yaml` prints is a manifest too: there
-the name, such as `endpoints/jobs`, says the kind. Every error begins with `file:line:column`. The type of a value comes from
-the contract, never from the look of the text: a queue named `no` or `1e3` is that text. Anchors and aliases are refused,
-since they can blow up a small file.
+A document is the protobuf JSON mapping of a resource, with its kind. The output of `get -o yaml` is a manifest too: the
+kind follows from a name such as `endpoints/jobs`. Every error begins with `file:line:column`. The type of a value comes from
+the contract, not from its look: a queue named `no` or `1e3` is that text. Anchors and aliases are refused, since they can
+make a small file huge.
 """
 
 import re
@@ -40,7 +40,7 @@ _NULL: Final = "tag:yaml.org,2002:null"
 
 
 class ManifestError(InvalidArgumentError):
-    """A file that cannot be understood; the message begins with `file:line:column`."""
+    """An invalid file; the message begins with `file:line:column`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,13 @@ class Place:
     column: int
 
     def error(self, text: str) -> ManifestError:
-        """The error to raise about this place."""
+        """An error at this place."""
         return ManifestError(f"{self.source}:{self.line}:{self.column}: {text}")
 
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A single value: its text, and whether it is a null."""
+    """A single value, or null."""
 
     place: Place
     text: str
@@ -85,10 +85,10 @@ Tree = Scalar | Items | Entries
 
 
 def read_documents(text: str, source: str) -> list[Tree]:
-    """The documents of a text that are not empty; `source` is its name in errors.
+    """The documents of a text, without empty ones; errors name it as `source`.
 
     Raises:
-        ManifestError: it is not YAML, or uses what is refused.
+        ManifestError: it is not valid YAML, or has anchors or duplicate keys.
     """
     start = Place(source, 1, 1)
     if len(text) > MAX_CHARACTERS:
@@ -151,8 +151,8 @@ LISTS: Mapping[str, str] = {
     "notificationTargets": "NotificationTarget",
     "powerBudgets": "PowerBudget",
 }
-"""The keys under which lists of resources stand, and their kinds."""
-# Messages that the JSON mapping writes as a text.
+"""The kind of resource in a list with this key."""
+# Messages that are text in JSON.
 _TEXT_MESSAGES: Mapping[str, str] = {
     "google.protobuf.Duration": "a duration in seconds, such as 60s, or in milliseconds, such as 500ms",
     "google.protobuf.Timestamp": "a time, such as 2026-01-31T12:00:00Z",
@@ -168,7 +168,7 @@ _SCALARS: Mapping[int, str] = {
 
 @dataclass(frozen=True)
 class DeclaredDocument:
-    """A resource, and the part of a document that declares it."""
+    """A resource, and the YAML that declares it."""
 
     resource: Resource
     tree: Tree
@@ -180,10 +180,10 @@ def parse(text: str, source: str) -> list[Resource]:
 
 
 def declared(text: str, source: str) -> list[DeclaredDocument]:
-    """The resources in all documents of a text, and where they stand; `source` is its name in errors.
+    """The resources in all documents of a text; errors name it as `source`.
 
     Raises:
-        ManifestError: it is not YAML, or not what the contract allows.
+        ManifestError: it is not valid YAML, or does not fit the contract.
     """
     found: list[DeclaredDocument] = []
     for document in read_documents(text, source):
@@ -260,7 +260,7 @@ def _set(message: Message, field: "Field", value: Tree) -> None:
 
 
 def _parse(message: Message, field: "Field", value: Tree, plain: object) -> None:
-    """Let protobuf read a value by its JSON mapping, which takes numbers as texts too."""
+    """Let protobuf read a value; numbers may be text."""
     try:
         json_format.ParseDict({field.json_name: plain}, message)
     except json_format.ParseError as error:
@@ -312,10 +312,10 @@ _POLICY_KINDS = ("Policy", "Endpoint")
 
 
 def parse_policies(text: str, source: str) -> list[api.BacktestPolicy]:
-    """The policies in all documents of a text: presets, specs, or endpoints, which stand for their spec.
+    """The policies in all documents of a text: presets, specs, or endpoints, for their specs.
 
     Raises:
-        ManifestError: it is not YAML, or not what the contract allows.
+        ManifestError: it is not valid YAML, or does not fit the contract.
     """
     found: list[api.BacktestPolicy] = []
     for document in read_documents(text, source):
@@ -348,7 +348,7 @@ _STEP = re.compile(r"\w+|\[\d+\]")
 
 
 def place_of(tree: Tree, path: str) -> Place:
-    """The place of a field such as `spec.rules[2].step`; if it is missing, of what it is missing from."""
+    """The place of a field such as `spec.rules[2].step`; if it is missing, of its parent."""
     for step in _STEP.findall(path):
         inner: Tree | None = None
         if isinstance(tree, Items) and step.startswith("["):
@@ -362,7 +362,7 @@ def place_of(tree: Tree, path: str) -> Place:
 
 
 def placed(error: InvalidArgumentError, tree: Tree, prefix: str = "") -> InvalidArgumentError:
-    """The error with the place of each field at fault; `prefix` is in front of paths in the error, but not in the file."""
+    """The error with the place of each invalid field; `prefix` begins the paths of the error, but not those in the file."""
     if not error.violations:
         return tree.place.error(error.message)
     lines: list[str] = []

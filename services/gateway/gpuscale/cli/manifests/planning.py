@@ -1,6 +1,6 @@
-"""The steps of `apply`: what has to change so that queue watchers and endpoints match the manifests, and changing it."""
+"""The steps of `apply`: plans and makes the changes that manifests ask for."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -56,12 +56,12 @@ def check(wanted: Sequence[DeclaredDocument]) -> None:
 
 
 def plan(client: Client, wanted: Sequence[DeclaredDocument], *, prune: bool) -> list[PlanStep]:
-    """The steps in an order that works: endpoints read watchers, which are therefore created first and deleted last.
+    """The steps, in order: watchers, which endpoints read, are created first and deleted last.
 
-    The server checks each step first, so that a refusal leaves nothing half done, and defaults that it fills in are no change.
+    The server checks all steps beforehand, so that a refusal changes nothing. Its defaults are not a change.
 
     Raises:
-        GpuscaleError: it refuses one; says where.
+        GpuscaleError: the server refuses a step; says where.
     """
     ordered = sorted(wanted, key=lambda one: isinstance(one.resource, api.Endpoint))
     existing: list[tuple[DeclaredDocument, Resource | None]] = []
@@ -100,9 +100,9 @@ def plan(client: Client, wanted: Sequence[DeclaredDocument], *, prune: bool) -> 
 def _rehearsed(
     client: Client, wanted: DeclaredDocument, before: Resource | None, new: frozenset[str]
 ) -> Resource:
-    """The resource as the server would store it; `new` has the names that other steps create.
+    """The resource as the server would store it.
 
-    The server cannot check an endpoint that reads a watcher of the same files before that exists: it is taken as declared.
+    The server cannot check an endpoint that reads a watcher among the `new` resources: it is taken as declared.
     """
     try:
         return _put(client, wanted, before, dry_run=True)
@@ -117,11 +117,11 @@ def _rehearsed(
 
 
 def take(client: Client, step: PlanStep) -> tuple[Resource, PlanAction]:
-    """Take a step: (the resource after it, what was done).
+    """Take a step; returns the resource after it, and what was done.
 
     Raises:
         InvalidArgumentError: the server refuses it; says where.
-        GpuscaleError: it failed.
+        GpuscaleError: any other failure.
     """
     if step.wanted is None:
         doomed = step.before
@@ -138,16 +138,19 @@ def take(client: Client, step: PlanStep) -> tuple[Resource, PlanAction]:
 def _put(client: Client, wanted: DeclaredDocument, before: Resource | None, *, dry_run: bool) -> Resource:
     """Create or change a resource, or let the server only check that."""
     resource: Any = wanted.resource
-    create, new, update, changed = _CALLS[resource.DESCRIPTOR.name](client)
-    field = new.DESCRIPTOR.fields[0].name
+    noun = resource.DESCRIPTOR.name
+    contract, service = _SERVICES[noun]
+    method = f"{'Update' if before else 'Create'}{noun}"
+    request = getattr(contract, f"{method}Request")(validate_only=dry_run)
+    if before is None:
+        request.request_id = str(uuid4())
+    else:
+        etag = resource.etag or before.etag
+        resource = type(resource)(name=resource.name, spec=resource.spec, etag=etag)
+    field = request.DESCRIPTOR.fields[0].name
+    getattr(request, field).CopyFrom(resource)
     try:
-        if before is None:
-            made = new(**{field: resource}, request_id=str(uuid4()), validate_only=dry_run)
-            answer = create(made)
-        else:
-            etag = resource.etag or before.etag
-            after = type(resource)(name=resource.name, spec=resource.spec, etag=etag)
-            answer = update(changed(**{field: after}, validate_only=dry_run))
+        answer = getattr(getattr(client, service), method)(request)
     except InvalidArgumentError as error:
         raise placed(error, wanted.tree, f"{field}.") from error
     found: Resource = getattr(answer, field)
@@ -155,43 +158,18 @@ def _put(client: Client, wanted: DeclaredDocument, before: Resource | None, *, d
 
 
 def _secretly_differs(before: Resource, after: Resource) -> bool:
-    """Whether a field that no answer shows changes: the address or secret of a target."""
+    """Whether the URL or secret of a target, which the server never shows, would change."""
     return isinstance(after, allocator_api.NotificationTarget) and before.etag != after.etag
 
 
-_CALLS: Mapping[str, Callable[[Client], tuple[Any, Any, Any, Any]]] = {
-    "Endpoint": lambda client: (
-        client.endpoints.CreateEndpoint,
-        api.CreateEndpointRequest,
-        client.endpoints.UpdateEndpoint,
-        api.UpdateEndpointRequest,
-    ),
-    "QueueWatcher": lambda client: (
-        client.queue_watchers.CreateQueueWatcher,
-        api.CreateQueueWatcherRequest,
-        client.queue_watchers.UpdateQueueWatcher,
-        api.UpdateQueueWatcherRequest,
-    ),
-    "UsePolicy": lambda client: (
-        client.policies.CreateUsePolicy,
-        allocator_api.CreateUsePolicyRequest,
-        client.policies.UpdateUsePolicy,
-        allocator_api.UpdateUsePolicyRequest,
-    ),
-    "NotificationTarget": lambda client: (
-        client.notifications.CreateNotificationTarget,
-        allocator_api.CreateNotificationTargetRequest,
-        client.notifications.UpdateNotificationTarget,
-        allocator_api.UpdateNotificationTargetRequest,
-    ),
-    "PowerBudget": lambda client: (
-        client.power.CreatePowerBudget,
-        allocator_api.CreatePowerBudgetRequest,
-        client.power.UpdatePowerBudget,
-        allocator_api.UpdatePowerBudgetRequest,
-    ),
+_SERVICES: Mapping[str, tuple[Any, str]] = {
+    "Endpoint": (api, "endpoints"),
+    "QueueWatcher": (api, "queue_watchers"),
+    "UsePolicy": (allocator_api, "policies"),
+    "NotificationTarget": (allocator_api, "notifications"),
+    "PowerBudget": (allocator_api, "power"),
 }
-"""What creates and changes each kind, with the requests."""
+"""The contract of each kind, and its service of the client."""
 
 
 def unserved(client: Client, steps: Sequence[PlanStep]) -> Iterator[str]:
@@ -214,7 +192,7 @@ def unserved(client: Client, steps: Sequence[PlanStep]) -> Iterator[str]:
 
 
 def manifest(resource: Resource | None) -> dict[str, object]:
-    """A resource as a manifest without unset fields; empty for none."""
+    """A resource as a manifest, without unset fields; empty for None."""
     if resource is None:
         return {}
     made: dict[str, object] = {"name": resource.name}
@@ -231,7 +209,7 @@ _SIGNS = {PlanAction.CREATE: "+", PlanAction.CONFIGURE: "~", PlanAction.DELETE: 
 
 
 def plan_lines(steps: Sequence[PlanStep]) -> list[str]:
-    """The steps, with the fields that will change; empty without a change."""
+    """The steps and the fields that change; empty if nothing does."""
     changing = [step for step in steps if step.action is not PlanAction.KEEP]
     if not changing:
         return []

@@ -7,7 +7,6 @@ from typing import Any
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.allocator import v1 as api
 from gpuscale.cli.console.cells import (
     Column,
@@ -35,7 +34,7 @@ WHOLE = 1000
 """A whole GPU, in thousandths."""
 
 
-def _reservation_state(reservation: allocator_api.Reservation) -> str:
+def _reservation_state(reservation: api.Reservation) -> str:
     """Such as `ACTIVE,LEAVING` for one that will be taken away."""
     marks = {
         "LEAVING": reservation.HasField("revoke_time"),
@@ -44,12 +43,12 @@ def _reservation_state(reservation: allocator_api.Reservation) -> str:
     return ",".join((word(reservation, "state"), *(mark for mark, holds in marks.items() if holds)))
 
 
-def _nodes(gpus: Iterable[allocator_api.ReservedGpu]) -> str:
+def _nodes(gpus: Iterable[api.ReservedGpu]) -> str:
     """The nodes that GPUs are of, each once."""
     return text(",".join(dict.fromkeys(map(node_of, gpus))))
 
 
-def _left(reservation: allocator_api.Reservation) -> str:
+def _left(reservation: api.Reservation) -> str:
     """How long it is held if nobody renews it, or at all where it will be taken away."""
     early = revoked_early(reservation)
     if early is None:
@@ -57,54 +56,50 @@ def _left(reservation: allocator_api.Reservation) -> str:
     return format_duration(max(0.0, wire.seconds(reservation.remaining) - early))
 
 
-RESERVATIONS = View[allocator_api.Reservation](
+RESERVATIONS = View[api.Reservation](
     "reservations",
     (
-        Column("NAME", lambda reservation: short(reservation.name)),
-        Column("HOLDER", lambda reservation: holder(reservation.holder)),
+        Column("NAME", lambda one: short(one.name)),
+        Column("HOLDER", lambda one: holder(one.holder)),
         Column("STATE", _reservation_state),
-        Column("GPUS", lambda reservation: counted_models(reservation.gpus)),
-        Column("NODE", lambda reservation: _nodes(reservation.gpus)),
-        Column("FENCE", lambda reservation: str(reservation.fence or "-"), spare=True),
+        Column("GPUS", lambda one: counted_models(one.gpus)),
+        Column("NODE", lambda one: _nodes(one.gpus)),
+        Column("FENCE", lambda one: str(one.fence or "-"), spare=True),
         Column("LEFT", _left, moving=True),
-        Column("TTL", lambda reservation: duration(reservation, "ttl"), wide=True),
-        Column("AGE", lambda reservation: since(reservation, "create_time"), moving=True, spare=True),
-        Column("OWNER", lambda reservation: text(reservation.owner), wide=True),
-        Column("SERVED IN", lambda reservation: text(estimate(reservation.job)), wide=True, moving=True),
-        Column(
-            "WHY",
-            lambda reservation: text(reservation.end_reason or reservation.job.queue_reason),
-            wide=True,
-        ),
-        Column("POLICY", lambda reservation: word(reservation, "policy"), wide=True),
-        Column("UUIDS", lambda reservation: text(",".join(gpu.uuid for gpu in reservation.gpus)), wide=True),
+        Column("TTL", lambda one: duration(one, "ttl"), wide=True),
+        Column("AGE", lambda one: since(one, "create_time"), moving=True, spare=True),
+        Column("OWNER", lambda one: text(one.owner), wide=True),
+        Column("SERVED IN", lambda one: text(estimate(one.job)), wide=True, moving=True),
+        Column("WHY", lambda one: text(one.end_reason or one.job.queue_reason), wide=True),
+        Column("POLICY", lambda one: word(one, "policy"), wide=True),
+        Column("UUIDS", lambda one: text(",".join(gpu.uuid for gpu in one.gpus)), wide=True),
     ),
 )
 
 
-def _job_state(reservation: allocator_api.Reservation) -> str:
+def _job_state(reservation: api.Reservation) -> str:
     state, place = word(reservation.job, "state"), reservation.job
     return f"{state} ({place.queue_position + 1})" if place.HasField("queue_position") else state
 
 
-JOBS = View[allocator_api.Reservation](
+JOBS = View[api.Reservation](
     "jobs",
     (
-        Column("NAME", lambda reservation: short(reservation.name)),
-        Column("TITLE", lambda reservation: text(reservation.job.title), spare=True),
+        Column("NAME", lambda one: short(one.name)),
+        Column("TITLE", lambda one: text(one.job.title), spare=True),
         Column("STATE", _job_state),
-        Column("EXIT", lambda reservation: number(reservation.job, "exit_code")),
+        Column("EXIT", lambda one: number(one.job, "exit_code")),
         Column("NODE", lambda one: _nodes(one.gpus)),
-        Column("GPUS", lambda reservation: str(len(reservation.gpus)), spare=True),
-        Column("AGE", lambda reservation: since(reservation, "create_time"), moving=True),
-        Column("HOLDER", lambda reservation: holder(reservation.holder), wide=True),
+        Column("GPUS", lambda one: str(len(one.gpus)), spare=True),
+        Column("AGE", lambda one: since(one, "create_time"), moving=True),
+        Column("HOLDER", lambda one: holder(one.holder), wide=True),
         Column("LEFT", _left, wide=True, moving=True),
-        Column("SERVED IN", lambda reservation: text(estimate(reservation.job)), wide=True, moving=True),
-        Column("COMMAND", lambda reservation: text(reservation.job.command)),
+        Column("SERVED IN", lambda one: text(estimate(one.job)), wide=True, moving=True),
+        Column("COMMAND", lambda one: text(one.job.command)),
     ),
 )
 
-JOB_MEMBERS = View[allocator_api.JobMember](
+JOB_MEMBERS = View[api.JobMember](
     "members",
     (
         Column("MEMBER", lambda one: str(one.member)),
@@ -120,39 +115,36 @@ JOB_MEMBERS = View[allocator_api.JobMember](
 )
 
 
-def _lasted(reservation: allocator_api.Reservation) -> str:
+def _lasted(reservation: api.Reservation) -> str:
     end = wire.to_datetime(reservation.end_time) if reservation.HasField("end_time") else datetime.now(UTC)
     return format_duration((end - wire.to_datetime(reservation.create_time)).total_seconds())
 
 
-HELD_THEN = View[allocator_api.Reservation](
+HELD_THEN = View[api.Reservation](
     "reservations",
     (
         *(RESERVATIONS.columns[index] for index in range(2)),
-        Column("OWNER", lambda reservation: text(reservation.owner)),
-        Column("STATE", lambda reservation: word(reservation, "state")),
-        Column("FROM", lambda reservation: moment(reservation, "create_time")),
-        Column("UNTIL", lambda reservation: moment(reservation, "end_time")),
+        Column("OWNER", lambda one: text(one.owner)),
+        Column("STATE", lambda one: word(one, "state")),
+        Column("FROM", lambda one: moment(one, "create_time")),
+        Column("UNTIL", lambda one: moment(one, "end_time")),
         Column("LASTED", _lasted, moving=True),
-        Column(
-            "GPUS",
-            lambda reservation: text(",".join(f"{node_of(gpu)}/{gpu.index}" for gpu in reservation.gpus)),
-        ),
-        Column("UUIDS", lambda reservation: text(",".join(gpu.uuid for gpu in reservation.gpus)), wide=True),
-        Column("TENANT", lambda reservation: text(reservation.tenant), wide=True),
-        Column("WHY", lambda reservation: text(reservation.end_reason)),
+        Column("GPUS", lambda one: text(",".join(f"{node_of(gpu)}/{gpu.index}" for gpu in one.gpus))),
+        Column("UUIDS", lambda one: text(",".join(gpu.uuid for gpu in one.gpus)), wide=True),
+        Column("TENANT", lambda one: text(one.tenant), wide=True),
+        Column("WHY", lambda one: text(one.end_reason)),
     ),
 )
 """Who held what, from when until when."""
 
 
-def _because(gpu: allocator_api.ReservedGpu) -> str:
+def _because(gpu: api.ReservedGpu) -> str:
     known = "{0.weight:g} x {0.name} {0.value:.3f}".format
     parts = (known(one) if one.HasField("value") else f"{one.name} unknown" for one in gpu.score.parts)
     return text(" + ".join(parts))
 
 
-RESERVED_GPUS = View[allocator_api.ReservedGpu](
+RESERVED_GPUS = View[api.ReservedGpu](
     "gpus",
     (
         Column("NODE", node_of),
@@ -166,7 +158,7 @@ RESERVED_GPUS = View[allocator_api.ReservedGpu](
 )
 
 
-MOVES = View[allocator_api.RebalanceMove](
+MOVES = View[api.RebalanceMove](
     "moves",
     (
         Column("RESERVATION", lambda move: move.reservation.removeprefix("reservations/")),
@@ -180,7 +172,7 @@ MOVES = View[allocator_api.RebalanceMove](
 )
 
 
-def _until_drained(cordon: allocator_api.Cordon) -> str:
+def _until_drained(cordon: api.Cordon) -> str:
     """How long until a drain ends the reservations there; `-` where nothing is drained."""
     if not cordon.HasField("drain_deadline"):
         return ABSENT
@@ -197,48 +189,46 @@ def _gpus(milli: float) -> str:
     return f"{milli / WHOLE:g}"
 
 
-CORDONS = View[allocator_api.Cordon](
+CORDONS = View[api.Cordon](
     "cordons",
     (
-        Column("NAME", lambda cordon: short(cordon.name)),
-        Column("AGE", lambda cordon: since(cordon, "create_time"), moving=True),
+        Column("NAME", lambda one: short(one.name)),
+        Column("AGE", lambda one: since(one, "create_time"), moving=True),
         Column("DRAINED IN", _until_drained, moving=True),
-        Column("THERE", lambda cordon: text(", ".join(map(short, cordon.reservations)))),
-        Column("BY", lambda cordon: text(cordon.author)),
-        Column("REASON", lambda cordon: text(cordon.reason)),
+        Column("THERE", lambda one: text(", ".join(map(short, one.reservations)))),
+        Column("BY", lambda one: text(one.author)),
+        Column("REASON", lambda one: text(one.reason)),
     ),
 )
-QUOTAS = View[allocator_api.Quota](
+QUOTAS = View[api.Quota](
     "quotas",
     (
-        Column("TENANT", lambda quota: quota.tenant),
-        Column("GPUS HELD", lambda quota: _gpus(quota.gpu_milli_held)),
-        Column("PAST", lambda quota: number(quota, "gpu_milli_past", _gpus), wide=True),
-        Column("LIMIT", lambda quota: number(quota, "gpu_milli_limit", _gpus)),
-        Column("HOURS USED", lambda quota: f"{quota.gpu_hours_used:.1f}", moving=True),
-        Column("BOOKED", lambda quota: f"{quota.gpu_hours_booked:.1f}", wide=True, moving=True),
-        Column("HOURS LIMIT", lambda quota: number(quota, "gpu_hours_per_month", "{:g}".format)),
-        Column("WEIGHT", lambda quota: number(quota, "weight") if quota.HasField("weight") else "1"),
-        Column("WAITING", lambda quota: str(quota.waiting_count)),
+        Column("TENANT", lambda one: one.tenant),
+        Column("GPUS HELD", lambda one: _gpus(one.gpu_milli_held)),
+        Column("PAST", lambda one: number(one, "gpu_milli_past", _gpus), wide=True),
+        Column("LIMIT", lambda one: number(one, "gpu_milli_limit", _gpus)),
+        Column("HOURS USED", lambda one: f"{one.gpu_hours_used:.1f}", moving=True),
+        Column("BOOKED", lambda one: f"{one.gpu_hours_booked:.1f}", wide=True, moving=True),
+        Column("HOURS LIMIT", lambda one: number(one, "gpu_hours_per_month", "{:g}".format)),
+        Column("WEIGHT", lambda one: number(one, "weight") if one.HasField("weight") else "1"),
+        Column("WAITING", lambda one: str(one.waiting_count)),
     ),
 )
-BOOKINGS = View[allocator_api.Booking](
+BOOKINGS = View[api.Booking](
     "bookings",
     (
-        Column("NAME", lambda booking: short(booking.name)),
-        Column("OWNER", lambda booking: text(booking.owner)),
-        Column("STATE", lambda booking: word(booking, "state")),
-        Column("FROM", lambda booking: _day_and_time(booking.start_time)),
-        Column("TO", lambda booking: _day_and_time(booking.end_time)),
-        Column("GPUS", lambda booking: str(len(booking.gpus))),
-        Column(
-            "NODE", lambda booking: text(",".join(dict.fromkeys(one.split("/")[1] for one in booking.gpus)))
-        ),
-        Column("TITLE", lambda booking: text(booking.title), wide=True),
-        Column("NOTE", lambda booking: text(booking.note), wide=True),
+        Column("NAME", lambda one: short(one.name)),
+        Column("OWNER", lambda one: text(one.owner)),
+        Column("STATE", lambda one: word(one, "state")),
+        Column("FROM", lambda one: _day_and_time(one.start_time)),
+        Column("TO", lambda one: _day_and_time(one.end_time)),
+        Column("GPUS", lambda one: str(len(one.gpus))),
+        Column("NODE", lambda one: text(",".join(dict.fromkeys(gpu.split("/")[1] for gpu in one.gpus)))),
+        Column("TITLE", lambda one: text(one.title), wide=True),
+        Column("NOTE", lambda one: text(one.note), wide=True),
     ),
 )
-RANKED_NODES = View[allocator_api.RankedNode](
+RANKED_NODES = View[api.RankedNode](
     "nodes",
     (
         Column("NAME", lambda node: short(node.name)),
@@ -263,16 +253,16 @@ def _energy(message: Message) -> str:
     )
 
 
-def usage_rows(heading: str, key: str, total: allocator_api.UsageRow) -> View[allocator_api.UsageRow]:
+def usage_rows(heading: str, key: str, total: api.UsageRow) -> View[api.UsageRow]:
     """Rows of what was used by users, tenants, nodes, models, or values of the label `key`, and the `total` of them."""
 
-    def whose(row: allocator_api.UsageRow) -> str:
+    def whose(row: api.UsageRow) -> str:
         if row is total:
             return "total"
         names = (row.labels.get(key, ""), row.user, row.tenant, row.model, row.node and short(row.node))
         return next(filter(None, names), ABSENT)
 
-    return View[allocator_api.UsageRow](
+    return View[api.UsageRow](
         "rows",
         (
             Column(heading, whose),
@@ -288,7 +278,7 @@ def usage_rows(heading: str, key: str, total: allocator_api.UsageRow) -> View[al
     )
 
 
-GPU_STATISTICS = View[allocator_api.GpuStatistics](
+GPU_STATISTICS = View[api.GpuStatistics](
     "gpus",
     (
         Column("GPU", lambda gpu: short(gpu.name)),
@@ -354,13 +344,7 @@ VIEWS: Mapping[str, View[Any]] = {
             Column("DESCRIPTION", lambda one: text(one.spec.description), wide=True),
         ),
     ),
-    "acts": View[api.PolicyAct](
-        "policyActs",
-        (
-            Column("NAME", lambda one: short(one.name)),
-            *ACTS,
-        ),
-    ),
+    "acts": View[api.PolicyAct]("policyActs", (Column("NAME", lambda one: short(one.name)), *ACTS)),
     "targets": View[api.NotificationTarget](
         "notificationTargets",
         (

@@ -20,6 +20,11 @@ def _ready_sets(endpoint: api.Endpoint) -> str:
     return text(", ".join(f"{one.id} {one.ready_replicas}/{one.desired_replicas}" for one in sets))
 
 
+def _gpus_each(endpoint: api.Endpoint) -> str:
+    template = endpoint.spec.template
+    return str((template.ask if template.HasField("ask") else template).gpu_count)
+
+
 ENDPOINTS = View[api.Endpoint](
     "endpoints",
     (
@@ -30,15 +35,7 @@ ENDPOINTS = View[api.Endpoint](
         Column("STARTING", lambda endpoint: str(endpoint.status.starting_replicas), wide=True),
         Column("READY", lambda endpoint: str(endpoint.status.ready_replicas)),
         Column("DRAINING", lambda endpoint: str(endpoint.status.draining_replicas), wide=True),
-        Column(
-            "GPUS-EACH",
-            lambda endpoint: str(
-                endpoint.spec.template.ask.gpu_count
-                if endpoint.spec.template.HasField("ask")
-                else endpoint.spec.template.gpu_count
-            ),
-            wide=True,
-        ),
+        Column("GPUS-EACH", _gpus_each, wide=True),
         Column("TEMPLATE", lambda endpoint: text(endpoint.spec.template.template), wide=True),
         Column("SETS", _ready_sets, wide=True),
         Column("TENANT", lambda endpoint: text(endpoint.tenant), wide=True),
@@ -59,7 +56,7 @@ def workers(group: api.WorkerGroup) -> str:
 
 
 def _why(replica: api.Replica) -> str:
-    """The reason for its state; of a replica that will lose its GPUs, also when."""
+    """The reason for its state; if it will lose its GPUs, also when."""
     if not replica.HasField("revoke_time"):
         return text(replica.reason)
     left = (to_datetime(replica.revoke_time) - datetime.now(UTC)).total_seconds()
@@ -88,7 +85,7 @@ REPLICAS = View[api.Replica](
 
 
 def _queues(watcher: api.QueueWatcher) -> str:
-    """The queues that are watched, or a pattern between slashes."""
+    """The watched queues, or their pattern between slashes."""
     spec = watcher.spec
     return f"/{spec.queue_pattern}/" if spec.queue_pattern else text(spec.queue or ", ".join(spec.queues))
 
@@ -189,7 +186,7 @@ RULES = View[api.EndpointRule](
 
 
 DEFAULT_TICK = 15.0
-"""Seconds between evaluations of an endpoint that does not say."""
+"""Seconds between evaluations of an endpoint, by default."""
 
 
 def endpoint_lines(endpoint: api.Endpoint) -> list[str]:
@@ -209,7 +206,7 @@ def endpoint_lines(endpoint: api.Endpoint) -> list[str]:
 
 
 def decision_lines(decision: api.Decision) -> list[str]:
-    """A decision: what it observed, what each step made of the count, and what limited it."""
+    """A decision: the counts, what limited them, its observations and steps."""
     repeated = (
         f", {decision.count} times since {since(decision, 'create_time')} ago" if decision.count > 1 else ""
     )
@@ -225,7 +222,7 @@ def decision_lines(decision: api.Decision) -> list[str]:
 
 
 def step_lines(decision: api.Decision) -> list[str]:
-    """What a decision observed, and what each of its steps made of the count."""
+    """The observations of a decision, and how each step changed the count."""
     lines: list[str] = []
     for seen in decision.observations:
         age = duration(seen, "age")
@@ -247,7 +244,7 @@ def step_lines(decision: api.Decision) -> list[str]:
 
 
 def evaluation_lines(found: api.EvaluateResponse) -> list[str]:
-    """An evaluation: the count with its reasons, what it would be otherwise, and when it may change."""
+    """An evaluation: the count and its reasons, alternatives, and the next change."""
     decision = found.decision
     limited = f", limited by {word(decision, 'limited_by')}" if decision.limited_by else ""
     lines = [
@@ -349,10 +346,7 @@ def tuning(trials: Mapping[str, Trial], chosen: str, work: float) -> View[api.Ba
 
 def report_lines(output: Output, found: api.BacktestResponse) -> list[str]:
     """A table of all policies, and the GPU hours of the work alone."""
-    return [
-        *output.table(found.reports, reports(found.work_gpu_hours)),
-        work_line(found),
-    ]
+    return [*output.table(found.reports, reports(found.work_gpu_hours)), work_line(found)]
 
 
 def work_line(found: api.BacktestResponse) -> str:

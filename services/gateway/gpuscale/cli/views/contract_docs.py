@@ -1,4 +1,4 @@
-"""What the contract says of its messages and fields: comments and bounds, from the descriptor set that is shipped with it."""
+"""Explains the contract's messages and fields: comments and bounds, from the descriptor set shipped with it."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -10,49 +10,23 @@ from typing import Any
 from google.protobuf import descriptor_pb2
 from google.protobuf.descriptor_pb2 import DescriptorProto, EnumDescriptorProto, FieldDescriptorProto
 
+from gpuscale.cli.grammar.nouns import NOUNS
 from gpuscale.cli.grammar.selecting import near
 from gpuscale.common.errors import NotFoundError
 from gpuscale.common.rpc.validation import read_rules
 
 _WIDTH = 100
-"""Characters of a line of text."""
+"""Characters of a line."""
 FILE = "contract.binpb"
-ROOTS: Mapping[str, str] = {
-    "nodes": "monitor.v1.Node",
-    "gpus": "types.v1.Gpu",
-    "processes": "monitor.v1.NodeProcess",
-    "reservations": "allocator.v1.Reservation",
-    "jobs": "allocator.v1.Job",
-    "endpoints": "autoscaler.v1.Endpoint",
-    "replicas": "autoscaler.v1.Replica",
-    "rules": "autoscaler.v1.Rule",
-    "watchers": "autoscaler.v1.QueueWatcher",
-    "decisions": "autoscaler.v1.Decision",
-    "adapters": "autoscaler.v1.Adapter",
-    "metrics": "autoscaler.v1.ReportedMetric",
-    "recordings": "monitor.v1.Recording",
-    "backtests": "autoscaler.v1.Backtest",
-    "cordons": "allocator.v1.Cordon",
-    "quotas": "allocator.v1.Quota",
-    "bookings": "allocator.v1.Booking",
-    "policies": "allocator.v1.UsePolicy",
-    "acts": "allocator.v1.PolicyAct",
-    "targets": "allocator.v1.NotificationTarget",
-    "notifications": "allocator.v1.Notification",
-    "healthEvents": "monitor.v1.HealthEvent",
-    "budgets": "allocator.v1.PowerBudget",
-    "changes": "allocator.v1.PowerChange",
-}
-"""The message of each kind of resource."""
 _PACKAGE = ".gpuscale.api."
-# Numbers of the fields of FileDescriptorProto, DescriptorProto and EnumDescriptorProto, of which the paths to comments consist.
+# Field numbers of FileDescriptorProto, DescriptorProto and EnumDescriptorProto, which make up the paths of comments.
 _MESSAGES, _ENUMS, _NESTED, _NESTED_ENUMS, _FIELDS, _VALUES = 4, 5, 3, 4, 2, 2
 _SCALARS = {number: name.removeprefix("TYPE_").lower() for name, number in FieldDescriptorProto.Type.items()}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A field, or a whole message: what it is, and what it consists of."""
+    """A field or message; its parts are fields of a message, or values of an enum."""
 
     name: str
     type: str
@@ -60,7 +34,6 @@ class Entry:
     json_name: str = ""
     bounds: str = ""
     parts: Sequence["Entry"] = ()
-    """Fields of a message, or values of an enum."""
 
 
 @dataclass
@@ -72,7 +45,7 @@ class _Contract:
     def add(
         self, kind: Any, name: str, path: tuple[int, ...], comments: Mapping[tuple[int, ...], str]
     ) -> None:
-        """Take in a message with all that it contains."""
+        """Add a message and all it contains."""
         self.messages[name] = kind
         self.comments[name] = comments.get(path, "")
         for index, one in enumerate(kind.field):
@@ -85,7 +58,7 @@ class _Contract:
     def add_enum(
         self, kind: Any, name: str, path: tuple[int, ...], comments: Mapping[tuple[int, ...], str]
     ) -> None:
-        """Take in an enum with its values."""
+        """Add an enum and its values."""
         self.enums[name] = kind
         self.comments[name] = comments.get(path, "")
         for index, one in enumerate(kind.value):
@@ -108,12 +81,12 @@ def _contract() -> _Contract:
 
 
 def describe(root: str, path: str, *, recursive: bool = False) -> Entry:
-    """What a path such as `spec.min_replicas` leads to, from a message; the message itself where it is empty.
+    """The field at a path of a message, or the message itself.
 
     Args:
-        root: name of the message below the package, such as `autoscaler.v1.Endpoint`.
-        path: names of fields, those of JSON too, with dots between.
-        recursive: whether the parts have their parts too.
+        root: name of the message, such as `autoscaler.v1.Endpoint`.
+        path: field names, or JSON names, such as `spec.min_replicas`; may be empty.
+        recursive: with the parts of parts.
 
     Raises:
         NotFoundError: there is no such field.
@@ -133,21 +106,21 @@ def describe(root: str, path: str, *, recursive: bool = False) -> Entry:
 
 
 def root_of(name: str) -> str:
-    """The message of a kind of resource in the plural, or of a name such as `Ask`; empty where there is none."""
-    if name in ROOTS:
-        return ROOTS[name]
+    """The message of a plural kind, or of a name such as `Ask`; empty if there is none."""
+    if message := next((noun.message for noun in NOUNS if noun.plural == name), ""):
+        return message
     found = (one.removeprefix(_PACKAGE) for one in _contract().messages if one.startswith(_PACKAGE))
     return next((one for one in found if one.rpartition(".")[2] == name), "")
 
 
 def _owner(contract: _Contract, one: FieldDescriptorProto) -> str:
-    """The message that a field holds; of a map that of its values."""
+    """The message type of a field, or of a map's values."""
     values = contract.messages.get(one.type_name)
     return values.field[1].type_name if values and values.options.map_entry else one.type_name
 
 
 def _parts(contract: _Contract, owner: str, recursive: bool) -> tuple[Entry, ...]:
-    """The fields of a message, or the values of an enum; with their own parts where it is `recursive`. No message is in itself."""
+    """The fields of a message, or the values of an enum. No message contains itself."""
     if owner in contract.messages:
         found = list[Entry]()
         for one in contract.messages[owner].field:
@@ -202,7 +175,7 @@ def entry_data(name: str, entry: Entry) -> dict[str, object]:
 
 
 def tree_lines(path: str, entry: Entry) -> list[str]:
-    """An entry with all that it contains, a line each: name and type."""
+    """A line with name and type for an entry and each of its parts."""
     lines = [f"{path}   {entry.type}"]
     for part in entry.parts:
         lines += [f"  {line}" for line in tree_lines(part.name, part)]
@@ -210,7 +183,7 @@ def tree_lines(path: str, entry: Entry) -> list[str]:
 
 
 def entry_lines(path: str, entry: Entry) -> list[str]:
-    """An entry in words: type, comment, bounds, and the same of each part."""
+    """An entry as text: type, comment, bounds, and those of its parts."""
     json_name = f"   in JSON: {entry.json_name}" if entry.json_name not in {"", entry.name} else ""
     lines = [f"{path}   {entry.type}{json_name}", *textwrap.wrap(entry.text, _WIDTH)]
     if entry.bounds:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping
 
 from gpuscale.api.audit import v1 as audit_api
 from gpuscale.api.monitor import v1 as api
-from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.cli.console.cells import (
     Column,
@@ -30,7 +29,7 @@ from gpuscale.client.states import NO_MARKS, Marks, gpu_state, node_state, probl
 from gpuscale.common.wire import seconds, to_datetime
 
 
-def gpu_count(node: monitor_api.Node) -> str:
+def gpu_count(node: api.Node) -> str:
     """`8 x H100 80GB HBM3`, `4 x A100, 4 x L40`, or `4 x … SIMULATED`; `-` where GPUs cannot be read."""
     if node.snapshot.gpu_problem and not node.snapshot.gpus:
         return ABSENT
@@ -40,8 +39,8 @@ def gpu_count(node: monitor_api.Node) -> str:
 _LOADS = ("load_1m", "load_5m", "load_15m")
 
 
-def _power(node: monitor_api.Node) -> str:
-    """What its GPUs draw of their limits, where that is known of all."""
+def _power(node: api.Node) -> str:
+    """The power draw of its GPUs and their limits, if all are known."""
     readings = [gpu.reading for gpu in node.snapshot.gpus if not gpu.parent_uuid]
     if not readings or not all(
         one.HasField("power_watts") and one.HasField("power_limit_watts") for one in readings
@@ -50,8 +49,8 @@ def _power(node: monitor_api.Node) -> str:
     return f"{sum(one.power_watts for one in readings):.0f}/{sum(one.power_limit_watts for one in readings):.0f}W"
 
 
-def nodes(marked: Marks = NO_MARKS, *, problems: bool = False) -> View[monitor_api.Node]:
-    """The view of nodes, given what is cordoned; with `problems` not only the wide table says what is wrong with their GPUs."""
+def nodes(marked: Marks = NO_MARKS, *, problems: bool = False) -> View[api.Node]:
+    """The view of nodes, given what is cordoned; with `problems` the narrow table shows them too."""
     return View(
         "nodes",
         (
@@ -84,7 +83,7 @@ def nodes(marked: Marks = NO_MARKS, *, problems: bool = False) -> View[monitor_a
 
 
 def gpus(holders: Mapping[str, str], marked: Marks = NO_MARKS) -> View[types_api.Gpu]:
-    """The view of GPUs, given who holds the reserved ones (name of the GPU -> holder), and what is cordoned."""
+    """The view of GPUs, given the holder of each by name, and what is cordoned."""
     return View(
         "gpus",
         (
@@ -129,16 +128,16 @@ NODE_FIELDS = (
     *_OF_GPU,
     *_below("snapshot.gpus.reading", _DRAWN),
 )
-"""All of a node that the view of nodes shows."""
+"""The fields of a node that the view of nodes shows."""
 GPU_FIELDS = (
     *_OF_GPU,
     *_below("snapshot.gpus", "name uuid pci_bus_id"),
     *_below("snapshot.gpus.reading", f"{_DRAWN} utilization_percent temperature_celsius sm_clock_mhz age"),
     *_below("snapshot.gpus.reading", "memory_used_bytes memory_total_bytes memory_free_bytes processes.pid"),
 )
-"""All of a node that the view of GPUs shows."""
+"""The fields of a node that the view of GPUs shows."""
 
-PROCESSES = View[monitor_api.NodeProcess](
+PROCESSES = View[api.NodeProcess](
     "processes",
     (
         Column("PID", lambda one: str(one.process.pid)),
@@ -157,7 +156,7 @@ PROCESSES = View[monitor_api.NodeProcess](
         Column("PROGRAM", lambda one: text(one.process.program or one.process.command)),
     ),
 )
-RECORDINGS = View[monitor_api.Recording](
+RECORDINGS = View[api.Recording](
     "recordings",
     (
         Column("NAME", lambda recording: short(recording.name)),
@@ -173,40 +172,34 @@ RECORDINGS = View[monitor_api.Recording](
 
 
 def _figures(
-    metric: "monitor_api.Metric.ValueType", show: Callable[[float], str]
-) -> Callable[[monitor_api.RecordedGpu], str]:
-    """`min mean max` of a metric; `-` where it was never read."""
+    metric: "api.Metric.ValueType", show: Callable[[float], str]
+) -> Callable[[api.RecordedGpu], str]:
+    """`min mean max` of a metric; `-` if it was never read."""
 
-    def cell(gpu: monitor_api.RecordedGpu) -> str:
+    def cell(gpu: api.RecordedGpu) -> str:
         found = [stats for stats in gpu.stats if stats.metric == metric]
         return " ".join(map(show, (found[0].min, found[0].mean, found[0].max))) if found else ABSENT
 
     return cell
 
 
-RECORDED_GPUS = View[monitor_api.RecordedGpu](
+RECORDED_GPUS = View[api.RecordedGpu](
     "gpus",
     (
         Column("NODE", lambda gpu: short(gpu.name).partition("/")[0]),
         Column("GPU", lambda gpu: str(gpu.index)),
         Column("MODEL", lambda gpu: text(gpu.model), spare=True),
         Column("SAMPLES", lambda gpu: str(gpu.sample_count), spare=True),
-        Column("UTIL min mean max", _figures(monitor_api.Metric.METRIC_UTILIZATION_PERCENT, percent)),
-        Column("MEMORY min mean max", _figures(monitor_api.Metric.METRIC_MEMORY_USED_BYTES, size)),
-        Column(
-            "TEMP min mean max", _figures(monitor_api.Metric.METRIC_TEMPERATURE_CELSIUS, "{:.0f}C".format)
-        ),
-        Column("POWER min mean max", _figures(monitor_api.Metric.METRIC_POWER_WATTS, "{:.0f}W".format)),
-        Column(
-            "CLOCK min mean max",
-            _figures(monitor_api.Metric.METRIC_SM_CLOCK_MHZ, "{:.0f}MHz".format),
-            wide=True,
-        ),
+        Column("UTIL min mean max", _figures(api.Metric.METRIC_UTILIZATION_PERCENT, percent)),
+        Column("MEMORY min mean max", _figures(api.Metric.METRIC_MEMORY_USED_BYTES, size)),
+        Column("TEMP min mean max", _figures(api.Metric.METRIC_TEMPERATURE_CELSIUS, "{:.0f}C".format)),
+        Column("POWER min mean max", _figures(api.Metric.METRIC_POWER_WATTS, "{:.0f}W".format)),
+        Column("CLOCK min mean max", _figures(api.Metric.METRIC_SM_CLOCK_MHZ, "{:.0f}MHz".format), wide=True),
         Column("UUID", lambda gpu: gpu.uuid, wide=True),
     ),
 )
 
-HEALTH = View[monitor_api.HealthEvent](
+HEALTH = View[api.HealthEvent](
     "healthEvents",
     (
         Column("SEVERITY", lambda event: word(event, "severity")),
@@ -243,28 +236,25 @@ AUDIT: "View[audit_api.AuditEvent]" = View(
 )
 
 
-def amount(metric: "monitor_api.Metric.ValueType", value: float) -> str:
-    """A value of a metric: bytes by their unit, all else as a number."""
-    return size(value) if metric == monitor_api.Metric.METRIC_MEMORY_USED_BYTES else f"{value:.6g}"
+def amount(metric: "api.Metric.ValueType", value: float) -> str:
+    """A value of a metric: bytes with a unit, others as a number."""
+    return size(value) if metric == api.Metric.METRIC_MEMORY_USED_BYTES else f"{value:.6g}"
 
 
-def _slope(trend: monitor_api.Trend) -> str:
-    """Growth in an hour with its sign; `-` where there are too few samples."""
+def _slope(trend: api.Trend) -> str:
+    """Growth per hour, with its sign; `-` if there are too few samples."""
     if not trend.HasField("slope_per_hour"):
         return ABSENT
     sign = "-" if trend.slope_per_hour < 0 else "+"
     return sign + amount(trend.stats.metric, float(f"{abs(trend.slope_per_hour):.4g}"))
 
 
-SERIES = View[monitor_api.HistorySeries](
+SERIES = View[api.HistorySeries](
     "series",
     (
         Column("NAME", lambda series: short(series.name)),
         Column("METRIC", lambda series: word(series, "metric")),
-        Column(
-            "TIME",
-            lambda series: local_text(to_datetime(series.points[0].start_time)),
-        ),
+        Column("TIME", lambda series: local_text(to_datetime(series.points[0].start_time))),
         Column("MIN", lambda series: amount(series.metric, series.points[0].min)),
         Column("MEAN", lambda series: amount(series.metric, series.points[0].mean)),
         Column("MAX", lambda series: amount(series.metric, series.points[0].max)),
@@ -273,7 +263,7 @@ SERIES = View[monitor_api.HistorySeries](
 )
 """Series of one point each."""
 
-TRENDS = View[monitor_api.Trend](
+TRENDS = View[api.Trend](
     "trends",
     (
         Column("NAME", lambda trend: short(trend.name)),
@@ -288,15 +278,15 @@ TRENDS = View[monitor_api.Trend](
 
 
 MARGIN = 10
-"""Columns that the scale takes."""
+"""Width of the scale."""
 _HEIGHT = 5
-"""Lines of a chart: a column is the mean of one or more steps, a blank one had no sample."""
+"""Lines of a chart. A column is the mean of one or more steps, blank without samples."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _PART = len(_BLOCKS) - 1
 
 
 def drawn(answer: api.QueryHistoryResponse, width: int) -> Iterator[str]:
-    """The lines of a chart for each series that has points, in so many columns."""
+    """The lines of a chart of each series with points."""
     step = seconds(answer.step) or 1.0
     for series in answer.series:
         if not series.points:
