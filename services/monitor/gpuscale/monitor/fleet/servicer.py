@@ -240,14 +240,14 @@ def _acknowledgement(stream: AgentStream) -> monitor_internal.StreamTelemetryRes
 
 
 Fields = dict[str, "Fields"]
-"""The fields of a message that are asked for, and those of their messages; all of them where none is named."""
+"""The requested fields of a message and of their messages; empty for all."""
 
 
 def fields_of(paths: list[str]) -> Fields:
-    """The fields of a node that a mask names. Raises InvalidArgumentError: it has no such field."""
+    """The fields of a node in a mask. InvalidArgumentError for an unknown one."""
     wanted: Fields = {"name": {}}
-    for path in sorted(paths):  # a whole message before the fields of it
-        at: Fields | None = wanted  # None below what is wanted whole
+    for path in sorted(paths):  # a message before its fields
+        at: Fields | None = wanted  # None below a message that is wanted whole
         kind: Descriptor | None = api.Node.DESCRIPTOR
         for name in path.split("."):
             if kind is None or name not in kind.fields_by_name:
@@ -259,7 +259,7 @@ def fields_of(paths: list[str]) -> Fields:
 
 
 def keep(message: Message, wanted: Fields) -> None:
-    """Clear all other fields, and round numbers to what tables show: a message that looks as before has the same encoding."""
+    """Clear all other fields, and round numbers as tables do, so that messages that look the same are encoded the same."""
     for field, value in message.ListFields():
         below: Fields | None = wanted.get(field.name) if wanted else {}
         if below is None:

@@ -1,5 +1,4 @@
-"""What the fleet makes of the snapshots that it takes in: samples for history and recordings, facts for health.
+"""Observers that turn the fleet's snapshots into samples and health facts, and the services of history, recordings and health.
 
-The rules are in `history`, `recording` and `health`, which are pure; here they meet the stream and the callers. Begin with
-`samples` and `health_servicer`.
+The rules are in `history`, `recording` and `health`, which are pure. Begin with `samples` and `health_servicer`.
 """

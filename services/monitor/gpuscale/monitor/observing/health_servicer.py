@@ -1,7 +1,6 @@
-"""HealthService on the wire, and what it tells of: an observer of what nodes stream, told to the judgement."""
+"""HealthService on the wire, and the observer that passes facts from snapshots to the health register."""
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 from typing import Any, cast
 
 from google.protobuf.message import Message
@@ -36,13 +35,13 @@ _WATCHED = {
     "retired_pending": "retired_pages_pending",
     "throttle_reason_mask": "throttle_reason_mask",
 }
-"""Fields of GpuReading by the names of facts. They decide, with the recovery action, whether a GPU looks well."""
+"""Fields of GpuReading by fact; with the recovery action, they decide whether a GPU looks well."""
 _COMPARED = {"pcie_replays": "pcie_replay_count", "nvlinks_active": "nvlink_active_count"}
 """Fields that are compared with earlier values."""
 
 
 def facts_of(gpu: types_api.Gpu) -> HealthFacts:
-    """What the checks look at of a GPU."""
+    """The facts of a GPU."""
     reading = cast("Message", gpu.reading)
     facts = dict[str, Any]()
     for fact, name in (_WATCHED | _COMPARED).items():
@@ -63,13 +62,13 @@ WATCHED_FIELDS = frozenset(
     types_api.GpuReading.DESCRIPTOR.fields_by_name[name].number
     for name in (*_WATCHED.values(), "recovery_action")
 )
-"""The readings that decide whether a GPU looks well, by number: a change of others need not be looked at."""
+"""Field numbers of the readings that decide whether a GPU looks well."""
 
 
 def looks_well(gpu: types_api.Gpu) -> bool:
-    """Whether no check that needs no memory can find anything: quick, since thousands are looked at each second.
+    """Whether no check without a past can find anything. Quick, since thousands of GPUs are checked each second.
 
-    An absent reading is 0 to protobuf, which here says no more than that nothing is found.
+    Absent readings are 0 in protobuf, which finds nothing here.
     """
     reading = gpu.reading
     return gpu.state in _FINE and not (
@@ -83,48 +82,40 @@ def looks_well(gpu: types_api.Gpu) -> bool:
 
 
 EVERY_SECONDS = 30.0
-"""A GPU that looks well is looked at closely this often: what then is compared with before is read no more often."""
+"""How often all checks of a GPU that looks well are made: the readings they compare are read no more often."""
 
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Heard:
-    """The newest fault that a node's agent told of."""
-
-    epoch: str
-    seq: int
-
-
 class HealthWatch:
-    """Judges what nodes stream, tells watchers of each change, and the index of each quarantine."""
+    """Observes nodes and passes facts to the register, events to watchers, and quarantines to the index."""
 
     def __init__(self, clock: Clock, nodes: Nodes) -> None:
         self._clock = clock
         self._nodes = nodes
-        self._heard: dict[str, _Heard] = {}
-        self._turns: dict[str, float] = {}  # when every GPU of a node is to be looked at again
+        self._heard: dict[str, tuple[str, int]] = {}  # epoch and seq of the newest fault, by node
+        self._turns: dict[str, float] = {}  # when to check every GPU of a node again
         self.register = HealthRegister(Events(f"{int(clock.wall().timestamp()):08x}"))
         self.feed: ResourceFeed[Event] = ResourceFeed(
             api.WatchHealthResponse, lambda event, _: to_event(event, Dates.of(clock)), shared=1.0
         )
 
     def resume(self) -> None:
-        """Resume what lasted in earlier runs; call it first, once the events are restored."""
+        """Resume unresolved events of earlier runs. Call it once, after restoring the events."""
         self.register.resume()
         for event in reversed(self.register.events.lasting()):
             self.feed.put(event_name(event), event)
         self._nodes.awaited.update(self.register.nodes())
 
     def observe(self, node: str, picture: Picture, now: float, change: Change | None) -> None:
-        """Take in a snapshot. `change`: what changed; None for a whole snapshot."""
+        """Take in a snapshot; `change` is None for a whole one."""
         register = self.register
         if change is None:
             problem = picture.snapshot.gpu_problem
             register.shown(node, picture.boot_id, frozenset(picture.uuids), now, problem)
         every = now >= self._turns.get(node, float("-inf"))
         if every:
-            # Nodes come together, and are not to be looked at together for ever.
+            # Spread the turns of nodes that connect at the same time.
             early = 0 if node in self._turns else len(self._turns) % EVERY_SECONDS
             self._turns[node] = now + EVERY_SECONDS - early
         if every or register.eventful(node) or change is None or change.touches(WATCHED_FIELDS):
@@ -136,7 +127,7 @@ class HealthWatch:
     def _facts(
         self, node: str, picture: Picture, change: Change | None, *, every: bool
     ) -> dict[str, HealthFacts]:
-        """By UUID, of every GPU, or else of those that the change touches and that do not look well, or did not."""
+        """Facts by UUID, of every GPU or of changed ones that do not look well or have events."""
         gpus = picture.snapshot.gpus
         if every:
             return {gpu.uuid: facts_of(gpu) for gpu in gpus}
@@ -150,23 +141,23 @@ class HealthWatch:
         }
 
     def hear(self, node: str, faults: monitor_internal.ReportedFaults, now: float) -> None:
-        """Take in reported faults; a repeated one counts once."""
+        """Take in reported faults, ignoring repeated ones."""
         epoch = self._nodes.get(node).epoch.id
         for fault in faults.faults:
-            heard = self._heard.get(node)
-            if heard is None or heard.epoch != epoch or fault.seq > heard.seq:
-                self._heard[node] = _Heard(epoch, fault.seq)
+            before, last = self._heard.get(node, ("", -1))
+            if before != epoch or fault.seq > last:
+                self._heard[node] = epoch, fault.seq
                 self.register.report(node, fault.uuid, fault.xid, now - seconds(fault.age))
         self._tell()
 
     def clear(self, node: str, uuid: str) -> list[Event]:
-        """Lift the quarantine of a GPU; the events that no longer keep work away."""
+        """Lift the quarantine of a GPU; returns the events that no longer quarantine it."""
         lifted = self.register.clear(node, uuid, self._clock.now())
         self._tell()
         return lifted
 
     def tick(self) -> None:
-        """Let time pass."""
+        """Apply the passing of time. Call it about once a second."""
         now = self._clock.now()
         silence = dict(self._nodes.silence(now))
         for node in self.register.nodes():
@@ -180,7 +171,7 @@ class HealthWatch:
         self._tell()
 
     def _tell(self) -> None:
-        """Publish what changed since the last call."""
+        """Publish changes since the last call."""
         register = self.register
         if register.events.changed:
             changed, register.events.changed = register.events.changed, set()
@@ -194,7 +185,7 @@ class HealthWatch:
                     self.feed.remove(event_name(event), event)
                 if event.finding.severity is not HealthSeverity.INFO:
                     _log.warning(
-                        "a health event" if event.resolved_at is None else "a health event is resolved",
+                        "health event" if event.resolved_at is None else "health event resolved",
                         check=event.check.name,
                         node=event.node,
                         uuid=event.uuid,
@@ -241,7 +232,7 @@ def to_event(event: Event, dates: Dates) -> api.HealthEvent:
 
 
 class HealthServicer(api.HealthServiceServicer):
-    """Tells what is wrong, and lifts quarantines."""
+    """Serves health events and lifts quarantines."""
 
     def __init__(self, health: HealthWatch, directory: Directory, clock: Clock) -> None:
         self._health = health

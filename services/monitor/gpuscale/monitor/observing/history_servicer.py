@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
 from math import inf, nextafter
 
 from gpuscale.api.monitor import v1 as api
@@ -11,26 +10,22 @@ from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import optional_seconds, seconds, to_duration
 from gpuscale.monitor.fleet.nodes import Directory, Subject
-from gpuscale.monitor.history.history import History, plan, spread, trend
+from gpuscale.monitor.history.history import History, metrics_of, plan, spread, trend
 from gpuscale.monitor.history.ring import Point
-from gpuscale.monitor.model.metrics import GPU_METRICS, NODE_METRICS, Metric
+from gpuscale.monitor.model.metrics import Metric
 from gpuscale.monitor.wire.values import Dates, to_stats
 
 DEFAULT_SPAN_SECONDS = 600.0
 MOST_POINTS = 30_000
-"""Most points in one answer, of all series together; each takes about 60 bytes."""
+"""Maximum number of points in one answer; each takes about 60 bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """From when until when, in seconds of the clock."""
-
-    start: float
-    end: float
+_Span = tuple[float, float]
+"""Start and end on the clock."""
 
 
 class HistoryServicer(api.HistoryServiceServicer):
-    """Answers from what is kept. Other tasks run between two metrics: an answer may take a while."""
+    """Answers from the history; other tasks run between metrics."""
 
     def __init__(self, history: History, directory: Directory, clock: Clock) -> None:
         self._history = history
@@ -41,19 +36,14 @@ class HistoryServicer(api.HistoryServiceServicer):
         self, request: api.QueryHistoryRequest, context: Context
     ) -> api.QueryHistoryResponse:
         dates = Dates.of(self._clock)
-        span = _span(request, dates)
+        start, end = span = _span(request, dates)
         subjects = self._directory.subjects(request.names, request.uuids)
         count = sum(len(_metrics(subject, request.metrics)) for subject in subjects)
         most = MOST_POINTS // max(count, 1)
         step = optional_seconds(request, "step") or 0.0
-        planned = plan(self._history.kept, span.end - span.start, dates.now - span.start, step, most)
-        response = api.QueryHistoryResponse(
-            step=to_duration(planned.step),
-            start_time=dates.timestamp(span.start),
-            end_time=dates.timestamp(span.end),
-            not_kept=self._not_kept(subjects),
-        )
-        self._tell_oldest(response, subjects, dates)
+        planned = plan(self._history.kept, end - start, dates.now - start, step, most)
+        response = api.QueryHistoryResponse(step=to_duration(planned.step))
+        self._describe(response, subjects, span, dates)
         async for subject, metric, points in self._points(subjects, request.metrics, planned.tier, span):
             response.series.add(
                 name=subject.name,
@@ -74,15 +64,11 @@ class HistoryServicer(api.HistoryServiceServicer):
 
     async def QueryTrends(self, request: api.QueryTrendsRequest, context: Context) -> api.QueryTrendsResponse:
         dates = Dates.of(self._clock)
-        span = _span(request, dates)
+        start, end = span = _span(request, dates)
         subjects = self._directory.subjects(request.names, request.uuids)
-        planned = plan(self._history.kept, span.end - span.start, dates.now - span.start, 0.0, MOST_POINTS)
-        response = api.QueryTrendsResponse(
-            start_time=dates.timestamp(span.start),
-            end_time=dates.timestamp(span.end),
-            not_kept=self._not_kept(subjects),
-        )
-        self._tell_oldest(response, subjects, dates)
+        planned = plan(self._history.kept, end - start, dates.now - start, 0.0, MOST_POINTS)
+        response = api.QueryTrendsResponse()
+        self._describe(response, subjects, span, dates)
         async for subject, metric, points in self._points(subjects, request.metrics, planned.tier, span):
             found = trend(points)
             if found is not None:
@@ -94,57 +80,57 @@ class HistoryServicer(api.HistoryServiceServicer):
                 )
         return response
 
-    def _tell_oldest(
+    def _describe(
         self,
         response: api.QueryHistoryResponse | api.QueryTrendsResponse,
         subjects: Sequence[Subject],
+        span: _Span,
         dates: Dates,
     ) -> None:
-        kept = [self._history.get(subject.key) for subject in subjects]
-        begins = [series.oldest() for series in kept if series is not None]
+        """Set the span, the oldest time that is kept, and the subjects without history."""
+        response.start_time.CopyFrom(dates.timestamp(span[0]))
+        response.end_time.CopyFrom(dates.timestamp(span[1]))
+        kept = {subject.name: self._history.get(subject.key) for subject in subjects}
+        response.not_kept.extend(name for name, series in kept.items() if series is None)
+        begins = [series.oldest() for series in kept.values() if series is not None]
         oldest = min((begin for begin in begins if begin is not None), default=None)
         if oldest is not None:
             response.oldest_time.CopyFrom(dates.timestamp(oldest))
 
-    def _not_kept(self, subjects: Sequence[Subject]) -> list[str]:
-        return [subject.name for subject in subjects if self._history.get(subject.key) is None]
-
     async def _points(
         self, subjects: Sequence[Subject], wanted: Sequence[int], tier: int, span: _Span
     ) -> AsyncGenerator[tuple[Subject, Metric, list[Point]], None]:
-        """Each metric of each subject that has a point."""
+        """The points of each metric of each subject, if any."""
         for subject in subjects:
             series = self._history.get(subject.key)
             if series is None:
                 continue
             for metric in _metrics(subject, wanted):
-                place = (GPU_METRICS if subject.uuid else NODE_METRICS).index(metric)
-                points = series.points(place, tier, span.start, span.end)
+                points = series.points(metrics_of(subject.key).index(metric), tier, *span)
                 if points:
                     yield subject, metric, points
                 await asyncio.sleep(0)
 
 
 def _metrics(subject: Subject, wanted: Sequence[int]) -> list[Metric]:
-    """The metrics of a node or GPU, or those of them that are wanted."""
-    all_of_them = GPU_METRICS if subject.uuid else NODE_METRICS
-    return [metric for metric in all_of_them if not wanted or metric.value in wanted]
+    """The wanted metrics of a node or GPU; all if none is named."""
+    return [metric for metric in metrics_of(subject.key) if not wanted or metric.value in wanted]
 
 
 def _span(request: api.QueryHistoryRequest | api.QueryTrendsRequest, dates: Dates) -> _Span:
-    """The span that a request names."""
+    """The span of a request."""
     span = request.span
-    now = nextafter(dates.now, inf)  # a span ends before its end, and the newest sample counts
+    now = nextafter(dates.now, inf)  # the end is exclusive, but the newest sample counts
     if span.HasField("last"):
         if span.HasField("start_time") or span.HasField("end_time"):
-            raise InvalidArgumentError("last stands instead of start_time and end_time", field="span.last")
-        return _Span(dates.now - seconds(span.last), now)
+            raise InvalidArgumentError("last excludes start_time and end_time", field="span.last")
+        return dates.now - seconds(span.last), now
     if not span.HasField("start_time"):
         if span.HasField("end_time"):
-            raise InvalidArgumentError("start_time must be set with end_time", field="span.start_time")
-        return _Span(dates.now - DEFAULT_SPAN_SECONDS, now)
+            raise InvalidArgumentError("end_time needs start_time", field="span.start_time")
+        return dates.now - DEFAULT_SPAN_SECONDS, now
     start = dates.seconds(span.start_time)
     end = dates.seconds(span.end_time) if span.HasField("end_time") else now
     if end <= start:
         raise InvalidArgumentError("end_time must be after start_time", field="span.end_time")
-    return _Span(start, end)
+    return start, end

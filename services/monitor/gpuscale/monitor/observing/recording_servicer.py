@@ -23,18 +23,18 @@ from gpuscale.monitor.wire.values import Dates, to_stats
 DEFAULT_INTERVAL_SECONDS = 1.0
 DEFAULT_MAX_DURATION_SECONDS = 3_600.0
 MOST_GPUS_OF_A_PAGE = 4_096
-"""A page of recordings ends before it has more of them; a message has room for some 8,000."""
+"""Maximum number of GPUs in a page of recordings; a message has room for some 8,000."""
 
 Keep = Callable[[str], Awaitable[None]]
-"""Stores a recording by its id, after it began, ended, or was deleted."""
+"""Stores a recording, by id, after it began, ended or was deleted."""
 
 
 async def forget(_: str) -> None:
-    """For a fleet without a directory for recordings."""
+    """Store nothing, for a fleet without a data directory."""
 
 
 class RecordingFeed:
-    """What watchers are told of recordings: call `tell` after each change, and now and then for those whose time is over."""
+    """The feed of recordings. Call `tell` after each change, and now and then for expired ones."""
 
     def __init__(self, recordings: Recordings, clock: Clock) -> None:
         def show(recording: Recording, _: str) -> api.Recording:
@@ -48,7 +48,7 @@ class RecordingFeed:
         self._told: dict[str, RecordingState] = {}
 
     def tell(self) -> None:
-        """Tell of what began, ended, or is kept no longer since the last call."""
+        """Publish what began, ended or was dropped since the last call."""
         kept = {f"recordings/{one.order.id}": one for one in self.recordings.all(self._clock.now())}
         for name in self._told.keys() - kept:
             del self._told[name]
@@ -60,7 +60,7 @@ class RecordingFeed:
 
 
 class RecordingServicer(api.RecordingServiceServicer):
-    """Starts, stops and shows recordings."""
+    """Starts, stops and serves recordings."""
 
     def __init__(self, told: RecordingFeed, directory: Directory, clock: Clock, keep: Keep) -> None:
         self._keep = keep
@@ -144,17 +144,17 @@ class RecordingServicer(api.RecordingServiceServicer):
             if not request.allow_missing:
                 raise
         self._told.tell()
-        await self._keep(key)  # of one that is gone too: a call before may not have reached the disk
+        await self._keep(key)  # even if it is gone, since an earlier call may have failed to write
         return api.DeleteRecordingResponse()
 
     def _order(self, request: api.StartRecordingRequest) -> RecordingOrder:
-        """What a request asks for; FailedPreconditionError if the agents read less often than that."""
+        """The order of a request. FailedPreconditionError if an agent reads less often than the interval."""
         targets = self._directory.gpus(request.names, request.uuids)
         period = max((target.period for target in targets), default=0.0)
         interval = optional_seconds(request, "interval")
         if interval is not None and interval < period:
             raise FailedPreconditionError(
-                f"an agent reads every {period:g} s, which is less often than every {interval:g} s",
+                f"interval is {interval:g} s, but an agent reads only every {period:g} s",
                 reason="INTERVAL_BELOW_PERIOD",
             )
         return RecordingOrder(
@@ -172,7 +172,7 @@ def _id(name: str) -> str:
 
 
 GPUS_AT_ONCE = 64
-"""GPUs written into a message before other tasks run."""
+"""GPUs written into a message before other tasks can run."""
 
 
 async def to_recording(recording: Recording, dates: Dates) -> api.Recording:

@@ -1,9 +1,8 @@
-"""From the snapshots that agents stream to samples, for history and for recordings.
+"""Samples for history and recordings, from the snapshots of nodes.
 
-A reading counts once, however often a snapshot repeats it (that of a GPU whose driver is slow stays, with its age): it
-is new if it was made a quarter of the agent's period or more after the one before. Of nodes whose samples nobody takes,
-since there is no memory for more history and no recording of them, nothing is looked at. Of the others the readings that
-are kept stand by column, as the tables of numbers bring them, so that a change need not be looked up in a snapshot.
+A reading counts once, although snapshots repeat it while its GPU is slow: it is new if made at least a quarter of the agent's
+period after the last. Nodes without memory for history and without recordings are skipped. Readings are kept by column, as
+tables of numbers arrive, so that changes need no lookup in a snapshot.
 """
 
 from collections.abc import Sequence
@@ -34,19 +33,18 @@ _COLUMNS = {
     for place, metric in enumerate(GPU_METRICS)
     if metric is not Metric.MEMORY_USED_PERCENT
 }
-"""The place among `GPU_METRICS` of a field of GpuReading."""
+"""Indexes in `GPU_METRICS` by field number of GpuReading."""
 
 
 @dataclass(slots=True)
 class _Gpus:
-    """The readings of a node's GPUs, by place."""
+    """The readings of a node's GPUs, by index."""
 
     uuids: tuple[str, ...]  # in lower case
-    newest: list[float]  # when the newest sample of each was made
-    # of their readings, in seconds, when the newest snapshot came; None of one that was never read
-    ages: list[float | None]
-    columns: list[Sequence[float]]  # for each of `GPU_METRICS`, its value for each GPU
-    totals: Sequence[float]  # the memory of each; 0 where it is absent
+    newest: list[float]  # times of their newest samples
+    ages: list[float | None]  # seconds, when the newest snapshot came; None if never read
+    columns: list[Sequence[float]]  # per metric of `GPU_METRICS`, the value of each GPU
+    totals: Sequence[float]  # memory of each; 0 if absent
 
     @classmethod
     def of(cls, picture: Picture, before: "_Gpus | None") -> "_Gpus":
@@ -78,7 +76,7 @@ class _Gpus:
 
 @dataclass(slots=True)
 class _Host:
-    """What is kept of a host's readings: their age when the newest snapshot came, and the CPU, memory and load."""
+    """The kept readings of a host (CPU, memory, load), and their age when the newest snapshot came."""
 
     age: float | None
     newest: float
@@ -86,17 +84,17 @@ class _Host:
 
 
 class SampleObserver:
-    """An observer of the fleet's nodes: what it is told goes into history and recordings."""
+    """An observer of nodes that feeds history and recordings."""
 
     def __init__(self, history: History, recordings: Recordings) -> None:
         self._history = history
         self._recordings = recordings
         self._gpus: dict[str, _Gpus] = {}
         self._hosts: dict[str, _Host] = {}
-        self._kept: set[str] = set()  # nodes of which there is, or may be, history
+        self._kept: set[str] = set()  # nodes with history, or room for it
 
     def observe(self, node: str, picture: Picture, now: float, change: Change | None) -> None:
-        """Take in the new readings of a snapshot. `change`: what changed; None for a whole snapshot."""
+        """Take in the new readings of a snapshot; `change` is None for a whole one."""
         if node in self._kept or self._history.make_room():
             self._kept.add(node)
         elif node not in self._recordings.nodes:
@@ -113,7 +111,7 @@ class SampleObserver:
             self._history.add(node_name(node), at, (*host.readings, utilization))
 
     def forget_unknown(self, nodes: Nodes) -> None:
-        """Drop nodes that are no longer known."""
+        """Drop unknown nodes."""
         for node in [node for node in self._hosts if nodes.find(node) is None]:
             del self._hosts[node], self._gpus[node]
             self._kept.discard(node)
@@ -149,7 +147,7 @@ class SampleObserver:
 
 
 def gpu_sample(reading: types_api.GpuReading) -> Sample:
-    """What is kept of a reading, in the order of `GPU_METRICS`."""
+    """The sample of a reading, in the order of `GPU_METRICS`."""
     used = float(reading.memory_used_bytes) or _zero(reading, "memory_used_bytes")
     total = reading.memory_total_bytes
     return (
@@ -164,12 +162,12 @@ def gpu_sample(reading: types_api.GpuReading) -> Sample:
 
 
 def _zero(reading: Message, field: str) -> float:
-    """0 where a reading has this field, which then is 0; protobuf is asked for no more than that."""
+    """0 if a reading has this field, which is 0 or absent; else NaN. HasField is only called for zeros, as it is slow."""
     return 0.0 if reading.HasField(field) else ABSENT
 
 
 def _merged(column: Sequence[float], places: Sequence[int], values: Sequence[float]) -> Sequence[float]:
-    """A column with new values at these places; at all without places."""
+    """A column with new values at these indexes, or at all without indexes."""
     if not places:
         return values
     merged = list(column)
@@ -179,6 +177,6 @@ def _merged(column: Sequence[float], places: Sequence[int], values: Sequence[flo
 
 
 def _age(reading: types_api.GpuReading | types_api.HostReading) -> float | None:
-    """How old a reading was in the snapshot; None if it never was made."""
+    """The age of a reading in its snapshot; None if it was never made."""
     age: Duration = reading.age
     return seconds(age) if reading.HasField("age") else None

@@ -1,10 +1,10 @@
-"""All recordings that are kept. Pure: times are arguments, in seconds of the clock that samples are dated by.
+"""All kept recordings. Pure. Times are seconds of the clock of samples.
 
-A sample counts once: it is a new reading, made while the recording runs, and one interval after the one before (a
-quarter early at most, for what the network does to the arrival of snapshots).
+A recording takes a sample if it was read while the recording runs, and one interval after the last (up to a quarter early, for
+jitter of the network).
 
-Recordings of a GPU that took in the same sample and are to wait equally long take in the same ones from then on. They
-share a span, so that what a sample costs does not grow with the number of recordings that take it in.
+Recordings of a GPU that took the same sample and have the same interval take the same samples from then on. They share a span,
+so that the cost of a sample does not grow with the number of recordings.
 """
 
 from collections import defaultdict
@@ -22,21 +22,21 @@ from gpuscale.monitor.model.recordings import (
 )
 
 EARLY = 0.25
-"""A sample may come this share of the interval, or of the agent's period if that is shorter, early."""
+"""How early a sample may be, as a share of the interval or the agent's period, whichever is shorter."""
 
 
 class Spans:
-    """The recordings that take in the samples of one GPU."""
+    """The running recordings of one GPU."""
 
     def __init__(self) -> None:
         self._all: list[SharedSpan] = []
-        self._apart = 0  # samples that were counted more than once since spans were joined last
+        self._apart = 0  # samples counted more than once since spans were last joined
 
     def __len__(self) -> int:
         return len(self._all)
 
     def begin(self, recording: Recording, gpu: RecordedGpu) -> None:
-        """Let a recording take in the samples of its GPU."""
+        """Start a recording of this GPU."""
         interval = recording.order.interval
         pace = interval - EARLY * min(interval, gpu.target.period)
         gpu.until = recording.last_moment
@@ -44,7 +44,7 @@ class Spans:
         self._all.append(gpu.span)
 
     def add(self, at: float, sample: Sample) -> None:
-        """Take in what was read at `at`."""
+        """Add a sample read at `at`."""
         due: defaultdict[float, list[SharedSpan]] = defaultdict(list)
         for span in [span for span in self._all if at >= span.due]:
             if at > span.until:
@@ -62,7 +62,7 @@ class Spans:
         self._all = [span for span in self._all if span.members]
 
     def _take(self, spans: Sequence[SharedSpan], at: float, sample: Sample) -> None:
-        """Let spans of one pace take in a sample, and join them once counting each has cost as much as joining will."""
+        """Add a sample to spans of one pace, and join them once counting each has cost as much as joining."""
         new = [span for span in spans if not span.figures.sample_count]
         if len(new) > 1:
             spans = [*(span for span in spans if span.figures.sample_count), self._joined(new)]
@@ -75,7 +75,7 @@ class Spans:
             self._apart = 0
 
     def _joined(self, spans: Sequence[SharedSpan]) -> SharedSpan:
-        """One span in place of these, which are due at the same time."""
+        """Replace spans that are due at the same time by one."""
         members = {member for span in spans for member in span.members}
         until = min(member.until for member in members)
         joined = SharedSpan(spans[0].pace, spans[0].due, until, members)
@@ -91,7 +91,7 @@ MOST_KEPT = 100
 
 
 class Recordings:
-    """Recordings by id, those that take in the samples of each GPU, and the `nodes` that matter to any."""
+    """All recordings; `nodes` are those with a running one."""
 
     def __init__(self, most_kept: int = MOST_KEPT) -> None:
         self._most_kept = most_kept
@@ -101,12 +101,12 @@ class Recordings:
         self.nodes: frozenset[str] = frozenset()
 
     def all(self, now: float) -> list[Recording]:
-        """Every recording, by id."""
+        """All recordings, sorted by id."""
         self._expire(now)
         return [self._all[key] for key in sorted(self._all)]
 
     def get(self, key: str, now: float) -> Recording:
-        """A recording by its id. Raises NotFoundError: there is none."""
+        """A recording by id. NotFoundError without one."""
         self._expire(now)
         found = self._all.get(key)
         if found is None:
@@ -114,7 +114,7 @@ class Recordings:
         return found
 
     def start(self, order: RecordingOrder, now: float) -> Recording:
-        """Begin a recording, or return the one of this request. The one that ended first makes room, if one has."""
+        """Start a recording, or return the one of a repeated request. Drops the recording that ended first if there are too many."""
         self._expire(now)
         for recording in self._all.values():
             if recording.order.request_id != order.request_id:
@@ -125,7 +125,7 @@ class Recordings:
                 )
             return recording
         if order.id in self._all:
-            raise AlreadyExistsError(f"there is a recordings/{order.id} already", reason="RECORDING_EXISTS")
+            raise AlreadyExistsError(f"recordings/{order.id} already exists", reason="RECORDING_EXISTS")
         if len(self._all) >= self._most_kept:
             ended = [recording for recording in self._all.values() if recording.ended_at is not None]
             if not ended:
@@ -138,7 +138,7 @@ class Recordings:
         return recording
 
     def restore(self, recording: Recording) -> None:
-        """Keep a recording as it is; one that runs goes on."""
+        """Add a recording; a running one continues."""
         self._all[recording.order.id] = recording
         names = {target.name for target in recording.order.targets}
         self._nodes_of[recording.order.id] = frozenset(name.split("/")[1] for name in names)
@@ -148,7 +148,7 @@ class Recordings:
             self._note_nodes()
 
     def stop(self, key: str, now: float) -> Recording:
-        """End a recording; one that has ended stays as it is. Raises NotFoundError: there is none."""
+        """Stop a recording unless it has ended. NotFoundError without one."""
         recording = self.get(key, now)
         if recording.state is RecordingState.RUNNING:
             _end(recording, RecordingState.STOPPED, now)
@@ -156,11 +156,11 @@ class Recordings:
         return recording
 
     def delete(self, key: str, now: float) -> None:
-        """End a recording and forget it. Raises NotFoundError: there is none."""
+        """Stop a recording and drop it. NotFoundError without one."""
         self._forget(self.stop(key, now))
 
     def add(self, uuid: str, at: float, sample: Sample) -> None:
-        """Take in what was read at `at` of the GPU with that UUID, in lower case."""
+        """Add a sample of the GPU with that lower-case UUID, read at `at`."""
         spans = self._spans.get(uuid)
         if spans is not None:
             spans.add(at, sample)
@@ -168,7 +168,7 @@ class Recordings:
                 del self._spans[uuid]
 
     def _forget(self, recording: Recording) -> None:
-        """Drop a recording that has ended."""
+        """Drop an ended recording."""
         del self._all[recording.order.id], self._nodes_of[recording.order.id]
         for gpu in recording.gpus:
             gpu.leave()

@@ -1,8 +1,8 @@
-"""Carries recordings, health events and history over the end of the fleet's process.
+"""Stores recordings, health events and history across runs of the fleet.
 
-The two coarsest tiers of history, health events that changed, and what running recordings have come to, are written every
-`SAVE_SECONDS`; a recording also when it begins, ends or is deleted, before the answer. What a crash loses is what was
-read since the last write, and of history up to a step of the tier before the coarsest: less than a minute in all.
+The two coarsest tiers of history, changed health events and running recordings are written every `SAVE_SECONDS`; a recording also
+when it begins, ends or is deleted, before the answer. A crash loses less than a minute: what was read since the last write, and
+up to a step of the second coarsest tier.
 """
 
 import asyncio
@@ -31,12 +31,12 @@ from gpuscale.monitor.state.store import DATABASE, BootTimeline, Chunk, FleetSto
 
 SAVE_SECONDS = 45.0
 SERIES_AT_ONCE = 100
-"""Series looked at before other tasks run."""
+"""Series examined before other tasks can run."""
 
 _Text = tuple[Recording, RecordingState, str]
-"""A recording, and its text, which is of that state."""
+"""A recording, its state, and its JSON in that state."""
 _Newest = tuple[int, int]
-"""The newest bucket of a series, and how many samples it had, where it may get more."""
+"""The number of a series' newest saved bucket, and its sample count if it may still grow, else 0."""
 _LOWEST_NUMBER = -(2**31)
 
 _log = get_logger(__name__)
@@ -44,7 +44,7 @@ _log = get_logger(__name__)
 
 @dataclass(slots=True)
 class _SavedTier:
-    """The coarsest tier of history, or the one before, whose buckets never change once they are over; what was saved of it."""
+    """What is saved of the coarsest tier, or of the second coarsest (`finer`), whose buckets never change."""
 
     tier: Tier
     finer: bool
@@ -55,7 +55,7 @@ class _SavedTier:
 
 
 class Saver:
-    """Writes what is to be kept, and brings it back at the start; `restore` comes first. `failed` counts failures."""
+    """Restores and saves the state; call `restore` first. `failed` counts failed saves."""
 
     def __init__(
         self, store: FleetStore, history: History, recordings: Recordings, events: Events, clock: Clock
@@ -66,14 +66,14 @@ class Saver:
         self._events = events
         self._clock = clock
         self._timeline = BootTimeline("", 0.0)
-        self._final: dict[str, Recording] = {}  # those whose end is on disk
+        self._final: dict[str, Recording] = {}  # recordings whose end is on disk
         self._coarsest = _SavedTier(history.tiers[-1], finer=False)
         self._finer = _SavedTier(history.tiers[-2], finer=True)
         self._failing = False
         self.failed = 0
 
     async def restore(self) -> None:
-        """Bring back what the last run kept; STATE_UNREADABLE if it is not what a fleet writes."""
+        """Restore the state of the last run. FailedPreconditionError (STATE_UNREADABLE) if it is invalid."""
         before, newest = await self._store.boot()
         wall = self._clock.wall().timestamp()
         now = self._clock.now()
@@ -93,7 +93,7 @@ class Saver:
                 self._finer.saved[key] = self._finer.newest(rows, len(metrics_of(key)))
         except ValueError as error:
             raise FailedPreconditionError(
-                f"{DATABASE} cannot be read ({error}); it was left as it is", reason="STATE_UNREADABLE"
+                f"cannot read {DATABASE} ({error}); it is unchanged", reason="STATE_UNREADABLE"
             ) from error
 
     async def run(self) -> None:
@@ -103,7 +103,7 @@ class Saver:
             await self.try_to_save()
 
     async def try_to_save(self) -> None:
-        """Save; a failing disk ends nothing and is logged once, and once when it works again."""
+        """Save; failures are logged once, and once when saving works again."""
         try:
             await self.save()
             if self._failing:
@@ -120,7 +120,7 @@ class Saver:
             self._failing = True
 
     async def save(self) -> None:
-        """Write what is new; UnavailableError if it cannot be written now."""
+        """Write what has changed. UnavailableError if that fails."""
         recordings = self._recordings.all(self._clock.now())
         texts = [
             await self._text(recording)
@@ -140,14 +140,14 @@ class Saver:
             tier.saved = {key: last for key, last in (tier.saved | now).items() if self._history.get(key)}
 
     async def save_recording(self, key: str) -> None:
-        """Write one recording, or that it is gone. Raises as `save` does."""
+        """Write one recording, or its deletion. Raises as `save`."""
         recordings = self._recordings.all(self._clock.now())
         await self._write(
             [await self._text(recording) for recording in recordings if recording.order.id == key], ()
         )
 
     async def _text(self, recording: Recording) -> _Text:
-        """A recording as text; other tasks run meanwhile, and if the recording ends the text is made again."""
+        """A recording as JSON, made again if it ends meanwhile, since other tasks can run."""
         while True:
             state, made = recording.state, list[str]()
             for piece in recording_to_text(recording, self._timeline.offset):
@@ -163,7 +163,7 @@ class Saver:
     async def _write(
         self, texts: Sequence[_Text], found: Sequence[Chunk], finer: Sequence[Chunk] = ()
     ) -> None:
-        """Write it; skip recordings that ended or were deleted meanwhile: whoever ended them writes them."""
+        """Write; skips recordings that ended or were deleted meanwhile, as that call writes them."""
         kept = {recording.order.id: recording for recording in self._recordings.all(self._clock.now())}
         texts = [text for text in texts if text[0].state is text[1] and kept.get(text[0].order.id) is text[0]]
         timeline, now = self._timeline, self._timeline.stored(self._clock.now())
@@ -200,10 +200,10 @@ class Saver:
         found: list[Chunk],
         newest: dict[str, _Newest],
     ) -> None:
-        """Add the chunks of a series that changed since it was saved last."""
+        """Add the chunks of a series that changed since it was last saved."""
         shift, width = round(self._timeline.offset / saved.tier.step), len(metrics_of(key))
         last = saved.saved.get(key)
-        # From the first bucket of the chunk that the last one saved is in.
+        # From the start of the chunk of the last saved bucket.
         first = _LOWEST_NUMBER if last is None else (last[0] + shift) // CHUNK * CHUNK - shift
         rows = series.finer(first) if saved.finer else series.coarsest(first)
         if rows.numbers and saved.newest(rows, width) != last:
@@ -211,7 +211,7 @@ class Saver:
             found += [(key, number, body) for number, body in chunks(rows, width, shift)]
 
     async def _series(self, saved: _SavedTier) -> AsyncGenerator[tuple[str, Rows], None]:
-        """What is stored of each series and is not too old; nothing from after now."""
+        """The stored rows of each series, without expired ones and those from the future."""
         tier = saved.tier
         shift = round(self._timeline.offset / tier.step)
         now, oldest = self._clock.now(), self._clock.now() - tier.retention
@@ -233,9 +233,9 @@ class Saver:
 async def open_saver(
     directory: Path, history: History, recordings: Recordings, events: Events, clock: Clock
 ) -> AsyncGenerator[Saver, None]:
-    """Bring back what a directory has of a run before, and keep it up to date until the block ends.
+    """Restore the state in a directory, which the caller has locked, and save it until the block ends.
 
-    The caller holds its lock. FailedPreconditionError if the file is damaged or of another version; it stays as it is.
+    FailedPreconditionError if the file is damaged or of another version; it is unchanged.
     """
     async with FleetStore.open(directory) as store:
         saver = Saver(store, history, recordings, events, clock)

@@ -1,9 +1,8 @@
-"""The fleet's file: recordings and health events as text, and history in chunks of the two coarsest tiers.
+"""The fleet's database: recordings and health events as JSON, and history in chunks of the two coarsest tiers.
 
-One count of seconds goes over all runs and boots. The clock of samples begins anew with each boot, and the wall clock may
-be set at any time. So a stored time is seconds of the clock plus an offset that stays the same for a whole boot. The first
-run of a boot takes it from the wall clock, but never so that time would go back: where the wall clock is behind what was
-stored, the count goes on from there. What is written stands in place of what was there, so a write may be repeated.
+Stored times are on a timeline that spans boots: seconds of the clock, which restarts with each boot, plus an offset that is
+constant within a boot. The first run of a boot takes the offset from the wall clock, unless that is behind the newest stored
+time. Writes replace rows and so can be repeated.
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -20,29 +19,29 @@ from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Store
 
 STEP_SECONDS = 60.0
-"""Offsets are whole multiples of the coarsest step of history, so that buckets stay buckets."""
+"""Offsets are multiples of this, the coarsest step of history, to keep buckets aligned."""
 
 
 @dataclass(frozen=True, slots=True)
 class BootTimeline:
-    """The count during one boot: seconds of its clock plus `offset`."""
+    """The stored timeline during one boot: seconds of its clock plus `offset`."""
 
     boot_id: str
     offset: float
 
     def stored(self, at: float) -> float:
-        """A time of the clock as it is stored."""
+        """A time of the clock on the timeline."""
         return at + self.offset
 
     def clock(self, stored: float) -> float:
-        """A stored time in seconds of the clock; below 0 before this boot."""
+        """A stored time on the clock; negative before this boot."""
         return stored - self.offset
 
 
 def continued(
     before: BootTimeline | None, newest: float, boot_id: str, now: float, wall: float
 ) -> BootTimeline:
-    """The count of this boot, at `now` of its clock; `before` is that of the last run, `newest` the newest stored time."""
+    """The timeline of this boot, at `now` on its clock, given that of the last run and the newest stored time."""
     if before is not None and before.boot_id == boot_id:
         return before
     least = max(wall, newest + STEP_SECONDS) - now
@@ -58,25 +57,25 @@ Chunk = tuple[str, int, bytes]
 
 
 class _Table(SQLModel, registry=registry()):
-    """A table of this file, apart from those of other services in the process."""
+    """Base of this file's tables, apart from those of other services in the process."""
 
 
 class Recording(_Table, table=True):
-    """A recording; `body` is that of `gpuscale.monitor.model.stored`."""
+    """A recording; `body` is from `model.stored`."""
 
     id: str = Field(primary_key=True)
     body: str
 
 
 class HealthEvent(_Table, table=True):
-    """A health event; `body` is that of `gpuscale.monitor.model.stored`."""
+    """A health event; `body` is from `model.stored`."""
 
     id: str = Field(primary_key=True)
     body: str
 
 
 class HistoryChunk(_Table, table=True):
-    """Rows of one series; `body` is that of `gpuscale.monitor.history.ring`."""
+    """A chunk of a series in the coarsest tier; `body` is from `history.ring`."""
 
     key: str = Field(primary_key=True)
     number: int = Field(primary_key=True, index=True)
@@ -84,7 +83,7 @@ class HistoryChunk(_Table, table=True):
 
 
 class FinerChunk(_Table, table=True):
-    """The same of the tier before the coarsest."""
+    """A chunk of a series in the second coarsest tier."""
 
     key: str = Field(primary_key=True)
     number: int = Field(primary_key=True, index=True)
@@ -92,7 +91,7 @@ class FinerChunk(_Table, table=True):
 
 
 class Boot(_Table, table=True):
-    """The boot of the run that wrote last, and the newest time that it wrote."""
+    """The timeline of the last run, and its newest time."""
 
     id: int = Field(default=1, primary_key=True)
     boot_id: str
@@ -108,22 +107,21 @@ _RECORDING, _CHUNK, _FINER, _BOOT, _EVENT = (
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """What is written at a time."""
+    """What one write stores."""
 
     timeline: BootTimeline
-    newest: float  # the stored time of now
-    recordings: Mapping[str, str]  # their bodies by id
-    chunks: Sequence[Chunk]  # those that changed, of the coarsest tier
-    finer: Sequence[Chunk]  # and of the one before
-    kept: Sequence[str]  # ids of all recordings that there are: others are deleted
-    oldest_chunk: int  # chunks with a number below it are deleted
-    oldest_finer: int  # the same of the tier before
-    # bodies of the health events that changed, by id; empty for those no longer kept
-    events: Mapping[str, str]
+    newest: float  # the current time on the timeline
+    recordings: Mapping[str, str]  # bodies by id
+    chunks: Sequence[Chunk]  # changed chunks of the coarsest tier
+    finer: Sequence[Chunk]  # changed chunks of the second coarsest tier
+    kept: Sequence[str]  # ids of all recordings; others are deleted
+    oldest_chunk: int  # chunks with a lower number are deleted
+    oldest_finer: int  # the same for `finer`
+    events: Mapping[str, str]  # bodies of changed health events by id; empty for dropped ones
 
 
 class FleetStore:
-    """Reads and writes the file. Every write returns once it is on disk; all raise as `gpuscale.common.store.store.Store` does."""
+    """Reads and writes the file. Writes return once they are on disk. Raises as `common.store.store.Store`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -131,14 +129,14 @@ class FleetStore:
     @classmethod
     @asynccontextmanager
     async def open(cls, directory: Path) -> AsyncGenerator[Self]:
-        """The file in a directory, made if it is missing; raises as `open_saver`."""
-        # Version 1 kept no health events and one tier of history: the store makes tables that are missing.
+        """Open or create the file in a directory. Raises as `open_saver`."""
+        # Version 1 lacks tables, which the store creates.
         file = Sqlite(directory / DATABASE, _Table.metadata, VERSION, {1: lambda _: None})
         async with Store.open(file, name="fleet") as store:
             yield cls(store)
 
     async def boot(self) -> tuple[BootTimeline | None, float]:
-        """The count of the run before, and the newest time that it wrote; None and 0 before the first run."""
+        """The timeline of the last run and its newest time; None and 0 before the first run."""
 
         def work(connection: Connection) -> tuple[BootTimeline | None, float]:
             row = connection.execute(select(_BOOT)).one_or_none()
@@ -149,15 +147,15 @@ class FleetStore:
         return await self._store.read(work)
 
     async def recordings(self) -> list[str]:
-        """Every recording."""
+        """The bodies of all recordings."""
         return await self._bodies(_RECORDING)
 
     async def events(self) -> list[str]:
-        """Every health event."""
+        """The bodies of all health events."""
         return await self._bodies(_EVENT)
 
     async def chunks(self, *, finer: bool = False) -> AsyncGenerator[list[Chunk], None]:
-        """All history of the coarsest tier, or of the one before, by series and time, a part at a time."""
+        """All chunks of the coarsest tier, or of the second coarsest (`finer`), by series and time, in parts."""
         table, after = _FINER if finer else _CHUNK, ("", 0)
         while True:
 
@@ -174,7 +172,7 @@ class FleetStore:
             after = part[-1][:2]
 
     async def save(self, saving: Saving) -> None:
-        """Write it, all or nothing."""
+        """Write in one transaction."""
         boot = {
             "id": 1,
             "boot_id": saving.timeline.boot_id,

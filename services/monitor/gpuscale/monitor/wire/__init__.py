@@ -1,1 +1,1 @@
-"""Between the values of `model` and the contract's messages. No gRPC calls. Begin with `snapshots`, then `merging`."""
+"""Conversions between the values of `model` and messages. No gRPC calls. Begin with `snapshots`, then `merging`."""

@@ -1,4 +1,4 @@
-"""What both ends of a stream do with snapshots that they hold: merge what changed, and count ages on."""
+"""Merging changes into snapshots, and advancing their ages."""
 
 from array import array
 from collections.abc import Collection, Iterable, Sequence
@@ -26,7 +26,7 @@ _FLOATS = frozenset(
 
 
 class Stamp(NamedTuple):
-    """What every delta says: its number, when its snapshot was read by the agent's wall clock, and how old that is."""
+    """A delta's seq, the sample time on the agent's wall clock, and the age."""
 
     seq: int
     time_seconds: int
@@ -41,12 +41,11 @@ class Stamp(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """A table of numbers, taken apart."""
+    """A decoded table of numbers."""
 
-    places: Sequence[int] = ()  # of the GPUs that it is about; none for all
+    places: Sequence[int] = ()  # indexes of GPUs; empty for all
     fields: Sequence[int] = ()  # numbers of fields of GpuReading
-    # for each field, its value for each of these GPUs; none where there is not one of each
-    columns: Sequence[Sequence[float]] = ()
+    columns: Sequence[Sequence[float]] = ()  # per field, a value per GPU; empty if the table is malformed
 
 
 NO_NUMBERS = Numbers()
@@ -54,7 +53,7 @@ NO_NUMBERS = Numbers()
 
 @dataclass(slots=True)
 class Change:
-    """A delta, taken apart."""
+    """A decoded delta."""
 
     stamp: Stamp
     host: monitor_internal.HostDelta | None
@@ -63,7 +62,7 @@ class Change:
 
     @classmethod
     def of(cls, delta: monitor_internal.SnapshotDelta) -> "Change":
-        """The change of a delta, whatever it holds."""
+        """Decode a delta, without validation."""
         time, age = delta.sample_time, delta.age
         numbers = NO_NUMBERS
         if delta.HasField("numbers"):
@@ -81,21 +80,21 @@ class Change:
         )
 
     def changed_places(self) -> Collection[int] | None:
-        """Places of all GPUs that change; None for all."""
+        """Indexes of changed GPUs; None for all."""
         if self.numbers.columns and not self.numbers.places:
             return None
         return {*self.numbers.places, *(gpu.place for gpu in self.gpus)}
 
     def touches(self, fields: frozenset[int]) -> bool:
-        """Whether it may change the state of a GPU, or one of these fields of GpuReading."""
+        """Whether it may change a GPU's state or one of these fields of GpuReading."""
         return len(self.gpus) > 0 or not fields.isdisjoint(self.numbers.fields)
 
 
 class Picture:
     """A snapshot that changes are merged into; `uuids` in lower case, `period` in seconds.
 
-    It rests as its encoding, which takes a quarter of the memory of a message, and beside it waits what nearly every
-    change brings anew until somebody looks: of thousands of nodes, few are looked at each second.
+    It is kept encoded, in a quarter of a message's memory, beside the numbers and host readings that nearly every change replaces.
+    They are merged only when someone reads, which is rare with thousands of nodes.
     """
 
     __slots__ = ("_columns", "_encoded", "_host", "_open", "_rested", "_stamp", "boot_id", "period", "uuids")
@@ -109,11 +108,11 @@ class Picture:
         self._stamp: Stamp | None = None
         self._host: types_api.HostReading | None = None
         self._columns: dict[int, array[float]] = {}
-        self._rested: dict[int, array[float]] = {}  # columns that were asked for, beneath `_columns`
+        self._rested: dict[int, array[float]] = {}  # cached columns of `_encoded`
 
     @property
     def snapshot(self) -> types_api.Snapshot:
-        """The snapshot with all changes; another message after each of them."""
+        """The snapshot with all changes; a new message after each change."""
         if self._open is not None:
             return self._open
         snapshot = types_api.Snapshot()
@@ -122,11 +121,11 @@ class Picture:
 
     @property
     def host_reading(self) -> types_api.HostReading:
-        """The readings of the host, with all changes."""
+        """The readings of the host with all changes."""
         return self.snapshot.host_reading if self._host is None else self._host
 
     def column(self, field: int) -> Sequence[float]:
-        """One field of the readings of each GPU, a number; 0 where it is absent."""
+        """A numeric field of each GPU; 0 if absent."""
         column = self._columns.get(field)
         if column is not None and not isnan(sum(column)):
             return column
@@ -147,20 +146,20 @@ class Picture:
         for field, values in self._columns.items():
             name, kind = _GPU_FIELDS[field], float if field in _FLOATS else int
             for reading, value in zip(readings, values, strict=True):
-                if value == value:  # NaN is not: it was not sent
+                if value == value:  # NaN was not sent
                     setattr(reading, name, kind(value))
         if self._stamp is not None:
             time, age = snapshot.sample_time, snapshot.age
             snapshot.seq, time.seconds, time.nanos, age.seconds, age.nanos = self._stamp
 
     def rest(self) -> None:
-        """Drop the message until somebody looks."""
+        """Free the decoded message."""
         self._open = None
 
     def merge(self, change: Change) -> None:
         """Merge a validated change."""
         if change.host is not None:
-            host = types_api.HostReading()  # a new message has no memory of what was cleared
+            host = types_api.HostReading()  # new, to free cleared fields
             host.CopyFrom(self.host_reading)
             _clear(host, _HOST_FIELDS, change.host.cleared_fields)
             host.MergeFrom(change.host.reading)
@@ -186,20 +185,20 @@ class Picture:
         self._open = None
 
     def _note(self, numbers: Numbers) -> None:
-        """Keep a table until it is needed: the newest number of each field and GPU counts."""
+        """Keep the newest number of each field and GPU until someone reads."""
         waiting, places = self._columns, numbers.places
         untold = array("d", [_NOT_TOLD]) * len(self.uuids)
         for field, values in zip(numbers.fields, numbers.columns, strict=True):
             if not places:
                 waiting[field] = array("d", values)
                 continue
-            column = waiting[field] = waiting.get(field, untold)[:]  # who asked for the one before keeps it
+            column = waiting[field] = waiting.get(field, untold)[:]  # a copy: readers may hold the old one
             for place, value in zip(places, values, strict=True):
                 column[place] = value
 
 
 def count_on(snapshot: types_api.Snapshot, elapsed: float) -> None:
-    """Make every age in a snapshot larger by the seconds that passed since it was made or received."""
+    """Add `elapsed` seconds to every age in a snapshot."""
     nanos = round(elapsed * _NANOS)
     _add(snapshot.age, nanos)
     if snapshot.host_reading.HasField("age"):

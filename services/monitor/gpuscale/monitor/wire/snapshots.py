@@ -1,4 +1,4 @@
-"""From the agent's values to the messages of the contract."""
+"""Conversion of the agent's values to messages."""
 
 import os
 import time
@@ -26,15 +26,15 @@ from gpuscale.monitor.model.readings import (
 )
 
 _STATUS = {status: types_api.ReadingStatus.Value(f"READING_STATUS_{status.name}") for status in ReadingStatus}
-_STATE = {state: types_api.GpuState.Value(f"GPU_STATE_{state.name}") for state in GpuState}
+GPU_STATES = {state: types_api.GpuState.Value(f"GPU_STATE_{state.name}") for state in GpuState}
 _RECOVERY = {
     action: types_api.RecoveryAction.Value(f"RECOVERY_ACTION_{action.name}") for action in RecoveryAction
 }
 
 GPU_NUMBERS = tuple(name for name in GPU_FIELDS if name not in {"processes", "recovery_action"})
-"""Readings of a GPU that go into the field of the same name as they are; of a host, all do (HOST_FIELDS)."""
+"""Readings of a GPU that are copied to the field of the same name, like all of HOST_FIELDS."""
 
-# The contract takes no control characters in a text, and every user of a host may name a process as they like.
+# The contract allows no control characters in text, but users can put them in names of processes.
 _LONGEST_TEXT = 1024
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -42,7 +42,7 @@ _Reading = TypeVar("_Reading", types_api.GpuReading, types_api.HostReading)
 
 
 def to_snapshot(snapshot: Snapshot, now: float) -> types_api.Snapshot:
-    """The message of a snapshot that is sent at `now`, in seconds of the agent's clock."""
+    """A snapshot as a message, with ages as of `now` on the agent's clock."""
     return types_api.Snapshot(
         node=snapshot.node,
         epoch=snapshot.epoch,
@@ -91,7 +91,7 @@ def _gpu(node: str, gpu: GpuView, now: float) -> types_api.Gpu:
         model=text(identity.model),
         simulated=identity.simulated,
         pci_bus_id=identity.pci_bus_id,
-        state=_STATE[gpu.state],
+        state=GPU_STATES[gpu.state],
         reading=message,
         mig_profile=identity.mig_profile,
         parent_uuid=identity.parent_uuid,
@@ -114,7 +114,7 @@ def _filled(
     read_at: float | None,
     now: float,
 ) -> _Reading:
-    """A message with the readings of these names, what is absent, and the age."""
+    """Set these readings, absent ones, and the age in a message."""
     for name in names:
         value = getattr(reading, name)
         if value is not None:
@@ -127,9 +127,9 @@ def _filled(
 
 
 def put(message: Any, name: str, value: Any) -> tuple[int, ...]:
-    """Put one reading, or the seconds of its `age`, into the reading of a GPU or host that changes another one.
+    """Set one reading, or its `age` in seconds, in a GpuReading or HostReading of a delta.
 
-    Returns the numbers of fields to clear before it is merged: readings that are absent now, lists and messages.
+    Returns the field numbers to clear before merging it: those now absent, lists and messages.
     """
     fields = message.DESCRIPTOR.fields_by_name
     if name == "absent":
@@ -152,13 +152,8 @@ def put(message: Any, name: str, value: Any) -> tuple[int, ...]:
     return cleared
 
 
-def gpu_state(state: GpuState) -> types_api.GpuState.ValueType:
-    """The contract's name of a state."""
-    return _STATE[state]
-
-
 def _process(process: GpuProcess) -> types_api.GpuProcess:
-    """The message of a process. Its start is of the boot, and told by the wall clock as it is now."""
+    """A process as a message, with its start on the current wall clock."""
     started = None
     if process.lineage:
         age = time.clock_gettime(time.CLOCK_BOOTTIME) - process.lineage[0].started / _TICKS
@@ -192,6 +187,6 @@ def _absent(absent: Iterable[Absent]) -> list[types_api.AbsentReading]:
 
 
 def text(text: str) -> str:
-    """The text as the contract takes it."""
+    """Replace control characters and truncate, as the contract demands."""
     shown = text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
     return shown[:_LONGEST_TEXT]

@@ -1,7 +1,6 @@
-"""What several services put into their messages: dates, and the figures of a metric.
+"""Dates and statistics in messages.
 
-What the fleet keeps is dated in seconds of its own clock, which steps of the wall clock do not touch. For display they
-become dates by the wall clock as it is when they are asked for.
+The fleet keeps times on its monotonic clock, and converts them to dates with the current wall clock when asked.
 """
 
 from dataclasses import dataclass
@@ -18,27 +17,27 @@ from gpuscale.monitor.model.metrics import Metric, Stats
 
 @dataclass(frozen=True, slots=True)
 class Dates:
-    """One moment on both clocks."""
+    """The same moment on both clocks."""
 
     now: float
     wall: datetime
 
     @classmethod
     def of(cls, clock: Clock) -> Self:
-        """This moment."""
+        """The current moment."""
         return cls(clock.now(), clock.wall())
 
     def timestamp(self, at: float) -> Timestamp:
-        """The date of a moment in seconds of the clock."""
+        """The date of a time on the clock."""
         return to_timestamp(self.wall - timedelta(seconds=self.now - at))
 
     def span(self, start: float, end: float | None) -> tuple[datetime, datetime | None]:
-        """The dates of two moments in seconds of the clock."""
+        """The dates of two times on the clock."""
         began = self.wall - timedelta(seconds=self.now - start)
         return began, None if end is None else began + timedelta(seconds=end - start)
 
     def seconds(self, timestamp: Timestamp) -> float:
-        """A date in seconds of the clock."""
+        """The time on the clock of a date."""
         return self.now - (self.wall - to_datetime(timestamp)).total_seconds()
 
 
@@ -46,7 +45,7 @@ _METRICS = {metric: api.Metric.Value(f"METRIC_{metric.name}") for metric in Metr
 
 
 def to_stats(metric: Metric, stats: Stats) -> api.MetricStats:
-    """Figures of one metric as a message."""
+    """Statistics of a metric as a message."""
     return api.MetricStats(
         metric=_METRICS[metric], min=stats.min, max=stats.max, mean=stats.mean, sample_count=stats.count
     )
