@@ -45,28 +45,34 @@ class GpuSource(Protocol):
     @property
     def simulated(self) -> bool:
         """Whether the GPUs are simulated."""
+        ...
 
     @property
     def outdated(self) -> bool:
         """Whether the inventory is known to have changed since `open`, such as MIG instances."""
+        ...
 
     def open(self) -> Inventory:
         """Find the GPUs, also again after `close`. GpuSourceError if none can be read."""
+        ...
 
     def read(self, uuid: str) -> GpuSample:
         """Read a GPU of the last inventory; failed readings are absent. GpuSourceError if the source must be reopened."""
+        ...
 
     def probe(self, uuid: str) -> None:
         """Make one cheap call to a GPU, whatever its answer. GpuSourceError as in `read`."""
 
     def wait_event(self, timeout: float) -> DriverEvent | None:
         """Wait up to `timeout` seconds for an event of any GPU; None if there was none. Needs `Inventory.has_events`."""
+        ...
 
     def interrupt(self) -> bool:
         """End every pending call with a GpuSourceError, without blocking, at any time.
 
         Returns False if the source cannot, because it calls the driver in this process.
         """
+        ...
 
     def close(self) -> None:
         """Release the driver. Never raises."""
@@ -77,9 +83,11 @@ class HostSource(Protocol):
 
     def identity(self) -> HostIdentity:
         """The identity of the host."""
+        ...
 
     def read(self) -> HostReading:
         """Read the host; failed readings are absent."""
+        ...
 
 
 GIB = 1024**3
