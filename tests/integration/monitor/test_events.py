@@ -105,7 +105,7 @@ class TakenAway(FakeGpus):
 
 async def listen_twice() -> BaseException | None:
     """Listen to such a source, and once more after that; why the second time ended."""
-    listener = Listener(TakenAway(), SystemClock(), lambda _: None, wait=1.0)
+    listener = Listener(TakenAway(), SystemClock(), [], wait=1.0)
     for _ in range(2):
         listener.start()
         await eventually(lambda: listener.listening is None)

@@ -14,18 +14,18 @@ from gpuscale.monitor.model.readings import GpuEvent, GpuEventKind, GpuState, Gp
 
 
 class Listener:
-    """Waits for events of a source in a thread and calls `hear` with each on the event loop.
+    """Waits for events of a source in a thread and calls `observers` with each on the event loop.
 
     `wait`: seconds of one blocking call, and so how long a pause may take. Events end it at once.
     """
 
     def __init__(
-        self, source: GpuSource, clock: Clock, hear: Callable[[GpuEvent], None], wait: float
+        self, source: GpuSource, clock: Clock, observers: Iterable[Callable[[GpuEvent], None]], wait: float
     ) -> None:
         self._source = source
         self._wait = wait
         self._clock = clock
-        self._hear = hear
+        self._observers = observers
         self._worker = CallThread("gpu-events")
         self._paused = threading.Event()
         self._listening: asyncio.Future[None] | None = None
@@ -67,7 +67,8 @@ class Listener:
             if found is not None:
                 event = GpuEvent(found.uuid, found.kind, found.xid, self._clock.now(), self._clock.wall())
                 try:
-                    loop.call_soon_threadsafe(self._hear, event)
+                    for observe in self._observers:
+                        loop.call_soon_threadsafe(observe, event)
                 except RuntimeError:
                     return  # the loop is closed
 

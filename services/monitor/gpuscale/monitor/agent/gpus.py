@@ -134,7 +134,7 @@ class Gpus:
         self._deadlines = deadlines
         self._node = node
         self._control = CallThread("gpu-source")
-        self._listener = Listener(source, clock, self._hear, event_wait)
+        self._listener = Listener(source, clock, self.observers, event_wait)
         self._shared = SharedThread()
         self._devices: dict[str, Device] = {}
         self._inventory: Inventory | None = None
@@ -167,10 +167,6 @@ class Gpus:
     def simulated(self) -> bool:
         """Whether the GPUs are simulated."""
         return self._source.simulated
-
-    def _hear(self, event: GpuEvent) -> None:
-        for observe in self.observers:
-            observe(event)
 
     def collection(self) -> Collection:
         """Current statistics."""

@@ -322,7 +322,7 @@ class CertificateServicer(api.CertificateServiceServicer):
                 joined = self._joined.what(principal.name) == principal.role.name.lower()
                 if not signer.has_signed(old) or not (joined or principal.role is Role.AGENT):
                     raise PermissionDeniedError(
-                        "only agents and hosts that joined can renew certificates, of this authority",
+                        "only agents and hosts that joined can renew certificates of this authority",
                         reason="NOT_RENEWABLE",
                     )
                 signed = signer.sign(request.csr, CertificateSubject(subject.name, uri=subject.uri))

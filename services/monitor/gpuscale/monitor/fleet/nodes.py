@@ -106,7 +106,9 @@ class Nodes:
             return
         record = self.get(node)
         if record.stream is not None:
-            raise FailedPreconditionError(f"the agent of {node_name(node)} streams", reason="NODE_STREAMS")
+            raise FailedPreconditionError(
+                f"the agent of {node_name(node)} is streaming", reason="NODE_STREAMS"
+            )
         self._owners.forget(record)
         del self._records[node]
         self.feed.remove(node_name(node))
@@ -214,7 +216,7 @@ class Nodes:
     def _take_delta(self, stream: AgentStream, delta: monitor_internal.SnapshotDelta, now: float) -> str:
         picture, last = stream.record.picture, stream.record.sample
         if stream.base_seq is None or delta.base_seq != stream.base_seq or picture is None or last is None:
-            return "it changes another snapshot than the last accepted one"
+            return "it does not change the last accepted snapshot"
         change = Change.of(delta)
         sample = NodeSample(stream.epoch, change.stamp.seq, now - change.stamp.age, last.period)
         reason = refuse_sample(last, sample) or refuse_change(change, picture)

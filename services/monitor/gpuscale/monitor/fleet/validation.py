@@ -39,7 +39,7 @@ def refuse_snapshot(snapshot: types_api.Snapshot, node: str, epoch: str) -> str:
     if snapshot.node != node or snapshot.epoch != epoch:
         return "its node and epoch are not those of Hello"
     if not snapshot.HasField("period") or snapshot.period.seconds > LONGEST_PERIOD_SECONDS:
-        return "its period is not within an hour"
+        return "its period must be at most an hour"
     seen: set[str] = set()
     for index, gpu in enumerate(snapshot.gpus):
         uuid = gpu.uuid.lower()
@@ -109,7 +109,7 @@ def refuse_change(change: Change, base: Picture) -> str:
     if problem:
         return f"host.{problem}"
     if len(change.gpus) > len(base.uuids):
-        return "gpus has more than there are"
+        return "gpus has more than the node"
     for index, gpu in enumerate(change.gpus):
         problem = _refuse_gpu(gpu, len(base.uuids))
         if problem:
@@ -137,7 +137,7 @@ def _refuse_stamp(stamp: Stamp) -> str:
 
 def _refuse_gpu(change: monitor_internal.GpuDelta, count: int) -> str:
     if not 0 <= change.place < count:
-        return "place is that of no GPU"
+        return "place is out of range"
     if change.state not in _GPU_STATES:
         change.state = types_api.GpuState.GPU_STATE_OTHER
     problem = broken_rule(change) if change.HasField("quarantine") else ""
@@ -165,7 +165,7 @@ def _refuse_numbers(numbers: Numbers, count: int) -> str:
     """Why a table of numbers of `count` GPUs is invalid; empty if it is not."""
     places, fields, columns = numbers
     if places and not 0 <= min(places) <= max(places) < count:
-        return "places has one of no GPU"
+        return "places has one out of range"
     if not columns or len(columns[0]) != (len(places) or count):
         return "values must have one for each field and GPU"
     # NaN passes comparisons, but shows in a sum.
