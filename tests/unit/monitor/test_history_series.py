@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from gpuscale.monitor.history.history import DEFAULT_TIERS, History, plan, spread, trend
-from gpuscale.monitor.history.ring import MOST_COUNTED, Bucket, Point
+from gpuscale.monitor.history.ring import MOST_COUNTED, Bucket, Point, Ring
 from gpuscale.monitor.history.series import HistorySeries, Tier, combined, most_bytes, shorter
 from gpuscale.monitor.model.metrics import GPU_METRICS, MetricTally
 
@@ -24,13 +24,10 @@ def filled(
     return series
 
 
-def held_bytes(found: object) -> int:
-    """Memory of all arrays that can be reached from an object."""
-    if isinstance(found, array):
-        return sys.getsizeof(found)
-    if isinstance(found, list | tuple):
-        return sum(held_bytes(one) for one in found)
-    return sum(held_bytes(one) for one in vars(found).values()) if hasattr(found, "__dict__") else 0
+def held_bytes(*rings: Ring) -> int:
+    """Memory of all arrays of rings, each once."""
+    arrays = {id(column): column for ring in rings for column in ring._rows}
+    return sum(map(sys.getsizeof, arrays.values()))
 
 
 def test_more_samples_than_a_bucket_counts_are_counted_as_the_most() -> None:
@@ -62,8 +59,28 @@ def test_memory_stays_below_what_is_stated_however_long_it_runs() -> None:
     series = HistorySeries(len(GPU_METRICS), tiers)
     for second in range(20_000):
         series.add(float(second), GPU)
-    arrays = sum(held_bytes(ring) for ring in series._rings)
+    arrays = held_bytes(*series._rings)
     assert 0.6 * most_bytes(len(GPU_METRICS), tiers) < arrays < most_bytes(len(GPU_METRICS), tiers)
+
+
+def test_minima_means_and_maxima_are_kept_apart_only_while_a_bucket_has_several_samples() -> None:
+    ring = Ring(1, 100)
+
+    def add(*numbers: int) -> None:
+        ring.extend(array("i", numbers), array("f", map(float, numbers)))
+
+    add(*range(99))
+    folded = held_bytes(ring)
+    ring.append(99, Bucket([1.0], [2.0], [3.0], [2]))
+    add(100, 101)
+    assert held_bytes(ring) > 1.5 * folded
+    last = [(98.0, 98.0, 98.0, 1), (1.0, 2.0, 3.0, 2), (100.0,) * 3 + (1,), (101.0,) * 3 + (1,)]
+    assert [point[1:] for point in ring.points(0, 1.0, 98.0, 1e6)] == last
+    add(*range(102, 305))
+    assert held_bytes(ring) <= 1.2 * folded
+    assert [point[1:] for point in ring.points(0, 1.0, 0.0, 1e6)] == [
+        (float(number),) * 3 + (1,) for number in range(205, 305)
+    ]
 
 
 def test_a_gpu_takes_at_most_a_mebibyte_and_a_half_by_default() -> None:

@@ -77,19 +77,30 @@ class Rows(NamedTuple):
         cells = slice(begin * width, stop * width)
         return Rows(numbers[begin:stop], mins[cells], means[cells], maxs[cells], counts[cells])
 
+    def folded(self) -> "Rows":
+        """The same rows, with one array for minima, means and maxima if all are alike."""
+        _, mins, means, maxs, _ = self
+        alike = mins.tobytes() == means.tobytes() == maxs.tobytes()  # NaN would not equal NaN
+        return self._replace(mins=means, maxs=means) if alike else self
+
     def last(self, width: int) -> Bucket:
         """The newest bucket, of `width` metrics."""
         return Bucket(self.mins[-width:], self.means[-width:], self.maxs[-width:], self.counts[-width:])
 
 
 class Ring:
-    """The newest `capacity` buckets of `width` metrics each."""
+    """The newest `capacity` buckets of `width` metrics each.
+
+    Its rows are folded until a bucket has several samples, which is rare in the finest tier.
+    """
+
+    __slots__ = ("_capacity", "_oldest", "_rows", "_width")
 
     def __init__(self, width: int, capacity: int) -> None:
         self._width = width
         self._capacity = capacity
         self._oldest = 0  # index of the oldest bucket
-        self._rows = Rows.empty()
+        self._rows = Rows.empty().folded()
 
     def __len__(self) -> int:
         return len(self._rows.numbers)
@@ -106,6 +117,9 @@ class Ring:
 
     def append(self, number: int, bucket: Bucket) -> None:
         """Append a newer bucket."""
+        if self._rows.mins is self._rows.maxs:
+            means = self._rows.means
+            self._rows = self._rows._replace(mins=means[:], maxs=means[:])
         numbers, mins, means, maxs, counts = self._rows
         if len(numbers) < self._capacity:
             self._rows.add(number, bucket)
@@ -124,21 +138,25 @@ class Ring:
         if isnan(sum(values)):  # rare: a value is absent
             counts = array("H", [value == value for value in values])  # 0 for NaN
         rows, width = self._rows, self._width
+        columns = (rows.means,) if rows.mins is rows.maxs else (rows.mins, rows.means, rows.maxs)
         done = min(self._capacity - len(self), len(numbers))
         if done:
-            cells = values[: done * width]
-            rows.extend(Rows(numbers[:done], cells, cells, cells, counts[: done * width]))
+            rows.numbers.extend(numbers[:done])
+            rows.counts.extend(counts[: done * width])
+            for column in columns:
+                column.extend(values[: done * width])
         while done < len(numbers):
             size = min(len(numbers) - done, self._capacity - self._oldest)
             source = slice(done * width, (done + size) * width)
             target = slice(self._oldest * width, (self._oldest + size) * width)
             rows.numbers[self._oldest : self._oldest + size] = numbers[done : done + size]
-            cells = values[source]
-            for column in (rows.mins, rows.means, rows.maxs):
-                column[target] = cells
+            for column in columns:
+                column[target] = values[source]
             rows.counts[target] = counts[source]
             self._oldest = (self._oldest + size) % self._capacity
             done += size
+            if not self._oldest and len(columns) > 1:  # a whole turn
+                self._rows = rows.folded()
 
     def merged(self, count: int) -> Bucket:
         """The newest `count` buckets merged into one."""
@@ -169,7 +187,7 @@ class Ring:
     def restore(self, rows: Rows) -> None:
         """Fill an empty ring with the newest of these buckets."""
         size = len(rows.numbers)
-        self._rows.extend(rows.part(max(size - self._capacity, 0), size, self._width))
+        self._rows = rows.part(max(size - self._capacity, 0), size, self._width).folded()
 
     def points(self, metric: int, step: float, start: float, end: float) -> list[Point]:
         """One metric of the buckets that start in [start, end), in order of time, without those that have no sample."""

@@ -75,6 +75,11 @@ class HistorySeries:
     The step of each tier is a multiple of the finer one's, and each tier keeps at least one step of the next.
     """
 
+    __slots__ = (
+        "_fresh", "_merged", "_merged_number", "_numbers", "_open_number", "_ratios", "_restored_until", "_rings",
+        "_step", "_tiers", "_turn", "_values", "_width",
+    )  # fmt: skip
+
     def __init__(self, width: int, tiers: Sequence[Tier], turn: int = 0) -> None:
         self._tiers = tiers
         self._turn = turn % TURNS
