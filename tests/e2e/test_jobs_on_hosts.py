@@ -371,6 +371,12 @@ def test_a_job_that_saves_its_work_makes_room_and_starts_again_on_another_host(l
     ended = (137, "its supervisor was killed") if killed == "supervisor" else (3, "")
     assert (before["node"], before["exitCode"]) == (f"nodes/{old}", ended[0])
     assert before.get("endReason", "").endswith(ended[1])
+    told = json.loads(lab.must("events", "--about", f"reservations/{name}", "-o", "json"))["events"]
+    happened = [one["what"].partition("; it was sent")[0].partition(": moved")[0] for one in told]
+    if killed == "nothing":
+        asked, left = f"its job was asked to save its work: {old}", f"its job left {old}"
+        grants = [happened[0].rpartition(" ")[2], happened[-1].rpartition(" ")[2]]
+        assert (happened[1:-1], grants) == ([asked, left], [old, now])
     for one in (name, beside, large):
         lab.must("stop", one)
 

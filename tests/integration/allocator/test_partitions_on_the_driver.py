@@ -123,6 +123,51 @@ async def test_without_the_helper_it_is_refused_and_said_what_to_do(
     assert helper.double.calls(CREATE) == 0
 
 
+async def test_a_profile_that_no_gpu_has_can_be_waited_for_where_a_helper_may_make_it(
+    tmp_path: Path, helper: PowerHelper
+) -> None:
+    async with site(tmp_path / "state", helper) as (here, _):
+        client, profile = here.client, "2g.20gb"
+
+        async def reason(wait: float = 0.0) -> str:
+            asked = client.reserve(1, mig_profile=profile, wait=to_duration(wait) if wait else None)
+            with pytest.raises((FailedPreconditionError, ResourceExhaustedError)) as refused:
+                await asked
+            return f"{refused.value.reason}: {refused.value.message}"
+
+        async def becomes(kind: str) -> bool:
+            return (await reason()).startswith(f"{kind}: ")
+
+        await eventually(lambda: becomes("UNSATISFIABLE"), timeout=20)
+        assert "can never be granted" in await reason(wait=60.0)
+        await asyncio.to_thread(helper.start_to_partition)
+        await eventually(lambda: becomes("NO_CAPACITY"), timeout=20)
+        why = "too few such instances, even if all were free. Idle GPUs can be partitioned: gpuscalectl plan rebalance --apply"
+        assert why in await reason()
+        queued = await client.reserve(
+            1, mig_profile=profile, wait=to_duration(60), keep_place=True, job=api.Job(command="train")
+        )
+        request = api.GetReservationRequest(name=queued.name)
+
+        async def seen() -> api.Reservation:
+            return (await client.stub.GetReservation(request, timeout=10)).reservation
+
+        async def told() -> bool:
+            found = await seen()
+            return found.state == found.STATE_WAITING and why in found.job.queue_reason
+
+        async def ordered() -> Sequence[str]:
+            answer = await here.capacity.ApplyRebalance(api.ApplyRebalanceRequest(), timeout=10)
+            return [one for part in answer.plan.partitions for one in part.profiles]
+
+        async def granted() -> Sequence[str]:
+            return [gpu.model for gpu in (await seen()).gpus]
+
+        await eventually(told, timeout=20)
+        assert profile in await eventually(ordered, timeout=20)
+        assert (await eventually(granted, timeout=20))[0].endswith(f"MIG {profile}")
+
+
 async def test_who_waits_gets_an_instance_of_an_idle_gpu_that_is_cordoned_meanwhile(
     tmp_path: Path, helper: PowerHelper
 ) -> None:

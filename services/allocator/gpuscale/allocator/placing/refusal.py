@@ -4,7 +4,7 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
@@ -350,6 +350,16 @@ def refuse(survey: Survey, placed: int) -> Refusal:
     return Refusal(kind, message, obstacles, metadata)
 
 
+def unpartitioned(ask: Ask) -> str:
+    """Why an ask for MIG instances waits that could not be served with all GPUs free."""
+    return (
+        f"no room now for {asked(ask)}: too few such instances, even if all were free."
+        " Idle GPUs can be partitioned: gpuscalectl plan rebalance --apply"
+    )
+
+
+Reconsider = Callable[[Ask, Refusal], Awaitable[Refusal]]
+"""Looks again at a refusal, which may not be for ever."""
 Kept = Mapping[str, tuple[Obstacle, str]]
 """The nodes that power rules out, with the obstacle and its description."""
 

@@ -23,7 +23,7 @@ from operator import attrgetter
 
 from gpuscale.allocator.domain.bookings import Booking, local, milli
 from gpuscale.allocator.domain.model import WHOLE, Ask, Order, Pick
-from gpuscale.allocator.placing.refusal import Refusal
+from gpuscale.allocator.placing.refusal import Refusal, RefusalKind, unpartitioned
 from gpuscale.allocator.queueing import backfill as preemption
 from gpuscale.allocator.queueing.backfill import (
     Promise,
@@ -457,7 +457,9 @@ class Queue:
             return known
         found = self._world.place(ask, now, again=True)
         if isinstance(found, Refusal):
-            refused[ask] = QueueObstacle(Reason.NO_CAPACITY, found.message)
+            lasting = ask.mig_profile and found.kind is RefusalKind.UNSATISFIABLE
+            message = unpartitioned(ask) if lasting else found.message
+            refused[ask] = QueueObstacle(Reason.NO_CAPACITY, message)
             return refused[ask]
         return found
 

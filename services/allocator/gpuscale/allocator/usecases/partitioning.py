@@ -77,6 +77,11 @@ class Partitioning:
         self._told[node] = self.maintenance.clock.now(), ends
         return [self._orders[one] for one in self._handed if self._orders[one].node == node]
 
+    def allows(self, node: str) -> bool:
+        """Whether a node's helper may partition GPUs."""
+        heard, ends = self._told.get(node, (-HEARD, None))
+        return ends is not None and self.maintenance.clock.now() - heard < HEARD
+
     async def begin(self, partitions: Iterable[Partition], wanted_by: str) -> None:
         """Order that idle GPUs get other instances.
 
@@ -90,8 +95,7 @@ class Partitioning:
                 f"being partitioned: {gpus}; wait, or uncordon that to give it up", reason="MOVES_UNDER_WAY"
             )
         for part in partitions:
-            heard, ends = self._told.get(part.node, (-HEARD, None))
-            if ends is None or clock.now() - heard >= HEARD:
+            if not self.allows(part.node):
                 raise FailedPreconditionError(
                     f"{node_name(part.node)} has no gpuscale-power that may partition GPUs: start it there with"
                     " --partitions-file, or type there what gpuscalectl plan rebalance says",

@@ -27,6 +27,7 @@ from gpuscale.allocator.domain.model import (
 )
 from gpuscale.allocator.placing.partitions import Partition, partitions_for
 from gpuscale.allocator.placing.rebalance import MovePlan, NoMoves, rebalance
+from gpuscale.allocator.placing.refusal import Refusal, RefusalKind, unpartitioned
 from gpuscale.allocator.queueing.backfill import beside
 from gpuscale.allocator.queueing.model import Kept, Reason, Waiter
 from gpuscale.allocator.queueing.queue import Queue
@@ -125,6 +126,18 @@ class Rebalancing:
             self.capacity.expect_telemetry()
             waiters = self.queue.line(MOST_WAITING)
             return [await self._propose(one, prices) for one in waiters], _notes(left_out)
+
+    async def refusal(self, ask: Ask, found: Refusal) -> Refusal:
+        """The refusal of an ask, which may wait where idle GPUs can be partitioned for it on hosts that allow that."""
+        if found.kind is not RefusalKind.UNSATISFIABLE or not ask.mig_profile:
+            return found
+        nodes = [one for one in self.capacity.view.nodes if self.partitioning.allows(one.id)]
+        asked, placer, now = beside(ask, self._kept(None)), self.capacity.placer, self.capacity.clock.now()
+        if not nodes:
+            return found
+        if await asyncio.to_thread(partitions_for, placer.copy(), nodes, asked, now):
+            return replace(found, kind=RefusalKind.NO_CAPACITY, message=unpartitioned(ask))
+        return found
 
     @uninterrupted
     async def apply(

@@ -21,7 +21,7 @@ from gpuscale.allocator.domain.durations import Durations, kin_of, kin_of_order
 from gpuscale.allocator.domain.ledger import Ledger, due_at, leaves_at
 from gpuscale.allocator.domain.model import PREEMPTED_FOR, Ask, Order, Pick, Reservation, State
 from gpuscale.allocator.placing.placer import Placer
-from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
+from gpuscale.allocator.placing.refusal import Reconsider, Refusal, RefusalKind
 from gpuscale.allocator.queueing.model import (
     Grant,
     LeaseTerms,
@@ -52,8 +52,6 @@ from gpuscale.common.runtime.tasks import Clock
 ORDER_KEPT, ORDER_REST, ORDER_PART = 1.0, 400.0, 100
 """Seconds for which the order of leases by end is cached, or this many times the time it took if that is longer; and the part of
 the leases from which a full sort is cheaper."""
-
-
 _UNLIMITED = Quota("")
 
 
@@ -534,6 +532,7 @@ class Reserving:
     archive: Archive
     clock: Clock
     expect_own: Callable[[Order], None]
+    reconsider: Reconsider
 
     async def reserve(self, order: Order, wait: float = 0.0) -> Reservation:
         """Grant GPUs, waiting at most `wait` seconds, or return what the same request was granted before.
@@ -621,6 +620,8 @@ class Reserving:
         known = self.ledger.replay(order.request_id, order.fingerprint)
         if known is not None:
             return known.id
+        if isinstance(found, Refusal):
+            found = await self.reconsider(order.ask, found)
         passing = {RefusalKind.NO_CAPACITY, RefusalKind.NODE_NOT_ONLINE}  # an agent comes back
         lasting = found.lasting if isinstance(found, QueueObstacle) else found.kind not in passing
         if wait > 0 and not lasting:
