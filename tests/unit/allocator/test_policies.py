@@ -308,9 +308,12 @@ def test_the_integer_score_is_the_floor_of_the_sigmoid(gradient: float) -> None:
     assert integer_scores(np.array([gradient])).tolist() == [expected]
 
 
-def test_the_rarest_asks_are_not_typical() -> None:
-    classes = {(0, 1, 1000, ()): 95, (0, 2, 1000, ()): 4, (0, 8, 1000, ()): 1}
-    assert typical(classes, lambda _: np.array([True])).count.tolist() == [1]
+@pytest.mark.parametrize(("weights", "expected"), [((95, 4, 1), [1]), ((90, 5, 5), [1, 8])])
+def test_the_rarest_asks_are_not_typical_and_of_equals_the_smaller(
+    weights: tuple[int, ...], expected: list[int]
+) -> None:
+    classes = dict(zip([(0, count, 1000, ()) for count in (1, 2, 8)], weights, strict=True))
+    assert typical(classes, lambda _: np.array([True])).count.tolist() == expected
 
 
 @pytest.mark.parametrize("policy", [Policy.PACK, Policy.FGD])

@@ -75,9 +75,9 @@ def class_of(ask: Ask) -> AskClass:
 
 
 def typical(seen: Mapping[AskClass, int], admits: Callable[[tuple[str, ...]], Bools]) -> Typical:
-    """The most frequent asks seen; `admits` says which models some names admit."""
+    """The most frequent asks seen, of equals the larger, as published; `admits` says which models some names admit."""
     wanted, kept = POPULARITY * sum(seen.values()), Counter[AskClass]()
-    for one, weight in sorted(seen.items(), key=lambda item: (-item[1], item[0])):
+    for one, weight in sorted(seen.items(), key=lambda item: (item[1], item[0]), reverse=True):
         if kept.total() >= wanted:
             break
         kept[one] = weight
