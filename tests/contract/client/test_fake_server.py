@@ -84,7 +84,7 @@ def test_it_serves_what_a_site_serves_but_the_agent_of_a_host_and_an_audit_log(s
         for rpc in rpcs():
             call: Any = channel.unary_stream(rpc.path, lambda message: message.SerializeToString(), None)
             try:
-                next(call(rpc.request_class(), timeout=1), None)
+                next(call(rpc.request_class(), timeout=30), None)
             except grpc.RpcError as error:
                 if cast("grpc.Call", error).code() is grpc.StatusCode.UNIMPLEMENTED:
                     unknown.add(rpc.path.split("/")[1].rpartition(".")[2])
