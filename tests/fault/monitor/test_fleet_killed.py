@@ -127,5 +127,5 @@ async def test_a_second_fleet_on_the_directory_and_a_damaged_file_are_refused(pr
     for beside in ("fleet.db-wal", "fleet.db-shm"):
         (programs.folder / beside).unlink(missing_ok=True)
     file.write_bytes(b"this is no database" * 1000)
-    assert "cannot read fleet.db" in programs.refused()
+    assert "fleet.db cannot be used" in programs.refused()
     assert file.read_bytes().startswith(b"this is no database")

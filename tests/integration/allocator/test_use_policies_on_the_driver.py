@@ -266,7 +266,7 @@ async def test_an_outsider_is_told_of_and_killed_only_where_that_is_opted_in_and
             with log.open("w") as file:
                 started.append(subprocess.Popen(command, stderr=file))
             await eventually(
-                lambda: "hears user" in log.read_text()
+                lambda: "serving user" in log.read_text()
             )  # until then the mute one's socket is there
             taken.clear()
             await eventually(taken.is_set)
