@@ -1,9 +1,8 @@
 """The audit log: who did what, from where, and how it ended, as one JSON object a line.
 
-A thread of its own writes it, so that no call waits for a disk. It is bounded twice: a full file is moved to `NAME.1` (the
-one there before to `NAME.2`, and so on up to a number), and where the disk is slower than the calls, lines are dropped and
-counted in the next one. Files are for their owner only (0600). Nothing of a call is written but names of resources and GPUs.
-`audit_servicer.py` reads it.
+A thread writes it, so no call waits for a disk. A full file is rotated to `NAME.1`, the previous one to `NAME.2`, and so on
+up to a limit. If the disk is slower than the calls, lines are dropped and counted in the next one. Files have mode 0600.
+Only names of resources and GPUs are written from a call's content. `audit_servicer.py` reads the log.
 """
 
 import json
@@ -23,7 +22,7 @@ from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.runtime.logs import get_logger
 
 LONGEST_RESOURCE: Final = 256
-"""Characters of a name that the audit log keeps."""
+"""Maximum characters of a resource name in the log."""
 _NAMES: Final = ("name", "parent", "node", "holder", "tenant")
 COUNTED: Final = frozenset(
     {
@@ -38,15 +37,15 @@ COUNTED: Final = frozenset(
         "ListAuditEvents",
     }
 )
-"""Methods that are called every few seconds for as long as something runs, or somebody looks: `/metrics` counts them, the log would
-drown in them. Refusals of them are written."""
+"""Methods called every few seconds while something runs or is watched. They would flood the log, so it has only refusals of them;
+`/metrics` counts them."""
 STANDARD_OUTPUT: Final = Path("-")
 MOST_GPUS: Final = 64
-"""UUIDs of granted GPUs in one line."""
+"""Maximum UUIDs of granted GPUs in one line."""
 MOST_WAITING: Final = 10_000
-"""Lines that may wait for the disk."""
+"""Maximum lines waiting for the disk."""
 FILES_KEPT: Final = 4
-"""Full files that are kept beside the one that is written."""
+"""Rotated files that are kept."""
 
 Record = Mapping[str, str | float | int | list[str] | None]
 
@@ -55,22 +54,18 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AuditOptions:
-    """Where the audit log is, `-` for standard output, and how large one file of it may become, in bytes."""
+    """File of the audit log (`-` for standard output), and its size limit in bytes."""
 
     file: Path
     max_bytes: int
 
     def numbered(self, number: int) -> Path:
-        """The file that is written, 0, or a full one."""
+        """The current file for 0, else a rotated one."""
         return self.file.with_name(f"{self.file.name}.{number}") if number else self.file
 
 
 class AuditLog:
-    """One audit log, from `start` to `close`.
-
-    Raises:
-        FailedPreconditionError: the file cannot be opened (reason AUDIT_FILE); only by `start`.
-    """
+    """An audit log. Call `start` first and `close` last."""
 
     def __init__(self, options: AuditOptions) -> None:
         self._options = options
@@ -80,7 +75,7 @@ class AuditLog:
         self._writer = threading.Thread(target=self._write_all, name="audit log", daemon=True)
 
     def start(self) -> None:
-        """Open the file, and begin to write."""
+        """Open the file and start the writer; raises FailedPreconditionError if it cannot be opened (reason AUDIT_FILE)."""
         try:
             self._file = self._open()
         except OSError as error:
@@ -89,14 +84,14 @@ class AuditLog:
         self._writer.start()
 
     def write(self, record: Record) -> None:
-        """Queue a record to be written; never waits."""
+        """Queue a record; never blocks."""
         try:
             self._waiting.put_nowait(record)
         except queue.Full:
             self._dropped += 1
 
     def close(self) -> None:
-        """Write what is queued and close the file. Blocks; does nothing if the log never started."""
+        """Write the queued records and close the file. Blocks; no-op before `start`."""
         if self._writer.is_alive():
             self._waiting.put(None)
             self._writer.join()
@@ -140,14 +135,14 @@ def _decoded(path: str, request: bytes) -> Message | None:
 
 
 def reads_on(path: str, request: object) -> bool:
-    """Whether a call reads a log on from where another one ended: who follows one calls each second, and is noted once."""
+    """Whether a call only continues to follow a replica log, which happens each second; the first call is recorded."""
     if not (path.endswith("/ReadReplicaLog") and isinstance(request, bytes)):
         return False
     return bool(getattr(_decoded(path, request), "offset", 0))
 
 
 def resource_of(path: str, request: bytes) -> str | None:
-    """The resource that a request names, itself or in a message field; None if there is none, or it cannot be read."""
+    """The resource named in a request or a message field of it; None without one."""
     message = _decoded(path, request)
     if message is None:
         return None
@@ -161,7 +156,7 @@ def resource_of(path: str, request: bytes) -> str | None:
 
 
 def granted_in(path: str, response: bytes) -> dict[str, list[str]]:
-    """The reservations that an answer tells of and the UUIDs of their GPUs; nothing where it tells of none."""
+    """The reservations in a response, with the UUIDs of their GPUs; empty without any."""
     method = wire.find_method(path)
     fields = method.output_type.fields_by_name
     field = fields.get("reservation") or fields.get("reservations")

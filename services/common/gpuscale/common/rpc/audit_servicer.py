@@ -1,4 +1,4 @@
-"""AuditService: reads the audit log of its server back from its end, a bounded piece a call, in a thread."""
+"""AuditService: reads its server's audit log backwards, a bounded part per call, in a thread."""
 
 import asyncio
 import json
@@ -17,35 +17,35 @@ from gpuscale.common.rpc.audit import FILES_KEPT, STANDARD_OUTPUT, AuditOptions
 from gpuscale.common.security.auth import Context
 
 READ_BYTES: Final = 1 << 20
-"""Most of the log that one call reads: some 3,000 lines."""
+"""Maximum bytes that one call reads: some 3,000 lines."""
 
 
 def _event(line: bytes) -> api.AuditEvent | None:
-    """What a line tells; None for half a line, as a process leaves one that is killed."""
+    """Parse a line; None for a truncated one, which a killed process leaves."""
     try:
-        told: dict[str, Any] = json.loads(line)
+        record: dict[str, Any] = json.loads(line)
         return api.AuditEvent(
-            end_time=wire.to_timestamp(datetime.fromisoformat(told["time"])),
-            caller=told["who"] or "",
-            role=types_api.Role.Value(f"ROLE_{(told['role'] or 'unspecified').upper()}"),
-            recognised_by=told["by"] or "",
-            via=told.get("via", ""),
-            peer=told["from"],
-            method=told["method"],
-            request_id=told["request_id"] or "",
-            resource=told["resource"] or "",
-            reservations=told.get("reservations", ()),
-            gpu_uuids=told.get("gpus", ()),
-            code=told["result"],
-            duration=wire.to_duration(told["seconds"]),
-            dropped_count=told.get("dropped", 0),
+            end_time=wire.to_timestamp(datetime.fromisoformat(record["time"])),
+            caller=record["who"] or "",
+            role=types_api.Role.Value(f"ROLE_{(record['role'] or 'unspecified').upper()}"),
+            recognised_by=record["by"] or "",
+            via=record.get("via", ""),
+            peer=record["from"],
+            method=record["method"],
+            request_id=record["request_id"] or "",
+            resource=record["resource"] or "",
+            reservations=record.get("reservations", ()),
+            gpu_uuids=record.get("gpus", ()),
+            code=record["result"],
+            duration=wire.to_duration(record["seconds"]),
+            dropped_count=record.get("dropped", 0),
         )
     except (ValueError, KeyError, TypeError):
         return None
 
 
 def _lines_before(end: int, file: BinaryIO) -> tuple[list[tuple[int, bytes]], int]:
-    """(the lines that end at most there, the last first, each with where it begins; where they begin). Half a line is none."""
+    """The complete lines before the offset `end`, newest first, each with its offset; and the offset of the first."""
     start = max(0, end - READ_BYTES)
     file.seek(start)
     read = file.read(end - start)
@@ -59,7 +59,7 @@ def _lines_before(end: int, file: BinaryIO) -> tuple[list[tuple[int, bytes]], in
 
 
 class AuditServicer(api.AuditServiceServicer):
-    """Reads the audit log back. A page token is a file, by its inode, which outlives its name, and a place in it."""
+    """Lists audit events, newest first. A page token is an inode, which survives rotation, and an offset."""
 
     def __init__(self, options: AuditOptions) -> None:
         self._options = options
@@ -87,10 +87,10 @@ class AuditServicer(api.AuditServiceServicer):
     def _page(
         self, after: tuple[int, int], keep: Test, period: wire.TimeRange, most: int
     ) -> api.ListAuditEventsResponse:
-        """What is found in the piece before that file and place, or at the end."""
+        """Events in the part of the log before `after` (inode and offset), or at its end."""
         found = list[api.AuditEvent]()
         with ExitStack() as stack:
-            files = dict(self._open(stack))  # the newest first
+            files = dict(self._open(stack))  # newest first
             left = [*files]
             if any(after):
                 left = left[left.index(after[0]) :] if after[0] in files else []
@@ -117,7 +117,7 @@ class AuditServicer(api.AuditServiceServicer):
         return api.ListAuditEventsResponse(audit_events=found, next_page_token=token)
 
     def _open(self, stack: ExitStack) -> Iterator[tuple[int, BinaryIO]]:
-        """The files by inode. One that is full meanwhile gets the next name, and is met again."""
+        """Open the files, by inode. A file rotated meanwhile is found again under its next name."""
         for number in range(FILES_KEPT + 1):
             with suppress(FileNotFoundError):
                 file = stack.enter_context(self._options.numbered(number).open("rb"))

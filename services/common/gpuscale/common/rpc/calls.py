@@ -1,11 +1,10 @@
-"""What a server takes from whom: how often each caller may call, and which connections last.
+"""Limits of a server: call rates, and connections without an identity.
 
-A connection costs a descriptor, whether anybody calls over it or not. One over which no caller has been recognised is cut
-after `PATIENCE` seconds, whatever else it does: half a request, HTTP/2 pings, calls without a token. Where there are more of
-these than their share of the descriptors, who has the most loses some at once: the network its oldest, a user of this host
-the newest of its connections to a socket with a path, which last and which nobody recognises. Servers (gRPC's core, uvicorn)
-keep their sockets to themselves, so that connections are found by looking at the descriptors of this process, also when there
-are none left.
+Each connection costs a descriptor. A connection without an authenticated caller is cut after `PATIENCE` seconds, whatever it
+sends: half a request, HTTP/2 pings, calls without a token. If such connections exceed their share of the descriptors, those
+who have the most lose some at once: the network its oldest, a local user the newest of its connections to a unix socket with a
+path, where nobody is authenticated and which are not cut for their age. gRPC's core and uvicorn do not expose their sockets,
+so connections are found among the descriptors of this process, even when none is left.
 """
 
 import asyncio
@@ -26,31 +25,25 @@ from gpuscale.common.runtime.lifecycle import descriptor_limit
 from gpuscale.common.runtime.logs import get_logger
 
 BURST_SECONDS: Final = 2.0
-"""A bucket holds the calls of so many seconds, and one at least."""
+"""A bucket holds the calls of this many seconds, at least one."""
 MOST_CALLERS: Final = 10_000
-"""Callers that are remembered; of more, the one that has been silent longest begins with a full bucket."""
+"""Maximum number of buckets; the least recently used is dropped."""
 
 
 class RateLimits:
-    """The buckets of all callers.
+    """Token buckets by caller.
 
     Args:
-        calls_per_second: how many calls each may make, in the long run.
+        calls_per_second: sustained rate of each caller.
     """
 
     def __init__(self, calls_per_second: float) -> None:
         self._rate = calls_per_second
         self._most = max(1.0, calls_per_second * BURST_SECONDS)
-        self._buckets: OrderedDict[str, tuple[float, float]] = (
-            OrderedDict()
-        )  # by caller: what is in it, and when
+        self._buckets = OrderedDict[str, tuple[float, float]]()  # by caller: calls left, and at what time
 
     def take(self, caller: str, now: float) -> float:
-        """Take one call out of the bucket of a caller.
-
-        Returns:
-            0 where there was one; else the seconds until there is.
-        """
+        """Take one call from the caller's bucket; returns 0, or the seconds until one is available."""
         left, seen = self._buckets.pop(caller, (self._most, now))
         left = min(self._most, left + (now - seen) * self._rate)
         allowed = left >= 1
@@ -61,18 +54,18 @@ class RateLimits:
 
 
 REFUSALS_PERIOD: Final = 60.0
-"""Seconds between two lines about callers without a valid identity."""
+"""Minimum seconds between two log lines about callers without a valid identity."""
 
 
 class Refusals:
-    """Logs callers that show no valid identity: the first at once, then at most one each minute, with the number of the others."""
+    """Logs callers without a valid identity, at most once a minute, with the number of those not shown."""
 
     def __init__(self) -> None:
         self._next = float("-inf")
         self._not_shown = 0
 
     def note(self, peer: str, error: UnauthenticatedError, now: float) -> None:
-        """A caller was turned away."""
+        """Log a rejected caller."""
         if now < self._next:
             self._not_shown += 1
             return
@@ -87,33 +80,33 @@ class Refusals:
 
 
 LOOK_PERIOD: Final = 5.0
-"""Seconds between two looks."""
+"""Seconds between two checks of connections."""
 PATIENCE: Final = 40.0
-"""Seconds that a connection may last without an identity; it is cut at the next look."""
+"""Seconds after which a connection without an identity is cut at the next check."""
 SHARE: Final = 0.25
-"""The part of all descriptors that connections without an identity may have."""
+"""Maximum share of the descriptors for connections without an identity."""
 MOST_UNKNOWN: Final = 4096
-"""How many of these there may be, however many descriptors there are."""
+"""Maximum number of connections without an identity."""
 _GAP: Final = 1024
-"""Unused numbers after which no descriptor is expected: the lowest free number is given out first."""
+"""Free numbers after which no more descriptors are expected: the lowest free number is assigned first."""
 _CREDENTIALS: Final = struct.Struct("3i")
-"""`struct ucred`: pid, uid and gid of who connected."""
+"""`struct ucred`: pid, uid and gid of the peer."""
 _BY_PATH: Final = "by its path, user "
-"""Who connected to a socket with a path, and the uid. gRPC calls all of them alike, so that none is recognised: only the share
-bounds them."""
+"""Peer of a unix socket with a path, followed by its uid. gRPC gives all of them one name, so none counts as authenticated, and only
+the share limits them."""
 
 
 _log = get_logger(__name__)
 
 
 class Connections:
-    """The connections that others made to ports of this process, and to its internal socket.
+    """Incoming connections to ports of this process and to its unix sockets.
 
     Attributes:
-        vouched: by peer, as gRPC writes it or HOST:PORT, where a caller was recognised: its requests under way, or 1. Who
-            recognises a caller adds its peer.
-        cut: connections that were cut, at any port of this process.
-        short: looks at which there was no descriptor left (EMFILE), likewise.
+        vouched: peers (as gRPC writes them, or HOST:PORT) with an authenticated caller, and their open requests, or 1.
+            Whoever authenticates a caller adds its peer.
+        cut: number of connections cut in this process.
+        short: number of checks without a free descriptor (EMFILE) in this process.
     """
 
     cut: ClassVar[int] = 0
@@ -126,11 +119,11 @@ class Connections:
         self._is_short = False
 
     def begin(self, peer: str) -> None:
-        """A request of the connection from `peer` has arrived in full: it may last until `end`."""
+        """A full request has arrived from `peer`, whose connection is kept until `end`."""
         self.vouched[peer] = self.vouched.get(peer, 0) + 1
 
     def end(self, peer: str) -> None:
-        """A request has been answered."""
+        """A request from `peer` was answered."""
         left = self.vouched.get(peer, 0) - 1
         if left > 0:
             self.vouched[peer] = left
@@ -138,28 +131,28 @@ class Connections:
             self.vouched.pop(peer, None)
 
     async def watch(self, *ports: int) -> None:
-        """Look every few seconds, until cancelled."""
+        """Check every few seconds until cancelled."""
         while True:
             await asyncio.sleep(LOOK_PERIOD)
             await asyncio.to_thread(self.look, ports, time.monotonic())
 
     def look(self, ports: Container[int], now: float) -> None:
-        """Cut what has lasted for too long without an identity, and what is beyond the share of such."""
-        # First: the connections of these are all there, or have ended.
-        raw = {said: _key(said) for said in tuple(self.vouched)}
+        """Cut connections without an identity that are too old or exceed their share."""
+        # First: then each of these connections is found below, or has ended.
+        raw = {peer: _key(peer) for peer in tuple(self.vouched)}
         sockets, known = tuple(_sockets()), self._known
         self._known = {inode: known[inode] if inode in known else _peer(fd, ports) for fd, inode in sockets}
         there = {inode: (fd, peer) for fd, inode in sockets if (peer := self._known[inode]) is not None}
         peers = {peer for _, peer in there.values()}
         vouched = set(raw.values())
-        for said, key in raw.items():
+        for name, key in raw.items():
             if key not in peers:
-                self.vouched.pop(said, None)
+                self.vouched.pop(name, None)
         self._since = {
             inode: self._since.get(inode, now) for inode, (_, peer) in there.items() if peer not in vouched
         }
         oldest = sorted(self._since, key=self._since.__getitem__)
-        self._note_shortage(len(oldest))  # before anything is cut
+        self._note_shortage(len(oldest))  # before cutting frees some
         share = min(MOST_UNKNOWN, int(descriptor_limit() * SHARE))
         by_path = {inode: there[inode][1] for inode in oldest if there[inode][1].startswith(_BY_PATH)}
         held, nth = Counter[str](), dict[int, int]()
@@ -167,13 +160,13 @@ class Connections:
             whose = by_path.get(inode, "")
             nth[inode] = held[whose]
             held[whose] += 1
-        beyond = sorted(nth, key=nth.__getitem__)[share:]  # first everybody's first, then everybody's second
+        beyond = sorted(nth, key=nth.__getitem__)[share:]  # ordered round-robin over the owners
         late = (one for one in oldest if one not in by_path and now - self._since[one] >= PATIENCE)
         for inode in {*beyond, *late}:
             Connections.cut += _cut(there[inode][0], inode)
 
     def _note_shortage(self, unknown: int) -> None:
-        """Count a look at which no descriptor is left (EMFILE, ENFILE), and log the first of them."""
+        """Count a check without a free descriptor (EMFILE, ENFILE), and log the first in a row."""
         short = ""
         try:
             os.close(os.dup(2))
@@ -193,7 +186,7 @@ class Connections:
 
 
 def _sockets() -> Iterator[tuple[int, int]]:
-    """Number and inode of each socket of this process; by the kernel's list of descriptors, or without one where none is left."""
+    """Descriptor and inode of each socket; probes numbers if no descriptor is left to list them."""
     try:
         with os.scandir("/proc/self/fd") as entries:
             listed = [int(entry.name) for entry in entries]
@@ -217,14 +210,14 @@ def _used() -> Iterator[int]:
 
 
 def _peer(fd: int, ports: Container[int]) -> str | None:
-    """Who connected to a port, or which other process to the internal socket; None for any other socket."""
+    """Name of the peer of an incoming connection; None for any other socket."""
     try:
         opened = socket.socket(fileno=fd)
     except OSError:  # closed meanwhile
         return None
     try:
         if opened.family == socket.AF_UNIX:
-            # Only what this process accepted has a name, abstract ones as bytes: what it connected has none of its own.
+            # Only accepted sockets have a name, bytes for an abstract one; outgoing ones have none.
             named, _ = opened.getsockname(), opened.getpeername()
             if not named:
                 return None
@@ -238,14 +231,14 @@ def _peer(fd: int, ports: Container[int]) -> str | None:
             return None
         host, peer_port = opened.getpeername()[:2]
         return f"{_plain(host)}:{peer_port}"
-    except OSError:  # it listens, or is gone
+    except OSError:  # a listening socket, or closed
         return None
     finally:
         opened.detach()
 
 
 def _cut(fd: int, inode: int) -> bool:
-    """End a connection, as if its peer had; whoever serves it closes it."""
+    """Shut down a connection; its server then closes it."""
     with suppress(OSError):
         if os.fstat(fd).st_ino != inode:
             return False
@@ -259,7 +252,7 @@ def _cut(fd: int, inode: int) -> bool:
 
 
 def _key(peer: str) -> str:
-    """A peer as sockets name it, of how gRPC and servers of HTTP do."""
+    """Normalize a peer of gRPC or an HTTP server to HOST:PORT."""
     host, _, port = unquote(peer.removeprefix("ipv4:").removeprefix("ipv6:")).rpartition(":")
     return f"{_plain(host)}:{port}"
 

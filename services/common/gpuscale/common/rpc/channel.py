@@ -1,14 +1,14 @@
 """Channels to gpuscale servers: keepalive, reconnecting with jitter, TLS and tokens. Imports gRPC and nothing heavier.
 
-A channel reconnects by itself, 0.5 s after the first failure and at most every 10 s, each time with 20 % of jitter (gRPC
-core adds it). It has connections of its own, so that closing one channel never hurts another. Several addresses, with
-commas between, are one service: calls go to the one that leads (`gpuscale.common.rpc.wrapped_channel`).
+A channel reconnects 0.5 s after the first failure, later at most every 10 s, with the 20 % jitter of gRPC core. Channels do
+not share connections, so closing one never affects another. Comma-separated addresses are one service: calls go to its
+leader (`gpuscale.common.rpc.wrapped_channel`).
 
-The usual variables of a proxy (`https_proxy` and its kin) count for nothing. The variable GPUSCALE_HTTP_PROXY, a URL
-http://HOST:PORT, names a proxy that tunnels connections with TLS; those without TLS never go through one.
+The usual proxy variables (`https_proxy` and so on) are ignored. GPUSCALE_HTTP_PROXY, http://HOST:PORT, sets a proxy for
+connections with TLS; those without TLS never use one.
 
-The channel arguments are gRPC core's (`grpc_types.h`). A message of 4 MiB and metadata of 16 KiB are what gRPC admits by
-default, stated so that both sides agree.
+The channel arguments are those of gRPC core (`grpc_types.h`). The limits of 4 MiB per message and 16 KiB of metadata are
+gRPC's defaults, set explicitly so that both sides agree.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pydantic import SecretStr
 
     Token = SecretStr | grpc.AuthMetadataPlugin
-    """The same for all calls; or, over TLS, what gRPC asks for each call in a thread of its own."""
+    """A fixed token; or, over TLS, a plugin that gRPC asks for each call in a thread."""
 
 ChannelArguments = tuple[tuple[str, int | str], ...]
 
@@ -53,36 +53,36 @@ COMMON_ARGUMENTS: Final[ChannelArguments] = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 )
-"""Of servers and channels alike."""
+"""For servers and channels."""
 CHANNEL_ARGUMENTS: Final[ChannelArguments] = (
     *COMMON_ARGUMENTS,
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),  # calls bear tokens: they go through no proxy that just happens to be set
+    ("grpc.enable_http_proxy", 0),  # calls carry tokens: use no proxy that happens to be set
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),  # 0: ping on while a stream is silent
+    ("grpc.http2.max_pings_without_data", 0),  # 0: no limit, for silent streams
     ("grpc.initial_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 10_000),
-    ("grpc.min_reconnect_backoff_ms", 5_000),  # the least time that one attempt to connect may take
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # also the timeout of one attempt to connect
 )
 URGENT_ARGUMENTS: ChannelArguments = (
     ("grpc.keepalive_timeout_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.min_reconnect_backoff_ms", 2_000),
 )
-"""Instead of some of these: TCP itself tries again after twice as long each time, so that a link of 30 s is found after 51."""
+"""Overrides for urgent channels: with TCP's own backoff, a link that was down for 30 s would be noticed after 51 s."""
 AGENT_SOCKET: Final = Path("/run/gpuscale/agent.sock")
-"""Where this host's agent admits work in the shipped set-ups. Nobody but root and the agent can put a socket there."""
+"""Socket where this host's agent admits work in the shipped setups. Only root and the agent can create it."""
 _OTHER_WAYS: Final = ("unix:", "unix-abstract:", "dns:///", "ipv4:", "ipv6:")
 _USUAL_PORT: Final = 7070
 _HIGHEST_PORT: Final = 65_535
 PROXY_VARIABLE: Final = "GPUSCALE_HTTP_PROXY"
 RPC_TIMEOUT: Final = 10.0
-"""Seconds that a unary call gets where nothing else is said; pass it as `timeout`."""
+"""Default `timeout` of unary calls, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """A client's TLS files, all PEM. Without `ca_file` the system's authorities are trusted."""
+    """A client's TLS files, all PEM. Without `ca_file` those of the system are trusted."""
 
     ca_file: Path | None = None
     cert_file: Path | None = None
@@ -95,14 +95,14 @@ def open_channel(
     """An asyncio channel to HOST:PORT or unix:/path; the caller closes it. Connects at the first call.
 
     Args:
-        address: where the server listens; or where several do, with commas between, of which one leads.
+        address: address of the server; or several, comma-separated, of which one leads.
         tls: switches TLS on.
-        token: sent with every call; over TLS, to this host, or through a unix socket only.
+        token: sent with every call; only over TLS, to this host, or through a unix socket.
 
     Raises:
         FailedPreconditionError: the token would travel in plain text (INSECURE_TRANSPORT), or a file cannot be read
             (TLS_FILES).
-        InvalidArgumentError: an address is malformed, or named twice; or the token has characters that none has.
+        InvalidArgumentError: an address is malformed or listed twice, or the token has invalid characters.
     """
     addresses = split_addresses(address)
     if len(addresses) > 1:
@@ -123,9 +123,9 @@ def open_sync_channel(
     dial_timeout: float | None = None,
     urgent: bool = False,
 ) -> grpc.Channel:
-    """`open_channel` for code without an event loop; one attempt to connect takes `dial_timeout` seconds at most.
+    """`open_channel` for code without an event loop; `dial_timeout` limits one attempt to connect, in seconds.
 
-    An `urgent` one is for those who must be heard as soon as a lost network is back.
+    An `urgent` channel reconnects quickly when a lost network is back.
     """
     addresses = split_addresses(address)
     if len(addresses) > 1:
@@ -146,7 +146,7 @@ def open_sync_channel(
 def _arguments(
     tls: ClientTls | None, dial_timeout: float | None = None, own: ChannelArguments = ()
 ) -> ChannelArguments:
-    """The arguments of a channel, with the proxy if one was asked for."""
+    """The arguments of a channel, with the proxy if configured."""
     arguments = dict[str, int | str]((*CHANNEL_ARGUMENTS, *own))
     if dial_timeout is not None:
         arguments["grpc.min_reconnect_backoff_ms"] = max(1, round(dial_timeout * 1000))
@@ -158,7 +158,7 @@ def _arguments(
 
 
 def _header(token: Token | None, address: str, tls: ClientTls | None) -> MakeMethod | None:
-    """What sends a token that is the same for all calls."""
+    """A wrapper that sends a fixed token; None for no token or a plugin."""
     if token is None:
         return None
     if tls is None and (isinstance(token, grpc.AuthMetadataPlugin) or not is_local(address)):
@@ -176,10 +176,10 @@ def _header(token: Token | None, address: str, tls: ClientTls | None) -> MakeMet
 
 
 def split_addresses(text: str) -> tuple[str, ...]:
-    """The addresses in `HOST:PORT,HOST:PORT`, or the single address.
+    """The addresses in `HOST:PORT,HOST:PORT`.
 
     Raises:
-        InvalidArgumentError: one is no address, or of several one is empty or stands there twice.
+        InvalidArgumentError: one is malformed, empty or listed twice.
     """
     addresses = tuple(part.strip() for part in text.split(","))
     if len(addresses) > 1 and ("" in addresses or len(set(addresses)) < len(addresses)):
@@ -194,7 +194,7 @@ def split_addresses(text: str) -> tuple[str, ...]:
 
 
 def _problem(address: str) -> str:
-    """What is wrong with an address to connect to; empty if nothing is."""
+    """Why an address to connect to is malformed; empty if it is not."""
     if address.startswith(_OTHER_WAYS):
         return ""
     scheme, found, rest = address.partition("://")
@@ -211,7 +211,7 @@ def _problem(address: str) -> str:
 
 
 def is_local(address: str) -> bool:
-    """Whether an address is certainly on this host."""
+    """Whether an address is known to be on this host."""
     if address.startswith(("unix:", "unix-abstract:")):
         return True
     host = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
@@ -233,10 +233,10 @@ def _credentials(tls: ClientTls, token: Token | None) -> grpc.ChannelCredentials
 
 @cache
 def _never_closed() -> grpc.Channel:
-    """A channel that keeps gRPC's threads.
+    """A channel that keeps gRPC's threads alive.
 
-    Without it, who closes the last one waits for them with Python's own lock held, while one of them may wait for that lock to
-    let go of a plugin: both wait for ever (pull request 42247 of grpc/grpc).
+    Closing the last channel waits for them with the GIL held, while one may need the GIL to release a plugin: a deadlock
+    (pull request 42247 of grpc/grpc).
     """
     return grpc.insecure_channel("unix:/nobody")
 

@@ -1,6 +1,6 @@
-"""Why nothing answers, in words: gRPC says UNAVAILABLE whatever is wrong with TLS, so a handshake of our own finds out.
+"""Explains why a server does not answer: gRPC reports any TLS problem as UNAVAILABLE, so we do a handshake of our own.
 
-Nothing is sent but the handshake, and never a token. The codes of verification are OpenSSL's (`x509_vfy.h`).
+Only the handshake is sent, never a token. The verification codes are OpenSSL's (`x509_vfy.h`).
 """
 
 import socket
@@ -13,14 +13,14 @@ from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.rpc.channel import ClientTls
 
 PATIENCE = 2.0
-"""Most seconds for each step."""
+"""Maximum seconds of a step."""
 STEPS = 3
-"""To connect, to shake hands, and to hear what the server says of our certificate."""
+"""Connect, handshake, and the verdict of the server on our certificate."""
 LEAST = 0.02
-"""Seconds for a step below which it is not worth it."""
+"""Minimum seconds for a step to be worth a try."""
 
 Explain = Callable[[UnavailableError], GpuscaleError]
-"""Finds out more about why nothing answers. Blocks."""
+"""Returns a better error if it finds one. Blocks."""
 
 
 class _Cause(NamedTuple):
@@ -86,7 +86,7 @@ _UNREACHED: Sequence[tuple[str, str]] = (
     ("timed out", "it did not answer in time"),
     ("timeout", "it did not answer in time"),
 )
-"""What gRPC's words on a connection that was not made have in them, in lower case, and what that is."""
+"""Substrings of gRPC's lower-cased messages on failed connection attempts, and what they mean."""
 _LOST = (
     "socket closed",
     "connection reset",
@@ -98,11 +98,11 @@ _LOST = (
     "transport closed",
     "cancelling all calls",
 )
-"""What gRPC's words on a connection that was lost have in them, in lower case."""
+"""Substrings of gRPC's lower-cased messages on lost connections."""
 
 
 def worded(address: str, error: UnavailableError) -> UnavailableError:
-    """The error in plain words if it is gRPC's own: nothing answers (NO_ANSWER), or the connection was lost."""
+    """Reword gRPC's own errors: nothing answers (NO_ANSWER), or the connection was lost."""
     said = error.message.lower()
     why = next((words for sign, words in _UNREACHED if sign in said), "no connection")
     if said.startswith(_CONNECTING):
@@ -119,23 +119,23 @@ def worded(address: str, error: UnavailableError) -> UnavailableError:
 
 
 def explained(address: str, tls: ClientTls | None, error: UnavailableError, limit: float) -> GpuscaleError:
-    """The error with its cause, as far as it can be found out. Blocks for seconds.
+    """The error with its cause, if that can be found. Blocks for seconds.
 
     Args:
-        address: where nothing answers.
-        tls: how it was tried.
-        error: what was said.
-        limit: seconds that it may take: what is left of the time of the call.
+        address: the address that does not answer.
+        tls: the TLS files used.
+        error: the error of the call.
+        limit: maximum seconds, such as the rest of the deadline.
     """
-    if error.reason != UnavailableError.default_reason:  # a service that is there gives a reason of its own
+    if error.reason != UnavailableError.default_reason:  # from a service, not from gRPC
         return error
     found = error if address.startswith("unix") else _diagnosed(address, tls, error, limit)
     return worded(address, error) if found is error else found
 
 
 def _diagnosed(address: str, tls: ClientTls | None, error: UnavailableError, limit: float) -> GpuscaleError:
-    """The error with what is wrong with TLS; the error itself if nothing is found."""
-    if "," in address:  # the first of them at which anything can be found out
+    """The TLS problem as an error; `error` itself if none is found."""
+    if "," in address:  # the first with a finding
         each = address.split(",")
         causes = (_diagnosed(part.strip(), tls, error, limit / len(each)) for part in each)
         return next((cause for cause in causes if cause is not error), error)
@@ -144,7 +144,7 @@ def _diagnosed(address: str, tls: ClientTls | None, error: UnavailableError, lim
         return error
     try:
         cause = _cause(address, tls, patience)
-    except OSError:  # nothing listens, or the files cannot be read: that is what gRPC says too
+    except OSError:  # nothing listens, or unreadable files: gRPC says so too
         return error
     if cause is None:
         return error
@@ -177,7 +177,7 @@ def _speaks_tls(connection: socket.socket) -> bool:
 
 
 def _failure(connection: socket.socket, host: str, tls: ClientTls) -> _Cause | None:
-    """What goes wrong in a handshake with these files."""
+    """The problem of a handshake with these files, if any."""
     context = ssl.create_default_context(cafile=tls.ca_file)
     context.set_alpn_protocols(["h2"])
     if tls.cert_file is not None:
@@ -200,16 +200,16 @@ def _failure(connection: socket.socket, host: str, tls: ClientTls) -> _Cause | N
             greeted = False
     if greeted:
         return None
-    # The server cuts off whose certificate it does not like, which Debian's Python 3.11.2 reads as a mere end.
+    # The server closes after a bad certificate, which Debian's Python 3.11.2 reports as a plain EOF.
     return _WANTED if tls.cert_file is None else _OURS.get(_own_fault(tls, tls.cert_file), _UNWANTED)
 
 
 def _own_fault(tls: ClientTls, cert_file: Path) -> int:
-    """OpenSSL's code for what is wrong with our own certificate, judged by the authority we trust; 0 for nothing.
+    """OpenSSL's code for the problem with our certificate, by the authority we trust; 0 for none.
 
-    The server does not say, so it is shown to a server in memory.
+    The server does not tell, so we do a handshake with a server in memory.
     """
-    from gpuscale.common.security.tls import shake_hands  # whose log is heavy for a client
+    from gpuscale.common.security.tls import shake_hands  # loads the log, heavy for a client
 
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(cert_file, tls.key_file)

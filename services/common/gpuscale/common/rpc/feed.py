@@ -1,16 +1,14 @@
-"""A resumable watch: all that there is, then what changed, for any number of readers and from where each left off.
+"""A resumable watch: all resources, then changes, for any number of readers.
 
-A room puts what changed into a `ResourceFeed`, by name; a servicer streams from it. Nothing is made into a message before somebody
-reads it, and then once for all readers. A reader that is slow costs one name for each thing that changed, however often it
-did, and gets its newest state.
+A room puts changed resources into a `ResourceFeed`, by name; a servicer streams from it. A message is encoded when first read,
+once for all readers. For a slow reader the feed keeps one name per changed resource, and sends its latest state.
 
-What is deleted is gone; what ended and is still known is told as it is, once, and is no part of a first round. Both are
-remembered for those who come back, up to a number. Who was away for longer, or whose token another process gave, is told to
-begin anew.
+A deleted resource is sent as removed. One that ended but is still known is sent once, in its last state, and not in the first
+round of a new reader. A limited number of both is kept for readers that resume; a reader that was away for longer, or whose
+token is from another process, is reset.
 
-Encoded messages of one type can be joined: fields of the later ones are added to those of the earlier, and the items of
-lists follow each other (protobuf.dev, "Encoding", on last-one-wins and merging). So a response is put together from parts
-that were each encoded once.
+Encoded messages of one type can be concatenated: later scalar fields win, repeated fields are appended (protobuf.dev,
+"Encoding", last one wins). So a response is joined from parts that were each encoded once.
 """
 
 import asyncio
@@ -32,13 +30,13 @@ from gpuscale.common.filters import compile_filter
 from gpuscale.common.wire import seconds
 
 HEARTBEAT: Final = 30.0
-"""Seconds after which a reader that is told nothing is sent an empty message with a new token."""
+"""Seconds without changes after which a reader gets an empty message with a new token."""
 KEPT: Final = 10_000
-"""How many of the things that are gone are remembered."""
+"""Number of removed resources that are kept."""
 PERIOD: Final = 1.0
 """Seconds between two looks of a `LookedAtFeed`."""
 MESSAGE_BYTES: Final = 1 << 17
-"""A message is sent once it has so many bytes: other work comes between two, however much there is to tell."""
+"""Size at which a message is sent, so that other work runs between two messages."""
 _NOT_SEALED: Final = ("resume_token", "min_interval")
 _TOKEN: Final = re.compile(r"(?P<life>[0-9a-f]{16})\.(?P<revision>[0-9]{1,18})\.(?P<seal>[0-9a-f]{8})")
 
@@ -47,10 +45,10 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True)
 class FeedView(Generic[V]):
-    """What one reader is to see: `of` judges things and `matches` their messages; `kind` says which message of a thing it is.
+    """What one reader sees: `of` filters resources, `matches` their messages, and `kind` selects the form of a message.
 
-    `brief` is given a thing and what it said of it last, None at first; it says what the reader knows now, and a response that tells
-    as much as the message would, where there is a shorter one.
+    `brief` gets a resource and its own last result for it (None at first). It returns what the reader knows now, and a shorter
+    response than the full message, or None.
     """
 
     of: Callable[[V], bool] | None = None
@@ -61,7 +59,7 @@ class FeedView(Generic[V]):
 
 @dataclass(slots=True)
 class _Entry(Generic[V]):
-    """A thing, and what was made of it for each kind of reader and when; `value` is None where it was deleted."""
+    """A resource, None if deleted, with its messages by kind and the times they were made."""
 
     value: V | None
     revision: int
@@ -70,7 +68,7 @@ class _Entry(Generic[V]):
 
 
 class _Reader:
-    """The names that one reader was not told of yet, those that have waited longest first; `known` is what its view is brief by."""
+    """The names pending for one reader, oldest first; `known` has the results of `FeedView.brief`."""
 
     def __init__(self) -> None:
         self.known: dict[str, Any] = {}
@@ -78,12 +76,12 @@ class _Reader:
         self._some = asyncio.Event()
 
     def mark(self, name: str) -> None:
-        """A thing changed."""
+        """Note a change."""
         self._names[name] = None
         self._some.set()
 
     async def take(self, until: float) -> Collection[str]:
-        """Wait for names, at most until the loop's clock says so."""
+        """Wait for pending names until a time of the loop, and take them."""
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
                 await self._some.wait()
@@ -93,13 +91,13 @@ class _Reader:
 
 
 class ResourceFeed(Generic[V]):
-    """All that there is of one kind of resource.
+    """All resources of one type.
 
     Args:
-        response: what its method streams: first the list of resources, then full, removed, resume_token and reset.
-        show: the message of a thing, of the kind that `FeedView.kind` names.
-        shared: seconds for which the message of a thing that did not change is sent again, where it tells ages.
-        kept: how many of the things that are gone are remembered.
+        response: class of the streamed responses: the list of resources first, then full, removed, resume_token, reset.
+        show: makes the message of a resource, in the form of `FeedView.kind`.
+        shared: seconds for which an unchanged message is reused; for messages with ages.
+        kept: number of removed resources that are kept.
     """
 
     def __init__(
@@ -124,26 +122,26 @@ class ResourceFeed(Generic[V]):
 
     @property
     def watched(self) -> bool:
-        """Whether anybody reads now."""
+        """Whether there are readers."""
         return bool(self._readers)
 
     @property
     def reader_count(self) -> int:
-        """How many read now."""
+        """Number of readers."""
         return len(self._readers)
 
     @property
     def names(self) -> Collection[str]:
-        """The names of all that there is."""
+        """The names of all resources."""
         return self._live.keys()
 
     def get(self, name: str) -> V | None:
-        """What was put last under a name; None if there is nothing, or no longer."""
+        """The resource of a name, or None."""
         entry = self._live.get(name)
         return None if entry is None else entry.value
 
     def put(self, name: str, value: V, *, wakes: bool = True) -> None:
-        """There is a thing, or it changed; without `wakes`, in nothing that a reader could act on, such as its deadline."""
+        """Add or change a resource; not `wakes` for a change that readers need not see now, such as a deadline."""
         entry = self._live.get(name)
         if entry is None:
             self._gone.pop(name, None)
@@ -156,7 +154,7 @@ class ResourceFeed(Generic[V]):
             entry.revision = self._next(name)
 
     def remove(self, name: str, last: V | None = None) -> None:
-        """A thing is gone; `last` is how it ended, where that is to be told."""
+        """Remove a resource; readers get its final state `last` if given."""
         if self._live.pop(name, None) is None and last is None:
             return
         self._gone.pop(name, None)
@@ -165,26 +163,23 @@ class ResourceFeed(Generic[V]):
             self._forgotten = self._gone.popitem(last=False)[1].revision
 
     async def stream(self, request: Any, view: FeedView[V] | None = None) -> AsyncGenerator[bytes]:
-        """Encoded responses, for ever.
+        """Stream encoded responses without end.
 
         Args:
-            request: its resume_token counts here, and its min_interval where it has one; a token is bound to all the rest.
-            view: what the reader is to see; everything when None.
+            request: has resume_token and perhaps min_interval; tokens are bound to its other fields.
+            view: what the reader sees; None for everything.
 
         Raises:
-            InvalidArgumentError: the token is none, or one of another watch.
+            InvalidArgumentError: the token is malformed, or of another watch.
         """
         seen: FeedView[V] = view or FeedView()
-        since, seal = self.left_off(request)
+        since, seal = self._left_off(request)
         least = seconds(request.min_interval) if "min_interval" in request.DESCRIPTOR.fields_by_name else 0.0
         reader, clock = _Reader(), asyncio.get_running_loop().time
         self._readers.add(reader)
         try:
-            begin = (
-                self._response(reset=True).SerializeToString()
-                if request.resume_token and since is None
-                else b""
-            )
+            reset = request.resume_token and since is None
+            begin = self._response(reset=True).SerializeToString() if reset else b""
             told = self._told(since, seen)
             tail = self._response(full=True, resume_token=self._token(seal)).SerializeToString()
             for message in self._messages(
@@ -205,19 +200,19 @@ class ResourceFeed(Generic[V]):
             self._readers.discard(reader)
 
     def _next(self, name: str) -> int:
-        """The revision of a change, of which all readers are told."""
+        """Note a change for all readers; returns its revision."""
         for reader in self._readers:
             reader.mark(name)
         self._revision += 1
         return self._revision
 
     def _since(self, revision: int) -> list[str]:
-        """What changed after a revision, in order."""
+        """Names changed after a revision, in order."""
         changed = [one for one in (*self._live.items(), *self._gone.items()) if one[1].revision > revision]
         return [name for name, _ in sorted(changed, key=lambda one: one[1].revision)]
 
     def _told(self, since: int | None, view: FeedView[V]) -> set[str] | None:
-        """What the reader may have, where it does not see everything: what matched when it left off, or may have."""
+        """Names that a filtered reader may know: those it saw when it left off, or may have seen."""
         if view.of is None and view.matches is None:
             return None
         if since is None:
@@ -235,7 +230,7 @@ class ResourceFeed(Generic[V]):
         tail: bytes,
         known: dict[str, Any],
     ) -> Iterator[bytes]:
-        """What is to be told of these, as they are when their turn comes; `tail` ends the last message."""
+        """Messages about names, in their state when sent; `tail` is appended to the last."""
         parts: list[bytes] = []
         size = 0
         for name in names:
@@ -247,7 +242,7 @@ class ResourceFeed(Generic[V]):
         yield b"".join((*parts, tail))
 
     def _part(self, name: str, view: FeedView[V], told: set[str] | None, known: dict[str, Any]) -> bytes:
-        """What is to be told of a name: the thing, or that it is not there, or nothing."""
+        """The part of a response about a name: the resource, its removal, or nothing."""
         entry = self._live.get(name) or self._gone.get(name)
         if entry is not None and entry.value is not None and self._is_seen(entry, view):
             if told is not None and name in self._live:
@@ -279,7 +274,7 @@ class ResourceFeed(Generic[V]):
         return view.matches is None or view.matches(self._message(entry, value, view))
 
     def _message(self, entry: _Entry[V], value: V, view: FeedView[V]) -> Message:
-        """The message of a thing; kept only where readers judge messages."""
+        """The message of a resource; cached if readers filter by messages."""
         kind = view.kind(value)
         made = entry.messages.get(kind)
         if made is None or monotonic() - made[1] > self._shared:
@@ -291,8 +286,8 @@ class ResourceFeed(Generic[V]):
     def _token(self, seal: str) -> str:
         return f"{self._life}.{self._revision}.{seal}"
 
-    def left_off(self, request: Any) -> tuple[int | None, str]:
-        """The revision at which a reader left off, None where that cannot be told; and the seal of its tokens."""
+    def _left_off(self, request: Any) -> tuple[int | None, str]:
+        """The revision at which a reader left off, None if unknown; and the seal of its tokens."""
         rest = type(request)()
         rest.CopyFrom(request)
         for name in _NOT_SEALED:

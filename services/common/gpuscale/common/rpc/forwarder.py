@@ -1,11 +1,11 @@
-"""Forwards calls of all four kinds as bytes, for gateways and standbys: nothing is decoded, checked or kept on the way.
+"""Forwards calls of all four kinds as bytes, for gateways and standbys; nothing is decoded, checked or stored.
 
-What passes: the request and response messages, the deadline (what is left of it), metadata of the request with the
-caller's token, the name and role of whom this process recognised, the status with its details and trailing metadata, and a cancellation in either direction. A message is
-read from one side only once the other side has taken the one before, so a slow reader slows the writer and nothing piles
-up here. An upstream that cannot be reached is UNAVAILABLE, reason UPSTREAM_UNAVAILABLE, with its name.
+Forwarded are request and response messages, the remaining deadline, request metadata with the caller's token, the caller
+this process authenticated, the status with details and trailing metadata, and cancellations in both directions. A message
+is read only after the other side has taken the previous one, so a slow reader slows the writer and nothing queues up here.
+An unreachable upstream gives UNAVAILABLE, reason UPSTREAM_UNAVAILABLE, with its name.
 
-Initial metadata does not pass: gpuscale has none.
+Initial metadata is not forwarded: gpuscale has none.
 
 A server lets a connection have so many streams; a call beyond them waits, without a word, until one ends. So unary calls,
 of which no more are under way than the gateway itself admits, have a connection of their own, and streams as many as they need.
@@ -151,12 +151,12 @@ class Upstream:
         )
 
 
-# Of the connection to this process, or written anew by gRPC or here.
+# About the connection to this process, or set again by gRPC or below.
 _OWN = (CALLER_KEY, FORWARDED_KEY, REQUEST_ID_KEY, FOLLOWS[0])
 _NOT_FORWARDED = frozenset({"user-agent", "te", "content-type", "host", *_OWN})
 _SECRETS = frozenset({"authorization", LEASE_KEY})
-# Codes that gRPC itself gives when a connection cannot be made, breaks, or is closed by a server that stops (CANCELLED,
-# though no caller cancelled anything); from a service they come with details.
+# Codes of gRPC itself when a connection cannot be made, breaks, or is closed by a stopping server (CANCELLED, though
+# no caller cancelled); from a service they come with details.
 _BROKEN = frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,
@@ -168,10 +168,10 @@ _BROKEN = frozenset(
 
 
 class Forwarder(grpc.GenericRpcHandler):
-    """Handles every method of the services it is given by calling the same method of their upstream.
+    """Handles all methods of services by calling their upstream.
 
     Args:
-        upstreams: full name of a service -> where it runs.
+        upstreams: by full name of a service.
     """
 
     def __init__(self, upstreams: Mapping[str, Upstream]) -> None:
@@ -182,13 +182,13 @@ class Forwarder(grpc.GenericRpcHandler):
         }
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> "Handler | None":
-        """The handler of a method; None for a method that no service has."""
+        """The handler of a method; None if unknown."""
         method = self._methods.get(handler_call_details.method)
         return None if method is None else method.handler
 
 
 class _Method:
-    """One method of an upstream; its handler has no serializers, so that bytes go in and out."""
+    """A method of an upstream; its handler has no serializers, so it gets and returns bytes."""
 
     def __init__(self, of: MethodDescriptor, path: str, upstream: Upstream) -> None:
         self._path = path
@@ -203,7 +203,7 @@ class _Method:
         self.handler = handler_of(of.client_streaming, of.server_streaming, behavior, None, None)
 
     async def _unary_response(self, request: bytes, context: Context) -> bytes:
-        """As `_response`, without what only streams need: most calls are of this kind."""
+        """A faster `_response` for the most frequent kind."""
         try:
             call = self._begin(self._unary, request, context)
             response: bytes = await call
@@ -229,7 +229,7 @@ class _Method:
 
     @asynccontextmanager
     async def _call(self, request: Any, context: Context) -> AsyncGenerator[Any]:
-        """The call upstream of a stream. It ends with the block, whose call ends as it did, or says that the upstream is away."""
+        """The upstream call of a stream; ends with the block, and ends the incoming call with its status."""
         with self._upstream.streams.stream() as channel:
             call = self._begin(getattr(channel, self._kind)(self._path), request, context)
             try:
@@ -248,21 +248,21 @@ class _Method:
         try:
             return method(request, timeout=context.time_remaining(), metadata=self._metadata(context))
         except grpc.aio.UsageError:
-            raise self._upstream.failure(None) from None  # the connection was closed meanwhile
+            raise self._upstream.failure(None) from None  # closed connection
 
     async def _answered(self, call: Any, context: Context) -> None:
-        """Pass on what came with the end of a call that succeeded."""
+        """Forward the trailing metadata of a successful call."""
         self._upstream.outage.answered()
         via = () if find_principal() is None else ((VIA_KEY, VERSION),)
         context.set_trailing_metadata((*await call.trailing_metadata(), *via))
 
     def _closed_here(self) -> UnavailableError | None:
-        """Why a call was cancelled that neither its caller gave up nor the server ended: the connection was closed here."""
+        """The error of a call that neither its caller nor the server cancelled: its connection was closed here."""
         task = asyncio.current_task()
         return None if task is None or task.cancelling() else self._upstream.failure(None)
 
     async def _fail(self, error: grpc.aio.AioRpcError, context: Context) -> NoReturn:
-        """End the call as the upstream did, or say that the upstream is away."""
+        """End the call with the status of the upstream, or report the upstream as unavailable."""
         trailing: Metadata = tuple(error.trailing_metadata() or ())
         if any(key == DETAILS_KEY for key, _ in trailing):
             self._upstream.outage.answered()
@@ -272,7 +272,7 @@ class _Method:
         await context.abort(error.code(), error.details() or "", trailing)
 
     def _metadata(self, context: Context) -> Metadata:
-        """What the caller sent along, and who it is. Its token stays here where others could read it on the way."""
+        """The caller's metadata and identity; without its token if the connection is not private."""
         passed = [
             (key, value)
             for key, value in context.invocation_metadata() or ()

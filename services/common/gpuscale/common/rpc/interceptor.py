@@ -1,17 +1,16 @@
-"""The guard of every server: what holds for every RPC, whatever its service does.
+"""The guard of every server, which handles all RPCs.
 
-In this order: the caller is authenticated and its role checked against the contract; a call whose deadline has passed is
-not begun; unary calls beyond the limit are turned away; the request is decoded and, where it is one message, validated;
-a unary call without a deadline gets one. Whatever goes wrong then ends in a status with details, never in UNKNOWN and
-never with the text of an exception.
+In this order, it authenticates the caller and checks its role against the contract; rejects calls whose deadline has
+passed; rejects unary calls above the limit; decodes the request and validates it unless it is a stream; and gives unary
+calls without a deadline one. Any failure becomes a status with details, never UNKNOWN or the text of an exception.
 
-Messages of request streams are decoded and not validated: see `gpuscale.common.rpc.validation`. Handlers without a request
-deserializer (a gateway's, which forwards) get bytes as they came; all the rest holds for them too.
+Messages of request streams are decoded but not validated: see `gpuscale.common.rpc.validation`. Handlers without a request
+deserializer (of a gateway, which forwards) get the bytes; everything else applies to them too.
 
-The handler that reaches gRPC is of the coroutine kind even for streams, so that whatever interrupts a stream, even while
-it writes, is answered here and the servicer's generator is closed at once. Interceptors that iterate over what a stream
-handler returns (as OpenTelemetry's does) must therefore stand inside of this one. To gRPC the guards are a handler and no
-interceptor: it runs those as coroutines of their own, in each call.
+The handlers given to gRPC are coroutines even for streams, so that an interruption of a stream, even during a write, is
+handled here and the servicer's generator is closed at once. Interceptors that iterate over the result of a stream handler
+(such as OpenTelemetry's) must therefore run inside this one. To gRPC the guards are a generic handler: it would run an
+interceptor as an extra coroutine in each call.
 """
 
 import asyncio
@@ -61,30 +60,30 @@ from gpuscale.common.security.auth import (
 )
 
 RECHECK_PERIOD = 60.0
-"""Seconds between two looks at the token or certificate of an open stream."""
+"""Seconds between two checks of the credentials of an open stream."""
 
 # gRPC's class is generic to type checkers only.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Divert: TypeAlias = "Callable[[grpc.HandlerCallDetails], Handler | None]"
-"""The handler for a call that the services here are not to answer, such as one that forwards it; None for others."""
+"""The handler of a call that is answered elsewhere, such as by forwarding; None for other calls."""
 _Task = asyncio.Task[Any]
 
 _log = get_logger(__name__)
 
 
 OVERLOADED_RETRY = 1.0
-"""Seconds after which a caller that was turned away should try again."""
+"""Seconds after which a rejected caller should retry."""
 MOST_UNKNOWN_CALLS: Final = 16
-"""Calls at once of methods of ours that need no caller: whoever reaches the server may make them."""
+"""Maximum concurrent calls of our public methods, which anybody may call."""
 MOST_UNKNOWN_BYTES: Final = 16_384
-"""Size of a request of such a call."""
+"""Maximum request size of such a call."""
 
 
 class OpenCalls:
-    """The open calls. The number of unary calls is limited; streams do not count, because they stay open.
+    """The open calls. Unary calls are limited in number; streams, which stay open, are not.
 
-    Calls of public methods are not refused while the server stops, and health is not limited; others of these have a small
-    limit of their own, so that unknown callers take nothing from those that show who they are.
+    Calls of public methods are accepted while the server stops. Except for health checks they have a small limit of their
+    own, so that unknown callers do not use up the limit of authenticated ones.
     """
 
     def __init__(self, max_unary: int) -> None:
@@ -97,14 +96,8 @@ class OpenCalls:
         self._unknown: set[_Task] = set()
 
     def enter_unary(self, task: _Task) -> None:
-        """Count a unary call.
-
-        Raises:
-            ResourceExhaustedError: there are too many (reason OVERLOADED).
-            UnavailableError: the server stops (reason SHUTTING_DOWN).
-        """
-        if self._stopping is not None:
-            self._refuse_when_stopping()
+        """Register a unary call. Raises ResourceExhaustedError (OVERLOADED) or UnavailableError (SHUTTING_DOWN)."""
+        self._refuse_when_stopping()
         if len(self.unary) >= self._max_unary:
             raise ResourceExhaustedError(
                 f"{self._max_unary} calls are already under way",
@@ -114,11 +107,11 @@ class OpenCalls:
         self.unary.add(task)
 
     def enter_unknown(self, task: _Task, size: int) -> None:
-        """Count a unary call of a public method that is not health, with a request of `size` bytes.
+        """Register a unary call of a public method except health checks, with a request of `size` bytes.
 
         Raises:
             InvalidArgumentError: it is too large (reason REQUEST_TOO_LARGE).
-            ResourceExhaustedError: there are too many (reason OVERLOADED).
+            ResourceExhaustedError: too many calls (reason OVERLOADED).
         """
         if size > MOST_UNKNOWN_BYTES:
             raise InvalidArgumentError(
@@ -134,12 +127,12 @@ class OpenCalls:
         self._unknown.add(task)
 
     def enter_stream(self, task: _Task) -> None:
-        """Note an open stream. Raises UnavailableError: the server stops (reason SHUTTING_DOWN)."""
+        """Register a stream. Raises UnavailableError (SHUTTING_DOWN)."""
         self._refuse_when_stopping()
         self.streams.add(task)
 
     def leave(self, task: _Task) -> None:
-        """A call is over, or was refused."""
+        """Unregister a call."""
         self.unary.discard(task)
         self.streams.discard(task)
         if task in self.public:
@@ -148,17 +141,17 @@ class OpenCalls:
         self._ended.pop(task, None)
 
     def end(self, tasks: Iterable[_Task], error: GpuscaleError) -> None:
-        """Cancel calls that are open, so that each is answered with `error`."""
+        """Cancel open calls; each is answered with `error`."""
         for task in tuple(tasks):
             self._ended[task] = error
             task.cancel()
 
     def why_cancelled(self, task: _Task) -> GpuscaleError | None:
-        """The error that answers a call which `end` cancelled; None if something else cancelled it."""
+        """The error of a call that `end` cancelled; None if something else did."""
         return self._ended.get(task)
 
     def stop(self) -> GpuscaleError:
-        """Refuse every call from now on; returns the error that callers get."""
+        """Reject all new calls; returns the error for callers."""
         self._stopping = UnavailableError("the server is shutting down", reason="SHUTTING_DOWN")
         return self._stopping
 
@@ -169,7 +162,7 @@ class OpenCalls:
 
 @dataclass(frozen=True, slots=True)
 class GuardSettings:
-    """What all guards of a server share. `default_deadline` in seconds; `watcher` where calls are noted."""
+    """Shared by all guards of a server. `default_deadline` is in seconds."""
 
     authenticator: Authenticator
     calls: OpenCalls
@@ -180,12 +173,12 @@ class GuardSettings:
 
 
 class Guard:
-    """A handler of any of the four kinds, guarded.
+    """Guards a handler of any of the four kinds.
 
     Args:
         path: `/package.Service/Method`.
-        info: what the contract says about it; None where nobody may call it.
-        handler: the servicer's handler: coroutine functions, and async generators or coroutine functions for streams.
+        info: its properties in the contract; None if nobody may call it.
+        handler: the servicer's handler, a coroutine function or, for response streams, an async generator function.
         settings: shared by all methods.
     """
 
@@ -198,10 +191,8 @@ class Guard:
         checked = info if info is not None and info.ours and self._deserialize is not None else None
         self._problems = None if checked is None else checks_of(wire.find_method(path).input_type)
         self._pages = checked is not None and checked.pages
-        self._streams_requests, self._streams_responses = (
-            handler.request_streaming,
-            handler.response_streaming,
-        )
+        self._streams_requests = handler.request_streaming
+        self._streams_responses = handler.response_streaming
         self._behavior = behavior_of(handler)
         self._generates = inspect.isasyncgenfunction(self._behavior)
         self._implemented = self._generates or inspect.iscoroutinefunction(self._behavior)
@@ -209,7 +200,7 @@ class Guard:
         self.handler = self._guarded(handler)
 
     def _guarded(self, handler: Handler) -> Handler:
-        """The handler for gRPC. Decoding and encoding of what is one message happens here, where errors are caught."""
+        """The handler for gRPC, which decodes and encodes single messages itself to catch errors."""
         info = self._info
         known = info is not None and (info.ours or info.role is not None)
         watched = self._settings.watcher is not None and known
@@ -221,7 +212,7 @@ class Guard:
         )
 
     async def _watched(self, request: Any, context: Context) -> Any:
-        """Answer a call, and note it."""
+        """Answer a call and report it to the watcher."""
         watcher, info = self._settings.watcher, self._info
         if watcher is None or info is None:
             return await self._answer(request, context)
@@ -240,12 +231,12 @@ class Guard:
         return answer
 
     async def _answer(self, request: Any, context: Context) -> Any:
-        """Handle a call; if that fails, end it with the status that says why."""
+        """Handle a call; a failure ends it with a status."""
         task = asyncio.current_task()
         if task is None:  # gRPC runs each call in a task of its own
             raise RuntimeError("a guarded handler runs in a task")
         begin_call()
-        metadata = context.invocation_metadata() or ()  # which gRPC makes anew each time
+        metadata = context.invocation_metadata() or ()  # gRPC copies it each time
         request_id = request_id_of(metadata)
         call_id.set(request_id)
         named = ((REQUEST_ID_KEY, request_id),)
@@ -256,7 +247,7 @@ class Guard:
                 await needed.fetch()
                 principal = self._admit(context, metadata)
             context.set_trailing_metadata(named if principal is None else (*named, (VERSION_KEY, VERSION)))
-            remaining: Any = context.time_remaining()  # None without a deadline, which gRPC's stub leaves out
+            remaining: Any = context.time_remaining()  # None without a deadline, unlike in gRPC's stub
             self._expect(remaining)
             if self._unary_responses:
                 return await self._unary(request, context, task, principal, in_time=remaining is not None)
@@ -264,12 +255,12 @@ class Guard:
         except asyncio.CancelledError:
             ended = self._settings.calls.why_cancelled(task)
             if ended is None and task.cancelling():
-                raise  # the caller is gone
-            # Without a request to cancel, a handler let a cancellation of something else escape; gRPC would not answer.
+                raise  # cancelled by the caller
+            # Not cancelled itself: the handler leaked another cancellation, which gRPC would leave unanswered.
             failure = ended or self._incident(None)
         except grpc.aio.BaseError as error:
             if not isinstance(error, grpc.aio.UsageError):
-                raise  # the handler aborted the call, or the connection is gone: gRPC knows
+                raise  # the handler aborted the call, or the connection is lost
             failure = self._incident(error)
         except Exception as error:  # noqa: BLE001
             failure = _expected(error) or self._incident(error)
@@ -286,14 +277,14 @@ class Guard:
         return None
 
     def _expect(self, remaining: float | None) -> None:
-        """Check that the call can be answered, and in time."""
+        """Check the deadline, and that the method is implemented."""
         if remaining is not None and remaining <= 0:
             raise DeadlineExceededError("the deadline passed before the call started")
         if not self._implemented:
             raise UnimplementedError(f"{self._path} is not implemented here")
 
     def _admit(self, context: Context, metadata: Metadata, *, again: bool = False) -> Principal | None:
-        """The caller; None for a method that anybody may call. `again` for a call that was admitted before."""
+        """The authorized caller; None in public methods for an unknown one. `again` for an open stream."""
         info = self._info
         if info is None:
             raise PermissionDeniedError(
@@ -306,9 +297,9 @@ class Guard:
             if info.role is not None:
                 raise
             return None
-        if principal.kind != "lease":  # which anybody can make up
+        if principal.kind != "lease":  # anybody can make one up
             settings.connections.vouched.setdefault(peer, 1)
-        if info.role is None:  # a connection for health checks alone lasts, too, if it shows who makes them
+        if info.role is None:  # credentials keep even a connection for health checks open
             return None
         set_principal(principal)
         if principal.role < info.role or principal.kind == "lease":
@@ -320,7 +311,7 @@ class Guard:
     async def _unary(
         self, request: bytes, context: Context, task: _Task, principal: Principal | None, *, in_time: bool
     ) -> Any:
-        """Handle a call of one request and one answer; `in_time`: the caller set a deadline."""
+        """Handle a unary call; `in_time` if the caller set a deadline."""
         calls = self._settings.calls
         if principal is None or principal.kind == "lease":
             calls.public.add(task)
@@ -351,7 +342,7 @@ class Guard:
         return response if self._serialize is None else self._serialize(response)
 
     def _default_deadline(self, message: Any) -> float | None:
-        """Seconds for a call without a deadline: more for one that waits, none for one that waits elsewhere, as in a gateway."""
+        """Deadline in seconds for a call without one: longer for a call that waits; None if it waits upstream of a gateway."""
         seconds, wait = self._settings.default_deadline, self._info.wait if self._info is not None else None
         if wait is None:
             return seconds
@@ -361,7 +352,7 @@ class Guard:
         return seconds + (wait.default if asked is None else asked)
 
     async def _stream(self, request: Any, context: Context, task: _Task, principal: Principal | None) -> Any:
-        """Handle a call with a stream in either direction; returns the answer where that is one message."""
+        """Handle a call with a stream in either direction; returns the response unless it is a stream."""
         with self._open_stream(context, task, principal):
             message = request
             if not (self._streams_requests or self._deserialize is None):
@@ -380,7 +371,7 @@ class Guard:
 
     @contextmanager
     def _open_stream(self, context: Context, task: _Task, principal: Principal | None) -> Generator[None]:
-        """Count a stream as open. One opened with a token or certificate ends soon after that does."""
+        """Register a stream. It ends soon after its token or certificate expires or is revoked."""
         calls = self._settings.calls
         if principal is None:
             calls.public.add(task)
@@ -408,7 +399,7 @@ class Guard:
             timer.cancel()
 
     def _decode(self, raw: bytes) -> Any:
-        """A message, or one of a request stream (gRPC calls it then, and what it raises passes through the handler)."""
+        """Decode a message. For request streams gRPC calls this, and its error is raised in the handler."""
         try:
             return self._deserialize(raw) if self._deserialize is not None else raw
         except DecodeError:
@@ -417,19 +408,19 @@ class Guard:
             ) from None
 
     def _incident(self, error: Exception | None) -> GpuscaleError:
-        """Log a bug; all that the caller learns is the id of the request, which stands in the line."""
+        """Log a bug; the caller gets only the request id, which is in the log line."""
         _log.error("call failed unexpectedly", method=self._path, exc_info=error or True)
         return InternalError(f"internal error, request {call_id.get()}")
 
 
 _REQUEST_ID_KEYS: Final = (REQUEST_ID_KEY, "x-request-id")
-_ids: Final = Random()  # noqa: S311 - they tell calls apart, and open nothing
+_ids: Final = Random()  # noqa: S311 - ids, not secrets
 os.register_at_fork(after_in_child=_ids.seed)
 _SANE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def request_id_of(metadata: Metadata) -> str:
-    """The id that a caller gives its call, if that is one of up to 64 plain characters; else a new one."""
+    """The caller's request id if it has at most 64 plain characters, else a new one."""
     shown = dict(metadata)
     for key in _REQUEST_ID_KEYS:
         found = shown.get(key)
@@ -453,12 +444,12 @@ def handler_of(
     decode: Callable[[bytes], Any] | None,
     encode: Callable[[Any], bytes] | None,
 ) -> Handler:
-    """A handler of any of the four kinds."""
+    """Make a handler of any of the four kinds."""
     return _MAKERS[streams_requests, streams_responses](behavior, decode, encode)
 
 
 def behavior_of(handler: Handler) -> Callable[[Any, Context], Any]:
-    """The servicer's method, of whichever kind (gRPC's stub knows only the kinds of its threaded server)."""
+    """The servicer's method; gRPC's stub covers only methods of its threaded server."""
     kinds: tuple[Any, ...] = (
         handler.unary_unary,
         handler.unary_stream,
@@ -470,7 +461,7 @@ def behavior_of(handler: Handler) -> Callable[[Any, Context], Any]:
 
 
 def _expected(error: Exception) -> GpuscaleError | None:
-    """The error of the tree, raised as it is or alone in an exception group; None for any other."""
+    """The GpuscaleError, also if it is alone in an exception group; None for other errors."""
     grouped: tuple[Exception, ...] = getattr(error, "exceptions", ())
     if len(grouped) == 1:
         return _expected(grouped[0])
@@ -478,16 +469,16 @@ def _expected(error: Exception) -> GpuscaleError | None:
 
 
 def encoded(serialize: Callable[[Any], bytes] | None, response: Any) -> bytes:
-    """A message of a response stream; one that was encoded for several streams is sent as it is."""
+    """Encode a message of a response stream, unless it is encoded already."""
     raw: bytes = response if serialize is None or isinstance(response, bytes) else serialize(response)
     return raw
 
 
 class Guards(grpc.GenericRpcHandler):
-    """The handlers of a server, each in a `Guard` that is made once for each method that has a role.
+    """The handlers of a server, each in a `Guard` that is created once per method with a role.
 
     Attributes:
-        divert: asked first, for each call, where it is set.
+        divert: if set, asked first for each call.
     """
 
     def __init__(self, settings: GuardSettings) -> None:
@@ -498,11 +489,11 @@ class Guards(grpc.GenericRpcHandler):
         self.divert: Divert | None = None
 
     def add(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
-        """Add the handlers of whole services."""
+        """Add handlers of services."""
         self._handlers += handlers
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> "Handler | None":
-        """The guarded handler of a method; None for a method that is not served (gRPC answers UNIMPLEMENTED)."""
+        """The guarded handler of a method; None if it is not served (gRPC answers UNIMPLEMENTED)."""
         path = handler_call_details.method
         other = None if self.divert is None else self.divert(handler_call_details)
         if other is not None:
@@ -518,6 +509,6 @@ class Guards(grpc.GenericRpcHandler):
             return None
         info = find_method(path)
         guard = Guard(path, info, handler, self._settings)
-        if info is not None:  # only methods that we know are kept: others may be any number
+        if info is not None:  # do not cache unknown methods: their number is unbounded
             self._guarded[path] = guard.handler
         return guard.handler

@@ -1,7 +1,6 @@
-"""What a server notes of its calls: the audit log, and the page of `/metrics`.
+"""Metrics of programs, and the watcher of calls.
 
-`CallWatcher` looks at the calls that need a caller (health checks do not): it limits their rate, notes them in the audit log and
-counts them.
+`CallWatcher` limits the rate of calls, writes the audit log and counts calls, except those that need no caller (health checks).
 """
 
 import asyncio
@@ -26,19 +25,19 @@ from gpuscale.common.runtime.metrics_text import Family, Histogram, MetricsPage,
 from gpuscale.common.security.auth import Authenticator, Context, MethodInfo, Principal, Role
 
 LAG_PERIOD: Final = 0.25
-"""Seconds between two looks at how late the event loop is."""
+"""Seconds between two measurements of the event loop lag."""
 counted_elsewhere: ContextVar[bool] = ContextVar("gpuscale_counted_elsewhere", default=False)
-"""Whether another process of the same service counts and notes the current call."""
+"""Whether another process of the service counts and audits the current call."""
 _REFUSALS: Final = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
 Collector = Callable[[MetricsPage], Awaitable[None]]
-"""Adds the series of one part of a service to a page of `/metrics`."""
+"""Adds the series of a part of a service to a page."""
 
 
 class ProgramMeter:
-    """What any program shows of itself on `/metrics`: its process, its event loop, and what its parts add.
+    """The metrics of any program: process, event loop, and those of its parts.
 
     Args:
-        service: begins the names of the series, such as `gpuscale_gateway_loop_lag_seconds`.
+        service: used in the names of series, such as `gpuscale_gateway_loop_lag_seconds`.
     """
 
     def __init__(self, service: str) -> None:
@@ -48,7 +47,7 @@ class ProgramMeter:
         self._collectors: list[Collector] = []
 
     async def watch_loop(self) -> NoReturn:
-        """Measure how late the event loop is, until cancelled: as long as it was busy with something else."""
+        """Measure the lag of the event loop until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + LAG_PERIOD
@@ -57,7 +56,7 @@ class ProgramMeter:
 
     @contextmanager
     def showing(self, collector: Collector) -> Generator[None]:
-        """Show what `collector` adds, too, until the block ends."""
+        """Include the series of `collector` during the block."""
         self._collectors.append(collector)
         try:
             yield
@@ -65,7 +64,7 @@ class ProgramMeter:
             self._collectors.remove(collector)
 
     async def render(self) -> AsyncGenerator[bytes]:
-        """The page of `/metrics`."""
+        """The page of `/metrics`, in chunks."""
         page = MetricsPage()
         add_process(page)
         add_connections(page, self._service)
@@ -74,7 +73,7 @@ class ProgramMeter:
             yield chunk
 
     async def add(self, page: MetricsPage) -> None:
-        """Add what it shows beside the process to a page."""
+        """Add all series except those of the process and its connections."""
         lag = Family(f"{self.prefix}_loop_lag_seconds", "histogram", "How late the event loop wakes up.")
         page.add_histogram(lag, {}, self.lag)
         for collector in tuple(self._collectors):
@@ -82,11 +81,11 @@ class ProgramMeter:
 
 
 class CallMeter(ProgramMeter):
-    """What a service shows of itself: its calls and its tokens beside what any program shows.
+    """The metrics of a service, with its calls and tokens.
 
     Args:
-        service: begins the names of the series, such as `gpuscale_gateway_calls_total`.
-        authenticator: whose tokens the page tells of: when each ends, and when it was last used here.
+        service: used in the names of series, such as `gpuscale_gateway_calls_total`.
+        authenticator: provides the expiry and last use of tokens.
     """
 
     def __init__(self, service: str, authenticator: Authenticator) -> None:
@@ -102,7 +101,7 @@ class CallMeter(ProgramMeter):
 
     @contextmanager
     def leading(self, epoch: int) -> Generator[None]:
-        """This process leads until the block ends; `epoch` numbers its term, 0 where it needs none."""
+        """Report that this process leads during the block; `epoch` is the number of its term, 0 without a database."""
         self.terms, self.epoch = self.terms + 1, epoch
         try:
             yield
@@ -110,7 +109,7 @@ class CallMeter(ProgramMeter):
             self.epoch = None
 
     async def add(self, page: MetricsPage) -> None:
-        """Add what it shows beside the process to a page."""
+        """Add all series except those of the process and its connections."""
         prefix = self.prefix
         page.add(Family(f"{prefix}_calls_open", "gauge", "Calls that are under way."), "", self.open)
         limited = Family(f"{prefix}_rate_limited_total", "counter", "Calls turned away for coming too often.")
@@ -148,12 +147,12 @@ class CallMeter(ProgramMeter):
 
 
 class CallWatcher:
-    """Limits, audits and counts the calls of one server.
+    """Limits, audits and counts the calls of a server.
 
     Args:
-        limits: how often each caller may call; None for as often as it likes.
-        audit: where changes and refusals are noted; None for nowhere.
-        meter: where calls are counted; None for nowhere.
+        limits: rate limits; None for none.
+        audit: log of changes and refusals; None for none.
+        meter: counts calls; None for not counting.
     """
 
     def __init__(
@@ -164,10 +163,10 @@ class CallWatcher:
         self._meter = meter
 
     def admit(self, principal: Principal) -> None:
-        """Count a call of a caller.
+        """Apply the rate limit to a call.
 
         Raises:
-            ResourceExhaustedError: it calls too often (reason RATE_LIMITED), with the time to wait.
+            ResourceExhaustedError: RATE_LIMITED, with the time to wait.
         """
         if self._limits is None:
             return
@@ -185,7 +184,7 @@ class CallWatcher:
             self._meter.open += 1
 
     def failed(self, info: MethodInfo | None, error: GpuscaleError) -> None:
-        """A call was refused or has failed, with the error that its caller is told."""
+        """A call failed with the error sent to its caller."""
         if self._meter is not None and info is not None:
             self._meter.failed[info.path, error.reason] += 1
 
@@ -203,12 +202,12 @@ class CallWatcher:
 
         Args:
             info: its method.
-            principal: who called; None for one that was not let in.
-            context: of the call.
-            request: the bytes of the request, where there is one.
-            answer: the bytes of the answer, likewise.
-            code: how it ended.
-            seconds: how long it took.
+            principal: its caller; None for a rejected one.
+            context: its context.
+            request: bytes of the request, unless a stream.
+            answer: bytes of the response, unless a stream.
+            code: its status.
+            seconds: its duration.
         """
         if self._meter is not None:
             self._meter.open -= 1
@@ -248,7 +247,7 @@ _START = Family("process_start_time_seconds", "gauge", "When this process starte
 
 
 def add_process(page: MetricsPage) -> None:
-    """Add the cost of this process, as far as the kernel tells."""
+    """Add the resource usage of this process."""
     page.add(_CPU, "", round(time.process_time(), 6))
     page.add(_MAX_FDS, "", descriptor_limit())
     try:
@@ -262,7 +261,7 @@ def add_process(page: MetricsPage) -> None:
 
 
 def add_connections(page: MetricsPage, service: str) -> None:
-    """Add what was done about connections to the metrics of a service."""
+    """Add the numbers of cut connections and descriptor shortages."""
     prefix = f"gpuscale_{service}"
     cut = Family(f"{prefix}_connections_cut_total", "counter", "Connections cut for showing no identity.")
     shortages = "Looks at which no file descriptor was left (EMFILE)."
@@ -277,10 +276,10 @@ _EXPIRES = Family("gpuscale_certificate_expires_timestamp_seconds", "gauge", "Wh
 
 
 def certificates_text(files: Mapping[str, Path]) -> bytes:
-    """When the certificates of a program end: files by the name of their setting; of a bundle the one that ends first."""
+    """Series of certificate expiry, by setting with the file; for a bundle, of the first to expire."""
     page = MetricsPage()
     for name, file in files.items():
-        from gpuscale.common.security.certificates import first_to_end  # which takes 16 MB
+        from gpuscale.common.security.certificates import first_to_end  # loads cryptography: 16 MB
 
         try:
             shown = first_to_end(file.read_bytes())

@@ -1,7 +1,7 @@
-"""The HTTP server of `/metrics`: one request a connection, few at a time, all of them bounded in size and time.
+"""The HTTP server of `/metrics`: one request per connection, few at a time, limited in size and time.
 
-The protocol itself is h11's. A server of its own in the program's event loop, so that it costs no thread and nothing
-while nobody asks; who may ask is said by the same rules as for gRPC.
+h11 implements the protocol. The server runs in the program's event loop, so it needs no thread and costs nothing while
+idle. Callers are authenticated as for gRPC.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _PLAIN = "text/plain; charset=utf-8"
 _RETRY = (("retry-after", "1"),)
 
 Render = Callable[[], AsyncGenerator[bytes]]
-"""Makes the page of one scrape, piece by piece; between two pieces other tasks may run."""
+"""Makes the page of a scrape in pieces; other tasks run between two pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +49,17 @@ class _RefusedError(Exception):
 async def serve_metrics(
     listen: str, options: ServerOptions, authenticator: Authenticator, render: Render
 ) -> AsyncGenerator[str]:
-    """Serve until the block ends; yields the address with the port that was taken.
+    """Serve during the block; yields the address with its port.
 
     Args:
         listen: HOST:PORT; port 0 takes a free one.
-        options: TLS, and whether plain text may be served to other hosts; `options.listen` is not used.
-        authenticator: who is let in; any role will do.
+        options: TLS files, and whether plain text to other hosts is allowed; `options.listen` is ignored.
+        authenticator: identifies callers; any role may read.
         render: makes the page.
 
     Raises:
         FailedPreconditionError: ADDRESS_IN_USE, BIND_FAILED, INSECURE_BIND or TLS_FILES.
-        InvalidArgumentError: the address is none.
+        InvalidArgumentError: the address is malformed.
     """
     address = parse_listen(listen)
     check_exposure(address, tls=options.tls is not None, insecure_allow_remote=options.insecure_allow_remote)
@@ -91,7 +91,7 @@ async def serve_metrics(
 
 
 class _Site:
-    """Answers the requests of all connections."""
+    """Answers requests."""
 
     def __init__(self, authenticator: Authenticator, render: Render) -> None:
         self._authenticator = authenticator
@@ -99,7 +99,7 @@ class _Site:
         self._open = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer the one request of a connection. A caller who is slow, or gone, is cut off."""
+        """Answer one request and close the connection; drop a slow client."""
         connection = h11.Connection(h11.SERVER, LARGEST_REQUEST_BYTES)
         self._open += 1
         try:
@@ -137,7 +137,7 @@ class _Site:
                 await send(HTTPStatus.OK, CONTENT_TYPE, page)
 
     async def _request(self, connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request | None:
-        """The head of the request; None where the caller went away. A body is never read."""
+        """Read the head of the request; None if the client is gone. Bodies are not read."""
         if self._open > MOST_CONNECTIONS:
             raise _RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "too many scrapes at once", _RETRY)
         while True:
@@ -149,7 +149,7 @@ class _Site:
             connection.receive_data(await reader.read(LARGEST_REQUEST_BYTES))
 
     def _admit(self, request: h11.Request, writer: asyncio.StreamWriter, *, again: bool = False) -> None:
-        """Let a request pass, or raise why it may not."""
+        """Authorize a request, or raise `_RefusedError`."""
         host: str = writer.get_extra_info("peername")[0]
         tls: ssl.SSLObject | None = writer.get_extra_info("ssl_object")
         names = (tls.getpeercert() or {}).get("subjectAltName", ()) if tls is not None else ()

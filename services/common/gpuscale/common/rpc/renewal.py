@@ -1,4 +1,4 @@
-"""Certificates that a program has renewed by the fleet while it runs."""
+"""Renewal of the certificates of a running program by the fleet."""
 
 import asyncio
 import time
@@ -23,17 +23,18 @@ from gpuscale.common.security.certificates import read_certificate
 from gpuscale.internal.monitor import v1 as internal
 
 LOOK_PERIOD: Final = 60.0
-"""Seconds between two looks at how much of a certificate's life is left, and between two attempts to renew it."""
+"""Seconds between two checks whether a certificate is due, and between two attempts to renew it."""
 RENEWED_AT: Final = 2 / 3
-"""The part of its life after which a certificate is renewed."""
+"""Fraction of its validity after which a certificate is renewed."""
 
 _log = get_logger(__name__)
 
 
 async def renew_certificate(fleet: grpc.aio.Channel, file: Path, ca_file: Path) -> NoReturn:
-    """Renew a client certificate whenever a third of its life is left, until cancelled.
+    """Renew a client certificate when a third of its validity is left, until cancelled.
 
-    `file` holds certificate and key, and is replaced at once, so that they always fit; `ca_file` where the authority is another.
+    `file` has both certificate and key, so that an atomic replacement keeps them matching; `ca_file` is replaced if it
+    changed.
     """
     stub = api.CertificateServiceStub(fleet)
     while True:
@@ -52,9 +53,9 @@ async def renew_certificate(fleet: grpc.aio.Channel, file: Path, ca_file: Path) 
 
 
 async def follow_fleet(fleet: grpc.aio.Channel, place: Path) -> NoReturn:
-    """Keep the files of a host of services as the fleet has them, until cancelled: certificates, tokens file and deny list.
+    """Keep the files of a services host in sync with the fleet until cancelled: certificates, tokens file, deny list.
 
-    The first certificates are valid long, so they are renewed at once.
+    The first certificates have a long validity, so they are renewed at once.
     """
     stub, renewed = internal.ServicesHostServiceStub(fleet), False
     own, pause = place / SERVICES_FILES[1], Backoff(initial=1.0, cap=LOOK_PERIOD)
@@ -75,19 +76,19 @@ async def follow_fleet(fleet: grpc.aio.Channel, place: Path) -> NoReturn:
 
 
 def is_due(pem: bytes) -> bool:
-    """Whether a third or less of a certificate's life is left."""
+    """Whether a third or less of a certificate's validity is left."""
     shown = read_certificate(pem)
     return time.time() >= shown.begins + (shown.ends - shown.begins) * RENEWED_AT
 
 
 SERVICES_FILES: Final = ("pki/server.pem", "pki/gate.pem", "pki/ca.crt", "tokens.toml", "revoked.toml")
-"""What a host of services has from the fleet: certificates with their key of its servers and of its gateway as a caller, and whom to let in."""
+"""Files of a services host: certificate and key of its servers, the same of its gateway as a client, and those for authentication."""
 
 
 def write_services_files(
     place: Path, files: api.JoinResponse, key: ec.EllipticCurvePrivateKey | None
 ) -> None:
-    """Write `SERVICES_FILES` where they have changed, certificates where there is a key; ValueError where they do not fit."""
+    """Write changed `SERVICES_FILES`; certificates only with a key, ValueError if it does not match."""
     server, gate, authority, tokens, revoked = (place / name for name in SERVICES_FILES)
     if key is not None:
         of_gateway = files.gateway_certificate_pem or files.certificate_pem
@@ -101,11 +102,11 @@ def write_services_files(
 def write_host_files(
     file: Path, ca_file: Path, key: ec.EllipticCurvePrivateKey, certificate: str, authority: str
 ) -> None:
-    """Write a certificate with its key, and the authority below which it was signed, where they have changed; ValueError where they do not fit."""
+    """Write a certificate with its key, and a changed authority; ValueError if certificate and key do not match."""
     public = x509.load_pem_x509_certificate(certificate.encode()).public_key()
     form = (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     if public.public_bytes(*form) != key.public_key().public_bytes(*form):
-        raise ValueError("the certificate that came is of another key")
+        raise ValueError("the new certificate has another key")
     if not ca_file.exists() or ca_file.read_text(encoding="ascii") != authority:
         write_private(ca_file, authority.encode("ascii"), public=True)
     write_private(file, certificate.encode("ascii") + key_pem(key))
