@@ -266,7 +266,7 @@ async def test_more_streams_than_a_connection_carries(monkeypatch: pytest.Monkey
                 assert len(opened) == connections
                 for call in calls:
                     call.cancel()
-                await eventually(lambda: not any(one.streams for one in lanes._lanes))
+                await eventually(lambda: not any(lanes._streams.values()))
 
 
 async def test_an_upstream_that_is_away_is_named(chain: Chain) -> None:

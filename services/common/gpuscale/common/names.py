@@ -8,7 +8,7 @@ import hashlib
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Protocol
+from typing import Any
 
 from gpuscale.common.errors import InvalidArgumentError
 
@@ -35,27 +35,23 @@ BUDGET, CHANGE = "budgets/{budget}", "changes/{change}"
 LEASE_KEY = "gpuscale-lease-token"
 """Metadata key of a lease token, which authenticates a caller."""
 PATTERNS = {
-    "Node": NODE,
-    "Gpu": GPU,
-    "Reservation": RESERVATION,
-    "Endpoint": ENDPOINT,
-    "Replica": REPLICA,
-    "Rule": RULE,
-    "Decision": DECISION,
-    "Watcher": WATCHER,
-    "Adapter": ADAPTER,
-    "Preset": PRESET,
-    "Backtest": BACKTEST,
-    "Booking": BOOKING,
-    "Recording": RECORDING,
-    "HealthEvent": HEALTH_EVENT,
-    "JoinToken": JOINING,
-    "Policy": POLICY,
-    "Act": ACT,
-    "Target": TARGET,
-    "Notification": NOTIFICATION,
-    "Budget": BUDGET,
-    "Change": CHANGE,
+    pattern.rpartition("{")[2].rstrip("}").title().replace("_", ""): pattern
+    for pattern in (
+        *(
+            NODE,
+            GPU,
+            RESERVATION,
+            ENDPOINT,
+            REPLICA,
+            RULE,
+            DECISION,
+            WATCHER,
+            ADAPTER,
+            HEALTH_EVENT,
+            RECORDING,
+        ),
+        *(BOOKING, JOINING, PRESET, BACKTEST, POLICY, ACT, TARGET, NOTIFICATION, BUDGET, CHANGE),
+    )
 }
 """Pattern by the last part of the google.api.resource type, for types with a single pattern of ids."""
 
@@ -80,11 +76,7 @@ def match(pattern: str, name: str) -> dict[str, str] | None:
 
 
 def parse(pattern: str, name: str, field: str = "name") -> dict[str, str]:
-    """Like `match`, but the name in the request field `field` must match.
-
-    Raises:
-        InvalidArgumentError: the name does not match.
-    """
+    """Like `match`, but raise InvalidArgumentError, for the request field `field`, if the name does not match."""
     ids = match(pattern, name)
     if ids is None:
         raise InvalidArgumentError(f"{field} {misfit(pattern, name)}", field=field)
@@ -150,23 +142,10 @@ def gpu_name(node: str, uuid: str) -> str:
     return f"nodes/{node}/gpus/{to_id(uuid)}"
 
 
-class HasNode(Protocol):
-    """The contract's message of a reserved GPU."""
-
-    @property
-    def node(self) -> str:
-        """The id of its node."""
-        ...
-
-    @property
-    def node_name(self) -> str:
-        """`nodes/{node}`; empty from allocators before 1.0."""
-        ...
-
-
-def node_of(gpu: HasNode) -> str:
-    """Id of the node of a reserved GPU, also from allocators before 1.0."""
-    return (gpu.node_name or gpu.node).removeprefix("nodes/")
+def node_of(gpu: Any) -> str:
+    """Id of the node of a ReservedGpu message; `node_name` is empty from allocators before 1.0."""
+    name: str = gpu.node_name or gpu.node
+    return name.removeprefix("nodes/")
 
 
 def replica_name(endpoint: str, replica: str) -> str:

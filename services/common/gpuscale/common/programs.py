@@ -47,11 +47,7 @@ def import_grpc() -> None:
 
 
 def what_to_install(program: str, error: ModuleNotFoundError, extra: str) -> str:
-    """How to install the package that a program is missing.
-
-    Raises:
-        ModuleNotFoundError: the missing module is our own, which is a bug.
-    """
+    """How to install the package that a program is missing. Raises `error` if it is ours, which is a bug."""
     package = (error.name or "gpuscale").partition(".")[0]
     if package == "gpuscale":
         raise error

@@ -29,11 +29,7 @@ KEDA: Final = ("externalscaler", "gpuscale.api.keda.v1")
 
 @cache
 def find_service(name: str) -> Any:
-    """The descriptor of a service by its served name; imports its contract module if needed.
-
-    Raises:
-        KeyError: there is no such service.
-    """
+    """The descriptor of a service by its served name, importing its contract module; KeyError if unknown."""
     own = name.replace(*KEDA, 1)
     package, _, service = own.rpartition(".")
     if package.startswith(("gpuscale.api.", "gpuscale.internal.")):
@@ -76,11 +72,7 @@ def seconds(duration: Duration) -> float:
 
 
 def optional_seconds(message: Message, field: str) -> float | None:
-    """The Duration in `field` in seconds; None if unset.
-
-    Raises:
-        TypeError: the field is not a Duration.
-    """
+    """The Duration in `field` in seconds; None if unset, TypeError for another type."""
     if not message.HasField(field):
         return None
     value: object = getattr(message, field)
@@ -205,11 +197,7 @@ def page_limit(page_size: int) -> int:
 
 
 def last_key(page_token: str, *, descending: bool = False) -> str:
-    """The key in a token of `to_token`; "" for the first page.
-
-    Raises:
-        InvalidArgumentError: `to_token` did not make the token for this direction.
-    """
+    """The key in a token of `to_token` ("" for ""); InvalidArgumentError for any other token."""
     if not page_token:
         return ""
     try:

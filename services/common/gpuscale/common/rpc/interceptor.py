@@ -450,13 +450,10 @@ def handler_of(
 
 def behavior_of(handler: Handler) -> Callable[[Any, Context], Any]:
     """The servicer's method; gRPC's stub covers only methods of its threaded server."""
-    kinds: tuple[Any, ...] = (
-        handler.unary_unary,
-        handler.unary_stream,
-        handler.stream_unary,
-        handler.stream_stream,
+    of: Any = handler
+    behavior: Callable[[Any, Context], Any] = (
+        of.unary_unary or of.unary_stream or of.stream_unary or of.stream_stream
     )
-    behavior: Callable[[Any, Context], Any] = next(kind for kind in kinds if kind is not None)
     return behavior
 
 

@@ -163,11 +163,7 @@ class CallWatcher:
         self._meter = meter
 
     def admit(self, principal: Principal) -> None:
-        """Apply the rate limit to a call.
-
-        Raises:
-            ResourceExhaustedError: RATE_LIMITED, with the time to wait.
-        """
+        """Apply the rate limit to a call; raises ResourceExhaustedError (RATE_LIMITED) with the time to wait."""
         if self._limits is None:
             return
         wait = self._limits.take(f"{principal.kind}:{principal.name}", time.monotonic())

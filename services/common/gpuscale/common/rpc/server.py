@@ -1,6 +1,6 @@
-"""The server of every program: one address for any number of services, with health, TLS, limits and an orderly end.
+"""The gRPC server of every program: services on one address, with health checks, TLS, limits and graceful shutdown.
 
-Below it: the addresses to listen on, the standard health service (grpc.health.v1), and what services are added to.
+Also listen addresses, the standard health service (grpc.health.v1), and the registration of services.
 """
 
 import asyncio
@@ -40,27 +40,27 @@ _health_pb2: Final[Any] = import_module("grpc_health.v1.health_pb2")
 _health_grpc: Final[Any] = import_module("grpc_health.v1.health_pb2_grpc")
 
 SERVER_ARGUMENTS: Final[ChannelArguments] = (
-    ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it silently
-    # Core's default refuses calls at random from about 1,000 that wait; thousands of agents may come back at once.
+    ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
+    # Core's default drops calls at random above about 1,000 pending; thousands of agents may reconnect at once.
     ("grpc.server.max_pending_requests", 20_000),
     ("grpc.server.max_pending_requests_hard_limit", 40_000),
-    # Core ends what a busy loop has not taken within 30 s, with a bare CANCELLED: a caller's own deadline says how long it waits.
+    # Core would cancel calls not taken within 30 s by a busy loop; the caller's deadline should limit the wait.
     ("grpc.server_max_unrequested_time_in_server", 86_400),
     ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
     *COMMON_ARGUMENTS,
-    # Agents ping each 20 s: core's default (5 min) would close their connections for too many pings.
+    # Agents ping every 20 s; with core's default (5 min) their connections would be closed for too many pings.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Core would ping whoever sends, to measure the link: each agent, each second. What comes in here is small.
+    # Core would ping each agent each second to measure bandwidth, which small messages do not need.
     ("grpc.http2.bdp_probe", 0),
-    ("grpc.max_connection_age_ms", 3_600_000),  # so that renewed certificates count
+    ("grpc.max_connection_age_ms", 3_600_000),  # so that renewed certificates take effect
     ("grpc.max_connection_age_grace_ms", 60_000),
 )
 
 HEALTH_NOTICE: Final = 0.1
-"""Seconds that health watchers have to read NOT_SERVING before their streams end."""
+"""Seconds for health watchers to read NOT_SERVING before their streams end."""
 HARD_STOP: Final = 2.0
-"""Seconds for calls to end after they were told to, before their connections are cut."""
+"""Seconds for cancelled calls to end before their connections are cut."""
 
 _MAX_PORT = 65_535
 _log = get_logger(__name__)
@@ -75,7 +75,7 @@ class ListenAddress:
 
     @property
     def loopback(self) -> bool:
-        """Whether only this host can reach it. Any name other than localhost may resolve to anything."""
+        """Whether only this host can reach it. Names other than localhost may resolve to anything."""
         return is_local(str(self))
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class ListenAddress:
 
 
 def parse_listen(listen: str, field: str = "listen") -> ListenAddress:
-    """Read HOST:PORT or [IPV6]:PORT, which `field` says. Raises InvalidArgumentError: it is neither."""
+    """Parse HOST:PORT or [IPV6]:PORT of the setting `field`; InvalidArgumentError for anything else."""
     host, colon, port = listen.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
@@ -94,11 +94,7 @@ def parse_listen(listen: str, field: str = "listen") -> ListenAddress:
 
 
 def check_exposure(address: ListenAddress, *, tls: bool, insecure_allow_remote: bool) -> None:
-    """Refuse to serve other hosts in plain text, unless the settings allow it.
-
-    Raises:
-        FailedPreconditionError: it was not (reason INSECURE_BIND).
-    """
+    """Raise FailedPreconditionError (INSECURE_BIND) for plain text to other hosts, unless the settings allow it."""
     if tls or address.loopback:
         return
     if not insecure_allow_remote:
@@ -112,7 +108,7 @@ def check_exposure(address: ListenAddress, *, tls: bool, insecure_allow_remote: 
 
 
 def bind_error(address: ListenAddress) -> FailedPreconditionError:
-    """Why an address could not be bound. gRPC does not say, so this tries the address once more."""
+    """The error of a failed bind. gRPC does not tell, so this binds once more."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM
@@ -129,20 +125,20 @@ def bind_error(address: ListenAddress) -> FailedPreconditionError:
 
 @dataclass(frozen=True)
 class Registration:
-    """A service and how it is added: `Registration("gpuscale.api....FleetService", partial(add_..., servicer))`."""
+    """A service and its `add` function, such as `partial(add_FleetServiceServicer_to_server, servicer)`."""
 
     service: str
     add: Callable[[grpc.aio.Server], None]
 
 
 class HandlerCollector:
-    """What services are added to in place of a server: passes their handlers on as generic ones, and keeps them.
+    """Stands in for a server when services are added: stores their handlers and passes them on as generic ones.
 
-    Generated code registers every method a second time with gRPC core. A grpc.aio server then waits for as many calls as
-    there are methods, which costs a fifth of its throughput with forty of them (measured with grpcio 1.85.1).
+    Generated code also registers each method with gRPC core, and a grpc.aio server then waits for a call per method: with
+    forty methods this costs a fifth of its throughput (measured with grpcio 1.85.1).
 
     Args:
-        guards: what the handlers are for; None where somebody else serves them.
+        guards: receives the handlers; None to only store them.
 
     Attributes:
         handlers: by path of the method.
@@ -153,60 +149,53 @@ class HandlerCollector:
         self._guards = guards
 
     def add(self, registration: Registration) -> None:
-        """Add a service; of a server, generated code calls nothing but the two methods below."""
+        """Add a service. Generated code calls only the two methods below."""
         registration.add(cast("grpc.aio.Server", self))
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]) -> None:
-        """Pass on the handlers of a whole service."""
+        """Pass on the handlers of a service."""
         if self._guards is not None:
             self._guards.add(generic_rpc_handlers)
 
     def add_registered_method_handlers(
         self, service_name: str, method_handlers: Mapping[str, Handler]
     ) -> None:
-        """Keep the handlers of a service."""
+        """Store the handlers of a service."""
         for name, handler in method_handlers.items():
             self.handlers[f"/{service_name}/{name}"] = handler
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How a server listens."""
+    """Options of a server."""
 
-    listen: str = "127.0.0.1:0"  # HOST:PORT; port 0 takes a free one. Other hosts than loopback need TLS
+    listen: str = "127.0.0.1:0"  # HOST:PORT; port 0 takes a free one. Other hosts need TLS
     tls: ServerTls | None = None  # certificate files; None for plain text
-    insecure_allow_remote: bool = False  # serve other hosts in plain text all the same
-    # name of an abstract unix socket to listen on too, for whoever has the authenticator's `internal_token`.
-    # Nobody else can take its place while the server listens, as they could with a path (docs/adr/0020)
+    insecure_allow_remote: bool = False  # allow plain text to other hosts
+    # name of another, abstract, unix socket for holders of the authenticator's `internal_token`. Unlike a path,
+    # nobody else can take the name while the server listens (docs/adr/0020)
     internal_socket: str = ""
-    # path of a unix socket to listen on too, for every process of this host: the authenticator's
-    # `socket_role` says what they may do there
-    socket: Path | None = None
-    reflection: bool = False  # let tools ask for the contract
-    max_concurrent_unary: int = (
-        512  # unary calls handled at once; further ones are answered RESOURCE_EXHAUSTED
-    )
-    default_deadline: float = 30.0  # seconds for unary calls that come without a deadline
-    calls_per_second: float = (
-        0.0  # how often each caller may call in the long run; 0 for as often as it likes
-    )
-    audit: AuditOptions | None = None  # where changes and refusals are noted; None for nowhere
-    health_listen: str = ""  # HOST:PORT of health checks alone, in plain text for anyone; empty for none
+    socket: Path | None = None  # another unix socket for all local processes, with role `socket_role`
+    reflection: bool = False  # serve reflection
+    max_concurrent_unary: int = 512  # open unary calls; more are answered RESOURCE_EXHAUSTED
+    default_deadline: float = 30.0  # seconds for unary calls without a deadline
+    calls_per_second: float = 0.0  # sustained rate of each caller; 0 for no limit
+    audit: AuditOptions | None = None  # log of changes and refusals
+    health_listen: str = ""  # HOST:PORT of plain-text health checks; empty for none
 
 
 def bind_health(listen: str, servicer: Any = None) -> tuple[grpc.aio.Server, int]:
-    """A server of Check alone, for probes that speak no TLS, such as a kubelet's, and its port.
+    """A server for Health.Check only, for probes without TLS such as a kubelet's, and its port.
 
-    The caller starts it, and watches its connections. Nothing that a caller can keep open, such as a Watch or half a request,
-    is in the way of other checks.
+    The caller starts it and watches its connections. It serves no Watch, so callers cannot keep calls open.
 
     Args:
         listen: HOST:PORT.
-        servicer: what answers; where None the program is SERVING.
+        servicer: the health servicer; None for one that answers SERVING.
 
     Raises:
         FailedPreconditionError: ADDRESS_IN_USE or BIND_FAILED.
-        InvalidArgumentError: the address is none; names it.
+        InvalidArgumentError: the address is malformed.
     """
     address = parse_listen(listen, "health_listen")
     server = grpc.aio.server(options=list(SERVER_ARGUMENTS))
@@ -225,12 +214,12 @@ def bind_health(listen: str, servicer: Any = None) -> tuple[grpc.aio.Server, int
 
 
 class Server:
-    """Serves the services that were added, from `start` to `stop`; an async context manager does both.
+    """Serves the added services from `start` to `stop`; also an async context manager.
 
     Args:
-        options: how it listens.
-        authenticator: who is let in.
-        meter: where calls are counted; None for nowhere.
+        options: its options.
+        authenticator: identifies callers.
+        meter: counts calls, if given.
     """
 
     def __init__(
@@ -267,34 +256,32 @@ class Server:
             self.add(Registration("gpuscale.api.audit.v1.AuditService", add))
 
     def add(self, *registrations: Registration) -> None:
-        """Add services; before `start`."""
+        """Add services, before `start`."""
         for registration in registrations:
             self._handlers.add(registration)
             self._services.append(registration.service)
 
     def add_generic(self, handler: grpc.GenericRpcHandler, services: Iterable[str]) -> None:
-        """Add a handler of whole services, such as one that forwards; before `start`."""
+        """Add a handler of services, such as a forwarder, before `start`."""
         self._handlers.add_generic_rpc_handlers((handler,))
         self._services += services
 
     def forward(
-        self,
-        divert: Divert,
-        open_forwarded: Callable[[str, Sequence[str | bytes]], Principal],
+        self, divert: Divert, open_forwarded: Callable[[str, Sequence[str | bytes]], Principal]
     ) -> None:
-        """Let `divert` send calls to another process, and `open_forwarded` tell for whom another one calls; before `start`."""
+        """Set, before `start`, how calls are diverted to another process, and how callers of forwarded ones are read."""
         self._guards.divert = divert
         self._authenticator.open_forwarded = open_forwarded
 
     def bind(self) -> str:
-        """Take the address, and the internal socket if one is configured. Calls are answered after `start`.
+        """Bind the address and sockets; calls are answered after `start`.
 
         Returns:
-            The address with the port that was taken, such as "127.0.0.1:7070".
+            The address with its port, such as "127.0.0.1:7070".
 
         Raises:
-            FailedPreconditionError: ADDRESS_IN_USE; BIND_FAILED; INSECURE_BIND where TLS is needed; TLS_FILES.
-            InvalidArgumentError: the address is none.
+            FailedPreconditionError: ADDRESS_IN_USE, BIND_FAILED, INSECURE_BIND (TLS is needed) or TLS_FILES.
+            InvalidArgumentError: the address is malformed.
         """
         address = parse_listen(self._options.listen)
         check_exposure(
@@ -312,10 +299,8 @@ class Server:
         inner, path = self._options.internal_socket, self._options.socket
         for where in (f"unix-abstract:{inner}" if inner else "", f"unix:{path}" if path else ""):
             try:
-                if where:
-                    self._server.add_insecure_port(
-                        where
-                    )  # gRPC removes a socket left behind, and its own at the end
+                if where:  # gRPC removes a stale socket file, and its own at the end
+                    self._server.add_insecure_port(where)
             except RuntimeError as error:
                 raise FailedPreconditionError(f"cannot listen on {where}", reason="BIND_FAILED") from error
         if path is not None:
@@ -327,11 +312,7 @@ class Server:
         return str(ListenAddress(address.host, port))
 
     async def start(self) -> None:
-        """Begin to answer calls.
-
-        Raises:
-            FailedPreconditionError: the audit log cannot be written (reason AUDIT_FILE).
-        """
+        """Start to answer calls. Raises FailedPreconditionError if the audit log cannot be written (AUDIT_FILE)."""
         if self._audit is not None:
             self._audit.start()
         if self._options.reflection:
@@ -346,7 +327,7 @@ class Server:
                 messages.ServerReflectionRequest.FromString,
                 messages.ServerReflectionResponse.SerializeToString,
             )
-            for version in ("v1", "v1alpha"):  # their messages are the same on the wire
+            for version in ("v1", "v1alpha"):  # same messages on the wire
                 name = f"grpc.reflection.{version}.ServerReflection"
                 served = grpc.method_handlers_generic_handler(name, {"ServerReflectionInfo": handler})
                 self._handlers.add_generic_rpc_handlers((served,))
@@ -360,7 +341,7 @@ class Server:
         self._watches = [asyncio.create_task(watch, name=name) for name, watch in watches.items()]
 
     async def report(self, *, serving: bool) -> None:
-        """Set what health checks answer for the services: SERVING by default. May be called before `start`.
+        """Set the health of the services, SERVING by default; may be called before `start`.
 
         The server itself is SERVING until it stops.
         """
@@ -370,17 +351,17 @@ class Server:
             await self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
 
     def end_calls(self, error: GpuscaleError) -> None:
-        """End every open call except health checks with an error."""
+        """End all open calls except of public methods with an error."""
         self._calls.end((*self._calls.streams, *self._calls.unary), error)
 
     async def stop(self, grace: float = 5.0) -> None:
-        """Warn health watchers, refuse new calls, end streams, and let unary calls finish for `grace` seconds.
+        """Warn health watchers, reject new calls, end streams, and let unary calls finish for `grace` seconds.
 
-        Calls that are refused, or have to end before their time, are answered UNAVAILABLE, reason SHUTTING_DOWN: repeating
-        them elsewhere is safe where they may be repeated at all. The connections are closed last: gRPC core answers what
-        arrives while it closes with CANCELLED. Takes at most `grace` + 4.1 s, and usually no longer than the calls.
+        Rejected and interrupted calls get UNAVAILABLE, reason SHUTTING_DOWN, and may be retried elsewhere if they may be
+        retried at all. Connections are closed last, as gRPC core answers calls that arrive meanwhile with CANCELLED. Takes at
+        most `grace` + 4.1 s, usually as long as the calls.
         """
-        with suppress(TimeoutError):  # a watcher that does not read may keep the health service waiting
+        with suppress(TimeoutError):  # a watcher that does not read may block it
             async with asyncio.timeout(HARD_STOP):
                 await self._health.enter_graceful_shutdown()
         calls, error = self._calls, self._calls.stop()

@@ -1,10 +1,8 @@
-"""A program that leads by turns: it serves from its start to its end, and acts in between for as long as it leads.
+"""A program with standbys: it always serves, and runs the service only while it leads.
 
-Its methods are always served. A standby forwards calls to the leader, once, for callers that do not
-look for the leader themselves. Calls of clients that follow
-the leader themselves, those that a standby has forwarded, and all while the leader is not known it answers UNAVAILABLE, reason
-NOT_LEADER, with the leader's address as metadata `leader` where it is known; so does a leader from the moment its term ends.
-Nothing was done of a call that was answered so.
+A standby forwards calls to the leader. It rejects calls of clients that follow the leader themselves, calls already forwarded,
+and all calls while the leader is unknown: UNAVAILABLE, reason NOT_LEADER, with the leader's address, if known, in the metadata
+`leader`. A leader does the same as soon as its term ends. A call rejected so was not executed.
 """
 
 import asyncio
@@ -33,15 +31,15 @@ from gpuscale.common.store.leadership import LOOK_PERIOD, Candidate
 from gpuscale.common.store.term import Lead, Term
 
 MOST_STREAMS: Final = 4 * STREAMS
-"""Streams that a standby forwards at once; more are refused, and their callers told to come again."""
+"""Maximum streams that a standby forwards; callers of more are told to retry."""
 RETRY_AFTER: Final = 0.2
-"""Seconds after which a caller that was turned away should ask again: as often as a standby looks for the lead."""
+"""Seconds after which a rejected caller should retry; a standby looks for the lead as often."""
 
 _KEPT_HERE: Final = frozenset({FORWARDED_KEY, FOLLOWS[0]})
 
 
 def not_leader(leader: str) -> UnavailableError:
-    """The answer to a call of a process that does not lead: nothing was done. `leader`: its address, if it is known."""
+    """The error of a process that does not lead: nothing was done. `leader` is the leader's address, or empty."""
     where = f"; {leader} does" if leader else "; the leader is not known"
     return UnavailableError(
         f"this process does not lead{where}",
@@ -53,7 +51,7 @@ def not_leader(leader: str) -> UnavailableError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Leader(Upstream):
-    """The leader of a term, seen from a standby."""
+    """The leader of a term as the upstream of a standby."""
 
     lead: Lead
 
@@ -61,7 +59,7 @@ class _Leader(Upstream):
         sealed = seal(self.lead.epoch, self.lead.secret, path, current_principal())
         if len(sealed) > MOST_BYTES:
             raise not_leader(self.lead.address)
-        counted_elsewhere.set(True)  # the leader counts and notes the call
+        counted_elsewhere.set(True)  # the leader counts and audits the call
         return ((FORWARDED_KEY, sealed),)
 
     def failure(self, error: grpc.aio.AioRpcError | None) -> UnavailableError:
@@ -76,11 +74,11 @@ class _Leader(Upstream):
 
 
 class Relay:
-    """Forwards calls to whoever leads; an async context manager, which closes its connections.
+    """Forwards calls to the current leader. Call `end` last.
 
     Args:
-        services: full names.
-        open_channel: to an address, with what this process shows to others.
+        services: full names of the services.
+        open_channel: opens a channel to an address.
     """
 
     def __init__(self, services: Sequence[str], open_channel: Callable[[str], grpc.aio.Channel]) -> None:
@@ -92,15 +90,15 @@ class Relay:
         self._connections = AsyncExitStack()
 
     def handler(self, details: grpc.HandlerCallDetails) -> "Handler | None":
-        """What forwards a call; None for one that was forwarded already, or whose caller follows the leader."""
+        """The forwarding handler of a call; None if it was forwarded before, or its caller follows the leader."""
         if not self._known or any(key in _KEPT_HERE for key, _ in details.invocation_metadata or ()):
             return None
         return self._forwarder.service(details)
 
     async def follow(self, lead: Lead | None) -> None:
-        """From now on calls go there. While the lead is not known, calls under way stay where they are.
+        """Forward calls to a new leader; open calls to the previous one end with LEAD_LOST.
 
-        Calls under way to a leader before that end as LEAD_LOST.
+        While the leader is unknown (None), open calls continue.
         """
         self._known = lead is not None
         if lead is None or lead == self._lead:
@@ -119,23 +117,23 @@ class Relay:
         self._forwarder = Forwarder(dict.fromkeys(self._services, leader))
 
     async def end(self) -> None:
-        """Forward nothing from now on; calls under way end as LEAD_LOST."""
+        """Stop to forward; open calls end with LEAD_LOST."""
         self._lead, self._forwarder = None, Forwarder({})
         await self._connections.aclose()
 
 
 Opening = Callable[[Term], AbstractAsyncContextManager[Sequence[Registration]]]
-"""Opens what the leader does in a term: reads its state, starts its tasks, and ends them on leaving."""
+"""Opens the service for a term: reads its state and starts its tasks; leaving the context ends them."""
 
 _log = get_logger(__name__)
 
 
 class LeaderMethods:
-    """The methods of services that only the leader answers.
+    """The methods of services that only the leader runs.
 
     Args:
-        services: full names; their generated modules must have been imported.
-        leader: tells the address of the leader; empty where it is not known.
+        services: full names; their generated modules must be imported.
+        leader: returns the address of the leader, or "".
     """
 
     def __init__(self, services: Sequence[str], leader: Callable[[], str]) -> None:
@@ -146,7 +144,7 @@ class LeaderMethods:
 
     @property
     def registrations(self) -> tuple[Registration, ...]:
-        """What a server is to serve, from its start to its end."""
+        """The services for the server."""
 
         def add(service: str, server: grpc.aio.Server) -> None:
             methods = wire.find_service(service).methods
@@ -156,10 +154,10 @@ class LeaderMethods:
         return tuple(Registration(service, partial(add, service)) for service in self._services)
 
     def begin(self, term: Term, registrations: Iterable[Registration]) -> None:
-        """From now on calls go to these services, for as long as the term lasts.
+        """Run calls in these services until the term ends.
 
         Raises:
-            InternalError: they are not those that are served.
+            InternalError: they are not the registered ones.
         """
         collector, names = HandlerCollector(), list[str]()
         for registration in registrations:
@@ -170,19 +168,19 @@ class LeaderMethods:
         self._handlers, self._term = collector.handlers, term
 
     def end(self) -> None:
-        """From now on calls are turned away."""
+        """Reject calls from now on."""
         self._handlers, self._term = {}, None
 
     def refusal(self) -> UnavailableError:
-        """The answer to a call of a process that does not lead."""
+        """The error for calls while this process does not lead."""
         return not_leader(self._leader())
 
     def open_forwarded(self, path: str, values: Sequence[str | bytes]) -> Principal:
         """The caller that a standby names.
 
         Raises:
-            UnauthenticatedError: the metadata do not come from a standby of this service.
-            UnavailableError: NOT_LEADER, the term that the standby means is not the one of this process.
+            UnauthenticatedError: the metadata is not from a standby of this service.
+            UnavailableError: NOT_LEADER, or the standby means another term.
         """
         term = self._term
         found = None
@@ -207,7 +205,7 @@ class LeaderMethods:
         return handler_of(method.client_streaming, method.server_streaming, behavior, decode, encode)
 
     def _find(self, path: str) -> Handler:
-        """The handler of the leader."""
+        """The handler of the service while this process leads."""
         if self._term is None or not self._term.leads():
             raise self.refusal()
         return self._handlers[path]
@@ -221,18 +219,18 @@ async def serve_by_turns(
     stop: asyncio.Event,
     open_channel: Callable[[str], grpc.aio.Channel],
 ) -> None:
-    """Serve until `stop` is set: as a standby, and as the leader whenever nobody else leads.
+    """Serve until `stop` is set, as the leader whenever nobody else leads, else as a standby.
 
     Args:
-        server: bound, and not started.
-        candidate: who stands for the lead.
-        services: full names of what `act` opens.
-        act: what the leader does.
+        server: bound, not started.
+        candidate: competes for the lead.
+        services: full names of the services that `act` opens.
+        act: opens the service for a term.
         stop: ends it.
-        open_channel: opens one to the leader; by it this process forwards calls as a standby.
+        open_channel: opens a channel to the leader, for forwarding.
 
     Raises:
-        FailedPreconditionError: the database lets us in under no circumstances, or `act` cannot work on what is there.
+        FailedPreconditionError: the database refuses us, or `act` cannot use the state.
     """
     methods = LeaderMethods(services, lambda: candidate.leader)
     relay = Relay(services, open_channel)

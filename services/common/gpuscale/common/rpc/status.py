@@ -1,7 +1,7 @@
-"""Errors on the wire: one table between the error tree and gRPC status codes, and the details that travel along.
+"""Errors on the wire: the table of gRPC status codes for the error tree, and error details.
 
-An error travels as google.rpc.Status (AIP-193) in the trailing metadata: ErrorInfo with its reason, BadRequest with
-the fields at fault, RetryInfo with the time to wait.
+An error is sent as google.rpc.Status (AIP-193) in the trailing metadata: ErrorInfo with its reason, BadRequest with the
+invalid fields, RetryInfo with the time to wait.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from gpuscale.common import errors, wire
 DOMAIN = "gpuscale"
 DETAILS_KEY = "grpc-status-details-bin"
 REQUEST_ID_KEY = "gpuscale-request-id"
-"""Metadata of requests and, at the end of a call, of answers: names the call in every log line and audit line of it."""
+"""Metadata of requests, and trailing metadata: the request id in log and audit lines."""
 VERSION_KEY, VIA_KEY = "gpuscale-version", "gpuscale-via"
-"""The trailing metadata in which callers who are known learn the version of a service, and of what forwarded the call to it."""
+"""Trailing metadata with the version of the service, and of its gateway; for authenticated callers."""
 
 _CODES: Mapping[type[errors.GpuscaleError], grpc.StatusCode] = {
     errors.InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -39,13 +39,13 @@ _CODES: Mapping[type[errors.GpuscaleError], grpc.StatusCode] = {
     errors.UnimplementedError: grpc.StatusCode.UNIMPLEMENTED,
     errors.InternalError: grpc.StatusCode.INTERNAL,
 }
-# Codes that no error of ours has (UNKNOWN, DATA_LOSS) are faults of the other side.
+# Codes without an error here (UNKNOWN, DATA_LOSS) become InternalError.
 _ERRORS = {code: error for error, code in _CODES.items()}
 
 
 @dataclass(frozen=True)
 class RpcStatus(grpc.Status):
-    """What ends a call: for `ServicerContext.abort_with_status`, or its fields for `abort`."""
+    """A status for `ServicerContext.abort_with_status`."""
 
     code: grpc.StatusCode
     details: str
@@ -53,7 +53,7 @@ class RpcStatus(grpc.Status):
 
 
 def status_code(error: errors.GpuscaleError) -> grpc.StatusCode:
-    """The code of an error; a subclass has that of the nearest class in the table."""
+    """The code of an error; a subclass has the code of its nearest base class."""
     for cls in type(error).__mro__:
         if cls in _CODES:
             return _CODES[cls]
@@ -61,7 +61,7 @@ def status_code(error: errors.GpuscaleError) -> grpc.StatusCode:
 
 
 def to_rpc_status(error: errors.GpuscaleError) -> RpcStatus:
-    """The status of an error, with its details packed for the trailing metadata."""
+    """The status of an error, with its details in the trailing metadata."""
     code = status_code(error)
     number: int = code.value[0]
     packed = status_pb2.Status(code=number, message=error.message)
@@ -80,7 +80,7 @@ def to_rpc_status(error: errors.GpuscaleError) -> RpcStatus:
 
 
 def from_rpc_error(error: grpc.RpcError) -> errors.GpuscaleError:
-    """The error of the tree that a failed call, sync or async, stands for."""
+    """The error for a failed call, sync or async."""
     if not isinstance(error, (grpc.Call, grpc.aio.AioRpcError)):
         return errors.InternalError(f"the call failed without a status: {type(error).__name__}")
     details = _unpack(error.trailing_metadata())
@@ -105,11 +105,7 @@ def from_rpc_error(error: grpc.RpcError) -> errors.GpuscaleError:
 
 @contextmanager
 def rpc_errors() -> Generator[None]:
-    """Around any use of a stub: a failed call, unary or stream, sync or async, raises an error of the tree.
-
-    Raises:
-        GpuscaleError: the call failed; the gRPC error is its cause.
-    """
+    """Raise the `GpuscaleError` for a failed gRPC call in the block, of any kind, sync or async."""
     try:
         yield
     except grpc.RpcError as error:
@@ -125,7 +121,7 @@ class _Details:
 
 
 def _unpack(metadata: grpc.aio.Metadata | tuple[tuple[str, str | bytes], ...] | None) -> _Details:
-    """What the trailing metadata tells; details of a kind that we do not use, or that cannot be read, are left out."""
+    """Parse error details from trailing metadata; unknown and malformed details are ignored."""
     details = _Details(error_details_pb2.ErrorInfo())
     bad_request, retry_info = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
     for key, value in metadata or ():

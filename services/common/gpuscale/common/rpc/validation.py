@@ -1,14 +1,13 @@
-"""Checks of messages against the annotations of the contract, read into `FieldRules`, and against its defaults.
+"""Validates messages against the annotations of the contract, read into `FieldRules`, and its defaults.
 
-The checks of a message type are compiled once, at its first message. The interceptor applies them to every request that
-is one message. Messages of a request stream it only decodes: there a wrong message may be dropped where a wrong request
-must be refused, so the service asks `violations` itself.
+The checks of a message type are compiled at its first message. The interceptor validates every request except messages of
+request streams: of these, a service may drop an invalid one instead of failing the call, so it calls `violations` itself.
 
-Defaults, as rules.proto states them: texts of at most 1,024 characters without control or invisible characters, finite
-numbers, defined enum values, and Duration and Timestamp within the range that protobuf documents.
+The defaults, from rules.proto: texts have at most 1,024 characters, none of them control or invisible characters; numbers
+are finite; enum values are defined; Duration and Timestamp are within the range that protobuf documents.
 
-What a single field cannot say is the service's to check: that one member of a oneof is set, that min is not above max.
-A number without presence that is required must not be 0: the wire does not tell 0 from absent.
+Services check what spans several fields, such as that a oneof is set or min is not above max. A required number without
+presence must not be 0, which the wire cannot tell from absent.
 """
 
 import math
@@ -24,7 +23,7 @@ from typing import Any, Final
 from unicodedata import category
 
 from google.protobuf import descriptor_pb2, duration_pb2, field_mask_pb2, message_factory, timestamp_pb2
-from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -37,19 +36,18 @@ from gpuscale.common.names import ID_PATTERN, PATTERNS, expression, is_id, misfi
 
 @dataclass(frozen=True, slots=True)
 class FieldRules:
-    """What one field may hold, or each key and value of a map; None and empty where nothing is said."""
+    """Rules of a field, or of the keys of a map; None or empty if not set."""
 
-    required: bool = False  # it must be set, and not empty, nor the UNSPECIFIED enum value
-    min: float | None = None  # the smallest value; of a Duration, in seconds, as `above` and `max`
-    above: float | None = None  # what it is greater than
-    max: float | None = None  # the largest value
-    max_length: int | None = None  # most characters or bytes
-    max_items: int | None = None  # most items of a list or map
-    unique: bool = False  # the items of the list differ from each other
-    # shape of the text, of each in a list, or of each key of a map: the TextFormat of rules.proto, or `uuid`
-    format: str = ""
-    resource: str = ""  # the pattern of the names that the text may be
-    values: "FieldRules | None" = None  # what each value of a map may hold
+    required: bool = False  # must be set, not empty, not an UNSPECIFIED enum value
+    min: float | None = None  # inclusive minimum; `min`, `above` and `max` of a Duration are in seconds
+    above: float | None = None  # exclusive minimum
+    max: float | None = None  # inclusive maximum
+    max_length: int | None = None  # characters or bytes
+    max_items: int | None = None  # items of a list or map
+    unique: bool = False  # no duplicates in the list
+    format: str = ""  # of the text, list items or map keys: a TextFormat of rules.proto, or `uuid`
+    resource: str = ""  # pattern of resource names
+    values: "FieldRules | None" = None  # rules of map values
 
 
 _WORDS: Final = {"required": "required", "gte": "min", "gt": "above", "lte": "max", "max_len": "max_length"}
@@ -57,13 +55,13 @@ _WORDS.update({"max_items": "max_items", "max_pairs": "max_items", "unique": "un
 
 
 def rules_of(field: FieldDescriptor) -> FieldRules:
-    """The rules that stand on a field; KeyError for one that is not enforced here."""
-    owner: Any = field.containing_type  # to the stubs it may be absent
+    """The rules of a field; KeyError for an unsupported one."""
+    owner: Any = field.containing_type  # optional in the stubs
     return read_rules(field.GetOptions(), owner.GetOptions())
 
 
 def read_rules(options: Message, owner: Message) -> FieldRules:
-    """As `rules_of`, of the options of a field and of the message it stands in."""
+    """As `rules_of`, from the options of a field and of its message."""
     known = annotations()
     said = known.field.FromString(options.SerializeToString())
     found = dict(_read(said.Extensions[known.rules]))
@@ -75,7 +73,7 @@ def read_rules(options: Message, owner: Message) -> FieldRules:
 
 
 def _read(rules: Any) -> Iterator[tuple[str, Any]]:
-    """A FieldRules, or the rules of a type of values in it, as arguments of `FieldRules`."""
+    """Convert a FieldRules message, or its part for a type, to arguments of `FieldRules`."""
     for field, value in rules.ListFields():
         if field.is_extension:
             yield "format", field.enum_type.values_by_number[value].name.removeprefix("TEXT_FORMAT_").lower()
@@ -84,7 +82,7 @@ def _read(rules: Any) -> Iterator[tuple[str, Any]]:
         elif field.name == "values":
             yield "values", FieldRules(**dict(_read(value)))
         elif field.name == "ignore":
-            pass  # an empty text that is not required is none, whatever is said
+            pass  # an empty optional text always counts as unset
         elif field.message_type is None:
             yield _WORDS[field.name], value
         elif field.message_type.full_name == "google.protobuf.Duration":
@@ -95,8 +93,8 @@ def _read(rules: Any) -> Iterator[tuple[str, Any]]:
 
 @cache
 def annotations() -> Any:
-    """The descriptors of those that are read here, in a pool of their own: the default one may have those of a user's stubs, of another version."""
-    pool: Any = DescriptorPool()  # its stubs leave out what it finds
+    """The descriptors of the annotations, in a separate pool: the default one may have another version from a user's stubs."""
+    pool: Any = DescriptorPool()  # stubs are incomplete
     for known in (descriptor_pb2, duration_pb2, field_mask_pb2, timestamp_pb2):
         pool.AddSerializedFile(known.DESCRIPTOR.serialized_pb)
     data = resources.files("gpuscale.api").joinpath("contract.binpb").read_bytes()
@@ -116,7 +114,7 @@ def annotations() -> Any:
 
 
 ValueCheck = Callable[[Any], str | None]
-"""Returns what is wrong with a value, as words that follow the field's name; None when nothing is."""
+"""Returns the problem with a value, as text to follow the field name, or None."""
 
 Range = tuple[float, float]
 
@@ -133,7 +131,7 @@ _LARGEST: Final = sys.float_info.max
 
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _INVISIBLE: Final = frozenset({"Cf", "Zl", "Zp"})
-"""Unicode categories of zero-width and direction-turning characters: what is shown would not be what is stored."""
+"""Unicode categories of zero-width and bidirectional control characters, which would hide what is stored."""
 _DEVICE: Final = re.compile(r"[A-Za-z0-9._:/-]{1,253}")
 _UUID: Final = re.compile(r"[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 _INTEGERS: Final = frozenset(
@@ -148,7 +146,7 @@ _FLOATS: Final = frozenset((FieldDescriptor.CPPTYPE_FLOAT, FieldDescriptor.CPPTY
 
 
 def value_check(field: FieldDescriptor, rules: FieldRules) -> ValueCheck | None:
-    """The check of one value of a field; None if any value will do, or the value is a message."""
+    """The check of one value of a field; None for no check, or for a message."""
     if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
         if field.type == FieldDescriptor.TYPE_STRING:
             return _text_check(rules)
@@ -172,7 +170,7 @@ def value_check(field: FieldDescriptor, rules: FieldRules) -> ValueCheck | None:
 
 
 def number_range(field: FieldDescriptor, rules: FieldRules) -> Range | None:
-    """The range in which a number or enum is certainly valid, for a quick comparison; None if there is none."""
+    """A range in which a number or enum is valid, for a fast check; None without one."""
     if rules.required:
         return None
     if field.cpp_type in _FLOATS or field.cpp_type in _INTEGERS:
@@ -206,7 +204,7 @@ def _text_check(rules: FieldRules) -> ValueCheck:
 def _shape_check(rules: FieldRules) -> ValueCheck | None:
     if rules.resource:
         pattern, is_name = rules.resource, expression(rules.resource).fullmatch
-        or_id = rules.format == "name_or_id"  # as older clients say it
+        or_id = rules.format == "name_or_id"  # from older clients
         return lambda value: None if is_name(value) or (or_id and is_id(value)) else misfit(pattern, value)
     if rules.format not in _SHAPES:
         return None
@@ -229,14 +227,14 @@ _SHAPES: Final[Mapping[str, tuple[Callable[[str], object], str]]] = {
         "must be a UUID of a GPU: 1-253 of A-Z, a-z, 0-9, '-', '_', '.', ':' and '/'",
     ),
 }
-"""What a text of a format is, and what to say of one that is not."""
+"""By format, a predicate and the problem if it is false."""
 
 
 _NO_LIMITS: Final = (-math.inf, math.inf, -math.inf)
 
 
 def _limits(rules: FieldRules) -> tuple[float, float, float]:
-    """`min`, `max` and `above`, infinite where they are not given."""
+    """`min`, `max` and `above`, infinite by default."""
     return (
         -math.inf if rules.min is None else rules.min,
         math.inf if rules.max is None else rules.max,
@@ -261,14 +259,8 @@ def _number_check(rules: FieldRules, unit: str = "") -> ValueCheck:
 
 
 def _bounds_check(rules: FieldRules, unit: str = "") -> ValueCheck | None:
-    """The check of a number that is certainly finite; None without bounds."""
+    """The check of an integer; None without bounds."""
     return None if _limits(rules) == _NO_LIMITS else _number_check(rules, unit)
-
-
-def stated_check(enum: EnumDescriptor) -> ValueCheck:
-    """The check of an item in a list of enum values, where 0 does not mean unset."""
-    defined = frozenset(enum.values_by_number) - {0}
-    return lambda value: None if value in defined else f"must be a value of {enum.name}, and not UNSPECIFIED"
 
 
 def _duration_check(rules: FieldRules) -> ValueCheck:
@@ -290,32 +282,32 @@ def _timestamp_problem(value: Timestamp) -> str | None:
 
 
 MAX_VIOLATIONS: Final = 16
-"""So many are reported at most, so that an error fits into gRPC's trailing metadata."""
+"""Maximum reported, to fit into gRPC's trailing metadata."""
 MAX_ITEMS: Final = 1_000
 MAX_KEY_SHOWN: Final = 64
 MANY_NUMBERS: Final = 16
 """A message with so many fields of numbers is expected to have most of them set."""
 
 _Problems = Sequence[tuple[str, str]]
-"""What is wrong below a value: path from there on (`[3].name`, or empty for the value itself), and what is wrong."""
+"""Problems in a value: the path below it (such as `[3].name`, empty for itself) and the text."""
 _PartCheck = Callable[[Any], _Problems]
-"""Checks a message, a list, a map, or an item of one."""
+"""Checks a message, a list, a map, or an item."""
 _NONE: Final[_Problems] = ()
 _WRONG: Final[_Problems] = (("", "is wrong"),)
 
 
 def violations(message: Message) -> list[FieldViolation]:
-    """What is wrong with a message, by field path such as `spec.rules[2].step.threshold`; empty when nothing is.
+    """The problems of a message by field path, such as `spec.rules[2].step.threshold`; at most 16.
 
-    Only the first 16 are returned. Descriptions never repeat a value.
+    Descriptions never repeat a value.
     """
-    descriptor: Any = message.DESCRIPTOR  # to the stubs one of two classes, by implementation
+    descriptor: Any = message.DESCRIPTOR  # the stubs have two classes for it
     found = _checks(descriptor).problems(message)
     return [FieldViolation(path.removeprefix("."), problem) for path, problem in found[:MAX_VIOLATIONS]]
 
 
 def validate(message: Message) -> None:
-    """Refuse a message that breaks a rule. Raises InvalidArgumentError: with the violations."""
+    """Raise InvalidArgumentError with the violations of a message, if any."""
     found = violations(message)
     if found:
         first = found[0]
@@ -324,14 +316,14 @@ def validate(message: Message) -> None:
 
 
 def checks_of(descriptor: Any) -> Callable[[Message], object]:
-    """What is wrong with messages of a type, false where nothing is; `validate` says it."""
+    """A fast check for messages of a type: a true result means that `validate` would raise."""
     return _checks(descriptor).problems
 
 
 def forget_unknown(message: Message) -> None:
-    """Take enum values that this version does not know as what its enum names OTHER, or else as not stated.
+    """Replace unknown enum values by the OTHER value of their enum, or 0.
 
-    For messages of programs that may be of a later version. What people say is refused instead: they may mean it.
+    For messages of programs that may be newer. Unknown values from people are rejected instead.
     """
     for field, value in message.ListFields():
         if field.enum_type is not None:
@@ -348,7 +340,7 @@ def forget_unknown(message: Message) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Scalar:
-    """A field that holds one number or text."""
+    """A singular field that is not a message."""
 
     name: str
     presence: bool
@@ -357,8 +349,8 @@ class _Scalar:
     text: bool
 
     def problem(self, message: Message, value: Any) -> str | None:
-        """What is wrong with the field's value."""
-        # Without presence an empty text means none; a zero is a number like others.
+        """The problem with the value, or None."""
+        # Without presence, an empty text is unset; 0 is a number.
         absent = not message.HasField(self.name) if self.presence else self.text and not value
         if absent or (self.required and not value):
             return NOT_SET if self.required else None
@@ -367,7 +359,7 @@ class _Scalar:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A field that holds a message, a list or a map."""
+    """A message, list or map field."""
 
     name: str
     repeated: bool
@@ -375,7 +367,7 @@ class _Part:
     check: _PartCheck
 
     def problems(self, message: Message) -> _Problems:
-        """What is wrong with the field, with paths from the field on."""
+        """The problems of the field, with paths below it."""
         if self.repeated:
             values = getattr(message, self.name)
             if values:
@@ -388,8 +380,8 @@ class _Part:
 class _MessageChecks:
     """Compiled checks of one message type.
 
-    Snapshots of thousands of agents pass here. So only what is set is looked at, unless that is not all in order; and paths
-    are put together only where something is wrong. Where many fields are numbers, as of a GPU's readings, all of them are
+    Snapshots of thousands of agents pass here. So a fast check of the set fields comes first; all fields are checked, and paths
+    built, only if it fails. Where many fields are numbers, as of a GPU's readings, all of them are
     fetched and compared at once: unset, they are 0, which is in range.
     """
 
@@ -425,7 +417,7 @@ class _MessageChecks:
             self._others = [scalar for scalar in self._scalars if scalar.name not in ranges]
 
     def problems(self, message: Message) -> _Problems:
-        """What is wrong with a message, in the contract's order; stops soon after `MAX_VIOLATIONS`."""
+        """The problems of a message, in the order of the contract; stops soon after `MAX_VIOLATIONS`."""
         if self.is_right(message):
             return _NONE
         found: list[tuple[str, str]] = []
@@ -441,7 +433,7 @@ class _MessageChecks:
         return found
 
     def is_right(self, message: Message) -> bool:
-        """Whether everything that is set is certainly valid and nothing is missing; if not, the full checks say why."""
+        """Fast check: whether all set fields are valid and no required one is missing."""
         if self._numbers is not None:
             fetch, least, most = self._numbers
             numbers = fetch(message)
@@ -469,7 +461,7 @@ class _MessageChecks:
         if rules.required:
             self._screens[field] = lambda value: not value or (check is not None and check(value))
         elif check is not None and not (field.has_presence or text) and check(0) is not None:
-            self._needed.add(field)  # unset it counts as 0, which is wrong
+            self._needed.add(field)  # unset counts as 0, which is invalid
 
 
 def _range_with_0(field: FieldDescriptor, rules: FieldRules) -> Range | None:
@@ -494,14 +486,14 @@ def _checks(descriptor: Descriptor) -> _MessageChecks:
 
 
 def _single_check(field: FieldDescriptor, rules: FieldRules, *, quick: bool = False) -> _PartCheck | None:
-    """The check of one message, of an item of a list, or of a key or value of a map; a `quick` one only says whether all is right."""
+    """The check of a message, list item, map key or map value; a `quick` one only tells whether it is valid."""
     check = value_check(field, rules)
     if check is not None:
         return _describing(check)
     if field.message_type is None:
         return None
-    descriptor = field.message_type  # types may contain themselves: compiled when met
-    if quick:  # without what is wrong below: each level would look at all below it twice
+    descriptor = field.message_type  # types may be recursive: compile when needed
+    if quick:  # without details, which would check each level twice
         return lambda message: _NONE if _checks(descriptor).is_right(message) else _WRONG
     return lambda message: _checks(descriptor).problems(message)
 
@@ -515,15 +507,17 @@ def _describing(check: ValueCheck) -> _PartCheck:
 
 
 def _repeated_check(field: FieldDescriptor, rules: FieldRules, *, quick: bool = False) -> _PartCheck:
-    """The check of a list or a map; `quick` as of `_single_check`."""
+    """The check of a list or map; `quick` as in `_single_check`."""
     entry = field.message_type
     if entry is not None and entry.GetOptions().map_entry:
         return _map_check(entry, rules, quick=quick)
     max_items = MAX_ITEMS if rules.max_items is None else rules.max_items
     unique = rules.unique
     item_check = _single_check(field, rules, quick=quick)
-    if field.enum_type is not None:
-        item_check = _describing(stated_check(field.enum_type))
+    if field.enum_type is not None:  # items have no unset value
+        stated = frozenset(field.enum_type.values_by_number) - {0}
+        problem = f"must be a value of {field.enum_type.name}, and not UNSPECIFIED"
+        item_check = _describing(lambda value: None if value in stated else problem)
 
     def items(values: Any) -> _Problems:
         if len(values) > max_items:
@@ -544,7 +538,7 @@ def _repeated_check(field: FieldDescriptor, rules: FieldRules, *, quick: bool = 
 
 
 def _map_check(entry: Descriptor, rules: FieldRules, *, quick: bool) -> _PartCheck:
-    """The rules are about the keys, but for those of the values."""
+    """The check of a map: the rules are for its keys, `rules.values` for its values."""
     max_items = MAX_ITEMS if rules.max_items is None else rules.max_items
     key_check = _single_check(entry.fields_by_name["key"], rules)
     entry_check = _single_check(entry.fields_by_name["value"], rules.values or FieldRules(), quick=quick)
@@ -575,7 +569,7 @@ _WHOLE: Final = 1000
 
 
 def contradictions(ask: "allocator_api.Ask", path: str) -> Iterator[FieldViolation]:
-    """What no single field of an ask for GPUs shows, and no node could satisfy; `path` leads to the ask, such as `ask.`."""
+    """Contradictions between fields of an ask for GPUs; `path` is the prefix of field paths, such as `ask.`."""
     if ask.gpu_milli == _WHOLE and ask.HasField("gpu_memory_bytes"):
         yield FieldViolation(
             f"{path}gpu_memory_bytes", "is for a share, but gpu_milli asks for the whole GPU: leave out one"

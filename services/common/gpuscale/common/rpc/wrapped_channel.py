@@ -1,14 +1,13 @@
-"""Channels around channels: with a token on each call, following the leader among several addresses, or opened anew with new files.
+"""Channels around channels: add a token to each call, follow the leader among several addresses, or reconnect with new files.
 
-Channels are wrapped rather than intercepted: with gRPC's own interceptors a call is another kind of object, which behaves
-differently when it is cancelled or written to, and they must be known before the channel is made. Whoever wraps makes the
-four kinds of calls; underneath the types of the stubs these are `Any`. What is not a call is that of the channel inside.
+We wrap channels instead of using gRPC's interceptors, which replace calls by objects that behave differently on
+cancellation and writes, and must be passed when a channel is created. Wrappers make all four kinds of calls, typed `Any`;
+everything else is delegated to the inner channel.
 
-Several addresses stand for one service of which one process leads and the others are ready to take over. A standby
-answers what follows the leader UNAVAILABLE, reason NOT_LEADER, without having done anything, so such a call may always be made again elsewhere;
-so may one that found no connection. Any other failure is the caller's: nobody knows whether the call was done. A call
-with one request is made again where it was surely not executed, within its own deadline. A stream of requests is not: it
-fails, and whoever opens it again, as every client of one must, reaches the next address.
+Several addresses are one service, of which one process leads and the others stand by. A standby rejects calls of clients
+that follow the leader with UNAVAILABLE, reason NOT_LEADER, before doing anything. A call with one request is retried
+elsewhere, within its deadline, after this error or if it found no connection. Any other error is raised, as the call may
+have been executed. A call with a request stream fails, and reaches the next address when its client opens it again.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any, Final, Self
 
 import grpc
@@ -26,65 +26,57 @@ from gpuscale.common.rpc.status import DETAILS_KEY, from_rpc_error
 from gpuscale.common.runtime.tasks import Backoff
 
 MakeMethod = Callable[[str, Sequence[Any]], Any]
-"""Makes a method of a stub of its kind, such as `unary_stream`, and of the methods of the channels inside."""
+"""Makes a stub method from its kind, such as `unary_stream`, and the methods of the inner channels."""
 
 
 class _Methods(ABC):
-    """The four kinds of methods of a stub, made by `_method`."""
+    """The four kinds of stub methods, made by `_method`."""
 
     @abstractmethod
     def _method(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any: ...
 
-    def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """A method with one request and one response."""
-        return self._method("unary_unary", args, kwargs)
+    def _make_kind(self, kind: str, *args: Any, **kwargs: Any) -> Any:
+        return self._method(kind, args, kwargs)
 
-    def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """A method with one request and a stream of responses."""
-        return self._method("unary_stream", args, kwargs)
-
-    def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        """A method with a stream of requests and one response."""
-        return self._method("stream_unary", args, kwargs)
-
-    def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        """A method with a stream of requests and one of responses."""
-        return self._method("stream_stream", args, kwargs)
+    unary_unary: Any = partialmethod(_make_kind, "unary_unary")
+    unary_stream: Any = partialmethod(_make_kind, "unary_stream")
+    stream_unary: Any = partialmethod(_make_kind, "stream_unary")
+    stream_stream: Any = partialmethod(_make_kind, "stream_stream")
 
 
 class _AroundOthers(_Methods):
-    """Makes a method of those of the channels inside."""
+    """Makes methods from those of the inner channels."""
 
     _channels: Sequence[Any]
     _make: MakeMethod
 
     def _method(self, kind: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        own = {**kwargs, "_registered_method": False}  # on a closed channel that kills the process
+        own = {**kwargs, "_registered_method": False}  # True crashes the process on a closed channel
         return self._make(kind, [getattr(channel, kind)(*args, **own) for channel in self._channels])
 
 
 if TYPE_CHECKING:
     _OfAio = grpc.aio.Channel
 else:
-    _OfAio = object  # its methods are all abstract, and it costs sync programs the import of asyncio
+    _OfAio = object  # only abstract methods; its import loads asyncio
 
 
 class _AioChannel(_Methods, _OfAio):
-    """A channel of the running event loop; what is not a call is that of the channel `_inside`."""
+    """An asyncio channel; everything but calls is delegated to `_inside`."""
 
     @abstractmethod
     def _inside(self) -> grpc.aio.Channel: ...
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """As of the channel."""
+        """As the inner channel."""
         return self._inside().get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """As of the channel."""
+        """As the inner channel."""
         await self._inside().wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """As of the channel."""
+        """As the inner channel."""
         await self._inside().channel_ready()
 
     async def __aenter__(self) -> Self:
@@ -95,12 +87,12 @@ class _AioChannel(_Methods, _OfAio):
 
 
 class WrappedChannel(_AroundOthers, _AioChannel):
-    """A channel of the running event loop around others; closing it closes them.
+    """An asyncio channel around others; closing it closes them.
 
     Args:
-        channels: those inside.
+        channels: the inner channels.
         make: makes the methods.
-        leader: says which of the channels' connections is looked at; the first one's without it.
+        leader: index of the channel whose state is shown; None for the first.
     """
 
     def __init__(
@@ -114,15 +106,14 @@ class WrappedChannel(_AroundOthers, _AioChannel):
         return self._channels[0 if self._leader is None else self._leader.index]
 
     async def close(self, grace: float | None = None) -> None:
-        """Close each of them."""
+        """Close the inner channels."""
         await asyncio.gather(*(channel.close(grace) for channel in self._channels))
 
 
 class RenewedChannel(_AioChannel):
-    """A channel whose certificates are renewed: what is called after that goes over a new one.
+    """A channel with renewable certificates: new calls use a new channel once `newer` returns something other than None.
 
-    Calls that are under way stay where they are, for as long as a server lets a connection last. `newer` is something other than
-    None where the channel has to be opened anew.
+    Open calls keep the old channel, for as long as servers keep a connection.
     """
 
     def __init__(self, open_anew: Callable[[], grpc.aio.Channel], newer: Callable[[], object]) -> None:
@@ -144,7 +135,7 @@ class RenewedChannel(_AioChannel):
         return call
 
     def _inside(self) -> grpc.aio.Channel:
-        """The newest channel."""
+        """The current channel, replaced if necessary."""
         if self._newer() is not None:
             old, self._current = self._current, self._open_anew()
             closing = asyncio.create_task(old.close(LONGEST_CALL), name="end an old channel")
@@ -153,16 +144,16 @@ class RenewedChannel(_AioChannel):
         return self._current
 
     async def close(self, grace: float | None = None) -> None:
-        """Close it, and those before it that still have calls under way."""
+        """Close the current channel and old ones with open calls."""
         old = dict(self._old)
         for closing in old:
-            closing.cancel()  # it would wait for its calls
+            closing.cancel()  # it waits for calls
         await asyncio.gather(*old, return_exceptions=True)
         await asyncio.gather(*(channel.close(grace) for channel in (self._current, *old.values())))
 
 
 class SyncWrappedChannel(_AroundOthers, grpc.Channel):
-    """A channel for code without an event loop around others; closing it closes them."""
+    """A sync channel around others; closing it closes them."""
 
     def __init__(self, channels: Sequence[grpc.Channel], make: MakeMethod) -> None:
         self._channels: Sequence[grpc.Channel] = channels
@@ -171,17 +162,17 @@ class SyncWrappedChannel(_AroundOthers, grpc.Channel):
     def subscribe(
         self, callback: Callable[[grpc.ChannelConnectivity], None], try_to_connect: bool | None = False
     ) -> None:
-        """As of every channel."""
+        """As the inner channels."""
         for channel in self._channels:
             channel.subscribe(callback, bool(try_to_connect))
 
     def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
-        """As of every channel."""
+        """As the inner channels."""
         for channel in self._channels:
             channel.unsubscribe(callback)
 
     def close(self) -> None:
-        """Close each of them."""
+        """Close the inner channels."""
         for channel in self._channels:
             channel.close()
 
@@ -193,35 +184,35 @@ class SyncWrappedChannel(_AroundOthers, grpc.Channel):
 
 
 FOLLOWS: Final = ("gpuscale-follows", "leader")
-"""Metadata of a caller that goes to the leader itself: a standby turns it away where it forwards the calls of others."""
+"""Metadata of a client that follows the leader itself; a standby rejects its calls instead of forwarding them."""
 
 
 def with_header(key: str, value: str) -> MakeMethod:
-    """Sends a header with every call, such as a token: gRPC's call credentials need TLS, and a thread for each call."""
+    """Add a header, such as a token, to every call; unlike gRPC's call credentials it needs no TLS and no thread."""
     return lambda _, methods: _HeaderMethod(methods[0], (key, value))
 
 
 class StubMethod(ABC):
-    """A method of a stub, called in one of three ways, of which `_call` makes what it is."""
+    """A stub method; its three ways of calling are implemented by `_call`."""
 
     @abstractmethod
     def _call(self, way: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any: ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The answer, or the call where it has an event loop."""
+        """The response; for asyncio, the call."""
         return self._call("__call__", args, kwargs)
 
     def with_call(self, *args: Any, **kwargs: Any) -> Any:
-        """Without an event loop: the answer and its call."""
+        """Sync only: the response and its call."""
         return self._call("with_call", args, kwargs)
 
     def future(self, *args: Any, **kwargs: Any) -> Any:
-        """Without an event loop: the answer to come, and its errors, as gRPC has them."""
+        """Sync only: a future of the response, with gRPC's errors."""
         return self._call("future", args, kwargs)
 
 
 class _HeaderMethod(StubMethod):
-    """A method that sends a header along."""
+    """A method that adds a header."""
 
     def __init__(self, method: Any, header: tuple[str, str]) -> None:
         self._method = method
@@ -233,24 +224,24 @@ class _HeaderMethod(StubMethod):
 
 
 LONGEST_CALL: Final = 3_660.0
-"""Seconds that a stream may go on over a channel that was replaced: servers let no connection last longer."""
+"""Seconds that streams may stay on a replaced channel; servers keep no connection longer."""
 NOT_LEADER: Final = "NOT_LEADER"
-"""Reason with which a standby turns calls away; its metadata `leader` is the leader's address, where known."""
+"""Reason of a standby's rejection; its metadata `leader` has the leader's address if known."""
 PATIENCE: Final = 10.0
-"""Seconds for which a call without a deadline looks for the leader."""
+"""Seconds to look for the leader in a call without a deadline."""
 
 _GONE: Final = (NOT_LEADER, "LEAD_LOST", "SHUTTING_DOWN", UnavailableError.default_reason)
 _FIRST_PAUSE: Final = 0.1
 _LONGEST_PAUSE: Final = 1.0
 _LEAST: Final = 0.5
 """Seconds for another round: one cut short would hide behind its deadline that nobody could be reached."""
-# What gRPC core says of a call that it never gave to a connection. Where it says it in other words one day, the caller
-# gets the error and calls again.
+# Messages of gRPC core for a call that was never sent. If they change one day, callers get the error instead of a
+# retry.
 _NEVER_SENT: Final = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving ")
 
 
 class Leader:
-    """The address believed to be the leader's, at first the first one. Shared by all calls of a channel."""
+    """The address of the presumed leader, initially the first. Shared by all calls of a channel."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses = tuple(addresses)
@@ -258,13 +249,13 @@ class Leader:
 
     @property
     def count(self) -> int:
-        """How many addresses there are."""
+        """Number of addresses."""
         return len(self._addresses)
 
     def failed(self, index: int, hint: str = "") -> None:
-        """The address at `index` does not lead: go on to the one that `hint` names, or to the next.
+        """Note that the address at `index` does not lead: switch to `hint` if known, else to the next.
 
-        A failure at an address that was left meanwhile, as of a call that took long, changes nothing.
+        Does nothing if another call has already switched.
         """
         if index != self.index:
             return
@@ -273,12 +264,12 @@ class Leader:
 
 
 class Trail:
-    """The attempts of one call, from address to address.
+    """The attempts of one call.
 
     Args:
-        leader: of the channel.
-        timeout: seconds that the caller gives the call; None for any time.
-        again: whether it can be made again: not where a stream of requests was used up.
+        leader: the leader of the channel.
+        timeout: the caller's timeout in seconds, or None.
+        again: whether it can be retried: not with a request stream.
     """
 
     def __init__(self, leader: Leader, timeout: float | None, *, again: bool) -> None:
@@ -292,17 +283,17 @@ class Trail:
 
     @property
     def timeout(self) -> float | None:
-        """Seconds left of the caller's; None for any time."""
+        """Remaining seconds of the caller's timeout, or None."""
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def began(self) -> None:
-        """A response came: from now on the call is not made again."""
+        """Note a response: no more retries."""
         self._again = False
 
     def after(self, error: grpc.RpcError) -> float | None:
-        """Seconds until the call is to be made again, at `index`; None where the error is the caller's.
+        """Seconds until a retry at `index`; None if the error must be raised.
 
-        Later calls go elsewhere too, where the error shows that this address does not lead or does not answer.
+        If this address does not lead or answer, later calls also use another one.
         """
         problem = from_rpc_error(error)
         gone = isinstance(problem, UnavailableError) and problem.reason in _GONE
@@ -314,17 +305,13 @@ class Trail:
             return None
         self.index = self._leader.index
         self._refusals += 1
-        # Each address is asked once without a pause; then there is no leader, until a standby has taken over.
+        # Try each address once without a pause. After that there is no leader until a standby takes over.
         pause = 0.0 if self._refusals % self._leader.count else self._backoff.next()
         latest = self._patience if self._deadline is None else self._deadline
         return pause if time.monotonic() + pause + (_LEAST if pause else 0.0) < latest else None
 
     def pause(self, error: grpc.RpcError) -> float:
-        """Seconds until the call is to be made again, as `after`.
-
-        Raises:
-            RpcError: it is not.
-        """
+        """As `after`, but raises `error` instead of returning None."""
         pause = self.after(error)
         if pause is None:
             raise error
@@ -332,7 +319,7 @@ class Trail:
 
 
 def never_sent(error: grpc.RpcError) -> bool:
-    """Whether gRPC itself says that the call was never sent. A server that says so, with details, means its own upstream."""
+    """Whether gRPC reports that the call was never sent. With error details, a server reports that of its own upstream."""
     if not isinstance(error, (grpc.Call, grpc.aio.AioRpcError)):
         return False
     if any(key == DETAILS_KEY for key, _ in error.trailing_metadata() or ()):
@@ -341,7 +328,7 @@ def never_sent(error: grpc.RpcError) -> bool:
 
 
 def following(addresses: Sequence[str], channels: Sequence[grpc.aio.Channel]) -> grpc.aio.Channel:
-    """One channel made of several, one per address in the order to try them, that follows the leader."""
+    """Combine channels, one for each address in the order to try, into one that follows the leader."""
     leader = Leader(addresses)
 
     def method(kind: str, methods: Sequence[Any]) -> Any:
@@ -376,7 +363,7 @@ def sync_following(addresses: Sequence[str], channels: Sequence[grpc.Channel]) -
 
 
 class _Attempts:
-    """A call under way, started at once. Everything else is that of the latest attempt."""
+    """A call, started at once; delegates to its latest attempt."""
 
     def __init__(self, start: Callable[[], Any], trail: Trail) -> None:
         self._start = start
@@ -388,14 +375,14 @@ class _Attempts:
         return getattr(self._call, name)
 
     def cancel(self) -> bool:
-        """End it, whichever attempt it is at; without an event loop any thread may."""
+        """Cancel the call at any attempt; a sync call from any thread."""
         self._cancelled = True
         ended: bool = self._call.cancel()
         return ended
 
 
 class _Call(_Attempts):
-    """A call of the event loop."""
+    """An asyncio call."""
 
     def __await__(self) -> Generator[Any, None, Any]:
         async def response() -> Any:
@@ -432,12 +419,12 @@ class _Call(_Attempts):
     async def write(self, request: Any) -> None:
         """Send a request of a stream.
 
-        Not by gRPC's own `write`: on a call that its server ended meanwhile, that replaces the server's status, such as
-        NOT_LEADER, by an internal error, for whoever reads too.
+        Not with gRPC's `write`: if the server has ended the call, that replaces its status, such as NOT_LEADER, by an internal
+        error, for readers too.
 
         Raises:
             AioRpcError: the server ended the call with this status.
-            InvalidStateError: it ended the call in good order.
+            InvalidStateError: the server ended the call with OK.
         """
         call = self._call
         try:
@@ -455,14 +442,14 @@ class _Call(_Attempts):
             self._trail.after(error)
             raise
         except asyncio.CancelledError:
-            call.cancel()  # what is half sent stays so
+            call.cancel()  # the request may be partially sent
             raise
 
     async def _again(self, error: grpc.aio.AioRpcError) -> None:
-        """Make the call again, where that is right.
+        """Retry the call, or raise the error.
 
         Raises:
-            AioRpcError: it is not.
+            AioRpcError: no retry.
             CancelledError: the call was cancelled.
         """
         await asyncio.sleep(self._trail.pause(error))
@@ -472,7 +459,7 @@ class _Call(_Attempts):
 
 
 class _Unary(StubMethod):
-    """A method with one response. A future is of the channel that is taken for the leader's: it does not follow."""
+    """A sync method with one response. A future uses the presumed leader without retries."""
 
     def __init__(self, methods: Sequence[Any], leader: Leader, *, again: bool) -> None:
         self._methods = methods
@@ -492,7 +479,7 @@ class _Unary(StubMethod):
 
 
 class _Stream(_Attempts):
-    """A stream of responses, without an event loop."""
+    """A sync stream of responses."""
 
     def __iter__(self) -> Self:
         return self

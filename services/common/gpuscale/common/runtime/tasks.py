@@ -250,12 +250,7 @@ class SystemClock:
     """The clock of this host."""
 
     def __init__(self) -> None:
-        self._boot_id = read_boot_id()
-
-    @property
-    def boot_id(self) -> str:
-        """The kernel's id of the current boot."""
-        return self._boot_id
+        self.boot_id = read_boot_id()
 
     def now(self) -> float:
         """Seconds of CLOCK_BOOTTIME."""

@@ -511,11 +511,7 @@ def require_for(principal: Principal, method: MethodInfo) -> None:
 
 
 def require(principal: Principal, role: Role, what: str = "the call") -> None:
-    """Check that a caller has `role`; `what` begins the error.
-
-    Raises:
-        PermissionDeniedError: its role is lower (reason ROLE_TOO_LOW).
-    """
+    """Raise PermissionDeniedError (ROLE_TOO_LOW), which begins with `what`, unless a caller has `role`."""
     if principal.role < role:
         raise PermissionDeniedError(
             f"{what} needs role {role.name.lower()}; {principal.name} has {principal.role.name.lower()}",

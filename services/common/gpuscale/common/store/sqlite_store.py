@@ -309,11 +309,7 @@ def give_back(connection: Connection) -> None:
 
 
 def check(connection: sqlite3.Connection, pragma: str, unchecked: frozenset[str]) -> None:
-    """Check a file with SQLite; skip the `unchecked` tables of a large one.
-
-    Raises:
-        sqlite3.DatabaseError: the file is damaged.
-    """
+    """Raise sqlite3.DatabaseError for a damaged file; does not check the `unchecked` tables of a large one."""
     [pages], [size] = (
         connection.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size")
     )
