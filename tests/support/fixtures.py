@@ -42,15 +42,17 @@ def rabbitmq_private(rabbitmq: brokers.RabbitBroker) -> Iterator[brokers.RabbitB
 
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[databases.PostgresServer]:
-    """A server shared by all tests; use a database of your own, and never stop it.
-
-    A test that stands still on a busy machine keeps its lead.
-    """
+    """A server shared by all tests; use a database of your own, and never stop it."""
     need(databases.why_unavailable(), "GPUSCALE_REQUIRE_POSTGRESQL")
-    with databases.PostgresServer() as server, pytest.MonkeyPatch.context() as patch:
-        for module in ("postgres", "leadership"):
-            patch.setattr(f"gpuscale.common.store.{module}.LEASE", 60.0)
+    with databases.PostgresServer() as server:
         yield server
+
+
+@pytest.fixture
+def lead_outlasts_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that stands still on a busy machine keeps its lead of a PostgreSQL state."""
+    for module in ("postgres", "leadership"):
+        monkeypatch.setattr(f"gpuscale.common.store.{module}.LEASE", 60.0)
 
 
 @pytest.fixture

@@ -35,6 +35,8 @@ from tests.support.postgresql import PostgresServer
 from tests.support.small_disk import fill, small_disk
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.usefixtures("lead_outlasts_stalls")
+
 BOOT = "boot"
 
 

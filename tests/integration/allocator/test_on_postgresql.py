@@ -34,6 +34,8 @@ from tests.support.fake_fleet import FakeFleet, node_message
 from tests.support.postgresql import PostgresServer, program
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.usefixtures("lead_outlasts_stalls")
+
 BOOT = "boot"
 LARGE = 1 << 40
 """More than an integer of PostgreSQL holds."""

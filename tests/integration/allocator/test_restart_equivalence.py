@@ -15,6 +15,8 @@ from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet
 from tests.support.postgresql import PostgresServer
 
+pytestmark = pytest.mark.usefixtures("lead_outlasts_stalls")
+
 DEEDS = 18
 """Between two restarts."""
 

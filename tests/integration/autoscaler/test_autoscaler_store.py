@@ -36,6 +36,8 @@ from tests.support.fake_allocator import FakeAllocator, serving
 from tests.support.postgresql import PostgresServer
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.usefixtures("lead_outlasts_stalls")
+
 S = ReplicaState
 
 

@@ -48,6 +48,8 @@ from tests.support.clock import ManualClock
 from tests.support.first_host import Site, first_host, programs
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.usefixtures("lead_outlasts_stalls")
+
 
 @dataclass
 class Fleet:
