@@ -203,7 +203,7 @@ async def test_a_migration_that_fails_leaves_the_file_as_it_was(tmp_path: Path) 
     make_version_1(path)
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("CREATE TABLE hold_before (x)")
-    with pytest.raises(FailedPreconditionError, match="cannot be read"):
+    with pytest.raises(FailedPreconditionError, match="cannot be used"):
         async with open_store(path, "boot"):
             pass
     with closing(sqlite3.connect(path)) as connection:
