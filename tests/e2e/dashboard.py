@@ -35,7 +35,7 @@ def dashboard(gateway: str, *arguments: str, port: int = 0) -> Iterator[str]:
         yield f"http://{address}"
         process.send_signal(signal.SIGTERM)
         _, noise = process.communicate(timeout=60)
-        assert (process.returncode, noise) == (0, "")
+        assert (process.returncode, noise) == (0, ""), f"exit code {process.returncode}: {noise}"
     finally:
         process.kill()
         process.communicate()

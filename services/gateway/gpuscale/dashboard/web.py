@@ -1,6 +1,8 @@
 """The web server: NiceGUI on uvicorn, with its socket, the client of the gateway, and the feed, on the program's loop."""
 
+import asyncio
 import ipaddress
+import logging
 import secrets
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Generator, Mapping
@@ -339,3 +341,13 @@ class WebServer(uvicorn.Server):
     def capture_signals(self) -> Generator[None]:
         """Leave the signals alone."""
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop; requests that take too long are cut short, which uvicorn logs as errors."""
+        logging.getLogger("uvicorn.error").addFilter(_is_news)
+        await super().shutdown(sockets)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    kind = (record.exc_info or (None,))[0]
+    return kind is not asyncio.CancelledError and "graceful shutdown exceeded" not in record.getMessage()
