@@ -1,23 +1,31 @@
 """TCP ports on the loopback address."""
 
+import secrets
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from itertools import count
+
+PORTS = range(10_000, 32_000)
+"""Below those that the kernel gives to outgoing connections, which take a port that nobody listens on."""
+_numbers = count(secrets.randbelow(len(PORTS)))
 
 
 def free_port() -> int:
-    """A port on 127.0.0.1 that nobody listened on a moment ago.
+    """A port on 127.0.0.1 that nobody listened on a moment ago, and that is given only once in this process.
 
     Another program may still take it before the caller binds; servers that can bind port 0 themselves should.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        address: tuple[str, int] = probe.getsockname()
-        return address[1]
+    for number in _numbers:
+        port = PORTS[number % len(PORTS)]
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("count ends never")
 
 
 @contextmanager
-def silent_port() -> Iterator[int]:
+def silent_port() -> Generator[int]:
     """A port on 127.0.0.1 that refuses connections, and that nobody else gets meanwhile."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as kept:
         kept.bind(("127.0.0.1", 0))

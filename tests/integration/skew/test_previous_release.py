@@ -135,7 +135,7 @@ class Site:
 
         async def check() -> bool:
             found = await self.call(source, step)
-            assert found == wanted
+            assert found == wanted, f"{found}\n{self.logs()}"
             return True
 
         await eventually(check, timeout=90, interval=0.5)
