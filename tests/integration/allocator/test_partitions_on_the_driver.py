@@ -142,7 +142,7 @@ async def test_a_profile_that_no_gpu_has_can_be_waited_for_where_a_helper_may_ma
         assert "can never be granted" in await reason(wait=60.0)
         await asyncio.to_thread(helper.start_to_partition)
         await eventually(lambda: becomes("NO_CAPACITY"), timeout=20)
-        why = "too few such instances, even if all were free. Idle GPUs can be partitioned: gpuscalectl plan rebalance --apply"
+        why = "too few such instances, even if all were free. Idle GPUs may be partitioned: gpuscalectl plan rebalance tells"
         assert why in await reason()
         queued = await client.reserve(
             1, mig_profile=profile, wait=to_duration(60), keep_place=True, job=api.Job(command="train")

@@ -354,7 +354,7 @@ def unpartitioned(ask: Ask) -> str:
     """Why an ask for MIG instances waits that could not be served with all GPUs free."""
     return (
         f"no room now for {asked(ask)}: too few such instances, even if all were free."
-        " Idle GPUs can be partitioned: gpuscalectl plan rebalance --apply"
+        " Idle GPUs may be partitioned: gpuscalectl plan rebalance tells"
     )
 
 
