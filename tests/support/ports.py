@@ -6,8 +6,9 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from itertools import count
 
-PORTS = range(10_000, 32_000)
-"""Below those that the kernel gives to outgoing connections, which take a port that nobody listens on."""
+PORTS = range(20_000, 32_000)
+"""Below those that the kernel gives to outgoing connections, which take a port that nobody listens on, and above those
+that Ray keeps for its workers: it refuses to start with a port of its own among them."""
 _numbers = count(secrets.randbelow(len(PORTS)))
 
 

@@ -75,9 +75,13 @@ def ray_cluster(gpus: int = 4, cpus: int = 8) -> Generator[RayCluster]:
     ]  # fmt: skip
     try:
         head = folder.spawn("ray", command, environment)
+
         eventually_sync(
-            lambda: listens(port) and "Ray runtime started" in folder.tail(), START_TIMEOUT_S, 0.2
+            lambda: not head.running or (listens(port) and "Ray runtime started" in folder.tail()),
+            START_TIMEOUT_S,
+            0.2,
         )
+        assert head.running, folder.tail()
         yield RayCluster(f"127.0.0.1:{port}", environment, head)
         head.end(signal.SIGKILL, STOP_TIMEOUT_S)
     finally:

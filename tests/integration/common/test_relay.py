@@ -152,7 +152,7 @@ async def answers(process: Process) -> bool:
     try:
         await process.served.get()
     except grpc.RpcError as error:
-        if from_rpc_error(error).reason != "NOT_LEADER":
+        if from_rpc_error(error).reason not in {"NOT_LEADER", "LEAD_LOST"}:
             raise
         return False
     return True
