@@ -38,8 +38,8 @@ import uvloop
 
 from gpuscale.autoscaler.domain.queues import QueueTarget
 from gpuscale.autoscaler.signals.brokers import Broker, BrokerSettings, RetryGate, resolve
-from gpuscale.autoscaler.signals.management import ManagementClient, Measured
-from gpuscale.autoscaler.signals.queue_reading import BrokerSweeps, Publish, VirtualHostReader
+from gpuscale.autoscaler.signals.rabbitmq import ManagementClient, Measured
+from gpuscale.autoscaler.signals.watchers import BrokerSweeps, Publish, VirtualHostReader
 from gpuscale.common.runtime import logs
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.secrets import SecretUrl

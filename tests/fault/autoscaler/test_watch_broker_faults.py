@@ -14,7 +14,7 @@ import pytest
 from gpuscale.autoscaler.domain.queues import QueueState, QueueTarget
 from gpuscale.autoscaler.signals import rabbitmq as amqp
 from gpuscale.autoscaler.signals.brokers import BrokerSettings, resolve
-from gpuscale.autoscaler.signals.queue_reading import BrokerSweeps, Publish, VirtualHostReader
+from gpuscale.autoscaler.signals.watchers import BrokerSweeps, Publish, VirtualHostReader
 from gpuscale.common.runtime.tasks import SystemClock
 from tests.support.queue_watching import broker_settings, shows, spec, watching
 from tests.support.rabbitmq import RabbitBroker
@@ -25,8 +25,8 @@ from tests.support.waiting import eventually
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Statistics are read as often as the broker of these tests has new ones."""
-    monkeypatch.setattr("gpuscale.autoscaler.signals.management.STATISTICS_PERIOD", 0.2)
-    monkeypatch.setattr("gpuscale.autoscaler.signals.management.CONSUMERS_PERIOD", 0.2)
+    monkeypatch.setattr("gpuscale.autoscaler.signals.rabbitmq.STATISTICS_PERIOD", 0.2)
+    monkeypatch.setattr("gpuscale.autoscaler.signals.rabbitmq.CONSUMERS_PERIOD", 0.2)
 
 
 async def test_a_killed_broker_is_unreachable_and_read_again_after_its_restart(

@@ -9,9 +9,9 @@ import pytest
 
 from gpuscale.autoscaler.domain.queues import QueueState
 from gpuscale.autoscaler.signals.brokers import Broker, VirtualHostError
-from gpuscale.autoscaler.signals.management import ManagementClient
 from gpuscale.autoscaler.signals.polling import NoAnswerError
 from gpuscale.autoscaler.signals.prometheus import InstantQuery, PrometheusServer, PrometheusSettings
+from gpuscale.autoscaler.signals.rabbitmq import ManagementClient
 from gpuscale.common.secrets import SecretUrl
 from tests.support.prometheus import FakePrometheus, serving
 

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.backtest import history
+from gpuscale.autoscaler.backtest import world
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.wire import enum_word, to_duration
 from tests.support.asking_autoscaler import Asking, asking
@@ -73,7 +73,7 @@ async def test_every_stored_evaluation_comes_to_the_same_again_and_an_order_is_n
 async def test_a_backtest_runs_on_what_arrived_at_an_endpoint(
     asked: Asking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history, "SPACING", 0.2)
+    monkeypatch.setattr(world, "SPACING", 0.2)
     await decided(asked)
     request = api.BacktestRequest()
     request.CopyFrom(OF_THE_ENDPOINT)
@@ -98,12 +98,12 @@ async def test_a_backtest_runs_on_what_arrived_at_an_endpoint(
 async def test_a_history_outlives_the_program_and_goes_with_its_endpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history, "SPACING", 0.1)
-    monkeypatch.setattr(history, "LONGEST_HELD", 0.0)  # each is kept, though the queue stays as it is
+    monkeypatch.setattr(world, "SPACING", 0.1)
+    monkeypatch.setattr(world, "LONGEST_HELD", 0.0)  # each is kept, though the queue stays as it is
     async with asking(tmp_path, FakeWatchers(SystemClock())) as asked:
         await decided(asked)
         await eventually(lambda: rows(tmp_path) > 2, timeout=60)
-    monkeypatch.setattr(history, "SPACING", 3600.0)  # now it is noted once at most, which is no history
+    monkeypatch.setattr(world, "SPACING", 3600.0)  # now it is noted once at most, which is no history
     async with asking(tmp_path, FakeWatchers(SystemClock())) as asked:
         response = await asked.backtests.Backtest(OF_THE_ENDPOINT, timeout=60)
         assert response.reports[0].request_count >= 52

@@ -10,8 +10,8 @@ from unittest.mock import AsyncMock
 import pytest
 from sqlmodel import func, select
 
-from gpuscale.autoscaler.backtest import history
-from gpuscale.autoscaler.backtest.history import KEPT, SPACING, UNKNOWN, RecordedReading
+from gpuscale.autoscaler.backtest import world
+from gpuscale.autoscaler.backtest.world import KEPT, SPACING, UNKNOWN, RecordedReading
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState, Rates
 from gpuscale.autoscaler.domain.replicas import Moment
 from gpuscale.autoscaler.domain.spec import EndpointSpec
@@ -98,7 +98,7 @@ async def test_it_is_kept_now_and_then_where_every_queue_is_known(site: Site) ->
 async def test_a_day_is_kept_and_the_oldest_goes_as_the_newest_comes(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history, "KEPT", 20)
+    monkeypatch.setattr(world, "KEPT", 20)
     for number in range(50):
         site.queues["jobs"] = reading(number)
         await site.note(watches("jobs"))
@@ -182,7 +182,7 @@ async def test_a_reading_that_cannot_be_written_holds_up_nobody(
 async def test_a_workload_is_that_of_the_last_day_and_not_too_much_to_run(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(history, "MOST_REQUESTS", 1_000)
+    monkeypatch.setattr(world, "MOST_REQUESTS", 1_000)
     for ready in (500, 0, 0):
         site.queues["jobs"] = reading(ready, 0, Rates(1.0, 1.0, 1.0))
         await site.note(watches("jobs"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.autoscaler.backtest.history import RecordedReading
+from gpuscale.autoscaler.backtest.world import RecordedReading
 from gpuscale.autoscaler.state import backtest_store, store, watcher_store
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.store.sqlite_store import Sqlite

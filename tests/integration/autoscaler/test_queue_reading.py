@@ -9,9 +9,8 @@ import pytest
 
 from gpuscale.autoscaler.domain.queues import PENDING, Declared, QueueFailure, QueueState, QueueTarget
 from gpuscale.autoscaler.signals.brokers import Broker, VirtualHostError
-from gpuscale.autoscaler.signals.management import Counted, ManagementClient, Measured
-from gpuscale.autoscaler.signals.queue_reading import BrokerSweeps
-from gpuscale.autoscaler.signals.rabbitmq import AmqpSession
+from gpuscale.autoscaler.signals.rabbitmq import AmqpSession, Counted, ManagementClient, Measured
+from gpuscale.autoscaler.signals.watchers import BrokerSweeps
 from gpuscale.common.runtime.tasks import SystemClock, TaskScope
 from gpuscale.common.secrets import SecretUrl
 

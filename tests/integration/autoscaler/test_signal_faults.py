@@ -16,8 +16,7 @@ from gpuscale.autoscaler.domain.inputs import Inputs
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
 from gpuscale.autoscaler.domain.replicas import Replica, ReplicaLease, ReplicaState
 from gpuscale.autoscaler.domain.rules.formula import FormulaRule
-from gpuscale.autoscaler.domain.rules.rule import Kind, Rule
-from gpuscale.autoscaler.domain.rules.steps import BandRule, Comparator, StepRule, ThresholdRule
+from gpuscale.autoscaler.domain.rules.rule import BandRule, Comparator, Kind, Rule, StepRule, ThresholdRule
 from gpuscale.autoscaler.domain.rules.targets import TargetRule, TargetType
 from gpuscale.autoscaler.domain.signals import EndpointPast, Sample
 from gpuscale.autoscaler.domain.spec import (

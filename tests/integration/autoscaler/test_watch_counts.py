@@ -12,7 +12,7 @@ from aio_pika.abc import AbstractIncomingMessage
 
 from gpuscale.autoscaler.domain.queues import QueueState, Rates
 from gpuscale.autoscaler.signals.brokers import Broker, BrokerSettings
-from gpuscale.autoscaler.signals.management import ManagementClient, QueueStatistics
+from gpuscale.autoscaler.signals.rabbitmq import ManagementClient, QueueStatistics
 from gpuscale.common.secrets import SecretUrl
 from tests.support.clock import ManualClock
 from tests.support.ports import free_port
@@ -33,8 +33,8 @@ from tests.support.waiting import eventually
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Statistics are read as often as the broker of these tests has new ones."""
-    monkeypatch.setattr("gpuscale.autoscaler.signals.management.STATISTICS_PERIOD", 0.2)
-    monkeypatch.setattr("gpuscale.autoscaler.signals.management.CONSUMERS_PERIOD", 0.2)
+    monkeypatch.setattr("gpuscale.autoscaler.signals.rabbitmq.STATISTICS_PERIOD", 0.2)
+    monkeypatch.setattr("gpuscale.autoscaler.signals.rabbitmq.CONSUMERS_PERIOD", 0.2)
 
 
 def request_id() -> str:
@@ -214,7 +214,7 @@ async def test_rates_are_those_of_the_brokers_statistics_and_unknown_where_it_ha
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The answers are those of RabbitMQ 3.10."""
-    monkeypatch.setattr("gpuscale.autoscaler.signals.management.STATISTICS_PERIOD", 3600.0)
+    monkeypatch.setattr("gpuscale.autoscaler.signals.rabbitmq.STATISTICS_PERIOD", 3600.0)
     canned = FakePrometheus()
     canned.answer = (
         '[{"name":"new"},{"messages":0,"name":"idle","head_message_timestamp":""},{"message_stats":'
@@ -241,7 +241,7 @@ async def test_rates_are_those_of_the_brokers_statistics_and_unknown_where_it_ha
             assert (found.consumers("jobs"), found.consumers("idle")) == (2, 0)
             assert await found.refresh(rates=True) is None
             assert len(canned.requests) == 1  # it is not time
-            monkeypatch.setattr("gpuscale.autoscaler.signals.management.STATISTICS_PERIOD", 0.0)
+            monkeypatch.setattr("gpuscale.autoscaler.signals.rabbitmq.STATISTICS_PERIOD", 0.0)
             found = QueueStatistics(client, "a/b", clock)
             await found.refresh(rates=True)
             canned.status = "500 Oops"

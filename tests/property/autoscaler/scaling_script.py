@@ -9,8 +9,7 @@ from typing import Any
 
 from gpuscale.api.autoscaler.v1 import DecisionCode
 from gpuscale.autoscaler.domain.replicas import Replica, ReplicaState
-from gpuscale.autoscaler.domain.rules.rule import Rule
-from gpuscale.autoscaler.domain.rules.steps import Comparator, StepRule
+from gpuscale.autoscaler.domain.rules.rule import Comparator, Rule, StepRule
 from gpuscale.autoscaler.domain.rules.targets import TargetRule
 from gpuscale.autoscaler.domain.spec import (
     AdapterTier,

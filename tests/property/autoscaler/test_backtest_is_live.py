@@ -11,8 +11,14 @@ from gpuscale.autoscaler.backtest.simulate import Replay
 from gpuscale.autoscaler.backtest.world import Setting
 from gpuscale.autoscaler.domain.engine import Question, Result, asked
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
-from gpuscale.autoscaler.domain.rules.rule import Rule
-from gpuscale.autoscaler.domain.rules.steps import BandRule, Comparator, RatioRule, StepRule, ThresholdRule
+from gpuscale.autoscaler.domain.rules.rule import (
+    BandRule,
+    Comparator,
+    RatioRule,
+    Rule,
+    StepRule,
+    ThresholdRule,
+)
 from gpuscale.autoscaler.domain.rules.targets import PanicRule, TargetRule
 from gpuscale.autoscaler.domain.signals import Sample, queue_sample
 from gpuscale.autoscaler.domain.spec import (

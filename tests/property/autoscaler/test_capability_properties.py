@@ -17,8 +17,7 @@ from gpuscale.autoscaler.domain.inputs import (
     WorkerGroup,
     covers,
 )
-from gpuscale.autoscaler.domain.rules.rule import Rule
-from gpuscale.autoscaler.domain.rules.steps import RatioRule
+from gpuscale.autoscaler.domain.rules.rule import RatioRule, Rule
 from gpuscale.autoscaler.domain.spec import CapabilitySet, EndpointSpec, ReplicaTemplate, Signal, TaskSignal
 from tests.support.autoscaler_values import NOW, WALL
 

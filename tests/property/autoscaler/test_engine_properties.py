@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from gpuscale.autoscaler.domain.decisions import Code, Stage
 from gpuscale.autoscaler.domain.inputs import Observation, ObservationStatus, ReplicaWeights
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
-from gpuscale.autoscaler.domain.rules.rule import Rule
-from gpuscale.autoscaler.domain.rules.steps import Comparator, StepRule
+from gpuscale.autoscaler.domain.rules.rule import Comparator, Rule, StepRule
 from gpuscale.autoscaler.domain.rules.targets import TargetRule
 from gpuscale.autoscaler.domain.spec import EndpointSpec, Pace, ReplicaTemplate
 from tests.support.autoscaler_values import NOW, evaluate, observe, observed, signal

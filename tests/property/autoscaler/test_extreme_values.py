@@ -8,10 +8,15 @@ from hypothesis import strategies as st
 from gpuscale.autoscaler.domain.engine import Memory, Question, asked
 from gpuscale.autoscaler.domain.inputs import LARGEST, Burst, Inputs, series_of
 from gpuscale.autoscaler.domain.rules.formula import FormulaRule
-from gpuscale.autoscaler.domain.rules.rule import Rule
-from gpuscale.autoscaler.domain.rules.steps import BandRule, RatioRule, ThresholdRule
-from gpuscale.autoscaler.domain.rules.targets import DrainRule, PanicRule, TargetRule, TargetType
-from gpuscale.autoscaler.domain.rules.timed import ForecastModel, ForecastRule
+from gpuscale.autoscaler.domain.rules.rule import BandRule, RatioRule, Rule, ThresholdRule
+from gpuscale.autoscaler.domain.rules.targets import (
+    DrainRule,
+    ForecastModel,
+    ForecastRule,
+    PanicRule,
+    TargetRule,
+    TargetType,
+)
 from gpuscale.autoscaler.domain.signals import Sample, observe
 from gpuscale.autoscaler.domain.spec import Combine, PushedSignal, Signal
 from gpuscale.autoscaler.wire.decisions import evaluation_to_wire, question_to_wire

@@ -16,10 +16,26 @@ from gpuscale.autoscaler.domain.decisions import DecisionOutcome, compose
 from gpuscale.autoscaler.domain.engine import Memory, Question, asked
 from gpuscale.autoscaler.domain.inputs import Inputs, Observation, ObservationStatus
 from gpuscale.autoscaler.domain.rules.formula import FormulaRule
-from gpuscale.autoscaler.domain.rules.rule import BoundMode, Direction, Kind, Rule
-from gpuscale.autoscaler.domain.rules.steps import BandRule, Comparator, RatioRule, StepRule, ThresholdRule
-from gpuscale.autoscaler.domain.rules.targets import DrainRule, PanicRule, TargetRule, TargetType
-from gpuscale.autoscaler.domain.rules.timed import ForecastRule, Period, ScheduleRule
+from gpuscale.autoscaler.domain.rules.rule import (
+    BandRule,
+    BoundMode,
+    Comparator,
+    Direction,
+    Kind,
+    RatioRule,
+    Rule,
+    StepRule,
+    ThresholdRule,
+)
+from gpuscale.autoscaler.domain.rules.targets import (
+    DrainRule,
+    ForecastRule,
+    PanicRule,
+    Period,
+    ScheduleRule,
+    TargetRule,
+    TargetType,
+)
 from gpuscale.autoscaler.domain.signals import EndpointPast, Sample
 from gpuscale.autoscaler.domain.spec import (
     Combine,

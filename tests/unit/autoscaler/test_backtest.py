@@ -8,13 +8,6 @@ from typing import Any
 
 import pytest
 
-from gpuscale.autoscaler.backtest.history import (
-    LONGEST_GAP,
-    SPACING,
-    NoWorkloadError,
-    RecordedReading,
-    workload,
-)
 from gpuscale.autoscaler.backtest.simulate import (
     MOST_MOMENTS,
     Part,
@@ -26,10 +19,18 @@ from gpuscale.autoscaler.backtest.simulate import (
     run,
     run_shared,
 )
-from gpuscale.autoscaler.backtest.world import Setting, SimulatedPool, World
+from gpuscale.autoscaler.backtest.world import (
+    LONGEST_GAP,
+    SPACING,
+    NoWorkloadError,
+    RecordedReading,
+    Setting,
+    SimulatedPool,
+    World,
+    workload,
+)
 from gpuscale.autoscaler.domain.presets import PRESETS, Wish
-from gpuscale.autoscaler.domain.rules.rule import Rule
-from gpuscale.autoscaler.domain.rules.steps import Comparator, StepRule
+from gpuscale.autoscaler.domain.rules.rule import Comparator, Rule, StepRule
 from gpuscale.autoscaler.domain.rules.targets import TargetRule
 from gpuscale.autoscaler.domain.spec import (
     EndpointSpec,

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from gpuscale.autoscaler.domain.queues import QueueFailure, QueueState
 from gpuscale.autoscaler.signals.brokers import BrokerSettings, RetryGate, VirtualHostError, resolve
-from gpuscale.autoscaler.signals.management import ManagementClient, QueueStatistics
+from gpuscale.autoscaler.signals.rabbitmq import ManagementClient, QueueStatistics
 from gpuscale.common.errors import FailedPreconditionError
 from tests.support.clock import ManualClock
 

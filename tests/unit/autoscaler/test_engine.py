@@ -10,8 +10,7 @@ from gpuscale.autoscaler.domain.decisions import Code, Evaluation, Stage
 from gpuscale.autoscaler.domain.engine import REGRET_SECONDS, Memory, Question, longest, order, paced, regrets
 from gpuscale.autoscaler.domain.inputs import Observation, ObservationStatus
 from gpuscale.autoscaler.domain.rules.rule import Rule
-from gpuscale.autoscaler.domain.rules.targets import DrainRule, TargetRule
-from gpuscale.autoscaler.domain.rules.timed import Period, ScheduleRule
+from gpuscale.autoscaler.domain.rules.targets import DrainRule, Period, ScheduleRule, TargetRule
 from gpuscale.autoscaler.domain.spec import (
     LONGEST_LEARNT,
     UNPACED,

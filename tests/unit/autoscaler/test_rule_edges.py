@@ -11,10 +11,24 @@ from gpuscale.autoscaler.domain.inputs import LARGEST, Burst, InputSeries, Obser
 from gpuscale.autoscaler.domain.queues import LARGEST_COUNT as LARGEST_QUEUE
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState, combined
 from gpuscale.autoscaler.domain.rules.formula import FormulaRule
-from gpuscale.autoscaler.domain.rules.rule import LARGEST_COUNT, Rule, Vote, apply_rule, ceiling
-from gpuscale.autoscaler.domain.rules.steps import BandRule, ThresholdRule
-from gpuscale.autoscaler.domain.rules.targets import DrainRule, PanicRule, TargetRule
-from gpuscale.autoscaler.domain.rules.timed import ForecastModel, ForecastRule, Period, ScheduleRule
+from gpuscale.autoscaler.domain.rules.rule import (
+    LARGEST_COUNT,
+    BandRule,
+    Rule,
+    ThresholdRule,
+    Vote,
+    apply_rule,
+    ceiling,
+)
+from gpuscale.autoscaler.domain.rules.targets import (
+    DrainRule,
+    ForecastModel,
+    ForecastRule,
+    PanicRule,
+    Period,
+    ScheduleRule,
+    TargetRule,
+)
 from gpuscale.autoscaler.domain.signals import EndpointPast, Sample, observe
 from gpuscale.autoscaler.domain.spec import Combine, Pace, PushedSignal, RateLimit, Signal
 from gpuscale.autoscaler.domain.validate import violations

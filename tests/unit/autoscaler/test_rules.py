@@ -17,8 +17,18 @@ from gpuscale.autoscaler.domain.inputs import (
     series_of,
 )
 from gpuscale.autoscaler.domain.rules.formula import FormulaRule, problem
-from gpuscale.autoscaler.domain.rules.rule import Kind, Rule, RuleOutcome, Vote, apply_rule
-from gpuscale.autoscaler.domain.rules.steps import BandRule, Comparator, RatioRule, StepRule, ThresholdRule
+from gpuscale.autoscaler.domain.rules.rule import (
+    BandRule,
+    Comparator,
+    Kind,
+    RatioRule,
+    Rule,
+    RuleOutcome,
+    StepRule,
+    ThresholdRule,
+    Vote,
+    apply_rule,
+)
 from gpuscale.autoscaler.domain.rules.targets import (
     DrainRule,
     PanicRule,

@@ -8,15 +8,17 @@ import pytest
 from gpuscale.autoscaler.domain.decisions import Code
 from gpuscale.autoscaler.domain.inputs import Observation, ObservationStatus, series_of
 from gpuscale.autoscaler.domain.rules.rule import (
+    BandRule,
     Direction,
     Kind,
+    RatioRule,
     Rule,
     RuleOutcome,
+    ThresholdRule,
     Vote,
     apply_rule,
 )
-from gpuscale.autoscaler.domain.rules.steps import BandRule, RatioRule, ThresholdRule
-from gpuscale.autoscaler.domain.rules.timed import ForecastModel, ForecastRule, Period, ScheduleRule, holt
+from gpuscale.autoscaler.domain.rules.targets import ForecastModel, ForecastRule, Period, ScheduleRule, holt
 from tests.support.autoscaler_values import NOW, down, inputs, seen, up
 
 

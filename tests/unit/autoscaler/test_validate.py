@@ -9,10 +9,8 @@ from gpuscale.allocator.servicers.servicer import to_ask
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.autoscaler.domain.rules.formula import FormulaRule
-from gpuscale.autoscaler.domain.rules.rule import Kind, Rule
-from gpuscale.autoscaler.domain.rules.steps import BandRule, RatioRule, ThresholdRule
-from gpuscale.autoscaler.domain.rules.targets import DrainRule, PanicRule, TargetRule
-from gpuscale.autoscaler.domain.rules.timed import Period, ScheduleRule
+from gpuscale.autoscaler.domain.rules.rule import BandRule, Kind, RatioRule, Rule, ThresholdRule
+from gpuscale.autoscaler.domain.rules.targets import DrainRule, PanicRule, Period, ScheduleRule, TargetRule
 from gpuscale.autoscaler.domain.spec import (
     CapabilitySet,
     EndpointSpec,

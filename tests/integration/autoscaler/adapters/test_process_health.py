@@ -17,9 +17,15 @@ from gpuscale.autoscaler.adapters import admission
 from gpuscale.autoscaler.adapters.admission import Admission
 from gpuscale.autoscaler.adapters.engine import ReplicaOrder
 from gpuscale.autoscaler.adapters.engines.process.engine import ProcessSettings
-from gpuscale.autoscaler.adapters.engines.process.probes import Probe, ProbeKind, Timing, ask
 from gpuscale.autoscaler.adapters.engines.process.processes import WorkerUser, identify
-from gpuscale.autoscaler.adapters.engines.process.replica import KEPT, KeptProcess
+from gpuscale.autoscaler.adapters.engines.process.replica import (
+    KEPT_PROCESS,
+    KeptProcess,
+    Probe,
+    ProbeKind,
+    Timing,
+    ask,
+)
 from gpuscale.autoscaler.adapters.journal import Journal, JournalRecord, Phase
 from gpuscale.autoscaler.adapters.main import open_adapter
 from gpuscale.common.errors import FailedPreconditionError, NotFoundError
@@ -127,7 +133,7 @@ async def test_what_was_ready_before_the_adapter_went_is_ready_when_it_is_adopte
         processes.append(process)
         leader = identify(process.pid)
         assert leader
-        kept = KEPT.dump_python(KeptProcess(leader, probe, ready), mode="json")
+        kept = KEPT_PROCESS.dump_python(KeptProcess(leader, probe, ready), mode="json")
         journal.write([JournalRecord(name, Phase.RUNNING, clock.boot_id, kept=kept)])
     async with scripted_autoscaler() as (autoscaler, address), adapter(tmp_path, address, {}):
         await autoscaler.shows(replica(102), READY)
@@ -197,7 +203,7 @@ async def test_nobody_at_the_address_and_no_answer_in_time_are_told_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # On a busy machine the end of what was killed is seen late; left alone, it is a warning in some other test.
-    monkeypatch.setattr("gpuscale.autoscaler.adapters.engines.process.probes._END_SECONDS", 60.0)
+    monkeypatch.setattr("gpuscale.autoscaler.adapters.engines.process.replica._END_SECONDS", 60.0)
     async with answers(b"") as address:
         there = Probe(ProbeKind.TCP, (address,), Timing(timeout=10.0))
         assert await ask(there, {}, WorkerUser().command) == ""

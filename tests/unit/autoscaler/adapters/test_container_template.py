@@ -8,14 +8,14 @@ import pytest
 from pydantic import ValidationError
 
 from gpuscale.autoscaler.adapters.engine import LaunchRefusedError, ReplicaOrder
-from gpuscale.autoscaler.adapters.engines.container.engine import ContainerSettings
-from gpuscale.autoscaler.adapters.engines.container.template import (
+from gpuscale.autoscaler.adapters.engines.container.containers import (
     ContainerTemplate,
     Json,
     Logs,
     container_request,
     is_allowed,
 )
+from gpuscale.autoscaler.adapters.engines.container.engine import ContainerSettings
 
 ORDER = ReplicaOrder("endpoints/chat/replicas/r1", "endpoints/chat", {"queue": "jobs"})
 GPUS = ("GPU-8f3c", "GPU-11aa")

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.autoscaler.adapters.engines.process.logs import KEPT, ReplicaLogs
 from gpuscale.autoscaler.adapters.engines.process.processes import ProcessId
-from gpuscale.autoscaler.adapters.engines.process.replica import KEPT as KEPT_OF_PROCESS
-from gpuscale.autoscaler.adapters.engines.process.replica import KeptProcess
+from gpuscale.autoscaler.adapters.engines.process.replica import KEPT, KEPT_PROCESS, KeptProcess, ReplicaLogs
 from gpuscale.autoscaler.adapters.journal import Journal, JournalRecord, Phase
 from gpuscale.common.errors import FailedPreconditionError
 
@@ -76,7 +74,7 @@ def test_a_record_of_version_0_1_is_read(tmp_path: Path) -> None:
         f'{{"replica": "{ONE}", "phase": "running", "boot_id": "b", {process}}}'
     )
     [found] = Journal(tmp_path).load()
-    assert KEPT_OF_PROCESS.validate_python(found.kept) == KeptProcess(ProcessId(5, 7), ready=True)
+    assert KEPT_PROCESS.validate_python(found.kept) == KeptProcess(ProcessId(5, 7), ready=True)
 
 
 @pytest.mark.parametrize("text", ["", "{torn", "[]", '{"replica": 1}'])

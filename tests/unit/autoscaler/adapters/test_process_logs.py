@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.autoscaler.adapters.engines.process.logs import ReplicaLogs
+from gpuscale.autoscaler.adapters.engines.process.replica import ReplicaLogs
 from gpuscale.autoscaler.domain.replicas import LogPart
 
 NAME = "endpoints/jobs/replicas/r1"

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from gpuscale.autoscaler.adapters.engine import LaunchRefusedError, ReplicaOrder
 from gpuscale.autoscaler.adapters.engines.process.engine import ProcessTemplate
-from gpuscale.autoscaler.adapters.engines.process.probes import (
+from gpuscale.autoscaler.adapters.engines.process.replica import (
     Health,
     Probe,
     ProbeKind,

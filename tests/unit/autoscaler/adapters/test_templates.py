@@ -4,7 +4,7 @@ import pytest
 from pydantic import ValidationError
 
 from gpuscale.autoscaler.adapters.engine import LaunchRefusedError, ReplicaOrder
-from gpuscale.autoscaler.adapters.engines.container.template import ContainerTemplate
+from gpuscale.autoscaler.adapters.engines.container.containers import ContainerTemplate
 from gpuscale.autoscaler.adapters.engines.process.engine import ProcessSettings, ProcessTemplate
 from gpuscale.autoscaler.adapters.templates import (
     CommandTemplate,

@@ -28,8 +28,7 @@ from gpuscale.autoscaler.domain.inputs import (
     covers,
     in_words,
 )
-from gpuscale.autoscaler.domain.rules.rule import Proposal, Rule, RuleOutcome, Vote, judged, unread
-from gpuscale.autoscaler.domain.rules.steps import RatioRule
+from gpuscale.autoscaler.domain.rules.rule import Proposal, RatioRule, Rule, RuleOutcome, Vote, judged, unread
 from gpuscale.autoscaler.domain.spec import CapabilitySet, EndpointSpec, ScalingMode
 
 _UNBOUNDED = 1 << 62

@@ -13,8 +13,16 @@ from dataclasses import dataclass, field, replace
 
 from gpuscale.autoscaler.domain.inputs import Aggregation
 from gpuscale.autoscaler.domain.rules.formula import FormulaRule
-from gpuscale.autoscaler.domain.rules.rule import BoundMode, Direction, Kind, Rule
-from gpuscale.autoscaler.domain.rules.steps import Comparator, RatioRule, StepRule, ThresholdRule
+from gpuscale.autoscaler.domain.rules.rule import (
+    BoundMode,
+    Comparator,
+    Direction,
+    Kind,
+    RatioRule,
+    Rule,
+    StepRule,
+    ThresholdRule,
+)
 from gpuscale.autoscaler.domain.rules.targets import DrainRule, PanicRule, TargetRule
 from gpuscale.autoscaler.domain.spec import (
     CapabilitySet,

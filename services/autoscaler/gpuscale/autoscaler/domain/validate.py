@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from gpuscale.autoscaler.domain.rules.rule import BoundMode
-from gpuscale.autoscaler.domain.rules.steps import Comparator, RatioRule, StepRule
+from gpuscale.autoscaler.domain.rules.rule import BoundMode, Comparator, RatioRule, StepRule
 from gpuscale.autoscaler.domain.spec import (
     ASKS_FOR_ROOM,
     UNPACED,

@@ -27,7 +27,7 @@ from gpuscale.autoscaler.domain.inputs import (
     series_of,
 )
 from gpuscale.autoscaler.domain.replicas import Moment
-from gpuscale.autoscaler.domain.rules.timed import ForecastRule, ScheduleRule
+from gpuscale.autoscaler.domain.rules.targets import ForecastRule, ScheduleRule
 from gpuscale.autoscaler.domain.signals import EndpointPast, Sample, kept_seconds, observe
 from gpuscale.autoscaler.domain.spec import EndpointSpec, QueueCount, QueueSignal, ScalingMode, Signal
 

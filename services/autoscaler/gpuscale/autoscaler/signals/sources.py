@@ -18,8 +18,8 @@ from functools import partial
 import grpc
 
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.autoscaler.backtest import history
-from gpuscale.autoscaler.backtest.history import UNKNOWN, NoWorkloadError, RecordedReading, workload
+from gpuscale.autoscaler.backtest import world
+from gpuscale.autoscaler.backtest.world import UNKNOWN, NoWorkloadError, RecordedReading, workload
 from gpuscale.autoscaler.domain.inputs import TaskReport
 from gpuscale.autoscaler.domain.planning import AdapterFacts, gpus_elsewhere, nodes_of
 from gpuscale.autoscaler.domain.queues import QueueReading, combined
@@ -475,7 +475,7 @@ class Histories:
         While they do not change nothing is written, for at most an hour. A failed write leaves a gap in the history, but does
         not delay scaling.
         """
-        if at.now - self._noted.get(endpoint, float("-inf")) < history.SPACING:
+        if at.now - self._noted.get(endpoint, float("-inf")) < world.SPACING:
             return
         reading = _reading([self._reading(watcher) for watcher in spec.watchers], at.wall)
         if reading is None:
@@ -485,7 +485,7 @@ class Histories:
         if written is not None and reading.goes_on_from(self._held.get(endpoint, written)):
             held = replace(reading, since=written.at)
             self._held[endpoint] = held
-            if held.at - written.at < history.LONGEST_HELD:
+            if held.at - written.at < world.LONGEST_HELD:
                 return
             reading = self._held.pop(endpoint)
         ended = self._held.pop(endpoint, None)
@@ -518,7 +518,7 @@ class Histories:
     async def workload(self, endpoint: str, service: float | None, wall: datetime) -> list[Request]:
         """An endpoint's workload of the last day, `service` seconds per request or as learned; FailedPreconditionError."""
         until = wall.timestamp()  # later readings were made while the clock was wrong
-        since = until - history.SPACING * history.KEPT
+        since = until - world.SPACING * world.KEPT
         readings = await self._store.read(
             partial(watcher_store.readings, endpoint=endpoint, since=since, until=until)
         )

@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 from sqlalchemy import RowMapping
 from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 
-from gpuscale.autoscaler.backtest import history
-from gpuscale.autoscaler.backtest.history import RecordedReading
+from gpuscale.autoscaler.backtest import world
+from gpuscale.autoscaler.backtest.world import RecordedReading
 from gpuscale.autoscaler.domain.queues import Watcher, WatchSpec
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.store.store import Prepared, Whole
@@ -123,7 +123,7 @@ _PUT_READING = Prepared.replacing(SQLModel.metadata.tables["readingrow"])
 def keep(connection: Connection, readings: Iterable[tuple[str, RecordedReading]]) -> None:
     """Write readings of endpoints, by id."""
     rows = [
-        {"endpoint": endpoint, "place": int(one.at // history.SPACING) % history.KEPT, **asdict(one)}
+        {"endpoint": endpoint, "place": int(one.at // world.SPACING) % world.KEPT, **asdict(one)}
         for endpoint, one in readings
     ]
     _PUT_READING.run(connection, rows)

@@ -1,14 +1,18 @@
-"""Scaling rules. `rule` has what all kinds share; each other module has some kinds.
+"""Scaling rules. `rule` has what all kinds share and those that step, `targets` those that propose a count.
 
 A kind is a frozen dataclass with the fields of its message in the contract; `KINDS` lists it.
 """
 
 from gpuscale.autoscaler.domain.rules.formula import FormulaRule
-from gpuscale.autoscaler.domain.rules.rule import Kind
+from gpuscale.autoscaler.domain.rules.rule import BandRule, Kind, RatioRule, StepRule, ThresholdRule
 from gpuscale.autoscaler.domain.rules.slo import SloRule
-from gpuscale.autoscaler.domain.rules.steps import BandRule, RatioRule, StepRule, ThresholdRule
-from gpuscale.autoscaler.domain.rules.targets import DrainRule, PanicRule, TargetRule
-from gpuscale.autoscaler.domain.rules.timed import ForecastRule, ScheduleRule
+from gpuscale.autoscaler.domain.rules.targets import (
+    DrainRule,
+    ForecastRule,
+    PanicRule,
+    ScheduleRule,
+    TargetRule,
+)
 
 KINDS: tuple[type[Kind], ...] = (
     StepRule,

@@ -1,21 +1,47 @@
-"""Which containers are ours, and what a container's state means for its replica. Pure.
+"""Containers of replicas: the request that creates one from a template, which are ours, and what their state means. Pure.
 
 Only a container with both our name and our labels is ours; nothing else is ever touched. Labels alone do not prove it: an
 image committed from one of our containers passes its labels on to every container made from it.
+
+The request is that of `POST /containers/create` of Docker's API. GPUs are named by UUID in a device request of the driver
+`nvidia`, and never in CUDA_VISIBLE_DEVICES or NVIDIA_VISIBLE_DEVICES as well: inside the container, GPUs are numbered from 0,
+so a second list would pick the wrong ones.
 """
 
 from __future__ import annotations
 
 import hashlib
+import posixpath
 import re
 import signal
-from collections.abc import Iterable, Mapping
-from typing import Annotated
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import AliasPath, BaseModel, BeforeValidator, ConfigDict, Field
+import re2
+from pydantic import (
+    AfterValidator,
+    AliasPath,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    model_validator,
+)
 
 from gpuscale.autoscaler.adapters.engine import ReplicaOrder, Sighting, WorkerLife
+from gpuscale.autoscaler.adapters.templates import (
+    Placeholder,
+    ServedMetrics,
+    check_after,
+    check_environment,
+    fill_arguments,
+    handed_on,
+    parse_arguments,
+)
 from gpuscale.common import names
+from gpuscale.common.sizes import parse_size
 
 ADAPTER = "gpuscale.adapter"
 ENDPOINT = "gpuscale.endpoint"
@@ -171,3 +197,286 @@ def _why_ended(details: Details, code: int) -> str:
     if details.error:
         return f"the engine says: {details.error}"
     return f"it ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
+
+
+Json: TypeAlias = str | int | float | bool | Sequence["Json"] | Mapping[str, "Json"] | None
+
+PYTHON = "python3"
+"""The value of {python} in a container, which does not have the adapter's own interpreter."""
+NO_GPUS = "NVIDIA_VISIBLE_DEVICES=void"
+"""Hides all GPUs from an image with NVIDIA_VISIBLE_DEVICES=all, such as CUDA's, if nvidia is the default runtime."""
+
+_SECOND = 1_000_000_000
+_CLOSED = (
+    "/boot",
+    "/dev",
+    "/etc",
+    "/proc",
+    "/run",
+    "/sys",
+    "/var/lib/containers",
+    "/var/lib/docker",
+    "/var/run",
+)
+"""Directories that a container must not see: writing there, or reaching an engine's socket, controls the host."""
+_GPU_VARIABLE = re.compile(r"(NVIDIA|CUDA)_VISIBLE_DEVICES")
+_REFERENCE = re.compile(r"[a-z0-9][A-Za-z0-9._/:@-]{0,511}")
+
+
+def check_variables(env: Mapping[str, str], pass_env: Iterable[str]) -> None:
+    """ValueError if a template sets or passes on a variable of the adapter, or one that picks GPUs."""
+    listed = tuple(pass_env)
+    for name in (*env, *listed):
+        if _GPU_VARIABLE.fullmatch(name):
+            raise ValueError(f"{name} must not be set: the adapter asks the engine for the GPUs")
+    check_environment(env, listed)
+
+
+def check_path(path: str) -> str:
+    """Check that a path is absolute and plain, and return it. Raises ValueError otherwise."""
+    if not path.startswith("/") or path.startswith("//") or posixpath.normpath(path) != path:
+        raise ValueError("must be an absolute path without . and ..")
+    if not path.isprintable():
+        raise ValueError("must be printable")
+    return path
+
+
+def check_source(path: str) -> str:
+    """Return a directory of the host; ValueError if it is, or contains, part of the system."""
+    above = check_path(path).rstrip("/") + "/"
+    if any(path == closed or path.startswith(f"{closed}/") or closed.startswith(above) for closed in _CLOSED):
+        raise ValueError("must not be, hold or lie in a directory of the system")
+    return path
+
+
+def check_signal(name: str) -> str:
+    """The name of a signal that can ask a container to finish; ValueError for others, and those that cannot be handled."""
+    if name and (name not in signal.Signals.__members__ or name in {"SIGKILL", "SIGSTOP"}):
+        raise ValueError("must be the name of a signal that can be handled, such as SIGTERM")
+    return name
+
+
+def check_program(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a command whose first argument, possibly the program, is fixed; ValueError otherwise."""
+    parsed = parse_arguments(command)
+    if parsed and any(isinstance(part, Placeholder) and part.name != "python" for part in parsed[0]):
+        raise ValueError("the first argument of a command takes no placeholder but {python}")
+    return command
+
+
+def check_image(image: str) -> None:
+    """Check that a text can be the name of an image. Raises ValueError otherwise."""
+    if not _REFERENCE.fullmatch(image) or "//" in image:
+        raise ValueError("must be an image name, such as registry.example/team/worker:1.2")
+
+
+def is_allowed(image: str, patterns: Iterable[str]) -> bool:
+    """Whether a pattern matches the whole name as written, including tag or digest; no pattern admits nothing.
+
+    A `*` matches any characters except a slash, so it never reaches into another registry or folder.
+    """
+    expressions = ("[^/]*".join(re2.escape(part) for part in pattern.split("*")) for pattern in patterns)
+    return any(re2.compile(expression).fullmatch(image) for expression in expressions)
+
+
+Word = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9][A-Za-z0-9_.-]{0,127})?$")]
+User = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9_.-]{1,64}(:[A-Za-z0-9_.-]{1,64})?)?$")]
+
+
+def _check_size(text: str) -> str:
+    parse_size(text or "0")
+    return text
+
+
+Size = Annotated[str, AfterValidator(_check_size)]
+
+
+class ContainerHealthCheck(BaseModel):
+    """A table [container_templates.NAME.health_check]: how the engine checks a container's health."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    command: Annotated[tuple[str, ...], AfterValidator(check_program)]
+    """A program inside the container and its arguments; exit code 0 is healthy. Empty: no check, whatever the image defines."""
+    period: float = Field(5.0, ge=0.1, le=3600)
+    """Seconds between checks."""
+    timeout: float = Field(1.0, ge=0.1, le=600)
+    """Seconds to wait for an answer."""
+    failures: int = Field(3, ge=1, le=1000)
+    """Consecutive failures after which it is ended as FAILED."""
+    start_timeout: float = Field(300.0, ge=0, le=86_400)
+    """Seconds after its start during which failures do not count, until the first success."""
+
+
+class Mount(BaseModel):
+    """A `mounts` entry: a directory of the host that containers of the template see."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    source: Annotated[str, AfterValidator(check_source)]
+    """On the engine's host."""
+    target: Annotated[str, AfterValidator(check_path)]
+    """In the container."""
+    read_only: bool = True
+    """Whether it is read-only."""
+
+
+class ContainerTemplate(BaseModel):
+    """A table [container_templates.NAME]: how replicas of endpoints that name it become containers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    image: str
+    """The image; must match allowed_images. A digest pins its content."""
+    pull: Literal["missing", "never"] = "missing"
+    """Whether to pull an image that the engine does not have; without registry credentials."""
+    entrypoint: tuple[str, ...] = ()
+    """The program, instead of the image's."""
+    command: tuple[str, ...] = ()
+    """The arguments, with placeholders; without an entrypoint in the image, the first is the program."""
+    env: dict[str, str] = Field(default_factory=dict[str, str])
+    """Variables to set."""
+    pass_env: tuple[str, ...] = ()
+    """Variables to pass on from the adapter's own environment, such as one with a password."""
+    working_dir: str = ""
+    """The working directory; the image's when empty."""
+    user: User = ""
+    """The user, as USER or USER:GROUP; the image's when empty."""
+    memory: Size = ""
+    """The limit of host memory, such as 32GiB; no limit when empty."""
+    cpus: float = Field(0.0, ge=0, le=10_000)
+    """The limit of CPUs; 0 for no limit."""
+    shm_size: Size = ""
+    """Size of /dev/shm, such as 8GiB; the engine's default (64 MiB) when empty."""
+    pids: int = Field(4096, ge=0, le=4_194_304)
+    """The limit of processes and threads; 0 for the engine's default."""
+    network: Word = "bridge"
+    """A network of the engine, host, or none."""
+    stop_signal: Annotated[str, AfterValidator(check_signal)] = ""
+    """The signal that asks it to finish its work; the image's, or SIGTERM, when empty."""
+    init: bool = False
+    """Whether the engine's init is its first process, which forwards signals and reaps."""
+    read_only: bool = False
+    """Whether its file system is read-only, except /tmp."""
+    drop_capabilities: bool = True
+    """Whether to drop all capabilities; false: keep the engine's defaults."""
+    mounts: tuple[Mount, ...] = ()
+    """Directories of the host that it sees; none by default."""
+    health_check: ContainerHealthCheck | None = None
+    """How the engine checks its health; the image's way by default."""
+    metrics: ServedMetrics | None = None
+    """Where its server exposes metrics for signals `llm:...`, at the address of the container."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_image(self.image)
+        check_variables(self.env, self.pass_env)
+        check_program(self.command)
+        if not (self.working_dir + "".join(self.entrypoint)).isprintable():
+            raise ValueError("working_dir and entrypoint must be printable")
+        check_after(self.entrypoint, self.command)
+        return self
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Everything that may have placeholders: the command, the health check, and the metrics address."""
+        asked = self.health_check.command if self.health_check else ()
+        shown = f"{self.metrics.port}{self.metrics.path}" if self.metrics else ""
+        return (*self.command, *asked, shown)
+
+
+@dataclass(frozen=True, slots=True)
+class Logs:
+    """How the engine keeps a container's output; an empty `driver` is the engine's default, without our limit."""
+
+    driver: str
+    max_bytes: int
+
+
+def container_request(
+    adapter: str,
+    name: str,
+    template: ContainerTemplate,
+    order: ReplicaOrder,
+    environment: Mapping[str, str],
+    logs: Logs,
+) -> dict[str, Json]:
+    """The request that creates a replica's container from a template; LaunchRefusedError if a value does not fit."""
+    check = template.health_check
+    arguments = fill_arguments(name, template.arguments, order, PYTHON)
+    command, test, metrics = (
+        arguments[: len(template.command)],
+        arguments[len(template.command) : -1],
+        arguments[-1],
+    )
+    variables = {
+        **handed_on(name, template.pass_env, environment),
+        **template.env,
+        **order.reserved_variables(),
+    }
+    hidden = [] if order.gpu_uuids else [NO_GPUS]
+    request: dict[str, Json] = {
+        "Image": template.image,
+        "Env": [f"{variable}={value}" for variable, value in variables.items()] + hidden,
+        "Labels": labels(adapter, order, metrics),
+        "HostConfig": _host_config(template, order, logs),
+    }
+    if check is not None and not test:
+        request["Healthcheck"] = {"Test": ["NONE"]}
+    elif check is not None:
+        request["Healthcheck"] = {
+            "Test": ["CMD", *test],
+            "Interval": round(check.period * _SECOND),
+            "Timeout": round(check.timeout * _SECOND),
+            "Retries": check.failures,
+            "StartPeriod": round(check.start_timeout * _SECOND),
+        }
+    given: dict[str, Json] = {
+        "Entrypoint": template.entrypoint,
+        "Cmd": command,
+        "WorkingDir": template.working_dir,
+        "User": template.user,
+        "StopSignal": template.stop_signal,
+    }
+    return request | {name: value for name, value in given.items() if value}
+
+
+def _host_config(template: ContainerTemplate, order: ReplicaOrder, logs: Logs) -> dict[str, Json]:
+    """The container's access to its host: limited, unprivileged, and kept until the adapter removes it."""
+    host: dict[str, Json] = {
+        "Privileged": False,
+        "SecurityOpt": ["no-new-privileges"],
+        "CapDrop": ["ALL"] if template.drop_capabilities else [],
+        "NetworkMode": template.network,
+        "RestartPolicy": {"Name": "no"},
+        "AutoRemove": False,
+        "Init": template.init,
+    }
+    given: dict[str, Json] = {
+        "Memory": parse_size(template.memory or "0"),
+        "MemorySwap": parse_size(template.memory or "0"),
+        "NanoCpus": round(template.cpus * _SECOND),
+        "ShmSize": parse_size(template.shm_size or "0"),
+        "PidsLimit": template.pids,
+        "Mounts": [
+            {
+                "Type": "bind",
+                "Source": mount.source,
+                "Target": mount.target,
+                "ReadOnly": mount.read_only,
+                "BindOptions": {"Propagation": "rprivate"},
+            }
+            for mount in template.mounts
+        ],
+    }
+    host |= {name: value for name, value in given.items() if value}
+    if template.read_only:
+        host |= {"ReadonlyRootfs": True, "Tmpfs": {"/tmp": ""}}  # noqa: S108 - the container's own
+    if logs.driver:
+        options: dict[str, Json] = {"max-size": str(logs.max_bytes), "max-file": "2"}
+        host["LogConfig"] = {"Type": logs.driver, "Config": options}
+    if order.gpu_uuids:
+        host["DeviceRequests"] = [
+            {"Driver": "nvidia", "DeviceIDs": list(order.gpu_uuids), "Capabilities": [["gpu"]]}
+        ]
+    return host

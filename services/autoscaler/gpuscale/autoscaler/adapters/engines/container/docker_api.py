@@ -19,9 +19,9 @@ from gpuscale.autoscaler.adapters.engines.container.containers import (
     ADAPTER,
     Details,
     EngineRefusedError,
+    Json,
     Labels,
 )
-from gpuscale.autoscaler.adapters.engines.container.template import Json
 from gpuscale.common.errors import FailedPreconditionError
 
 UNIX = "unix://"

@@ -32,21 +32,19 @@ from gpuscale.autoscaler.adapters.engine import (
 from gpuscale.autoscaler.adapters.engines.container.containers import (
     NOT_STARTED,
     OVER,
+    ContainerTemplate,
     Details,
     EngineRefusedError,
+    Json,
+    Logs,
+    Word,
     container_name,
+    container_request,
+    is_allowed,
     labels,
     listed_health,
     owned,
     sighting,
-)
-from gpuscale.autoscaler.adapters.engines.container.template import (
-    ContainerTemplate,
-    Json,
-    Logs,
-    Word,
-    container_request,
-    is_allowed,
 )
 from gpuscale.autoscaler.adapters.served import with_free_port
 from gpuscale.autoscaler.adapters.settings import Host, NodeEngineSettings, OpenEngine

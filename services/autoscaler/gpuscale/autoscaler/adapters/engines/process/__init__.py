@@ -1,4 +1,4 @@
 """Replicas as processes of this host, which end with the adapter and are adopted after a crash. Begin with `engine`.
 
-`replica` is the life of one, `processes` the kernel's view, `probes` the health checks, `logs` the output.
+`replica` is the life of one with its health checks and its output, `processes` the kernel's view.
 """

@@ -19,8 +19,6 @@ from gpuscale.autoscaler.adapters.engine import (
     StepwiseEngine,
     WorkerLife,
 )
-from gpuscale.autoscaler.adapters.engines.process.logs import KEPT_SECONDS, ReplicaLogs
-from gpuscale.autoscaler.adapters.engines.process.probes import Probe, ProbeKind, Timing, check_address
 from gpuscale.autoscaler.adapters.engines.process.processes import (
     ProcessId,
     WorkerProcess,
@@ -28,10 +26,16 @@ from gpuscale.autoscaler.adapters.engines.process.processes import (
     find_leader,
 )
 from gpuscale.autoscaler.adapters.engines.process.replica import (
-    KEPT,
+    KEPT_PROCESS,
+    KEPT_SECONDS,
     KeptProcess,
     LocalReplica,
+    Probe,
+    ProbeKind,
     ReplicaContext,
+    ReplicaLogs,
+    Timing,
+    check_address,
 )
 from gpuscale.autoscaler.adapters.journal import JournalRecord, Phase
 from gpuscale.autoscaler.adapters.served import with_free_port
@@ -202,7 +206,7 @@ class ProcessEngine(StepwiseEngine):
         for record in records:
             name, here = record.replica, record.boot_id == clock.boot_id
             if record.phase is Phase.RUNNING:
-                kept = KEPT.validate_python(record.kept) if record.kept and here else None
+                kept = KEPT_PROCESS.validate_python(record.kept) if record.kept and here else None
                 await self._take_over(name, kept, finishing=record.asked_to_stop_at is not None)
             if record.phase is Phase.INTENT and here:
                 leader = await asyncio.to_thread(find_leader, name, user)

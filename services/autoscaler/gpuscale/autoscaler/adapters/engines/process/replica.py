@@ -6,28 +6,190 @@
 
 A replica is given up if it cannot be started, the node's agent refuses its fence, or its probe fails too often. Its sightings
 identify its process, so that the next run adopts it after a crash of the adapter.
+
+Terms and semantics of probes are those of Kubernetes, with a single probe for readiness and liveness: the first success makes a
+replica READY, and `failures` in a row make it FAILED. Until the first success, failures only count once `start_timeout` is
+over, so that a model may load slowly while a hanging replica is still noticed quickly afterwards.
+
+Its output is in <directory>/<endpoint>/<replica>.log. It appends to this file itself, so it can outlive the adapter, which checks
+the files every few seconds: a file beyond the limit is copied to <replica>.log.1, replacing the previous copy, and truncated. So
+a replica keeps at most twice the limit plus what it writes between two checks; what it writes between copy and truncation is
+lost. For ended replicas, the newest `KEPT` files of each endpoint stay, at most `keep` seconds after their last write; empty
+folders are removed after the same time, so that deleted endpoints leave nothing behind.
 """
 
+from __future__ import annotations
+
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+import errno
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from urllib.parse import urlsplit
 
 from pydantic import JsonValue, TypeAdapter
 
 from gpuscale.autoscaler.adapters.admission import Admission
 from gpuscale.autoscaler.adapters.engine import ReplicaOrder, Sighting, WorkerLife
-from gpuscale.autoscaler.adapters.engines.process.logs import ReplicaLogs
-from gpuscale.autoscaler.adapters.engines.process.probes import Health, Probe, Verdict, ask, probe_environment
 from gpuscale.autoscaler.adapters.engines.process.processes import (
     ProcessId,
     WorkerProcess,
     WorkerUser,
     kill_members,
 )
-from gpuscale.autoscaler.adapters.templates import Launch
+from gpuscale.autoscaler.adapters.templates import INHERITED, Launch, parse_argument
+from gpuscale.autoscaler.domain.replicas import LogPart
+from gpuscale.common.names import REPLICA, match
 from gpuscale.common.runtime import tasks
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock
+
+HTTP_PORT = 80
+_MAX_STATUS_LINE = 4096
+_END_SECONDS = 1.0
+_WELL = range(200, 400)
+
+
+class ProbeKind(Enum):
+    """The kind of a probe."""
+
+    EXEC = "exec"
+    """A program that ends with 0."""
+    TCP = "tcp"
+    """A connection to HOST:PORT."""
+    HTTP = "http"
+    """A GET of an http:// URL that is answered with a status of 200 to 399."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The timing of checks: seconds, and consecutive failures."""
+
+    initial_delay: float = 0.0
+    period: float = 5.0
+    timeout: float = 1.0
+    failures: int = 3
+    start_timeout: float = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A probe with all values filled in: a program's arguments, or one address."""
+
+    kind: ProbeKind
+    target: tuple[str, ...]
+    timing: Timing
+
+
+class Verdict(Enum):
+    """What an answer means for a replica."""
+
+    GOES_ON = "goes on"
+    READY = "ready"
+    UNHEALTHY = "unhealthy"
+
+
+class Health:
+    """The answers of a replica started, or taken over, at `since`, in seconds since boot like every time here."""
+
+    def __init__(self, timing: Timing, since: float, *, ready: bool) -> None:
+        self._timing = timing
+        self._start_ends = since + timing.start_timeout
+        self._ready = ready
+        self._failures = 0
+
+    def answered(self, problem: str, now: float) -> Verdict:
+        """Take an answer; `problem` is empty if it is healthy."""
+        if not problem:
+            first, self._ready, self._failures = not self._ready, True, 0
+            return Verdict.READY if first else Verdict.GOES_ON
+        if self._ready or now >= self._start_ends:
+            self._failures += 1
+        return Verdict.UNHEALTHY if self._failures >= self._timing.failures else Verdict.GOES_ON
+
+
+def check_address(kind: ProbeKind, address: str) -> None:
+    """Check a probe's address, placeholders included; ValueError if it is not HOST:PORT or an http:// URL."""
+    if kind is ProbeKind.HTTP and not address.startswith("http://"):
+        raise ValueError("must begin with http://")
+    if kind is ProbeKind.TCP and not address.rpartition(":")[0]:
+        raise ValueError("must be HOST:PORT")
+    if not address.isprintable() or " " in address:
+        raise ValueError("must hold printable characters and no space")
+    parse_argument(address)
+
+
+def probe_environment(replica: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a probe's program: without the template's variables, which may hold passwords."""
+    own = {name: environment[name] for name in INHERITED if name in environment}
+    return {**own, "GPUSCALE_REPLICA": replica}
+
+
+async def ask(
+    probe: Probe, env: Mapping[str, str], become: Callable[[tuple[str, ...]], tuple[str, ...]]
+) -> str:
+    """Check once, within the probe's timeout; returns why the replica is not healthy, or nothing."""
+    try:
+        async with asyncio.timeout(probe.timing.timeout):
+            match probe.kind:
+                case ProbeKind.EXEC:
+                    return await _run(become(probe.target), env)
+                case ProbeKind.TCP:
+                    host, _, port = probe.target[0].rpartition(":")
+                    _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+                    writer.close()
+                    return ""
+                case ProbeKind.HTTP:
+                    return await _get(probe.target[0])
+    except TimeoutError:
+        return f"no answer within {probe.timing.timeout:g} s"
+    except (OSError, ValueError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+        reason = error.strerror if isinstance(error, OSError) else ""
+        return reason or str(error) or type(error).__name__
+
+
+async def _run(argv: tuple[str, ...], env: Mapping[str, str]) -> str:
+    nothing = asyncio.subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(
+        *argv, stdin=nothing, stdout=nothing, stderr=nothing, env=env
+    )
+    try:
+        code = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            # A process that hangs in the kernel, as anything that calls a GPU's driver may, does not end.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_END_SECONDS):
+                    await process.wait()
+    return "" if code == 0 else f"the program ended with {code}"
+
+
+async def _get(url: str) -> str:
+    """A minimal HTTP request: a complete client costs too much for probing a host's replicas."""
+    parts = urlsplit(url)
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    reader, writer = await asyncio.open_connection(
+        parts.hostname, parts.port or HTTP_PORT, limit=_MAX_STATUS_LINE
+    )
+    try:
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n".encode())
+        await writer.drain()
+        words = (await reader.readuntil(b"\n")).split(maxsplit=2)
+    finally:
+        writer.close()
+    if len(words) < 2 or not words[0].startswith(b"HTTP/") or not words[1].isdigit():
+        return "the answer is not HTTP"
+    status = int(words[1])
+    return "" if status in _WELL else f"HTTP status {status}"
+
 
 READY_AFTER = 0.2
 GIVEN_UP_GRACE = 5.0
@@ -57,7 +219,7 @@ class KeptProcess:
     metrics: str = ""
 
 
-KEPT: TypeAdapter[KeptProcess] = TypeAdapter(KeptProcess)
+KEPT_PROCESS: TypeAdapter[KeptProcess] = TypeAdapter(KeptProcess)
 
 
 class LocalReplica:
@@ -246,7 +408,7 @@ class LocalReplica:
         self._ready = ready
         self._life = WorkerLife.READY if ready else WorkerLife.STARTING
         kept = KeptProcess(self._process.id, self._probe, ready, self._metrics)
-        self._kept = KEPT.dump_python(kept, mode="json")
+        self._kept = KEPT_PROCESS.dump_python(kept, mode="json")
         self._context.changed()
 
     def _ended(self, exit_code: int | None, reason: str) -> None:
@@ -265,3 +427,99 @@ def _why_ended(code: int | None, *, asked: bool) -> str:
     if not asked:
         return f"it ended by itself, {how}"
     return "" if code == 0 else f"it ended when it was asked to, {how}"
+
+
+KEPT = 50
+KEPT_SECONDS = 14 * 86_400.0
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_READS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class ReplicaLogs:
+    """The logs in a directory (blocking: call it in a thread), none much larger than twice `max_bytes`; for ended replicas none older than `keep` seconds."""
+
+    def __init__(self, directory: Path, max_bytes: int, keep: float = KEPT_SECONDS) -> None:
+        self._directory = directory
+        self._max_bytes = max_bytes
+        self._keep = keep
+
+    def path(self, replica: str) -> Path:
+        """Where endpoints/{endpoint}/replicas/{replica} writes to."""
+        _, endpoint, _, own = replica.split("/")
+        return self._directory / endpoint / f"{own}.log"
+
+    def read(self, replica: str, offset: int | None, most: int) -> LogPart:
+        """At most `most` bytes of a replica's log, from `offset`, or the last ones; from the beginning if less is kept.
+
+        A replica may replace its file with anything: only regular files are read.
+        """
+        if match(REPLICA, replica) is None:
+            return LogPart(problem="it is not a replica's name")
+        try:
+            file = os.open(self.path(replica), _READS)
+        except FileNotFoundError:
+            return LogPart(problem="it was not kept, or the replica has written nothing yet")
+        except OSError as error:
+            return LogPart(problem=str(error.strerror))
+        try:
+            status = os.fstat(file)
+            if not stat.S_ISREG(status.st_mode):
+                return LogPart(problem="it is not a file")
+            begin = max(0, status.st_size - most) if offset is None else offset
+            if begin > status.st_size:  # it was truncated meanwhile
+                begin = 0
+            return LogPart(os.pread(file, most, begin), begin)
+        except OSError as error:
+            return LogPart(problem=str(error.strerror))
+        finally:
+            os.close(file)
+
+    def bound(self, running: AbstractSet[str]) -> None:
+        """Truncate what is too large, and remove what is too old and of no running replica; OSError at the end."""
+        in_use = {self.path(replica) for replica in running}
+        problem: OSError | None = None
+        for endpoint in self._directory.glob("*/"):
+            ended: list[tuple[float, Path]] = []
+            for path in endpoint.glob("*.log"):
+                try:
+                    status = path.lstat()
+                    if stat.S_ISREG(status.st_mode) and status.st_size > self._max_bytes:
+                        _cut(path)
+                except OSError as error:
+                    problem = error
+                    continue
+                if path not in in_use:
+                    ended.append((status.st_mtime, path))
+            try:
+                _remove_old(endpoint, ended, time.time() - self._keep)
+            except OSError as error:
+                problem = error
+        if problem is not None:
+            raise problem
+
+
+def _remove_old(folder: Path, ended: Iterable[tuple[float, Path]], oldest: float) -> None:
+    """Remove the files of ended replicas, except the newest that are young enough; and the folder, if it is empty."""
+    for place, (written, path) in enumerate(sorted(ended, reverse=True)):
+        if place >= KEPT or written < oldest:
+            path.unlink(missing_ok=True)
+            _older(path).unlink(missing_ok=True)
+    if folder.lstat().st_mtime < oldest and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _cut(path: Path) -> None:
+    """Copy a file over the previous copy, and truncate it, even if the disk is too full for the copy."""
+    older = _older(path)
+    older.unlink(missing_ok=True)
+    try:
+        shutil.copyfile(path, older)
+    except OSError as error:
+        older.unlink(missing_ok=True)
+        if error.errno not in _FULL:
+            raise
+    os.truncate(path, 0)
+
+
+def _older(path: Path) -> Path:
+    return path.with_name(f"{path.name}.1")
