@@ -75,8 +75,12 @@ def plan_steps(at: Situation) -> StepPlan:
     for name in sorted(at.wanted):
         desired, sighting, record = at.wanted[name], at.seen.get(name), at.records.get(name)
         phase = record.phase if record else None
-        if desired.goal is WorkerGoal.FORGET:
-            _forget(name, sighting, record, plan)
+        if desired.goal is WorkerGoal.FORGET:  # once nothing of it runs
+            if sighting is None and phase is Phase.ENDED:
+                plan.forget.append(name)
+            elif sighting is not None and sighting.life in {WorkerLife.ENDED, WorkerLife.WAITING}:
+                plan.steps.append(Remove(name))
+                plan.forget.append(name)
         elif sighting is not None and sighting.life is not WorkerLife.WAITING:
             _tend(at, desired, sighting, record, plan)
         elif phase is Phase.ENDED or desired.goal is WorkerGoal.STOP:
@@ -107,16 +111,6 @@ def _room(at: Situation) -> float:
         and (record.phase is Phase.INTENT or (record.phase is Phase.RUNNING and not _lost(at, name)))
     }
     return at.most - len(living | not_shown)
-
-
-def _forget(name: str, sighting: Sighting | None, record: JournalRecord | None, plan: StepPlan) -> None:
-    """Forget a replica once nothing of it runs."""
-    if sighting is None:
-        if record is not None and record.phase is Phase.ENDED:
-            plan.forget.append(name)
-    elif sighting.life in {WorkerLife.ENDED, WorkerLife.WAITING}:
-        plan.steps.append(Remove(name))
-        plan.forget.append(name)
 
 
 def _end_absent(at: Situation, name: str, record: JournalRecord | None, plan: StepPlan) -> None:

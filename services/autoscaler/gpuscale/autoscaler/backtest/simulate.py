@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
@@ -232,13 +232,9 @@ class Replay:
             self._position += 1
 
     def report(self, goal: float) -> Report:
-        """The figures of the run."""
-        last = self._requests[-1].arrival
+        """The figures of the run, and of each part of the time; requests are started in order of arrival."""
+        last, windows = self._requests[-1].arrival, list[Window]()
         report = measure(self.world, len(self._requests), goal, last, self.timeline.moments)
-        return replace(report, windows=tuple(self._windows(goal)))
-
-    def _windows(self, goal: float) -> Iterator[Window]:
-        """The figures of each part of the time; requests are started in order of arrival."""
         waits, held = self.world.tally.waits, [0.0, *self._held[: WINDOWS - 1]]
         held += [self.world.tally.gpu_seconds] * (WINDOWS + 1 - len(held))
         ends = [
@@ -249,7 +245,8 @@ class Replay:
             pairwise([0, *ends, len(self._requests)]), pairwise(held), strict=True
         ):
             late = sum(wait > goal for wait in waits[begin:end]) + max(0, end - max(begin, len(waits)))
-            yield Window(end - begin, late, (after - before) / 3600)
+            windows.append(Window(end - begin, late, (after - before) / 3600))
+        return replace(report, windows=tuple(windows))
 
     def tick(self, moment: float) -> None:
         """Evaluate the policy, and carry out the result."""

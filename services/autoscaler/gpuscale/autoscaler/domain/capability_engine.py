@@ -51,7 +51,15 @@ class Pool:
 
 def evaluate_sets(spec: EndpointSpec, inputs: Inputs, unknown_replicas: int = 0) -> Evaluation:
     """Evaluate an endpoint with capability sets; `unknown_replicas` have not been heard of."""
-    pools = [_pool(one, spec, inputs.sets.get(one.id)) for one in spec.capability_sets]
+    pools: list[Pool] = []
+    for one in spec.capability_sets:
+        # Groups that are wanted but not known yet count as requested, and stop first.
+        state = inputs.sets.get(one.id) or SetState(one.min_replicas)
+        known = state.groups[max(0, len(state.groups) - state.before) :]
+        pending = (WorkerGroup(one.capabilities, one.workers),) * (state.before - len(known))
+        offers = one.capabilities if state.reported is None else state.reported
+        most = spec.max_replicas if one.max_replicas is None else one.max_replicas
+        pools.append(Pool(one, offers, (*pending, *known), most))
     before = {pool.set.id: pool.before for pool in pools}
     asked = _asked(spec, pools, inputs, unknown_replicas)
     bounded, bounds = _bounded(spec, pools, asked.counts)
@@ -64,7 +72,7 @@ def evaluate_sets(spec: EndpointSpec, inputs: Inputs, unknown_replicas: int = 0)
             text = f"in shadow mode: {_counts(bounded)} would be wanted"
             limit = Code.SHADOWED
             steps.append(Step(Stage.BOUNDS, limit, sum(bounded.values()), sum(wanted.values()), text))
-    moved = any((asked.counts[one] - before[one]) * (wanted[one] - before[one]) > 0 for one in before)
+    moved = any((asked.counts[id_] - had) * (wanted[id_] - had) > 0 for id_, had in before.items())
     return Evaluation(
         before=sum(before.values()),
         wanted=sum(wanted.values()),
@@ -73,18 +81,8 @@ def evaluate_sets(spec: EndpointSpec, inputs: Inputs, unknown_replicas: int = 0)
         effective=frozenset({asked.rule}) if moved else frozenset(),
         limited_by=limit,
         asked=sum(asked.counts.values()),
-        sets={one: SetCount(before[one], wanted[one]) for one in wanted},
+        sets={id_: SetCount(before[id_], count) for id_, count in wanted.items()},
     )
-
-
-def _pool(one: CapabilitySet, spec: EndpointSpec, state: SetState | None) -> Pool:
-    """Groups that are wanted but not known yet count as requested, and stop first."""
-    state = state or SetState(one.min_replicas)
-    known = state.groups[max(0, len(state.groups) - state.before) :]
-    pending = (WorkerGroup(one.capabilities, one.workers),) * (state.before - len(known))
-    offers = one.capabilities if state.reported is None else state.reported
-    most = spec.max_replicas if one.max_replicas is None else one.max_replicas
-    return Pool(one, offers, (*pending, *known), most)
 
 
 @dataclass(frozen=True, slots=True)

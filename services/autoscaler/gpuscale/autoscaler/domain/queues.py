@@ -128,14 +128,15 @@ def _counted(whole: QueueReading, readings: Sequence[QueueReading]) -> QueueRead
         unacked=unacked,
         consumers=_total(one.consumers for one in readings),
         message=next(said, ""),
-        rates=_added(rates, max(ages, default=None)) if rates else None,
+        rates=Rates(
+            math.fsum(one.published for one in rates),
+            math.fsum(one.delivered for one in rates),
+            min(one.at for one in rates),
+            max(ages, default=None),
+        )
+        if rates
+        else None,
     )
-
-
-def _added(rates: Sequence[Rates], oldest_age: float | None) -> Rates:
-    published = math.fsum(one.published for one in rates)
-    delivered = math.fsum(one.delivered for one in rates)
-    return Rates(published, delivered, min(one.at for one in rates), oldest_age)
 
 
 def _known(values: Iterable[T | None]) -> list[T]:

@@ -37,8 +37,16 @@ def violations(spec: EndpointSpec, path: str = SPEC) -> list[FieldViolation]:
 
 def _replicas(path: str, spec: EndpointSpec) -> Iterator[FieldViolation]:
     yield from _crossed(path, spec.min_replicas, spec.max_replicas)
-    if spec.template.models:
-        yield from _models(f"{path}.template.models", spec)
+    models = [one.model.casefold() for one in spec.template.models]
+    for place, name in enumerate(models):
+        if name in models[:place]:
+            where = f"{path}.template.models[{place}].model"
+            yield FieldViolation(where, "must differ from the models before it")
+    if models and not spec.started_from.gpu_count:
+        yield FieldViolation(f"{path}.template.models", "must be left out where replicas reserve no GPUs")
+    if models and spec.capability_sets:
+        text = "must be left out beside capability_sets: use ask.models"
+        yield FieldViolation(f"{path}.template.models", text)
     unused = bool(spec.capability_sets) and all(one.template for one in spec.capability_sets)
     yield from _template(f"{path}.template", spec.template, unused=unused)
     if spec.warm_spares > spec.max_replicas:
@@ -63,17 +71,6 @@ def _template(path: str, template: ReplicaTemplate, *, unused: bool = False) -> 
     for place, adapter in enumerate(adapters):
         if adapter in adapters[:place]:
             yield FieldViolation(f"{path}.tiers[{place}].adapter", "must differ from the adapters before it")
-
-
-def _models(path: str, spec: EndpointSpec) -> Iterator[FieldViolation]:
-    names = [one.model.casefold() for one in spec.template.models]
-    for place, name in enumerate(names):
-        if name in names[:place]:
-            yield FieldViolation(f"{path}[{place}].model", "must differ from the models before it")
-    if not spec.started_from.gpu_count:
-        yield FieldViolation(path, "must be left out where replicas reserve no GPUs")
-    if spec.capability_sets:
-        yield FieldViolation(path, "must be left out beside capability_sets: use ask.models")
 
 
 def _repeated(path: str, ids: Sequence[str]) -> Iterator[FieldViolation]:

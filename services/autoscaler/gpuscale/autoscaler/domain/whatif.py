@@ -191,8 +191,18 @@ def _next_change(question: Question, result: Result) -> NextChange | None:
         for one, state in inputs.sets.items()
     }
     after = replace(question, inputs=replace(inputs, sets=sets), memory=result.memory)
+    memory = after.memory
     for wait in _waits(after)[:MOST_MOMENTS]:
-        wanted = asked(_aged(after, wait + _ROUNDING)).evaluation.wanted
+        # All memory is that much older, and signals are unchanged.
+        age = wait + _ROUNDING
+        older = Memory(
+            memory.since - age,
+            tuple((at - age, count) for at, count in memory.asked),
+            tuple((at - age, change) for at, change in memory.changes),
+        )
+        earlier = {rule: at - age for rule, at in changes.items()}
+        aged = replace(after, inputs=replace(after.inputs, last_changes=earlier), memory=older)
+        wanted = asked(aged).evaluation.wanted
         if wanted != evaluation.wanted:
             return NextChange(wait, wanted)
     return None
@@ -210,18 +220,6 @@ def _waits(question: Question) -> list[float]:
         periods = (pace.cooldown, *(limit.period for limit in pace.limits))
         ends += [at + period for at, _ in memory.changes for period in periods]
     return sorted({end - now for end in ends if end > now})
-
-
-def _aged(question: Question, wait: float) -> Question:
-    """The question after a while: all memory is that much older, and signals are unchanged."""
-    memory = question.memory
-    older = Memory(
-        memory.since - wait,
-        tuple((at - wait, count) for at, count in memory.asked),
-        tuple((at - wait, change) for at, change in memory.changes),
-    )
-    changes = {rule: at - wait for rule, at in question.inputs.last_changes.items()}
-    return replace(question, inputs=replace(question.inputs, last_changes=changes), memory=older)
 
 
 ALWAYS = Memory(-math.inf)

@@ -5,7 +5,7 @@ all behind it. Each place is a stream. A crash loses it, and repeating the reque
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -20,7 +20,6 @@ from gpuscale.autoscaler.domain.replicas import Goal, Replica, ReplicaState
 from gpuscale.autoscaler.domain.spec import Endpoint
 from gpuscale.autoscaler.loop.hub import AdapterHub, Wakes
 from gpuscale.autoscaler.state import store
-from gpuscale.autoscaler.state.store import Connection
 from gpuscale.autoscaler.wire.specs import ask_to_wire
 from gpuscale.common.errors import GpuscaleError, ResourceExhaustedError, UnavailableError
 from gpuscale.common.names import endpoint_name
@@ -132,13 +131,21 @@ class Precedence:
                 await self._claim(endpoint, claim, lacking)
         except GpuscaleError as error:
             _log.warning("cannot find out who could give way", endpoint=endpoint.id, error=error.message)
-        return list(self._told(endpoint))
+        steps, now = list[Step](), self._clock.now()
+        for id_, given in sorted(self.given.items()):
+            if endpoint.id in given.to and given.until > now:
+                names = ", ".join(sorted(given.replicas))
+                text = f"{endpoint_name(id_)} gives way, and keeps {given.most}: {names} finish and stop"
+                steps.append(Step(Stage.GPU, Code.PREEMPTS, endpoint.desired, endpoint.desired, text))
+        return steps
 
     async def _claim(self, endpoint: Endpoint, claim: _Claim, lacking: Sequence[Replica]) -> None:
         """Choose who gives way, and notify them."""
         template = lacking[0].template
         alike = [one.id for one in lacking if one.template == template]
-        others, rows = await self._store.read(_endpoints_and_rows)
+        others, rows = await self._store.read(
+            lambda c: (store.endpoints(c), [*store.replicas(c), *store.owing(c)])
+        )
         now = self._clock.now()
         named = {one for given in self.given.values() if given.until > now for one in given.replicas}
         claim.settle(alike, {one.id for one in rows}, now)
@@ -209,19 +216,6 @@ class Precedence:
             for node in found.nodes
             if not node.obstacle
         ]
-
-    def _told(self, endpoint: Endpoint) -> Iterator[Step]:
-        """Who gives way to an endpoint, as steps of its decision."""
-        for id_, given in sorted(self.given.items()):
-            if endpoint.id in given.to and given.until > self._clock.now():
-                names = ", ".join(sorted(given.replicas))
-                text = f"{endpoint_name(id_)} gives way, and keeps {given.most}: {names} finish and stop"
-                yield Step(Stage.GPU, Code.PREEMPTS, endpoint.desired, endpoint.desired, text)
-
-
-def _endpoints_and_rows(connection: Connection) -> tuple[list[Endpoint], list[Replica]]:
-    """Every endpoint, and all replicas that have not ended, or still owe their GPUs."""
-    return store.endpoints(connection), [*store.replicas(connection), *store.owing(connection)]
 
 
 class StandsInQueueError(ResourceExhaustedError):

@@ -1,12 +1,10 @@
 """EndpointService and RuleService on the wire: every change of a rule changes its endpoint's spec."""
 
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 
 from gpuscale.api.autoscaler import v1 as api
@@ -202,19 +200,6 @@ def _rule(endpoint: str, spec: EndpointSpec, rule_id: str) -> Rule:
     raise NotFoundError(f"there is no {name}", metadata={"name": name})
 
 
-@contextmanager
-def _as_fields_of_the_rule(position: Sequence[int]) -> Generator[None]:
-    """Report faults of the rule by fields of the request; those of other parts of the spec stay."""
-    try:
-        yield
-    except InvalidArgumentError as error:
-        at = f"{SPEC}.rules[{position[0]}]" if position else SPEC
-        found = [one._replace(field=one.field.replace(at, "rule", 1)) for one in error.violations]
-        if not found:
-            raise
-        raise InvalidArgumentError(f"{found[0].field} {found[0].description}", violations=found) from error
-
-
 def _take(parts: list[str], source: Message, target: Message, where: str) -> None:
     """Copy the field at this path, which leads through no list, from `source` to `target`, or clear it there."""
     name, *rest = parts
@@ -288,8 +273,17 @@ class RuleServicer(api.RuleServiceServicer):
         ids = parse(RULE, request.name)
 
         def changed(spec: EndpointSpec) -> EndpointSpec:
+            """Masked fields come from the request, cleared if not set there."""
             before = _rule(ids["endpoint"], spec, ids["rule"])
-            new = _changed(request, before)
+            if request.rule.id != before.id:
+                raise InvalidArgumentError("rule.id must be the one in name", field="rule.id")
+            wire = request.rule
+            if request.update_mask.paths:
+                wire = to_wire(api.Rule(), before)
+                for path in request.update_mask.paths:
+                    _take(path.split("."), request.rule, wire, f"update_mask: {path}")
+                validation.validate(api.UpdateRuleRequest(name=request.name, rule=wire))
+            new = _rule_of(wire)
             return replace(spec, rules=tuple(new if one is before else one for one in spec.rules))
 
         return api.UpdateRuleResponse(rule=await self._change(request, ids["endpoint"], ids["rule"], changed))
@@ -321,10 +315,17 @@ class RuleServicer(api.RuleServiceServicer):
             position.extend(index for index, one in enumerate(changed.rules) if one.id == rule_id)
             return changed
 
-        with _as_fields_of_the_rule(position):
+        try:
             view = await self._endpoints.update(
                 endpoint, noted, etag=request.etag, validate_only=request.validate_only, asked=asked
             )
+        except InvalidArgumentError as error:  # by fields of the request; faults elsewhere in the spec stay
+            at = f"{SPEC}.rules[{position[0]}]" if position else SPEC
+            faults = [one._replace(field=one.field.replace(at, "rule", 1)) for one in error.violations]
+            if not faults:
+                raise
+            text = f"{faults[0].field} {faults[0].description}"
+            raise InvalidArgumentError(text, violations=faults) from error
         [found] = await self._views([view.endpoint], lambda rule: rule.id == rule_id)
         return _view_to_wire(found)
 
@@ -359,17 +360,3 @@ def _rule_of(wire: api.Rule) -> Rule:
     if wire.WhichOneof("kind") is None:
         raise InvalidArgumentError("rule.step must be set, or another kind", field="rule.step")
     return from_wire(Rule, wire, "rule")
-
-
-def _changed(request: api.UpdateRuleRequest, current: Rule) -> Rule:
-    """The rule after an update: masked fields come from the request, cleared if not set there."""
-    if request.rule.id != current.id:
-        raise InvalidArgumentError("rule.id must be the one in name", field="rule.id")
-    mask = request.update_mask if request.HasField("update_mask") else FieldMask()
-    if not mask.paths:
-        return _rule_of(request.rule)
-    result = to_wire(api.Rule(), current)
-    for path in mask.paths:
-        _take(path.split("."), request.rule, result, f"update_mask: {path}")
-    validation.validate(api.UpdateRuleRequest(name=request.name, rule=result))
-    return _rule_of(result)

@@ -276,7 +276,9 @@ class ReplicaServers:
             for replica, server in servers.items()
             if replica not in told
         }
-        silence = _named(silent)
+        words = [f"replica {one} {why}" for one, why in sorted(silent.items())]
+        more = f" and {len(words) - NAMED} more" if len(words) > NAMED else ""
+        silence = "; ".join(words[:NAMED]) + more
         at = min((server.readings[-1][0] for server in told.values()), default=None)
         if not values:
             problem = silence if silent else f"nothing was served in the last {WINDOW:g} s"
@@ -309,13 +311,6 @@ class ReplicaServers:
 
     def _fresh(self, server: _Server, oldest: float) -> bool:
         return bool(server.readings) and self._clock.now() - server.readings[-1][0] <= oldest
-
-
-def _named(silent: dict[str, str]) -> str:
-    """Which replicas are silent, and why."""
-    words = [f"replica {one} {why}" for one, why in sorted(silent.items())]
-    more = f" and {len(words) - NAMED} more" if len(words) > NAMED else ""
-    return "; ".join(words[:NAMED]) + more
 
 
 @dataclass(frozen=True, slots=True)

@@ -475,24 +475,19 @@ def _template(stored: bytes) -> ReplicaTemplate:
     return template_from_wire(autoscaler_api.ReplicaTemplate.FromString(stored))
 
 
-def _group(stored: bytes) -> GroupOfReplica:
-    if not stored:
-        return NO_GROUP
-    wire = autoscaler_internal.DecisionInputs.CapabilitySet.FromString(stored)
-    [asked] = wire.groups
-    reported = from_wire(WorkerGroup, wire.reported, "reported") if wire.HasField("reported") else None
-    return GroupOfReplica(wire.id, from_wire(WorkerGroup, asked, "groups"), reported)
-
-
-def _revocation(stored: str) -> Revocation:
-    fields = json.loads(stored)
-    return Revocation(fields["at"], fields["leave_at"], moment(fields["time"]), fields["reason"])
-
-
 def _replica(row: Mapping[Any, Any]) -> Replica:
     lease = ReplicaLease(
         row["reservation"], row["fence"], tuple(row["gpu_uuids"].split()), row["lease_token"]
     )
+    group, revocation = NO_GROUP, None
+    if row["worker_group"]:
+        wire = autoscaler_internal.DecisionInputs.CapabilitySet.FromString(row["worker_group"])
+        [asked] = wire.groups
+        reported = from_wire(WorkerGroup, wire.reported, "reported") if wire.HasField("reported") else None
+        group = GroupOfReplica(wire.id, from_wire(WorkerGroup, asked, "groups"), reported)
+    if row["revocation"]:
+        told = json.loads(row["revocation"])
+        revocation = Revocation(told["at"], told["leave_at"], moment(told["time"]), told["reason"])
     return Replica(
         endpoint=row["endpoint"],
         id=row["id"],
@@ -513,7 +508,7 @@ def _replica(row: Mapping[Any, Any]) -> Replica:
         ready_at=row["ready_at"],
         ended_at=row["ended_at"],
         end_time=None if row["end_time"] is None else moment(row["end_time"]),
-        group=_group(row["worker_group"]),
-        revocation=_revocation(row["revocation"]) if row["revocation"] else None,
+        group=group,
+        revocation=revocation,
         end_reason=EndReason(row["end_reason"]) if row["end_reason"] else None,
     )

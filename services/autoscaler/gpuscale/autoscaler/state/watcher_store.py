@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 
-from sqlalchemy import RowMapping
 from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 
 from gpuscale.autoscaler.backtest import world
@@ -46,8 +45,16 @@ class StoredWatcher:
 
 def load(connection: Connection) -> Sequence[StoredWatcher]:
     """Every watcher, by id."""
-    rows = connection.execute(select(WatcherRow)).mappings()
-    return sorted((_from_row(row) for row in rows), key=lambda one: one.watcher.id)
+    found: list[StoredWatcher] = []
+    for row in connection.execute(select(WatcherRow)).mappings():
+        queues = tuple(row["queue"].split(_SEPARATOR))
+        spec = WatchSpec(
+            row["broker"], row["virtual_host"], queues, row["pattern"], row["rates"], row["interval_seconds"]
+        )
+        created = _EPOCH + row["create_time_us"] * _MICROSECOND
+        watcher = Watcher(row["id"], spec, row["etag"], created)
+        found.append(StoredWatcher(watcher, row["request_id"], row["request_fingerprint"]))
+    return sorted(found, key=lambda one: one.watcher.id)
 
 
 def add(connection: Connection, stored: StoredWatcher) -> None:
@@ -87,21 +94,6 @@ def _spec_columns(watcher: Watcher) -> dict[str, str | float]:
         "interval_seconds": spec.interval,
         "etag": watcher.etag,
     }
-
-
-def _from_row(row: RowMapping) -> StoredWatcher:
-    spec = WatchSpec(
-        row["broker"],
-        row["virtual_host"],
-        tuple(row["queue"].split(_SEPARATOR)),
-        row["pattern"],
-        row["rates"],
-        row["interval_seconds"],
-    )
-    watcher = Watcher(
-        id=row["id"], spec=spec, etag=row["etag"], create_time=_EPOCH + row["create_time_us"] * _MICROSECOND
-    )
-    return StoredWatcher(watcher, row["request_id"], row["request_fingerprint"])
 
 
 class ReadingRow(SQLModel, table=True):

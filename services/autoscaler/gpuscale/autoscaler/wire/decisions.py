@@ -92,10 +92,19 @@ def _status(view: EndpointView) -> api.EndpointStatus:
         summary = f"deleted once its {len(view.replicas)} replicas have finished and stopped"
     if unknown := count[ReplicaState.UNKNOWN]:
         summary += f" ({unknown} replicas have not been heard of)"
-    own = {
-        one.id: [pair for pair in shown if pair[0].group.set == one.id]
-        for one in view.endpoint.spec.capability_sets
-    }
+    sets: list[api.CapabilitySetStatus] = []
+    for name in (one.id for one in view.endpoint.spec.capability_sets):
+        members = [pair for pair in shown if pair[0].group.set == name]
+        ready = [one for one, state in members if state is ReplicaState.READY]
+        sets.append(
+            api.CapabilitySetStatus(
+                id=name,
+                desired_replicas=view.endpoint.targets[name],
+                granted_replicas=sum(one.granted for one, _ in members),
+                ready_replicas=len(ready),
+                ready_workers=sum(one.group.actual.workers for one in ready),
+            )
+        )
     template, granted = view.endpoint.spec.template, [one for one in view.replicas if one.granted]
     return api.EndpointStatus(
         desired_replicas=view.endpoint.desired,
@@ -106,22 +115,7 @@ def _status(view: EndpointView) -> api.EndpointStatus:
         draining_replicas=count[ReplicaState.DRAINING],
         latest_decision=view.latest,
         summary=summary,
-        capability_sets=[
-            _set_status(name, view.endpoint.targets[name], members) for name, members in own.items()
-        ],
-    )
-
-
-def _set_status(
-    name: str, desired: int, members: Sequence[tuple[Replica, ReplicaState]]
-) -> api.CapabilitySetStatus:
-    ready = [one for one, state in members if state is ReplicaState.READY]
-    return api.CapabilitySetStatus(
-        id=name,
-        desired_replicas=desired,
-        granted_replicas=sum(one.granted for one, _ in members),
-        ready_replicas=len(ready),
-        ready_workers=sum(one.group.actual.workers for one in ready),
+        capability_sets=sets,
     )
 
 
@@ -322,7 +316,14 @@ def _counts(wire: Iterable[_Count]) -> tuple[tuple[float, int], ...]:
 
 def stated_from_wire(wire: api.EvaluateRequest, spec: EndpointSpec, now: float) -> Stated:
     """The given values of signals and rules of `spec`, each at most once, for an evaluation at `now`."""
-    past = wire.past if wire.HasField("past") else None
+    past, memory = (wire.past, ALWAYS) if wire.HasField("past") else (None, None)
+    if past is not None:
+        since = optional_seconds(past, "since")
+        memory = Memory(
+            ALWAYS.since if since is None else now - since,
+            tuple(sorted((now - seconds(one.age), one.replicas) for one in past.asked)),
+            tuple(sorted((now - seconds(one.age), one.replicas) for one in past.changes)),
+        )
     signals = _named(wire.signals, "signal", spec.measured, "signals", "signal")
     sets = _named(wire.capability_sets, "id", spec.capability_sets, "capability_sets", "capability set")
     rules = _named(wire.past.rule_changes, "rule", spec.rules, "past.rule_changes", "rule")
@@ -331,7 +332,7 @@ def stated_from_wire(wire: api.EvaluateRequest, spec: EndpointSpec, now: float) 
         wire.before if wire.HasField("before") else None,
         wire.ready_replicas if wire.HasField("ready_replicas") else None,
         wire.unknown_replicas if wire.HasField("unknown_replicas") else None,
-        None if past is None else _memory(past, now),
+        memory,
         None if past is None else {name: now - seconds(one.age) for name, one, _ in rules},
         optional_seconds(wire, "startup"),
         to_datetime(wire.time) if wire.HasField("time") else None,
@@ -380,14 +381,4 @@ def _stated_signal(wire: api.StatedSignal, path: str) -> StatedSignal:
         wire.silent_count,
         wire.proven_empty if wire.HasField("proven_empty") else None,
         tasks,
-    )
-
-
-def _memory(past: api.StatedPast, now: float) -> Memory:
-    """The remembered counts, oldest first."""
-    since = optional_seconds(past, "since")
-    return Memory(
-        ALWAYS.since if since is None else now - since,
-        tuple(sorted((now - seconds(one.age), one.replicas) for one in past.asked)),
-        tuple(sorted((now - seconds(one.age), one.replicas) for one in past.changes)),
     )

@@ -1,4 +1,4 @@
-"""Scaling rules. `rule` has what all kinds share and those that step, `targets` those that propose a count.
+"""Scaling rules. `rule` has what all kinds share and those that step, `targets` those that propose a count, others one each.
 
 A kind is a frozen dataclass with the fields of its message in the contract; `KINDS` lists it.
 """
