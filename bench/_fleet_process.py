@@ -31,7 +31,7 @@ from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.fleet import servicer
 from gpuscale.monitor.fleet.join_servicer import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.wire.merging import Change, Picture
+from gpuscale.monitor.wire import Change, Picture
 
 UNBOUNDED_MIB = 1_000_000_000
 METHOD = "/gpuscale.internal.monitor.v1.TelemetryService/StreamTelemetry"

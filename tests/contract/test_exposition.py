@@ -21,7 +21,7 @@ from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.security.auth import Authenticator, Caller
 from gpuscale.common.store.store import add_store
 from gpuscale.dashboard import figures as dashboard_figures
-from gpuscale.monitor.agent.nvml.activity import METRICS
+from gpuscale.monitor.agent.nvml.field_values import GPM_METRICS
 from gpuscale.monitor.app.fleet import open_fleet
 from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.exposition import agent, fleet, snapshots
@@ -120,7 +120,7 @@ async def test_every_default_series_of_dcgm_that_nvml_can_give_is_there(nvml_dou
     nvml_double.gpus[3].utilization_percent = 95
     nvml_double.gpus[3].memory_used_bytes = 5 * 2**30
     nvml_double.gpus[3].power_watts = 612.5
-    nvml_double.gpus[3].activity[METRICS["tensor_activity_percent"]] = 37.5
+    nvml_double.gpus[3].activity[GPM_METRICS["tensor_activity_percent"]] = 37.5
     async with metrics(nvml_double, metrics_names="all") as address:
         for index in range(8):
             nvml_double.raise_event(index, 63)

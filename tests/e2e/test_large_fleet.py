@@ -25,8 +25,7 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.client import Client, connect
 from gpuscale.common.wire import to_duration
 from gpuscale.monitor.app import fleet
-from gpuscale.monitor.history.history import History
-from gpuscale.monitor.history.series import Sample
+from gpuscale.monitor.history.history import History, Sample
 from gpuscale.testing import FakeServer
 from gpuscale.testing.doubles import FakeHost
 from tests.e2e.browser import chromium, page_of

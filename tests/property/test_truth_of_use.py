@@ -53,7 +53,7 @@ from gpuscale.monitor.model.readings import (
     ReadingStatus,
     Snapshot,
 )
-from gpuscale.monitor.wire.snapshots import to_snapshot
+from gpuscale.monitor.wire import to_snapshot
 from tests.support.allocator_values import MIB, order, reserved
 from tests.support.clock import ManualClock
 from tests.support.fixtures import need

@@ -9,7 +9,7 @@ from gpuscale.common.wire import to_duration
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.model.readings import GpuIdentity, GpuReading, GpuSample, GpuState
 from gpuscale.monitor.model.recordings import Recording
-from gpuscale.monitor.model.stored import recording_to_text
+from gpuscale.monitor.state.saver import recording_to_text
 
 GIB = 1024**3
 

@@ -18,7 +18,7 @@ from gpuscale.common.errors import FailedPreconditionError, ResourceExhaustedErr
 from gpuscale.common.names import gpu_name
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.wire import to_duration
-from gpuscale.monitor.agent import capping
+from gpuscale.monitor.agent import helpers
 from gpuscale.monitor.agent.nvml import source
 from tests.integration.allocator.test_power_on_the_driver import PowerSite, site
 from tests.support.nvml_double import NvmlDouble, divide
@@ -36,8 +36,8 @@ def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses that a driver and a fleet of thousands need."""
     for module in (powering, rebalancing):
         monkeypatch.setattr(module, "LOOK", 0.05)
-    monkeypatch.setattr(capping, "LOOK", 0.1)
-    monkeypatch.setattr(capping, "QUICK", 0.1)
+    monkeypatch.setattr(helpers, "LOOK", 0.1)
+    monkeypatch.setattr(helpers, "QUICK", 0.1)
     monkeypatch.setattr(following, "MIN_INTERVAL", 0.0)
     monkeypatch.setattr(source, "FIRST_PARTS_SECONDS", 0.3)
     monkeypatch.setattr(source, "SLOW_EVERY_SECONDS", 0.3)

@@ -17,7 +17,7 @@ from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, Resou
 from gpuscale.common.names import gpu_name
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.monitor.agent import capping
+from gpuscale.monitor.agent import helpers
 from tests.support.allocator import Client, allocator, calling
 from tests.support.monitor import running_agent, running_fleet
 from tests.support.nvml_double import NvmlDouble
@@ -29,8 +29,8 @@ from tests.support.waiting import eventually
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pauses that a driver and a fleet of thousands need."""
     monkeypatch.setattr(powering, "LOOK", 0.05)
-    monkeypatch.setattr(capping, "LOOK", 0.1)
-    monkeypatch.setattr(capping, "QUICK", 0.1)
+    monkeypatch.setattr(helpers, "LOOK", 0.1)
+    monkeypatch.setattr(helpers, "QUICK", 0.1)
     monkeypatch.setattr(following, "MIN_INTERVAL", 0.0)
 
 

@@ -26,7 +26,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.names import gpu_name
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.wire import to_datetime, to_timestamp
-from gpuscale.monitor.agent import collector, killing
+from gpuscale.monitor.agent import collector, helpers
 from tests.support.allocator import Client, Reservation, allocator, calling
 from tests.support.clock import ManualClock
 from tests.support.monitor import running_agent, running_fleet
@@ -199,8 +199,8 @@ async def test_an_outsider_is_told_of_and_killed_only_where_that_is_opted_in_and
         return take(self, *asked)
 
     monkeypatch.setattr(KillOrders, "take", noted)
-    monkeypatch.setattr(killing, "LOOK", 0.05)
-    monkeypatch.setattr(killing, "PATIENCE", 20.0)
+    monkeypatch.setattr(helpers, "LOOK", 0.05)
+    monkeypatch.setattr(helpers, "KILL_PATIENCE", 20.0)
     holder = subprocess.Popen(
         ["sh", "-c", "sleep 900 & echo $!; sleep 900 & echo $!; wait"], stdout=subprocess.PIPE, text=True
     )
@@ -250,7 +250,7 @@ async def test_an_outsider_is_told_of_and_killed_only_where_that_is_opted_in_and
 
             with monkeypatch.context() as hasty:
                 hasty.setattr(orders, "ANSWER", 0.5)
-                hasty.setattr(killing, "PATIENCE", 0.1)
+                hasty.setattr(helpers, "KILL_PATIENCE", 0.1)
                 async with await asyncio.start_unix_server(lambda _, writer: mute.append(writer), place):
                     await eventually(taken.is_set)
                     await admin.put(api.UsePolicy(name="policies/mute", spec=spec))

@@ -17,11 +17,11 @@ from gpuscale.cli.console.output import to_dict
 from gpuscale.common.runtime.metrics_text import MetricsPage
 from gpuscale.dashboard.rows import by_topic
 from gpuscale.monitor.agent.nvml import NvmlSource
-from gpuscale.monitor.agent.nvml.activity import METRICS
+from gpuscale.monitor.agent.nvml.field_values import GPM_METRICS
 from gpuscale.monitor.exposition.snapshots import add_snapshot
 from gpuscale.monitor.model.prometheus import DCGM, GPU, Style
 from gpuscale.monitor.model.readings import GPU_FIELDS, GpuView, HostIdentity, HostReading, Snapshot
-from gpuscale.monitor.wire.snapshots import to_snapshot
+from gpuscale.monitor.wire import to_snapshot
 from tests.support.monitor_values import epoch_id
 from tests.support.nvml_double import FIELD_IDS, GIB, DoubleGpu, DoubleProcess, NvmlDouble, NvmlReturn
 from tests.support.promtool import named, samples, value
@@ -51,7 +51,7 @@ def distinct(gpu: DoubleGpu) -> None:
     gpu.energy_joules, gpu.fan_percent, gpu.compute_mode, gpu.persistence_mode = 5001.5, 33, 3, 1
     gpu.pcie_generation, gpu.pcie_width, gpu.bar1_used_bytes, gpu.vgpu_licensed = 4, 8, 5 * GIB, 0
     gpu.nvlinks, gpu.processes = [-1] * 9, [DoubleProcess(pid) for pid in range(101, 124)]
-    gpu.activity = {metric: 50.5 + place for place, metric in enumerate(METRICS.values())}
+    gpu.activity = {metric: 50.5 + place for place, metric in enumerate(GPM_METRICS.values())}
     gpu.fields |= {key: 1000 + place for place, key in enumerate(FIELD_IDS)}
     watts = {187: 210_000, 188: 720_000, 189: 700_000}  # lowest, highest and default limit
     switches = {1: 1, 2: 0, 31: 1, 144: 1, 145: 0, 165: 1}

@@ -12,7 +12,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.api.types.v1 import GpuState
 from gpuscale.monitor.agent.nvml import source, tick
-from gpuscale.monitor.agent.nvml.activity import METRICS
+from gpuscale.monitor.agent.nvml.field_values import GPM_METRICS
 from tests.support.monitor import running_fleet
 from tests.support.nvml_double import GIB, DoubleGpu, DoubleProcess, NvmlDouble, wired_gpus
 from tests.support.nvml_site import OK, Site, site
@@ -42,7 +42,7 @@ def part(gpu: int, number: int) -> DoubleGpu:
         memory_used_bytes=number * GIB,
         gpu_instance=number,
         compute_instance=0,
-        activity=dict.fromkeys(METRICS.values(), 10.0 * (gpu + 1) + number),
+        activity=dict.fromkeys(GPM_METRICS.values(), 10.0 * (gpu + 1) + number),
     )
 
 
@@ -115,7 +115,7 @@ async def test_instances_come_and_go_under_load(nvml_double: NvmlDouble) -> None
                 assert (gpu.gpu_instance_id, gpu.mig_profile) == (int(number), "1g.10gb")
                 reading = gpu.reading
                 assert reading.memory_used_bytes == int(number) * GIB
-                shares = {getattr(reading, name) for name in METRICS if name.endswith("_percent")}
+                shares = {getattr(reading, name) for name in GPM_METRICS if name.endswith("_percent")}
                 assert shares == {10.0 * (int(whole) + 1) + int(number)}
             text = (await client.get(f"http://{listen}/metrics")).text
             tensor = named(text, "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE")

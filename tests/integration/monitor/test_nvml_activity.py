@@ -8,13 +8,13 @@ import pytest
 
 from gpuscale.api.types import v1 as types_api
 from gpuscale.monitor.agent.nvml import NvmlSource
-from gpuscale.monitor.agent.nvml.activity import METRICS
+from gpuscale.monitor.agent.nvml.field_values import GPM_METRICS
 from gpuscale.monitor.agent.processes import shown_program
 from gpuscale.monitor.model.readings import GpuReading, GpuSample, GpuState, ReadingStatus
-from gpuscale.monitor.wire.snapshots import put
+from gpuscale.monitor.wire import put
 from tests.support.nvml_double import GIB, DoubleGpu, DoubleProcess, NvmlDouble, NvmlReturn
 
-DISTINCT = {metric: 10.0 + place for place, metric in enumerate(METRICS.values())}
+DISTINCT = {metric: 10.0 + place for place, metric in enumerate(GPM_METRICS.values())}
 MIB = 1024**2
 
 
@@ -48,16 +48,17 @@ def source(nvml_double: NvmlDouble, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 def figures(reading: GpuReading) -> dict[str, float | None]:
-    return {name: getattr(reading, name) for name in METRICS}
+    return {name: getattr(reading, name) for name in GPM_METRICS}
 
 
 def lacking(sample: GpuSample) -> dict[str, ReadingStatus]:
-    return {one.field: one.status for one in sample.reading.absent if one.field in METRICS}
+    return {one.field: one.status for one in sample.reading.absent if one.field in GPM_METRICS}
 
 
 def expected(given: dict[int, float]) -> dict[str, float]:
     return {
-        name: given[metric] * (1 if name.endswith("_percent") else MIB) for name, metric in METRICS.items()
+        name: given[metric] * (1 if name.endswith("_percent") else MIB)
+        for name, metric in GPM_METRICS.items()
     }
 
 
@@ -101,16 +102,16 @@ def test_where_it_fails_it_is_off(nvml_double: NvmlDouble, source: Clocked, call
     nvml_double.write()
     for second in range(12):
         sample = source.read_at(nvml_double.gpus[0], float(second))
-    assert lacking(sample) == dict.fromkeys(METRICS, ReadingStatus.NOT_SUPPORTED)
+    assert lacking(sample) == dict.fromkeys(GPM_METRICS, ReadingStatus.NOT_SUPPORTED)
     assert sample.state is GpuState.OK
     assert nvml_double.calls(call) == 1
 
 
 def test_a_figure_that_the_gpu_lacks_is_absent_alone(nvml_double: NvmlDouble, source: Clocked) -> None:
     gpu = nvml_double.gpus[0]
-    del gpu.activity[METRICS["fp64_activity_percent"]]
-    gpu.activity[METRICS["sm_activity_percent"]] = float("nan")
-    gpu.activity[METRICS["sm_occupancy_percent"]] = 100.4  # counters are not read in one moment
+    del gpu.activity[GPM_METRICS["fp64_activity_percent"]]
+    gpu.activity[GPM_METRICS["sm_activity_percent"]] = float("nan")
+    gpu.activity[GPM_METRICS["sm_occupancy_percent"]] = 100.4  # counters are not read in one moment
     nvml_double.write()
     source.read_at(gpu, 0.0)
     sample = source.read_at(gpu, 1.0)

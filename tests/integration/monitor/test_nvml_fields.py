@@ -7,8 +7,7 @@ import pynvml
 import pytest
 
 from gpuscale.monitor.agent.nvml import NvmlSource
-from gpuscale.monitor.agent.nvml.activity import METRICS
-from gpuscale.monitor.agent.nvml.field_values import NVLINK_COUNT
+from gpuscale.monitor.agent.nvml.field_values import GPM_METRICS, NVLINK_COUNT
 from gpuscale.monitor.agent.nvml.tick import METERS
 from gpuscale.monitor.model.readings import GPU_FIELDS, GpuSample, GpuState, ReadingStatus
 from tests.support.nvml_double import FIELD_IDS, NvmlDouble, NvmlReturn
@@ -44,7 +43,7 @@ SEVERAL_CALLS = {
         for kind in ("Compute", "Graphics")
         for version in ("_v2", "_v3")
     ): {"processes"},
-    ("nvmlGpmQueryDeviceSupport",): set(METRICS),
+    ("nvmlGpmQueryDeviceSupport",): set(GPM_METRICS),
 }
 
 

@@ -14,11 +14,11 @@ import pytest
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.wire import to_duration
-from gpuscale.monitor.agent import pods as pods_module
+from gpuscale.monitor.agent import host as host_module
 from gpuscale.monitor.agent.collector import Collector
 from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.gpus import Gpus
-from gpuscale.monitor.agent.pods import KEPT_SECONDS, Pods
+from gpuscale.monitor.agent.host import KEPT_SECONDS, Pods
 from gpuscale.monitor.agent.sources import simulated_uuid
 from gpuscale.monitor.model.readings import GpuProcess, GpuReading, GpuSample, GpuState
 from tests.support.clock import ManualClock
@@ -75,8 +75,8 @@ async def serving(kubelet: Kubelet, place: Path) -> AsyncGenerator[None]:
 
 @pytest.fixture
 def kubelet(monkeypatch: pytest.MonkeyPatch) -> Kubelet:
-    monkeypatch.setattr(pods_module, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(pods_module, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(host_module, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(host_module, "PATIENCE_SECONDS", 0.2)
     return Kubelet()
 
 
@@ -141,7 +141,7 @@ async def test_a_kubelet_that_is_silent_or_away_is_believed_for_a_minute(
 async def test_a_question_that_is_out_holds_up_no_snapshot(
     kubelet: Kubelet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pods_module, "PATIENCE_SECONDS", 600.0)
+    monkeypatch.setattr(host_module, "PATIENCE_SECONDS", 600.0)
     kubelet.hangs = True
     place = tmp_path / "kubelet.sock"
     async with serving(kubelet, place), running_agent(pod_resources_socket=place) as agent:

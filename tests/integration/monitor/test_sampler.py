@@ -9,9 +9,8 @@ from datetime import UTC, datetime
 import pytest
 
 from gpuscale.common.runtime.tasks import TaskScope
-from gpuscale.monitor.agent.collector import Sampler
+from gpuscale.monitor.agent.collector import Broadcast, Sampler
 from gpuscale.monitor.model.readings import HostIdentity, HostReading, Snapshot
-from gpuscale.monitor.wire.watch import Broadcast
 from tests.support.monitor_values import epoch_id
 
 FIRST = Snapshot(

@@ -13,12 +13,11 @@ import pytest
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.runtime.metrics_text import MetricsPage
 from gpuscale.monitor.exposition.fleet import add_history
+from gpuscale.monitor.health.checks import Event, HealthCheck
 from gpuscale.monitor.health.events import Events, xid_finding
-from gpuscale.monitor.history.history import DEFAULT_TIERS, History
-from gpuscale.monitor.history.series import Tier
-from gpuscale.monitor.model.health import Event, HealthCheck
+from gpuscale.monitor.history.history import DEFAULT_TIERS, History, Tier
 from gpuscale.monitor.model.recordings import RecordingOrder, RecordingState, Target
-from gpuscale.monitor.recording.recordings import Recordings
+from gpuscale.monitor.recording import Recordings
 from gpuscale.monitor.state.saver import Saver, open_saver
 from gpuscale.monitor.state.store import DATABASE, FleetStore, Saving
 from tests.support.clock import ManualClock

@@ -28,8 +28,7 @@ from gpuscale.monitor.model.readings import (
     RecoveryAction,
     Snapshot,
 )
-from gpuscale.monitor.wire.merging import Change, Picture
-from gpuscale.monitor.wire.snapshots import to_snapshot
+from gpuscale.monitor.wire import Change, Picture, to_snapshot
 from tests.support.monitor_values import GIB, epoch_id
 
 BANDS = DeadBands()

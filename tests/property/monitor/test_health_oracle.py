@@ -21,9 +21,9 @@ from gpuscale.monitor.model.readings import (
     RecoveryAction,
     Snapshot,
 )
-from gpuscale.monitor.model.stored import event_from_text, event_to_text
 from gpuscale.monitor.observing.health_servicer import HealthWatch
-from gpuscale.monitor.wire.snapshots import to_snapshot
+from gpuscale.monitor.state.saver import event_from_text, event_to_text
+from gpuscale.monitor.wire import to_snapshot
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import GIB, epoch_id, hello, telemetry
 

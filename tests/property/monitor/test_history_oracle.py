@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
+from gpuscale.monitor.history.history import HistorySeries, Tier
 from gpuscale.monitor.history.ring import Rows, chunks, unpack
-from gpuscale.monitor.history.series import HistorySeries, Tier
 from gpuscale.monitor.model.metrics import ABSENT
 
 WIDTH = 2

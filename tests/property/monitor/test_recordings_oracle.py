@@ -8,8 +8,8 @@ import pytest
 
 from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS, Sample
 from gpuscale.monitor.model.recordings import Figures, Recording, RecordingOrder, RecordingState, Target
-from gpuscale.monitor.model.stored import recording_from_text
-from gpuscale.monitor.recording.recordings import Recordings
+from gpuscale.monitor.recording import Recordings
+from gpuscale.monitor.state.saver import recording_from_text
 from tests.support.monitor_values import recorded_text
 
 GPUS = ("GPU-A", "GPU-B", "GPU-C")

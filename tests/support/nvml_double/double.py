@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpuscale.monitor.agent.nvml.activity import METRICS
-from gpuscale.monitor.agent.nvml.field_values import NVLINK
+from gpuscale.monitor.agent.nvml.field_values import GPM_METRICS, NVLINK
 from gpuscale.monitor.agent.nvml.tick import METERS, SLOW
 from tests.support.nvml_double.build import library_folder, preload
 from tests.support.nvml_double.model import DoubleGpu, Rules
@@ -197,7 +196,7 @@ def plain_gpu(index: int) -> DoubleGpu:
         vbios=f"96.00.99.00.{index:02X}",
         minor_number=index,
         fields=dict(HEALTHY_FIELDS),
-        activity=dict.fromkeys(METRICS.values(), 0.0),
+        activity=dict.fromkeys(GPM_METRICS.values(), 0.0),
     )
 
 

@@ -107,9 +107,9 @@ def test_every_file_in_the_tables_of_a_room_exists(room: str) -> None:
         ("monitoring.md", "monitor.model.readings", "GpuState"),
         ("reference/api-types.md", "monitor.model.readings", "ReadingStatus"),
         ("monitoring.md", "monitor.model.nodes", "NodeState"),
-        ("monitoring.md", "monitor.model.health", "HealthCheck"),
-        ("monitoring.md", "monitor.model.health", "HealthSeverity"),
-        ("monitoring.md", "monitor.model.health", "HealthAction"),
+        ("monitoring.md", "monitor.health.checks", "HealthCheck"),
+        ("monitoring.md", "monitor.health.checks", "HealthSeverity"),
+        ("monitoring.md", "monitor.health.checks", "HealthAction"),
     ],
 )
 def test_every_state_and_code_that_users_see_is_on_its_page(page: str, module: str, enum: str) -> None:

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from gpuscale.common.wire import to_duration
+from gpuscale.monitor.agent.collector import Broadcast
 from gpuscale.monitor.agent.gpus import Collection
 from gpuscale.monitor.agent.pci import Bus, find_gpus
 from gpuscale.monitor.exposition.agent import AgentPage, CollectionMeter, Xids
 from gpuscale.monitor.exposition.fleet import FleetPage
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.model.health import Event, Finding, HealthAction, HealthCheck, HealthSeverity
+from gpuscale.monitor.health.checks import Event, Finding, HealthAction, HealthCheck, HealthSeverity
 from gpuscale.monitor.model.prometheus import Style
 from gpuscale.monitor.model.readings import (
     Absent,
@@ -25,7 +26,6 @@ from gpuscale.monitor.model.readings import (
     ReadingStatus,
     Snapshot,
 )
-from gpuscale.monitor.wire.watch import Broadcast
 from tests.support.clock import ManualClock
 from tests.support.monitor import told_of
 from tests.support.monitor_values import gpu, hello, identity, snapshot, telemetry

@@ -15,7 +15,7 @@ from gpuscale.monitor.fleet.join_servicer import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import RELAXED, SETTLED, AgentStream, to_node
 from gpuscale.monitor.fleet.servicer import FleetServicer
-from gpuscale.monitor.wire.merging import Picture
+from gpuscale.monitor.wire import Picture
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import GIB, gpu, hello, snapshot
 

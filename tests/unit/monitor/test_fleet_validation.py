@@ -14,7 +14,7 @@ from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.validation import refuse_change, refuse_snapshot
 from gpuscale.monitor.model.nodes import NodeState
-from gpuscale.monitor.wire.merging import Change, Picture
+from gpuscale.monitor.wire import Change, Picture
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import GIB, epoch_id, gpu, hello, snapshot
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from gpuscale.monitor.health.checks import HOLDS, MOST_REPLAYS_PER_MINUTE, REPLAY_WINDOW_SECONDS
-from gpuscale.monitor.health.events import XIDS, Events, xid_finding
-from gpuscale.monitor.health.register import GONE_SECONDS, HealthRegister
-from gpuscale.monitor.model.health import (
+from gpuscale.monitor.health.checks import (
+    HOLDS,
+    MOST_REPLAYS_PER_MINUTE,
+    REPLAY_WINDOW_SECONDS,
     Event,
     Finding,
     HealthAction,
@@ -15,7 +15,9 @@ from gpuscale.monitor.model.health import (
     HealthFacts,
     HealthSeverity,
 )
-from gpuscale.monitor.model.stored import event_from_text, event_to_text
+from gpuscale.monitor.health.events import XIDS, Events, xid_finding
+from gpuscale.monitor.health.register import GONE_SECONDS, HealthRegister
+from gpuscale.monitor.state.saver import event_from_text, event_to_text
 
 OK = HealthFacts("OK", 0, False, False, False, "NONE", 0, 0, 18)  # noqa: FBT003
 

@@ -10,11 +10,10 @@ from gpuscale.common.wire import to_duration
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import to_node
-from gpuscale.monitor.health.checks import HOLDS, results
-from gpuscale.monitor.model.health import HealthCheck
-from gpuscale.monitor.model.stored import event_from_text, event_to_text
+from gpuscale.monitor.health.checks import HOLDS, HealthCheck, results
 from gpuscale.monitor.observing.health_servicer import EVERY_SECONDS, HealthWatch, facts_of, looks_well
-from gpuscale.monitor.wire.merging import Change, Picture
+from gpuscale.monitor.state.saver import event_from_text, event_to_text
+from gpuscale.monitor.wire import Change, Picture
 from tests.support.clock import ManualClock
 from tests.support.monitor import told_of
 from tests.support.monitor_values import gpu, hello, snapshot, telemetry

@@ -2,9 +2,8 @@
 
 import pytest
 
-from gpuscale.monitor.history.history import History, metrics_of
+from gpuscale.monitor.history.history import TURNS, History, HistorySeries, Tier, metrics_of
 from gpuscale.monitor.history.ring import CHUNK, Bucket, Rows, chunks, unpack
-from gpuscale.monitor.history.series import TURNS, HistorySeries, Tier
 from gpuscale.monitor.model.metrics import GPU_METRICS
 from gpuscale.monitor.state.store import BootTimeline, continued
 

@@ -5,9 +5,19 @@ from array import array
 
 import pytest
 
-from gpuscale.monitor.history.history import DEFAULT_TIERS, History, plan, spread, trend
+from gpuscale.monitor.history.history import (
+    DEFAULT_TIERS,
+    History,
+    HistorySeries,
+    Tier,
+    combined,
+    most_bytes,
+    plan,
+    shorter,
+    spread,
+    trend,
+)
 from gpuscale.monitor.history.ring import MOST_COUNTED, Bucket, Point, Ring
-from gpuscale.monitor.history.series import HistorySeries, Tier, combined, most_bytes, shorter
 from gpuscale.monitor.model.metrics import GPU_METRICS, MetricTally
 
 TIERS = (Tier(1.0, 20.0), Tier(5.0, 100.0), Tier(20.0, 400.0))

@@ -15,8 +15,8 @@ from gpuscale.monitor.history.history import DEFAULT_TIERS, History
 from gpuscale.monitor.history.ring import Point
 from gpuscale.monitor.model.recordings import RecordingOrder, Target
 from gpuscale.monitor.observing.samples import SampleObserver, gpu_sample
-from gpuscale.monitor.recording.recordings import Recordings
-from gpuscale.monitor.wire.merging import Change, Picture
+from gpuscale.monitor.recording import Recordings
+from gpuscale.monitor.wire import Change, Picture
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import hello, telemetry
 from tests.support.monitor_values import snapshot as whole_snapshot

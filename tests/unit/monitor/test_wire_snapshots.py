@@ -23,7 +23,7 @@ from gpuscale.monitor.model.readings import (
     Snapshot,
     throttle_reasons,
 )
-from gpuscale.monitor.wire.snapshots import to_snapshot
+from gpuscale.monitor.wire import to_snapshot
 from tests.support.monitor_values import epoch_id, identity
 
 READING = GpuReading(utilization_percent=0.0, processes=(GpuProcess(7, None, "a\x1b[2Jb\n"),))

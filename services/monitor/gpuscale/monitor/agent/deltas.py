@@ -15,7 +15,7 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration, to_timestamp
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.model.readings import GpuReading, GpuState, GpuView, HostReading, Quarantine, Snapshot
-from gpuscale.monitor.wire.snapshots import GPU_NUMBERS, GPU_STATES, put, text
+from gpuscale.monitor.wire import GPU_NUMBERS, GPU_STATES, put, text
 
 Bands = tuple[float, ...]
 """The dead-band of each field of a reading, in order; 0 sends every change."""

@@ -24,7 +24,7 @@ from gpuscale.monitor.agent.collector import Collector, Sampler
 from gpuscale.monitor.agent.deltas import DeadBands, Deltas
 from gpuscale.monitor.agent.events import FaultLog
 from gpuscale.monitor.model.readings import Quarantine
-from gpuscale.monitor.wire.snapshots import to_snapshot
+from gpuscale.monitor.wire import to_snapshot
 
 LONGEST_REFUSED_SECONDS: Final = 30.0
 

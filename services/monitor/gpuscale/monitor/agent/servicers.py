@@ -15,13 +15,11 @@ from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context, current_principal
 from gpuscale.common.wire import optional_seconds, seconds, to_timestamp
-from gpuscale.monitor.agent.collector import Sampler
+from gpuscale.monitor.agent.collector import Broadcast, Sampler
 from gpuscale.monitor.agent.gpus import Gpus
 from gpuscale.monitor.agent.work import HeldLease, Work
 from gpuscale.monitor.model.readings import Snapshot
-from gpuscale.monitor.wire.merging import count_on
-from gpuscale.monitor.wire.snapshots import to_snapshot
-from gpuscale.monitor.wire.watch import Broadcast
+from gpuscale.monitor.wire import count_on, to_snapshot
 
 # How old an encoding may be when it is sent: the ages in it are as of when it was made.
 SHARED_SECONDS = 0.1

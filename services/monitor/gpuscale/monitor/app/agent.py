@@ -16,15 +16,13 @@ from gpuscale.common.rpc.server import Registration, Server
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
 from gpuscale.common.security.auth import Role
-from gpuscale.monitor.agent.capping import Capping
 from gpuscale.monitor.agent.collector import Collector, Sampler
 from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.events import FaultLog
 from gpuscale.monitor.agent.gpus import LONGEST_EVENT_WAIT_SECONDS, Gpus
-from gpuscale.monitor.agent.host import ProcHost
-from gpuscale.monitor.agent.killing import Killing
+from gpuscale.monitor.agent.helpers import Capping, Killing
+from gpuscale.monitor.agent.host import Pods, ProcHost
 from gpuscale.monitor.agent.pci import Bus, find_gpus
-from gpuscale.monitor.agent.pods import Pods
 from gpuscale.monitor.agent.push import FleetPush
 from gpuscale.monitor.agent.servicers import (
     AGENT_SERVICE,

@@ -32,13 +32,12 @@ from gpuscale.monitor.fleet.join_servicer import (
 from gpuscale.monitor.fleet.login_servicer import LOGIN_SERVICE, LoginServicer
 from gpuscale.monitor.fleet.nodes import Directory, Nodes
 from gpuscale.monitor.fleet.servicer import FLEET_SERVICE, TELEMETRY_SERVICE, FleetServicer
-from gpuscale.monitor.history.history import History
-from gpuscale.monitor.history.series import Tier
+from gpuscale.monitor.history.history import History, Tier
 from gpuscale.monitor.observing.health_servicer import HealthServicer, HealthWatch
 from gpuscale.monitor.observing.history_servicer import HistoryServicer
 from gpuscale.monitor.observing.recording_servicer import Keep, RecordingFeed, RecordingServicer, forget
 from gpuscale.monitor.observing.samples import SampleObserver
-from gpuscale.monitor.recording.recordings import Recordings
+from gpuscale.monitor.recording import Recordings
 from gpuscale.monitor.state.saver import open_saver
 
 RECORDING_SERVICE = "gpuscale.api.monitor.v1.RecordingService"

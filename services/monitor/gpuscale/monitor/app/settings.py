@@ -10,7 +10,7 @@ from gpuscale.common.config.settings import MetricsSettings, UpstreamSettings, h
 from gpuscale.common.names import is_id, to_id
 from gpuscale.monitor.agent.sources import SourceKind
 from gpuscale.monitor.app.frame import AgentFrame, ExpositionFrame, by_name
-from gpuscale.monitor.history.series import Tier
+from gpuscale.monitor.history.history import Tier
 from gpuscale.monitor.model.prometheus import HostLabel, Names
 
 if TYPE_CHECKING:

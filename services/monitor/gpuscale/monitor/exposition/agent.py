@@ -9,6 +9,7 @@ from gpuscale.common import VERSION
 from gpuscale.common.rpc.meter import CallMeter, add_connections, add_process
 from gpuscale.common.runtime.metrics_text import MetricsPage, labels
 from gpuscale.common.runtime.tasks import Clock
+from gpuscale.monitor.agent.collector import Broadcast
 from gpuscale.monitor.agent.gpus import Collection
 from gpuscale.monitor.agent.pci import Bus, pci_address
 from gpuscale.monitor.agent.push import FleetPush
@@ -23,8 +24,7 @@ from gpuscale.monitor.exposition.snapshots import (
 from gpuscale.monitor.model.nodes import STALE_PERIODS
 from gpuscale.monitor.model.prometheus import Style, counter, gauge
 from gpuscale.monitor.model.readings import EXCUSED, GpuEvent, GpuState, GpuView, ReadingStatus, Snapshot
-from gpuscale.monitor.wire.snapshots import to_snapshot
-from gpuscale.monitor.wire.watch import Broadcast
+from gpuscale.monitor.wire import to_snapshot
 
 _WORKING = frozenset({GpuState.OK, GpuState.DEGRADED, GpuState.SLOW, GpuState.DIVIDED})
 

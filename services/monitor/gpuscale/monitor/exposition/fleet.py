@@ -11,8 +11,8 @@ from gpuscale.common.runtime.tasks import Clock
 from gpuscale.monitor.exposition.snapshots import NOBODY, Held, add_snapshot, with_pods
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import NodeRecord
+from gpuscale.monitor.health.checks import Event
 from gpuscale.monitor.history.history import History
-from gpuscale.monitor.model.health import Event
 from gpuscale.monitor.model.nodes import NodeState
 from gpuscale.monitor.model.prometheus import Style, counter, gauge
 from gpuscale.monitor.state.saver import Saver

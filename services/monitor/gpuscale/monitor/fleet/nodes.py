@@ -29,7 +29,7 @@ from gpuscale.monitor.fleet.record import AgentStream, NodeRecord, Online, Owner
 from gpuscale.monitor.fleet.validation import broken_rule, refuse_change, refuse_snapshot
 from gpuscale.monitor.model.nodes import Epoch, NodeSample, NodeState, refuse_epoch, refuse_sample
 from gpuscale.monitor.model.recordings import Target
-from gpuscale.monitor.wire.merging import Change, Picture
+from gpuscale.monitor.wire import Change, Picture
 
 Observer = Callable[[str, Picture, float, Change | None], None]
 """Called with each accepted snapshot: node id, picture with changes merged, time on the fleet's clock, and the change (None for

@@ -14,7 +14,7 @@ from gpuscale.common.names import node_name
 from gpuscale.common.wire import seconds, to_timestamp
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.model.nodes import Epoch, NodeSample, NodeState, is_gone, node_state, stale_at
-from gpuscale.monitor.wire.merging import Change, Picture, count_on
+from gpuscale.monitor.wire import Change, Picture, count_on
 
 RELAXED = 10.0
 """Seconds after which any change is sent."""

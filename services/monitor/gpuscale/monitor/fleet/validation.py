@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.rpc.validation import forget_unknown, number_range, rules_of, violations
 from gpuscale.internal.monitor import v1 as monitor_internal
-from gpuscale.monitor.wire.merging import NO_NUMBERS, Change, Numbers, Picture, Stamp
+from gpuscale.monitor.wire import NO_NUMBERS, Change, Numbers, Picture, Stamp
 
 LONGEST_PERIOD_SECONDS = 3600
 

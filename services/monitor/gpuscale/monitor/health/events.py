@@ -13,8 +13,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpuscale.monitor.health.checks import ANSWERING, AWAY, HOLDS, Results
-from gpuscale.monitor.model.health import Event, Finding, HealthAction, HealthCheck, HealthSeverity
+from gpuscale.monitor.health.checks import (
+    ANSWERING,
+    AWAY,
+    HOLDS,
+    Event,
+    Finding,
+    HealthAction,
+    HealthCheck,
+    HealthSeverity,
+    Results,
+)
 
 
 class Xid(NamedTuple):

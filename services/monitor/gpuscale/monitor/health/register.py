@@ -3,17 +3,20 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from gpuscale.monitor.health.checks import Past, Results, past_results, results
-from gpuscale.monitor.health.events import Conditions, Events, GpuFaults
-from gpuscale.monitor.model.health import (
+from gpuscale.monitor.health.checks import (
     Event,
     Finding,
     HealthAction,
     HealthCheck,
     HealthFacts,
     HealthSeverity,
+    Past,
     QuarantinedGpu,
+    Results,
+    past_results,
+    results,
 )
+from gpuscale.monitor.health.events import Conditions, Events, GpuFaults
 
 GONE_SECONDS = 3_600.0
 """A GPU is forgotten, and its events resolved, after this long without being in a snapshot."""

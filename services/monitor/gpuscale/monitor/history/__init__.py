@@ -1,4 +1,4 @@
 """History of nodes and GPUs, in memory, with coarser steps for older samples. Pure.
 
-Begin with `history`, then `series`.
+Begin with `history`.
 """

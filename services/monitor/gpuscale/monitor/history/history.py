@@ -1,14 +1,286 @@
-"""The histories of all nodes and GPUs within a memory budget, and the points and trends in them. Pure."""
+"""The histories of all nodes and GPUs within a memory budget, and the points and trends in them. Pure.
 
+The history of one is a ring of buckets per tier, each fed by the finer one. Samples wait in plain arrays until there are several
+or someone reads, since thousands of GPUs bring one each second. Completed buckets then move to the ring of the finest tier. When
+a bucket of a coarser tier is complete, the finer buckets are merged into it, so each tier has every sample once.
+"""
+
+from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from math import ceil
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from math import ceil, isnan
 
-from gpuscale.monitor.history.ring import Point, Rows
-from gpuscale.monitor.history.series import HistorySeries, Tier, most_bytes, shorter
-from gpuscale.monitor.model.metrics import GPU_METRICS, NODE_METRICS, Metric, MetricTally, Sample, Stats
+from gpuscale.monitor.history.ring import MOST_COUNTED, Bucket, Point, Ring, Rows
+from gpuscale.monitor.model.metrics import (
+    ABSENT,
+    GPU_METRICS,
+    NODE_METRICS,
+    Metric,
+    MetricTally,
+    Sample,
+    Stats,
+)
+
+BYTES_OF_NUMBER = 4
+BYTES_OF_METRIC = 3 * 4 + 2
+"""Minimum, mean and maximum as 32-bit floats, and a count of 16 bits."""
+_ARRAY_SLACK = 1.125
+"""How much more memory an array takes than its content, at most."""
+_MOST_WAITING = 16
+"""How many samples wait at most."""
+TURNS = _MOST_WAITING - 1
+"""Series take turns in moving their samples, one per step of the finest tier, so that they do not all do so at once."""
+
+LEAST_RETENTION_SECONDS = 3_600.0
+"""The coarsest tier is never shortened below this."""
+_ALL = -(2**31)
+"""The lowest possible bucket number."""
+_NOTHING = Stats(ABSENT, ABSENT, ABSENT, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """Buckets of `step` seconds each, kept for `retention` seconds."""
+
+    step: float
+    retention: float
+
+    @property
+    def capacity(self) -> int:
+        """How many buckets it keeps."""
+        return ceil(self.retention / self.step)
+
+
+def most_bytes(width: int, tiers: Sequence[Tier]) -> int:
+    """The most memory that a series of `width` metrics can take."""
+    row = BYTES_OF_NUMBER + width * BYTES_OF_METRIC
+    waiting = _MOST_WAITING * BYTES_OF_NUMBER * (1 + width)
+    return ceil((sum(tier.capacity for tier in tiers) * row + waiting) * _ARRAY_SLACK)
+
+
+def shorter(tiers: Sequence[Tier]) -> Iterator[Sequence[Tier]]:
+    """The tiers with ever shorter retention.
+
+    From the finest on, each is cut to what the next one needs. Then the coarsest loses a quarter at a time, down to
+    LEAST_RETENTION_SECONDS.
+    """
+    found = list(tiers)
+    for index, coarser in enumerate(found[1:]):
+        tier = found[index]
+        found[index] = replace(tier, retention=min(tier.retention, 2 * coarser.step))
+        yield tuple(found)
+    while found[-1].retention > LEAST_RETENTION_SECONDS:
+        retention = max(found[-1].retention * 0.75, LEAST_RETENTION_SECONDS)
+        found[-1] = replace(found[-1], retention=retention)
+        yield tuple(found)
+
+
+class HistorySeries:
+    """Samples of `width` metrics, in tiers from the finest to the coarsest.
+
+    The step of each tier is a multiple of the finer one's, and each tier keeps at least one step of the next.
+    """
+
+    __slots__ = (
+        "_fresh", "_merged", "_merged_number", "_numbers", "_open_number", "_ratios", "_restored_until", "_rings",
+        "_step", "_tiers", "_turn", "_values", "_width",
+    )  # fmt: skip
+
+    def __init__(self, width: int, tiers: Sequence[Tier], turn: int = 0) -> None:
+        self._tiers = tiers
+        self._turn = turn % TURNS
+        self._rings = [Ring(width, tier.capacity) for tier in tiers]
+        self._fresh = [0] * len(tiers)  # per tier: buckets not yet merged into the coarser tier
+        self._ratios = [round(coarse.step / fine.step) for fine, coarse in pairwise(tiers)]
+        self._step = tiers[0].step
+        self._open_number = -1  # number of the bucket of the newest sample
+        self._merged: Bucket | None = None  # samples of an incomplete bucket, already merged
+        self._merged_number = -1
+        self._numbers = array("i")  # bucket numbers of waiting samples
+        self._values = array("f")  # their values, sample after sample
+        self._restored_until = float("-inf")  # start of the newest restored bucket of the coarsest tier
+        self._width = width
+
+    def add(self, at: float, sample: Sample) -> None:
+        """Add a sample; one older than the open bucket is dropped."""
+        number = int(at // self._step)
+        if number < self._open_number:
+            return
+        turns = number != self._open_number and number % TURNS == self._turn
+        self._open_number = number
+        self._numbers.append(number)
+        self._values.extend(sample)
+        if turns or len(self._numbers) >= _MOST_WAITING:
+            self._settle()
+
+    def shorten(self, tiers: Sequence[Tier]) -> None:
+        """Shorten the retention to that of these tiers, which have the same steps."""
+        if tiers is self._tiers:
+            return
+        self._settle()
+        self._tiers = tiers
+        for place, tier in enumerate(tiers):
+            rows = self._rings[place].rows(_ALL)
+            self._rings[place] = Ring(self._width, tier.capacity)
+            self._rings[place].restore(rows)
+
+    def newest(self) -> float:
+        """Start of the open bucket."""
+        return self._open_number * self._step
+
+    def oldest(self) -> float | None:
+        """Start of the oldest bucket; None before the first sample."""
+        self._settle()
+        firsts = [
+            ring.first * tier.step
+            for ring, tier in zip(self._rings, self._tiers, strict=True)
+            if ring.first is not None
+        ]
+        return min(firsts, default=self.newest() if self._merged or self._numbers else None)
+
+    def points(self, metric: int, tier: int, start: float, end: float) -> list[Point]:
+        """One metric in [start, end), in buckets of a tier and, for newer samples, of finer tiers."""
+        self._settle()
+        found: list[Point] = []
+        if tier < len(self._rings) - 1 and start < self._restored_until:
+            found, start = self._restored_points(metric, tier, start, end)
+        for index in range(tier, -1, -1):
+            ring, step = self._rings[index], self._tiers[index].step
+            found += ring.points(metric, step, start, end)
+            if ring.last is not None:
+                start = max(start, (ring.last + 1) * step)
+        if self._open_number >= 0 and start <= self.newest() < end:
+            bucket = self._opened()
+            if bucket.counts[metric]:
+                values = bucket.mins[metric], bucket.means[metric], bucket.maxs[metric]
+                found.append(Point(self.newest(), *values, bucket.counts[metric]))
+        return found
+
+    def _restored_points(self, metric: int, tier: int, start: float, end: float) -> tuple[list[Point], float]:
+        """Restored points, in the finest restored tier that is not finer than `tier`, and the time up to which they reach."""
+        ring, step, coarse = self._rings[-2], self._tiers[-2].step, self._tiers[-1].step
+        begin = self._restored_until
+        if ring.first is not None:  # coarse buckets whose start this ring lacks
+            begin = min(begin, ceil(ring.first * step / coarse) * coarse)
+        found = self._rings[-1].points(metric, self._tiers[-1].step, start, min(end, begin))
+        if tier == len(self._rings) - 2:
+            return found, max(start, begin)
+        last_minute = self._restored_until + step  # stored under its first step
+        found += ring.points(metric, step, max(start, begin), min(end, last_minute))
+        return found, self._restored_until
+
+    def finer(self, first: int) -> Rows:
+        """The buckets of the second coarsest tier from number `first` on."""
+        self._settle()
+        return self._rings[-2].rows(first)
+
+    def restore_finer(self, rows: Rows) -> None:
+        """Add buckets of the second coarsest tier, after `restore` and before the first sample.
+
+        Those within the last bucket of the coarsest tier are left out, since that has them already and may still grow.
+        """
+        kept = self._rings[-2].rows(_ALL)
+        older = rows.part(0, bisect_left(rows.numbers, kept.numbers[0]), self._width)
+        older.extend(kept)
+        self._rings[-2] = Ring(self._width, self._tiers[-2].capacity)
+        self._rings[-2].restore(older)
+
+    def coarsest(self, first: int) -> Rows:
+        """The buckets of the coarsest tier from number `first` on, including the incomplete one."""
+        self._settle()
+        rows = self._rings[-1].rows(first)
+        fresh, last = self._fresh[-2], self._rings[-2].last
+        if fresh and last is not None:
+            rows.add(last // self._ratios[-1], self._rings[-2].merged(fresh))
+        return rows
+
+    def restore(self, rows: Rows) -> None:
+        """Start with buckets of the coarsest tier, before the first sample; the last may still grow."""
+        last = rows.numbers[-1]
+        self._rings[-1].restore(rows.part(0, len(rows.numbers) - 1, self._width))
+        self._restored_until = last * self._tiers[-1].step
+        self._rings[-2].append(last * self._ratios[-1], rows.last(self._width))
+        self._fresh[-2] = 1
+        self._open_number = round(self._restored_until / self._tiers[0].step)
+
+    def _settle(self) -> None:
+        """Move waiting samples to the rings, except those of the open bucket, which are merged if several."""
+        if not self._numbers:
+            return
+        numbers, values, width = self._numbers, self._values, self._width
+        over = bisect_left(numbers, self._open_number)
+        self._numbers, self._values = numbers[over:], values[over * width :]
+        if over:
+            self._close(numbers[:over], values[: over * width])
+        self._end_merged(self._open_number)
+        if self._merged is not None or len(self._numbers) > 1:
+            self._merged, self._merged_number = self._opened(), self._open_number
+            self._numbers, self._values = array("i"), array("f")
+
+    def _opened(self) -> Bucket:
+        """The open bucket so far."""
+        return combined(self._merged, self._values, self._width)
+
+    def _end_merged(self, number: int) -> None:
+        """Move the merged bucket to the ring unless it has this number."""
+        if self._merged is not None and self._merged_number != number:
+            self._append(0, self._merged_number, self._merged)
+            self._merged = None
+
+    def _close(self, numbers: "array[int]", values: "array[float]") -> None:
+        """Move samples of completed buckets to the rings."""
+        self._end_merged(numbers[0])
+        single = self._merged is None and len(set(numbers)) == len(numbers)
+        ratio = self._ratios[0] if self._ratios else 0
+        begin, width = 0, self._width
+        while begin < len(numbers):
+            if not single:
+                end = begin + numbers.count(numbers[begin])
+                bucket = combined(self._merged, values[begin * width : end * width], width)
+                self._merged = None
+                self._append(0, numbers[begin], bucket)
+                begin = end
+                continue
+            # Buckets of one sample move together, up to the end of a bucket of the next tier.
+            end = len(numbers)
+            if ratio:
+                end = bisect_left(numbers, (numbers[begin] // ratio + 1) * ratio, begin)
+                self._begin(0, numbers[begin])
+                self._fresh[0] += end - begin
+            self._rings[0].extend(numbers[begin:end], values[begin * width : end * width])
+            begin = end
+
+    def _begin(self, tier: int, number: int) -> None:
+        """Complete the coarser bucket before `number` if that begins a new one."""
+        ring, ratio = self._rings[tier], self._ratios[tier]
+        last = ring.last
+        if last is not None and number // ratio > last // ratio:
+            self._append(tier + 1, last // ratio, ring.merged(self._fresh[tier]))
+            self._fresh[tier] = 0
+
+    def _append(self, tier: int, number: int, bucket: Bucket) -> None:
+        if tier + 1 < len(self._tiers):
+            self._begin(tier, number)
+            self._fresh[tier] += 1
+        self._rings[tier].append(number, bucket)
+
+
+def combined(before: Bucket | None, values: "array[float]", width: int) -> Bucket:
+    """A bucket, None for an empty one, with samples of `width` values added."""
+    tallies = [MetricTally() for _ in range(width)]
+    for metric, tally in enumerate(tallies):
+        if before is not None and before.counts[metric]:
+            tally.merge(before.mins[metric], before.means[metric], before.maxs[metric], before.counts[metric])
+        for value in values[metric::width]:
+            if not isnan(value):
+                tally.add(value)
+    metrics = [tally.stats() or _NOTHING for tally in tallies]
+    cells = [(stats.min, stats.mean, stats.max, min(stats.count, MOST_COUNTED)) for stats in metrics]
+    return Bucket(*zip(*cells, strict=True))
+
 
 LOOK_FOR_ENDED_SECONDS = 60.0
 DEFAULT_TIERS = (Tier(1.0, 600.0), Tier(10.0, 6 * 3600.0), Tier(60.0, 7 * 86400.0))

@@ -1,4 +1,4 @@
-"""Plain values of agent and fleet: nodes, GPUs, readings, health events, recordings and metrics. Pure.
+"""Plain values of agent and fleet: nodes, GPUs, readings, recordings and metrics. Pure.
 
 Begin with `readings`.
 """

@@ -17,12 +17,19 @@ from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import asked_period, seconds
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.fleet.nodes import Directory, Nodes
-from gpuscale.monitor.health.checks import HARDWARE_THERMAL, POWER_BRAKE, SOFTWARE_THERMAL
+from gpuscale.monitor.health.checks import (
+    HARDWARE_THERMAL,
+    POWER_BRAKE,
+    SOFTWARE_THERMAL,
+    Event,
+    HealthCheck,
+    HealthFacts,
+    HealthSeverity,
+)
 from gpuscale.monitor.health.events import Events
 from gpuscale.monitor.health.register import HealthRegister
-from gpuscale.monitor.model.health import Event, HealthCheck, HealthFacts, HealthSeverity
-from gpuscale.monitor.wire.merging import Change, Picture
-from gpuscale.monitor.wire.values import Dates
+from gpuscale.monitor.observing.samples import Dates
+from gpuscale.monitor.wire import Change, Picture
 
 _STATES = {value: name.removeprefix("GPU_STATE_") for name, value in types_api.GpuState.items()}
 _ACTIONS = {value: name.removeprefix("RECOVERY_ACTION_") for name, value in types_api.RecoveryAction.items()}

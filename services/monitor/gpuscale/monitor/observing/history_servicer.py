@@ -13,7 +13,7 @@ from gpuscale.monitor.fleet.nodes import Directory, Subject
 from gpuscale.monitor.history.history import History, metrics_of, plan, spread, trend
 from gpuscale.monitor.history.ring import Point
 from gpuscale.monitor.model.metrics import Metric
-from gpuscale.monitor.wire.values import Dates, to_stats
+from gpuscale.monitor.observing.samples import Dates, to_stats
 
 DEFAULT_SPAN_SECONDS = 600.0
 MOST_POINTS = 30_000

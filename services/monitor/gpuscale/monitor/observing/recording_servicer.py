@@ -17,8 +17,8 @@ from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import fingerprint, optional_seconds, to_duration
 from gpuscale.monitor.fleet.nodes import Directory
 from gpuscale.monitor.model.recordings import RecordedGpu, Recording, RecordingOrder, RecordingState
-from gpuscale.monitor.recording.recordings import Recordings
-from gpuscale.monitor.wire.values import Dates, to_stats
+from gpuscale.monitor.observing.samples import Dates, to_stats
+from gpuscale.monitor.recording import Recordings
 
 DEFAULT_INTERVAL_SECONDS = 1.0
 DEFAULT_MAX_DURATION_SECONDS = 3_600.0

@@ -2,24 +2,67 @@
 
 A reading counts once, although snapshots repeat it while its GPU is slow: it is new if made at least a quarter of the agent's
 period after the last. Nodes without memory for history and without recordings are skipped. Readings are kept by column, as
-tables of numbers arrive, so that changes need no lookup in a snapshot.
+tables of numbers arrive, so that changes need no lookup in a snapshot. The fleet keeps times on its monotonic clock, and converts
+them to dates with the current wall clock when asked.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from math import isnan
+from typing import Self
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
 
+from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.names import node_name
-from gpuscale.common.wire import seconds
+from gpuscale.common.runtime.tasks import Clock
+from gpuscale.common.wire import seconds, to_datetime, to_timestamp
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.history.history import History
-from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS, Metric, Sample
-from gpuscale.monitor.recording.recordings import Recordings
-from gpuscale.monitor.wire.merging import Change, Numbers, Picture
+from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS, Metric, Sample, Stats
+from gpuscale.monitor.recording import Recordings
+from gpuscale.monitor.wire import Change, Numbers, Picture
+
+
+@dataclass(frozen=True, slots=True)
+class Dates:
+    """The same moment on both clocks."""
+
+    now: float
+    wall: datetime
+
+    @classmethod
+    def of(cls, clock: Clock) -> Self:
+        """The current moment."""
+        return cls(clock.now(), clock.wall())
+
+    def timestamp(self, at: float) -> Timestamp:
+        """The date of a time on the clock."""
+        return to_timestamp(self.wall - timedelta(seconds=self.now - at))
+
+    def span(self, start: float, end: float | None) -> tuple[datetime, datetime | None]:
+        """The dates of two times on the clock."""
+        began = self.wall - timedelta(seconds=self.now - start)
+        return began, None if end is None else began + timedelta(seconds=end - start)
+
+    def seconds(self, timestamp: Timestamp) -> float:
+        """The time on the clock of a date."""
+        return self.now - (self.wall - to_datetime(timestamp)).total_seconds()
+
+
+_METRICS = {metric: api.Metric.Value(f"METRIC_{metric.name}") for metric in Metric}
+
+
+def to_stats(metric: Metric, stats: Stats) -> api.MetricStats:
+    """Statistics of a metric as a message."""
+    return api.MetricStats(
+        metric=_METRICS[metric], min=stats.min, max=stats.max, mean=stats.mean, sample_count=stats.count
+    )
+
 
 NEW_AFTER_PERIODS = 0.25
 _HUNDRED = 100.0

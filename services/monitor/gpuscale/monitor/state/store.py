@@ -61,14 +61,14 @@ class _Table(SQLModel, registry=registry()):
 
 
 class Recording(_Table, table=True):
-    """A recording; `body` is from `model.stored`."""
+    """A recording; `body` is from `saver`."""
 
     id: str = Field(primary_key=True)
     body: str
 
 
 class HealthEvent(_Table, table=True):
-    """A health event; `body` is from `model.stored`."""
+    """A health event; `body` is from `saver`."""
 
     id: str = Field(primary_key=True)
     body: str

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import pynvml
 
-from gpuscale.monitor.agent.nvml.activity import Activity
+from gpuscale.monitor.agent.nvml.field_values import Activity
 from gpuscale.monitor.agent.nvml.queries import Queries, raise_if_driver_gone, source_error
 from gpuscale.monitor.agent.nvml.tick import FIRST_PARTS_SECONDS, SLOW_EVERY_SECONDS, NvmlDevice, Tick
 from gpuscale.monitor.agent.pci import Bus, find_gpus, pci_address, pci_place

@@ -18,12 +18,12 @@ from statistics import fmean
 
 import pynvml
 
-from gpuscale.monitor.agent.nvml.activity import Activity
 from gpuscale.monitor.agent.nvml.field_values import (
     ECC,
     NVLINK,
     NVLINK_COUNT,
     VIOLATIONS,
+    Activity,
     FieldReading,
     Links,
     Values,

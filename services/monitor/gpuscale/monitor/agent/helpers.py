@@ -1,7 +1,10 @@
-"""Passes power caps and MIG partitions from the allocator to gpuscale-power, while that helper's socket exists.
+"""Passes orders of the allocator to gpuscale-power and gpuscale-killer, while the sockets of these helpers exist.
 
-The agent reports power draw and polls for caps, every second while there are any. While the allocator does not answer, the last
-caps stay in force: a budget protects a fuse. Each order to the helper is also its heartbeat.
+gpuscale-power gets power caps and MIG partitions. The agent reports power draw and polls for caps, every second while there are
+any. While the allocator does not answer, the last caps stay in force: a budget protects a fuse. Each order is also a heartbeat.
+
+gpuscale-killer gets orders to kill processes without a reservation, which are checked here too. Results go with the next poll. No
+work is admitted between the check and the order to the helper.
 """
 
 import asyncio
@@ -13,18 +16,24 @@ import grpc
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
-from gpuscale.common.names import node_name
+from gpuscale.common.names import gpu_name, node_name
 from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.wire import seconds
 from gpuscale.monitor.agent.collector import Sampler
 from gpuscale.monitor.agent.gpus import Gpus
+from gpuscale.monitor.agent.work import Work
 from gpuscale.monitor.helper import PATIENCE, ask_helper
+from gpuscale.monitor.model.admission import Admissions
+from gpuscale.monitor.model.readings import ProcessKey, Snapshot
 
 LOOK, QUICK = 5.0, 1.0
-"""Seconds between polls without and with caps."""
+"""Seconds between polls, and between those with caps."""
 PARTITION = 60.0
 """Timeout of partitioning, in seconds."""
+KILL_PATIENCE = 1.0
+"""Timeout of an order to kill, in seconds: no work is admitted meanwhile."""
 _NO_ANSWER: Final = "gpuscale-power does not answer"
 _log = get_logger(__name__)
 
@@ -139,3 +148,82 @@ class Capping:
                     problem=problems.get(uuid, otherwise),
                 )
         return request
+
+
+class Killing:
+    """Carries out kill orders for a node through the helper at `place`."""
+
+    def __init__(
+        self, allocator: grpc.aio.Channel, place: Path, node: str, sampler: Sampler, work: Work
+    ) -> None:
+        self._stub = allocator_api.PolicyServiceStub(allocator)
+        self._place = place
+        self._node = node
+        self._sampler = sampler
+        self._work = work
+
+    async def run(self) -> None:
+        """Carry out orders until cancelled."""
+        results: list[allocator_api.KillResult] = []
+        failing = False
+        while True:
+            if not results:
+                await asyncio.sleep(LOOK)
+            sent, results = results, []
+            if not await asyncio.to_thread(self._place.is_socket):
+                continue
+            request = allocator_api.TakeKillOrdersRequest(node=node_name(self._node), results=sent)
+            try:
+                with rpc_errors():
+                    answer = await self._stub.TakeKillOrders(request, timeout=RPC_TIMEOUT)
+            except GpuscaleError as error:
+                if not failing:
+                    _log.warning("cannot poll kill orders", error=error.message)
+                failing = True
+                continue
+            failing = False
+            for order in answer.orders:
+                problem = await self._carry_out(order)
+                if problem is not None:
+                    results.append(allocator_api.KillResult(order=order.id, problem=problem))
+                shown = "gpuscale-killer has not answered" if problem is None else problem or None
+                _log.warning("ordered to kill a process", gpu=order.gpu, pid=order.pid, problem=shown)
+
+    async def _carry_out(self, order: allocator_api.KillOrder) -> str | None:
+        """Why the process is not killed, empty if it is; None if the helper did not say."""
+        async with self._work.at_rest() as admissions:
+            snapshot = await self._sampler.get(max_age=0.0)
+            if problem := refusal(snapshot, admissions, order.gpu, ProcessKey(order.pid, order.start_ticks)):
+                return problem
+            wish = {
+                "pid": order.pid,
+                "started": order.start_ticks,
+                "grace": seconds(order.grace),
+                "admitted": [(one.process.pid, one.process.started) for one in admissions.workers],
+            }
+            try:
+                answer = await ask_helper(self._place, wish, KILL_PATIENCE)
+            except OSError as error:
+                return f"gpuscale-killer does not answer: {error.strerror}"
+            return None if answer is None else str(answer.get("problem", ""))
+
+
+def refusal(snapshot: Snapshot, admissions: Admissions, gpu: str, process: ProcessKey) -> str:
+    """Why a process may not be killed, by a snapshot and what was admitted; empty if it may."""
+    found = [
+        (gpu_name(snapshot.node, view.identity.uuid), one)
+        for view in snapshot.gpus
+        for one in view.reading.processes or ()
+        if one.lineage[:1] == (process,)
+    ]
+    if all(name != gpu for name, _ in found):
+        return "it no longer uses the GPU"
+    for name, one in found:
+        if one.reservation:
+            return f"it belongs to {one.reservation} on {name}"
+        if one.holder_unknown:
+            return "its reservation is unknown"
+    for _, one in found:
+        if own := next((worker for worker in admissions.workers if worker.process in one.lineage), None):
+            return f"it descends from process {own.process.pid}, which was admitted for {own.reservation}"
+    return ""

@@ -1,1 +1,0 @@
-"""Conversions between the values of `model` and messages. No gRPC calls. Begin with `snapshots`, then `merging`."""
