@@ -3,7 +3,6 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 
 import grpc
 
@@ -18,7 +17,7 @@ from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.rpc.diagnosis import Explain
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import Backoff
+from gpuscale.common.runtime.tasks import Backoff, wait_at_most
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
 REPORT_PERIOD = 5.0
@@ -123,9 +122,7 @@ class AutoscalerConnection:
                         served=[served_to_wire(*one) for one in self._served.taken()],
                     )
                     await call.write(autoscaler_internal.ConnectRequest(report=report))
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(REPORT_PERIOD):
-                        await self._changed.wait()
+                await wait_at_most(self._changed, REPORT_PERIOD)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             # grpc.aio raises the latter if the autoscaler has already ended the stream. The reader finds out why.
             return

@@ -7,8 +7,7 @@ GPU asks, by `wire.specs.spec_violations`.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -38,10 +37,7 @@ def violations(spec: EndpointSpec, path: str = SPEC) -> list[FieldViolation]:
 def _replicas(path: str, spec: EndpointSpec) -> Iterator[FieldViolation]:
     yield from _crossed(path, spec.min_replicas, spec.max_replicas)
     models = [one.model.casefold() for one in spec.template.models]
-    for place, name in enumerate(models):
-        if name in models[:place]:
-            where = f"{path}.template.models[{place}].model"
-            yield FieldViolation(where, "must differ from the models before it")
+    yield from _repeated(f"{path}.template.models", models, "model")
     if models and not spec.started_from.gpu_count:
         yield FieldViolation(f"{path}.template.models", "must be left out where replicas reserve no GPUs")
     if models and spec.capability_sets:
@@ -67,17 +63,15 @@ def _template(path: str, template: ReplicaTemplate, *, unused: bool = False) -> 
         yield FieldViolation(f"{path}.template", "must be set")
     if template.tiers and template.adapter:
         yield FieldViolation(f"{path}.tiers", "must be left out where adapter is set")
-    adapters = [tier.adapter for tier in template.tiers]
-    for place, adapter in enumerate(adapters):
-        if adapter in adapters[:place]:
-            yield FieldViolation(f"{path}.tiers[{place}].adapter", "must differ from the adapters before it")
+    yield from _repeated(f"{path}.tiers", [tier.adapter for tier in template.tiers], "adapter")
 
 
-def _repeated(path: str, ids: Sequence[str]) -> Iterator[FieldViolation]:
-    counts = Counter(ids)
-    for index, one in enumerate(ids):
-        if counts[one] > 1 and one in ids[:index]:
-            yield FieldViolation(f"{path}[{index}].id", "must differ from the ids before it")
+def _repeated(path: str, names: Iterable[str], field: str = "id") -> Iterator[FieldViolation]:
+    seen: set[str] = set()
+    for index, one in enumerate(names):
+        if one in seen:
+            yield FieldViolation(f"{path}[{index}].{field}", f"must differ from the {field}s before it")
+        seen.add(one)
 
 
 def _signals(path: str, spec: EndpointSpec) -> Iterator[FieldViolation]:

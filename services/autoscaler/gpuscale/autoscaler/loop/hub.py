@@ -6,7 +6,7 @@ place until it is heard of again (Ray #58933: a failed listing was taken for "no
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
@@ -41,7 +41,7 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.names import adapter_name, replica_name
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import Clock, uninterrupted
+from gpuscale.common.runtime.tasks import Clock, uninterrupted, wait_at_most
 from gpuscale.common.store.store import Store
 
 ROUNDED = 0.001
@@ -288,9 +288,7 @@ class AdapterSession:
                 yield self._revision, self._lines
                 if self._changed.is_set():
                     continue
-            with suppress(TimeoutError):
-                async with asyncio.timeout(RESEND):
-                    await self._changed.wait()
+            await wait_at_most(self._changed, RESEND)
         if self._error is not None:
             raise self._error
 

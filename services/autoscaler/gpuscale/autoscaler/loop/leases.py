@@ -52,7 +52,7 @@ from gpuscale.common.names import endpoint_name, node_name, node_of, replica_nam
 from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import Backoff, Clock, hit_async
+from gpuscale.common.runtime.tasks import Backoff, Clock, hit_async, wait_at_most
 from gpuscale.common.store.store import Store
 from gpuscale.common.wire import seconds, to_datetime, to_duration
 
@@ -415,7 +415,7 @@ class LeaseKeeper:
             self._over.clear()
             await self._each([one for one in live if self._due[one.id] <= now], self._renew_one)
             next_due = min(self._due.values(), default=now + LONGEST_WAIT) - self._clock.now()
-            await _wait(self._renew, max(0.0, next_due) if known is not None else RETRY_RENEWAL)
+            await wait_at_most(self._renew, max(0.0, next_due) if known is not None else RETRY_RENEWAL)
             if known is None or self._renew.is_set():
                 self._renew.clear()
                 known = await self._leased()
@@ -548,7 +548,7 @@ class LeaseKeeper:
                 settled = False
             if settled:
                 backoff.reset()
-            await _wait(self._release, LONGEST_WAIT if settled else backoff.next())
+            await wait_at_most(self._release, LONGEST_WAIT if settled else backoff.next())
 
     async def _release_one(self, replica: Replica, lease: ReplicaLease) -> None:
         def settle(connection: Connection) -> None:
@@ -582,9 +582,3 @@ class LeaseKeeper:
             for replica in replicas:
                 if replica.lease is not None:
                     group.create_task(bounded(replica, replica.lease), name=f"lease of {replica.id}")
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()

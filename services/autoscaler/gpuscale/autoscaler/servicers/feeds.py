@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -21,6 +20,7 @@ from gpuscale.common.filters import compile_filter
 from gpuscale.common.names import endpoint_name
 from gpuscale.common.rpc.feed import FeedView, ResourceFeed
 from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.tasks import wait_at_most
 
 PERIOD: Final = 1.0
 """Seconds between polls of what does not report changes: adapters and readings of queues."""
@@ -87,9 +87,7 @@ class Feeds:
             await self._begun.wait()
             self._begun.clear()
             while any(feed.watched for feed in feeds):
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(PERIOD):
-                        await self._deps.followers.some.wait()
+                await wait_at_most(self._deps.followers.some, PERIOD)
                 try:
                     await self._look()
                 except GpuscaleError as error:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Generic, NoReturn, TypeVar
 
@@ -19,7 +18,7 @@ from gpuscale.autoscaler.wire.specs import ask_to_wire
 from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime.tasks import Clock
+from gpuscale.common.runtime.tasks import Clock, wait_at_most
 
 AT_ONCE = 4
 """Most concurrent calls to one server."""
@@ -99,9 +98,7 @@ class Poller(Generic[K, V]):
                         group.create_task(self._answer(key, question, some))
                 idle = [one.next_at for one in self._questions.values() if not one.under_way]
                 self._changed.clear()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(max(0.0, min(idle) - now) if idle else None):
-                        await self._changed.wait()
+                await wait_at_most(self._changed, max(0.0, min(idle) - now) if idle else None)
 
     async def _answer(self, key: K, question: _Question, some: asyncio.Semaphore) -> None:
         try:

@@ -120,7 +120,12 @@ class ReportedMetrics:
         if len(kept | newer) > MAX_METRICS_OF_ONE:
             raise _full(f"more than {MAX_METRICS_OF_ONE} metrics of one endpoint or replica are not kept")
         if not known and self._subjects() >= MAX_SOURCES:
-            self._forget_old(now)
+            for one, subjects in list(self._values.items()):
+                for name, old in list(subjects.items()):
+                    if all(now - value.at > KEPT_SECONDS for value in old.values()):
+                        del subjects[name]
+                if not subjects:
+                    del self._values[one]
             if self._subjects() >= MAX_SOURCES:
                 raise _full(f"metrics of more than {MAX_SOURCES} endpoints and replicas are not kept")
         self._values.setdefault(endpoint, {})[replica] = kept | newer
@@ -190,14 +195,6 @@ class ReportedMetrics:
             for one in sorted(subjects.keys() & {replica} if replica else subjects):
                 for metric, value in sorted(subjects[one].items()):
                     yield (owner, one), metric, value
-
-    def _forget_old(self, now: float) -> None:
-        for endpoint, subjects in list(self._values.items()):
-            for replica, values in list(subjects.items()):
-                if all(now - one.at > KEPT_SECONDS for one in values.values()):
-                    del subjects[replica]
-            if not subjects:
-                del self._values[endpoint]
 
     def _subjects(self) -> int:
         return sum(len(one) for one in self._values.values())

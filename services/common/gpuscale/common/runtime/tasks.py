@@ -20,6 +20,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -78,6 +79,13 @@ class Backoff:
     def reset(self) -> None:
         """Start over after a success."""
         self._ceiling = self._initial
+
+
+async def wait_at_most(event: asyncio.Event, seconds: float | None) -> None:
+    """Wait for an event, at most so long; None for as long as it takes."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
 
 
 P = ParamSpec("P")

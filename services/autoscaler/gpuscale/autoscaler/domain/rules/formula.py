@@ -83,7 +83,10 @@ def problem(expression: str) -> str:
         tree = _tree(expression)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return "is not a formula"
-    if _is_deep(tree):
+    level: list[ast.AST] = [tree]  # by level, as recursion could overflow
+    for _ in range(DEEPEST):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+    if level:
         return f"is nested deeper than {DEEPEST} levels"
     for node in ast.walk(tree):
         if not isinstance(node, _NODES):
@@ -160,11 +163,3 @@ def _evaluate(expression: str, values: Mapping[str, float]) -> float:
     if not isinstance(result, int | float):
         raise TypeError(f"gives {type(result).__name__}, not a number")
     return float(result)
-
-
-def _is_deep(tree: ast.AST) -> bool:
-    """Whether a tree is too deep; checked level by level, as recursion could overflow."""
-    level = [tree]
-    for _ in range(DEEPEST):
-        level = [child for node in level for child in ast.iter_child_nodes(node)]
-    return bool(level)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
@@ -51,7 +51,7 @@ from gpuscale.autoscaler.adapters.settings import Host, NodeEngineSettings, Open
 from gpuscale.autoscaler.adapters.templates import template_named
 from gpuscale.common.rpc.channel import is_local
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import Backoff, TaskScope, hit_async
+from gpuscale.common.runtime.tasks import Backoff, TaskScope, hit_async, wait_at_most
 from gpuscale.common.secrets import environment
 
 
@@ -261,9 +261,7 @@ class ContainerEngine(StepwiseEngine):
 
     async def watch(self) -> None:
         """See `Engine.watch`: until an event arrives, or for `POLL` seconds."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(POLL):
-                await self._changed.wait()
+        await wait_at_most(self._changed, POLL)
         self._changed.clear()
 
     async def start(self, step: Start) -> None:

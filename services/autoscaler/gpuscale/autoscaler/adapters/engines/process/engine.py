@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections.abc import AsyncGenerator, Iterable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
@@ -49,7 +49,7 @@ from gpuscale.autoscaler.adapters.templates import (
     template_named,
 )
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.runtime.tasks import TaskScope, wait_at_most
 
 STOP_GRACE = 5.0
 POLL = 5.0
@@ -273,9 +273,7 @@ class ProcessEngine(StepwiseEngine):
 
     async def watch(self) -> None:
         """See `Engine.watch`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(POLL):
-                await self._changed.wait()
+        await wait_at_most(self._changed, POLL)
         self._changed.clear()
 
     async def bound_logs(self) -> None:
