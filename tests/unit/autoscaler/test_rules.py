@@ -29,12 +29,7 @@ from gpuscale.autoscaler.domain.rules.rule import (
     Vote,
     apply_rule,
 )
-from gpuscale.autoscaler.domain.rules.targets import (
-    DrainRule,
-    PanicRule,
-    TargetRule,
-    TargetType,
-)
+from gpuscale.autoscaler.domain.rules.targets import DrainRule, PanicRule, TargetRule, TargetType
 from gpuscale.autoscaler.domain.signals import Sample, observe
 from gpuscale.autoscaler.domain.spec import OnMissing, ReplicaSignal, Signal
 from tests.support.autoscaler_values import NOW, inputs, seen
