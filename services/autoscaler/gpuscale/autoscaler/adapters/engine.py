@@ -116,7 +116,7 @@ class Sighting:
     reason: str = ""  # the reason for its state, such as what it waits for; may be empty
     pid: int = 0  # its process on this host; 0 if none or unknown
     metrics: str = ""  # its metrics URL; empty if its template has none
-    # what the engine needs to find it after a restart of the adapter; returned in `Record.kept`
+    # what the engine needs to find it after a restart of the adapter; returned in `JournalRecord.kept`
     kept: Mapping[str, JsonValue] | None = None
 
 

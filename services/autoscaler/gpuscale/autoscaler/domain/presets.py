@@ -1,7 +1,7 @@
 """Presets: policies that reproduce known systems by their documented rules, and our own default. Pure.
 
 Each makes a spec that scales on the work to do. docs/autoscaling.md has a recipe for each, and its intended differences from
-the original. `preset_words` parses the originals' own configuration.
+the original. `named` reads the policy texts of OpenGRIS Scaler.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Wish:
     goal: float = 30.0  # seconds that work may wait
     service_time: float | None = None  # seconds that one piece takes; None where nobody knows
     metric: str = ""  # a metric reported for the endpoint that counts the work, in place of the watcher
-    # what differs from the original as shipped, by the original's own names (`preset_words.PARAMETERS`)
+    # what differs from the original as shipped, by the original's own names (`PARAMETERS`)
     parameters: Mapping[str, float] = field(default_factory=dict[str, float])
     # of opengris_capability, in place of watcher and metric: all sets of one endpoint
     capability_sets: tuple[CapabilitySet, ...] = ()

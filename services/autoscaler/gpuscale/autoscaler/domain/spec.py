@@ -180,7 +180,7 @@ class RateLimit:
 class Pace:
     """How fast the count may go one way.
 
-    `startups`: the window of a reduction grows fourfold each time that stopped replicas are soon needed again (`pace.regrets`),
+    `startups`: the window of a reduction grows fourfold each time that stopped replicas are soon needed again (`engine.regrets`),
     up to so many start-up times, or `LONGEST_LEARNT`: replicas that are needed repeatedly, and start slowly, are kept.
     """
 
