@@ -203,8 +203,6 @@ Json: TypeAlias = str | int | float | bool | Sequence["Json"] | Mapping[str, "Js
 
 PYTHON = "python3"
 """The value of {python} in a container, which does not have the adapter's own interpreter."""
-NO_GPUS = "NVIDIA_VISIBLE_DEVICES=void"
-"""Hides all GPUs from an image with NVIDIA_VISIBLE_DEVICES=all, such as CUDA's, if nvidia is the default runtime."""
 
 _SECOND = 1_000_000_000
 _CLOSED = (
@@ -414,7 +412,8 @@ def container_request(
         **template.env,
         **order.reserved_variables(),
     }
-    hidden = [] if order.gpu_uuids else [NO_GPUS]
+    # Hides all GPUs from an image with NVIDIA_VISIBLE_DEVICES=all, such as CUDA's, if nvidia is the default runtime.
+    hidden = [] if order.gpu_uuids else ["NVIDIA_VISIBLE_DEVICES=void"]
     request: dict[str, Json] = {
         "Image": template.image,
         "Env": [f"{variable}={value}" for variable, value in variables.items()] + hidden,
