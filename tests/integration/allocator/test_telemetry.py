@@ -44,7 +44,7 @@ async def test_readings_age_while_nobody_reports_and_the_reason_is_said(tmp_path
         with pytest.raises(FailedPreconditionError) as chosen:
             await client.reserve(nodes=["nodes/n0"])
         assert chosen.value.reason == "NODE_NOT_ONLINE"
-        assert "the last report of n0 is too old" in chosen.value.message
+        assert "no current report has come from n0" in chosen.value.message
         job = Job(command="train")
         waits = await client.reserve(nodes=["nodes/n0"], wait=to_duration(60), keep_place=True, job=job)
         assert waits.state == waits.STATE_WAITING

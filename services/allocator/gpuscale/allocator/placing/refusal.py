@@ -385,7 +385,7 @@ def _not_online(candidates: Sequence[Node]) -> str:
     offline = [node.id for node in candidates if node.state is NodeState.OFFLINE]
     stale = [node.id for node in candidates if node.state is not NodeState.OFFLINE]
     said = [f"the agent of {names(offline)} is not connected"] if offline else []
-    said += [f"the last report of {names(stale)} is too old"] if stale else []
+    said += [f"no current report has come from {names(stale)}"] if stale else []
     return f"nothing can be reserved on the chosen nodes: {'; '.join(said)}. Choose other nodes or start the agent."
 
 
