@@ -355,6 +355,7 @@ def beside_nvml(found: Found, seconds: float) -> None:
         program(*words, "--state-dir", state) as agent,
         connect(address, dial_timeout=30) as client,
     ):
+        wait_until(lambda: client.agent.GetSnapshot(monitor_api.GetSnapshotRequest()).snapshot.gpus)
         time.sleep(min(8.0, 2 * seconds))  # every tier has been read, GPM twice
         cpu, began = cpu_seconds(agent), time.monotonic()
         time.sleep(seconds)
@@ -442,14 +443,14 @@ def under_load(found: Found, seconds: float) -> None:
     with tempfile.TemporaryDirectory() as state:
         up = (str(BIN / "gpuscalectl"), "up", "--no-dashboard", "--data-dir", state, "--listen", address)
         with program(*up), connect(address, dial_timeout=60) as client:
-            wait_for_gpus(client)
+            wait_until(lambda: any(node.snapshot.gpus for node in nodes(client)))
             ctl = (str(BIN / "gpuscalectl"), "--address", address)
             load = (sys.executable, __file__, "--load", str(seconds))
             with subprocess.Popen(
                 [*ctl, "run", "--gpus", "1", "--wait", "60s", "--", *load], stdout=subprocess.PIPE, text=True
             ) as ran:
-                seen = watch_load(client, seconds)
-                said = ran.communicate(timeout=seconds + 120)[0].strip()
+                seen = watch_load(client, ran, time.monotonic() + seconds + 120)
+                said = ran.communicate(timeout=10)[0].strip()
             found.load["run --gpus 1"] = f"exit code {ran.returncode}; {said or 'said nothing'}"
             found.load |= seen
             left = json.loads(ask(ctl, "get", "reservations", "-o", "json"))["reservations"]
@@ -458,28 +459,32 @@ def under_load(found: Found, seconds: float) -> None:
                 found.notes.append("no GPU was free: no load ran, and nothing about one was checked.")
             elif ran.returncode or left:
                 found.compared.setdefault("run under a reservation", Compared()).wrong += 1
-            recorded = ask(ctl, "record", "--", "sleep", "3")
+            recorded = ask(ctl, "record", "--", "sleep", str(min(3.0, seconds)))
             found.load["record"] = "; ".join(" ".join(line.split()) for line in recorded.splitlines()[:3])
 
 
-def wait_for_gpus(client: Client) -> None:
-    """Wait until the services answer and have the GPUs of this host."""
+def nodes(client: Client) -> Iterable[monitor_api.Node]:
+    """What the fleet says of its nodes."""
+    return client.fleet.ListNodes(monitor_api.ListNodesRequest()).nodes
+
+
+def wait_until(there: Callable[[], object]) -> None:
+    """Wait until the services answer, and this is so."""
     until = time.monotonic() + 60
     while time.monotonic() < until:
         with suppress(GpuscaleError):
-            nodes = client.fleet.ListNodes(monitor_api.ListNodesRequest()).nodes
-            if any(node.snapshot.gpus for node in nodes):
+            if there():
                 return
         time.sleep(0.2)
 
 
-def watch_load(client: Client, seconds: float) -> dict[str, str]:
+def watch_load(client: Client, load: subprocess.Popen[str], until: float) -> dict[str, str]:
     """The highest readings while the load runs, and whether its process is seen under its reservation."""
     highest: dict[str, float] = {}
-    processes, until = set[str](), time.monotonic() + seconds + 3
-    while time.monotonic() < until:
+    processes = set[str]()
+    while load.poll() is None and time.monotonic() < until:
         with suppress(GpuscaleError):
-            for node in client.fleet.ListNodes(monitor_api.ListNodesRequest()).nodes:
+            for node in nodes(client):
                 for gpu in node.snapshot.gpus:
                     for name, value in readings(gpu.reading):
                         highest[name] = max(highest.get(name, 0.0), value)
