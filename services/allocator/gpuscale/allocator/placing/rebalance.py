@@ -78,8 +78,9 @@ class _Search:
         self._homes.clear()
         free, order = self.placer.free_on(ask, self.now), count()
         heap: list[tuple[float, int, int, str, frozenset[str]]] = []
-        for node, there in self._movable(free).items():
-            bound = self._bound(ask, there, free[node])
+        for node, room in free.items():
+            there = [one for one in self.placer.use.reservations(node) if one.id in self.prices]
+            bound = self._bound(ask, there, room) if there else None
             if bound is not None:
                 heap.append((bound, 0, next(order), node, frozenset()))
         if not heap:
@@ -105,14 +106,6 @@ class _Search:
         if heap:
             return NoMoves(f"none was found in {STEPS} tries")
         return NoMoves("what would have to leave has no free place elsewhere")
-
-    def _movable(self, nodes: Iterable[str]) -> dict[str, list[Reservation]]:
-        """What may move, by node."""
-        found = {
-            node: [one for one in self.placer.use.reservations(node) if one.id in self.prices]
-            for node in nodes
-        }
-        return {node: those for node, those in found.items() if those}
 
     def _bound(self, ask: Ask, there: Sequence[Reservation], free: int) -> float | None:
         """A lower bound for clearing enough of a node; None if it cannot be cleared."""

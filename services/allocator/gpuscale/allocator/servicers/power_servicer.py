@@ -106,7 +106,10 @@ class PowerServicer(api.PowerServiceServicer):
         }
         node = expect_own_node(request.node, "caps")
         caps = self.powering.take(node, told)
-        ends = {one.order: _end(one) for one in request.partition_ends}
+        ends = {
+            one.order: PartitionEnd(one.problem, None if one.unsettled else frozenset(one.instances))
+            for one in request.partition_ends
+        }
         orders = self.rebalancing.partitioning.take(node, ends if request.partitions_gpus else None)
         return api.TakePowerCapsResponse(
             caps=[api.PowerCap(uuid=uuid, watts=watts) for uuid, watts in caps.items()],
@@ -151,7 +154,3 @@ def _change(numbered: tuple[int, PowerChange]) -> api.PowerChange:
         time=wire.to_timestamp(one.time),
         profiles=one.profiles,
     )
-
-
-def _end(one: api.PartitionEnd) -> PartitionEnd:
-    return PartitionEnd(one.problem, None if one.unsettled else frozenset(one.instances))
