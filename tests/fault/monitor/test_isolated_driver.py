@@ -20,7 +20,7 @@ from tests.support.nvml_double import NvmlDouble, env_with_double, wired_gpus
 from tests.support.nvml_site import FRESH_SECONDS, HUNG, LOST, OK, Site, site
 from tests.support.waiting import eventually_sync
 
-CHILD = "gpuscale.monitor.agent.isolated_child"
+CHILD = "gpuscale.monitor.agent.isolated"
 # What the agent in this process starts; children of other tests are none of it.
 PARENT = """
 import sys, threading, time

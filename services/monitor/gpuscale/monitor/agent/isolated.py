@@ -2,23 +2,25 @@
 
 The parent never loads the driver's library. Each calling thread has its own connection (a lane) to the child, where a thread
 serves it, so a stuck call blocks only its caller. Killing the child ends all calls at once. The child dies with its parent
-(`isolated_child`). Values are pickled, as both ends are the same program.
+(`main`). Values are pickled, as both ends are the same program.
 """
 
+import ctypes
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 from weakref import WeakSet, finalize
 
-from gpuscale.monitor.agent.sources import GpuSourceError
+from gpuscale.monitor.agent.sources import GpuSource, GpuSourceError
 from gpuscale.monitor.model.readings import DriverEvent, GpuSample, Inventory
 
-MODULE = "gpuscale.monitor.agent.isolated_child"
 # A release waits less than twice this long, so a child that the kernel cannot end still counts as holding the driver.
 END_SECONDS = 1.5
 
@@ -58,7 +60,13 @@ class ChildProcess:
         self._killed = False
         self._control, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", MODULE, str(theirs.fileno()), str(os.getpid())]
+            command = [
+                sys.executable,
+                "-m",
+                "gpuscale.monitor.agent.isolated",
+                str(theirs.fileno()),
+                str(os.getpid()),
+            ]
             try:
                 self._process = subprocess.Popen(
                     command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
@@ -184,3 +192,56 @@ class IsolatedSource:
         if self._child is None:
             raise GpuSourceError("the process that reads the driver is not running")
         return self._child
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve lanes over the socket FD, the first argument, until the parent, process PID, is gone."""
+    from gpuscale.monitor.agent.nvml import NvmlSource  # never in the parent
+
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    # The kernel kills this process when its parent dies, which may already have happened.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(0)
+    for sent_to_all in (signal.SIGINT, signal.SIGTERM):  # the parent ends this program
+        signal.signal(sent_to_all, signal.SIG_IGN)
+    with socket.socket(fileno=descriptor) as control:
+        serve(control, NvmlSource())
+    os._exit(0)  # threads may be stuck in the driver
+
+
+def serve(control: socket.socket, source: GpuSource) -> None:
+    """Serve each lane that comes over a socket, with one byte, in a thread, until the socket closes."""
+    descriptors: list[int] = []
+    with suppress(OSError):
+        while descriptors := socket.recv_fds(control, 1, 1)[1]:
+            threading.Thread(
+                target=_serve_lane, args=(Connection(descriptors[0]), source), daemon=True
+            ).start()
+
+
+def _serve_lane(lane: Connection, source: GpuSource) -> None:
+    calls: dict[str, Callable[[Any], object]] = {
+        "open": lambda _: source.open(),
+        "read": lambda uuid: (source.read(uuid), source.outdated),
+        "probe": source.probe,
+        "wait_event": source.wait_event,
+    }
+    with lane:
+        while True:
+            try:
+                method, argument = lane.recv()
+                try:
+                    answer = calls[method](argument)
+                except GpuSourceError as error:
+                    answer = error
+                lane.send(answer)
+            except (EOFError, OSError):
+                return  # the caller is gone
+
+
+if __name__ == "__main__":
+    main()
