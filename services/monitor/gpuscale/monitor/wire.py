@@ -364,22 +364,17 @@ class Picture:
                 gpu.reading.MergeFrom(changed.reading)
             self._encoded = snapshot.SerializeToString()
             self._columns, self._rested = {}, {}
-        if change.numbers.columns:
-            self._note(change.numbers)
-        self._stamp = change.stamp
-        self._open = None
-
-    def _note(self, numbers: Numbers) -> None:
-        """Keep the newest number of each field and GPU until someone reads."""
-        waiting, places = self._columns, numbers.places
-        untold = array("d", [_NOT_TOLD]) * len(self.uuids)
+        numbers, waiting = change.numbers, self._columns  # these wait until someone reads
+        untold = array("d", [_NOT_TOLD]) * len(self.uuids) if numbers.places else None
         for field, values in zip(numbers.fields, numbers.columns, strict=True):
-            if not places:
+            if untold is None:
                 waiting[field] = array("d", values)
                 continue
             column = waiting[field] = waiting.get(field, untold)[:]  # a copy: readers may hold the old one
-            for place, value in zip(places, values, strict=True):
+            for place, value in zip(numbers.places, values, strict=True):
                 column[place] = value
+        self._stamp = change.stamp
+        self._open = None
 
 
 def count_on(snapshot: types_api.Snapshot, elapsed: float) -> None:

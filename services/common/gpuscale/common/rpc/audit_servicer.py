@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from datetime import datetime
 from typing import Any, BinaryIO, Final
@@ -90,7 +89,13 @@ class AuditServicer(api.AuditServiceServicer):
         """Events in the part of the log before `after` (inode and offset), or at its end."""
         found = list[api.AuditEvent]()
         with ExitStack() as stack:
-            files = dict(self._open(stack))  # newest first
+            files: dict[
+                int, BinaryIO
+            ] = {}  # by inode, newest first: one that is rotated meanwhile is found again
+            for number in range(FILES_KEPT + 1):
+                with suppress(FileNotFoundError):
+                    file = stack.enter_context(self._options.numbered(number).open("rb"))
+                    files[os.fstat(file.fileno()).st_ino] = file
             left = [*files]
             if any(after):
                 left = left[left.index(after[0]) :] if after[0] in files else []
@@ -115,10 +120,3 @@ class AuditServicer(api.AuditServiceServicer):
                 break
         token = wire.to_token(f"{left[0]}:{start}") if start or older else ""
         return api.ListAuditEventsResponse(audit_events=found, next_page_token=token)
-
-    def _open(self, stack: ExitStack) -> Iterator[tuple[int, BinaryIO]]:
-        """Open the files, by inode. A file rotated meanwhile is found again under its next name."""
-        for number in range(FILES_KEPT + 1):
-            with suppress(FileNotFoundError):
-                file = stack.enter_context(self._options.numbered(number).open("rb"))
-                yield os.fstat(file.fileno()).st_ino, file

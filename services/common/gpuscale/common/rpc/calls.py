@@ -191,22 +191,17 @@ def _sockets() -> Iterator[tuple[int, int]]:
         with os.scandir("/proc/self/fd") as entries:
             listed = [int(entry.name) for entry in entries]
     except OSError:
-        listed = list(_used())
+        listed, number = list[int](), 3
+        while number < min(descriptor_limit(), (listed or [3])[-1] + _GAP):
+            with suppress(OSError):
+                os.fstat(number)
+                listed.append(number)
+            number += 1
     for fd in listed:
         with suppress(OSError):
             found = os.fstat(fd)
             if stat.S_ISSOCK(found.st_mode):
                 yield fd, found.st_ino
-
-
-def _used() -> Iterator[int]:
-    fd = last = 3
-    while fd < min(descriptor_limit(), last + _GAP):
-        with suppress(OSError):
-            os.fstat(fd)
-            last = fd
-            yield fd
-        fd += 1
 
 
 def _peer(fd: int, ports: Container[int]) -> str | None:

@@ -230,8 +230,15 @@ class _Method:
                 call.cancel()
 
     def _begin(self, method: Any, request: Any, context: Context) -> Any:
+        """Start a call with the caller's metadata and identity; without its token if the connection is not private."""
+        passed = [
+            (key, value)
+            for key, value in context.invocation_metadata() or ()
+            if key not in self._kept_here and not key.startswith("grpc-")
+        ]
+        metadata = (*passed, *self._upstream.caller(self._path), (REQUEST_ID_KEY, call_id.get()))
         try:
-            return method(request, timeout=context.time_remaining(), metadata=self._metadata(context))
+            return method(request, timeout=context.time_remaining(), metadata=metadata)
         except grpc.aio.UsageError:
             raise self._upstream.failure(None) from None  # closed connection
 
@@ -255,12 +262,3 @@ class _Method:
             self._upstream.outage.failed(self._upstream.name, self._path, error.details() or "")
             raise self._upstream.failure(error) from error
         await context.abort(error.code(), error.details() or "", trailing)
-
-    def _metadata(self, context: Context) -> Metadata:
-        """The caller's metadata and identity; without its token if the connection is not private."""
-        passed = [
-            (key, value)
-            for key, value in context.invocation_metadata() or ()
-            if key not in self._kept_here and not key.startswith("grpc-")
-        ]
-        return (*passed, *self._upstream.caller(self._path), (REQUEST_ID_KEY, call_id.get()))

@@ -193,7 +193,15 @@ class Postgres(Backend):
         driver = raw(connection)
         committed = False
         try:
-            self._begin(driver)
+            # The next leader waits for this transaction.
+            if not self.term.leads():
+                raise self._lead_lost()
+            cursor = driver.execute("BEGIN; SELECT epoch FROM leadership FOR SHARE", prepare=False)
+            cursor.nextset()
+            row = cursor.fetchone()
+            if row is None or row[0] != self.term.epoch:
+                self.term.resign()
+                raise self._lead_lost()
             yield
             if driver.info.transaction_status != TransactionStatus.INTRANS:
                 # PostgreSQL accepts the COMMIT of a failed transaction, and rolls it back.
@@ -227,17 +235,6 @@ class Postgres(Backend):
             return error
         why = " ".join(str(cause).split())
         return UnavailableError(f"the state cannot be used now: {why}", reason="STATE_UNAVAILABLE")
-
-    def _begin(self, driver: Driver) -> None:
-        """Begin a transaction that the next leader waits for."""
-        if not self.term.leads():
-            raise self._lead_lost()
-        cursor = driver.execute("BEGIN; SELECT epoch FROM leadership FOR SHARE", prepare=False)
-        cursor.nextset()
-        row = cursor.fetchone()
-        if row is None or row[0] != self.term.epoch:
-            self.term.resign()
-            raise self._lead_lost()
 
     def _commit(self, connection: Connection, driver: Driver) -> None:
         """Commit; end the term if it fails or is in doubt."""

@@ -203,7 +203,11 @@ def _tell(delta: monitor_internal.SnapshotDelta, changes: Sequence[_Change], gpu
     columns = [
         column
         for column in sorted(differ_anywhere & _NUMBERS.keys())
-        if all(_fits_double(reading[column]) for _, reading in moved)
+        if all(
+            isinstance(value := reading[column], float)
+            or (isinstance(value, int) and abs(value) <= _LARGEST_INTEGER)
+            for _, reading in moved
+        )
     ]
     if columns:
         delta.numbers.fields.extend(map(_NUMBERS.__getitem__, columns))
@@ -222,10 +226,6 @@ def _tell(delta: monitor_internal.SnapshotDelta, changes: Sequence[_Change], gpu
             or change.HasField("reading")
         ):
             delta.gpus.append(change)
-
-
-def _fits_double(value: object) -> bool:
-    return isinstance(value, float) or (isinstance(value, int) and abs(value) <= _LARGEST_INTEGER)
 
 
 def _age(read_at: float | None, now: float) -> float | None:

@@ -228,7 +228,13 @@ class JoinServicer(api.JoinServiceServicer):
 
     async def Join(self, request: api.JoinRequest, context: Context) -> api.JoinResponse:
         """Sign for a host. No await between the check of a token and its use."""
-        signer, token = must(self._signer), self._shown(request.token)
+        signer = must(self._signer)
+        name, _, secret = request.token.partition(".")
+        token = self._valid().get(name)
+        if token is None or not hmac.compare_digest(token.digest, sha256(secret.encode()).digest()):
+            raise UnauthenticatedError(
+                "the join token is unknown, used up or expired", reason="JOIN_TOKEN_INVALID"
+            )
         node = id_of(NODE, request.node, "node")
         if node != (token.node or node):
             raise PermissionDeniedError(
@@ -274,16 +280,6 @@ class JoinServicer(api.JoinServiceServicer):
         valid = (token for token in self._tokens.values() if token.uses_left > 0 and token.expires > now)
         self._tokens = {token.id: token for token in valid}
         return self._tokens
-
-    def _shown(self, text: str) -> _JoinToken:
-        name, _, secret = text.partition(".")
-        found = self._valid().get(name)
-        digest = sha256(secret.encode()).digest()
-        if found is None or not hmac.compare_digest(found.digest, digest):
-            raise UnauthenticatedError(
-                "the join token is unknown, used up or expired", reason="JOIN_TOKEN_INVALID"
-            )
-        return found
 
     def _message(self, token: _JoinToken) -> api.JoinToken:
         left = timedelta(seconds=token.expires - self._clock.now())

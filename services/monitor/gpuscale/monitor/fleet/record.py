@@ -61,7 +61,13 @@ class Fit:
             facts = [*map(_facts, gpus)]
             if change is not None and facts != self._gpus:
                 self._relaxed = SETTLED
-            self._gpus, self._leased = facts, [*map(_is_leased, facts)]
+            self._gpus, self._leased = (
+                facts,
+                [  # whether only leases use it
+                    bool(processes) and not unreadable and all(reservation for _, reservation, _ in processes)
+                    for *_, unreadable, processes in facts
+                ],
+            )
             self._lags = any(seconds(gpu.reading.age) > picture.period / 2 for gpu in gpus)
         self._used, self._free = picture.column(_USED), picture.column(_FREE)
         return True
@@ -113,12 +119,6 @@ def _facts(gpu: types_api.Gpu) -> _Facts:
     unreadable = bool(absent) and any(one.field == "processes" for one in absent)
     known = reading.HasField("utilization_percent"), reading.HasField("memory_free_bytes")
     return gpu.state, reading.memory_total_bytes, known, unreadable, processes
-
-
-def _is_leased(facts: _Facts) -> bool:
-    """Whether only leases use a GPU."""
-    _, _, _, unreadable, processes = facts
-    return bool(processes) and not unreadable and all(reservation for _, reservation, _ in processes)
 
 
 @dataclass(slots=True)

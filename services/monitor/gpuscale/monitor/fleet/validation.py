@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.rpc.validation import forget_unknown, number_range, rules_of, violations
 from gpuscale.internal.monitor import v1 as monitor_internal
-from gpuscale.monitor.wire import NO_NUMBERS, Change, Numbers, Picture, Stamp
+from gpuscale.monitor.wire import NO_NUMBERS, Change, Numbers, Picture
 
 LONGEST_PERIOD_SECONDS = 3600
 
@@ -102,9 +102,11 @@ _MEMORY = _USED, _FREE, _TOTAL = tuple(
 
 def refuse_change(change: Change, base: Picture) -> str:
     """Why a change of `base` is refused; empty if it is valid. Modifies neither."""
-    problem = _refuse_stamp(change.stamp)
-    if problem:
-        return problem
+    _, time_seconds, time_nanos, age_seconds, age_nanos = change.stamp
+    if age_seconds < 0 or not 0 <= age_nanos < _NANOS:
+        return "age must be at least 0 s"
+    if not (_FIRST_SECOND <= time_seconds <= _LAST_SECOND and 0 <= time_nanos < _NANOS):
+        return "sample_time must be a time within the years 1 to 9999"
     problem = _refuse_reading(_HOST, change.host) if change.host is not None else ""
     if problem:
         return f"host.{problem}"
@@ -124,15 +126,6 @@ def refuse_change(change: Change, base: Picture) -> str:
     after = Picture(copy)
     after.merge(change)
     return refuse_memory(after.snapshot)
-
-
-def _refuse_stamp(stamp: Stamp) -> str:
-    _, time_seconds, time_nanos, age_seconds, age_nanos = stamp
-    if age_seconds < 0 or not 0 <= age_nanos < _NANOS:
-        return "age must be at least 0 s"
-    if not (_FIRST_SECOND <= time_seconds <= _LAST_SECOND and 0 <= time_nanos < _NANOS):
-        return "sample_time must be a time within the years 1 to 9999"
-    return ""
 
 
 def _refuse_gpu(change: monitor_internal.GpuDelta, count: int) -> str:

@@ -136,13 +136,6 @@ class Holders:
         if reservation is not None and reservation in admitted.values():
             known[key] = reservation
             return replace(process, reservation=reservation)
-        found = self._claims(process, workers)
-        if len(found) == 1:
-            return replace(process, reservation=next(iter(found)))
-        return replace(process, holder_unknown=True) if found else process
-
-    def _claims(self, process: GpuProcess, workers: Sequence[AdmittedProcess]) -> set[str]:
-        """The reservations that a process may belong to, by the first of rules 3 to 5 that finds any."""
         in_container = {
             worker.reservation
             for worker in workers
@@ -153,4 +146,7 @@ class Holders:
             for worker in workers
             if process.user is not None and worker.user == process.user
         }
-        return in_container or of_user & {process.mark} or (of_user if self._by_user else set())
+        found = in_container or of_user & {process.mark} or (of_user if self._by_user else set[str]())
+        if len(found) == 1:
+            return replace(process, reservation=next(iter(found)))
+        return replace(process, holder_unknown=True) if found else process
