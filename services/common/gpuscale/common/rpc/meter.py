@@ -130,13 +130,9 @@ class CallMeter(ProgramMeter):
                 Family(f"{prefix}_epoch", "gauge", "Number of the term that it leads in."), "", self.epoch
             )
             page.add(Family(f"{prefix}_terms_total", "counter", "Terms that it has begun."), "", self.terms)
-        self._add_tokens(page)
-        await super().add(page)
-
-    def _add_tokens(self, page: MetricsPage) -> None:
-        expires = Family(f"{self.prefix}_token_expires_timestamp_seconds", "gauge", "When a token ends.")
+        expires = Family(f"{prefix}_token_expires_timestamp_seconds", "gauge", "When a token ends.")
         last_use = Family(
-            f"{self.prefix}_token_last_use_timestamp_seconds", "gauge", "When a token was last used here."
+            f"{prefix}_token_last_use_timestamp_seconds", "gauge", "When a token was last used here."
         )
         for token, used in self._authenticator.secrets():
             named = labels({"name": token.principal.name, "label": token.label})
@@ -144,6 +140,7 @@ class CallMeter(ProgramMeter):
                 page.add(expires, named, int(token.expires.timestamp()))
             if used is not None:
                 page.add(last_use, named, round(used, 3))
+        await super().add(page)
 
 
 class CallWatcher:
