@@ -5,6 +5,7 @@ The history is kept by the database itself: a trigger notes when each lease was 
 
 import asyncio
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from random import Random
 
@@ -14,6 +15,7 @@ from gpuscale.allocator.domain.accounting import millis
 from gpuscale.allocator.domain.ledger import RETENTION
 from tests.fault.allocator.reservation_traffic import Traffic
 from tests.support.allocator_process import site
+from tests.support.waiting import eventually
 
 KILLS = 6
 HISTORY = f"""
@@ -22,6 +24,14 @@ CREATE TRIGGER lease_begun AFTER INSERT ON reservation BEGIN
     INSERT INTO history VALUES (NEW.id, NEW.deadline_seconds - NEW.ttl_seconds, NULL, NEW.gpus); END;
 CREATE TRIGGER lease_ended AFTER UPDATE OF state ON reservation WHEN NEW.state <> 'active' BEGIN
     UPDATE history SET ended = NEW.deadline_seconds - {RETENTION} WHERE id = NEW.id; END;
+CREATE TABLE checkpoint (id TEXT);
+CREATE TRIGGER account_goes_on AFTER UPDATE ON usage WHEN NEW.outcome = '' BEGIN
+    INSERT INTO checkpoint VALUES (NEW.reservation_id); END;
+"""
+SEEN = """
+SELECT (SELECT count(*) FROM history WHERE ended IS NOT NULL),
+    (SELECT count(DISTINCT reservation_id) FROM usage WHERE granted > 0),
+    (SELECT count(*) FROM checkpoint)
 """
 
 
@@ -42,7 +52,14 @@ async def test_the_sum_is_what_the_leases_were_granted(tmp_path: Path, seed: int
                 await life.kill()
                 place.launcher.step_wall(random.choice((-3600, 0, 3600)) * (nth % 3))
                 life = await place.start()
-            await asyncio.sleep(1.5)  # some checkpoints
+            with closing(sqlite3.connect(data / "allocator.db")) as database:
+
+                def seen() -> tuple[int, int, int]:
+                    [(ended, counted, checkpoints)] = database.execute(SEEN).fetchall()
+                    return ended, counted, checkpoints
+
+                before = seen()[2]
+                await eventually(lambda: min(seen()[:2]) > 50 and seen()[2] > before, interval=0.1)
         await life.kill()
     with sqlite3.connect(data / "allocator.db") as database:
         history = database.execute("SELECT id, begun, ended, gpus FROM history").fetchall()
