@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from gpuscale.client import AsyncClient
 from gpuscale.dashboard import feed as feeding
 from gpuscale.dashboard.facts import Facts, FleetTally
 from gpuscale.dashboard.feed import Feed
@@ -22,7 +21,7 @@ SHOWN = COUNTED | {
     "WatchReplicas",
     "WatchRecordings",
 }
-QUIET = 2.5
+QUIET = 1.0
 """Seconds in which a feed that asks would ask."""
 
 
@@ -44,26 +43,30 @@ class Counting:
         return call
 
 
-async def streams(client: AsyncClient, tally: FleetTally | None, unseen: set[str]) -> None:
-    """Look at a feed for a while: what it calls before, meanwhile and after; `unseen` is what it does for its tally."""
+@pytest.mark.parametrize(("tally", "unseen"), [(FleetTally(), COUNTED), (None, set[str]())])
+async def test_it_streams_while_somebody_looks_and_asks_nothing(
+    monkeypatch: pytest.MonkeyPatch, tally: FleetTally | None, unseen: set[str]
+) -> None:
+    """What a feed calls before somebody looks, meanwhile and after; `unseen` is what it does for its tally."""
     calls, facts = Counter[str](), Facts()
-    counting: Any = Counting(client, calls)
-    feed = Feed(counting, facts, tally)
-    async with feed.running():
-        await asyncio.sleep(QUIET)
-        assert calls == dict.fromkeys(unseen, 1), "nobody looks"
-        calls.clear()
-        feed.look()
-        await eventually(lambda: len(facts.gpus()) == 2, timeout=30)
-        await asyncio.sleep(QUIET)
-        assert calls == dict.fromkeys(SHOWN, 1), "somebody looks at a fleet that does not change"
-        calls.clear()
-        await asyncio.sleep(2 * QUIET)
-        assert calls == dict.fromkeys(unseen, 1), "nobody looks any more"
 
+    async def only(methods: set[str]) -> None:
+        """Each of these is called once, and then nothing."""
+        await eventually(lambda: calls.keys() >= methods)
+        await asyncio.sleep(QUIET)
+        assert calls == dict.fromkeys(methods, 1)
+        calls.clear()
 
-async def test_it_streams_while_somebody_looks_and_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeding, "LINGER", 2 * QUIET)
+    monkeypatch.setattr(feeding, "LINGER", 60.0)
     with FakeServer(gpus=2) as server:
         async with server.connect_async() as client:
-            await asyncio.gather(streams(client, FleetTally(), COUNTED), streams(client, None, set()))
+            counting: Any = Counting(client, calls)
+            feed = Feed(counting, facts, tally)
+            async with feed.running():
+                await only(unseen)
+                feed.look()
+                await eventually(lambda: len(facts.gpus()) == 2)
+                await only(SHOWN)
+                monkeypatch.setattr(feeding, "LINGER", 0.0)
+                feed.look()
+                await only(unseen)
