@@ -128,6 +128,7 @@ async def test_a_profile_that_no_gpu_has_can_be_waited_for_where_a_helper_may_ma
 ) -> None:
     async with site(tmp_path / "state", helper) as (here, _):
         client, profile = here.client, "2g.20gb"
+        no_capacity = api.NoRoomReason.Value("NO_ROOM_REASON_NO_CAPACITY")
 
         async def reason(wait: float = 0.0) -> str:
             asked = client.reserve(1, mig_profile=profile, wait=to_duration(wait) if wait else None)
@@ -135,15 +136,26 @@ async def test_a_profile_that_no_gpu_has_can_be_waited_for_where_a_helper_may_ma
                 await asked
             return f"{refused.value.reason}: {refused.value.message}"
 
+        async def looked() -> Sequence[api.CheckAvailabilityResponse | api.ExplainPlacementResponse]:
+            ask, of = api.Ask(gpu_count=1, mig_profile=profile), here.capacity
+            check, explain = api.CheckAvailabilityRequest(ask=ask), api.ExplainPlacementRequest(ask=ask)
+            return [
+                await of.CheckAvailability(check, timeout=10),
+                await of.ExplainPlacement(explain, timeout=10),
+            ]
+
         async def becomes(kind: str) -> bool:
             return (await reason()).startswith(f"{kind}: ")
 
         await eventually(lambda: becomes("UNSATISFIABLE"), timeout=20)
-        assert "can never be granted" in await reason(wait=60.0)
+        never = "can never be granted"
+        assert never in await reason(wait=60.0)
+        assert {never in one.message for one in await looked()} == {True}
         await asyncio.to_thread(helper.start_to_partition)
         await eventually(lambda: becomes("NO_CAPACITY"), timeout=20)
         why = "too few such instances, even if all were free. Idle GPUs may be partitioned: gpuscalectl plan rebalance tells"
         assert why in await reason()
+        assert {(one.reason, why in one.message) for one in await looked()} == {(no_capacity, True)}
         queued = await client.reserve(
             1, mig_profile=profile, wait=to_duration(60), keep_place=True, job=api.Job(command="train")
         )

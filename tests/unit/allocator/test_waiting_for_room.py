@@ -1,12 +1,15 @@
 """How long a wait for room lasts, on virtual time: exactly as long as it was asked for, and not a look more than needed."""
 
 import asyncio
+from dataclasses import replace
 from unittest.mock import create_autospec
 
 import pytest
 
 from gpuscale.allocator.domain.ledger import Ledger
+from gpuscale.allocator.domain.model import Ask
 from gpuscale.allocator.placing.placer import Placer
+from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
 from gpuscale.allocator.state.commits import Changes
 from gpuscale.allocator.usecases import capacity as capacity_module
 from gpuscale.allocator.usecases.capacity import LOOK_GAP, Capacity
@@ -46,7 +49,12 @@ class World:
             maintenance=create_autospec(Maintenance, instance=True),
             clock=clock,
         )
+        self.capacity.reconsider = self.reconsider
         self.changes.on_room(self.capacity.changed)
+
+    async def reconsider(self, wanted: Ask, found: Refusal) -> Refusal:
+        """Idle GPUs may be partitioned."""
+        return replace(found, kind=RefusalKind.NO_CAPACITY) if wanted.mig_profile else found
 
     def look(self, order: object, now: float) -> object:
         return self.placer.place(ask(), now)
@@ -102,6 +110,14 @@ async def test_room_that_comes_right_after_a_look_is_not_missed() -> None:
 async def test_what_can_never_be_had_is_not_waited_for() -> None:
     answer, waited = await World().capacity.wait(ask(2), "me", 300.0)
     assert (answer.reason, waited) == ("UNSATISFIABLE", 0.0)
+
+
+async def test_a_profile_that_idle_gpus_may_be_partitioned_for_is_waited_for() -> None:
+    world = World()
+    asyncio.get_running_loop().call_later(42.0, lambda: world.changes.room(["n0"]))
+    answer, waited = await world.capacity.wait(replace(ask(), mig_profile="2g.20gb"), "me", 300.0)
+    assert (answer.reason, answer.final) == ("NO_CAPACITY", False)
+    assert 300.0 <= waited <= 300.0 + WITHIN
 
 
 async def test_only_so_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,8 +172,8 @@ async def open_parts(
         restarting = Restarting(leases, waiting, queue, placer, changes)
         powering = await open_powering(kept, to_budget, records, placer, changes)
         moves = Rebalancing(capacity, world, queue, leases, restarting, powering, *settings.rebalancing())
-        own, refusal = calendar.expect_own, moves.refusal
-        reserving = Reserving(ledger, waiting, view, follower, commits, archive, clock, own, refusal)
+        own, capacity.reconsider = calendar.expect_own, moves.refusal
+        reserving = Reserving(ledger, waiting, view, follower, commits, archive, clock, own, moves.refusal)
         of_leases = AllocatorServicer(reserving, restarting, records, settings, clock, tokens, policing.notes)
         changes.on_change(of_leases.note)
         accounting.tell, accounting.turn = of_leases.note, partial(changes.room, ())

@@ -103,7 +103,7 @@ class CapacityServicer(api.CapacityServiceServicer):
     async def CheckAvailability(
         self, request: api.CheckAvailabilityRequest, context: Context
     ) -> api.CheckAvailabilityResponse:
-        found = self.capacity.check(to_ask(request.ask, self.settings), current_principal().tenants[0])
+        found = await self.capacity.check(to_ask(request.ask, self.settings), current_principal().tenants[0])
         return api.CheckAvailabilityResponse(
             available=found.available,
             message=found.message,
@@ -130,7 +130,9 @@ class CapacityServicer(api.CapacityServiceServicer):
     async def ExplainPlacement(
         self, request: api.ExplainPlacementRequest, context: Context
     ) -> api.ExplainPlacementResponse:
-        found = self.capacity.explain(to_ask(request.ask, self.settings), current_principal().tenants[0])
+        found = await self.capacity.explain(
+            to_ask(request.ask, self.settings), current_principal().tenants[0]
+        )
         return api.ExplainPlacementResponse(
             available=found.answer.available,
             message=found.answer.message,

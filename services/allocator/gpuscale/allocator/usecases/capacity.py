@@ -14,7 +14,7 @@ from gpuscale.allocator.domain.model import Ask, Order, Pick, ReservedGpu
 from gpuscale.allocator.domain.ranking import Idleness, RankedNode, best_first, rank
 from gpuscale.allocator.placing.outlook import Outlook, remedies
 from gpuscale.allocator.placing.placer import Placer
-from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
+from gpuscale.allocator.placing.refusal import Reconsider, Refusal, RefusalKind
 from gpuscale.allocator.queueing.model import QueueObstacle
 from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
@@ -71,24 +71,29 @@ class Capacity:
     ledger: Ledger
     maintenance: Maintenance
     clock: Clock
+    reconsider: Reconsider = field(init=False)
     _waits: int = field(default=0, init=False)
     _change: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
-    def check(self, ask: Ask, tenant: str) -> CapacityAnswer:
+    async def check(self, ask: Ask, tenant: str) -> CapacityAnswer:
         """Whether the tenant would be granted the ask now; requests in the queue come first."""
+        found = self._look(ask, tenant)
+        return _answer(await self.reconsider(ask, found) if isinstance(found, Refusal) else found)
+
+    def _look(self, ask: Ask, tenant: str) -> Pick | Refusal | QueueObstacle:
         self.expect_telemetry()
         now = self.clock.now()
-        found: Pick | Refusal | QueueObstacle = self.placer.place(ask, now, again=True)
+        found = self.placer.place(ask, now, again=True)
         if isinstance(found, Pick):
             order = Order("", "", holder=tenant, owner=tenant, ttl=0.0, labels={}, ask=ask, tenant=tenant)
-            found = self.waiting.look(order, now)
-        return _answer(found)
+            return self.waiting.look(order, now)
+        return found
 
     async def wait(self, ask: Ask, tenant: str, seconds: float) -> tuple[CapacityAnswer, float]:
         """Check until the ask could be granted or `seconds` have passed; the last answer, and how long it took."""
         loop = asyncio.get_running_loop()
         began, change = loop.time(), self._change
-        answer = self.check(ask, tenant)
+        answer = await self.check(ask, tenant)
         if self._waits >= MOST_WAITS:
             raise ResourceExhaustedError(
                 f"{MOST_WAITS} calls already wait for room, which is the maximum; join the queue with Reserve",
@@ -101,7 +106,9 @@ class Capacity:
                 while not (answer.available or answer.final):
                     await change.wait()
                     change = self._change  # before the check, so that no later change is missed
-                    answer = self.check(ask, tenant)
+                    seen = _answer(self._look(ask, tenant))
+                    if not (seen.final and ask.mig_profile):  # idle GPUs may still be partitioned for it
+                        answer = seen
                     await asyncio.sleep(0 if answer.available else LOOK_GAP)
         except TimeoutError:
             pass  # the last answer stands: nothing has changed since
@@ -109,9 +116,9 @@ class Capacity:
             self._waits -= 1
         return answer, loop.time() - began
 
-    def explain(self, ask: Ask, tenant: str) -> Explanation:
+    async def explain(self, ask: Ask, tenant: str) -> Explanation:
         """What each constraint does to the ask, what the nearest nodes are like, and what would help."""
-        answer = self.check(ask, tenant)
+        answer = await self.check(ask, tenant)
         now = self.clock.now()
         outlook = self.placer.explain(ask, now)
         held = [one for one in self.ledger.reservations(ended=False) if not self.ledger.closing(one.id)]

@@ -121,7 +121,7 @@ class Rebalancing:
         async with self._turn:
             prices, left_out = self._movable()
             if ask is not None:
-                self.capacity.check(ask, "")  # raises for an unknown node
+                await self.capacity.check(ask, "")  # raises for an unknown node
                 return [await self._find(ask, None, prices)], _notes(left_out)
             self.capacity.expect_telemetry()
             waiters = self.queue.line(MOST_WAITING)
