@@ -114,7 +114,7 @@ def gpuscale(wish: Wish) -> EndpointSpec:
         headroom=wish.parameters.get("headroom", None if "utilization" in wish.parameters else 1.5),
         window=wish.stated("window", 60.0),
         tolerance=wish.stated("tolerance", 0.15),
-        catch_up_held=60.0,
+        catch_up_held=90.0,
     )
     signals: tuple[Signal, ...] = (_work(wish, WAITING, QueueCount.READY),)
     if not wish.metric:  # a metric counts all of the work: a watcher tells what waits from what is in hand
