@@ -27,43 +27,6 @@ from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS, Metric, Sample, 
 from gpuscale.monitor.recording import Recordings
 from gpuscale.monitor.wire import Change, Numbers, Picture
 
-
-@dataclass(frozen=True, slots=True)
-class Dates:
-    """The same moment on both clocks."""
-
-    now: float
-    wall: datetime
-
-    @classmethod
-    def of(cls, clock: Clock) -> Self:
-        """The current moment."""
-        return cls(clock.now(), clock.wall())
-
-    def timestamp(self, at: float) -> Timestamp:
-        """The date of a time on the clock."""
-        return to_timestamp(self.wall - timedelta(seconds=self.now - at))
-
-    def span(self, start: float, end: float | None) -> tuple[datetime, datetime | None]:
-        """The dates of two times on the clock."""
-        began = self.wall - timedelta(seconds=self.now - start)
-        return began, None if end is None else began + timedelta(seconds=end - start)
-
-    def seconds(self, timestamp: Timestamp) -> float:
-        """The time on the clock of a date."""
-        return self.now - (self.wall - to_datetime(timestamp)).total_seconds()
-
-
-_METRICS = {metric: api.Metric.Value(f"METRIC_{metric.name}") for metric in Metric}
-
-
-def to_stats(metric: Metric, stats: Stats) -> api.MetricStats:
-    """Statistics of a metric as a message."""
-    return api.MetricStats(
-        metric=_METRICS[metric], min=stats.min, max=stats.max, mean=stats.mean, sample_count=stats.count
-    )
-
-
 NEW_AFTER_PERIODS = 0.25
 _HUNDRED = 100.0
 _NEVER = float("-inf")
@@ -223,3 +186,39 @@ def _age(reading: types_api.GpuReading | types_api.HostReading) -> float | None:
     """The age of a reading in its snapshot; None if it was never made."""
     age: Duration = reading.age
     return seconds(age) if reading.HasField("age") else None
+
+
+@dataclass(frozen=True, slots=True)
+class Dates:
+    """The same moment on both clocks."""
+
+    now: float
+    wall: datetime
+
+    @classmethod
+    def of(cls, clock: Clock) -> Self:
+        """The current moment."""
+        return cls(clock.now(), clock.wall())
+
+    def timestamp(self, at: float) -> Timestamp:
+        """The date of a time on the clock."""
+        return to_timestamp(self.wall - timedelta(seconds=self.now - at))
+
+    def span(self, start: float, end: float | None) -> tuple[datetime, datetime | None]:
+        """The dates of two times on the clock."""
+        began = self.wall - timedelta(seconds=self.now - start)
+        return began, None if end is None else began + timedelta(seconds=end - start)
+
+    def seconds(self, timestamp: Timestamp) -> float:
+        """The time on the clock of a date."""
+        return self.now - (self.wall - to_datetime(timestamp)).total_seconds()
+
+
+_METRICS = {metric: api.Metric.Value(f"METRIC_{metric.name}") for metric in Metric}
+
+
+def to_stats(metric: Metric, stats: Stats) -> api.MetricStats:
+    """Statistics of a metric as a message."""
+    return api.MetricStats(
+        metric=_METRICS[metric], min=stats.min, max=stats.max, mean=stats.mean, sample_count=stats.count
+    )
