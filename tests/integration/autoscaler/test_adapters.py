@@ -31,12 +31,6 @@ def allocator() -> FakeAllocator:
     return FakeAllocator({"n": ["GPU-0", "GPU-1", "GPU-2"], "m": ["GPU-3", "GPU-4"]})
 
 
-@pytest.fixture
-async def autoscaler(tmp_path: Path, allocator: FakeAllocator) -> AsyncGenerator[Autoscaler]:
-    async with serving(allocator) as address, running(tmp_path, address) as one:
-        yield one
-
-
 class Connection:
     """A stream that a test writes to and reads from by hand."""
 

@@ -20,17 +20,6 @@ Tasks = Mapping[str, tuple[Mapping[str, int], int]]
 
 
 @pytest.fixture
-def allocator() -> FakeAllocator:
-    return FakeAllocator({"n": ["GPU-0", "GPU-1"]})
-
-
-@pytest.fixture
-async def autoscaler(tmp_path: Path, allocator: FakeAllocator) -> AsyncGenerator[Autoscaler]:
-    async with serving(allocator) as address, running(tmp_path, address) as one:
-        yield one
-
-
-@pytest.fixture
 async def adapter(autoscaler: Autoscaler) -> AsyncGenerator[FakeAdapter]:
     one = FakeAdapter(templates=("worker", "gpu-worker"))
     async with one.connected(autoscaler.address):

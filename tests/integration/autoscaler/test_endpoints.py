@@ -1,8 +1,7 @@
 """Endpoints over gRPC: creating, changing, scaling and listing them, and every way of doing it wrong."""
 
 import uuid
-from collections.abc import AsyncGenerator, Awaitable
-from pathlib import Path
+from collections.abc import Awaitable
 from typing import Any
 
 import grpc
@@ -17,19 +16,11 @@ from tests.support.autoscaler_app import (
     Autoscaler,
     endpoint,
     reason,
-    running,
     scaling,
     step,
 )
 from tests.support.fake_adapter import FakeAdapter
-from tests.support.fake_allocator import FakeAllocator, serving
 from tests.support.waiting import eventually
-
-
-@pytest.fixture
-async def autoscaler(tmp_path: Path) -> AsyncGenerator[Autoscaler]:
-    async with serving(FakeAllocator({})) as address, running(tmp_path, address) as one:
-        yield one
 
 
 async def refused(call: Awaitable[Any]) -> grpc.aio.AioRpcError:

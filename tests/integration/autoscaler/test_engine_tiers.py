@@ -21,11 +21,6 @@ LONG = 60.0
 
 
 @pytest.fixture
-def allocator() -> FakeAllocator:
-    return FakeAllocator({"n": ["GPU-0", "GPU-1"]})
-
-
-@pytest.fixture
 async def autoscaler(tmp_path: Path, allocator: FakeAllocator) -> AsyncGenerator[Autoscaler]:
     async with serving(allocator) as address, running(tmp_path, address) as one:
         one.watchers.queues["jobs"] = (50, 0)

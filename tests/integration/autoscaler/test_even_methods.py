@@ -1,8 +1,5 @@
 """Resources are found one by one, lists are filtered and sorted, and what is deleted twice is no error where that is allowed."""
 
-from collections.abc import AsyncGenerator
-from pathlib import Path
-
 import grpc
 import pytest
 
@@ -12,18 +9,10 @@ from tests.support.autoscaler_app import (
     Autoscaler,
     endpoint,
     reason,
-    running,
     scaling,
 )
 from tests.support.fake_adapter import FakeAdapter
-from tests.support.fake_allocator import FakeAllocator, serving
 from tests.support.waiting import eventually
-
-
-@pytest.fixture
-async def autoscaler(tmp_path: Path) -> AsyncGenerator[Autoscaler]:
-    async with serving(FakeAllocator({"n": ["GPU-0"]})) as address, running(tmp_path, address) as one:
-        yield one
 
 
 async def test_an_endpoint_that_is_deleted_says_since_when_until_its_replicas_are_gone(

@@ -1,6 +1,5 @@
 """Metrics that programs report: who may, of what, and what becomes of them in a decision."""
 
-from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import grpc
@@ -16,19 +15,6 @@ from tests.support.fake_adapter import FAILED, FakeAdapter
 from tests.support.fake_allocator import FakeAllocator, serving
 from tests.support.tokens import bearer, write_tokens
 from tests.support.waiting import eventually
-
-
-@pytest.fixture
-async def autoscaler(tmp_path: Path) -> AsyncGenerator[Autoscaler]:
-    async with serving(FakeAllocator({})) as address, running(tmp_path, address) as one:
-        yield one
-
-
-@pytest.fixture
-async def adapter(autoscaler: Autoscaler) -> AsyncGenerator[FakeAdapter]:
-    one = FakeAdapter()
-    async with one.connected(autoscaler.address):
-        yield one
 
 
 async def report(

@@ -1,24 +1,15 @@
 """What a replica wrote is asked of its adapter over the adapter's own connection: bounded, and with an answer in any case."""
 
 import asyncio
-from collections.abc import AsyncGenerator
-from pathlib import Path
 
 import grpc
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.loop import hub as asked_logs
-from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, reason, running
+from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, reason
 from tests.support.fake_adapter import FakeAdapter
-from tests.support.fake_allocator import FakeAllocator, serving
 from tests.support.waiting import eventually
-
-
-@pytest.fixture
-async def autoscaler(tmp_path: Path) -> AsyncGenerator[Autoscaler]:
-    async with serving(FakeAllocator({})) as address, running(tmp_path, address) as one:
-        yield one
 
 
 async def read(

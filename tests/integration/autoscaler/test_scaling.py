@@ -1,7 +1,5 @@
 """The scaling flow through the real service: readings in, decisions stored, adapters told, GPUs reserved and given back."""
 
-from collections.abc import AsyncGenerator
-from pathlib import Path
 from uuid import uuid4
 
 import pytest
@@ -13,9 +11,9 @@ from gpuscale.common.errors import PermissionDeniedError, UnavailableError
 from gpuscale.common.security.auth import Limits, Principal, Role
 from gpuscale.common.wire import enum_word
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
-from tests.support.autoscaler_app import Autoscaler, endpoint, running, scaling
+from tests.support.autoscaler_app import Autoscaler, endpoint, scaling
 from tests.support.fake_adapter import FAILED, FakeAdapter
-from tests.support.fake_allocator import FakeAllocator, serving
+from tests.support.fake_allocator import FakeAllocator
 from tests.support.waiting import eventually
 
 State = api.Replica.State
@@ -24,19 +22,6 @@ State = api.Replica.State
 @pytest.fixture
 def allocator() -> FakeAllocator:
     return FakeAllocator({"n": ["GPU-0", "GPU-1", "GPU-2"]})
-
-
-@pytest.fixture
-async def autoscaler(tmp_path: Path, allocator: FakeAllocator) -> AsyncGenerator[Autoscaler]:
-    async with serving(allocator) as address, running(tmp_path, address) as one:
-        yield one
-
-
-@pytest.fixture
-async def adapter(autoscaler: Autoscaler) -> AsyncGenerator[FakeAdapter]:
-    one = FakeAdapter()
-    async with one.connected(autoscaler.address):
-        yield one
 
 
 async def ready(autoscaler: Autoscaler, count: int) -> api.EndpointStatus:

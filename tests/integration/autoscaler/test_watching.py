@@ -3,30 +3,19 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
-import pytest
 
 from gpuscale.api.autoscaler import v1 as api
 from tests.support.autoscaler_app import (
     TIMEOUT,
     Autoscaler,
     endpoint,
-    running,
     scaling,
 )
 from tests.support.fake_adapter import FakeAdapter
-from tests.support.fake_allocator import FakeAllocator, serving
 from tests.support.waiting import eventually
-
-
-@pytest.fixture
-async def autoscaler(tmp_path: Path) -> AsyncGenerator[Autoscaler]:
-    async with serving(FakeAllocator({"n": ["GPU-0"]})) as address, running(tmp_path, address) as one:
-        yield one
-
 
 DELETING, STOPPED = api.Endpoint.STATE_DELETING, api.Replica.STATE_STOPPED
 
