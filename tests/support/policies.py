@@ -6,6 +6,7 @@ import grpc
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.rpc.status import rpc_errors
+from tests.support.allocator import Client, Reservation
 from tests.support.clock import ManualClock
 from tests.support.waiting import eventually
 
@@ -74,3 +75,18 @@ class Admin:
                 return all(one.paused or one.held.seconds > before.get(one.subject, -1) for one in now)
 
             await eventually(looked, timeout=10)
+
+
+async def noted(client: Client, one: Reservation) -> Reservation | None:
+    found = await client.get(one.name)
+    return found if found.notes else None
+
+
+async def revoked(client: Client, one: Reservation) -> Reservation | None:
+    found = await client.get(one.name)
+    return found if found.HasField("revoke_time") else None
+
+
+async def ended(client: Client, one: Reservation) -> Reservation | None:
+    found = await client.get(one.name)
+    return found if found.HasField("end_time") else None

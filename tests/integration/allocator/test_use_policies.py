@@ -17,6 +17,7 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.status import rpc_errors
+from tests.support import policies
 from tests.support.allocator import Client, Reservation, allocator, calling
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet, NodeState, gpu_message, node_message, serving
@@ -67,7 +68,7 @@ async def test_an_idle_holder_is_noted_and_then_sent_away_a_busy_or_silent_one_n
         await admin.pass_time(59)  # the agent of `mute` is silent from the first of them on
         assert not (await client.get(idle.name)).notes
         await admin.pass_time(2)
-        noted = await eventually(lambda: _noted(client, idle))
+        noted = await eventually(lambda: policies.noted(client, idle))
         assert "policy idle: the GPU idle for 1 h" in noted.notes[0]
         assert "will be revoked in 1 h 9 min if this continues" in noted.notes[0]
         assert not noted.HasField("revoke_time")
@@ -75,12 +76,12 @@ async def test_an_idle_holder_is_noted_and_then_sent_away_a_busy_or_silent_one_n
         await eventually(lambda: _told(hook, "policy", 1))
 
         await admin.pass_time(60)
-        revoked = await eventually(lambda: _revoked(client, idle))
+        revoked = await eventually(lambda: policies.revoked(client, idle))
         grace = revoked.revoke_time.ToDatetime() - clock.wall().replace(tzinfo=None)
         assert abs(grace.total_seconds() - 600) <= 60
         assert revoked.end_reason.startswith("policy idle: the GPU idle for 2 h")
         clock.advance(700)
-        ended = await eventually(lambda: _ended(client, idle))
+        ended = await eventually(lambda: policies.ended(client, idle))
         assert ended.state == Reservation.STATE_CANCELLED
         texts = await eventually(lambda: _told(hook, "policy", 2))
         assert f"{idle.name} of h-idle: the GPU idle for 1 h" in texts[0]
@@ -105,15 +106,15 @@ async def test_a_restart_begins_no_time_anew_and_repeats_nothing(tmp_path: Path)
         await admin.put(idle_policy())
         await eventually(lambda: _followed(admin, one.name))
         await admin.pass_time(61)
-        await eventually(lambda: _noted(client, one))
+        await eventually(lambda: policies.noted(client, one))
         await admin.pass_time(30)
     clock.advance(300)  # of this nobody knows anything
     async with lab(tmp_path, fleet, clock) as (client, admin):
         (standing,) = await eventually(lambda: _followed(admin, one.name))
         assert (standing.done_count, standing.held.seconds // 60) == (1, 91)
-        assert (await eventually(lambda: _noted(client, one))).notes
+        assert (await eventually(lambda: policies.noted(client, one))).notes
         await admin.pass_time(30)
-        await eventually(lambda: _revoked(client, one))
+        await eventually(lambda: policies.revoked(client, one))
         assert [act.stage for act in await admin.acts()] == [2, 1]
 
 
@@ -150,7 +151,7 @@ async def test_whoever_begins_to_work_may_stay_and_a_shadow_does_nothing(tmp_pat
         await admin.put(idle_policy())
         await eventually(lambda: _followed(admin, one.name))
         await admin.pass_time(121)
-        await eventually(lambda: _revoked(client, one))
+        await eventually(lambda: policies.revoked(client, one))
         fleet.put(node_message("n0", gpu_message("n0-0", utilization=80.0)))
 
         async def spared() -> Reservation | None:
@@ -163,7 +164,7 @@ async def test_whoever_begins_to_work_may_stay_and_a_shadow_does_nothing(tmp_pat
         fleet.put(node_message("n0", gpu_message("n0-0", utilization=0.0)))
         await eventually(lambda: _followed(admin, one.name))
         await admin.pass_time(121)
-        await eventually(lambda: _revoked(client, one))
+        await eventually(lambda: policies.revoked(client, one))
         await admin.policies.DeleteUsePolicy(api.DeleteUsePolicyRequest(name="policies/idle"), timeout=10)
         await eventually(spared)
 
@@ -189,7 +190,7 @@ async def test_an_outsider_is_noticed_and_told_with_whoever_holds_the_gpu(tmp_pa
         texts = await eventually(lambda: _told(hook, "policy", 2))
         assert any("process 8 for" in text and "of ann" in text for text in texts)
         assert any("process 9 for" in text and "of ann" not in text for text in texts)
-        assert "process 8" in (await eventually(lambda: _noted(client, one))).notes[0]
+        assert "process 8" in (await eventually(lambda: policies.noted(client, one))).notes[0]
 
 
 async def test_what_a_target_does_not_take_is_sent_again_and_then_a_dead_letter_that_can_be_sent(
@@ -275,21 +276,6 @@ async def _followed(admin: Admin, name: str) -> list[api.PolicyStanding]:
 
 async def _count(admin: Admin, policy: str, count: int) -> bool:
     return len(await admin.standings(policy)) == count
-
-
-async def _noted(client: Client, one: Reservation) -> Reservation | None:
-    found = await client.get(one.name)
-    return found if found.notes else None
-
-
-async def _revoked(client: Client, one: Reservation) -> Reservation | None:
-    found = await client.get(one.name)
-    return found if found.HasField("revoke_time") else None
-
-
-async def _ended(client: Client, one: Reservation) -> Reservation | None:
-    found = await client.get(one.name)
-    return found if found.HasField("end_time") else None
 
 
 async def _told(hook: Hook, event: str, count: int) -> list[str]:

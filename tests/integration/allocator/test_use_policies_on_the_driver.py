@@ -27,6 +27,7 @@ from gpuscale.common.names import gpu_name
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.wire import to_datetime, to_timestamp
 from gpuscale.monitor.agent import collector, helpers
+from tests.support import policies
 from tests.support.allocator import Client, Reservation, allocator, calling
 from tests.support.clock import ManualClock
 from tests.support.monitor import running_agent, running_fleet
@@ -148,14 +149,14 @@ async def test_an_idle_holder_is_noted_and_revoked_a_busy_or_silent_one_never_an
         await site.pass_time(39)
         assert not (await client.get(found["idle"].name)).notes
         await site.pass_time(2)
-        noted = await eventually(lambda: _noted(client, found["idle"]))
+        noted = await eventually(lambda: policies.noted(client, found["idle"]))
         assert "the GPU idle for 1 h" in noted.notes[0]
         await site.pass_time(60)
-        revoked = await eventually(lambda: _revoked(client, found["idle"]))
+        revoked = await eventually(lambda: policies.revoked(client, found["idle"]))
         grace = to_datetime(revoked.revoke_time) - clock.wall()
         assert timedelta(minutes=9) <= grace <= timedelta(minutes=10)
         await site.pass_time(11)
-        await eventually(lambda: _ended(client, found["idle"]))
+        await eventually(lambda: policies.ended(client, found["idle"]))
         await eventually(lambda: len(hook.texts("policy")) == 2)
         assert {one["holder"] for one in hook.events if one["event"] != "node_down"} == {"idle"}
         assert [text.partition(":")[0] for text in hook.texts("node_down")] == ["nodes/mute is down"]
@@ -339,18 +340,3 @@ async def _both_followed(admin: Admin) -> bool:
 async def _is_busy(client: Client, one: Reservation) -> bool:
     [gpu] = (await client.get(one.name)).usage.gpus
     return gpu.state == api.GpuUsage.STATE_BUSY
-
-
-async def _noted(client: Client, one: Reservation) -> Reservation | None:
-    found = await client.get(one.name)
-    return found if found.notes else None
-
-
-async def _revoked(client: Client, one: Reservation) -> Reservation | None:
-    found = await client.get(one.name)
-    return found if found.HasField("revoke_time") else None
-
-
-async def _ended(client: Client, one: Reservation) -> Reservation | None:
-    found = await client.get(one.name)
-    return found if found.HasField("end_time") else None
