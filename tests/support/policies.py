@@ -74,7 +74,7 @@ class Admin:
                 now = await self.standings(name)
                 return all(one.paused or one.held.seconds > before.get(one.subject, -1) for one in now)
 
-            await eventually(looked, timeout=10)
+            await eventually(looked, interval=0.002)
 
 
 async def noted(client: Client, one: Reservation) -> Reservation | None:

@@ -14,6 +14,7 @@ import pytest
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import ClientTls, UnavailableError, connect, connect_async
+from gpuscale.common.rpc import channel
 from gpuscale.common.rpc.server import ServerOptions
 from gpuscale.common.security.auth import Authenticator
 from tests.support.certificates import Authority
@@ -158,8 +159,12 @@ def dead_address(kind: str, folder: Path, stack: ExitStack) -> str:
         ("closes", "it closes the connection at once"),
     ],
 )
-async def test_no_connection_is_said_in_our_words(tmp_path: Path, kind: str, says: str) -> None:
+async def test_no_connection_is_said_in_our_words(
+    tmp_path: Path, kind: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To sync and async callers alike, and with no word of gRPC's."""
+    hasty = (*channel.CHANNEL_ARGUMENTS, ("grpc.min_reconnect_backoff_ms", 1000))
+    monkeypatch.setattr(channel, "CHANNEL_ARGUMENTS", hasty)
     patience = "3s" if kind == "several" else "20s"
 
     def sync() -> None:
