@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.adapters import served
 from gpuscale.autoscaler.adapters.engines.process.engine import ProcessSettings
 from gpuscale.autoscaler.adapters.main import open_adapter
 from gpuscale.autoscaler.domain.rules import slo
@@ -39,7 +40,8 @@ def server(cold_start: float = 0.0, step_each: float = 0.01) -> dict[str, Any]:
 
 
 @pytest.fixture
-async def autoscaler(tmp_path: Path) -> AsyncGenerator[Autoscaler]:
+async def autoscaler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Autoscaler]:
+    monkeypatch.setattr(served, "PERIOD", 1.0)
     templates = {"llm": server(), "other": {"command": ["/bin/sleep", "1000"], "metrics": {"port": "1"}}}
     settings = ProcessSettings.model_validate(
         {"node": "n", "data_dir": tmp_path / "adapter", "templates": templates, "end_replicas": True}
