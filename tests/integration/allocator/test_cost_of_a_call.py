@@ -85,11 +85,12 @@ async def test_a_call_takes_no_more_frames_than_it_did(tmp_path: Path, what: str
 
 
 async def test_a_lone_change_takes_no_more_frames_of_the_threads_beside_than_it_did(tmp_path: Path) -> None:
-    found, counting = 0, False
+    """The median of some, as one may meet what those threads do by themselves."""
+    found, each = 0, list[int]()
 
     def count(_frame: FrameType, event: str, _: Any) -> None:
         nonlocal found
-        found += counting and event == "call"
+        found += event == "call"
 
     threading.setprofile(count)
     try:
@@ -100,10 +101,10 @@ async def test_a_lone_change_takes_no_more_frames_of_the_threads_beside_than_it_
         ):
             await client.ready()
             await asked_and_released(client)
-            counting = True
             for _ in range(CALLS):
+                before = found
                 await asked_and_released(client)
-            counting = False
+                each.append(found - before)
     finally:
         threading.setprofile(None)
-    assert 0 < found / CALLS <= 165
+    assert 0 < median(each) <= 165, each

@@ -419,7 +419,7 @@ async def test_works_of_the_store_that_an_evaluation_costs(
         for _ in range(2):
             evaluated.clear()
             works.clear()
-            await eventually(lambda: len(evaluated) >= 20 * endpoints)
+            await eventually(lambda: len(evaluated) >= 10 * endpoints)
         # What is noted last may be written a moment after it.
         most = len(evaluated) + endpoints if restless else 0
         assert len(works) <= most if known_for else len(works) >= len(evaluated)
