@@ -7,11 +7,7 @@ from uuid import uuid4
 import pytest
 
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.common.errors import (
-    InvalidArgumentError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
+from gpuscale.common.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
 from gpuscale.common.wire import seconds
 from tests.support.allocator import Client, Reservation, running
 from tests.support.fake_fleet import FakeFleet, GpuState, gpu_message, node_message

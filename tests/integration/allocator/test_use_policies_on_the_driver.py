@@ -223,10 +223,7 @@ async def test_an_outsider_is_told_of_and_killed_only_where_that_is_opted_in_and
             gpus = [gpu_name("alpha", gpu.uuid) for gpu in nvml_double.gpus]
             held = await client.reserve(1, gpus=gpus[:1], holder="ann", ttl=3600)
             admit = monitor_api.AdmitWorkRequest(
-                gpu_uuids=[nvml_double.gpus[0].uuid],
-                fence=held.fence,
-                pid=holder.pid,
-                reservation=held.name,
+                gpu_uuids=[nvml_double.gpus[0].uuid], fence=held.fence, pid=holder.pid, reservation=held.name
             )
             await work.AdmitWork(admit, timeout=10)
             nvml_double.gpus[0].processes = [

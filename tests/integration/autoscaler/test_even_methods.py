@@ -4,13 +4,7 @@ import grpc
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from tests.support.autoscaler_app import (
-    TIMEOUT,
-    Autoscaler,
-    endpoint,
-    reason,
-    scaling,
-)
+from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, reason, scaling
 from tests.support.fake_adapter import FakeAdapter
 from tests.support.waiting import eventually
 

@@ -8,12 +8,7 @@ from typing import Any
 import grpc
 
 from gpuscale.api.autoscaler import v1 as api
-from tests.support.autoscaler_app import (
-    TIMEOUT,
-    Autoscaler,
-    endpoint,
-    scaling,
-)
+from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, scaling
 from tests.support.fake_adapter import FakeAdapter
 from tests.support.waiting import eventually
 

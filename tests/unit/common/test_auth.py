@@ -390,13 +390,6 @@ def test_the_file_is_not_looked_at_for_every_call(
     assert 2 <= len(looks) <= 3
 
 
-def test_a_method_of_ours_has_the_role_that_the_contract_gives() -> None:
-    path = "/gpuscale.api.allocator.v1.AllocatorService/Reserve"
-    found = find_method(path)
-    assert found is not None
-    assert (found.path, found.role, found.ours) == (path, Role.OPERATOR, True)
-
-
 def test_methods_of_others() -> None:
     health = find_method("/grpc.health.v1.Health/Watch")
     assert health is not None
