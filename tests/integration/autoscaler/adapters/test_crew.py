@@ -16,6 +16,7 @@ from gpuscale.autoscaler.adapters.engine import (
     Remove,
     ReplicaOrder,
     Sighting,
+    Start,
     WorkerGoal,
     WorkerLife,
 )
@@ -109,6 +110,33 @@ async def test_a_drain_that_is_over_between_two_looks_at_the_clock_is_ended_at_o
         crew.apply([desired(goal=WorkerGoal.STOP, drain=5.0)])
         await eventually(lambda: bool(engine.of(Kill)))
         assert asyncio.get_running_loop().time() - began < 5.5
+
+
+async def test_what_is_about_to_start_when_all_are_to_end_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, go = asyncio.Event(), asyncio.Event()
+
+    async def slowly(work: Callable[..., object], *arguments: object) -> object:
+        writing.set()
+        await go.wait()
+        return work(*arguments)
+
+    engine = FakeEngine()
+    async with running(engine, tmp_path) as crew:
+        crew.apply([desired()])
+        await state(crew, ReplicaState.STARTING)
+        monkeypatch.setattr(asyncio, "to_thread", slowly)
+        crew.apply([desired(), desired(TWO)])
+        await writing.wait()
+        ending, began = asyncio.create_task(crew.end_all(5.0)), asyncio.get_running_loop().time()
+        await asyncio.sleep(1.0)
+        go.set()
+        await ending
+        assert asyncio.get_running_loop().time() - began == pytest.approx(5.0, abs=0.1)
+        found = crew.reports() or {}
+    assert (found[ONE].state, found[TWO].state) == (ReplicaState.STOPPED, ReplicaState.STOPPED)
+    assert [step.replica for step in engine.of(Start)] == [ONE]
 
 
 async def test_the_next_run_adopts_what_runs_and_starts_nothing_twice(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Literal
 
 from gpuscale.autoscaler.adapters.engine import (
@@ -19,7 +19,7 @@ from gpuscale.autoscaler.adapters.engine import (
     WorkerLife,
 )
 from gpuscale.autoscaler.adapters.journal import Journal, JournalRecord, Phase
-from gpuscale.autoscaler.adapters.steps import Situation, plan_steps, refused, reports
+from gpuscale.autoscaler.adapters.steps import NEVER_STARTED, Situation, plan_steps, refused, reports
 from gpuscale.autoscaler.domain.replicas import ReplicaReport
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.metrics_text import Histogram
@@ -29,7 +29,7 @@ FRESH = 10.0
 """Seconds for which an observation is valid; after that nothing is reported until the engine answers again."""
 OBSERVE_TIMEOUT = 30.0
 APPLY_TIMEOUT = 60.0
-CLEAN_UP_SECONDS = 1.0
+CLEAN_UP_SECONDS = 2.0
 """Extra seconds, after their grace, to see killed replicas end."""
 AT_A_TIME = 16
 """Steps between two observations, so that reports stay fresh while many steps are taken."""
@@ -107,28 +107,30 @@ class EngineCrew:
     async def end_all(self, grace: float) -> None:
         """Ask every replica to finish, and kill those still running after `grace` seconds, while `run` goes on."""
         self._closing = True
-        now, boot_id = self._clock.now(), self._clock.boot_id
-        asked = {
-            name: record.asked_to_stop_at
-            for name, record in self._records.items()
-            if record.asked_to_stop_at is not None and record.boot_id == boot_id
-        }
-        self._wanted = {
-            name: Desired(
-                ReplicaOrder(name, "", {}), WorkerGoal.STOP, drain_timeout=now - asked.get(name, now) + grace
-            )
-            for name in self._living()
-        }
-        self._poke.set()
-        try:
-            async with asyncio.timeout(grace + CLEAN_UP_SECONDS):
-                while self._living():
-                    self._looked.clear()
-                    await self._looked.wait()
-        except TimeoutError:
+        for drain, seconds in ((grace, grace), (0.0, CLEAN_UP_SECONDS)):
+            now, boot_id = self._clock.now(), self._clock.boot_id
+            asked = {
+                name: record.asked_to_stop_at
+                for name, record in self._records.items()
+                if record.asked_to_stop_at is not None and record.boot_id == boot_id
+            }
+            self._wanted = {
+                name: Desired(
+                    ReplicaOrder(name, "", {}),
+                    WorkerGoal.STOP,
+                    drain_timeout=drain and now - asked.get(name, now) + drain,
+                )
+                for name in self._living()
+            }
+            self._poke.set()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    while self._living():
+                        self._looked.clear()
+                        await self._looked.wait()
+        if left := self._living():
             _log.error(
-                "replicas keep running; the next run of the adapter adopts them",
-                replicas=sorted(self._living()),
+                "replicas keep running; the next run of the adapter adopts them", replicas=sorted(left)
             )
 
     def _living(self) -> set[str]:
@@ -174,10 +176,16 @@ class EngineCrew:
         )
         self._problems.clear()
         await self._write(plan.write)
+        if self._closing:  # `end_all` came meanwhile, and does not know of them
+            boot = self._clock.boot_id
+            intents = [one.replica for one in plan.write if one.phase is Phase.INTENT]
+            await self._write(
+                [JournalRecord(one, Phase.ENDED, boot, reason=NEVER_STARTED) for one in intents]
+            )
         self._tell()
         # What cannot be recorded is not started; but what should stop is stopped all the same.
         # Starts come last: they may take long, and free no capacity.
-        steps = [*plan.steps, *(() if self._problems else plan.starts)]
+        steps = [*plan.steps, *(() if self._problems or self._closing else plan.starts)]
         failed = await self._take(steps, plan.done)
         if steps and steps != self._steps:
             self._poke.set()  # the result will be observed; a repetition can wait for `watch`
