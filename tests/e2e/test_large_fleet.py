@@ -27,7 +27,7 @@ from gpuscale.common.wire import to_duration
 from gpuscale.monitor.app import fleet
 from gpuscale.monitor.history.history import History, Sample
 from gpuscale.testing import FakeServer
-from gpuscale.testing.doubles import FakeHost
+from gpuscale.testing.server import FakeHost
 from tests.e2e.browser import chromium, page_of
 from tests.e2e.dashboard import dashboard, tile
 from tests.support.waiting import eventually_sync

@@ -43,7 +43,7 @@ def test_figures_of_a_gpu_follow_what_runs_on_it() -> None:
 
 
 async def test_the_fleet_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuscale.up.demo.workers.START_SECONDS", 0.2)
+    monkeypatch.setattr("gpuscale.up.demo.hosts.START_SECONDS", 0.2)
     flags = [
         "--demo",
         "--demo-speed=600",

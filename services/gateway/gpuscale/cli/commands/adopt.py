@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 import click
 import psutil
 
-from gpuscale.cli.commands.asking import TTL_HELP
-from gpuscale.cli.console.command import command
+from gpuscale.cli.commands.reserve import TTL_HELP
+from gpuscale.cli.console.command import Session, command
 from gpuscale.cli.console.errors import leave
-from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import TERMINAL, note, write_lines
 from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, option
 from gpuscale.client.orders import Orders, shown

@@ -14,10 +14,9 @@ from gpuscale.api.allocator.v1 import UsePolicy
 from gpuscale.cli.commands.policies import SINCE, show_past
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.bulk import confirm
-from gpuscale.cli.console.command import command, one_name
+from gpuscale.cli.console.command import Session, command, one_name
 from gpuscale.cli.console.errors import ExitCode, leave, report
 from gpuscale.cli.console.output import dump_yaml, to_dict
-from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import YES, option, repeated

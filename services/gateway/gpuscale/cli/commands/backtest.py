@@ -13,9 +13,8 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.commands.apply import read
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.bulk import delete_each
-from gpuscale.cli.console.command import FILE, command, names, names_of, one_name
+from gpuscale.cli.console.command import FILE, Session, command, names, names_of, one_name
 from gpuscale.cli.console.output import dump_yaml, to_dict
-from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import full_name

@@ -9,13 +9,12 @@ import click
 
 from gpuscale import client as library
 from gpuscale.api.allocator import v1 as api
-from gpuscale.cli.commands.asking import WHOLE, Asking, Preferring
+from gpuscale.cli.commands.reserve import WHOLE, Asking, Preferring
 from gpuscale.cli.console import cells, lookup
 from gpuscale.cli.console.bulk import Done, confirm, say_each
-from gpuscale.cli.console.command import FILE, command, names, one_name
+from gpuscale.cli.console.command import FILE, Session, command, names, one_name
 from gpuscale.cli.console.errors import ExitCode, leave
 from gpuscale.cli.console.output import to_dict
-from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import REPEAT, Progress, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import tenant_of

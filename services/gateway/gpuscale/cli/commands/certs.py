@@ -12,8 +12,7 @@ import click
 import tomlkit
 from cryptography import x509
 
-from gpuscale.cli.console.command import FILE, command, names, one_name
-from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.command import FILE, Session, command, names, one_name
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.parameters import option, repeated
 from gpuscale.common import secrets

@@ -8,9 +8,8 @@ import sys
 import click
 from click.shell_completion import BashComplete, add_completion_class, get_completion_class
 
-from gpuscale.cli.console.command import PROGRAM, command
+from gpuscale.cli.console.command import PROGRAM, Session, command
 from gpuscale.cli.console.errors import ExitCode
-from gpuscale.cli.console.session import Session
 
 VARIABLE = "_GPUSCALECTL_COMPLETE"
 """Set by the scripts, to `bash_complete` and the like, when they request completions."""

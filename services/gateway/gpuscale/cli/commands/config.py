@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpuscale.cli.console.command import command, context_names
-from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.command import Session, command, context_names
 from gpuscale.cli.grammar.selecting import near
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 from gpuscale.common.secrets import write_private

@@ -13,8 +13,7 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.cli.commands import events, explain, policies
 from gpuscale.cli.commands.watching import GetGroup
 from gpuscale.cli.console import lookup
-from gpuscale.cli.console.command import Command, command, entries_above
-from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.command import Command, Session, command, entries_above
 from gpuscale.cli.console.terminal import write_lines
 from gpuscale.cli.grammar.nouns import with_noun
 from gpuscale.cli.grammar.parameters import format_duration, format_size, local_text

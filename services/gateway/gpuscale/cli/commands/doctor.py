@@ -25,9 +25,8 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.cli.commands import doctor_host as host
 from gpuscale.cli.console import lookup
-from gpuscale.cli.console.command import FILE, command
+from gpuscale.cli.console.command import FILE, NO_ANSWER, Session, command
 from gpuscale.cli.console.output import to_dict
-from gpuscale.cli.console.session import NO_ANSWER, Session
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.parameters import DURATION, local_text, option, repeated
 from gpuscale.common.config.sources import CONFIG_VARIABLE

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.console.bulk import delete_each
-from gpuscale.cli.console.command import command, names, one_name
-from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.command import Session, command, names, one_name
 from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import COUNT, YES, option, repeated
 from gpuscale.cli.manifests import documents

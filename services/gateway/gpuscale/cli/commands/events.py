@@ -13,10 +13,9 @@ import click
 
 from gpuscale.cli.commands.get import OF_GPU
 from gpuscale.cli.console import cells, lookup
-from gpuscale.cli.console.command import command
+from gpuscale.cli.console.command import NOBODY, Session, command
 from gpuscale.cli.console.lookup import Streams
 from gpuscale.cli.console.output import ABSENT, Chosen, Watched
-from gpuscale.cli.console.session import NOBODY, Session
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import AROUND, When, option, repeated, takes

@@ -8,10 +8,9 @@ import click
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.commands.apply import read
 from gpuscale.cli.console import lookup
-from gpuscale.cli.console.command import command, one_name
+from gpuscale.cli.console.command import Session, command, one_name
 from gpuscale.cli.console.errors import MEANINGS
 from gpuscale.cli.console.output import to_dict
-from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import NOUNS, full_name, plural

@@ -11,9 +11,8 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.cli.commands.watching import GetCommand
 from gpuscale.cli.console import lookup
-from gpuscale.cli.console.command import command, names, names_of
+from gpuscale.cli.console.command import Session, command, names, names_of
 from gpuscale.cli.console.output import Chosen, to_dict
-from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note, terminal_width, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import full_name

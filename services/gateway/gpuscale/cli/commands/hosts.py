@@ -40,8 +40,7 @@ from gpuscale.cli.commands.units import (
     units_user,
 )
 from gpuscale.cli.commands.units import plan as plan_of_units
-from gpuscale.cli.console.command import FILE, command, one_name
-from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.command import FILE, Session, command, one_name
 from gpuscale.cli.console.terminal import TYPED, folded, note
 from gpuscale.cli.grammar.parameters import option, repeated
 from gpuscale.common.errors import (

@@ -5,9 +5,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
 from gpuscale.cli.console import lookup
-from gpuscale.cli.console.command import command, one_name
+from gpuscale.cli.console.command import Session, command, one_name
 from gpuscale.cli.console.errors import leave
-from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import Progress, write_lines
 from gpuscale.cli.grammar.nouns import without_noun
 from gpuscale.cli.views import allocator as views

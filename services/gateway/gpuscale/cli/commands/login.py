@@ -25,8 +25,7 @@ from gpuscale.api.monitor import v1 as api
 from gpuscale.cli.commands.config import read_all, write_all
 from gpuscale.cli.commands.hosts import trusted, trusting
 from gpuscale.cli.commands.tokens import MAX_PRIORITY, TENANTS
-from gpuscale.cli.console.command import FILE, command, context_names, names, one_name
-from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.command import FILE, Session, command, context_names, names, one_name
 from gpuscale.cli.console.terminal import TYPED, note
 from gpuscale.cli.grammar.parameters import DURATION, local_text, option
 from gpuscale.client.kept_login import find_provider

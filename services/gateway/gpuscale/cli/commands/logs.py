@@ -12,8 +12,7 @@ import click
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.commands.jobs import telling
 from gpuscale.cli.console import lookup
-from gpuscale.cli.console.command import command, names
-from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.command import Session, command, names
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.nouns import canonical, full_name, without_noun
 from gpuscale.cli.grammar.parameters import COUNT, option

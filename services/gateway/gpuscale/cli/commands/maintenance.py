@@ -8,9 +8,8 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.cli.console import cells, lookup
 from gpuscale.cli.console.bulk import Done, confirm, say_each
-from gpuscale.cli.console.command import command, names
+from gpuscale.cli.console.command import Session, command, names
 from gpuscale.cli.console.output import to_dict
-from gpuscale.cli.console.session import Session
 from gpuscale.cli.grammar.nouns import full_name, without_noun
 from gpuscale.cli.grammar.parameters import DURATION, YES, local_text, option
 from gpuscale.common import wire

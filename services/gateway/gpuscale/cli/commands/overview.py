@@ -12,10 +12,9 @@ import click
 
 from gpuscale.cli.commands.watching import GetCommand, GetGroup
 from gpuscale.cli.console import lookup
-from gpuscale.cli.console.command import CommandEntry, command, entries_above
+from gpuscale.cli.console.command import NOBODY, CommandEntry, Session, command, entries_above
 from gpuscale.cli.console.errors import ExitCode, exit_code, leave, report
 from gpuscale.cli.console.output import Output
-from gpuscale.cli.console.session import NOBODY, Session
 from gpuscale.cli.console.terminal import note, write_lines
 from gpuscale.cli.grammar.jsonpath import Format, is_mapping
 from gpuscale.cli.grammar.nouns import NOUNS, with_noun

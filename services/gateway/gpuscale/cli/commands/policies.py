@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 from gpuscale.api.allocator import v1 as api
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.bulk import delete_each, show_each
-from gpuscale.cli.console.command import command, names, one_name
+from gpuscale.cli.console.command import Session, command, names, one_name
 from gpuscale.cli.console.output import to_dict
-from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note, write_lines
 from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import MOMENT, YES, format_duration, local_text, option

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.console import lookup
-from gpuscale.cli.console.command import command, names_of, one_name
+from gpuscale.cli.console.command import Session, command, names_of, one_name
 from gpuscale.cli.console.output import Output
-from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import full_name

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gpuscale.cli.commands.gpu_test import BROKEN, NOT_TESTED, UNUSABLE, GpuTest
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.cells import word
-from gpuscale.cli.console.command import command, names
-from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.command import Session, command, names
 from gpuscale.cli.console.terminal import TERMINAL, note
 from gpuscale.cli.grammar.nouns import without_noun
 from gpuscale.cli.grammar.parameters import option

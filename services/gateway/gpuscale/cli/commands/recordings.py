@@ -16,9 +16,8 @@ from gpuscale.cli.commands.processes import STDERR, Forwarding, start
 from gpuscale.cli.commands.usage import Statistics
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.bulk import delete_each
-from gpuscale.cli.console.command import command, names, names_of, one_name
+from gpuscale.cli.console.command import Session, command, names, names_of, one_name
 from gpuscale.cli.console.errors import leave
-from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note, terminal_width, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import full_name, is_uuid, without_noun

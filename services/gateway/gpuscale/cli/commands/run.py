@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpuscale.cli.commands.asking import Asking, Requesting
 from gpuscale.cli.commands.processes import STDERR, Forwarding
-from gpuscale.cli.console.command import command
+from gpuscale.cli.commands.reserve import Asking, Requesting
+from gpuscale.cli.console.command import Session, command
 from gpuscale.cli.console.errors import leave
-from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import TERMINAL, note, write_lines
 from gpuscale.cli.grammar.parameters import Parsed, option, repeated, takes
 from gpuscale.client.orders import Orders, when_moved

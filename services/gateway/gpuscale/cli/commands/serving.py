@@ -6,9 +6,8 @@ from typing import Any
 
 import click
 
-from gpuscale.cli.console.command import Command, command
+from gpuscale.cli.console.command import Command, Session, command
 from gpuscale.cli.console.errors import leave
-from gpuscale.cli.console.session import Session
 from gpuscale.common.errors import GpuscaleError
 
 SERVES: dict[str, Any] = {

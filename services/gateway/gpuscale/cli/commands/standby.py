@@ -24,7 +24,7 @@ from gpuscale.cli.commands.hosts import (
 )
 from gpuscale.cli.commands.units import as_units_user, hand_over, make_users, start_units, systemctl
 from gpuscale.cli.commands.units import plan as plan_of_units
-from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.command import Session
 from gpuscale.cli.console.terminal import note
 from gpuscale.common.errors import (
     FailedPreconditionError,

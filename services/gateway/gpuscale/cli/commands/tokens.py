@@ -24,8 +24,7 @@ from gpuscale import client as library
 from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.cli.commands.certs import ROLES
-from gpuscale.cli.console.command import FILE, command, names, one_name
-from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.command import FILE, Session, command, names, one_name
 from gpuscale.cli.console.terminal import TYPED, folded, note
 from gpuscale.cli.grammar.jsonpath import Format, is_list
 from gpuscale.cli.grammar.nouns import full_name

@@ -11,9 +11,8 @@ from gpuscale.api.monitor.v1 import ListNodesRequest
 from gpuscale.api.types.v1 import Gpu
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.cells import Column, View, duration, gpu_model, holder, number, short
-from gpuscale.cli.console.command import command
+from gpuscale.cli.console.command import NOBODY, Session, command
 from gpuscale.cli.console.output import ABSENT, to_dict
-from gpuscale.cli.console.session import NOBODY, Session
 from gpuscale.cli.console.terminal import TERMINAL, note, write_lines
 from gpuscale.cli.grammar.parameters import option
 from gpuscale.cli.views.allocator import RESERVATIONS

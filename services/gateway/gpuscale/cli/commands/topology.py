@@ -6,9 +6,8 @@ from typing import NamedTuple
 from gpuscale.api.types import v1 as types_api
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.cells import text
-from gpuscale.cli.console.command import command, one_name
+from gpuscale.cli.console.command import Session, command, one_name
 from gpuscale.cli.console.output import ABSENT
-from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import terminal_width, write_lines
 from gpuscale.common.topology import Nearness, PciPlace, nearness
 

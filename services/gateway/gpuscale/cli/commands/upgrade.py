@@ -16,8 +16,7 @@ from pathlib import Path
 from gpuscale.cli.commands.doctor import CONFIG, USUAL
 from gpuscale.cli.commands.overview import programs
 from gpuscale.cli.commands.units import folder, restart, systemctl
-from gpuscale.cli.console.command import command
-from gpuscale.cli.console.session import Session
+from gpuscale.cli.console.command import Session, command
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.parameters import option
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, UnavailableError

@@ -12,9 +12,8 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.cells import short
-from gpuscale.cli.console.command import command, one_name, words
+from gpuscale.cli.console.command import Session, command, one_name, words
 from gpuscale.cli.console.output import to_dict
-from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import canonical, full_name

@@ -8,9 +8,8 @@ import click
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.commands import jobs
 from gpuscale.cli.console import cells, lookup
-from gpuscale.cli.console.command import Command, command, names_of, words
+from gpuscale.cli.console.command import Command, Session, command, names_of, words
 from gpuscale.cli.console.output import cell_of, to_dict
-from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import Progress, pause, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import plural, with_noun

@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 
 import click
 
-from gpuscale.cli.console.command import Command, Group, anywhere, session_of, typed_anywhere
+from gpuscale.cli.console.command import Command, Group, Session, anywhere, session_of, typed_anywhere
 from gpuscale.cli.console.output import Chosen, Watched
-from gpuscale.cli.console.session import Session
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import DURATION, Parsed

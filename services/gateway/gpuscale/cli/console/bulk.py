@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from gpuscale.cli.console.command import NOBODY, Session
 from gpuscale.cli.console.errors import ExitCode, leave, report
-from gpuscale.cli.console.session import NOBODY, Session
 from gpuscale.cli.console.terminal import ask, note, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError

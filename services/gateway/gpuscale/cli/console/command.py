@@ -4,24 +4,125 @@ The common options may be typed anywhere before `--`, so that each command and g
 that they describe as its first argument.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypedDict
 
 import click
 
+from gpuscale import client as library
 from gpuscale.cli.console.output import Output
-from gpuscale.cli.console.session import Session
-from gpuscale.cli.console.terminal import TERMINAL
+from gpuscale.cli.console.terminal import TERMINAL, detail
 from gpuscale.cli.grammar.jsonpath import WITH_EXPRESSION, Form, Format
 from gpuscale.cli.grammar.nouns import is_field, with_noun
 from gpuscale.cli.grammar.parameters import CLOCK, DURATION, FORM
 from gpuscale.cli.grammar.selecting import near
+from gpuscale.common.errors import UnavailableError
+from gpuscale.common.rpc import channel
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
+
+NO_ANSWER = "NO_ANSWER"
+"""The reason of a client's error if it cannot connect."""
+NOBODY = frozenset({NO_ANSWER, UnavailableError.default_reason})
+"""Reasons of errors without an answer; a service that answers gives others."""
+
+
+class _Where(TypedDict):
+    context: str | None
+    token: str | Path | None
+    tls: library.ClientTls | None
+
+
+@dataclass(frozen=True)
+class Session:
+    """One run of the program.
+
+    Attributes:
+        without_token: send no token, even if the environment names one.
+        request_timeout: most seconds of a call.
+        dial_timeout: most seconds to connect.
+        kept: an open client to use instead of a new one.
+    """
+
+    address: str | None = None
+    token_file: Path | None = None
+    without_token: bool = False
+    request_timeout: float = 10.0
+    dial_timeout: float = 5.0
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    context: str | None = None
+    kept: library.Client | None = None
+    output: Output = field(default_factory=Output)
+
+    def options(self) -> list[str]:
+        """The command-line options for the same server."""
+        named = {
+            name: getattr(self, name)
+            for name in ("address", "token_file", "ca_file", "cert_file", "key_file", "context")
+        }
+        return [f"--{name.replace('_', '-')}={value}" for name, value in named.items() if value is not None]
+
+    @contextmanager
+    def connect(self, *, quickly: float | None = None, node: str | None = None) -> Generator[library.Client]:
+        """A client of the gateway.
+
+        Args:
+            quickly: most seconds to connect, and for each call.
+            node: this host's node, if an option names it.
+
+        Raises:
+            UnavailableError: nothing answers; the message says how to start a server.
+        """
+        if self.kept is not None:
+            yield self.kept
+            return
+        timeout, dial = quickly or self.request_timeout, quickly or self.dial_timeout
+        began = time.monotonic()
+        with library.connect(
+            self.address, **self._where(), timeout=timeout, dial_timeout=dial, node=node
+        ) as client:
+            detail(f"connecting to {client.address}")
+            try:
+                yield client
+            except UnavailableError as error:
+                if error.reason != NO_ANSWER:
+                    raise
+                message = (
+                    f"{error.message}\nto start everything on this machine: gpuscalectl up\n"
+                    "to use another server: --address HOST:PORT, GPUSCALE_ADDRESS, or gpuscalectl config set-context"
+                )
+                raise UnavailableError(message, reason=NO_ANSWER) from error
+            finally:
+                detail(f"took {time.monotonic() - began:.3f} s")
+
+    def each(self) -> Sequence[Session]:
+        """A session for each of its addresses."""
+        with self.connect() as client:
+            addresses = channel.split_addresses(client.address)
+        current = None if self.address or os.environ.get("GPUSCALE_ADDRESS") else ""
+        return [replace(self, address=one, context=self.context or current) for one in addresses]
+
+    def connect_async(self) -> library.AsyncClient:
+        """An async client of the gateway, not yet connected."""
+        return library.connect_async(self.address, **self._where(), timeout=self.request_timeout)
+
+    def _where(self) -> _Where:
+        return {
+            "context": self.context,
+            "token": "" if self.without_token else self.token_file,
+            "tls": library.ClientTls(self.ca_file, self.cert_file, self.key_file) if self.ca_file else None,
+        }
 
 
 Complete: TypeAlias = "Callable[[click.Context, click.Parameter, str], list[CompletionItem]]"
@@ -53,7 +154,7 @@ def typed_anywhere(context: click.Context) -> dict[str, Any]:
 def words(*known: str) -> Complete:
     """Completes an option with these words."""
 
-    def complete(_context: click.Context, _parameter: click.Parameter, part: str) -> "list[CompletionItem]":
+    def complete(_context: click.Context, _parameter: click.Parameter, part: str) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem
 
         return [CompletionItem(word) for word in known if word.startswith(part)]
@@ -64,7 +165,7 @@ def words(*known: str) -> Complete:
 def names_of(kind: str) -> Complete:
     """Completes with the names of a kind of resource, such as `nodes`; with none if no server answers."""
 
-    def complete(context: click.Context, _parameter: click.Parameter, part: str) -> "list[CompletionItem]":
+    def complete(context: click.Context, _parameter: click.Parameter, part: str) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem
 
         from gpuscale.cli.console.lookup import short_names
@@ -79,7 +180,7 @@ def names_of(kind: str) -> Complete:
     return complete
 
 
-def context_names(_context: click.Context, _parameter: click.Parameter, part: str) -> "list[CompletionItem]":
+def context_names(_context: click.Context, _parameter: click.Parameter, part: str) -> list[CompletionItem]:
     """Completes with the names of contexts."""
     from click.shell_completion import CompletionItem
 
@@ -187,7 +288,7 @@ class CommandEntry(NamedTuple):
 
     help: str
     place: str | Mapping[str, str]
-    kind: "type[Group] | None" = None
+    kind: type[Group] | None = None
 
 
 class Group(Command, click.Group):
@@ -249,7 +350,7 @@ class Group(Command, click.Group):
         found = self.get_command(ctx, name)
         return found.get_short_help_str(80) if found else ""
 
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> "list[CompletionItem]":
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """The names of commands, or of options."""
         from click.shell_completion import CompletionItem
 

@@ -22,8 +22,7 @@ from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.common.wire import to_duration
-from gpuscale.up.demo.hosts import Build, DemoProgram, DemoSite
-from gpuscale.up.demo.workers import Traffic, Workers
+from gpuscale.up.demo.hosts import Build, DemoProgram, DemoSite, Traffic, Workers
 
 LEASE = 30.0
 """Seconds of a lease, renewed at every third of it."""
