@@ -171,11 +171,7 @@ def told(
 ) -> dict[str, list[str]]:
     """What a client says of its calls: the words of each line by the first of them."""
     done = subprocess.run(
-        [*program, address],
-        env={**os.environ, **(files or {})},
-        capture_output=True,
-        text=True,
-        timeout=60,
+        [*program, address], env={**os.environ, **(files or {})}, capture_output=True, text=True, timeout=60
     )
     assert not done.returncode, done.stderr
     return {words[0]: words[1:] for words in map(str.split, done.stdout.splitlines())}

@@ -138,10 +138,7 @@ ELSEWHERE = {
     ),
     **dict.fromkeys(("clear", "driver", "probe", "snapshot", "history"), CHANGES_HOSTS),
     "get certs": FILES,
-    **dict.fromkeys(
-        ("delete recording", "delete backtest"),
-        "of streams and of runs: tests/integration/cli",
-    ),
+    **dict.fromkeys(("delete recording", "delete backtest"), "of streams and of runs: tests/integration/cli"),
 }
 """Commands, or the first words of them, that COMMANDS does not have, and where they are tried."""
 CHANGING = {"apply", "delete", "forget", "scale", "set", "update", "create"}
@@ -593,10 +590,7 @@ def test_topology_is_a_matrix_of_links_and_bridges(
     ]
     monkeypatch.setattr("gpuscale.cli.commands.topology.terminal_width", lambda: 30)
     blocks = ctl("topology", "host-1").out.split("\n\n")[:2]
-    assert [block.splitlines()[0] for block in blocks] == [
-        "       GPU0 GPU1 NUMA",
-        "       mlx5_0 eth0 NUMA",
-    ]
+    assert [block.splitlines()[0] for block in blocks] == ["       GPU0 GPU1 NUMA", "       mlx5_0 eth0 NUMA"]
 
 
 def test_a_report_says_who_local_is_and_tells_endpoints_apart(ctl: Any, world: canned.World) -> None:

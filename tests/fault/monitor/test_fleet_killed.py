@@ -75,10 +75,7 @@ async def test_recordings_survive_a_killed_fleet(programs: Programs) -> None:
     """One that ended is the same to the last figure; one that runs goes on; a deleted one stays away."""
     programs.agent()
     async with open_channel(programs.address) as channel:
-        stub, running = (
-            api.RecordingServiceStub(channel),
-            RunningFleet.over(programs.address, channel),
-        )
+        stub, running = (api.RecordingServiceStub(channel), RunningFleet.over(programs.address, channel))
 
         async def begin(key: str) -> api.Recording:
             request = api.StartRecordingRequest(

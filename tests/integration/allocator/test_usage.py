@@ -94,10 +94,7 @@ async def test_what_was_used_is_told_of_each_reservation_and_added_up(tmp_path: 
         found = await client.usage.QueryUsage(ask)
         assert [
             (row.labels["team"], row.granted_gpu_microseconds, row.ended_count) for row in found.rows
-        ] == [
-            ("nlp", 12_850 * 500, 0),
-            ("vision", 2_500_000, 1),
-        ]
+        ] == [("nlp", 12_850 * 500, 0), ("vision", 2_500_000, 1)]
         assert found.total.granted_gpu_microseconds == 2_500_000 + 12_850 * 500
         for by, text, only in (
             (GroupBy.GROUP_BY_NODE, 'labels.team = "vision"', 2_500_000),

@@ -10,15 +10,7 @@ import pytest
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.common.rpc.status import from_rpc_error
 from gpuscale.common.wire import to_duration
-from tests.support.autoscaler_app import (
-    GREATER,
-    LESS_OR_EQUAL,
-    Autoscaler,
-    endpoint,
-    reason,
-    scaling,
-    step,
-)
+from tests.support.autoscaler_app import GREATER, LESS_OR_EQUAL, Autoscaler, endpoint, reason, scaling, step
 from tests.support.fake_adapter import FakeAdapter
 from tests.support.waiting import eventually
 

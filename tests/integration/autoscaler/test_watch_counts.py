@@ -181,10 +181,7 @@ async def test_consumers_rates_and_the_age_of_the_oldest_message_are_known_once_
     dated, plain, empty = (unique_queue_name() for _ in range(3))
     for queue in (dated, plain, empty):
         await declare_queue(rabbitmq, queue)
-    async with (
-        open_channel(rabbitmq) as channel,
-        watching(tmp_path, {"default": broken}) as watchers,
-    ):
+    async with open_channel(rabbitmq) as channel, watching(tmp_path, {"default": broken}) as watchers:
         for queue, sent in ((dated, datetime.now(UTC) - timedelta(hours=1)), (plain, None)):
             message = aio_pika.Message(b"work", timestamp=sent)
             await channel.default_exchange.publish(message, routing_key=queue, mandatory=True, timeout=10)

@@ -65,11 +65,7 @@ def test_a_reservation_is_written_when_it_is_made_and_when_it_ends() -> None:
 def test_endpoints_are_written_when_they_come_and_go() -> None:
     spec = autoscaler_api.EndpointSpec(max_replicas=1, template={"template": "worker"})
     wanted = autoscaler_api.Endpoint(name="endpoints/mine", spec=spec)
-    with (
-        FakeServer() as server,
-        server.connect() as client,
-        watching(server.address, "endpoints") as lines,
-    ):
+    with FakeServer() as server, server.connect() as client, watching(server.address, "endpoints") as lines:
         request = autoscaler_api.CreateEndpointRequest(endpoint=wanted, request_id=str(uuid.uuid4()))
         client.endpoints.CreateEndpoint(request)
         eventually_sync(lambda: [line["name"] for line in lines[:1]] == [wanted.name], timeout=60)

@@ -125,10 +125,7 @@ async def test_a_reservation_is_of_who_made_it_through_the_gateway(world: World)
         await root.release(one)
         await eventually(
             lambda: (
-                {
-                    ("alice", "gateway", "gate", "Reserve"),
-                    ("root", "gateway", "gate", "ReleaseReservation"),
-                }
+                {("alice", "gateway", "gate", "Reserve"), ("root", "gateway", "gate", "ReleaseReservation")}
                 <= noted(world)
             )
         )

@@ -13,14 +13,7 @@ from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.monitor.agent.events import MOST_FAULTS, FaultLog, Listener
 from gpuscale.monitor.agent.sources import GpuSourceError
 from gpuscale.monitor.app import agent as agent_app
-from gpuscale.monitor.model.readings import (
-    DriverEvent,
-    GpuEvent,
-    GpuEventKind,
-    GpuReading,
-    GpuState,
-    GpuView,
-)
+from gpuscale.monitor.model.readings import DriverEvent, GpuEvent, GpuEventKind, GpuReading, GpuState, GpuView
 from tests.support.monitor import FakeGpus, RunningFleet, running_agent, running_fleet
 from tests.support.monitor_values import identity
 from tests.support.waiting import eventually

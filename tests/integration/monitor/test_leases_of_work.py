@@ -97,8 +97,7 @@ async def site(folder: Path, *, checks: bool = True, fences_above: int = 0) -> A
     )
     clock = SystemClock()
     server = Server(
-        ServerOptions(socket=folder / "agent.sock"),
-        Authenticator(tokens_file=tokens, socket_role=Role.AGENT),
+        ServerOptions(socket=folder / "agent.sock"), Authenticator(tokens_file=tokens, socket_role=Role.AGENT)
     )
     address = server.bind()
     async with AsyncExitStack() as stack:

@@ -151,17 +151,9 @@ def of_all_kinds(watts: tuple[float, float, float], share: PowerShare) -> dict[s
     }
 
 
-@given(
-    TIMELINES,
-    WATTS,
-    st.sampled_from(PowerShare),
-    st.sampled_from(["", "loose", "mute"]),
-)
+@given(TIMELINES, WATTS, st.sampled_from(PowerShare), st.sampled_from(["", "loose", "mute"]))
 def test_budgets_are_kept_but_for_five_seconds_whoever_draws_and_no_cap_is_below_what_a_device_admits(
-    timeline: Timeline,
-    watts: tuple[float, float, float],
-    share: PowerShare,
-    loose: str,
+    timeline: Timeline, watts: tuple[float, float, float], share: PowerShare, loose: str
 ) -> None:
     model, since = Model(of_all_kinds(watts, share), loose), dict[str, float]()
     look = model.tick()

@@ -8,16 +8,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuscale.allocator.domain.model import (
-    WHOLE,
-    Ask,
-    GangStrategy,
-    Node,
-    Pick,
-    Policy,
-    Reservation,
-    Use,
-)
+from gpuscale.allocator.domain.model import WHOLE, Ask, GangStrategy, Node, Pick, Policy, Reservation, Use
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.rebalance import MovePlan, NoMoves, rebalance
 from tests.support.allocator_values import MIB, NOW, plain_node

@@ -113,11 +113,7 @@ readable = st.builds(
 
 @given(specs(), st.integers(1, 40), observations(), readable, past)
 def test_zero_only_on_proof(
-    spec: EndpointSpec,
-    before: int,
-    seen: dict[str, Observation],
-    shown: QueueReading,
-    last: dict[str, float],
+    spec: EndpointSpec, before: int, seen: dict[str, Observation], shown: QueueReading, last: dict[str, float]
 ) -> None:
     to_zero = Rule("down", "s0", StepRule(Comparator.LESS_THAN, 300.0, -50), cooldown=0.0)
     spec = replace(spec, min_replicas=0, rules=(to_zero,), paused=False)

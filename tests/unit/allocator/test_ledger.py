@@ -5,14 +5,7 @@ from base64 import urlsafe_b64decode
 
 import pytest
 
-from gpuscale.allocator.domain.ledger import (
-    RETENTION,
-    Deadlines,
-    Ledger,
-    Tokens,
-    activated,
-    rebased,
-)
+from gpuscale.allocator.domain.ledger import RETENTION, Deadlines, Ledger, Tokens, activated, rebased
 from gpuscale.allocator.domain.model import EndCause, Order, Reservation, State, moved
 from gpuscale.common.errors import (
     AlreadyExistsError,

@@ -80,10 +80,7 @@ def test_of_two_profiles_in_one_gpu_the_sum_of_compute_may_be_seven() -> None:
 def test_one_gpu_is_partitioned_where_that_is_enough_and_two_where_not() -> None:
     one, other = node("a", *divided("a"), *divided("b")), node("c", *divided("c", "1g.10gb"), rank=1)
     assert found(wish("3g.40gb", 2), one, other) == {"a-0": ("3g.40gb",) * 2}
-    assert found(wish("3g.40gb", 1, members=3), one, other) == {
-        "a-0": ("3g.40gb",) * 2,
-        "b-0": ("3g.40gb",),
-    }
+    assert found(wish("3g.40gb", 1, members=3), one, other) == {"a-0": ("3g.40gb",) * 2, "b-0": ("3g.40gb",)}
     assert found(wish("3g.40gb", 5), one, other) == {}
 
 

@@ -177,7 +177,7 @@ def test_what_holds_a_gpu_back_is_named() -> None:
             reading=Reading(
                 throttle_reasons=["sw_power_cap", "hw_thermal_slowdown"],
                 recovery_action=types_api.RecoveryAction.RECOVERY_ACTION_GPU_RESET,
-            ),
+            )
         ),
         quarantined={"gpu-00000000"},
     )
