@@ -33,6 +33,7 @@ from tests.support.fixtures import need
 from tests.support.nvml_double import NvmlDouble, env_with_double, why_unavailable, wired_gpus
 from tests.support.nvml_double.double import FIELD_IDS
 from tests.support.ports import free_port
+from tests.support.small_disk import small_disk
 from tests.support.tokens import token, write_tokens
 from tests.support.up import ctl_environment
 from tests.support.waiting import eventually
@@ -78,15 +79,9 @@ def shortened() -> str:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    place = tmp_path / "disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=48m,mode=0700", "tmpfs", str(place)]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"a file system cannot be mounted here: {done.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk") as place:
+        yield place
 
 
 class Site:
@@ -271,11 +266,11 @@ async def read_anew(agent: str) -> None:
         await driver.ResumeDriver(monitor_api.ResumeDriverRequest())
 
 
-async def test_alerts_fire_on_what_they_are_for(tmp_path: Path, small_disk: Path) -> None:
+async def test_alerts_fire_on_what_they_are_for(tmp_path: Path, disk: Path) -> None:
     need(why_unavailable())
     if shutil.which("prometheus") is None:
         need("prometheus is not installed (tools/install_test_servers.sh)")
-    site = Site(tmp_path, small_disk)
+    site = Site(tmp_path, disk)
     async with (
         site.running() as client,
         open_channel(site.at["gateway"], token=SecretStr(token("alice"))) as way,

@@ -93,3 +93,11 @@ def nvml_double(tmp_path: Path) -> Iterator[nvml.NvmlDouble]:
     need(nvml.why_unavailable())
     with nvml.in_process(nvml.NvmlDouble(tmp_path)) as double:
         yield double
+
+
+@pytest.fixture
+def eight(nvml_double: nvml.NvmlDouble) -> nvml.NvmlDouble:
+    """The same with eight healthy GPUs on a switch."""
+    nvml_double.gpus = nvml.wired_gpus(8)
+    nvml_double.write()
+    return nvml_double

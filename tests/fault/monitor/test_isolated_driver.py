@@ -16,7 +16,7 @@ from gpuscale.common.wire import seconds, to_duration
 from gpuscale.monitor.agent.isolated import ChildProcess, IsolatedSource
 from gpuscale.monitor.agent.nvml import NvmlSource
 from gpuscale.monitor.agent.sources import GpuSourceError
-from tests.support.nvml_double import NvmlDouble, env_with_double, wired_gpus
+from tests.support.nvml_double import NvmlDouble, env_with_double
 from tests.support.nvml_site import FRESH_SECONDS, HUNG, LOST, OK, Site, site
 from tests.support.waiting import eventually_sync
 
@@ -34,12 +34,10 @@ time.sleep(600)
 
 
 @pytest.fixture
-def eight(nvml_double: NvmlDouble, monkeypatch: pytest.MonkeyPatch) -> NvmlDouble:
-    """A machine with eight healthy GPUs, whose driver child processes find as well."""
-    nvml_double.gpus = wired_gpus(8)
-    nvml_double.write()
-    monkeypatch.setenv("LD_LIBRARY_PATH", env_with_double(nvml_double)["LD_LIBRARY_PATH"])
-    return nvml_double
+def eight(eight: NvmlDouble, monkeypatch: pytest.MonkeyPatch) -> NvmlDouble:
+    """The machine whose driver child processes find as well."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", env_with_double(eight)["LD_LIBRARY_PATH"])
+    return eight
 
 
 EARLIER = set[int]()

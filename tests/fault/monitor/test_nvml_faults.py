@@ -1,27 +1,17 @@
 """An agent on a host whose driver misbehaves: it goes on answering, and says what is wrong with which GPU."""
 
-import pytest
-
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.api.types.v1 import GpuState
 from gpuscale.common.wire import seconds
 from tests.support.monitor import running_fleet
-from tests.support.nvml_double import NvmlDouble, NvmlReturn, wired_gpus
+from tests.support.nvml_double import NvmlDouble, NvmlReturn
 from tests.support.nvml_site import FRESH_SECONDS, HUNG, LOST, OK, SLOW, ages, site
 
 # On a machine of its own the bound is 50 ms (bench/telemetry prints it). Here others compete for the cores, so the
 # answers are compared with those of the same agent a moment before; one that waited for a GPU would take seconds.
 MOST_TIMES_SLOWER = 10.0
 LEAST_BOUND_SECONDS = 0.25
-
-
-@pytest.fixture
-def eight(nvml_double: NvmlDouble) -> NvmlDouble:
-    """A machine with eight healthy GPUs on a switch."""
-    nvml_double.gpus = wired_gpus(8)
-    nvml_double.write()
-    return nvml_double
 
 
 async def test_a_hung_call_delays_neither_the_other_gpus_nor_an_answer_and_is_recovered_from(

@@ -13,14 +13,6 @@ from tests.support.nvml_double import GIB, DoubleProcess, NvmlDouble, wired_gpus
 from tests.support.nvml_site import FRESH_SECONDS, HUNG, OK, ages, site
 
 
-@pytest.fixture
-def eight(nvml_double: NvmlDouble) -> NvmlDouble:
-    """A machine with eight healthy GPUs on a switch."""
-    nvml_double.gpus = wired_gpus(8)
-    nvml_double.write()
-    return nvml_double
-
-
 async def test_eight_healthy_gpus_are_all_there_with_every_reading(eight: NvmlDouble) -> None:
     async with site(eight) as one:
         snapshot = await one.until_all(OK)
