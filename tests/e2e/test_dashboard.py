@@ -82,6 +82,16 @@ PAGES = {
 }
 
 
+def test_a_browser_that_answers_late_still_gets_its_calendar(browser: Browser, site: str) -> None:
+    with page_of(browser) as page:
+        page.add_init_script(
+            "const send = WebSocket.prototype.send;"
+            "WebSocket.prototype.send = function (...told) { setTimeout(() => send.apply(this, told), 1500) }"
+        )
+        page.goto(f"{site}/bookings")
+        page.get_by_text("nothing is booked this week").wait_for()
+
+
 def test_a_page_from_elsewhere_cannot_have_its_name_lead_here(site: str) -> None:
     """Nobody signs in on loopback, so a name that somebody else chose must not be taken for this host."""
     for asked, code in (("localhost", 200), ("[::1]", 200), ("192.0.2.7", 200), ("rebound.example", 403)):
