@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 from gpuscale import cli
-from gpuscale.cli.manifests import planning
+from gpuscale.cli.commands import apply
 from tests.contract.descriptors import rpcs
 
 PROGRAMS = "called by programs of ours, which the commands show the state of"
@@ -55,7 +55,7 @@ def called() -> set[str]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "_reader":
             noun, *nouns = (one.value for one in node.args[3:] if isinstance(one, ast.Constant))
             names |= {f"Get{noun}Request", f"List{nouns[0] if nouns else f'{noun}s'}Request"}
-    names |= {f"{verb}{kind}" for verb in ("Create", "Update") for kind in planning._SERVICES}
+    names |= {f"{verb}{kind}" for verb in ("Create", "Update") for kind in apply._SERVICES}
     listed = {
         name.removesuffix("Request") for name in names if name.startswith(("Get", "List", "Delete", "Cancel"))
     }

@@ -9,7 +9,7 @@ import click
 import pytest
 
 from gpuscale.cli.console.command import Command
-from gpuscale.cli.tree import COMMANDS
+from gpuscale.cli.main import COMMANDS
 from tests.support.cli import leaves, run_cli
 
 SERVES = {("up",), ("dashboard",)}

@@ -9,8 +9,8 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.up.app import open_all
-from gpuscale.up.demo.app import BUILDS, ENDPOINTS, H100
-from gpuscale.up.demo.hosts import GIB, DemoHost, DemoProgram
+from gpuscale.up.demo import BUILDS, ENDPOINTS, H100
+from gpuscale.up.demo_hosts import GIB, DemoHost, DemoProgram
 from gpuscale.up.settings import load_all
 from tests.support.waiting import eventually
 
@@ -43,7 +43,7 @@ def test_figures_of_a_gpu_follow_what_runs_on_it() -> None:
 
 
 async def test_the_fleet_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuscale.up.demo.hosts.START_SECONDS", 0.2)
+    monkeypatch.setattr("gpuscale.up.demo_hosts.START_SECONDS", 0.2)
     flags = [
         "--demo",
         "--demo-speed=600",

@@ -14,7 +14,7 @@ from gpuscale.autoscaler.servicers.keda_servicer import METRIC
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.autoscaler.signals.brokers import resolve
 from gpuscale.autoscaler.wire.specs import spec_from_wire
-from gpuscale.cli.manifests.documents import parse
+from gpuscale.cli.manifests import parse
 from gpuscale.common.config.sources import load_table, read_config
 from gpuscale.common.rpc.validation import violations
 

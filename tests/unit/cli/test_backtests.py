@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from gpuscale.cli.commands.backtest import PeriodSpan, Workload, read_goal
-from gpuscale.cli.manifests.documents import ManifestError, parse_policies
+from gpuscale.cli.manifests import ManifestError, parse_policies
 from gpuscale.client.tuning import TuningGoal
 
 NOTHING: Any = {

@@ -6,7 +6,7 @@ import pytest
 from google.protobuf.json_format import MessageToDict
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.cli.manifests.documents import ManifestError, parse
+from gpuscale.cli.manifests import ManifestError, parse
 
 GOOD = """\
 # what the workers read

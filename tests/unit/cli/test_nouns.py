@@ -9,8 +9,7 @@ from gpuscale.cli.commands.watching import GetGroup
 from gpuscale.cli.console.command import typed_anywhere
 from gpuscale.cli.console.errors import ExitCode, report_os
 from gpuscale.cli.grammar.nouns import NOUNS, format_of, is_field, with_noun
-from gpuscale.cli.main import root, run_command
-from gpuscale.cli.tree import COMMANDS, OF_OTHER_TOOLS
+from gpuscale.cli.main import COMMANDS, OF_OTHER_TOOLS, root, run_command
 
 
 def parsed(line: str) -> tuple[str, dict[str, object], dict[str, object]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.wire import to_timestamp
-from gpuscale.dashboard.ical import calendar_secret, ical
+from gpuscale.dashboard.pages.reservations import calendar_secret, ical
 
 START = datetime(2026, 11, 30, 14, tzinfo=UTC)
 

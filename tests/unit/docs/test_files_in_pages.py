@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.cli.manifests.documents import parse
+from gpuscale.cli.manifests import parse
 from gpuscale.common.config.sources import load_table
 from tests.unit.docs.pages import HAND_WRITTEN, programs
 

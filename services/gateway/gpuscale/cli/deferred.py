@@ -28,7 +28,7 @@ DEFERRED = (
     "gpuscale.cli.commands.doctor_host",
     "gpuscale.cli.console.cells",
     "gpuscale.cli.console.lookup",
-    "gpuscale.cli.manifests.",
+    "gpuscale.cli.manifests",
     "gpuscale.cli.views.",
     "gpuscale.client",
     "gpuscale.common.rpc.",

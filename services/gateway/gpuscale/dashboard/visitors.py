@@ -32,10 +32,11 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import AsyncClient, GpuscaleError, PermissionDeniedError, UnauthenticatedError
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.secrets import LINK_PATH, write_link
-from gpuscale.dashboard.ical import PATH as CALENDAR
 
 T = TypeVar("T")
 
+CALENDAR = "/calendar/"
+"""Path of the calendar of bookings, which needs no sign-in."""
 LENGTH = 12 * 3600.0
 """Seconds after which a visitor has to sign in again."""
 MOST = 1_000

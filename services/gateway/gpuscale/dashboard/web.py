@@ -31,8 +31,6 @@ from gpuscale.dashboard.facts import Facts, FleetTally
 from gpuscale.dashboard.feed import Feed
 from gpuscale.dashboard.figures import CountedRequests, Figures
 from gpuscale.dashboard.frame import DashboardSite, page
-from gpuscale.dashboard.ical import PATH as CALENDAR
-from gpuscale.dashboard.ical import calendar_secret, ical
 from gpuscale.dashboard.pages.audit import audit_page
 from gpuscale.dashboard.pages.endpoints import (
     decision_page,
@@ -47,12 +45,14 @@ from gpuscale.dashboard.pages.recordings import recording_page, recordings_page
 from gpuscale.dashboard.pages.reservations import (
     all_output,
     bookings_page,
+    calendar_secret,
+    ical,
     reservation_page,
     reservations_page,
 )
 from gpuscale.dashboard.pages.usage import usage_page
 from gpuscale.dashboard.settings import DashboardSettings
-from gpuscale.dashboard.visitors import VisitorActions, Visitors, require_sign_in
+from gpuscale.dashboard.visitors import CALENDAR, VisitorActions, Visitors, require_sign_in
 
 KEPT_MESSAGES = 10
 """Messages kept for each browser in case its connection breaks; after more, it reloads the page."""

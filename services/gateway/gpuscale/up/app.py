@@ -93,7 +93,7 @@ async def open_all(settings: AllSettings) -> AsyncGenerator[Running]:
             open_adapter(settings.adapter, autoscaler=own, agent=own, clock=clock)
         )
         if settings.up.demo:
-            from gpuscale.up.demo.app import open_demo  # loaded only if wanted
+            from gpuscale.up.demo import open_demo  # loaded only if wanted
 
             await stack.enter_async_context(
                 open_demo(own, speed=settings.up.demo_speed, seed=settings.up.demo_seed)

@@ -12,7 +12,7 @@ from gpuscale.autoscaler.adapters.engines.process.engine import ProcessSettings
 from gpuscale.autoscaler.adapters.settings import EngineSettings
 from gpuscale.autoscaler.domain.validate import violations as contradictions
 from gpuscale.autoscaler.wire.specs import spec_from_wire
-from gpuscale.cli.manifests.documents import parse
+from gpuscale.cli.manifests import parse
 from gpuscale.common.config.sources import load_table, read_config
 from gpuscale.common.rpc.validation import violations
 from gpuscale_ecs.engine import EcsSettings

@@ -10,6 +10,7 @@ import click
 
 from gpuscale import client as library
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.cli import manifests
 from gpuscale.cli.commands.apply import read
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.bulk import delete_each
@@ -30,7 +31,6 @@ from gpuscale.cli.grammar.parameters import (
     shared,
     takes,
 )
-from gpuscale.cli.manifests import documents
 from gpuscale.cli.views import autoscaler as views
 from gpuscale.client.tuning import (
     AS_IT_IS,
@@ -299,7 +299,7 @@ def backtest(
     if workload.chosen_by:
         raise InvalidArgumentError(f"--goal {workload.chosen_by} chooses a policy: use tune")
     policies = [
-        one for name in file for text, source in read(name) for one in documents.parse_policies(text, source)
+        one for name in file for text, source in read(name) for one in manifests.parse_policies(text, source)
     ]
     spec, trace = workload.asked()
     spec.shared_gpus, workloads = share_gpus, {"": trace}

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.cli import manifests
 from gpuscale.cli.console.bulk import delete_each
 from gpuscale.cli.console.command import Session, command, names, one_name
 from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import COUNT, YES, option, repeated
-from gpuscale.cli.manifests import documents
 from gpuscale.cli.views import autoscaler as views
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.names import ENDPOINT, RULE, WATCHER, endpoint_name
@@ -147,17 +147,17 @@ def _set_parts(rule: "api.Rule", parts: Sequence[str]) -> list[str]:
         path, equals, value = typed.partition("=")
         if not path or not equals:
             raise InvalidArgumentError(f"{typed!r} is not a part; write it like step.threshold=10")
-        place = documents.Place(f"--set {path}", 1, 1)
+        place = manifests.Place(f"--set {path}", 1, 1)
         found.append(_path(rule, path))
         _clear(rule, found[-1])
         text = _COMPARATORS.get(value, value) if path.endswith("comparator") else value
-        tree: documents.Tree = documents.Scalar(place, text, null=False)
+        tree: manifests.Tree = manifests.Scalar(place, text, null=False)
         for name in reversed(path.split(".")[1:]):
-            tree = documents.Entries(place, [(documents.Scalar(place, name, null=False), tree)])
+            tree = manifests.Entries(place, [(manifests.Scalar(place, name, null=False), tree)])
         part = type(rule)()
-        documents.fill(
+        manifests.fill(
             part,
-            documents.Entries(place, [(documents.Scalar(place, path.partition(".")[0], null=False), tree)]),
+            manifests.Entries(place, [(manifests.Scalar(place, path.partition(".")[0], null=False), tree)]),
         )
         rule.MergeFrom(part)
     return found

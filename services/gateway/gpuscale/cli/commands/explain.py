@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.cli import manifests
 from gpuscale.cli.commands.apply import read
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.command import Session, command, one_name
@@ -26,7 +27,6 @@ from gpuscale.cli.grammar.parameters import (
     repeated,
 )
 from gpuscale.cli.grammar.selecting import near
-from gpuscale.cli.manifests import documents
 from gpuscale.cli.views import allocator as allocator_views
 from gpuscale.cli.views import autoscaler as autoscaler_views
 from gpuscale.cli.views import contract_docs
@@ -223,7 +223,7 @@ def evaluate_endpoint(
         raise InvalidArgumentError("pass NAME or --file")
     spec = None
     if file:
-        policies = [one for text, source in read(file) for one in documents.parse_policies(text, source)]
+        policies = [one for text, source in read(file) for one in manifests.parse_policies(text, source)]
         if len(policies) != 1 or policies[0].WhichOneof("policy") != "spec":
             raise InvalidArgumentError(f"{file}: the file must hold exactly one endpoint")
         spec = policies[0].spec

@@ -1,20 +1,23 @@
 """Reservations: who holds what, for how long, how much is used, the output of jobs; and bookings: a calendar of the week."""
 
 import asyncio
+import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta, tzinfo
 from functools import partial
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
+from google.protobuf.timestamp_pb2 import Timestamp
 from nicegui import ui
 from nicegui.events import GenericEventArguments
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.client import AsyncClient, GpuscaleError, NotFoundError
 from gpuscale.client.orders import kept_output
+from gpuscale.common.secrets import write_private
 from gpuscale.common.wire import to_datetime
 from gpuscale.dashboard import charts, humanize, rows
 from gpuscale.dashboard.frame import (
@@ -28,9 +31,8 @@ from gpuscale.dashboard.frame import (
     live,
     page,
 )
-from gpuscale.dashboard.ical import PATH
 from gpuscale.dashboard.rows import Columns, Row
-from gpuscale.dashboard.visitors import VisitorActions
+from gpuscale.dashboard.visitors import CALENDAR, VisitorActions
 
 SPANS = {"10 min": 600.0, "1 h": 3600.0, "6 h": 21600.0, "24 h": 86400.0}
 REFRESH = 5.0
@@ -218,7 +220,7 @@ def bookings_page(site: DashboardSite) -> None:
     """Build the page."""
     with page(site, "Bookings"):
         if secret := site.calendar():
-            address = f"{ui.context.client.request.base_url}{PATH[1:]}{secret}.ics"
+            address = f"{ui.context.client.request.base_url}{CALENDAR[1:]}{secret}.ics"
             with ui.row().classes("items-baseline"):
                 ui.label("subscribe in a calendar program (the address is secret):")
                 ui.link("calendar", address)
@@ -291,3 +293,73 @@ def booking_row(one: allocator_api.Booking) -> Row:
         "title": one.title,
         "note": one.note,
     }
+
+
+_LINE = 73
+"""Bytes of a line before it is folded: 75 with the space that begins the next one, less one."""
+_ESCAPED = str.maketrans({"\\": "\\\\", ";": "\\;", ",": "\\,", "\n": "\\n", "\r": None})
+_VOID = allocator_api.Booking.STATE_CANCELLED, allocator_api.Booking.STATE_EXPIRED
+
+
+def calendar_secret(file: Path) -> str:
+    """The secret in the calendar's address, in a file that only this user can read; created if missing. Raises OSError.
+
+    Calendar programs cannot sign in, so anyone with the address can read the feed; it shows only what every visitor of the
+    dashboard sees. Subscriptions survive a restart; deleting the file revokes the address.
+    """
+    with suppress(FileNotFoundError):
+        if known := file.read_text().strip():
+            return known
+    made = secrets.token_urlsafe(24)
+    write_private(file, f"{made}\n".encode())
+    return made
+
+
+def ical(bookings: Iterable[allocator_api.Booking]) -> bytes:
+    """The bookings as an iCalendar feed (RFC 5545). Cancelled and released bookings appear as CANCELLED, so that calendar programs remove them."""
+    lines = [
+        "BEGIN:VCALENDAR",
+        "VERSION:2.0",
+        "PRODID:-//gpuscale//bookings//EN",
+        "X-WR-CALNAME:GPU bookings",
+    ]
+    lines += ["REFRESH-INTERVAL;VALUE=DURATION:PT15M", "X-PUBLISHED-TTL:PT15M"]
+    for one in bookings:
+        lines += _event(one)
+    return b"".join(_folded(line) for line in [*lines, "END:VCALENDAR"])
+
+
+def _event(one: allocator_api.Booking) -> Iterator[str]:
+    nodes = ", ".join(dict.fromkeys(gpu.split("/")[1] for gpu in one.gpus))
+    said = (f"{humanize.word(one, 'state')}, booked by {one.owner}", *one.gpus, one.note)
+    yield "BEGIN:VEVENT"
+    yield f"UID:{one.name.removeprefix('bookings/')}-{one.create_time.seconds}@gpuscale"
+    yield f"DTSTAMP:{_moment(one.create_time)}"
+    yield f"DTSTART:{_moment(one.start_time)}"
+    yield f"DTEND:{_moment(one.end_time)}"
+    yield f"SUMMARY:{_escaped(f'{len(one.gpus)} GPUs, {one.owner}' + (f': {one.title}' if one.title else ''))}"
+    yield f"LOCATION:{_escaped(nodes)}"
+    yield f"DESCRIPTION:{_escaped(chr(10).join(filter(None, said)))}"
+    yield f"STATUS:{'CANCELLED' if one.state in _VOID else 'CONFIRMED'}"
+    yield "END:VEVENT"
+
+
+def _moment(at: Timestamp) -> str:
+    moment: datetime = to_datetime(at)
+    return f"{moment:%Y%m%dT%H%M%SZ}"
+
+
+def _escaped(text: str) -> str:
+    return "".join(one for one in text.translate(_ESCAPED) if one >= " ")
+
+
+def _folded(line: str) -> bytes:
+    """A line folded at 75 bytes, between characters."""
+    parts, size = [""], 0
+    for one in line:
+        size += (length := len(one.encode()))
+        if size > _LINE:
+            parts.append("")
+            size = length
+        parts[-1] += one
+    return "\r\n ".join(parts).encode() + b"\r\n"

@@ -1,4 +1,7 @@
-"""The demo's site, its people, its endpoints, and a day of incidents."""
+"""`gpuscalectl up --demo`: real services for a simulated site, with its people, its endpoints, and a day of incidents.
+
+The seed determines loads, names and times; the demo's day can run faster than real time.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.common.wire import to_duration
-from gpuscale.up.demo.hosts import Build, DemoProgram, DemoSite, Traffic, Workers
+from gpuscale.up.demo_hosts import Build, DemoProgram, DemoSite, Traffic, Workers
 
 LEASE = 30.0
 """Seconds of a lease, renewed at every third of it."""
