@@ -31,26 +31,34 @@ POLICY = "policies/{policy}"
 ACT = "policies/{policy}/acts/{act}"
 TARGET = "targets/{target}"
 NOTIFICATION = "targets/{target}/notifications/{notification}"
-BUDGET, CHANGE = "budgets/{budget}", "changes/{change}"
+BUDGET = "budgets/{budget}"
+CHANGE = "changes/{change}"
 LEASE_KEY = "gpuscale-lease-token"
 """Metadata key of a lease token, which authenticates a caller."""
 PATTERNS = {
     pattern.rpartition("{")[2].rstrip("}").title().replace("_", ""): pattern
     for pattern in (
-        *(
-            NODE,
-            GPU,
-            RESERVATION,
-            ENDPOINT,
-            REPLICA,
-            RULE,
-            DECISION,
-            WATCHER,
-            ADAPTER,
-            HEALTH_EVENT,
-            RECORDING,
-        ),
-        *(BOOKING, JOINING, PRESET, BACKTEST, POLICY, ACT, TARGET, NOTIFICATION, BUDGET, CHANGE),
+        NODE,
+        GPU,
+        RESERVATION,
+        ENDPOINT,
+        REPLICA,
+        RULE,
+        DECISION,
+        WATCHER,
+        ADAPTER,
+        HEALTH_EVENT,
+        RECORDING,
+        BOOKING,
+        JOINING,
+        PRESET,
+        BACKTEST,
+        POLICY,
+        ACT,
+        TARGET,
+        NOTIFICATION,
+        BUDGET,
+        CHANGE,
     )
 }
 """Pattern by the last part of the google.api.resource type, for types with a single pattern of ids."""

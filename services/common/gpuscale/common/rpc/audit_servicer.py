@@ -89,9 +89,8 @@ class AuditServicer(api.AuditServiceServicer):
         """Events in the part of the log before `after` (inode and offset), or at its end."""
         found = list[api.AuditEvent]()
         with ExitStack() as stack:
-            files: dict[
-                int, BinaryIO
-            ] = {}  # by inode, newest first: one that is rotated meanwhile is found again
+            # By inode, newest first: one that is rotated meanwhile is found again.
+            files: dict[int, BinaryIO] = {}
             for number in range(FILES_KEPT + 1):
                 with suppress(FileNotFoundError):
                     file = stack.enter_context(self._options.numbered(number).open("rb"))
