@@ -48,6 +48,7 @@ DEFERRED = (
     "httpx",
     "inspect",
     "ipaddress",
+    "numpy",
     "psutil",
     "shutil",
     "textwrap",

@@ -13,14 +13,16 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpuscale.allocator.domain.model import WHOLE, Gpu, GpuUse, Node, NodeState, Reservation, Use, Weights
 
-UNKNOWN = int(np.iinfo(np.int64).min)
+if TYPE_CHECKING:
+    from numpy.typing import NDArray  # nothing here needs NumPy before the first ask (docs/adr/0034)
+
+UNKNOWN = -(1 << 63)
 """Marks an unknown number."""
 GIB = 1024**3
 NO_GPU = -1
@@ -38,9 +40,10 @@ Build = tuple[str, int, int, int]
 """What equal nodes share: GPU model, number of GPUs, cores and GiB of memory (-1 if unknown)."""
 UNKNOWN_USE = -1.0
 """Marks unknown utilization."""
-Bools = NDArray[np.bool_]
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+Bools: TypeAlias = "NDArray[np.bool_]"
+Floats: TypeAlias = "NDArray[np.float64]"
+Ints: TypeAlias = "NDArray[np.int64]"
+Codes: TypeAlias = "NDArray[np.int8]"
 
 
 @dataclass(slots=True)
@@ -202,7 +205,7 @@ class Columns:
                     self._places.setdefault(gpu.uuid.lower(), []).append((row, column))
         return self._places
 
-    def out_of_use(self, rows: Ints | int) -> Bools:
+    def out_of_use(self, rows: "Ints | int") -> Bools:
         """The GPUs that take no new work, whoever holds them: failed, quarantined or cordoned."""
         found: Bools = self.trouble[rows] | self.quarantined[rows] | self.cordoned[rows]
         return found
@@ -457,7 +460,7 @@ class Columns:
         self.spare = np.zeros(shape, np.int64)
 
 
-def listed(numbers: NDArray[np.integer]) -> list[int]:
+def listed(numbers: "NDArray[np.integer]") -> list[int]:
     """The numbers of an array row as a list."""
     found: list[int] = numbers.tolist()
     return found

@@ -17,7 +17,6 @@ from itertools import chain
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpuscale.allocator.domain.model import WHOLE, Ask, GangStrategy, Node, Use
 from gpuscale.allocator.placing.columns import (
@@ -26,6 +25,7 @@ from gpuscale.allocator.placing.columns import (
     NO_GPU,
     UNKNOWN,
     Bools,
+    Codes,
     Columns,
     GpuFacts,
     Ints,
@@ -76,8 +76,7 @@ SHARE_FLOOR = (9, 10)
 CODES = {obstacle: code for code, obstacle in enumerate(ORDER, start=1)}
 """The numbers of obstacles in arrays; 0 is none."""
 _HELD: Final = CODES[Obstacle.HELD]
-Codes = NDArray[np.int8]
-_MOST: Final = int(np.iinfo(np.int64).max)
+_MOST: Final = (1 << 63) - 1
 ABSENT = -1
 """Marks a missing GPU."""
 NODE_OBSTACLES = frozenset(
@@ -392,7 +391,7 @@ def could_ever(ask: Ask, columns: Columns, constraints: Constraints) -> Ints:
 
 
 def _or_enough(amount: Ints) -> Ints:
-    return np.where(amount == UNKNOWN, np.iinfo(np.int64).max, amount)
+    return np.where(amount == UNKNOWN, _MOST, amount)
 
 
 def _members(ask: Ask, each: Ints, cpu: Ints, memory: Ints) -> Ints:

@@ -14,7 +14,6 @@ from operator import not_
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpuscale.allocator.domain.model import (
     WHOLE,
@@ -28,7 +27,7 @@ from gpuscale.allocator.domain.model import (
     ScorePart,
     Use,
 )
-from gpuscale.allocator.placing.columns import Bools, Build, Columns, Floats, Ints, Row, listed
+from gpuscale.allocator.placing.columns import Bools, Build, Codes, Columns, Floats, Ints, Row, listed
 from gpuscale.allocator.placing.constraints import (
     ABSENT,
     Constraints,
@@ -75,8 +74,8 @@ class Shape:
         rows = len(columns.changed)
         self.ask = ask
         self.constraints = Constraints(columns, use, ask)
-        self.gpu_codes: NDArray[np.int8] = np.zeros((rows, columns.width), np.int8)
-        self.node_codes: NDArray[np.int8] = np.zeros(rows, np.int8)
+        self.gpu_codes: Codes = np.zeros((rows, columns.width), np.int8)
+        self.node_codes: Codes = np.zeros(rows, np.int8)
         self.value: Floats = np.full(rows, -np.inf)
         self._columns = columns
         self._by_row = ask.policy is not _FGD and self.constraints.is_plain()

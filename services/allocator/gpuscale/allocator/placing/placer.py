@@ -64,11 +64,11 @@ class Placer:
 
     def __init__(self, use: Use, demand: Demand | None = None) -> None:
         self.use = use
-        self._demand = demand or Demand()
+        self._demand = demand
         self._nodes: dict[str, Node] = {}
         self._cordons: frozenset[str] = frozenset()
-        self._index = Index((), use, self._demand, self._cordons)
-        self._arranged = True
+        self._index: Index  # made by the first ask
+        self._arranged = False
         self.power = PowerRoom()
         """What may start without going beyond power budgets."""
 
@@ -76,23 +76,21 @@ class Placer:
         """A copy with what is held now, for another thread. It learns asks separately."""
         twin = Placer(self.use.copy())
         twin._nodes, twin._cordons, twin.power = self._nodes.copy(), self._cordons, self.power
-        twin._arranged = False
         return twin
 
     def alone(self, node: Node) -> "Placer":
         """A placer of only this node, possibly changed, and all that is held; do not use the original afterwards."""
         twin = Placer(self.use)
         twin._nodes, twin._cordons, twin.power = {node.id: node}, self._cordons, self.power
-        twin._arranged = False
         return twin
 
     def apply_node(self, node: Node) -> bool:
         """Take in a node's current state; returns whether an ask that did not fit before may fit now."""
         before = self._nodes.get(node.id)
         self._nodes[node.id] = node
-        columns = self._index.columns
         if not self._arranged:
             return True
+        columns = self._index.columns
         if before is None and columns.has_room(node):
             columns.append(node)
         elif before is not None and before.rank == node.rank and len(node.gpus) <= columns.width:
@@ -103,8 +101,10 @@ class Placer:
 
     def renew_node(self, node_id: str) -> bool:
         """Extend the freshness of a node, as its GPUs say; returns whether an ask that did not fit before may fit now."""
+        if not self._arranged:
+            return True
         columns = self._index.columns
-        return not self._arranged or columns.renew(columns.row_of[node_id])
+        return columns.renew(columns.row_of[node_id])
 
     def remove_node(self, node_id: str) -> None:
         """Forget a node, if it is known."""
@@ -114,7 +114,8 @@ class Placer:
     def set_cordons(self, names: frozenset[str]) -> None:
         """Set what is cordoned: nodes as `nodes/{node}`, GPUs by UUID in lower case."""
         self._cordons = names
-        self._index.columns.set_cordons(names)
+        if self._arranged:
+            self._index.columns.set_cordons(names)
 
     def place(self, ask: Ask, now: float, *, again: bool = False) -> Pick | Refusal:
         """Find GPUs for an ask, all members or none; nothing is held.
@@ -269,6 +270,7 @@ class Placer:
         """The index, rebuilt when nodes are out of order, were removed, or outgrew it."""
         if not self._arranged:
             nodes = sorted(self._nodes.values(), key=lambda node: (node.rank, node.id))
+            self._demand = self._demand or Demand()
             self._index = Index(nodes, self.use, self._demand, self._cordons)
             self._arranged = True
         return self._index

@@ -52,7 +52,7 @@ POPULARITY = 0.95
 """Typical asks are the most frequent ones that make up this share of all."""
 CHUNK = 2048
 """Rows evaluated together, which bounds memory use."""
-_STEPS = np.array([-1000.0 * np.log(100.0 / score - 1.0) for score in range(1, 100)])
+_STEPS = [-1000.0 * math.log(100.0 / score - 1.0) for score in range(1, 100)]
 
 AskClass = tuple[int, int, int, tuple[str, ...]]
 """CPU, number of GPUs, share of each, models."""
@@ -187,9 +187,6 @@ STEP, PRICE_STEP = 0.01, 0.1
 """A tariff is replaced when a figure differs by more: the ratio by a share STEP, a price by STEP and by a share PRICE_STEP."""
 
 
-NO_WASTE: Floats = np.zeros(WHOLE + 1)
-
-
 @dataclass(frozen=True, slots=True)
 class Tariff:
     """The figures that policies use.
@@ -203,7 +200,7 @@ class Tariff:
 
     cpu_per_gpu: float = 0.0
     prices: Mapping[Build, float] = field(default_factory=dict[Build, float])
-    waste: Floats = field(default_factory=lambda: NO_WASTE)
+    waste: Floats = field(default_factory=lambda: np.zeros(WHOLE + 1))
     cpu_scarcity: float = 0.0
     saves: bool = False
 
