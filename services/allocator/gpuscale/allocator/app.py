@@ -1,8 +1,9 @@
 """Composition of the allocator: store, ledger, fleet view, sweeper, the gRPC services, and the figures on `/metrics`."""
 
+import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,7 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration
+from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.metrics_text import Family, MetricsPage, labels
 from gpuscale.common.runtime.tasks import Clock, TaskScope
@@ -72,6 +74,8 @@ SERVICES = tuple(
     )
 )
 """All services of the allocator."""
+KNOWN_INTERVAL = 0.01
+"""Seconds between checks of whether it knows nodes."""
 _log = get_logger(__name__)
 
 
@@ -98,6 +102,18 @@ async def open_allocator(
     async with open_parts(settings, fleet=fleet, clock=clock, term=term) as allocator:
         with nullcontext() if meter is None else meter.showing(partial(allocator.figures, file)):
             yield allocator.registrations
+
+
+async def until_known(services: grpc.aio.Channel, gpus: Mapping[str, int]) -> None:
+    """Wait until the allocator knows at least so many GPUs of each node: it learns of a node before its first snapshot."""
+    capacity = api.CapacityServiceStub(services)
+    while True:
+        with suppress(UnavailableError), rpc_errors():  # no contact with the fleet yet
+            nodes = (await capacity.RankNodes(api.RankNodesRequest())).nodes
+            known = {one.name: one.gpu_count for one in nodes}
+            if all(known.get(node, -1) >= least for node, least in gpus.items()):
+                return
+        await asyncio.sleep(KNOWN_INTERVAL)
 
 
 @asynccontextmanager

@@ -3,7 +3,6 @@
 They call each other through an internal server; tests call another one, where calls can be made to fail.
 """
 
-import asyncio
 import inspect
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from gpuscale.allocator.app import open_parts
+from gpuscale.allocator.app import open_parts, until_known
 from gpuscale.allocator.domain.model import State
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.usecases.leases import Leases
@@ -26,7 +25,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.autoscaler.app import open_autoscaler
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.client.listing import pages_async
-from gpuscale.common.errors import GpuscaleError, UnavailableError
+from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.interceptor import Handler, behavior_of, handler_of
 from gpuscale.common.rpc.server import HandlerCollector, Registration, Server, ServerOptions
@@ -41,8 +40,6 @@ from gpuscale.testing.doubles import FakeHost, FakeWorkers
 
 TTL = 4.0
 """Default seconds of a lease; the allocator's own default is 300."""
-LOOK = 0.005
-"""Seconds between checks of whether the allocator knows all hosts."""
 _PAGE = 1000
 Faults = Mapping[str, deque[GpuscaleError]]
 """Errors to answer the next calls with, by method name."""
@@ -130,27 +127,12 @@ async def open_site(hosts: Sequence[FakeHost], workers: FakeWorkers, faults: Fau
         for host in hosts:
             scope.spawn(f"report {host.node}", host.report(own))
         scope.spawn("workers", workers.run(own))
-        await _until_known(own, hosts)
+        await until_known(own, {f"nodes/{host.node}": len(host.uuids) for host in hosts})
         yield Site(address, hosts, workers, allocator.leases, own)
 
 
 def _settings(kind: Any, folder: Path, **more: object) -> Any:
     return kind.model_validate({"data_dir": folder, **more})
-
-
-async def _until_known(own: grpc.aio.Channel, hosts: Sequence[FakeHost]) -> None:
-    """Wait until the allocator can place on every node: it learns of a node before its first snapshot."""
-    capacity = allocator_api.CapacityServiceStub(own)
-    gpus = sum(len(host.uuids) for host in hosts)
-    while True:
-        try:
-            with rpc_errors():
-                ranked = await capacity.RankNodes(allocator_api.RankNodesRequest())
-        except UnavailableError:  # no contact with the fleet yet
-            ranked = allocator_api.RankNodesResponse()
-        if len(ranked.nodes) >= len(hosts) and sum(node.gpu_count for node in ranked.nodes) >= gpus:
-            return
-        await asyncio.sleep(LOOK)
 
 
 class _Public(grpc.GenericRpcHandler):

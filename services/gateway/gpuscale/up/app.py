@@ -20,8 +20,7 @@ from subprocess import PIPE
 import grpc
 from pydantic import SecretStr
 
-from gpuscale.allocator.app import open_allocator
-from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.allocator.app import KNOWN_INTERVAL, open_allocator, until_known
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types.v1 import Snapshot
 from gpuscale.autoscaler.adapters.main import open_adapter
@@ -43,8 +42,6 @@ STOP_GRACE = 1.0
 remaining calls up to 2.1 after."""
 START_SECONDS = 60.0
 """Seconds until the fleet and the allocator must know this host."""
-KNOWN_INTERVAL = 0.02
-"""Seconds between checks of that."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,8 @@ async def open_all(settings: AllSettings) -> AsyncGenerator[Running]:
         # When the server ends, the parts lose each other, which is no reason for warnings.
         stack.callback(root.setLevel, logging.ERROR)
         await server.start()
-        snapshot = await _until_known(own)  # from here on the agent knows its GPUs, and can admit work
+        # From here on the agent knows its GPUs, and can admit work; users can reserve as soon as they see the banner.
+        snapshot = await _first_snapshot(own)
         await stack.enter_async_context(
             open_adapter(settings.adapter, autoscaler=own, agent=own, clock=clock)
         )
@@ -104,23 +102,22 @@ async def open_all(settings: AllSettings) -> AsyncGenerator[Running]:
         yield Running(address, snapshot, dashboard)
 
 
-async def _until_known(own: grpc.aio.Channel) -> Snapshot:
-    """The first snapshot of this host, once fleet and allocator have it, so that users can reserve as soon as they see the banner.
+async def _first_snapshot(own: grpc.aio.Channel) -> Snapshot:
+    """The first snapshot of this host, once fleet and allocator have it.
 
-    Gives up after START_SECONDS with a warning: a slow machine is no reason not to start.
+    Raises:
+        UnavailableError: they do not within START_SECONDS (NO_TELEMETRY).
     """
-    fleet, capacity = monitor_api.FleetServiceStub(own), allocator_api.CapacityServiceStub(own)
+    fleet = monitor_api.FleetServiceStub(own)
     try:
         async with asyncio.timeout(START_SECONDS):
             while True:
                 with suppress(UnavailableError), rpc_errors():
                     nodes = (await fleet.ListNodes(monitor_api.ListNodesRequest())).nodes
                     for node in (one for one in nodes if one.HasField("snapshot")):
-                        if not node.snapshot.gpus:
-                            return node.snapshot
-                        ranked = await capacity.RankNodes(allocator_api.RankNodesRequest())
-                        if any(one.name == node.name for one in ranked.nodes):
-                            return node.snapshot
+                        if node.snapshot.gpus:
+                            await until_known(own, {node.name: 0})
+                        return node.snapshot
                 await asyncio.sleep(KNOWN_INTERVAL)
     except TimeoutError as error:
         message = f"no snapshot of this host within {START_SECONDS:g} s"

@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from random import Random
-from typing import Any
 from uuid import UUID
 
 import grpc
 from google.protobuf.json_format import ParseDict
 
+from gpuscale.allocator.app import until_known
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.common.errors import AlreadyExistsError, GpuscaleError, NotFoundError
@@ -145,7 +145,7 @@ async def open_demo(services: grpc.aio.Channel, *, speed: float, seed: int) -> A
     async with TaskScope() as scope:
         for host in site.hosts.values():
             scope.spawn(f"demo host {host.build.node}", _again(host.report, services))
-        await _until_known(site, services)
+        await until_known(services, {f"nodes/{build.node}": build.gpus for build in BUILDS})
         for build in BUILDS:
             if build.labels["pool"] == SERVING:
                 workers = Workers(build.node, site, traffic)
@@ -166,18 +166,6 @@ async def _again(connect: Callable[[grpc.aio.Channel], Awaitable[None]], channel
         with suppress(GpuscaleError), rpc_errors():
             await connect(channel)
         await asyncio.sleep(AGAIN)
-
-
-async def _until_known(site: DemoSite, services: grpc.aio.Channel) -> None:
-    """Wait until the allocator knows every host."""
-    stub = allocator_api.CapacityServiceStub(services)
-    wanted = {f"nodes/{node}" for node in site.hosts}
-    while True:
-        with suppress(GpuscaleError), rpc_errors():
-            ranked = await stub.RankNodes(allocator_api.RankNodesRequest())
-            if wanted <= {one.name for one in ranked.nodes}:
-                return
-        await asyncio.sleep(0.05)
 
 
 async def _set_up(services: grpc.aio.Channel, speed: float, seed: int) -> None:
@@ -203,26 +191,20 @@ async def _set_up(services: grpc.aio.Channel, speed: float, seed: int) -> None:
     await _attempt(policies.CreateUsePolicy(ParseDict(request, allocator_api.CreateUsePolicyRequest())))
     endpoints = autoscaler_api.EndpointServiceStub(services)
     for name, (capacity, most) in ENDPOINTS.items():
-        request = {"endpoint": _endpoint(name, capacity, most), "requestId": _uuid(seed, name)}
-        await _attempt(endpoints.CreateEndpoint(ParseDict(request, autoscaler_api.CreateEndpointRequest())))
-
-
-def _endpoint(name: str, capacity: float, most: int) -> dict[str, Any]:
-    return {
-        "name": f"endpoints/{name}",
-        "tenant": "product",
-        "spec": {
-            "minReplicas": 1,
-            "maxReplicas": most,
-            "tick": "1s",
-            "signals": [{"id": "in-flight", "pushed": {"metric": "in_flight"}, "maxAge": "10s"}],
-            "rules": [{"id": "load", "signal": "in-flight", "target": {"value": capacity * 0.8}}],
-            "template": {
-                "template": name,
-                "ask": {"gpuCount": 1, "nodeLabels": {"pool": SERVING}},
+        endpoint = {
+            "name": f"endpoints/{name}",
+            "tenant": "product",
+            "spec": {
+                "minReplicas": 1,
+                "maxReplicas": most,
+                "tick": "1s",
+                "signals": [{"id": "in-flight", "pushed": {"metric": "in_flight"}, "maxAge": "10s"}],
+                "rules": [{"id": "load", "signal": "in-flight", "target": {"value": capacity * 0.8}}],
+                "template": {"template": name, "ask": {"gpuCount": 1, "nodeLabels": {"pool": SERVING}}},
             },
-        },
-    }
+        }
+        request = {"endpoint": endpoint, "requestId": _uuid(seed, name)}
+        await _attempt(endpoints.CreateEndpoint(ParseDict(request, autoscaler_api.CreateEndpointRequest())))
 
 
 def _uuid(seed: int, what: str) -> str:
