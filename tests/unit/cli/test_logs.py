@@ -39,12 +39,13 @@ class Screen(io.BytesIO):
     ids=["plain", "escape", "eight bits", "eight bits in two parts", "letters in two parts", "no text"],
 )
 def test_a_terminal_is_not_steered(parts: list[bytes], shown: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    client: Any = None
     for terminal, expected in ((True, shown), (False, b"".join(parts))):
         screen = Screen(terminal=terminal)
         monkeypatch.setattr("sys.stdout", screen)
-        write = logs._writer()
+        tail = logs._Tail(client, NAME, 100)
         for part in parts:
-            write(part)
+            tail.write(part)
         assert screen.getvalue() == expected
 
 

@@ -430,19 +430,15 @@ class Top(App[None]):
             problem.display = bool(told)
         if facts.nodes is not self._read and not self._paused:
             self._read = facts.nodes
-            self._keep(gpus)
+            for gpu in gpus:
+                if gpu.utilization is not None:
+                    self._past[gpu.uuid].append(gpu.utilization)
+            load = rows.mean(gpu.utilization for gpu in gpus)
+            if load is not None and not self._ascii:
+                self._load.append(load)
+                line = self.query_one("#load", Static)
+                line.update("\n".join(load_lines([*self._load][-line.size.width or KEPT :])), layout=False)
         self._fill(self._active, gpus)
-
-    def _keep(self, gpus: Sequence[GpuSummary]) -> None:
-        """Keep each new reading, and draw the chart."""
-        for gpu in gpus:
-            if gpu.utilization is not None:
-                self._past[gpu.uuid].append(gpu.utilization)
-        load = rows.mean(gpu.utilization for gpu in gpus)
-        if load is not None and not self._ascii:
-            self._load.append(load)
-            line = self.query_one("#load", Static)
-            line.update("\n".join(load_lines([*self._load][-line.size.width or KEPT :])), layout=False)
 
     def _rows(self, name: str, gpus: Sequence[GpuSummary]) -> list[Row]:
         facts, now = self._facts, datetime.now(UTC)
@@ -472,15 +468,6 @@ class Top(App[None]):
         past = "".join(BLOCKS[round(min(one, 100) * 0.08)] for one in read).rjust(PAST)
         memory = humanize.part(gpu.memory_used, gpu.memory_total)  # which fits into 80 columns
         return {**row, "state": state, "why": why, "past": past, "memory": memory}
-
-    def _below_hosts(self, found: Sequence[Row]) -> list[Row]:
-        """The rows of GPUs, each host's after a row for the host."""
-        marked = marks(self._facts.cordons)
-        return [
-            row
-            for node, below in groupby(found, lambda row: str(row["gpu"]).rpartition("/")[0])
-            for row in (rows.host_row(self._facts.nodes[f"nodes/{node}"], marked), *below)
-        ]
 
     def _printable(self, cell: object) -> str:
         """The printable part of a cell: holders and programs are free text."""
@@ -514,8 +501,13 @@ class Top(App[None]):
             found.sort(key=lambda row: rows.sort_key(str(row[by])))
         if reverse:
             found.reverse()
-        tree = name == "gpus" and self._tree and column < 0
-        found = (self._below_hosts(found) if tree else found)[:SHOWN]
-        self._rows_shown[name] = found
+        if name == "gpus" and self._tree and column < 0:  # each host's after a row for the host
+            marked = marks(self._facts.cordons)
+            found = [
+                row
+                for node, below in groupby(found, lambda row: str(row["gpu"]).rpartition("/")[0])
+                for row in (rows.host_row(self._facts.nodes[f"nodes/{node}"], marked), *below)
+            ]
+        self._rows_shown[name] = found = found[:SHOWN]
         cells = [tuple(self._printable(row.get(column, "")) for column in TABLES[name]) for row in found]
         self._tables[name].show(cells)

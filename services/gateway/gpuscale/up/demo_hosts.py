@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import count
@@ -298,7 +298,17 @@ class Workers:
                 self._logs.append(response.log_question)
             else:
                 self._revision = response.revision
-                self._obey(response.replicas)
+                for line in response.replicas:
+                    known = self._replicas.get(line.replica)
+                    if line.goal == _Goal.GOAL_RUN and known is None:
+                        self._start(line)
+                    elif line.goal == _Goal.GOAL_STOP and known and known.state not in _OVER:
+                        if known.state == _State.STATE_READY:
+                            self._traffic.ready[known.endpoint] -= 1
+                        known.state = _State.STATE_STOPPED
+                        self._site.end(known.program)
+                    elif line.goal == _Goal.GOAL_FORGET:
+                        self._replicas.pop(line.replica, None)
             self._changed.set()
 
     async def _messages(self) -> AsyncIterator[autoscaler_internal.ConnectRequest]:
@@ -333,16 +343,6 @@ class Workers:
             except TimeoutError:
                 continue
 
-    def _obey(self, desired: Sequence[autoscaler_internal.DesiredReplica]) -> None:
-        for line in desired:
-            known = self._replicas.get(line.replica)
-            if line.goal == _Goal.GOAL_RUN and known is None:
-                self._start(line)
-            elif line.goal == _Goal.GOAL_STOP and known and known.state not in _OVER:
-                self._stop(known)
-            elif line.goal == _Goal.GOAL_FORGET:
-                self._replicas.pop(line.replica, None)
-
     def _start(self, line: autoscaler_internal.DesiredReplica) -> None:
         endpoint = line.template
 
@@ -354,12 +354,6 @@ class Workers:
         replica.lines.append(f"loading the model of {endpoint} on {', '.join(line.gpu_uuids)}")
         self._replicas[line.replica] = replica
         self._site.begin(list(line.gpu_uuids), program)
-
-    def _stop(self, replica: _DemoReplica) -> None:
-        if replica.state == _State.STATE_READY:
-            self._traffic.ready[replica.endpoint] -= 1
-        replica.state = _State.STATE_STOPPED
-        self._site.end(replica.program)
 
     def _log(self, question: autoscaler_internal.LogQuestion) -> autoscaler_internal.LogPart:
         part = autoscaler_internal.LogPart(question=question.number)

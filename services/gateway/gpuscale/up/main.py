@@ -22,23 +22,15 @@ DEFAULT_ADDRESS = "127.0.0.1:7070"
 
 def banner(running: app.Running, settings: UpSettings) -> list[str]:
     """The lines of the banner."""
+    minutes = 24 * 60 / settings.demo_speed
+    day = f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.3g} h"
     return [
         f"gpuscale {version('gpuscale')} is up at {running.address}",
         f"  dashboard  {running.dashboard or f'gpuscalectl{_where(running)} dashboard'}",
         f"  data       {settings.data_dir}",
         f"  GPUs       {gpus(running.snapshot)}",
-        *(
-            [f"  demo       made-up hosts and people; a day passes in {_day(settings)}"]
-            if settings.demo
-            else []
-        ),
+        *([f"  demo       made-up hosts and people; a day passes in {day}"] if settings.demo else []),
     ]
-
-
-def _day(settings: UpSettings) -> str:
-    """The duration of the demo's day."""
-    minutes = 24 * 60 / settings.demo_speed
-    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.3g} h"
 
 
 def gpus(snapshot: types_api.Snapshot) -> str:

@@ -1,7 +1,7 @@
 """`gpuscalectl backtest`, `tune`, `stop backtest` and `delete backtest`: run policies on a recorded workload, and find the cheapest for a goal."""
 
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -168,20 +168,6 @@ def _read_trace(name: str) -> "api.Workload":
     )
 
 
-def _messages(
-    spec: "api.BacktestSpec", workloads: "Mapping[str, api.Workload]"
-) -> "Iterator[api.CreateBacktestRequest]":
-    """A request in parts. Workloads are keyed by policy, the common one by an empty name."""
-    yield api.CreateBacktestRequest(spec=spec, request_id=str(uuid.uuid4()))
-    for policy, one in workloads.items():
-        for begin in range(0, len(one.arrivals), PART):
-            end = begin + PART
-            part = api.Workload(
-                arrivals=one.arrivals[begin:end], service_seconds=one.service_seconds[begin:end]
-            )
-            yield api.CreateBacktestRequest(policy=policy, workload=part)
-
-
 def _run(
     session: Session,
     client: "Client",
@@ -192,7 +178,12 @@ def _run(
     """The results of a backtest; None with --detach, which writes its name."""
     from gpuscale.client.retries import retrying
 
-    messages = list(_messages(spec, workloads))
+    messages = [api.CreateBacktestRequest(spec=spec, request_id=str(uuid.uuid4()))]
+    for policy, one in workloads.items():  # in parts; the common one by an empty name
+        for begin in range(0, len(one.arrivals), PART):
+            arrivals, lengths = one.arrivals[begin : begin + PART], one.service_seconds[begin : begin + PART]
+            part = api.Workload(arrivals=arrivals, service_seconds=lengths)
+            messages.append(api.CreateBacktestRequest(policy=policy, workload=part))
     try:
         begun = retrying(
             lambda: client.backtests.CreateBacktest(iter(messages), timeout=SENDING_SECONDS)

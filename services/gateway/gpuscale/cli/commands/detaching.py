@@ -56,9 +56,11 @@ def detach(orders: "Orders") -> int:
     lock = _lock(orders)
     if lock is None:
         return 0
-    words = [*_scope(), *SUPERVISOR, "--job", _name(orders)]
+    # In a cgroup that outlives the login, if systemd provides one.
+    scope = ["systemd-run", "--user", "--scope", "--quiet", "--collect", "--"]
+    tried = shutil.which(scope[0]) and subprocess.run([*scope, "true"], check=False, capture_output=True)
     child = subprocess.Popen(
-        words,
+        [*(scope if tried and tried.returncode == 0 else ()), *SUPERVISOR, "--job", _name(orders)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
@@ -93,13 +95,6 @@ def _lock(orders: "Orders") -> int | None:
 def _name(orders: "Orders") -> str:
     name = parse(RESERVATION, orders.reservation)["reservation"]
     return f"{name}-queued" if orders.waits else folder_name(name, orders.member or 0, orders.attempt)
-
-
-def _scope() -> list[str]:
-    """The command prefix for a cgroup that outlives the login, if systemd provides one; else empty."""
-    scope = ["systemd-run", "--user", "--scope", "--quiet", "--collect", "--"]
-    tried = shutil.which(scope[0]) and subprocess.run([*scope, "true"], check=False, capture_output=True)
-    return scope if tried and tried.returncode == 0 else []
 
 
 class JobFolder:

@@ -227,7 +227,9 @@ def files(
     session: Session, config: Path | None, since: float, logs: tuple[Path, ...]
 ) -> Iterator[tuple[str, str]]:
     """The name and text of each file of a bundle."""
-    yield "versions.json", _data(_versions())
+    packages = {one.metadata["Name"]: one.version for one in distributions()}
+    versions = {"python": platform.python_version(), "system": platform.platform()}
+    yield "versions.json", _data({**versions, "packages": dict(sorted(packages.items()))})
     yield "doctor.json", _data([one.record() for one in findings(session, config)])
     if config is not None:
         yield "settings.json", _data(open_settings(config))
@@ -244,15 +246,6 @@ def files(
 
 def _data(value: object) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n"
-
-
-def _versions() -> Mapping[str, object]:
-    packages = {one.metadata["Name"]: one.version for one in distributions()}
-    return {
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "packages": dict(sorted(packages.items())),
-    }
 
 
 def open_settings(config: Path) -> Mapping[str, object]:

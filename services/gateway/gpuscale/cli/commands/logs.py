@@ -4,7 +4,7 @@ import codecs
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -60,10 +60,9 @@ def logs(session: Session, name: tuple[str, ...], follow: bool, last: int, lines
                 Job(client, job.name).write(1, follow=follow, last=last, lines=lines, tell=tell, on_start=end)
             return
         found = [_Tail(client, one, last, lines) for one in _replicas(client, name)]
-        writers = {tail.name: _writer() for tail in found}
         parts = _parts(found, follow=follow)
         for tail, part in _named_lines(parts) if len(found) > 1 else parts:
-            writers[tail.name](part)
+            tail.write(part)
 
 
 def _named_lines(parts: "Iterable[tuple[_Tail, bytes]]") -> "Iterator[tuple[_Tail, bytes]]":
@@ -134,6 +133,7 @@ class _Tail:
         self._client = client
         self._request = api.ReadReplicaLogRequest(name=name, max_bytes=last if lines is None else _PART)
         self._lines = lines
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def read(self, *, patiently: bool) -> bytes:
         """Output since the last read; with `patiently`, retries while the adapter or a service is unavailable."""
@@ -155,11 +155,16 @@ class _Tail:
         self._request = api.ReadReplicaLogRequest(name=self.name, offset=found.next_offset, max_bytes=_PART)
         if self._lines is None:
             return found.content
-        kept, self._lines = (
-            found.content.splitlines(keepends=True)[-self._lines or len(found.content) :],
-            None,
-        )
+        kept = found.content.splitlines(keepends=True)[-self._lines or len(found.content) :]
+        self._lines = None
         return b"".join(kept)
+
+    def write(self, part: bytes) -> None:
+        """Write bytes unchanged; to a terminal without control sequences, even ones split over two parts."""
+        if sys.stdout.isatty():
+            part = _UNSAFE.sub("?", self._decoder.decode(part)).encode()
+        sys.stdout.buffer.write(part)
+        sys.stdout.buffer.flush()
 
 
 def _parts(tails: Sequence[_Tail], *, follow: bool) -> Iterator[tuple[_Tail, bytes]]:
@@ -181,16 +186,3 @@ def _parts(tails: Sequence[_Tail], *, follow: bool) -> Iterator[tuple[_Tail, byt
             yield tail, part
         if not wrote and any(not tail.ended for tail in tails):
             time.sleep(PERIOD)
-
-
-def _writer() -> Callable[[bytes], None]:
-    """Writes bytes unchanged; to a terminal without control sequences, even ones split over two parts."""
-    out, terminal = sys.stdout, sys.stdout.isatty()
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def write(content: bytes) -> None:
-        safe = _UNSAFE.sub("?", decoder.decode(content)).encode() if terminal else content
-        out.buffer.write(safe)
-        out.buffer.flush()
-
-    return write

@@ -196,10 +196,12 @@ class Offspring:
 
     def __init__(self, child: WaitingChild | None = None) -> None:
         """`child`: a child that was started before."""
-        others = _children() - (
-            {child.pid} if child else set()
-        )  # children of a shell that became this program by exec
-        self._others = [psutil.Process(pid) for pid in others]
+        try:  # the kernel's own list; psutil has to read all of /proc
+            ours = set(map(int, Path("/proc/thread-self/children").read_text().split()))
+        except FileNotFoundError:
+            ours = {one.pid for one in psutil.Process().children()}
+        # Children of a shell that became this program by exec.
+        self._others = [psutil.Process(pid) for pid in ours - ({child.pid} if child else set())]
 
     def __enter__(self) -> Self:
         _adopt_orphans(True)
@@ -300,14 +302,6 @@ def guard() -> int | None:
                     _send(offspring.alive(), signal.SIGKILL)
                     time.sleep(PAUSE)
         return exit_code(os.waitstatus_to_exitcode(ended[1]))
-
-
-def _children() -> set[int]:
-    """The children of this process, mostly from the kernel's own list; psutil has to read all of /proc."""
-    try:
-        return set(map(int, Path("/proc/thread-self/children").read_text().split()))
-    except FileNotFoundError:
-        return {one.pid for one in psutil.Process().children()}
 
 
 def _adopt_orphans(on: bool) -> None:

@@ -86,9 +86,16 @@ class ServicesHost:
                     return
                 if under_systemd:
                     make_users(programs)
-                if not self._was_cut_off(ca_hash):
-                    self._join(trusting(session, split_addresses(address)[0], authority), secret())
-                self._write(text)
+                try:
+                    if not self._was_cut_off(ca_hash):
+                        self._join(trusting(session, split_addresses(address)[0], authority), secret())
+                    if (url := self.database.write(self.folder)) is not None:
+                        hand_over(url)
+                    write_private(file, text.encode())
+                    hand_over(file)
+                except OSError as error:
+                    message = f"cannot write {error.filename}: {error.strerror}"
+                    raise FailedPreconditionError(message, reason="HOST_FILES") from error
         local = f"127.0.0.1:{GATEWAY_PORT}"
         own = replace(trusting(session, local, self._place / "pki" / "ca.crt"), dial_timeout=2.0)
 
@@ -156,26 +163,10 @@ class ServicesHost:
             raise FailedPreconditionError(
                 "the join token is for a GPU host: join-token create --kind", reason="JOIN_TOKEN_KIND"
             )
-        try:
-            for made in (self.folder, self.state):
-                made.mkdir(mode=0o700, parents=True, exist_ok=True)
-                hand_over(made, own=made == self.state)
-            with as_units_user():
-                for made in (self._place, self._place / "pki"):
-                    made.mkdir(mode=0o700, exist_ok=True)
-                renewal.write_services_files(self._place, answer, key)
-        except OSError as error:
-            raise _unwritten(error) from error
-
-    def _write(self, text: str) -> None:
-        try:
-            if (url := self.database.write(self.folder)) is not None:
-                hand_over(url)
-            write_private(self.folder / "gpuscale.toml", text.encode())
-            hand_over(self.folder / "gpuscale.toml")
-        except OSError as error:
-            raise _unwritten(error) from error
-
-
-def _unwritten(error: OSError) -> FailedPreconditionError:
-    return FailedPreconditionError(f"cannot write {error.filename}: {error.strerror}", reason="HOST_FILES")
+        for made in (self.folder, self.state):
+            made.mkdir(mode=0o700, parents=True, exist_ok=True)
+            hand_over(made, own=made == self.state)
+        with as_units_user():
+            for made in (self._place, self._place / "pki"):
+                made.mkdir(mode=0o700, exist_ok=True)
+            renewal.write_services_files(self._place, answer, key)

@@ -103,7 +103,11 @@ def _supervise(*, job: bool) -> int:
     if not job:
         os.write(1, GREETING)
         if not select.select([0], [], [], AT_ONCE)[0]:
-            _load()
+            # Import ahead of time what the start of a command needs.
+            from gpuscale.api.allocator.v1 import AllocatorServiceStub
+            from gpuscale.client.this_host import admit
+
+            del AllocatorServiceStub, admit
     orders = _read_orders()
     if orders is None:
         return 0
@@ -144,14 +148,6 @@ def _after(holder: LeaseHolder, code: int) -> None:
 
         holder.member = None
         start_granted(holder, holder.moved)
-
-
-def _load() -> None:
-    """Import ahead of time what the start of a command needs."""
-    from gpuscale.api.allocator.v1 import AllocatorServiceStub
-    from gpuscale.client.this_host import admit
-
-    del AllocatorServiceStub, admit
 
 
 def _read_orders() -> Orders | None:
@@ -263,28 +259,23 @@ def _enter(orders: Orders) -> None:
 
 
 def _run_detached(holder: LeaseHolder, reservation: "Reservation", child: WaitingChild | None) -> int:
-    """Like `_run`, with a folder for the output."""
+    """Like `_run`, with a folder for the output. Of adopted processes it waits for the last; their exit codes are unknown."""
     folder = JobFolder(holder.orders)
     holder.last_lines = folder.last_lines
     try:
-        if holder.orders.adopts:
-            return _keep_adopted(holder, reservation, folder)
-        return _run(holder, reservation, stdout=folder.writing, folder=folder, child=child)
+        if not holder.orders.adopts:
+            return _run(holder, reservation, stdout=folder.writing, folder=folder, child=child)
+        adopted = Adopted(holder.orders.adopts)
+        holder.started(holder.orders.adopts[0])
+        with Keeper(holder, reservation, adopted) as keeper:
+            folder.started()
+            signal.signal(signal.SIGTERM, keeper.told_to_stop)
+            adopted.wait_for_all()
+        return 0
     finally:
         if holder.member is not None:
             folder.put(holder.member)
         folder.close()
-
-
-def _keep_adopted(holder: LeaseHolder, reservation: "Reservation", folder: JobFolder) -> int:
-    """Keep the lease until the last adopted process ends; their exit codes are unknown."""
-    adopted = Adopted(holder.orders.adopts)
-    holder.started(holder.orders.adopts[0])
-    with Keeper(holder, reservation, adopted) as keeper:
-        folder.started()
-        signal.signal(signal.SIGTERM, keeper.told_to_stop)
-        adopted.wait_for_all()
-    return 0
 
 
 def _run(

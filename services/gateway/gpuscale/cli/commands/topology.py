@@ -34,7 +34,15 @@ def topology(session: Session, name: str) -> None:
     """Show how close the GPUs and network cards of a node are to each other, like `nvidia-smi topo -m`."""
     with session.connect() as client:
         [node] = lookup.nodes(client, [name])
-    found = _devices(node.snapshot)
+    snapshot = node.snapshot
+    found = [
+        TopologyDevice(
+            f"GPU{gpu.index}", _place(gpu), gpu.uuid, {peer.uuid: peer.link_count for peer in gpu.nvlinks}
+        )
+        for gpu in snapshot.gpus
+        if not gpu.parent_uuid  # no MIG instances
+    ]
+    found += [TopologyDevice(text(one.name), _place(one), "", {}) for one in snapshot.host.network_adapters]
     if not session.output.human:
         session.output.write_data(
             {
@@ -79,19 +87,6 @@ def _column(heading: str, cells: list[str]) -> list[str]:
     """A column with its heading, padded to one width."""
     width = max(map(len, (heading, *cells)))
     return [f"{cell:<{width}} " for cell in (heading, *cells)]
-
-
-def _devices(snapshot: types_api.Snapshot) -> list[TopologyDevice]:
-    """GPUs without MIG instances by index, then network cards."""
-    gpus = [
-        TopologyDevice(
-            f"GPU{gpu.index}", _place(gpu), gpu.uuid, {peer.uuid: peer.link_count for peer in gpu.nvlinks}
-        )
-        for gpu in snapshot.gpus
-        if not gpu.parent_uuid
-    ]
-    cards = [TopologyDevice(text(one.name), _place(one), "", {}) for one in snapshot.host.network_adapters]
-    return gpus + cards
 
 
 def _place(device: types_api.Gpu | types_api.NetworkAdapter) -> PciPlace:

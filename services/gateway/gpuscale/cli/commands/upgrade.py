@@ -7,7 +7,7 @@ import os
 import re
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from importlib.metadata import version
 from importlib.resources import files
@@ -23,6 +23,8 @@ from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, Unava
 
 ORDER = ("fleet", "allocator", "autoscaler", "gateway", "dashboard", "agent", "adapter")
 """Order in which a host's programs are restarted: called ones before their callers."""
+STATEFUL = {"allocator", "autoscaler"}
+"""Services with a database, an SQLite file unless it is in PostgreSQL."""
 ANSWER_SECONDS, LOOK_SECONDS = 60.0, 0.5
 _VERSION = re.compile(r"(\d+)\.(\d+)")
 
@@ -89,7 +91,15 @@ def _programs(session: Session) -> Iterator[dict[str, object]]:
 
 def _states(config: Path | None) -> Iterator[dict[str, object]]:
     """Compare the schema of each state on this host with that of the installed programs."""
-    for name, file in _databases(config).items():
+    from gpuscale.cli.commands.doctor_host import Diagnosis, read_settings
+
+    for one in () if config is None else read_settings(config):
+        place = getattr(one, "data_dir", None)
+        if isinstance(one, Diagnosis) or not isinstance(place, Path) or one.section not in STATEFUL:
+            continue
+        name, file = one.section, place / f"{one.section}.db"
+        if not file.exists():
+            continue
         migrations = files(f"gpuscale.{name}.state").joinpath("migrations.py").read_text(encoding="utf-8")
         newest = max(map(int, re.findall(r"^def to_(\d+)\(", migrations, re.MULTILINE)))
         try:
@@ -108,25 +118,6 @@ def _states(config: Path | None) -> Iterator[dict[str, object]]:
         else:
             does = "stays" if stored == newest else f"is migrated to {newest} at the start, for good"
             yield _row("OK", name, f"its state has schema {stored}, which {does}")
-
-
-def _databases(config: Path | None) -> Mapping[str, Path]:
-    """The SQLite files of services in the settings."""
-    from gpuscale.cli.commands.doctor_host import Diagnosis, read_settings
-
-    found: dict[str, Path] = {}
-    if config is not None:
-        for one in read_settings(config):
-            place = None if isinstance(one, Diagnosis) else getattr(one, "data_dir", None)
-            if (
-                isinstance(place, Path)
-                and not isinstance(one, Diagnosis)
-                and one.section in {"allocator", "autoscaler"}
-            ):
-                file = place / f"{one.section}.db"
-                if file.exists():
-                    found[one.section] = file
-    return found
 
 
 def _await_answer(session: Session, unit: str) -> None:

@@ -325,23 +325,22 @@ def ical(bookings: Iterable[allocator_api.Booking]) -> bytes:
     ]
     lines += ["REFRESH-INTERVAL;VALUE=DURATION:PT15M", "X-PUBLISHED-TTL:PT15M"]
     for one in bookings:
-        lines += _event(one)
+        nodes = ", ".join(dict.fromkeys(gpu.split("/")[1] for gpu in one.gpus))
+        said = (f"{humanize.word(one, 'state')}, booked by {one.owner}", *one.gpus, one.note)
+        about = f"{len(one.gpus)} GPUs, {one.owner}" + (f": {one.title}" if one.title else "")
+        lines += [
+            "BEGIN:VEVENT",
+            f"UID:{one.name.removeprefix('bookings/')}-{one.create_time.seconds}@gpuscale",
+            f"DTSTAMP:{_moment(one.create_time)}",
+            f"DTSTART:{_moment(one.start_time)}",
+            f"DTEND:{_moment(one.end_time)}",
+            f"SUMMARY:{_escaped(about)}",
+            f"LOCATION:{_escaped(nodes)}",
+            f"DESCRIPTION:{_escaped(chr(10).join(filter(None, said)))}",
+            f"STATUS:{'CANCELLED' if one.state in _VOID else 'CONFIRMED'}",
+            "END:VEVENT",
+        ]
     return b"".join(_folded(line) for line in [*lines, "END:VCALENDAR"])
-
-
-def _event(one: allocator_api.Booking) -> Iterator[str]:
-    nodes = ", ".join(dict.fromkeys(gpu.split("/")[1] for gpu in one.gpus))
-    said = (f"{humanize.word(one, 'state')}, booked by {one.owner}", *one.gpus, one.note)
-    yield "BEGIN:VEVENT"
-    yield f"UID:{one.name.removeprefix('bookings/')}-{one.create_time.seconds}@gpuscale"
-    yield f"DTSTAMP:{_moment(one.create_time)}"
-    yield f"DTSTART:{_moment(one.start_time)}"
-    yield f"DTEND:{_moment(one.end_time)}"
-    yield f"SUMMARY:{_escaped(f'{len(one.gpus)} GPUs, {one.owner}' + (f': {one.title}' if one.title else ''))}"
-    yield f"LOCATION:{_escaped(nodes)}"
-    yield f"DESCRIPTION:{_escaped(chr(10).join(filter(None, said)))}"
-    yield f"STATUS:{'CANCELLED' if one.state in _VOID else 'CONFIRMED'}"
-    yield "END:VEVENT"
 
 
 def _moment(at: Timestamp) -> str:
