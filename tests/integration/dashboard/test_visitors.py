@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
+from nicegui import Client, ui
 
+from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.client import (
     AsyncClient,
     GpuscaleError,
@@ -17,6 +22,7 @@ from gpuscale.client import (
 )
 from gpuscale.client.connection import connect_async
 from gpuscale.common.runtime.tasks import SystemClock
+from gpuscale.dashboard.pages.endpoints import WhatIf
 from gpuscale.dashboard.pages.reservations import all_output
 from gpuscale.dashboard.visitors import VisitorActions, Visitors
 from gpuscale.testing import FakeServer
@@ -95,3 +101,42 @@ async def test_only_the_user_of_this_process_reads_what_its_jobs_wrote(
         assert b"".join(await all_output(actions[True], name)) == b"x" * 100_000 + b"the end"
         with pytest.raises(NotFoundError, match=f"gpuscalectl logs {name}"):
             await all_output(actions[False], name)
+
+
+@pytest.mark.parametrize("left_at", ["call", "question", "slider"])
+async def test_a_page_that_is_left_while_it_waits_is_no_error(
+    left_at: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Warnings and tracebacks of what it wanted to show filled the log once."""
+    monkeypatch.setattr("nicegui.core.loop", asyncio.get_running_loop())
+    monkeypatch.setattr("nicegui.helpers.warnings._shown_warnings", set[str]())  # each is said once
+    asked, left = asyncio.Event(), asyncio.Event()
+
+    async def answer(_: object) -> Any:
+        asked.set()
+        if left_at != "question":
+            await left.wait()
+        return autoscaler_api.EvaluateResponse()
+
+    api = MagicMock(decisions=Mock(Evaluate=answer), nodes=Mock(CordonNode=answer))
+    api.__aenter__.return_value = api
+    page = Client(ui.page(""))
+    actions = VisitorActions(lambda _: api, lambda: "token")
+
+    async def act() -> None:
+        with page:
+            if left_at == "slider":
+                what_if = WhatIf(Mock(client=api), "endpoints/chat")
+                await what_if.moved("depth", ui.slider(min=0, max=1), ui.label())
+            else:
+                await actions.mark("nodes/a", "cordon")
+
+    async with asyncio.timeout(30):
+        acting = asyncio.create_task(act())
+        await asked.wait()
+        if left_at == "question":
+            await eventually(lambda: any(isinstance(one, ui.dialog) for one in page.elements.values()))
+        page.delete()
+        left.set()
+        await acting
+    assert [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING] == []

@@ -205,19 +205,22 @@ class VisitorActions:
                 ui.button("Yes", on_click=partial(dialog.submit, result=True)).mark("yes")
                 ui.button("No", on_click=partial(dialog.submit, result=False)).props("flat")
         answer: object = await dialog
-        dialog.delete()
+        if not dialog.is_deleted:  # the page was left meanwhile
+            dialog.delete()
         return None if answer is not True else "" if reason is None else reason.value
 
     async def _do(self, act: Action[object], done: str = "") -> bool:
-        """Make the call, show the result, and return whether it succeeded."""
+        """Make the call, show the result, and return whether it succeeded and the page is still there."""
+        page, failed = ui.context.client, ""
         try:
             await self.ask(act)
         except GpuscaleError as error:
-            ui.notify(error.message, type="negative")
+            failed = error.message
+        if page.is_deleted:
             return False
-        if done:
-            ui.notify(done, type="positive")
-        return True
+        if failed or done:
+            ui.notify(failed or done, type="negative" if failed else "positive")
+        return not failed
 
 
 COOKIE = "gpuscale_session"

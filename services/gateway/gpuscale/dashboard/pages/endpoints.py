@@ -167,10 +167,11 @@ class WhatIf:
                 shown = ui.label(f"{one.signal}: {read[-1]:g}")
                 slider = ui.slider(min=0, max=most, step=most / 200, value=max(0.0, read[-1]))
                 slider.props(f'aria-label="{one.signal}"')
-                moved = partial(self._moved, one.signal, slider, shown)
+                moved = partial(self.moved, one.signal, slider, shown)
                 slider.on("update:model-value", moved, throttle=0.2, leading_events=False)
 
-    async def _moved(self, signal: str, slider: ui.slider, shown: ui.label) -> None:
+    async def moved(self, signal: str, slider: ui.slider, shown: ui.label) -> None:
+        """Show what the endpoint would do at the values of all moved sliders."""
         self._stated[signal] = value = float(slider.value or 0.0)
         shown.text = f"{signal}: {value:g}"
         stated = [
@@ -181,6 +182,8 @@ class WhatIf:
             found = await self._site.client.decisions.Evaluate(request)
         except GpuscaleError as error:
             self._said.text = f"cannot evaluate: {error.message}"
+            return
+        if self._panel.is_deleted:  # the page was left meanwhile
             return
         would = [f"would want {found.decision.wanted}: {found.decision.summary}"]
         would += [f"{one.wanted} if {one.text}" for one in found.alternatives]
