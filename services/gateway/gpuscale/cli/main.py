@@ -88,7 +88,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "start": CommandEntry("Start recording what GPUs do.", {"recording": "recordings:start_recording"}),
     "stop": CommandEntry(
         "Stop a job, a recording or a backtest.",
-        {"job": "jobs:stop", "recording": "recordings:stop_recording", "backtest": "backtest:stop_backtest"},
+        {"job": "logs:stop", "recording": "recordings:stop_recording", "backtest": "backtest:stop_backtest"},
         JobGroup,
     ),
     "apply": CommandEntry("Make queue watchers, endpoints and policies match files.", "apply:apply"),
@@ -120,7 +120,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
     ),
     "logs": CommandEntry("Show what replicas and jobs wrote.", "logs:logs"),
     "adopt": CommandEntry("Reserve the GPUs that running processes use.", "adopt:adopt"),
-    "attach": CommandEntry("Follow a job until it ends.", "jobs:attach"),
+    "attach": CommandEntry("Follow a job until it ends.", "logs:attach"),
     "wait": CommandEntry("Wait until resources are ready, deleted or meet a condition.", "wait:wait"),
     "evaluate": CommandEntry(
         "Show how many replicas an endpoint would get.", {"endpoint": "explain:evaluate_endpoint"}

@@ -1,21 +1,23 @@
-"""`gpuscalectl logs`: the output of replicas and jobs."""
+"""`gpuscalectl logs`, `attach` and `stop`: the output of replicas and jobs, and the end of jobs."""
 
 import codecs
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 import click
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.cli.commands.jobs import telling
 from gpuscale.cli.console import lookup
-from gpuscale.cli.console.command import Session, command, names
-from gpuscale.cli.console.terminal import note
+from gpuscale.cli.console.command import Session, command, names, one_name
+from gpuscale.cli.console.errors import leave
+from gpuscale.cli.console.terminal import Progress, note, write_lines
 from gpuscale.cli.grammar.nouns import canonical, full_name, without_noun
 from gpuscale.cli.grammar.parameters import COUNT, option
+from gpuscale.cli.views import allocator as views
 from gpuscale.common.errors import (
     DeadlineExceededError,
     NotFoundError,
@@ -27,9 +29,12 @@ from gpuscale.common.names import ENDPOINT, REPLICA, match
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Reservation
     from gpuscale.client.client import Client
+    from gpuscale.client.jobs import Job
 
 PERIOD: Final = 1.0
 """Seconds between reads of --follow."""
+ATTACHED_BYTES: Final = 8192
+"""Bytes of earlier output that `attach` shows."""
 _PART: Final = 262_144
 _UNSAFE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -63,6 +68,53 @@ def logs(session: Session, name: tuple[str, ...], follow: bool, last: int, lines
         parts = _parts(found, follow=follow)
         for tail, part in _named_lines(parts) if len(found) > 1 else parts:
             tail.write(part)
+
+
+@command("attach r3fa7kq2vnb4d")
+@one_name("jobs")
+def attach(session: Session, name: str) -> None:
+    """Follow the output of a detached job until it ends, and exit with its exit code. Ctrl-C leaves it running."""
+    from gpuscale.client.jobs import exit_code_of
+
+    with session.connect() as client, telling() as (tell, end):
+        job = find(client, name)
+        job.write(1, follow=True, last=ATTACHED_BYTES, tell=tell, on_start=end)
+        leave(exit_code_of(job.until_ended(None, tell)))
+
+
+@command("stop job r3fa7kq2vnb4d")
+@one_name("jobs")
+def stop(session: Session, name: str) -> None:
+    """Stop a detached job on all its nodes: SIGTERM, and SIGKILL 10 s later; then release its GPUs."""
+    with session.connect() as client:
+        found = find(client, name).stop()
+    if session.output.human:
+        write_lines([f"{found.name} stopped"])
+    else:
+        session.output.write_one(found, views.JOBS)
+
+
+def find(client: "Client", typed: str) -> "Job":
+    """The job with a name or title."""
+    from gpuscale.client.jobs import Job
+
+    [name] = without_noun([typed], "jobs")[1]
+    return Job(client, lookup.job(client, name).name)
+
+
+@contextmanager
+def telling() -> "Generator[tuple[Callable[[str], None], Callable[[object], None]]]":
+    """Two functions: one shows why a wait continues, one ends that line before other output."""
+    progress = Progress()
+
+    def tell(text: str) -> None:
+        reason, about, estimate = text.rpartition(" (") if text.endswith(")") else (text, "", "")
+        progress.tell(reason, about + estimate)
+
+    try:
+        yield tell, lambda _: progress.end()
+    finally:
+        progress.end()
 
 
 def _named_lines(parts: "Iterable[tuple[_Tail, bytes]]") -> "Iterator[tuple[_Tail, bytes]]":

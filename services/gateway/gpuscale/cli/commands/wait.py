@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.cli.commands import jobs
+from gpuscale.cli.commands.logs import find, telling
 from gpuscale.cli.console import cells, lookup
 from gpuscale.cli.console.command import Command, Session, command, names_of, words
+from gpuscale.cli.console.errors import leave
 from gpuscale.cli.console.output import cell_of, to_dict
 from gpuscale.cli.console.terminal import Progress, pause, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
@@ -91,7 +92,15 @@ def wait(session: Session, kind: str, name: tuple[str, ...], until: str, timeout
     wait JOB waits until jobs end, and exits with the exit code of the first that failed.
     """
     if kind == "jobs":
-        jobs.wait(session, name, timeout)
+        from gpuscale.client.jobs import exit_code_of
+
+        with session.connect() as client, telling() as (tell, _):
+            ended = [find(client, one).until_ended(timeout, tell) for one in name]
+        write_lines(
+            [f"{one.name} {one.job.State.Name(one.job.state).removeprefix('STATE_')}" for one in ended]
+        )
+        failed = (one for one in ended if one.job.exit_code or not one.job.HasField("exit_code"))
+        leave(exit_code_of(next(failed, ended[0])))
     if kind not in READY_STATES:
         raise InvalidArgumentError(f"cannot wait for {kind!r}{near(kind, READY_STATES)}")
     awaited, timeout = _Awaited(kind, until), 300.0 if timeout is None else timeout
