@@ -173,15 +173,12 @@ def explain_field(session: Session, path: str, recursive: bool) -> None:
 
 def _signal(text: str) -> "api.StatedSignal":
     """A signal, ID=VALUE[@AGE]."""
-    name, equals, shown = text.partition("=")
+    name, shown = pair(text, "a signal", "depth=50@3s")
     value, at, age = shown.partition("@")
     try:
         number = None if value == "?" else float(value)
-    except ValueError:
-        equals = ""
-        number = None
-    if not name or not equals:
-        raise ValueError(f"{text!r} is not a signal; write it like depth=50@3s")
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not a signal; write it like depth=50@3s") from error
     return api.StatedSignal(signal=name, value=number, age=wire.to_duration(to_seconds(age)) if at else None)
 
 

@@ -10,7 +10,7 @@ from gpuscale.cli.console.output import Output
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import full_name
-from gpuscale.cli.grammar.parameters import COUNT, DURATION, POSITIVE, Parsed, option, shared, takes
+from gpuscale.cli.grammar.parameters import COUNT, DURATION, POSITIVE, Parsed, option, pair, shared, takes
 from gpuscale.cli.views import autoscaler as views
 from gpuscale.common import wire
 from gpuscale.common.names import ADAPTER, WATCHER
@@ -20,14 +20,11 @@ _TRUTH = {"true": 1.0, "false": 0.0}
 
 def _parameter(text: str) -> tuple[str, float]:
     """A parameter of a preset, NAME=NUMBER."""
-    name, equals, value = text.partition("=")
+    name, value = pair(text, "a parameter", "value=20")
     try:
-        number = _TRUTH[value] if value in _TRUTH else float(value)
-    except ValueError:
-        number, equals = 0.0, ""
-    if not name or not equals:
-        raise ValueError(f"{text!r} is not a parameter; write it like value=20")
-    return name, number
+        return name, _TRUTH[value] if value in _TRUTH else float(value)
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not a parameter; write it like value=20") from error
 
 
 def _amount(text: str) -> int:

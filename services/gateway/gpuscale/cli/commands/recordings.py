@@ -6,7 +6,6 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -118,21 +117,6 @@ def record(session: Session, wanted: RecordingOptions, command: tuple[str, ...])
     leave(code)
 
 
-@contextmanager
-def _recording_into(found: "list[api.Recording]", client: "Client", held: "Reservation") -> Generator[None]:
-    """Record the GPUs of a reservation while the block runs; a failure does not stop the block."""
-    try:
-        name = begin(client, [], [gpu.uuid for gpu in held.gpus]).name
-    except GpuscaleError as error:
-        note(f"cannot record: {error.message}")
-        yield
-        return
-    try:
-        yield
-    finally:
-        found += _stopped(client, name)
-
-
 def begin(
     client: "Client",
     names: Sequence[str],
@@ -167,8 +151,22 @@ def _stopped(client: "Client", name: str) -> "list[api.Recording]":
 def recording_attempts(session: Session, client: "Client", held_by: str) -> "Generator[Recorded]":
     """What records the GPUs of an attempt of a job; all recordings are printed at the end, with the statistics of its reservation."""
     found: list[api.Recording] = []
+
+    @contextmanager
+    def recorded(held: "Reservation") -> Generator[None]:
+        try:
+            name = begin(client, [], [gpu.uuid for gpu in held.gpus]).name
+        except GpuscaleError as error:  # which does not stop the job
+            note(f"cannot record: {error.message}")
+            yield
+            return
+        try:
+            yield
+        finally:
+            found.extend(_stopped(client, name))
+
     try:
-        yield partial(_recording_into, found, client)
+        yield recorded
     finally:
         try:
             if found:
