@@ -17,8 +17,11 @@ from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.cli.commands import hosts
 from gpuscale.cli.commands.database import Database
 from gpuscale.cli.commands.units import demoted
+from gpuscale.cli.console.command import Session
+from gpuscale.common.errors import DeadlineExceededError
 from gpuscale.common.security.auth import Role, TokenFile
 from gpuscale.common.security.authority import issue, read_pair, subject_of
+from gpuscale.testing import FakeServer
 from tests.support.cli import run_cli
 from tests.support.waiting import eventually_sync
 
@@ -103,6 +106,15 @@ def test_where_no_units_are_certificates_are_renewed_in_time(
     assert sorted(Path(name).name for name in changed) == ["gate.crt", "gate.key"]
     assert subject_of(read_pair(pki, "gate").certificate) == subject_of(old)
     assert len([one.wait() for one in started]) == 4
+
+
+def test_a_host_that_is_slow_to_start_is_waited_for() -> None:
+    """A late answer ended all programs that `init --run` and `join --run` had just started."""
+    with FakeServer() as server:
+        session = Session(address=server.address)
+        assert hosts._online(session, "node-0") == "node-0 is ONLINE"
+        server.fail("GetNode", DeadlineExceededError("busy"))
+        assert hosts._online(session, "node-0") is None
 
 
 def test_a_database_is_typed_or_in_a_file(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ from gpuscale.cli.console.command import FILE, Session, command, one_name
 from gpuscale.cli.console.terminal import TYPED, folded, note
 from gpuscale.cli.grammar.parameters import option, repeated
 from gpuscale.common.errors import (
+    DeadlineExceededError,
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
@@ -62,6 +63,8 @@ PORTS = {"fleet": 7072, "allocator": 7073, "autoscaler": 7074}
 CERTIFICATE_DAYS, STOP_SECONDS = 397, 12.0
 LOOK_SECONDS = 0.5
 """Seconds between checks of the programs, and so until a restart."""
+NOT_YET = (UnavailableError, DeadlineExceededError, UnauthenticatedError, NotFoundError)
+"""What programs that are starting, on a busy host too, answer."""
 PLACE = option(
     "--dir",
     "directory",
@@ -244,7 +247,7 @@ def init(
                     more = f" --role standby --node {of_standby.node} --host {one} {database.option}"
                     asked.append((of_standby, more))
                 made = [(client.joining.CreateJoinToken(request), more) for request, more in asked]
-        except (UnavailableError, UnauthenticatedError):
+        except NOT_YET:
             return None
         return "\n".join(
             f"gpuscalectl join {address} --token {one.token} --ca-hash {one.authority_digest}{more}"
@@ -519,7 +522,7 @@ def _online(session: Session, node: str) -> str | None:
     try:
         with session.connect(quickly=2.0) as client:
             found = client.fleet.GetNode(api.GetNodeRequest(name=node_name(node))).node
-    except (UnavailableError, NotFoundError):
+    except NOT_YET:
         return None
     return f"{node} is ONLINE" if found.state == api.NodeState.NODE_STATE_ONLINE else None
 

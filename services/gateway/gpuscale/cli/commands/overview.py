@@ -113,7 +113,7 @@ def programs(session: Session) -> Iterator[tuple[str, str, str]]:
             yield name, "process that leads", str(dict(call.trailing_metadata() or ()).get(VERSION_KEY, ""))
         for one in session.each():  # a standby host is found by its gateway
             found = ""
-            with one.connect(quickly=2.0) as of_gateway, suppress(UnavailableError):
+            with one.connect(quickly=2.0) as of_gateway, suppress(GpuscaleError):
                 _, call = of_gateway.fleet.ListNodes.with_call(nodes)
                 found = str(dict(call.trailing_metadata() or ()).get(VIA_KEY, ""))
             yield str(one.address or client.address), "gateway", found

@@ -11,6 +11,7 @@ from gpuscale.cli.commands.database import Database
 from gpuscale.cli.commands.hosts import (
     FILES,
     GATEWAY_PORT,
+    NOT_YET,
     PROGRAMS_OF_SERVICES,
     counts,
     is_written,
@@ -26,12 +27,7 @@ from gpuscale.cli.commands.units import as_units_user, hand_over, make_users, st
 from gpuscale.cli.commands.units import plan as plan_of_units
 from gpuscale.cli.console.command import Session
 from gpuscale.cli.console.terminal import note
-from gpuscale.common.errors import (
-    FailedPreconditionError,
-    InvalidArgumentError,
-    UnauthenticatedError,
-    UnavailableError,
-)
+from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.rpc import renewal
 from gpuscale.common.rpc.channel import split_addresses
 from gpuscale.common.secrets import write_private
@@ -103,7 +99,7 @@ class ServicesHost:
             try:
                 with own.connect(quickly=2.0) as client:
                     client.joining.GetAuthority(api.GetAuthorityRequest())
-            except (UnavailableError, UnauthenticatedError):
+            except NOT_YET:
                 return None
             return f"{self.node} serves as {self.role}"
 
