@@ -66,28 +66,27 @@ def unit_files(programs: Sequence[str], settings: Path, state: Path) -> Mapping[
     """The packaged units of programs, adapted to this installation and settings file."""
     names = [f"{name}.service" for name in programs]
     names += [f"{RENEWAL}.service", f"{RENEWAL}.timer"] if AUTHORITY in programs else []
-    return {folder() / name: _text(name, settings, state) for name in names}
-
-
-def _text(name: str, settings: Path, state: Path) -> str:
-    text = files("gpuscale.cli").joinpath("units", name).read_text(encoding="utf-8")
-    text = re.sub(r"/etc/gpuscale/(pki|revoked)", rf"{settings.parent}/\1", text)
-    text = text.replace("/opt/gpuscale/bin/", f"{Path(sys.executable).parent}/")
-    text = re.sub(r"(?m)^Environment=GPUSCALE_CONFIG=.*$", f"Environment=GPUSCALE_CONFIG={settings}", text)
     root = os.geteuid() == 0
     dropped = () if root and state == STATE else _PLACES if root else (*_PLACES, "--worker-user=")
-    started = re.search(r"(?m)^ExecStart=.*$", text)
-    if started is not None and dropped:
-        kept = [word for word in started[0].split() if not word.startswith(dropped)]
-        text = text.replace(started[0], " ".join(kept))
-    if root:
-        return (
-            text
-            if state == STATE or name.startswith(RENEWAL)
-            else text.replace("\n[Install]", f"ReadWritePaths={state}\n\n[Install]")
+    found: dict[Path, str] = {}
+    for name in names:
+        text = files("gpuscale.cli").joinpath("units", name).read_text(encoding="utf-8")
+        text = re.sub(r"/etc/gpuscale/(pki|revoked)", rf"{settings.parent}/\1", text)
+        text = text.replace("/opt/gpuscale/bin/", f"{Path(sys.executable).parent}/")
+        text = re.sub(
+            r"(?m)^Environment=GPUSCALE_CONFIG=.*$", f"Environment=GPUSCALE_CONFIG={settings}", text
         )
-    lines = [line for line in text.splitlines() if _OF_USERS.match(line)]
-    return "\n".join(lines).replace("multi-user.target", "default.target") + "\n"
+        started = re.search(r"(?m)^ExecStart=.*$", text)
+        if started is not None and dropped:
+            kept = [word for word in started[0].split() if not word.startswith(dropped)]
+            text = text.replace(started[0], " ".join(kept))
+        if not root:
+            lines = [line for line in text.splitlines() if _OF_USERS.match(line)]
+            text = "\n".join(lines).replace("multi-user.target", "default.target") + "\n"
+        elif state != STATE and not name.startswith(RENEWAL):
+            text = text.replace("\n[Install]", f"ReadWritePaths={state}\n\n[Install]")
+        found[folder() / name] = text
+    return found
 
 
 def commands(programs: Sequence[str]) -> list[list[str]]:
