@@ -50,6 +50,7 @@ DEFERRED = (
     "ipaddress",
     "numpy",
     "psutil",
+    "re2",
     "shutil",
     "textwrap",
     "tokenize",

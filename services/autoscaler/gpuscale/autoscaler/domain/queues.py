@@ -238,15 +238,13 @@ def next_sweep(now: float, interval: float) -> float:
     return after if after > now else after + interval
 
 
-_OPTIONS = re2.Options()
-_OPTIONS.max_mem = 1 << 15  # the worst that fits takes a few milliseconds for a name of 255 characters
-_OPTIONS.never_capture = True
-_OPTIONS.log_errors = False
-
-
-def _compiled(pattern: str) -> re2.Pattern:
+def _compiled(pattern: str) -> "re2.Pattern":
+    options = re2.Options()
+    options.max_mem = 1 << 15  # the worst that fits takes a few milliseconds for a name of 255 characters
+    options.never_capture = True
+    options.log_errors = False
     try:
-        return re2.compile(pattern, _OPTIONS)
+        return re2.compile(pattern, options)
     except re2.error as error:
         said: bytes = error.args[0]
         raise ValueError(f"must be a regular expression of RE2: {said.decode('utf-8', 'replace')}") from None
