@@ -165,7 +165,12 @@ def value_check(field: FieldDescriptor, rules: FieldRules) -> ValueCheck | None:
     if field.message_type is Duration.DESCRIPTOR:
         return _duration_check(rules)
     if field.message_type is Timestamp.DESCRIPTOR:
-        return _timestamp_problem
+        return lambda value: (
+            None
+            if _MIN_TIMESTAMP_SECONDS <= value.seconds <= _MAX_TIMESTAMP_SECONDS
+            and 0 <= value.nanos <= _MAX_NANOS
+            else "must be a time within the years 1 to 9999, with nanos of 0 to 999,999,999"
+        )
     return None
 
 
@@ -273,12 +278,6 @@ def _duration_check(rules: FieldRules) -> ValueCheck:
         return None if bounds is None else bounds(seconds + nanos / 1e9)
 
     return duration_problem
-
-
-def _timestamp_problem(value: Timestamp) -> str | None:
-    if _MIN_TIMESTAMP_SECONDS <= value.seconds <= _MAX_TIMESTAMP_SECONDS and 0 <= value.nanos <= _MAX_NANOS:
-        return None
-    return "must be a time within the years 1 to 9999, with nanos of 0 to 999,999,999"
 
 
 MAX_VIOLATIONS: Final = 16

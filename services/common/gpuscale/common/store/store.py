@@ -255,20 +255,12 @@ def _commit(name: str, backend: Backend, connection: Connection, group: Sequence
         backend.ended(committed=committed)
         Store.commits.observe(time.monotonic() - began)
     if committed or trouble is not None:
-        _note(name, trouble)
-
-
-def _note(name: str, trouble: Exception | None) -> None:
-    """Count a failed commit, and log when commits start or stop failing."""
-    Store.failures += trouble is not None
-    problem = str(trouble or "")
-    if problem == Store.problem:
-        return
-    Store.problem = problem
-    if problem:
-        _log.error("the state cannot be written", state=name, problem=problem)
-    else:
-        _log.info("the state is written again", state=name)
+        Store.failures += trouble is not None
+        before, Store.problem = Store.problem, str(trouble or "")
+        if Store.problem and Store.problem != before:
+            _log.error("the state cannot be written", state=name, problem=Store.problem)
+        elif before and not Store.problem:
+            _log.info("the state is written again", state=name)
 
 
 class _UndoneError(Exception):

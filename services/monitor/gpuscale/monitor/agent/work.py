@@ -41,17 +41,6 @@ _WITHOUT_RESERVATIONS = 1
 """An older version whose fences count, but whose processes lack their reservations."""
 
 
-def _admitted(stored: dict[str, Any]) -> AdmittedProcess:
-    return AdmittedProcess(
-        ProcessKey(int(stored["pid"]), int(stored["started"])),
-        str(stored["reservation"]),
-        int(stored["fence"]),
-        frozenset(stored["gpus"]),
-        str(stored["container"]),
-        None if stored["user"] is None else int(stored["user"]),
-    )
-
-
 class AdmissionFile:
     """The stored admissions of one agent, in its own directory. Methods block."""
 
@@ -67,7 +56,18 @@ class AdmissionFile:
             stored: dict[str, Any] = json.loads(self._path.read_bytes())
             version, fences = stored["version"], {gpu: int(fence) for gpu, fence in stored["fences"].items()}
             known = version == _VERSION and stored["boot_id"] == self._boot_id
-            found = Admissions(fences, tuple(map(_admitted, stored["workers"] if known else ())))
+            workers = [
+                AdmittedProcess(
+                    ProcessKey(int(one["pid"]), int(one["started"])),
+                    str(one["reservation"]),
+                    int(one["fence"]),
+                    frozenset(one["gpus"]),
+                    str(one["container"]),
+                    None if one["user"] is None else int(one["user"]),
+                )
+                for one in (stored["workers"] if known else ())
+            ]
+            found = Admissions(fences, tuple(workers))
         except FileNotFoundError:
             return Admissions()
         except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:

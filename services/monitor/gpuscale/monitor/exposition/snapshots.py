@@ -137,7 +137,17 @@ def _add_gpu(
     if "processes" not in map(attrgetter("field"), absent):
         page.add(GPU_PROCESSES, own, len(reading.processes))
     for process in nlargest(MOST_PROCESSES, reading.processes, key=attrgetter("memory_used_bytes")):
-        _add_readings(page, PROCESS, process, labels(whose | _process_labels(process)))
+        namespace, _, pod = process.pod.rpartition("/")
+        of_process = {
+            "pid": str(process.pid),
+            "user": process.user,
+            "program": process.program,
+            "container": process.container,
+            "namespace": namespace,
+            "pod": pod,
+            "reservation": process.reservation.removeprefix("reservations/"),
+        }
+        _add_readings(page, PROCESS, process, labels(whose | of_process))
     for reason in reading.throttle_reasons:
         page.add(GPU_THROTTLED, labels({**whose, "reason": reason}), 1)
     if reading.HasField("recovery_action"):
@@ -160,20 +170,6 @@ def _pod_labels(pods: Iterable[str]) -> dict[str, str]:
     """The labels that dcgm-exporter gives a GPU of these pods, joined by commas."""
     spaces, names = zip(*(pod.split("/", 1) for pod in pods), strict=True)
     return {"namespace": ",".join(sorted({*spaces})), "pod": ",".join(names)}
-
-
-def _process_labels(process: types_api.GpuProcess) -> dict[str, str]:
-    reservation = process.reservation.removeprefix("reservations/")
-    namespace, _, pod = process.pod.rpartition("/")
-    return {
-        "pid": str(process.pid),
-        "user": process.user,
-        "program": process.program,
-        "container": process.container,
-        "namespace": namespace,
-        "pod": pod,
-        "reservation": reservation,
-    }
 
 
 def _add_readings(page: MetricsPage, table: Iterable[ReadingSeries], reading: Message, text: str) -> None:

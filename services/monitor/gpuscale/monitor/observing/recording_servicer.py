@@ -73,8 +73,24 @@ class RecordingServicer(api.RecordingServiceServicer):
     async def StartRecording(
         self, request: api.StartRecordingRequest, context: Context
     ) -> api.StartRecordingResponse:
+        targets = self._directory.gpus(request.names, request.uuids)
+        period = max((target.period for target in targets), default=0.0)
+        interval = optional_seconds(request, "interval")
+        if interval is not None and interval < period:
+            raise FailedPreconditionError(
+                f"interval is {interval:g} s, but an agent reads only every {period:g} s",
+                reason="INTERVAL_BELOW_PERIOD",
+            )
+        order = RecordingOrder(
+            id=request.recording_id or uuid.uuid4().hex[:12],
+            request_id=request.request_id.lower(),
+            fingerprint=fingerprint(request),
+            interval=interval or max(DEFAULT_INTERVAL_SECONDS, period),
+            max_duration=optional_seconds(request, "max_duration") or DEFAULT_MAX_DURATION_SECONDS,
+            targets=targets,
+        )
         dates = Dates.of(self._clock)
-        recording = self._recordings.start(self._order(request), dates.now)
+        recording = self._recordings.start(order, dates.now)
         self._told.tell()
         await self._keep(recording.order.id)
         return api.StartRecordingResponse(recording=await to_recording(recording, dates))
@@ -146,25 +162,6 @@ class RecordingServicer(api.RecordingServiceServicer):
         self._told.tell()
         await self._keep(key)  # even if it is gone, since an earlier call may have failed to write
         return api.DeleteRecordingResponse()
-
-    def _order(self, request: api.StartRecordingRequest) -> RecordingOrder:
-        """The order of a request. FailedPreconditionError if an agent reads less often than the interval."""
-        targets = self._directory.gpus(request.names, request.uuids)
-        period = max((target.period for target in targets), default=0.0)
-        interval = optional_seconds(request, "interval")
-        if interval is not None and interval < period:
-            raise FailedPreconditionError(
-                f"interval is {interval:g} s, but an agent reads only every {period:g} s",
-                reason="INTERVAL_BELOW_PERIOD",
-            )
-        return RecordingOrder(
-            id=request.recording_id or uuid.uuid4().hex[:12],
-            request_id=request.request_id.lower(),
-            fingerprint=fingerprint(request),
-            interval=interval or max(DEFAULT_INTERVAL_SECONDS, period),
-            max_duration=optional_seconds(request, "max_duration") or DEFAULT_MAX_DURATION_SECONDS,
-            targets=targets,
-        )
 
 
 def _id(name: str) -> str:
