@@ -1,7 +1,5 @@
 """Migrations by alembic, on either database: whole or not at all, and never of what is newer."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -76,12 +74,3 @@ async def test_a_migration_that_fails_leaves_the_version_before(at: At) -> None:
             pass
     async with at(1) as notes:
         assert await notes.read(columns) == ["id", "text"]
-
-
-def test_alembic_is_not_imported_where_nothing_is_to_be_migrated(tmp_path: Path) -> None:
-    """`up` must be there at once."""
-    code = "import sys; import gpuscale.up.main; print('alembic' in sys.modules, 'psycopg' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
-    )
-    assert done.stdout.split() == ["False", "False"]

@@ -64,8 +64,9 @@ def test_an_event_is_one_json_object_with_its_context() -> None:
     assert str(line["timestamp"]).endswith("Z")
 
 
-def test_a_logger_made_before_configure_writes_after_it() -> None:
+def test_a_logger_made_before_configure_writes_after_it_each_line_once() -> None:
     log = logs.get_logger("gpuscale.early")
+    logs.configure("info", "json", io.StringIO())
     logs.configure("warning", "json", stream := io.StringIO())
     log.info("not shown")
     log.warning("shown")
@@ -121,8 +122,14 @@ def test_context_that_is_not_json_is_written_as_text() -> None:
     assert "class 'object'" in str(lines(stream)[0]["kind"])
 
 
-def test_configuring_twice_writes_each_line_once() -> None:
-    logs.configure("info", "json", io.StringIO())
+def test_of_attempts_the_first_failure_in_a_row_is_logged_and_others_are_raised() -> None:
     logs.configure("info", "json", stream := io.StringIO())
-    logs.get_logger("x").info("once")
-    assert len(lines(stream)) == 1
+    saving = logs.Attempts(logs.get_logger("a"), "cannot save", OSError)
+    for failure in (OSError("full"), OSError("again"), None, OSError("gone")):
+        with saving:
+            if failure is not None:
+                raise failure
+        assert saving.failing == (failure is not None)
+    with pytest.raises(KeyError), saving:
+        raise KeyError
+    assert [line["problem"] for line in lines(stream)] == ["full", "gone"]

@@ -55,7 +55,7 @@ def test_it_loads_nothing_that_it_may_never_need() -> None:
     program = (
         "import sys; from gpuscale.cli import deferred; deferred.defer(); from gpuscale.up import app; app.open_all; "
         "from gpuscale.allocator.placing.placer import Placer, Use; Placer(Use()).set_cordons(frozenset({'nodes/a'})); "
-        "late = ('rich', 'sqlalchemy.dialects.postgresql', 'httpx._client', 'aio_pika', 'alembic', 'cryptography.x509.base', 'nicegui', 'numpy._core', 're2._re2'); "
+        "late = ('rich', 'sqlalchemy.dialects.postgresql', 'httpx._client', 'aio_pika', 'alembic', 'psycopg', 'cryptography.x509.base', 'nicegui', 'numpy._core', 're2._re2'); "
         "print([name for name in late if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

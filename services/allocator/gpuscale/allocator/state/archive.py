@@ -21,7 +21,7 @@ from gpuscale.allocator.state import schema
 from gpuscale.allocator.state.integrity import as_sealed, is_whole
 from gpuscale.allocator.state.store import AllocatorStore, count, from_row, note_forgotten
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
-from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.logs import Attempts, get_logger
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.store.sqlite_store import give_back
 from gpuscale.common.wire import ANY_TIME, TimeRange
@@ -248,7 +248,6 @@ class Archive:
     clock: Clock
     _totals: Totals = field(default_factory=Totals, init=False)
     _due_again: float = field(default=0.0, init=False)
-    _failing: bool = field(default=False, init=False)
 
     async def open(self) -> None:
         """Load the table's size. Raises UnavailableError if the state cannot be read."""
@@ -271,15 +270,12 @@ class Archive:
 
     async def run(self) -> NoReturn:
         """Enforce the limits, for ever."""
+        what = "cannot move records of ended reservations"
+        tidying = Attempts(_log, what, UnavailableError, FailedPreconditionError)
         while True:
             await asyncio.sleep(PERIOD)
-            try:
+            with tidying:
                 await self.tidy()
-                self._failing = False
-            except (UnavailableError, FailedPreconditionError) as error:
-                if not self._failing:
-                    _log.warning("cannot move records of ended reservations", problem=error.message)
-                self._failing = True
 
     async def tidy(self) -> None:
         """Move surplus records from memory to disk, and drop surplus from disk."""

@@ -43,7 +43,7 @@ from gpuscale.allocator.state.usage_ledger import (
 from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.common.errors import GpuscaleError, NotFoundError
 from gpuscale.common.names import reservation_name
-from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.logs import Attempts, get_logger
 from gpuscale.common.runtime.tasks import Clock, uninterrupted
 
 LOOK = 10.0
@@ -163,20 +163,15 @@ class Accounting:
 
     async def run(self) -> NoReturn:
         """Look, write and tidy, for ever."""
-        failing = False
+        writing = Attempts(_log, "cannot write the usage ledger", GpuscaleError)
         for nth in count(1):
             await asyncio.sleep(LOOK)
             await self.look()
-            try:
+            with writing:
                 if nth % CHECKPOINT == 0:
                     await self.checkpoint()
                 if nth % TIDY == 1:
                     await self.tidy()
-                failing = False
-            except GpuscaleError as error:
-                if not failing:
-                    _log.warning("cannot write the usage ledger", problem=error.message)
-                failing = True
         raise AssertionError("unreachable")
 
     async def look(self) -> None:

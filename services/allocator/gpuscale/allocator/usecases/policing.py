@@ -64,7 +64,7 @@ from gpuscale.common.errors import (
 from gpuscale.common.names import gpu_name, node_name, reservation_name
 from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.logs import Attempts, get_logger
 
 HEARD = 15.0
 """Seconds after which an agent that asked for no orders is silent; it asks every 5 s."""
@@ -182,7 +182,7 @@ class Policing:
 
     async def run(self, tell: Callable[[Reservation], None]) -> NoReturn:
         """Look for ever; `tell` is called with each reservation whose notes have changed."""
-        failing = False
+        writing = Attempts(_log, "cannot write acts of policies", GpuscaleError)
         while True:
             try:
                 async with asyncio.timeout(LOOK):
@@ -190,15 +190,9 @@ class Policing:
             except TimeoutError:
                 pass
             self._wake.clear()
-            try:
+            with writing:  # the next look does what this one could not
                 for one in await self.look():
                     tell(one)
-            except GpuscaleError as error:  # the next look does what this one could not
-                if not failing:
-                    _log.warning("cannot write acts of policies", problem=error.message)
-                failing = True
-            else:
-                failing = False
 
     def acts(self) -> list[tuple[int, PolicyAct]]:
         """What policies did, and nearly did, newest first, each with its number."""

@@ -19,7 +19,7 @@ from gpuscale.allocator.usecases.declarations import Declarations
 from gpuscale.allocator.usecases.leases import Records
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, NotFoundError
 from gpuscale.common.names import gpu_name, node_name
-from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.logs import Attempts, get_logger
 
 LOOK = 1.0
 """Seconds between two looks."""
@@ -76,20 +76,14 @@ class Powering:
 
     async def run(self) -> NoReturn:
         """Look for ever."""
-        failing = False
+        writing = Attempts(_log, "cannot write changes of power limits", GpuscaleError)
         while True:
             await asyncio.sleep(LOOK)
             await self.look()
-            try:
+            with writing:  # else they are written with the next
                 if written := list(self._unwritten):
                     await self.store.save_power_changes(written)
                     self._unwritten = [one for one in self._unwritten if one not in written]
-            except GpuscaleError as error:  # it is written with the next
-                if not failing:
-                    _log.warning("cannot write changes of power limits", problem=error.message)
-                failing = True
-            else:
-                failing = False
 
     def changes(self) -> list[tuple[int, PowerChange]]:
         """Changes of caps, newest first, each with its number."""

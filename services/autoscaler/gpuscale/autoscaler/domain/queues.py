@@ -238,7 +238,7 @@ def next_sweep(now: float, interval: float) -> float:
     return after if after > now else after + interval
 
 
-def _compiled(pattern: str) -> "re2.Pattern":
+def _compiled(pattern: str) -> re2.Pattern:
     options = re2.Options()
     options.max_mem = 1 << 15  # the worst that fits takes a few milliseconds for a name of 255 characters
     options.never_capture = True

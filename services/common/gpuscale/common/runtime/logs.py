@@ -80,6 +80,26 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
     return logger
 
 
+class Attempts:
+    """Attempts at something that is done again and again: a block whose failures are caught, the first in a row logged.
+
+    Attributes:
+        failing: whether the last one failed.
+    """
+
+    def __init__(self, log: structlog.stdlib.BoundLogger, event: str, *failures: type[Exception]) -> None:
+        self._log, self._event, self._failures = log, event, failures
+        self.failing = False
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
+        before, self.failing = self.failing, isinstance(error, self._failures)
+        if self.failing and not before:
+            self._log.warning(self._event, problem=str(error))
+        return self.failing
+
+
 def configure(
     level: str = "info",
     format: str = "auto",  # noqa: A002

@@ -8,7 +8,7 @@ work is admitted between the check and the order to the helper.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
 from gpuscale.common.names import gpu_name, node_name
 from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.logs import Attempts, get_logger
 from gpuscale.common.wire import seconds
 from gpuscale.monitor.agent.collector import Sampler
 from gpuscale.monitor.agent.gpus import Gpus
@@ -57,7 +57,7 @@ class Capping:
 
     async def run(self) -> None:
         """Keep caps in force until cancelled."""
-        failing = False
+        polling = Attempts(_log, "cannot poll power caps: they stay in force", GpuscaleError)
         while True:
             await asyncio.sleep(QUICK if self._caps else LOOK)
             there = await asyncio.to_thread(self._place.is_socket)
@@ -67,15 +67,10 @@ class Capping:
                     continue
             elif self._caps is None:
                 await self._put()  # asks for the caps in force
-            try:
-                with rpc_errors():
-                    answer = await self._stub.TakePowerCaps(await self._request(), timeout=RPC_TIMEOUT)
-            except GpuscaleError as error:
-                if not failing:
-                    _log.warning("cannot poll power caps: they stay in force", error=error.message)
-                failing = True
-            else:
-                failing = False
+            answer: allocator_api.TakePowerCapsResponse | None = None
+            with polling, rpc_errors():
+                answer = await self._stub.TakePowerCaps(await self._request(), timeout=RPC_TIMEOUT)
+            if answer is not None:
                 self._caps = {cap.uuid: cap.watts for cap in answer.caps} if there else None
                 orders = {
                     one.order: {"uuid": one.uuid, "profiles": [*one.profiles]} for one in answer.partitions
@@ -165,7 +160,7 @@ class Killing:
     async def run(self) -> None:
         """Carry out orders until cancelled."""
         results: list[allocator_api.KillResult] = []
-        failing = False
+        polling = Attempts(_log, "cannot poll kill orders", GpuscaleError)
         while True:
             if not results:
                 await asyncio.sleep(LOOK)
@@ -173,16 +168,10 @@ class Killing:
             if not await asyncio.to_thread(self._place.is_socket):
                 continue
             request = allocator_api.TakeKillOrdersRequest(node=node_name(self._node), results=sent)
-            try:
-                with rpc_errors():
-                    answer = await self._stub.TakeKillOrders(request, timeout=RPC_TIMEOUT)
-            except GpuscaleError as error:
-                if not failing:
-                    _log.warning("cannot poll kill orders", error=error.message)
-                failing = True
-                continue
-            failing = False
-            for order in answer.orders:
+            orders: Sequence[allocator_api.KillOrder] = ()
+            with polling, rpc_errors():
+                orders = (await self._stub.TakeKillOrders(request, timeout=RPC_TIMEOUT)).orders
+            for order in orders:
                 problem = await self._carry_out(order)
                 if problem is not None:
                     results.append(allocator_api.KillResult(order=order.id, problem=problem))

@@ -21,8 +21,10 @@ from typing import Any, TypeVar
 import grpc
 import psutil
 
+from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.runtime.logs import Attempts, get_logger
 from gpuscale.common.runtime.tasks import Clock, network_namespace
 from gpuscale.internal.monitor.v1 import PodResourcesList
 from gpuscale.monitor.agent.pci import find_adapters
@@ -209,18 +211,12 @@ class Pods:
 
     async def run(self) -> None:
         """Poll until cancelled; return at once without a socket."""
-        until, failing = 0.0, False
+        until, asking = 0.0, Attempts(_log, "cannot ask the kubelet which pods have GPUs", GpuscaleError)
         while self._place is not None:
-            try:
-                self.by_gpu = await self._ask()
-            except grpc.aio.AioRpcError as error:
-                if not failing:
-                    _log.warning("cannot ask the kubelet which pods have GPUs", problem=error.details())
-                failing = True
-                if self._clock.now() >= until:
-                    self.by_gpu = {}
-            else:
-                until, failing = self._clock.now() + KEPT_SECONDS, False
+            with asking, rpc_errors():
+                self.by_gpu, until = await self._ask(), self._clock.now() + KEPT_SECONDS
+            if asking.failing and self._clock.now() >= until:
+                self.by_gpu = {}
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _ask(self) -> Mapping[str, tuple[str, ...]]:
