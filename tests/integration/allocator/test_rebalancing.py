@@ -15,6 +15,7 @@ from gpuscale.client import (
     AsyncClient,
     FailedPreconditionError,
     NotFoundError,
+    ResourceExhaustedError,
     UnavailableError,
     connect_async,
 )
@@ -119,6 +120,17 @@ async def test_a_gpu_is_cordoned_until_the_fleet_tells_of_its_new_instances(
 
         await eventually(applied)
         order = await eventually(ordered, retry_on=(ValueError,))
+        other = api.ReserveRequest(
+            request_id=str(uuid4()), holder="other", ask=api.Ask(gpu_count=1, mig_profile="2g.20gb")
+        )
+        with pytest.raises(
+            ResourceExhaustedError, match="; being partitioned: nodes/n0/gpus/n0-0"
+        ) as refused:
+            await client.allocator.Reserve(other)
+        assert refused.value.retry_after, "it may be had later, as by anybody who must wait"
+        other.wait.seconds = 60
+        queued = asyncio.ensure_future(client.allocator.Reserve(other, timeout=60))
+        await eventually(partial(in_line, client, 2))
         end = api.PartitionEnd(order=order.order, instances=["new"])
         for _ in range(5):
             assert (await take(partition_ends=[end])).partitions == [order]
@@ -126,6 +138,13 @@ async def test_a_gpu_is_cordoned_until_the_fleet_tells_of_its_new_instances(
         assert len((await client.nodes.ListCordons(api.ListCordonsRequest())).cordons) == 1
         of.put(divided("n0", "3g.40gb", "new"))
         assert (await waits).reservation.gpus[0].uuid == "new"
+        other.ClearField("wait")
+        other.request_id = str(uuid4())
+        await take()
+        with pytest.raises(ResourceExhaustedError, match="Idle GPUs may be partitioned"):
+            await client.allocator.Reserve(other)
+        assert not queued.done()
+        queued.cancel()
 
 
 async def test_who_waits_is_planned_for(tmp_path: Path) -> None:

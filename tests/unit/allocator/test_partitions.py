@@ -33,10 +33,11 @@ def wish(profile: str, count: int = 1, members: int = 1) -> Ask:
     return replace(asked, mig_profile=profile, member_count=members, gang_strategy=GangStrategy.STRICT_PACK)
 
 
-def found(asked: Ask, *nodes: Node, use: Use | None = None) -> dict[str, Layout]:
+def found(asked: Ask, *nodes: Node, use: Use | None = None, ever: bool = False) -> dict[str, Layout]:
     """The profiles that each GPU is to have."""
     use = use or Use()
-    return {one.gpu.uuid: one.profiles for one in partitions_for(placer(nodes, use), nodes, asked, NOW)}
+    made = partitions_for(placer(nodes, use), nodes, asked, NOW, ever=ever)
+    return {one.gpu.uuid: one.profiles for one in made}
 
 
 @pytest.mark.parametrize(
@@ -90,6 +91,10 @@ def test_no_gpu_of_which_anybody_holds_or_may_use_a_part_is_touched() -> None:
     assert found(asked, node("n", whole, *parts))
     use.hold(reservation([replace(reserved(parts[1].uuid, node="n"), parent=whole.uuid)]))
     assert found(asked, node("n", whole, *parts), use=use) == {}
+    assert found(asked, node("n", whole, *parts), use=use, ever=True) == {
+        "n-0": ("3g.40gb", "1g.10gb", "1g.10gb")
+    }
+    assert found(wish("3g.40gb", 3), node("n", whole, *parts), use=use, ever=True) == {}
     for changed in (
         replace(parts[0], processes=(GpuProcess(1, 5, "other", None),)),
         replace(parts[0], processes_known=False),
@@ -120,3 +125,4 @@ def test_what_else_the_ask_wants_counts_as_ever() -> None:
     cordoned = placer([there])
     cordoned.set_cordons(frozenset({"n-0"}))
     assert partitions_for(cordoned, [there], asked, NOW) == ()
+    assert partitions_for(cordoned, [there], asked, NOW, ever=True), "while it is partitioned for somebody"

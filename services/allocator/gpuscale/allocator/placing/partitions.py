@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from gpuscale.allocator.domain.model import Ask, GangStrategy, Gpu, Node, NodeState, Pick
 from gpuscale.allocator.placing.placer import Placer
+from gpuscale.allocator.placing.refusal import RefusalKind
 
 TRIES = 300
 """Placements that are tried for an ask: some 0.2 ms each."""
@@ -31,15 +32,21 @@ class Partition:
     profiles: tuple[str, ...]
 
 
-def partitions_for(placer: Placer, nodes: Iterable[Node], ask: Ask, now: float) -> tuple[Partition, ...]:
-    """The fewest idle GPUs of one node to repartition for an ask that finds no room; empty if no way is known."""
+def partitions_for(
+    placer: Placer, nodes: Iterable[Node], ask: Ask, now: float, *, ever: bool = False
+) -> tuple[Partition, ...]:
+    """The fewest idle GPUs of one node to repartition for an ask that finds no room; empty if no way is known.
+
+    With `ever`, those that would do if everything were idle.
+    """
     spread = ask.member_count > 1 and ask.gang_strategy is not GangStrategy.STRICT_PACK
     if ask.gpus or spread or not _PROFILE.fullmatch(ask.mig_profile.lower()):
         return ()
     choices: list[tuple[Node, list[list[Partition]]]] = []
     for node in nodes:
         if not ask.nodes or node.id in ask.nodes:
-            layouts = [found for gpu in _idle(placer, node, ask, now) if (found := _layouts(gpu, node, ask))]
+            idle = _idle(placer, node, ask, now, ever=ever)
+            layouts = [found for gpu in idle if (found := _layouts(gpu, node, ask))]
             choices.append((node, sorted(layouts, key=len, reverse=True)))
     tries = 0
     for count in range(max((len(layouts) for _, layouts in choices), default=0)):
@@ -48,24 +55,25 @@ def partitions_for(placer: Placer, nodes: Iterable[Node], ask: Ask, now: float) 
                 made = (*(one[-1] for one in layouts[:count]), last)
                 if (tries := tries + 1) > TRIES:
                     return ()
-                if _fits(placer, node, made, ask, now):
+                if _fits(placer, node, made, ask, now, ever=ever):
                     return made
     return ()
 
 
-def _idle(placer: Placer, node: Node, ask: Ask, now: float) -> Iterator[Gpu]:
-    """The divided GPUs of which no part is known to be held, used or promised."""
-    if node.state is not NodeState.ONLINE or not node.names_gpus:
+def _idle(placer: Placer, node: Node, ask: Ask, now: float, *, ever: bool) -> Iterator[Gpu]:
+    """The divided GPUs of which no part is known to be held, used or promised; `ever`: all divided ones."""
+    if not ever and (node.state is not NodeState.ONLINE or not node.names_gpus):
         return
     for gpu in node.gpus:
         parts = [gpu, *(one for one in node.gpus if one.parent == gpu.uuid)]
-        if gpu.trouble == DIVIDED and all(
+        idle = ever or all(
             one.processes_known
             and not (one.processes or one.quarantine or placer.use.on(one).milli)
             and one.fresh_until >= now
             and one.uuid.lower() not in ask.excluded_gpus
             for one in parts
-        ):
+        )
+        if gpu.trouble == DIVIDED and idle:
             yield gpu
 
 
@@ -120,8 +128,10 @@ def _room(shapes: tuple[_Shape, ...], taken: int) -> bool:
     return any(not taken & place and _room(tuple(others), taken | place) for place in places)
 
 
-def _fits(placer: Placer, node: Node, made: Collection[Partition], ask: Ask, now: float) -> bool:
-    """Whether an ask fits on a node with these partitions."""
+def _fits(
+    placer: Placer, node: Node, made: Collection[Partition], ask: Ask, now: float, *, ever: bool
+) -> bool:
+    """Whether an ask fits on a node with these partitions, or `ever` could."""
     gpus = [gpu for gpu in node.gpus if all(gpu.parent != one.gpu.uuid for one in made)]
     for one in made:
         for number, profile in enumerate(one.profiles):
@@ -139,5 +149,6 @@ def _fits(placer: Placer, node: Node, made: Collection[Partition], ask: Ask, now
                 parent=one.gpu.uuid,
             )
             gpus.append(new)
-    alone = placer.alone(replace(node, gpus=tuple(gpus)))
-    return isinstance(alone.place_after(replace(ask, nodes=frozenset((node.id,))), now, ()), Pick)
+    alone, there = placer.alone(replace(node, gpus=tuple(gpus))), replace(ask, nodes=frozenset((node.id,)))
+    found = alone.place_after(there, now, (), told=ever)
+    return isinstance(found, Pick) or (ever and found.kind is not RefusalKind.UNSATISFIABLE)

@@ -77,8 +77,15 @@ class Partitioning:
         self._told[node] = self.maintenance.clock.now(), ends
         return [self._orders[one] for one in self._handed if self._orders[one].node == node]
 
+    @property
+    def under_way(self) -> str:
+        """The names of the GPUs that are being partitioned, in words."""
+        return ", ".join(one.spot.name for one in self._orders.values())
+
     def allows(self, node: str) -> bool:
-        """Whether a node's helper may partition GPUs."""
+        """Whether a node's helper may partition GPUs, or does: it is silent meanwhile."""
+        if any(one.node == node for one in self._orders.values()):
+            return True
         heard, ends = self._told.get(node, (-HEARD, None))
         return ends is not None and self.maintenance.clock.now() - heard < HEARD
 
@@ -89,8 +96,7 @@ class Partitioning:
             FailedPreconditionError: NO_PARTITION_HELPER; MOVES_UNDER_WAY: others are being partitioned.
         """
         clock = self.maintenance.clock
-        if self._orders:
-            gpus = ", ".join(one.spot.name for one in self._orders.values())
+        if gpus := self.under_way:
             raise FailedPreconditionError(
                 f"being partitioned: {gpus}; wait, or uncordon that to give it up", reason="MOVES_UNDER_WAY"
             )

@@ -128,15 +128,20 @@ class Rebalancing:
             return [await self._propose(one, prices) for one in waiters], _notes(left_out)
 
     async def refusal(self, ask: Ask, found: Refusal) -> Refusal:
-        """The refusal of an ask, which may wait where idle GPUs can be partitioned for it on hosts that allow that."""
+        """The refusal of an ask, which may wait where GPUs can be partitioned for it on hosts that allow that.
+
+        Not only now: idle ones may be held, or partitioned for somebody else at this moment.
+        """
         if found.kind is not RefusalKind.UNSATISFIABLE or not ask.mig_profile:
             return found
         nodes = [one for one in self.capacity.view.nodes if self.partitioning.allows(one.id)]
-        asked, placer, now = beside(ask, self._kept(None)), self.capacity.placer, self.capacity.clock.now()
+        placer, now = self.capacity.placer, self.capacity.clock.now()
         if not nodes:
             return found
-        if await asyncio.to_thread(partitions_for, placer.copy(), nodes, asked, now):
-            return replace(found, kind=RefusalKind.NO_CAPACITY, message=unpartitioned(ask))
+        if await asyncio.to_thread(partitions_for, placer.copy(), nodes, ask, now, ever=True):
+            gpus = self.partitioning.under_way
+            message = unpartitioned(ask) + (f"; being partitioned: {gpus}" if gpus else "")
+            return replace(found, kind=RefusalKind.NO_CAPACITY, message=message)
         return found
 
     @uninterrupted
