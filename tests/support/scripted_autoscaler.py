@@ -69,6 +69,11 @@ def replica(number: int) -> str:
     return f"{ENDPOINT}/replicas/r{number}"
 
 
+def log_of(folder: Path, name: str) -> Path:
+    _, endpoint, _, own = name.split("/")
+    return folder / "adapter" / "logs" / endpoint / f"{own}.log"
+
+
 @dataclass
 class ScriptedAutoscaler(autoscaler_internal.AdapterStreamServiceServicer):
     """Sends `desired` to whoever connects, whenever `tell` changes it."""

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ from tests.support.scripted_autoscaler import (
     AdapterProcess,
     ScriptedAutoscaler,
     adapter_process,
+    log_of,
     processes_of,
     replica,
     scripted_autoscaler,
@@ -28,16 +30,16 @@ FAILED = api.Replica.STATE_FAILED
 ONE = replica(1)
 
 
-async def again(autoscaler: ScriptedAutoscaler, process: AdapterProcess) -> None:
-    """Kill the adapter, start the next, and wait until it has reported."""
-    await asyncio.to_thread(process.kill)
+async def again(autoscaler: ScriptedAutoscaler, process: AdapterProcess, end: Callable[[], object]) -> None:
+    """End the adapter in this way, start the next, and wait until it has reported."""
+    assert not await asyncio.to_thread(end)
     autoscaler.reports.clear()
     process.start()
     await eventually(lambda: autoscaler.reports, timeout=20)
 
 
 async def test_living_replicas_are_adopted(tmp_path: Path) -> None:
-    """Same process, still ready; its end is noticed, and so is a request to end, once."""
+    """However their adapter ends: same process, still ready; its end is noticed, and so is a request to end, once."""
     diary = tmp_path / "diary"
     async with scripted_autoscaler() as (autoscaler, address):
         with adapter_process(tmp_path, address) as process:
@@ -46,10 +48,11 @@ async def test_living_replicas_are_adopted(tmp_path: Path) -> None:
             await autoscaler.run(replica(2), "sleeper")
             one = await autoscaler.shows(ONE, READY, timeout=20)
             two = await autoscaler.shows(replica(2), READY)
-            await again(autoscaler, process)
-            assert (await autoscaler.shows(ONE, READY)).pid == one.pid
-            assert (await autoscaler.shows(replica(2), READY)).pid == two.pid
-            assert autoscaler.states(ONE) == ["READY"]
+            for end in (process.kill, process.terminate):
+                await again(autoscaler, process, end)
+                assert (await autoscaler.shows(ONE, READY)).pid == one.pid
+                assert (await autoscaler.shows(replica(2), READY)).pid == two.pid
+                assert autoscaler.states(ONE) == ["READY"]
 
             os.kill(two.pid, signal.SIGKILL)
             lost = await autoscaler.shows(replica(2), FAILED, timeout=3)
@@ -59,7 +62,7 @@ async def test_living_replicas_are_adopted(tmp_path: Path) -> None:
             await autoscaler.stop(ONE)
             await autoscaler.shows(ONE, DRAINING)
             await eventually(lambda: diary.read_text() == "start\nasked\n")
-            await again(autoscaler, process)
+            await again(autoscaler, process, process.kill)
             await autoscaler.shows(ONE, DRAINING)
             await autoscaler.stop(ONE)
             diary.with_name("diary.end").touch()
@@ -155,34 +158,20 @@ async def test_an_unreadable_journal_keeps_the_adapter_from_starting_anything(tm
             assert torn.read_text() == "{torn"
 
 
-async def test_replicas_run_on_when_their_adapter_is_stopped_and_the_next_one_adopts_them(
-    tmp_path: Path,
-) -> None:
-    """A restart of the adapter, such as an upgrade, costs no work."""
-    async with scripted_autoscaler() as (autoscaler, address):
-        with adapter_process(tmp_path, address) as process:
-            process.start()
-            await autoscaler.run(ONE, "sleeper")
-            pid = (await autoscaler.shows(ONE, READY, timeout=20)).pid
-            assert await asyncio.to_thread(process.terminate) == 0
-            assert pid in {one.pid for one in processes_of(ONE)}
-            autoscaler.reports.clear()
-            process.start()
-            assert (await autoscaler.shows(ONE, READY, timeout=20)).pid == pid
-            assert autoscaler.states(ONE) == ["READY"]
-
-
 async def test_with_end_replicas_sigterm_ends_all_and_the_adapter_within_ten_seconds(tmp_path: Path) -> None:
     async with scripted_autoscaler() as (autoscaler, address):
         with adapter_process(tmp_path, address) as process:
             process.start(GPUSCALE_ADAPTER_END_REPLICAS="true")
-            for number, template in enumerate(("sleeper", "stubborn", "family")):
+            for number, template in enumerate(("sleeper", "stubborn", "family", "drainer")):
                 await autoscaler.run(replica(number), template)
-            for number in range(3):
+            for number in range(4):
                 await autoscaler.shows(replica(number), READY, timeout=20)
+            logs = [log_of(tmp_path, replica(number)) for number in (1, 3)]
+            await eventually(lambda: all("up" in log.read_text() for log in logs))
             assert await asyncio.to_thread(process.terminate, 9.5) == 0
             assert not processes_of(f"{ENDPOINT}/")
             assert (await autoscaler.shows(replica(0), STOPPED)).exit_code == -signal.SIGTERM
+            assert logs[1].read_text() == "up\ndrained\n"
             # What it reported stands in the journal, and the next run reports it again until it is told to forget.
             autoscaler.reports.clear()
             process.start()

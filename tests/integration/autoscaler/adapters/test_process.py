@@ -14,7 +14,7 @@ import pytest
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.engines.process.processes import WorkerUser
 from gpuscale.common.errors import FailedPreconditionError
-from tests.support.scripted_autoscaler import ENDPOINT, adapter, processes_of, replica, scripted_autoscaler
+from tests.support.scripted_autoscaler import adapter, log_of, processes_of, replica, scripted_autoscaler
 from tests.support.waiting import eventually
 
 READY = api.Replica.STATE_READY
@@ -22,11 +22,6 @@ DRAINING = api.Replica.STATE_DRAINING
 STOPPED = api.Replica.STATE_STOPPED
 FAILED = api.Replica.STATE_FAILED
 ONE = replica(1)
-
-
-def log_of(folder: Path, name: str) -> Path:
-    _, endpoint, _, own = name.split("/")
-    return folder / "adapter" / "logs" / endpoint / f"{own}.log"
 
 
 def sessions(name: str) -> set[int]:
@@ -222,25 +217,6 @@ async def test_replicas_outlive_the_autoscaler_and_are_reported_to_the_next(tmp_
         again = await eventually(lambda: next((item for item in first.reports if item.revision == 0), None))
         assert again is not None
         assert [item.pid for item in again.replicas] == [report.pid]
-
-
-async def test_a_clean_stop_ends_every_replica_and_reports_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The willing finish; the stubborn are killed within seconds; nothing is left."""
-    monkeypatch.setattr("gpuscale.autoscaler.adapters.engines.process.engine.STOP_GRACE", 2.0)
-    async with scripted_autoscaler() as (autoscaler, address):
-        async with adapter(tmp_path, address):
-            for number, template in enumerate(("sleeper", "drainer", "stubborn", "family")):
-                await autoscaler.run(replica(number), template)
-            for number in range(4):
-                await autoscaler.shows(replica(number), READY)
-            await eventually(lambda: "up" in log_of(tmp_path, replica(2)).read_text())
-            await eventually(lambda: "up" in log_of(tmp_path, replica(1)).read_text())
-        assert not processes_of(f"{ENDPOINT}/")
-        for number in range(3):
-            assert autoscaler.report(replica(number)) is not None
-        assert log_of(tmp_path, replica(1)).read_text() == "up\ndrained\n"
 
 
 async def test_a_large_log_is_cut_and_its_older_part_kept(
