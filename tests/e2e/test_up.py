@@ -124,42 +124,6 @@ def test_it_is_there_at_once(up: Up) -> None:
     eventually_sync(lambda: up.errors.read_text().startswith("next:  gpuscalectl --address "))
 
 
-def test_nodes_show_this_host(up: Up) -> None:
-    def node() -> Any:
-        [found] = data(up.address, "get", "nodes")["nodes"]
-        return found if "cpuPercent" in found["snapshot"]["hostReading"] else None
-
-    found = eventually_sync(node, timeout=20)
-    host = found["snapshot"]["hostReading"]
-    assert found["state"] == "NODE_STATE_ONLINE"
-    assert int(host["memoryTotalBytes"]) == psutil.virtual_memory().total
-    assert host["cpuCount"] == psutil.cpu_count()
-    assert 0 <= host["cpuPercent"] <= 100
-    assert abs(host["load1m"] - os.getloadavg()[0]) < 5
-    assert len(data(up.address, "get", "gpus")["gpus"]) == 4
-    assert all(gpu["simulated"] for gpu in data(up.address, "get", "gpus")["gpus"])
-
-
-def test_what_is_reserved_nobody_else_gets(up: Up) -> None:
-    ran = reserve(up.address, 2)
-    assert ran.code == 0, ran.err
-    reservation = json.loads(ran.out)
-    uuids = {gpu["uuid"] for gpu in reservation["gpus"]}
-    assert len(uuids) == 2
-    assert int(reservation["fence"]) >= 1
-    assert reservation["expireTime"]
-    assert all(gpu["score"]["total"] > 0 and gpu["score"]["parts"] for gpu in reservation["gpus"])
-    assert reserve(up.address, 3, holder="second").code == 5
-    others = json.loads(reserve(up.address, 2, holder="second").out)
-    assert uuids.isdisjoint(gpu["uuid"] for gpu in others["gpus"])
-    refused = reserve(up.address, 1, holder="third")
-    assert (refused.code, refused.out) == (5, "")
-    assert reserve(up.address, 5, holder="third").code == 5
-    for name in (reservation["name"], others["name"]):
-        assert ctl(up.address, "release", name).code == 0
-    assert data(up.address, "get", "reservations") == {"reservations": []}
-
-
 def test_every_get_answers(up: Up) -> None:
     for noun in ("reservations", "endpoints", "replicas", "watchers", "decisions", "adapters"):
         assert isinstance(data(up.address, "get", noun), dict)
@@ -187,7 +151,7 @@ def test_a_second_one_is_turned_away(up: Up, tmp_path: Path) -> None:
     assert data(up.address, "get", "nodes")["nodes"]
 
 
-def test_a_reservation_survives_a_power_cut(tmp_path: Path) -> None:
+def test_a_reservation_survives_a_power_cut_and_ctrl_c_is_a_clean_end(tmp_path: Path) -> None:
     """It goes on to run out at the same time."""
     ttl = 600.0
     with Up(tmp_path, simulate=4) as up:
@@ -197,7 +161,7 @@ def test_a_reservation_survives_a_power_cut(tmp_path: Path) -> None:
         assert ran.code == 0, ran.err
         name = json.loads(ran.out)["name"]
         up.kill()
-    with Up(tmp_path, simulate=4) as up:
+    with Up(tmp_path, simulate=4, typed=True) as up:
         before = time.monotonic()
         kept = data(up.address, "get", "reservations", name)
         after = time.monotonic()
@@ -206,49 +170,39 @@ def test_a_reservation_survives_a_power_cut(tmp_path: Path) -> None:
         left = float(kept["remaining"].rstrip("s"))
         assert ttl - (after - asked) - 1 < left < ttl - (before - granted) + 1
         assert reserve(up.address, 3).code == 5
+        up.process.send_signal(signal.SIGINT)
+        assert up.process.wait(STOP_SECONDS) == 0
+        assert "Traceback" not in up.errors.read_text()
 
 
-def test_whatever_it_writes_is_for_its_user_alone(tmp_path: Path) -> None:
-    """Also where the umask would let everybody in."""
-    data = tmp_path / "data"
+def test_whatever_it_writes_is_for_its_user_alone_and_sigterm_takes_the_workers_along(tmp_path: Path) -> None:
+    """Also where the umask would let everybody in, and where workers ignore SIGTERM: all are gone within 10 s."""
+    data_dir = tmp_path / "data"
     (tmp_path / "c.toml").write_text(CONFIG)
+    arguments = ("--config", str(tmp_path / "c.toml"), "--audit-file", f"{data_dir}/audit")
     before = os.umask(0)
     try:
-        up = Up(
-            tmp_path,
-            simulate=2,
-            arguments=("--config", str(tmp_path / "c.toml"), "--audit-file", f"{data}/audit"),
-        )
+        up = Up(tmp_path, simulate=2, arguments=arguments)
     finally:
         os.umask(before)
     with up:
-        assert ctl(up.address, "apply", "-f", "-", stdin=ENDPOINT).code == 0
-        wanted = ("replicas/*.json", "logs/stubborn/*.log", "audit", "*.db")
-        eventually_sync(lambda: all(list(data.glob(one)) for one in wanted), timeout=30)
-        opened = []
-        for path in (data, *data.rglob("*")):
-            with suppress(FileNotFoundError):  # a new version of a file that has replaced the old one by now
-                mode = path.lstat().st_mode
-                if (
-                    stat.S_ISSOCK(mode) or mode & 0o077
-                ):  # whoever shares the user could put another socket there
-                    opened.append((str(path), oct(mode)))
-        assert opened == []
-
-
-def test_sigterm_takes_the_workers_along(tmp_path: Path) -> None:
-    """Done means 5: a clean exit within 10 s, children gone, even those that ignore SIGTERM."""
-    (tmp_path / "gpuscale.toml").write_text(CONFIG)
-    with Up(tmp_path, simulate=4, arguments=["--config", str(tmp_path / "gpuscale.toml")]) as up:
         assert ctl(up.address, "apply", "-f", "-", stdin=ENDPOINT).out == "endpoints/stubborn created\n"
 
         def ready() -> list[Any]:
             replicas = data(up.address, "get", "replicas")["replicas"]
             return replicas if [item["state"] for item in replicas] == ["STATE_READY"] * 2 else []
 
-        replicas = eventually_sync(ready, timeout=30)
-        workers = [psutil.Process(int(replica["pid"])) for replica in replicas]
+        workers = [psutil.Process(int(one["pid"])) for one in eventually_sync(ready, timeout=30)]
         assert {worker.ppid() for worker in workers} == {up.process.pid}
+        wanted = ("replicas/*.json", "logs/stubborn/*.log", "audit", "*.db")
+        eventually_sync(lambda: all(list(data_dir.glob(one)) for one in wanted), timeout=30)
+        opened = []
+        for path in (data_dir, *data_dir.rglob("*")):
+            with suppress(FileNotFoundError):  # a new version of a file that has replaced the old one by now
+                mode = path.lstat().st_mode
+                if stat.S_ISSOCK(mode) or mode & 0o077:  # who shares the user could put another socket there
+                    opened.append((str(path), oct(mode)))
+        assert opened == []
         code, seconds = up.stop(timeout=20)
         print(f"\nstopped in {seconds:.2f} s with two workers that ignore SIGTERM")
         assert code == 0
@@ -262,13 +216,6 @@ def _runs(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE and process.is_running()
     except psutil.NoSuchProcess:
         return False
-
-
-def test_ctrl_c_is_a_clean_end(tmp_path: Path) -> None:
-    with Up(tmp_path, simulate=1, typed=True) as up:
-        up.process.send_signal(signal.SIGINT)
-        assert up.process.wait(STOP_SECONDS) == 0
-        assert "Traceback" not in up.errors.read_text()
 
 
 def test_nothing_is_refused_for_ever_while_it_starts(tmp_path: Path) -> None:

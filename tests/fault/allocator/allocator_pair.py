@@ -59,6 +59,9 @@ class Pair:
             return f"{error.reason} {error.metadata.get('leader', '')}".strip()
         return "leader"
 
+    async def leads(self, place: int) -> bool:
+        return await self.says(place) == "leader"
+
     async def leader(self) -> int:
         """Wait until one of them leads and the other stands by and knows it; the place of the one."""
         return await eventually(self._settled, timeout=60.0) - 1
@@ -66,7 +69,7 @@ class Pair:
     async def _settled(self) -> int:
         for place in (0, 1):
             hint = f"NOT_LEADER {self.addresses[place]}"
-            if await self.says(place) == "leader" and await self.says(1 - place) == hint:
+            if await self.leads(place) and await self.says(1 - place) == hint:
                 return place + 1
         return 0
 
@@ -126,7 +129,7 @@ async def settled(folder: Path, postgresql: PostgresServer, failpoints: str = ""
         if not failpoints:
             await reached(both.clients[0], 8)
         else:
-            await eventually(lambda: says_leader(both))
+            await eventually(lambda: both.leads(0))
         both.start(1)
         assert await both.leader() == 0
         async with plain(both.addresses[1:], "pick_first") as client:
@@ -136,7 +139,3 @@ async def settled(folder: Path, postgresql: PostgresServer, failpoints: str = ""
 
 async def forwards(client: Client) -> bool:
     return await client.live() == []
-
-
-async def says_leader(both: Pair) -> bool:
-    return await both.says(0) == "leader"

@@ -70,7 +70,7 @@ async def test_what_a_frozen_leader_was_about_to_commit_is_refused_when_it_wakes
         await both.clients[0].release(await both.clients[0].reserve())
         await both.at(0).kill()
         old = both.start(0, "allocator.store.before_commit=sleep:2")
-        await eventually(lambda: is_leader(both, 0), timeout=60.0)
+        await eventually(lambda: both.leads(0), timeout=60.0)
         both.start(1)
         await both.leader()
         late = asyncio.create_task(slow_reserve(both))
@@ -82,7 +82,7 @@ async def test_what_a_frozen_leader_was_about_to_commit_is_refused_when_it_wakes
             "SELECT pg_terminate_backend(l.pid, 30000) FROM pg_locks l JOIN pg_database d ON d.oid = l.database"
             f" WHERE l.locktype = 'advisory' AND l.granted AND d.datname = '{name}'",
         )
-        await eventually(lambda: is_leader(both, 1), timeout=60.0)
+        await eventually(lambda: both.leads(1), timeout=60.0)
         granted = await eventually(
             lambda: both.clients[1].reserve(ttl=600), timeout=60.0, retry_on=(UnavailableError,)
         )
@@ -92,10 +92,6 @@ async def test_what_a_frozen_leader_was_about_to_commit_is_refused_when_it_wakes
         assert await both.leader() == 1
         live = await both.client.live()
         assert [(one.name, one.fence) for one in live] == [(granted.name, granted.fence)]
-
-
-async def is_leader(both: Pair, place: int) -> bool:
-    return await both.says(place) == "leader"
 
 
 async def slow_reserve(both: Pair) -> object:

@@ -34,13 +34,9 @@ async def a_leader_freezes(both: Pair, server: PostgresServer) -> None:
     frozen = await both.leader()
     os.kill(both.at(frozen).pid, signal.SIGSTOP)
     try:
-        await eventually(lambda: is_leader(both, 1 - frozen), timeout=WAIT)
+        await eventually(lambda: both.leads(1 - frozen), timeout=WAIT)
     finally:
         os.kill(both.at(frozen).pid, signal.SIGCONT)
-
-
-async def is_leader(both: Pair, place: int) -> bool:
-    return await both.says(place) == "leader"
 
 
 async def the_sessions_that_write_end(both: Pair, server: PostgresServer) -> None:

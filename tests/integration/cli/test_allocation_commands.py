@@ -41,6 +41,7 @@ UNMEANT = (
     ("reserve", "--gpus", "1", "--label", "a=b", "--label", "a=c"),
     ("check", "--gpus", "1", "--node-label", "a=b", "--node-label", "a=c"),
     ("check", "--gpus", "1", "--apart-from", "a=b", "--apart-from", "a=c"),
+    ("run", "--gpus", "1", "--on-move", "USR1", "true"),
     ("renew", "r1", "--fence", "99999999999999999999"),
     ("rank", "nodes", "--gpus", "99999999999"),
     ("set", "quota", "vision"),
