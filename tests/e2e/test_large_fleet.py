@@ -173,7 +173,7 @@ def test_every_page_of_a_thousand_gpus_is_small_and_fits_a_phone(
             page.screenshot(path=Path(PICTURES) / f"{name}.png")
         assert page.evaluate(ELEMENTS) < MOST_ELEMENTS
         page.set_viewport_size({"width": 390, "height": 800})
-        eventually_sync(lambda: page.evaluate("document.scrollingElement.scrollWidth") <= 390, timeout=10)
+        eventually_sync(lambda: page.evaluate("document.scrollingElement.scrollWidth") <= 390)
         if name != "over-time":  # a map of the past is sent once for each of its columns
             assert max(messages, default=0) < LARGEST_MESSAGE
 

@@ -56,6 +56,8 @@ from gpuscale.dashboard.visitors import CALENDAR, VisitorActions, Visitors, requ
 
 KEPT_MESSAGES = 10
 """Messages kept for each browser in case its connection breaks; after more, it reloads the page."""
+RECONNECT_SECONDS = 15
+"""How long a page outlives its connection. A busy browser may take two fifths of it to answer a ping."""
 COMPRESSION = 3
 """A first visit is mostly scripts; higher levels cost the server more time than they save in transfer."""
 STOP_SECONDS = 2
@@ -225,6 +227,7 @@ def application(
         tailwind=False,
         binding_refresh_interval=None,
         message_history_length=KEPT_MESSAGES,
+        reconnect_timeout=RECONNECT_SECONDS,
         gzip_middleware_factory=partial(GZipMiddleware, compresslevel=COMPRESSION) if compress else None,
     )
     return app
