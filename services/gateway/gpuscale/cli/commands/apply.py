@@ -322,7 +322,11 @@ def plan(client: Client, wanted: Sequence[manifests.DeclaredDocument], *, prune:
             after = _rehearsed(client, one, before, new)
         if before is None:
             steps.append(PlanStep(PlanAction.CREATE, name, before, one, after))
-        elif after is None or (before.spec == after.spec and not _secretly_differs(before, after)):
+        elif after is None or (
+            before.spec == after.spec
+            # The server never shows the URL and the secret of a target.
+            and not (isinstance(after, allocator_api.NotificationTarget) and before.etag != after.etag)
+        ):
             steps.append(PlanStep(PlanAction.KEEP, name, before, one, before))
         else:
             steps.append(PlanStep(PlanAction.CONFIGURE, name, before, one, after))
@@ -395,11 +399,6 @@ def _put(
         raise manifests.placed(error, wanted.tree, f"{field}.") from error
     found: manifests.Resource = getattr(answer, field)
     return found
-
-
-def _secretly_differs(before: manifests.Resource, after: manifests.Resource) -> bool:
-    """Whether the URL or secret of a target, which the server never shows, would change."""
-    return isinstance(after, allocator_api.NotificationTarget) and before.etag != after.etag
 
 
 _SERVICES: Mapping[str, tuple[Any, str]] = {

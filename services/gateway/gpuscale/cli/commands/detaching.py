@@ -107,7 +107,10 @@ class JobFolder:
         old = time.time() - KEPT_SECONDS
         for one in self._path.parent.iterdir():
             with suppress(OSError):
-                if one.stat().st_mtime < old and not _supervised(one):
+                pid = one / "pid"
+                if one.stat().st_mtime < old and not (
+                    pid.exists() and Path("/proc", pid.read_text().strip()).exists()
+                ):
                     shutil.rmtree(one)
         (self._path / "pid").write_text(f"{os.getpid()}\n")
         (self._path / "output").touch()  # so that `tail` works before the first output
@@ -159,12 +162,6 @@ class JobFolder:
                     size = 0
                 with path.open("ab") as file:
                     size += file.write(chunk)
-
-
-def _supervised(folder: Path) -> bool:
-    with suppress(OSError):
-        return Path("/proc", (folder / "pid").read_text().strip()).exists()
-    return False
 
 
 LONGEST_START = 300.0
