@@ -159,21 +159,17 @@ def _cause(address: str, tls: ClientTls | None, patience: float) -> _Cause | Non
     if not (host and port.isdecimal()):
         return None
     with socket.create_connection((host, int(port)), patience) as connection:
-        if tls is None:
-            return _TLS if _speaks_tls(connection) else None
-        return _failure(connection, host, tls)
-
-
-def _speaks_tls(connection: socket.socket) -> bool:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
-    try:
-        context.wrap_socket(connection).close()
-    except OSError:
-        return False
-    return True
+        if tls is not None:
+            return _failure(connection, host, tls)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        context.set_alpn_protocols(["h2"])
+        try:
+            context.wrap_socket(connection).close()
+        except OSError:
+            return None
+        return _TLS
 
 
 def _failure(connection: socket.socket, host: str, tls: ClientTls) -> _Cause | None:

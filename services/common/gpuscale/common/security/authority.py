@@ -308,10 +308,23 @@ class Signer:
         Raises:
             InvalidArgumentError: the request is malformed, or its key is too weak.
         """
+        try:
+            found = x509.load_der_x509_csr(request)
+            whole, key = found.is_signature_valid, found.public_key()
+        except (ValueError, UnsupportedAlgorithm):
+            message = "csr must be a certificate request (PKCS #10), DER"
+            raise InvalidArgumentError(message, field="csr") from None
+        strong = isinstance(key, ec.EllipticCurvePublicKey) or (
+            isinstance(key, rsa.RSAPublicKey) and key.key_size >= LEAST_RSA_BITS
+        )
+        if not whole or not strong:
+            raise InvalidArgumentError(
+                "csr must be signed by its own key, of an elliptic curve or RSA with 2048 bits", field="csr"
+            )
         self._file.newer()
         authority, _, _, revoked = self._file.current
         begins = revoked.names.get(subject.uri.rpartition("/")[2])
-        signed = sign(authority, subject, _key_of(request), days or self._days, begins=begins)
+        signed = sign(authority, subject, key, days or self._days, begins=begins)
         return signed.public_bytes(serialization.Encoding.PEM).decode("ascii")
 
     def sign_token(self, name: str, role: Role, limits: Limits, seconds: float) -> tuple[str, datetime]:
@@ -338,19 +351,3 @@ class Signer:
         header = {"alg": "ES256", "kid": key_id(authority.certificate)}
         token = jwt.encode(header, claims, ECKey.import_key(authority.key))
         return token, datetime.fromtimestamp(now + int(seconds), UTC)
-
-
-def _key_of(request: bytes) -> CertificatePublicKeyTypes:
-    try:
-        found = x509.load_der_x509_csr(request)
-        whole, key = found.is_signature_valid, found.public_key()
-    except (ValueError, UnsupportedAlgorithm):
-        raise InvalidArgumentError("csr must be a certificate request (PKCS #10), DER", field="csr") from None
-    strong = isinstance(key, ec.EllipticCurvePublicKey) or (
-        isinstance(key, rsa.RSAPublicKey) and key.key_size >= LEAST_RSA_BITS
-    )
-    if not whole or not strong:
-        raise InvalidArgumentError(
-            "csr must be signed by its own key, of an elliptic curve or RSA with 2048 bits", field="csr"
-        )
-    return key
