@@ -271,7 +271,7 @@ def test_the_filter_finds_by_holder_and_a_gpu_has_charts_of_what_it_read(browser
         eventually_sync(lambda: tile(page, "GPUs") == "2", timeout=30)
         page.locator("a[href^='/gpus/']").first.click()
         page.get_by_text("a point every").wait_for()
-        assert page.locator("canvas").count() == 6
+        eventually_sync(lambda: page.locator("canvas").count() == 6)
         page.get_by_text("memory temperature", exact=True).wait_for()
 
 

@@ -90,7 +90,7 @@ async def test_clients_that_do_not_fit_are_not_served(tmp_path: Path, trouble: s
     tls = None if trouble == "plain text" else other.trust()
     async with serve(options=ServerOptions(tls=authority.server())) as served:
         with pytest.raises(errors.UnavailableError):
-            await release(served, tls, timeout=3.0)
+            await release(served, tls, timeout=30.0)
 
 
 async def test_certificates_name_callers(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ async def test_client_certificates_that_do_not_count(tmp_path: Path, trouble: st
     options = ServerOptions(tls=authority.server(client_ca=authority))
     async with serve(options=options, authenticator=Authenticator(accept_certificates=True)) as served:
         with pytest.raises(errors.UnavailableError):
-            await release(served, clients[trouble], timeout=3.0)
+            await release(served, clients[trouble], timeout=30.0)
 
 
 async def test_a_new_certificate_is_used_without_a_restart(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ async def test_a_new_certificate_is_used_without_a_restart(tmp_path: Path) -> No
         second.server()
         await release(served, second.trust())
         with pytest.raises(errors.UnavailableError):
-            await release(served, first.trust(), timeout=3.0)
+            await release(served, first.trust(), timeout=30.0)
         await Served(served.server, served.address, old).get()
 
 

@@ -55,7 +55,7 @@ async def test_living_replicas_are_adopted(tmp_path: Path) -> None:
                 assert autoscaler.states(ONE) == ["READY"]
 
             os.kill(two.pid, signal.SIGKILL)
-            lost = await autoscaler.shows(replica(2), FAILED, timeout=3)
+            lost = await autoscaler.shows(replica(2), FAILED)
             assert not lost.HasField("exit_code")
             assert "exit code is unknown" in lost.reason
 
