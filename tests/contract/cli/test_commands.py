@@ -436,6 +436,15 @@ def test_gpus_to_partition_anew_come_with_what_is_typed_for_it(ctl: Any) -> None
     ]
 
 
+@pytest.mark.parametrize(
+    ("typed", "why"),
+    [("--node a", "Missing option '--gpus'"), ("--apply --yes --node a", "leave out which GPUs")],
+)
+def test_no_option_of_a_plan_is_passed_over(ctl: Any, world: canned.World, typed: str, why: str) -> None:
+    ran = ctl("plan", "rebalance", *typed.split())
+    assert (ran.code, why in ran.err, world.requests) == (2, True, [])
+
+
 def test_gpus_that_are_partitioned_are_named_with_what_tells_how_it_ends(ctl: Any) -> None:
     ran = ctl("plan", "rebalance", "--apply", "--yes")
     told = "nodes/n2/gpus/gpu-1 gets 3g.40gb, 1g.10gb: gpuscalectl get power-changes"

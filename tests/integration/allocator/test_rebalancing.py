@@ -1,6 +1,7 @@
 """Plans of moves over real gRPC: what may move, what it costs, for whom, and why nothing can."""
 
 import asyncio
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,39 @@ async def test_what_may_move_makes_room_for_an_ask(tmp_path: Path) -> None:
         fits = await plan(client, api.Ask(gpu_count=1))
         assert (fits.plans[0].available, list(fits.plans[0].moves)) == (True, [])
         never = await plan(client, api.Ask(gpu_count=2, nodes=["nodes/n1"]))
-        assert never.plans[0].message == "on no node that could serve it may enough move"
+        assert never.plans[0].message == (
+            "it would fit but for what does not move: 1 reservation: neither preemptible nor movable"
+        )
+        huge = await plan(client, api.Ask(gpu_count=8))
+        assert "8 GPUs of one node" in huge.plans[0].message
+        assert "can never be granted" in huge.plans[0].message
+
+
+async def test_where_only_gangs_or_bookings_are_in_the_way_the_plan_says_so(tmp_path: Path) -> None:
+    async with allocator_client(tmp_path, fleet(), **AT_ONCE) as client:
+        batch = await hold(client, "batch", "n0", preemptible=True)
+        spread = api.Ask(
+            gpu_count=1, member_count=2, gang_strategy=api.GangStrategy.GANG_STRATEGY_STRICT_SPREAD
+        )
+        gang = api.ReserveRequest(request_id=str(uuid4()), holder="gang", ask=spread, preemptible=True)
+        held = (await client.allocator.Reserve(gang)).reservation
+        wish = api.Ask(gpu_count=2)
+        answer = await plan(client, wish)
+        assert answer.plans[0].message == "it would fit but for what does not move: 1 reservation: a gang"
+        assert list(answer.notes) == ["1 reservation: a gang"]
+        for one in (batch, held):
+            await client.allocator.ReleaseReservation(
+                api.ReleaseReservationRequest(name=one.name, fence=one.fence)
+            )
+        booking = api.Booking(ask=api.Ask(gpu_count=2, member_count=2), duration=to_duration(3600))
+        booking.start_time.FromSeconds(int(time.time()) + 60)
+        await client.bookings.CreateBooking(
+            api.CreateBookingRequest(booking=booking, booking_id="all", request_id=str(uuid4()))
+        )
+        [found] = (await plan(client, wish)).plans
+        assert (
+            found.message == "it would fit but for what does not move: what is booked, or promised to others"
+        )
 
 
 async def test_an_idle_mig_gpu_is_named_that_would_do_with_other_instances(tmp_path: Path) -> None:

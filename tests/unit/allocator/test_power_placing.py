@@ -124,7 +124,14 @@ def test_a_power_limit_takes_a_node_that_can_keep_it() -> None:
     none = budgeted(helped="").place(limited, NOW)
     assert isinstance(none, Refusal)
     assert (none.kind, none.obstacles) == (RefusalKind.UNSATISFIABLE, {Obstacle.POWER_LIMIT: 8})
-    assert "nodes/a has no gpuscale-power" in none.message
+    assert "nodes/a has no gpuscale-power, nodes/b has no gpuscale-power" in none.message
+    chosen = replace(limited, nodes=frozenset({"b"}))
+    told = budgeted(helped="").place(chosen, NOW)
+    assert isinstance(told, Refusal)
+    assert "nodes/a" not in told.message
+    assert "nodes/b has no gpuscale-power." in {
+        one.message for one in budgeted(helped="").explain(chosen, NOW).nodes
+    }
     too_low = budgeted().place(replace(limited, power_limit_watts=100.0), NOW)
     assert isinstance(too_low, Refusal)
     assert "GPUs of nodes/a admit 200 to 700 W" in too_low.message

@@ -42,7 +42,6 @@ from gpuscale.allocator.placing.refusal import (
     Survey,
     refuse,
     refuse_for_power,
-    sentence,
     unknown_names,
 )
 
@@ -128,7 +127,8 @@ class Placer:
         """The answer, and the nodes that power rules out: placement avoids nodes beyond a budget."""
         kept: dict[str, tuple[Obstacle, str]] = {}
         if ask.power_limit_watts is not None:
-            found = {node: self.power.keeps(node, ask.power_limit_watts) for node in self._nodes}
+            chosen = sorted(ask.nodes) or self._nodes
+            found = {node: self.power.keeps(node, ask.power_limit_watts) for node in chosen}
             kept = {node: (Obstacle.POWER_LIMIT, why) for node, why in found.items() if why}
         while True:
             answer = self._find(
@@ -236,7 +236,7 @@ class Placer:
         if isinstance(answer, Pick) or not kept:
             return found
         views = (
-            replace(one, obstacle=kept[one.node.id][0], message=sentence(kept[one.node.id][1]))
+            replace(one, obstacle=kept[one.node.id][0], message=f"{kept[one.node.id][1]}.")
             if one.obstacle is None and one.node.id in kept
             else one
             for one in found.nodes

@@ -8,10 +8,10 @@ starts: no notice outlives who gave it, and nothing ends because of one.
 """
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from gpuscale.allocator.domain.model import (
     BOOKING_LABEL,
@@ -26,6 +26,7 @@ from gpuscale.allocator.domain.model import (
     State,
 )
 from gpuscale.allocator.placing.partitions import Partition, partitions_for
+from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.rebalance import MovePlan, NoMoves, rebalance
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind, unpartitioned
 from gpuscale.allocator.queueing.backfill import beside
@@ -55,6 +56,8 @@ LOOK = 1.0
 AGAIN = 15.0
 """Seconds between two searches for automatic moves."""
 _HOUR = 3600.0
+Staying: TypeAlias = Mapping[str, list[str]]
+"""What does not move, by why."""
 UNKNOWN = "its node does not report"
 _log = get_logger(__name__)
 
@@ -122,10 +125,10 @@ class Rebalancing:
             prices, left_out = self._movable()
             if ask is not None:
                 await self.capacity.check(ask, "")  # raises for an unknown node
-                return [await self._find(ask, None, prices)], _notes(left_out)
+                return [await self._find(ask, None, prices, stay=left_out)], _notes(left_out)
             self.capacity.expect_telemetry()
             waiters = self.queue.line(MOST_WAITING)
-            return [await self._propose(one, prices) for one in waiters], _notes(left_out)
+            return [await self._propose(one, prices, stay=left_out) for one in waiters], _notes(left_out)
 
     async def refusal(self, ask: Ask, found: Refusal) -> Refusal:
         """The refusal of an ask, which may wait where GPUs can be partitioned for it on hosts that allow that.
@@ -249,7 +252,7 @@ class Rebalancing:
         return True
 
     async def _propose(
-        self, waiter: Waiter, prices: Mapping[str, float], most: int = MOST_MOVES
+        self, waiter: Waiter, prices: Mapping[str, float], most: int = MOST_MOVES, stay: Staying | None = None
     ) -> RoomProposal:
         """A proposal for a waiting request. Nothing with a higher priority moves for it."""
         ask, place, live = waiter.order.ask, waiter.place, self.capacity.ledger.live
@@ -260,7 +263,7 @@ class Rebalancing:
             for one, price in prices.items()
             if one in live and live[one].priority <= waiter.order.priority
         }
-        return await self._find(ask, waiter, lower, most)
+        return await self._find(ask, waiter, lower, most, stay)
 
     def _kept(self, waiter: Waiter | None) -> list[Kept]:
         """What is booked, or promised to others: a promise to the waiter itself is replaced by what moves free."""
@@ -269,32 +272,42 @@ class Rebalancing:
         return [*self.queue.promised(waiter), *booked]
 
     async def _find(
-        self, ask: Ask, waiter: Waiter | None, prices: Mapping[str, float], most: int = MOST_MOVES
+        self,
+        ask: Ask,
+        waiter: Waiter | None,
+        prices: Mapping[str, float],
+        most: int = MOST_MOVES,
+        stay: Staying | None = None,
     ) -> RoomProposal:
+        """The moves for an ask; what stays is only looked at to say what is in the way."""
         kept, now = self._kept(waiter), self.capacity.clock.now()
         asked, placer = beside(ask, kept), self.capacity.placer.copy()
-        nodes = list(self.capacity.view.nodes)
+        nodes, live = list(self.capacity.view.nodes), self.capacity.ledger.live
+        stay = stay and {why: [one for one in ids if one in live] for why, ids in stay.items()}
+        leave = [] if stay is None else [one for one in prices if one in live]
 
         def again(one: Reservation) -> Ask:
             return beside(_asked_by(one), kept)
 
         def search() -> RoomProposal:
             found = rebalance(placer, asked, prices, again, now, most)
-            helps = isinstance(found, NoMoves)
+            if not isinstance(found, NoMoves):
+                return RoomProposal(ask, found, waiter)
+            why = "" if stay is None else _in_the_way(placer, ask, asked, leave, stay, now)
             return RoomProposal(
-                ask, found, waiter, partitions_for(placer, nodes, asked, now) if helps else ()
+                ask, NoMoves(why or found.message), waiter, partitions_for(placer, nodes, asked, now)
             )
 
         return await asyncio.to_thread(search)
 
-    def _movable(self) -> tuple[dict[str, float], Counter[str]]:
-        """The cost of moving each movable reservation, in GPU-seconds; how many may not move, and why."""
-        now, prices, left_out = self.capacity.clock.now(), dict[str, float](), Counter[str]()
+    def _movable(self) -> tuple[dict[str, float], Staying]:
+        """The cost of moving each movable reservation, in GPU-seconds; those that may not move, by why."""
+        now, prices, left_out = self.capacity.clock.now(), dict[str, float](), dict[str, list[str]]()
         for one in self.capacity.ledger.live.values():
             if one.waiting or not one.gpus:
                 continue
             if why := self._stays(one):
-                left_out[why] += 1
+                left_out.setdefault(why, []).append(one.id)
                 continue
             gpus = sum(gpu.milli for gpu in one.gpus) / WHOLE
             start = one.labels.get(MOVABLE_LABEL)
@@ -306,25 +319,43 @@ class Rebalancing:
         node = self.capacity.view.get(one.gpus[0].node)
         if node is None or node.state is not NodeState.ONLINE or not node.names_gpus:
             return UNKNOWN
-        if MOVABLE_LABEL not in one.labels and not one.preemptible:
-            return "neither preemptible nor movable"
-        if one.state is State.PENDING or one.revoke_at is not None or self.capacity.ledger.closing(one.id):
-            return "about to begin or to end"
-        if self.capacity.clock.now() - self.world.granted_at(one) < self.rest:
-            return f"granted less than {self.rest:g} s ago"
         if one.member_count > 1:
             return "a gang"
         if BOOKING_LABEL in one.labels:
             return "in a booking"
         if any(gpu.parent for gpu in one.gpus):
             return "a MIG instance"
+        if MOVABLE_LABEL not in one.labels and not one.preemptible:
+            return "neither preemptible nor movable"
+        if one.state is State.PENDING or one.revoke_at is not None or self.capacity.ledger.closing(one.id):
+            return "about to begin or to end"
+        if self.capacity.clock.now() - self.world.granted_at(one) < self.rest:
+            return f"granted less than {self.rest:g} s ago"
         return ""
 
 
-def _notes(left_out: Mapping[str, int]) -> list[str]:
-    return [
-        f"{count} {'reservation' if count == 1 else 'reservations'}: {why}" for why, count in left_out.items()
+def _notes(stay: Staying) -> list[str]:
+    return [f"{len(ids)} reservation{'' if len(ids) == 1 else 's'}: {why}" for why, ids in stay.items()]
+
+
+def _in_the_way(placer: Placer, ask: Ask, asked: Ask, leave: Sequence[str], stay: Staying, now: float) -> str:
+    """What alone keeps an ask from room; empty if nothing does alone, or who may move finds no other place.
+
+    `asked` leaves out what is booked, or promised to others.
+    """
+    found = placer.place_after(ask, now, (), told=True)
+    if isinstance(found, Refusal) and found.kind is RefusalKind.UNSATISFIABLE:
+        return "" if ask.mig_profile else found.message  # GPUs may be partitioned for it
+    if isinstance(placer.place_after(asked, now, leave), Pick):
+        return ""
+    tries = [(asked, ids, note) for ids, note in zip(stay.values(), _notes(stay), strict=True)]
+    tries.append((ask, [], "what is booked, or promised to others"))
+    alone = [
+        note
+        for wanted, ids, note in tries
+        if isinstance(placer.place_after(wanted, now, [*leave, *ids]), Pick)
     ]
+    return f"it would fit but for what does not move: {', or '.join(alone)}" if alone else ""
 
 
 def _name(waiter: Waiter) -> str:

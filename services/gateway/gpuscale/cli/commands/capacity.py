@@ -255,9 +255,10 @@ def plan_rebalance(session: Session, asking: Asking, apply: bool, yes: bool) -> 
 
     Moves nothing without --apply. Exit code 5 if no moves make room for --gpus.
     """
-    if apply and asking.gpus:
+    typed = any(vars(asking).values())
+    if apply and typed:
         raise InvalidArgumentError(
-            "--apply is for requests that wait: leave --gpus out, and reserve with --wait"
+            "--apply is for requests that wait: leave out which GPUs, and reserve them with --wait"
         )
     ask: api.Ask | None = None
     with session.connect() as client:
@@ -267,7 +268,7 @@ def plan_rebalance(session: Session, asking: Asking, apply: bool, yes: bool) -> 
             plans = [begun.plan] if begun.HasField("plan") else []
             found = api.PlanRebalanceResponse(plans=plans, notes=begun.notes)
         else:
-            ask = asking.message(client) if asking.gpus else None
+            ask = asking.message(client) if typed else None
             found = client.capacity.PlanRebalance(api.PlanRebalanceRequest(ask=ask))
     output = session.output
     if not output.human:
@@ -282,7 +283,9 @@ def plan_rebalance(session: Session, asking: Asking, apply: bool, yes: bool) -> 
                 lines += [*([told] if apply else _by_hand(part)), ""]
         if found.notes:
             lines += ["Not moved:", *(f"  {note}" for note in found.notes)]
-        nobody = "no moves help the waiting requests" if apply else "nobody waits"
+        nobody = "nobody waits"
+        if apply:
+            nobody = "nothing begun: nobody waits, or no moves help; without --apply it says why"
         write_lines(lines if found.plans else [nobody, *lines])
     if ask is not None and not found.plans[0].available:
         leave(ExitCode.NO_CAPACITY)
