@@ -1,5 +1,7 @@
 """Values of the monitor room for tests: GPUs of the agent, and messages as an agent sends them."""
 
+from datetime import UTC, datetime
+from typing import Any
 from uuid import NAMESPACE_OID, uuid5
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -7,7 +9,15 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration
 from gpuscale.internal.monitor import v1 as monitor_internal
-from gpuscale.monitor.model.readings import GpuIdentity, GpuReading, GpuSample, GpuState
+from gpuscale.monitor.model.readings import (
+    GpuIdentity,
+    GpuReading,
+    GpuSample,
+    GpuState,
+    HostIdentity,
+    HostReading,
+    Snapshot,
+)
 from gpuscale.monitor.model.recordings import Recording
 from gpuscale.monitor.state.saver import recording_to_text
 
@@ -24,6 +34,16 @@ def identity(index: int = 0) -> GpuIdentity:
 def sample(utilization: float = 10.0, state: GpuState = GpuState.OK) -> GpuSample:
     """A reading in which nothing is absent but what the test does not care about."""
     return GpuSample(state, GpuReading(utilization_percent=utilization, memory_total_bytes=80 * GIB))
+
+
+def snapshot_read(at: float, **more: Any) -> Snapshot:
+    """What the agent of alpha read at a moment, of its host too."""
+    fields: dict[str, Any] = {
+        "node": "alpha", "epoch": epoch_id(1), "seq": 1, "taken_at": at, "host_read_at": at, "period": 1.0,
+        "sample_time": datetime(2026, 1, 1, tzinfo=UTC), "host": HostIdentity("alpha", "Test OS", "boot"),
+        "host_reading": HostReading(),
+    }  # fmt: skip
+    return Snapshot(**(fields | more))
 
 
 def recorded_text(recording: Recording, shift: float) -> str:

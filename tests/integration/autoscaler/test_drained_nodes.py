@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from gpuscale.client import connect_async
 from gpuscale.common.runtime.tasks import Backoff
 from gpuscale.common.store.sqlite_store import Room
 from gpuscale.common.wire import enum_word, to_duration
-from tests.support import scripted_autoscaler as process
 from tests.support.allocator import allocator as real_allocator
 from tests.support.autoscaler_app import Autoscaler, endpoint, running
 from tests.support.fake_adapter import DRAINING, READY, FakeAdapter
@@ -275,74 +273,3 @@ async def test_a_quota_that_has_no_room_for_both_is_waited_for(tmp_path: Path) -
             assert old.alive
             assert not new.alive
             await eventually(lambda: new.alive and not old.alive)
-
-
-DILIGENT = """
-me=${{1##*/}}
-trap 'asked=$(date +%s.%N)' TERM
-sleep 1; date +%s.%N > $0/new.$me; mv $0/new.$me $0/up.$me; touch $0/ready.$me
-until [ "$asked" ]; do echo begin >> $0/work.$me; sleep 0.7; echo end >> $0/work.$me; done
-echo $asked > $0/new.$me; mv $0/new.$me $0/asked.$me
-"""
-"""A worker that takes a second to get ready, and finishes the message in hand when it is asked to."""
-
-
-async def test_four_workers_move_to_another_node_and_no_message_is_lost(tmp_path: Path) -> None:
-    """Real allocator, autoscaler, adapters and processes: `drain b --grace 40s`, in less time."""
-    diary = tmp_path / "diary"
-    diary.mkdir()
-    probe = ["/bin/sh", "-c", "test -e $0/ready.${{1##*/}}", str(diary), "{replica}"]
-    template = {
-        "command": ["/bin/sh", "-c", DILIGENT, str(diary), "{replica}"],
-        "probe": {"exec": probe, "period": 0.1},
-    }
-
-    def times(what: str) -> list[float]:
-        return sorted(float(one.read_text()) for one in diary.glob(f"{what}.*"))
-
-    async with AsyncExitStack() as stack:
-        fleet = await stack.enter_async_context(
-            serving_fleet(FakeFleet(node_message("b", count=4), node_message("c", count=4)))
-        )
-        address = await stack.enter_async_context(real_allocator(tmp_path / "allocator", fleet))
-        autoscaler = await stack.enter_async_context(running(tmp_path / "autoscaler", address))
-        client = await stack.enter_async_context(connect_async(address))
-
-        async def adapter(node: str) -> None:
-            of = process.adapter(
-                tmp_path / node, autoscaler.address, node=node, templates={"worker": template}
-            )
-            await stack.enter_async_context(of)
-
-        async def on(node: str, count: int) -> list[api.Replica] | None:
-            found = [one for one in await autoscaler.replicas() if one.state == api.Replica.STATE_READY]
-            return found if [one.node for one in found] == [f"nodes/{node}"] * count else None
-
-        await adapter("b")
-        await autoscaler.create(endpoint(low=4, high=4, gpus=1, lease_ttl=to_duration(60)))
-        await eventually(lambda: on("b", 4))
-        await adapter("c")
-        before = asyncio.get_running_loop().time()
-        drained = await client.nodes.DrainNode(
-            allocator_api.DrainNodeRequest(name="nodes/b", grace=to_duration(40), reason="fan")
-        )
-        assert len(drained.cordon.reservations) == 4
-        await eventually(lambda: on("c", 4), timeout=20)
-        await eventually(lambda: len(times("asked")) == 4)
-
-        async def left() -> bool:
-            listed = await client.nodes.ListCordons(allocator_api.ListCordonsRequest())
-            return not listed.cordons[0].reservations
-
-        await eventually(left, timeout=10)
-        assert asyncio.get_running_loop().time() - before < 20
-        ready, asked = times("up")[4:], times("asked")
-        assert all(at > up for at, up in zip(asked, ready, strict=True)), (
-            "one was asked before another was ready"
-        )
-        work = [one.read_text().split() for one in diary.glob("work.*")]
-        done = [one for one in work if one[-1] == "end"]
-        assert len(done) >= 4, "each of the old finished the message that it had in hand"
-        await client.nodes.UncordonNode(allocator_api.UncordonNodeRequest(name="nodes/b"))
-        gone = [one for one in await autoscaler.replicas(ended=True) if one.node == "nodes/b"]
-        assert [(one.exit_code, one.reason) for one in gone] == [(0, "nodes/b is drained: fan")] * 4

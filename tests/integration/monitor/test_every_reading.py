@@ -5,7 +5,6 @@ What raw NVML says of a reading is told by the table of `make gpu-check`, which 
 
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import UTC, datetime
 from types import ModuleType
 from typing import Any
 
@@ -20,9 +19,9 @@ from gpuscale.monitor.agent.nvml import NvmlSource
 from gpuscale.monitor.agent.nvml.field_values import GPM_METRICS
 from gpuscale.monitor.exposition.snapshots import add_snapshot
 from gpuscale.monitor.model.prometheus import DCGM, GPU, Style
-from gpuscale.monitor.model.readings import GPU_FIELDS, GpuView, HostIdentity, HostReading, Snapshot
+from gpuscale.monitor.model.readings import GPU_FIELDS, GpuView
 from gpuscale.monitor.wire import to_snapshot
-from tests.support.monitor_values import epoch_id
+from tests.support.monitor_values import snapshot_read
 from tests.support.nvml_double import FIELD_IDS, GIB, DoubleGpu, DoubleProcess, NvmlDouble, NvmlReturn
 from tests.support.promtool import named, samples, value
 
@@ -61,17 +60,7 @@ def distinct(gpu: DoubleGpu) -> None:
     gpu.remapped_rows = (int(gpu.fields[142]), int(gpu.fields[143]), 1, 0)
 
 
-SNAPSHOT = Snapshot(
-    node="alpha",
-    epoch=epoch_id(1),
-    seq=1,
-    taken_at=100.0,
-    sample_time=datetime(2026, 1, 1, tzinfo=UTC),
-    period=1.0,
-    host=HostIdentity("alpha.example", "Debian", "boot"),
-    host_reading=HostReading(),
-    host_read_at=100.0,
-)
+SNAPSHOT = snapshot_read(100.0)
 
 
 class Shown:

@@ -10,20 +10,10 @@ import pytest
 
 from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.monitor.agent.collector import Broadcast, Sampler
-from gpuscale.monitor.model.readings import HostIdentity, HostReading, Snapshot
-from tests.support.monitor_values import epoch_id
+from gpuscale.monitor.model.readings import Snapshot
+from tests.support.monitor_values import snapshot_read
 
-FIRST = Snapshot(
-    node="alpha",
-    epoch=epoch_id(1),
-    seq=0,
-    taken_at=0.0,
-    sample_time=datetime(2026, 1, 1, tzinfo=UTC),
-    period=1.0,
-    host=HostIdentity("alpha", "", ""),
-    host_reading=HostReading(),
-    host_read_at=None,
-)
+FIRST = snapshot_read(0.0, seq=0, host_read_at=None)
 
 
 class LoopClock:

@@ -21,7 +21,6 @@ from gpuscale.monitor.model.readings import (
     GpuReading,
     GpuState,
     GpuView,
-    HostIdentity,
     HostReading,
     Quarantine,
     ReadingStatus,
@@ -29,7 +28,7 @@ from gpuscale.monitor.model.readings import (
     Snapshot,
 )
 from gpuscale.monitor.wire import Change, Picture, to_snapshot
-from tests.support.monitor_values import GIB, epoch_id
+from tests.support.monitor_values import GIB, snapshot_read
 
 BANDS = DeadBands()
 STATUSES = st.sampled_from([ReadingStatus.TIMEOUT, ReadingStatus.LOST])
@@ -67,14 +66,9 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
     """A snapshot, taken at second 0, of a node whose list of GPUs hardly ever changes."""
     uuids = draw(st.sampled_from([["GPU-1", "GPU-2", "GPU-3"]] * 6 + [["GPU-2", "GPU-1"], []]))
     states = st.sampled_from([GpuState.OK] * 3 + [GpuState.HUNG])
-    return Snapshot(
-        node="alpha",
-        epoch=epoch_id(1),
+    return snapshot_read(
+        -draw(st.sampled_from([0.0, 0.01, 2.0])),
         seq=0,
-        taken_at=-draw(st.sampled_from([0.0, 0.01, 2.0])),
-        sample_time=datetime(2026, 1, 1, tzinfo=UTC),
-        period=1.0,
-        host=HostIdentity("alpha", "Test OS", "boot"),
         host_reading=HostReading(
             cpu_percent=draw(maybe([0.0, 0.4, 90.0])),
             load_1m=draw(maybe([0.0, 0.01])),

@@ -2,7 +2,6 @@
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from random import Random
 from typing import TypeVar
 
@@ -16,16 +15,13 @@ from gpuscale.monitor.model.readings import (
     GpuReading,
     GpuState,
     GpuView,
-    HostIdentity,
-    HostReading,
     RecoveryAction,
-    Snapshot,
 )
 from gpuscale.monitor.observing.health_servicer import HealthWatch
 from gpuscale.monitor.state.saver import event_from_text, event_to_text
 from gpuscale.monitor.wire import to_snapshot
 from tests.support.clock import ManualClock
-from tests.support.monitor_values import GIB, epoch_id, hello, telemetry
+from tests.support.monitor_values import GIB, hello, snapshot_read, telemetry
 
 # Seconds until a finding is an event, seconds until it is resolved, and whether it keeps work away: docs/monitoring.md.
 TABLE = {
@@ -186,19 +182,7 @@ class Site:
             for gpu in self.gpus
             if gpu.shown
         ]
-        snapshot = Snapshot(
-            node="alpha",
-            epoch=epoch_id(1),
-            seq=self.seq,
-            taken_at=now,
-            sample_time=datetime(2026, 1, 1, tzinfo=UTC),
-            period=1.0,
-            host=HostIdentity("alpha", "Test OS", "boot"),
-            host_reading=HostReading(cpu_percent=1.0),
-            host_read_at=now,
-            gpus=tuple(views),
-            gpu_problem="",
-        )
+        snapshot = snapshot_read(now, seq=self.seq, gpus=tuple(views))
         delta = self.deltas.next(snapshot, now)
         whole = telemetry(to_snapshot(snapshot, now)) if delta is None else None
         assert self.nodes.take(self.stream, whole or monitor_internal.StreamTelemetryRequest(delta=delta))

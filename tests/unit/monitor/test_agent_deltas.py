@@ -16,11 +16,10 @@ from gpuscale.monitor.model.readings import (
     GpuReading,
     GpuState,
     GpuView,
-    HostIdentity,
     HostReading,
     Snapshot,
 )
-from tests.support.monitor_values import GIB
+from tests.support.monitor_values import GIB, snapshot_read
 
 MIB = 1024**2
 PLAIN = GpuReading(
@@ -39,18 +38,7 @@ def taken(first: GpuReading = PLAIN, second: GpuReading = PLAIN) -> Snapshot:
         GpuView(GpuIdentity(f"GPU-{index}", index, "Test GPU"), GpuState.OK, reading, TAKEN_AT - 0.25)
         for index, reading in enumerate((first, second), 1)
     )
-    return Snapshot(
-        node="alpha",
-        epoch="1",
-        seq=1,
-        taken_at=TAKEN_AT,
-        sample_time=datetime(2026, 1, 1, tzinfo=UTC),
-        period=1.0,
-        host=HostIdentity("alpha", "Test OS", "boot"),
-        host_reading=HostReading(cpu_percent=5.0),
-        host_read_at=TAKEN_AT,
-        gpus=views,
-    )
+    return snapshot_read(TAKEN_AT, host_reading=HostReading(cpu_percent=5.0), gpus=views)
 
 
 def reading(**fields: Any) -> Snapshot:

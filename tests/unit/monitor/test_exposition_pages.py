@@ -21,14 +21,13 @@ from gpuscale.monitor.model.readings import (
     GpuReading,
     GpuState,
     GpuView,
-    HostIdentity,
     HostReading,
     ReadingStatus,
     Snapshot,
 )
 from tests.support.clock import ManualClock
 from tests.support.monitor import told_of
-from tests.support.monitor_values import gpu, hello, identity, snapshot, telemetry
+from tests.support.monitor_values import gpu, hello, identity, snapshot, snapshot_read, telemetry
 from tests.support.promtool import named, samples, value
 
 
@@ -60,16 +59,10 @@ class Agent:
     async def _collect(self) -> Snapshot:
         self._seq += 1
         self.clock.advance(self.seconds)
-        return Snapshot(
-            node="alpha",
-            epoch="00000000-0000-4000-8000-000000000001",
+        return snapshot_read(
+            self.clock.now(),
             seq=self._seq,
-            taken_at=self.clock.now(),
-            sample_time=self.clock.wall(),
-            period=1.0,
-            host=HostIdentity("alpha.example", "Some OS", "boot"),
             host_reading=HostReading(cpu_percent=12.5),
-            host_read_at=self.clock.now(),
             driver_version="550.54.15",
             gpus=self.gpus,
             gpu_problem=self.problem,

@@ -15,26 +15,19 @@ from gpuscale.monitor.model.readings import (
     GpuReading,
     GpuState,
     GpuView,
-    HostIdentity,
     HostReading,
     Quarantine,
     ReadingStatus,
     RecoveryAction,
-    Snapshot,
     throttle_reasons,
 )
 from gpuscale.monitor.wire import to_snapshot
-from tests.support.monitor_values import epoch_id, identity
+from tests.support.monitor_values import identity, snapshot_read
 
 READING = GpuReading(utilization_percent=0.0, processes=(GpuProcess(7, None, "a\x1b[2Jb\n"),))
-SNAPSHOT = Snapshot(
-    node="alpha",
-    epoch=epoch_id(1),
+SNAPSHOT = snapshot_read(
+    100.0,
     seq=7,
-    taken_at=100.0,
-    sample_time=datetime(2026, 1, 1, tzinfo=UTC),
-    period=1.0,
-    host=HostIdentity("alpha.example", "Debian", "boot"),
     host_reading=HostReading(cpu_percent=12.5, absent=(Absent("load_1m", ReadingStatus.ERROR, "no"),)),
     host_read_at=99.5,
     driver_version="550.54.15",
