@@ -31,11 +31,12 @@ STARTED: list[subprocess.Popen[str]] = []
 
 @pytest.fixture(autouse=True)
 def all_is_given_back(up: Up) -> Iterator[None]:
-    """Whatever a command did, and however it ended, its GPUs are free afterwards."""
+    """Whatever a command did, and however it ended, its GPUs are free afterwards, and those of a drained node again."""
     yield
     while STARTED:
         with STARTED.pop() as process:
             process.kill()
+    ctl(up, "uncordon", node_of(up))
     assert held(up) == []
 
 
@@ -149,7 +150,6 @@ def test_a_command_is_stopped_when_its_lease_is_lost(up: Up, tmp_path: Path) -> 
     node = node_of(up)
     assert ctl(up, "drain", node, "--grace", "0s", "--reason", "fan").code == 0
     ran = ended(process)
-    assert ctl(up, "uncordon", node).code == 0
     assert ran.code == 4, ran.err
     assert f"{node} is drained: fan" in ran.err
     assert not Path(f"/proc/{pid}").exists()
@@ -161,7 +161,6 @@ def test_a_command_is_told_of_a_drain_and_ends_before_the_deadline(up: Up) -> No
     node = node_of(up)
     assert ctl(up, "drain", node, "--grace", "4s", "--reason", "fan").code == 0
     ran = ended(process)
-    assert ctl(up, "uncordon", node).code == 0
     assert (ran.code, ran.out) == (4, "told\n"), ran.err
     assert f"{node} is drained: fan: the GPUs are revoked in " in ran.err
     assert f"was lost: nodes/{node.removeprefix('nodes/')} is drained: fan" in ran.err
@@ -219,12 +218,10 @@ def test_a_command_that_somebody_ends_as_it_saves_its_work_stays_ended(up: Up) -
     script = f"trap 'echo saving' USR1; trap 'exit 3' TERM; {UNTIL_TOLD}"
     process = run(up, *SHELL, script, options=("--ttl", "5s", "--on-move", "signal:USR1"))
     assert line(process.stdout) == "ready"
-    node = node_of(up)
-    assert ctl(up, "drain", node, "--grace", "600s", "--reason", "fan").code == 0
+    assert ctl(up, "drain", node_of(up), "--grace", "600s", "--reason", "fan").code == 0
     assert line(process.stdout) == "saving"
     process.send_signal(signal.SIGTERM)
     ran = ended(process)
-    assert ctl(up, "uncordon", node).code == 0
     assert (ran.code, ran.out) == (3, ""), ran.err
 
 
@@ -253,12 +250,8 @@ def test_what_a_command_detached_does_not_outlive_the_lease(up: Up) -> None:
     """The command itself goes on until it is stopped."""
     process = run(up, *SHELL, f"{DETACHING} exec sleep 901", options=("--ttl", "5s"))
     pids = [int(line(process.stdout)) for _ in DETACHED]
-    node = node_of(up)
-    assert ctl(up, "drain", node, "--grace", "0s").code == 0
-    try:
-        ran = ended(process)
-    finally:
-        assert ctl(up, "uncordon", node).code == 0
+    assert ctl(up, "drain", node_of(up), "--grace", "0s").code == 0
+    ran = ended(process)
     assert ran.code == 4, ran.err
     assert not any(map(running, pids))
 

@@ -134,7 +134,7 @@ class Hosts:
         self._stack = ExitStack()
         self._holders: dict[str, subprocess.Popen[str]] = {}
         self._started: list[Running] = []
-        self._shells: dict[tuple[str, str], subprocess.Popen[str]] = {}
+        self._shells: dict[tuple[str, str, int], subprocess.Popen[str]] = {}
 
     def __enter__(self) -> Self:
         with self._stack:
@@ -222,17 +222,18 @@ class Hosts:
         return Ran(ran.returncode, ran.stdout, ran.stderr)
 
     def ctl(self, name: str, *words: str, user: str = "root", timeout: float = 120.0) -> Ran:
-        """Type a command of gpuscalectl in a shell of `tests.support.shell`, which is started at first use."""
-        if (name, user) not in self._shells:
+        """Type a command of gpuscalectl in a shell of `tests.support.shell`, of which each thread starts its own at first use."""
+        mine = (name, user, threading.get_ident())
+        if mine not in self._shells:
             words_of_shell = [*self._inside(name, user), "env", f"PYTHONPATH={ROOT}", sys.executable]
-            self._shells[name, user] = subprocess.Popen(
+            self._shells[mine] = subprocess.Popen(
                 [*words_of_shell, "-m", "tests.support.shell"],
                 env=_environment(user, None),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
-        shell = self._shells[name, user]
+        shell = self._shells[mine]
         assert shell.stdin is not None
         assert shell.stdout is not None
         limit = threading.Timer(timeout, shell.kill)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from tests.support.hosts import Running
-from tests.support.lab import CTL, GPU_HOSTS, LAPTOP, Lab
+from tests.support.lab import GPU_HOSTS, Lab
 from tests.support.waiting import eventually_sync
 
 TTL, SHORT_TTL = 16.0, 8.0
@@ -47,9 +47,7 @@ class Watcher:
 
     def _watch(self) -> None:
         while not self._done.wait(0.3):
-            ran = self._lab.hosts.run(
-                LAPTOP, CTL, "get", "jobs", "-a", "-o", "json", user="ann"
-            )  # a shell is one thread's
+            ran = self._lab.ctl("get", "jobs", "-a", "-o", "json")
             if ran.code == 0:  # else the allocator starts
                 self._compare(json.loads(ran.out)["jobs"])
 
@@ -178,9 +176,7 @@ class Round:
         """One after the other: together they may take longer than a lease."""
         self._lab.kill("alpha", "gpuscale-allocator")
         time.sleep(1.0)
-        eventually_sync(
-            lambda: self._lab.hosts.run(LAPTOP, CTL, "get", "jobs", user="ann").code == 0, timeout=30.0
-        )
+        eventually_sync(lambda: self._lab.ctl("get", "jobs").code == 0, timeout=30.0, interval=0.2)
         time.sleep(self._random.uniform(TTL / 8, TTL / 4))
         self._cut(host, TTL / 2)
 
