@@ -151,19 +151,9 @@ async def a_booking(_: Room, number: int) -> Sequence[Message]:
     ]
 
 
-async def no_booking(room: Room, number: int) -> Sequence[Message]:
-    await room.call(MUTATING["CreateBooking"], *await a_booking(room, number))
-    return [allocator_api.CancelBookingRequest(name=f"bookings/b{number}")]
-
-
 async def a_quota(_: Room, number: int) -> Sequence[Message]:
     quota = allocator_api.Quota(tenant=f"t{number}", gpu_milli_limit=500)
     return [allocator_api.SetQuotaRequest(quota=quota)]
-
-
-async def no_quota(room: Room, number: int) -> Sequence[Message]:
-    await room.call(MUTATING["SetQuota"], *await a_quota(room, number))
-    return [allocator_api.DeleteQuotaRequest(tenant=f"t{number}")]
 
 
 def node_of(number: int) -> str:
@@ -181,11 +171,6 @@ async def a_drain(room: Room, number: int) -> Sequence[Message]:
     return [allocator_api.DrainNodeRequest(name=f"nodes/{node}", grace=to_duration(100 + number))]
 
 
-async def no_cordon(room: Room, number: int) -> Sequence[Message]:
-    await room.call(MUTATING["DrainNode"], *await a_drain(room, number))
-    return [allocator_api.UncordonNodeRequest(name=f"nodes/{node_of(number)}")]
-
-
 def policy(number: int, *, active: bool = False) -> allocator_api.UsePolicy:
     stage = allocator_api.PolicyStage(actions=[allocator_api.PolicyAction.POLICY_ACTION_NOTE])
     condition = allocator_api.UseCondition.USE_CONDITION_OVER_USE
@@ -197,16 +182,6 @@ async def a_policy(_: Room, number: int) -> Sequence[Message]:
     return [allocator_api.CreateUsePolicyRequest(use_policy=policy(number), request_id=new_id())]
 
 
-async def other_policy(room: Room, number: int) -> Sequence[Message]:
-    await room.call(MUTATING["CreateUsePolicy"], *await a_policy(room, number))
-    return [allocator_api.UpdateUsePolicyRequest(use_policy=policy(number, active=True))]
-
-
-async def no_policy(room: Room, number: int) -> Sequence[Message]:
-    await room.call(MUTATING["CreateUsePolicy"], *await a_policy(room, number))
-    return [allocator_api.DeleteUsePolicyRequest(name=f"policies/p{number}")]
-
-
 def budget(number: int, watts: float = 900) -> allocator_api.PowerBudget:
     spec = allocator_api.PowerBudgetSpec(watts=watts, nodes=["nodes/none"])
     return allocator_api.PowerBudget(name=f"budgets/b{number}", spec=spec)
@@ -214,16 +189,6 @@ def budget(number: int, watts: float = 900) -> allocator_api.PowerBudget:
 
 async def a_budget(_: Room, number: int) -> Sequence[Message]:
     return [allocator_api.CreatePowerBudgetRequest(power_budget=budget(number), request_id=new_id())]
-
-
-async def other_budget(room: Room, number: int) -> Sequence[Message]:
-    await room.call(MUTATING["CreatePowerBudget"], *await a_budget(room, number))
-    return [allocator_api.UpdatePowerBudgetRequest(power_budget=budget(number, 800))]
-
-
-async def no_budget(room: Room, number: int) -> Sequence[Message]:
-    await room.call(MUTATING["CreatePowerBudget"], *await a_budget(room, number))
-    return [allocator_api.DeletePowerBudgetRequest(name=f"budgets/b{number}")]
 
 
 def target(number: int, path: str = "") -> allocator_api.NotificationTarget:
@@ -234,16 +199,6 @@ def target(number: int, path: str = "") -> allocator_api.NotificationTarget:
 async def a_target(_: Room, number: int) -> Sequence[Message]:
     made = target(number)
     return [allocator_api.CreateNotificationTargetRequest(notification_target=made, request_id=new_id())]
-
-
-async def other_target(room: Room, number: int) -> Sequence[Message]:
-    await room.call(MUTATING["CreateNotificationTarget"], *await a_target(room, number))
-    return [allocator_api.UpdateNotificationTargetRequest(notification_target=target(number, "other"))]
-
-
-async def no_target(room: Room, number: int) -> Sequence[Message]:
-    await room.call(MUTATING["CreateNotificationTarget"], *await a_target(room, number))
-    return [allocator_api.DeleteNotificationTargetRequest(name=f"targets/t{number}")]
 
 
 async def a_letter(room: Room, number: int) -> Sequence[Message]:
@@ -266,16 +221,6 @@ def watcher(number: int, queue: str = "q") -> autoscaler_api.QueueWatcher:
 
 async def a_watcher(_: Room, number: int) -> Sequence[Message]:
     return [autoscaler_api.CreateQueueWatcherRequest(queue_watcher=watcher(number), request_id=new_id())]
-
-
-async def other_watcher(room: Room, number: int) -> Sequence[Message]:
-    await room.call(MUTATING["CreateQueueWatcher"], *await a_watcher(room, number))
-    return [autoscaler_api.UpdateQueueWatcherRequest(queue_watcher=watcher(number, "other"))]
-
-
-async def no_watcher(room: Room, number: int) -> Sequence[Message]:
-    await room.call(MUTATING["CreateQueueWatcher"], *await a_watcher(room, number))
-    return [autoscaler_api.DeleteQueueWatcherRequest(name=f"watchers/w{number}")]
 
 
 def endpoint(number: int, reads: int) -> autoscaler_api.Endpoint:
@@ -350,16 +295,6 @@ async def a_backtest(_: Room, number: int) -> Sequence[Message]:
     ]
 
 
-async def ended_backtest(room: Room, number: int) -> Sequence[Message]:
-    await room.call(MUTATING["CreateBacktest"], *await a_backtest(room, number))
-    return [autoscaler_api.CancelBacktestRequest(name=f"backtests/b{number}")]
-
-
-async def no_backtest(room: Room, number: int) -> Sequence[Message]:
-    await room.call(MUTATING["CreateBacktest"], *await a_backtest(room, number))
-    return [autoscaler_api.DeleteBacktestRequest(name=f"backtests/b{number}")]
-
-
 # The fleet and the agent.
 
 
@@ -371,27 +306,12 @@ async def a_recording(_: Room, number: int) -> Sequence[Message]:
     ]
 
 
-async def stopped(room: Room, number: int) -> Sequence[Message]:
-    await room.call(MUTATING["StartRecording"], *await a_recording(room, number))
-    return [monitor_api.StopRecordingRequest(name=f"recordings/r{number}")]
-
-
-async def no_recording(room: Room, number: int) -> Sequence[Message]:
-    await room.call(MUTATING["StartRecording"], *await a_recording(room, number))
-    return [monitor_api.DeleteRecordingRequest(name=f"recordings/r{number}")]
-
-
 ADMITTED = [simulated_uuid("alpha", index) for index in range(8)]
 
 
 async def work(_: Room, number: int) -> Sequence[Message]:
     uuids = ADMITTED[number % 8 :][:1]
     return [monitor_api.AdmitWorkRequest(gpu_uuids=uuids, fence=100, reservation="reservations/r100")]
-
-
-async def no_fence(room: Room, number: int) -> Sequence[Message]:
-    await room.call(MUTATING["AdmitWork"], *await work(room, number))
-    return [monitor_api.ResetFencesRequest(gpu_uuids=ADMITTED[number % 8 :][:1])]
 
 
 class PromptThread(ThreadPoolExecutor):
@@ -457,7 +377,7 @@ async def an_agent(state: Path, clock: ManualClock) -> AsyncGenerator[Room]:
 
 
 Opening: TypeAlias = Callable[[Path, ManualClock], Any]
-CASES: Mapping[str, tuple[Opening, Prepare]] = {
+FIRST: Mapping[str, tuple[Opening, Prepare]] = {
     "Reserve": (an_allocator, a_reserve),
     "ReserveAndWatch": (an_allocator, a_wait),
     "BatchReserve": (an_allocator, a_batch),
@@ -466,25 +386,14 @@ CASES: Mapping[str, tuple[Opening, Prepare]] = {
     "ReleaseReservation": (an_allocator, a_release),
     "BatchRelease": (an_allocator, a_batch_release),
     "SetQuota": (an_allocator, a_quota),
-    "DeleteQuota": (an_allocator, no_quota),
     "CreateBooking": (an_allocator, a_booking),
-    "CancelBooking": (an_allocator, no_booking),
     "CordonNode": (an_allocator, a_cordon),
-    "UncordonNode": (an_allocator, no_cordon),
     "DrainNode": (an_allocator, a_drain),
     "CreateUsePolicy": (an_allocator, a_policy),
-    "UpdateUsePolicy": (an_allocator, other_policy),
-    "DeleteUsePolicy": (an_allocator, no_policy),
     "CreatePowerBudget": (an_allocator, a_budget),
-    "UpdatePowerBudget": (an_allocator, other_budget),
-    "DeletePowerBudget": (an_allocator, no_budget),
     "CreateNotificationTarget": (an_allocator, a_target),
-    "UpdateNotificationTarget": (an_allocator, other_target),
-    "DeleteNotificationTarget": (an_allocator, no_target),
     "ResendNotification": (an_allocator, a_letter),
     "CreateQueueWatcher": (an_autoscaler, a_watcher),
-    "UpdateQueueWatcher": (an_autoscaler, other_watcher),
-    "DeleteQueueWatcher": (an_autoscaler, no_watcher),
     "CreateEndpoint": (an_autoscaler, an_endpoint),
     "UpdateEndpoint": (an_autoscaler, other_endpoint),
     "DeleteEndpoint": (an_autoscaler, no_endpoint),
@@ -494,14 +403,61 @@ CASES: Mapping[str, tuple[Opening, Prepare]] = {
     "DeleteRule": (an_autoscaler, no_rule),
     "ForgetAdapter": (an_autoscaler, no_adapter),
     "CreateBacktest": (an_autoscaler, a_backtest),
-    "CancelBacktest": (an_autoscaler, ended_backtest),
-    "DeleteBacktest": (an_autoscaler, no_backtest),
     "StartRecording": (a_fleet, a_recording),
-    "StopRecording": (a_fleet, stopped),
-    "DeleteRecording": (a_fleet, no_recording),
     "AdmitWork": (an_agent, work),
-    "ResetFences": (an_agent, no_fence),
 }
+AFTER: Mapping[str, tuple[str, Callable[[int], Message]]] = {
+    "CancelBooking": ("CreateBooking", lambda n: allocator_api.CancelBookingRequest(name=f"bookings/b{n}")),
+    "DeleteQuota": ("SetQuota", lambda n: allocator_api.DeleteQuotaRequest(tenant=f"t{n}")),
+    "UncordonNode": ("DrainNode", lambda n: allocator_api.UncordonNodeRequest(name=f"nodes/{node_of(n)}")),
+    "UpdateUsePolicy": (
+        "CreateUsePolicy",
+        lambda n: allocator_api.UpdateUsePolicyRequest(use_policy=policy(n, active=True)),
+    ),
+    "DeleteUsePolicy": (
+        "CreateUsePolicy",
+        lambda n: allocator_api.DeleteUsePolicyRequest(name=f"policies/p{n}"),
+    ),
+    "UpdatePowerBudget": (
+        "CreatePowerBudget",
+        lambda n: allocator_api.UpdatePowerBudgetRequest(power_budget=budget(n, 800)),
+    ),
+    "DeletePowerBudget": (
+        "CreatePowerBudget",
+        lambda n: allocator_api.DeletePowerBudgetRequest(name=f"budgets/b{n}"),
+    ),
+    "UpdateNotificationTarget": (
+        "CreateNotificationTarget",
+        lambda n: allocator_api.UpdateNotificationTargetRequest(notification_target=target(n, "other")),
+    ),
+    "DeleteNotificationTarget": (
+        "CreateNotificationTarget",
+        lambda n: allocator_api.DeleteNotificationTargetRequest(name=f"targets/t{n}"),
+    ),
+    "UpdateQueueWatcher": (
+        "CreateQueueWatcher",
+        lambda n: autoscaler_api.UpdateQueueWatcherRequest(queue_watcher=watcher(n, "other")),
+    ),
+    "DeleteQueueWatcher": (
+        "CreateQueueWatcher",
+        lambda n: autoscaler_api.DeleteQueueWatcherRequest(name=f"watchers/w{n}"),
+    ),
+    "CancelBacktest": (
+        "CreateBacktest",
+        lambda n: autoscaler_api.CancelBacktestRequest(name=f"backtests/b{n}"),
+    ),
+    "DeleteBacktest": (
+        "CreateBacktest",
+        lambda n: autoscaler_api.DeleteBacktestRequest(name=f"backtests/b{n}"),
+    ),
+    "StopRecording": ("StartRecording", lambda n: monitor_api.StopRecordingRequest(name=f"recordings/r{n}")),
+    "DeleteRecording": (
+        "StartRecording",
+        lambda n: monitor_api.DeleteRecordingRequest(name=f"recordings/r{n}"),
+    ),
+    "ResetFences": ("AdmitWork", lambda n: monitor_api.ResetFencesRequest(gpu_uuids=ADMITTED[n % 8 :][:1])),
+}
+"""Calls about what one of FIRST makes."""
 LAST: Mapping[Opening, tuple[str, Prepare]] = {
     an_allocator: ("SetQuota", a_quota),
     an_autoscaler: ("CreateQueueWatcher", a_watcher),
@@ -521,6 +477,19 @@ LISTS = (
     "monitor.v1.RecordingService/ListRecordings",
 )
 VOLATILE = {"status", "next_page_token", "create_time", "update_time"}
+
+
+def after(creation: str, request: Callable[[int], Message]) -> tuple[Opening, Prepare]:
+    opening, prepare = FIRST[creation]
+
+    async def prepared(room: Room, number: int) -> Sequence[Message]:
+        await room.call(MUTATING[creation], *await prepare(room, number))
+        return [request(number)]
+
+    return opening, prepared
+
+
+CASES = {**FIRST, **{method: after(*made) for method, made in AFTER.items()}}
 
 
 async def answers(room: Room, count: int) -> list[str]:
