@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from addons.kubernetes.tests.adapter import TEMPLATES, desired, name, running
+from addons.kubernetes.tests.adapter import TEMPLATES, Site, desired, name, running
 from addons.kubernetes.tests.fake_cluster import ADAPTER, FakeKubernetes, deployment, serving
 from gpuscale.autoscaler.adapters.engine import EngineUnavailableError, WorkerGoal
 from gpuscale.autoscaler.domain.replicas import ReplicaState
@@ -31,6 +31,14 @@ def config(fake: FakeKubernetes, tmp_path: Path) -> Path:
     return fake.kubeconfig(tmp_path)
 
 
+@pytest.fixture
+async def site(fake: FakeKubernetes, config: Path, tmp_path: Path) -> AsyncGenerator[Site]:
+    """The adapter at work on a cluster with one Deployment."""
+    fake.add(deployment())
+    async with running(config, tmp_path / "data") as one:
+        yield one
+
+
 def wanted(fake: FakeKubernetes) -> int:
     """How many pods the Deployment is asked for."""
     replicas = fake.deployments["worker"]["spec"]["replicas"]
@@ -50,37 +58,33 @@ async def looked_again(fake: FakeKubernetes) -> None:
 
 
 async def test_up_from_one_to_three_and_down_to_the_one_that_was_asked_to_stay(
-    fake: FakeKubernetes, config: Path, tmp_path: Path
+    fake: FakeKubernetes, site: Site
 ) -> None:
-    fake.add(deployment())
-    async with running(config, tmp_path / "data") as site:
-        site.want([desired("a")])
-        await site.state("a", STARTING)
-        await eventually(lambda: len(fake.pods) == 1)
-        fake.run(next(iter(fake.pods)))
-        await site.state("a", READY)
-        site.want([desired(one) for one in "abc"])
-        await eventually(lambda: len(fake.pods) == 3)
-        for pod in list(fake.pods):
-            fake.run(pod)
-        for one in "abc":
-            await site.state(one, READY)
-        kept = fake.pod_of(name("a"))
-        site.want(
-            [desired("a"), desired("b", WorkerGoal.STOP, drain=20), desired("c", WorkerGoal.STOP, drain=20)]
-        )
-        await eventually(lambda: len(fake.going()) == 2)
-        assert kept not in fake.going(), (
-            "of two that are alike this cluster ends the older one, but for the cost"
-        )
-        await site.state("b", DRAINING)
-        for pod in fake.going():
-            fake.end(pod)
-        for one in "bc":
-            assert (await site.state(one, STOPPED)).reason == ""
-        assert site.report("a").state is READY
-        site.want([desired("a"), desired("b", WorkerGoal.FORGET), desired("c", WorkerGoal.FORGET)])
-        await eventually(lambda: set(site.crew.reports() or {}) == {name("a")})
+    site.want([desired("a")])
+    await site.state("a", STARTING)
+    await eventually(lambda: len(fake.pods) == 1)
+    fake.run(next(iter(fake.pods)))
+    await site.state("a", READY)
+    site.want([desired(one) for one in "abc"])
+    await eventually(lambda: len(fake.pods) == 3)
+    for pod in list(fake.pods):
+        fake.run(pod)
+    for one in "abc":
+        await site.state(one, READY)
+    kept = fake.pod_of(name("a"))
+    site.want(
+        [desired("a"), desired("b", WorkerGoal.STOP, drain=20), desired("c", WorkerGoal.STOP, drain=20)]
+    )
+    await eventually(lambda: len(fake.going()) == 2)
+    assert kept not in fake.going(), "of two that are alike this cluster ends the older one, but for the cost"
+    await site.state("b", DRAINING)
+    for pod in fake.going():
+        fake.end(pod)
+    for one in "bc":
+        assert (await site.state(one, STOPPED)).reason == ""
+    assert site.report("a").state is READY
+    site.want([desired("a"), desired("b", WorkerGoal.FORGET), desired("c", WorkerGoal.FORGET)])
+    await eventually(lambda: set(site.crew.reports() or {}) == {name("a")})
     assert wanted(fake) == 1
     assert {fake.pods[one]["metadata"]["labels"]["gpuscale.endpoint"] for one in fake.pods} == {"e"}
     assert all("resourceVersion" in body["metadata"] for kind, body in fake.bodies if kind == "scale")
@@ -117,72 +121,64 @@ async def test_a_start_that_was_cut_short_between_the_scale_and_the_mark_is_not_
     assert wanted(fake) == 1
 
 
-async def test_a_cluster_that_is_silent_is_not_one_without_pods(
-    fake: FakeKubernetes, config: Path, tmp_path: Path
-) -> None:
-    fake.add(deployment())
-    async with running(config, tmp_path / "data") as site:
-        fake.fail = lambda method, path: (500, "etcd has no leader") if path == "/pods" else None
-        with pytest.raises(EngineUnavailableError, match="refuses to list pods: etcd has no leader"):
-            await site.engine.observe()
-        fake.fail = lambda method, path: (503, "apiserver is shutting down")
-        assert await check_templates(site.cluster, TEMPLATES) == {}, "they are checked later"
+async def test_a_cluster_that_is_silent_is_not_one_without_pods(fake: FakeKubernetes, site: Site) -> None:
+    fake.fail = lambda method, path: (500, "etcd has no leader") if path == "/pods" else None
+    with pytest.raises(EngineUnavailableError, match="refuses to list pods: etcd has no leader"):
+        await site.engine.observe()
+    fake.fail = lambda method, path: (503, "apiserver is shutting down")
+    assert await check_templates(site.cluster, TEMPLATES) == {}, "they are checked later"
 
 
-async def test_why_a_pod_is_not_ready_is_told(fake: FakeKubernetes, config: Path, tmp_path: Path) -> None:
-    fake.add(deployment())
-    async with running(config, tmp_path / "data") as site:
-        site.want([desired(one) for one in "abc"])
-        await eventually(lambda: len([one for one in fake.pods if fake.replica(one)]) == 3)
-        unscheduled = {
-            "type": "PodScheduled",
-            "status": "False",
-            "reason": "Unschedulable",
-            "message": "no GPU",
-        }
-        fake.status(fake.pod_of(name("a")), {"phase": "Pending", "conditions": [unscheduled]})
-        crash = {
-            "name": "worker",
-            "image": "i",
-            "imageID": "",
-            "ready": False,
-            "restartCount": 4,
-            "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s"}},
-        }
-        fake.status(fake.pod_of(name("b")), {"phase": "Running", "containerStatuses": [crash]})
-        evicted = {"phase": "Failed", "reason": "Evicted", "message": "the node was low on memory"}
-        fake.status(fake.pod_of(name("c")), evicted)
-        fake.control()
-        await eventually(lambda: site.report("a").reason == "Unschedulable: no GPU", timeout=30.0)
-        why = "container worker: CrashLoopBackOff: back-off 40s"
-        await eventually(lambda: site.report("b").reason == why, timeout=30.0)
-        assert (await site.state("c", FAILED)).reason == "Evicted: the node was low on memory"
-        assert site.report("a").state is STARTING
-        # Its Deployment made another pod already; the replacement that the autoscaler asks for takes it.
-        site.want([desired("a"), desired("b"), desired("c", WorkerGoal.FORGET), desired("d")])
-        await site.state("d", STARTING)
-        await eventually(lambda: name("d") in map(fake.replica, fake.pods))
+async def test_why_a_pod_is_not_ready_is_told(fake: FakeKubernetes, site: Site) -> None:
+    site.want([desired(one) for one in "abc"])
+    await eventually(lambda: len([one for one in fake.pods if fake.replica(one)]) == 3)
+    unscheduled = {
+        "type": "PodScheduled",
+        "status": "False",
+        "reason": "Unschedulable",
+        "message": "no GPU",
+    }
+    fake.status(fake.pod_of(name("a")), {"phase": "Pending", "conditions": [unscheduled]})
+    crash = {
+        "name": "worker",
+        "image": "i",
+        "imageID": "",
+        "ready": False,
+        "restartCount": 4,
+        "state": {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s"}},
+    }
+    fake.status(fake.pod_of(name("b")), {"phase": "Running", "containerStatuses": [crash]})
+    evicted = {"phase": "Failed", "reason": "Evicted", "message": "the node was low on memory"}
+    fake.status(fake.pod_of(name("c")), evicted)
+    fake.control()
+    await eventually(lambda: site.report("a").reason == "Unschedulable: no GPU", timeout=30.0)
+    why = "container worker: CrashLoopBackOff: back-off 40s"
+    await eventually(lambda: site.report("b").reason == why, timeout=30.0)
+    assert (await site.state("c", FAILED)).reason == "Evicted: the node was low on memory"
+    assert site.report("a").state is STARTING
+    # Its Deployment made another pod already; the replacement that the autoscaler asks for takes it.
+    site.want([desired("a"), desired("b"), desired("c", WorkerGoal.FORGET), desired("d")])
+    await site.state("d", STARTING)
+    await eventually(lambda: name("d") in map(fake.replica, fake.pods))
     assert wanted(fake) == 3
 
 
 async def test_another_pod_than_the_one_asked_to_finish_is_ended_and_the_right_replica_stops(
-    fake: FakeKubernetes, config: Path, tmp_path: Path
+    fake: FakeKubernetes, site: Site
 ) -> None:
     """A ReplicaSet ends pods that are not ready first, whatever their cost: that replica goes on in the pod that was left."""
-    fake.add(deployment())
-    async with running(config, tmp_path / "data") as site:
-        site.want([desired(one) for one in "ab"])
-        await eventually(lambda: len([one for one in fake.pods if fake.replica(one)]) == 2)
-        kept = fake.pod_of(name("a"))
-        fake.run(kept)
-        await site.state("a", READY)
-        site.want([desired("a", WorkerGoal.STOP, drain=20), desired("b")])
-        await eventually(lambda: len(fake.going()) == 1)
-        (struck,) = fake.going()
-        assert struck != kept
-        await site.state("b", READY)
-        fake.end(struck)
-        await site.state("a", STOPPED)
+    site.want([desired(one) for one in "ab"])
+    await eventually(lambda: len([one for one in fake.pods if fake.replica(one)]) == 2)
+    kept = fake.pod_of(name("a"))
+    fake.run(kept)
+    await site.state("a", READY)
+    site.want([desired("a", WorkerGoal.STOP, drain=20), desired("b")])
+    await eventually(lambda: len(fake.going()) == 1)
+    (struck,) = fake.going()
+    assert struck != kept
+    await site.state("b", READY)
+    fake.end(struck)
+    await site.state("a", STOPPED)
     assert fake.replica(kept) == name("b")
     assert "gpuscale.stopping" not in fake.pods[kept]["metadata"]["annotations"]
 
@@ -228,21 +224,17 @@ async def test_pods_that_somebody_else_asked_for_are_told_of_and_put_right_after
     assert fake.calls["PATCH /deployments/worker/scale"] == before + 1
 
 
-async def test_what_the_deployment_is_not_made_for_is_refused(
-    fake: FakeKubernetes, config: Path, tmp_path: Path
-) -> None:
-    fake.add(deployment())
-    async with running(config, tmp_path / "data") as site:
-        site.want([desired("a", gpu_count=2)])
-        assert "has 1 GPUs, and the endpoint asks for 2" in (await site.state("a", FAILED)).reason
-        del fake.deployments["worker"]
-        await looked_again(fake)
-        site.want([desired("c")])
-        assert (await site.state("c", FAILED)).reason == "there is no Deployment worker in namespace work"
-        fake.add(deployment(app="worker"))
-        await looked_again(fake)
-        site.want([desired("d")])
-        assert "lacks the label gpuscale.adapter=k1" in (await site.state("d", FAILED)).reason
+async def test_what_the_deployment_is_not_made_for_is_refused(fake: FakeKubernetes, site: Site) -> None:
+    site.want([desired("a", gpu_count=2)])
+    assert "has 1 GPUs, and the endpoint asks for 2" in (await site.state("a", FAILED)).reason
+    del fake.deployments["worker"]
+    await looked_again(fake)
+    site.want([desired("c")])
+    assert (await site.state("c", FAILED)).reason == "there is no Deployment worker in namespace work"
+    fake.add(deployment(app="worker"))
+    await looked_again(fake)
+    site.want([desired("d")])
+    assert "lacks the label gpuscale.adapter=k1" in (await site.state("d", FAILED)).reason
     assert not [kind for kind, _ in fake.bodies if kind == "scale"]
 
 
@@ -296,22 +288,18 @@ async def test_a_pod_of_its_own_prefers_the_best_nodes_and_gets_its_values(
 
 
 async def test_a_pod_of_its_own_that_ends_is_a_failure_with_its_exit_code_and_is_removed(
-    fake: FakeKubernetes, config: Path, tmp_path: Path
+    fake: FakeKubernetes, site: Site
 ) -> None:
-    fake.add(deployment())
-    async with running(config, tmp_path / "data") as site:
-        site.want([desired("a", template="pod")])
-        own = pod_name("worker", ADAPTER, name("a"))
-        await eventually(lambda: own in fake.pods)
-        ended = {"exitCode": 3}
-        status = {"name": "worker", "image": "", "imageID": "", "ready": False, "restartCount": 0}
-        fake.status(
-            own, {"phase": "Failed", "containerStatuses": [{**status, "state": {"terminated": ended}}]}
-        )
-        assert (await site.state("a", FAILED)).exit_code == 3
-        assert own not in fake.going()
-        site.want([desired("a", WorkerGoal.FORGET, template="pod")])
-        await eventually(lambda: own in fake.going())
+    site.want([desired("a", template="pod")])
+    own = pod_name("worker", ADAPTER, name("a"))
+    await eventually(lambda: own in fake.pods)
+    ended = {"exitCode": 3}
+    status = {"name": "worker", "image": "", "imageID": "", "ready": False, "restartCount": 0}
+    fake.status(own, {"phase": "Failed", "containerStatuses": [{**status, "state": {"terminated": ended}}]})
+    assert (await site.state("a", FAILED)).exit_code == 3
+    assert own not in fake.going()
+    site.want([desired("a", WorkerGoal.FORGET, template="pod")])
+    await eventually(lambda: own in fake.going())
     assert fake.calls["POST /pods"] == 1
 
 
