@@ -55,8 +55,8 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-SLOW_FIRST = ("e2e", "fault", "integration")
-"""Folders of tests over real processes, servers and clocks, those with the longest files first."""
+SLOW_FIRST = ("e2e", "fault", "integration", "")
+"""Folders of tests over real processes, servers and clocks, those with the longest files first; addons have no name here."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
