@@ -160,7 +160,7 @@ def test_replicas_follow_the_queue_and_hold_without_the_broker(
     eventually_sync(drained, timeout=180, interval=0.3)
     assert stack.most_ready == MAX, "so many messages need every replica that max allows"
     expected = {"publish": published, "deliver": published, "ack": published, "redeliver": 0}
-    eventually_sync(lambda: broker_totals(broker) == expected, timeout=10)
+    eventually_sync(lambda: broker_totals(broker) == expected)
 
     asyncio.run(publish_each(broker, QUEUE, work(120, 0.3, 0.5)))
     eventually_sync(lambda: stack.ready() >= 3, timeout=60, interval=0.1)
@@ -173,7 +173,7 @@ def test_replicas_follow_the_queue_and_hold_without_the_broker(
         return len(live) == MIN and live[0].state == autoscaler_api.Replica.STATE_READY
 
     eventually_sync(at_min, timeout=120, interval=0.2)
-    eventually_sync(lambda: len(stack.reservations()) == MIN, timeout=10)
+    eventually_sync(lambda: len(stack.reservations()) == MIN)
     counts = asyncio.run(queue_counts(broker, QUEUE))
     assert counts is not None
     assert (counts.ready, counts.unacknowledged) == (0, 0)

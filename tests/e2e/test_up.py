@@ -92,11 +92,11 @@ def test_the_link_of_the_banner_signs_in_once(tmp_path: Path) -> None:
             assert stat.S_IMODE(file.stat().st_mode) == 0o600
             (first,) = dashboards(up.process.pid)
             first.kill()
-            first.wait(10)
+            first.wait(60)
             assert opened(file.read_text().strip())[0] == 303  # who asks for it starts it again
             (second,) = dashboards(up.process.pid)
             up.kill()
-            second.wait(10)
+            second.wait(60)
 
 
 def reserve(address: str, gpus: int, ttl: str = "60s", holder: str = "first") -> Ran:

@@ -72,10 +72,10 @@ class PowerHelper:
     def kill(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait(10)
+            self.process.wait(60)
 
     def stop(self) -> None:
         """End it as an operator does."""
         assert self.process is not None
         self.process.terminate()
-        assert self.process.wait(10) == 0
+        assert self.process.wait(60) == 0

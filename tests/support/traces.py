@@ -117,4 +117,4 @@ async def _ticks(trace: Trace, folder: Path) -> None:
         fake.silent = False
         with trace.of("scale-out tick"):
             autoscaler.watchers.queues["jobs"] = (50, 0)
-            await eventually(lambda: fake.alive, timeout=10)
+            await eventually(lambda: fake.alive)

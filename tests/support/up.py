@@ -89,7 +89,7 @@ class Up:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
-    def stop(self, timeout: float = 15.0) -> tuple[int, float]:
+    def stop(self, timeout: float = 60.0) -> tuple[int, float]:
         """SIGTERM; returns (exit code, seconds it took)."""
         started = time.monotonic()
         self.process.send_signal(signal.SIGTERM)

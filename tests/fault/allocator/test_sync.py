@@ -42,7 +42,7 @@ async def test_a_grant_is_synced_before_its_answer_is_sent(tmp_path: Path) -> No
         life = await place.start()
         tracer = await traced(life, output)
         granted = [await place.client.reserve() for _ in range(3)]
-        await eventually(lambda: granted[-1].name in output.read_text(), timeout=10)
+        await eventually(lambda: granted[-1].name in output.read_text())
         tracer.send_signal(signal.SIGINT)
         await tracer.wait()
     lines = output.read_text().splitlines()

@@ -27,10 +27,10 @@ async def test_a_gpu_that_vanishes_under_a_lease_ends_it_and_frees_the_others(tm
         gone = next(gpu.uuid for gpu in whole.gpus if gpu.uuid != "n0-0")
         left = [gpu_message(f"n0-{i}", i) for i in range(4) if f"n0-{i}" != gone]
         fleet.put(node_message("n0", *left))
-        await eventually(lambda: _names(client, gone), timeout=10)
+        await eventually(lambda: _names(client, gone))
         assert (await client.get(whole.name)).state == Reservation.STATE_ACTIVE, "not before its time"
         clock.advance(11)
-        lost = await eventually(lambda: ended(client, whole), timeout=10)
+        lost = await eventually(lambda: ended(client, whole))
         assert lost is not None
         assert lost.state == Reservation.STATE_LOST
         assert {gpu.uuid for gpu in lost.gpus if gpu.lost} == {gone}
@@ -57,7 +57,7 @@ async def test_what_a_holder_makes_of_its_gpus_is_told_to_who_reads(tmp_path: Pa
         busy.reading.processes.add(pid=11, memory_used_bytes=1, reservation=one.name)
         busy.reading.processes.add(pid=12, memory_used_bytes=1)
         fleet.put(node_message("n0", busy))
-        found = await eventually(lambda: _busy(client, one), timeout=10)
+        found = await eventually(lambda: _busy(client, one))
         (gpu,) = found.usage.gpus
         assert (gpu.uuid, gpu.utilization_percent, list(gpu.outsider_pids)) == ("n0-0", 80.0, [12])
         assert found.usage.overused is True
@@ -96,7 +96,7 @@ async def test_a_gpu_in_quarantine_is_not_granted_and_its_holder_keeps_it(tmp_pa
             ResourceExhaustedError,
             match=r"2 quarantined \(XID 79\)\)\. Lift .*\(gpuscalectl clear quarantine n0/n0-0 ",
         ):
-            await eventually(lambda: _refused(client), timeout=10)
+            await eventually(lambda: _refused(client))
         assert (await client.get(one.name)).state == Reservation.STATE_ACTIVE
 
 

@@ -59,7 +59,7 @@ class Helper:
 
     def ended(self) -> None:
         """Once it has ended, nothing is left."""
-        assert self.process.wait(10) == 0
+        assert self.process.wait(60) == 0
         assert not self.socket.exists()
         for one in self.started:
             one.kill()
@@ -85,8 +85,8 @@ def test_it_ends_a_process_with_sigterm_and_what_ignores_that_after_the_grace(he
     assert helper.end(key_of(first.pid)) == ""
     assert helper.end(key_of(other.pid)) == ""
     assert helper.end(key_of(other.pid)) == "", "asked twice, it is the same"
-    assert first.wait(10) == -signal.SIGTERM
-    assert other.wait(10) == -signal.SIGKILL
+    assert first.wait(60) == -signal.SIGTERM
+    assert other.wait(60) == -signal.SIGKILL
     assert time.monotonic() - began >= GRACE
     log = helper.log.read_text()
     assert log.count(f"SIGTERM to process {other.pid},") == 1
@@ -101,7 +101,7 @@ def test_what_has_its_sigterm_is_ended_though_the_helper_is_stopped_meanwhile(tm
     one.stdout.readline()
     assert stopped.end(key_of(one.pid), grace=1.0) == ""
     stopped.process.terminate()
-    assert one.wait(10) == -signal.SIGKILL
+    assert one.wait(60) == -signal.SIGKILL
     stopped.ended()
 
 

@@ -87,7 +87,7 @@ def test_while_the_agent_is_silent_there_are_no_caps(helper: PowerHelper) -> Non
     helper.kill()
     helper.start("--silence", "0.5")
     helper.put(gpu0=300)
-    eventually_sync(lambda: helper.limits() == [700, None], timeout=10)
+    eventually_sync(lambda: helper.limits() == [700, None])
     helper.put(gpu0=300)
     assert helper.limits()[0] == 300
 

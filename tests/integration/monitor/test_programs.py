@@ -64,10 +64,10 @@ async def test_agent_and_fleet_run_find_each_other_and_end_cleanly(started: Star
             )
             assert snapshot.snapshot.node == "alpha"
         agent.send_signal(signal.SIGTERM)
-        assert agent.wait(10) == 0
+        assert agent.wait(60) == 0
         await running.until("alpha", monitor_api.NodeState.NODE_STATE_OFFLINE)
     fleet.send_signal(signal.SIGTERM)
-    assert fleet.wait(10) == 0
+    assert fleet.wait(60) == 0
     assert fleet.communicate()[0] == agent.communicate()[0] == "", "stdout stays empty"
 
 
