@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -15,39 +16,19 @@ AWAY = UnavailableError("nobody there", retry_after=0.001)
 
 
 def test_a_call_without_an_answer_is_made_again() -> None:
-    tried: list[int] = []
-
-    def call() -> None:
-        tried.append(1)
-        raise AWAY
-
+    call = Mock(side_effect=AWAY)
     with pytest.raises(UnavailableError):
         retrying(call)
-    assert len(tried) == ATTEMPTS
+    assert call.call_count == ATTEMPTS
 
 
-def test_but_not_when_the_time_is_over() -> None:
-    tried: list[int] = []
-
-    def call() -> None:
-        tried.append(1)
-        raise AWAY
-
+async def test_but_not_when_the_time_is_over_nor_in_an_event_loop() -> None:
+    call, awaited = Mock(side_effect=AWAY), AsyncMock(side_effect=AWAY)
     with pytest.raises(UnavailableError):
         retrying(call, time.monotonic())
-    assert len(tried) == 1
-
-
-async def test_and_so_it_is_in_an_event_loop() -> None:
-    tried: list[int] = []
-
-    async def call() -> None:
-        tried.append(1)
-        raise AWAY
-
     with pytest.raises(UnavailableError):
-        await retrying_async(call, time.monotonic())
-    assert len(tried) == 1
+        await retrying_async(awaited, time.monotonic())
+    assert (call.call_count, awaited.call_count) == (1, 1)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """What an agent sends after a whole snapshot: no more than what moved, and a whole one where changes cannot tell it."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -110,32 +109,21 @@ def test_what_only_one_of_the_changed_gpus_has_is_told_of_that_one() -> None:
     assert [(one.place, one.reading.power_watts) for one in delta.gpus] == [(1, 50.0)]
 
 
-def other_gpus(one: Snapshot) -> Snapshot:
-    return replace(one, gpus=one.gpus[::-1])
-
-
-def other_model(one: Snapshot) -> Snapshot:
-    other = replace(one.gpus[0], identity=replace(one.gpus[0].identity, model="Another GPU"))
-    return replace(one, gpus=(other, one.gpus[1]))
-
-
-def other_host(one: Snapshot) -> Snapshot:
-    return replace(one, driver_version="999.1")
-
-
-def a_problem(one: Snapshot) -> Snapshot:
-    return replace(one, gpu_problem="NVML: driver not loaded")
-
-
-def other_epoch(one: Snapshot) -> Snapshot:
-    return replace(one, epoch="another")
-
-
-@pytest.mark.parametrize("alter", [other_gpus, other_model, other_host, a_problem, other_epoch])
-def test_what_is_no_reading_is_told_by_a_whole_snapshot(alter: Callable[[Snapshot], Snapshot]) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gpus": taken().gpus[::-1]},
+        {"gpus": tuple(replace(one, identity=replace(one.identity, model="B")) for one in taken().gpus)},
+        {"driver_version": "999.1"},
+        {"gpu_problem": "NVML: driver not loaded"},
+        {"epoch": "another"},
+    ],
+    ids=["other gpus", "other model", "other host", "a problem", "other epoch"],
+)
+def test_what_is_no_reading_is_told_by_a_whole_snapshot(changes: dict[str, Any]) -> None:
     deltas = Deltas(DeadBands(), full_every=60.0)
     assert deltas.next(reading(), now=0.0) is None
-    altered = alter(reading())
+    altered = replace(reading(), **changes)
     assert deltas.next(altered, now=1.0) is None
     assert deltas.next(altered, now=2.0) is not None
 
