@@ -53,10 +53,6 @@ async def test_lists_page_by_age_and_filter_by_holder(tmp_path: Path) -> None:
         assert [one.name for one in everything.reservations] == [one.name for one in made]
         of_one = await client.page(holder="holder-1")
         assert [one.name for one in of_one.reservations] == [made[1].name, made[3].name]
-        for fields in ({"page_size": -1}, {"page_token": "forged"}):
-            with pytest.raises(InvalidArgumentError):
-                await client.page(**fields)
-        assert len((await client.page(page_size=10**9)).reservations) == 4
 
 
 async def test_lists_are_filtered_and_sorted_and_their_tokens_are_bound_to_that(tmp_path: Path) -> None:

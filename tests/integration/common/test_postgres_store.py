@@ -70,18 +70,6 @@ async def test_a_work_that_ignores_a_failed_statement_is_never_acknowledged(url:
         assert await notes.write(add(1)) == 1
 
 
-async def test_a_read_that_fails_fails_alone(url: SecretUrl) -> None:
-    async with leading(url) as (notes, _):
-        reads = [
-            notes.read(count),
-            notes.read(lambda found: found.exec_driver_sql("SELECT 1/0")),
-            notes.read(count),
-        ]
-        first, second, third = await asyncio.gather(*reads, return_exceptions=True)
-        assert (first, third) == (0, 0)
-        assert isinstance(second, Exception)
-
-
 async def test_a_write_of_an_earlier_term_is_refused_whatever_it_believes(url: SecretUrl) -> None:
     async with leading(url) as (notes, term):
         await notes.write(add(1))

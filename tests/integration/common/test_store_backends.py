@@ -111,9 +111,12 @@ async def test_the_reader_cannot_write(opened: Opened) -> None:
 
 async def test_an_error_of_a_read_is_its_callers(opened: Opened) -> None:
     async with opened() as notes:
-        with pytest.raises(ZeroDivisionError):
-            await notes.read(lambda _: 1 // 0)
-        assert await notes.read(count) == 0
+        failing = (lambda _: 1 // 0), (lambda found: found.exec_driver_sql("SELECT * FROM nowhere"))
+        reads = [notes.read(one) for fails in failing for one in (count, fails, count)]
+        found = await asyncio.gather(*reads, return_exceptions=True)
+        assert (found[0::3], found[2::3]) == ([0, 0], [0, 0])
+        assert isinstance(found[1], ZeroDivisionError)
+        assert isinstance(found[4], Exception)
 
 
 async def test_a_read_sees_every_write_acknowledged_before_it(opened: Opened) -> None:
