@@ -1,9 +1,10 @@
 """Power budgets from the allocator's contract to the driver's double, with an agent and gpuscale-power between them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import grpc
@@ -21,6 +22,7 @@ from gpuscale.monitor.agent import helpers
 from tests.support.allocator import Client, allocator, calling
 from tests.support.monitor import running_agent, running_fleet
 from tests.support.nvml_double import NvmlDouble
+from tests.support.ports import free_port
 from tests.support.power import PowerHelper
 from tests.support.waiting import eventually
 
@@ -233,6 +235,29 @@ async def test_limits_are_back_after_the_end_of_helper_agent_and_host_and_caps_c
         await here.until_limits(450, 450)
         kept = {one.name: one.time.ToNanoseconds() for one in await here.changes()}
         assert known.items() <= kept.items(), "what was changed is on disk"
+
+
+async def test_an_agent_that_starts_while_no_allocator_answers_keeps_the_caps_that_are_in_force(
+    helper: PowerHelper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders, ask = list[object](), helpers.ask_helper
+
+    async def noted(place: Path, order: Mapping[str, object], patience: float) -> Mapping[str, Any] | None:
+        orders.append(order["caps"])
+        return await ask(place, order, patience)
+
+    monkeypatch.setattr(helpers, "ask_helper", noted)
+    await asyncio.to_thread(helper.start)
+    helper.put(gpu0=300)
+    async with (
+        running_fleet() as fleet,
+        open_channel(f"127.0.0.1:{free_port()}") as nobody,
+        running_agent(
+            fleet.address, node="alpha", source="nvml", allocator=nobody, power_socket=helper.socket
+        ),
+    ):
+        await eventually(lambda: {helper.double.gpus[0].uuid: 300} in orders)
+    assert helper.limits() == [300, None]
 
 
 async def _drawn(here: PowerSite, watts: float) -> api.PowerSum | None:
