@@ -64,11 +64,7 @@ class Site:
         self.clock.advance(passing)
         self.seq += 1
         await self.call.write(telemetry(snapshot("alpha", seq=self.seq, gpus=shown)))
-
-        async def taken() -> bool:
-            return (await self.fleet.node("alpha")).snapshot.seq == self.seq
-
-        await eventually(taken)
+        await self.fleet.until("alpha", api.NodeState.NODE_STATE_ONLINE, above_seq=self.seq - 1)
 
     async def record(self, *names: str, **fields: object) -> api.Recording:
         request = api.StartRecordingRequest(request_id=str(uuid.uuid4()), names=names, **fields)
