@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import psutil
 import pytest
@@ -98,6 +100,19 @@ def test_times_are_those_of_the_browser_and_utc_when_pointed_at(browser: Browser
         )  # at once: a new row may take its place
         ahead = page.evaluate("([utc, local]) => Date.parse(local + 'Z') - Date.parse(utc.replace(' UTC', 'Z'))", [said, shown])  # fmt: skip
         assert ahead == 5.5 * 3600 * 1000, (said, shown)
+
+
+def test_the_bookings_are_a_calendar_for_whoever_has_its_secret_address(
+    browser: Browser, link_file: Path
+) -> None:
+    with page_of(browser) as page:
+        page.goto(f"{come(page, link_file)}/bookings")
+        address = page.get_by_role("link", name="calendar").get_attribute("href") or ""
+    with urlopen(address) as answer:
+        assert answer.headers.get_content_type() == "text/calendar"
+        assert answer.read().startswith(b"BEGIN:VCALENDAR\r\n")
+    with pytest.raises(HTTPError, match="404"):
+        urlopen(address.replace(".ics", "x.ics"))
 
 
 def test_a_filter_is_in_the_address_and_a_table_sorted_by_the_keyboard(

@@ -47,6 +47,8 @@ MOST_WAITING = 10
 """Most waiting requests to find moves for at once."""
 MOST_MOVES = 64
 """Most moves of a plan."""
+MOST_LOOKED_AT = 60_000
+"""Most reservations to look at for what is in the way of those who wait: some 10 us each."""
 NOTICE = 8 * 86_400.0
 """Seconds of notice for movable reservations: longer than any drain timeout, so that replacements are ready first."""
 LIMIT = 600.0
@@ -128,7 +130,8 @@ class Rebalancing:
                 return [await self._find(ask, None, prices, stay=left_out)], _notes(left_out)
             self.capacity.expect_telemetry()
             waiters = self.queue.line(MOST_WAITING)
-            return [await self._propose(one, prices, stay=left_out) for one in waiters], _notes(left_out)
+            stay = left_out if len(waiters) * len(self.capacity.ledger.live) <= MOST_LOOKED_AT else None
+            return [await self._propose(one, prices, stay=stay) for one in waiters], _notes(left_out)
 
     async def refusal(self, ask: Ask, found: Refusal) -> Refusal:
         """The refusal of an ask, which may wait where GPUs can be partitioned for it on hosts that allow that.
