@@ -100,8 +100,8 @@ async def test_a_caller_who_goes_away_leaves_the_queue(tmp_path: Path) -> None:
     async with site(tmp_path, FakeFleet(node_message("n0", count=1)), max_waiting=1) as (client, quotas):
         held = await client.reserve()
         call = client.stub.Reserve(request(20), timeout=20)
-        stream = client.stub.ReserveAndWatch(api.ReserveAndWatchRequest(reserve=request(20)), timeout=20)
         await until_waiting(quotas, 1)
+        stream = client.stub.ReserveAndWatch(api.ReserveAndWatchRequest(reserve=request(20)), timeout=20)
         with pytest.raises(ResourceExhaustedError) as full, rpc_errors():
             await anext(aiter(stream))
         assert full.value.reason == "QUEUE_FULL"

@@ -28,7 +28,7 @@ from gpuscale.common.store.leadership import Candidate
 from gpuscale.common.store.postgres import Postgres
 from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Prepared, Store, _Worker
-from gpuscale.common.wire import TimeRange, enum_word
+from gpuscale.common.wire import TimeRange, enum_word, to_datetime
 from tests.support.autoscaler_app import FakeWatchers, running, scaling
 from tests.support.autoscaler_values import NOW, WALL, endpoint, lease, replica, spec, up
 from tests.support.clock import ManualClock
@@ -364,13 +364,14 @@ async def test_a_cooldown_outlives_the_program_and_begins_anew_after_a_reboot(tm
 
         async def life(expected: int, code: str) -> None:
             """One life of the program, which comes to aim at `expected` replicas and is then held back by `code`."""
+            begun = clock.wall()
             async with running(tmp_path, address, watchers, clock) as autoscaler:
                 if expected == 1 and code == "FIRED":
                     await autoscaler.create(wanted)
 
                 async def decided() -> bool:
-                    history = await autoscaler.history()
-                    return bool(history) and code in [enum_word(step, "code") for step in history[0].steps]
+                    newer = [one for one in await autoscaler.history() if to_datetime(one.last_time) >= begun]
+                    return code in [enum_word(step, "code") for one in newer for step in one.steps]
 
                 await eventually(decided)
                 assert (await autoscaler.status()).desired_replicas == expected

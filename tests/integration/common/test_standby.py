@@ -38,10 +38,6 @@ async def endless(request: Any, context: Any) -> AsyncIterator[monitor_api.Watch
     await asyncio.Event().wait()
 
 
-async def stuck(request: Any, context: Any) -> Any:
-    await asyncio.Event().wait()
-
-
 class Actor:
     """Acts in each term of a process, and remembers the epochs."""
 
@@ -128,11 +124,18 @@ async def test_a_standby_tells_clients_that_follow_who_leads(postgresql: Postgre
 
 
 async def test_a_leader_that_is_cut_off_ends_its_calls_and_stands_by(postgresql: PostgresServer) -> None:
+    begun = asyncio.Event()
+
+    async def stuck(request: Any, context: Any) -> Any:
+        begun.set()
+        await asyncio.Event().wait()
+
     url, first, second = postgresql.database(), Actor(Allocator(work=stuck)), Actor()
     async with two(url, first, second) as (old, new):
         watch = old.fleet.WatchNodes(monitor_api.WatchNodesRequest(), timeout=60)
         assert (await watch.read()).full
         waiting = asyncio.create_task(old.get(timeout=60))
+        await begun.wait()
         await asyncio.to_thread(cut_leader, postgresql, url)
         for open_call in (watch.read(), waiting):
             with pytest.raises(grpc.RpcError) as caught:

@@ -72,8 +72,8 @@ def _wait(error: GpuscaleError, waits: Backoff) -> float:
 
 PERIOD = 0.5
 """Seconds between polls of an endpoint."""
-_LEAST = 0.1
-"""Seconds for the one poll that is made even without time left."""
+_LEAST = 2.0
+"""Least seconds for a poll: the last may end after the deadline, so that a slow server still tells the state."""
 
 
 def wait_ready(
