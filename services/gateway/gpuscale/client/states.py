@@ -64,6 +64,11 @@ def capabilities(amounts: Mapping[str, int]) -> str:
     return ",".join(name if amount < 0 else f"{name}={amount}" for name, amount in listed) or "anything plain"
 
 
+def demand(one: autoscaler_api.TaskDemand) -> str:
+    """Waiting tasks and what they need, such as `3 that need gpu=2`."""
+    return f"{one.tasks} that need {capabilities(one.capabilities)}"
+
+
 def revoked_early(reservation: allocator_api.Reservation) -> float | None:
     """Seconds before the end of its lease at which it will be revoked, negative after it; None if it will not be.
 

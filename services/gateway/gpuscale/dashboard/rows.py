@@ -14,7 +14,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.client.states import Marks, capabilities, node_state, problem, queued, replica_model
+from gpuscale.client.states import Marks, capabilities, demand, node_state, problem, queued, replica_model
 from gpuscale.common import names
 from gpuscale.common.names import node_of
 from gpuscale.common.wire import to_datetime
@@ -305,10 +305,7 @@ def capability_set_rows(one: autoscaler_api.Endpoint) -> list[Row]:
     stated = {each.id: each for each in one.spec.capability_sets}
     found: list[Row] = []
     for status in one.status.capability_sets:
-        able, bounds = (
-            humanize.UNKNOWN,
-            humanize.UNKNOWN,
-        )  # removed from the spec, but its replicas still exist
+        able = bounds = humanize.UNKNOWN  # of a set that was removed while its replicas still exist
         if (asked := stated.get(status.id)) is not None:
             most = asked.max_replicas if asked.HasField("max_replicas") else one.spec.max_replicas
             able, bounds = capabilities(asked.capabilities), f"{asked.min_replicas} to {most}"
@@ -348,15 +345,7 @@ def observation_rows(one: autoscaler_api.Decision) -> list[Row]:
             "value": f"{seen.value:g}" if seen.HasField("value") else humanize.UNKNOWN,
             "status": humanize.word(seen, "status"),
             "age": humanize.length(seen.age) if seen.HasField("age") else humanize.UNKNOWN,
-            "note": "; ".join(
-                (
-                    *filter(None, (seen.detail,)),
-                    *(
-                        f"{each.tasks} that need {capabilities(each.capabilities)}"
-                        for each in seen.tasks.demands
-                    ),
-                )
-            ),
+            "note": "; ".join(filter(None, (seen.detail, *map(demand, seen.tasks.demands)))),
         }
         for seen in one.observations
     ]

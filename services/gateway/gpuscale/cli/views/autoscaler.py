@@ -10,7 +10,7 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.console.cells import Column, View, duration, number, short, since, text, word
 from gpuscale.cli.console.output import ABSENT, Output
 from gpuscale.cli.grammar.parameters import format_duration, local_text
-from gpuscale.client.states import capabilities, replica_model
+from gpuscale.client.states import capabilities, demand, replica_model
 from gpuscale.client.tuning import Trial
 from gpuscale.common.wire import seconds, to_datetime
 
@@ -229,12 +229,8 @@ def step_lines(decision: api.Decision) -> list[str]:
         words = f"{seen.signal} = {number(seen, 'value')} {word(seen, 'status')}"
         words += (f", {age} old" if age != "-" else "") + (f" ({seen.detail})" if seen.detail else "")
         lines.append(f"    saw   {words}")
-        lines += [
-            f"            {one.tasks} that need {capabilities(one.capabilities)}"
-            for one in seen.tasks.demands
-        ]
-        others = seen.tasks.unmanaged_workers
-        lines += [f"            {workers(one)} started by someone else" for one in others]
+        others = (f"{workers(one)} started by someone else" for one in seen.tasks.unmanaged_workers)
+        lines += [f"            {one}" for one in (*map(demand, seen.tasks.demands), *others)]
     for step in decision.steps:
         stage = f"{word(step, 'stage').lower()} {step.capability_set or step.rule}".rstrip()
         lines.append(
