@@ -42,27 +42,17 @@ class Build:
     labels: Mapping[str, str]
 
 
+@dataclass(slots=True, eq=False)
 class DemoProgram:
-    """A program that runs on GPUs.
+    """A program that runs on GPUs."""
 
-    Args:
-        user: Unix user.
-        name: name of the program.
-        load: current utilization of each GPU, in percent.
-        memory: fraction of each GPU's memory.
-        reservation: name of its reservation; empty if it runs without one.
-    """
-
-    def __init__(
-        self, user: str, name: str, load: Callable[[], float], memory: float, reservation: str = ""
-    ) -> None:
-        self.user = user
-        self.name = name
-        self.load = load
-        self.memory = memory
-        self.reservation = reservation
-        self.pid = next(_pids)
-        self.begin = datetime.now(UTC)
+    user: str  # Unix user
+    name: str
+    load: Callable[[], float]  # current utilization of each GPU, in percent
+    memory: float  # fraction of each GPU's memory
+    reservation: str = ""  # name of its reservation; empty if it runs without one
+    pid: int = field(default_factory=_pids.__next__)
+    begin: datetime = field(default_factory=lambda: datetime.now(UTC))
 
 
 class DemoHost:
