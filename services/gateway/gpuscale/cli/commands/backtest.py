@@ -463,8 +463,7 @@ def stop_backtest(session: Session, name: str) -> None:
 @YES
 def delete_backtest(session: Session, name: tuple[str, ...], yes: bool) -> None:
     """Delete backtests; a running one stops."""
-    wanted = [full_name(BACKTEST, one) for one in name]
-    delete_each(session, "backtests", wanted, api.DeleteBacktestRequest, yes=yes)
+    delete_each(session, "backtests", BACKTEST, name, api.DeleteBacktestRequest, yes=yes)
 
 
 def looked(client: "Client", endpoint: "api.Endpoint") -> list[str]:

@@ -60,9 +60,8 @@ def scale_endpoint(
 @YES
 def delete_endpoint(session: Session, name: tuple[str, ...], yes: bool) -> None:
     """Delete endpoints; their replicas finish their work first."""
-    wanted = [full_name(ENDPOINT, one) for one in name]
     line = "is deleted once its replicas have finished"
-    delete_each(session, "endpoints", wanted, api.DeleteEndpointRequest, yes=yes, line=line)
+    delete_each(session, "endpoints", ENDPOINT, name, api.DeleteEndpointRequest, yes=yes, line=line)
 
 
 @command("delete watcher jobs more")
@@ -70,8 +69,7 @@ def delete_endpoint(session: Session, name: tuple[str, ...], yes: bool) -> None:
 @YES
 def delete_watcher(session: Session, name: tuple[str, ...], yes: bool) -> None:
     """Delete queue watchers that no endpoint reads."""
-    wanted = [full_name(WATCHER, one) for one in name]
-    delete_each(session, "queueWatchers", wanted, api.DeleteQueueWatcherRequest, yes=yes)
+    delete_each(session, "queueWatchers", WATCHER, name, api.DeleteQueueWatcherRequest, yes=yes)
 
 
 @command("create rule jobs/night --set signal=depth --set 'step.comparator=<' --set step.step=-1")
@@ -136,8 +134,7 @@ def delete_rule(session: Session, name: tuple[str, ...], yes: bool, etag: str) -
     """Delete rules of endpoints. NAME is ENDPOINT/RULE."""
     if etag and len(name) > 1:
         raise InvalidArgumentError("--etag takes one rule: each change gives the endpoint another etag")
-    wanted = [full_name(RULE, one) for one in name]
-    delete_each(session, "rules", wanted, api.DeleteRuleRequest, yes=yes, etag=etag)
+    delete_each(session, "rules", RULE, name, api.DeleteRuleRequest, yes=yes, etag=etag)
 
 
 def _set_parts(rule: "api.Rule", parts: Sequence[str]) -> list[str]:

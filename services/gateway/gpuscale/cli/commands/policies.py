@@ -77,8 +77,7 @@ def show_past(session: Session, client: "Client", policy: api.UsePolicy, since: 
 @YES
 def delete_policy(session: Session, name: Names, yes: bool) -> None:
     """Delete use policies; reservations they were about to revoke stay."""
-    wanted = [full_name(POLICY, one) for one in name]
-    delete_each(session, "policies", wanted, api.DeleteUsePolicyRequest, yes=yes)
+    delete_each(session, "policies", POLICY, name, api.DeleteUsePolicyRequest, yes=yes)
 
 
 @command("delete notification-target lab")
@@ -86,8 +85,7 @@ def delete_policy(session: Session, name: Names, yes: bool) -> None:
 @YES
 def delete_target(session: Session, name: Names, yes: bool) -> None:
     """Delete notification targets and their undelivered notifications."""
-    wanted = [full_name(TARGET, one) for one in name]
-    delete_each(session, "targets", wanted, api.DeleteNotificationTargetRequest, yes=yes)
+    delete_each(session, "targets", TARGET, name, api.DeleteNotificationTargetRequest, yes=yes)
 
 
 @command("delete budget rack")
@@ -95,8 +93,7 @@ def delete_target(session: Session, name: Names, yes: bool) -> None:
 @YES
 def delete_budget(session: Session, name: Names, yes: bool) -> None:
     """Delete power budgets and restore the limits of their GPUs, unless something else caps them."""
-    wanted = [full_name(BUDGET, one) for one in name]
-    delete_each(session, "budgets", wanted, api.DeletePowerBudgetRequest, yes=yes)
+    delete_each(session, "budgets", BUDGET, name, api.DeletePowerBudgetRequest, yes=yes)
 
 
 @command("resend lab/12")

@@ -226,8 +226,7 @@ def stop_recording(session: Session, name: str) -> None:
 @YES
 def delete_recording(session: Session, name: tuple[str, ...], yes: bool) -> None:
     """Delete recordings; a running one stops."""
-    wanted = [full_name(RECORDING, one) for one in name]
-    delete_each(session, "recordings", wanted, api.DeleteRecordingRequest, yes=yes)
+    delete_each(session, "recordings", RECORDING, name, api.DeleteRecordingRequest, yes=yes)
 
 
 @command("history node host-1")

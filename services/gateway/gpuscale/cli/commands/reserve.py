@@ -286,8 +286,7 @@ def _book(
 @YES
 def delete_booking(session: Session, name: tuple[str, ...], yes: bool) -> None:
     """Cancel bookings; work running in them may continue until their end."""
-    wanted = [full_name(BOOKING, one) for one in name]
-    delete_each(session, "bookings", wanted, api.CancelBookingRequest, yes=yes, line="cancelled")
+    delete_each(session, "bookings", BOOKING, name, api.CancelBookingRequest, yes=yes, line="cancelled")
 
 
 @command("renew r3fa7kq2vnb4d --ttl 1h")

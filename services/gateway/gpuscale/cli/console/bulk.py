@@ -12,6 +12,7 @@ from gpuscale.cli.console.command import NOBODY, Session
 from gpuscale.cli.console.errors import ExitCode, leave, report
 from gpuscale.cli.console.terminal import ask, note, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
+from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -63,7 +64,8 @@ _SERVICES = {"queueWatchers": "queue_watchers", "targets": "notifications", "bud
 def delete_each(
     session: Session,
     key: str,
-    names: Sequence[str],
+    pattern: str,
+    typed: Sequence[str],
     request: type[Any],
     *,
     yes: bool,
@@ -75,7 +77,8 @@ def delete_each(
     Args:
         session: the connection.
         key: of lists of data.
-        names: full names.
+        pattern: of their names.
+        typed: their names, as typed.
         request: such as DeleteEndpointRequest; its Get method checks that a resource exists.
         yes: do not ask for confirmation.
         line: what to say of each.
@@ -94,6 +97,7 @@ def delete_each(
     def check(client: "Client", name: str) -> None:
         getattr(getattr(client, service), get)(look(name=name))
 
+    names = [full_name(pattern, one) for one in typed]
     confirm("Delete", ", ".join(names), yes=yes)
     say_each(session, key, names, act, check)
 
