@@ -155,18 +155,17 @@ def logs(table: str, row: Row, held: allocator_api.Reservation | None) -> Words:
     """The command that follows the logs of a row's endpoint, replica or job."""
     if table in {"endpoints", "decisions"}:
         return ("logs", _short(str(row["name"])).partition("/")[0], "--follow")
-    if held is None or not (held.HasField("job") or names.match(names.REPLICA, held.holder)):
-        return ()
-    return (
-        "logs",
-        _short(held.name) if held.HasField("job") else names.short_holder(held.holder),
-        "--follow",
-    )
+    if held is not None and held.HasField("job"):
+        return ("logs", _short(held.name), "--follow")
+    if held is not None and names.match(names.REPLICA, held.holder):
+        return ("logs", names.short_holder(held.holder), "--follow")
+    return ()
 
 
 def end(held: allocator_api.Reservation) -> Words:
     """The command that stops its job, or releases its GPUs."""
-    return (*(("stop", "job") if held.HasField("job") else ("release",)), _short(held.name))
+    verb = ("stop", "job") if held.HasField("job") else ("release",)
+    return (*verb, _short(held.name))
 
 
 def of_row(

@@ -228,9 +228,8 @@ def scaling(
     }
     least, most = endpoint.spec.min_replicas, endpoint.spec.max_replicas
     shown: list[Json] = [{"yAxis": least, "name": "min"}]
-    if most <= max(
-        8, 3 * max((one.wanted for one in ordered), default=0)
-    ):  # leave out a bound far above the line
+    highest = max((one.wanted for one in ordered), default=0)
+    if most <= max(8, 3 * highest):  # leave out a bound far above the line
         shown.append({"yAxis": most, "name": "max"})
     bounds: Options = {
         "data": shown,

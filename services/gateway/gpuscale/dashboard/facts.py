@@ -124,9 +124,8 @@ class Facts:
 
     def gpus(self) -> list[GpuSummary]:
         """Every GPU, by node and index, with its holders."""
-        held: dict[
-            str, tuple[tuple[str, ...], int, int]
-        ] = {}  # holders, thousandths reserved and idle, by UUID
+        # Holders, thousandths reserved and idle, by UUID.
+        held: dict[str, tuple[tuple[str, ...], int, int]] = {}
         for reservation in self.reservations:
             if reservation.state == allocator_api.Reservation.STATE_ACTIVE:
                 idle_uuids = {one.uuid for one in reservation.usage.gpus if one.state == one.STATE_IDLE}
@@ -142,20 +141,21 @@ class Facts:
             for gpu in sorted(node.snapshot.gpus, key=lambda one: (one.index, one.uuid)):
                 holders, milli, idle = held.get(gpu.uuid, NOBODY)
                 state = gpu_state(gpu, marked) if online else node_state(node, marked)
-                one = GpuSummary(
-                    name=gpu.name or f"{node.name}/gpus/{gpu.uuid.lower()}",
-                    node=node.name.removeprefix("nodes/"),
-                    uuid=gpu.uuid,
-                    index=gpu.index,
-                    model=gpu.model,
-                    state=f"{state}: {gpu.quarantine}" if gpu.quarantine else state,
-                    simulated=gpu.simulated,
-                    holders=holders,
-                    held_milli=milli,
-                    idle_milli=idle,
-                    reading=gpu.reading,
+                found.append(
+                    GpuSummary(
+                        name=gpu.name or f"{node.name}/gpus/{gpu.uuid.lower()}",
+                        node=node.name.removeprefix("nodes/"),
+                        uuid=gpu.uuid,
+                        index=gpu.index,
+                        model=gpu.model,
+                        state=f"{state}: {gpu.quarantine}" if gpu.quarantine else state,
+                        simulated=gpu.simulated,
+                        holders=holders,
+                        held_milli=milli,
+                        idle_milli=idle,
+                        reading=gpu.reading,
+                    )
                 )
-                found.append(one)
         return found
 
     def replicas_of(self, endpoint: str) -> list[autoscaler_api.Replica]:
@@ -216,8 +216,7 @@ class FleetTally:
 
     def wasted_hours(self, start: float, end: float) -> float:
         """GPU hours reserved and not used. A count stands for the time until the next, at most PERIOD."""
-        counts = self._from(start, end)
-        pairs = pairwise(counts)
+        pairs = pairwise(self._from(start, end))
         lost = sum(max(0.0, one.reserved - one.used) * min(PERIOD, later.at - one.at) for one, later in pairs)
         return lost / 3600.0
 

@@ -3,7 +3,8 @@
 import json
 import time
 from collections.abc import Awaitable, Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Generic, TypeVar
 from urllib.parse import urlencode
@@ -67,41 +68,22 @@ class PerVersion(Generic[T]):
         return self._made[1]
 
 
+@dataclass
 class DashboardSite:
-    """What every page has access to.
+    """What every page has access to."""
 
-    Attributes:
-        facts: the state of the services.
-        tally: how much was reserved and used.
-        client: client for data that only one page needs.
-        address: address of the gateway.
-        actions: acts for the visitor of the page; None if no one signed in.
-        look: says that someone is looking.
-        calendar: the secret in the address of the calendar; empty if there is none.
-        gpus: every GPU.
-        gpu_rows: a table row for each.
-    """
+    facts: Facts  # the state of the services
+    tally: FleetTally  # how much was reserved and used
+    client: AsyncClient  # for data that only one page needs
+    address: str  # address of the gateway
+    actions: Callable[[], VisitorActions | None]  # acts for the visitor of the page; None if no one signed in
+    look: Callable[[], None]  # says that someone is looking
+    calendar: Callable[[], str] = str  # the secret in the address of the calendar; empty if there is none
 
-    def __init__(
-        self,
-        facts: Facts,
-        tally: FleetTally,
-        client: AsyncClient,
-        address: str,
-        actions: Callable[[], VisitorActions | None],
-        look: Callable[[], None],
-        calendar: Callable[[], str] = str,
-    ) -> None:
-        self.calendar = calendar
-        self.facts = facts
-        self.tally = tally
-        self.client = client
-        self.address = address
-        self.actions = actions
-        self.look = look
-        self.gpus: PerVersion[Sequence[GpuSummary]] = PerVersion(facts, facts.gpus)
+    def __post_init__(self) -> None:
+        self.gpus: PerVersion[Sequence[GpuSummary]] = PerVersion(self.facts, self.facts.gpus)
         self.gpu_rows: PerVersion[Sequence[Row]] = PerVersion(
-            facts, lambda: [gpu_row(gpu) for gpu in self.gpus()]
+            self.facts, lambda: [gpu_row(gpu) for gpu in self.gpus()]
         )
 
 
@@ -207,15 +189,13 @@ class TimeSpan:
 
     def asked(self) -> tuple[monitor_api.HistorySpan, float]:
         """The span to query, and its length in seconds."""
-        try:
-            start, end = (int(one.value or "") / 1000 for one in (self.start, self.end))
+        with suppress(ValueError):  # nothing is drawn
+            start, end = (int(one.value or "") for one in (self.start, self.end))
             if 0 < start < end:
                 span = monitor_api.HistorySpan()
-                span.start_time.FromMilliseconds(round(start * 1000))
-                span.end_time.FromMilliseconds(round(end * 1000))
-                return span, end - start
-        except ValueError:
-            pass
+                span.start_time.FromMilliseconds(start)
+                span.end_time.FromMilliseconds(end)
+                return span, (end - start) / 1000
         length = self._spans[str(self._choice.value)]
         return monitor_api.HistorySpan(last=to_duration(length)), length
 

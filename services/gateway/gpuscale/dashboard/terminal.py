@@ -486,10 +486,8 @@ class Top(App[None]):
             return self._plain(column, cell)
         share = float(percent)
         full = ("|" if self._ascii else "█") * round(min(share, 100.0) * BAR / 100)
-        return (full.ljust(BAR), next((one for least, one in LEVELS if share >= least), "")), (
-            f"{percent:>4} %",
-            "",
-        )
+        colour = next((one for least, one in LEVELS if share >= least), "")
+        return (full.ljust(BAR), colour), (f"{percent:>4} %", "")
 
     def _fill(self, name: str, gpus: Sequence[GpuSummary]) -> None:
         """Show the rows of a table; the cursor stays, and nothing is drawn without a change."""

@@ -1,7 +1,6 @@
 """The fleet: a map of all GPUs now and over time, the page of a GPU, and the health events."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 
@@ -20,22 +19,14 @@ from gpuscale.dashboard.visitors import MARKS
 FILTER = "filter: node, model, state, holder"
 
 
-@dataclass(frozen=True)
-class Reading:
-    """A reading the map can show: its value, its unit, and the value of the last colour."""
-
-    value: Callable[[GpuSummary], float | None]
-    unit: str
-    top: float
-
-
-READINGS = {
-    "utilization": Reading(lambda gpu: gpu.utilization, "%", 100.0),
-    "memory": Reading(lambda gpu: gpu.memory_percent, "%", 100.0),
-    "temperature": Reading(lambda gpu: gpu.temperature, "°C", 100.0),
-    "power": Reading(lambda gpu: gpu.power_percent, "% of limit", 100.0),
-    "reserved": Reading(lambda gpu: gpu.held_milli / 10.0, "%", 100.0),
+READINGS: dict[str, tuple[charts.Value, str]] = {
+    "utilization": (lambda gpu: gpu.utilization, "%"),
+    "memory": (lambda gpu: gpu.memory_percent, "%"),
+    "temperature": (lambda gpu: gpu.temperature, "°C"),
+    "power": (lambda gpu: gpu.power_percent, "% of limit"),
+    "reserved": (lambda gpu: gpu.held_milli / 10.0, "%"),
 }
+"""Readings the map can show, with their unit; the last colour stands for 100."""
 WORDS: dict[str, tuple[Callable[[GpuSummary], str], str, Sequence[str]]] = {
     "holder": (
         lambda gpu: ", ".join(sorted(set(map(rows.whose, gpu.holders)))) or "nobody",
@@ -56,9 +47,7 @@ def fleet_page(site: DashboardSite) -> None:
             chosen = address.choice("show", (*READINGS, *WORDS), "utilization")
             ui.space()
             wanted = address.text("filter", FILTER)
-        heat = Chart(
-            charts.map_of((), READINGS["utilization"].value, "%", 100.0), "map of all GPUs", mark="map"
-        )
+        heat = Chart(charts.map_of((), *READINGS["utilization"], 100.0), "map of all GPUs", mark="map")
         legend = ui.row().style("gap: 4px 16px; font-size: .8rem")
         table = ListTable(rows.GPUS, key="uuid", links=("gpu",), empty="no GPUs, or none match")
         actions = site.actions()
@@ -76,8 +65,7 @@ def fleet_page(site: DashboardSite) -> None:
         if (word := WORDS.get(str(chosen.value))) is not None:
             options, colours = charts.map_by(gpus, *word)
         else:
-            reading = READINGS[str(chosen.value)]
-            options = charts.map_of(gpus, reading.value, reading.unit, reading.top)
+            options = charts.map_of(gpus, *READINGS[str(chosen.value)], 100.0)
         heat.show(options, height=90 + 24 * max(2, charts.rows_of(options)))
         if colours != explained:
             explained.clear()

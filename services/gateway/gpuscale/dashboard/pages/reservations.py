@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta, tzinfo
@@ -116,9 +117,9 @@ LOOK_AGAIN = 5.0
 
 def reservation_page(site: DashboardSite, reservation: str) -> None:
     """Build the page of a reservation: why it waits, what it holds and uses, and the end of its job's output."""
-    short, name = reservation, f"reservations/{reservation}"
-    with page(site, f"Reservation {short}"):
-        head = ui.label(short).classes("text-h6")
+    name = f"reservations/{reservation}"
+    with page(site, f"Reservation {reservation}"):
+        head = ui.label(reservation).classes("text-h6")
         why = ui.label().classes("gs-lines").mark("why")
         tiles = Tiles("state", "holder", "tenant", "GPUs", "used", "time left")
         gpus = ListTable(rows.GPUS, key="uuid", links=("gpu",), empty="it holds no GPU")
@@ -138,16 +139,15 @@ def reservation_page(site: DashboardSite, reservation: str) -> None:
             why.text = f"cannot read the reservation: {error.message}"
             return
         row = rows.reservation_row(one, {gpu.uuid: gpu for gpu in site.gpus()}, datetime.now(UTC))
-        head.text = f"{short} {one.job.title}".rstrip()
+        head.text = f"{reservation} {one.job.title}".rstrip()
         why.text = "\n".join(filter(None, (str(row["notes"]), one.job.queue_order)))
         told = {word: str(row[word]) or humanize.UNKNOWN for word in ("state", "holder", "tenant", "used")}
         tiles.show(**told, GPUs=str(row["gpus"]), time_left=str(row["left"]))
         held = {gpu.uuid for gpu in one.gpus}
         gpus.show([gpu for gpu in site.gpu_rows() if gpu["uuid"] in held])
         ran.set_visibility(one.HasField("job"))
-        command.text = (
-            f"{one.job.command}\n{humanize.word(one.job, 'state')}; full output: gpuscalectl logs {short}"
-        )
+        state = humanize.word(one.job, "state")
+        command.text = f"{one.job.command}\n{state}; full output: gpuscalectl logs {reservation}"
         members.show([member_row(member) for member in (*one.job.earlier, *one.job.members)])
         ends = [line for member in one.job.members for line in member.last_lines]
         wrote.text = "\n".join(ends)
@@ -181,13 +181,14 @@ async def all_output(actions: VisitorActions, reservation: str) -> Iterator[byte
         raise NotFoundError(
             f"no output is kept on this host; read it from its hosts: gpuscalectl logs {reservation}"
         )
-    return (part for file in files for part in _parts(file))
 
+    def parts() -> Iterator[bytes]:
+        for file in files:
+            with file.open("rb") as opened:
+                while part := opened.read(_PART):
+                    yield part
 
-def _parts(file: Path) -> Iterator[bytes]:
-    with file.open("rb") as opened:
-        while part := opened.read(_PART):
-            yield part
+    return parts()
 
 
 def member_row(one: allocator_api.JobMember) -> Row:
@@ -251,10 +252,14 @@ def zone_of(name: str) -> tzinfo:
         return UTC
 
 
+def week_from(today: datetime) -> dict[str, datetime]:
+    """Seven days from today, by the id of their column."""
+    return {f"day{ahead}": today + timedelta(days=ahead) for ahead in range(DAYS)}
+
+
 def headings(today: datetime) -> Columns:
     """The columns of the calendar: nodes, and seven days from today."""
-    days = {f"day{ahead}": f"{today + timedelta(days=ahead):%a %d}" for ahead in range(DAYS)}
-    return {"node": "node", **days}
+    return {"node": "node", **{name: f"{day:%a %d}" for name, day in week_from(today).items()}}
 
 
 def calendar_rows(bookings: Sequence[allocator_api.Booking], today: datetime) -> list[Row]:
@@ -262,21 +267,16 @@ def calendar_rows(bookings: Sequence[allocator_api.Booking], today: datetime) ->
     cells: dict[str, dict[str, list[str]]] = {}
     for one in bookings:
         start, end = (to_datetime(time).astimezone(today.tzinfo) for time in (one.start_time, one.end_time))
-        counts: dict[str, int] = {}
-        for gpu in one.gpus:
-            node = gpu.split("/")[1]
-            counts[node] = counts.get(node, 0) + 1
-        for ahead in range(DAYS):
-            day = today + timedelta(days=ahead)
+        counts = Counter(gpu.split("/")[1] for gpu in one.gpus)
+        for name, day in week_from(today).items():
             begin, over = max(start, day), min(end, day + timedelta(days=1))
             if begin < over:
                 until = "24:00" if over.date() > day.date() else f"{over:%H:%M}"
                 for node, count in counts.items():
-                    lines = cells.setdefault(node, {}).setdefault(f"day{ahead}", [])
+                    lines = cells.setdefault(node, {}).setdefault(name, [])
                     lines.append(f"{begin:%H:%M}-{until} {count} GPU{'s' * (count > 1)} {one.owner}")
-    days = [f"day{ahead}" for ahead in range(DAYS)]
     return [
-        {"node": node, **{day: "\n".join(lines.get(day, ())) for day in days}}
+        {"node": node, **{name: "\n".join(lines.get(name, ())) for name in week_from(today)}}
         for node, lines in sorted(cells.items())
     ]
 
@@ -344,8 +344,7 @@ def ical(bookings: Iterable[allocator_api.Booking]) -> bytes:
 
 
 def _moment(at: Timestamp) -> str:
-    moment: datetime = to_datetime(at)
-    return f"{moment:%Y%m%dT%H%M%SZ}"
+    return f"{to_datetime(at):%Y%m%dT%H%M%SZ}"
 
 
 def _escaped(text: str) -> str:
