@@ -101,9 +101,8 @@ class _Unary(StubMethod):
         self._explain = explain
 
     def _call(self, way: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        request, timeout = (*args, kwargs.pop("timeout", None))[
-            :2
-        ]  # gRPC allows `timeout` as a positional argument
+        # gRPC allows `timeout` as a positional argument.
+        request, timeout = (*args, kwargs.pop("timeout", None))[:2]
         timeout = self._timeout if timeout is None else timeout
         with nullcontext() if way == "future" else _Failing(timeout, self._explain).errors():
             return getattr(self._method, way)(request, timeout=timeout, **kwargs)

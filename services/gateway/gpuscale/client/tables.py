@@ -183,9 +183,7 @@ def _rows(kind: str, found: Sequence[Any], holding: Sequence[Any], options: Mapp
     items = [item for page in found for item in getattr(page, page.DESCRIPTOR.fields[0].name)]
     if kind != "gpus":
         return TableRows(items, KINDS[kind][1:])
-    meets, order = (
-        compile_filter(options.get("filter", ""), Gpu),
-        compile_order(options.get("order_by", ""), Gpu),
-    )
-    gpus = sorted(filter(meets, (gpu for node in items for gpu in node.snapshot.gpus)), key=order)
+    meets = compile_filter(options.get("filter", ""), Gpu)
+    chosen = filter(meets, (gpu for node in items for gpu in node.snapshot.gpus))
+    gpus = sorted(chosen, key=compile_order(options.get("order_by", ""), Gpu))
     return TableRows(gpus, KINDS[kind][1:], {gpu.name: one.holder for one in holding for gpu in one.gpus})

@@ -101,9 +101,7 @@ class FakeServer:
 
     def __enter__(self) -> Self:
         async def serve() -> None:
-            from gpuscale.testing.site import (
-                open_site,  # heavy: loaded on start, not on import
-            )
+            from gpuscale.testing.site import open_site  # heavy: loaded on start, not on import
 
             stop = asyncio.Event()
             async with open_site(self._hosts, self._workers, self._faults) as site:
