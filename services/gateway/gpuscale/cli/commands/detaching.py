@@ -25,8 +25,10 @@ from typing import TYPE_CHECKING
 from gpuscale.cli.console.terminal import TERMINAL, note
 from gpuscale.client.orders import folder_name, jobs_folder
 from gpuscale.client.over_ssh import SSH_FAILED, SUPERVISOR, supervise_all, supervised
+from gpuscale.common import wire
 from gpuscale.common.errors import UNANSWERED, FailedPreconditionError, GpuscaleError, UnavailableError
 from gpuscale.common.names import RESERVATION, parse
+from gpuscale.common.rpc import channel
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import JobMember, Reservation
@@ -178,9 +180,7 @@ def start_in_turn(holder: "LeaseHolder") -> int:
     Raises:
         GpuscaleError: the services did not answer.
     """
-    from gpuscale.common.rpc.channel import RPC_TIMEOUT
-
-    placed = holder.renew(RPC_TIMEOUT)
+    placed = holder.renew(channel.RPC_TIMEOUT)
     os.write(1, b"1")
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
     os.dup2(os.open(folder_of(holder.orders) / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
@@ -189,14 +189,12 @@ def start_in_turn(holder: "LeaseHolder") -> int:
 
 def start_granted(holder: "LeaseHolder", placed: "Reservation") -> int:
     """Wait until a reservation is granted that was `placed` in the queue, then start its members; the same exit code."""
-    from gpuscale.common.wire import seconds
-
     granted = _granted(holder, placed)
     if granted is None:
         return 0
     members = [supervised(one) for one in holder.orders.of_members(granted, holder.orders.node)]
     started = threading.Event()
-    keeping = (holder, seconds(granted.ttl), len(members), started)
+    keeping = (holder, wire.seconds(granted.ttl), len(members), started)
     threading.Thread(target=keep_until_started, args=keeping, daemon=True).start()
     until = time.monotonic() + LONGEST_START
     codes: list[int] = []
@@ -235,15 +233,13 @@ def keep_until_started(holder: "LeaseHolder", ttl: float, members: int, started:
 def _granted(holder: "LeaseHolder", placed: "Reservation") -> "Reservation | None":
     """What is granted in the end; None if the wait is over or was ended. While nothing answers it says so, ever more rarely."""
     from gpuscale.cli.grammar.parameters import format_duration
-    from gpuscale.common.rpc.channel import RPC_TIMEOUT
-    from gpuscale.common.wire import seconds
 
     known, silent_since, told_at = placed, 0.0, 0.0
-    until = time.monotonic() + seconds(placed.remaining) + seconds(placed.ttl)
+    until = time.monotonic() + wire.seconds(placed.remaining) + wire.seconds(placed.ttl)
     while known.state == known.STATE_WAITING:
         time.sleep(PERIOD)
         try:
-            known = holder.renew(RPC_TIMEOUT)
+            known = holder.renew(channel.RPC_TIMEOUT)
             silent_since = 0.0
         except UNANSWERED as error:
             now = time.monotonic()

@@ -6,10 +6,13 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, TypeVar
 
+from gpuscale.api.allocator import v1 as api
 from gpuscale.cli.console.terminal import note
 from gpuscale.client.orders import Orders
+from gpuscale.common import wire
 from gpuscale.common.errors import UNANSWERED, GpuscaleError, UnavailableError
 from gpuscale.common.names import LEASE_KEY, node_name
+from gpuscale.common.rpc import channel, status
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import AllocatorServiceStub, JobMember, Reservation
@@ -46,8 +49,6 @@ class LeaseHolder:
         Raises:
             GpuscaleError: it cannot be renewed; one of `UNANSWERED` if there was no answer.
         """
-        from gpuscale.api.allocator import v1 as api
-
         self.asked_at = time.monotonic()
         if self.member is not None:
             self.member.last_lines[:] = self.last_lines()
@@ -64,26 +65,22 @@ class LeaseHolder:
 
     def started(self, pid: int) -> None:
         """Report the command with each renewal from now on, if the service stores that; pid 0 if it cannot start."""
-        from gpuscale.api.allocator import v1 as api
-        from gpuscale.common.wire import to_timestamp
-
         if self.orders.reports:
             self.member = api.JobMember(
                 member=self.orders.member or 0,
                 node=node_name(self.orders.node),
                 pid=pid,
-                start_time=to_timestamp(datetime.now(UTC)) if pid else None,
+                start_time=wire.to_timestamp(datetime.now(UTC)) if pid else None,
             )
 
     def ended(self, code: int, why: str, *, leaves: bool = False) -> None:
         """Report how the command ended, and why it was stopped; whether it `leaves` to be started again."""
-        from gpuscale.common.rpc.channel import RPC_TIMEOUT
-
         if self.member is not None:
             self.member.exit_code, self.member.end_reason = code, why
             self.member.end_time.GetCurrentTime()
             with suppress(GpuscaleError):  # then its exit code is unknown
-                known = self.renew_patiently(RPC_TIMEOUT, self.orders.attempt if leaves else 0)
+                ended_attempt = self.orders.attempt if leaves else 0
+                known = self.renew_patiently(channel.RPC_TIMEOUT, ended_attempt)
                 if known.job.attempt > self.orders.attempt:
                     self.moved, self.all_ended = known, False
                     return
@@ -110,18 +107,14 @@ class LeaseHolder:
 
     def look(self) -> None:
         """Look whether another attempt is to follow the one of the orders."""
-        from gpuscale.common.rpc.channel import RPC_TIMEOUT
-
         with suppress(GpuscaleError):  # it has ended
-            known = self.renew_patiently(RPC_TIMEOUT)
+            known = self.renew_patiently(channel.RPC_TIMEOUT)
             self.moved = known if known.job.attempt > self.orders.attempt else None
 
     def killed(self, code: int) -> None:
         """Report that the previous supervisor was killed, unless it reported an end itself. All it started has ended."""
-        from gpuscale.common.rpc.channel import RPC_TIMEOUT
-
         with suppress(GpuscaleError):  # then the lease expires
-            known = self.renew_patiently(RPC_TIMEOUT)
+            known = self.renew_patiently(channel.RPC_TIMEOUT)
             number = self.orders.member or 0
             if known.job.attempt > self.orders.attempt:  # it was about to start it again
                 self.moved = known
@@ -142,25 +135,20 @@ class LeaseHolder:
 
     def release(self) -> None:
         """Release the GPUs; if that fails, the lease expires."""
-        from gpuscale.api.allocator import v1 as api
-        from gpuscale.common.rpc.channel import RPC_TIMEOUT
-
-        name = self.orders.reservation
+        name, timeout = self.orders.reservation, channel.RPC_TIMEOUT
         request = api.ReleaseReservationRequest(name=name, fence=self.orders.fence)
         try:
-            self._ask(lambda way: way.ReleaseReservation(request, timeout=RPC_TIMEOUT, metadata=self._shown))
+            self._ask(lambda way: way.ReleaseReservation(request, timeout=timeout, metadata=self._shown))
         except GpuscaleError as error:
             note(f"gpuscalectl run: {name} was not released, and expires by itself: {error.message}")
 
     def _ask(self, call: "Callable[[AllocatorServiceStub], _Answer]") -> _Answer:
-        from gpuscale.common.rpc.status import rpc_errors
-
         failure: GpuscaleError = UnavailableError(
             "this host has no agent's socket, and no other way is known"
         )
         for way in self._ways.copy():
             try:
-                with rpc_errors():
+                with status.rpc_errors():
                     return call(way)
             except UNANSWERED as error:
                 failure = error

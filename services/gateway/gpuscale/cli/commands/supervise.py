@@ -21,10 +21,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, Self
 
-from gpuscale.cli.commands.detaching import JobFolder, detach
+from gpuscale.cli.commands.detaching import JobFolder, detach, start_granted, start_in_turn
 from gpuscale.cli.commands.holding import RETRY, LeaseHolder
 from gpuscale.cli.commands.processes import (
     PAUSE,
@@ -40,6 +40,7 @@ from gpuscale.cli.commands.processes import (
 from gpuscale.cli.console.terminal import TERMINAL, note
 from gpuscale.client.orders import GREETING, READY, Orders, started_before
 from gpuscale.client.over_ssh import OF_SIGNAL, exit_code
+from gpuscale.common import wire
 from gpuscale.common.errors import (
     FailedPreconditionError,
     GpuscaleError,
@@ -49,6 +50,7 @@ from gpuscale.common.errors import (
     UnauthenticatedError,
 )
 from gpuscale.common.names import node_of
+from gpuscale.common.rpc import channel
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import AllocatorServiceStub, Reservation, ReservedGpu
@@ -128,8 +130,6 @@ def _supervise(*, job: bool) -> int:
     with _ways(orders) as (ways, own):
         holder = LeaseHolder(orders, ways)
         if orders.waits:
-            from gpuscale.cli.commands.detaching import start_in_turn
-
             return start_in_turn(holder)
         return run_under(holder, own=own, while_open=None if job else 1, child=child)
 
@@ -144,8 +144,6 @@ def _after(holder: LeaseHolder, code: int) -> None:
     else:
         holder.look()
     if holder.moved is not None and holder.orders.detached:
-        from gpuscale.cli.commands.detaching import start_granted
-
         holder.member = None
         start_granted(holder, holder.moved)
 
@@ -172,18 +170,18 @@ def _ways(orders: Orders) -> "Generator[tuple[list[AllocatorServiceStub], WorkSe
     from gpuscale.api.allocator import v1 as api
     from gpuscale.api.monitor.v1 import WorkServiceStub
     from gpuscale.client.this_host import AGENT_VARIABLE
-    from gpuscale.common.rpc.channel import AGENT_SOCKET, ClientTls, is_local, open_sync_channel
 
     with ExitStack() as stack:
-        agent = os.environ.get(AGENT_VARIABLE) or (
-            f"unix:{AGENT_SOCKET}" if os.access(AGENT_SOCKET, os.W_OK) else ""
-        )
-        channels = [open_sync_channel(agent, urgent=True)] if agent else []
-        if orders.local or not is_local(orders.address):
+        agent = os.environ.get(AGENT_VARIABLE)
+        if not agent and os.access(channel.AGENT_SOCKET, os.W_OK):
+            agent = f"unix:{channel.AGENT_SOCKET}"
+        channels = [channel.open_sync_channel(agent, urgent=True)] if agent else []
+        if orders.local or not channel.is_local(orders.address):
             authority = stack.enter_context(os.fdopen(os.memfd_create("authority"), "wb", buffering=0))
             authority.write(orders.authority.encode())
-            tls = ClientTls(Path(f"/proc/self/fd/{authority.fileno()}")) if orders.authority else None
-            channels += [open_sync_channel(orders.address, tls=tls, urgent=True)]
+            file = Path(f"/proc/self/fd/{authority.fileno()}")
+            tls = channel.ClientTls(file) if orders.authority else None
+            channels += [channel.open_sync_channel(orders.address, tls=tls, urgent=True)]
         open_now = [stack.enter_context(one) for one in channels]
         own = WorkServiceStub(open_now[-1]) if orders.local else None
         yield [api.AllocatorServiceStub(one) for one in open_now], own
@@ -211,7 +209,6 @@ def run_under(
         GpuscaleError: the lease cannot be renewed, or the work is not admitted; nothing was started.
     """
     from gpuscale.client.this_host import admission, admit
-    from gpuscale.common.rpc.channel import RPC_TIMEOUT
 
     orders = holder.orders
     alone = socket.socket(socket.AF_UNIX)  # the kernel frees the name when this process ends
@@ -222,7 +219,7 @@ def run_under(
         raise started_before(orders.reservation) from None
     try:
         _enter(orders)
-        reservation = holder.renew_patiently(RPC_TIMEOUT)
+        reservation = holder.renew_patiently(channel.RPC_TIMEOUT)
         asked = admission(reservation, orders.lease_token, orders.node)
         if asked is None:
             raise FailedPreconditionError(
@@ -350,17 +347,16 @@ def _check(
         FailedPreconditionError: a GPU failed (GPU_CHECK_FAILED).
     """
     from gpuscale.cli.commands.gpu_test import BROKEN, NOT_TESTED, UNUSABLE, GpuTest, test_gpu
-    from gpuscale.common.rpc.channel import RPC_TIMEOUT
-    from gpuscale.common.wire import seconds
 
     found: dict[str, GpuTest] = {}
-    pause = min(LONGEST_PAUSE, seconds(reservation.ttl) / RENEWALS)
+    pause = min(LONGEST_PAUSE, wire.seconds(reservation.ttl) / RENEWALS)
+    renew = partial(holder.renew_patiently, channel.RPC_TIMEOUT)
     for gpu in gpus:
         most = gpu.memory_bytes if gpu.milli < WHOLE else 0
         found[gpu.uuid] = (
             GpuTest(NOT_TESTED, "it is simulated")
             if gpu.simulated
-            else test_gpu(gpu.uuid, most, pause, partial(holder.renew_patiently, RPC_TIMEOUT))
+            else test_gpu(gpu.uuid, most, pause, renew)
         )
     said = [f"{uuid} {one.state}: {one.found}" for uuid, one in found.items()]
     bad = [line for line, one in zip(said, found.values(), strict=True) if one.state in {BROKEN, UNUSABLE}]
@@ -370,7 +366,7 @@ def _check(
         note("\n".join(f"gpuscalectl run: {line}" for line in said))
     if bad:
         raise FailedPreconditionError(f"a GPU failed its test: {'; '.join(bad)}", reason="GPU_CHECK_FAILED")
-    return holder.renew_patiently(RPC_TIMEOUT)
+    return renew()
 
 
 class Keeper:
@@ -398,7 +394,6 @@ class Keeper:
         from gpuscale.cli.console.output import to_dict
         from gpuscale.cli.grammar.parameters import format_duration
         from gpuscale.client.states import revoked_early
-        from gpuscale.common.wire import seconds
 
         del Process, to_dict, format_duration, revoked_early
         self.lost = self.stopped = ""
@@ -408,12 +403,12 @@ class Keeper:
         self._moved, self._move_by = "", float("inf")
         self._leaves_by, self._stays_ended = float("-inf"), False
         self._noticed = False
-        self._ttl = seconds(reservation.ttl)
+        self._ttl = wire.seconds(reservation.ttl)
         self._pause = min(LONGEST_PAUSE, self._ttl / RENEWALS)
         if holder.orders.member is not None and holder.orders.stop_together:
             self._pause = min(self._pause, MEMBERS_PAUSE)
         self._grace = min(STOP_GRACE, self._ttl / 5)
-        self._ends = holder.asked_at + seconds(reservation.remaining)
+        self._ends = holder.asked_at + wire.seconds(reservation.remaining)
         limit = holder.orders.time_limit
         self._limit = time.monotonic() + limit if limit else float("inf")
         self._warning = self._limit - min(LONGEST_WARNING, limit / 4)
@@ -428,9 +423,7 @@ class Keeper:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join()
 
@@ -486,13 +479,10 @@ class Keeper:
     def _keep(self) -> None:
         pause = 0.0 if self._holder.member else self._pause  # at once if there is something to report
         due = time.monotonic() + pause
-        while not self._done.wait(
-            max(
-                0.0,
-                min(due, self._ends - self._grace, self._warning, self._limit, self._move_by)
-                - time.monotonic(),
-            )
-        ):
+        while True:
+            next_at = min(due, self._ends - self._grace, self._warning, self._limit, self._move_by)
+            if self._done.wait(max(0.0, next_at - time.monotonic())):
+                return
             self._watch_limit()
             if time.monotonic() >= self._move_by:
                 self._move_by = float("inf")
