@@ -47,6 +47,8 @@ CONFIG = option(
     "--config",
     type=FILE,
     envvar=CONFIG_VARIABLE,
+    default=lambda: USUAL if os.path.lexists(USUAL) else None,
+    show_default=False,
     help=f"The settings file of this host; {USUAL} if it exists.",
 )
 
@@ -70,9 +72,8 @@ def findings(session: Session, config: Path | None, only: str | None = None) -> 
     """The findings on this host, if it has a settings file, and on the server, worst first."""
     found: list[host.Diagnosis] = []
     if only != "fleet":
-        file = config or (USUAL if os.path.lexists(USUAL) else None)
-        if file is not None:
-            found += host.examine(file)
+        if config is not None:
+            found += host.examine(config)
         elif only == "host":
             why = f"there is no {USUAL}"
             found.append(host.Diagnosis("settings", "this host", "FAIL", why, "name the file: --config FILE"))
@@ -200,12 +201,11 @@ def support_bundle(
 
     Read it before you send it: it has names, hosts and addresses.
     """
-    file = config or (USUAL if os.path.lexists(USUAL) else None)
-    secrets = sorted(known_secrets(session, file), key=len, reverse=True)
+    secrets = sorted(known_secrets(session, config), key=len, reverse=True)
     packed = io.BytesIO()
     names: list[str] = []
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
-        for name, text in files(session, file, since, logs):
+        for name, text in files(session, config, since, logs):
             for secret in secrets:
                 text = text.replace(secret, STRUCK)  # noqa: PLW2901
             content = text.encode()
@@ -303,13 +303,12 @@ def journal(since: float) -> Iterator[tuple[str, str]]:
     """The journal of gpuscale's units."""
     if shutil.which("journalctl") is None:
         return
-    begin = f"-{int(since)}s"
     line = [
         "journalctl",
         "--no-pager",
         "--quiet",
         "--output=short-iso-precise",
-        f"--since={begin}",
+        f"--since=-{int(since)}s",
         "--unit=gpuscale-*",
     ]
     try:

@@ -3,7 +3,6 @@
 Versions work together if their minor versions differ by at most one, so hosts can be upgraded one after another.
 """
 
-import os
 import re
 import sqlite3
 import time
@@ -13,7 +12,7 @@ from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 
-from gpuscale.cli.commands.doctor import CONFIG, USUAL
+from gpuscale.cli.commands.doctor import CONFIG
 from gpuscale.cli.commands.overview import programs
 from gpuscale.cli.commands.units import folder, restart, systemctl
 from gpuscale.cli.console.command import Session, command
@@ -46,8 +45,7 @@ def upgrade(session: Session, config: Path | None, plan: bool) -> None:
     with a node, or with the state of a service.
     """
     units = [f"gpuscale-{name}" for name in ORDER if (folder() / f"gpuscale-{name}.service").exists()]
-    file = config or (USUAL if os.path.lexists(USUAL) else None)
-    found = [*_states(file), *_programs(session)]
+    found = [*_states(config), *_programs(session)]
     restarts = (
         f"restart {', '.join(units)}"
         if units
