@@ -1,6 +1,6 @@
 """`gpuscalectl wait`: waits until resources meet a condition, and shows why they do not yet."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -135,20 +135,16 @@ class _Awaited:
     """The condition to wait for, and the resources that have met it."""
 
     def __init__(self, kind: str, until: str) -> None:
-        kinds: Mapping[
-            str, tuple[Callable[[Client, Sequence[str]], Sequence[Message]], cells.View[Any] | None]
-        ]
-        kinds = {
-            "nodes": (lookup.nodes, monitor_views.nodes()),
-            "gpus": (lambda client, typed: lookup.gpus(lookup.nodes(client), typed), None),
-            "reservations": (lookup.reservations, allocator_views.RESERVATIONS),
-            "endpoints": (lookup.endpoints, autoscaler_views.ENDPOINTS),
-            "replicas": (lookup.replicas, autoscaler_views.REPLICAS),
-            "watchers": (lookup.watchers, autoscaler_views.WATCHERS),
-            "adapters": (lookup.adapters, autoscaler_views.ADAPTERS),
+        views: Mapping[str, cells.View[Any]] = {
+            "nodes": monitor_views.nodes(),
+            "reservations": allocator_views.RESERVATIONS,
+            "endpoints": autoscaler_views.ENDPOINTS,
+            "replicas": autoscaler_views.REPLICAS,
+            "watchers": autoscaler_views.WATCHERS,
+            "adapters": autoscaler_views.ADAPTERS,
         }
-        self.read = kinds[kind][0]
-        self.view: cells.View[Any] | None = kinds[kind][1]  # no columns for GPUs, whose view needs more
+        self.read = lookup.READERS[kind]
+        self.view = views.get(kind)  # no columns for GPUs, whose view needs more
         self.until = until
         self.found: list[dict[str, object]] = []
         text = READY_STATES[kind] if until == READY else until
@@ -169,14 +165,13 @@ class _Awaited:
             if self.until == GONE:
                 return ""
             raise
-        data = to_dict(item)
         if self.until == READY and isinstance(item, api.Endpoint):
             met = item.status.ready_replicas >= item.status.desired_replicas
         else:
             met = all(self._met(one, item) for one in self._conditions)
         if self.until == GONE or not met:
             return standing(item)
-        self.found.append(data)
+        self.found.append(to_dict(item))
         return ""
 
     def _met(self, condition: Condition, item: "Message") -> bool:
