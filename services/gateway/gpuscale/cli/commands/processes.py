@@ -204,11 +204,11 @@ class Offspring:
         self._others = [psutil.Process(pid) for pid in ours - ({child.pid} if child else set())]
 
     def __enter__(self) -> Self:
-        _adopt_orphans(True)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # the kernel gives it the orphans below
         return self
 
     def __exit__(self, *_: object) -> None:
-        _adopt_orphans(False)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
     def wait(self, process: Started) -> int:
         """Wait for the command, and reap orphans meanwhile; returns the same as `Popen.wait`."""
@@ -294,19 +294,13 @@ def guard() -> int | None:
             pass
         offspring.stop(time.monotonic() + GUARD_GRACE)
         until = time.monotonic() + KILL_SECONDS
-        with suppress(
-            ChildProcessError
-        ):  # then nothing is left: all descendants became children of this process
+        # When nothing is left: all descendants became children of this process.
+        with suppress(ChildProcessError):
             while time.monotonic() < until:
                 if os.waitpid(-1, os.WNOHANG)[0] == 0:
                     _send(offspring.alive(), signal.SIGKILL)
                     time.sleep(PAUSE)
         return exit_code(os.waitstatus_to_exitcode(ended[1]))
-
-
-def _adopt_orphans(on: bool) -> None:
-    """Become the parent of orphans below this process; returns whether the kernel supports it."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, int(on))
 
 
 def _prctl(option: int, value: int) -> None:
