@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -124,13 +125,7 @@ def _absolute(path: Path | None) -> Path | None:
 
 def _texts(context: "Context") -> dict[str, str]:
     """The fields of a context that are set."""
-    files = {
-        "token_file": context.token_file,
-        "ca_file": context.ca_file,
-        "cert_file": context.cert_file,
-        "key_file": context.key_file,
-    }
-    return {"address": context.address, **{key: str(path) for key, path in files.items() if path is not None}}
+    return {key: str(value) for key, value in asdict(context).items() if value is not None}
 
 
 def write_all(path: Path, current: str, by_name: "Mapping[str, Context]") -> None:

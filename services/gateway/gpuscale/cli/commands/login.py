@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from gpuscale.api.monitor import v1 as api
+from gpuscale.api.types import v1 as types_api
 from gpuscale.cli.commands.config import read_all, write_all
 from gpuscale.cli.commands.hosts import trusted, trusting
 from gpuscale.cli.commands.tokens import MAX_PRIORITY, TENANTS
@@ -70,15 +71,13 @@ def create(
     valid_for: float,
 ) -> None:
     """Create a one-time login code for each name, and print the command to type. The code is not shown again."""
-    from gpuscale.api.types.v1 import options_pb2
-
     records: list[dict[str, object]] = []
     with session.connect() as client:
         for one in name:
             made = client.logins.CreateLoginCode(
                 api.CreateLoginCodeRequest(
                     name=one,
-                    role=options_pb2.Role.Value(f"ROLE_{role.upper()}"),
+                    role=types_api.Role.Value(f"ROLE_{role.upper()}"),
                     tenants=tenants,
                     max_priority=max_priority,
                     ttl=wire.to_duration(expires_in),
@@ -153,8 +152,6 @@ def login(
 
 def _by_code(session: Session, file: Path | None) -> tuple[str, str]:
     """The person a code is for, and the token in exchange for it."""
-    from gpuscale.api.types.v1 import options_pb2
-
     if file is None and sys.stdin.isatty():
         code = click.prompt("one-time code", hide_input=True, err=True)
     else:
@@ -168,7 +165,7 @@ def _by_code(session: Session, file: Path | None) -> tuple[str, str]:
             ) from None
     with session.connect() as client:
         answer = client.logins.Login(api.LoginRequest(code=code.strip()))
-    role = options_pb2.Role.Name(answer.role).removeprefix("ROLE_").lower()
+    role = types_api.Role.Name(answer.role).removeprefix("ROLE_").lower()
     return (
         f"logged in as {answer.name} ({role}) until {local_text(_moment(answer.expire_time.seconds))}",
         answer.token,
@@ -217,8 +214,6 @@ def by_device(session: Session) -> tuple[str, str, bytes]:
         UnauthenticatedError: the provider's answer is not for this login.
         UnavailableError: the provider does not answer.
     """
-    from gpuscale.api.monitor import v1 as api
-
     with session.connect() as client:
         found = client.logins.GetProvider(api.GetProviderRequest())
     if not found.issuer:
