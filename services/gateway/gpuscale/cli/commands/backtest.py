@@ -188,10 +188,8 @@ def _run(
         begun = retrying(
             lambda: client.backtests.CreateBacktest(iter(messages), timeout=SENDING_SECONDS)
         ).backtest
-    except (
-        UnimplementedError,
-        PermissionDeniedError,
-    ):  # older than 1.0, or a viewer, who may not store backtests
+    # Older than 1.0, or a viewer, who may not store backtests.
+    except (UnimplementedError, PermissionDeniedError):
         if detach:
             raise
         return _run_within_a_call(client, spec, workloads)

@@ -363,9 +363,8 @@ def delete_quota(session: Session, name: tuple[str, ...], yes: bool) -> None:
     def delete(client: "Client", one: str) -> Done:
         tenant = tenant_of(one)
         full = quota_name(tenant)
-        client.quotas.DeleteQuota(
-            api.DeleteQuotaRequest(name=full, tenant=tenant)
-        )  # `tenant` is for allocators of version 0.x
+        # `tenant` is for allocators of version 0.x.
+        client.quotas.DeleteQuota(api.DeleteQuotaRequest(name=full, tenant=tenant))
         return Done(full, f"the quota of {tenant} is deleted", {"name": full})
 
     confirm("Delete", f"the quota of {', '.join(name)}", yes=yes)

@@ -78,7 +78,7 @@ _RENEW = "gpuscalectl certs renew, or certs init and certs issue in its director
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """A collector of findings."""
+    """A finding of a check."""
 
     check: str  # what was checked, such as `certificate`
     subject: str  # its subject, such as `allocator tls_cert_file`
@@ -419,15 +419,9 @@ def limits() -> Iterator[Diagnosis]:
     """Check the descriptors of running programs, as far as this user may see them."""
     for process in psutil.process_iter():
         try:
-            name = next(
-                (
-                    Path(word).name
-                    for word in process.cmdline()[:2]
-                    if Path(word).name.startswith("gpuscale-")
-                ),
-                "",
-            )
-            if not name:
+            words = [Path(word).name for word in process.cmdline()[:2]]
+            named = [word for word in words if word.startswith("gpuscale-")]
+            if not named:
                 continue
             used, (soft, _) = process.num_fds(), process.rlimit(psutil.RLIMIT_NOFILE)
         except (psutil.Error, OSError):
@@ -436,7 +430,7 @@ def limits() -> Iterator[Diagnosis]:
         advice = "LimitNOFILE= in the unit; ss -tnp shows who holds connections" if scarce else ""
         yield Diagnosis(
             "limits",
-            f"{name} {process.pid}",
+            f"{named[0]} {process.pid}",
             "WARN" if scarce else "OK",
             f"{used} of {soft} file descriptors",
             advice,

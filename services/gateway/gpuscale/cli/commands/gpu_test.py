@@ -52,11 +52,8 @@ def test_gpu(uuid: str, most: int, pause: float, meanwhile: Callable[[], object]
                 child.kill()  # without waiting: it may be stuck in the driver
                 return GpuTest(BROKEN, f"the driver did not answer within {PATIENCE:.0f} s")
         else:
-            return (
-                GpuTest(UNUSABLE, f"exit code {code}")
-                if (code := child.returncode)
-                else GpuTest(*json.loads(said))
-            )
+            code = child.returncode
+            return GpuTest(UNUSABLE, f"exit code {code}") if code else GpuTest(*json.loads(said))
 
 
 class _Cuda:

@@ -507,9 +507,8 @@ def counts(pair: Path) -> bool:
 
 def was_cut_off(files: Mapping[str, Path], name: str, ca_hash: str, hosts: Sequence[str] = ()) -> bool:
     """Whether an earlier `join` with the same authority stopped after getting the certificate."""
-    authorities = x509.load_pem_x509_certificates(
-        files["ca"].read_bytes()
-    )  # which is written before the certificate
+    # The authority is written before the certificate.
+    authorities = x509.load_pem_x509_certificates(files["ca"].read_bytes())
     subject = issuing.subject_of(x509.load_pem_x509_certificate(files["pair"].read_bytes()))
     return (
         subject.name == name

@@ -44,24 +44,15 @@ def topology(session: Session, name: str) -> None:
     ]
     found += [TopologyDevice(text(one.name), _place(one), "", {}) for one in snapshot.host.network_adapters]
     if not session.output.human:
-        session.output.write_data(
-            {
-                "node": node.name,
-                "devices": [
-                    {
-                        "name": one.name,
-                        "uuid": one.uuid,
-                        "pciPath": one.place.path,
-                        "numaNode": one.place.numa_node,
-                    }
-                    for one in found
-                ],
-                "links": [
-                    {"from": one.name, "to": other.name, "by": _between(one, other)}
-                    for one, other in combinations(found, 2)
-                ],
-            }
-        )
+        devices = [
+            {"name": one.name, "uuid": one.uuid, "pciPath": one.place.path, "numaNode": one.place.numa_node}
+            for one in found
+        ]
+        links = [
+            {"from": one.name, "to": other.name, "by": _between(one, other)}
+            for one, other in combinations(found, 2)
+        ]
+        session.output.write_data({"node": node.name, "devices": devices, "links": links})
         return
     write_lines([*_matrix(found), "", *LEGEND])
 

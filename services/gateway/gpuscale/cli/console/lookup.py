@@ -534,8 +534,6 @@ class Streams:
                 if mirror.take(message):
                     self._changed.set()
         except GpuscaleError:
-            mirror.complete, self.polled = (
-                False,
-                True,
-            )  # the List method, called from now on, says what is wrong
+            # The List method, called from now on, says what is wrong.
+            mirror.complete, self.polled = False, True
             self._changed.set()
