@@ -290,14 +290,9 @@ def endpoint_row(one: autoscaler_api.Endpoint) -> Row:
 
 def endpoint_figures(one: autoscaler_api.Endpoint) -> dict[str, str]:
     """The replicas of an endpoint, by state."""
-    return {
-        "desired": str(one.status.desired_replicas),
-        "granted": str(one.status.granted_replicas),
-        "starting": str(one.status.starting_replicas),
-        "ready": str(one.status.ready_replicas),
-        "draining": str(one.status.draining_replicas),
-        "min_to_max": f"{one.spec.min_replicas} to {one.spec.max_replicas}",
-    }
+    row = endpoint_row(one)
+    figures = {state: str(row[state]) for state in ("desired", "granted", "starting", "ready", "draining")}
+    return {**figures, "min_to_max": f"{one.spec.min_replicas} to {one.spec.max_replicas}"}
 
 
 def capability_set_rows(one: autoscaler_api.Endpoint) -> list[Row]:
