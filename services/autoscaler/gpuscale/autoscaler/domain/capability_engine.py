@@ -101,7 +101,7 @@ def _asked(spec: EndpointSpec, pools: Sequence[Pool], inputs: Inputs, unknown_re
     if spec.paused:
         step = Step(Stage.COMBINE, Code.PAUSED, total, total, "paused: rules change nothing")
         return _Asked(before, (step,), Code.PAUSED)
-    if not total and (signals := spec.sleeps_until(inputs.observations)):
+    if not total and (signals := spec.sleeps_until(inputs)):
         step = Step(Stage.ACTIVATE, Code.INACTIVE, 0, 0, f"waits for {signals}")
         return _Asked(before, (step,), Code.INACTIVE)
     ratios = [(one, one.kind) for one in spec.rules if isinstance(one.kind, RatioRule)]

@@ -344,7 +344,7 @@ def _by_rules(
         return (), Combined(step, Code.PAUSED)
     before = max(0, units - spec.warm_spares)
     working = inputs if before == inputs.before else replace(inputs, before=before)
-    if not working.before and (signals := spec.sleeps_until(inputs.observations)):
+    if not working.before and (signals := spec.sleeps_until(inputs)):
         return (), Combined(Step(Stage.ACTIVATE, Code.INACTIVE, 0, 0, f"waits for {signals}"), Code.INACTIVE)
     outcomes = [apply_rule(rule, working) for rule in in_order(spec.rules)]
     return outcomes, combine(spec.combine, working.before, outcomes, unknown_replicas)

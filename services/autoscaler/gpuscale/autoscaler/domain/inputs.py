@@ -355,6 +355,11 @@ class Inputs:
         """The units of the ready replicas."""
         return self.ready if self.capacity is None else self.capacity.serving(self.ready)
 
+    def value(self, signal: str) -> float | None:
+        """The usable value of a signal; None if there is none."""
+        seen = self.observations.get(signal)
+        return seen.value if seen is not None and seen.status is ObservationStatus.OK else None
+
     def history(self, signal: str) -> InputSeries:
         """The series of a signal; empty if nothing was seen."""
         return self.series.get(signal, InputSeries())

@@ -12,7 +12,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from gpuscale.autoscaler.domain.inputs import Aggregation, Amounts, Observation, ObservationStatus
+from gpuscale.autoscaler.domain.inputs import Aggregation, Amounts, Inputs
 from gpuscale.autoscaler.domain.rules.rule import BoundMode, Rule
 from gpuscale.client.tuning import POLICY_FIELDS, TuningGoal, parse_goal
 
@@ -384,15 +384,11 @@ class EndpointSpec:
         policy: dict[str, Any] = {name: getattr(other, name) for name in POLICY_FIELDS}
         return replace(self, **policy)
 
-    def sleeps_until(self, observations: Mapping[str, Observation]) -> str:
+    def sleeps_until(self, inputs: Inputs) -> str:
         """What wakes an endpoint without replicas, such as `depth > 5`: until then no rule is evaluated; empty if awake."""
         guarded = [one for one in self.signals if one.activation_threshold > 0]
-        for one in guarded:
-            seen = observations.get(one.id)
-            if seen is None or seen.value is None or seen.status is not ObservationStatus.OK:
-                continue
-            if seen.value > one.activation_threshold:
-                return ""
+        if any((inputs.value(one.id) or 0.0) > one.activation_threshold for one in guarded):
+            return ""
         return ", ".join(f"{one.id} > {one.activation_threshold:g}" for one in guarded)
 
     def of_set(self, set_id: str) -> EndpointSpec:

@@ -17,7 +17,7 @@ from typing import ClassVar
 from simpleeval import DEFAULT_OPERATORS, InvalidExpression, SimpleEval
 
 from gpuscale.autoscaler.domain.decisions import Code
-from gpuscale.autoscaler.domain.inputs import Inputs, ObservationStatus
+from gpuscale.autoscaler.domain.inputs import Inputs
 from gpuscale.autoscaler.domain.rules.rule import LARGEST_COUNT, Kind, Proposal, Rule, ceiling
 
 DEEPEST = 20
@@ -126,9 +126,9 @@ class FormulaRule(Kind):
         """The result of the formula, rounded up; an unknown signal in it holds."""
         before, used = inputs.before, names(self.expression)
         values: dict[str, float] = {"replicas": before, "ready": inputs.serving}
-        for signal, seen in inputs.observations.items():
-            if seen.status is ObservationStatus.OK and seen.value is not None:
-                values[name_of(signal)] = seen.value
+        for signal in inputs.observations:
+            if (known := inputs.value(signal)) is not None:
+                values[name_of(signal)] = known
             else:  # a signal with one of these names hides their usual meaning
                 values.pop(name_of(signal), None)
         if missing := sorted(used - values.keys()):

@@ -181,9 +181,8 @@ def apply_rule(rule: Rule, inputs: Inputs) -> RuleOutcome:
     held = unread(rule, inputs)
     if held is not None:
         return held
-    seen = inputs.observations.get(rule.signal)
-    value = seen.value if seen is not None and seen.value is not None else 0.0
-    proposal = _heed_silence(rule, rule.kind.propose(rule, value, inputs), inputs)
+    proposal = rule.kind.propose(rule, inputs.value(rule.signal) or 0.0, inputs)
+    proposal = _heed_silence(rule, proposal, inputs)
     outcome = judged(rule, proposal, inputs)
     return replace(outcome, floor=proposal.floor, burst=proposal.burst, lasting=proposal.lasting)
 
@@ -199,7 +198,7 @@ def unread(rule: Rule, inputs: Inputs) -> RuleOutcome | None:
     if seen is not None and seen.ignored:
         text = f"{rule.signal}: {seen.detail or 'no value'}; the rule is left out"
         return _outcome(rule, Vote.NONE, Code.SIGNAL_IGNORED, before, before, text)
-    if seen is not None and seen.value is not None and seen.status is ObservationStatus.OK:
+    if inputs.value(rule.signal) is not None:
         return None
     status = ObservationStatus.MISSING if seen is None else seen.status
     code = _UNKNOWN.get(status, Code.SIGNAL_MISSING)

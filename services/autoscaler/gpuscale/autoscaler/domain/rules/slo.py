@@ -25,7 +25,6 @@ from gpuscale.autoscaler.domain.inputs import (
     Inputs,
     InputSeries,
     Learnt,
-    ObservationStatus,
 )
 from gpuscale.autoscaler.domain.rules.rule import Kind, Proposal, Rule, ceiling
 from gpuscale.autoscaler.domain.serving import PREFIX, WINDOW
@@ -106,7 +105,10 @@ class SloRule(Kind):
 
     def propose(self, rule: Rule, value: float, inputs: Inputs) -> Proposal:
         """The replicas that serve what arrives, and what waits, within the goals."""
-        before, seen = inputs.before, self._seen(rule, inputs)
+        before = inputs.before
+        seen = {
+            name: known for name in self.metrics if (known := inputs.value(f"{rule.id}.{name}")) is not None
+        }
         remembered = inputs.bursts.get(rule.id)
         learnt = remembered if isinstance(remembered, Learnt) else Learnt((), inputs.ready, inputs.now)
         if before == 0:
@@ -138,15 +140,6 @@ class SloRule(Kind):
                 before, f"{text}, but {untold[0]} is not reported", code=Code.SIGNAL_MISSING, burst=learnt
             )
         return Proposal(count, text, count != before, burst=learnt)
-
-    def _seen(self, rule: Rule, inputs: Inputs) -> dict[str, float]:
-        """The values of its available signals."""
-        found = {name: inputs.observations.get(f"{rule.id}.{name}") for name in self.metrics}
-        return {
-            name: one.value
-            for name, one in found.items()
-            if one is not None and one.value is not None and one.status is ObservationStatus.OK
-        }
 
     def _learnt(self, learnt: Learnt, rule: Rule, seen: Mapping[str, float], inputs: Inputs) -> Learnt:
         """The knowledge updated with a steady load."""

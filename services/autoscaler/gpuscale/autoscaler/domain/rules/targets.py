@@ -16,7 +16,7 @@ from typing import ClassVar
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from gpuscale.autoscaler.domain.decisions import Code
-from gpuscale.autoscaler.domain.inputs import Burst, Inputs, InputSeries, Observation, ObservationStatus
+from gpuscale.autoscaler.domain.inputs import Burst, Inputs, InputSeries, Observation
 from gpuscale.autoscaler.domain.rules.rule import EXACT, Kind, Proposal, Rule, ceiling
 
 
@@ -156,8 +156,7 @@ class DrainRule(Kind):
         """The replicas that keep up and work off what waits within the deadline."""
         signal, start = rule.signal, inputs.now - self.window
         for name in filter(None, (self.busy_signal, self.rate_signal)):
-            seen = inputs.observations.get(name)
-            if seen is None or seen.value is None or seen.status is not ObservationStatus.OK:
+            if inputs.value(name) is None:
                 return Proposal(inputs.before, f"{name} cannot be had", code=Code.SIGNAL_MISSING)
         waiting, busy, growth = self._work(signal, value, inputs)
         rate = inputs.history(self.rate_signal).mean(start) if self.rate_signal else None
