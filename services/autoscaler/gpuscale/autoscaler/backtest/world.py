@@ -171,13 +171,18 @@ class World:
 
     def wait(self, moment: float) -> None:
         """Advance to `moment`, before which nothing happens."""
-        self._pass(moment)
+        gap = moment - self.now
+        if gap > 0:
+            self.tally.gpu_seconds += gap * len(self._replicas) * self.setting.gpus_each
+            self.tally.backlog_seconds += gap * len(self._queue)
+            self.tally.pending_seconds += gap * max(0, self.wanted - self.granted)
+            self.now = moment
 
     def advance(self, moment: float) -> None:
         """Advance to `moment`, with everything that becomes ready or done on the way."""
         while self._events and self._events[0][0] <= moment:
             at, _, replica, request = heapq.heappop(self._events)
-            self._pass(at)
+            self.wait(at)
             if request is None:
                 self._dispatch()
             elif not replica.gone:
@@ -185,15 +190,7 @@ class World:
                 if replica.leaving and replica.busy == 0:
                     self._remove(replica)
                 self._dispatch()
-        self._pass(moment)
-
-    def _pass(self, moment: float) -> None:
-        gap = moment - self.now
-        if gap > 0:
-            self.tally.gpu_seconds += gap * len(self._replicas) * self.setting.gpus_each
-            self.tally.backlog_seconds += gap * len(self._queue)
-            self.tally.pending_seconds += gap * max(0, self.wanted - self.granted)
-            self.now = moment
+        self.wait(moment)
 
     def match(self) -> None:
         """Start or stop replicas towards the wanted count, as far as there are GPUs."""

@@ -290,7 +290,18 @@ def _bounded(
             text = f"max_replicas is {most}" if after < wish else f"min_replicas is {least}"
             steps.append(Step(Stage.BOUNDS, code, wish, after, text, capability_set=pool.set.id))
     total, aimed = sum(counts.values()), sum(pool.before for pool in pools)
-    counts = _settled(spec, pools, counts)
+    # Within the endpoint's bounds: first the growth of the last sets is cut, then groups above their min.
+    over, under = max(0, total - spec.max_replicas), max(0, spec.min_replicas - total)
+    for growth in (True, False):
+        for pool in reversed(pools):
+            least = max(pool.set.min_replicas, pool.before if growth else 0)
+            cut = min(over, max(0, counts[pool.set.id] - least))
+            counts[pool.set.id] -= cut
+            over -= cut
+    for pool in pools:
+        more = min(under, max(0, pool.most - counts[pool.set.id]))
+        counts[pool.set.id] += more
+        under -= more
     after = sum(counts.values())
     if after == total:
         within = f"all sets together within {spec.min_replicas}-{spec.max_replicas}"
@@ -301,23 +312,6 @@ def _bounded(
         steps.append(Step(Stage.BOUNDS, code, total, after, text))
     # The step that is reported comes last: what limited the count.
     return counts, sorted(steps, key=lambda one: one.code is not Code.WITHIN_BOUNDS)
-
-
-def _settled(spec: EndpointSpec, pools: Sequence[Pool], counts: Mapping[str, int]) -> dict[str, int]:
-    """The sets within the endpoint's bounds: first the growth of the last sets is cut, then groups above their min."""
-    own, total = dict(counts), sum(counts.values())
-    over, under = max(0, total - spec.max_replicas), max(0, spec.min_replicas - total)
-    for growth in (True, False):
-        for pool in reversed(pools):
-            least = max(pool.set.min_replicas, pool.before if growth else 0)
-            cut = min(over, max(0, own[pool.set.id] - least))
-            own[pool.set.id] -= cut
-            over -= cut
-    for pool in pools:
-        more = min(under, max(0, pool.most - own[pool.set.id]))
-        own[pool.set.id] += more
-        under -= more
-    return own
 
 
 def _clamp(before: int, lowered: bool, least: int, most: int) -> Code:

@@ -21,7 +21,7 @@ from itertools import pairwise
 
 from gpuscale.autoscaler.domain.capability_engine import evaluate_sets
 from gpuscale.autoscaler.domain.decisions import Code, Evaluation, Stage, Step
-from gpuscale.autoscaler.domain.inputs import Inputs, Learnt, Observation, Remembered, ReplicaWeights
+from gpuscale.autoscaler.domain.inputs import Inputs, Learnt, Observation, Remembered
 from gpuscale.autoscaler.domain.rules.rule import (
     LARGEST_COUNT,
     BoundMode,
@@ -359,16 +359,6 @@ def _weighed(
     return next((one for one in found if one[2].step.after > one[2].step.before), found[-1])
 
 
-def _in_replicas(weights: ReplicaWeights, before: int, units: int, asked_for: int) -> Step:
-    """How many replicas make up the wanted units; those that exist if nothing else is wanted."""
-    count = before if asked_for == units else weights.replicas(asked_for)
-    there = min(count, len(weights.weights))
-    text = f"{weights.of(there):g} by weight of {there}"
-    if count > there:
-        text += f", and {count - there} more of {weights.next:g} each"
-    return Step(Stage.GPU, Code.WEIGHED, asked_for, count, text)
-
-
 def _units_after(inputs: Inputs, units: int, wanted: int) -> int:
     """The units to remember for a change: at least one if any replicas are wanted now."""
     if inputs.capacity is None or wanted == inputs.before:
@@ -389,9 +379,14 @@ def _held_back(
     yield from pace.steps
     count = pace.count
     if inputs.capacity is not None:
-        weighed = _in_replicas(inputs.capacity, before, units, count)
-        yield weighed
-        count = weighed.after
+        weights = inputs.capacity
+        after = before if count == units else weights.replicas(count)
+        there = min(after, len(weights.weights))
+        text = f"{weights.of(there):g} by weight of {there}"
+        if after > there:
+            text += f", and {after - there} more of {weights.next:g} each"
+        yield Step(Stage.GPU, Code.WEIGHED, count, after, text)
+        count = after
     if floor := _zero_gate(spec, before, count, inputs.observations):
         yield floor
         count = floor.after

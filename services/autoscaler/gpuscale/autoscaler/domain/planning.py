@@ -439,24 +439,19 @@ class Plans:
         def place(one: Replica) -> str:
             return f"{one.id} on {adapter_name(one.adapter)}" if one.adapter else one.id
 
+        count = sum(one.aimed_at for one in rows)
         if silent:
-            count = sum(one.aimed_at for one in rows)
             lost, names = sum(one.adapter in silent for one in rows), ", ".join(sorted(silent))
             text = f"{lost} replicas have not been heard of (adapters: {names}); they are not replaced"
             add(Code.ADAPTER_LOST, count, count, text)
         for text in losses(rows):
-            count = sum(one.aimed_at for one in rows)
             add(Code.REVOKED, count, count, text)
         if given:
-            count = sum(one.aimed_at for one in rows)
             text = f"asked to finish and stop, to give way: {', '.join(map(place, given))}"
             add(Code.STOP, count + len(given), count, text)
         for set_id, planned in self.plans.items():
-            count, delay = (
-                sum(one.aimed_at for one in rows if one.group.set == set_id),
-                self.delays.get(set_id),
-            )
-            leaving = sum(one.leaving for one in rows if one.group.set == set_id)
+            own, delay = [one for one in rows if one.group.set == set_id], self.delays.get(set_id)
+            count, leaving = sum(one.aimed_at for one in own), sum(one.leaving for one in own)
             if planned.start and delay:
                 text = f"replicas failed: the next one starts in {delay:.1f} s"
                 add(Code.BACK_OFF, count, count, text, set_id)

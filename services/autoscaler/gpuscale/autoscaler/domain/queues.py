@@ -111,11 +111,6 @@ def combined(readings: Sequence[QueueReading]) -> QueueReading:
     lost = [one for one in readings if one.state is not QueueState.OK]
     if lost:
         return whole._replace(state=lost[0].state, message=lost[0].message)
-    return _counted(whole, readings)
-
-
-def _counted(whole: QueueReading, readings: Sequence[QueueReading]) -> QueueReading:
-    """The reading with counts and rates of readings that are all OK."""
     ready, unacked = _total(one.ready for one in readings), _total(one.unacked for one in readings)
     if wrong := uncountable(ready, unacked):
         return whole._replace(state=QueueState.ERROR, message=wrong)
@@ -150,13 +145,9 @@ def _known(values: Iterable[T | None]) -> list[T]:
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
-    """The sum of counts, if all are known."""
-    total = 0
-    for count in counts:
-        if count is None:
-            return None
-        total += count
-    return total
+    """The sum of one or more counts, if all are known."""
+    known = _known(counts)
+    return sum(known) if known else None
 
 
 class QueueTarget(NamedTuple):

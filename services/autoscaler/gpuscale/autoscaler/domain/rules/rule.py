@@ -250,14 +250,10 @@ def judged(rule: Rule, proposal: Proposal, inputs: Inputs) -> RuleOutcome:
         text += f", but the rule rests for {left:.1f} s more"
         vote = Vote.HOLD if up else Vote.NONE
         return _outcome(rule, vote, Code.COOLDOWN, before, before, text, limited=True)
-    return _bounded(rule, before, proposal.count, text)
-
-
-def _bounded(rule: Rule, before: int, asked: int, text: str) -> RuleOutcome:
-    """Apply the rule's own bounds, but never against its direction."""
+    # The rule's own bounds, but never against its direction.
+    asked = proposal.count
     least = asked if rule.min_replicas is None else max(asked, rule.min_replicas)
     bounded = least if rule.max_replicas is None else min(least, rule.max_replicas)
-    up = asked > before
     after = max(before, bounded) if up else min(before, bounded)
     lowered = after < asked
     bound = f"max_replicas {rule.max_replicas}" if lowered else f"min_replicas {rule.min_replicas}"
