@@ -13,7 +13,7 @@ from gpuscale.autoscaler.domain.replicas import ReplicaLease
 from gpuscale.autoscaler.domain.spec import ReplicaTemplate
 from gpuscale.autoscaler.loop.hub import Wakes
 from gpuscale.autoscaler.loop.leases import Reservations
-from gpuscale.autoscaler.signals.polling import room_for, shape_of
+from gpuscale.autoscaler.signals.polling import room_for
 from gpuscale.autoscaler.wire.specs import ask_to_wire, template_from_wire, template_to_wire
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.rpc.channel import open_channel
@@ -56,7 +56,8 @@ async def granted(channel: grpc.aio.Channel, wanted: ReplicaTemplate) -> set[str
     """The GPUs of as many replicas as there is room for, all of which are given back."""
     reservations, held = Reservations(channel, Wakes()), set[str]()
     leases = list[ReplicaLease]()
-    for _ in range(await room_for(allocator_api.CapacityServiceStub(channel), shape_of(wanted, set(NODES)))):
+    ask = ask_to_wire(wanted, NODES).SerializeToString()
+    for _ in range(await room_for(allocator_api.CapacityServiceStub(channel), ask)):
         one = replace(replica(), request_id=str(uuid.uuid4()), template=wanted, nodes=NODES)
         grant = await reservations.reserve(one, ENDPOINT)
         assert grant is not None

@@ -13,8 +13,7 @@ from typing import Generic, NoReturn, TypeVar
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.autoscaler.domain.signals import Sample
-from gpuscale.autoscaler.domain.spec import DEFAULT_MAX_AGE, ReplicaTemplate, WaitingSignal
-from gpuscale.autoscaler.wire.specs import ask_to_wire
+from gpuscale.autoscaler.domain.spec import DEFAULT_MAX_AGE, WaitingSignal
 from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.rpc.status import rpc_errors
@@ -147,31 +146,15 @@ def waiting_sample(source: WaitingSignal, answer: PollAnswer[Counts]) -> Sample:
     return Sample((float(count),), answer.at, proven_empty=count == 0)
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerShape:
-    """A replica's ask, encoded as in the contract, and its number of GPUs."""
-
-    gpu_count: int
-    ask: bytes
-
-
-def shape_of(template: ReplicaTemplate, nodes: set[str]) -> AnswerShape:
-    """What a replica of a template needs, on some nodes."""
-    ask = ask_to_wire(template, sorted(nodes))
-    return AnswerShape(template.gpu_count, ask.SerializeToString(deterministic=True))
-
-
-async def room_for(capacity: allocator_api.CapacityServiceAsyncStub, shape: AnswerShape) -> int:
-    """How many replicas of a shape fit at once; beyond 100 nodes, those that fit best are counted."""
-    ask = allocator_api.Ask.FromString(shape.ask)
+async def room_for(capacity: allocator_api.CapacityServiceAsyncStub, ask: bytes) -> int:
+    """How many replicas with this ask, encoded, fit at once; beyond 100 nodes, those that fit best are counted."""
+    request = allocator_api.ExplainPlacementRequest(ask=allocator_api.Ask.FromString(ask))
     try:
         with rpc_errors():
-            found = await capacity.ExplainPlacement(
-                allocator_api.ExplainPlacementRequest(ask=ask), timeout=RPC_TIMEOUT
-            )
+            found = await capacity.ExplainPlacement(request, timeout=RPC_TIMEOUT)
     except GpuscaleError as error:
         raise NoAnswerError(f"the allocator does not answer: {error.message}") from error
-    return sum(one.fitting_count // shape.gpu_count for one in found.nodes if not one.obstacle)
+    return sum(one.fitting_count // request.ask.gpu_count for one in found.nodes if not one.obstacle)
 
 
 def room_of(answer: PollAnswer[int], now: float, since: float) -> int | None:

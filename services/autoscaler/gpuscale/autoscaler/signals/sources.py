@@ -56,12 +56,10 @@ from gpuscale.autoscaler.domain.spec import (
 )
 from gpuscale.autoscaler.signals.fleet import FleetMetrics
 from gpuscale.autoscaler.signals.polling import (
-    AnswerShape,
     Counts,
     Poller,
     room_for,
     room_of,
-    shape_of,
     waiting_requests,
     waiting_sample,
 )
@@ -73,6 +71,7 @@ from gpuscale.autoscaler.signals.prometheus import (
     prometheus_sample,
 )
 from gpuscale.autoscaler.state import watcher_store
+from gpuscale.autoscaler.wire.specs import ask_to_wire
 from gpuscale.client.traces import Request
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, ResourceExhaustedError
 from gpuscale.common.names import endpoint_name
@@ -322,7 +321,7 @@ class SignalSources:
     # pollers of Prometheus servers, by name in the settings
     prometheus: Mapping[str, Poller[InstantQuery, InstantVector]]
     waiting: Poller[None, Counts]  # polls the allocator for waiting requests
-    room: Poller[AnswerShape, int]  # polls the allocator for how many more replicas there are GPUs
+    room: Poller[bytes, int]  # polls the allocator for how many more replicas fit, by their encoded ask
     clock: Clock  # the clock for ages
     # the wanted replicas of each endpoint by id, since its last look
     aims: dict[str, int] = field(default_factory=dict[str, int])
@@ -351,7 +350,8 @@ class SignalSources:
         if not nodes:
             return 0
         period = min(spec.period, DEFAULT_MAX_AGE) / 2
-        return room_of(self.room.ask(shape_of(spec.template, nodes), period), self.clock.now(), since)
+        ask = ask_to_wire(spec.template, sorted(nodes)).SerializeToString(deterministic=True)
+        return room_of(self.room.ask(ask, period), self.clock.now(), since)
 
     def busy(self, endpoint: Endpoint) -> dict[str, float]:
         """How busy each replica of an endpoint says it is, by id; empty unless the spec needs it."""
