@@ -375,11 +375,26 @@ class AdapterHub:
         first = session.reported is None
         at = self._seen[adapter] = self._moment()
         absent = session.heard(revision, reports)
-        changed = await self._store.write(
-            partial(_take_report, adapter=adapter, reports=reports, absent=absent, at=at), frees=True
-        )
+
+        def take(connection: Connection) -> set[str]:
+            """Update the adapter's replicas; returns the endpoints of those that changed."""
+            changed: set[str] = set()
+            for before in store.of_adapter(connection, adapter):
+                name = replica_name(before.endpoint, before.id)
+                report, after = reports.get(name), before
+                if report is not None:
+                    after = reported(before, report, at)
+                elif name in absent and before.goal is Goal.STOP:
+                    reason = before.reason or "its adapter does not have it"
+                    after = ended(before, ReplicaState.STOPPED, reason, at)
+                if after != before:
+                    store.save_replica(connection, after)
+                    changed.add(after.endpoint)
+            return changed
+
+        changed = await self._store.write(take, frees=True)
         await self.refresh([adapter])
-        self._wakes.call_each({replica.endpoint for replica in changed})
+        self._wakes.call_each(changed)
         if first:
             self._wakes.call_all()
 
@@ -462,25 +477,3 @@ class AdapterHub:
 
     def _moment(self) -> Moment:
         return Moment(self._clock.now(), self._clock.wall())
-
-
-def _take_report(
-    connection: Connection,
-    adapter: str,
-    reports: Mapping[str, ReplicaReport],
-    absent: frozenset[str],
-    at: Moment,
-) -> list[Replica]:
-    """Update the replicas of an adapter from its report; returns those that changed."""
-    changed: list[Replica] = []
-    for before in store.of_adapter(connection, adapter):
-        name = replica_name(before.endpoint, before.id)
-        report, after = reports.get(name), before
-        if report is not None:
-            after = reported(before, report, at)
-        elif name in absent and before.goal is Goal.STOP:
-            after = ended(before, ReplicaState.STOPPED, before.reason or "its adapter does not have it", at)
-        if after != before:
-            store.save_replica(connection, after)
-            changed.append(after)
-    return changed

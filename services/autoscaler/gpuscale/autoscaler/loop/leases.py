@@ -258,9 +258,33 @@ class Actor:
     async def _assign(
         self, replica: Replica, grant: ReplicaGrant | None, told: set[str]
     ) -> StartRefusal | None:
-        """Choose the adapter and write it down; it is then notified, as one of `told`."""
-        work = partial(_assign, replica=replica, grant=grant, adapters=self._hub.facts(), at=self._moment())
-        adapter = await self._store.write(work)
+        """Write the adapter with the fewest replicas (on the node of the GPUs), which is then notified as one of `told`.
+
+        Without one, the GPUs must be released.
+        """
+        adapters, at = self._hub.facts(), self._moment()
+
+        def suits(one: AdapterFacts) -> bool:
+            """Whether it has the granted GPUs; without a grant, whether it needs none."""
+            if grant is not None:
+                return one.node == grant.node and not one.capabilities.gives_gpus
+            return replica.template.gpu_count == 0 or one.capabilities.gives_gpus
+
+        def assign(connection: Connection) -> str | None:
+            own = replica
+            if grant is not None:
+                own = replace(replica, template=replica.template.on(grant.products), lease=grant.lease)
+            chosen = next(filter(suits, _able(connection, own, adapters)), None)
+            if chosen is not None:
+                node = grant.node if grant else chosen.node
+                store.save_replica(connection, assigned(own, chosen.id, node, own.lease))
+            elif own.lease is not None:
+                reason = "its adapter went away while its GPUs were reserved"
+                gone = ended(own, ReplicaState.STOPPED, reason, at, EndReason.ADAPTER_LACKS_IT)
+                store.save_replica(connection, gone)
+            return chosen.id if chosen else None
+
+        adapter = await self._store.write(assign)
         if adapter is None:
             return self._nobody(replica)
         await hit_async("autoscaler.replica.after_record")
@@ -327,36 +351,6 @@ def _able(connection: Connection, replica: Replica, adapters: Collection[Adapter
     loads = store.loads(connection)
     own = Counter(one.adapter for one in store.replicas(connection, replica.endpoint) if one.adapter)
     return candidates(replica.template, list(adapters), loads, own, replica.group.asked.capabilities)
-
-
-def _assign(
-    connection: Connection,
-    replica: Replica,
-    grant: ReplicaGrant | None,
-    adapters: Collection[AdapterFacts],
-    at: Moment,
-) -> str | None:
-    """Write the adapter with the fewest replicas (on the node of the GPUs); without one, the GPUs must be released."""
-
-    def suits(one: AdapterFacts) -> bool:
-        """Whether it has the granted GPUs; without a grant, whether it needs none."""
-        if grant is not None:
-            return one.node == grant.node and not one.capabilities.gives_gpus
-        return replica.template.gpu_count == 0 or one.capabilities.gives_gpus
-
-    if grant is not None:
-        replica = replace(replica, template=replica.template.on(grant.products))
-    chosen = next(filter(suits, _able(connection, replica, adapters)), None)
-    lease: ReplicaLease | None = grant.lease if grant else None
-    if chosen is not None:
-        node = grant.node if grant else chosen.node
-        store.save_replica(connection, assigned(replica, chosen.id, node, lease))
-    elif lease is not None:
-        reason = "its adapter went away while its GPUs were reserved"
-        held = replace(replica, lease=lease)
-        gone = ended(held, ReplicaState.STOPPED, reason, at, EndReason.ADAPTER_LACKS_IT)
-        store.save_replica(connection, gone)
-    return chosen.id if chosen else None
 
 
 def _unavailable(error: GpuscaleError) -> StartRefusal:

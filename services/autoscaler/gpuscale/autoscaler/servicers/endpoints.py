@@ -101,13 +101,6 @@ def require_free(connection: Connection, endpoint_id: str) -> None:
         raise AlreadyExistsError(f"{name} {what}", metadata={"name": name})
 
 
-def create(connection: Connection, made: Endpoint, request_id: str, fingerprint: str) -> None:
-    """Store a new endpoint with the request that made it."""
-    require_free(connection, made.id)
-    store.save_endpoint(connection, made)
-    store.save_answer(connection, request_id, fingerprint, made, made.create_time)
-
-
 def update(
     connection: Connection, after: Endpoint, etag: str, asked: AskedOnce | None, wall: datetime, why: str = ""
 ) -> None:
@@ -129,16 +122,6 @@ def update(
         store.save_answer(connection, *asked, after, wall)
 
 
-def delete(connection: Connection, endpoint_id: str, etag: str, wall: datetime) -> Endpoint:
-    """Mark an endpoint as deleted, once: it wants no replicas any more."""
-    found = find_endpoint(connection, endpoint_id)
-    expect_etag(endpoint_name(found.id), etag, found.etag)
-    if not found.deleting:
-        found = replace(found, deleting=True, desired=0, delete_time=wall)
-        store.save_endpoint(connection, found)
-    return found
-
-
 def require_kept(endpoint: Endpoint) -> None:
     """FailedPreconditionError if the endpoint is being deleted."""
     if endpoint.deleting:
@@ -146,32 +129,6 @@ def require_kept(endpoint: Endpoint) -> None:
         raise FailedPreconditionError(
             f"{name} is being deleted", reason="BEING_DELETED", metadata={"name": name}
         )
-
-
-def set_replicas(
-    connection: Connection,
-    endpoint_id: str,
-    replicas: int,
-    current: int | None,
-    who: str,
-    wall: datetime,
-    set_id: str = "",
-) -> Endpoint:
-    """Store a manual order, of one capability set if there are any, with its decision."""
-    before = find_endpoint(connection, endpoint_id)
-    require_kept(before)
-    require_set(before, set_id)
-    require_room(before, replicas, current, set_id)
-    sets = {**before.targets, set_id: replicas} if set_id else {}
-    after = replace(before, desired=sum(sets.values()) if set_id else replicas, sets=sets)
-    store.save_endpoint(connection, after)
-    live = store.replicas(connection, endpoint_id)
-    own = [one for one in live if one.group.set == set_id]
-    needs_gpus = after.spec.of_set(set_id).template.gpu_count
-    granted = sum(one.granted for one in own) if needs_gpus else replicas
-    decision = compose(after, order(before.targets[set_id], replicas, who, set_id), DecisionOutcome(granted))
-    decision_log.record(connection, decision, wall)
-    return after
 
 
 def require_set(endpoint: Endpoint, set_id: str) -> None:
@@ -184,7 +141,7 @@ def require_set(endpoint: Endpoint, set_id: str) -> None:
         raise InvalidArgumentError(f"capability_set {what}", field="capability_set")
 
 
-def require_room(endpoint: Endpoint, replicas: int, current: int | None, set_id: str = "") -> None:
+def require_room(endpoint: Endpoint, replicas: int, current: int | None, set_id: str) -> None:
     """FailedPreconditionError if the count is not `current`, OutOfRangeError outside min and max."""
     spec, name, aimed = endpoint.spec.of_set(set_id), endpoint_name(endpoint.id), endpoint.targets[set_id]
     what = f"{set_id} replicas" if set_id else "replicas"
@@ -241,9 +198,14 @@ class Endpoints:
         """
         wall = self._deps.clock.wall()
         made = Endpoint(
-            endpoint_id, spec, _new_etag(), spec.least, wall, wall, tenant=tenant, creator=creator
+            endpoint_id, spec, uuid4().hex, spec.least, wall, wall, tenant=tenant, creator=creator
         )
-        work = partial(create, made=made, request_id=request_id, fingerprint=fingerprint)
+
+        def store_new(connection: Connection) -> None:
+            require_free(connection, endpoint_id)
+            store.save_endpoint(connection, made)
+            store.save_answer(connection, request_id, fingerprint, made, wall)
+
         async with self._changing:
             known = await self._deps.store.read(
                 partial(repeated, request_id=request_id, fingerprint=fingerprint)
@@ -254,7 +216,7 @@ class Endpoints:
             if validate_only:
                 await self._deps.store.read(partial(require_free, endpoint_id=endpoint_id))
                 return EndpointView(made)
-            await self._write_spec(made, work)
+            await self._write_spec(made, store_new)
         return await self._view(made)
 
     @uninterrupted
@@ -289,7 +251,7 @@ class Endpoints:
             wall, same = self._deps.clock.wall(), spec == before.spec
             if validate_only or (same and asked is None):
                 return await self._view(replace(before, spec=spec))
-            after = before if same else replace(before, spec=spec, etag=_new_etag(), update_time=wall)
+            after = before if same else replace(before, spec=spec, etag=uuid4().hex, update_time=wall)
             work = partial(update, after=after, etag=before.etag, asked=asked, wall=wall, why=why)
             await self._write_spec(after, work, frees=frees)
         return await self._view(after)
@@ -297,8 +259,18 @@ class Endpoints:
     @uninterrupted
     async def delete(self, endpoint_id: str, *, etag: str) -> EndpointView:
         """Let all replicas finish and stop, then remove the endpoint; returns its state until then."""
-        work = partial(delete, endpoint_id=endpoint_id, etag=etag, wall=self._deps.clock.wall())
-        return await self._view(await self._write(endpoint_id, work, frees=True))
+        wall = self._deps.clock.wall()
+
+        def mark(connection: Connection) -> Endpoint:
+            """Mark it as deleted, once: it wants no replicas any more."""
+            found = find_endpoint(connection, endpoint_id)
+            expect_etag(endpoint_name(found.id), etag, found.etag)
+            if not found.deleting:
+                found = replace(found, deleting=True, desired=0, delete_time=wall)
+                store.save_endpoint(connection, found)
+            return found
+
+        return await self._view(await self._write(endpoint_id, mark, frees=True))
 
     @uninterrupted
     async def set_replicas(
@@ -308,17 +280,26 @@ class Endpoints:
 
         OutOfRangeError outside its min and max, FailedPreconditionError if the count is not `current`.
         """
-        work = partial(
-            set_replicas,
-            endpoint_id=endpoint_id,
-            replicas=replicas,
-            current=current,
-            who=who,
-            wall=self._deps.clock.wall(),
-            set_id=capability_set,
-        )
-        after = await self._write(endpoint_id, work)
-        return await self._view(after)
+        wall = self._deps.clock.wall()
+
+        def order_them(connection: Connection) -> Endpoint:
+            """Store the order with its decision."""
+            before = find_endpoint(connection, endpoint_id)
+            require_kept(before)
+            require_set(before, capability_set)
+            require_room(before, replicas, current, capability_set)
+            sets = {**before.targets, capability_set: replicas} if capability_set else {}
+            after = replace(before, desired=sum(sets.values()) if capability_set else replicas, sets=sets)
+            store.save_endpoint(connection, after)
+            granted = replicas
+            if after.spec.of_set(capability_set).template.gpu_count:
+                live = store.replicas(connection, endpoint_id)
+                granted = sum(one.granted for one in live if one.group.set == capability_set)
+            ordered = order(before.targets[capability_set], replicas, who, capability_set)
+            decision_log.record(connection, compose(after, ordered, DecisionOutcome(granted)), wall)
+            return after
+
+        return await self._view(await self._write(endpoint_id, order_them))
 
     async def get(self, endpoint_id: str) -> EndpointView:
         """One endpoint; NotFoundError if there is none."""
@@ -447,7 +428,3 @@ class Endpoints:
 
     def _replica(self, one: Replica) -> api.Replica:
         return replica_to_wire(one, silent=not self._deps.hub.live(one.adapter))
-
-
-def _new_etag() -> str:
-    return uuid4().hex

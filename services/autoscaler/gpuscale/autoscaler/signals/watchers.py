@@ -365,7 +365,7 @@ class QueueWatchers:
                 name = watcher_name(watcher_id)
                 raise AlreadyExistsError(f"{name} exists", metadata={"name": name})
             self._check(spec)
-            watcher = Watcher(watcher_id, spec, _new_etag(), self._clock.wall())
+            watcher = Watcher(watcher_id, spec, uuid4().hex, self._clock.wall())
             if not validate_only:
                 stored = StoredWatcher(watcher, request_id, fingerprint)
                 await self._store.write(lambda connection: watcher_store.add(connection, stored))
@@ -390,7 +390,7 @@ class QueueWatchers:
             self._check(spec)
             if validate_only or spec == before.spec:
                 return Watcher(watcher_id, spec, before.etag, before.create_time)
-            watcher = Watcher(watcher_id, spec, _new_etag(), before.create_time)
+            watcher = Watcher(watcher_id, spec, uuid4().hex, before.create_time)
             await self._store.write(lambda connection: watcher_store.replace_spec(connection, watcher))
             self._stored[watcher_id] = StoredWatcher(watcher, stored.request_id, stored.request_fingerprint)
             self._watch()
@@ -497,7 +497,3 @@ async def open_watchers(
         for name, sweep in sweeps.items():
             scope.spawn(f"queue sweeps of broker {name}", sweep.run())
         yield watchers
-
-
-def _new_etag() -> str:
-    return uuid4().hex
