@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gpuscale.autoscaler.domain.planning import plan
 from gpuscale.autoscaler.domain.replicas import Replica, ReplicaState
-from tests.support.autoscaler_values import NOW, leaving, replica
+from tests.support.autoscaler_values import NOW, leaving, replica, spec
 
 READY, PENDING, STARTING = ReplicaState.READY, ReplicaState.PENDING, ReplicaState.STARTING
 events = st.sampled_from(
@@ -24,7 +24,7 @@ class Endpoint:
 
     def act(self) -> None:
         before = self.rows
-        found = plan(self.wanted, before, (), now=self.now)
+        found = plan(self.wanted, before, (), spec(), {}, self.now)
         late = {one.id for one in before if one.revocation and one.revocation.leave_at <= self.now}
         gone = {one.id for one in found.stop}
         serving = sum(one.state is READY for one in before)

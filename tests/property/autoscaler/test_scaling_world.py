@@ -102,7 +102,7 @@ STAGES: dict[str, tuple[object, str]] = {
     "bad-sampling": (SignalSources, "sample"),
     "bad-reading": (reconciler, "found"),
     "bad-evaluating": (reconciler, "asked"),
-    "bad-planning": (planning, "plan_sets"),
+    "bad-planning": (planning, "plan"),
     "bad-acting": (Actor, "act"),
     "bad-keeping": (Histories, "note"),
     "bad-composing": (reconciler, "compose"),

@@ -154,7 +154,7 @@ def test_the_least_preferred_stops_first_and_then_as_ever() -> None:
     order = ["r005", "r004", "r003", "r000", "r002", "r001"]
     made = spec(PER_TEN, template=TEMPLATE)
     for left in range(6):
-        assert [one.id for one in plan(left, rows, (), made).stop] == order[: 6 - left]
+        assert [one.id for one in plan(left, rows, (), made, {}, AT.now).stop] == order[: 6 - left]
     found = capacity_of(made, rows, {})
     assert found == ReplicaWeights((1.0, 0.5, 0.5, 0.5, 1.0, 1.0), 1.0, 0.625)
 

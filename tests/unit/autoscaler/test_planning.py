@@ -1,29 +1,42 @@
 """Who is started, who is stopped, and where: on nodes whose GPUs are reserved, in engines that give them out, and in tiers."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 import pytest
 
+from gpuscale.autoscaler.domain import planning
 from gpuscale.autoscaler.domain.planning import (
     MAX_PENDING,
     AdapterFacts,
     Capabilities,
+    Plan,
     by_tier,
     candidates,
     crash_delay,
     gpus_elsewhere,
     nobody,
     nodes_of,
-    plan,
 )
 from gpuscale.autoscaler.domain.presets import Wish, expand
 from gpuscale.autoscaler.domain.replicas import Goal, Replica, ReplicaState, asked_to_stop
-from gpuscale.autoscaler.domain.spec import AdapterTier, ReplicaTemplate, ScaleInOrder
+from gpuscale.autoscaler.domain.spec import AdapterTier, EndpointSpec, ReplicaTemplate, ScaleInOrder
 from gpuscale.autoscaler.domain.validate import violations
 from tests.support.autoscaler_values import AT, NOW, leaving, replica, spec
 
 S = ReplicaState
+
+
+def plan(
+    wanted: int,
+    replicas: Iterable[Replica],
+    silent: Collection[str],
+    of: EndpointSpec | None = None,
+    busy: Mapping[str, float] | None = None,
+    now: float = -math.inf,
+) -> Plan:
+    return planning.plan(wanted, replicas, silent, of or spec(), busy or {}, now)
 
 
 def ids(found: Iterable[Replica | AdapterFacts]) -> list[str]:

@@ -46,9 +46,9 @@ def plan(
     wanted: int,
     replicas: Iterable[Replica],
     silent: Collection[str],
-    spec: EndpointSpec | None = None,
-    busy: Mapping[str, float] | None = None,
-    now: float = -math.inf,
+    spec: EndpointSpec,
+    busy: Mapping[str, float],
+    now: float,
 ) -> Plan:
     """Compare the existing replicas with the wanted number; `now` decides whose deadline has passed.
 
@@ -59,8 +59,8 @@ def plan(
     """
     everyone = [replica for replica in replicas if replica.aimed_at]
     aimed_at = [replica for replica in everyone if not replica.leaving]
-    leaving = victims((one for one in everyone if one.leaving), spec, busy or {})
-    found = _towards(wanted, aimed_at, silent, spec, busy or {})
+    leaving = victims((one for one in everyone if one.leaving), spec, busy)
+    found = _towards(wanted, aimed_at, silent, spec, busy)
     if not leaving:
         return found
     stopped = {one.id for one in found.stop}
@@ -77,7 +77,7 @@ def _towards(
     wanted: int,
     aimed_at: Sequence[Replica],
     silent: Collection[str],
-    spec: EndpointSpec | None,
+    spec: EndpointSpec,
     busy: Mapping[str, float],
 ) -> Plan:
     """The plan for those that may stay."""
@@ -115,24 +115,6 @@ def losses(replicas: Iterable[Replica]) -> list[str]:
         whose = "1 replica loses its" if len(times) == 1 else f"{len(times)} replicas lose their"
         texts.append(f"{whose} GPUs at {clock_time(times[0])}: {reason}")
     return texts
-
-
-def plan_sets(
-    targets: Mapping[str, int],
-    replicas: Iterable[Replica],
-    silent: Collection[str],
-    spec: EndpointSpec,
-    busy: Mapping[str, float] | None = None,
-    now: float = -math.inf,
-) -> dict[str, Plan]:
-    """The plan of each capability set by id: for `targets`, and for sets that only replicas still belong to."""
-    own: dict[str, list[Replica]] = {one: [] for one in targets}
-    for replica in replicas:
-        own.setdefault(replica.group.set, []).append(replica)
-    return {
-        one: plan(targets.get(one, 0), members, silent, spec.of_set(one), busy, now)
-        for one, members in own.items()
-    }
 
 
 def set_states(
@@ -192,18 +174,16 @@ def _newest_first(replicas: Iterable[Replica]) -> list[Replica]:
 _STOPS_FIRST = {ReplicaState.STARTING: 0, ReplicaState.DRAINING: 1}
 
 
-def victims(
-    replicas: Iterable[Replica], spec: EndpointSpec | None, busy: Mapping[str, float]
-) -> list[Replica]:
+def victims(replicas: Iterable[Replica], spec: EndpointSpec, busy: Mapping[str, float]) -> list[Replica]:
     """Replicas in the order in which they are stopped: see `plan`."""
-    oldest_first = spec is not None and spec.scale_in_order is ScaleInOrder.OLDEST_FIRST
+    oldest_first = spec.scale_in_order is ScaleInOrder.OLDEST_FIRST
 
     def order(replica: Replica) -> tuple[int, int, int, float]:
-        tier = 0 if spec is None else spec.template.tier(replica.adapter)
-        behind = -tier if tier is not None else -max(1, len(spec.template.tiers if spec else ()))
+        tier = spec.template.tier(replica.adapter)
+        behind = -tier if tier is not None else -max(1, len(spec.template.tiers))
         state = _STOPS_FIRST.get(replica.state, len(_STOPS_FIRST))
         in_hand = 0.0 if replica.state in _STOPS_FIRST else busy.get(replica.id, math.inf)
-        preferred = 0 if spec is None else -spec.template.place(replica.template)
+        preferred = -spec.template.place(replica.template)
         return behind, preferred, 0 if oldest_first else state, in_hand
 
     newest = _newest_first(replicas)
@@ -386,8 +366,17 @@ class Plans:
         *,
         starts: bool,
     ) -> Plans:
-        """Plan for the replicas that have not ended (`rows`); each set has its own failures."""
-        plans = plan_sets(endpoint.targets, rows, silent, endpoint.spec, busy, now)
+        """Plan for the replicas that have not ended (`rows`), also for sets that only they still belong to.
+
+        Each set has its own failures.
+        """
+        members: dict[str, list[Replica]] = {one: [] for one in endpoint.targets}
+        for replica in rows:
+            members.setdefault(replica.group.set, []).append(replica)
+        plans = {
+            one: plan(endpoint.targets.get(one, 0), of_set, silent, endpoint.spec.of_set(one), busy, now)
+            for one, of_set in members.items()
+        }
         if not starts:
             plans = {one: replace(planned, start=0) for one, planned in plans.items()}
         starting = [one for one, planned in plans.items() if planned.start]
