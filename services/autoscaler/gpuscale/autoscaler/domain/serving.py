@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 WINDOW = 30.0
 """Seconds of a percentile's window."""
@@ -45,61 +46,51 @@ class ServerReading:
     itl: Latencies | None = None  # between two tokens of an answer
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
-    """A server's metric names; of several, the first that exists. A label is `name{label="value"}`."""
-
-    running: tuple[str, ...]
-    waiting: tuple[str, ...]
-    kv_cache_percent: tuple[str, ...] = ()  # as a fraction
-    requests: tuple[str, ...] = ()
-    prompt_tokens: tuple[str, ...] = ()
-    generated_tokens: tuple[str, ...] = ()
-    ttft: tuple[str, ...] = ()
-    itl: tuple[str, ...] = ()
-
-
-SERVERS: Mapping[str, _Names] = {
-    "vLLM": _Names(
-        running=("vllm:num_requests_running",),
-        waiting=("vllm:num_requests_waiting",),
-        kv_cache_percent=("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
-        requests=("vllm:time_to_first_token_seconds_count",),
-        prompt_tokens=("vllm:prompt_tokens_total",),
-        generated_tokens=("vllm:generation_tokens_total",),
-        ttft=("vllm:time_to_first_token_seconds",),
-        itl=("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
-    ),
-    "SGLang": _Names(
-        running=("sglang:num_running_reqs",),
-        waiting=("sglang:num_queue_reqs",),
-        kv_cache_percent=("sglang:token_usage",),
-        requests=("sglang:time_to_first_token_seconds_count",),
-        prompt_tokens=("sglang:prompt_tokens_total",),
-        generated_tokens=("sglang:generation_tokens_total",),
-        ttft=("sglang:time_to_first_token_seconds",),
-        itl=("sglang:inter_token_latency_seconds", "sglang:time_per_output_token_seconds"),
-    ),
-    "TGI": _Names(
-        running=("tgi_batch_current_size",),
-        waiting=("tgi_queue_size",),
-        requests=("tgi_request_success", "tgi_request_count"),
-        prompt_tokens=("tgi_request_input_length_sum",),
-        generated_tokens=("tgi_request_generated_tokens_sum",),
-        itl=("tgi_request_mean_time_per_token_duration",),
-    ),
-    "Triton": _Names(
-        running=('nv_trt_llm_request_metrics{request_type="scheduled"}',),
-        waiting=(
+SERVERS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "vLLM": {
+        "running": ("vllm:num_requests_running",),
+        "waiting": ("vllm:num_requests_waiting",),
+        "kv_cache_percent": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+        "requests": ("vllm:time_to_first_token_seconds_count",),
+        "prompt_tokens": ("vllm:prompt_tokens_total",),
+        "generated_tokens": ("vllm:generation_tokens_total",),
+        "ttft": ("vllm:time_to_first_token_seconds",),
+        "itl": ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds"),
+    },
+    "SGLang": {
+        "running": ("sglang:num_running_reqs",),
+        "waiting": ("sglang:num_queue_reqs",),
+        "kv_cache_percent": ("sglang:token_usage",),
+        "requests": ("sglang:time_to_first_token_seconds_count",),
+        "prompt_tokens": ("sglang:prompt_tokens_total",),
+        "generated_tokens": ("sglang:generation_tokens_total",),
+        "ttft": ("sglang:time_to_first_token_seconds",),
+        "itl": ("sglang:inter_token_latency_seconds", "sglang:time_per_output_token_seconds"),
+    },
+    "TGI": {
+        "running": ("tgi_batch_current_size",),
+        "waiting": ("tgi_queue_size",),
+        "requests": ("tgi_request_success", "tgi_request_count"),
+        "prompt_tokens": ("tgi_request_input_length_sum",),
+        "generated_tokens": ("tgi_request_generated_tokens_sum",),
+        "itl": ("tgi_request_mean_time_per_token_duration",),
+    },
+    "Triton": {
+        "running": ('nv_trt_llm_request_metrics{request_type="scheduled"}',),
+        "waiting": (
             'nv_trt_llm_request_metrics{request_type="waiting"}',
             "nv_inference_pending_request_count",
         ),
-        kv_cache_percent=('nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction"}',),
-        requests=("nv_inference_request_success",),
-    ),
+        "kv_cache_percent": ('nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction"}',),
+        "requests": ("nv_inference_request_success",),
+    },
 }
-"""The known servers."""
+"""The names of the metrics of each known server, by field of `ServerReading`; of several, the first that exists.
 
+A label is `name{label="value"}`, and the KV cache is a fraction.
+"""
+
+_HISTOGRAMS = frozenset({"ttft", "itl"})
 _LINE = re.compile(r"([A-Za-z_:][\w:]*)(\{[^}]*\})?[ \t]+(\S+)")
 _LE = re.compile(r'(?:^|[{,])\s*le="([^"]*)"')
 
@@ -148,18 +139,14 @@ def read_server(text: str) -> ServerReading:
             samples.setdefault(found[1], []).append((found[2] or "", value))
     page = _Page(samples)
     for names in SERVERS.values():
-        if next(page.sums((*names.running, *names.waiting)), None) is not None:
-            kv_cache = next(page.sums(names.kv_cache_percent), None)
-            return ServerReading(
-                running=next(page.sums(names.running), None),
-                waiting=next(page.sums(names.waiting), None),
-                kv_cache_percent=None if kv_cache is None else 100 * kv_cache,
-                requests=next(page.sums(names.requests), None),
-                prompt_tokens=next(page.sums(names.prompt_tokens), None),
-                generated_tokens=next(page.sums(names.generated_tokens), None),
-                ttft=next(page.latencies(names.ttft), None),
-                itl=next(page.latencies(names.itl), None),
-            )
+        if next(page.sums((*names["running"], *names["waiting"])), None) is not None:
+            values: dict[str, Any] = {
+                field: next(page.latencies(own) if field in _HISTOGRAMS else page.sums(own), None)
+                for field, own in names.items()
+            }
+            if values.get("kv_cache_percent") is not None:
+                values["kv_cache_percent"] *= 100
+            return ServerReading(**values)
     raise NoServerError(f"shows no metrics of {', '.join(SERVERS)}")
 
 
