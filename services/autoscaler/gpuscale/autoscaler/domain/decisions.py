@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from itertools import chain
@@ -187,22 +187,36 @@ LIMITING = frozenset(
     }
 )
 """Codes of outcome steps that limit the count."""
+_TELLING = (Stage.COMBINE, Stage.MANUAL, Stage.ACT, Stage.GPU)
 
 
 def compose(endpoint: Endpoint, evaluation: Evaluation, outcome: DecisionOutcome) -> Decision:
     """The record of an evaluation of `endpoint` and its outcome."""
     steps = (*evaluation.steps, *outcome.steps)
     limit = next((step.code for step in outcome.steps if step.code in LIMITING), evaluation.limited_by)
+    before, wanted, granted = evaluation.before, evaluation.wanted, outcome.granted
+    # The most informative step if nothing limited the count: who changed it, who has to leave, or why nobody did.
+    fired = (step for step in steps if step.stage is Stage.RULE and step.before != step.after)
+    revoked = (step for step in steps if step.code is Code.REVOKED)
+    deciding = next(chain(fired, revoked, (step for step in steps if step.stage in _TELLING)), None)
+    line = f"stays at {wanted}" if wanted == before else f"from {before} to {wanted}"
+    if moved := [one for one in evaluation.sets.items() if one[1].before != one[1].wanted]:
+        line = ", ".join(f"{name} from {count.before} to {count.wanted}" for name, count in moved)
+        line += f" ({deciding.text})" if limit is not None and deciding else ""
+    if granted < wanted and limit in LIMITING:
+        line += f", {granted} granted"
+    reason = next((step for step in reversed(steps) if step.code is limit), deciding)
+    weighed = (f"; {step.text}" for step in steps if step.code is Code.WEIGHED and step.before != step.after)
     return Decision(
         endpoint=endpoint.id,
         etag=endpoint.etag,
-        before=evaluation.before,
-        wanted=evaluation.wanted,
-        granted=outcome.granted,
+        before=before,
+        wanted=wanted,
+        granted=granted,
         observations=evaluation.observations,
         steps=steps,
         limited_by=limit,
-        summary=_summary(evaluation, outcome.granted, steps, limit),
+        summary=f"{line}: {reason.text}{next(weighed, '')}" if reason else line,
         sets=evaluation.sets,
     )
 
@@ -221,23 +235,3 @@ def sameness(decision: Decision) -> str:
         *(step.said for step in decision.steps),
     ]
     return "\n".join(parts)
-
-
-def _summary(evaluation: Evaluation, granted: int, steps: Sequence[Step], limit: Code | None) -> str:
-    before, wanted = evaluation.before, evaluation.wanted
-    # The most informative step if nothing limited the count: who changed it, who has to leave, or why nobody did.
-    fired = (step for step in steps if step.stage is Stage.RULE and step.before != step.after)
-    revoked = (step for step in steps if step.code is Code.REVOKED)
-    deciding = next(chain(fired, revoked, (step for step in steps if step.stage in _TELLING)), None)
-    line = f"stays at {wanted}" if wanted == before else f"from {before} to {wanted}"
-    if moved := [one for one in evaluation.sets.items() if one[1].before != one[1].wanted]:
-        line = ", ".join(f"{name} from {count.before} to {count.wanted}" for name, count in moved)
-        line += f" ({deciding.text})" if limit is not None and deciding else ""
-    if granted < wanted and limit in LIMITING:
-        line += f", {granted} granted"
-    reason = next((step for step in reversed(steps) if step.code is limit), deciding)
-    weighed = (f"; {step.text}" for step in steps if step.code is Code.WEIGHED and step.before != step.after)
-    return f"{line}: {reason.text}{next(weighed, '')}" if reason else line
-
-
-_TELLING = (Stage.COMBINE, Stage.MANUAL, Stage.ACT, Stage.GPU)

@@ -317,7 +317,10 @@ def evaluate(
         asked=asked_for,
     )
     remembered = asked_for - max(0, combined.step.after - _lasting(spec, outcomes))
-    after = _units_after(inputs, units, wanted)
+    after = units + wanted - before
+    if inputs.capacity is not None and wanted != before:  # a change is one of at least one unit
+        whole = math.floor(inputs.capacity.of(wanted))
+        after = max(whole, units + 1) if wanted > before else min(whole, units - 1)
     kept = memory.noted(inputs.now, remembered, units, after, longest(spec.up, spec.pace_down))
     learnt = {rule: one for rule, one in inputs.bursts.items() if isinstance(one, Learnt)}
     bursts = learnt | {one.rule: one.burst for one in outcomes if one.burst is not None}
@@ -357,14 +360,6 @@ def _weighed(
     known = (inputs.before,) if inputs.capacity is None else inputs.capacity.units(inputs.before)
     found = [(units, *_by_rules(spec, inputs, units, unknown_replicas)) for units in known]
     return next((one for one in found if one[2].step.after > one[2].step.before), found[-1])
-
-
-def _units_after(inputs: Inputs, units: int, wanted: int) -> int:
-    """The units to remember for a change: at least one if any replicas are wanted now."""
-    if inputs.capacity is None or wanted == inputs.before:
-        return units + wanted - inputs.before
-    after = math.floor(inputs.capacity.of(wanted))
-    return max(after, units + 1) if wanted > inputs.before else min(after, units - 1)
 
 
 def _held_back(

@@ -6,9 +6,7 @@ GPU asks, by `wire.specs.spec_violations`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import combinations
 
 from gpuscale.autoscaler.domain.rules.rule import BoundMode, Comparator, RatioRule, StepRule
@@ -24,6 +22,7 @@ from gpuscale.autoscaler.domain.spec import (
 from gpuscale.common.errors import FieldViolation
 
 SPEC = "endpoint.spec"
+_BELOW = frozenset({Comparator.LESS_THAN, Comparator.LESS_THAN_OR_EQUAL})
 
 
 def violations(spec: EndpointSpec, path: str = SPEC) -> list[FieldViolation]:
@@ -153,27 +152,16 @@ def _contradictions(path: str, spec: EndpointSpec) -> Iterator[FieldViolation]:
         if isinstance(rule.kind, StepRule) and not rule.disabled
     ]
     for (first, one, kind), (second, other, opposite) in combinations(steps, 2):
-        if one == other and kind.step * opposite.step < 0 and _region(kind).meets(_region(opposite)):
+        if one == other and kind.step * opposite.step < 0 and _meet(kind, opposite):
             text = f"can be true together with rules[{first}], which steps the other way"
             yield FieldViolation(f"{path}.rules[{second}].step.threshold", text)
 
 
-@dataclass(frozen=True, slots=True)
-class _Region:
-    """The values for which a rule is true: an interval that may include its ends."""
-
-    low: float
-    high: float
-    closed: bool
-
-    def meets(self, other: _Region) -> bool:
-        low, high = max(self.low, other.low), min(self.high, other.high)
-        return low < high or (low == high and self.closed and other.closed)
-
-
-def _region(kind: StepRule) -> _Region:
-    comparator, threshold = kind.comparator, kind.threshold
-    closed = comparator in {Comparator.LESS_THAN_OR_EQUAL, Comparator.GREATER_THAN_OR_EQUAL}
-    if comparator in {Comparator.LESS_THAN, Comparator.LESS_THAN_OR_EQUAL}:
-        return _Region(-math.inf, threshold, closed)
-    return _Region(threshold, math.inf, closed)
+def _meet(one: StepRule, other: StepRule) -> bool:
+    """Whether both can be true of one value."""
+    if (one.comparator in _BELOW) == (other.comparator in _BELOW):
+        return True
+    low, high = (other, one) if one.comparator in _BELOW else (one, other)
+    if low.threshold != high.threshold:
+        return low.threshold < high.threshold
+    return all(kind.comparator.holds(kind.threshold, kind.threshold) for kind in (low, high))

@@ -191,8 +191,16 @@ def _next_change(question: Question, result: Result) -> NextChange | None:
         for one, state in inputs.sets.items()
     }
     after = replace(question, inputs=replace(inputs, sets=sets), memory=result.memory)
-    memory = after.memory
-    for wait in _waits(after)[:MOST_MOMENTS]:
+    spec, memory = after.spec, after.memory
+    # Each limit may end: at the next tick, and at the end of each cooldown or window.
+    ends = [now + spec.period, *(changes[rule.id] + rule.rest for rule in spec.rules if rule.id in changes)]
+    for pace in (spec.up, spec.pace_down):
+        window = pace.window(inputs.startup, regrets(memory, now))
+        ends += [memory.since + window, memory.since + pace.cooldown]
+        ends += [at + window for at, _ in memory.asked]
+        periods = (pace.cooldown, *(limit.period for limit in pace.limits))
+        ends += [at + period for at, _ in memory.changes for period in periods]
+    for wait in sorted({end - now for end in ends if end > now})[:MOST_MOMENTS]:
         # All memory is that much older, and signals are unchanged.
         age = wait + _ROUNDING
         older = Memory(
@@ -206,20 +214,6 @@ def _next_change(question: Question, result: Result) -> NextChange | None:
         if wanted != evaluation.wanted:
             return NextChange(wait, wanted)
     return None
-
-
-def _waits(question: Question) -> list[float]:
-    """Seconds until each limit may end: the next tick, and the end of each cooldown or window."""
-    spec, now, memory = question.spec, question.inputs.now, question.memory
-    last = question.inputs.last_changes
-    ends = [now + spec.period, *(last[rule.id] + rule.rest for rule in spec.rules if rule.id in last)]
-    for pace in (spec.up, spec.pace_down):
-        window = pace.window(question.inputs.startup, regrets(memory, now))
-        ends += [memory.since + window, memory.since + pace.cooldown]
-        ends += [at + window for at, _ in memory.asked]
-        periods = (pace.cooldown, *(limit.period for limit in pace.limits))
-        ends += [at + period for at, _ in memory.changes for period in periods]
-    return sorted({end - now for end in ends if end > now})
 
 
 ALWAYS = Memory(-math.inf)

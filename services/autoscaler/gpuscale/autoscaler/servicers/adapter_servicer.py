@@ -1,6 +1,7 @@
 """AdapterService and AdapterStreamService on the wire."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, TypeAlias
 
 from gpuscale.api.autoscaler import v1 as api
@@ -233,12 +234,6 @@ def adapter_to_wire(view: AdapterView) -> api.Adapter:
         max_replicas=facts.max_replicas,
         replica_count=view.replica_count,
         last_seen_time=to_timestamp(view.last_seen),
-        capabilities=api.AdapterCapabilities(
-            gives_gpus=facts.capabilities.gives_gpus,
-            picks_victims=facts.capabilities.picks_victims,
-            drains=facts.capabilities.drains,
-            probes=facts.capabilities.probes,
-            logs=facts.capabilities.logs,
-        ),
+        capabilities=api.AdapterCapabilities(**asdict(facts.capabilities)),
         version=facts.version,
     )

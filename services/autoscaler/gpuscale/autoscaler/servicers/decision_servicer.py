@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.decisions import DecisionOutcome, compose
-from gpuscale.autoscaler.domain.engine import evaluate
+from gpuscale.autoscaler.domain.engine import asked
 from gpuscale.autoscaler.domain.planning import capacity_of, secured, set_states, startup_seconds
 from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaState
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
@@ -47,9 +47,7 @@ def verified(stored: api.Decision, inputs: internal.DecisionInputs | None) -> ap
     if inputs is None:
         text = f"{stored.name} was stored without its inputs: no rule was read for it, or they were too long"
         raise FailedPreconditionError(text, reason="DECISION_WITHOUT_INPUTS", metadata={"name": stored.name})
-    question = question_from_wire(inputs)
-    result = evaluate(question.spec, question.inputs, question.memory, question.unknown_replicas)
-    again = evaluation_to_wire(result.evaluation)
+    again = evaluation_to_wire(asked(question_from_wire(inputs)).evaluation)
     counts = (("before", stored.before, again.before), ("wanted", stored.wanted, again.wanted))
     evaluated, afterwards = stored.steps[: len(again.steps)], stored.steps[len(again.steps) :]
     found = [
@@ -135,9 +133,9 @@ class DecisionServicer(api.DecisionServiceServicer):
         at = Moment(self._deps.clock.now(), self._deps.clock.wall())
         endpoint_id = parse(ENDPOINT, request.name)["endpoint"] if request.name else ""
         endpoint, live, granted = await self._live(endpoint_id, spec, at)
-        asked = question(endpoint.spec, stated_from_wire(request, endpoint.spec, at.now), live, at)
+        made = question(endpoint.spec, stated_from_wire(request, endpoint.spec, at.now), live, at)
         # Every alternative is a separate evaluation: off the loop, since a spec may have many rules.
-        found_answer = await asyncio.to_thread(answer, asked)
+        found_answer = await asyncio.to_thread(answer, made)
         decision = compose(endpoint, found_answer.result.evaluation, DecisionOutcome(granted))
         return response_to_wire(found_answer, decision_body(decision))
 

@@ -361,10 +361,9 @@ def leased(connection: Connection) -> list[Replica]:
     return _read(connection, col(ReplicaRow.ended).is_(False), col(ReplicaRow.reservation) != "")
 
 
-def owing(connection: Connection, endpoint: str = "") -> list[Replica]:
-    """Ended replicas, of one endpoint or of all, whose reservation is still to be released."""
-    where = [col(ReplicaRow.endpoint) == endpoint] if endpoint else []
-    return _read(connection, col(ReplicaRow.owes_release).is_(True), *where)
+def owing(connection: Connection) -> list[Replica]:
+    """Ended replicas whose reservation is still to be released."""
+    return _read(connection, col(ReplicaRow.owes_release).is_(True))
 
 
 def loads(connection: Connection) -> dict[str, int]:
