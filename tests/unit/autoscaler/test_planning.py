@@ -1,14 +1,15 @@
 """Who is started, who is stopped, and where: on nodes whose GPUs are reserved, in engines that give them out, and in tiers."""
 
-import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from gpuscale.autoscaler.domain import planning
 from gpuscale.autoscaler.domain.planning import (
     MAX_PENDING,
+    NO_LOADS,
     AdapterFacts,
     Capabilities,
     Plan,
@@ -25,18 +26,11 @@ from gpuscale.autoscaler.domain.spec import AdapterTier, EndpointSpec, ReplicaTe
 from gpuscale.autoscaler.domain.validate import violations
 from tests.support.autoscaler_values import AT, NOW, leaving, replica, spec
 
-S = ReplicaState
+S, SPEC = ReplicaState, spec()
 
 
-def plan(
-    wanted: int,
-    replicas: Iterable[Replica],
-    silent: Collection[str],
-    of: EndpointSpec | None = None,
-    busy: Mapping[str, float] | None = None,
-    now: float = -math.inf,
-) -> Plan:
-    return planning.plan(wanted, replicas, silent, of or spec(), busy or {}, now)
+def plan(*asked: Any, of: EndpointSpec = SPEC, busy: Any = NO_LOADS, now: float = 0.0) -> Plan:
+    return planning.plan(*asked, of, busy, now)
 
 
 def ids(found: Iterable[Replica | AdapterFacts]) -> list[str]:
@@ -87,8 +81,8 @@ def test_oldest_first_stops_the_least_busy_and_of_them_the_first_that_was_starte
     busy = {"r001": 2.0, "r002": 0.0, "r003": 0.0, "r004": 2.0}
     order = ["r006", "r002", "r003", "r005", "r001", "r004", "r000"]
     for left in range(7):
-        assert ids(plan(left, members, (), oldest, busy).stop) == order[: 7 - left]
-    assert ids(plan(3, members[:5], (), oldest).stop) == ["r000", "r001"]
+        assert ids(plan(left, members, (), of=oldest, busy=busy).stop) == order[: 7 - left]
+    assert ids(plan(3, members[:5], (), of=oldest).stop) == ["r000", "r001"]
 
 
 def test_silent_replicas_are_neither_replaced_nor_stopped() -> None:
@@ -269,7 +263,7 @@ def test_replicas_on_an_adapter_that_the_endpoint_has_left_stop_first() -> None:
     """Older though they are, and without any tiers: so an endpoint that moves ends where it should be."""
     members = [replica(n, ReplicaState.READY, adapter="old" if n < 2 else "new") for n in range(4)]
     moved = spec(template=ReplicaTemplate("worker", adapter="new"))
-    assert {one.adapter for one in plan(2, members, (), moved).stop} == {"old"}
+    assert {one.adapter for one in plan(2, members, (), of=moved).stop} == {"old"}
 
 
 TIERED = ReplicaTemplate("worker", tiers=(AdapterTier("primary", 2), AdapterTier("elastic")))
@@ -308,7 +302,7 @@ def test_the_last_tier_is_drained_first_and_what_is_in_none_before_it() -> None:
         replica(3, ReplicaState.STARTING, adapter="primary"),
         replica(4, ReplicaState.READY, adapter="primary"),
     ]
-    stopped = [[one.id for one in plan(left, members, (), spec(template=TIERED)).stop] for left in (3, 2, 1)]
+    stopped = [ids(plan(left, members, (), of=spec(template=TIERED)).stop) for left in (3, 2, 1)]
     assert stopped == [["r002"], ["r002", "r001"], ["r002", "r001", "r003"]]
 
 

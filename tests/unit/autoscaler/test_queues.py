@@ -10,7 +10,6 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.inputs import ObservationStatus
 from gpuscale.autoscaler.domain.queues import (
     PENDING,
-    Declared,
     NamePattern,
     QueueFailure,
     QueueReading,
@@ -19,7 +18,6 @@ from gpuscale.autoscaler.domain.queues import (
     combined,
     failed,
     next_sweep,
-    of_declared,
     of_totals,
     pattern_problem,
 )
@@ -33,12 +31,6 @@ def test_a_failure_drops_the_counts_and_keeps_when_they_were_read() -> None:
     after = failed(before, QueueFailure(QueueState.TIMEOUT, "frozen"))
     assert after == QueueReading(QueueState.TIMEOUT, observed_at=100.0, message="frozen")
     assert failed(PENDING, QueueFailure(QueueState.ERROR, "x")).observed_at is None
-
-
-def test_a_passive_declare_leaves_unacked_unknown_and_says_why() -> None:
-    assert of_declared(Declared(2, 1), 9.0, "no management API") == QueueReading(
-        QueueState.OK, ready=2, unacked=None, consumers=1, observed_at=9.0, message="no management API"
-    )
 
 
 def test_totals_come_with_the_consumers_or_with_why_they_are_unknown() -> None:

@@ -201,17 +201,6 @@ class Declared:
     consumers: int
 
 
-def of_declared(declared: Declared, observed_at: float, unacked_unknown: str) -> QueueReading:
-    """The reading if only a passive declare succeeded; `unacked_unknown` says why `unacked` is unknown."""
-    return QueueReading(
-        QueueState.OK,
-        ready=declared.ready,
-        consumers=declared.consumers,
-        observed_at=observed_at,
-        message=unacked_unknown,
-    )
-
-
 def of_totals(ready: int, unacked: int, observed_at: float, consumers: int | str) -> QueueReading:
     """The reading if the management API answered; `consumers` is their number, or why it is unknown."""
     if isinstance(consumers, int):

@@ -27,7 +27,6 @@ from gpuscale.autoscaler.domain.queues import (
     combined,
     failed,
     next_sweep,
-    of_declared,
     of_totals,
     pattern_problem,
     uncountable,
@@ -204,10 +203,11 @@ class VirtualHostReader:
                     publish(queue, error.failure)
                 return
             self._say("amqp", None)
-            read = (
-                found if isinstance(found, QueueFailure) else of_declared(found, observed_at, unacked_unknown)
-            )
-            publish(left.pop(0), read)
+            if isinstance(found, QueueFailure):
+                publish(left.pop(0), found)
+            else:
+                counts = (found.ready, None, found.consumers)
+                publish(left.pop(0), QueueReading(QueueState.OK, *counts, observed_at, unacked_unknown))
 
     def _say(self, way: str, failure: QueueFailure | None) -> None:
         """Log the first failure of a way to the broker, each different one after it, and its recovery."""
