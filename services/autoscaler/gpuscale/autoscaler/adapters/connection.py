@@ -10,7 +10,7 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.crew import EngineCrew
 from gpuscale.autoscaler.adapters.engine import Desired, ReplicaOrder, WorkerGoal
 from gpuscale.autoscaler.adapters.served import ServedPage, ServedPages
-from gpuscale.autoscaler.domain.replicas import MOST_AT_ONCE, LogPart, ReplicaReport, ReplicaState
+from gpuscale.autoscaler.domain.replicas import MOST_AT_ONCE, LogPart, ReplicaReport
 from gpuscale.autoscaler.wire.specs import Codec
 from gpuscale.common import names, wire
 from gpuscale.common.errors import GpuscaleError, UnavailableError
@@ -23,18 +23,7 @@ from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 REPORT_PERIOD = 5.0
 MAX_REASON = 1024
 """Most characters of a reason in the contract."""
-_GOALS = {
-    autoscaler_internal.DesiredReplica.GOAL_RUN: WorkerGoal.RUN,
-    autoscaler_internal.DesiredReplica.GOAL_STOP: WorkerGoal.STOP,
-    autoscaler_internal.DesiredReplica.GOAL_FORGET: WorkerGoal.FORGET,
-}
-_STATES = {
-    ReplicaState.STARTING: api.Replica.STATE_STARTING,
-    ReplicaState.READY: api.Replica.STATE_READY,
-    ReplicaState.DRAINING: api.Replica.STATE_DRAINING,
-    ReplicaState.STOPPED: api.Replica.STATE_STOPPED,
-    ReplicaState.FAILED: api.Replica.STATE_FAILED,
-}
+_GOALS = {autoscaler_internal.DesiredReplica.Goal.Value(f"GOAL_{one.name}"): one for one in WorkerGoal}
 _CODEC = Codec((), {}, {})
 _Call = grpc.aio.StreamStreamCall[autoscaler_internal.ConnectRequest, autoscaler_internal.ConnectResponse]
 _log = get_logger(__name__)
@@ -197,7 +186,7 @@ def to_wire(name: str, report: ReplicaReport) -> autoscaler_internal.ReplicaRepo
     code = report.exit_code  # engines may report more bits than the contract has
     return autoscaler_internal.ReplicaReport(
         replica=name,
-        state=_STATES[report.state],
+        state=api.Replica.State.Value(f"STATE_{report.state.value}"),
         pid=max(0, report.pid),
         exit_code=code if code is not None and -(2**31) <= code < 2**31 else None,
         reason=one_line(report.reason),

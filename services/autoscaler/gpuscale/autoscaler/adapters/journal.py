@@ -60,13 +60,25 @@ class Journal:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             for left in self._directory.glob(f"*{_SUFFIX}.new"):
                 left.unlink()
-            records = [_read(path) for path in self._directory.glob(f"*{_SUFFIX}")]
-            return sorted(records, key=lambda record: record.replica)
+            contents = {path: path.read_bytes() for path in self._directory.glob(f"*{_SUFFIX}")}
         except OSError as error:
             raise FailedPreconditionError(
                 f"cannot read what was started, in {self._directory}: {error.strerror}",
                 reason="STATE_UNREADABLE",
             ) from error
+        records: list[JournalRecord] = []
+        for path, content in contents.items():
+            try:
+                fields: dict[str, JsonValue] | None = from_json(content)
+                if isinstance(fields, dict) and fields.get("process"):
+                    fields["kept"] = {name: fields.pop(name, None) for name in _OF_PROCESSES}
+                records.append(_RECORD.validate_python(fields))
+            except ValueError as error:
+                raise FailedPreconditionError(
+                    f"{path} cannot be read, so an unknown replica may be running; the file was not changed",
+                    reason="STATE_UNREADABLE",
+                ) from error
+        return sorted(records, key=lambda record: record.replica)
 
     def write(self, records: Iterable[JournalRecord]) -> dict[str, OSError]:
         """Write records, on disk when this returns; returns the errors, by replica."""
@@ -107,16 +119,3 @@ class Journal:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _read(path: Path) -> JournalRecord:
-    try:
-        fields: dict[str, JsonValue] | None = from_json(path.read_bytes())
-        if isinstance(fields, dict) and fields.get("process"):
-            fields["kept"] = {name: fields.pop(name, None) for name in _OF_PROCESSES}
-        return _RECORD.validate_python(fields)
-    except ValueError as error:
-        raise FailedPreconditionError(
-            f"{path} cannot be read, so an unknown replica may be running; the file was not changed",
-            reason="STATE_UNREADABLE",
-        ) from error

@@ -77,7 +77,19 @@ def parse_arguments(arguments: Iterable[str]) -> tuple[tuple[str | Placeholder, 
     if any("\0" in argument for argument in listed):
         raise ValueError("must not hold NUL characters")
     parsed = tuple(parse_argument(argument) for argument in listed)
-    _check_scripts(listed, parsed)
+    # No placeholder in a script: whoever sets such a parameter would write part of the program.
+    interpreted = False
+    for place, argument in enumerate(listed):
+        if not (interpreted and _SCRIPT_FLAG.fullmatch(argument)):
+            interpreted = interpreted or argument == PYTHON or bool(_INTERPRETER.fullmatch(argument))
+            continue
+        script = next((at for at in range(place + 1, len(listed)) if not listed[at].startswith("-")), place)
+        for part in parsed[script]:
+            if isinstance(part, Placeholder) and not part.integer and part.name not in BUILTIN:
+                raise ValueError(
+                    f"has {{{part.name}}} within a script, where its value would run as code: give it as an argument after the"
+                    f' script, such as ["/bin/sh", "-c", "run \\"$1\\"", "sh", "{{{part.name}}}"]'
+                )
     return parsed
 
 
@@ -105,22 +117,6 @@ def parse_argument(argument: str) -> tuple[str | Placeholder, ...]:
 def placeholders(arguments: Iterable[Iterable[str | Placeholder]]) -> set[str]:
     """The names of the values that fill these arguments."""
     return {part.name for parts in arguments for part in parts if isinstance(part, Placeholder)}
-
-
-def _check_scripts(listed: list[str], parsed: tuple[tuple[str | Placeholder, ...], ...]) -> None:
-    """Reject placeholders in scripts: whoever sets such a parameter would write part of the program."""
-    interpreted = False
-    for place, argument in enumerate(listed):
-        if not (interpreted and _SCRIPT_FLAG.fullmatch(argument)):
-            interpreted = interpreted or argument == PYTHON or bool(_INTERPRETER.fullmatch(argument))
-            continue
-        script = next((at for at in range(place + 1, len(listed)) if not listed[at].startswith("-")), place)
-        for part in parsed[script]:
-            if isinstance(part, Placeholder) and not part.integer and part.name not in BUILTIN:
-                raise ValueError(
-                    f"has {{{part.name}}} within a script, where its value would run as code: give it as an argument after the"
-                    f' script, such as ["/bin/sh", "-c", "run \\"$1\\"", "sh", "{{{part.name}}}"]'
-                )
 
 
 def check_environment(env: Mapping[str, str], pass_env: Iterable[str]) -> None:
@@ -231,23 +227,18 @@ def fill_arguments(
     """The arguments of a replica from the template `name`; {python} is `python`. LaunchRefusedError."""
     parsed = [parse_argument(argument) for argument in arguments]
     used = placeholders([*parsed, *(parse_argument(argument) for argument in also)])
-    values = _values(name, used, order, python)
-    return tuple(_fill(argument, values, name) for argument in parsed)
-
-
-def _values(template: str, used: set[str], order: ReplicaOrder, python: str) -> dict[str, str]:
-    for name, value in order.parameters.items():
-        if name in BUILTIN:
-            raise LaunchRefusedError(f"parameter {name} is set by the adapter")
-        if name not in used:
-            raise LaunchRefusedError(f"template {template} has no placeholder {{{name}}}")
+    for parameter, value in order.parameters.items():
+        if parameter in BUILTIN:
+            raise LaunchRefusedError(f"parameter {parameter} is set by the adapter")
+        if parameter not in used:
+            raise LaunchRefusedError(f"template {name} has no placeholder {{{parameter}}}")
         if not value.isprintable() or len(value) > MAX_VALUE_LENGTH:
             raise LaunchRefusedError(
-                f"parameter {name} must be at most {MAX_VALUE_LENGTH} printable characters"
+                f"parameter {parameter} must be at most {MAX_VALUE_LENGTH} printable characters"
             )
     if missing := sorted(used - BUILTIN - order.parameters.keys()):
-        raise LaunchRefusedError(f"template {template} needs the parameter {missing[0]}")
-    return {
+        raise LaunchRefusedError(f"template {name} needs the parameter {missing[0]}")
+    values = {
         **order.parameters,
         "python": python,
         "replica": order.replica,
@@ -256,6 +247,7 @@ def _values(template: str, used: set[str], order: ReplicaOrder, python: str) -> 
         "gpu_count": str(order.gpu_count or len(order.gpu_uuids)),
         "capabilities": order.capability_text,
     }
+    return tuple(_fill(argument, values, name) for argument in parsed)
 
 
 def _fill(argument: tuple[str | Placeholder, ...], values: Mapping[str, str], template: str) -> str:

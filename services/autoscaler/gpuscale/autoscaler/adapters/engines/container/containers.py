@@ -180,7 +180,18 @@ def sighting(state: str, details: Details, given_up: str = "") -> Sighting:
             return Sighting(WorkerLife.ENDED, None, given_up or UNTOLD)
         number = details.exit_code - 128  # engines report signals like a shell
         code = -number if number in set(signal.Signals) else details.exit_code
-        return Sighting(WorkerLife.ENDED, code, given_up or _why_ended(details, code))
+        limit = f", at its limit of {details.memory} bytes" if details.memory else ""
+        if given_up:
+            why = given_up
+        elif details.out_of_memory:
+            why = f"the kernel killed it when it ran out of memory{limit}"
+        elif details.error:
+            why = f"the engine says: {details.error}"
+        else:
+            why = (
+                f"it ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
+            )
+        return Sighting(WorkerLife.ENDED, code, why)
     if state not in _RUNNING:
         return Sighting(WorkerLife.STARTING, reason=f"its engine calls it {state}", pid=details.pid)
     if details.unknown:
@@ -188,15 +199,6 @@ def sighting(state: str, details: Details, given_up: str = "") -> Sighting:
     if reason := _UNREADY.get(details.health):
         return Sighting(WorkerLife.STARTING, reason=reason, pid=details.pid)
     return Sighting(WorkerLife.READY, pid=details.pid, metrics=details.metrics)
-
-
-def _why_ended(details: Details, code: int) -> str:
-    if details.out_of_memory:
-        limit = f", at its limit of {details.memory} bytes" if details.memory else ""
-        return f"the kernel killed it when it ran out of memory{limit}"
-    if details.error:
-        return f"the engine says: {details.error}"
-    return f"it ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
 
 
 Json: TypeAlias = str | int | float | bool | Sequence["Json"] | Mapping[str, "Json"] | None

@@ -15,7 +15,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -213,26 +213,17 @@ def kill_members(replica: str, leader: ProcessId, user: int | None = None) -> in
         if not left:
             break
         killed.update(left)
-        _kill_and_wait(left)
+        poll = select.poll()
+        with ExitStack() as stack:
+            for process in left:  # a pidfd keeps the signal from hitting a successor
+                with suppress(ProcessLookupError):
+                    descriptor = os.pidfd_open(process.pid)
+                    stack.callback(os.close, descriptor)
+                    if identify(process.pid) == process:
+                        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                        poll.register(descriptor, select.POLLIN)
+            poll.poll(_ROUND_SECONDS * 1000)
     return len(killed)
-
-
-def _kill_and_wait(processes: list[ProcessId]) -> None:
-    """Kill each, and wait briefly for all; a pidfd keeps the signal from hitting a successor."""
-    poll = select.poll()
-    descriptors: list[int] = []
-    try:
-        for process in processes:
-            with suppress(ProcessLookupError):
-                descriptor = os.pidfd_open(process.pid)
-                descriptors.append(descriptor)
-                if identify(process.pid) == process:
-                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-                    poll.register(descriptor, select.POLLIN)
-        poll.poll(_ROUND_SECONDS * 1000)
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
 
 
 def _processes(user: int | None) -> Iterator[psutil.Process]:

@@ -26,7 +26,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
@@ -490,22 +490,18 @@ class ReplicaLogs:
                     continue
                 if path not in in_use:
                     ended.append((status.st_mtime, path))
+            oldest = time.time() - self._keep
             try:
-                _remove_old(endpoint, ended, time.time() - self._keep)
+                for place, (written, path) in enumerate(sorted(ended, reverse=True)):
+                    if place >= KEPT or written < oldest:
+                        path.unlink(missing_ok=True)
+                        _older(path).unlink(missing_ok=True)
+                if endpoint.lstat().st_mtime < oldest and not any(endpoint.iterdir()):
+                    endpoint.rmdir()
             except OSError as error:
                 problem = error
         if problem is not None:
             raise problem
-
-
-def _remove_old(folder: Path, ended: Iterable[tuple[float, Path]], oldest: float) -> None:
-    """Remove the files of ended replicas, except the newest that are young enough; and the folder, if it is empty."""
-    for place, (written, path) in enumerate(sorted(ended, reverse=True)):
-        if place >= KEPT or written < oldest:
-            path.unlink(missing_ok=True)
-            _older(path).unlink(missing_ok=True)
-    if folder.lstat().st_mtime < oldest and not any(folder.iterdir()):
-        folder.rmdir()
 
 
 def _cut(path: Path) -> None:
