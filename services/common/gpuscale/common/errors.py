@@ -21,7 +21,7 @@
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 _NO_METADATA: Mapping[str, str] = MappingProxyType({})
 
@@ -100,6 +100,11 @@ class InvalidArgumentError(GpuscaleError):
         own = () if field is None else (FieldViolation(field, message),)
         self.violations: tuple[FieldViolation, ...] = (*own, *violations)
 
+    @classmethod
+    def of(cls, violations: Sequence[FieldViolation]) -> Self:
+        """The error of one or more invalid fields; its message is about the first."""
+        return cls(f"{violations[0].field} {violations[0].description}", violations=violations)
+
 
 class OutOfRangeError(GpuscaleError):
     """The requested position or value is outside the current range."""
@@ -123,6 +128,11 @@ class NotFoundError(GpuscaleError):
     """There is no such resource."""
 
     default_reason = "NOT_FOUND"
+
+    @classmethod
+    def of(cls, name: str) -> Self:
+        """The error of a resource name that nothing has."""
+        return cls(f"there is no {name}", metadata={"name": name})
 
 
 class AlreadyExistsError(GpuscaleError):

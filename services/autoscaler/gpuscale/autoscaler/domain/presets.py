@@ -421,7 +421,7 @@ def expand(name: str, wish: Wish, field: str) -> EndpointSpec:
         if not 0 <= value <= LARGEST_PARAMETER
     ]
     if wrong:
-        raise InvalidArgumentError(f"{wrong[0].field} {wrong[0].description}", violations=wrong)
+        raise InvalidArgumentError.of(wrong)
     return PRESETS[name](wish)
 
 

@@ -446,7 +446,7 @@ class AdapterHub:
 
         lost = await self._store.write(give_up, frees=True)
         if not lost and adapter not in self._known:
-            raise NotFoundError(f"there is no {name}", metadata={"name": name})
+            raise NotFoundError.of(name)
         # It may have come back meanwhile: then what it still runs is stopped.
         if adapter not in self._sessions:
             self._known.pop(adapter, None)

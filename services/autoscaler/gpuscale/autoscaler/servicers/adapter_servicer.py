@@ -108,7 +108,7 @@ class AdapterServicer(api.AdapterServiceServicer, autoscaler_internal.AdapterStr
         for view in self._hub.views():
             if view.facts.id == adapter:
                 return api.GetAdapterResponse(adapter=adapter_to_wire(view))
-        raise NotFoundError(f"there is no {request.name}", metadata={"name": request.name})
+        raise NotFoundError.of(request.name)
 
     async def WatchAdapters(self, request: api.WatchAdaptersRequest, context: Context) -> AsyncGenerator[Any]:
         async for message in self._feeds.stream(self._feeds.adapters, request, api.Adapter):

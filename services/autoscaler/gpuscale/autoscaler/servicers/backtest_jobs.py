@@ -179,7 +179,7 @@ def _spec(wire: api.BacktestPolicy, path: str, default: Wish) -> EndpointSpec:
         if not spec.template.template:
             spec = replace(spec, template=replace(spec.template, template=_TEMPLATE.template))
         if found := spec_violations(spec, f"{path}.spec"):
-            raise InvalidArgumentError(f"{found[0].field} {found[0].description}", violations=found)
+            raise InvalidArgumentError.of(found)
     if spec.capability_sets:
         field = f"{path}.{kind}.capability_sets"
         text = "cannot be backtested: no workload says what its requests need"

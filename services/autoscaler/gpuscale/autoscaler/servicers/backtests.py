@@ -118,9 +118,7 @@ class AskedBacktest:
             found = [
                 one._replace(field=rooms.get(one.field, "spec.") + one.field) for one in error.violations
             ]
-            raise InvalidArgumentError(
-                f"{found[0].field} {found[0].description}", violations=found
-            ) from error
+            raise InvalidArgumentError.of(found) from error
 
     def message(self) -> api.Backtest:
         """The requested backtest, without its large parts; InvalidArgumentError if it contradicts itself."""
@@ -242,7 +240,7 @@ class Backtests:
         for place in range(self._find(name).message.done_count):
             found = await self._store.read(partial(backtest_store.report, name=name, place=place))
             if found is None:
-                raise _absent(name)
+                raise NotFoundError.of(name)
             yield found
 
     async def cancel(self, name: str) -> api.Backtest:
@@ -352,7 +350,7 @@ class Backtests:
         parse(BACKTEST, name)
         found = self._stored.get(name)
         if found is None:
-            raise _absent(name)
+            raise NotFoundError.of(name)
         return found
 
     def _known(self, request_id: str, digest: str) -> api.Backtest | None:
@@ -390,10 +388,6 @@ class Backtests:
         self._stop(name)
         del self._stored[name]
         self.feed.remove(name)
-
-
-def _absent(name: str) -> NotFoundError:
-    return NotFoundError(f"there is no {name}", metadata={"name": name})
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

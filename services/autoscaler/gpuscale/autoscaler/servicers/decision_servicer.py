@@ -129,7 +129,7 @@ class DecisionServicer(api.DecisionServiceServicer):
     async def Evaluate(self, request: api.EvaluateRequest, context: Context) -> api.EvaluateResponse:
         spec = spec_from_wire(request.spec, "spec") if request.HasField("spec") else None
         if spec is not None and (found := spec_violations(spec, "spec")):
-            raise InvalidArgumentError(f"{found[0].field} {found[0].description}", violations=found)
+            raise InvalidArgumentError.of(found)
         at = Moment(self._deps.clock.now(), self._deps.clock.wall())
         endpoint_id = parse(ENDPOINT, request.name)["endpoint"] if request.name else ""
         endpoint, live, granted = await self._live(endpoint_id, spec, at)

@@ -196,8 +196,7 @@ def _rule(endpoint: str, spec: EndpointSpec, rule_id: str) -> Rule:
     for one in spec.rules:
         if one.id == rule_id:
             return one
-    name = rule_name(endpoint, rule_id)
-    raise NotFoundError(f"there is no {name}", metadata={"name": name})
+    raise NotFoundError.of(rule_name(endpoint, rule_id))
 
 
 def _take(parts: list[str], source: Message, target: Message, where: str) -> None:
@@ -324,8 +323,7 @@ class RuleServicer(api.RuleServiceServicer):
             faults = [one._replace(field=one.field.replace(at, "rule", 1)) for one in error.violations]
             if not faults:
                 raise
-            text = f"{faults[0].field} {faults[0].description}"
-            raise InvalidArgumentError(text, violations=faults) from error
+            raise InvalidArgumentError.of(faults) from error
         [found] = await self._views([view.endpoint], lambda rule: rule.id == rule_id)
         return _view_to_wire(found)
 

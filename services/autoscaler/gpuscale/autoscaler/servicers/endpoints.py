@@ -48,8 +48,7 @@ def find_endpoint(connection: Connection, endpoint_id: str) -> Endpoint:
     """The endpoint; NotFoundError if there is none with that id."""
     found = store.endpoint(connection, endpoint_id)
     if found is None:
-        name = endpoint_name(endpoint_id)
-        raise NotFoundError(f"there is no {name}", metadata={"name": name})
+        raise NotFoundError.of(endpoint_name(endpoint_id))
     return found
 
 
@@ -57,8 +56,7 @@ def find_replica(connection: Connection, endpoint_id: str, replica_id: str) -> R
     """The replica, which may have ended; NotFoundError if the endpoint has none with that id."""
     found = store.replica(connection, replica_id)
     if found is None or found.endpoint != endpoint_id:
-        name = replica_name(endpoint_id, replica_id)
-        raise NotFoundError(f"there is no {name}", metadata={"name": name})
+        raise NotFoundError.of(replica_name(endpoint_id, replica_id))
     return found
 
 
@@ -365,7 +363,7 @@ class Endpoints:
         if spec.follows:
             found += await self._deps.store.read(partial(circles, endpoint_id=endpoint_id, spec=spec))
         if found:
-            raise InvalidArgumentError(f"{found[0].field} {found[0].description}", violations=found)
+            raise InvalidArgumentError.of(found)
         missing = sorted(one for one in spec.watchers if not self._watcher_exists(one))
         if missing:
             names = ", ".join(watcher_name(one) for one in missing)

@@ -62,7 +62,7 @@ def render(wire: api.PresetWish, path: str, default: Wish) -> Rendered:
     own = (one._replace(field=one.field.removeprefix(".")) for one in spec_violations(spec, ""))
     found = [_wished(one, path) for one in (*validation.violations(spec_to_wire(spec)), *own)]
     if found:
-        raise InvalidArgumentError(f"{found[0].field} {found[0].description}", violations=found)
+        raise InvalidArgumentError.of(found)
     return Rendered(preset.name, spec, preset.notes)
 
 
@@ -99,7 +99,7 @@ class PresetServicer(api.PresetServiceServicer):
     async def GetPreset(self, request: api.GetPresetRequest, context: Context) -> api.GetPresetResponse:
         name = parse(PRESET, request.name)["preset"]
         if name not in PRESETS:
-            raise NotFoundError(f"there is no {request.name}", metadata={"name": request.name})
+            raise NotFoundError.of(request.name)
         return api.GetPresetResponse(preset=_preset(name))
 
     async def RenderPreset(

@@ -238,7 +238,7 @@ class MetricServicer(api.MetricServiceServicer):
             if caller.role < Role.OPERATOR:
                 raise _not_yours(caller, name)
             if await self._state.read(partial(store.endpoint, endpoint_id=endpoint_id)) is None:
-                raise NotFoundError(f"there is no {name}", metadata={"name": name})
+                raise NotFoundError.of(name)
             return
         replica = await self._state.read(partial(store.replica, replica_id=replica_id))
         if replica is None or replica.ended or replica.endpoint != endpoint_id:

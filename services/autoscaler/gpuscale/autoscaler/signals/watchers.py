@@ -440,7 +440,7 @@ class QueueWatchers:
     def _find(self, watcher_id: str, etag: str = "") -> StoredWatcher:
         name, found = watcher_name(watcher_id), self._stored.get(watcher_id)
         if found is None:
-            raise NotFoundError(f"there is no {name}", metadata={"name": name})
+            raise NotFoundError.of(name)
         expect_etag(name, etag, found.watcher.etag)
         return found
 

@@ -492,8 +492,7 @@ class DecisionLog:
                 partial(find_decision, endpoint=endpoint, decision_id=int(decision))
             )
         if stored is None:
-            name = decision_name(endpoint, decision)
-            raise NotFoundError(f"there is no {name}", metadata={"name": name})
+            raise NotFoundError.of(decision_name(endpoint, decision))
         return self._repetitions.shown(stored)
 
     async def list(
