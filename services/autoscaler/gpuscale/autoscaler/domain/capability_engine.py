@@ -108,7 +108,12 @@ def _asked(spec: EndpointSpec, pools: Sequence[Pool], inputs: Inputs, unknown_re
     if not ratios:
         return _Asked(before, (Step(Stage.COMBINE, Code.NO_CHANGE, total, total, "no rule"),), None)
     rule, kind = ratios[0]
-    held = unread(rule, replace(inputs, before=total)) or _without_tasks(rule, inputs, total)
+    held = unread(rule, replace(inputs, before=total))
+    if held is None and inputs.observations[rule.signal].tasks is None and inputs.value(rule.signal):
+        # A task count in place of a report does not say what tasks need, except for 0.
+        text = f"{rule.signal}: what its tasks need is unknown"
+        step = Step(Stage.RULE, Code.SIGNAL_MISSING, total, total, text, rule.id)
+        held = RuleOutcome(rule.id, Vote.HOLD, step, limited=True)
     if held is not None:
         step = Step(Stage.COMBINE, Code.HELD, total, total, f"{rule.id} holds: {held.step.text}")
         return _Asked(before, (held.step, step), held.step.code if held.limited else None)
@@ -149,16 +154,6 @@ def _judged(
     code = Code.UP if after > total else Code.DOWN if after < total else Code.NO_CHANGE
     steps.append(Step(Stage.COMBINE, code, total, after, _counts(counts)))
     return _Asked(counts, tuple(steps), limit, rule.id)
-
-
-def _without_tasks(rule: Rule, inputs: Inputs, before: int) -> RuleOutcome | None:
-    """A task count in place of a report does not say what tasks need, except for 0."""
-    seen = inputs.observations[rule.signal]
-    if seen.tasks is not None or not seen.value:
-        return None
-    text = f"{rule.signal}: what its tasks need is unknown"
-    step = Step(Stage.RULE, Code.SIGNAL_MISSING, before, before, text, rule.id)
-    return RuleOutcome(rule.id, Vote.HOLD, step, limited=True)
 
 
 _Key: TypeAlias = tuple[tuple[str, int], ...]

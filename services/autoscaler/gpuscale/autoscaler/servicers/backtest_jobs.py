@@ -65,7 +65,15 @@ def job_from_wire(wire: api.BacktestRequest | api.BacktestSpec, common: Sequence
 
     InvalidArgumentError without policies or arrivals, for unordered arrivals, or a policy that contradicts itself.
     """
-    requests, workloads = _workloads(wire.policies, common)
+    workloads = [
+        requests_from_wire(one.workload, f"policies[{index}].workload.")
+        if one.HasField("workload")
+        else common
+        for index, one in enumerate(wire.policies)
+    ]
+    if not all(workloads or [common]):
+        raise InvalidArgumentError("arrivals must be set", field="arrivals")
+    requests = common or list(chain.from_iterable(workloads))
     setting, goal = _setting(wire), optional_seconds(wire, "goal")
     low, high = DEFAULT_BOUNDS
     default = Wish(
@@ -139,21 +147,6 @@ def requests_from_wire(wire: api.BacktestRequest | api.Workload, path: str = "")
     if any(later < earlier for earlier, later in pairwise(wire.arrivals)):
         raise InvalidArgumentError(f"{path}arrivals must be in order", field=f"{path}arrivals")
     return [Request(*pair) for pair in zip(wire.arrivals, wire.service_seconds, strict=True)]
-
-
-def _workloads(
-    policies: Sequence[api.BacktestPolicy], common: Sequence[Request]
-) -> tuple[Sequence[Request], list[Sequence[Request]]]:
-    """All requests, and those of each policy: its own, or the run's."""
-    workloads = [
-        requests_from_wire(one.workload, f"policies[{index}].workload.")
-        if one.HasField("workload")
-        else common
-        for index, one in enumerate(policies)
-    ]
-    if not all(workloads or [common]):
-        raise InvalidArgumentError("arrivals must be set", field="arrivals")
-    return common or list(chain.from_iterable(workloads)), workloads
 
 
 def _specs(policies: Sequence[api.BacktestPolicy], default: Wish) -> list[EndpointSpec]:

@@ -1,8 +1,7 @@
 """Feeds of the Watch methods. They are kept up to date while somebody reads, and cost nothing otherwise."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 from google.protobuf.message import Message
@@ -102,30 +101,27 @@ class Feeds:
             _sync(self.queue_watchers, self._watchers(), self.queue_watchers.names, "status.age")
             followers.some.clear()
             changed, followers.looked_at = followers.looked_at, set()
+
+            def read(connection: Connection) -> dict[str, _Read]:
+                found: dict[str, _Read] = {}
+                every = store.endpoints(connection) if self._all else ()  # at the first look
+                for one in changed.union(each.id for each in every):
+                    known = self._known.get(one)
+                    ids = decision_log.decision_ids(connection, one, None, _MOST_DECISIONS)
+                    ids = [id_ for id_ in ids if known and id_ >= known.latest] or ids[:1]
+                    replicas = store.replicas(connection, one, show_ended=True)
+                    decided = decision_log.decisions(connection, ids)
+                    found[one] = _Read(store.endpoint(connection, one), replicas, decided)
+                return found
+
             try:
-                read = await self._deps.store.read(partial(self._read, changed))
+                every_found = await self._deps.store.read(read)
             except GpuscaleError:
                 followers.looked_at |= changed
                 raise
             self._all = False
-            for endpoint_id, found in read.items():
+            for endpoint_id, found in every_found.items():
                 self._note(endpoint_id, found)
-
-    def _read(self, changed: Iterable[str], connection: Connection) -> Mapping[str, _Read]:
-        """Read these endpoints; at the first look all of them."""
-        if self._all:
-            changed = {*changed, *(one.id for one in store.endpoints(connection))}
-        found: dict[str, _Read] = {}
-        for one in changed:
-            known, ids = (
-                self._known.get(one),
-                decision_log.decision_ids(connection, one, None, _MOST_DECISIONS),
-            )
-            ids = [id_ for id_ in ids if known and id_ >= known.latest] or ids[:1]
-            replicas = store.replicas(connection, one, show_ended=True)
-            decided = decision_log.decisions(connection, ids)
-            found[one] = _Read(store.endpoint(connection, one), replicas, decided)
-        return found
 
     def _note(self, endpoint_id: str, found: _Read) -> None:
         """Put an endpoint, its replicas and its decisions into their feeds."""

@@ -28,19 +28,17 @@ class Rendered:
     notes: tuple[str, ...] = ()
 
 
-def wish_from_wire(wire: api.PresetWish, path: str, default: Wish) -> Wish:
-    """The wish in a message, with a watcher or a metric as its queue; defaults come from `default`."""
+def render(wire: api.PresetWish, path: str, default: Wish) -> Rendered:
+    """The spec that a preset makes for the message at `path`, with defaults from `default`.
+
+    InvalidArgumentError if it contradicts itself.
+    """
+    preset = named(wire.preset.removeprefix("presets/"), f"{path}.preset")
     if wire.watcher and wire.metric:
         raise InvalidArgumentError(f"{path}.metric cannot be combined with a watcher", field=f"{path}.metric")
     stated = CODEC.stated(Wish, wire, path)
     wish = replace(default, parameters={}, capability_sets=(), metric="")
-    return replace(wish, **({"watcher": ""} | stated if wire.metric else stated))
-
-
-def render(wire: api.PresetWish, path: str, default: Wish) -> Rendered:
-    """The spec that a preset makes for the message at `path`; InvalidArgumentError if it contradicts itself."""
-    preset = named(wire.preset.removeprefix("presets/"), f"{path}.preset")
-    wish = wish_from_wire(wire, path, default)
+    wish = replace(wish, **({"watcher": ""} | stated if wire.metric else stated))
     sets = bool(wish.capability_sets)
     refusals = (
         (sets and preset.name != WITH_SETS, "capability_sets", f"are of {WITH_SETS} alone"),

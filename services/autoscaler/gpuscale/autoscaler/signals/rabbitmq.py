@@ -147,26 +147,21 @@ class AmqpSession:
                     yield
         except _LOST as error:
             await self.close()
-            raise VirtualHostError(self._connection_failure(error)) from error
-
-    def _connection_failure(self, error: Exception) -> QueueFailure:
-        broker, host = self._broker.name, self._virtual_host
-        match error:
-            case TimeoutError():
-                state, text = QueueState.TIMEOUT, f"does not answer within {TIMEOUT:g} s over AMQP"
-            case AuthenticationError() | ProbableAuthenticationError():
-                state, text = QueueState.AUTH_FAILED, "refuses the user or password over AMQP"
-            case ProtocolSyntaxError() if "Connection.Close" in str(error):
-                # aiormq drops the broker's words; only in these two cases does the handshake end this way.
-                state, text = (
-                    QueueState.NOT_FOUND,
-                    f"has no virtual host {host!r}, or the user may not use it",
-                )
-            case OSError() | RuntimeError():
-                state, text = QueueState.UNREACHABLE, "cannot be reached over AMQP"
-            case _:
-                state, text = QueueState.ERROR, f"broke off over AMQP: {type(error).__name__}"
-        return QueueFailure(state, f"broker {broker} {text}")
+            match error:
+                case TimeoutError():
+                    state, text = QueueState.TIMEOUT, f"does not answer within {TIMEOUT:g} s over AMQP"
+                case AuthenticationError() | ProbableAuthenticationError():
+                    state, text = QueueState.AUTH_FAILED, "refuses the user or password over AMQP"
+                case ProtocolSyntaxError() if "Connection.Close" in str(error):
+                    # aiormq drops the broker's words; only in these two cases does the handshake end this way.
+                    text = f"has no virtual host {self._virtual_host!r}, or the user may not use it"
+                    state = QueueState.NOT_FOUND
+                case OSError() | RuntimeError():
+                    state, text = QueueState.UNREACHABLE, "cannot be reached over AMQP"
+                case _:
+                    state, text = QueueState.ERROR, f"broke off over AMQP: {type(error).__name__}"
+            failure = QueueFailure(state, f"broker {self._broker.name} {text}")
+            raise VirtualHostError(failure) from error
 
 
 @contextmanager
