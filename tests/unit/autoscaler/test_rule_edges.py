@@ -53,10 +53,10 @@ def test_steps_that_are_added_up_have_room_in_a_decision() -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (1e19, "1e+19 is no number of 64 bits"),
-        (-1e19, "-1e+19 is no number of 64 bits"),
-        (math.inf, "inf is no number"),
-        (math.nan, "nan is no number"),
+        (1e19, "1e+19 is not a 64-bit number"),
+        (-1e19, "-1e+19 is not a 64-bit number"),
+        (math.inf, "inf is not a number"),
+        (math.nan, "nan is not a number"),
     ],
 )
 def test_what_64_bits_do_not_hold_is_invalid_and_remembered_nowhere(value: float, said: str) -> None:

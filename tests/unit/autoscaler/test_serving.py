@@ -106,7 +106,7 @@ def test_a_replica_that_is_silent_is_named_and_never_counts_as_zero() -> None:
     assert sample.silence == "replica b cannot be reached: ConnectError"
     kv = servers.sample("e", "kv_cache_percent", ["a", "b"], 15.0)
     assert kv.values == ()
-    assert "replica a tells no kv_cache_percent; replica b cannot" in kv.problem
+    assert "replica a does not report kv_cache_percent; replica b cannot" in kv.problem
     clock.advance(16.0)
     stale = servers.sample("e", "waiting", ["a"], 15.0)
     assert (stale.values, stale.problem) == ((), "replica a has not answered for 16 s")

@@ -183,7 +183,7 @@ def test_a_few_requests_that_came_faster_are_not_kept_ready_for() -> None:
 def test_without_a_reading_it_holds_and_without_a_latency_it_only_adds() -> None:
     held = look({**WELL, **FAST, "running": None}, known=KNOWN)
     assert (held.vote, held.step.code) == (Vote.HOLD, Code.SIGNAL_MISSING)
-    assert "goal.running cannot be had" in held.step.text
+    assert "goal.running is not available" in held.step.text
     untold = {**WELL, "ttft": None, "itl": 0.02}
     fewer = look({**untold, "requests": 3.0}, known=KNOWN)
     assert (fewer.vote, fewer.step.code) == (Vote.HOLD, Code.SIGNAL_MISSING)

@@ -341,7 +341,7 @@ async def test_a_refused_create_is_final_and_says_why(tmp_path: Path) -> None:
         assert "does not allow pulling" in (await at.engine.apply([Start(ORDER, "far")]))[ONE]
         assert at.double.count("/images/create") == 0
         at.double.create_fault = 400
-        assert await at.engine.apply([START]) == {ONE: "its container cannot be made: cannot make it"}
+        assert await at.engine.apply([START]) == {ONE: "its container cannot be created: cannot make it"}
         assert (await at.engine.apply([Start(ORDER, "none")]))[ONE] == "this adapter has no template none"
 
 

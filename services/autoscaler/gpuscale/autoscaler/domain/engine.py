@@ -425,7 +425,7 @@ def _gpu_gate(spec: EndpointSpec, before: int, asked: int, limit: int | None) ->
         return None
     caps = spec.gpu_gate is GpuGate.CAP
     code = Code.CAPPED_BY_GPUS if caps else Code.GPUS_SHORT
-    text = f"GPUs are there for {limit}"
+    text = f"there are GPUs for {limit}"
     if limit is None:
         code, text = Code.GPUS_UNKNOWN, "the number of free GPUs is unknown"
     if not caps:

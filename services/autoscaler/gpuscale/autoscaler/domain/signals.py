@@ -120,9 +120,9 @@ def _judged(signal: Signal, sample: Sample, age: float | None) -> tuple[Observat
     value = sample.joined(signal.across)
     what = "count" if isinstance(signal.source, QueueSignal) else "number"
     if not abs(value) <= LARGEST or (value < 0 and what == "count"):
-        bits = " of 64 bits" if LARGEST < abs(value) < math.inf else ""
+        bits = "64-bit " if LARGEST < abs(value) < math.inf else ""
         shown = value if math.isfinite(value) else None
-        return ObservationStatus.INVALID, shown, f"{value} is no {what}{bits}"
+        return ObservationStatus.INVALID, shown, f"{value} is not a {bits}{what}"
     if age > signal.oldest:
         return ObservationStatus.STALE, value, f"{age:.1f} s old, more than {signal.oldest:g} s"
     return ObservationStatus.OK, value, ""

@@ -170,7 +170,7 @@ class FleetMetrics:
         if known:
             values, dates = zip(*(fresh or known), strict=True)  # if all are too old, their age shows it
             return Sample(values, min(dates), silent_count=silent)
-        nothing = f"none of {silent} tells {metric}" if silent else f"nothing in the fleet has {metric}"
+        nothing = f"none of {silent} reports {metric}" if silent else f"nothing in the fleet has {metric}"
         return Sample(problem=self._problem or nothing, silent_count=silent)
 
     async def _follow(self, backoff: Backoff) -> None:

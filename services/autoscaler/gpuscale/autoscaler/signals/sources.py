@@ -303,7 +303,7 @@ class ReplicaServers:
         if not self._fresh(server, oldest):
             return f"has not answered for {self._clock.now() - server.readings[-1][0]:.0f} s"
         once = len(server.readings) < 2 and metric not in LEVELS
-        return "has answered only once so far" if once else f"tells no {metric}"
+        return "has answered only once so far" if once else f"does not report {metric}"
 
     def _fresh(self, server: _Server, oldest: float) -> bool:
         return bool(server.readings) and self._clock.now() - server.readings[-1][0] <= oldest

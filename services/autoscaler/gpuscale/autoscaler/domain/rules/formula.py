@@ -132,7 +132,7 @@ class FormulaRule(Kind):
             else:  # a signal with one of these names hides their usual meaning
                 values.pop(name_of(signal), None)
         if missing := sorted(used - values.keys()):
-            return Proposal(before, f"{', '.join(missing)} cannot be had", code=Code.SIGNAL_MISSING)
+            return Proposal(before, f"{', '.join(missing)} is not available", code=Code.SIGNAL_MISSING)
         shown = ", ".join(f"{name} = {values[name]:g}" for name in sorted(used))
         try:
             result = _evaluate(self.expression, {name: values[name] for name in used})

@@ -247,7 +247,7 @@ def judged(rule: Rule, proposal: Proposal, inputs: Inputs) -> RuleOutcome:
     last = inputs.last_changes.get(rule.id)
     left = 0.0 if last is None else last + rule.rest - inputs.now
     if left > 0:
-        text += f", but the rule rests for {left:.1f} s more"
+        text += f", but its cooldown lasts {left:.1f} s more"
         vote = Vote.HOLD if up else Vote.NONE
         return _outcome(rule, vote, Code.COOLDOWN, before, before, text, limited=True)
     # The rule's own bounds, but never against its direction.

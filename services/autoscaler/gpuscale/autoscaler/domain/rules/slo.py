@@ -114,7 +114,7 @@ class SloRule(Kind):
         if before == 0:
             return Proposal(1, "arrivals are unknown without a replica: at least 1", burst=learnt)
         if absent := [name for name in ("running", "waiting", "requests", "served") if name not in seen]:
-            text = f"{rule.id}.{absent[0]} cannot be had"
+            text = f"{rule.id}.{absent[0]} is not available"
             return Proposal(before, text, code=Code.SIGNAL_MISSING, burst=learnt)
         running, requests = seen["running"], seen["requests"]
         untold = [goal for goal in self.goals if goal not in seen]

@@ -157,7 +157,7 @@ class DrainRule(Kind):
         signal, start = rule.signal, inputs.now - self.window
         for name in filter(None, (self.busy_signal, self.rate_signal)):
             if inputs.value(name) is None:
-                return Proposal(inputs.before, f"{name} cannot be had", code=Code.SIGNAL_MISSING)
+                return Proposal(inputs.before, f"{name} is not available", code=Code.SIGNAL_MISSING)
         waiting, busy, growth = self._work(signal, value, inputs)
         rate = inputs.history(self.rate_signal).mean(start) if self.rate_signal else None
         service, leaving = self.service_time, (rate or 0.0) - growth

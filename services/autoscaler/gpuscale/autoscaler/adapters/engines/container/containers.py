@@ -174,7 +174,7 @@ def listed_health(status: str) -> str:
 def sighting(state: str, details: Details, given_up: str = "") -> Sighting:
     """The state of a replica, by its container's state and details; `given_up`: why it was killed."""
     if state in NOT_STARTED:
-        return Sighting(WorkerLife.WAITING, reason="its container is made, and not started yet")
+        return Sighting(WorkerLife.WAITING, reason="its container was created, but not started yet")
     if state in OVER:
         if details.unknown:
             return Sighting(WorkerLife.ENDED, None, given_up or UNTOLD)

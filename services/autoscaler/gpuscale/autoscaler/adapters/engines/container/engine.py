@@ -280,7 +280,7 @@ class ContainerEngine(StepwiseEngine):
             container = await self._create(order, request)
         except EngineRefusedError as error:
             if not error.not_found:
-                raise LaunchRefusedError(f"its container cannot be made: {error}") from error
+                raise LaunchRefusedError(f"its container cannot be created: {error}") from error
             if template.pull == "never":
                 raise LaunchRefusedError(
                     f"its image is missing, and the template does not allow pulling it: {error}"
