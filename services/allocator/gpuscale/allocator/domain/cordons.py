@@ -57,12 +57,12 @@ class Cordon:
         return f"{self.spot.name}{IS_DRAINED}"
 
 
-def spot_of(name: str, field: str = "name") -> Spot:
-    """Parse the name of a node, GPU or cordon; InvalidArgumentError, with `field`, if it is none of these."""
+def spot_of(name: str) -> Spot:
+    """Parse the name of a node, GPU or cordon; InvalidArgumentError if it is none of these."""
     target = names.cordoned(name)
     ids = names.match(names.NODE, target) or names.match(names.GPU, target)
     if ids is None:
-        raise InvalidArgumentError(f"{field} must look like {names.NODE} or {names.GPU}", field=field)
+        raise InvalidArgumentError(f"name must look like {names.NODE} or {names.GPU}", field="name")
     return Spot(ids["node"], ids.get("gpu", ""))
 
 

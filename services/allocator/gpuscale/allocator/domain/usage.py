@@ -83,17 +83,13 @@ class ReservationUsage:
 
 
 def usage_of(
-    reservation: Reservation,
-    node_of: Callable[[str], Node | None],
-    use: Use,
-    now: float,
-    since: float | None = None,
+    reservation: Reservation, node_of: Callable[[str], Node | None], use: Use, now: float
 ) -> ReservationUsage:
-    """The use that the holder of a live reservation makes of it at `now`, from readings since `since`.
+    """The use that the holder of a live reservation makes of it at `now`.
 
     `use` says who else holds shares of its GPUs.
     """
-    found = gpus_of(reservation, node_of, use, now, since)
+    found = gpus_of(reservation, node_of, use, now)
     states = {one.state for one in found.values()}
     order = (UseState.BUSY, UseState.UNKNOWN, UseState.IDLE)
     state = next((one for one in order if one in states), UseState.UNKNOWN)
@@ -110,7 +106,7 @@ def gpus_of(
     now: float,
     since: float | None = None,
 ) -> dict[str, GpuUsage]:
-    """The `gpus` of `usage_of`."""
+    """The `gpus` of `usage_of`, from readings since `since`."""
     found: dict[str, GpuUsage] = {}
     for held in reservation.gpus:
         node = node_of(held.node)

@@ -65,17 +65,13 @@ class NodeOutlook:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What an ask would find: the answer itself, each constraint, the nearest nodes, and what would make room.
-
-    `blockers` are the reservations on the nearest node; whoever manages their leases knows when they end.
-    """
+    """What an ask would find: the answer itself, each constraint, the nearest nodes, and what would make room."""
 
     answer: Pick | Refusal
     effects: tuple[Effect, ...]
     nodes: tuple[NodeOutlook, ...]
     node_count: int
     remedies: tuple[str, ...]
-    blockers: tuple[str, ...]
 
 
 def outlook(
@@ -85,7 +81,6 @@ def outlook(
     rows = survey.nearest(MOST_NODES)
     views = tuple(_node(index, shape, use, row) for row in rows)
     effects, helped = _effects(index, shape, now)
-    blockers = dict.fromkeys(one for view in views[:1] for gpu in view.gpus for one in gpu.reservations)
     remedies: list[str] = []  # the changes that alone make room, and on how many nodes
     if not isinstance(answer, Pick):
         for obstacle, count in helped.items():
@@ -94,7 +89,7 @@ def outlook(
                 remedies.append(sentence(f"{HELP[obstacle]}: {count} {does} then"))
         if views and 0 < (fitting := views[0].fitting) < shape.ask.gpu_count:
             remedies.append(sentence(f"ask for {gpus(fitting)}: {views[0].node.id} has so many now"))
-    return Outlook(answer, effects, views, len(index.columns), tuple(remedies), tuple(blockers))
+    return Outlook(answer, effects, views, len(index.columns), tuple(remedies))
 
 
 def _effects(index: Index, shape: Shape, now: float) -> tuple[tuple[Effect, ...], dict[Obstacle, int]]:
