@@ -41,7 +41,7 @@ from gpuscale.common.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.logs import Attempts, get_logger
 from gpuscale.common.runtime.tasks import Clock, uninterrupted
 from gpuscale.common.security.auth import Principal, Role
 
@@ -121,14 +121,13 @@ class Calendar:
 
     async def run(self) -> NoReturn:
         """Check all bookings, for ever, while there are any."""
+        writing = Attempts(_log, "cannot write changes of bookings", UnavailableError)
         while True:
             if not self.bookings.open:
                 self._any.clear()
                 await self._any.wait()
-            try:
+            with writing:
                 await self.look()
-            except UnavailableError as error:
-                _log.warning("cannot write changes of bookings", problem=error.message)
             await asyncio.sleep(LOOK)
 
     async def look(self) -> None:

@@ -22,7 +22,7 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.common import names, wire
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.logs import Attempts, get_logger
 from gpuscale.common.runtime.tasks import Backoff, Clock
 from gpuscale.common.topology import PciPlace
 
@@ -97,9 +97,8 @@ class FleetView:
         for node in found:
             until = now + node.fresh_for
             for gpu in node.gpus:
-                gpu.fresh_until = (
-                    max(until, gpu.fresh_until) if gpu.fresh_until > float("-inf") else gpu.fresh_until
-                )
+                if gpu.fresh_until > float("-inf"):
+                    gpu.fresh_until = max(until, gpu.fresh_until)
         return [node.id for node in found]
 
     def apply(self, nodes: Iterable[Node], *, full: bool) -> Sequence[Node]:
@@ -164,6 +163,7 @@ class FleetFollower:
         self._save_ranks = save_ranks
         self._seen = seen
         self._renewed = renewed
+        self._saving = Attempts(_log, "cannot save node ranks", UnavailableError)
         self._problem = "the fleet has not answered yet"
 
     @property
@@ -218,19 +218,10 @@ class FleetFollower:
                     if self._problem:
                         _log.info("following the fleet", nodes=len(self._view.nodes))
                         self._problem = ""
-                await self._save_new_ranks()
-
-    async def _save_new_ranks(self) -> None:
-        unsaved = self._view.unsaved_ranks
-        if not unsaved:
-            return
-        try:
-            await self._save_ranks(unsaved)
-        except UnavailableError as error:
-            # They are retried with the next message; a grant would fail on the same disk.
-            _log.warning("cannot save node ranks", problem=error.message)
-        else:
-            self._view.saved(unsaved)
+                if unsaved := self._view.unsaved_ranks:
+                    with self._saving:  # again with the next message; a grant would fail on the same disk
+                        await self._save_ranks(unsaved)
+                        self._view.saved(unsaved)
 
 
 def node_of(message: monitor_api.Node, view: FleetView, now: float) -> Node | None:

@@ -30,7 +30,7 @@ from gpuscale.allocator.state.policies import Letter, PolicyStore
 from gpuscale.allocator.usecases.declarations import Declarations
 from gpuscale.common.errors import GpuscaleError, NotFoundError
 from gpuscale.common.names import gpu_name, node_name
-from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.logs import Attempts, get_logger
 from gpuscale.common.runtime.tasks import Clock, TaskScope, hit_async, uninterrupted
 
 if TYPE_CHECKING:
@@ -151,10 +151,12 @@ class Notifying:
     async def run(self, followed: Callable[[], bool]) -> NoReturn:
         """Send for ever, one letter at a time to each target; `followed` says whether the fleet is connected."""
         busy: dict[str, asyncio.Task[None]] = {}
+        posting = Attempts(_log, "cannot write notifications", GpuscaleError)
         async with TaskScope() as scope:
             while True:
                 if followed():
-                    await self._tell_of_nodes()
+                    with posting:
+                        await self._tell_of_nodes()
                 loop = asyncio.get_running_loop()
                 busy = {key: task for key, task in busy.items() if not task.done()}
                 for key, due in self._due.items():
@@ -190,12 +192,8 @@ class Notifying:
         if not (events or over):
             return
         letters = self.letters(events)
-        try:
-            await hit_async("allocator.notify.before_post")
-            await self.store.post(letters, [one.subject for one in events], over)
-        except GpuscaleError as error:
-            _log.warning("cannot write notifications", problem=error.message)
-            return
+        await hit_async("allocator.notify.before_post")
+        await self.store.post(letters, [one.subject for one in events], over)
         self._told |= {one.subject for one in events}
         self._told -= set(over)
         self.posted(letters)

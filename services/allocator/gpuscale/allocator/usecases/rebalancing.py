@@ -40,7 +40,7 @@ from gpuscale.allocator.usecases.reserving import AllocatorWorld
 from gpuscale.allocator.usecases.restarting import Restarting, only, restarts
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
 from gpuscale.common.names import gpu_name, node_name, reservation_name
-from gpuscale.common.runtime.logs import get_logger
+from gpuscale.common.runtime.logs import Attempts, get_logger
 from gpuscale.common.runtime.tasks import uninterrupted
 
 MOST_WAITING = 10
@@ -190,12 +190,11 @@ class Rebalancing:
         live = self.capacity.ledger.live
         self._moving = {key for key, one in live.items() if one.end_reason.startswith(MOVED_FOR)}
         await self.partitioning.load()
+        supervising = Attempts(_log, "cannot supervise moves", GpuscaleError)
         while True:
             await self.partitioning.look()
-            try:
+            with supervising:
                 await self._look()
-            except GpuscaleError as error:
-                _log.warning("cannot supervise moves", problem=error.message)
             await asyncio.sleep(LOOK)
 
     async def _look(self) -> None:
