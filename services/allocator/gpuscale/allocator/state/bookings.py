@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 from pydantic_core import to_json
-from sqlalchemy import Connection, delete, select
+from sqlalchemy import delete, select
 from sqlmodel import Field
 
 from gpuscale.allocator.domain import bookings
@@ -82,20 +82,12 @@ class BookingStore:
                 "note": one.note,
             }
         )
-
-        def work(connection: Connection) -> None:
-            _PUT.run(connection, [row])
-
-        await self.store.change(work)
+        await self.store.change(lambda connection: _PUT.run(connection, [row]))
 
     async def remove(self, ids: Iterable[str]) -> None:
         """Delete bookings."""
-        gone = list(ids)
-
-        def work(connection: Connection) -> None:
-            connection.execute(delete(_BOOKING).where(_BOOKING.c.id.in_(gone)))
-
-        await self.store.change(work)
+        gone = delete(_BOOKING).where(_BOOKING.c.id.in_([*ids]))
+        await self.store.change(lambda connection: connection.execute(gone))
 
 
 _TIMES = {"start": "start", "end": "end", "created": "create"}

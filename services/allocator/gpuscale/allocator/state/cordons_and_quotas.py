@@ -77,19 +77,12 @@ class CordonStore:
             )
             for cordon in marks
         ]
-
-        def work(connection: Connection) -> None:
-            _PUT_CORDON.run(connection, rows)
-
-        await self.store.change(work)
+        await self.store.change(lambda connection: _PUT_CORDON.run(connection, rows))
 
     async def remove(self, spot: cordons.Spot) -> None:
         """Delete the cordon of a spot, if there is one."""
-
-        def work(connection: Connection) -> None:
-            connection.execute(delete(_CORDON).where(_CORDON.c.node == spot.node, _CORDON.c.gpu == spot.gpu))
-
-        await self.store.change(work)
+        gone = delete(_CORDON).where(_CORDON.c.node == spot.node, _CORDON.c.gpu == spot.gpu)
+        await self.store.change(lambda connection: connection.execute(gone))
 
 
 class Quota(Table, table=True):
@@ -132,7 +125,6 @@ class QuotaStore:
         row = sealed(
             {"tenant": quota.tenant, "gpu_milli_limit": quota.gpu_milli_limit, "weight": float(quota.weight)}
         )
-
         hours = quota.gpu_hours_per_month
 
         def work(connection: Connection) -> None:

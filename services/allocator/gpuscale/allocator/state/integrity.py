@@ -18,7 +18,6 @@ import os
 import sqlite3
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
 from typing import Any
@@ -106,14 +105,6 @@ _SALT = Struct(">L")
 _SALT_AT = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """The content of a witness."""
-
-    number: int
-    salt: int
-
-
 class Witness:
     """The witness of a database. The writer thread calls `put`, the rest runs before and after that thread."""
 
@@ -124,40 +115,40 @@ class Witness:
         self._file = -1
         self._wal_file = -1
         self._failing = False
-        self._seen: Seen | None = None
+        self._seen: tuple[int, int] | None = None
 
     def check_before(self) -> None:
         """Read what was acknowledged; call it before the database is opened.
 
         STATE_INCONSISTENT if the witness is damaged, the database is gone, or its log is not the last one written.
         """
-        self._seen = seen = self._read()
-        if seen is None:
+        self._seen = self._read()
+        if self._seen is None:
             return
-        if seen.number and not (self._database.exists() and self._database.stat().st_size):
+        number, seen = self._seen
+        if number and not (self._database.exists() and self._database.stat().st_size):
             raise self._inconsistent("the database is empty")
         salt = _salt(self._wal)
-        if salt and seen.salt and (salt - seen.salt) % (1 << 32) > MOST_RESETS:
+        if salt and seen and (salt - seen) % (1 << 32) > MOST_RESETS:
             raise self._inconsistent("its write-ahead log is not the last one written")
 
     def check_after(self, number: int) -> None:
         """Compare with the last write in the database; STATE_INCONSISTENT if one is lost."""
-        if self._seen is not None and number < self._seen.number:
+        if self._seen is not None and number < (acknowledged := self._seen[0]):
             raise self._inconsistent(
-                f"it ends with write {number}, and write {self._seen.number} was acknowledged"
+                f"it ends with write {number}, and write {acknowledged} was acknowledged"
             )
 
     def open(self, number: int) -> None:
         """Record commits from now on."""
-        self._write(Seen(number, _salt(self._wal)))
+        self._write(number, _salt(self._wal))
 
     def put(self, number: int) -> None:
         """Record a write that is on disk. Failing does not fail the write: it is only guarded less well."""
         if self._wal_file < 0:
             with suppress(FileNotFoundError):
                 self._wal_file = os.open(self._wal, os.O_RDONLY)
-        salt = _salt_of(self._wal_file) if self._wal_file >= 0 else NO_SALT
-        self._write(Seen(number, salt))
+        self._write(number, _salt_of(self._wal_file) if self._wal_file >= 0 else NO_SALT)
 
     def close(self) -> None:
         """Close the files."""
@@ -165,18 +156,19 @@ class Witness:
             if file >= 0:
                 os.close(file)
 
-    def _write(self, seen: Seen) -> None:
-        body = _RECORD.pack(seen.number, seen.salt, 0)
+    def _write(self, number: int, salt: int) -> None:
+        body = _RECORD.pack(number, salt, 0)
         try:
             if self._file < 0:
                 self._file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-            os.pwrite(self._file, _RECORD.pack(seen.number, seen.salt, crc32(body)), 0)
+            os.pwrite(self._file, _RECORD.pack(number, salt, crc32(body)), 0)
         except OSError as error:
             if not self._failing:
                 _log.warning("cannot write the witness", file=str(self.path), problem=str(error))
             self._failing = True
 
-    def _read(self) -> Seen | None:
+    def _read(self) -> tuple[int, int] | None:
+        """The last acknowledged write, and the first salt of the log; None if nothing is recorded."""
         try:
             content = self.path.read_bytes()
         except FileNotFoundError:
@@ -186,7 +178,7 @@ class Witness:
         if len(content) == _RECORD.size:
             number, salt, found = _RECORD.unpack(content)
             if found == crc32(_RECORD.pack(number, salt, 0)):
-                return Seen(number, salt)
+                return number, salt
         raise self._inconsistent("the record of the last write is damaged")
 
     def _inconsistent(self, what: str) -> FailedPreconditionError:
@@ -200,13 +192,10 @@ class Witness:
 def _salt(wal: Path) -> int:
     """The first salt of a log; NO_SALT if there is none."""
     try:
-        file = os.open(wal, os.O_RDONLY)
+        with wal.open("rb") as file:
+            return _salt_of(file.fileno())
     except FileNotFoundError:
         return NO_SALT
-    try:
-        return _salt_of(file)
-    finally:
-        os.close(file)
 
 
 def _salt_of(file: int) -> int:
@@ -250,13 +239,8 @@ class StateGuard(Numbering):
 
     def __init__(self, database: Path) -> None:
         super().__init__(0)
-        self._witness = Witness(database)
+        self.witness = Witness(database)
         self._staged = 0
-
-    @property
-    def witness(self) -> Witness:
-        """The file beside the database."""
-        return self._witness
 
     def inspect(self, connection: sqlite3.Connection, version: int) -> None:
         """Read everything once; STATE_INCONSISTENT if anything differs from what was acknowledged."""
@@ -273,11 +257,11 @@ class StateGuard(Numbering):
                 " (SELECT coalesce(max(value), 0) FROM counter WHERE name = ?))"
             )
             self._number = connection.execute(last, (LAST_WRITE,)).fetchone()[0]
-        self._witness.check_after(self._number)
+        self.witness.check_after(self._number)
 
     def accepted(self) -> None:
         """Write the witness; until here it and the database are left untouched."""
-        self._witness.open(self._number)
+        self.witness.open(self._number)
 
     def wrote(self, number: int) -> None:
         """Keep the number until the transaction ends."""
@@ -286,7 +270,7 @@ class StateGuard(Numbering):
     def ended(self, *, committed: bool) -> None:
         """A transaction has ended; nobody has been answered yet."""
         if committed and self._staged:
-            self._witness.put(self._staged)
+            self.witness.put(self._staged)
         self._staged = 0
 
 

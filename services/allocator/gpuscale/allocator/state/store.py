@@ -141,11 +141,11 @@ class AllocatorStore:
         """Read other tables in the file. Raises like `Store.read`."""
         return await self._store.read(work)
 
-    async def change(self, work: Callable[[Connection], None], *, fence: int = 0) -> None:
+    async def change(self, work: Callable[[Connection], object], *, fence: int = 0) -> None:
         """Write other tables in the file, and record a `fence` if given. Raises like `Store.write`."""
         await self._store.write(self._numbered(work, fence), frees=True)
 
-    def _numbered(self, work: Callable[[Connection], None], fence: int) -> Callable[[Connection], None]:
+    def _numbered(self, work: Callable[[Connection], object], fence: int) -> Callable[[Connection], None]:
         def numbered(connection: Connection) -> None:
             number = self._guard.next()
             work(connection)
