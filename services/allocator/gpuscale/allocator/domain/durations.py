@@ -112,12 +112,8 @@ class Durations:
             points.sort()
             if len(self._profiles) >= MOST:
                 self._profiles.clear()
-            known = (
-                self._count,
-                [one for one, _ in points],
-                [*accumulate(weight for _, weight in points)],
-            )
-            self._profiles[kin] = known
+            logs, weights = [one for one, _ in points], [*accumulate(weight for _, weight in points)]
+            known = self._profiles[kin] = self._count, logs, weights
         return known[1], known[2]
 
 

@@ -7,7 +7,7 @@ those of GPUs only, not of their hosts.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from gpuscale.allocator.domain.model import Node
@@ -208,8 +208,11 @@ class Governor:
             found = self._sum(key, name, by_key[key], frozenset(ids), of_sum, now)
             _share(found, by_key[key].share, chosen)
             sums.append(found)
-        for found in sums:
-            _lower_first(found.gpus, chosen)
+        for found in sums:  # nothing is raised while others of the sum have yet to be lowered
+            limits = {gpu.uuid: gpu.limit for gpu in found.gpus if gpu.helped and gpu.limit is not None}
+            if any(chosen[uuid].watts < limit for uuid, limit in limits.items()):
+                for uuid, limit in limits.items():
+                    chosen[uuid] = replace(chosen[uuid], watts=min(chosen[uuid].watts, limit))
         self._above = {one: since for one, since in self._above.items() if one in of_nodes}
         high = {gpu.uuid: gpu.high or 0.0 for of_node in gpus.values() for gpu in of_node}
         caps = {uuid: cap for uuid, cap in chosen.items() if cap.watts < high[uuid]}
@@ -315,16 +318,6 @@ def _groups(claims: Sequence[PoweredGpu], share: PowerShare) -> list[list[Powere
             ranks = {uuid: float(round(math.log(speed, 1.2))) for uuid, speed in speeds.items()}
     order = sorted(set(ranks.values()), reverse=True)
     return [[gpu for gpu in claims if ranks[gpu.uuid] == rank] for rank in order]
-
-
-def _lower_first(gpus: Sequence[PoweredGpu], chosen: dict[str, PowerCap]) -> None:
-    """Do not raise caps of a sum while others of it have yet to be lowered."""
-    helped = [gpu for gpu in gpus if gpu.helped and gpu.limit is not None]
-    if any(chosen[gpu.uuid].watts < gpu.limit for gpu in helped if gpu.limit is not None):
-        for gpu in helped:
-            cap = chosen[gpu.uuid]
-            if gpu.limit is not None and cap.watts > gpu.limit:
-                chosen[gpu.uuid] = PowerCap(gpu.limit, cap.reason, cap.budget)
 
 
 def _room(sums: Sequence[PowerSum], gpus: Mapping[str, Sequence[PoweredGpu]]) -> PowerRoom:

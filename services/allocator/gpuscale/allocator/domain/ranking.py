@@ -91,7 +91,21 @@ def rank(
             if online and now <= gpu.fresh_until and not gpu.trouble and not gpu.quarantine
         ]
         idle = sum(1 for gpu in fresh if not held(gpu) and not cordoned(node, gpu) and idleness.admits(gpu))
-        yield _ranked(node, fresh, idle, idleness, cordoned=cordoned(node, None), now=now)
+        standing = _standing(node, fresh, cordoned=cordoned(node, None), now=now)
+        message = f"{idle} of {len(node.gpus)} GPUs idle" if idle else _WORDS[standing]
+        wanted = max(idleness.gpu_count, 1)
+        if 0 < idle < wanted:
+            message += f", {wanted} wanted"
+        yield RankedNode(
+            node=node,
+            idle_count=idle,
+            sufficient=idle >= wanted,
+            fallback=not idle,
+            message=message,
+            mean_utilization_percent=_mean(gpu.utilization_percent for gpu in fresh),
+            mean_memory_percent=_mean(memory_percent(gpu) for gpu in fresh),
+            standing=standing,
+        )
 
 
 def best_first(ranked: RankedNode) -> tuple[float, ...]:
@@ -127,26 +141,6 @@ def _standing(node: Node, fresh: Sequence[Gpu], *, cordoned: bool, now: float) -
         return RankStanding.CORDONED
     measured = any(gpu.utilization_percent is not None and memory_percent(gpu) is not None for gpu in fresh)
     return RankStanding.MEASURED if measured else RankStanding.UNMEASURED
-
-
-def _ranked(
-    node: Node, fresh: Sequence[Gpu], idle: int, idleness: Idleness, *, cordoned: bool, now: float
-) -> RankedNode:
-    standing = _standing(node, fresh, cordoned=cordoned, now=now)
-    wanted = max(idleness.gpu_count, 1)
-    message = f"{idle} of {len(node.gpus)} GPUs idle" if idle else _WORDS[standing]
-    if 0 < idle < wanted:
-        message += f", {wanted} wanted"
-    return RankedNode(
-        node=node,
-        idle_count=idle,
-        sufficient=idle >= wanted,
-        fallback=not idle,
-        message=message,
-        mean_utilization_percent=_mean(gpu.utilization_percent for gpu in fresh),
-        mean_memory_percent=_mean(memory_percent(gpu) for gpu in fresh),
-        standing=standing,
-    )
 
 
 def _or_worst(percent: float | None) -> float:

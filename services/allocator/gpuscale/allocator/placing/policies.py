@@ -291,7 +291,10 @@ class Demand:
         weight = CPU_PRIOR if self._prior else 0.0
         gpu = self._gpu_beside_cpu + weight
         ratio = (self._cpu + self._prior * weight) / gpu if gpu else 0.0
-        scarcity = self._cpu_scarcity()
+        # In quarters: how much of the cluster's CPU goes with all of its GPUs, from SCARCE_CPU on.
+        cpu_beside = self._prior * (self._gpu + PRICE_PRIOR)
+        over = self._cpu_of_all / cpu_beside - SCARCE_CPU if cpu_beside else 0.0
+        scarcity = round(4 * min(max(over / (1.0 - SCARCE_CPU), 0.0), 1.0)) / 4
         if (
             scarcity != known.cpu_scarcity
             or not math.isclose(ratio, known.cpu_per_gpu, rel_tol=STEP)
@@ -313,12 +316,6 @@ class Demand:
                 part = milli / (self._gpu + PRICE_PRIOR) * all_free / theirs
                 prices[build] = prices.get(build, 0.0) + part
         return prices
-
-    def _cpu_scarcity(self) -> float:
-        """In quarters: how much of the cluster's CPU goes with all of its GPUs, from SCARCE_CPU on."""
-        cpu_beside = self._prior * (self._gpu + PRICE_PRIOR)
-        over = self._cpu_of_all / cpu_beside - SCARCE_CPU if cpu_beside else 0.0
-        return round(4 * min(max(over / (1.0 - SCARCE_CPU), 0.0), 1.0)) / 4
 
 
 TIGHTNESS = 0.15

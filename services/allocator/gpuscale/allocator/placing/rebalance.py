@@ -133,18 +133,16 @@ class _Search:
 
     def _those(self, node: str) -> frozenset[str]:
         """What may move away from a node, and would find a place alone."""
-        return frozenset(
-            one.id
-            for one in self.placer.use.reservations(node)
-            if one.id in self.prices and self._has_place(one)
-        )
-
-    def _has_place(self, one: Reservation) -> bool:
-        ask = self.again(one)
-        if ask not in self._homes:
-            self.steps -= 1
-            self._homes[ask] = bool(self.placer.places(ask, self.now, 1))
-        return self._homes[ask]
+        found: list[str] = []
+        for one in self.placer.use.reservations(node):
+            if one.id in self.prices:
+                ask = self.again(one)
+                if ask not in self._homes:
+                    self.steps -= 1
+                    self._homes[ask] = bool(self.placer.places(ask, self.now, 1))
+                if self._homes[ask]:
+                    found.append(one.id)
+        return frozenset(found)
 
     def _first(self, ask: Ask, node: str, free: int) -> Iterator[frozenset[str]]:
         """The smallest sets whose move may make room on a node; all others contain one of them."""

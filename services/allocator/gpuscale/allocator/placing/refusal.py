@@ -199,12 +199,12 @@ class Survey:
     @property
     def unread(self) -> list[Node]:
         """The candidates that report, but cannot read their GPUs, and could serve with the right ones."""
+        if not self.ask.gpu_count:
+            return []
         size = len(self._columns)
         other = self._shape.node_codes[:size] == CODES[Obstacle.LABELS_DIFFER]
         blind = self._candidates & self._columns.reported[:size] & self._columns.unread[:size] & ~other
-        return (
-            [self._columns.nodes[row] for row in listed(np.flatnonzero(blind))] if self.ask.gpu_count else []
-        )
+        return [self._columns.nodes[row] for row in listed(np.flatnonzero(blind))]
 
     @property
     def unreachable(self) -> bool:
@@ -302,18 +302,14 @@ def unknown_names(known: Mapping[str, Node], nodes: Sequence[Node], ask: Ask) ->
         there = names([node.id for node in nodes]) or "no node yet"
         message = f"no such node: {names(unknown)}. The fleet knows {there}."
         return Refusal(RefusalKind.NOT_FOUND, message, {}, {"name": _listed(map(node_name, unknown))})
-    return _unknown_gpus([known[one] for one in ask.nodes] or nodes, ask) if ask.gpus else None
-
-
-def _unknown_gpus(chosen: Sequence[Node], ask: Ask) -> Refusal | None:
-    if not all(node.names_gpus for node in chosen):
+    chosen = [known[one] for one in ask.nodes] or nodes
+    if not ask.gpus or not all(node.names_gpus for node in chosen):
         return None
     if unknown := sorted(ask.gpus - {gpu.uuid.lower() for node in chosen for gpu in node.gpus}):
         where = chosen[0].id if len(chosen) == 1 else "-"  # as AIP-159 writes any of several
         message = f"no such GPU: {names(unknown)} on {names(sorted(node.id for node in chosen))}."
-        return Refusal(
-            RefusalKind.NOT_FOUND, message, {}, {"name": _listed(gpu_name(where, one) for one in unknown)}
-        )
+        found = _listed(gpu_name(where, one) for one in unknown)
+        return Refusal(RefusalKind.NOT_FOUND, message, {}, {"name": found})
     return None
 
 
