@@ -93,21 +93,17 @@ class BookingServicer(api.BookingServiceServicer):
 def to_booking(request: api.CreateBookingRequest, caller: Principal, defaults: AllocatorSettings) -> Booking:
     """The booking of a valid request, without GPUs. Raises InvalidArgumentError, and PermissionDeniedError (OTHER_TENANT)."""
     asked = request.booking
-    for kept in NOT_KEPT:
-        if kept in {one.name for one, _ in asked.ask.ListFields()} and not (
-            kept == "gpu_milli" and asked.ask.gpu_milli == WHOLE
-        ):
-            message = f"a booking reserves whole GPUs, and nothing else of their nodes: leave out {kept}"
-            raise InvalidArgumentError(message, field=f"booking.ask.{kept}")
+    for one, value in asked.ask.ListFields():
+        if one.name in NOT_KEPT and (one.name, value) != ("gpu_milli", WHOLE):
+            message = f"a booking reserves whole GPUs, and nothing else of their nodes: leave out {one.name}"
+            raise InvalidArgumentError(message, field=f"booking.ask.{one.name}")
     tenant = asked.tenant or caller.tenants[0]
     if caller.role < Role.ADMIN:
         check_tenant(caller, tenant, "booking.tenant")
     request_id, request.request_id = request.request_id, ""
-    fingerprint, start = (
-        f"{wire.fingerprint(request)} {caller.name}",
-        wire.to_datetime(asked.start_time).timestamp(),
-    )
+    fingerprint = f"{wire.fingerprint(request)} {caller.name}"
     request.request_id = request_id
+    start = wire.to_datetime(asked.start_time).timestamp()
     return Booking(
         id=request.booking_id or f"b{random_id()[1:]}",
         request_id=request_id.lower(),

@@ -9,10 +9,9 @@ from google.protobuf.json_format import MessageToDict
 
 from gpuscale.allocator.domain.architectures import from_config, known
 from gpuscale.allocator.domain.cordons import Cordon, spot_of
-from gpuscale.allocator.domain.estimate import Estimate, ModelWish, Sized, estimate, sized
+from gpuscale.allocator.domain.estimate import Estimate, ModelWish, estimate, sized
 from gpuscale.allocator.domain.ranking import IDLE_MEMORY_PERCENT, IDLE_UTILIZATION_PERCENT, Idleness
 from gpuscale.allocator.placing.constraints import Obstacle
-from gpuscale.allocator.placing.outlook import NodeOutlook
 from gpuscale.allocator.placing.rebalance import NoMoves
 from gpuscale.allocator.servicers.answers import from_gpu, from_reservation, from_score, reason_to_wire
 from gpuscale.allocator.servicers.servicer import or_else, to_ask
@@ -47,25 +46,6 @@ def _from_estimate(found: Estimate) -> api.EstimateRequirementsResponse:
         parameter_count=found.parameter_count,
         ask=api.Ask(gpu_count=found.gpu_count, min_memory_bytes=found.memory_bytes),
     )
-
-
-def _from_sized(found: Sized) -> api.EstimateRequirementsResponse:
-    answer = _from_estimate(found.estimate)
-    answer.weights_bytes, answer.kv_cache_bytes = round(found.needs.weights), round(found.needs.kv_cache)
-    answer.activation_bytes = round(found.needs.activations)
-    answer.least_memory_bytes, answer.most_memory_bytes = round(found.needs.least), round(found.needs.most)
-    for fit in found.fits:
-        split = fit.split
-        answer.fits.add(
-            model=fit.kind.model,
-            memory_total_bytes=fit.kind.memory_bytes,
-            gpu_count=split.gpu_count if split else 0,
-            tensor_parallel=split.tensor if split else 0,
-            pipeline_parallel=split.pipeline if split else 0,
-            fleet_count=fit.kind.count,
-            message=fit.text,
-        )
-    return answer
 
 
 def _from_proposal(one: RoomProposal) -> api.RebalancePlan:
@@ -146,7 +126,26 @@ class CapacityServicer(api.CapacityServiceServicer):
                 )
                 for one in found.outlook.effects
             ],
-            nodes=[_from_outlook(one) for one in found.outlook.nodes],
+            nodes=[
+                api.NodeOutlook(
+                    name=names.node_name(one.node.id),
+                    obstacle=_OBSTACLES[one.obstacle],
+                    message=one.message,
+                    fitting_count=one.fitting,
+                    gpus=[
+                        api.GpuOutlook(
+                            name=names.gpu_name(one.node.id, gpu.gpu.uuid),
+                            uuid=gpu.gpu.uuid,
+                            obstacle=_OBSTACLES[gpu.obstacle],
+                            message=gpu.message,
+                            score=None if gpu.score is None else from_score(gpu.score),
+                            reservations=map(names.reservation_name, gpu.reservations),
+                        )
+                        for gpu in one.gpus
+                    ],
+                )
+                for one in found.outlook.nodes
+            ],
             node_count=found.outlook.node_count,
             remedies=found.remedies,
         )
@@ -162,15 +161,26 @@ class CapacityServicer(api.CapacityServiceServicer):
             kv_cache_tokens=or_else(request, "kv_cache_tokens", None),
             kv_cache_bytes_per_token=or_else(request, "kv_cache_bytes_per_token", None),
         )
-        if request.context_tokens:
-            of = (
-                from_config(MessageToDict(request.config))
-                if request.HasField("config")
-                else known(request.model)
+        if not request.context_tokens:
+            return _from_estimate(estimate(wish))
+        given = request.HasField("config")
+        of = from_config(MessageToDict(request.config)) if given else known(request.model)
+        found = sized(wish, of, request.context_tokens, request.batch_size or 1, self.capacity.kinds())
+        needs, answer = found.needs, _from_estimate(found.estimate)
+        answer.weights_bytes, answer.kv_cache_bytes = round(needs.weights), round(needs.kv_cache)
+        answer.activation_bytes = round(needs.activations)
+        answer.least_memory_bytes, answer.most_memory_bytes = round(needs.least), round(needs.most)
+        for fit in found.fits:
+            answer.fits.add(
+                model=fit.kind.model,
+                memory_total_bytes=fit.kind.memory_bytes,
+                gpu_count=fit.split.gpu_count if fit.split else 0,
+                tensor_parallel=fit.split.tensor if fit.split else 0,
+                pipeline_parallel=fit.split.pipeline if fit.split else 0,
+                fleet_count=fit.kind.count,
+                message=fit.text,
             )
-            batch = request.batch_size or 1
-            return _from_sized(sized(wish, of, request.context_tokens, batch, self.capacity.kinds()))
-        return _from_estimate(estimate(wish))
+        return answer
 
     async def RankNodes(self, request: api.RankNodesRequest, context: Context) -> api.RankNodesResponse:
         idleness = Idleness(
@@ -217,26 +227,6 @@ class CapacityServicer(api.CapacityServiceServicer):
         asked.ClearField("member_count")
         found, count = self.capacity.free(to_ask(asked, self.settings), request.max_count or MOST_FREE)
         return api.RankGpusResponse(gpus=map(from_gpu, found), free_count=count)
-
-
-def _from_outlook(one: NodeOutlook) -> api.NodeOutlook:
-    return api.NodeOutlook(
-        name=names.node_name(one.node.id),
-        obstacle=_OBSTACLES[one.obstacle],
-        message=one.message,
-        fitting_count=one.fitting,
-        gpus=[
-            api.GpuOutlook(
-                name=names.gpu_name(one.node.id, gpu.gpu.uuid),
-                uuid=gpu.gpu.uuid,
-                obstacle=_OBSTACLES[gpu.obstacle],
-                message=gpu.message,
-                score=None if gpu.score is None else from_score(gpu.score),
-                reservations=map(names.reservation_name, gpu.reservations),
-            )
-            for gpu in one.gpus
-        ],
-    )
 
 
 CordonStanding = tuple[Cordon, tuple[str, ...]]

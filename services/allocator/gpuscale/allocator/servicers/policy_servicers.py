@@ -28,11 +28,7 @@ from gpuscale.allocator.usecases.notifying import Notifying, url_problem
 from gpuscale.allocator.usecases.policing import DryRuns, Policing, PolicyStanding
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
-from gpuscale.common.errors import (
-    FieldViolation,
-    InvalidArgumentError,
-    PermissionDeniedError,
-)
+from gpuscale.common.errors import FieldViolation, InvalidArgumentError, PermissionDeniedError
 from gpuscale.common.filters import listed
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import Clock
@@ -354,12 +350,7 @@ async def update_declared(of: Declarations[Any], given: _Given, request: Any) ->
             current.spec.secret = current.spec.secret or kept.secret
         return _body(current)
 
-    return await of.update(
-        _id(given.name),
-        change,
-        etag=given.etag,
-        validate_only=request.validate_only,
-    )
+    return await of.update(_id(given.name), change, etag=given.etag, validate_only=request.validate_only)
 
 
 def _body(given: _Given) -> str:

@@ -5,11 +5,7 @@ from dataclasses import dataclass
 from google.protobuf.json_format import Parse
 
 from gpuscale.allocator.domain.power import PowerBudget, PowerShare
-from gpuscale.allocator.servicers.policy_servicers import (
-    create_declared,
-    expect_own_node,
-    update_declared,
-)
+from gpuscale.allocator.servicers.policy_servicers import create_declared, expect_own_node, update_declared
 from gpuscale.allocator.servicers.servicer import or_else
 from gpuscale.allocator.state.policies import Declaration, PowerChange
 from gpuscale.allocator.usecases.declarations import created

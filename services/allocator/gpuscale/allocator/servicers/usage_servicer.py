@@ -47,24 +47,19 @@ class UsageServicer(api.UsageServiceServicer):
         if of is None:
             raise InvalidArgumentError(f"group_by {request.group_by} is not known", field="group_by")
         asked = wire.asked_period(request)
-        until = asked.until or max(
-            self.accounting.clock.wall(), asked.since or datetime.min.replace(tzinfo=UTC)
-        )
-        millis = [int(one.timestamp() * 1000) for one in (asked.since or until - SPAN, until)]
-        first = millis[0] // DAY  # in days of UTC since 1970
-        last = max(first + 1, -(-millis[1] // DAY))
+        wall = self.accounting.clock.wall()
+        until = asked.until or max(wall, asked.since or wall)
+        since, to = (int(one.timestamp() * 1000) for one in (asked.since or until - SPAN, until))
+        first = since // DAY  # in days of UTC since 1970
+        last = max(first + 1, -(-to // DAY))
         caller, meets = current_principal(), compile_filter(request.filter, api.UsageRow)
         mine = caller.role < Role.ADMIN
         # Sets of labels may be many: they are read only when needed.
         dimensions = {of, "owner"} if mine else {of}
         if request.filter:
-            dimensions |= {
-                "owner",
-                "tenant",
-                "node",
-                "model",
-                *(("labels",) if "labels" in request.filter else ()),
-            }
+            dimensions |= {"owner", "tenant", "node", "model"}
+        if "labels" in request.filter:
+            dimensions.add("labels")
         used = await self.accounting.query(first, last, dimensions)
         if mine:
             used = [one for one in used if one.owner == caller.name]

@@ -10,14 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from gpuscale.allocator.domain.jobs import JobMember
-from gpuscale.allocator.domain.model import (
-    BOOKING_LABEL,
-    MOVABLE_LABEL,
-    MOVED_FOR,
-    Ask,
-    Pick,
-    Reservation,
-)
+from gpuscale.allocator.domain.model import BOOKING_LABEL, MOVABLE_LABEL, MOVED_FOR, Ask, Pick, Reservation
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.queueing.model import Waiter
 from gpuscale.allocator.queueing.queue import Queue
