@@ -241,9 +241,8 @@ class Account:
     months: MonthlyUse | None = None
     _seen: Mapping[str, GpuUsage] = field(default_factory=dict[str, GpuUsage])
     _seen_at: int = 0
-    _ahead: dict[str, float] = field(
-        default_factory=dict[str, float]
-    )  # joules from the last reading to the look
+    _ahead: dict[str, float] = field(default_factory=dict[str, float])
+    """Joules from the last reading to the look."""
 
     def __post_init__(self) -> None:
         self._seen_at = self.until

@@ -61,17 +61,16 @@ class Webhook:
         """Whether it gets an event."""
         if self.policies and event.policy and event.policy not in self.policies:
             return False
-        return (not self.kinds or event.kind in self.kinds) and (
-            not self.holders or event.holder in self.holders
-        )
+        if self.holders and event.holder not in self.holders:
+            return False
+        return not self.kinds or event.kind in self.kinds
 
 
 def of_change(was: Reservation | None, now: Reservation, clock: float, wall: datetime) -> list[NotifiedEvent]:
     """The events of a changed reservation; `was` is its earlier value, None if it ends."""
     found: list[tuple[EventKind, str, int | None]] = []
-    who = f"{reservation_name(now.id)} of {now.holder}" + (
-        f" ({now.job.title})" if now.job and now.job.title else ""
-    )
+    name = reservation_name(now.id)
+    who = f"{name} of {now.holder}{f' ({now.job.title})' if now.job and now.job.title else ''}"
     if was is not None and was.waiting and not now.waiting and now.live:
         nodes = ", ".join(dict.fromkeys(gpu.node for gpu in now.gpus))
         found.append((EventKind.GRANTED, f"{who} waited and has {len(now.gpus)} GPUs now, on {nodes}", None))
@@ -86,7 +85,6 @@ def of_change(was: Reservation | None, now: Reservation, clock: float, wall: dat
     elif now.state in {State.EXPIRED, State.CANCELLED} and not now.waiting:
         why = now.end_reason or "its lease was not renewed"
         found.append((EventKind.REVOKED, f"{who} ended: {why}", None))
-    name = reservation_name(now.id)
     return [NotifiedEvent(kind, name, text, wall, now.holder, exit_code=code) for kind, text, code in found]
 
 

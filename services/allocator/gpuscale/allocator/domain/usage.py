@@ -94,9 +94,8 @@ def usage_of(
     order = (UseState.BUSY, UseState.UNKNOWN, UseState.IDLE)
     state = next((one for one in order if one in states), UseState.UNKNOWN)
     over = {one.over_used for one in found.values()}
-    return ReservationUsage(
-        found, state, True if True in over else None if None in over or not over else False
-    )
+    over_used = True if True in over else None if None in over or not over else False
+    return ReservationUsage(found, state, over_used)
 
 
 def gpus_of(

@@ -262,11 +262,10 @@ def judge(
         return None, ended(name, policy, track, what, wall) if track else []
     if holds is None:
         return (replace(track, counting=False) if track else None), []
-    spared = policy.exemption(subject, wall)
-    if track is None or track.spared is not (spared is not None):
-        track = Track(
-            0.0, now, counting=False, began=wall, subject=subject, what=what, spared=spared is not None
-        )
+    exemption = policy.exemption(subject, wall)
+    spared = exemption is not None
+    if track is None or track.spared is not spared:
+        track = Track(0.0, now, counting=False, began=wall, subject=subject, what=what, spared=spared)
     held = track.held
     if policy.condition is PolicyCondition.OVER_TIME:
         held = sighting.age
@@ -281,8 +280,8 @@ def judge(
     stage = policy.stages[track.done]
     outcome = StageOutcome.EXEMPT if spared else StageOutcome.SHADOW if policy.shadow else StageOutcome.DONE
     reason = f"{what} for {span(held)}" if held >= 1 else what
-    if spared:
-        reason += f"; exempt until {spared.until:%Y-%m-%d %H:%M} UTC: {spared.reason}"
+    if exemption:
+        reason += f"; exempt until {exemption.until:%Y-%m-%d %H:%M} UTC: {exemption.reason}"
     act = PolicyAct(
         name,
         subject.name,
@@ -325,10 +324,10 @@ def verdict(policy: UsePolicy, sighting: SeenSubject) -> tuple[bool | None, str]
             idle = [one.idle for one in gpus]
             found = _all(idle) if policy.all_gpus else _any(idle)
             count = idle.count(True)
-            whole = f"all {len(gpus)} GPUs" if len(gpus) > 1 else "the GPU"
-            return found, _said(
-                found, f"{whole if count == len(gpus) else f'{count} of {len(gpus)} GPUs'} idle", "in use"
-            )
+            which = f"{count} of {len(gpus)} GPUs"
+            if count == len(gpus):
+                which = f"all {count} GPUs" if count > 1 else "the GPU"
+            return found, _said(found, f"{which} idle", "in use")
         case PolicyCondition.OVER_USE:
             found = _any([one.over_use for one in gpus])
             return found, _said(found, "more memory used than held", "no more memory used than held")

@@ -174,7 +174,6 @@ def _leases(
     """When there is room at the latest if nobody renews: after the fewest leases, in the order in which they end."""
     ending = sorted(live, key=due_at)
     ids = [one.id for one in ending]
-
     if not ids or not room_after(ids):
         return
     count = 1 + bisect_left(range(1, len(ids)), x=True, key=lambda some: room_after(ids[:some]))

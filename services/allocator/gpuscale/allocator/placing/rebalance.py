@@ -93,9 +93,8 @@ class _Search:
                 plan = self._with(ask, leaving)
                 if plan:
                     return plan
-                more: Iterable[frozenset[str]] = [
-                    leaving | {one} for one in sorted(self._those(node) - leaving)
-                ]
+                others = sorted(self._those(node) - leaving)
+                more: Iterable[frozenset[str]] = (leaving | {one} for one in others)
             else:
                 more = self._first(ask, node, free[node])
             for those in more:
@@ -223,15 +222,12 @@ def rebalance(
         for number in range(ask.member_count):
             step = search.one(member)
             if isinstance(step, NoMoves):
-                return NoMoves(
-                    f"there is no room for member {number + 1} of {ask.member_count}: {step.message}"
-                )
+                which = f"member {number + 1} of {ask.member_count}"
+                return NoMoves(f"there is no room for {which}: {step.message}")
             moves += step.moves
             search.most -= len(step.moves)
-            held = [
-                stand_in(f"member {number}", member, step.pick.gpus),
-                *(move.after for move in step.moves),
-            ]
+            held = [move.after for move in step.moves]
+            held.append(stand_in(f"member {number}", member, step.pick.gpus))
             imagined.enter_context(placer.imagine([move.reservation.id for move in step.moves], held))
             if ask.gang_strategy is GangStrategy.STRICT_SPREAD:
                 member = replace(member, excluded_nodes=member.excluded_nodes.union(step.pick.nodes))

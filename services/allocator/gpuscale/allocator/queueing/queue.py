@@ -270,7 +270,8 @@ class Queue:
         self._changes = QueueChanges()
         self._number = 0
         self._due = self._pressing = False
-        self._look_again: float | None = None
+        self.look_again: float | None = None
+        """When a round is due even without changes, because a lease becomes preemptible; None: never."""
         self._hopeless: set[tuple[Ask, int]] = set()
         self._unpromised: tuple[Waiter, Ask] | None = None
 
@@ -289,11 +290,6 @@ class Queue:
         Those were looked at as they joined, and the first has its promise.
         """
         return self._due and self._pressing
-
-    @property
-    def look_again(self) -> float | None:
-        """When a round is due even without changes, because a lease becomes preemptible; None: never."""
-        return self._look_again
 
     def get(self, request_id: str) -> Waiter | None:
         """The waiter of a request; None if it does not wait."""
@@ -381,7 +377,7 @@ class Queue:
         Waiters may come, go and change between two steps; new ones are looked at in the next round.
         """
         changes, self._changes = self._changes, QueueChanges()
-        self._look_again, self._due, self._pressing = None, False, False
+        self.look_again, self._due, self._pressing = None, False, False
         self._hopeless = set()
         refused: dict[Ask, QueueObstacle] = {}
         head: Waiter | None = None
@@ -499,7 +495,7 @@ class Queue:
         if found is None:
             self._hopeless.add((ask, waiter.priority))
             ripens = preemption.ripens_at(possible, self._rules.min_runtime, now)
-            self._look_again = min(filter(None, (self._look_again, ripens)), default=None)
+            self.look_again = min(filter(None, (self.look_again, ripens)), default=None)
             return None
         victims = (lease.id for lease in found.victims)
         return promise_of(waiter, found.pick, now + self._rules.grace, victims)

@@ -139,9 +139,8 @@ class PolicyServicer(api.PolicyServiceServicer):
     async def CreateUsePolicy(
         self, request: api.CreateUsePolicyRequest, context: Context
     ) -> api.CreateUsePolicyResponse:
-        return api.CreateUsePolicyResponse(
-            use_policy=_policy(await create_declared(self.policing.policies, request.use_policy, request))
-        )
+        made = await create_declared(self.policing.policies, request.use_policy, request)
+        return api.CreateUsePolicyResponse(use_policy=_policy(made))
 
     async def GetUsePolicy(
         self, request: api.GetUsePolicyRequest, context: Context

@@ -115,9 +115,8 @@ class Calendar:
     def claims(self, one: Booking) -> list[Reservation]:
         """The live reservations of a booking."""
         own = (held for held in self._on(one) if held.labels.get(BOOKING_LABEL) == one.id)
-        return [
-            held for held in own if held.created.timestamp() >= one.created
-        ]  # an earlier booking had the same id
+        # By time too: an earlier booking may have had the same id.
+        return [held for held in own if held.created.timestamp() >= one.created]
 
     async def run(self) -> NoReturn:
         """Check all bookings, for ever, while there are any."""
@@ -176,10 +175,8 @@ class Calendar:
     async def _refit(self, one: Booking, wall: float) -> Booking:
         """Replace GPUs that cannot be used, whoever holds them; without others, add a note."""
         on_nodes = {held.id for node in one.nodes for held in self.leases.ledger.use.reservations(node)}
-        ask = _plain(one.ask)
-        same = self.world.place_after(
-            replace(ask, gpus=one.gpus, nodes=one.nodes), self.clock.now(), on_nodes
-        )
+        ask = replace(_plain(one.ask), gpus=one.gpus, nodes=one.nodes)
+        same = self.world.place_after(ask, self.clock.now(), on_nodes)
         if isinstance(same, Pick):
             return one if "cannot be used" not in one.note else await self._put(replace(one, note=""))
         try:
@@ -253,18 +250,13 @@ class Calendar:
 
     def _spots(self, wish: Booking, wall: float) -> tuple[tuple[str, str], ...]:
         """GPUs that are free at that time, preferring those that nobody has to leave. Raises like `create`."""
-        now, ask, others = (
-            self.clock.now(),
-            _plain(wish.ask),
-            self.bookings.meeting(wish.start, wish.end, but=wish.id),
-        )
+        now, ask = self.clock.now(), _plain(wish.ask)
+        others = self.bookings.meeting(wish.start, wish.end, but=wish.id)
         live = [one for one in self.leases.ledger.live.values() if one.gpus]
         left = {one.id: leaves_at(one) - now for one in live}
-        sure = [one.id for one in live if left[one.id] <= wish.start - wall]
-        lasts = self.bookings.lasts
-        soft = [
-            one.id for one in live if lasts(left[one.id], preemptible=one.preemptible) <= wish.start - wall
-        ]
+        ahead, lasts = wish.start - wall, self.bookings.lasts
+        sure = [one.id for one in live if left[one.id] <= ahead]
+        soft = [one.id for one in live if lasts(left[one.id], preemptible=one.preemptible) <= ahead]
         found: Pick | Refusal
         for freed in (sure, soft):
             found = self.world.place_after(beside(ask, others), now, freed)

@@ -135,12 +135,8 @@ class Capacity:
         """The known kinds of whole GPUs in the fleet, those with most memory last."""
         counts: dict[tuple[str, int], list[int]] = {}
         for node in self.view.nodes:
-            whole = [
-                (gpu.model, gpu.memory_total_bytes)
-                for gpu in node.gpus
-                if not (gpu.parent or gpu.mig_profile)
-            ]
-            for (model, size), count in Counter(whole).items():
+            whole = (gpu for gpu in node.gpus if not (gpu.parent or gpu.mig_profile))
+            for (model, size), count in Counter((gpu.model, gpu.memory_total_bytes) for gpu in whole).items():
                 if size and not node.forgotten:
                     counts.setdefault((model, size), []).append(count)
         kinds = [GpuKind(model, size, sum(many), max(many)) for (model, size), many in counts.items()]

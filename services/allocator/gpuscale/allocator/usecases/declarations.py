@@ -85,9 +85,8 @@ class Declarations(Generic[Spec]):
         async with self._turn:
             before = self.get(key, etag)
             body = change(before.body)
-            return await self._put(
-                replace(before, body=body, etag=etag_of(body)), validate_only=validate_only
-            )
+            after = replace(before, body=body, etag=etag_of(body))
+            return await self._put(after, validate_only=validate_only)
 
     @uninterrupted
     async def delete(self, key: str, *, etag: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from gpuscale.allocator.domain.cordons import Cordon, Cordons, Spot, cordoned
 from gpuscale.allocator.domain.ledger import Ledger
-from gpuscale.allocator.domain.model import Node, Reservation
+from gpuscale.allocator.domain.model import Node, Reservation, ReservedGpu
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.state.commits import Changes, Commits
 from gpuscale.allocator.state.cordons_and_quotas import CordonStore
@@ -41,24 +41,19 @@ class Maintenance:
     leases: Leases
     changes: Changes
     clock: Clock
-    _cordons: Cordons = field(default_factory=Cordons, init=False)
+    cordons: Cordons = field(default_factory=Cordons, init=False)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
-
-    @property
-    def cordons(self) -> Cordons:
-        """The current cordons."""
-        return self._cordons
 
     async def resume(self) -> None:
         """Load what is on disk, and continue interrupted drains."""
         of_this_boot, earlier = await self.store.load(self.clock.now())
-        self._cordons = Cordons([*of_this_boot, *earlier])
-        self.placer.set_cordons(self._cordons.marks())
+        self.cordons = Cordons([*of_this_boot, *earlier])
+        self.placer.set_cordons(self.cordons.marks())
         for cordon in earlier:  # first, as a crash in between must not leave holders with the old deadlines
             there = [one.id for one in self._told(cordon)]
             await self.leases.revoke(there, None, "")
             await self.leases.revoke(there, cordon.deadline, cordon.why)
-        draining = [cordon for cordon in self._cordons if cordon.deadline is not None]
+        draining = [cordon for cordon in self.cordons if cordon.deadline is not None]
         if draining:
             await self.store.save(draining)
         for cordon in draining:
@@ -67,8 +62,7 @@ class Maintenance:
     @uninterrupted
     async def cordon(self, spot: Spot, *, reason: str, author: str) -> Cordon:
         """Keep new work off a known node or GPU. A drain under way there goes on."""
-        asked = Cordon(spot, reason, author, self.clock.wall())
-        return await self._put(asked)
+        return await self._put(Cordon(spot, reason, author, self.clock.wall()))
 
     @uninterrupted
     async def drain(
@@ -80,8 +74,8 @@ class Maintenance:
         written, repeating the call, or a restart, tells the holders.
         """
         seconds = DEFAULT_GRACE if grace is None else grace
-        asked = Cordon(spot, reason, author, self.clock.wall(), self.clock.now() + seconds, seconds)
-        cordon = await self._put(asked)
+        deadline = self.clock.now() + seconds
+        cordon = await self._put(Cordon(spot, reason, author, self.clock.wall(), deadline, seconds))
         await self._tell(cordon)
         return cordon, self.reservations(spot)
 
@@ -94,7 +88,7 @@ class Maintenance:
         """
         self.expect_liftable(spot, caller)
         async with self._turn:
-            before = self._cordons.get(spot)
+            before = self.cordons.get(spot)
             if before is None:
                 return
             self.expect_liftable(spot, caller)  # it may drain since
@@ -102,15 +96,15 @@ class Maintenance:
             if before.deadline is not None:
                 await self.reprieve([one.id for one in self._told(before)], before)
             await self.store.remove(spot)
-            self._cordons.remove(spot)
-            self.placer.set_cordons(self._cordons.marks())
+            self.cordons.remove(spot)
+            self.placer.set_cordons(self.cordons.marks())
         self.changes.room()
         _log.info("uncordoned", spot=spot.name)
 
     def expect_known(self, spot: Spot) -> None:
         """NotFoundError unless the node or GPU was ever seen."""
         node = self._expect_node(spot)
-        if self._cordons.get(spot) is not None or not (spot.gpu and node.reported):
+        if self.cordons.get(spot) is not None or not (spot.gpu and node.reported):
             return  # a cordon may outlive its GPU, and a GPU of a node that has not reported may be there
         if not any(spot.holds(node.id, gpu.uuid, gpu.parent) for gpu in node.gpus):
             message = f"node {spot.node} has no GPU {spot.gpu}"
@@ -118,7 +112,7 @@ class Maintenance:
 
     def expect_liftable(self, spot: Spot, caller: Principal) -> None:
         """Check that the spot is cordoned, or its node known, and that the caller may end its drain (ROLE_TOO_LOW)."""
-        found = self._cordons.get(spot)
+        found = self.cordons.get(spot)
         if found is None:
             self._expect_node(spot)
         elif found.deadline is not None:  # what it takes a role to do, it takes that role to undo
@@ -134,7 +128,7 @@ class Maintenance:
 
     def get(self, spot: Spot) -> Cordon:
         """The cordon of exactly this node or GPU. Raises NotFoundError if there is none."""
-        found = self._cordons.get(spot)
+        found = self.cordons.get(spot)
         if found is None:
             raise NotFoundError(f"{spot.name} is not cordoned", metadata={"name": cordon_name(spot.name)})
         return found
@@ -143,18 +137,18 @@ class Maintenance:
         """Set a cordon in memory, at once, and on disk; undo it if the write fails."""
         async with self._turn:
             self.expect_known(asked.spot)
-            before = self._cordons.get(asked.spot)
+            before = self.cordons.get(asked.spot)
             after = cordoned(before, asked)
-            self._cordons.put(after)
-            self.placer.set_cordons(self._cordons.marks())
+            self.cordons.put(after)
+            self.placer.set_cordons(self.cordons.marks())
             try:
                 await self.store.save([after])
             except GpuscaleError:
                 if before is None:
-                    self._cordons.remove(after.spot)
+                    self.cordons.remove(after.spot)
                 else:
-                    self._cordons.put(before)
-                self.placer.set_cordons(self._cordons.marks())
+                    self.cordons.put(before)
+                self.placer.set_cordons(self.cordons.marks())
                 raise
         _log.info("cordoned", spot=after.spot.name, drains=after.deadline is not None)
         return after
@@ -172,13 +166,11 @@ class Maintenance:
         """
         node = self.view.get(spot.node)
         parents = {gpu.uuid: gpu.parent for gpu in node.gpus} if node else {}
-        return [
-            one
-            for one in reservations
-            if any(
-                spot.holds(gpu.node, gpu.uuid, gpu.parent or parents.get(gpu.uuid, "")) for gpu in one.gpus
-            )
-        ]
+
+        def there(gpu: ReservedGpu) -> bool:
+            return spot.holds(gpu.node, gpu.uuid, gpu.parent or parents.get(gpu.uuid, ""))
+
+        return [one for one in reservations if any(map(there, one.gpus))]
 
     async def reprieve(self, told: Sequence[str], lifted: Cordon | None = None) -> None:
         """Take back revocations; a drain of the same GPUs, except the `lifted` one, sets its own again."""
@@ -186,10 +178,9 @@ class Maintenance:
             return
         await self.leases.revoke(told, None, "")
         live = self.ledger.live
-        nodes = {
-            gpu.node for one in told if one in live for gpu in live[one].gpus
-        }  # those of a gang are several
-        for cordon in self._cordons:
+        # The nodes of a gang may be several.
+        nodes = {gpu.node for one in told if one in live for gpu in live[one].gpus}
+        for cordon in self.cordons:
             if cordon.deadline is not None and cordon.spot.node in nodes and cordon != lifted:
                 await self._tell(cordon)
 
@@ -200,6 +191,5 @@ class Maintenance:
     def _expect_node(self, spot: Spot) -> Node:
         node = self.view.get(spot.node)
         if node is None:
-            message = f"no such node: {spot.node}"
-            raise NotFoundError(message, metadata={"name": spot.name})
+            raise NotFoundError(f"no such node: {spot.node}", metadata={"name": spot.name})
         return node

@@ -145,7 +145,8 @@ _log = get_logger(__name__)
 class FleetFollower:
     """Keeps a view current for as long as it runs.
 
-    `seen` is called with nodes that changed, `renewed` with those whose readings only stay fresh for longer.
+    `seen` is called with nodes that changed, `renewed` with those whose readings only stay fresh for longer. `problem` is why the
+    view is not being kept current; empty while it is.
     """
 
     def __init__(
@@ -164,16 +165,11 @@ class FleetFollower:
         self._seen = seen
         self._renewed = renewed
         self._saving = Attempts(_log, "cannot save node ranks", UnavailableError)
-        self._problem = "the fleet has not answered yet"
-
-    @property
-    def problem(self) -> str:
-        """Why the view is not being kept current; empty while it is."""
-        return self._problem
+        self.problem = "the fleet has not answered yet"
 
     def no_telemetry(self) -> UnavailableError:
         """The error for an incomplete view."""
-        problem = self._problem or "no agent has reported to the fleet yet"
+        problem = self.problem or "no agent has reported to the fleet yet"
         return UnavailableError(
             f"the fleet's GPUs are not known yet: {problem}", reason="NO_TELEMETRY", retry_after=1.0
         )
@@ -187,9 +183,9 @@ class FleetFollower:
                 await self._follow(backoff)
             except GpuscaleError as error:
                 problem = error.message
-            if not self._problem:
+            if not self.problem:
                 _log.warning("lost the fleet", problem=problem)
-            self._problem = problem
+            self.problem = problem
             await asyncio.sleep(backoff.next())
 
     async def _follow(self, backoff: Backoff) -> None:
@@ -215,9 +211,9 @@ class FleetFollower:
                     if not full:
                         continue
                     self._seen(self._view.apply(first_round, full=True))
-                    if self._problem:
+                    if self.problem:
                         _log.info("following the fleet", nodes=len(self._view.nodes))
-                        self._problem = ""
+                        self.problem = ""
                 if unsaved := self._view.unsaved_ranks:
                     with self._saving:  # again with the next message; a grant would fail on the same disk
                         await self._save_ranks(unsaved)

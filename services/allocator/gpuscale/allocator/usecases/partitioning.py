@@ -138,9 +138,8 @@ class Partitioning:
             if end is None or node is None:
                 return
             if end.instances is None:
-                await self._end(
-                    order, f"{end.problem}. It stays cordoned: look at it, then uncordon it", lift=False
-                )
+                problem = f"{end.problem}. It stays cordoned: look at it, then uncordon it"
+                await self._end(order, problem, lift=False)
             elif end.instances == frozenset(gpu.uuid for gpu in node.gpus if gpu.parent == order.uuid):
                 await self._end(order, end.problem, lift=True)
 
