@@ -340,9 +340,9 @@ BESTFIT_CPU, BESTFIT_GPU = 128_000.0, 8_000.0
 class PolicyFacts:
     """What `pack` and `bestfit` look at, of one node or, in arrays, of several.
 
-    Its free CPU (0 where that is not `cpu_known`), its free GPU, what is asked of it, the price of its build, how
-    much more of a GPU goes to waste when a share is taken where that is least, what is free of the GPU whose MIG instance
-    is taken where that is least, and how many GPUs there are to a kilowatt, where that is most; 0 where none tells, or few GPUs are free.
+    `cpu` is free CPU (0 unless `cpu_known`), `gpu` free GPU, `taken` what is asked for, `price` that of the node's build. `waste`
+    is how much more of a GPU goes to waste, at least, when a share is taken; `spare` what is free, at least, of the GPU whose MIG
+    instance is taken; `per_kw` how many GPUs a kilowatt feeds, at most: 0 if unknown, or if few GPUs are free.
     """
 
     cpu: Any
@@ -478,7 +478,7 @@ def parts(ask: Ask, known: PolicyFacts, tariff: Tariff) -> tuple[tuple[str, Any,
 
 
 def spread_scores(ask: Ask, columns: Columns, rows: Ints) -> Floats:
-    """The seed's score of each GPU of the rows; nonsense where memory is not reported."""
+    """The seed's score of each GPU of the rows; meaningless where memory is not reported."""
     gpu = columns.facts(rows)
     scores: Floats = ask.weights.score(gpu.free_memory, gpu.idle)
     return scores

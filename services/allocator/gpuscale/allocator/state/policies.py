@@ -70,7 +70,7 @@ class PendingLetter(Table, table=True):
 
 
 class ToldTrouble(Table, table=True):
-    """A node that is down, or a GPU in quarantine, that targets were told of. A row with an empty name always exists."""
+    """A node that is down or a GPU in quarantine, as reported to targets. A row with an empty name always exists."""
 
     name: str = Field(primary_key=True)
 
@@ -103,9 +103,9 @@ ACTS_KEPT = 10_000
 
 @dataclass(frozen=True, slots=True)
 class PowerChange:
-    """A cap of a GPU, of that resource name, that is another: None for none; of which budget, and why.
+    """A change of a GPU's cap, None for no cap; the budget it belongs to, and why. `gpu` is a resource name.
 
-    Where MIG instances of `profiles` were ordered it is none, and the reason says how that ended.
+    With `profiles`, it records an order for these MIG instances instead of a cap, and the reason says how the order ended.
     """
 
     gpu: str
@@ -134,7 +134,7 @@ class Declaration:
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """An event for a target: sent `attempts` times in vain, last for a `problem`; a `dead` one is not sent again."""
+    """An event for a target. `attempts` failed, the last one with `problem`; a `dead` letter is not sent again."""
 
     number: int
     target: str
@@ -260,9 +260,9 @@ class PolicyStore:
         ]
 
     async def told(self) -> set[str]:
-        """The nodes and GPUs whose trouble targets were told of, and that are not known to have recovered.
+        """The nodes and GPUs whose trouble was reported to targets, and that are not known to have recovered.
 
-        A release that did not record this told of all nodes that were down: at first each counts as told.
+        Earlier releases reported every node that was down without recording it, so at first every node counts as reported.
         """
         found = {row["name"] for row in await self._all(select(_TOLD))}
         if not found:

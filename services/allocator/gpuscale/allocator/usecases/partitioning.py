@@ -1,8 +1,8 @@
-"""Idle GPUs get other MIG instances, by gpuscale-power, where the operator of the host lets it.
+"""Repartitioning idle GPUs: gpuscale-power gives them other MIG instances, if the operator of the host allows it.
 
-An order is on disk, then its GPU is cordoned, and only while nobody holds a part of it the agent is told. The cordon is lifted once
-the fleet tells of the instances that the helper says there are, whether it could make them or not: nothing is placed on one
-that is gone. Who lifts the cordon before gives the order up.
+An order is written to disk, then its GPU is cordoned, and the agent gets the order only if nobody holds a part of the GPU. The
+cordon is lifted once the fleet reports the instances that the helper reported, whether it could make the ordered ones or not:
+nothing is placed on an instance that is gone. Lifting the cordon earlier cancels the order.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +30,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PartitionEnd:
-    """How an order ended, see `PartitionEnd` of the contract; `instances` None: it may be left with something between."""
+    """How an order ended, as in the contract. With `instances` None, the GPU may have been left half done."""
 
     problem: str
     instances: frozenset[str] | None
@@ -38,7 +38,7 @@ class PartitionEnd:
 
 @dataclass(frozen=True, slots=True)
 class OrderedPartition:
-    """The profiles of all instances that a GPU is to have, and for whom."""
+    """The profiles of all instances that a GPU should have, and for whom."""
 
     id: str
     node: str
@@ -48,7 +48,7 @@ class OrderedPartition:
 
     @property
     def spot(self) -> Spot:
-        """Where it is."""
+        """The GPU."""
         return Spot(self.node, to_id(self.uuid))
 
 
@@ -57,7 +57,7 @@ _TO_ORDER = TypeAdapter(OrderedPartition)
 
 @dataclass(eq=False)
 class Partitioning:
-    """Has GPUs partitioned; `load` comes first."""
+    """Has GPUs partitioned. Call `load` first."""
 
     maintenance: Maintenance
     powering: Powering
@@ -68,12 +68,12 @@ class Partitioning:
     )
 
     async def load(self) -> None:
-        """Take in what the disk holds."""
+        """Load what is on disk."""
         for one in await self.powering.store.declared(_KIND):
             self._orders[one.id] = _TO_ORDER.validate_json(one.body)
 
     def take(self, node: str, ends: Mapping[str, PartitionEnd] | None) -> Sequence[OrderedPartition]:
-        """Learn how orders ended on a node, None where its helper may not partition; those that are to be carried out."""
+        """Record how orders on a node ended (None if its helper may not partition); returns the orders to carry out."""
         self._told[node] = self.maintenance.clock.now(), ends
         return [self._orders[one] for one in self._handed if self._orders[one].node == node]
 
@@ -83,14 +83,14 @@ class Partitioning:
         return ", ".join(one.spot.name for one in self._orders.values())
 
     def allows(self, node: str) -> bool:
-        """Whether a node's helper may partition GPUs, or does: it is silent meanwhile."""
+        """Whether a node's helper may partition GPUs, or is doing so: it does not report meanwhile."""
         if any(one.node == node for one in self._orders.values()):
             return True
         heard, ends = self._told.get(node, (-HEARD, None))
         return ends is not None and self.maintenance.clock.now() - heard < HEARD
 
     async def begin(self, partitions: Iterable[Partition], wanted_by: str) -> None:
-        """Order that idle GPUs get other instances.
+        """Order other instances for idle GPUs.
 
         Raises:
             FailedPreconditionError: NO_PARTITION_HELPER; MOVES_UNDER_WAY: others are being partitioned.
@@ -116,7 +116,7 @@ class Partitioning:
             self._orders[order.id] = order
 
     async def look(self) -> None:
-        """Hand out orders, and end those that have ended; to be called again and again."""
+        """Hand out orders, and close those that have ended. Call it again and again."""
         for order in [*self._orders.values()]:
             try:
                 await self._look(order)

@@ -394,7 +394,7 @@ def _outsider(gpu: Gpu, pid: int | None) -> GpuSighting:
 
 
 def _told_apart(before: Track, after: Track) -> bool:
-    """Whether the track on disk leads to another time than the current one."""
+    """Whether the track on disk would lead to another time than the current one."""
     same = (before.counting, before.done, before.spared, before.subject.reservations) == (
         after.counting,
         after.done,

@@ -26,7 +26,11 @@ class Standing:
 
 @dataclass(eq=False)
 class Quotas:
-    """Quotas of tenants, by tenant; `held`: thousandths of GPUs of each, `waiting`: how many of its requests wait, `past`: see `FairShare`, `month`: of one tenant."""
+    """Quotas by tenant.
+
+    Of each tenant, `held` has the thousandths of GPUs it holds, `waiting` the number of waiting requests, `past` its past use (see
+    `FairShare`), and `month` its standing.
+    """
 
     store: QuotaStore
     quotas: dict[str, Quota]

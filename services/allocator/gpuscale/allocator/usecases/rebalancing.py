@@ -2,9 +2,10 @@
 
 The search runs in a thread on a copy of the state: for 10,000 nodes it takes up to a second.
 
-What is movable is told that it has to leave so late that its holder can get another place first, and leaves by itself once
-that works; for a job that place is kept here. If it has not after `LIMIT`, or who waited is served or gone, the notice is taken back. So it is when the allocator
-starts: no notice outlives who gave it, and nothing ends because of one.
+The notice of a movable reservation is so long that its holder can get another place first; the reservation leaves once that
+place works. For a job, the place is kept here. The notice is taken back if the reservation has not left after `LIMIT`, or if the
+request that waited is served or gone, and when the allocator starts: no notice outlives the process that gave it, and nothing
+ends because of one.
 """
 
 import asyncio
@@ -66,7 +67,7 @@ _log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RoomProposal:
-    """A proposal for an ask, or for a waiting request: moves, or `partitions` of GPUs that an operator has to make."""
+    """A proposal for an ask, or for a waiting request: moves, or `partitions` that an operator has to make."""
 
     ask: Ask
     found: MovePlan | NoMoves
@@ -134,9 +135,9 @@ class Rebalancing:
             return [await self._propose(one, prices, stay=stay) for one in waiters], _notes(left_out)
 
     async def refusal(self, ask: Ask, found: Refusal) -> Refusal:
-        """The refusal of an ask, which may wait where GPUs can be partitioned for it on hosts that allow that.
+        """The refusal of an ask: not for ever if GPUs can be partitioned for it on hosts that allow it.
 
-        Not only now: idle ones may be held, or partitioned for somebody else at this moment.
+        They need not be idle now: they may be held, or be partitioned for somebody else at the moment.
         """
         if found.kind is not RefusalKind.UNSATISFIABLE or not ask.mig_profile:
             return found
@@ -156,8 +157,8 @@ class Rebalancing:
     ) -> tuple[RoomProposal | None, list[str]]:
         """Start at most `most` moves for the first waiting request that they help; None if nobody is helped.
 
-        Where only other MIG instances help, have them made. By `itself` that is not done, and nothing is begun while anything is
-        unknown.
+        If only other MIG instances help, order them. Automatic (`itself`) moves do not, and do not start while a node is
+        silent.
 
         Raises:
             FailedPreconditionError: MOVES_UNDER_WAY, NO_PARTITION_HELPER.
@@ -281,7 +282,7 @@ class Rebalancing:
         most: int = MOST_MOVES,
         stay: Staying | None = None,
     ) -> RoomProposal:
-        """The moves for an ask; what stays is only looked at to say what is in the way."""
+        """The moves for an ask; `stay` is only used to say what is in the way."""
         kept, now = self._kept(waiter), self.capacity.clock.now()
         asked, placer = beside(ask, kept), self.capacity.placer.copy()
         nodes, live = list(self.capacity.view.nodes), self.capacity.ledger.live

@@ -1,8 +1,8 @@
-"""Use case of jobs that are started again: they give their GPUs back, and get others under the same name and lease token.
+"""Restarting jobs: they give their GPUs back, and get others under the same name and lease token.
 
-The job waits again, as one that never had GPUs, and is granted others in the same turn of the event loop in which the old ones
-are free on disk: those that were kept for it, or its own where the move came to nothing. Else it stands in the queue. Killed
-in between it waits, holds nothing, and whoever is to start it asks on.
+The job waits like one that never had GPUs. In the turn of the event loop in which its old GPUs are free on disk, it is granted
+others: those kept for it, or its old ones if the move came to nothing. Otherwise it joins the queue. If the allocator is killed
+in between, the job waits and holds nothing, and whoever starts it keeps asking.
 """
 
 from collections.abc import Collection
@@ -30,19 +30,19 @@ _log = get_logger(__name__)
 
 
 def restarts(one: Reservation) -> bool:
-    """Whether a reservation is one of a job that is started again by itself."""
+    """Whether a reservation belongs to a job that restarts automatically."""
     return one.job is not None and one.member_count == 1 and MOVABLE_LABEL in one.labels
 
 
 def only(ask: Ask, pick: Pick) -> Ask:
-    """The ask, of nothing but what was picked."""
+    """The ask, limited to what was picked."""
     gpus = frozenset(gpu.uuid.lower() for gpu in pick.gpus)
     return replace(ask, gpus=gpus, nodes=frozenset(gpu.node for gpu in pick.gpus))
 
 
 @dataclass(eq=False)
 class Restarting:
-    """Begins jobs anew, and keeps the places of those that move."""
+    """Restarts jobs, and keeps the places of those that move."""
 
     leases: Leases
     waiting: Waiting
@@ -58,21 +58,21 @@ class Restarting:
         self.queue.promise(waiter, pick, until, [one.id])
 
     def next_node(self, reservation_id: str) -> str:
-        """The id of the node on which a place is kept for a job; empty where there is none."""
+        """The id of the node on which a place is kept for a job; empty if there is none."""
         kept = self._kept.get(reservation_id)
         return kept[1].gpus[0].node if kept else ""
 
     def give_up(self, moving: Collection[str]) -> None:
-        """Keep no place but for those that move."""
+        """Give up the places of all jobs but those that are moving."""
         for one in [one for one in self._kept if one not in moving]:
             self.queue.remove(self._kept.pop(one)[0])
 
     async def restart(
         self, lease: LeaseClaim, ended: JobMember, attempt: int, caller: Principal
     ) -> Reservation:
-        """Have a job of which this attempt has ended wait for its next one; where it is not to have one it is renewed.
+        """Have a job whose attempt has ended wait for the next one; renew it if it does not restart.
 
-        A call that is repeated changes nothing. Raises as `Leases.renew`.
+        Repeating a call changes nothing. Raises like `Leases.renew`.
         """
         ledger, clock = self.leases.ledger, self.leases.clock
         before = await self.leases.owned(lease, caller)
@@ -97,7 +97,7 @@ class Restarting:
         kept: tuple[Waiter, Pick] | None,
         error: GpuscaleError | None,
     ) -> None:
-        """It is on disk that a job waits again, unless there was an error."""
+        """Continue once the disk says that a job waits again, or the write failed."""
         if error is not None:
             if kept is not None:
                 self._kept[before.id] = kept
@@ -113,11 +113,11 @@ class Restarting:
         else:
             self.waiting.grant(order, pick)
         nodes = {gpu.node for gpu in before.gpus}
-        _log.info("a job begins anew", reservation=before.id, left=sorted(nodes), waits=pick is None)
+        _log.info("a job restarts", reservation=before.id, left=sorted(nodes), waits=pick is None)
         self.changes.room(nodes)
 
     def _place(self, before: Reservation, ask: Ask, kept: Pick | None) -> Pick | None:
-        """Where a job goes on: at the place that was kept for it, else where it was, if that is not taken from it; else None."""
+        """Where a job continues: at the place kept for it, or where it was unless it had to leave; else None."""
         if kept is not None:
             found = self.placer.place(only(ask, kept), self.leases.clock.now(), again=True)
             if isinstance(found, Pick):
