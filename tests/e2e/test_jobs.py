@@ -233,8 +233,6 @@ def test_a_start_that_comes_after_its_end_runs_nothing(
         orders = Orders(
             node=node,
             command=("touch", str(tmp_path / "ran")),
-            environment={},
-            directory="",
             address=site.up.address,
             authority="",
             detached=True,

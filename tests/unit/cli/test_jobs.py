@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import AllocatorServiceStub
     from gpuscale.cli.commands.processes import Offspring
 
-NO_TEXTS = dict.fromkeys(("lease_token", "node", "directory", "address", "authority"), "")
+NO_TEXTS = dict.fromkeys(("node", "address", "authority"), "")
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_the_newest_of_an_output_is_kept_in_two_parts(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(detaching, "MOST_BYTES", 100)
-    orders = Orders(reservation="reservations/r1", fence=1, command=("true",), environment={}, **NO_TEXTS)
+    orders = Orders(reservation="reservations/r1", fence=1, command=("true",), **NO_TEXTS)
     monkeypatch.setattr(os, "umask", lambda mask: mask)
     kept = tmp_path / "gpuscale" / "jobs" / "r1-0"
     kept.mkdir(parents=True)
@@ -85,9 +85,7 @@ class Starting:
 
 def test_an_allocator_that_starts_hears_how_a_command_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holding, "RETRY", 0.0)
-    orders = Orders(
-        reservation="reservations/r1", fence=1, command=("true",), environment={}, reports=True, **NO_TEXTS
-    )
+    orders = Orders(reservation="reservations/r1", fence=1, command=("true",), reports=True, **NO_TEXTS)
     allocator = Starting(unanswered=3)
     holder = holding.LeaseHolder(orders, cast("list[AllocatorServiceStub]", [allocator]))
     holder.started(7)
@@ -120,7 +118,7 @@ def test_a_detached_job_gets_a_scope_of_systemd_where_its_user_may_have_one(
         return made[-1]
 
     monkeypatch.setattr(subprocess, "Popen", begin)
-    told = Orders(reservation="reservations/r1", fence=1, command=("train",), environment={}, **NO_TEXTS)
+    told = Orders(reservation="reservations/r1", fence=1, command=("train",), **NO_TEXTS)
     assert detaching.detach(told) == 0
     with made[-1]:  # which goes on, where it is one
         pass
@@ -158,7 +156,7 @@ def test_a_starter_whose_service_stays_away_says_so_ever_more_rarely_and_ends_wi
     now = [1000.0]
 
     class Holder:
-        orders = Orders(command=(), environment={}, **NO_TEXTS)
+        orders = Orders(**NO_TEXTS)
 
         def renew(self, _timeout: float) -> api.Reservation:
             raise UnavailableError("connection refused")
@@ -186,9 +184,7 @@ class Noticing:
     next_node = ""
 
     def __init__(self, reasons: list[str], *, detached: bool = False) -> None:
-        self.orders = Orders(
-            command=(), environment={}, on_move=signal.SIGUSR1, detached=detached, **NO_TEXTS
-        )
+        self.orders = Orders(on_move=signal.SIGUSR1, detached=detached, **NO_TEXTS)
         self.asked_at = time.monotonic()
         self._reasons = iter(reasons)
 
@@ -279,7 +275,7 @@ def test_a_start_is_told_once_and_of_a_job_that_was_moved_meanwhile_its_killed_s
         def ReleaseReservation(self, *_: object, **__: object) -> api.ReleaseReservationResponse:
             raise AssertionError("it is another attempt's")
 
-    orders = Orders(command=("true",), environment={}, reports=True, on_move=signal.SIGUSR1, **NO_TEXTS)
+    orders = Orders(command=("true",), reports=True, on_move=signal.SIGUSR1, **NO_TEXTS)
     holder = holding.LeaseHolder(orders, cast("list[AllocatorServiceStub]", [Moving()]))
     holder.killed(137)
     assert ([one.HasField("member") for one in told], holder.moved is not None) == ([False], True)

@@ -68,9 +68,9 @@ class Orders:
     fence: int = 0
     lease_token: str = field(default="", repr=False)
     node: str
-    command: Sequence[str]
-    environment: Mapping[str, str]
-    directory: str
+    command: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    directory: str = ""
     address: str
     authority: str
     local: bool = False

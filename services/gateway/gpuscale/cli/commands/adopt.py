@@ -48,9 +48,6 @@ def adopt(session: Session, pids: tuple[int, ...], title: str, ttl: float | None
         granted = client.allocator.Reserve(request)
         orders = Orders(
             node=node,
-            command=(),
-            environment={},
-            directory="",
             address=client.address,
             authority=client.authority(),
             detached=True,

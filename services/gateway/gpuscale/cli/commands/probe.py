@@ -163,8 +163,6 @@ def tested(client: "Client", gpu: "Gpu", user: str, here: str | None) -> Probed:
     request.job.command = "gpuscalectl probe"
     orders = Orders(
         node="",
-        command=(),
-        environment={},
         directory="/",
         address=client.address,
         authority=client.authority(),
