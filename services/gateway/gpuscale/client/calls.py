@@ -108,8 +108,8 @@ class _Unary(StubMethod):
             return getattr(self._method, way)(request, timeout=timeout, **kwargs)
 
 
-class _Stream:
-    """A stream of responses that raises GpuscaleError; behaves like the call otherwise."""
+class _Wrapped:
+    """A call that raises GpuscaleError where a subclass says so; behaves like the call otherwise."""
 
     def __init__(self, call: Any, failing: _Failing) -> None:
         self._call = call
@@ -117,6 +117,10 @@ class _Stream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._call, name)
+
+
+class _Stream(_Wrapped):
+    """A stream of responses, which raises when it is read."""
 
     def __iter__(self) -> Self:
         return self
@@ -144,15 +148,8 @@ class AsyncCalls(WrappedChannel):
         super().__init__([channel], method)
 
 
-class _Call:
-    """An async call that raises GpuscaleError when awaited, read or written to; behaves like the call otherwise."""
-
-    def __init__(self, call: Any, failing: _Failing) -> None:
-        self._call = call
-        self._failing = failing
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._call, name)
+class _Call(_Wrapped):
+    """An async call, which raises when it is awaited, read or written to."""
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._response().__await__()
