@@ -10,15 +10,14 @@ from google.protobuf.message import Message
 from gpuscale.api.monitor.v1 import ListNodesRequest
 from gpuscale.api.types.v1 import Gpu
 from gpuscale.cli.console import lookup
-from gpuscale.cli.console.cells import Column, View, duration, gpu_model, holder, number, short
+from gpuscale.cli.console.cells import Column, View, gpu_model
 from gpuscale.cli.console.command import NOBODY, Session, command
 from gpuscale.cli.console.output import ABSENT, to_dict
 from gpuscale.cli.console.terminal import TERMINAL, note, write_lines
 from gpuscale.cli.grammar.parameters import option
+from gpuscale.cli.views import monitor
 from gpuscale.cli.views.allocator import RESERVATIONS
 from gpuscale.cli.views.autoscaler import ENDPOINTS
-from gpuscale.cli.views.monitor import HEALTH
-from gpuscale.cli.views.monitor import nodes as nodes_view
 from gpuscale.client import Client
 from gpuscale.client.states import Marks, gpu_state, marks, node_state, problem
 from gpuscale.common.errors import GpuscaleError, UnavailableError
@@ -86,8 +85,8 @@ def show_status(session: Session) -> None:
         + (_count(events, "health event") if events else "nothing is wrong"),
     ]
     tables = (
-        (events, output.table(events, HEALTH)),
-        (nodes, output.table(nodes, nodes_view(marked, problems=any(map(problem, nodes))))),
+        (events, output.table(events, monitor.HEALTH)),
+        (nodes, output.table(nodes, monitor.nodes(marked, problems=any(map(problem, nodes))))),
         (gpus, output.table(gpus, _gpus(holders, marked))),
         (reservations, output.table(reservations, RESERVATIONS)),
         (endpoints, output.table(endpoints, ENDPOINTS)),
@@ -126,22 +125,17 @@ def gauge(reading: Message, field: str, whole: float) -> str:
 
 def _gpus(holders: Mapping[str, str], marked: Marks) -> View[Gpu]:
     """GPUs with bars."""
+    as_listed = {one.heading: one for one in monitor.gpus(holders, marked).columns}
     return View(
         "gpus",
         (
-            Column("NODE", lambda gpu: short(gpu.name).partition("/")[0]),
-            Column("GPU", lambda gpu: str(gpu.index)),
-            Column("STATE", lambda gpu: gpu_state(gpu, marked)),
+            *(as_listed[heading] for heading in ("NODE", "GPU", "STATE")),
             Column("UTILIZATION", lambda gpu: gauge(gpu.reading, "utilization_percent", 100)),
             Column(
                 "MEMORY", lambda gpu: gauge(gpu.reading, "memory_used_bytes", gpu.reading.memory_total_bytes)
             ),
-            Column("HOLDER", lambda gpu: holder(holders.get(gpu.name, ""))),
+            as_listed["HOLDER"],
             Column("MODEL", gpu_model, spare=True),
-            Column(
-                "TEMP", lambda gpu: number(gpu.reading, "temperature_celsius", "{:.0f}C".format), spare=True
-            ),
-            Column("POWER", lambda gpu: number(gpu.reading, "power_watts", "{:.0f}W".format), spare=True),
-            Column("AGE", lambda gpu: duration(gpu.reading, "age"), spare=True),
+            *(as_listed[heading] for heading in ("TEMP", "POWER", "AGE")),
         ),
     )
