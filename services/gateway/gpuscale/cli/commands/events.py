@@ -15,17 +15,12 @@ from gpuscale.cli.commands.get import OF_GPU
 from gpuscale.cli.console import cells, lookup
 from gpuscale.cli.console.command import NOBODY, Session, command
 from gpuscale.cli.console.lookup import Streams
-from gpuscale.cli.console.output import ABSENT, Chosen, Watched
+from gpuscale.cli.console.output import ABSENT, Chosen
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import AROUND, When, option, repeated, takes
 from gpuscale.common import wire
-from gpuscale.common.errors import (
-    InvalidArgumentError,
-    PermissionDeniedError,
-    UnavailableError,
-    UnimplementedError,
-)
+from gpuscale.common.errors import PermissionDeniedError, UnavailableError, UnimplementedError
 from gpuscale.common.names import node_of
 
 if TYPE_CHECKING:
@@ -65,12 +60,9 @@ def events(session: Session, when: When, kind: tuple[str, ...], about: str, gpu:
 
     By default of the last hour; --at shows 5 minutes before and after that time. With --gpu there are no decisions.
     """
-    output, watched = session.output, Watched(EVERY) if watch else None
+    output = session.output
+    watched = output.watch(EVERY) if watch else None
     if watched:
-        if output.format is Format.JSON:
-            raise InvalidArgumentError(
-                "--watch writes one object after the other: use -o jsonl instead of -o json"
-            )
         output = replace(output, chosen=Chosen(watched=watched))
     time = when.range(timedelta(hours=1), AROUND)
     kinds = [one for one in kind or _READERS if not gpu or one != "decision"]

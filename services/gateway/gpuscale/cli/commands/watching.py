@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 import click
 
 from gpuscale.cli.console.command import Command, Group, Session, anywhere, session_of, typed_anywhere
-from gpuscale.cli.console.output import Chosen, Watched
+from gpuscale.cli.console.output import Chosen
 from gpuscale.cli.console.terminal import note
-from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import DURATION, Parsed
 from gpuscale.cli.grammar.selecting import parse_selector
 from gpuscale.common.errors import InvalidArgumentError, UnavailableError
@@ -80,11 +79,7 @@ class GetCommand(Command):
             InvalidArgumentError: the format cannot be streamed, or names are combined with a selector.
         """
         typed = typed_anywhere(context)
-        watched = Watched(typed.get("every", EVERY)) if typed.get("watch") else None
-        if watched and session.output.format is Format.JSON:
-            raise InvalidArgumentError(
-                "--watch writes one object after the other: use -o jsonl instead of -o json"
-            )
+        watched = session.output.watch(typed.get("every", EVERY)) if typed.get("watch") else None
         choices = {key: typed[key] for key in ("conditions", "filter", "order_by") if typed.get(key)}
         if choices and context.params.get("name"):
             raise InvalidArgumentError("either name resources, or select and order them")

@@ -172,6 +172,18 @@ class Output:
         """Whether output is a table, with notes, for a person."""
         return self.format in {Format.TABLE, Format.WIDE}
 
+    def watch(self, every: float) -> Watched:
+        """What has been written of a list that is about to be watched.
+
+        Raises:
+            InvalidArgumentError: the format cannot be streamed.
+        """
+        if self.format is Format.JSON:
+            raise InvalidArgumentError(
+                "--watch writes one object after the other: use -o jsonl instead of -o json"
+            )
+        return Watched(every)
+
     def write_list(self, items: "Sequence[M]", view: "View[M]") -> None:
         """Write a list: a table, `{"nodes": [...]}`, or one name a line."""
         kept, gone = self.chosen.pick(items, view)
