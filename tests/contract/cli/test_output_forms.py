@@ -388,7 +388,7 @@ def test_no_command_mixes_its_streams(
 ) -> None:
     """With nobody there, or too little said: standard output is empty or JSON, and each line of standard error is JSON."""
     monkeypatch.chdir(tmp_path)  # some write files
-    monkeypatch.setattr(hosts, "directories", lambda: (tmp_path, tmp_path / "state"))
+    monkeypatch.setattr(hosts, "directories", lambda _: (tmp_path, tmp_path / "state"))
     named = GIVEN.get(path, ("x",))
     for given in ((), named):
         with silent_port() as port:

@@ -79,8 +79,10 @@ FILES = (("FILE", "file"),)
 Table = Mapping[str, str | bool]
 
 
-def directories() -> tuple[Path, Path]:
-    """The directories of settings and state; as root, those of the units."""
+def directories(given: Path | None) -> tuple[Path, Path]:
+    """The directories of settings and state: of --dir, or by default those of the units for root."""
+    if given is not None:
+        return given, given / "state"
     if os.geteuid() == 0:
         return Path("/etc/gpuscale"), Path("/var/lib/gpuscale")
     home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "gpuscale"
@@ -190,9 +192,7 @@ def init(
     With systemd, it starts the units. Once the services answer, it prints the command for the next host.
     """
     hosts = tuple(dict.fromkeys(host or (socket.getfqdn(), socket.gethostname())))
-    folder, state = (
-        directories() if directory is None else (directory.absolute(), directory.absolute() / "state")
-    )
+    folder, state = directories(directory and directory.absolute())
     names = [f"gpuscale-{name}" for name in (*PORTS, "gateway")]
     database = Database(database_file, postgresql)
     if standby and not database:
@@ -434,9 +434,7 @@ def join(
     needs no further token.
     """
     node = node or to_id(socket.gethostname())
-    settings, state = (
-        directories() if directory is None else (directory.absolute(), directory.absolute() / "state")
-    )
+    settings, state = directories(directory and directory.absolute())
     if role != "gpu-host":
         from gpuscale.cli.commands.standby import ServicesHost
 
@@ -641,7 +639,7 @@ def leave(session: Session, directory: Path | None) -> None:
 
     To remove the host for good: `gpuscalectl forget node NAME` and `gpuscalectl certs revoke NAME`.
     """
-    settings, state = directories() if directory is None else (directory, directory / "state")
+    settings, state = directories(directory)
     of_gpus = (state / "host" / "host.pem").exists()
     programs = PROGRAMS if of_gpus else PROGRAMS_OF_SERVICES
     own = [state / "host" / name for name in (("ca.crt", "host.pem") if of_gpus else renewal.SERVICES_FILES)]
