@@ -347,10 +347,11 @@ class WebServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop; requests that take too long are cut short, which uvicorn logs as errors."""
-        logging.getLogger("uvicorn.error").addFilter(_is_news)
+
+        def is_news(record: logging.LogRecord) -> bool:
+            kind = (record.exc_info or (None,))[0]
+            late = "graceful shutdown exceeded" in record.getMessage()
+            return kind is not asyncio.CancelledError and not late
+
+        logging.getLogger("uvicorn.error").addFilter(is_news)
         await super().shutdown(sockets)
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    kind = (record.exc_info or (None,))[0]
-    return kind is not asyncio.CancelledError and "graceful shutdown exceeded" not in record.getMessage()
