@@ -127,7 +127,7 @@ def test_words_of_other_programs_lead_to_commands_that_exist(
         ("reserve --gpus two", "'two' is not a valid number."),
         ("reserve --gpus 2 --min-memory 20", "20 would be bytes; write 20GiB"),
         ("top nodes", "unexpected extra argument (nodes); try: gpuscalectl get nodes"),
-        ("scale --replicas=3 endpoint/chat", "'--replicas'; options of a command stand behind its name"),
+        ("scale --replicas=3 endpoint/chat", "'--replicas'; options of a command come after its name"),
         ("top 4", "unexpected extra argument (4)"),
     ],
 )

@@ -61,7 +61,7 @@ DEFERRED = (
 
 
 class _Deferred(ModuleType):
-    """A module of which nothing has been used yet."""
+    """A module that has not been used yet."""
 
     def __getattr__(self, name: str) -> object:
         __import__(_first_use(self.__name__))

@@ -266,7 +266,7 @@ class Job:
             for member in self._on_nodes(found, _FOLDER + _STOP % found.name.partition("/")[2]):
                 ran = subprocess.run(member.words, check=False, stdin=subprocess.DEVNULL)
                 if ran.returncode:
-                    raise _not_there(found, member, ran.returncode, "to be stopped")
+                    raise _not_there(found, member, ran.returncode, "stop")
             found = self.until_ended(STOP_SECONDS)
         return found
 
@@ -299,16 +299,15 @@ class Job:
                     for line in one.last_lines
                 ]
                 os.write(descriptor, "".join(f"{line}\n" for line in known).encode())
-                what = "to be read but for its last lines" if known else "to be read"
-                raise _not_there(found, member, code, what)
+                raise _not_there(found, member, code, "read more of" if known else "read")
         if follow and self.begun_anew(found.job.attempt) is not None:
             self.write(descriptor, follow=True, last=last, lines=lines, tell=tell, on_start=on_start)
 
     def begun_anew(self, attempt: int) -> allocator_api.Reservation | None:
-        """How it stands once it has GPUs for another attempt after this one; None where there is none.
+        """Its state once it has GPUs for another attempt after this one; None if there is none.
 
         Raises:
-            FailedPreconditionError: it was stopped as it waited for them (JOB_STOPPED).
+            FailedPreconditionError: it was stopped while it waited for them (JOB_STOPPED).
         """
         found = self.look()
         if found.job.attempt <= attempt:
@@ -381,12 +380,12 @@ def _not_there(
 ) -> FailedPreconditionError | UnavailableError:
     if code == NO_FOLDER:
         return FailedPreconditionError(
-            f"{member.node} has no folder of {found.name} {what}: only jobs that the same user started with `run -d`"
-            f" have one",
+            f"cannot {what} {found.name}: {member.node} has no folder of it; only jobs that the same user started with"
+            " `run -d` have one",
             reason="NO_OUTPUT",
         )
     return UnavailableError(
-        f"{found.name} is not there {what}: on {member.node}, {shlex.join(member.words[:-1])} ended with {code}",
+        f"cannot {what} {found.name} on {member.node}: {shlex.join(member.words[:-1])} ended with {code}",
         reason="NO_SUPERVISOR",
     )
 

@@ -114,7 +114,7 @@ def confine(ask: allocator_api.Ask, node: str) -> None:
 
 
 def only_here(error: GpuscaleError, node: str | None, remedy: str) -> GpuscaleError:
-    """The error of a refused ask, without the frames below its raise; says so if only this host was asked and another might have room."""
+    """The error of a refused ask, with a fresh traceback; says so if only this host was asked and another might have room."""
     if node and error.reason in _NO_ROOM:
         error.message = f"{error.message.removesuffix('.')}; only this host, {node}, was asked: {remedy}"
         error.args = (error.message,)

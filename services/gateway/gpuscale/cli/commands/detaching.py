@@ -231,7 +231,7 @@ def keep_until_started(holder: "LeaseHolder", ttl: float, members: int, started:
 
 
 def _granted(holder: "LeaseHolder", placed: "Reservation") -> "Reservation | None":
-    """What is granted in the end; None if the wait is over or was ended. While nothing answers it says so, ever more rarely."""
+    """The reservation once it is granted; None if the wait is over. Reports that nothing answers, ever more rarely."""
     from gpuscale.cli.grammar.parameters import format_duration
 
     known, silent_since, told_at = placed, 0.0, 0.0

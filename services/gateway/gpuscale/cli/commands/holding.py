@@ -28,8 +28,8 @@ class LeaseHolder:
     """Renews and releases the reservation of some orders by the lease token, in the first of several ways that answers.
 
     Attributes:
-        next_node: id of the node on which GPUs are kept for its job, as the last renewal told; empty where none are.
-        moved: the reservation of a job that is to be started again, as it waits for other GPUs; None where it is not.
+        next_node: id of the node that keeps GPUs for its job, by the last renewal; empty if none does.
+        moved: the reservation of a job that waits for other GPUs, to start again; None if it does not.
     """
 
     def __init__(self, orders: Orders, ways: "Sequence[AllocatorServiceStub]") -> None:
@@ -44,7 +44,7 @@ class LeaseHolder:
         self._shown = ((LEASE_KEY, orders.lease_token),)
 
     def renew(self, timeout: float, ended_attempt: int = 0) -> "Reservation":
-        """Renew the lease; `timeout` limits all ways together. Of an `ended_attempt` another is to follow.
+        """Renew the lease; `timeout` limits all ways together. Another attempt is to follow an `ended_attempt`.
 
         Raises:
             GpuscaleError: it cannot be renewed; one of `UNANSWERED` if there was no answer.
@@ -106,7 +106,7 @@ class LeaseHolder:
         self.ended(code_of(error), f"it did not start: {error.message}")
 
     def look(self) -> None:
-        """Look whether another attempt is to follow the one of the orders."""
+        """Find out whether another attempt is to follow this one."""
         with suppress(GpuscaleError):  # it has ended
             known = self.renew_patiently(channel.RPC_TIMEOUT)
             self.moved = known if known.job.attempt > self.orders.attempt else None

@@ -149,7 +149,7 @@ def _stopped(client: "Client", name: str) -> "list[api.Recording]":
 
 @contextmanager
 def recording_attempts(session: Session, client: "Client", held_by: str) -> "Generator[Recorded]":
-    """What records the GPUs of an attempt of a job; all recordings are printed at the end, with the statistics of its reservation."""
+    """Yields what records the GPUs of one attempt of a job. The end prints all recordings, with the statistics of the reservation."""
     found: list[api.Recording] = []
 
     @contextmanager

@@ -209,7 +209,7 @@ def _start(
 
 
 def _moved(client: "Client", ran: Orders) -> "Reservation | None":
-    """The reservation of a job that has ended, once it has other GPUs; None where it is not started again."""
+    """The reservation of a job that has ended, once it has other GPUs; None if it is not to start again."""
     if not ran.on_move or not ran.reports:
         return None
     from gpuscale.client.jobs import Job

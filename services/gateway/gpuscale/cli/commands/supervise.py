@@ -67,9 +67,9 @@ LONGEST_PAUSE = 10.0
 MEMBERS_PAUSE = 1.0
 """The same if a failed member stops the others."""
 LONGEST_MOVE = 600.0
-"""Seconds in which a command without a grace has to end that was told to move: then moves are given up."""
+"""Seconds that a command without a grace has to end once it was told to move; then the move is given up."""
 PREPARE_AGAIN = 20.0
-"""Seconds after which is looked again whether a job could start on the node to which it is to move."""
+"""Seconds between tries to start a supervisor on the node that a job is to move to."""
 STOP_GRACE = 10.0
 """Seconds between SIGTERM and SIGKILL; a fifth of the lease if less."""
 SETTLE = 1.0
@@ -135,9 +135,9 @@ def _supervise(*, job: bool) -> int:
 
 
 def _after(holder: LeaseHolder, code: int) -> None:
-    """Tell of a supervisor that was killed, and start a job again that left its GPUs, unless its caller does.
+    """Report a killed supervisor, and start a job that left its GPUs again, unless its caller does.
 
-    Who guarded the supervisor does so: what that started itself would have ended with it.
+    The guard does this, since a process that the supervisor starts ends with it.
     """
     if code == OF_SIGNAL + signal.SIGKILL:
         holder.killed(code)
@@ -372,7 +372,7 @@ def _check(
 class Keeper:
     """Keeps the lease of a reservation while its block runs. `lost` says why it is lost; empty while held.
 
-    `stopped` says why the command was told to end, and is empty where it was not; `leaves`, whether it ends to be started again.
+    `stopped` says why the command was told to end, if it was; `leaves`, whether it is to start again elsewhere.
 
     Args:
         holder: renews the lease.
@@ -445,7 +445,7 @@ class Keeper:
 
     @property
     def leaves(self) -> bool:
-        """Whether a command that ends now was told to move: a notice that is withdrawn meanwhile finds it saving its work."""
+        """Whether a command that ends now was told to move, even if that was withdrawn while it saved its work."""
         return not self._stays_ended and (bool(self._moved) or time.monotonic() < self._leaves_by)
 
     def told_to_stop(self, _number: int, _frame: FrameType | None) -> None:
@@ -546,9 +546,9 @@ class Keeper:
             self._signal(why)
 
     def _prepare(self, why: str, node: str) -> None:
-        """Signal once a supervisor comes up on the node to which the job is to move: what cannot start there must not end here.
+        """Send the signal once a supervisor runs on the node that the job is to move to: it must not end here if it cannot start there.
 
-        Where it is not to move there any more it is drained or preempted, and ends anyhow.
+        If it is no longer to move there, it is drained or preempted, and ends anyway.
         """
         from gpuscale.client.over_ssh import EarlyStart
 

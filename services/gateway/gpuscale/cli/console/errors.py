@@ -145,7 +145,7 @@ def _meant(error: click.ClickException, context: click.Context, message: str) ->
     known = {one for parameter in context.command.get_params(context) for one in parameter.opts}
     if isinstance(error, click.NoSuchOption):
         if isinstance(context.command, click.Group):
-            return "options of a command stand behind its name"
+            return "options of a command come after its name"
         other = _OPTIONS_OF_OTHER_TOOLS.get(error.option_name)
         return f"try: {other}" if other in known else ""
     extra = _EXTRA.fullmatch(message)

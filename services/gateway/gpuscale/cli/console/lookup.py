@@ -373,7 +373,7 @@ def processes(
         for name in (one.name, short(one.name), str(one.process.pid)):
             named[name].append(one)
     if missing := [name for name in typed if canonical(name) not in named]:
-        raise NotFoundError(f"no process {missing[0]} is on a GPU that is asked for")
+        raise NotFoundError(f"no process {missing[0]} runs on these GPUs")
     return [one for name in typed for one in named[canonical(name)]]
 
 
