@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import grpc
+import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -614,3 +615,16 @@ def canned_gateway() -> Iterator[tuple[str, World]]:
             yield f"127.0.0.1:{port}", world
         finally:
             server.stop(None).wait()
+
+
+def script(monkeypatch: pytest.MonkeyPatch, module: Any, *steps: Any) -> None:
+    """Let each pause of a command be one of these steps; Ctrl-C after the last."""
+    left = iter(steps)
+
+    def pause(seconds: float) -> None:
+        step = next(left, None)
+        if step is None:
+            raise KeyboardInterrupt
+        step()
+
+    monkeypatch.setattr(module, "pause", pause)

@@ -8,6 +8,8 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -297,8 +299,7 @@ def test_what_is_chosen_is_chosen_by_the_service(ctl: Any, world: canned.World) 
 
 
 def _reservation(name: str, fence: int, zone: str) -> Any:
-    copy = canned.allocator_api.Reservation()
-    copy.CopyFrom(canned.RESERVATION)
+    copy = deepcopy(canned.RESERVATION)
     copy.name, copy.fence, copy.holder = f"reservations/{name}", fence, name
     copy.labels["zone"] = zone
     return copy
@@ -306,20 +307,11 @@ def _reservation(name: str, fence: int, zone: str) -> Any:
 
 def watch(world: canned.World, monkeypatch: pytest.MonkeyPatch, *steps: Any) -> None:
     """Let a watch make these steps between its readings, and then end by Ctrl-C."""
-    left = iter(steps)
-
-    def pause(seconds: float) -> None:
-        step = next(left, None)
-        if step is None:
-            raise KeyboardInterrupt
-        step(world)
-
-    monkeypatch.setattr(streams, "pause", pause)
+    canned.script(monkeypatch, streams, *(partial(step, world) for step in steps))
 
 
 def scaled(world: canned.World) -> None:
-    copy = canned.autoscaler_api.Endpoint()
-    copy.CopyFrom(world.things["endpoints/jobs"])
+    copy = deepcopy(world.things["endpoints/jobs"])
     copy.status.ready_replicas += 1
     world.things[copy.name] = copy
 
@@ -338,8 +330,7 @@ def test_a_watch_writes_each_change_once(
     """An age that goes on is no change; what is gone is said."""
 
     def older(world: canned.World) -> None:
-        copy = canned.autoscaler_api.QueueWatcher()
-        copy.CopyFrom(world.things["watchers/jobs"])
+        copy = deepcopy(world.things["watchers/jobs"])
         copy.status.age.seconds += 100
         world.things[copy.name] = copy
 
@@ -444,8 +435,7 @@ def test_verbose_says_where_and_why(ctl: Any, world: canned.World) -> None:
 
 
 def test_ascii_is_ascii(ctl: Any, world: canned.World) -> None:
-    node = canned.monitor_api.Node()
-    node.CopyFrom(canned.NODE)
+    node = deepcopy(canned.NODE)
     node.snapshot.gpus[0].model = "Größe…"
     world.things[node.name] = node
     assert "Größe…" in ctl("get", "gpus").out

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from gpuscale.cli.commands import wait
 from gpuscale.cli.console import lookup as streams
 from gpuscale.cli.console.terminal import Progress
+from gpuscale.client import jobs
 from gpuscale.common import errors
 from tests.contract.cli import canned_gateway as canned
 
@@ -18,8 +21,7 @@ EVER = "100000d"
 
 def endpoint(world: canned.World, **status: Any) -> None:
     """Let the endpoint stand so."""
-    copy = canned.autoscaler_api.Endpoint()
-    copy.CopyFrom(world.things["endpoints/jobs"])
+    copy = deepcopy(world.things["endpoints/jobs"])
     for field, value in status.items():
         setattr(copy.status, field, value)
     world.things[copy.name] = copy
@@ -27,35 +29,40 @@ def endpoint(world: canned.World, **status: Any) -> None:
 
 def decided(world: canned.World) -> None:
     """Let there be one more decision."""
-    copy = canned.autoscaler_api.Decision()
-    copy.CopyFrom(canned.DECISION)
+    copy = deepcopy(canned.DECISION)
     copy.name = "endpoints/jobs/decisions/d2"
     world.things[copy.name] = copy
-
-
-def script(monkeypatch: pytest.MonkeyPatch, module: Any, *steps: Any) -> None:
-    """Let each pause of a command be one of these steps; Ctrl-C after the last."""
-    left = iter(steps)
-
-    def pause(seconds: float) -> None:
-        step = next(left, None)
-        if step is None:
-            raise KeyboardInterrupt
-        step()
-
-    monkeypatch.setattr(module, "pause", pause)
 
 
 def test_an_endpoint_is_waited_for_until_it_is_ready(
     ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script(monkeypatch, wait, lambda: None, lambda: endpoint(world, ready_replicas=3))
+    canned.script(monkeypatch, wait, lambda: None, lambda: endpoint(world, ready_replicas=3))
     ran = ctl("wait", "ep", "jobs")
     assert (ran.code, ran.out) == (0, "endpoints/jobs ready\n")
     lines = ran.err.splitlines()
     assert len(lines) == 1, "what has not changed is not said again"
     assert lines[0].startswith("waiting ")
     assert "jobs for ready: 2 of 3 replicas ready: wants 3, 2 fit on the GPUs there are" in lines[0]
+
+
+def test_the_timeout_is_of_all_jobs_together(ctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them used to have it anew."""
+    now, ends = [0.0], {"reservations/first": 2.0, "reservations/second": 4.0}
+
+    def look(job: jobs.Job) -> canned.allocator_api.Reservation:
+        found = canned.allocator_api.Reservation(name=job.name)
+        if now[0] >= ends[job.name]:
+            found.end_time.GetCurrentTime()
+        return found
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
+    for module in (jobs, wait):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(jobs.Job, "look", look)
+    monkeypatch.setattr(wait, "find", lambda client, name: jobs.Job(client, f"reservations/{name}"))
+    ran = ctl("wait", "jobs", "first", "second", "--timeout", "3s")
+    assert (ran.code, now) == (6, [3.5]), ran.err
 
 
 @pytest.mark.parametrize(
@@ -72,7 +79,9 @@ def test_an_endpoint_is_waited_for_until_it_is_ready(
 def test_any_field_can_be_waited_for(
     ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch, typed: str, then: dict[str, int] | None
 ) -> None:
-    script(monkeypatch, wait, lambda: endpoint(world, **then) if then else world.things.pop("endpoints/jobs"))
+    canned.script(
+        monkeypatch, wait, lambda: endpoint(world, **then) if then else world.things.pop("endpoints/jobs")
+    )
     ran = ctl("wait", *typed.split(), "-o", "json")
     assert ran.code == 0, ran.err
     found = json.loads(ran.out)
@@ -192,8 +201,7 @@ def attempt(node: str, at: int, **known: Any) -> Any:
 def test_a_job_that_moves_is_granted_asked_to_save_ended_and_granted_again(
     ctl: Any, world: canned.World
 ) -> None:
-    one = canned.allocator_api.Reservation()
-    one.CopyFrom(canned.RESERVATION)
+    one = deepcopy(canned.RESERVATION)
     one.create_time.FromSeconds(1_600_000_000)
     one.job.attempt = 2
     one.job.earlier.append(attempt("host-0", 5, end_reason="moved for b"))
@@ -244,7 +252,7 @@ def test_of_what_lasted_only_what_happened_then_is_told(
 def test_watched_events_are_written_once(
     ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script(monkeypatch, streams, lambda: None, lambda: decided(world))
+    canned.script(monkeypatch, streams, lambda: None, lambda: decided(world))
     ran = ctl("events", "--watch", "--since", EVER, "--kind", "decision")
     assert ran.out.split()[0] == "TIME"
     assert [line.split()[4] for line in ran.out.splitlines()[1:]] == ["jobs/d1", "jobs/d2"]
@@ -264,7 +272,7 @@ def test_watched_events_outlive_a_restart(
         del world.refuse["ListDecisions"]
         decided(world)
 
-    script(monkeypatch, streams, away, lambda: None, back)
+    canned.script(monkeypatch, streams, away, lambda: None, back)
     ran = ctl("events", "--watch", "--since", EVER, "--kind", "decision")
     assert ran.code == 130
     assert ran.err.count("decision events are unknown: failed to connect") == 1
@@ -281,7 +289,7 @@ def test_what_is_waited_for_may_be_away_for_a_while(
         del world.refuse["GetEndpoint"]
         endpoint(world, ready_replicas=3)
 
-    script(monkeypatch, wait, away, back)
+    canned.script(monkeypatch, wait, away, back)
     ran = ctl("wait", "ep", "jobs")
     assert (ran.code, ran.out) == (0, "endpoints/jobs ready\n")
     assert "the autoscaler is stopping" in ran.err

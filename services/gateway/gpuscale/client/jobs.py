@@ -330,13 +330,15 @@ class Job:
             time.sleep(PERIOD)
         return found
 
-    def until_ended(self, timeout: float | None, tell: Tell = id) -> allocator_api.Reservation:
-        """Wait for its end; returns the reservation.
+    def until_ended(
+        self, timeout: float | None, tell: Tell = id, began: float | None = None
+    ) -> allocator_api.Reservation:
+        """Wait for its end; returns the reservation. The timeout counts from `began` (of `time.monotonic`), by default now.
 
         Raises:
             DeadlineExceededError: it did not end in time (NOT_READY).
         """
-        began = time.monotonic()
+        began = time.monotonic() if began is None else began
         while not (found := self.look()).HasField("end_time"):
             expect_time(found, timeout, began)
             tell(f"{found.name} {'waits' if found.job.state == found.job.STATE_WAITING else 'runs'}")

@@ -1,5 +1,6 @@
 """`gpuscalectl wait`: waits until resources meet a condition, and shows why they do not yet."""
 
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -94,8 +95,9 @@ def wait(session: Session, kind: str, name: tuple[str, ...], until: str, timeout
     if kind == "jobs":
         from gpuscale.client.jobs import exit_code_of
 
+        began = time.monotonic()
         with session.connect() as client, telling() as (tell, _):
-            ended = [find(client, one).until_ended(timeout, tell) for one in name]
+            ended = [find(client, one).until_ended(timeout, tell, began) for one in name]
         write_lines(
             [f"{one.name} {one.job.State.Name(one.job.state).removeprefix('STATE_')}" for one in ended]
         )
