@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from unittest.mock import patch
 
 from textual.pilot import Pilot
 from textual.widgets import Input, RichLog, Static, TabbedContent
@@ -83,7 +84,7 @@ async def test_rows_are_filtered_and_sorted_column_by_column() -> None:
             await first_column(top, ["node-0/0", "node-1/0", "node-2/0"])
 
 
-async def test_a_paused_screen_stays_as_it_is() -> None:
+async def test_a_paused_screen_stays_as_it_is_and_says_what_has_ended() -> None:
     with FakeServer(gpus=1) as server, connect(server.address) as client:
         async with screen(server) as (top, pilot):
             await shows(top, "gpus", 1)
@@ -95,7 +96,14 @@ async def test_a_paused_screen_stays_as_it_is() -> None:
             assert gpus(top)[0][HELD] == ""
             await pilot.press("p")
             await eventually(lambda: gpus(top)[0][HELD] == "somebody", timeout=30)
+            await pilot.press("2")
+            await shows(top, "reservations", 1)
+            await pilot.press("p")
             await asyncio.to_thread(held.release)
+            await eventually(lambda: not top._facts.reservations, timeout=30)
+            with patch.object(top, "notify") as told:
+                await pilot.press("e")
+            told.assert_called_once_with("it has ended", severity="warning")
 
 
 async def test_ascii_is_ascii() -> None:

@@ -339,8 +339,13 @@ class Top(App[None]):
 
     def action_ask(self, what: Literal["why", "logs"]) -> None:
         """Run a command about the row under the cursor and show its output."""
-        if (selected := self._selected()) is not None:
-            self._answer((answers.why if what == "why" else answers.logs)(self._active, *selected))
+        if (selected := self._selected()) is None:
+            return
+        if words := (answers.why if what == "why" else answers.logs)(self._active, *selected):
+            self.push_screen(Answer(self._program, words))
+        else:
+            told = "it has ended" if what == "why" else "only endpoints, replicas and jobs have logs"
+            self.notify(told, severity="warning")
 
     def on_grid_row_chosen(self) -> None:
         """Explain the chosen row."""
@@ -353,13 +358,12 @@ class Top(App[None]):
             return
         words, where = answers.end(held), rows.places((node_of(gpu), gpu.index) for gpu in held.gpus)
         about = f"{short_holder(held.holder)} holds {where or 'nothing yet'}."
-        self.push_screen(Confirm(words, about), lambda yes: self._answer(words) if yes else None)
 
-    def _answer(self, words: answers.Words) -> None:
-        if words:
-            self.push_screen(Answer(self._program, words))
-        else:
-            self.notify("only endpoints, replicas and jobs have logs", severity="warning")
+        def end(confirmed: bool | None) -> None:
+            if confirmed:
+                self.push_screen(Answer(self._program, words))
+
+        self.push_screen(Confirm(words, about), end)
 
     def action_filter(self) -> None:
         """Open the filter."""
