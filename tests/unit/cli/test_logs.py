@@ -1,9 +1,9 @@
 """`gpuscalectl logs`: a terminal is not steered by what a replica wrote, and nothing short of its end ends --follow."""
 
 import io
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -56,21 +56,13 @@ def part(content: bytes, offset: int, *, ended: bool = False) -> api.ReadReplica
 
 def followed(answers: list[Any], monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, list[int], list[float]]:
     """What is shown, from which offsets it was asked for, and how long it was waited."""
-    asked, slept = list[int](), list[float]()
-
-    def read(request: api.ReadReplicaLogRequest) -> api.ReadReplicaLogResponse:
-        asked.append(request.offset if request.HasField("offset") else -1)
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        assert isinstance(answer, api.ReadReplicaLogResponse)
-        return answer
-
-    sleep: Callable[[float], None] = slept.append
-    monkeypatch.setattr("time.sleep", sleep)
+    slept, read = list[float](), Mock(side_effect=answers)
+    monkeypatch.setattr("time.sleep", slept.append)
     client: Any = SimpleNamespace(endpoints=SimpleNamespace(ReadReplicaLog=read))
     parts = logs._parts([logs._Tail(client, NAME, 100)], follow=True)
-    return b"".join(part for _, part in parts), asked, slept
+    shown = b"".join(part for _, part in parts)
+    requests = [one.args[0] for one in read.call_args_list]
+    return shown, [one.offset if one.HasField("offset") else -1 for one in requests], slept
 
 
 def test_following_goes_on_where_it_was_when_all_that_leads_there_was_away(
@@ -101,18 +93,11 @@ def test_following_says_what_was_cut_off_and_ends_with_what_cannot_change(
 def test_one_of_several_that_is_gone_ends_no_other(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    answers: dict[str, list[Any]] = {
-        "a": [part(b"a1", 0), NotFoundError("a is gone")],
-        "b": [part(b"b1", 0), part(b"b2", 2), part(b"", 4, ended=True)],
+    answers = {
+        "a": Mock(side_effect=[part(b"a1", 0), NotFoundError("a is gone")]),
+        "b": Mock(side_effect=[part(b"b1", 0), part(b"b2", 2), part(b"", 4, ended=True)]),
     }
-
-    def read(request: api.ReadReplicaLogRequest) -> api.ReadReplicaLogResponse:
-        answer = answers[request.name].pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        assert isinstance(answer, api.ReadReplicaLogResponse)
-        return answer
-
+    read = Mock(side_effect=lambda request: answers[request.name]())
     client: Any = SimpleNamespace(endpoints=SimpleNamespace(ReadReplicaLog=read))
     tails = [logs._Tail(client, name, 100) for name in "ab"]
     shown = [(tail.name, part) for tail, part in logs._parts(tails, follow=True) if part]
