@@ -60,7 +60,17 @@ def plan(
     everyone = [replica for replica in replicas if replica.aimed_at]
     aimed_at = [replica for replica in everyone if not replica.leaving]
     leaving = victims((one for one in everyone if one.leaving), spec, busy)
-    found = _towards(wanted, aimed_at, silent, spec, busy)
+    pending = [replica for replica in aimed_at if replica.state is ReplicaState.PENDING]
+    if (excess := len(aimed_at) - wanted) <= 0:
+        found = Plan(start=min(-excess, max(0, MAX_PENDING - len(pending))))
+    else:
+        # At 0, too few cannot be left: silent ones are told to stop when they are heard of.
+        passed_over = silent if wanted else ()
+        known = [replica for replica in aimed_at if replica.adapter and replica.adapter not in passed_over]
+        cancelled = _newest_first(pending)[:excess]
+        spare = min(excess - len(cancelled), max(0, len(known) - wanted))
+        stopping = (*cancelled, *victims(known, spec, busy)[:spare])
+        found = Plan(stop=stopping, held=excess - len(stopping))
     if not leaving:
         return found
     stopped = {one.id for one in found.stop}
@@ -71,27 +81,6 @@ def plan(
     in_order = sorted(leaving, key=lambda one: one.adapter not in silent)
     late = (one for one in in_order[replaced:] if one.revocation and one.revocation.leave_at <= now)
     return replace(found, stop=(*found.stop, *in_order[:replaced], *late))
-
-
-def _towards(
-    wanted: int,
-    aimed_at: Sequence[Replica],
-    silent: Collection[str],
-    spec: EndpointSpec,
-    busy: Mapping[str, float],
-) -> Plan:
-    """The plan for those that may stay."""
-    pending = [replica for replica in aimed_at if replica.state is ReplicaState.PENDING]
-    excess = len(aimed_at) - wanted
-    if excess <= 0:
-        return Plan(start=min(-excess, max(0, MAX_PENDING - len(pending))))
-    # At 0, too few cannot be left: silent ones are told to stop when they are heard of.
-    passed_over = silent if wanted else ()
-    known = [replica for replica in aimed_at if replica.adapter and replica.adapter not in passed_over]
-    cancelled = _newest_first(pending)[:excess]
-    spare = min(excess - len(cancelled), max(0, len(known) - wanted))
-    stopped = victims(known, spec, busy)[:spare]
-    return Plan(stop=(*cancelled, *stopped), held=excess - len(cancelled) - spare)
 
 
 def secured(replicas: Iterable[Replica]) -> int:

@@ -16,11 +16,10 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from dataclasses import Field as DataclassField
-from enum import Enum
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
@@ -202,8 +201,19 @@ def _scalars(field: FieldDescriptor, default: object, container: Any, scalar: Sc
 
 
 def _scalar(field: FieldDescriptor, kind: Any) -> Scalar:
-    if field.enum_type is not None:
-        return _of_enum(field.enum_type, kind)
+    if (described := field.enum_type) is not None:
+        # Values are named like the members, behind the name of the enum.
+        prefix = described.values_by_number[0].name.removesuffix("UNSPECIFIED")
+        members = {value.name.removeprefix(prefix): value.number for value in described.values}
+        numbers = {one: members[one.name] for one in kind if one.name in members}
+        known = {number: one for one, number in numbers.items()}
+
+        def read(value: int, path: str) -> Any:
+            if value not in known:
+                raise InvalidArgumentError(f"{path} must be set", field=path)
+            return known[value]
+
+        return read, numbers.__getitem__
     resource = rules_of(field).resource
     if not resource:
         return (lambda value, _: value), (lambda value: value)
@@ -212,21 +222,6 @@ def _scalar(field: FieldDescriptor, kind: Any) -> Scalar:
         lambda name, path: names.parse(resource, name, path)[variable] if name else "",
         lambda id_: collection + id_ if id_ else "",
     )
-
-
-def _of_enum(described: EnumDescriptor, kind: type[Enum]) -> Scalar:
-    """Enum values are named like the members, behind the name of the enum."""
-    prefix = described.values_by_number[0].name.removesuffix("UNSPECIFIED")
-    members = {value.name.removeprefix(prefix): value.number for value in described.values}
-    numbers = {one: members[one.name] for one in kind if one.name in members}
-    known = {number: one for one, number in numbers.items()}
-
-    def read(value: int, path: str) -> Any:
-        if value not in known:
-            raise InvalidArgumentError(f"{path} must be set", field=path)
-        return known[value]
-
-    return read, numbers.__getitem__
 
 
 M = TypeVar("M", bound=Message)
