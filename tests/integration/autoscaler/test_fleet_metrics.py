@@ -98,7 +98,7 @@ async def test_derived_readings_of_gpus_and_hosts() -> None:
         assert metrics.hosts(HostSignal("load_per_core"), OLDEST).values == (1.5,)
         memory = metrics.hosts(HostSignal("memory_used_percent"), OLDEST)
         assert (memory.values, memory.silent_count) == ((75.0,), 0), "what cannot tell is left out"
-        assert metrics.hosts(HostSignal("cpu_percent"), OLDEST).problem == "none of 2 tells cpu_percent"
+        assert metrics.hosts(HostSignal("cpu_percent"), OLDEST).problem == "none of 2 reports cpu_percent"
 
 
 async def test_what_does_not_answer_is_silent_and_what_cannot_tell_is_left_out() -> None:
@@ -131,7 +131,7 @@ async def test_what_does_not_answer_is_silent_and_what_cannot_tell_is_left_out()
         unknown = metrics.gpus(GpuSignal("utilization_percent", frozenset({"a", "z"})), (), OLDEST)
         assert (unknown.values, unknown.silent_count) == ((10.0,), 1)
         nothing = metrics.gpus(GpuSignal("utilization_percent", frozenset({"b"})), (), OLDEST)
-        assert (nothing.values, nothing.problem) == ((), "none of 1 tells utilization_percent")
+        assert (nothing.values, nothing.problem) == ((), "none of 1 reports utilization_percent")
 
 
 async def test_readings_count_for_three_periods_and_their_age_is_that_of_the_oldest() -> None:
