@@ -27,15 +27,7 @@ ROLES = ("viewer", "agent", "operator", "admin")
 GATEWAY = "gateway"
 SOON = timedelta(days=14)
 """A certificate that expires within this time is listed as expiring soon."""
-_FILES = (("NAME", "name"), ("CERTIFICATE", "certificate"), ("KEY", "key"))
-_LISTED = (
-    ("NAME", "name"),
-    ("STATE", "state"),
-    ("EXPIRES", "expires"),
-    ("SERIAL", "serial"),
-    ("CALLS AS", "identity"),
-    ("HOSTS", "hosts"),
-)
+_COLUMNS = ("name", "state", "expires", "serial", "identity", "hosts")
 DAYS_OF_SERVICES = 397
 DAYS = option(
     "--days",
@@ -153,7 +145,7 @@ def list_certificates(session: Session, directory: Path, revoked_file: Path | No
                         "hosts": list(subject.hosts),
                     }
                 )
-    session.output.write_records("certificates", records, _LISTED, spare=("identity", "serial"))
+    session.output.write_records("certificates", records, _COLUMNS, spare=("identity", "serial"))
 
 
 @command("certs renew --dir pki")
@@ -251,7 +243,7 @@ def revoke(session: Session, name: str, revoked_file: Path, serial: str | None) 
         table = document.setdefault("names" if serial is None else "serials", tomlkit.table())
         table[key] = now
         secrets.write_private(revoked_file, tomlkit.dumps(document).encode(), public=True)
-    session.output.write_records("revoked", [{"name": name}], _LISTED[:1])
+    session.output.write_records("revoked", [{"name": name}])
 
 
 def _deny_list(file: Path | None) -> issued.DenyList:
@@ -263,7 +255,7 @@ def _show(session: Session, directory: Path, *shown_names: str) -> None:
         {"name": name, "certificate": str(directory / f"{name}.crt"), "key": str(directory / f"{name}.key")}
         for name in shown_names
     ]
-    session.output.write_records("certificates", records, _FILES)
+    session.output.write_records("certificates", records, ("name", "certificate", "key"))
 
 
 @contextmanager

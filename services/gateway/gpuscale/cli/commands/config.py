@@ -16,13 +16,7 @@ from gpuscale.common.secrets import write_private
 if TYPE_CHECKING:
     from gpuscale.client.connection import Context
 
-_COLUMNS = (
-    ("CURRENT", "current"),
-    ("NAME", "name"),
-    ("ADDRESS", "address"),
-    ("CA-FILE", "ca_file"),
-    ("TOKEN-FILE", "token_file"),
-)
+_COLUMNS = ("current", "name", "address", "ca_file", "token_file")
 CONTEXT = click.argument("name", metavar="CONTEXT", shell_complete=context_names)
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 EVERY = 2.0
 """Seconds between polls of --watch."""
-_COLUMNS = (("TIME", "time"), ("KIND", "kind"), ("NAME", "name"), ("WHAT", "what"))
+_COLUMNS = ("time", "kind", "name", "what")
 
 
 class EventLine(NamedTuple):

@@ -73,8 +73,6 @@ PLACE = option(
 )
 OWNERS = frozenset({"work_socket", "agent_address"})
 """Settings that an owner may have changed, or that files of earlier versions lack."""
-FILES = (("FILE", "file"),)
-"""The columns of what was written."""
 
 Table = Mapping[str, str | bool]
 
@@ -231,7 +229,7 @@ def init(
         )
         note(f"for the next host: gpuscalectl --address {address} {who} join-token create", TYPED)
         written = [file, *sorted((folder / "pki").iterdir()), folder / "tokens.toml", folder / "admin.token"]
-        session.output.write_records("files", [{"file": str(one)} for one in written], FILES)
+        session.output.write_records("files", [{"file": str(one)} for one in written])
         return
     known = trusting(session, local, folder / "pki" / "ca.crt")
     admin = replace(known, token_file=folder / "admin.token", without_token=False)
@@ -470,8 +468,7 @@ def join(
         files["settings"].parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         write_private(files["settings"], text.encode(), public=True)
     if not run and not under_systemd:
-        records = [{"file": str(file)} for file in files.values()]
-        session.output.write_records("files", records, FILES)
+        session.output.write_records("files", [{"file": str(file)} for file in files.values()])
         note(
             f"{node} has joined; to start it, repeat the command with --run, or: systemctl enable --now {' '.join(PROGRAMS)}",
             TYPED,
@@ -659,4 +656,4 @@ def leave(session: Session, directory: Path | None) -> None:
     except OSError as error:
         message = f"cannot remove {error.filename}: {error.strerror}"
         raise FailedPreconditionError(message, reason="HOST_FILES") from error
-    session.output.write_records("removed", [{"file": str(file)} for file in (*kept, *units)], FILES)
+    session.output.write_records("removed", [{"file": str(file)} for file in (*kept, *units)])

@@ -49,8 +49,6 @@ from gpuscale.common.security.auth import is_safe
 if TYPE_CHECKING:
     from gpuscale.common.security.signed_tokens import Provider
 
-_CODES = (("NAME", "name"), ("CODE", "code"), ("EXPIRES", "expires"))
-
 
 @command("login-code create alice bob --role operator")
 @names()
@@ -89,7 +87,7 @@ def create(
             records.append(
                 {"name": one, "code": made.code, "expires": _moment(made.expire_time.seconds), "type": line}
             )
-    session.output.write_records("codes", records, _CODES)
+    session.output.write_records("codes", records, ("name", "code", "expires"))
     note(f"each types, and is asked for the code: {records[0]['type']}", TYPED)
 
 

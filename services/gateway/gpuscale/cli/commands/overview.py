@@ -1,6 +1,5 @@
 """`gpuscalectl get all`, `version` and `api-resources`: several kinds at once, versions, and the list of kinds."""
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from gpuscale.cli.commands.watching import GetCommand, GetGroup
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.command import NOBODY, CommandEntry, Session, command, entries_above
 from gpuscale.cli.console.errors import ExitCode, exit_code, leave, report
-from gpuscale.cli.console.output import Output
+from gpuscale.cli.console.output import Output, heading_of
 from gpuscale.cli.console.terminal import note, write_lines
 from gpuscale.cli.grammar.jsonpath import Format, is_mapping
 from gpuscale.cli.grammar.nouns import NOUNS, with_noun
@@ -45,8 +44,8 @@ class _Together(Output):
             return
         kept, _ = self.chosen.pick(items, view)
         if kept:
-            title = re.sub("(?=[A-Z])", " ", view.key).upper()
-            write_lines([*([""] if self.parts else []), f"{title}: {len(kept)}", *self.table(kept, view)])
+            title = f"{heading_of(view.key)}: {len(kept)}"
+            write_lines([*([""] if self.parts else []), title, *self.table(kept, view)])
             self.parts[view.key] = None
 
     def note_none(self, items: Sequence[object], text: str = "none") -> None:
@@ -137,8 +136,7 @@ def version(session: Session, client: bool) -> None:
         for name, program, found in rows
         if found or program != "gateway"  # which `up` has none of
     ]
-    columns = (("NAME", "name"), ("PROGRAM", "program"), ("VERSION", "version"))
-    session.output.write_records("versions", records, columns)
+    session.output.write_records("versions", records)
     leave(report(failed) if failed else ExitCode.OK)
 
 
@@ -159,5 +157,5 @@ def api_resources(session: Session) -> None:
         }
         for noun in NOUNS
     ]
-    columns = (("NAME", "name"), ("SHORT", "short"), ("VERBS", "verbs"), ("MESSAGE", "message"))
+    columns = ("name", "short", "verbs", "message")
     session.output.write_records("resources", records, columns, spare=["message"])

@@ -9,7 +9,6 @@ from pathlib import Path
 from gpuscale.api.monitor import v1 as api
 from gpuscale.cli.commands.database import Database
 from gpuscale.cli.commands.hosts import (
-    FILES,
     GATEWAY_PORT,
     NOT_YET,
     PROGRAMS_OF_SERVICES,
@@ -108,7 +107,7 @@ class ServicesHost:
         elif run:
             run_programs(session, programs, file, ready)
         else:
-            session.output.write_records("files", [{"file": str(file)}], FILES)
+            session.output.write_records("files", [{"file": str(file)}])
             note(f"{self.node} has joined; to start it, type the same with --run, without the token")
 
     def _settings(self, address: str, names: list[str]) -> str:

@@ -45,15 +45,7 @@ Table = MutableMapping[str, object]
 LONGEST_TENANT = 253
 TOKEN_BYTES = 32
 """Number of random bytes in a token."""
-_COLUMNS = (
-    ("NAME", "name"),
-    ("ROLE", "role"),
-    ("LABEL", "label"),
-    ("STATE", "state"),
-    ("EXPIRES", "expires"),
-    ("TENANTS", "tenants"),
-    ("MAX PRIORITY", "maxPriority"),
-)
+_COLUMNS = ("name", "role", "label", "state", "expires", "tenants", "maxPriority")
 TOKENS_FILE = option(
     "--tokens-file",
     type=FILE,
@@ -207,7 +199,7 @@ def limit(
     _set_limits(_existing(callers, name), tenants, max_priority)
     _replace(tokens_file, tomlkit.dumps(file))
     record = {"name": name, "tenants": list(dict.fromkeys(tenants)) or [name], "maxPriority": max_priority}
-    session.output.write_records("limits", [record], (_COLUMNS[0], *_COLUMNS[-2:]))
+    session.output.write_records("limits", [record])
 
 
 @command("token revoke ci --tokens-file tokens.toml")
@@ -229,7 +221,7 @@ def revoke(session: Session, name: str, tokens_file: Path, label: str | None) ->
             raise _unusable("the tokens file needs a table [revoked]")
         revoked[name] = datetime.now(UTC).replace(microsecond=0)
         _replace(tokens_file, tomlkit.dumps(file))
-        session.output.write_records("revoked", [{"name": name}], _COLUMNS[:1])
+        session.output.write_records("revoked", [{"name": name}])
         return
     token = _existing(tokens, name)
     found = _secrets(token)
@@ -241,7 +233,7 @@ def revoke(session: Session, name: str, tokens_file: Path, label: str | None) ->
         _replace(tokens_file, tomlkit.dumps(file))
     else:
         _replace(tokens_file, _without(file, tokens, name))
-    session.output.write_records("revoked", [{"name": name}], _COLUMNS[:1])
+    session.output.write_records("revoked", [{"name": name}])
 
 
 def read(file: Path, *, new: bool = False) -> tomlkit.TOMLDocument:
@@ -388,7 +380,7 @@ def _hand_out(
     note(f"{record['name']} may call as {record['role']}; the token is not shown again")
     output = session.output
     if write is not None or output.format is Format.NAME:
-        output.write_records("tokens", [record], _COLUMNS[: len(record)])
+        output.write_records("tokens", [record])
     elif output.human:
         sys.stdout.write(f"{secret}\n")
     else:
@@ -407,13 +399,7 @@ def _unusable(message: str) -> FailedPreconditionError:
     return FailedPreconditionError(message, reason="TOKENS_FILE")
 
 
-_OF_JOIN_TOKENS = (
-    ("ID", "id"),
-    ("ROLE", "role"),
-    ("NODE", "node"),
-    ("USES LEFT", "usesLeft"),
-    ("EXPIRES", "expires"),
-)
+_OF_JOIN_TOKENS = ("id", "role", "node", "usesLeft", "expires")
 
 
 @command("join-token create --expires-in 1h")
@@ -479,7 +465,7 @@ def delete_join_token(session: Session, name: str) -> None:
     """Delete a join token, which can then no longer be used."""
     with session.connect() as client:
         client.joining.DeleteJoinToken(api.DeleteJoinTokenRequest(name=name.rpartition("/")[2]))
-    session.output.write_records("deleted", [{"id": name}], _OF_JOIN_TOKENS[:1])
+    session.output.write_records("deleted", [{"id": name}])
 
 
 def _join_token_record(token: "api.JoinToken") -> dict[str, object]:

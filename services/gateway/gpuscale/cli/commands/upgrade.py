@@ -68,7 +68,7 @@ def upgrade(session: Session, config: Path | None, plan: bool) -> None:
         restart(unit)
         _await_answer(session, unit)
         note(f"{unit} is restarted")
-    session.output.write_records("restarted", [{"what": unit} for unit in units], (("WHAT", "what"),))
+    session.output.write_records("restarted", [{"what": unit} for unit in units])
 
 
 def _row(state: str, what: str, found: str, advice: str = "") -> dict[str, object]:

@@ -45,6 +45,8 @@ _GAP = "   "
 _NARROW_GAP = "  "
 _LEAST_TEXT, _LEAST_CELL = 16, 8
 """Least widths of a cut column: at first, and if that is not enough."""
+_HEADINGS: Mapping[str, str] = {"identity": "CALLS AS"}
+"""Headings other than their keys."""
 ABSENT = "-"
 _DESCENDING = "-"
 _NAME: Path = (Field("name"),)
@@ -152,6 +154,11 @@ class Chosen:
         return [item for _, item in known] + [item for key, item in keys if key[0] == _NOWHERE]
 
 
+def heading_of(key: str) -> str:
+    """The heading of a key: `CA-FILE` of `ca_file`, `USES LEFT` of `usesLeft`."""
+    return _HEADINGS.get(key) or re.sub("(?=[A-Z])", " ", key).replace("_", "-").upper()
+
+
 def cell_of(column: "Column[Any]", item: "Message") -> list[str]:
     """The text of a cell; none if the value is absent."""
     text = column.cell(item)
@@ -212,24 +219,23 @@ class Output:
         self,
         key: str,
         records: Sequence[Mapping[str, object]],
-        columns: Sequence[tuple[str, str]],
+        columns: Sequence[str] = (),
         spare: Sequence[str] = (),
     ) -> None:
-        """Write records: a table of (heading, key) columns, some of them `spare`, with local times; or a list under `key`."""
+        """Write records: a table of these columns, or of all keys, some of them `spare`, with local times; or a list under `key`."""
         show = local_text if self.human else utc_text
         records = [
             {name: show(one) if isinstance(one, datetime) else one for name, one in record.items()}
             for record in records
         ]
         if self.human:
-            cells = ([record.get(name, "") for _, name in columns] for record in records)
+            columns = columns or [*next(iter(records), ())]
+            cells = ([record.get(name, "") for name in columns] for record in records)
             rows = [
                 [",".join(map(as_text, cell if is_list(cell) else [cell])) or ABSENT for cell in row]
                 for row in cells
             ]
-            write_lines(
-                self._aligned([heading for heading, _ in columns], rows, [k in spare for _, k in columns])
-            )
+            write_lines(self._aligned([*map(heading_of, columns)], rows, [one in spare for one in columns]))
         else:
             self.write_data({key: records})
 
