@@ -346,37 +346,37 @@ def bookings(session: Session, name: Names, ended: bool) -> None:
 policies = _listing(
     "policies",
     "policies -o wide",
-    lambda: allocator.VIEWS["policies"],
+    lambda: allocator.POLICIES,
     "Use policies: what is done about GPUs that are held and not used.",
 )
 acts = _listing(
     "acts",
     "policy-acts idle",
-    lambda: allocator.VIEWS["acts"],
+    lambda: allocator.ACTS,
     "What use policies did, or would have done, newest first. A NAME is that of a policy.",
 )
 targets = _listing(
     "targets",
     "targets",
-    lambda: allocator.VIEWS["targets"],
+    lambda: allocator.TARGETS,
     "Webhooks that get notifications about reservations.",
 )
 notifications = _listing(
     "notifications",
     "notifications -l dead=true",
-    lambda: allocator.VIEWS["notifications"],
+    lambda: allocator.NOTIFICATIONS,
     "Notifications that are not delivered yet, and those that only `resend` sends again.",
 )
 budgets = _listing(
     "budgets",
     "budgets",
-    lambda: allocator.VIEWS["budgets"],
+    lambda: allocator.BUDGETS,
     "Power budgets: what the GPUs of a node, a rack or the fleet may draw, and what they draw.",
 )
 changes = _listing(
     "changes",
     "power-changes",
-    lambda: allocator.VIEWS["changes"],
+    lambda: allocator.CHANGES,
     "How power limits of GPUs were changed, newest first, and why. A NAME is that of a budget.",
 )
 

@@ -43,10 +43,10 @@ def explain_policy(session: Session, name: str, dry_run: bool, since: datetime |
     if not output.human:
         output.write_one(found, views.STANDINGS_OF)
         return
-    output.write_one(found.use_policy, views.VIEWS["policies"])
+    output.write_one(found.use_policy, views.POLICIES)
     standing = output.table(found.standings, views.STANDINGS) if found.standings else ["nobody"]
     write_lines(["", "its condition holds for:", *standing])
-    write_lines(["", *output.table(done, views.VIEWS["acts"])] if done else [])
+    write_lines(["", *output.table(done, views.ACTS)] if done else [])
 
 
 def show_past(session: Session, client: "Client", policy: api.UsePolicy, since: datetime | None) -> None:
@@ -104,4 +104,4 @@ def resend(session: Session, name: Names) -> None:
     def send(client: "Client", full: str) -> api.Notification:
         return client.notifications.ResendNotification(api.ResendNotificationRequest(name=full)).notification
 
-    show_each(session, views.VIEWS["notifications"], [full_name(NOTIFICATION, one) for one in name], send)
+    show_each(session, views.NOTIFICATIONS, [full_name(NOTIFICATION, one) for one in name], send)

@@ -1,6 +1,6 @@
 """Reservations and the GPUs they hold, cordons, quotas, nodes ranked by idle GPUs, use policies, notifications and power."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -322,7 +322,7 @@ def _of_sums(one: api.PowerBudget, field: str) -> str:
 
 
 _MOST_SUMS = 3
-ACTS = (
+_OF_ACT = (
     Column[api.PolicyAct]("TIME", lambda one: moment(one, "time"), spare=True),
     Column[api.PolicyAct]("OUTCOME", lambda one: word(one, "outcome").lower()),
     Column[api.PolicyAct]("ACTIONS", lambda one: _words(one.actions, api.PolicyAction)),
@@ -330,73 +330,69 @@ ACTS = (
     Column[api.PolicyAct]("WHY", lambda one: text(one.reason)),
     Column[api.PolicyAct]("STAGE", lambda one: str(one.stage), wide=True),
 )
-PAST = View[api.PolicyAct]("policyActs", ACTS)
-VIEWS: Mapping[str, View[Any]] = {
-    "policies": View[api.UsePolicy](
-        "usePolicies",
-        (
-            Column("NAME", lambda one: short(one.name)),
-            Column("CONDITION", lambda one: word(one.spec, "condition").lower()),
-            Column("MODE", lambda one: "active" if one.spec.active else "shadow"),
-            Column("STAGES", _stages),
-            Column("EXEMPT", lambda one: str(len(one.spec.exemptions)), spare=True),
-            Column("AGE", lambda one: since(one, "create_time"), moving=True, spare=True),
-            Column("DESCRIPTION", lambda one: text(one.spec.description), wide=True),
-        ),
+PAST = View[api.PolicyAct]("policyActs", _OF_ACT)
+POLICIES = View[api.UsePolicy](
+    "usePolicies",
+    (
+        Column("NAME", lambda one: short(one.name)),
+        Column("CONDITION", lambda one: word(one.spec, "condition").lower()),
+        Column("MODE", lambda one: "active" if one.spec.active else "shadow"),
+        Column("STAGES", _stages),
+        Column("EXEMPT", lambda one: str(len(one.spec.exemptions)), spare=True),
+        Column("AGE", lambda one: since(one, "create_time"), moving=True, spare=True),
+        Column("DESCRIPTION", lambda one: text(one.spec.description), wide=True),
     ),
-    "acts": View[api.PolicyAct]("policyActs", (Column("NAME", lambda one: short(one.name)), *ACTS)),
-    "targets": View[api.NotificationTarget](
-        "notificationTargets",
-        (
-            Column("NAME", lambda one: short(one.name)),
-            Column("HOST", lambda one: text(one.host)),
-            Column("SIGNED", lambda one: "yes" if one.signed else "no"),
-            Column(
-                "EVENTS", lambda one: _words(one.spec.events, api.NotificationEvent).replace(ABSENT, "all")
-            ),
-            Column("AGE", lambda one: since(one, "create_time"), moving=True, spare=True),
-        ),
+)
+ACTS = View[api.PolicyAct]("policyActs", (Column("NAME", lambda one: short(one.name)), *_OF_ACT))
+TARGETS = View[api.NotificationTarget](
+    "notificationTargets",
+    (
+        Column("NAME", lambda one: short(one.name)),
+        Column("HOST", lambda one: text(one.host)),
+        Column("SIGNED", lambda one: "yes" if one.signed else "no"),
+        Column("EVENTS", lambda one: _words(one.spec.events, api.NotificationEvent).replace(ABSENT, "all")),
+        Column("AGE", lambda one: since(one, "create_time"), moving=True, spare=True),
     ),
-    "budgets": View[api.PowerBudget](
-        "powerBudgets",
-        (
-            Column("NAME", lambda one: short(one.name)),
-            Column("WATTS", lambda one: _watts(one.spec, "watts")),
-            Column("PER", lambda one: text(one.spec.per or "all")),
-            Column("SHARE", lambda one: word(one.spec, "share").lower(), spare=True),
-            Column("DRAWN", lambda one: _of_sums(one, "drawn_watts")),
-            Column("ROOM", lambda one: _of_sums(one, "room_watts")),
-            Column("CAPPED", lambda one: str(sum(of.capped_count for of in one.sums))),
-            Column("LOOSE", lambda one: str(sum(of.loose_count for of in one.sums)), spare=True),
-            Column("ALARM", lambda one: "yes" if any(of.emergency for of in one.sums) else "no"),
-            Column("DESCRIPTION", lambda one: text(one.spec.description), wide=True),
-        ),
+)
+BUDGETS = View[api.PowerBudget](
+    "powerBudgets",
+    (
+        Column("NAME", lambda one: short(one.name)),
+        Column("WATTS", lambda one: _watts(one.spec, "watts")),
+        Column("PER", lambda one: text(one.spec.per or "all")),
+        Column("SHARE", lambda one: word(one.spec, "share").lower(), spare=True),
+        Column("DRAWN", lambda one: _of_sums(one, "drawn_watts")),
+        Column("ROOM", lambda one: _of_sums(one, "room_watts")),
+        Column("CAPPED", lambda one: str(sum(of.capped_count for of in one.sums))),
+        Column("LOOSE", lambda one: str(sum(of.loose_count for of in one.sums)), spare=True),
+        Column("ALARM", lambda one: "yes" if any(of.emergency for of in one.sums) else "no"),
+        Column("DESCRIPTION", lambda one: text(one.spec.description), wide=True),
     ),
-    "changes": View[api.PowerChange](
-        "powerChanges",
-        (
-            Column("NAME", lambda one: short(one.name), spare=True),
-            Column("TIME", lambda one: moment(one, "time"), spare=True),
-            Column("GPU", lambda one: short(one.gpu)),
-            Column("BEFORE", lambda one: _watts(one, "before_watts")),
-            Column("CAP", lambda one: text(",".join(one.profiles)) if one.profiles else _watts(one, "watts")),
-            Column("BUDGET", lambda one: text(short(one.power_budget))),
-            Column("WHY", lambda one: text(one.reason)),
-        ),
+)
+CHANGES = View[api.PowerChange](
+    "powerChanges",
+    (
+        Column("NAME", lambda one: short(one.name), spare=True),
+        Column("TIME", lambda one: moment(one, "time"), spare=True),
+        Column("GPU", lambda one: short(one.gpu)),
+        Column("BEFORE", lambda one: _watts(one, "before_watts")),
+        Column("CAP", lambda one: text(",".join(one.profiles)) if one.profiles else _watts(one, "watts")),
+        Column("BUDGET", lambda one: text(short(one.power_budget))),
+        Column("WHY", lambda one: text(one.reason)),
     ),
-    "notifications": View[api.Notification](
-        "notifications",
-        (
-            Column("NAME", lambda one: short(one.name)),
-            Column("EVENT", lambda one: word(one, "event").lower()),
-            Column("STATE", lambda one: "dead" if one.dead else "waiting"),
-            Column("TRIED", lambda one: str(one.attempt_count), spare=True),
-            Column("PROBLEM", lambda one: text(one.problem)),
-            Column("TIME", lambda one: moment(one, "time"), spare=True),
-            Column("TEXT", lambda one: text(one.text)),
-        ),
+)
+NOTIFICATIONS = View[api.Notification](
+    "notifications",
+    (
+        Column("NAME", lambda one: short(one.name)),
+        Column("EVENT", lambda one: word(one, "event").lower()),
+        Column("STATE", lambda one: "dead" if one.dead else "waiting"),
+        Column("TRIED", lambda one: str(one.attempt_count), spare=True),
+        Column("PROBLEM", lambda one: text(one.problem)),
+        Column("TIME", lambda one: moment(one, "time"), spare=True),
+        Column("TEXT", lambda one: text(one.text)),
     ),
-}
+)
 
 STANDINGS_OF = View[api.GetUsePolicyResponse]("policies", (Column("NAME", lambda one: one.use_policy.name),))
 STANDINGS = View[api.PolicyStanding](
