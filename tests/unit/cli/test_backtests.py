@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gpuscale.cli.commands.backtest import PeriodSpan, Workload, read_goal
+from gpuscale.cli.commands.backtest import Workload, read_goal
 from gpuscale.cli.manifests import ManifestError, parse_policies
 from gpuscale.client.tuning import TuningGoal
 
@@ -14,7 +14,7 @@ NOTHING: Any = {
     "service_time": None,
     "slots": 1,
     "max_gpus": None,
-    "cold_start": PeriodSpan(30.0, 30.0),
+    "cold_start": (30.0, 30.0),
     "kills": False,
     "seed": 0,
 }

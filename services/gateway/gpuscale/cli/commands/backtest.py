@@ -64,21 +64,13 @@ PART = 100_000
 """Most requests per message."""
 
 
-@dataclass(frozen=True)
-class PeriodSpan:
-    """The bounds of a time that varies, in seconds."""
-
-    least: float
-    most: float
-
-
-def _span(text: str) -> PeriodSpan:
-    """A duration, or a range such as `10s..60s`."""
-    least, dots, most = text.partition("..")
-    found = PeriodSpan(to_seconds(least), to_seconds(most if dots else least))
-    if found.most < found.least:
+def _span(text: str) -> tuple[float, float]:
+    """The bounds in seconds of a duration, or of a range such as `10s..60s`."""
+    first, dots, second = text.partition("..")
+    least, most = to_seconds(first), to_seconds(second if dots else first)
+    if most < least:
         raise ValueError(f"{text!r}: the second duration is shorter than the first")
-    return found
+    return least, most
 
 
 def read_goal(text: str) -> float | TuningGoal:
@@ -113,7 +105,7 @@ class Workload:
         " the GPU time that each late request is worth.",
     )
     slots: int = shared(type=POSITIVE, default=1, help="Concurrent requests per replica.")
-    cold_start: PeriodSpan = shared(
+    cold_start: tuple[float, float] = shared(
         type=Parsed("duration[..duration]", _span),
         default="30s",
         help="Time from the decision until the replica is ready.",
@@ -143,13 +135,14 @@ class Workload:
         if bool(self.trace) == bool(self.history):
             raise InvalidArgumentError("pass either --trace or --history")
         trace = _read_trace(self.trace) if self.trace else api.Workload()
+        least, most = map(wire.to_duration, self.cold_start)
         spec = api.BacktestSpec(
             endpoint=full_name(ENDPOINT, self.history) if self.history else "",
             service_time=None if self.service_time is None else wire.to_duration(self.service_time),
             goal=wire.to_duration(self.wait),
             slots=self.slots,
-            min_cold_start=wire.to_duration(self.cold_start.least),
-            max_cold_start=wire.to_duration(self.cold_start.most),
+            min_cold_start=least,
+            max_cold_start=most,
             seed=self.seed,
             max_gpus=self.max_gpus,
             kills=self.kills,
