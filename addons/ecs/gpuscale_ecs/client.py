@@ -108,10 +108,8 @@ class EcsCalls:
             raise EngineUnavailableError(str(error)) from error
         for task in answer["tasks"]:
             return task.get("taskArn", "")
-        reasons = {
-            f"{failure.get('reason', '')} {failure.get('detail', '')}".strip()
-            for failure in answer["failures"]
-        }
+        failures = answer["failures"]
+        reasons = {f"{one.get('reason', '')} {one.get('detail', '')}".strip() for one in failures}
         raise NoRoomError(f"ECS has no room: {', '.join(sorted(reasons)) or 'no reason is given'}")
 
     async def stop(self, arn: str) -> None:
@@ -155,9 +153,8 @@ def to_task(found: "TaskTypeDef") -> Task | None:
     if arn is None or names.match(names.REPLICA, replica) is None:
         return None
     # The container that the request was about.
-    overridden = {
-        override.get("name") for override in found.get("overrides", {}).get("containerOverrides", [])
-    }
+    overrides = found.get("overrides", {}).get("containerOverrides", [])
+    overridden = {override.get("name") for override in overrides}
     nothing: ContainerTypeDef = {}
     containers = found.get("containers", [])
     container = next((item for item in containers if item.get("name") in overridden), nothing)

@@ -22,14 +22,7 @@ from gpuscale.autoscaler.adapters.engine import (
 from gpuscale.autoscaler.adapters.settings import EngineSettings, Host, OpenEngine
 from gpuscale.autoscaler.adapters.templates import template_named
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale_ecs.tasks import (
-    NoRoomError,
-    Task,
-    TaskTemplate,
-    run_request,
-    sighting,
-    started_by,
-)
+from gpuscale_ecs.tasks import NoRoomError, Task, TaskTemplate, run_request, sighting, started_by
 
 if TYPE_CHECKING:
     from gpuscale_ecs.client import EcsCalls
@@ -156,11 +149,8 @@ class EcsEngine(StepwiseEngine):
         """Every task, whether it was listed or only just started."""
         listed = await self._calls.list_arns(started_by(self._adapter))
         now = asyncio.get_running_loop().time()
-        self._recent = {
-            arn: since
-            for arn, since in self._recent.items()
-            if arn not in listed and now - since < LISTED_WITHIN
-        }
+        unlisted = {arn: since for arn, since in self._recent.items() if arn not in listed}
+        self._recent = {arn: since for arn, since in unlisted.items() if now - since < LISTED_WITHIN}
         arns = [*listed, *self._recent]
         self._over = {arn: self._over[arn] for arn in arns if arn in self._over}
         self._removed.intersection_update(arns)

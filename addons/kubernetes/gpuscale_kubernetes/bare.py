@@ -34,13 +34,8 @@ from gpuscale.autoscaler.adapters.engine import LaunchRefusedError, ReplicaOrder
 from gpuscale.autoscaler.adapters.templates import PYTHON, check_after, fill_arguments
 from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime.logs import get_logger
-from gpuscale_kubernetes.pods import (
-    ADAPTER,
-    ENDPOINT,
-    REPLICA,
-    KubernetesTemplate,
-)
+from gpuscale.common.runtime.logs import Attempts, get_logger
+from gpuscale_kubernetes.pods import ADAPTER, ENDPOINT, REPLICA, KubernetesTemplate
 
 MOST_NODES = 10
 """Nodes that a pod prefers, the best by far."""
@@ -93,9 +88,8 @@ def _fit(
         try:
             check_after(container.command or (), template.args)
         except ValueError as error:
-            raise LaunchRefusedError(
-                f"args of template {name}: after the Deployment's command, {error}"
-            ) from error
+            why = f"args of template {name}: after the Deployment's command, {error}"
+            raise LaunchRefusedError(why) from error
         container.args = list(fill_arguments(name, template.args, order, PYTHON))
     own = [EnvVar(variable, value=value) for variable, value in order.variables().items()]
     kept = [variable for variable in container.env or () if not variable.name.startswith("GPUSCALE_")]
@@ -112,7 +106,7 @@ def _with_gpus(amounts: Mapping[str, str] | None, resource: str, count: int) -> 
 
 
 def _prefer(spec: PodSpec, nodes: tuple[str, ...]) -> None:
-    """Prefer these nodes, the first most; where none has room the cluster's scheduler takes another."""
+    """Prefer these nodes, the first most; if none has room, the cluster's scheduler takes another."""
     wishes = [
         PreferredSchedulingTerm(
             preference=NodeSelectorTerm(
@@ -124,14 +118,10 @@ def _prefer(spec: PodSpec, nodes: tuple[str, ...]) -> None:
     ]
     if not wishes:
         return
-    affinity = spec.affinity or Affinity()
-    by_node = affinity.nodeAffinity or NodeAffinity()
-    by_node.preferredDuringSchedulingIgnoredDuringExecution = [
-        *wishes,
-        *(by_node.preferredDuringSchedulingIgnoredDuringExecution or ()),
-    ]
-    affinity.nodeAffinity = by_node
-    spec.affinity = affinity
+    affinity = spec.affinity = spec.affinity or Affinity()
+    by_node = affinity.nodeAffinity = affinity.nodeAffinity or NodeAffinity()
+    wishes += by_node.preferredDuringSchedulingIgnoredDuringExecution or ()
+    by_node.preferredDuringSchedulingIgnoredDuringExecution = wishes
 
 
 TIMEOUT = 3.0
@@ -147,7 +137,7 @@ class AllocatorRanking:
 
     def __init__(self, allocator: grpc.aio.Channel) -> None:
         self._stub = allocator_api.CapacityServiceStub(allocator)
-        self._silent = False
+        self._asking = Attempts(_log, "no ranking of nodes; the cluster's scheduler decides", GpuscaleError)
         self._again = 0.0
 
     async def best(self, gpu_count: int) -> tuple[str, ...]:
@@ -155,18 +145,10 @@ class AllocatorRanking:
         now = asyncio.get_running_loop().time()
         if now < self._again:
             return ()
-        try:
-            with rpc_errors():
-                answer = await self._stub.RankNodes(
-                    allocator_api.RankNodesRequest(gpu_count=gpu_count), timeout=TIMEOUT
-                )
-        except GpuscaleError as error:
-            if not self._silent:
-                _log.warning("no ranking of nodes; the cluster's scheduler decides", why=error.message)
-            self._silent = True
-            self._again = now + SILENCE
-            return ()
-        self._silent = False
-        return tuple(
-            node.name.removeprefix("nodes/") for node in answer.nodes if node.sufficient and not node.fallback
-        )
+        request = allocator_api.RankNodesRequest(gpu_count=gpu_count)
+        with self._asking, rpc_errors():
+            found = (await self._stub.RankNodes(request, timeout=TIMEOUT)).nodes
+            wide = [node for node in found if node.sufficient and not node.fallback]
+            return tuple(node.name.removeprefix("nodes/") for node in wide)
+        self._again = now + SILENCE
+        return ()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Generator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import httpx2
@@ -78,9 +78,8 @@ class Cluster:
             except ApiError as error:
                 if error.status.code != NOT_FOUND:
                     raise
-                return PodWorkload(
-                    kind, name, problem=f"there is no {what} in namespace {self._client.namespace}"
-                )
+                problem = f"there is no {what} in namespace {self._client.namespace}"
+                return PodWorkload(kind, name, problem=problem)
             return to_workload(kind, found, self._adapter, self._gpu_resource)
 
     async def pods(self) -> list[Pod]:
@@ -107,11 +106,9 @@ class Cluster:
             raise TypeError
         with _errors("watch pods"):
             async with aclosing(events):
-                try:
+                with suppress(TimeoutError):
                     async with asyncio.timeout(seconds):
                         await anext(events, None)
-                except TimeoutError:
-                    return
 
     async def check_right(self, verb: str, resource: str) -> None:
         """Check that the adapter's account may do this in the namespace.
@@ -121,9 +118,8 @@ class Cluster:
         """
         asked = ResourceAttributes(verb=verb, resource=resource, namespace=self._client.namespace)
         with _errors(f"say whether {resource} may be used"):
-            answer = await self._client.create(
-                SelfSubjectAccessReview(spec=SelfSubjectAccessReviewSpec(resourceAttributes=asked))
-            )
+            review = SelfSubjectAccessReview(spec=SelfSubjectAccessReviewSpec(resourceAttributes=asked))
+            answer = await self._client.create(review)
         if answer.status is None or not answer.status.allowed:
             raise NotAllowedError(
                 f"the account must have the right to {verb} {resource} in namespace {self._client.namespace}"
@@ -305,17 +301,16 @@ def to_workload(
     meta, spec = found.metadata, found.spec
     if meta is None or not meta.name or not meta.resourceVersion:
         raise ValueError("it has no name or no version")
-    template = spec.template
-    labels = template.metadata.labels if template.metadata else None
-    problem = ""
-    if not labels or labels.get(ADAPTER) != adapter:
+    template, problem = spec.template, ""
+    labels = (template.metadata or ObjectMeta()).labels or {}
+    if labels.get(ADAPTER) != adapter:
         problem = f"the pod template of {kind.value} {meta.name} lacks the label {ADAPTER}={adapter}"
     pods = template.spec or PodSpec(containers=[])
     grace = pods.terminationGracePeriodSeconds
     return PodWorkload(
         kind,
         meta.name,
-        replicas=spec.replicas if spec.replicas is not None else 1,
+        replicas=1 if spec.replicas is None else spec.replicas,
         version=meta.resourceVersion,
         problem=problem,
         trouble=_trouble(found),
@@ -342,7 +337,7 @@ def _trouble(workload: Deployment | StatefulSet) -> str:
 
 
 def _reason(status: PodStatus, *, over: bool) -> str:
-    """Why a pod stands as it does: its own reason, what a container waits for or how it ended, or the scheduler's."""
+    """Why a pod is in its state: its own reason, what a container waits for or how it ended, or the scheduler's."""
     if reason := _text(status.reason, status.message):
         return reason
     for container in status.containerStatuses or ():

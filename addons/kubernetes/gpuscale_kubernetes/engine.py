@@ -90,10 +90,8 @@ class KubernetesSettings(EngineSettings):
         for name, template in self.kubernetes_templates.items():
             what = (template.kind, template.workload)
             if template.kind is not WorkloadKind.PODS and used.setdefault(what, name) != name:
-                raise ValueError(
-                    f"kubernetes_templates.{name}: {template.kind.value} {template.workload} is already"
-                    f" that of {used[what]}"
-                )
+                whose = f"{template.kind.value} {template.workload} is already that of {used[what]}"
+                raise ValueError(f"kubernetes_templates.{name}: {whose}")
         return self
 
     @asynccontextmanager
@@ -122,11 +120,10 @@ class KubernetesSettings(EngineSettings):
                 allocator = await stack.enter_async_context(self.open_channel(self.allocator_address))
                 rank = AllocatorRanking(allocator).best
             workloads = await check_templates(cluster, templates)
+            kinds = {template.kind for template in templates.values()}
             capabilities = api.AdapterCapabilities(
                 gives_gpus=True,
-                picks_victims=all(
-                    template.kind is not WorkloadKind.STATEFUL_SET for template in templates.values()
-                ),
+                picks_victims=WorkloadKind.STATEFUL_SET not in kinds,
                 drains=True,
                 probes=bool(workloads) and all(workload.probed for workload in workloads.values()),
             )
@@ -176,13 +173,13 @@ class KubernetesEngine(StepwiseEngine):
         for name in self._pods:
             self._waiting.pop(name, None)
             self._ended.pop(name, None)
-        return {
-            **{
-                name: Sighting(WorkerLife.WAITING, reason=self._why(template))
-                for name, template in self._waiting.items()
-            },
-            **self._ended,
-            **{name: sighting(pod, self._notes.get(pod.owner, "")) for name, pod in self._pods.items()},
+        found = {
+            name: Sighting(WorkerLife.WAITING, reason=self._why(template))
+            for name, template in self._waiting.items()
+        }
+        found |= self._ended
+        return found | {
+            name: sighting(pod, self._notes.get(pod.owner, "")) for name, pod in self._pods.items()
         }
 
     async def _mark_pods(
@@ -315,21 +312,20 @@ class KubernetesEngine(StepwiseEngine):
         waiting = sum(template == name for template in self._waiting.values())
         asked = count(workload, [*mine, *nobodys], waiting)
         replicas = asked.replicas
-        note = (
-            f"was scaled by somebody else: {asked.foreign} of its pods are not ours" if asked.foreign else ""
-        )
-        if note and note not in self._notes.get(workload.name, ""):
-            _log.warning(
-                "somebody else scaled the workload",
-                workload=workload.name,
-                pods=workload.replicas,
-                not_ours=asked.foreign,
-            )
-        self._notes[workload.name] = f"{workload.kind.value} {workload.name} {note}" if note else ""
-        if self._corrections[name].over(self._clock.now(), foreign=asked.foreign > 0):
+        note = ""
+        if foreign := asked.foreign:
+            scaled = f"{workload.kind.value} {workload.name} was scaled by somebody else"
+            note = f"{scaled}: {foreign} of its pods are not ours"
+            if note != self._notes.get(workload.name):
+                pods = workload.replicas
+                _log.warning(
+                    "somebody else scaled the workload", workload=workload.name, pods=pods, not_ours=foreign
+                )
+        self._notes[workload.name] = note
+        if self._corrections[name].over(self._clock.now(), foreign=foreign > 0):
             for pod in nobodys:
                 await self._cluster.mark(replace(pod, costly=False))
-            replicas = workload.replicas - asked.foreign
+            replicas = workload.replicas - foreign
         if replicas is None:
             return
         del self._workloads[name]

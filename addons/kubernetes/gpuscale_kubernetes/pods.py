@@ -164,7 +164,7 @@ def check_order(template: KubernetesTemplate, workload: PodWorkload, order: Repl
 
 
 def sighting(pod: Pod, note: str = "") -> Sighting:
-    """A replica as its pod stands; `note` says what else is to be known of it."""
+    """A replica by the state of its pod; `note` is added to the reason."""
     if pod.over:
         return Sighting(WorkerLife.ENDED, pod.exit_code, pod.reason)
     if pod.going:

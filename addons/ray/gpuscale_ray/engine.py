@@ -98,7 +98,7 @@ class RayTemplate(BaseModel):
         for name, amount in self.resources.items():
             if name in _OWN_RESOURCES or not name.strip() or not 0 < amount <= 1_000_000:
                 raise ValueError(
-                    f"resources.{name}: must be a resource that Ray does not know by itself, above 0"
+                    f"resources.{name}: must be above 0, and a resource that Ray does not define"
                 )
         return self
 

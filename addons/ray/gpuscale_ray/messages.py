@@ -132,9 +132,8 @@ def sighting(group: RayGroup) -> Sighting:
         return Sighting(WorkerLife.ENDED, None, f"its actor is gone: {group.death or 'Ray does not say why'}")
     if group.state != PREPARED:
         reason = _WAITS_FOR.get(group.scheduling, "its placement group is being prepared")
-        return Sighting(
-            WorkerLife.STARTING, reason=f"waits for Ray ({group.scheduling or group.state}): {reason}"
-        )
+        waits = f"waits for Ray ({group.scheduling or group.state})"
+        return Sighting(WorkerLife.STARTING, reason=f"{waits}: {reason}")
     if status is None:
         return Sighting(WorkerLife.STARTING, reason="its actor is being started")
     return Sighting(WorkerLife.READY if status.lived >= READY_AFTER else WorkerLife.STARTING)

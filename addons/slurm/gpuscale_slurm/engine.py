@@ -100,7 +100,7 @@ class SlurmSettings(EngineSettings):
         defaults = {"partition": self.partition, "account": self.account, "qos": self.qos}
         return {
             name: table.model_copy(
-                update={key: value for key, value in defaults.items() if getattr(table, key) is None}
+                update={key: defaults[key] for key in defaults if getattr(table, key) is None}
             )
             for name, table in self.slurm_templates.items()
         }
@@ -186,9 +186,8 @@ class SlurmEngine(StepwiseEngine):
         except ValueError as error:
             raise EngineUnavailableError(str(error)) from error
         # Jobs of one name run one after the other, in the order of their numbers.
-        counts, others = split_duplicates(
-            ((replica_of(self._adapter, job.name), job) for job in jobs), lambda job: job.number
-        )
+        named = [(replica_of(self._adapter, job.name), job) for job in jobs]
+        counts, others = split_duplicates(named, lambda job: job.number)
         for job in others:
             if not job.over:
                 _log.warning("cancelling a job that was submitted twice", job=job.number, name=job.name)

@@ -279,11 +279,9 @@ def submission(
         "signal": f"B:TERM@{template.notice_seconds}" if template.notice_seconds else "",
     }
     # sbatch passes its environment to the job. Slurm sets the GPUs of a job; a job without GPUs must see none.
-    variables = {
-        name: value
-        for name, value in what.env.items()
-        if name != "CUDA_VISIBLE_DEVICES" or not order.gpu_count
-    }
+    variables = dict(what.env)
+    if order.gpu_count:
+        variables.pop("CUDA_VISIBLE_DEVICES", None)
     given = (f"--{name}={value}" for name, value in options.items() if value)
     return Submission(("--parsable", "--no-requeue", *given, str(SCRIPT), *what.argv), variables)
 
