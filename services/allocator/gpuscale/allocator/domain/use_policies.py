@@ -151,9 +151,8 @@ class UsePolicy:
 
     def exemption(self, subject: PolicySubject, wall: datetime) -> Exemption | None:
         """The exemption that applies to a subject now."""
-        return next(
-            (one for one in self.exemptions if one.label in subject.labels and wall < one.until), None
-        )
+        found = (one for one in self.exemptions if one.label in subject.labels and wall < one.until)
+        return next(found, None)
 
 
 @dataclass(frozen=True, slots=True)

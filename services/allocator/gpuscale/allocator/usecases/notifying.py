@@ -8,6 +8,7 @@ to the address that was checked: no rebinding of names, no redirects, no proxy.
 import asyncio
 import heapq
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
@@ -163,15 +164,12 @@ class Notifying:
                     if key not in busy and due and due[0][0] <= loop.time():
                         busy[key] = scope.start(f"notify {key}", self._send_due(key))
                 self._wake.clear()
-                first = min(
-                    (due[0][0] for key, due in self._due.items() if due and key not in busy), default=0.0
-                )
+                idle = [due for key, due in self._due.items() if due and key not in busy]
+                first = min((due[0][0] for due in idle), default=0.0)
                 pause = min(LOOK, max(0.05, first - loop.time())) if first else LOOK
-                try:
+                with suppress(TimeoutError):
                     async with asyncio.timeout(pause):
                         await self._wake.wait()
-                except TimeoutError:
-                    pass
 
     async def _tell_of_nodes(self) -> None:
         """Report nodes that are down and GPUs in quarantine, and record it: a restart knows what was reported."""

@@ -7,7 +7,6 @@ nothing is placed on an instance that is gone. Lifting the cordon earlier cancel
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 from uuid import uuid4
 
 from pydantic import TypeAdapter
@@ -24,7 +23,6 @@ from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.security.auth import LOCAL
 
 _KIND, _AUTHOR = "partitions", "gpuscale-power"
-_GIVEN_UP: Final = "its cordon was lifted, or is somebody else's"
 _log = get_logger(__name__)
 
 
@@ -126,7 +124,7 @@ class Partitioning:
     async def _look(self, order: OrderedPartition) -> None:
         cordon = self.maintenance.cordons.get(order.spot)
         if cordon is None or cordon.author != _AUTHOR:
-            await self._end(order, _GIVEN_UP, lift=False)
+            await self._end(order, "its cordon was lifted, or is somebody else's", lift=False)
         elif order.id not in self._handed:
             if holders := self.maintenance.holders(order.spot):
                 await self._end(order, f"{reservation_name(holders[0].id)} holds a part of it", lift=True)

@@ -12,9 +12,11 @@ outcome is unknown.
 import asyncio
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
+from operator import attrgetter
 from typing import NoReturn
 from uuid import uuid4
 
@@ -184,11 +186,9 @@ class Policing:
         """Look for ever; `tell` is called with each reservation whose notes have changed."""
         writing = Attempts(_log, "cannot write acts of policies", GpuscaleError)
         while True:
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK):
                     await self._wake.wait()
-            except TimeoutError:
-                pass
             self._wake.clear()
             with writing:  # the next look does what this one could not
                 for one in await self.look():
@@ -395,13 +395,8 @@ def _outsider(gpu: Gpu, pid: int | None) -> GpuSighting:
 
 def _told_apart(before: Track, after: Track) -> bool:
     """Whether the track on disk would lead to another time than the current one."""
-    same = (before.counting, before.done, before.spared, before.subject.reservations) == (
-        after.counting,
-        after.done,
-        after.spared,
-        after.subject.reservations,
-    )
-    return not same or abs(before.foreseen(after.seen) - after.held) > 1e-3
+    marks = attrgetter("counting", "done", "spared", "subject.reservations")
+    return marks(before) != marks(after) or abs(before.foreseen(after.seen) - after.held) > 1e-3
 
 
 STEP = 60.0
@@ -481,10 +476,8 @@ class DryRuns:
             states = use.gpus.setdefault(uuid, bytearray(use.count))
             points: list[monitor_api.HistoryPoint] = []
             for index in range(0, use.count, WINDOW):
-                begin = use.start + index * STEP
-                points += await self._points(
-                    uuid, begin, min(begin + WINDOW * STEP, use.start + use.count * STEP)
-                )
+                begin, end = (use.start + one * STEP for one in (index, min(index + WINDOW, use.count)))
+                points += await self._points(uuid, begin, end)
             if points and not aligned:
                 begin = use.start + (_seconds(points[0]) - use.start) % STEP  # aligned to the history
                 count = int((use.start + use.count * STEP - begin) // STEP)

@@ -8,6 +8,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NoReturn
 
 from gpuscale.allocator.domain.model import POWER_LABEL, Gpu, Node, NodeState
@@ -136,27 +137,21 @@ class Powering:
         self.placer.power = self.found.room
         for uuid in counted:
             newly.pop(uuid, None)
-        for key, found in gpus.items():
-            for gpu in found:
-                self._note(key, gpu.uuid, before.caps.get(gpu.uuid), self.found.caps.get(gpu.uuid))
+        for gpu in chain.from_iterable(gpus.values()):
+            self._note(gpu, before.caps.get(gpu.uuid), self.found.caps.get(gpu.uuid))
         rooms = {(one.budget, one.name): one.room for one in before.sums}
         if len(self.found.sums) < len(rooms) or any(
             one.room > rooms.get((one.budget, one.name), one.room) for one in self.found.sums
         ):
             self.room.room()
 
-    def _note(self, node: str, uuid: str, before: PowerCap | None, after: PowerCap | None) -> None:
-        if (before and before.watts) == (after and after.watts):
-            return
-        change = PowerChange(
-            gpu_name(node, uuid),
-            before.watts if before else None,
-            after.watts if after else None,
-            after.budget if after else before.budget if before else "",
-            after.reason if after else "no cap is needed any more",
-            self.records.clock.wall(),
-        )
-        self.record(change)
+    def _note(self, gpu: PoweredGpu, before: PowerCap | None, after: PowerCap | None) -> None:
+        was, now = before.watts if before else None, after.watts if after else None
+        if was != now:
+            budget = after.budget if after else before.budget if before else ""
+            why = after.reason if after else "no cap is needed any more"
+            name = gpu_name(gpu.node, gpu.uuid)
+            self.record(PowerChange(name, was, now, budget, why, self.records.clock.wall()))
 
     def record(self, change: PowerChange) -> None:
         """Keep what was changed; it is written with the next look."""
@@ -206,11 +201,7 @@ class Powering:
 
 
 async def open_powering(
-    store: PolicyStore,
-    decode: Callable[[str], PowerBudget],
-    records: Records,
-    placer: Placer,
-    room: Changes,
+    store: PolicyStore, decode: Callable[[str], PowerBudget], records: Records, placer: Placer, room: Changes
 ) -> Powering:
     """Maintains the stored budgets."""
 
