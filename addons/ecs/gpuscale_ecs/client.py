@@ -47,7 +47,7 @@ T = TypeVar("T")
 class EcsCalls:
     """One cluster.
 
-    Every method raises EngineUnavailableError where there is no answer: nobody knows what is there, or whether it was done.
+    Every method raises EngineUnavailableError if there is no answer: nobody knows what is there, or whether it was done.
     """
 
     def __init__(self, client: "ECSClient", cluster: str) -> None:
@@ -71,7 +71,7 @@ class EcsCalls:
         return await asyncio.to_thread(_answered, listed)
 
     async def describe(self, arns: Sequence[str]) -> list[Task]:
-        """Those of the tasks that ECS still knows and that run a replica."""
+        """The tasks among these that ECS still knows and that run a replica."""
 
         def described() -> list[Task]:
             found: list[TaskTypeDef] = []
@@ -126,10 +126,10 @@ class EcsCalls:
 
 
 def open_client(region: str, endpoint_url: str) -> "ECSClient":
-    """A client of boto3; what is empty comes by its usual chain. Blocking.
+    """A client of boto3; its usual chain fills in what is empty. Blocking.
 
     Raises:
-        InvalidArgumentError: the chain names no region, or the address is none.
+        InvalidArgumentError: the chain names no region, or the address is invalid.
     """
     config = Config(
         connect_timeout=CONNECT_TIMEOUT,
@@ -172,14 +172,14 @@ def to_task(found: "TaskTypeDef") -> Task | None:
 
 
 def error_of(error: ClientError) -> tuple[str, str]:
-    """The code and the words of an error that ECS answered."""
+    """The code and the message of an error that ECS answered."""
     said = error.response.get("Error", {})
     code = said.get("Code", "")
     return code, f"{code}: {said.get('Message', '')}"
 
 
 def _answered(call: Callable[[], T]) -> T:
-    """What a call returns; every error of boto3 means that nobody knows. Blocking."""
+    """What a call returns; every error of boto3 becomes EngineUnavailableError. Blocking."""
     try:
         return call()
     except ClientError as error:

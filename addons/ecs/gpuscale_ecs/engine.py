@@ -34,7 +34,7 @@ _log = get_logger(__name__)
 
 
 class EcsSettings(EngineSettings):
-    """What the ECS adapter is told before it starts. Credentials come by AWS' chain."""
+    """Settings of the ECS adapter. Credentials come from AWS' usual chain."""
 
     section: ClassVar[str] = "ecs_adapter"
     kind: ClassVar[str] = "ecs"

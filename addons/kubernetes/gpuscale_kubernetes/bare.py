@@ -1,7 +1,7 @@
 """Pods that the adapter makes itself, one for each replica, after the pod template of a Deployment.
 
-So each can prefer a node of its own, and has as long to finish as its endpoint gives it. A pod is not restarted: a replica
-that ended is replaced by the autoscaler, which knows how often that happened.
+Each pod can then prefer nodes of its own, and gets the time to finish that its endpoint allows. Pods are not restarted: the
+autoscaler, which knows how often that happened, replaces a replica that ended.
 """
 
 # lightkube writes `dict` where it means dict[str, str].
@@ -52,10 +52,10 @@ def make_pod(
     gpu_resource: str,
     nodes: tuple[str, ...],
 ) -> ClusterPod:
-    """The pod of a replica: as the Deployment would make it, but for what the replica needs.
+    """The pod of a replica: as the Deployment would make it, apart from what the replica needs.
 
     Raises:
-        LaunchRefusedError: the Deployment has no container, a value is of no use, or it would be run as a script.
+        LaunchRefusedError: the Deployment has no container, a value is unusable, or it would be run as a script.
     """
     spec, meta = like.spec.template.spec, like.spec.template.metadata or ObjectMeta()
     if spec is None or not spec.containers:
@@ -125,9 +125,9 @@ def _prefer(spec: PodSpec, nodes: tuple[str, ...]) -> None:
 
 
 TIMEOUT = 3.0
-"""Seconds that the ranking may take; a pod without it starts where the cluster's scheduler says."""
+"""Seconds that the ranking may take; without it, the cluster's scheduler places the pod alone."""
 SILENCE = 15.0
-"""Seconds for which an allocator that did not answer is not asked again: many pods must not wait for it one by one."""
+"""Seconds before an allocator that did not answer is asked again, so that many pods do not wait for it one by one."""
 
 _log = get_logger(__name__)
 
@@ -141,7 +141,7 @@ class AllocatorRanking:
         self._again = 0.0
 
     async def best(self, gpu_count: int) -> tuple[str, ...]:
-        """Names of nodes with so many idle GPUs, best first: none without telemetry, or if no node has as many idle GPUs."""
+        """Names of nodes with so many idle GPUs, best first; none without telemetry."""
         now = asyncio.get_running_loop().time()
         if now < self._again:
             return ()

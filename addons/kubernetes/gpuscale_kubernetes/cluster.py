@@ -1,7 +1,7 @@
 """The calls of the Kubernetes API that the adapter makes, and their errors.
 
-All calls are for one namespace, with a time-out. A call that the API server does not answer, or refuses, raises
-`EngineUnavailableError`; that something does not exist is an answer.
+All calls are for one namespace, with a time-out. A call that the API server refuses or does not answer raises
+`EngineUnavailableError`; "not found" is an answer.
 """
 
 # lightkube writes `dict` where it means dict[str, str].
@@ -55,7 +55,7 @@ _ENDED = frozenset({"Succeeded", "Failed"})
 class Cluster:
     """One namespace of a cluster, with the pods that have the label of `adapter`.
 
-    Every method raises EngineUnavailableError where there is no answer: nobody knows what is there, or whether it was done.
+    Every method raises EngineUnavailableError if there is no answer: nobody knows what is there, or whether it was done.
     """
 
     def __init__(self, client: AsyncClient, adapter: str, gpu_resource: str) -> None:
@@ -65,7 +65,7 @@ class Cluster:
         self._version = ""
 
     async def workload(self, kind: WorkloadKind, name: str) -> PodWorkload:
-        """A Deployment (also for `WorkloadKind.PODS`) or a StatefulSet; one that is not there has that as its problem."""
+        """A Deployment (also for `WorkloadKind.PODS`) or a StatefulSet; if it does not exist, that is its problem."""
         stateful = kind is WorkloadKind.STATEFUL_SET
         what = f"{'StatefulSet' if stateful else 'Deployment'} {name}"
         found: Deployment | StatefulSet
@@ -126,7 +126,7 @@ class Cluster:
             )
 
     async def mark(self, pod: Pod) -> bool:
-        """Write down on a pod which replica it is, and whether it is to be ended first; False where it is gone."""
+        """Mark a pod with its replica, and with whether it should be ended first; False if the pod is gone."""
         ids = names.match(names.REPLICA, pod.replica)
         patch = {
             "metadata": {
@@ -143,7 +143,7 @@ class Cluster:
         return await _change(f"mark pod {pod.name}", call)
 
     async def scale(self, workload: PodWorkload, replicas: int, *, dry_run: bool = False) -> bool:
-        """Ask for so many pods, unless the workload was changed since it was read; False where it was."""
+        """Ask for so many pods, unless the workload was changed since it was read; False if it was."""
         resource = StatefulSet.Scale if workload.kind is WorkloadKind.STATEFUL_SET else Deployment.Scale
         patch = {"metadata": {"resourceVersion": workload.version}, "spec": {"replicas": replicas}}
         call = self._client.patch(resource, workload.name, patch, patch_type=PatchType.MERGE, dry_run=dry_run)
@@ -158,10 +158,10 @@ class Cluster:
         *,
         dry_run: bool = False,
     ) -> None:
-        """Make the pod of a replica by the template of that name; harmless if it is there. It prefers these nodes.
+        """Create the pod of a replica by the template of that name, preferring these nodes; harmless if it exists.
 
         Raises:
-            LaunchRefusedError: it can never be made.
+            LaunchRefusedError: it can never be created.
         """
         with _errors(f"read Deployment {template.workload}"):
             like = await self._client.get(Deployment, template.workload)
@@ -178,7 +178,7 @@ class Cluster:
                     raise
 
     async def delete(self, pod: Pod, grace: int | None) -> None:
-        """Ask a pod to end within `grace` seconds, by default its own; harmless where it is gone."""
+        """Ask a pod to end within `grace` seconds, by default its own; harmless if it is gone."""
         call = self._client.delete(ClusterPod, pod.name, grace_period=grace)
         await _change(f"delete pod {pod.name}", call)
 
@@ -214,7 +214,7 @@ async def open_cluster(
 
 
 async def _change(doing: str, call: Awaitable[object]) -> bool:
-    """Make a change; False where what it is about is gone, or was changed since it was read."""
+    """Make a change; False if its object is gone, or was changed since it was read."""
     with _errors(doing):
         try:
             await call
@@ -227,7 +227,7 @@ async def _change(doing: str, call: Awaitable[object]) -> bool:
 
 @contextmanager
 def _errors(doing: str) -> Generator[None]:
-    """Whatever is wrong with an answer means that nobody knows."""
+    """Turn all errors into EngineUnavailableError: whatever is wrong with an answer, the state is unknown."""
     try:
         yield
     except ApiError as error:
@@ -362,7 +362,7 @@ def _text(reason: str | None, message: str | None) -> str:
 
 
 def _exit_code(status: PodStatus) -> int | None:
-    """Of the first program that failed, or of the first."""
+    """The exit code of the first program that failed, else of the first program."""
     ended = [item.state.terminated for item in status.containerStatuses or () if item.state]
     codes = [end.exitCode for end in ended if end]
     return next((code for code in codes if code), codes[0] if codes else None)

@@ -50,18 +50,18 @@ RankNodes = Callable[[int], Awaitable[tuple[str, ...]]]
 """The names of nodes with so many idle GPUs, best first; none if unknown."""
 
 FOR_EVER = 31_536_000
-"""Seconds, a year: what a pod has to finish where the endpoint sets no end."""
+"""Seconds (a year) that a pod has to finish if its endpoint sets no limit."""
 AT_ONCE = 1
-"""Seconds; with 0 the cluster would forget a pod that may still run."""
+"""Seconds to end a pod now; with 0 the cluster would forget a pod that may still run."""
 QUIET = 4.0
-"""Seconds between two looks where nothing is under way and no pod changes."""
+"""Seconds between two looks while nothing is under way and no pod changes."""
 BUSY = 1.0
 
 _log = get_logger(__name__)
 
 
 class KubernetesSettings(EngineSettings):
-    """What the Kubernetes adapter is told before it starts; it calls the allocator too, if that is named."""
+    """Settings of the Kubernetes adapter. It also calls the allocator if `allocator_address` is set."""
 
     section: ClassVar[str] = "kubernetes_adapter"
     kind: ClassVar[str] = "kubernetes"
@@ -194,7 +194,7 @@ class KubernetesEngine(StepwiseEngine):
             await self._mark(template, own[pod.uid], pod)
 
     async def _mark(self, template: str, was: Pod, pod: Pod) -> None:
-        """Mark a pod if it is not marked like this, and note it as it then is."""
+        """Mark a pod unless it has these marks already, and remember the result."""
         if pod.replica and pod.replica != was.replica:
             _log.info("pod is a replica", pod=pod.name, replica=pod.replica)
         if pod != was and not await self._cluster.mark(pod):
@@ -221,7 +221,7 @@ class KubernetesEngine(StepwiseEngine):
         await self._cluster.changed(BUSY if under_way else QUIET)
 
     async def start(self, step: Start) -> None:
-        """As `StepwiseEngine.start`: see to a replica that has no pod."""
+        """As `StepwiseEngine.start`: create the pod of a replica that has none, or let it wait for one."""
         replica, template = step.replica, template_named(self._templates, step.template)
         workload = self._workloads.get(step.template)
         if workload is None or replica in self._pods:
@@ -286,9 +286,9 @@ class KubernetesEngine(StepwiseEngine):
         del self._pods[replica]
 
     async def _settle(self) -> None:
-        """Ask every workload for as many pods as are wanted of it; nothing before the first step was asked for.
+        """Ask every workload for as many pods as are wanted of it, but not before the first steps arrived.
 
-        One that cannot be scaled holds up no other: it is looked at again, and asked again, in any case.
+        A workload that cannot be scaled does not hold up the others: it is tried again anyway.
         """
         if not self._told:
             return
@@ -306,7 +306,7 @@ class KubernetesEngine(StepwiseEngine):
                 self._unscaled.pop(name, None)
 
     async def _scale(self, name: str, workload: PodWorkload) -> None:
-        """Ask a workload for as many pods as are wanted of it, or for its own number when somebody else's is to go."""
+        """Ask a workload for as many pods as are wanted of it; in time, also undo what somebody else asked it for."""
         mine = [pod for pod in self._pods.values() if pod.owner == workload.name]
         nobodys = self._nobodys.get(name, [])
         waiting = sum(template == name for template in self._waiting.values())
@@ -352,10 +352,10 @@ async def check_templates(
     """Find out, without changing anything, whether every template can be used.
 
     Returns:
-        The workloads by template; none where the cluster does not answer: it may do so later.
+        The workloads by template; none if the cluster does not answer: it may do so later.
 
     Raises:
-        FailedPreconditionError: a template, or a right of the adapter's account, is not as it must be.
+        FailedPreconditionError: a template cannot be used, or the adapter's account lacks a right.
     """
     found: dict[str, PodWorkload] = {}
     name = ""

@@ -32,16 +32,16 @@ REPLICA = "gpuscale.replica"
 STOPPING = "gpuscale.stopping"
 """Annotation of a pod whose replica was asked to finish."""
 COST = "controller.kubernetes.io/pod-deletion-cost"
-"""Annotation that a ReplicaSet goes by when it has too many pods: those with the lowest are ended first."""
+"""Annotation by which a ReplicaSet with too many pods chooses: it ends those with the lowest cost first."""
 
 
 CORRECT_AFTER = 60.0
-"""Seconds for which somebody else's number of pods stands before it is put right; then twice as long, and so on."""
+"""Seconds before a number of pods that somebody else set is corrected; doubled after each correction."""
 LONGEST_CORRECTION = 3600.0
 
 
 class NotAllowedError(EngineUnavailableError):
-    """The adapter's account may not do what it must; the text says what."""
+    """The adapter's account lacks a right that it needs; the text says which."""
 
 
 class WorkloadKind(Enum):
@@ -236,8 +236,8 @@ class PodCount:
 def count(workload: PodWorkload, pods: Sequence[Pod], waiting: int) -> PodCount:
     """How many pods to ask for, when the pods are marked and `waiting` replicas have none.
 
-    A pod that should finish is asked away before a new one is asked for: at the same number of pods nothing would happen.
-    What somebody else changed is left alone here; `CorrectionTimer` says when it is put right.
+    Pods that should finish are removed before new ones are asked for: at the same number of pods nothing would happen. What
+    somebody else changed is left alone here; `CorrectionTimer` says when it is corrected.
     """
     active = [pod for pod in pods if pod.active]
     stopping = sum(pod.stopping for pod in active)
@@ -253,7 +253,7 @@ def count(workload: PodWorkload, pods: Sequence[Pod], waiting: int) -> PodCount:
 
 
 class CorrectionTimer:
-    """How long what somebody else did to a workload stands."""
+    """How long a change that somebody else made to a workload stands."""
 
     def __init__(self) -> None:
         self._since: float | None = None
@@ -261,7 +261,7 @@ class CorrectionTimer:
         self._calm_since: float | None = None
 
     def over(self, now: float, *, foreign: bool) -> bool:
-        """Whether it is time to put it right; called with what is seen every time, `now` in seconds since boot."""
+        """Whether it is time to correct it; called at every look, with `now` in seconds since boot."""
         if not foreign:
             self._since = None
             if self._calm_since is None:

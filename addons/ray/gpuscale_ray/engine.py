@@ -104,7 +104,7 @@ class RayTemplate(BaseModel):
 
 
 class RaySettings(EngineSettings):
-    """What the Ray adapter is told before it starts."""
+    """Settings of the Ray adapter."""
 
     section: ClassVar[str] = "ray_adapter"
     kind: ClassVar[str] = "ray"

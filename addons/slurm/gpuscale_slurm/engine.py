@@ -1,4 +1,4 @@
-"""Replicas as batch jobs of Slurm: submitted, listed and signalled by its commands, and known by their names."""
+"""Replicas as batch jobs of Slurm: submitted, listed and signalled with its commands, and identified by their names."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _log = get_logger(__name__)
 
 
 class SlurmSettings(EngineSettings):
-    """What the Slurm adapter is told before it starts."""
+    """Settings of the Slurm adapter."""
 
     section: ClassVar[str] = "slurm_adapter"
     kind: ClassVar[str] = "slurm"
@@ -96,7 +96,7 @@ class SlurmSettings(EngineSettings):
         yield OpenEngine(engine, api.AdapterCapabilities(gives_gpus=True, picks_victims=True, drains=True))
 
     def templates(self) -> dict[str, JobTemplate]:
-        """How replicas become jobs, by name of the template."""
+        """The templates by name, completed with the adapter's defaults."""
         defaults = {"partition": self.partition, "account": self.account, "qos": self.qos}
         return {
             name: table.model_copy(
@@ -201,7 +201,7 @@ class SlurmEngine(StepwiseEngine):
         return waiting | {name: sighting(job) for name, job in self._jobs.items()}
 
     async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
-        """As `Engine.apply`. Jobs are asked to finish together: one that has only just begun is given a moment."""
+        """As `Engine.apply`. Jobs are asked to finish together; one that has only just begun gets a moment first."""
         outcomes = StepOutcomes()
         left = {step.replica for step in steps if isinstance(step, Finish)} - self._asked
         for look in range(LOOKS + 1):

@@ -238,7 +238,7 @@ class Demand:
         self.tariff = Tariff(waste=expected_waste(self.classes))
 
     def expect(self, cpu_per_gpu: float) -> None:
-        """Reckon with the cluster's own CPU per GPU until asks tell otherwise."""
+        """Assume the cluster's own CPU per GPU until asks show otherwise."""
         self._prior = cpu_per_gpu
 
     def observe(
@@ -385,7 +385,7 @@ def facts(
 def facts_of(
     row: Row, codes: Sequence[int], constraints: Constraints, ask: Ask, tariff: Tariff
 ) -> PolicyFacts:
-    """As `facts`, of one row; `codes` are those of its GPUs, 0 for one that fits."""
+    """Like `facts`, for one row; `codes` are those of its GPUs, 0 for one that fits."""
     kind = constraints.kind
     free = row.node.free_milli
     if kind != WHOLE_GPU:
@@ -444,7 +444,7 @@ def value(
 
 
 def value_of(ask: Ask, row: Row, codes: Sequence[int], constraints: Constraints, tariff: Tariff) -> float:
-    """As `value`, of one row that fits, but not for FGD; `codes` are those of its GPUs, 0 for one that fits."""
+    """Like `value`, for one row that fits, and not for FGD; `codes` are those of its GPUs, 0 for one that fits."""
     if ask.policy is _SPREAD:
         if not ask.gpu_count:
             return float(row.node.cpu_free)
@@ -461,7 +461,7 @@ def value_of(ask: Ask, row: Row, codes: Sequence[int], constraints: Constraints,
 
 
 def parts(ask: Ask, known: PolicyFacts, tariff: Tariff) -> tuple[tuple[str, Any, float], ...]:
-    """The value of `pack` and `bestfit` in parts, as compared but for the rounding: names, values and weights."""
+    """The value of `pack` and `bestfit` before rounding, in parts: names, values and weights."""
     if ask.policy is Policy.PACK:
         found: tuple[tuple[str, Any, float], ...] = (
             ("starvation_drop", _drop(ask, known, tariff), 1.0 / BUCKET),
@@ -501,7 +501,7 @@ def fragmentation_gradients(ask: Ask, columns: Columns, rows: Ints, fits: Bools,
 
 
 def _rounded(ask: Ask, known: PolicyFacts, tariff: Tariff) -> Any:
-    """The value of `pack` and `bestfit`, rounded down; as all below of numbers or arrays."""
+    """The value of `pack` and `bestfit`, rounded down. Like all functions below, it takes numbers or arrays."""
     if ask.policy is Policy.BESTFIT:
         cpu, gpu = _left(ask, known)
         return 100.0 * (1.0 - 0.5 * (cpu + gpu)) // 1.0

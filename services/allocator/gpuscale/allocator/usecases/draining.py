@@ -123,7 +123,7 @@ class Maintenance:
         return self._on(spot, self.ledger.held_on(spot.node))
 
     def holders(self, spot: Spot) -> list[Reservation]:
-        """As `reservations`, with those that are not on disk yet."""
+        """Like `reservations`, including those that are not on disk yet."""
         return self._on(spot, self.ledger.use.reservations(spot.node))
 
     def get(self, spot: Spot) -> Cordon:

@@ -342,7 +342,7 @@ def _notes(stay: Staying) -> list[str]:
 
 
 def _in_the_way(placer: Placer, ask: Ask, asked: Ask, leave: Sequence[str], stay: Staying, now: float) -> str:
-    """What alone keeps an ask from room; empty if nothing does alone, or who may move finds no other place.
+    """The one thing that keeps an ask from fitting; empty if no single thing does, or what may move finds no other place.
 
     `asked` leaves out what is booked, or promised to others.
     """
