@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from operator import attrgetter
+from typing import ClassVar
 
 from gpuscale.allocator.domain.model import WHOLE, Ask
 from gpuscale.common.errors import AlreadyExistsError, NotFoundError
@@ -63,6 +64,8 @@ class Booking:
     spots: tuple[tuple[str, str], ...] = ()
     state: BookingState = BookingState.BOOKED
     note: str = ""
+    whole_nodes: ClassVar[bool] = False
+    """Whether it also keeps CPU and memory of the nodes: never."""
 
     @property
     def name(self) -> str:
@@ -83,11 +86,6 @@ class Booking:
     def nodes(self) -> frozenset[str]:
         """The nodes of its GPUs."""
         return frozenset(node for node, _ in self.spots)
-
-    @property
-    def whole_nodes(self) -> bool:
-        """Whether it also keeps CPU and memory of the nodes: never."""
-        return False
 
     @property
     def why(self) -> str:

@@ -254,21 +254,19 @@ class Survey:
             return None
         return self._columns.nodes[int(np.argmax(np.where(self._candidates, self._gpus, -1)))]
 
-    def large_enough(self) -> Ints:
-        """How many GPUs of each candidate could serve if all were free and nothing else were asked for."""
-        return np.where(self._candidates, self._shape.constraints.ever(self._rows).sum(1), 0)
+    def large_enough(self) -> tuple[Node, int]:
+        """The candidate with the most GPUs that could serve if all were free and nothing else were asked for; how many."""
+        counts = np.where(self._candidates, self._shape.constraints.ever(self._rows).sum(1), 0)
+        row = int(np.argmax(counts))
+        return self._columns.nodes[row], int(counts[row])
 
-    def suited(self) -> Ints:
-        """The same, whatever their memory."""
-        return np.where(self._candidates, self._shape.constraints.suited(self._rows).sum(1), 0)
+    def suited(self) -> int:
+        """The most such GPUs of a candidate, whatever their memory."""
+        return int(np.where(self._candidates, self._shape.constraints.suited(self._rows).sum(1), 0).max())
 
     def lasting(self) -> list[tuple[Obstacle, int]]:
         """How many GPUs of the candidates each lasting obstacle rules out, most first."""
         return [(one, count) for one, count in self.counts.most_common() if one in LASTING]
-
-    def name(self, row: int) -> str:
-        """The id of the node of a row."""
-        return self._columns.nodes[row].id
 
 
 class RefusalKind(StrEnum):
@@ -394,13 +392,13 @@ def _unsatisfiable(survey: Survey) -> str:
         return f"{said} no node here has a GPU. Start an agent on a host with GPUs, or choose other nodes."
     if len(most.gpus) < ask.gpu_count:
         return f"{said} the largest node, {most.id}, has {gpus(len(most.gpus))}. Ask for fewer."
-    suited, enough = survey.suited(), survey.large_enough()
-    if int(suited.max()) < ask.gpu_count:
+    if survey.suited() < ask.gpu_count:
         excluded = ", ".join(f"{count} {WORDS[one]}" for one, count in survey.lasting())
         return f"{said} no node has so many suitable GPUs: {excluded}. Ask for others or fewer."
-    if int(enough.max()) < ask.gpu_count:
+    node, enough = survey.large_enough()
+    if enough < ask.gpu_count:
         return (
-            f"{said} {survey.name(int(np.argmax(enough)))} has {int(enough.max())} of that memory size,"
+            f"{said} {node.id} has {enough} of that memory size,"
             f" and the largest GPU known has {mib(gpu_memory)}. Ask for less memory or fewer GPUs."
         )
     room = survey.room_ever()

@@ -13,9 +13,11 @@ trial placement has shown that the request would then be served. It prefers fewe
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import TypeAlias
 
+from gpuscale.allocator.domain.bookings import Booking
 from gpuscale.allocator.domain.model import Ask, Pick
-from gpuscale.allocator.queueing.model import Kept, LeaseTerms, QueueWorld, Waiter
+from gpuscale.allocator.queueing.model import LeaseTerms, QueueWorld, Waiter
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,10 @@ class Promise:
     start: float
     victims: frozenset[str] = frozenset()
     awaits: frozenset[str] = frozenset()
+
+
+Kept: TypeAlias = Promise | Booking
+"""What is kept for somebody else: GPUs or, with `whole_nodes`, the nodes."""
 
 
 def make_promise(waiter: Waiter, ask: Ask, world: QueueWorld, now: float) -> Promise | None:

@@ -55,25 +55,6 @@ class LeaseTerms:
         return max(0.0, now - self.since) * self.gpu_milli
 
 
-class Kept(Protocol):
-    """What is kept for somebody else: GPUs (by UUID in lower case) or, with `whole_nodes`, the nodes."""
-
-    @property
-    def gpus(self) -> frozenset[str]:
-        """The GPUs."""
-        ...
-
-    @property
-    def nodes(self) -> frozenset[str]:
-        """The nodes."""
-        ...
-
-    @property
-    def whole_nodes(self) -> bool:
-        """Whether the whole nodes are kept."""
-        ...
-
-
 class QueueWorld(Protocol):
     """What the queue asks of the fleet and the ledger; every answer is as of now."""
 

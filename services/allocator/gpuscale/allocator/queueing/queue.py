@@ -26,6 +26,7 @@ from gpuscale.allocator.domain.model import WHOLE, Ask, Order, Pick
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind, unpartitioned
 from gpuscale.allocator.queueing import backfill as preemption
 from gpuscale.allocator.queueing.backfill import (
+    Kept,
     Promise,
     beside,
     clear_of,
@@ -37,7 +38,6 @@ from gpuscale.allocator.queueing.backfill import (
 from gpuscale.allocator.queueing.model import (
     Foreseen,
     Grant,
-    Kept,
     LeaseTerms,
     Looked,
     QueueObstacle,

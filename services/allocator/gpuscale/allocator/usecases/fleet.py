@@ -37,7 +37,8 @@ class FleetView:
     def __init__(self, ranks: Mapping[str, int]) -> None:
         self._ranks = dict(ranks)
         self._next_rank = max(ranks.values(), default=-1) + 1
-        self._unsaved: dict[str, int] = {}
+        self.unsaved: dict[str, int] = {}
+        """Ranks given that are not on disk yet."""
         self._nodes = {
             node: Node(node, rank, NodeState.OFFLINE, (), reported=False) for node, rank in ranks.items()
         }
@@ -53,15 +54,10 @@ class FleetView:
         """A node by its id."""
         return self._nodes.get(node)
 
-    @property
-    def unsaved_ranks(self) -> Mapping[str, int]:
-        """Ranks given that are not on disk yet."""
-        return dict(self._unsaved)
-
     def saved(self, ranks: Mapping[str, int]) -> None:
         """These ranks are now on disk."""
         for node in ranks:
-            self._unsaved.pop(node, None)
+            self.unsaved.pop(node, None)
 
     def _update(self, nodes: Mapping[str, Node]) -> None:
         self._nodes.update(nodes)
@@ -70,7 +66,7 @@ class FleetView:
     def rank(self, node: str) -> int:
         """The permanent rank of a node; a new node gets the next one."""
         if node not in self._ranks:
-            self._ranks[node] = self._unsaved[node] = self._next_rank
+            self._ranks[node] = self.unsaved[node] = self._next_rank
             self._next_rank += 1
         return self._ranks[node]
 
@@ -88,7 +84,7 @@ class FleetView:
         """Remove a node; returns its rank. It is a new node if it ever reports again."""
         del self._nodes[node]
         self._update({})
-        self._unsaved.pop(node, None)
+        self.unsaved.pop(node, None)
         return self._ranks.pop(node)
 
     def renew(self, node_ids: Iterable[str], now: float) -> Sequence[str]:
@@ -214,7 +210,7 @@ class FleetFollower:
                     if self.problem:
                         _log.info("following the fleet", nodes=len(self._view.nodes))
                         self.problem = ""
-                if unsaved := self._view.unsaved_ranks:
+                if unsaved := self._view.unsaved.copy():
                     with self._saving:  # again with the next message; a grant would fail on the same disk
                         await self._save_ranks(unsaved)
                         self._view.saved(unsaved)

@@ -30,8 +30,8 @@ from gpuscale.allocator.placing.partitions import Partition, partitions_for
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.rebalance import MovePlan, NoMoves, rebalance
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind, unpartitioned
-from gpuscale.allocator.queueing.backfill import beside
-from gpuscale.allocator.queueing.model import Kept, Reason, Waiter
+from gpuscale.allocator.queueing.backfill import Kept, beside
+from gpuscale.allocator.queueing.model import Reason, Waiter
 from gpuscale.allocator.queueing.queue import Queue
 from gpuscale.allocator.usecases.capacity import Capacity
 from gpuscale.allocator.usecases.leases import Leases
