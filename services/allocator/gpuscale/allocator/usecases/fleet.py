@@ -11,7 +11,7 @@ nothing is held on it.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import grpc
@@ -138,6 +138,7 @@ _ANSWERING = {
 _log = get_logger(__name__)
 
 
+@dataclass(eq=False)
 class FleetFollower:
     """Keeps a view current for as long as it runs.
 
@@ -145,23 +146,13 @@ class FleetFollower:
     view is not being kept current; empty while it is.
     """
 
-    def __init__(
-        self,
-        channel: grpc.aio.Channel,
-        view: FleetView,
-        clock: Clock,
-        save_ranks: Callable[[Mapping[str, int]], Awaitable[None]],
-        seen: Callable[[Sequence[Node]], None],
-        renewed: Callable[[Sequence[str]], None],
-    ) -> None:
-        self._stub = monitor_api.FleetServiceStub(channel)
-        self._view = view
-        self._clock = clock
-        self._save_ranks = save_ranks
-        self._seen = seen
-        self._renewed = renewed
-        self._saving = Attempts(_log, "cannot save node ranks", UnavailableError)
-        self.problem = "the fleet has not answered yet"
+    channel: grpc.aio.Channel
+    view: FleetView
+    clock: Clock
+    save_ranks: Callable[[Mapping[str, int]], Awaitable[None]]
+    seen: Callable[[Sequence[Node]], None]
+    renewed: Callable[[Sequence[str]], None]
+    problem: str = field(default="the fleet has not answered yet", init=False)
 
     def no_telemetry(self) -> UnavailableError:
         """The error for an incomplete view."""
@@ -172,11 +163,11 @@ class FleetFollower:
 
     async def run(self) -> NoReturn:
         """Follow the fleet for ever, across broken streams and restarts of the fleet."""
-        backoff = Backoff(cap=_RETRY_CAP)
+        backoff, saving = Backoff(cap=_RETRY_CAP), Attempts(_log, "cannot save node ranks", UnavailableError)
         while True:
             problem = "the fleet ended the stream"
             try:
-                await self._follow(backoff)
+                await self._follow(backoff, saving)
             except GpuscaleError as error:
                 problem = error.message
             if not self.problem:
@@ -184,36 +175,35 @@ class FleetFollower:
             self.problem = problem
             await asyncio.sleep(backoff.next())
 
-    async def _follow(self, backoff: Backoff) -> None:
+    async def _follow(self, backoff: Backoff, saving: Attempts) -> None:
         first_round: list[Node] = []
         full = False
-        request = monitor_api.WatchNodesRequest(
-            min_interval=wire.to_duration(MIN_INTERVAL), placement_only=True
-        )
+        stub, interval = monitor_api.FleetServiceStub(self.channel), wire.to_duration(MIN_INTERVAL)
+        request = monitor_api.WatchNodesRequest(min_interval=interval, placement_only=True)
         with rpc_errors():
-            async for message in self._stub.WatchNodes(request):
+            async for message in stub.WatchNodes(request):
                 backoff.reset()
-                now = self._clock.now()
-                nodes = [*filter(None, (node_of(node, self._view, now) for node in message.nodes))]
+                now = self.clock.now()
+                nodes = [*filter(None, (node_of(node, self.view, now) for node in message.nodes))]
                 if full:
                     named = filter(None, (names.match(names.NODE, name) for name in message.removed))
-                    gone = self._view.forget(ids["node"] for ids in named)
-                    self._seen([*self._view.apply(nodes, full=False), *gone])
+                    gone = self.view.forget(ids["node"] for ids in named)
+                    self.seen([*self.view.apply(nodes, full=False), *gone])
                     again = (names.match(names.NODE, name) for name in message.unchanged)
-                    self._renewed(self._view.renew([ids["node"] for ids in again if ids], now))
+                    self.renewed(self.view.renew([ids["node"] for ids in again if ids], now))
                 else:
                     first_round += nodes
                     full = message.full
                     if not full:
                         continue
-                    self._seen(self._view.apply(first_round, full=True))
+                    self.seen(self.view.apply(first_round, full=True))
                     if self.problem:
-                        _log.info("following the fleet", nodes=len(self._view.nodes))
+                        _log.info("following the fleet", nodes=len(self.view.nodes))
                         self.problem = ""
-                if unsaved := self._view.unsaved.copy():
-                    with self._saving:  # again with the next message; a grant would fail on the same disk
-                        await self._save_ranks(unsaved)
-                        self._view.saved(unsaved)
+                if unsaved := self.view.unsaved.copy():
+                    with saving:  # again with the next message; a grant would fail on the same disk
+                        await self.save_ranks(unsaved)
+                        self.view.saved(unsaved)
 
 
 def node_of(message: monitor_api.Node, view: FleetView, now: float) -> Node | None:
