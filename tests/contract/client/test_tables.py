@@ -64,7 +64,7 @@ def client_nodes(server: FakeServer) -> Any:
     [
         ("node", {}, "error: unknown kind 'node'; did you mean nodes?"),
         ("gpus", {"page_size": 2}, "error: unknown option 'page_size'; gpus take filter, order_by"),
-        ("jobs", {"filter": "nosuch = 1"}, "Reservation has no such field"),
+        ("jobs", {"filter": "nosuch = 1"}, "Reservation has no field 'nosuch'"),
     ],
 )
 async def test_errors_read_like_those_of_the_command_line(

@@ -64,7 +64,7 @@ def test_what_may_not_move_keeps_its_node() -> None:
     of = _Fleet(2, ("a", 0, (0, 1), 50.0), ("b", 1, (0, 1), None))
     assert _moves(of.plan(ask(4))) == {"a": "n1"}
     of.prices.clear()
-    assert of.plan(ask(4)) == NoMoves("on no node that could serve it may enough move")
+    assert of.plan(ask(4)) == NoMoves("no node that could serve it has enough that may move")
 
 
 def test_nobody_moves_without_a_place_elsewhere() -> None:

@@ -128,6 +128,7 @@ def test_words_of_other_programs_lead_to_commands_that_exist(
         ("reserve --gpus 2 --min-memory 20", "20 would be bytes; write 20GiB"),
         ("top nodes", "unexpected extra argument (nodes); try: gpuscalectl get nodes"),
         ("scale --replicas=3 endpoint/chat", "'--replicas'; options of a command come after its name"),
+        ("--adress localhost:7070 status", "No such option '--adress'; did you mean --address?"),
         ("top 4", "unexpected extra argument (4)"),
     ],
 )

@@ -89,7 +89,7 @@ def test_without_a_file_there_are_no_contexts(home: Path) -> None:
         ("[contexts.a]\naddress = 1", "must be a string"),
         ("contexts = 1", "contexts must be tables"),
         ("[contexts]\na = 1", "must be a table"),
-        ("current_context = 'b'\n[contexts.a]", "no context b, but a"),
+        ("current_context = 'b'\n[contexts.a]", "no context b; choose from a"),
     ],
 )
 def test_what_is_wrong_is_said(home: Path, text: str, said: str) -> None:

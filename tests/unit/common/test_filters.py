@@ -63,8 +63,8 @@ def test_a_reservation_does_not_meet(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "at", "what"),
     [
-        ("colour = 3", 1, "Reservation has no such field"),
-        ("fence = 7 AND gpus.colour:3", 20, "ReservedGpu has no such field"),
+        ("colour = 3", 1, "Reservation has no field 'colour'"),
+        ("fence = 7 AND gpus.colour:3", 20, "ReservedGpu has no field 'colour'"),
         ("holder", 7, "expected one of"), ("holder =", 9, "expected a value"),
         ("holder = a b", 12, "expected AND, OR or the end"), ("(holder = a", 12, "expected AND, OR or )"),
         ("holder = a)", 11, "expected AND, OR or the end"),

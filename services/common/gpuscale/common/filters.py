@@ -172,7 +172,7 @@ class _Parser:
     def _known(self, of: Descriptor, name: str, at: int) -> FieldDescriptor:
         field = of.fields_by_name.get(name) or of.fields_by_camelcase_name.get(name)
         if field is None:
-            raise self._wrong(f"{of.name} has no such field", at)
+            raise self._wrong(f"{of.name} has no field {name!r}", at)
         return field
 
     def _value_test(self, field: _Path, sign: str) -> Test:

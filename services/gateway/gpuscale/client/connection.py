@@ -152,7 +152,8 @@ def read_token(path: Path) -> str:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         # The message of a decoding error would show bytes of the file.
-        message = f"cannot read the token file {path}: {type(error).__name__}"
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        message = f"cannot read the token file {path}: {why}"
         raise FailedPreconditionError(message, reason="TOKEN_FILE") from None
     if not token:  # otherwise calls would fail without a hint at the file
         raise FailedPreconditionError(f"the token file {path} is empty", reason="TOKEN_FILE")
@@ -230,8 +231,8 @@ def find_context(name: str | None = None) -> Context:
     if not wanted:
         return Context()
     if wanted not in contexts.by_name:
-        known = ", ".join(sorted(contexts.by_name)) or "none"
-        raise FailedPreconditionError(f"{path} has no context {wanted}, but {known}", reason="CONTEXTS")
+        known = f"; choose from {', '.join(sorted(contexts.by_name))}" if contexts.by_name else ""
+        raise FailedPreconditionError(f"{path} has no context {wanted}{known}", reason="CONTEXTS")
     return contexts.by_name[wanted]
 
 

@@ -110,9 +110,9 @@ def known(name: str) -> Architecture:
     if short in MODELS:
         return MODELS[short]
     near = difflib.get_close_matches(short, MODELS, n=3, cutoff=0.5)
-    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    meant = f"did you mean {' or '.join(near)}? Or give" if near else "give"
     raise InvalidArgumentError(
-        f"unknown model {name!r}: {meant}Or give its config.json, or parameter_count with dtype",
+        f"unknown model {name!r}: {meant} its config.json, or parameter_count with dtype",
         field="model",
     )
 

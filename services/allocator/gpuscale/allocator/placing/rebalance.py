@@ -84,7 +84,7 @@ class _Search:
             if bound is not None:
                 heap.append((bound, 0, next(order), node, frozenset()))
         if not heap:
-            return NoMoves("on no node that could serve it may enough move")
+            return NoMoves("no node that could serve it has enough that may move")
         heapq.heapify(heap)
         seen = set[frozenset[str]]()
         while heap and self.steps > 0:

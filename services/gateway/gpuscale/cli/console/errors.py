@@ -145,6 +145,8 @@ def _meant(error: click.ClickException, context: click.Context, message: str) ->
     known = {one for parameter in context.command.get_params(context) for one in parameter.opts}
     if isinstance(error, click.NoSuchOption):
         if isinstance(context.command, click.Group):
+            if error.possibilities:
+                return f"did you mean {error.possibilities[0]}?"
             return "options of a command come after its name"
         other = _OPTIONS_OF_OTHER_TOOLS.get(error.option_name)
         return f"try: {other}" if other in known else ""
