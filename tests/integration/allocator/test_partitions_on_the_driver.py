@@ -10,11 +10,12 @@ from uuid import uuid4
 import pytest
 
 from gpuscale.allocator.domain.cordons import Cordon, Spot
+from gpuscale.allocator.state.policies import PolicyStore
 from gpuscale.allocator.usecases import fleet as following
 from gpuscale.allocator.usecases import powering, rebalancing
 from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.api.allocator import v1 as api
-from gpuscale.common.errors import FailedPreconditionError, ResourceExhaustedError
+from gpuscale.common.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError
 from gpuscale.common.names import gpu_name
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.wire import to_duration
@@ -268,3 +269,20 @@ async def test_a_gpu_of_which_anybody_holds_a_part_is_not_partitioned(
         assert why == f"does not get MIG instances 7g.80gb: {held.name} holds a part of it (for waits)"
         assert not await waits.cordons()
     assert helper.double.calls(CREATE) == 0
+
+
+async def test_an_order_that_cannot_be_deleted_at_first_is_told_as_it_ended(
+    tmp_path: Path, helper: PowerHelper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    withdraw = PolicyStore.withdraw
+
+    async def unwritable(_self: PolicyStore, _kind: str, _key: str) -> None:
+        monkeypatch.setattr(PolicyStore, "withdraw", withdraw)
+        raise UnavailableError("the disk is full")
+
+    async with waited_for(tmp_path / "state", helper, "7g.80gb") as waits:
+        monkeypatch.setattr(PolicyStore, "withdraw", unwritable)
+        await asyncio.to_thread(helper.start_to_partition)
+        await waits.applied()
+        assert await waits.told() == ["has MIG instances 7g.80gb (for waits)"]
+        assert PolicyStore.withdraw is withdraw, "it failed once"

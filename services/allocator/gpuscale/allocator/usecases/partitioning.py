@@ -61,6 +61,8 @@ class Partitioning:
     powering: Powering
     _orders: dict[str, OrderedPartition] = field(default_factory=dict[str, OrderedPartition], init=False)
     _handed: set[str] = field(default_factory=set[str], init=False)
+    _ended: dict[str, str] = field(default_factory=dict[str, str], init=False)
+    """The problem, or none, of orders whose cordon is lifted and that are still on disk."""
     _told: dict[str, tuple[float, Mapping[str, PartitionEnd] | None]] = field(
         default_factory=dict[str, tuple[float, Mapping[str, PartitionEnd] | None]], init=False
     )
@@ -124,7 +126,8 @@ class Partitioning:
     async def _look(self, order: OrderedPartition) -> None:
         cordon = self.maintenance.cordons.get(order.spot)
         if cordon is None or cordon.author != _AUTHOR:
-            await self._end(order, "its cordon was lifted, or is somebody else's", lift=False)
+            problem = self._ended.get(order.id, "its cordon was lifted, or is somebody else's")
+            await self._end(order, problem, lift=False)
         elif order.id not in self._handed:
             if holders := self.maintenance.holders(order.spot):
                 await self._end(order, f"{reservation_name(holders[0].id)} holds a part of it", lift=True)
@@ -144,9 +147,11 @@ class Partitioning:
     async def _end(self, order: OrderedPartition, problem: str, *, lift: bool) -> None:
         if lift:
             await self.maintenance.uncordon(order.spot, LOCAL)
+            self._ended[order.id] = problem
         await self.powering.store.withdraw(_KIND, order.id)
         del self._orders[order.id]
         self._handed.discard(order.id)
+        self._ended.pop(order.id, None)
         of, clock = ", ".join(order.profiles), self.maintenance.clock
         why = f"does not get MIG instances {of}: {problem}" if problem else f"has MIG instances {of}"
         why = f"{why} (for {order.wanted_by})"
