@@ -214,3 +214,9 @@ async def allocator_client(
 
         await eventually(ready, retry_on=(UnavailableError,))
         yield client
+
+
+async def release(client: AsyncClient, one: Reservation) -> None:
+    """Release a reservation that was made by its message."""
+    request = allocator_api.ReleaseReservationRequest(name=one.name, fence=one.fence)
+    await client.allocator.ReleaseReservation(request)

@@ -244,9 +244,7 @@ async def test_a_claim_waits_for_the_start_and_a_step_of_the_clock_ends_no_lease
         left = told.revoke_time.ToDatetime(UTC) - clock.wall()
         assert left.total_seconds() == pytest.approx(600, abs=10)  # the whole notice, and not at once
         clock.set_by -= 2 * HOUR  # what has begun stays begun
-        await bob.allocator.ReleaseReservation(
-            api.ReleaseReservationRequest(name=held.name, fence=held.fence)
-        )
+        await held.release()
         granted = (await anext(news)).reservation
         while not granted.name:
             granted = (await anext(news)).reservation

@@ -9,7 +9,7 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.client import AsyncClient, InvalidArgumentError, NotFoundError, UnavailableError, connect_async
 from gpuscale.common.wire import enum_word, seconds, to_duration
-from tests.support.allocator import MIB, allocator, allocator_client
+from tests.support.allocator import MIB, allocator, allocator_client, release
 from tests.support.fake_fleet import FakeFleet, NodeState, gpu_message, node_message, serving
 
 
@@ -28,10 +28,6 @@ async def wait(client: AsyncClient, ask: api.Ask, timeout: float) -> api.WaitFor
 
 async def explain(client: AsyncClient, ask: api.Ask) -> api.ExplainPlacementResponse:
     return await client.capacity.ExplainPlacement(api.ExplainPlacementRequest(ask=ask))
-
-
-async def release(client: AsyncClient, one: api.Reservation) -> None:
-    await client.allocator.ReleaseReservation(api.ReleaseReservationRequest(name=one.name, fence=one.fence))
 
 
 async def test_a_check_says_what_reserve_would_do(tmp_path: Path) -> None:

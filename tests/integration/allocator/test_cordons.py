@@ -117,18 +117,13 @@ async def test_a_watch_of_what_will_be_taken_away_tells_only_that_and_once_when_
 
         assert await told() == [(early.name, True, "nodes/n0 is drained: fan")]
         other = await client.reserve(1, "other")
-        await client.allocator.RenewReservation(
-            api.RenewReservationRequest(name=other.name, fence=other.fence)
-        )
+        await other.renew()
         await uncordon(client, N0)
         assert await told() == [(early.name, False, "")]
-        await client.allocator.RenewReservation(
-            api.RenewReservationRequest(name=early.name, fence=early.fence)
-        )
+        await early.renew()
         await drain(client, N1, 600)
         assert await told() == [(other.name, True, "nodes/n1 is drained")]
-        released = api.ReleaseReservationRequest(name=other.name, fence=other.fence)
-        await client.allocator.ReleaseReservation(released)
+        await other.release()
         assert [one[:2] for one in await told()] == [(other.name, False)]
 
 
@@ -214,9 +209,7 @@ async def test_a_drain_ends_what_is_left_at_its_deadline(tmp_path: Path) -> None
         last = await state_of(client, there.name)
         assert (last.end_reason, last.HasField("revoke_time")) == ("nodes/n0 is drained: fan", False)
         with pytest.raises(FailedPreconditionError):
-            await client.allocator.RenewReservation(
-                api.RenewReservationRequest(name=there.name, fence=there.fence)
-            )
+            await there.renew()
         assert (await state_of(client, elsewhere.name)).state == api.Reservation.STATE_ACTIVE
         assert [list(one.reservations) for one in await cordons(client)] == [[]]
 
@@ -380,8 +373,7 @@ async def test_after_a_reboot_holders_have_all_of_the_grace_again(tmp_path: Path
         await drain(client, N0, 100)
         clock.advance(renewed_after)
         if renewed_after:
-            renewal = api.RenewReservationRequest(name=there.name, fence=there.fence)
-            await client.allocator.RenewReservation(renewal)
+            await there.renew()
     clock.reboot()
     for _ in range(2):  # and a restart of the allocator changes nothing
         async with allocator_client(tmp_path, fleet, clock=clock) as client:
@@ -400,9 +392,7 @@ async def test_after_a_reboot_the_earlier_of_two_drains_is_what_counts(tmp_path:
         clock.advance(450)
         await drain(client, N0, 100)
         assert await told(client, there.name, clock) == (f"{N0}/gpus/n0-0 is drained", 50)
-        await client.allocator.RenewReservation(
-            api.RenewReservationRequest(name=there.name, fence=there.fence)
-        )
+        await there.renew()
     clock.reboot()
     async with allocator_client(tmp_path, fleet, clock=clock) as client:
         assert await told(client, there.name, clock) == (f"{N0} is drained", 100)

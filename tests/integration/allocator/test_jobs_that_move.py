@@ -15,7 +15,7 @@ from gpuscale.common.errors import ResourceExhaustedError
 from gpuscale.common.names import node_of
 from gpuscale.common.wire import seconds, to_duration, to_timestamp
 from tests.integration.allocator.test_rebalancing import gang, hold, in_line, seen, stays, told
-from tests.support.allocator import allocator_client
+from tests.support.allocator import allocator_client, release
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet, node_message
 from tests.support.waiting import eventually
@@ -111,9 +111,7 @@ async def test_a_call_that_is_repeated_changes_nothing_and_of_an_earlier_attempt
             await report(client, moving, pid=7)
         assert late.value.reason == "FENCE_MISMATCH"
         with pytest.raises(FailedPreconditionError) as released:
-            await client.allocator.ReleaseReservation(
-                api.ReleaseReservationRequest(name=moving.name, fence=moving.fence)
-            )
+            await release(client, moving)
         assert released.value.reason == "FENCE_MISMATCH"
         asked = api.RenewReservationRequest(name=moving.name, fence=moving.fence)
         assert (await client.allocator.RenewReservation(asked)).reservation.fence == now.fence

@@ -112,13 +112,12 @@ async def test_watchers_are_told_what_becomes_of_cordons_and_quotas_and_go_on_fr
     monkeypatch.setattr(feed, "PERIOD", 0.02)
     async with allocator_client(tmp_path, FakeFleet(node_message("n0", count=2))) as client:
         held = await client.reserve(1, "me")
-        lease = api.ReleaseReservationRequest(name=held.name, fence=held.fence)
         await client.nodes.DrainNode(api.DrainNodeRequest(name="nodes/n0"))
         draining = api.WatchCordonsRequest(filter="state = DRAINING")
         async with aclosing(messages(client.nodes.WatchCordons(draining))) as watch:
             first = await anext(watch)
             assert (first.full, [one.target for one in first.cordons]) == (True, ["nodes/n0"])
-            await client.allocator.ReleaseReservation(lease)
+            await held.release()
             assert list((await anext(watch)).removed) == ["nodes/n0/cordon"]
         async with aclosing(messages(client.quotas.WatchQuotas(api.WatchQuotasRequest()))) as quotas:
             seen = await anext(quotas)

@@ -22,7 +22,7 @@ from gpuscale.client import (
 )
 from gpuscale.common.names import node_of
 from gpuscale.common.wire import to_duration
-from tests.support.allocator import allocator, allocator_client
+from tests.support.allocator import allocator, allocator_client, release
 from tests.support.fake_fleet import FakeFleet, GpuState, NodeState, gpu_message, node_message, serving
 from tests.support.waiting import eventually
 
@@ -80,9 +80,7 @@ async def test_where_only_gangs_or_bookings_are_in_the_way_the_plan_says_so(tmp_
         assert answer.plans[0].message == "it would fit but for what does not move: 1 reservation: a gang"
         assert list(answer.notes) == ["1 reservation: a gang"]
         for one in (batch, held):
-            await client.allocator.ReleaseReservation(
-                api.ReleaseReservationRequest(name=one.name, fence=one.fence)
-            )
+            await release(client, one)
         booking = api.Booking(ask=api.Ask(gpu_count=2, member_count=2), duration=to_duration(3600))
         booking.start_time.FromSeconds(int(time.time()) + 60)
         await client.bookings.CreateBooking(
@@ -279,9 +277,7 @@ async def test_who_moves_goes_by_itself_and_its_gpus_are_kept_for_who_waits(tmp_
         other = await hold(client, "replica", "n0", "n1", movable=to_duration(5))
         assert other.gpus[0].node_name == f"nodes/{there}", "the GPU beside it is kept"
         assert not waits.done()
-        await client.allocator.ReleaseReservation(
-            api.ReleaseReservationRequest(name=moving.name, fence=moving.fence)
-        )
+        await release(client, moving)
         assert {gpu.node_name for gpu in (await waits).reservation.gpus} == {here}
         first.cancel()
 

@@ -18,7 +18,7 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.client import AsyncClient
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 from gpuscale.common.security.auth import Principal, Role, set_principal
-from tests.support.allocator import MIB, allocator_client
+from tests.support.allocator import MIB, allocator_client, release
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet, gpu_message, node_message
 from tests.support.waiting import eventually
@@ -48,10 +48,6 @@ async def reserve(client: AsyncClient, gpu: str, milli: int = 1000, **fields: An
     fields |= {"request_id": str(uuid4()), "holder": "h", "ttl": {"seconds": 3600}}
     request = api.ReserveRequest(ask=ask, **fields)
     return (await client.allocator.Reserve(request)).reservation
-
-
-async def release(client: AsyncClient, one: api.Reservation) -> None:
-    await client.allocator.ReleaseReservation(api.ReleaseReservationRequest(name=one.name, fence=one.fence))
 
 
 async def of(client: AsyncClient, one: api.Reservation) -> api.GetReservationUsageResponse:
