@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from tests.support.fixtures import need
@@ -68,6 +68,10 @@ def page_of(
     page.on("requestfailed", failed)
     try:
         yield page
+    except Exception:
+        with suppress(Exception):  # the browser may be gone
+            print(page.url, page.inner_text("body", timeout=5_000), *complaints, sep="\n")
+        raise
     finally:
         context.close()
     unexpected = [text for text in complaints if not expected or expected not in text]

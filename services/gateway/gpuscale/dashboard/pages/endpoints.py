@@ -198,7 +198,10 @@ class WhatIf:
 
 
 def decision_page(site: DashboardSite, endpoint: str, decision: str) -> None:
-    """Build the page of a decision: the signals it saw, and the count after each stage."""
+    """Build the page of a decision: the signals it saw, and the count after each stage.
+
+    It is read again and again: the newest one still lasts, and an error may pass.
+    """
     name = f"endpoints/{endpoint}/decisions/{decision}"
     with page(site, f"Decision of {endpoint}"):
         with ui.row().classes("items-baseline"):
@@ -231,7 +234,7 @@ def decision_page(site: DashboardSite, endpoint: str, decision: str) -> None:
         seen.show(rows.observation_rows(one))
         steps.show(rows.step_rows(one))
 
-    ui.timer(0.0, load, once=True)
+    ui.timer(REFRESH, load)
 
 
 _LOG_PART, _LOG_PARTS = 262_144, 1024

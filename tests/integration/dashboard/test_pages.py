@@ -1,0 +1,47 @@
+"""What a page shows of answers and of errors, without a browser."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from unittest.mock import AsyncMock, Mock
+
+import pytest
+from nicegui import Client, app, ui
+from nicegui.app.app import State
+
+from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.client import UnavailableError
+from gpuscale.dashboard.pages import endpoints
+from tests.support.waiting import eventually
+
+
+async def test_a_decision_that_cannot_be_read_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its page showed the error until it was loaded anew once."""
+    monkeypatch.setattr("nicegui.core.loop", asyncio.get_running_loop())
+    monkeypatch.setattr(app, "_state", State.STARTED)
+    monkeypatch.setattr(endpoints, "REFRESH", 0.01)
+    failed = asyncio.Event()
+
+    async def answer(_: object) -> Any:
+        if not failed.is_set():
+            raise UnavailableError("the gateway is away")
+        return autoscaler_api.GetDecisionResponse(decision=autoscaler_api.Decision(summary="from 1 to 2"))
+
+    site = Mock(client=Mock(decisions=Mock(GetDecision=answer)), actions=lambda: None)
+    site.facts.problems = {}
+    page = Client(ui.page(""))
+    monkeypatch.setattr(page, "connected", AsyncMock())
+
+    def shows(text: str) -> bool:
+        labels = (one for one in page.elements.values() if isinstance(one, ui.label))
+        return any(one.text == text for one in labels)
+
+    try:
+        with page:
+            endpoints.decision_page(site, "chat", "7")
+        await eventually(lambda: shows("cannot read the decision: the gateway is away"))
+        failed.set()
+        await eventually(lambda: shows("from 1 to 2"))
+    finally:
+        page.delete()
