@@ -40,8 +40,9 @@ class Listener:
     @property
     def error(self) -> BaseException | None:
         """The error that ended listening, if any."""
-        ended = self._listening is not None and self._listening.done()
-        return self._listening.exception() if ended and self._listening is not None else None
+        if self._listening is None or not self._listening.done():
+            return None
+        return self._listening.exception()
 
     def start(self) -> None:
         """Start listening, or cancel a pause that has not taken effect."""

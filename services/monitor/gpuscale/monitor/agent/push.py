@@ -153,11 +153,8 @@ class FleetPush:
                         await call.write(monitor_internal.StreamTelemetryRequest(snapshot=whole, delta=delta))
                     self._faults.saw(snapshot.gpus)
                     begun.set()
-        except (
-            grpc.aio.AioRpcError,
-            asyncio.InvalidStateError,
-        ):  # the latter if the stream has ended already
-            return  # `_read` learns why
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # the stream has ended: `_read` learns why
 
     async def _write_faults(self, call: _Call, begun: asyncio.Event) -> None:
         """Report faults as they occur, once the fleet knows the GPUs."""

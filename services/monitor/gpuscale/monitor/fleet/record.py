@@ -61,13 +61,11 @@ class Fit:
             facts = [*map(_facts, gpus)]
             if change is not None and facts != self._gpus:
                 self._relaxed = SETTLED
-            self._gpus, self._leased = (
-                facts,
-                [  # whether only leases use it
-                    bool(processes) and not unreadable and all(reservation for _, reservation, _ in processes)
-                    for *_, unreadable, processes in facts
-                ],
-            )
+            self._gpus = facts
+            self._leased = [  # whether only leases use it
+                bool(processes) and not unreadable and all(reservation for _, reservation, _ in processes)
+                for *_, unreadable, processes in facts
+            ]
             self._lags = any(seconds(gpu.reading.age) > picture.period / 2 for gpu in gpus)
         self._used, self._free = picture.column(_USED), picture.column(_FREE)
         return True
