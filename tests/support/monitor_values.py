@@ -9,6 +9,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration
 from gpuscale.internal.monitor import v1 as monitor_internal
+from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.model.readings import (
     GpuIdentity,
     GpuReading,
@@ -22,6 +23,7 @@ from gpuscale.monitor.model.recordings import Recording
 from gpuscale.monitor.state.saver import recording_to_text
 
 GIB = 1024**3
+DEFAULT_TIERS = FleetSettings.model_construct().history_tiers()
 
 
 def identity(index: int = 0) -> GpuIdentity:

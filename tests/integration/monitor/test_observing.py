@@ -19,11 +19,10 @@ from gpuscale.common.wire import seconds, to_duration, to_timestamp
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.app import fleet as observing
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.history.history import DEFAULT_TIERS
 from gpuscale.monitor.observing.health_servicer import HealthWatch
 from tests.support.clock import ManualClock
 from tests.support.monitor import RunningFleet, running_fleet
-from tests.support.monitor_values import hello, snapshot, telemetry
+from tests.support.monitor_values import DEFAULT_TIERS, hello, snapshot, telemetry
 from tests.support.waiting import eventually
 
 Call = grpc.aio.StreamStreamCall[

@@ -15,13 +15,13 @@ from gpuscale.common.runtime.metrics_text import MetricsPage
 from gpuscale.monitor.exposition.fleet import add_history
 from gpuscale.monitor.health.checks import Event, HealthCheck
 from gpuscale.monitor.health.events import Events, xid_finding
-from gpuscale.monitor.history.history import DEFAULT_TIERS, History, Tier
+from gpuscale.monitor.history.history import History, Tier
 from gpuscale.monitor.model.recordings import RecordingOrder, RecordingState, Target
 from gpuscale.monitor.recording import Recordings
 from gpuscale.monitor.state.saver import Saver, open_saver
 from gpuscale.monitor.state.store import DATABASE, FleetStore, Saving
 from tests.support.clock import ManualClock
-from tests.support.monitor_values import recorded_text
+from tests.support.monitor_values import DEFAULT_TIERS, recorded_text
 from tests.support.promtool import value
 
 SAMPLE = (10.0, 20.0, 5.0, 50.0, 40.0, 300.0, 900.0)

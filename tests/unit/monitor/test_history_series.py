@@ -6,7 +6,6 @@ from array import array
 import pytest
 
 from gpuscale.monitor.history.history import (
-    DEFAULT_TIERS,
     History,
     HistorySeries,
     Tier,
@@ -19,6 +18,7 @@ from gpuscale.monitor.history.history import (
 )
 from gpuscale.monitor.history.ring import MOST_COUNTED, Bucket, Point, Ring
 from gpuscale.monitor.model.metrics import GPU_METRICS, MetricTally
+from tests.support.monitor_values import DEFAULT_TIERS
 
 TIERS = (Tier(1.0, 20.0), Tier(5.0, 100.0), Tier(20.0, 400.0))
 GPU = tuple(float(index) for index in range(len(GPU_METRICS)))

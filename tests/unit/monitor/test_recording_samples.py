@@ -11,14 +11,14 @@ from gpuscale.common.wire import to_duration
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.app.fleet import Observing
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.history.history import DEFAULT_TIERS, History
+from gpuscale.monitor.history.history import History
 from gpuscale.monitor.history.ring import Point
 from gpuscale.monitor.model.recordings import RecordingOrder, Target
 from gpuscale.monitor.observing.samples import SampleObserver, gpu_sample
 from gpuscale.monitor.recording import Recordings
 from gpuscale.monitor.wire import Change, Picture
 from tests.support.clock import ManualClock
-from tests.support.monitor_values import hello, telemetry
+from tests.support.monitor_values import DEFAULT_TIERS, hello, telemetry
 from tests.support.monitor_values import snapshot as whole_snapshot
 
 ROOM = 1 << 30

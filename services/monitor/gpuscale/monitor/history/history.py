@@ -283,8 +283,6 @@ def combined(before: Bucket | None, values: "array[float]", width: int) -> Bucke
 
 
 LOOK_FOR_ENDED_SECONDS = 60.0
-DEFAULT_TIERS = (Tier(1.0, 600.0), Tier(10.0, 6 * 3600.0), Tier(60.0, 7 * 86400.0))
-"""1 s for 10 min, 10 s for 6 h, 1 min for 7 d."""
 
 
 def metrics_of(key: str) -> Sequence[Metric]:
