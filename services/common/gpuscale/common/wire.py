@@ -176,7 +176,7 @@ def page(
     return list(items[start:end]), token
 
 
-def first_beyond(items: Sequence[T], key: Callable[[T], str], last: str, *, descending: bool = False) -> int:
+def first_beyond(items: Sequence[T], key: Callable[[T], str], last: str, *, descending: bool) -> int:
     """Index of the first item after the key `last` ("" is before all); unlike `bisect`, also in descending order."""
     start, high = 0, len(items) if last else 0
     while start < high:

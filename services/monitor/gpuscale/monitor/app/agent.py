@@ -50,7 +50,7 @@ async def open_agent(
     *,
     fleet: grpc.aio.Channel | None,
     clock: Clock,
-    allocator: grpc.aio.Channel | None = None,
+    allocator: grpc.aio.Channel | None,
     calls: CallMeter | None = None,
 ) -> AsyncGenerator[tuple[Registration, ...], None]:
     """Read this host until the block ends, and stream to `fleet` if given.
