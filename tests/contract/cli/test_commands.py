@@ -530,6 +530,12 @@ def test_explain_says_why(ctl: Any) -> None:
     assert "to 3 in 43s if signals do not change" in out
 
 
+def test_who_holds_a_gpu_is_told_where_it_is_known(ctl: Any) -> None:
+    of_node = ctl("describe", "node", "host-1").out.partition("\n\nNODE")[2].splitlines()
+    assert ["training" in line for line in of_node[1:3]] == [True, False]
+    assert "HOLDER" not in ctl("snapshot").out, "an agent does not know"
+
+
 def test_the_allocator_away_does_not_hide_the_gpus(ctl: Any, world: canned.World) -> None:
     world.refuse["ListReservations"] = errors.UnavailableError(
         "the allocator does not answer", reason="UPSTREAM_UNAVAILABLE"

@@ -105,6 +105,8 @@ async def test_history_shows_trends_and_points(fleet: RunningFleet) -> None:
     assert memory.split()[2:6] == ["256MiB", "256MiB", "256MiB", "-"], "a few seconds say nothing of an hour"
     points = await ctl(fleet, "history", uuid, "--points", "--metric", "power_watts", "--step", "1s")
     assert "POWER_WATTS" in points.out.splitlines()[1]
+    none = await ctl(fleet, "history", "alpha", "--points", "--metric", "power_watts")
+    assert (none.code, "none: they have no such readings" in none.err) == (0, True), "a host has no watts"
     wrong = await ctl(fleet, "history", uuid, "--metric", "colour")
     assert (wrong.code, "power_watts" in wrong.err) == (2, True)
 

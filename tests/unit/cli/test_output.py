@@ -7,9 +7,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from gpuscale.api.allocator.v1 import Reservation
+from gpuscale.api.allocator.v1 import PolicyStanding, Reservation
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.api.monitor.v1 import Node
+from gpuscale.api.monitor.v1 import Node, RecordedGpu
 from gpuscale.api.types.v1 import Gpu, GpuReading
 from gpuscale.cli.commands.describe import described
 from gpuscale.cli.commands.top import bar
@@ -18,8 +18,9 @@ from gpuscale.cli.console.cells import Column, View, counted_models
 from gpuscale.cli.console.output import Output
 from gpuscale.cli.console.terminal import TYPED, folded, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
-from gpuscale.cli.views.allocator import RESERVATIONS
+from gpuscale.cli.views.allocator import RESERVATIONS, STANDINGS
 from gpuscale.cli.views.autoscaler import ADAPTERS, REPLICAS
+from gpuscale.cli.views.monitor import RECORDED_GPUS
 
 VIEW = View[Node](
     "nodes",
@@ -91,6 +92,20 @@ def test_a_table_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, width: int, 
     assert len(Output(Format.WIDE).table(items, MANY)[1]) == 64
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert len(Output().table(items, MANY)[1]) == 64
+
+
+def test_figures_and_times_are_whole_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    gpu = RecordedGpu(name="nodes/host-12/gpus/g", index=10)
+    for metric in ("UTILIZATION_PERCENT", "MEMORY_USED_BYTES", "TEMPERATURE_CELSIUS", "POWER_WATTS"):
+        most = 179.4 * 2**30 if metric == "MEMORY_USED_BYTES" else 100.0
+        gpu.stats.add(metric=f"METRIC_{metric}", min=most, mean=most, max=most)
+    assert "…" not in "".join(Output().table([gpu], RECORDED_GPUS))
+    due = PolicyStanding(subject="reservations/rbajzmfnwekgz", message="all 2 GPUs idle", next_actions=[3])
+    due.held.FromSeconds(3599)
+    due.next_time.FromSeconds(1_800_000_000)
+    assert "…" not in "".join(Output().table([due], STANDINGS))
 
 
 def test_a_name_that_is_too_long_is_cut_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.cli.commands import events, explain, policies
+from gpuscale.cli.commands.get import holders_known
 from gpuscale.cli.commands.watching import GetGroup
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.command import Command, Session, command, entries_above
@@ -68,7 +69,8 @@ def describe(session: Session, words: tuple[str, ...]) -> None:
             if isinstance(item, monitor_api.Node):
                 del item.snapshot.gpus[:]
             write_lines(_printable([] if noun == "decisions" else described(item)))
-            write_lines(["", *session.output.table(gpus, monitor.gpus({}))] if gpus else [])
+            if gpus:
+                write_lines(["", *session.output.table(gpus, monitor.gpus(holders_known(client)))])
             happened = list(_printable(_events(client, noun, item)))
             write_lines(["", "events of the last hour:", *happened] if happened else [])
 

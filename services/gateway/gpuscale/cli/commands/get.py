@@ -142,13 +142,17 @@ def gpus(session: Session, name: Names, node: str) -> None:
         of = lookup.nodes(client, [node] if node else (), everything)
         found = lookup.gpus(of, name, _about(session, view))
         if session.output.human:
-            holders: Mapping[str, str] = {}
-            try:
-                holders = lookup.holders(lookup.reservations(client, (), everything))
-            except UnavailableError as error:  # show GPUs even while the allocator is down
-                note(f"holders are unknown: {error.message}")
-            view = monitor.gpus(holders, _marks(session, client))
+            view = monitor.gpus(holders_known(client, everything), _marks(session, client))
     _write(session, found, view, name)
+
+
+def holders_known(client: "Client", about: lookup.About = lookup.EVERYTHING) -> Mapping[str, str]:
+    """The holder of each reserved GPU; of none, with a note, while the allocator is down."""
+    try:
+        return lookup.holders(lookup.reservations(client, (), about))
+    except UnavailableError as error:
+        note(f"holders are unknown: {error.message}")
+        return {}
 
 
 @get("", "processes --node host-1 --sort-by -MEMORY")
@@ -406,6 +410,6 @@ def snapshot(session: Session, max_age: float, fresh: bool) -> None:
     if not session.output.human:
         session.output.write_data(to_dict(found))
         return
-    session.output.write_list(found.gpus, monitor.gpus({}))
+    session.output.write_list(found.gpus, monitor.gpus(None))
     if found.gpu_problem:
         note(f"{found.node}: {found.gpu_problem}")

@@ -289,6 +289,7 @@ def history(
         ]
     if not (chart and session.output.human):
         session.output.write_list(rows, views.SERIES)
+        session.output.note_none(rows, "none: they have no such readings of this time")
     _note_not_kept(answer, begin)
 
 

@@ -171,7 +171,7 @@ def list_tokens(session: Session, tokens_file: Path) -> None:
                     "maxPriority": token.get("max_priority", 0),
                 }
             )
-    session.output.write_records("tokens", records, _COLUMNS)
+    session.output.write_records("tokens", records, _COLUMNS, spare=("label",))
 
 
 @command("token limit ci --tenant ml --tenant vision --max-priority 10 --tokens-file tokens.toml")
@@ -457,6 +457,7 @@ def list_join_tokens(session: Session, name: tuple[str, ...]) -> None:
             listed = library.pages(client.joining.ListJoinTokens, api.ListJoinTokensRequest(page_size=1000))
             found = [one for page in listed for one in page.join_tokens]
     session.output.write_records("joinTokens", [_join_token_record(one) for one in found], _OF_JOIN_TOKENS)
+    session.output.note_none(found, "none; make one with: gpuscalectl join-token create")
 
 
 @command("join-token delete 3f9a12cd")

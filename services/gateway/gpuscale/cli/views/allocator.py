@@ -399,9 +399,9 @@ STANDINGS = View[api.PolicyStanding](
     "standings",
     (
         Column("SUBJECT", lambda one: short(one.subject)),
-        Column("HELD", lambda one: duration(one, "held")),
+        Column("HELD", lambda one: duration(one, "held"), spare=True),
         Column("STATE", lambda one: "exempt" if one.exempt else "paused" if one.paused else "counting"),
-        Column("DONE", lambda one: str(one.done_count)),
+        Column("DONE", lambda one: str(one.done_count), spare=True),
         Column("NEXT", lambda one: _words(one.next_actions, api.PolicyAction)),
         Column("AT", lambda one: moment(one, "next_time")),
         Column("SEEN", lambda one: text(one.message)),

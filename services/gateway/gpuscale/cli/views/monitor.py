@@ -82,9 +82,12 @@ def nodes(marked: Marks = NO_MARKS, *, problems: bool = False) -> View[api.Node]
     )
 
 
-def gpus(holders: Mapping[str, str], marked: Marks = NO_MARKS) -> View[types_api.Gpu]:
-    """The view of GPUs, given the holder of each by name, and what is cordoned."""
-    return View(
+def gpus(holders: Mapping[str, str] | None, marked: Marks = NO_MARKS) -> View[types_api.Gpu]:
+    """The view of GPUs, given the holder of each by name, or None without that column, and what is cordoned."""
+    of_holders: list[Column[types_api.Gpu]] = []
+    if holders is not None:
+        of_holders = [Column("HOLDER", lambda gpu: holder(holders.get(gpu.name, "")))]
+    return View[types_api.Gpu](
         "gpus",
         (
             Column("NODE", lambda gpu: short(gpu.name).partition("/")[0]),
@@ -103,7 +106,7 @@ def gpus(holders: Mapping[str, str], marked: Marks = NO_MARKS) -> View[types_api
             ),
             Column("CLOCK", lambda gpu: number(gpu.reading, "sm_clock_mhz", "{:.0f}MHz".format), wide=True),
             Column("PROCESSES", lambda gpu: str(len(gpu.reading.processes)), wide=True),
-            Column("HOLDER", lambda gpu: holder(holders.get(gpu.name, ""))),
+            *of_holders,
             Column("AGE", lambda gpu: duration(gpu.reading, "age"), moving=True, spare=True),
             Column("QUARANTINE", lambda gpu: text(gpu.quarantine), wide=True),
             Column("PRODUCT", gpu_model, wide=True),
@@ -192,7 +195,11 @@ RECORDED_GPUS = View[api.RecordedGpu](
         Column("SAMPLES", lambda gpu: str(gpu.sample_count), spare=True),
         Column("UTIL min mean max", _figures(api.Metric.METRIC_UTILIZATION_PERCENT, percent)),
         Column("MEMORY min mean max", _figures(api.Metric.METRIC_MEMORY_USED_BYTES, size)),
-        Column("TEMP min mean max", _figures(api.Metric.METRIC_TEMPERATURE_CELSIUS, "{:.0f}C".format)),
+        Column(
+            "TEMP min mean max",
+            _figures(api.Metric.METRIC_TEMPERATURE_CELSIUS, "{:.0f}C".format),
+            spare=True,
+        ),
         Column("POWER min mean max", _figures(api.Metric.METRIC_POWER_WATTS, "{:.0f}W".format)),
         Column("CLOCK min mean max", _figures(api.Metric.METRIC_SM_CLOCK_MHZ, "{:.0f}MHz".format), wide=True),
         Column("UUID", lambda gpu: gpu.uuid, wide=True),
