@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpuscale.cli.console.errors import BY_ERROR, MEANINGS, ExitCode, exit_code
+from gpuscale.cli.console.errors import BY_ERROR, MEANINGS, ExitCode, exit_code, report
 from gpuscale.common import errors
 
 TREE = [
@@ -55,3 +55,30 @@ def test_a_subclass_has_the_code_of_its_class() -> None:
         pass
 
     assert exit_code(NearestMiss("x")) == ExitCode.NOT_FOUND
+
+
+TOO_SHORT = errors.FieldViolation("ttl", "must be at least 2 s")
+
+
+@pytest.mark.parametrize(
+    ("error", "more"),
+    [
+        (errors.InvalidArgumentError("ttl must be at least 2 s", violations=[TOO_SHORT]), []),
+        (
+            errors.InvalidArgumentError("two are wrong", violations=[TOO_SHORT]),
+            ["  ttl: must be at least 2 s"],
+        ),
+        (errors.ResourceExhaustedError("no room now", retry_after=2.88263), ["  try again in 2.9 s"]),
+        (errors.NotFoundError("x", metadata={"name": "nodes/a"}), ["to list all: gpuscalectl get nodes"]),
+        (errors.NotFoundError("x", metadata={"name": "host-1"}), []),
+        (
+            errors.UnauthenticatedError("x", reason="TOKEN_MISSING"),
+            ["to send one: --token-file PATH, or gpuscalectl login ADDRESS"],
+        ),
+    ],
+)
+def test_an_error_says_once_what_is_wrong_and_what_would_help(
+    error: errors.GpuscaleError, more: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    report(error)
+    assert capsys.readouterr().err.splitlines() == [f"error: {error.message}", *more]

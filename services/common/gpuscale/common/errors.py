@@ -19,6 +19,7 @@
 `gpuscale.common.rpc.status` maps each class to a gRPC status code and back. Rooms raise these, or subclasses of them.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple, Self
@@ -65,11 +66,15 @@ class GpuscaleError(Exception):
     def lines(self) -> list[str]:
         """Lines for people: the message, the invalid fields, when to retry."""
         fields = self.violations if isinstance(self, InvalidArgumentError) else ()
-        again = [] if self.retry_after is None else [f"  try again in {self.retry_after:g} s"]
+        again = (
+            []
+            if self.retry_after is None
+            else [f"  try again in {math.ceil(10 * self.retry_after) / 10:g} s"]
+        )
         told = [
             f"  {one.field}: {one.description}"
             for one in fields
-            if one.description != self.message or one.field.rpartition(".")[2] not in self.message
+            if one.description not in self.message or one.field.rpartition(".")[2] not in self.message
         ]
         return [f"error: {self.message}", *told, *again]
 

@@ -97,12 +97,22 @@ def report(error: GpuscaleError, name: str = "") -> ExitCode:
     first, *more = error.lines()
     if name and name not in error.message.split():
         first = f"error: {name}: {error.message}"
-    for line in (first, *more):
+    for line in (first, *more, *_remedy(error)):
         note(line)
     if TERMINAL.verbose:
         facts = "".join(f", {key}={value}" for key, value in sorted(error.metadata.items()))
         note(f"  {type(error).__name__} {error.reason}{facts}; exit code {code.value} {code.name}")
     return code
+
+
+def _remedy(error: GpuscaleError) -> list[str]:
+    """A line with the command that helps, if one is known."""
+    if error.reason == "TOKEN_MISSING":
+        return ["to send one: --token-file PATH, or gpuscalectl login ADDRESS"]
+    *_, collection, _ = ("", "", *error.metadata.get("name", "").split("/"))
+    if isinstance(error, errors.NotFoundError) and any(collection == noun.plural for noun in NOUNS):
+        return [f"to list all: gpuscalectl get {collection}"]
+    return []
 
 
 def report_usage(error: click.ClickException) -> ExitCode:
