@@ -313,3 +313,17 @@ def test_a_wait_that_is_refused_or_never_answered_ends_at_once(ctl: Any, world: 
     ):
         world.refuse["GetEndpoint"] = error
         assert ctl("wait", "ep", "jobs").code == code
+
+
+def test_a_list_without_a_watch_is_not_read_without_a_pause(
+    ctl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused = list[float]()
+
+    def pause(_: object, every: float, **_more: object) -> None:
+        paused.append(every)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(streams.Streams, "pause", pause)
+    assert ctl("get", "adapters", "-w", "--every", "0s").code == 130
+    assert paused == [0.2]

@@ -130,6 +130,11 @@ def test_words_of_other_programs_lead_to_commands_that_exist(
         ("scale --replicas=3 endpoint/chat", "'--replicas'; options of a command come after its name"),
         ("--adress localhost:7070 status", "No such option '--adress'; did you mean --address?"),
         ("top 4", "unexpected extra argument (4)"),
+        ("reserve --gpus 1 --for 2h", "--for, --name and --title are of a booking: pass --at too"),
+        ("reserve --gpus 1 --at tomorrow", "pass --for too, such as --for 2h"),
+        ("get nodes --cert-file a.crt", "--cert-file and --key-file need each other: pass both"),
+        ("get nodes --cert-file a.crt --key-file a.key", "need --ca-file, which turns TLS on"),
+        ("config set-context lab --address lab", "has no port: write HOST:PORT, such as lab:7070"),
     ],
 )
 def test_what_may_have_been_meant_is_said_where_it_is_known(

@@ -245,7 +245,10 @@ def _read(path: Path | None) -> bytes | None:
     if path is None:
         return None
     try:
-        return path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         message = f"TLS file {path} cannot be read: {error.strerror}"
         raise FailedPreconditionError(message, reason="TLS_FILES") from error
+    if b"-----BEGIN " not in content:
+        raise FailedPreconditionError(f"TLS file {path} is not PEM", reason="TLS_FILES")
+    return content

@@ -11,6 +11,7 @@ import click
 from gpuscale.cli.console.command import Session, command, context_names
 from gpuscale.cli.grammar.selecting import near
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
+from gpuscale.common.rpc.channel import split_addresses
 from gpuscale.common.secrets import write_private
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def set_context(session: Session, name: str) -> None:
     )
     if not changed.address:
         raise InvalidArgumentError(f"{name} needs an address: pass --address HOST:PORT")
+    split_addresses(changed.address)
     write_all(path, current or name, {**by_name, name: changed})
     action = "changed" if name in by_name else "added"
     session.output.write_said(

@@ -181,7 +181,8 @@ def logout(session: Session, context: str) -> None:
     context = context or current
     token_file = path.parent / f"{context}.token"
     if context not in by_name or by_name[context].token_file != token_file:
-        raise NotFoundError(f"{path} has no context {context or 'that is current'} of a login")
+        which = f"{context} is not a context" if context else "there is no current context"
+        raise NotFoundError(f"{which} that login wrote into {path}")
     login_file = token_file.with_suffix(".login")
     if login_file.exists():
         end_login(login_file)

@@ -237,8 +237,10 @@ def reserve(
     With --at they are booked for the time of --for, and not granted to anyone who would still hold them then. Use a booking
     with --booking; GPUs not used within 15 minutes are released.
     """
-    if (start is None) != (length is None) or (start is None and (booking_id or title)):
-        raise click.UsageError("--at and --for belong together, and --name and --title to them")
+    if start is None and (length is not None or booking_id or title):
+        raise click.UsageError("--for, --name and --title are of a booking: pass --at too")
+    if start is not None and length is None:
+        raise click.UsageError("a booking needs its length: pass --for too, such as --for 2h")
     if start is not None and length is not None:
         _book(session, asking, requesting, api.Booking(title=title), booking_id, start, length)
         return

@@ -17,7 +17,8 @@ from gpuscale.cli.grammar.parameters import DURATION, Parsed
 from gpuscale.cli.grammar.selecting import parse_selector
 from gpuscale.common.errors import InvalidArgumentError, UnavailableError
 
-EVERY = 2.0
+EVERY, LEAST_EVERY = 2.0, 0.2
+"""Seconds between two looks at a list that the API does not stream: usually, and at least."""
 
 OF_GET = (
     anywhere(
@@ -79,7 +80,9 @@ class GetCommand(Command):
             InvalidArgumentError: the format cannot be streamed, or names are combined with a selector.
         """
         typed = typed_anywhere(context)
-        watched = session.output.watch(typed.get("every", EVERY)) if typed.get("watch") else None
+        watched = (
+            session.output.watch(max(LEAST_EVERY, typed.get("every", EVERY))) if typed.get("watch") else None
+        )
         choices = {key: typed[key] for key in ("conditions", "filter", "order_by") if typed.get(key)}
         if choices and context.params.get("name"):
             raise InvalidArgumentError("either name resources, or select and order them")

@@ -24,7 +24,7 @@ from gpuscale.cli.grammar.jsonpath import WITH_EXPRESSION, Form, Format
 from gpuscale.cli.grammar.nouns import is_field, with_noun
 from gpuscale.cli.grammar.parameters import CLOCK, DURATION, FORM
 from gpuscale.cli.grammar.selecting import near
-from gpuscale.common.errors import UnavailableError
+from gpuscale.common.errors import InvalidArgumentError, UnavailableError
 from gpuscale.common.rpc import channel
 
 if TYPE_CHECKING:
@@ -118,6 +118,10 @@ class Session:
         return library.connect_async(self.address, **self._where(), timeout=self.request_timeout)
 
     def _where(self) -> _Where:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise InvalidArgumentError("--cert-file and --key-file need each other: pass both")
+        if self.cert_file and not self.ca_file:
+            raise InvalidArgumentError("--cert-file and --key-file need --ca-file, which turns TLS on")
         return {
             "context": self.context,
             "token": "" if self.without_token else self.token_file,
