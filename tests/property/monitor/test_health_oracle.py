@@ -10,13 +10,7 @@ import pytest
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.agent.deltas import DeadBands, Deltas
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.model.readings import (
-    GpuIdentity,
-    GpuReading,
-    GpuState,
-    GpuView,
-    RecoveryAction,
-)
+from gpuscale.monitor.model.readings import GpuIdentity, GpuReading, GpuState, GpuView, RecoveryAction
 from gpuscale.monitor.observing.health_servicer import HealthWatch
 from gpuscale.monitor.state.saver import event_from_text, event_to_text
 from gpuscale.monitor.wire import to_snapshot

@@ -10,14 +10,7 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration, to_timestamp
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.agent.deltas import DeadBands, Deltas
-from gpuscale.monitor.model.readings import (
-    GpuIdentity,
-    GpuReading,
-    GpuState,
-    GpuView,
-    HostReading,
-    Snapshot,
-)
+from gpuscale.monitor.model.readings import GpuIdentity, GpuReading, GpuState, GpuView, HostReading, Snapshot
 from tests.support.monitor_values import GIB, snapshot_read
 
 MIB = 1024**2
