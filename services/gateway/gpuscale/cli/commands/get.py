@@ -146,10 +146,10 @@ def gpus(session: Session, name: Names, node: str) -> None:
     _write(session, found, view, name)
 
 
-def holders_known(client: "Client", about: lookup.About = lookup.EVERYTHING) -> Mapping[str, str]:
+def holders_known(client: "Client", about: "lookup.About | None" = None) -> Mapping[str, str]:
     """The holder of each reserved GPU; of none, with a note, while the allocator is down."""
     try:
-        return lookup.holders(lookup.reservations(client, (), about))
+        return lookup.holders(lookup.reservations(client, (), about or lookup.EVERYTHING))
     except UnavailableError as error:
         note(f"holders are unknown: {error.message}")
         return {}
