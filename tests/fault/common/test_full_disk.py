@@ -78,7 +78,7 @@ async def test_replicas_end_and_give_their_gpus_back_and_nothing_new_comes(tmp_p
                 return False
 
             failures = Store.failures
-            await eventually(refused)
+            await eventually(refused, 120)  # once the log, which is written from its start again, grows
             assert Store.failures > failures
             lost = first.alive[0]
             allocator.expire(first.told[lost].reservation)

@@ -180,7 +180,12 @@ async def test_a_place_that_is_kept_outlives_caller_and_allocator_and_is_granted
         assert [one.job.queue_position for one in (await client.page()).reservations[1:]] == [0, 1]
         assert "GPU" in (await client.get(first.name)).job.queue_reason
         await client.release(held)
-        granted = await client.renew(first)
+
+        async def has_gpus() -> Reservation | None:
+            renewed = await client.renew(first)
+            return renewed if renewed.gpus else None
+
+        granted = await eventually(has_gpus)
         assert (granted.job.state, len(granted.gpus)) == (STATES.STATE_STARTING, 8)
         assert granted.fence > first.fence
         assert seconds(granted.ttl) == 60
@@ -192,8 +197,12 @@ async def test_a_place_that_is_kept_outlives_caller_and_allocator_and_is_granted
             await client.reserve(1)
         ended = await client.release(granted)
         assert ended.job.state == STATES.STATE_STOPPED
-        [other] = (await client.page()).reservations
-        assert (other.state, len(other.gpus)) == (api.Reservation.STATE_ACTIVE, 8)
+
+        async def other_has_gpus() -> bool:
+            [other] = (await client.page()).reservations
+            return (other.state, len(other.gpus)) == (api.Reservation.STATE_ACTIVE, 8)
+
+        await eventually(other_has_gpus)
 
 
 async def test_a_place_goes_with_its_wait_or_its_release_and_is_refused_without_either(
