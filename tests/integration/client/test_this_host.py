@@ -34,6 +34,7 @@ from gpuscale.client.this_host import ThisHost, admit
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.runtime.tasks import network_namespace, read_boot_id
 from gpuscale.common.security.auth import Authenticator, Role
+from gpuscale.monitor.agent.host import ProcHost
 from gpuscale.testing import FakeServer
 from tests.contract.cli.canned_gateway import canned_gateway
 from tests.support.cli import run_cli
@@ -79,6 +80,10 @@ def test_the_node_that_this_host_is(nodes: list[monitor_api.Node], found: Any) -
     with pytest.raises(FailedPreconditionError, match=r"any of a, b.*GPUSCALE_NODE=a") as caught:
         ThisHost().find(nodes)
     assert caught.value.reason == "NODE_AMBIGUOUS"
+
+
+def test_an_agent_tells_the_namespace_that_clients_beside_it_are_in() -> None:
+    assert ProcHost("boot").identity().network_namespace == OWN != 0
 
 
 def test_what_is_said_counts_unless_the_agent_here_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
