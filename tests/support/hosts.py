@@ -143,21 +143,16 @@ class Hosts:
             self._hold("")
             self._ip("", "link add name br0 type bridge", "link set br0 up")
             for name in self._numbers:
-                self.boot(name)
+                self._boot(name)
             self._stack = self._stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def boot(self, name: str) -> None:
-        """Start a host that is new, or was killed: as on its first day."""
-        pid = self._hold(name)
-        port, mac = self._port(name), f"02:00:00:00:00:{self._numbers[name]:02x}"  # the same after a boot
-        # The kernel keeps the link of a killed host until the last of its processes has ended.
-        gone = [*self._inside("", "root"), "ip", "link", "del", port]
-        subprocess.run(gone, check=False, stderr=subprocess.DEVNULL, timeout=60)
-        self._ip("", f"link add name {port} type veth peer name eth0 address {mac} netns {pid}")
+    def _boot(self, name: str) -> None:
+        pid, port = self._hold(name), self._port(name)
+        self._ip("", f"link add name {port} type veth peer name eth0 netns {pid}")
         self._ip("", f"link set {port} master br0", f"link set {port} up")
         self._ip(name, f"addr add {self.address(name)}/24 dev eth0", "link set eth0 up", "link set lo up")
         users = "".join(

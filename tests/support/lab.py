@@ -6,7 +6,7 @@ Set up as docs/deploy.md says, by init and join: mutual TLS between all, and ann
 import json
 import os
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -125,9 +125,9 @@ def _double(folder: Path, host: str) -> Mapping[str, str]:
 
 
 @contextmanager
-def lab(folder: Path, *, more: Sequence[str] = (), logs: bool = True) -> Generator[Lab]:
+def lab(folder: Path, *, logs: bool = True) -> Generator[Lab]:
     """The lab, set up; its logs are printed at the end, which a test that passes does not show."""
-    with Hosts((LAPTOP, *GPU_HOSTS, *more), folder, shared=[library_folder()]) as hosts:
+    with Hosts((LAPTOP, *GPU_HOSTS), folder, shared=[library_folder()]) as hosts:
         made = Lab(hosts)
         try:
             made.set_up()
