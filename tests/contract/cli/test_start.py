@@ -97,26 +97,39 @@ def test_an_interrupted_command_is_130() -> None:
     assert "Traceback" not in ran.stderr
 
 
+WITHOUT_PACKAGES = """
+import importlib, os, sys
+importlib.import_module("gpuscale.common.programs").import_grpc()  # once for all
+for one in ("click", "pydantic", "structlog"):
+    sys.modules[one] = None
+for name, entry in {entries!r}.items():
+    if pid := os.fork():
+        print(name, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=sys.stderr)
+        continue
+    sys.argv = [name, "--version"]
+    module, _, function = entry.partition(":")
+    sys.exit(getattr(importlib.import_module(module), function)())
+"""
+
+
 def test_a_program_whose_packages_are_missing_says_what_to_install() -> None:
     """As where the client alone was installed: pip makes the scripts of all."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    program = "import sys; sys.argv = [{name!r}, '--version']\n"
-    program += "for one in ('click', 'pydantic', 'structlog'): sys.modules[one] = None\n"
-    program += "from {module} import {function}; {function}()"
     entries = project["scripts"]
     for helper in ("gpuscale-killer", "gpuscale-power"):
         del entries[helper]  # needs no package, or that of the driver alone
-    for name, entry in entries.items():
-        module, _, function = entry.partition(":")
-        command = program.format(name=name, module=module, function=function)
-        ran = subprocess.run(
-            [sys.executable, "-c", command], capture_output=True, text=True, timeout=60, check=False
-        )
+    program = WITHOUT_PACKAGES.format(entries=entries)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    lines = iter(ran.stderr.splitlines())
+    for name in entries:
+        line, code = next(lines), next(lines)
         said = re.fullmatch(
-            rf"{name}: the Python package \w+ is missing: pip install 'gpuscale\[(\w+)\]'\n", ran.stderr
+            rf"{name}: the Python package \w+ is missing: pip install 'gpuscale\[(\w+)\]'", line
         )
         assert said is not None, (name, ran.stderr)
-        assert ran.returncode == 1
+        assert code == f"{name} 1"
         assert said[1] in project["optional-dependencies"], name
 
 
