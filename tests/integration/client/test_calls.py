@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import traceback
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from concurrent import futures
-from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 from typing import Any
 
 import grpc
@@ -27,8 +25,6 @@ from gpuscale.client import (
     connect,
     connect_async,
 )
-from gpuscale.common.rpc.server import Registration, Server, ServerOptions
-from gpuscale.common.security.auth import Authenticator
 from gpuscale.internal.monitor import v1 as monitor_internal
 from tests.contract.cli.canned_gateway import fail
 from tests.support.waiting import eventually
@@ -48,7 +44,8 @@ class Fleet(monitor_api.FleetServiceServicer, monitor_internal.TelemetryServiceS
     def ListNodes(self, request: Any, context: Any) -> Any:
         self.remaining.append(context.time_remaining())
         if request.page_size == 1:
-            threading.Event().wait(3.0)
+            context.add_callback(self.ended.set)
+            self.ended.wait(60)
         return monitor_api.ListNodesResponse(next_page_token="" if request.page_token else "more")
 
     def GetNode(self, request: Any, context: Any) -> Any:
@@ -69,20 +66,6 @@ class Fleet(monitor_api.FleetServiceServicer, monitor_internal.TelemetryServiceS
             yield monitor_internal.StreamTelemetryResponse(acked_seq=-1)
 
 
-@contextmanager
-def served(servicer: Fleet) -> Iterator[str]:
-    with futures.ThreadPoolExecutor(8) as pool:
-        server = grpc.server(pool)
-        monitor_api.add_FleetServiceServicer_to_server(servicer, server)
-        monitor_internal.add_TelemetryServiceServicer_to_server(servicer, server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        try:
-            yield f"127.0.0.1:{port}"
-        finally:
-            server.stop(None).wait()
-
-
 @pytest.fixture
 def fleet() -> Fleet:
     return Fleet()
@@ -90,8 +73,16 @@ def fleet() -> Fleet:
 
 @pytest.fixture
 def address(fleet: Fleet) -> Iterator[str]:
-    with served(fleet) as where:
-        yield where
+    with futures.ThreadPoolExecutor(8) as pool:
+        server = grpc.server(pool)
+        monitor_api.add_FleetServiceServicer_to_server(fleet, server)
+        monitor_internal.add_TelemetryServiceServicer_to_server(fleet, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            server.stop(None).wait()
 
 
 def test_unary_errors_are_of_the_tree(address: str) -> None:
@@ -184,59 +175,8 @@ def test_address_and_token_come_from_the_environment(
         connect()
 
 
-FLEET = "gpuscale.api.monitor.v1.FleetService"
-TELEMETRY_SERVICE = "gpuscale.internal.monitor.v1.TelemetryService"
-
-
-class AsyncFleet(monitor_api.FleetServiceServicer, monitor_internal.TelemetryServiceServicer):
-    """Answers, waits for ever, or fails after the first message."""
-
-    def __init__(self) -> None:
-        self.remaining: list[float | None] = []
-        self.ended = asyncio.Event()
-
-    async def ListNodes(self, request: Any, context: Any) -> Any:
-        self.remaining.append(context.time_remaining())
-        try:
-            if request.page_size == 1:
-                await asyncio.Event().wait()
-        finally:
-            self.ended.set()
-        return monitor_api.ListNodesResponse()
-
-    async def WatchNodes(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        try:
-            yield monitor_api.WatchNodesResponse(full=True)
-            if request.HasField("min_interval"):
-                await asyncio.Event().wait()
-        finally:
-            self.ended.set()
-        raise InvalidArgumentError("no more", field="min_interval")
-
-    async def StreamTelemetry(self, requests: Any, context: Any) -> AsyncIterator[Any]:
-        async for request in requests:
-            if request.HasField("snapshot"):
-                raise UnavailableError("full", reason="OVERLOADED", retry_after=2.0)
-            yield monitor_internal.StreamTelemetryResponse(acked_seq=-1)
-
-
-@asynccontextmanager
-async def serving(servicer: AsyncFleet) -> AsyncIterator[str]:
-    server = Server(ServerOptions(), Authenticator())
-    server.add(
-        Registration(FLEET, partial(monitor_api.add_FleetServiceServicer_to_server, servicer)),
-        Registration(
-            TELEMETRY_SERVICE, partial(monitor_internal.add_TelemetryServiceServicer_to_server, servicer)
-        ),
-    )
-    address = server.bind()
-    async with server:
-        yield address
-
-
-async def test_async_unary() -> None:
-    fleet = AsyncFleet()
-    async with serving(fleet) as address, connect_async(address, timeout=1.5) as client:
+async def test_async_unary(address: str, fleet: Fleet) -> None:
+    async with connect_async(address, timeout=1.5) as client:
         await client.fleet.ListNodes(LIST, timeout=50)
         with pytest.raises(DeadlineExceededError):
             await client.fleet.ListNodes(monitor_api.ListNodesRequest(page_size=1))
@@ -247,22 +187,19 @@ async def test_async_unary() -> None:
     assert [remaining is not None and remaining < 2 for remaining in fleet.remaining] == [False, True]
 
 
-async def test_async_cancelling_a_waiting_task_cancels_the_call() -> None:
-    fleet = AsyncFleet()
-    async with serving(fleet) as address, connect_async(address) as client:
+async def test_async_cancelling_a_waiting_task_cancels_the_call(address: str, fleet: Fleet) -> None:
+    async with connect_async(address) as client:
         asked = monitor_api.ListNodesRequest(page_size=1)
         waiting = asyncio.ensure_future(client.fleet.ListNodes(asked, timeout=60))
         await eventually(lambda: fleet.remaining)
         waiting.cancel()
         await asyncio.wait([waiting])
         assert waiting.cancelled()
-        async with asyncio.timeout(60):
-            await fleet.ended.wait()
+        await eventually(fleet.ended.is_set)
 
 
-async def test_async_streams() -> None:
-    fleet = AsyncFleet()
-    async with serving(fleet) as address, connect_async(address) as client:
+async def test_async_streams(address: str) -> None:
+    async with connect_async(address) as client:
         updates = aiter(client.fleet.WatchNodes(WATCH))
         assert (await anext(updates)).full
         with pytest.raises(InvalidArgumentError):
@@ -274,21 +211,19 @@ async def test_async_streams() -> None:
             await stream.read()
 
 
-async def test_async_a_reader_that_leaves_ends_the_stream() -> None:
-    fleet = AsyncFleet()
+async def test_async_a_reader_that_leaves_ends_the_stream(address: str, fleet: Fleet) -> None:
     request = monitor_api.WatchNodesRequest()
     request.min_interval.seconds = 1
-    async with serving(fleet) as address, connect_async(address) as client:
+    async with connect_async(address) as client:
         stream = client.fleet.WatchNodes(request)
         async for _ in stream:
             break
         stream.cancel()
-        async with asyncio.timeout(10):
-            await fleet.ended.wait()
+        await eventually(fleet.ended.is_set)
 
 
-async def test_async_streams_in_both_directions() -> None:
-    async with serving(AsyncFleet()) as address, connect_async(address) as client:
+async def test_async_streams_in_both_directions(address: str) -> None:
+    async with connect_async(address) as client:
         stream = monitor_internal.TelemetryServiceStub(client._channel).StreamTelemetry()
         await stream.write(TELEMETRY)
         answer = await stream.read()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,12 +13,6 @@ from gpuscale.testing import FakeServer
 
 State = api.Reservation.State
 HOUR = 3600.0
-
-
-@pytest.fixture
-def server() -> Iterator[FakeServer]:
-    with FakeServer(gpus=4) as running:
-        yield running
 
 
 def sleep_over(monkeypatch: pytest.MonkeyPatch) -> None:
