@@ -63,15 +63,22 @@ class Host(NamedTuple):
         return {(one["check"], one["subject"]): one for one in reversed(found)}
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    """Of all tests here, which only ask it."""
+    with FakeServer(gpus=2) as running:
+        yield running
+
+
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
+def host(tmp_path: Path, server: FakeServer) -> Iterator[Host]:
     authority = make_authority("test")
     authority.write(tmp_path, "ca")
     issue(authority, CertificateSubject("gpus", NAMES), 100).write(tmp_path, "server")
     token = tmp_path / "node.token"
     token.write_text(SECRET)
     token.chmod(0o600)
-    with FakeServer(gpus=2) as server, socket.create_server(("127.0.0.1", 0)) as broker:
+    with socket.create_server(("127.0.0.1", 0)) as broker:
         nowhere = f"127.0.0.1:{broker.getsockname()[1]}"
         data = tmp_path / "data"
         data.mkdir()

@@ -14,7 +14,7 @@ from gpuscale.api.types.v1 import Gpu, GpuState
 from gpuscale.cli.commands import probe
 from gpuscale.cli.commands.gpu_test import link_rate
 from tests.support import cuda_double
-from tests.support.cli import Ran
+from tests.support.cli import Ran, run_cli
 from tests.support.fixtures import need
 from tests.support.nvml_double import NvmlDouble, NvmlReturn, env_with_double, why_unavailable
 from tests.support.up import CTL, Up, ctl_environment
@@ -36,6 +36,8 @@ class Bench:
     def ctl(self, *words: str, how: str | None = "") -> Ran:
         """`how` CUDA misbehaves; None for a host without it."""
         more = {} if how is None else cuda_double.variables(how)
+        if words[0] != "run":
+            return run_cli("--address", self.up.address, *words, environment=more)
         ran = subprocess.run(
             [*CTL, "--address", self.up.address, *words],
             env=ctl_environment(**more),

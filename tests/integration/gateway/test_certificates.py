@@ -137,17 +137,15 @@ def noted(world: World) -> set[tuple[str, str, str | None, str]]:
     return {(line["who"], line["by"], line.get("via"), line["method"].rpartition("/")[2]) for line in lines}
 
 
-@pytest.mark.parametrize("where", ["gateway", "allocator"])
-async def test_who_is_no_gateway_calls_for_nobody_else(world: World, where: str) -> None:
+async def test_who_is_no_gateway_calls_for_nobody_else(world: World) -> None:
     """Neither at the gateway, which would pass it on, nor straight at a service; nor may a gateway call for itself."""
-    address = world.gateway if where == "gateway" else world.allocator
     request = allocator_api.ListReservationsRequest()
-    async with world.client("bob", address) as bob:
-        with pytest.raises(UnauthenticatedError, match="bob has role operator"), rpc_errors():
-            await bob.stub.ListReservations(request, metadata=ROOT)
-    async with world.client("gate", address) as gate:
-        with pytest.raises(UnauthenticatedError, match="does not say whom it calls for"), rpc_errors():
-            await gate.stub.ListReservations(request)
+    for address in (world.gateway, world.allocator):
+        async with world.client("bob", address) as bob, world.client("gate", address) as gate:
+            with pytest.raises(UnauthenticatedError, match="bob has role operator"), rpc_errors():
+                await bob.stub.ListReservations(request, metadata=ROOT)
+            with pytest.raises(UnauthenticatedError, match="does not say whom it calls for"), rpc_errors():
+                await gate.stub.ListReservations(request)
 
 
 async def test_a_gateway_with_the_certificate_of_a_service_is_refused(tmp_path: Path) -> None:
@@ -209,10 +207,13 @@ async def test_a_stream_is_of_who_opened_it(world: World) -> None:
         stream.cancel()
 
 
-@pytest.mark.parametrize("where", ["gateway", "allocator"])
-async def test_a_lease_token_stands_for_its_holder(world: World, where: str) -> None:
+async def test_a_lease_token_stands_for_its_holder(world: World) -> None:
     """Whatever certificate the connection has: that of a node's agent, which passes the call on."""
-    address = world.gateway if where == "gateway" else world.allocator
+    for address in (world.gateway, world.allocator):
+        await a_lease_token_stands_for_its_holder(world, address)
+
+
+async def a_lease_token_stands_for_its_holder(world: World, address: str) -> None:
     request = allocator_api.ReserveRequest(
         request_id=str(uuid4()), holder="a", ask=allocator_api.Ask(gpu_count=1)
     )
@@ -234,4 +235,5 @@ async def test_a_lease_token_stands_for_its_holder(world: World, where: str) -> 
         release = allocator_api.ReleaseReservationRequest(name=one.name, fence=one.fence)
         await node.stub.ReleaseReservation(release, metadata=shown)
         assert [each.name for each in await alice.live()] == [other.name]
+        await alice.release(other)
     assert granted.lease_token not in world.audit.read_text()
