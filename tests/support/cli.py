@@ -51,7 +51,8 @@ def run_cli(
 ) -> Ran:
     """Run one command as its own process would; `person`: somebody types what is on standard input."""
     with pytest.MonkeyPatch.context() as patch:
-        out, err = io.StringIO(), io.StringIO()
+        written, err = io.BytesIO(), io.StringIO()
+        out = io.TextIOWrapper(written, "utf-8", newline="", write_through=True)
         patch.setattr(sys, "argv", ["gpuscalectl", *arguments])
         patch.setattr(sys, "stdin", _Keyboard(stdin) if person else io.StringIO(stdin))
         patch.setattr(sys, "stdout", out)
@@ -68,4 +69,4 @@ def run_cli(
             code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         finally:
             TERMINAL.reset()  # or the next test would write as this run was told to
-    return Ran(code, out.getvalue(), err.getvalue())
+    return Ran(code, written.getvalue().decode(), err.getvalue())

@@ -553,6 +553,7 @@ def service(world: World) -> Service:
         "GetRecording": lambda r, c: m.GetRecordingResponse(recording=RECORDING),
         "GetReplica": lambda r, c: s.GetReplicaResponse(replica=world.get(r.name, c)),
         "GetAdapter": lambda r, c: s.GetAdapterResponse(adapter=world.get(r.name, c)),
+        "ReadReplicaLog": lambda r, c: s.ReadReplicaLogResponse(content=f"of {r.name}\n".encode()),
         "ListReplicas": lambda r, c: s.ListReplicasResponse(replicas=world.all(s.Replica)),
         "ListQueueWatchers": lambda r, c: s.ListQueueWatchersResponse(
             queue_watchers=world.all(s.QueueWatcher)

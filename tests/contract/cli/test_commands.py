@@ -627,6 +627,14 @@ def test_a_report_says_who_local_is_and_tells_endpoints_apart(ctl: Any, world: c
     assert (asked.group_by, asked.label_key) == (asked.GROUP_BY_LABEL, "endpoint")
 
 
+@pytest.mark.parametrize(
+    "typed",
+    ["jobs", "endpoint jobs", "endpoint/jobs", "endpoints/jobs", canned.REPLICA.name, "replica jobs/p1"],
+)
+def test_logs_are_those_of_a_replica_or_of_all_of_an_endpoint(ctl: Any, typed: str) -> None:
+    assert ctl("logs", *typed.split()).out == f"of {canned.REPLICA.name}\n"
+
+
 def test_logs_of_nothing_name_both_kinds_that_have_some(ctl: Any) -> None:
     ran = ctl("logs", "nobody")
     assert (ran.code, ran.err) == (3, "error: no endpoint or job nobody\n")
