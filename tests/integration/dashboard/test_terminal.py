@@ -18,10 +18,12 @@ from tests.support.waiting import eventually
 
 
 @asynccontextmanager
-async def screen(server: FakeServer, *, ascii_only: bool = False) -> AsyncIterator[tuple[Top, Pilot[None]]]:
+async def screen(
+    server: FakeServer, *, ascii_only: bool = False, size: tuple[int, int] = (140, 40)
+) -> AsyncIterator[tuple[Top, Pilot[None]]]:
     program = [sys.executable, "-m", "gpuscale.cli.main", f"--address={server.address}"]
     top = Top(server.connect_async, program, ascii_only=ascii_only)
-    async with top.run_test(size=(140, 40)) as pilot:
+    async with top.run_test(size=size) as pilot:
         yield top, pilot
 
 
@@ -104,6 +106,21 @@ async def test_a_paused_screen_stays_as_it_is_and_says_what_has_ended() -> None:
             with patch.object(top, "notify") as told:
                 await pilot.press("e")
             told.assert_called_once_with("it has ended", severity="warning")
+
+
+async def test_a_small_screen_has_the_figures_who_holds_a_gpu_and_the_keys() -> None:
+    with FakeServer(gpus=8) as server:
+        async with screen(server, size=(80, 24)) as (top, pilot):
+            await shows(top, "gpus", 8)
+            head, table = top.query_one("#head", Static), top.query_one("#table-gpus", Grid)
+            assert "8 GPUs" in str(head.render())
+            assert head.region.y == 0, "the figures stay on the screen"
+            assert not top.query_one("#problem", Static).display
+            assert sum(table.widths[:5]) + 2 * 5 <= 80, "who holds it, and its memory, are seen at 80 columns"
+            await pilot.press("question_mark")
+            assert "choose a table" in str(top.screen.query_one("#text", Static).content)
+            await pilot.press("question_mark")
+            assert not top.screen.query("#text")
 
 
 async def test_ascii_is_ascii() -> None:
