@@ -31,10 +31,11 @@ count = 2
 """
 
 
-@pytest.fixture
-def up(tmp_path: Path) -> Iterator[Up]:
-    (tmp_path / "gpuscale.toml").write_text(CONFIG)
-    with Up(tmp_path, simulate=4, arguments=["--config", str(tmp_path / "gpuscale.toml")]) as running:
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    config = tmp_path_factory.mktemp("up") / "gpuscale.toml"
+    config.write_text(CONFIG)
+    with Up(config.parent, simulate=4, arguments=["--config", str(config)]) as running:
         yield running
 
 

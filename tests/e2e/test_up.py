@@ -124,12 +124,6 @@ def test_it_is_there_at_once(up: Up) -> None:
     eventually_sync(lambda: up.errors.read_text().startswith("next:  gpuscalectl --address "))
 
 
-def test_every_get_answers(up: Up) -> None:
-    for noun in ("reservations", "endpoints", "replicas", "watchers", "decisions", "adapters"):
-        assert isinstance(data(up.address, "get", noun), dict)
-    assert "4 GPUs: 4 free" in ctl(up.address, "status").out
-
-
 def test_a_second_one_is_turned_away(up: Up, tmp_path: Path) -> None:
     """Done means 5: on the data directory or the port of another, it says so and ends at once."""
     for arguments, complaint in (
