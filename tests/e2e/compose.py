@@ -52,17 +52,8 @@ MADE = "localhost/of-this-machine:local"
 ARCHIVE = os.environ.get("GPUSCALE_IMAGE")
 PYTHON = "/opt/python/bin/python3"
 _FOLDERS = (
-    "usr",
-    "proc",
-    "sys",
-    "dev",
-    "tmp",
-    "run",
-    "etc",
-    "srv",
-    "opt/python",
-    "opt/deps",
-    "opt/gpuscale/bin",
+    *("usr", "proc", "sys", "dev", "tmp", "run", "etc", "srv"),
+    *("opt/python", "opt/deps", "opt/gpuscale/bin"),
 )
 _OWN_FOLDERS = {
     "var/lib/gpuscale": OWN_USER,

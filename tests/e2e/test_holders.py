@@ -20,17 +20,8 @@ from tests.support.up import CTL, Up, ctl_environment
 from tests.support.waiting import eventually_sync
 
 SHARE = (
-    "run",
-    "--gpus",
-    "1",
-    "--wait",
-    "0s",
-    "--share",
-    "0.25",
-    "--gpu-memory",
-    "20GiB",
-    "--min-memory",
-    "0",
+    *("run", "--gpus", "1", "--wait", "0s", "--share", "0.25"),
+    *("--gpu-memory", "20GiB", "--min-memory", "0"),
 )
 
 

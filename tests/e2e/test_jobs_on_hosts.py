@@ -52,21 +52,8 @@ def detached(lab: Lab, script: str, *options: str) -> str:
 @pytest.mark.parametrize("node", ["alpha", "beta"], ids=["by-the-gateway", "by-its-agent"])
 def test_a_command_runs_on_the_host_that_was_granted_as_who_types_it(lab: Lab, node: str) -> None:
     script = "hostname; id -un; pwd; echo $CUDA_VISIBLE_DEVICES $MINE; wc -c; exit 7"
-    words = (
-        "run",
-        "--gpus",
-        "1",
-        "--node",
-        node,
-        "--env",
-        "MINE=1",
-        "--directory",
-        "/usr",
-        "--",
-        *SHELL,
-        script,
-    )
-    ran = lab.ctl(*words, stdin="x" * 300_000)
+    words = f"run --gpus 1 --node {node} --env MINE=1 --directory /usr --".split()
+    ran = lab.ctl(*words, *SHELL, script, stdin="x" * 300_000)
     host, user, directory, last, count = ran.out.splitlines()
     assert (host, user, directory, ran.code) == (node, "ann", "/usr", 7), ran.err
     assert last.startswith(f"GPU-{node}-")
@@ -187,18 +174,7 @@ def test_values_of_variables_and_what_the_person_logs_in_with_are_where_they_wer
     lab: Lab, how: tuple[str, ...]
 ) -> None:
     """What is typed stands in the arguments of the program that was typed, and in the environment of the command."""
-    words = (
-        "run",
-        *how,
-        "--gpus",
-        "1",
-        "--gpu",
-        "beta/gpu-beta-0",
-        "--env",
-        f"MINE={VALUE}",
-        "--name",
-        "canary",
-    )
+    words = ["run", *how, *f"--gpus 1 --gpu beta/gpu-beta-0 --env MINE={VALUE} --name canary".split()]
     typed = lab.start(*words, "--", *SHELL, "setsid sleep 7471 & sleep 7472; wait", log="canary.log")
     eventually_sync(lambda: len(lab.left("sleep 747")) == 2, interval=0.2)
     if how:

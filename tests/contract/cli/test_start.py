@@ -14,19 +14,10 @@ import pytest
 from tests.contract.cli.canned_gateway import World
 
 ROOT = Path(__file__).parents[3]
-HEAVY = (
-    "grpc",
-    "google.protobuf",
-    "ruamel",
-    "rich",
-    "pydantic",
-    "structlog",
-    "sqlmodel",
-    "numpy",
-    "nicegui",
-    "ssl",
-    "asyncio.events",
-)
+HEAVY = {
+    *("grpc", "google.protobuf", "ruamel", "rich", "pydantic", "structlog", "sqlmodel", "numpy", "nicegui"),
+    *("ssl", "asyncio.events"),
+}
 FOR_CALLS = {"grpc", "google.protobuf"}
 LIST = """
 import sys
@@ -53,7 +44,7 @@ except SystemExit as ended:
 def test_a_command_loads_nothing_heavy_that_it_does_not_need(
     arguments: str, needed: set[str], gateway: tuple[str, World]
 ) -> None:
-    heavy = sorted({*HEAVY} - needed)
+    heavy = sorted(HEAVY - needed)
     words = [*arguments.split(), "--address", gateway[0]]
     program = LIST.format(arguments=words, heavy=heavy)
     ran = subprocess.run(

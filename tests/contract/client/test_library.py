@@ -14,16 +14,8 @@ from gpuscale.client import GpuscaleError
 from gpuscale.common import errors
 
 HEAVY = (
-    "pydantic",
-    "structlog",
-    "click",
-    "sqlmodel",
-    "sqlalchemy",
-    "aio_pika",
-    "pynvml",
-    "psutil",
-    "uvloop",
-    "httpx",
+    *("pydantic", "structlog", "click", "sqlmodel", "sqlalchemy", "aio_pika"),
+    *("pynvml", "psutil", "uvloop", "httpx"),
 )
 
 SCRIPT = '''\

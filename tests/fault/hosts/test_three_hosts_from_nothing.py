@@ -203,9 +203,8 @@ def _year(site: Site, database: PostgresServer) -> None:
     _add(site, messages)
     site.must("admin", "doctor")  # nothing is FAIL
     assert "this user may not read it" in site.types("ann", "doctor", "--only", "host").out
-    held = site.must(
-        "ann", *["reserve", "--gpus", "1", "--ttl", "10m", "--max-utilization", "100", "-o", "name"]
-    ).strip()
+    ask = ["reserve", "--gpus", "1", "--ttl", "10m", "--max-utilization", "100", "-o", "name"]
+    held = site.must("ann", *ask).strip()
     refused = site.types("bob", "release", held)
     assert (refused.code, "ann" in refused.err) == (8, True), refused
     worker = messages.next_by("GPU-")
@@ -306,23 +305,13 @@ def _rotate(site: Site, messages: Messages) -> None:
 def _edge(site: Site) -> tuple[str, ...]:
     """A gateway of its own, on a GPU host: users call it with their tokens. How to reach it and nothing else."""
     line = _join_line(site, "--kind", "gateway", "--node", "edge")
-    as_gateway = [
-        "--role",
-        "gateway",
-        "--node",
-        "edge",
-        "--host",
-        "right",
-        "--dir",
-        "/etc/gpuscale-edge",
-        "--run",
-    ]
-    site.starts("right", *line, *as_gateway, place="edge")
+    where = ("--node", "edge", "--host", "right", "--dir", "/etc/gpuscale-edge")
+    site.starts("right", *line, "--role", "gateway", *where, "--run", place="edge")
     eventually_sync(partial(site.said, "edge", "edge serves as gateway"), timeout=60, interval=0.2)
     assert site.programs("edge").keys() == {"gpuscale-gateway"}
-    where = site.at("bob", "right:7070")
-    assert "left" in site.must("bob", *where, "get", "nodes")
-    return where
+    reached = site.at("bob", "right:7070")
+    assert "left" in site.must("bob", *reached, "get", "nodes")
+    return reached
 
 
 def _revoke(site: Site) -> None:
@@ -348,12 +337,8 @@ def _restore(site: Site, messages: Messages, database: PostgresServer) -> None:
     named, sockets = (settings["first"] / "database.url").read_text().split("?")
     saved = [str(program("pg_dump")), "-n", "allocator", "-n", "autoscaler", "-f", str(copy), named]
     subprocess.run(saved, check=True, timeout=60)
-    loading = [
-        str(program("psql")),
-        *["-v", "ON_ERROR_STOP=1", "-q", "-o", "/dev/null", "-f"],
-        str(copy),
-        other.reveal(),
-    ]
+    quietly = ("-v", "ON_ERROR_STOP=1", "-q", "-o", "/dev/null")
+    loading = [str(program("psql")), *quietly, "-f", str(copy), other.reveal()]
     subprocess.run(loading, check=True, timeout=60)
     for host in settings:
         site.running[host].kill(signal.SIGTERM)

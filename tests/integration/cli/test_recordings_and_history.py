@@ -58,14 +58,8 @@ async def test_record_runs_a_command_and_prints_the_statistics_in_the_known_shap
     assert found["monitoring_duration_seconds"] >= 0.9
     assert sorted(found["gpu_stats"]) == ["0", "1", "2", "3"]
     first = found["gpu_stats"]["0"]
-    assert set(first) == {
-        "name",
-        "utilization",
-        "memory_used_mb",
-        "memory_usage_percent",
-        "temperature_c",
-        "power_draw_w",
-    }
+    figures = {"utilization", "memory_used_mb", "memory_usage_percent", "temperature_c", "power_draw_w"}
+    assert set(first) == {"name", *figures}
     assert set(first["utilization"]) == {"min", "max", "mean", "samples"}
     assert set(first["memory_used_mb"]) == {"min", "max", "mean"}
     assert 1 <= first["utilization"]["samples"] <= found["sample_count"]

@@ -14,12 +14,7 @@ from tests.support.waiting import eventually
 
 COUNTED = {"WatchNodes", "WatchReservations"}
 SHOWN = COUNTED | {
-    "WatchHealth",
-    "WatchBookings",
-    "WatchCordons",
-    "WatchEndpoints",
-    "WatchReplicas",
-    "WatchRecordings",
+    f"Watch{kind}" for kind in ("Health", "Bookings", "Cordons", "Endpoints", "Replicas", "Recordings")
 }
 QUIET = 1.0
 """Seconds in which a feed that asks would ask."""

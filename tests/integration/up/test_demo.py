@@ -44,14 +44,7 @@ def test_figures_of_a_gpu_follow_what_runs_on_it() -> None:
 
 async def test_the_fleet_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuscale.up.demo_hosts.START_SECONDS", 0.2)
-    flags = [
-        "--demo",
-        "--demo-speed=600",
-        "--listen=127.0.0.1:0",
-        "--no-dashboard",
-        "--data-dir",
-        str(tmp_path),
-    ]
+    flags = f"--demo --demo-speed=600 --listen=127.0.0.1:0 --no-dashboard --data-dir={tmp_path}".split()
     async with open_all(load_all(flags)) as running, open_channel(running.address) as channel:
         fleet, allocator = monitor_api.FleetServiceStub(channel), allocator_api.AllocatorServiceStub(channel)
         endpoints = autoscaler_api.EndpointServiceStub(channel)

@@ -31,15 +31,8 @@ def refused(part: type[Settings], name: str, folder: Path) -> bool:
 async def test_what_is_not_refused_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_authority("test").write(tmp_path, "ca")
     (tmp_path / "c.toml").write_text(f'{FILE}authority_dir = "{tmp_path}"\n')
-    flags = [
-        "--config",
-        str(tmp_path / "c.toml"),
-        "--data-dir",
-        str(tmp_path / "data"),
-        "--listen",
-        "127.0.0.1:0",
-    ]
-    settings = load_all([*flags, "--simulate=1"])
+    flags = f"--config={tmp_path}/c.toml --data-dir={tmp_path}/data --listen=127.0.0.1:0 --simulate=1".split()
+    settings = load_all(flags)
     level = logging.getLogger().level
     read: defaultdict[type[Settings], set[str]] = defaultdict(set)
     plain = Settings.__getattribute__
