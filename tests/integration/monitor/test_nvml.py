@@ -1,9 +1,11 @@
-"""The NVML source through the real nvidia-ml-py, over a double of the driver's library: units, absences, cost."""
+"""The NVML source through the real nvidia-ml-py, over a double of the driver's library: absences, errors, cost.
+
+Each value in its unit is in test_every_reading.py.
+"""
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import psutil
@@ -14,62 +16,11 @@ from gpuscale.monitor.agent.sources import GpuSourceError
 from gpuscale.monitor.model.readings import (
     GPU_FIELDS,
     Absent,
-    GpuReading,
     GpuSample,
     GpuState,
     ReadingStatus,
-    RecoveryAction,
 )
 from tests.support.nvml_double import GIB, DoubleProcess, NvmlDouble, NvmlReturn, ProcessKind
-
-SELDOM: dict[str, Any] = {
-    "encoder_utilization_percent": 11.0,
-    "decoder_utilization_percent": 12.0,
-    "video_clock_mhz": 1545.0,
-    "power_limit_default_watts": 700.0,
-    "power_limit_min_watts": 200.0,
-    "power_limit_max_watts": 700.0,
-    "pcie_link_generation": 5,
-    "pcie_link_width": 16,
-    "pcie_replay_count": 7,
-    "pcie_sent_bytes": 4_000_000,
-    "pcie_received_bytes": 6_000_000,
-    "nvlink_active_count": 3,
-    "nvlink_sent_bytes": 2_000 * 1024,
-    "nvlink_received_bytes": 3_000 * 1024,
-    "nvlink_crc_error_count": 13,
-    "nvlink_replay_error_count": 14,
-    "nvlink_recovery_error_count": 15,
-    "ecc_volatile_corrected_count": 1,
-    "ecc_volatile_uncorrected_count": 2,
-    "ecc_aggregate_corrected_count": 3,
-    "ecc_aggregate_uncorrected_count": 4,
-    "retired_pages_corrected_count": 5,
-    "retired_pages_uncorrected_count": 6,
-    "retired_pages_pending": True,
-    "remapped_rows_corrected_count": 8,
-    "remapped_rows_uncorrected_count": 9,
-    "remapped_rows_pending": True,
-    "remapped_rows_failed": True,
-    "recovery_action": RecoveryAction.DRAIN_AND_RESET,
-    "ecc_mode": True,
-    "ecc_mode_pending": False,
-    "power_violation_seconds": 1.5,
-    "thermal_violation_seconds": 2.5,
-    "sync_boost_violation_seconds": 3.5,
-    "board_limit_violation_seconds": 4.5,
-    "low_utilization_violation_seconds": 5.5,
-    "reliability_violation_seconds": 6.5,
-    "fan_speed_percent": 33.0,
-    "sm_clock_max_mhz": 1981.0,
-    "memory_clock_max_mhz": 2620.0,
-    "bar1_total_bytes": 128 * GIB,
-    "bar1_used_bytes": 5 * GIB,
-    "bar1_free_bytes": 123 * GIB,
-    "compute_mode": 3,
-    "persistence_mode": True,
-    "vgpu_licensed": False,
-}
 
 
 def foreign_proc(folder: Path) -> Path:
@@ -123,44 +74,6 @@ def test_gpus_are_known_by_uuid_with_model_and_address(rig: Rig) -> None:
     assert (second.uuid, second.index) == (rig.double.gpus[1].uuid, 1)
     assert not rig.source.simulated
     assert not first.simulated
-
-
-def test_figures_arrive_in_bytes_watts_percent_and_megahertz(rig: Rig) -> None:
-    gpu = rig.double.gpus[0]
-    gpu.utilization_percent, gpu.memory_utilization_percent = 95, 40
-    gpu.memory_used_bytes, gpu.memory_reserved_bytes = 30 * GIB, GIB // 2
-    gpu.temperature_celsius, gpu.power_watts, gpu.enforced_power_limit_watts = 71, 512.345, 650.0
-    gpu.sm_clock_mhz, gpu.memory_clock_mhz, gpu.performance_state, gpu.event_reasons = 1755, 2619, 0, 0x84
-    gpu.encoder_percent, gpu.decoder_percent, gpu.video_clock_mhz = 11, 12, 1545
-    gpu.fields |= {3: 1, 4: 2, 5: 3, 6: 4, 29: 5, 30: 6, 31: 1, 94: 7, 142: 8, 143: 9, 144: 1, 145: 1, 230: 4}
-    gpu.fields |= {38: 10, 45: 3, 52: 14, 59: 15, 1: 1, 2: 0}
-    gpu.fields |= {74 + nth: (15 + 10 * nth) * 100_000_000 for nth in range(6)}
-    gpu.fan_percent, gpu.max_sm_clock_mhz, gpu.max_memory_clock_mhz, gpu.compute_mode = 33, 1981, 2620, 3
-    gpu.bar1_used_bytes, gpu.vgpu_licensed = 5 * GIB, 0
-    gpu.nvlinks = [1, 1, -1]
-    rig.double.write()
-    rig.open()
-    sample = rig.read()
-    assert sample.state is GpuState.OK
-    assert sample.reading == GpuReading(
-        **SELDOM,
-        utilization_percent=95.0,
-        memory_utilization_percent=40.0,
-        memory_total_bytes=80 * GIB,
-        memory_used_bytes=30 * GIB,
-        memory_free_bytes=80 * GIB - 30 * GIB - GIB // 2,
-        memory_reserved_bytes=GIB // 2,
-        temperature_celsius=71.0,
-        memory_temperature_celsius=47.0,
-        power_watts=512.345,
-        power_limit_watts=650.0,
-        energy_joules=5000.0,
-        sm_clock_mhz=1755.0,
-        memory_clock_mhz=2619.0,
-        throttle_reason_mask=0x84,
-        performance_state=0,
-        processes=(),
-    )
 
 
 def test_free_memory_is_what_the_driver_says_and_no_difference(rig: Rig) -> None:
