@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,23 +67,6 @@ async def test_an_agent_without_tls_is_told_that_its_fleet_speaks_it(
     async with server, running_agent(address):
         await eventually(lambda: logged, timeout=60)
     assert logged[0] == f"{address} speaks TLS: name its authority with --ca-file"
-
-
-async def test_the_newer_of_two_agents_of_one_node_wins_and_the_older_keeps_away() -> None:
-    async with running_fleet() as fleet, AsyncExitStack() as stack:
-        await stack.enter_async_context(running_agent(fleet.address))
-        old = await fleet.until("alpha", ONLINE)
-        await stack.enter_async_context(running_agent(fleet.address))
-
-        async def replaced() -> str:
-            node = await fleet.node("alpha")
-            return node.snapshot.epoch if node.snapshot.epoch != old.snapshot.epoch else ""
-
-        epoch = await eventually(replaced)
-        for _ in range(10):
-            await asyncio.sleep(0.1)
-            node = await fleet.node("alpha")
-            assert (node.snapshot.epoch, node.state) == (epoch, ONLINE)
 
 
 class ScriptedFleet(monitor_internal.TelemetryServiceServicer):

@@ -80,6 +80,8 @@ async def test_a_stream_lives_through_what_is_refused_and_says_what_it_needs() -
         await call.write(monitor_internal.StreamTelemetryRequest(delta=bad))
         refused = await answer(call)
         assert (refused.acked_seq, refused.rejected_count, refused.resync) == (1, 1, True)
+        assert "utilization_percent" in refused.rejected_reason
+        assert (await fleet.node("alpha")).rejected_count == 1
         await call.write(telemetry(snapshot(seq=3)))
         accepted = await answer(call)
         assert (accepted.acked_seq, accepted.resync) == (3, False)

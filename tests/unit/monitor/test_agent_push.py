@@ -3,12 +3,6 @@
 from gpuscale.monitor.agent.push import LONGEST_REFUSED_SECONDS, RefusalBackoff
 
 
-def test_a_single_bad_snapshot_is_followed_by_the_next() -> None:
-    backoff = RefusalBackoff(1.0)
-    backoff.answered(10.0, refused=True)
-    assert not backoff.waits(10.0)
-
-
 def test_each_further_refusal_doubles_the_wait_up_to_the_longest() -> None:
     backoff, now, waits = RefusalBackoff(1.0), 0.0, list[float]()
     for _ in range(40):
