@@ -18,7 +18,6 @@ from gpuscale.common.store.store import Prepared, Store
 from tests.integration.common.notes import METADATA, NOTES, add, as_group, count
 from tests.integration.common.shared_notes import SERVICE, leading
 from tests.support.postgresql import PASSWORD, USER, PostgresServer
-from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -191,14 +190,3 @@ async def test_a_server_that_comes_later_is_waited_for(postgresql_private: Postg
     assert not winning.done()
     await asyncio.to_thread(postgresql_private.start)
     assert await asyncio.wait_for(winning, 60) == 0
-
-
-async def test_a_standby_knows_who_leads(url: SecretUrl) -> None:
-    standby = Candidate(url, SERVICE, "127.0.0.1:2")
-    async with leading(url):
-        waiting = asyncio.create_task(standby._win())
-        await eventually(lambda: asyncio.sleep(0, standby.leader == "127.0.0.1:1"))
-    connection, term = await waiting
-    assert (term.epoch, standby.leader) == (2, "")
-    term.close()
-    await connection.close()

@@ -170,16 +170,6 @@ async def test_a_leader_answers_nothing_from_the_moment_its_session_ends(postgre
             methods._find(f"/{ALLOCATOR}/GetReservation")
 
 
-async def test_a_leader_that_stops_hands_over_at_once(postgresql: PostgresServer) -> None:
-    url, first, second = postgresql.database(), Actor(), Actor()
-    async with AsyncExitStack() as stack:
-        async with process(url, first):
-            await eventually(lambda: asyncio.sleep(0, first.acting))
-            successor = await stack.enter_async_context(process(url, second))
-        await eventually(lambda: asyncio.sleep(0, second.acting))
-        await successor.get()
-
-
 async def test_an_act_that_cannot_begin_ends_the_program(postgresql: PostgresServer) -> None:
     @asynccontextmanager
     async def unreadable(term: Term) -> AsyncGenerator[Sequence[Registration]]:

@@ -17,7 +17,7 @@ from gpuscale.common.security.auth import Authenticator, Principal, Role, curren
 from gpuscale.common.security.tls import ServerTls, server_credentials
 from tests.support.certificates import Authority
 from tests.support.throwaway import Allocator, Served, serve
-from tests.support.tokens import token, write_tokens
+from tests.support.tokens import token
 
 SPIFFE = "spiffe://example.org/gpuscale"
 
@@ -59,21 +59,6 @@ async def release(served: Served, tls: ClientTls | None, bearer: str | None = No
     async with open_channel(served.address, tls=tls, token=secret) as channel:
         with rpc_errors():
             await Served(served.server, served.address, channel).release(**call)
-
-
-async def test_a_token_over_tls(tmp_path: Path) -> None:
-    callers, authority = Callers(), Authority(tmp_path)
-    authenticator = Authenticator(
-        tokens_file=write_tokens(tmp_path / "t.toml", alice="operator", bob="viewer")
-    )
-    options = ServerOptions(tls=authority.server())
-    async with serve(Allocator(callers.work), options=options, authenticator=authenticator) as served:
-        await release(served, authority.trust(), "alice")
-        with pytest.raises(errors.PermissionDeniedError):
-            await release(served, authority.trust(), "bob")
-        with pytest.raises(errors.UnauthenticatedError):
-            await release(served, authority.trust())
-    assert callers.seen == [Principal("alice", Role.OPERATOR, "token")]
 
 
 def test_who_closes_the_last_channel_waits_for_no_thread_that_lets_go_of_a_plugin(tmp_path: Path) -> None:

@@ -84,26 +84,6 @@ async def test_who_comes_back_is_told_only_what_changed_meanwhile() -> None:
         assert not first.reset
 
 
-@pytest.mark.parametrize("lost", ["of another process", "too old"])
-async def test_a_token_that_cannot_be_served_begins_anew(lost: str) -> None:
-    feed = feed_of(kept=2)
-    for name in "abcd":
-        put(feed, name)
-    async with watch(feed) as stream:
-        token = (await told(stream)).resume_token
-    for name in "abc" if lost == "too old" else "ab":
-        feed.remove(name)
-    if lost == "of another process":
-        feed = feed_of()
-        put(feed, "d")
-    async with watch(feed, token) as stream:
-        first = await told(stream)
-        assert first.reset
-        assert first.full
-        assert not first.removed
-        assert "d" in [one.name for one in first.things]
-
-
 async def test_a_token_is_refused_where_it_is_none_or_another_watchs() -> None:
     feed = feed_of()
     async with watch(feed) as stream:
