@@ -167,7 +167,7 @@ class RunningFleet:
             await self.stub.ListNodes(monitor_api.ListNodesRequest(), timeout=20, wait_for_ready=True)
             return True
 
-        await eventually(answers, retry_on=(grpc.aio.AioRpcError,))
+        await eventually(answers, timeout=120, retry_on=(grpc.aio.AioRpcError,))
 
     async def until(
         self, node: str, state: monitor_api.NodeState, *, above_seq: int = -1

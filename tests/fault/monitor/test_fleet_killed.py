@@ -38,16 +38,6 @@ class Programs:
         self._fleet = self._start("fleet", "--listen", self.address, "--data-dir", str(self.folder))
         return self._fleet
 
-    def refused(self) -> str:
-        """What a fleet says that cannot start on the directory."""
-        code = "from gpuscale.monitor.app.fleet import main; import sys; sys.exit(main())"
-        flags = ("--listen", "127.0.0.1:0", "--data-dir", str(self.folder))
-        ran = subprocess.run(
-            [sys.executable, "-c", code, *flags], capture_output=True, timeout=60, check=False
-        )
-        assert ran.returncode == 1
-        return ran.stderr.decode().splitlines()[-1]
-
     def kill_fleet(self) -> None:
         self._fleet.kill()
         self._fleet.wait()
@@ -113,9 +103,3 @@ async def test_recordings_survive_a_killed_fleet(programs: Programs) -> None:
         await running.until("alpha", ONLINE)
         assert await eventually(lambda: sampled("2", before + 2), timeout=60)
         assert (await begin("2")).sample_count > before, "the same request begins nothing new"
-
-
-async def test_a_second_fleet_on_the_directory_is_refused(programs: Programs) -> None:
-    async with open_channel(programs.address) as channel:
-        await RunningFleet.over(programs.address, channel).until_up()
-    assert "is in use by process" in programs.refused()

@@ -11,7 +11,10 @@ from unittest.mock import AsyncMock
 import pytest
 
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
+from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.metrics_text import MetricsPage
+from gpuscale.monitor.app.fleet import serve
+from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.exposition.fleet import add_history
 from gpuscale.monitor.health.checks import Event, HealthCheck
 from gpuscale.monitor.health.events import Events, xid_finding
@@ -223,6 +226,12 @@ async def test_a_file_of_another_version_or_with_nonsense_is_refused_and_stays(
     with sqlite3.connect(tmp_path / DATABASE) as connection:
         assert connection.execute("SELECT count(*) FROM recording").fetchone() == (1,)
     connection.close()
+
+
+async def test_a_second_fleet_on_the_directory_is_refused(tmp_path: Path) -> None:
+    settings = FleetSettings(listen="127.0.0.1:0", data_dir=tmp_path)
+    with DirectoryLock(tmp_path), pytest.raises(FailedPreconditionError, match="is in use by process"):
+        await serve(settings, asyncio.Event())
 
 
 async def test_a_disk_that_fails_ends_nothing_and_is_tried_again(
