@@ -41,11 +41,11 @@ class Site:
     async def snapshot(self, max_age: float | None = None) -> types_api.Snapshot:
         """The newest snapshot; not older than `max_age` seconds, where 0 waits for the next reading."""
         age = None if max_age is None else to_duration(max_age)
-        answer = await self.agent.GetSnapshot(monitor_api.GetSnapshotRequest(max_age=age), timeout=10)
+        answer = await self.agent.GetSnapshot(monitor_api.GetSnapshotRequest(max_age=age), timeout=30)
         return answer.snapshot
 
     async def until(
-        self, check: Callable[[types_api.Snapshot], bool], timeout: float = 30.0
+        self, check: Callable[[types_api.Snapshot], bool], timeout: float = 60.0
     ) -> types_api.Snapshot:
         """The first snapshot that satisfies the check."""
 

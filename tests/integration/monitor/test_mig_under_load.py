@@ -106,7 +106,7 @@ async def test_instances_come_and_go_under_load(nvml_double: NvmlDouble) -> None
         for parts in (PARTS, 3, PARTS, 0):
             divide(nvml_double, parts)
             before = seen[0]
-            snapshot = await one.until(lambda found, parts=parts: has(found, parts))
+            snapshot = await one.until(lambda found, parts=parts: has(found, parts), timeout=120)
             assert seen[0] > before
             for gpu in (gpu for gpu in snapshot.gpus if gpu.parent_uuid):
                 _, whole, number = gpu.uuid.split("-")
@@ -117,7 +117,13 @@ async def test_instances_come_and_go_under_load(nvml_double: NvmlDouble) -> None
                 assert reading.memory_used_bytes == int(number) * GIB
                 shares = {getattr(reading, name) for name in GPM_METRICS if name.endswith("_percent")}
                 assert shares == {10.0 * (int(whole) + 1) + int(number)}
-            text = (await client.get(f"http://{listen}/metrics")).text
+
+            async def fresh() -> str:
+                """A page with readings: on a busy machine the snapshot may have grown old."""
+                page = (await client.get(f"http://{listen}/metrics", timeout=60)).text
+                return page if named(page, "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE") else ""
+
+            text = await eventually(fresh, timeout=120)
             tensor = named(text, "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE")
             profiles = Counter(sample.labels.get("GPU_I_PROFILE", "") for sample in tensor)
             assert profiles == ({"1g.10gb": GPUS * parts} if parts else {"": GPUS})
@@ -128,5 +134,5 @@ async def test_instances_come_and_go_under_load(nvml_double: NvmlDouble) -> None
                 listed = await fleet.stub.ListNodes(monitor_api.ListNodesRequest())
                 return has(listed.nodes[0].snapshot, parts)
 
-            await eventually(arrived)
+            await eventually(arrived, timeout=120)
         assert [gpu.reading.utilization_percent for gpu in (await one.snapshot()).gpus] == [90.0] * GPUS
