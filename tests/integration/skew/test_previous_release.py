@@ -21,6 +21,8 @@ import pytest
 from tests.support.ports import free_port, listens
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.timeout(600)  # some thirty programs start one after the other
+
 PREVIOUS = "95cff97"
 ROOT = Path(__file__).resolve().parents[3]
 CALLS = Path(__file__).with_name("calls.py")
@@ -108,7 +110,7 @@ class Site:
         with self.running(source, *SERVICES):
             for name in SERVICES:
                 port = int(self.at[name].rpartition(":")[2])
-                await eventually(lambda port=port: listens(port), timeout=60)  # type: ignore[misc]
+                await eventually(lambda port=port: listens(port), timeout=120)  # type: ignore[misc]
             yield
 
     def logs(self) -> str:
@@ -128,7 +130,7 @@ class Site:
 
     async def reserve(self, source: Path) -> dict[str, Any]:
         """What `reserve` comes to, once the allocator follows the fleet."""
-        return await eventually(lambda: self.call(source, "reserve"), timeout=60, interval=0.5)
+        return await eventually(lambda: self.call(source, "reserve"), timeout=120, interval=0.5)
 
     async def comes_to(self, source: Path, step: str, wanted: Mapping[str, object]) -> None:
         """Wait until a step comes to this."""
@@ -138,16 +140,12 @@ class Site:
             assert found == wanted, f"{found}\n{self.logs()}"
             return True
 
-        await eventually(check, timeout=90, interval=0.5)
+        await eventually(check, timeout=120, interval=0.5)
 
 
-@pytest.mark.parametrize("services", ["this", "previous"])
-async def test_hosts_and_clients_of_one_release_and_services_of_the_other(
-    services: str, previous: Path, tmp_path: Path
-) -> None:
-    core, others = (ROOT, previous) if services == "this" else (previous, ROOT)
-    site = Site(tmp_path)
-    async with site.services(core):
+async def used(site: Site, services: Path, others: Path) -> int:
+    """Run services of one source, hosts and clients of the other; so many decisions are left on disk, and other things."""
+    async with site.services(services):
         with site.running(others, *HOST):
             await site.comes_to(others, "nodes", {"nodes": [["nodes/n1", "NODE_STATE_ONLINE", 4]]})
             granted = await site.reserve(others)
@@ -158,51 +156,43 @@ async def test_hosts_and_clients_of_one_release_and_services_of_the_other(
             assert await site.call(others, "backtest") == {"policies": ["hpa", "keda"]}
             await site.call(others, "scale")
             await site.comes_to(others, "replicas", {"states": ["STATE_READY"]})
-
-
-async def filled(site: Site, source: Path) -> int:
-    """Run all of a source and leave things on disk: a reservation, an endpoint with a replica, and so many decisions."""
-    async with site.services(source):
-        with site.running(source, *HOST):
-            await site.comes_to(source, "nodes", {"nodes": [["nodes/n1", "NODE_STATE_ONLINE", 4]]})
-            await site.reserve(source)
-            await site.call(source, "scale")
-            await site.comes_to(source, "replicas", {"states": ["STATE_READY"]})
-            equal = (await site.call(source, "decisions"))["equal"]
+            equal = (await site.call(others, "decisions"))["equal"]
     assert equal
     assert all(equal)
     return len(equal)
 
 
-async def go_on(site: Site, source: Path, decisions: int) -> None:
-    """Run all of a source on what is on disk, all of which is there and works."""
-    async with site.services(source):
-        assert await site.call(source, "held") == {"holders": ["lasting"], "gpus": [1]}
-        equal = (await site.call(source, "decisions"))["equal"]
+async def go_on(site: Site, decisions: int) -> None:
+    """Run all of this release on what is on disk, all of which is there and works."""
+    async with site.services(ROOT):
+        assert await site.call(ROOT, "held") == {"holders": ["lasting"], "gpus": [1]}
+        equal = (await site.call(ROOT, "decisions"))["equal"]
         assert len(equal) >= decisions
         assert all(equal)
-        with site.running(source, *HOST):
-            await site.comes_to(source, "replicas", {"states": ["STATE_READY"]})
+        with site.running(ROOT, *HOST):
+            await site.comes_to(ROOT, "replicas", {"states": ["STATE_READY"]})
 
 
-async def test_databases_of_the_previous_release_are_migrated(previous: Path, tmp_path: Path) -> None:
+async def test_services_of_the_previous_release_serve_ours_and_their_databases_are_migrated(
+    previous: Path, tmp_path: Path
+) -> None:
     site = Site(tmp_path)
-    await go_on(site, ROOT, await filled(site, previous))
+    await go_on(site, await used(site, previous, ROOT))
 
 
-async def test_the_previous_release_serves_databases_or_leaves_them_as_they_are(
+async def test_our_services_serve_the_previous_release_which_serves_our_databases_or_leaves_them_as_they_are(
     previous: Path, tmp_path: Path
 ) -> None:
     """It refuses one of a newer version; this one then goes on as if nothing had been tried."""
     site = Site(tmp_path)
-    decisions = await filled(site, ROOT)
+    decisions = await used(site, ROOT, previous)
     with site.running(previous, "allocator", "autoscaler") as processes:
         for name, process in zip(("allocator", "autoscaler"), processes, strict=True):
             port = int(site.at[name].rpartition(":")[2])
             await eventually(
-                lambda port=port, one=process: listens(port) or one.poll() is not None, timeout=60
+                lambda port=port, one=process: listens(port) or one.poll() is not None, timeout=120
             )  # type: ignore[misc]
             if process.poll() is not None:
                 assert process.returncode == 1
                 assert "version" in (tmp_path / f"{name}.log").read_text().splitlines()[-1]
-    await go_on(site, ROOT, decisions)
+    await go_on(site, decisions)
