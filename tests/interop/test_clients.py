@@ -1,6 +1,5 @@
 """Clients of other languages, as examples/clients has them, generated from the contract and run against a real server."""
 
-import asyncio
 import os
 import re
 import shutil
@@ -11,17 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.allocator.allocator_pair import settled
 from tests.support.certificates import Authority
 from tests.support.fixtures import need
-from tests.support.postgresql import PostgresServer
 from tests.support.tokens import token, write_tokens
 from tests.support.up import Up
 
 ROOT = Path(__file__).parents[2]
 PROTOS, EXAMPLES = ROOT / "protos", ROOT / "examples" / "clients"
 CONTRACT = PROTOS / "gpuscale" / "api" / "contract.binpb"
-SECONDS = 180
+SECONDS = 500
+pytestmark = pytest.mark.timeout(900)  # packages are fetched and C++ is built
 GO_PLUGINS = {"protoc-gen-go": "protoc-gen-go", "protoc-gen-go-grpc": "protoc-gen-go-grpc"}
 CPP = {
     "g++": "g++",
@@ -73,7 +71,7 @@ def cpp(tmp_path_factory: pytest.TempPathFactory) -> Sequence[str]:
 
 
 @pytest.mark.parametrize("language", ["node", "cpp"])
-def test_a_generated_client_reserves_renews_and_releases(
+def test_a_generated_client_reserves_renews_releases_and_reads_errors(
     language: str, plain: Up, request: pytest.FixtureRequest
 ) -> None:
     said = told(request.getfixturevalue(language), plain.address)
@@ -83,24 +81,12 @@ def test_a_generated_client_reserves_renews_and_releases(
     assert 0 < int(said["renewed"][0]) <= 300
     assert said["released"] == [name]
     assert said["refused"][0] == FAILED_PRECONDITION
-    assert said["refused"][1:] == (["RESERVATION_ENDED"] if language == "node" else ["with", "details"])
-
-
-def test_a_generated_client_watches_and_reads_which_field_is_wrong(node: Sequence[str], plain: Up) -> None:
-    said = told(node, plain.address)
-    assert said["watched"] == [said["reserved"][0]]
+    if language == "cpp":  # it shows no details
+        assert said["refused"][1:] == ["with", "details"]
+        return
+    assert said["refused"][1:] == ["RESERVATION_ENDED"]
+    assert said["watched"] == [name]
     assert said["mistaken"] == [INVALID_ARGUMENT, "request_id"]
-
-
-@pytest.mark.parametrize("language", ["node", "cpp"])
-async def test_it_reaches_the_leader_through_a_standby(
-    language: str, tmp_path: Path, postgresql: PostgresServer, request: pytest.FixtureRequest
-) -> None:
-    program = request.getfixturevalue(language)
-    async with settled(tmp_path, postgresql) as both:
-        said = await asyncio.to_thread(told, program, both.addresses[1])
-        assert said["released"] == said["repeated"] == said["reserved"][:1]
-        assert await both.says(1) == f"NOT_LEADER {both.addresses[0]}"
 
 
 @pytest.mark.parametrize("language", ["node", "cpp"])
