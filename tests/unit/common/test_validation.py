@@ -146,49 +146,16 @@ def test_one_thing_wrong(message: Any, field: str, problem: str) -> None:
     ("message", "field"),
     [
         (autoscaler_api.StepRule(), "comparator"),  # an enum that is required is not UNSPECIFIED
-        (
-            allocator_api.ReserveRequest(request_id=UUID, holder="me", ask=allocator_api.Ask()),
-            "ask.gpu_count",
-        ),
-        *(
-            (hello(seconds=seconds, nanos=nanos), "start_time")
-            for seconds, nanos in ((253_402_300_800, 0), (-62_135_596_801, 0), (0, -1), (0, 1_000_000_000))
-        ),
         *(
             (reserve(request_id=text), "request_id")
             for text in ("12345", UUID + "0", UUID[:-1] + "g", UUID.replace("-", ""), UUID + "\n")
         ),
-        *(
-            (reserve(holder=text), "holder")
-            for text in (
-                "a" * 254,
-                " a",
-                "a ",
-                "a\nb",
-                "a\u202eb",
-                "a\x00b",
-                "a\u200bb",
-                "a\x85",
-                "a\u3000b",
-                "a\ue000b",
-            )
-        ),
-        *((hello(node=text), "node") for text in ("A", "a/b", "-a", "a.", "a" * 64, "a b", "../x", "ä")),
+        *((reserve(holder=text), "holder") for text in ("a\nb", "a\x00b", "a\x85", "a\u3000b", "a\ue000b")),
+        *((hello(node=text), "node") for text in ("a/b", "../x")),
     ],
 )
 def test_a_field_is_refused(message: Any, field: str) -> None:
     assert field in wrong(message)
-
-
-@pytest.mark.parametrize("number", [-1.0, 100.5, math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", ["utilization_percent", "fan_speed_percent", "temperature_celsius"])
-def test_each_of_many_numbers_counts(name: str, number: float) -> None:
-    """All numbers of a reading are compared at once."""
-    reading = types_api.GpuReading(memory_total_bytes=1, power_watts=1.0, sm_clock_mhz=2.0)
-    setattr(reading, name, number)
-    least, most = (-math.inf, math.inf) if name == "temperature_celsius" else (0.0, math.inf)
-    right = math.isfinite(number) and least <= number <= (100.0 if name == "utilization_percent" else most)
-    assert list(wrong(reading)) == ([] if right else [name])
 
 
 @pytest.mark.parametrize("code", [0x202E, 0x2066, 0x200B, 0x200D, 0xFEFF, 0x00AD, 0x061C, 0x2028, 0xE0041])

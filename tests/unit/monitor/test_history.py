@@ -20,25 +20,6 @@ def stored(series: HistorySeries, shift: int) -> Rows:
     return found
 
 
-@pytest.mark.parametrize("tier", range(3))
-def test_no_tier_leaves_out_the_last_minute_before_a_restart(tier: int) -> None:
-    """It is known as one step only, which stands in the finest tier too: that answers for the last 10 min."""
-    before, again = HistorySeries(WIDTH, TIERS), HistorySeries(WIDTH, TIERS)
-    for second in range(600):
-        before.add(float(second), (50.0,) * WIDTH)
-    again.restore(stored(before, 0))
-    finer = Rows.empty()
-    for _, body in chunks(before.finer(-(2**31)), WIDTH, 0):
-        finer.extend(unpack(body, WIDTH, 0))
-    again.restore_finer(finer)
-    assert sum(point.samples for point in again.points(0, tier, 480.0, 1e9)) == 110
-    again.add(610.0, (50.0,) * WIDTH)
-    starts = [point.start for point in again.points(0, tier, 480.0, 1e9)]
-    assert starts[-2:] == [540.0, 610.0]
-    assert starts == sorted(set(starts))
-    assert [point.start for point in again.points(0, tier, 545.0, 1e9)] == [610.0]
-
-
 def test_numbers_before_this_boot_are_below_zero_and_in_order() -> None:
     before, again = HistorySeries(WIDTH, TIERS), HistorySeries(WIDTH, TIERS)
     for second in range(0, 1200, 5):
