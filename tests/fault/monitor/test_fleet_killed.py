@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,57 +15,34 @@ from tests.support.ports import free_port
 from tests.support.waiting import eventually
 
 ONLINE = api.NodeState.NODE_STATE_ONLINE
-
-
-class Programs:
-    """A fleet with a data directory, and perhaps an agent that streams to it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
-        self.folder = folder
-        self._all: list[subprocess.Popen[bytes]] = []
-        self._fleet = self.fleet()
-
-    def agent(self) -> None:
-        """Start an agent that streams to it."""
-        self._start(
-            *("agent", "--listen", "127.0.0.1:0", "--node", "alpha", "--source", "simulated"),
-            *("--period-seconds", "0.25", "--fleet-address", self.address),
-        )
-
-    def fleet(self) -> subprocess.Popen[bytes]:
-        """Start the fleet."""
-        self._fleet = self._start("fleet", "--listen", self.address, "--data-dir", str(self.folder))
-        return self._fleet
-
-    def kill_fleet(self) -> None:
-        self._fleet.kill()
-        self._fleet.wait()
-
-    def end(self) -> None:
-        for process in self._all:
-            process.kill()
-            process.wait()
-
-    def _start(self, program: str, *flags: str) -> subprocess.Popen[bytes]:
-        code = f"import sys; from gpuscale.monitor.app.{program} import main; sys.exit(main())"
-        process = subprocess.Popen([sys.executable, "-c", code, *flags], stderr=subprocess.DEVNULL)
-        self._all.append(process)
-        return process
+Start = Callable[..., subprocess.Popen[bytes]]
 
 
 @pytest.fixture
-def programs(tmp_path: Path) -> Iterator[Programs]:
-    found = Programs(tmp_path / "fleet")
-    yield found
-    found.end()
+def start() -> Iterator[Start]:
+    """Starts a program with flags."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def begin(program: str, *flags: str) -> subprocess.Popen[bytes]:
+        code = f"import sys; from gpuscale.monitor.app.{program} import main; sys.exit(main())"
+        started.append(subprocess.Popen([sys.executable, "-c", code, *flags], stderr=subprocess.DEVNULL))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
 
 
-async def test_recordings_survive_a_killed_fleet(programs: Programs) -> None:
+async def test_recordings_survive_a_killed_fleet(start: Start, tmp_path: Path) -> None:
     """One that ended is the same to the last figure; one that runs goes on; a deleted one stays away."""
-    programs.agent()
-    async with open_channel(programs.address) as channel:
-        stub, running = (api.RecordingServiceStub(channel), RunningFleet.over(programs.address, channel))
+    address = f"127.0.0.1:{free_port()}"
+    with_data = ("--listen", address, "--data-dir", str(tmp_path / "fleet"))
+    fleet = start("fleet", *with_data)
+    own = ("--listen", "127.0.0.1:0", "--node", "alpha", "--source", "simulated")
+    start("agent", *own, "--period-seconds", "0.25", "--fleet-address", address)
+    async with open_channel(address) as channel:
+        stub, running = api.RecordingServiceStub(channel), RunningFleet.over(address, channel)
 
         async def begin(key: str) -> api.Recording:
             request = api.StartRecordingRequest(
@@ -90,8 +67,9 @@ async def test_recordings_survive_a_killed_fleet(programs: Programs) -> None:
             await stub.StopRecording(api.StopRecordingRequest(name="recordings/1"), timeout=20)
         ).recording
         await stub.DeleteRecording(api.DeleteRecordingRequest(name="recordings/3"), timeout=20)
-        programs.kill_fleet()
-        programs.fleet()
+        fleet.kill()
+        fleet.wait()
+        start("fleet", *with_data)
         await running.until_up()
         listed = await stub.ListRecordings(api.ListRecordingsRequest(), timeout=20)
         assert [one.name for one in listed.recordings] == ["recordings/1", "recordings/2"]

@@ -100,7 +100,7 @@ async def test_who_shows_no_identity_is_cut_and_who_has_one_stays(tmp_path: Path
             await Served(served.server, served.address, nobody).get()
         silent, polite = await connect(served.address), await connect(served.address, PREFACE)
         half = await connect(served.address, PREFACE[:10])
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await asyncio.gather(
                 ended(silent),
                 answer_pings(polite),
@@ -114,7 +114,7 @@ async def test_who_shows_no_identity_is_cut_and_who_has_one_stays(tmp_path: Path
 async def test_calls_without_a_token_give_no_time(tmp_path: Path) -> None:
     async with guarded(tmp_path) as served, open_channel(served.address) as nobody:
         watch = nobody.unary_stream("/grpc.health.v1.Health/Watch")(b"")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert await watch.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -125,7 +125,7 @@ async def test_the_address_of_probes_keeps_nobody_either(program: str) -> None:
     serving = serve(options=ServerOptions(health_listen=where))
     async with (
         serving if program == "of services" else ProgramSettings(health_listen=where).open_health(),
-        asyncio.timeout(10),
+        asyncio.timeout(60),
     ):
         await asyncio.gather(ended(await connect(where)), answer_pings(await connect(where, PREFACE)))
 
@@ -159,11 +159,11 @@ async def test_a_flood_takes_its_share_only(
         )
         try:
             assert flood.stdout is not None
-            assert await asyncio.wait_for(flood.stdout.readline(), 20) == b"open\n"
+            assert await asyncio.wait_for(flood.stdout.readline(), 60) == b"open\n"
             held = served.server._connections
-            await eventually(lambda: held.cut >= 1200 - few_descriptors, 20)
+            await eventually(lambda: held.cut >= 1200 - few_descriptors, 60)
             async with (
-                asyncio.timeout(10),
+                asyncio.timeout(60),
                 open_channel(served.address, token=SecretStr(token("alice"))) as alice,
             ):
                 await Served(served.server, served.address, alice).get(wait_for_ready=True)
@@ -234,7 +234,7 @@ async def test_who_connects_to_the_internal_socket_of_another_process_is_cut() -
         stranger = await asyncio.create_subprocess_exec(
             sys.executable, "-c", STRANGER, name, stdout=subprocess.PIPE
         )
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await stranger.communicate()
         cut.set()
         assert (await call.read()).full
@@ -300,7 +300,7 @@ async def test_half_a_request_to_the_dashboard_ends(monkeypatch: pytest.MonkeyPa
     await eventually(lambda: server.started)
     half = [await connect(f"127.0.0.1:{port}", b"GET / HTTP/1.1\r\nHost: x\r\nX-Slow: ") for _ in range(20)]
     whole = await connect(f"127.0.0.1:{port}", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await asyncio.gather(*map(ended, half))
         assert (await whole[0].readline()).startswith(b"HTTP/1.1 200")
     whole[1].close()
@@ -327,7 +327,7 @@ async def test_the_dashboard_looks_at_its_connections() -> None:
     try:
         assert program.stderr is not None
         assert b"serving" in await asyncio.wait_for(program.stderr.readline(), 60)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await ended(await connect(address, b"GET / HTTP/1.1\r\nHost: x\r\nX-Slow: "))
     finally:
         program.kill()
@@ -342,7 +342,7 @@ def test_a_service_takes_all_descriptors_that_it_may() -> None:
         ["sh", "-c", 'ulimit -Sn 256; ulimit -Hn 3000; exec "$0" -c "$1"', sys.executable, code],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=True,
     )
     assert done.stdout == "3000\n"
