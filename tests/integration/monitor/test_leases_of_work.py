@@ -138,8 +138,18 @@ async def site(folder: Path, *, checks: bool = True, fences_above: int = 0) -> A
         yield there
 
 
-async def test_orders_to_end_outsiders_are_for_the_agent_of_their_node(tmp_path: Path) -> None:
+async def test_an_agent_asks_about_leases_and_orders_of_its_own_node_only(tmp_path: Path) -> None:
     async with site(tmp_path) as there:
+        mine = (await there.reserve("ann", gpus=[gpu_name("alpha", FIRST)])).reservation
+        check = allocator_api.CheckLeaseRequest(
+            name=mine.name, fence=mine.fence, node="alpha", gpu_uuids=[FIRST]
+        )
+        await there.allocator.CheckLease(check, metadata=bearer("alpha"), timeout=10)
+        check.node = "beta"
+        for who, reason in (("alpha", "OTHER_NODE"), ("eve", "ROLE_TOO_LOW")):
+            with pytest.raises(PermissionDeniedError) as other, rpc_errors():
+                await there.allocator.CheckLease(check, metadata=bearer(who), timeout=10)
+            assert other.value.reason == reason
         for who, node in (("alpha", "nodes/beta"), ("ann", "nodes/alpha")):
             with pytest.raises(GpuscaleError) as error, rpc_errors():
                 await there.policies.TakeKillOrders(
@@ -158,42 +168,6 @@ async def test_orders_to_end_outsiders_are_for_the_agent_of_their_node(tmp_path:
         await eventually(known)
 
 
-async def test_a_lease_token_needs_no_other_token(tmp_path: Path) -> None:
-    async with site(tmp_path) as here:
-        mine, other = await here.reserve("ann"), await here.reserve("bob")
-        request = allocator_api.RenewReservationRequest(
-            name=mine.reservation.name, fence=mine.reservation.fence
-        )
-
-        async def renew(*shown: str) -> None:
-            with rpc_errors():
-                await here.allocator.RenewReservation(
-                    request, metadata=[(LEASE_KEY, one) for one in shown], timeout=10
-                )
-
-        await renew(mine.lease_token)
-        for wrong, reason in (
-            ([], "TOKEN_MISSING"),
-            ([other.lease_token], "LEASE_TOKEN_INVALID"),
-            ([mine.lease_token, mine.lease_token], "TOKEN_MALFORMED"),
-            ([token("ann")], "LEASE_TOKEN_INVALID"),
-        ):
-            with pytest.raises(GpuscaleError) as error:
-                await renew(*wrong)
-            assert error.value.reason == reason
-
-
-async def test_only_the_holder_and_whom_it_hands_the_token_to_admit(tmp_path: Path) -> None:
-    async with site(tmp_path) as here:
-        mine, other = await here.reserve("ann"), await here.reserve("bob")
-        await here.admit("ann", mine)
-        await here.admit("bob", mine)  # an adapter, which has the token of its order
-        assert await here.refused("bob", mine, lease_token="") == "LEASE_TOKEN_MISSING"
-        assert await here.refused("bob", mine, lease_token=other.lease_token) == "LEASE_TOKEN_INVALID"
-        assert await here.refused("eve", mine) == "ROLE_TOO_LOW"
-        await here.admit("root", mine, lease_token="")
-
-
 async def test_on_the_agents_socket_the_lease_token_alone_decides(tmp_path: Path) -> None:
     """Every process of the host may ask there, and do nothing else that changes anything."""
     path = tmp_path / "agent.sock"
@@ -209,19 +183,32 @@ async def test_on_the_agents_socket_the_lease_token_alone_decides(tmp_path: Path
     assert not path.exists()
 
 
-@pytest.mark.parametrize("who", ["ann", "root"])
-async def test_no_fence_but_the_granted_one_is_admitted_not_even_an_admins(tmp_path: Path, who: str) -> None:
+async def test_what_was_granted_is_admitted_for_its_holder_and_whom_it_hands_the_token_to_until_it_ends(
+    tmp_path: Path,
+) -> None:
     """Else a GPU could be kept from everybody for ever: by a fence invented, another's, or one for a GPU nobody holds."""
     async with site(tmp_path) as here:
         mine = await here.reserve("ann", gpus=[gpu_name("alpha", FIRST)])
-        assert await here.refused(who, mine, fence=HUGE) == "FENCE_MISMATCH"
-        assert await here.refused(who, mine, gpu_uuids=[SECOND]) == "GPU_NOT_HELD"
-        assert await here.refused(who, mine, gpu_uuids=[FIRST, SECOND]) == "GPU_NOT_HELD"
-        assert await here.refused(who, mine, reservation="reservations/none") == "NOT_FOUND"
+        for who in ("ann", "root"):
+            assert await here.refused(who, mine, fence=HUGE) == "FENCE_MISMATCH"
+            assert await here.refused(who, mine, gpu_uuids=[SECOND]) == "GPU_NOT_HELD"
+            assert await here.refused(who, mine, gpu_uuids=[FIRST, SECOND]) == "GPU_NOT_HELD"
+            assert await here.refused(who, mine, reservation="reservations/none") == "NOT_FOUND"
         other = await here.reserve("bob", gpus=[gpu_name("alpha", SECOND)])
-        assert await here.refused(who, mine, fence=other.reservation.fence) == "FENCE_MISMATCH"
+        for who in ("ann", "root"):
+            assert await here.refused(who, mine, fence=other.reservation.fence) == "FENCE_MISMATCH"
         await here.admit("ann", mine)
         await here.admit("bob", other)
+        await here.admit("bob", mine)  # an adapter, which has the token of its order
+        assert await here.refused("bob", mine, lease_token="") == "LEASE_TOKEN_MISSING"
+        assert await here.refused("bob", mine, lease_token=other.lease_token) == "LEASE_TOKEN_INVALID"
+        assert await here.refused("eve", mine) == "ROLE_TOO_LOW"
+        await here.admit("root", mine, lease_token="")
+        request = allocator_api.ReleaseReservationRequest(
+            name=mine.reservation.name, fence=mine.reservation.fence
+        )
+        await here.allocator.ReleaseReservation(request, metadata=bearer("ann"), timeout=10)
+        assert await here.refused("ann", mine) == "RESERVATION_ENDED"
 
 
 async def test_shares_of_one_gpu_are_admitted_in_any_order_and_again(tmp_path: Path) -> None:
@@ -232,16 +219,6 @@ async def test_shares_of_one_gpu_are_admitted_in_any_order_and_again(tmp_path: P
         await here.admit("bob", younger)
         await here.admit("ann", older)
         await here.admit("ann", older)
-
-
-async def test_what_has_ended_is_not_admitted(tmp_path: Path) -> None:
-    async with site(tmp_path) as here:
-        mine = await here.reserve("ann")
-        request = allocator_api.ReleaseReservationRequest(
-            name=mine.reservation.name, fence=mine.reservation.fence
-        )
-        await here.allocator.ReleaseReservation(request, metadata=bearer("ann"), timeout=10)
-        assert await here.refused("ann", mine) == "RESERVATION_ENDED"
 
 
 async def test_an_admin_resets_a_fence_that_is_too_high_and_nobody_else_does(tmp_path: Path) -> None:
@@ -274,7 +251,9 @@ async def test_a_token_is_the_same_for_a_repeated_call_and_after_a_restart(tmp_p
         await here.admit("ann", first)
 
 
-async def test_fences_and_tokens_are_told_to_the_owner_alone(tmp_path: Path) -> None:
+async def test_fences_and_tokens_are_told_to_the_owner_alone_and_a_lease_token_needs_no_other(
+    tmp_path: Path,
+) -> None:
     async with site(tmp_path) as here:
         mine = await here.reserve("ann")
         get = allocator_api.GetReservationRequest(name=mine.reservation.name)
@@ -299,21 +278,27 @@ async def test_fences_and_tokens_are_told_to_the_owner_alone(tmp_path: Path) -> 
             break
         await here.admit("ann", mine)
         assert mine.lease_token not in str(listed)
-
-
-async def test_an_agent_asks_about_its_own_node_only(tmp_path: Path) -> None:
-    async with site(tmp_path) as here:
-        mine = (await here.reserve("ann", gpus=[gpu_name("alpha", FIRST)])).reservation
-        request = allocator_api.CheckLeaseRequest(
-            name=mine.name, fence=mine.fence, node="alpha", gpu_uuids=[FIRST]
+        other = await here.reserve("bob")
+        renewal = allocator_api.RenewReservationRequest(
+            name=mine.reservation.name, fence=mine.reservation.fence
         )
-        await here.allocator.CheckLease(request, metadata=bearer("alpha"), timeout=10)
-        request.node = "beta"
-        with pytest.raises(PermissionDeniedError) as other, rpc_errors():
-            await here.allocator.CheckLease(request, metadata=bearer("alpha"), timeout=10)
-        assert other.value.reason == "OTHER_NODE"
-        with pytest.raises(PermissionDeniedError), rpc_errors():
-            await here.allocator.CheckLease(request, metadata=bearer("eve"), timeout=10)
+
+        async def renew(*shown: str) -> None:
+            with rpc_errors():
+                await here.allocator.RenewReservation(
+                    renewal, metadata=[(LEASE_KEY, one) for one in shown], timeout=10
+                )
+
+        await renew(mine.lease_token)
+        for wrong, reason in (
+            ([], "TOKEN_MISSING"),
+            ([other.lease_token], "LEASE_TOKEN_INVALID"),
+            ([mine.lease_token, mine.lease_token], "TOKEN_MALFORMED"),
+            ([token("ann")], "LEASE_TOKEN_INVALID"),
+        ):
+            with pytest.raises(GpuscaleError) as error:
+                await renew(*wrong)
+            assert error.value.reason == reason
 
 
 class LosesConnections(allocator_api.AllocatorServiceServicer):
