@@ -90,20 +90,19 @@ async def test_a_code_lets_one_person_in_once(
     assert [one.name for one in person.files.iterdir()] == ["contexts.toml"]
 
 
-async def test_a_code_ends(site: Site, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
-    soon = {"ttl": 0.001}
-    monkeypatch.setattr(login_servicer, "optional_seconds", lambda _, field: soon.get(field))
-    [told] = json.loads((await site.as_admin("login-code", "create", "alice", "-o", "json")).out)["codes"]
-    late = await person.types(*told["type"].split()[1:], stdin=told["code"])
-    assert (late.code, "used or expired" in late.err) == (8, True), late.err
-
-
-async def test_a_call_that_makes_a_code_may_be_repeated(site: Site) -> None:
+async def test_a_code_ends_and_a_repeated_call_makes_no_other(
+    site: Site, person: Person, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = api.CreateLoginCodeRequest(name="alice", request_id=str(uuid.uuid4()))
     tls, token = ClientTls(site.pki / "ca.crt"), site.admin.read_text().strip()
     async with connect_async(site.gateway, tls=tls, token=token) as client:
         first, again = [await client.logins.CreateLoginCode(request) for _ in range(2)]
     assert first == again
+    soon = {"ttl": 0.001}
+    monkeypatch.setattr(login_servicer, "optional_seconds", lambda _, field: soon.get(field))
+    [told] = json.loads((await site.as_admin("login-code", "create", "alice", "-o", "json")).out)["codes"]
+    late = await person.types(*told["type"].split()[1:], stdin=told["code"])
+    assert (late.code, "used or expired" in late.err) == (8, True), late.err
 
 
 async def test_a_provider_lets_people_in_and_the_login_is_kept_fresh(

@@ -88,8 +88,9 @@ def test_while_the_agent_is_silent_there_are_no_caps(helper: PowerHelper) -> Non
     helper.start("--silence", "0.5")
     helper.put(gpu0=300)
     eventually_sync(lambda: helper.limits() == [700, None])
-    helper.put(gpu0=300)
-    assert helper.limits()[0] == 300
+    before = helper.double.calls(SETTER)
+    assert helper.put(gpu0=300) == {}
+    assert helper.double.calls(SETTER) > before, "it sets one again"
 
 
 def test_a_limit_that_cannot_be_set_back_stays_in_the_file(helper: PowerHelper) -> None:
