@@ -17,7 +17,7 @@ from gpuscale.monitor.agent.isolated import ChildProcess, IsolatedSource
 from gpuscale.monitor.agent.nvml import NvmlSource
 from gpuscale.monitor.agent.sources import GpuSourceError
 from tests.support.nvml_double import NvmlDouble, env_with_double
-from tests.support.nvml_site import FRESH_SECONDS, HUNG, LOST, OK, Site, site
+from tests.support.nvml_site import FRESH_SECONDS, HUNG, LOST, OK, site
 from tests.support.waiting import eventually_sync
 
 CHILD = "gpuscale.monitor.agent.isolated"
@@ -80,50 +80,35 @@ def heal(double: NvmlDouble) -> None:
     double.write()
 
 
-async def hang(one: Site) -> None:
-    stop_for_ever(one.double)
-    snapshot = await one.until_all(HUNG)
-    assert seconds(snapshot.host_reading.age) < FRESH_SECONDS
-
-
-async def test_a_process_that_is_stuck_is_killed_and_all_gpus_are_well_again(eight: NvmlDouble) -> None:
+async def test_a_stuck_process_is_replaced_over_and_over_until_all_gpus_are_well_again(
+    eight: NvmlDouble,
+) -> None:
+    """One at a time, with pauses. Meanwhile everything is answered, and the GPUs hang and are never said to be lost."""
     async with site(eight, isolate=True) as one:
         await one.until_all(OK)
-        [before] = children()
-        await hang(one)
-        heal(eight)
-        states: set[int] = set()
+        [first] = children()
+        stop_for_ever(eight)
+        snapshot = await one.until_all(HUNG)
+        assert seconds(snapshot.host_reading.age) < FRESH_SECONDS
+        seen, states = {first.pid}, set[int]()
+
+        def third(snapshot: types_api.Snapshot) -> bool:
+            found = children()
+            assert len(found) <= 1
+            seen.update(child.pid for child in found)
+            states.update(gpu.state for gpu in snapshot.gpus)
+            return len(seen) >= 3
 
         def well(snapshot: types_api.Snapshot) -> bool:
             states.update(gpu.state for gpu in snapshot.gpus)
             return {gpu.state for gpu in snapshot.gpus} == {OK}
 
-        await one.until(well)
-        assert LOST not in states, "hung, and never said to be lost, until they are read again"
-        [after] = children()
-        assert after.pid != before.pid
-    assert children() == [], "no process is left, and no zombie"
-
-
-async def test_while_the_driver_is_stuck_there_is_one_process_at_most(eight: NvmlDouble) -> None:
-    """It is killed and started over and over, with pauses, and the GPUs stay HUNG."""
-    async with site(eight, isolate=True) as one:
-        await one.until_all(OK)
-        first = children()[0].pid
-        stop_for_ever(eight)
-        seen: set[int] = set()
-
-        def third(snapshot: object) -> bool:
-            found = children()
-            assert len(found) <= 1
-            seen.update(child.pid for child in found)
-            return len(seen) >= 3
-
         await one.until(third)
-        assert first in seen
         await one.until_all(HUNG)
         heal(eight)
-        await one.until_all(OK)
+        await one.until(well)
+        assert LOST not in states
+    assert children() == [], "no process is left, and no zombie"
 
 
 async def test_a_driver_that_holds_a_call_is_released_by_force(

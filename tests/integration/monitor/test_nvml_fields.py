@@ -163,6 +163,7 @@ def test_a_field_value_that_cannot_be_is_absent(nvml_double: NvmlDouble, source:
     nvml_double.gpus[0].fields[82] = 4_294_967_295
     sample = read(nvml_double, source)
     assert sample.reading.memory_temperature_celsius is None
+    assert [one.detail for one in sample.reading.absent] == ["the driver said 4.29497e+09"]
     assert sample.reading.energy_joules == 5000.0
     assert sample.state is GpuState.DEGRADED
 

@@ -41,16 +41,6 @@ def asking(unsupported: dict[str, str] | None = None, now: float = 0.0) -> Queri
     return Queries({} if unsupported is None else unsupported, now)
 
 
-def test_what_is_not_supported_is_asked_once_for_all_ticks_and_says_nothing_against_the_gpu() -> None:
-    unsupported, question = dict[str, str](), Question(NOT_SUPPORTED)
-    for tick in range(3):
-        one = asking(unsupported, now=float(tick))
-        assert one.number("power_watts", question, high=1000) is None
-        assert one.absent[0].status is ReadingStatus.NOT_SUPPORTED
-        assert one.state() is GpuState.OK
-    assert question.asked == 1
-
-
 def test_what_is_not_permitted_is_asked_again_and_says_nothing_against_the_gpu() -> None:
     unsupported, question = dict[str, str](), Question(NO_PERMISSION)
     for _ in range(2):
@@ -60,24 +50,9 @@ def test_what_is_not_permitted_is_asked_again_and_says_nothing_against_the_gpu()
     assert question.asked == 2
 
 
-def test_a_value_that_cannot_be_true_is_absent_and_not_cut_to_the_range() -> None:
-    one = asking()
-    assert one.within("utilization_percent", 4294967295, high=100) is None
-    assert one.absent == (Absent("utilization_percent", ReadingStatus.ERROR, "the driver said 4.29497e+09"),)
-
-
 def keep(kept: KeptAnswer[float] | None, question: Question, now: float) -> tuple[KeptAnswer[float], Queries]:
     one = asking(now=now)
     return one.kept(kept, 30.0, lambda: one.number("power_limit_watts", question, high=1000)), one
-
-
-def test_a_dear_reading_is_kept_until_it_is_due() -> None:
-    question = Question(300, 400)
-    kept, _ = keep(None, question, now=0.0)
-    kept, _ = keep(kept, question, now=29.9)
-    assert (kept.value, question.asked) == (300.0, 1)
-    kept, _ = keep(kept, question, now=30.0)
-    assert (kept.value, question.asked) == (400.0, 2)
 
 
 def test_a_dear_reading_that_is_not_supported_stays_absent_while_it_is_kept() -> None:
