@@ -1,14 +1,15 @@
 """One autoscaler for the tables of a module."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from tests.support.asking_autoscaler import Asking, asking
 
 
-@pytest.fixture
-async def asked(tmp_path: Path) -> AsyncIterator[Asking]:
-    async with asking(tmp_path) as found:
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def asked(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Asking]:
+    """It only answers questions: nothing is left of one table for the next."""
+    async with asking(tmp_path_factory.mktemp("autoscaler")) as found:
         yield found

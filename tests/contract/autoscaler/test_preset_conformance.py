@@ -5,6 +5,8 @@ import pytest
 from tests.contract.autoscaler.conformance import UNKNOWN, Row, differing
 from tests.support.asking_autoscaler import Asking
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 TABLES = {
     "hpa": (
         {"slots": 10},

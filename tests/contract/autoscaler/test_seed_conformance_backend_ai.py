@@ -9,6 +9,8 @@ from gpuscale.common.wire import to_duration
 from tests.contract.autoscaler.conformance import UNKNOWN, Row, differing
 from tests.support.asking_autoscaler import Asking
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 MORE, LESS = api.Comparator.COMPARATOR_GREATER_THAN, api.Comparator.COMPARATOR_LESS_THAN
 MORE_OR_EQUAL = api.Comparator.COMPARATOR_GREATER_THAN_OR_EQUAL
 LESS_OR_EQUAL = api.Comparator.COMPARATOR_LESS_THAN_OR_EQUAL

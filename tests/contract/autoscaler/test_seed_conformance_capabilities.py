@@ -16,6 +16,8 @@ from gpuscale.common.wire import enum_word, to_duration
 from tests.support.asking_autoscaler import Asking
 from tests.support.autoscaler_app import TIMEOUT
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 Needs = Mapping[str, int]
 CPU: Needs = {}
 GPU: Needs = {"gpu": 1}

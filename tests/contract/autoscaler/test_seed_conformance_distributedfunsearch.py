@@ -6,6 +6,8 @@ from gpuscale.common.wire import seconds
 from tests.contract.autoscaler.conformance import UNKNOWN, Row, differing
 from tests.support.asking_autoscaler import Asking
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 GIB = float(1 << 30)
 
 

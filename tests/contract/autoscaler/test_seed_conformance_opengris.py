@@ -6,6 +6,8 @@ from gpuscale.api.autoscaler import v1 as api
 from tests.contract.autoscaler.conformance import UNKNOWN, Row, differing
 from tests.support.asking_autoscaler import Asking
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 ZERO = {"min_replicas": 0}
 VANILLA = [
     Row(0, 0, 0), Row(0, 1, 1), Row(0, 500, 1), Row(5, 50, 5), Row(5, 50.001, 6), Row(5, 51, 6),
