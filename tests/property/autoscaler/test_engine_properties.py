@@ -8,8 +8,17 @@ from hypothesis import strategies as st
 from gpuscale.autoscaler.domain.decisions import Code, Stage
 from gpuscale.autoscaler.domain.inputs import Observation, ObservationStatus, ReplicaWeights
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
-from gpuscale.autoscaler.domain.rules.rule import Comparator, Rule, StepRule
-from gpuscale.autoscaler.domain.rules.targets import TargetRule
+from gpuscale.autoscaler.domain.rules.formula import FormulaRule
+from gpuscale.autoscaler.domain.rules.rule import (
+    BandRule,
+    Comparator,
+    Kind,
+    RatioRule,
+    Rule,
+    StepRule,
+    ThresholdRule,
+)
+from gpuscale.autoscaler.domain.rules.targets import TargetRule, TargetType
 from gpuscale.autoscaler.domain.spec import EndpointSpec, Pace, ReplicaTemplate
 from tests.support.autoscaler_values import NOW, evaluate, observe, observed, signal
 
@@ -18,12 +27,21 @@ counts = st.integers(0, 40)
 thresholds = st.floats(-10, 200, allow_nan=False)
 bound = st.none() | counts
 
-kinds = st.builds(StepRule, st.sampled_from(Comparator), thresholds, st.integers(-50, 50).filter(bool))
+steps = st.builds(StepRule, st.sampled_from(Comparator), thresholds, st.integers(-50, 50).filter(bool))
+high, low = st.floats(60, 200), st.floats(1, 50)
+kinds = st.one_of(
+    steps,
+    st.builds(BandRule, low, high),
+    st.builds(ThresholdRule, high, low),
+    st.builds(RatioRule, high, low, st.booleans(), st.booleans()),
+    st.builds(TargetRule, low, st.sampled_from(TargetType)),
+    st.just(FormulaRule("ceil(s0 / 50)")),
+)
 rules = st.builds(
     Rule,
     id=st.sampled_from([f"r{n}" for n in range(8)]),
     signal=st.sampled_from(SIGNALS),
-    kind=kinds,
+    kind=steps,
     disabled=st.booleans(),
     priority=st.integers(-2, 2),
     cooldown=st.none() | st.floats(0, 600),
@@ -46,6 +64,7 @@ def specs(draw: st.DrawFn) -> EndpointSpec:
     )
 
 
+unknown = st.sampled_from([status for status in ObservationStatus if status is not ObservationStatus.OK])
 numbers = st.none() | st.integers(-3, 300)
 readings = st.none() | st.builds(
     QueueReading,
@@ -86,11 +105,19 @@ def test_missing_data_never_lowers(
     read = sorted({one.signal for one in spec.rules if not one.disabled})
     if read:
         lost = data.draw(st.sampled_from(read))
-        status = data.draw(st.sampled_from([s for s in ObservationStatus if s is not ObservationStatus.OK]))
-        seen = seen | {lost: Observation(lost, status, data.draw(st.none() | thresholds))}
+        seen = seen | {lost: Observation(lost, data.draw(unknown), data.draw(st.none() | thresholds))}
     else:
         seen = {}
     assert evaluate(spec, before, seen, last, NOW).wanted >= before
+
+
+@given(kinds, unknown, st.none() | thresholds, counts)
+def test_a_rule_of_any_kind_holds_while_its_signal_is_unknown(
+    kind: Kind, status: ObservationStatus, value: float | None, before: int
+) -> None:
+    rule = Rule("r", "" if isinstance(kind, FormulaRule) else "s0", kind, cooldown=0.0)
+    spec = EndpointSpec(0, 40, ReplicaTemplate("w"), (signal("s0"),), (rule,), down=Pace(0.0))
+    assert evaluate(spec, before, observed(Observation("s0", status, value)), {}, NOW).wanted == before
 
 
 @given(specs(), st.data(), observations(), past)
