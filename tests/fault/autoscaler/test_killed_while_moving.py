@@ -33,6 +33,8 @@ WAIT = 60.0
 LONG = 600.0
 """Seconds of leases that nobody has to renew here."""
 KILLED = -signal.SIGKILL
+COUNT = 2
+"""Replicas that move; how one does is in tests/integration/autoscaler/test_moves.py."""
 # It is ready once `serve`, or that of its own, is there, and when it is asked to end works on until `finish` is.
 WORKER = """\
 cd $1; id=${GPUSCALE_REPLICA##*/}
@@ -48,14 +50,13 @@ say end
 
 @dataclass
 class Move:
-    """Two hosts: on one so many replicas and a free GPU, on the other somebody who stays and room for them; a gang waits for all of one."""
+    """Two hosts: on one two replicas and a free GPU, on the other somebody who stays and room for them; a gang waits for all of one."""
 
     folder: Path
     place: Site
     autoscaler: AutoscalerProcess
     adapters: dict[str, Program]
     allocator: AllocatorProcess
-    count: int = 1
     failpoint: str = ""
     endpoint: str = field(default_factory=lambda: f"moves-{uuid4().hex[:12]}")
     gang: asyncio.Task[allocator_api.Reservation] | None = None
@@ -68,9 +69,9 @@ class Move:
         self.allow("serve")
         for one in (self.autoscaler, *self.adapters.values()):
             await one.start()
-        full = await self.place.client.reserve(self.count, ttl=LONG, nodes=[f"nodes/{self.there}"])
+        full = await self.place.client.reserve(COUNT, ttl=LONG, nodes=[f"nodes/{self.there}"])
         await self.place.client.reserve(1, ttl=LONG, nodes=[f"nodes/{self.there}"])
-        wanted = endpoint(low=self.count, high=self.count, gpus=1, name=self.endpoint, movable=to_duration(5))
+        wanted = endpoint(low=COUNT, high=COUNT, gpus=1, name=self.endpoint, movable=to_duration(5))
         wanted.spec.template.lease_ttl.CopyFrom(to_duration(LONG))
         async with self.autoscaler.called() as called:
 
@@ -80,7 +81,7 @@ class Move:
 
             await eventually(connected, WAIT)  # a replica moves to where it could have started
             await called.create(wanted)
-        self.old = await self.wrote("up", count=self.count)
+        self.old = await self.wrote("up", count=COUNT)
         (self.folder / "serve").unlink()
         await self.place.client.release(full)
         self.gang = asyncio.create_task(self._wait_in_line())
@@ -91,7 +92,7 @@ class Move:
         while True:
             try:
                 return await client.reserve(
-                    self.count + 1, request_id=request_id, ttl=LONG, wait=to_duration(LONG)
+                    COUNT + 1, request_id=request_id, ttl=LONG, wait=to_duration(LONG)
                 )
             except UnavailableError:
                 await asyncio.sleep(0.05)
@@ -176,12 +177,12 @@ class Move:
             async with self.autoscaler.channel() as called:
                 rows = await called.replicas()
             live = await self.place.client.live()
-            assert len(rows) == self.count, rows
+            assert len(rows) == COUNT, rows
             for row in rows:
                 assert (row.state, row.HasField("revoke_time")) == (api.Replica.STATE_READY, False), row
                 assert right(row), row
             assert {row.reservation for row in rows} < {one.name for one in live}
-            assert len(live) == self.count + others, live
+            assert len(live) == COUNT + others, live
             assert not any(one.HasField("revoke_time") for one in live), live
             mine = processes_of(f"endpoints/{self.endpoint}/")
             assert {one.environ()["GPUSCALE_REPLICA"] for one in mine} == {row.name for row in rows}
@@ -206,19 +207,18 @@ class Move:
                 serving.add(name)
             else:
                 serving.discard(name)
-                assert len(serving) >= self.count, lines
+                assert len(serving) >= COUNT, lines
             if word == "end":
                 del holds[gpu]
 
 
-@pytest.fixture(params=[1, 2], ids=["one", "two"])
-async def move(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncGenerator[Move]:
-    count: int = request.param
+@pytest.fixture
+async def move(tmp_path: Path) -> AsyncGenerator[Move]:
     (tmp_path / "worker.sh").write_text(WORKER)
     (tmp_path / "diary").touch()
     command = ["/bin/sh", str(tmp_path / "worker.sh"), str(tmp_path)]
     async with AsyncExitStack() as stack:
-        place = await stack.enter_async_context(site(tmp_path / "allocator", gpus=count + 1, nodes=2))
+        place = await stack.enter_async_context(site(tmp_path / "allocator", gpus=COUNT + 1, nodes=2))
         address = place.arguments[place.arguments.index("--listen") + 1]
         place.arguments += ["--preemption-min-runtime-seconds", "0"]
         autoscaler = await stack.enter_async_context(AutoscalerProcess(tmp_path / "autoscaler", address))
@@ -229,10 +229,10 @@ async def move(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncGenerator
                 f'[adapter]\nautoscaler_address = "{autoscaler.address}"\nnode = "{node}"\n'
                 f"data_dir = {json.dumps(str(tmp_path / node))}\n"
                 f"[templates.worker]\ncommand = {json.dumps(command)}\n"
-                f"[templates.worker.probe]\nexec = {json.dumps([*command, 'probe'])}\nperiod = 0.1\n"
+                f"[templates.worker.probe]\nexec = {json.dumps([*command, 'probe'])}\nperiod = 0.1\ntimeout = 60\n"
             )
             adapters[node] = await stack.enter_async_context(engine_program("process", config, {}))
-        one = Move(tmp_path, place, autoscaler, adapters, await place.start(), count)
+        one = Move(tmp_path, place, autoscaler, adapters, await place.start())
         try:
             await one.begin()
             yield one
@@ -309,14 +309,13 @@ async def test_the_allocator_is_killed_at_each_step_and_the_move_is_undone_until
     asked = move.who("asked")
     await move.ask()
     move.allow("serve")
-    await move.wrote("asked", but=asked, count=move.count)  # now none can stay
+    await move.wrote("asked", but=asked, count=COUNT)  # now none can stay
     await move.next_allocator("allocator.end.before_commit")
     move.allow("finish")
     await move.next_allocator()
     await move.made()
 
 
-@pytest.mark.parametrize("move", [2], indirect=True, ids=["two"])
 async def test_all_are_killed_between_two_moves_and_only_what_is_not_made_is_undone(move: Move) -> None:
     move.allow("finish")
     await move.ask()
