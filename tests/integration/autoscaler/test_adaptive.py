@@ -134,21 +134,18 @@ async def test_what_is_good_is_kept(tmp_path: Path) -> None:
         assert len(await looks(asked)) <= 3, "older ones are forgotten"
 
 
-@pytest.mark.parametrize("goal", ["late<1%", "soon"])
-async def test_a_goal_that_is_none_is_refused(tmp_path: Path, goal: str) -> None:
+async def test_a_goal_that_is_none_and_an_endpoint_without_a_history_to_choose_by_are_refused(
+    tmp_path: Path,
+) -> None:
+    """Only a queue has a history."""
     async with asking(tmp_path) as asked:
-        spec = await asked.render("keda")
-        spec.adaptive.goal = goal
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await asked.autoscaler.create(api.Endpoint(name="endpoints/e", spec=spec))
-        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "endpoint.spec.adaptive.goal cannot be read" in str(refused.value.details())
-
-
-async def test_an_endpoint_without_a_queue_has_no_history_to_choose_by(tmp_path: Path) -> None:
-    async with asking(tmp_path) as asked:
-        spec = await asked.render("keda", watcher="", metric="work")
-        spec.adaptive.goal = "late<=1%"
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await asked.autoscaler.create(api.Endpoint(name="endpoints/e", spec=spec))
-        assert "endpoint.spec.adaptive needs one queue watcher" in str(refused.value.details())
+        for goal, wish, says in (
+            ("late<1%", {}, "endpoint.spec.adaptive.goal cannot be read"),
+            ("soon", {}, "endpoint.spec.adaptive.goal cannot be read"),
+            ("late<=1%", {"watcher": "", "metric": "work"}, "endpoint.spec.adaptive needs one queue watcher"),
+        ):
+            spec = await asked.render("keda", **wish)
+            spec.adaptive.goal = goal
+            with pytest.raises(grpc.aio.AioRpcError, match=says) as refused:
+                await asked.autoscaler.create(api.Endpoint(name="endpoints/e", spec=spec))
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

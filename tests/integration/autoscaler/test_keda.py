@@ -9,18 +9,13 @@ from typing import Any
 import grpc
 import pytest
 
-from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.keda import v1 as api
 from gpuscale.autoscaler.domain.queues import QueueState
 from gpuscale.autoscaler.loop import reconciler
-from gpuscale.common.errors import GpuscaleError, InvalidArgumentError, NotFoundError
+from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 from gpuscale.common.rpc.channel import open_channel
-from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.wire import enum_word
-from gpuscale.gateway.main import open_gateway
-from gpuscale.gateway.settings import GatewaySettings
 from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, running, scaling
 from tests.support.keda import Keda, scaled_object
 from tests.support.waiting import eventually
@@ -149,28 +144,6 @@ async def _end(stream: Any) -> tuple[list[bool], str]:
     return said, "OK"
 
 
-async def test_many_scaled_objects_share_one_connection(autoscaler: Autoscaler, stub: Any) -> None:
-    """30 streams and their polls over 6 endpoints; each hears of its own endpoint only."""
-    names = [f"e{number}" for number in range(6)]
-    for name in names:
-        await autoscaler.create(endpoint(name=name, tick=RARELY))
-    streams = [(name, stub.StreamIsActive(scaled_object(name))) for name in names for _ in range(5)]
-    first = await asyncio.gather(*(following(stream) for _, stream in streams))
-    assert not any(one.result for one in first)
-    order = autoscaler_api.SetReplicasRequest(name="endpoints/e3", replicas=2)
-    await autoscaler.endpoints.SetReplicas(order, timeout=TIMEOUT)
-    of_e3 = await asyncio.gather(*(following(stream) for name, stream in streams if name == "e3"))
-    assert len(of_e3) == 5
-    assert all(one.result for one in of_e3)
-    keda = Keda(stub)
-    values = await asyncio.gather(*(keda.value(scaled_object(name)) for name, _ in streams))
-    assert {name: value[1] for (name, _), value in zip(streams, values, strict=True)} == {
-        name: 2 if name == "e3" else 0 for name in names
-    }
-    for _, stream in streams:
-        stream.cancel()
-
-
 async def test_a_restart_changes_no_answer(tmp_path: Path) -> None:
     async with AsyncExitStack() as clients:
         async with running(tmp_path, NOWHERE) as before:
@@ -188,72 +161,35 @@ async def test_a_restart_changes_no_answer(tmp_path: Path) -> None:
         assert (await following(stub.StreamIsActive(scaled_object()))).result
 
 
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        {"endpoint": "endpoints/e"},
-        {"endpointFromEnv": "e"},
-        {"endpoint": "e", "query": "sum(\n  up\u200b\n)" + " " * 5_000, "an\nother": ""},
-    ],
-)
-async def test_an_endpoint_is_named_as_kedas_users_name_it(
-    autoscaler: Autoscaler, stub: Any, metadata: dict[str, str]
-) -> None:
-    """Keys that are not ours hold what they like."""
-    await autoscaler.create(endpoint(tick=RARELY))
-    assert await Keda(stub).spec(_bad(**metadata)) == ("desired", 1, 1.0)
-
-
-def _bad(**metadata: str) -> api.ScaledObjectRef:
+def _ref(**metadata: str) -> api.ScaledObjectRef:
     return api.ScaledObjectRef(name="workers", scalerMetadata=metadata)
 
 
-@pytest.mark.parametrize(
-    ("ref", "error", "field"),
-    [
-        (scaled_object("nobody"), NotFoundError, 'scalerMetadata["endpoint"]'),
-        (_bad(), InvalidArgumentError, "scalerMetadata"),
-        (_bad(scalerAddress="here:1"), InvalidArgumentError, 'scalerMetadata["endpoint"]'),
-        (scaled_object("No Id"), InvalidArgumentError, 'scalerMetadata["endpoint"]'),
-        (scaled_object(metric="depth"), InvalidArgumentError, 'scalerMetadata["metric"]'),
-    ],
-    ids=["unknown", "empty", "missing", "no-id", "other-metric"],
-)
-async def test_what_is_wrong_with_a_scaled_object_is_named_by_every_rpc(
-    autoscaler: Autoscaler, stub: Any, ref: api.ScaledObjectRef, error: type[GpuscaleError], field: str
+WRONG = [
+    (scaled_object("nobody"), NotFoundError, 'scalerMetadata["endpoint"]'),
+    (_ref(), InvalidArgumentError, "scalerMetadata"),
+    (_ref(scalerAddress="here:1"), InvalidArgumentError, 'scalerMetadata["endpoint"]'),
+    (scaled_object("No Id"), InvalidArgumentError, 'scalerMetadata["endpoint"]'),
+    (scaled_object(metric="depth"), InvalidArgumentError, 'scalerMetadata["metric"]'),
+]
+
+
+async def test_an_endpoint_is_named_as_kedas_users_name_it_and_every_rpc_says_what_is_wrong_with_that(
+    autoscaler: Autoscaler, keda: Keda, stub: Any
 ) -> None:
+    """Keys that are not ours hold what they like."""
     await autoscaler.create(endpoint(tick=RARELY))
-    keda = Keda(stub)
-    calls = [
-        keda.active(ref),
-        keda.spec(ref),
-        keda.value(ref),
-        following(stub.StreamIsActive(ref)),
-        following(stub.StreamMetricSpec(ref)),
-    ]
-    for call in calls:
-        with pytest.raises(error) as caught, rpc_errors():
-            await call
-        assert field in str(caught.value)
-
-
-async def test_all_of_it_through_the_gateway(autoscaler: Autoscaler) -> None:
-    await autoscaler.create(endpoint(tick=RARELY))
-    settings = GatewaySettings(listen="127.0.0.1:0", autoscaler_address=autoscaler.address)
-    async with open_gateway(settings) as (forwarder, services):
-        server = Server(ServerOptions(), Authenticator())
-        server.add_generic(forwarder, services)
-        address = server.bind()
-        async with server, open_channel(address) as channel:
-            stub: Any = api.ExternalScalerStub(channel)
-            active, specs = stub.StreamIsActive(scaled_object()), stub.StreamMetricSpec(scaled_object())
-            assert not (await following(active)).result
-            assert len((await following(specs)).metricSpecs) == 1
-            await autoscaler.set_replicas(2)
-            assert (await following(active)).result
-            keda = Keda(stub)
-            assert await keda.value(scaled_object()) == ("desired", 2, 2.0)
-            assert await keda.spec(scaled_object()) == ("desired", 1, 1.0)
-            assert await keda.active(scaled_object())
-            active.cancel()
-            specs.cancel()
+    odd = {"endpoint": "e", "query": "sum(\n  up\u200b\n)" + " " * 5_000, "an\nother": ""}
+    for metadata in ({"endpoint": "endpoints/e"}, {"endpointFromEnv": "e"}, odd):
+        assert await keda.spec(_ref(**metadata)) == ("desired", 1, 1.0)
+    for ref, error, field in WRONG:
+        for call in (
+            keda.active(ref),
+            keda.spec(ref),
+            keda.value(ref),
+            following(stub.StreamIsActive(ref)),
+            following(stub.StreamMetricSpec(ref)),
+        ):
+            with pytest.raises(error) as caught, rpc_errors():
+                await call
+            assert field in str(caught.value)

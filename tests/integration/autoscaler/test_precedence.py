@@ -3,7 +3,6 @@
 import asyncio
 from pathlib import Path
 
-import grpc
 import pytest
 
 from gpuscale.api.allocator import v1 as allocator_api
@@ -12,7 +11,6 @@ from gpuscale.autoscaler.domain import precedence
 from gpuscale.common.wire import to_duration
 from tests.integration.autoscaler.real_gpus import REPLICA, site
 from tests.support.allocator import Client
-from tests.support.autoscaler_app import endpoint, reason, running
 from tests.support.fake_fleet import gpu_message, node_message
 from tests.support.waiting import eventually
 
@@ -125,13 +123,3 @@ async def test_a_place_in_the_queue_is_left_with_the_replica(tmp_path: Path) -> 
         waiting = asyncio.create_task(Client(one.client.allocator).reserve(wait=to_duration(30)))
         await Client(one.client.allocator).release(held)
         await asyncio.wait_for(waiting, 20)
-
-
-async def test_a_priority_has_to_be_one_that_can_be(tmp_path: Path) -> None:
-    async with running(tmp_path, "127.0.0.1:1") as autoscaler:
-        made = endpoint(name="chat", gpus=1)
-        made.spec.priority = 1001
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await autoscaler.create(made)
-        assert reason(caught.value)[0] == "INVALID_ARGUMENT"
-        assert "endpoint.spec.priority" in (caught.value.details() or "")
