@@ -152,35 +152,18 @@ async def test_a_silent_adapter_is_lost_although_it_is_connected(
     assert set(adapter.starts.values()) == {1}
 
 
-async def test_a_state_that_only_a_later_adapter_knows_does_not_end_its_connection(
-    autoscaler: Autoscaler,
-) -> None:
-    adapter = FakeAdapter()
-    async with adapter.connected(autoscaler.address):
-        await autoscaler.create(endpoint(low=2, high=2))
-        await shows(autoscaler, "READY", "READY")
-        one, _ = adapter.alive
-        adapter.set(one, 99)  # type: ignore[arg-type]
-        await shows(autoscaler, "READY", "STARTING")
-        adapter.set(one, READY)
-        await shows(autoscaler, "READY", "READY")
-    assert set(adapter.starts.values()) == {1}
-
-
-async def test_a_message_that_only_a_later_adapter_sends_does_not_end_its_connection(
-    autoscaler: Autoscaler,
-) -> None:
-    """Field 4000 of it, with two bytes. What it says after that is heard."""
+async def test_what_only_a_later_adapter_says_does_not_end_its_connection(autoscaler: Autoscaler) -> None:
+    """A message with field 4000, of two bytes, and a state that is not known: what it says after that is heard."""
     unknown = autoscaler_internal.ConnectRequest.FromString(bytes.fromhex("82fa01020800"))
-    register = autoscaler_internal.Register(adapter="a", kind="process", node="n1", templates=["worker"])
-    async with connection(autoscaler.channel, register, autoscaler_internal.Report()) as own:
+    async with connection(autoscaler.channel, REGISTER, autoscaler_internal.Report()) as own:
         await own._stream.write(unknown)
         await autoscaler.create(endpoint(low=1, high=1))
         desired = await own.receive()
         [replica] = desired.replicas
-        ready = autoscaler_internal.ReplicaReport(replica=replica.replica, state=READY)
-        await own.send(autoscaler_internal.Report(revision=desired.revision, replicas=[ready]))
-        await shows(autoscaler, "READY")
+        for state, shown in ((99, "STARTING"), (READY, "READY")):
+            report = autoscaler_internal.ReplicaReport(replica=replica.replica, state=state)  # type: ignore[arg-type]
+            await own.send(autoscaler_internal.Report(revision=desired.revision, replicas=[report]))
+            await shows(autoscaler, shown)
 
 
 async def test_what_ended_while_the_adapter_was_away_is_noted_when_it_comes_back(
@@ -299,8 +282,10 @@ async def forget(autoscaler: Autoscaler, name: str = "adapters/a") -> list[str]:
 
 
 async def test_what_a_forgotten_adapter_had_ends_as_failed_and_another_takes_over(
-    autoscaler: Autoscaler, allocator: FakeAllocator
+    autoscaler: Autoscaler, allocator: FakeAllocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Should it come back after all, it stops what it still runs: that is nobody's, on GPUs that others may have by now."""
+    monkeypatch.setattr(hub, "STRAY", 0.2)
     lost, other = FakeAdapter("a", node="n"), FakeAdapter("b", node="m")
     async with lost.connected(autoscaler.address):
         await autoscaler.create(endpoint(low=2, high=2, gpus=1))
@@ -326,25 +311,9 @@ async def test_what_a_forgotten_adapter_had_ends_as_failed_and_another_takes_ove
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await forget(autoscaler, f"adapters/{name}")
             assert reason(caught.value) == why
-        assert len(other.alive) == 2
-
-
-async def test_one_that_comes_back_after_all_stops_what_it_still_runs(
-    autoscaler: Autoscaler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it runs is nobody's by then, and shares its GPUs with what took its place."""
-    monkeypatch.setattr(hub, "STRAY", 0.2)
-    adapter = FakeAdapter()
-    async with adapter.connected(autoscaler.address):
-        await autoscaler.create(endpoint(low=1, high=1))
-        await eventually(lambda: adapter.alive)
-        [old] = adapter.alive
-    await eventually(lambda: _connected(autoscaler, 0))
-    await forget(autoscaler)
-    async with adapter.connected(autoscaler.address):
-        await eventually(lambda: old in adapter.forgotten)
-        await eventually(lambda: len(adapter.alive) == 1)
-    assert old not in adapter.alive
+        async with lost.connected(autoscaler.address):
+            await eventually(lambda: lost.forgotten == names)
+        assert (len(other.alive), lost.alive) == (2, [])
 
 
 async def test_an_adapter_that_an_earlier_life_knew_can_be_forgotten(

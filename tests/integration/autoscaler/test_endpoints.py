@@ -10,7 +10,16 @@ import pytest
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.common.rpc.status import from_rpc_error
 from gpuscale.common.wire import to_duration
-from tests.support.autoscaler_app import GREATER, LESS_OR_EQUAL, Autoscaler, endpoint, reason, scaling, step
+from tests.support.autoscaler_app import (
+    GREATER,
+    LESS_OR_EQUAL,
+    TIMEOUT,
+    Autoscaler,
+    endpoint,
+    reason,
+    scaling,
+    step,
+)
 from tests.support.fake_adapter import FakeAdapter
 from tests.support.waiting import eventually
 
@@ -147,16 +156,25 @@ async def test_orders_out_of_range_and_from_another_count(autoscaler: Autoscaler
     assert (await autoscaler.update(endpoint(high=5))).status.desired_replicas == 4, "an update keeps it"
 
 
-async def test_an_endpoint_that_is_being_deleted_takes_no_change(autoscaler: Autoscaler) -> None:
-    adapter = FakeAdapter()
+async def test_an_endpoint_that_is_being_deleted_takes_no_change_and_says_since_when(
+    autoscaler: Autoscaler, adapter: FakeAdapter
+) -> None:
     adapter.finishes = False
-    async with adapter.connected(autoscaler.address):
-        await autoscaler.create(endpoint(low=1, high=1))
-        await eventually(lambda: adapter.alive)
-        await autoscaler.delete()
-        assert reason(await refused(autoscaler.update(endpoint()))) == (
-            "FAILED_PRECONDITION",
-            "BEING_DELETED",
-        )
-        assert reason(await refused(autoscaler.set_replicas(1))) == ("FAILED_PRECONDITION", "BEING_DELETED")
-        assert (await refused(autoscaler.create(endpoint()))).code() is grpc.StatusCode.ALREADY_EXISTS
+    made = await autoscaler.create(endpoint(low=1, high=1))
+    assert (made.state, made.HasField("delete_time")) == (api.Endpoint.STATE_ACTIVE, False)
+    await eventually(lambda: adapter.alive)
+    request = api.DeleteEndpointRequest(name=made.name)
+    first, second = [
+        (await autoscaler.endpoints.DeleteEndpoint(request, timeout=TIMEOUT)).endpoint for _ in range(2)
+    ]
+    assert (first.state, first.delete_time) == (api.Endpoint.STATE_DELETING, second.delete_time)
+    assert first.HasField("delete_time")
+    for call in (autoscaler.update(endpoint()), autoscaler.set_replicas(1)):
+        assert reason(await refused(call)) == ("FAILED_PRECONDITION", "BEING_DELETED")
+    assert (await refused(autoscaler.create(endpoint()))).code() is grpc.StatusCode.ALREADY_EXISTS
+
+    async def stopping() -> bool:
+        deleted = api.Replica.END_REASON_ENDPOINT_DELETED
+        return any(one.end_reason == deleted for one in await autoscaler.replicas())
+
+    await eventually(stopping)

@@ -5,58 +5,7 @@ import pytest
 
 from gpuscale.api.autoscaler import v1 as api
 from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, reason, scaling
-from tests.support.fake_adapter import FakeAdapter
 from tests.support.waiting import eventually
-
-
-async def test_an_endpoint_that_is_deleted_says_since_when_until_its_replicas_are_gone(
-    autoscaler: Autoscaler,
-) -> None:
-    adapter, stub = FakeAdapter("a", node="n"), autoscaler.endpoints
-    async with adapter.connected(autoscaler.address):
-        made = await autoscaler.create(endpoint(low=1))
-        assert (made.state, made.HasField("delete_time")) == (api.Endpoint.STATE_ACTIVE, False)
-        await eventually(lambda: adapter.alive)
-        adapter.finishes = False
-        first, second = [
-            (await stub.DeleteEndpoint(api.DeleteEndpointRequest(name=made.name), timeout=TIMEOUT)).endpoint
-            for _ in range(2)
-        ]
-        assert first.state == api.Endpoint.STATE_DELETING
-        assert first.delete_time == second.delete_time
-        assert first.delete_time.seconds
-
-        async def stopping() -> list[api.Replica]:
-            found = await autoscaler.replicas()
-            return [one for one in found if one.end_reason == api.Replica.END_REASON_ENDPOINT_DELETED]
-
-        assert await eventually(stopping)
-
-
-async def test_a_replica_is_found_after_its_end_and_says_why(autoscaler: Autoscaler) -> None:
-    adapter, stub = FakeAdapter("a", node="n"), autoscaler.endpoints
-    async with adapter.connected(autoscaler.address):
-        await autoscaler.create(endpoint())
-        await autoscaler.set_replicas(1)
-        await eventually(lambda: adapter.alive)
-        await autoscaler.set_replicas(0)
-
-        async def ended() -> list[api.Replica]:
-            return [one for one in await autoscaler.replicas(ended=True) if one.HasField("end_time")]
-
-        [gone] = await eventually(ended)
-        assert (gone.node, gone.end_reason) == ("nodes/n", api.Replica.END_REASON_SCALED_IN)
-        got = await stub.GetReplica(api.GetReplicaRequest(name=gone.name), timeout=TIMEOUT)
-        assert got.replica == gone
-        found = await autoscaler.adapters.GetAdapter(
-            api.GetAdapterRequest(name="adapters/a"), timeout=TIMEOUT
-        )
-        assert found.adapter.node == "nodes/n"
-        await autoscaler.create(endpoint(name="other"))
-    others = api.GetReplicaRequest(name=gone.name.replace("endpoints/e/", "endpoints/other/"))
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await stub.GetReplica(others, timeout=TIMEOUT)
-    assert reason(refused.value)[0] == "NOT_FOUND"
 
 
 async def test_lists_are_filtered_and_sorted(autoscaler: Autoscaler) -> None:

@@ -6,9 +6,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, scaling
+from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, reason, scaling
 from tests.support.fake_adapter import FakeAdapter
 from tests.support.waiting import eventually
 
@@ -66,7 +67,7 @@ async def test_endpoints_are_told_until_they_are_gone(autoscaler: Autoscaler) ->
             await watch.until(lambda one: one.removed == ["endpoints/e"])
 
 
-async def test_who_was_away_is_told_what_ended_meanwhile_and_why(autoscaler: Autoscaler) -> None:
+async def test_who_was_away_is_told_what_ended_meanwhile_and_why_and_finds_it(autoscaler: Autoscaler) -> None:
     watch_replicas, adapter = autoscaler.endpoints.WatchReplicas, FakeAdapter("a", node="n")
     other = endpoint(low=1, name="other")
     async with adapter.connected(autoscaler.address):
@@ -87,6 +88,13 @@ async def test_who_was_away_is_told_what_ended_meanwhile_and_why(autoscaler: Aut
                 lambda one: one.tells(state=STOPPED, end_reason=api.Replica.END_REASON_SCALED_IN)
             )
             assert not watch.reset
+    get, [gone] = autoscaler.endpoints.GetReplica, [one for one in watch.told if one.state == STOPPED]
+    found = (await get(api.GetReplicaRequest(name=gone.name), timeout=TIMEOUT)).replica
+    assert (found.node, found.end_reason) == ("nodes/n", api.Replica.END_REASON_SCALED_IN)
+    others = api.GetReplicaRequest(name=gone.name.replace("endpoints/e/", "endpoints/other/"))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await get(others, timeout=TIMEOUT)
+    assert reason(refused.value)[0] == "NOT_FOUND"
 
 
 async def test_each_decision_is_told_and_the_one_before_it_with_its_last_count(
