@@ -1,15 +1,18 @@
 """A spec survives the way over the wire: what was absent stays absent, and zero stays zero."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.duration_pb2 import Duration
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.rules import KINDS
 from gpuscale.autoscaler.domain.rules.rule import Kind
 from gpuscale.autoscaler.domain.spec import EndpointSpec, RateLimit
@@ -29,35 +32,19 @@ asks = st.builds(
     allow_unknown_utilization=st.none() | st.booleans(),
     gpu_milli=st.none() | some,
 ).map(lambda ask: ask.SerializeToString(deterministic=True))
-SECONDS = {
-    "max_age",
-    "window",
-    "last_ttl",
-    "cooldown",
-    "period",
-    "stabilization",
-    "startups",
-    "tick",
-    "season",
-}
-SECONDS |= {
-    "stable_window",
-    "panic_window",
-    "deadline",
-    "service_time",
-    "horizon",
-    "catch_up_held",
-    "ttft",
-    "itl",
-    "lease_ttl",
-    "movable",
-    "drain_timeout",
-    "preempt_after",
-    "wait",
-    "every",
-}
+
+
+def durations(of: Descriptor) -> Iterator[str]:
+    """Fields that are a Duration on the wire: seconds in the model, under the same name."""
+    for field in of.fields:
+        if field.message_type is Duration.DESCRIPTOR:
+            yield field.name
+        elif field.message_type and field.message_type.file.package == of.file.package:
+            yield from durations(field.message_type)
+
+
 NAMED: Mapping[str, st.SearchStrategy[Any]] = {
-    **dict.fromkeys(SECONDS, lengths),
+    **dict.fromkeys(durations(api.EndpointSpec.DESCRIPTOR), lengths),
     **dict.fromkeys(("step_up", "step_down", "workers"), some),
     "step": st.integers(1, 99),
     "weekdays": st.frozensets(st.integers(1, 7)),

@@ -92,19 +92,6 @@ def test_replicas_that_count_for_so_much(weights: tuple[float, ...], units: int,
     assert ReplicaWeights(weights, 1.0, 1.0).replicas(units) == count
 
 
-def test_a_slow_replica_is_not_taken_for_a_whole_one() -> None:
-    assert wanted(10, ReplicaWeights((0.5,), 0.5, 0.5))[0] == 2
-    assert wanted(10, ReplicaWeights((0.5, 0.5), 0.5, 0.5))[0] == 2
-    assert wanted(30, ReplicaWeights((0.5, 1.0), 0.5, 0.75))[0] == 5
-    assert wanted(30, ReplicaWeights((0.5, 1.0), 1.0, 0.75))[0] == 4
-
-
-def test_what_is_too_much_goes_though_it_is_less_than_a_whole_one() -> None:
-    assert wanted(10, ReplicaWeights((0.5, 1.0), 1.0, 0.75))[0] == 1
-    assert wanted(0, ReplicaWeights((0.5,), 1.0, 0.5))[0] == 0
-    assert wanted(11, ReplicaWeights((0.5, 0.5, 1.0), 1.0, 0.7))[0] == 3
-
-
 def test_bounds_are_of_replicas() -> None:
     count, codes = wanted(90, ReplicaWeights((0.5, 0.5), 0.5, 0.5), high=6)
     assert (count, codes[-1]) == (6, Code.CLAMPED_TO_MAX)

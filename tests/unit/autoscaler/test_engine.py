@@ -90,13 +90,6 @@ def test_nothing_to_do() -> None:
     assert codes(evaluation, Stage.BOUNDS) == [Code.WITHIN_BOUNDS]
 
 
-def test_no_scale_in_while_replicas_are_unknown() -> None:
-    evaluation = run(spec(down()), 4, seen(0), unknown_replicas=1)
-    assert (evaluation.wanted, evaluation.limited_by) == (4, Code.REPLICAS_UNKNOWN)
-    assert evaluation.effective == frozenset()
-    assert run(spec(up()), 4, seen(50), unknown_replicas=1).wanted == 5
-
-
 @pytest.mark.parametrize(
     ("before", "step", "low", "high", "wanted", "code"),
     [
@@ -117,15 +110,6 @@ def test_a_step_across_a_bound_is_clamped_and_says_so(
     assert codes(evaluation, Stage.BOUNDS) == [code]
 
 
-@pytest.mark.parametrize("observations", [(), (seen(None),), (seen(7),)])
-def test_a_count_out_of_bounds_is_brought_back_without_any_rule(
-    observations: tuple[Observation, ...],
-) -> None:
-    assert run(spec(up(), low=2, high=5), 0, *observations).wanted == 2
-    assert run(spec(up(), low=2, high=5), 9, *observations).wanted == 5
-    assert run(spec(low=2, high=5, paused=True), 9).wanted == 5
-
-
 def test_a_step_that_bounds_swallow_starts_no_cooldown() -> None:
     assert run(spec(up(), high=4), 4, seen(50)).effective == frozenset()
     assert run(spec(up(step=3), high=5), 4, seen(50)).effective == {"up"}, "a clamped change is a change"
@@ -136,23 +120,6 @@ def test_a_paused_endpoint_changes_nothing_and_says_so() -> None:
     assert (evaluation.wanted, evaluation.limited_by) == (4, Code.PAUSED)
     assert codes(evaluation, Stage.RULE) == []
     assert [one.value for one in evaluation.observations] == [50]
-
-
-def test_zero_only_where_every_queue_is_proven_empty() -> None:
-    wanted = spec(down("d", "<= 0", -5), low=0)
-    assert run(wanted, 3, seen(0)).wanted == 0
-    ready_only = Observation("queue", ObservationStatus.OK, 0.0, 1.0, proven_empty=False)
-    evaluation = run(wanted, 3, ready_only)
-    assert (evaluation.wanted, evaluation.limited_by) == (1, Code.NOT_PROVEN_EMPTY)
-    assert codes(evaluation, Stage.BOUNDS) == [Code.NOT_PROVEN_EMPTY, Code.WITHIN_BOUNDS]
-    assert run(wanted, 1, ready_only).effective == frozenset()
-
-
-def test_zero_needs_proof_from_signals_without_a_rule_too() -> None:
-    wanted = spec(down("d", "<= 0", -5), signals=[signal("queue"), signal("other")])
-    assert run(wanted, 3, seen(0), seen(2, "other")).wanted == 1
-    assert run(wanted, 3, seen(0)).wanted == 1
-    assert run(wanted, 3, seen(0), seen(0, "other")).wanted == 0
 
 
 @pytest.mark.parametrize(

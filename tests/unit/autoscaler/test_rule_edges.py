@@ -18,10 +18,8 @@ from gpuscale.autoscaler.domain.rules.rule import (
     ThresholdRule,
     Vote,
     apply_rule,
-    ceiling,
 )
 from gpuscale.autoscaler.domain.rules.targets import (
-    DrainRule,
     ForecastModel,
     ForecastRule,
     PanicRule,
@@ -36,12 +34,6 @@ from gpuscale.autoscaler.domain.whatif import Live, Stated, StatedSignal, questi
 from tests.support.autoscaler_values import AT, NOW, inputs, seen, signal, spec
 
 LOADED = Signal("load", PushedSignal("load"))
-
-
-@pytest.mark.parametrize("value", [1e10, 1e300, math.inf])
-def test_a_count_has_room_in_a_decision(value: float) -> None:
-    assert ceiling(value) == LARGEST_COUNT < 2**31
-    assert ceiling(-value) == -LARGEST_COUNT
 
 
 def test_steps_that_are_added_up_have_room_in_a_decision() -> None:
@@ -180,12 +172,3 @@ def test_points_that_are_stated_of_one_moment_are_one() -> None:
     series = asked.inputs.series["queue"]
     assert series == series_of([(NOW - 30, 1.0), (NOW - 20, 3.0), (NOW - 5, 4.0), (NOW, 5.0)])
     assert apply_rule(rule, asked.inputs).step.code is Code.FIRED
-
-
-def test_a_drain_of_which_no_number_comes_holds() -> None:
-    """Endlessly many to keep up, with as many to spare for what waits."""
-    kind = DrainRule(1e-9, 1.0, 5e-324, 5e-324, busy_signal="busy", rate_signal="rate")
-    shown = [seen(1.0, "queue"), seen(1.0, "busy"), seen(1.0, "rate")]
-    going_by = inputs(2, *shown, series={"rate": series_of([(NOW - 1.0, 1.0)])})
-    outcome = apply_rule(Rule("r", "queue", kind), going_by)
-    assert (outcome.vote, outcome.step.code) == (Vote.HOLD, Code.SIGNAL_INVALID)

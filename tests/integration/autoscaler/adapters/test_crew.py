@@ -139,19 +139,6 @@ async def test_what_is_about_to_start_when_all_are_to_end_does_not_start(
     assert [step.replica for step in engine.of(Start)] == [ONE]
 
 
-async def test_the_next_run_adopts_what_runs_and_starts_nothing_twice(tmp_path: Path) -> None:
-    engine = FakeEngine()
-    async with running(engine, tmp_path) as crew:
-        crew.apply([desired(), desired(TWO)])
-        await state(crew, ReplicaState.STARTING, TWO)
-    engine.show(ONE, Sighting(WorkerLife.READY))
-    async with running(engine, tmp_path) as crew:
-        await state(crew, ReplicaState.READY)
-        crew.apply([desired(), desired(TWO)])
-        await state(crew, ReplicaState.STARTING, TWO)
-    assert engine.starts == {ONE: 1, TWO: 1}
-
-
 async def test_nothing_is_said_nor_done_while_the_engine_is_silent(tmp_path: Path) -> None:
     """A list that failed is not an empty list: no start, no end, and no report at all after a while."""
     engine = FakeEngine()
@@ -185,16 +172,6 @@ async def test_a_replica_that_is_not_shown_for_a_moment_stands_as_it_stood(tmp_p
         assert (crew.reports() or {})[ONE].state is ReplicaState.READY
         await state(crew, ReplicaState.FAILED)
     assert engine.starts == {ONE: 1}
-
-
-async def test_what_will_never_start_is_a_failure_with_its_reason(tmp_path: Path) -> None:
-    engine = FakeEngine()
-    engine.refuses = "image evil:latest is not allowed"
-    async with running(engine, tmp_path) as crew:
-        crew.apply([desired()])
-        assert (await state(crew, ReplicaState.FAILED)).reason == engine.refuses
-        await asyncio.sleep(5)
-    assert len(engine.taken) == 1
 
 
 class FullDisk(Journal):
