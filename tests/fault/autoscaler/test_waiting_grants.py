@@ -12,7 +12,6 @@ from tests.support.fake_adapter import FakeAdapter
 from tests.support.fake_allocator import FakeAllocator, serving
 from tests.support.waiting import eventually
 
-WAIT = 30.0
 STOPPED = api.Replica.STATE_STOPPED
 WANTED = endpoint(high=2, gpus=1)
 
@@ -30,7 +29,7 @@ async def autoscaler(tmp_path: Path, allocator: FakeAllocator) -> AsyncGenerator
         async with running(tmp_path, address) as first, FakeAdapter("a", node="n").connected(first.address):
             await first.create(WANTED)
             await first.set_replicas(1)
-            await eventually(lambda: allocator.held, timeout=WAIT)
+            await eventually(lambda: allocator.held)
         allocator.failure = None
         async with running(tmp_path, address) as second:
             yield second
@@ -46,19 +45,32 @@ async def test_an_adapter_that_never_comes_back_leaves_the_grant_to_its_ttl(
     autoscaler: Autoscaler, allocator: FakeAllocator
 ) -> None:
     """Nobody renews it; once it has run out and another adapter comes, the replica ends and a new one runs there."""
-    await eventually(lambda: waits(autoscaler), timeout=WAIT)
+    await eventually(lambda: waits(autoscaler))
     [granted] = allocator.reservations
     [waiting] = await autoscaler.replicas()
     assert allocator.calls["RenewReservation"] == 0
     allocator.expire(granted)
     other = FakeAdapter("b", node="m")
     async with other.connected(autoscaler.address):
-        await eventually(lambda: allocator.held == ["GPU-1"], timeout=WAIT)
-        await eventually(lambda: len(other.alive) == 1, timeout=WAIT)
+        await eventually(lambda: allocator.held == ["GPU-1"])
+        await eventually(lambda: len(other.alive) == 1)
         assert waiting.name not in other.starts
         [old] = [one for one in await autoscaler.replicas(ended=True) if one.name == waiting.name]
         assert (old.state, old.reason) == (STOPPED, "its reservation ended before it was used")
         assert len(allocator.reservations) == 2
+
+
+async def test_the_adapter_that_comes_back_uses_the_grant(
+    autoscaler: Autoscaler, allocator: FakeAllocator
+) -> None:
+    """That no adapter has been found again yet is no reason to give GPUs back."""
+    await eventually(lambda: waits(autoscaler))
+    adapter = FakeAdapter("a", node="n")
+    async with adapter.connected(autoscaler.address):
+        await eventually(lambda: len(adapter.alive) == 1)
+        assert allocator.held == ["GPU-0"]
+        assert len(allocator.reservations) == 1
+    assert allocator.calls["ReleaseReservation"] == 0
 
 
 async def test_an_adapter_on_another_node_gives_a_grant_back_that_has_not_run_out(
@@ -67,8 +79,8 @@ async def test_an_adapter_on_another_node_gives_a_grant_back_that_has_not_run_ou
     """GPUs of a node that no adapter runs on any more are of no use."""
     other = FakeAdapter("b", node="m")
     async with other.connected(autoscaler.address):
-        await eventually(lambda: allocator.held == ["GPU-1"], timeout=WAIT)
-        await eventually(lambda: len(other.alive) == 1, timeout=WAIT)
+        await eventually(lambda: allocator.held == ["GPU-1"])
+        await eventually(lambda: len(other.alive) == 1)
         assert len(await autoscaler.replicas()) == 1
         ends = [one.end_reason for one in await autoscaler.replicas(ended=True) if one.HasField("end_time")]
         assert ends == [api.Replica.END_REASON_ADAPTER_LACKS_IT]
@@ -78,13 +90,13 @@ async def test_an_adapter_on_another_node_gives_a_grant_back_that_has_not_run_ou
 async def test_one_that_is_not_wanted_any_more_gives_its_grant_back_without_any_adapter(
     autoscaler: Autoscaler, allocator: FakeAllocator, deleted: bool
 ) -> None:
-    await eventually(lambda: waits(autoscaler), timeout=WAIT)
+    await eventually(lambda: waits(autoscaler))
     assert len(allocator.held) == 1
     if deleted:
         await autoscaler.delete()
     else:
         await autoscaler.set_replicas(0)
-    await eventually(lambda: not allocator.held, timeout=WAIT)
+    await eventually(lambda: not allocator.held)
     assert len(allocator.reservations) == 1, "it was not asked for anew"
     if deleted:
 
@@ -92,7 +104,7 @@ async def test_one_that_is_not_wanted_any_more_gives_its_grant_back_without_any_
             request = api.ListEndpointsRequest()
             return not (await autoscaler.endpoints.ListEndpoints(request, timeout=TIMEOUT)).endpoints
 
-        await eventually(gone, timeout=WAIT)
+        await eventually(gone)
 
 
 async def test_one_whose_template_nobody_has_does_not_hold_up_those_of_the_next(
@@ -102,10 +114,10 @@ async def test_one_whose_template_nobody_has_does_not_hold_up_those_of_the_next(
     changed = endpoint(high=2, gpus=1)
     changed.spec.template.template = "other"
     adapter = FakeAdapter("a", node="n", templates=("other",))
-    await eventually(lambda: waits(autoscaler), timeout=WAIT)
+    await eventually(lambda: waits(autoscaler))
     await autoscaler.update(changed, "spec.template")
     async with adapter.connected(autoscaler.address):
-        await eventually(lambda: len(adapter.alive) == 1, timeout=WAIT)
-        await eventually(lambda: allocator.held == ["GPU-0"], timeout=WAIT)
+        await eventually(lambda: len(adapter.alive) == 1)
+        await eventually(lambda: allocator.held == ["GPU-0"])
     ends = [one.end_reason for one in await autoscaler.replicas(ended=True) if one.HasField("end_time")]
     assert ends == [api.Replica.END_REASON_TEMPLATE_CHANGED]
