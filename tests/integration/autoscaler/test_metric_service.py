@@ -8,7 +8,7 @@ import pytest
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.common.rpc.status import from_rpc_error
 from gpuscale.common.security.auth import Authenticator
-from gpuscale.common.wire import enum_word, seconds, to_duration
+from gpuscale.common.wire import seconds, to_duration
 from tests.support import autoscaler_app
 from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, reason, running
 from tests.support.fake_adapter import FAILED, FakeAdapter
@@ -33,9 +33,9 @@ async def listed(one: Autoscaler, parent: str = "") -> list[tuple[str, str, floa
     return [(item.name, item.value.metric, item.value.value) for item in found.metrics]
 
 
-def of_replicas(low: int, high: int = 8) -> api.Endpoint:
-    """An endpoint that keeps what its replicas report as `busy` at 50."""
-    wanted = endpoint(low=low, high=high)
+def of_replicas() -> api.Endpoint:
+    """An endpoint of two replicas and more that keeps what they report as `busy` at 50."""
+    wanted = endpoint(low=2, high=8)
     signal = api.Signal(id="busy", replicas=api.ReplicaSignal(metric="busy"), max_age=to_duration(60))
     target = api.TargetRule(value=50, type=api.TargetType.TARGET_TYPE_VALUE)
     wanted.spec.signals.append(signal)
@@ -56,7 +56,7 @@ async def names(one: Autoscaler, count: int) -> list[str]:
 
 
 async def test_what_a_replica_reported_is_gone_with_it(autoscaler: Autoscaler, adapter: FakeAdapter) -> None:
-    await autoscaler.create(of_replicas(low=2))
+    await autoscaler.create(of_replicas())
     first, second = await names(autoscaler, 2)
     for replica in (first, second):
         await report(autoscaler, replica, 50.0)
@@ -75,23 +75,6 @@ async def test_what_a_replica_reported_is_gone_with_it(autoscaler: Autoscaler, a
         return not await listed(autoscaler)
 
     await eventually(gone)
-
-
-async def test_a_metric_of_the_endpoint_scales_it_up_and_with_zero_down_to_none(
-    autoscaler: Autoscaler, adapter: FakeAdapter
-) -> None:
-    wanted = of_replicas(low=0, high=3)
-    wanted.spec.signals[0].pushed.metric = "jobs"
-    wanted.spec.rules[0].target.type = api.TargetType.TARGET_TYPE_AVERAGE_VALUE
-    await autoscaler.create(wanted)
-    await report(autoscaler, "endpoints/e", 120.0, metric="jobs")
-    await names(autoscaler, 3)
-    await report(autoscaler, "endpoints/e", 0.0, metric="jobs")
-
-    async def empty() -> bool:
-        return not await autoscaler.replicas()
-
-    await eventually(empty)
 
 
 async def test_what_is_no_number_no_name_or_told_twice_is_refused(autoscaler: Autoscaler) -> None:
@@ -115,23 +98,6 @@ async def test_what_is_no_number_no_name_or_told_twice_is_refused(autoscaler: Au
     assert await listed(autoscaler) == []
 
 
-async def test_a_number_beyond_64_bits_is_invalid_and_stops_nothing(
-    autoscaler: Autoscaler, adapter: FakeAdapter
-) -> None:
-    wanted = of_replicas(low=1, high=3)
-    wanted.spec.signals[0].pushed.metric = "jobs"
-    await autoscaler.create(wanted)
-    for value, count, why in ((1e308, 1, "SIGNAL_INVALID"), (1e12, 3, "CLAMPED_TO_MAX")):
-        await report(autoscaler, "endpoints/e", value, metric="jobs")
-
-        async def judged(expected: tuple[int, str] = (count, why)) -> bool:
-            return expected in [
-                (one.wanted, enum_word(one, "limited_by")) for one in await autoscaler.history()
-            ]
-
-        await eventually(judged)
-
-
 async def test_metrics_are_listed_by_page_with_their_age(autoscaler: Autoscaler) -> None:
     await autoscaler.create(endpoint())
     await autoscaler.create(endpoint(name="f"))
@@ -142,7 +108,7 @@ async def test_metrics_are_listed_by_page_with_their_age(autoscaler: Autoscaler)
         ("endpoints/e", "a"),
         ("endpoints/e", "b"),
     ]
-    assert 30.0 <= seconds(first.metrics[0].value.age) < 40.0
+    assert 30.0 <= seconds(first.metrics[0].value.age) < 30.0 + TIMEOUT
     token = first.next_page_token
     rest = await autoscaler.metrics.ListMetrics(api.ListMetricsRequest(page_token=token), timeout=TIMEOUT)
     assert [item.name for item in rest.metrics] == ["endpoints/f"]

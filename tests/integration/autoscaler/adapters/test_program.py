@@ -87,17 +87,18 @@ async def test_an_engine_of_another_package_is_found_by_its_entry_point(installe
         )
         async with adapter("memory", "--config", str(config), path=installed):
             await autoscaler.run(ONE, "worker")
-            report = await autoscaler.shows(ONE, api.Replica.STATE_READY, timeout=30)
+            report = await autoscaler.shows(ONE, api.Replica.STATE_READY)
             assert report.pid == 4711
             [register] = autoscaler.registered
             assert (register.adapter, register.kind, list(register.templates)) == ("m", "memory", ["worker"])
 
 
-async def test_an_engine_that_nobody_brings_is_named_with_those_that_are_there(tmp_path: Path) -> None:
-    async with adapter("nomad", path=tmp_path) as process:
-        _, said = await process.communicate()
-    assert process.returncode == 2
-    assert said.decode() == (
+def test_an_engine_that_nobody_brings_is_named_with_those_that_are_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpuscale-adapter", "nomad"])
+    assert program.main() == 2
+    assert capsys.readouterr().err == (
         "gpuscale-adapter nomad: error: no engine nomad is installed;"
         " there are container, ecs, kubernetes, process, ray, slurm\n"
     )
