@@ -22,7 +22,8 @@ from gpuscale.common.runtime.tasks import Clock, SystemClock
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.wire import to_duration
 
-TIMEOUT = 10.0
+TIMEOUT = 60.0
+"""Seconds after which a call hangs: nothing here takes long, but on a machine that is loaded."""
 GREATER, LESS_OR_EQUAL = api.Comparator.COMPARATOR_GREATER_THAN, api.Comparator.COMPARATOR_LESS_THAN_OR_EQUAL
 
 

@@ -93,9 +93,9 @@ def replica(number: int = 0, state: ReplicaState = ReplicaState.PENDING, **field
     return replace(made, **fields)
 
 
-def leaving(one: Replica, *, leave_at: float = NOW + 30, after: float = 10) -> Replica:
-    """The replica once it is known that its GPUs will be taken away, so many seconds after it is asked to finish at the latest."""
-    return replace(one, revocation=Revocation(leave_at + after, leave_at, WALL, "nodes/b is drained"))
+def leaving(one: Replica, *, leave_at: float = NOW + 30) -> Replica:
+    """The replica once it is known that its GPUs will be taken away, 10 s after it is asked to finish at the latest."""
+    return replace(one, revocation=Revocation(leave_at + 10, leave_at, WALL, "nodes/b is drained"))
 
 
 def inputs(before: int = 1, *observations: Observation, **fields: Any) -> Inputs:

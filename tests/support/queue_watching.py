@@ -59,12 +59,7 @@ def spec(
 
 
 async def shows(
-    watchers: QueueWatchers,
-    watcher_id: str,
-    state: QueueState,
-    *,
-    timeout: float = 15.0,
-    **counts: int | None,
+    watchers: QueueWatchers, watcher_id: str, state: QueueState, **counts: int | None
 ) -> QueueReading:
     """Wait until a watcher shows this state and these counts."""
 
@@ -76,4 +71,4 @@ async def shows(
             assert getattr(found, name) == count, found
         return found
 
-    return await eventually(reading, timeout)
+    return await eventually(reading)

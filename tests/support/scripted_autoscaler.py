@@ -153,7 +153,7 @@ class ScriptedAutoscaler(autoscaler_internal.AdapterStreamServiceServicer):
         return next((item for item in self.reports[-1].replicas if item.replica == name), None)
 
     async def shows(
-        self, name: str, state: State.ValueType, timeout: float = 10.0
+        self, name: str, state: State.ValueType, timeout: float = 60.0
     ) -> autoscaler_internal.ReplicaReport:
         """Wait until a replica is reported in this state."""
 
@@ -241,11 +241,11 @@ class AdapterProcess:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
-    def terminate(self, timeout: float = 12.0) -> int:
+    def terminate(self) -> int:
         """SIGTERM; returns its exit code."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout)
+        return self.process.wait(60)
 
 
 @contextmanager

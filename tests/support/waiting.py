@@ -31,7 +31,7 @@ async def eventually(
 ) -> T: ...
 async def eventually(
     check: Callable[[], object],
-    timeout: float = 30.0,
+    timeout: float = 60.0,
     interval: float = 0.02,
     retry_on: tuple[type[Exception], ...] = NOT_YET,
 ) -> object:
@@ -65,7 +65,7 @@ async def eventually(
 
 def eventually_sync(
     check: Callable[[], T],
-    timeout: float = 30.0,
+    timeout: float = 60.0,
     interval: float = 0.02,
     retry_on: tuple[type[Exception], ...] = NOT_YET,
 ) -> T:

@@ -10,7 +10,7 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.client import AsyncClient, connect_async
 from gpuscale.common.wire import enum_word, to_duration
 from tests.support.allocator import allocator as real_allocator
-from tests.support.autoscaler_app import Autoscaler, endpoint, running
+from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, running
 from tests.support.fake_adapter import FakeAdapter
 from tests.support.fake_fleet import FakeFleet, serving
 from tests.support.waiting import eventually
@@ -37,18 +37,18 @@ class Site:
         async def reached() -> bool:
             return len(await self.running(name)) == count
 
-        await eventually(reached, timeout=20)
+        await eventually(reached)
 
     async def said(self, name: str, code: str) -> str:
         """The text of the newest step with a code in a decision of an endpoint."""
         request = api.ListDecisionsRequest(parent=name, page_size=1000)
 
         async def found() -> str:
-            listed = (await self.autoscaler.decisions.ListDecisions(request, timeout=10)).decisions
+            listed = (await self.autoscaler.decisions.ListDecisions(request, timeout=TIMEOUT)).decisions
             steps = (step for one in listed for step in one.steps if enum_word(step, "code") == code)
             return next((step.text for step in steps), "")
 
-        return await eventually(found, timeout=20)
+        return await eventually(found)
 
     async def create(self, name: str, **fields: Any) -> None:
         """An endpoint that wants a replica for each ten messages of `jobs`, of one GPU each unless it is said otherwise."""

@@ -83,7 +83,7 @@ async def looked(asked: Asking, last: str = "") -> api.Backtest:
         found = await looks(asked)
         return found[0] if found and found[0].name != last else None
 
-    return await eventually(ended, timeout=90)
+    return await eventually(ended)
 
 
 async def test_a_better_policy_is_taken_after_two_looks_and_says_why(tmp_path: Path) -> None:

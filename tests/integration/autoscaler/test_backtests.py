@@ -56,7 +56,7 @@ def parts(
 
 async def create(asked: Asking, messages: list[api.CreateBacktestRequest]) -> api.Backtest:
     with rpc_errors():
-        return (await asked.backtests.CreateBacktest(iter(messages), timeout=60)).backtest
+        return (await asked.backtests.CreateBacktest(iter(messages), timeout=TIMEOUT)).backtest
 
 
 async def get(asked: Asking, name: str) -> api.Backtest:
@@ -81,7 +81,7 @@ async def until(asked: Asking, name: str, *states: api.Backtest.State.ValueType)
         found = await get(asked, name)
         return found if found.state in states else None
 
-    return await eventually(reached, timeout=60)
+    return await eventually(reached)
 
 
 async def test_it_outlives_its_call_and_comes_to_what_the_call_that_waits_comes_to(asked: Asking) -> None:
@@ -91,7 +91,7 @@ async def test_it_outlives_its_call_and_comes_to_what_the_call_that_waits_comes_
     assert [one.name for one in begun.spec.policies] == ["a", "b"]
     told: list[api.Backtest] = []
     watched = asked.backtests.WatchBacktests(
-        api.WatchBacktestsRequest(filter=f'name = "{begun.name}"'), timeout=60
+        api.WatchBacktestsRequest(filter=f'name = "{begun.name}"'), timeout=TIMEOUT
     )
     async for update in watched:
         told += update.backtests
@@ -105,7 +105,7 @@ async def test_it_outlives_its_call_and_comes_to_what_the_call_that_waits_comes_
     at_once = api.BacktestRequest.FromString(policies("a", "b").SerializeToString())
     at_once.arrivals.extend(SHORT.arrivals)
     at_once.service_seconds.extend(SHORT.service_seconds)
-    waited = await asked.backtests.Backtest(at_once, timeout=60)
+    waited = await asked.backtests.Backtest(at_once, timeout=TIMEOUT)
     assert await reports(asked, begun.name) == list(waited.reports)
     assert done.work_gpu_hours == waited.work_gpu_hours
     assert await create(asked, messages) == done
@@ -162,7 +162,7 @@ async def test_a_restart_tells_what_it_cut_and_keeps_the_figures(tmp_path: Path)
         async def begun() -> bool:
             return (await get(asked, running.name)).done_count == 1
 
-        await eventually(begun, timeout=60)
+        await eventually(begun)
         kept = await reports(asked, running.name)
     async with asking(tmp_path) as asked:
         for name, done in ((running.name, 1), (waiting.name, 0)):
@@ -257,14 +257,15 @@ async def test_what_cannot_be_run_is_refused(asked: Asking, monkeypatch: pytest.
 async def test_a_caller_that_sends_nothing_more_makes_room_again(
     asked: Asking, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backtests, "LONGEST_SENDING", 0.2)
     monkeypatch.setattr(backtests, "MOST_WAITING", 1)
 
     async def silent() -> AsyncIterator[api.CreateBacktestRequest]:
         yield parts(policies("a"), SHORT)[0]
         await asyncio.sleep(60)
 
-    with pytest.raises(GpuscaleError) as late, rpc_errors():
-        await asked.backtests.CreateBacktest(silent(), timeout=60)
+    with monkeypatch.context() as patched:
+        patched.setattr(backtests, "LONGEST_SENDING", 0.2)
+        with pytest.raises(GpuscaleError) as late, rpc_errors():
+            await asked.backtests.CreateBacktest(silent(), timeout=TIMEOUT)
     assert late.value.reason == "DEADLINE_EXCEEDED"
     await create(asked, parts(policies("a"), SHORT))

@@ -38,11 +38,10 @@ def two_sets(**fields: Any) -> api.Endpoint:
     return made
 
 
-async def report(one: Autoscaler, *tasks: tuple[Mapping[str, int], int], unmanaged: int = 0) -> None:
-    """Tasks by what they need, and so many workers with a GPU that somebody else started."""
+async def report(one: Autoscaler, *tasks: tuple[Mapping[str, int], int]) -> None:
+    """Tasks by what they need."""
     found = api.TaskReport(
-        demands=[api.TaskDemand(capabilities=needs, tasks=count) for needs, count in tasks],
-        unmanaged_workers=[api.WorkerGroup(capabilities={"gpu": 1}, workers=unmanaged)] if unmanaged else [],
+        demands=[api.TaskDemand(capabilities=needs, tasks=count) for needs, count in tasks]
     )
     await one.metrics.ReportMetrics(
         api.ReportMetricsRequest(name="endpoints/e", tasks=found), timeout=TIMEOUT

@@ -79,9 +79,9 @@ async def test_a_backtest_runs_on_what_arrived_at_an_endpoint(
     request.CopyFrom(OF_THE_ENDPOINT)
 
     async def found() -> api.BacktestResponse:
-        return await asked.backtests.Backtest(request, timeout=60)
+        return await asked.backtests.Backtest(request, timeout=TIMEOUT)
 
-    response = await eventually(found, timeout=30, retry_on=(grpc.aio.AioRpcError,))
+    response = await eventually(found, retry_on=(grpc.aio.AioRpcError,))
     assert response.reports[0].request_count >= 52, "those that were there at first, at least"
     request.ClearField("service_time")
     with pytest.raises(grpc.aio.AioRpcError) as unknown:
@@ -102,13 +102,13 @@ async def test_a_history_outlives_the_program_and_goes_with_its_endpoint(
     monkeypatch.setattr(world, "LONGEST_HELD", 0.0)  # each is kept, though the queue stays as it is
     async with asking(tmp_path, FakeWatchers(SystemClock())) as asked:
         await decided(asked)
-        await eventually(lambda: rows(tmp_path) > 2, timeout=60)
+        await eventually(lambda: rows(tmp_path) > 2)
     monkeypatch.setattr(world, "SPACING", 3600.0)  # now it is noted once at most, which is no history
     async with asking(tmp_path, FakeWatchers(SystemClock())) as asked:
-        response = await asked.backtests.Backtest(OF_THE_ENDPOINT, timeout=60)
+        response = await asked.backtests.Backtest(OF_THE_ENDPOINT, timeout=TIMEOUT)
         assert response.reports[0].request_count >= 52
         await asked.autoscaler.delete()
-        await eventually(lambda: rows(tmp_path) == 0, timeout=60)
+        await eventually(lambda: rows(tmp_path) == 0)
 
 
 def rows(folder: Path) -> int:
@@ -124,11 +124,11 @@ async def test_endpoints_with_workloads_of_their_own_share_gpus(asked: Asking) -
         for name in ("first", "second")
     ]
     request = api.BacktestRequest(policies=policies, max_gpus=2, shared_gpus=True, goal=to_duration(5))
-    found = await asked.backtests.Backtest(request, timeout=60)
+    found = await asked.backtests.Backtest(request, timeout=TIMEOUT)
     first, second = found.reports
     assert second.wait_p99_seconds > first.wait_p99_seconds + 30
     assert found.work_gpu_hours == pytest.approx(2 * 121 / 3600)
     request.policies[1].workload.service_seconds.pop()
     with pytest.raises(grpc.aio.AioRpcError) as wrong:
-        await asked.backtests.Backtest(request, timeout=60)
+        await asked.backtests.Backtest(request, timeout=TIMEOUT)
     assert "policies[1].workload.service_seconds" in (wrong.value.details() or "")

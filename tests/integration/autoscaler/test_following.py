@@ -8,7 +8,7 @@ import pytest
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.common.wire import to_duration
-from tests.support.autoscaler_app import Autoscaler, endpoint, reason, running
+from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, reason, running
 from tests.support.waiting import eventually
 
 
@@ -18,11 +18,11 @@ async def autoscaler(tmp_path: Path) -> AsyncGenerator[Autoscaler]:
         yield one
 
 
-def following(name: str, leader: str, per: float = 2.0) -> api.Endpoint:
-    """One replica for each `per` of the leader."""
+def following(name: str, leader: str) -> api.Endpoint:
+    """One replica for each two of the leader."""
     made = endpoint(name=name, high=9)
     made.spec.signals.add(id="leader", endpoint=api.EndpointSignal(endpoint=f"endpoints/{leader}"))
-    made.spec.rules.add(id="ratio", signal="leader", target=api.TargetRule(value=per))
+    made.spec.rules.add(id="ratio", signal="leader", target=api.TargetRule(value=2.0))
     made.spec.down.stabilization.CopyFrom(to_duration(0))
     return made
 
@@ -31,7 +31,7 @@ async def aims(autoscaler: Autoscaler, name: str, count: int) -> None:
     async def reached() -> bool:
         return (await autoscaler.get(f"endpoints/{name}")).status.desired_replicas == count
 
-    await eventually(reached, timeout=20)
+    await eventually(reached)
 
 
 async def test_it_follows_what_the_other_aims_at_both_ways_and_holds_while_there_is_none(
@@ -46,11 +46,11 @@ async def test_it_follows_what_the_other_aims_at_both_ways_and_holds_while_there
 
     async def missed() -> bool:
         request = api.ListDecisionsRequest(parent="endpoints/decode", page_size=1)
-        [newest] = (await autoscaler.decisions.ListDecisions(request, timeout=10)).decisions
+        [newest] = (await autoscaler.decisions.ListDecisions(request, timeout=TIMEOUT)).decisions
         [seen] = newest.observations
         return seen.status == api.Observation.STATUS_MISSING and seen.detail == "there is no endpoints/e"
 
-    await eventually(missed, timeout=20)
+    await eventually(missed)
     await aims(autoscaler, "decode", 2)
 
 

@@ -11,6 +11,7 @@ from gpuscale.autoscaler.domain import precedence
 from gpuscale.common.wire import to_duration
 from tests.integration.autoscaler.real_gpus import REPLICA, site
 from tests.support.allocator import Client
+from tests.support.autoscaler_app import TIMEOUT
 from tests.support.fake_fleet import gpu_message, node_message
 from tests.support.waiting import eventually
 
@@ -49,7 +50,7 @@ async def test_a_lower_endpoint_gives_way_down_to_its_min_and_nobody_else_gets_i
         assert len(await one.running(CHAT)) == 2
 
         await one.autoscaler.delete(CHAT)
-        await asyncio.wait_for(somebody, 20)  # it was there before those that batch wants again
+        await asyncio.wait_for(somebody, 60)  # it was there before those that batch wants again
         await one.count(BATCH, 3)
 
 
@@ -116,10 +117,10 @@ async def test_a_place_in_the_queue_is_left_with_the_replica(tmp_path: Path) -> 
         await one.autoscaler.delete(CHAT)
 
         async def gone() -> bool:
-            listed = await one.autoscaler.endpoints.ListEndpoints(api.ListEndpointsRequest(), timeout=10)
+            listed = await one.autoscaler.endpoints.ListEndpoints(api.ListEndpointsRequest(), timeout=TIMEOUT)
             return not listed.endpoints
 
-        await eventually(gone, timeout=20)
+        await eventually(gone)
         waiting = asyncio.create_task(Client(one.client.allocator).reserve(wait=to_duration(30)))
         await Client(one.client.allocator).release(held)
-        await asyncio.wait_for(waiting, 20)
+        await asyncio.wait_for(waiting, 60)

@@ -10,6 +10,7 @@ from gpuscale.cli.views.autoscaler import REPLICAS, endpoint_lines
 from gpuscale.common.wire import to_duration
 from tests.integration.autoscaler.real_gpus import Site, site
 from tests.support.allocator import Client
+from tests.support.autoscaler_app import TIMEOUT
 from tests.support.fake_fleet import gpu_message, node_message
 from tests.support.waiting import eventually
 
@@ -40,7 +41,7 @@ async def on(one: Site, **models: int) -> None:
     async def reached() -> bool:
         return Counter(row.model.model for row in await one.running(JOBS)) == models
 
-    await eventually(reached, timeout=20)
+    await eventually(reached)
 
 
 async def test_the_preferred_model_first_then_the_next_and_the_last_goes_first(tmp_path: Path) -> None:
@@ -55,7 +56,7 @@ async def test_the_preferred_model_first_then_the_next_and_the_last_goes_first(t
         async def told() -> bool:
             return (await one.autoscaler.get(JOBS)).status.summary.endswith("; 2 by weight of 3")
 
-        await eventually(told, timeout=20)
+        await eventually(told)
         column = REPLICAS.column("model")
         assert column is not None
         rows = await one.autoscaler.replicas(parent=JOBS)
@@ -73,7 +74,7 @@ async def test_the_preferred_model_first_then_the_next_and_the_last_goes_first(t
             api.VerifyDecisionRequest(
                 name=next(d.name for d in await one.autoscaler.history(JOBS) if d.observations)
             ),
-            timeout=10,
+            timeout=TIMEOUT,
         )
         assert same.equal, same.differences
 
@@ -87,7 +88,7 @@ async def test_a_replica_stays_until_it_is_given_up_and_those_that_follow_get_th
         await create(one, 1)
         await on(one, a100=2)
         await client.release(held)
-        evaluated = await one.autoscaler.decisions.Evaluate(api.EvaluateRequest(name=JOBS), timeout=10)
+        evaluated = await one.autoscaler.decisions.Evaluate(api.EvaluateRequest(name=JOBS), timeout=TIMEOUT)
         assert (evaluated.decision.before, evaluated.decision.wanted) == (2, 2)
         one.autoscaler.watchers.queues["jobs"] = (20, 0)
         await on(one, H100=1, a100=2)

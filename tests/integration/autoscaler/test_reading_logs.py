@@ -80,13 +80,14 @@ async def test_an_adapter_that_does_not_answer_holds_up_nobody(
     autoscaler: Autoscaler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So many calls wait and no more, each ends, and the adapter is told what is desired all the while."""
-    monkeypatch.setattr(asked_logs, "TIMEOUT", 1.0)
     adapter = FakeAdapter(keeps_logs=True)
     async with adapter.connected(autoscaler.address):
         name = await started(autoscaler, adapter)
         adapter.mute = True
         calls = [refusal(autoscaler, name) for _ in range(asked_logs.MOST_AT_ONCE + 2)]
-        answers = await asyncio.gather(*calls)
+        with monkeypatch.context() as patch:
+            patch.setattr(asked_logs, "TIMEOUT", 1.0)
+            answers = await asyncio.gather(*calls)
         busy = ("RESOURCE_EXHAUSTED", "LOGS_BUSY")
         assert sorted(answers) == [busy] * 2 + [("UNAVAILABLE", "ADAPTER_SILENT")] * asked_logs.MOST_AT_ONCE
         await autoscaler.set_replicas(0)

@@ -11,7 +11,7 @@ from gpuscale.common.errors import PermissionDeniedError, UnavailableError
 from gpuscale.common.security.auth import Limits, Principal, Role
 from gpuscale.common.wire import enum_word
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
-from tests.support.autoscaler_app import Autoscaler, endpoint, scaling
+from tests.support.autoscaler_app import TIMEOUT, Autoscaler, endpoint, scaling
 from tests.support.fake_adapter import FAILED, FakeAdapter
 from tests.support.fake_allocator import FakeAllocator
 from tests.support.waiting import eventually
@@ -191,7 +191,7 @@ async def test_no_gpu_is_reserved_for_adapters_that_are_full(
 
 
 async def _connected(autoscaler: Autoscaler, count: int) -> bool:
-    answer = await autoscaler.adapters.ListAdapters(api.ListAdaptersRequest(), timeout=5)
+    answer = await autoscaler.adapters.ListAdapters(api.ListAdaptersRequest(), timeout=TIMEOUT)
     return sum(one.state == api.Adapter.STATE_CONNECTED for one in answer.adapters) == count
 
 
@@ -309,5 +309,5 @@ async def test_an_endpoint_whose_replicas_nobody_runs_is_gone_at_once(autoscaler
 
 
 async def _gone(autoscaler: Autoscaler) -> bool:
-    answer = await autoscaler.endpoints.ListEndpoints(api.ListEndpointsRequest(), timeout=5)
+    answer = await autoscaler.endpoints.ListEndpoints(api.ListEndpointsRequest(), timeout=TIMEOUT)
     return not answer.endpoints

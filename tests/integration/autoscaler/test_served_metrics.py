@@ -18,31 +18,29 @@ from gpuscale.autoscaler.domain.rules import slo
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.wire import to_duration
-from tests.support.autoscaler_app import Autoscaler, running
+from tests.support.autoscaler_app import TIMEOUT, Autoscaler, running
 from tests.support.fake_adapter import FakeAdapter
 from tests.support.fake_allocator import FakeAllocator, serving
 from tests.support.waiting import eventually
 
 ROOT = str(Path(__file__).resolve().parents[3])
 PORT = "{free_port:int}"
-WAIT = 40.0
 
 
-def server(cold_start: float = 0.0, step_each: float = 0.01) -> dict[str, Any]:
-    """A template of the stub of vLLM."""
-    return {
-        "command": ["{python}", "-m", "tests.support.llm_server", PORT, f"{cold_start}", f"{step_each}"],
-        "env": {"PYTHONPATH": os.pathsep.join([ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])},
-        "working_dir": ROOT,
-        "metrics": {"port": PORT},
-        "probe": {"http": f"http://127.0.0.1:{PORT}/health", "period": 0.2, "start_timeout": 60},
-    }
+SERVER = {
+    "command": ["{python}", "-m", "tests.support.llm_server", PORT, "0.0", "0.01"],
+    "env": {"PYTHONPATH": os.pathsep.join([ROOT, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])},
+    "working_dir": ROOT,
+    "metrics": {"port": PORT},
+    "probe": {"http": f"http://127.0.0.1:{PORT}/health", "period": 0.2, "timeout": 60, "start_timeout": 60},
+}
+"""A template of the stub of vLLM."""
 
 
 @pytest.fixture
 async def autoscaler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Autoscaler]:
     monkeypatch.setattr(served, "PERIOD", 1.0)
-    templates = {"llm": server(), "other": {"command": ["/bin/sleep", "1000"], "metrics": {"port": "1"}}}
+    templates = {"llm": SERVER, "other": {"command": ["/bin/sleep", "1000"], "metrics": {"port": "1"}}}
     settings = ProcessSettings.model_validate(
         {"node": "n", "data_dir": tmp_path / "adapter", "templates": templates, "end_replicas": True}
     )
@@ -81,7 +79,7 @@ async def seen(autoscaler: Autoscaler, wanted: Callable[[api.Observation], bool]
         shown = [one for decision in await autoscaler.history() for one in decision.observations]
         return shown[0] if shown and wanted(shown[0]) else None
 
-    return await eventually(look, timeout=WAIT)
+    return await eventually(look)
 
 
 def ports(replicas: list[api.Replica]) -> list[int]:
@@ -104,7 +102,7 @@ async def test_replicas_tell_each_for_itself_on_ports_of_their_own_and_are_scale
     first, second = ports(replicas)
     assert first != second
     await load(first, 64)
-    await eventually(lambda: _wanted(autoscaler, 3), timeout=WAIT)
+    await eventually(lambda: _wanted(autoscaler, 3))
 
 
 async def _wanted(autoscaler: Autoscaler, count: int) -> bool:
@@ -135,15 +133,15 @@ async def test_goals_are_held_by_what_replicas_tell_and_the_decision_can_be_eval
     del one.spec.signals[:], one.spec.rules[:]
     one.spec.rules.add(id="goal", slo=goals)
     await autoscaler.create(one)
-    await eventually(lambda: _told(autoscaler, "goal.running"), timeout=WAIT)
+    await eventually(lambda: _told(autoscaler, "goal.running"))
     for port in ports(await autoscaler.replicas()):
         await load(port, 64)
-    await eventually(lambda: _wanted(autoscaler, 3), timeout=WAIT)
+    await eventually(lambda: _wanted(autoscaler, 3))
     # What waits in one of them may be told before anything that it served.
-    await eventually(lambda: _says(autoscaler, "s of 40 ms"), timeout=WAIT)
+    await eventually(lambda: _says(autoscaler, "s of 40 ms"))
     grown = next(one for one in await autoscaler.history() if one.wanted == 3)
     request = api.VerifyDecisionRequest(name=grown.name)
-    verified = await autoscaler.decisions.VerifyDecision(request, timeout=10.0)
+    verified = await autoscaler.decisions.VerifyDecision(request, timeout=TIMEOUT)
     assert not verified.differences
 
 
@@ -170,10 +168,10 @@ async def test_what_a_replica_carries_is_known_after_a_restart_too(
                 if nothing_new == 1.0:
                     await autoscaler.create(one)
                 task = asyncio.create_task(_report(autoscaler, values))
-                await eventually(lambda: _says(autoscaler, "itl binds"), timeout=WAIT)
-                await eventually(lambda: _decided(autoscaler, "itl binds"), timeout=WAIT)
+                await eventually(lambda: _says(autoscaler, "itl binds"))
+                await eventually(lambda: _decided(autoscaler, "itl binds"))
                 values |= {"requests": 1.0}  # another decision, and what was known by then is stored with it
-                await eventually(lambda: _wanted(autoscaler, 3), timeout=WAIT)
+                await eventually(lambda: _wanted(autoscaler, 3))
                 task.cancel()
 
 
@@ -181,13 +179,13 @@ async def _report(autoscaler: Autoscaler, values: dict[str, float]) -> None:
     while True:
         reported = [api.MetricValue(metric=name, value=value) for name, value in values.items()]
         request = api.ReportMetricsRequest(name="endpoints/e", values=reported)
-        await autoscaler.metrics.ReportMetrics(request, timeout=10.0)
+        await autoscaler.metrics.ReportMetrics(request, timeout=TIMEOUT)
         await asyncio.sleep(0.2)
 
 
 async def _says(autoscaler: Autoscaler, text: str) -> bool:
     asked = api.EvaluateRequest(name="endpoints/e")
-    found = await autoscaler.decisions.Evaluate(asked, timeout=10.0)
+    found = await autoscaler.decisions.Evaluate(asked, timeout=TIMEOUT)
     return any(text in step.text for step in found.decision.steps)
 
 

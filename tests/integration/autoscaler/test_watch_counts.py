@@ -197,13 +197,11 @@ async def test_consumers_rates_and_the_age_of_the_oldest_message_are_known_once_
             known = [one.oldest_age for one in rates]
             return known if len(known) == 3 and known[0] is not None else None
 
-        age, *others = await eventually(ages, timeout=60)
+        age, *others = await eventually(ages)
         assert age is not None
         assert 3600 <= age < 3600 + 120
         assert others == [None, None]
-        counted = await shows(
-            watchers, "rateless", QueueState.OK, ready=0, unacked=0, consumers=1, timeout=60
-        )
+        counted = await shows(watchers, "rateless", QueueState.OK, ready=0, unacked=0, consumers=1)
         assert (counted.rates, counted.message) == (None, "")
 
 

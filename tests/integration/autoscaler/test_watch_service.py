@@ -29,6 +29,7 @@ from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Store
+from tests.support.autoscaler_app import TIMEOUT
 from tests.support.ports import free_port
 from tests.support.waiting import eventually
 
@@ -44,7 +45,7 @@ class Watchers:
 
     async def call(self, method: str, request: object) -> object:
         with rpc_errors():
-            return await getattr(self._stub, method)(request, timeout=10)
+            return await getattr(self._stub, method)(request, timeout=TIMEOUT)
 
     async def create(
         self, name: str, queue: str = "jobs", request_id: str = "", **spec: object

@@ -232,11 +232,11 @@ BEGIN = datetime(2024, 1, 1, tzinfo=UTC)
 WORK = [Request(0.0, 60.0), Request(0.0, 60.0), Request(300.0, 1.0)]
 
 
-def part(requests: list[Request] = WORK, *, low: int = 0) -> Part:
+def part() -> Part:
     rule = Rule("r", "q", TargetRule(1.0, tolerance_up=0.0, tolerance_down=0.0), cooldown=0.0)
     signal = Signal("q", QueueSignal("queue", QueueCount.TOTAL))
-    spec = EndpointSpec(low, 8, ReplicaTemplate("worker", gpu_count=1), (signal,), (rule,), 5.0)
-    return Part(spec, requests, Setting(1, lambda _number: 10.0))
+    spec = EndpointSpec(0, 8, TEMPLATE, (signal,), (rule,), 5.0)
+    return Part(spec, WORK, Setting(1, lambda _number: 10.0))
 
 
 def test_alone_it_is_the_same_as_a_run_of_its_own() -> None:

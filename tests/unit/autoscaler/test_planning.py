@@ -114,11 +114,6 @@ def test_those_that_will_lose_their_gpus_are_replaced_first_and_stopped_as_other
         assert (later.start, ids(later.stop)) == (0, ["r002", "r001", "r000"][:ready])
 
 
-def test_those_whose_time_is_over_are_stopped_although_nobody_takes_their_place() -> None:
-    late, early = leaving(replica(0, S.READY), leave_at=NOW), leaving(replica(1, S.READY), leave_at=NOW + 1)
-    assert ids(plan(2, [late, early, replica(2), replica(3)], (), now=NOW).stop) == ["r000"]
-
-
 def test_a_smaller_count_gives_up_replacements_that_wait_and_then_those_that_leave() -> None:
     old = [leaving(replica(n, S.READY)) for n in range(3)]
     new = [replica(10, S.READY), replica(11), replica(12)]
@@ -209,17 +204,16 @@ def test_adapters_that_cannot_run_it(template: ReplicaTemplate, one: AdapterFact
 GPUS = ReplicaTemplate("worker", gpu_count=1)
 
 
-def node(name: str, *, live: bool = True) -> AdapterFacts:
-    return AdapterFacts(name, "process", f"node-{name}", frozenset({"worker"}), 0, live)
+def node(name: str) -> AdapterFacts:
+    return adapter(name, node=f"node-{name}")
 
 
-def engine(name: str, *, live: bool = True, most: int = 0, bound_to: str = "") -> AdapterFacts:
-    gives = Capabilities(gives_gpus=True)
-    return AdapterFacts(name, "ray", bound_to, frozenset({"worker"}), most, live, gives)
+def engine(name: str, *, live: bool = True, bound_to: str = "") -> AdapterFacts:
+    return adapter(name, kind="ray", node=bound_to, live=live, capabilities=Capabilities(gives_gpus=True))
 
 
 def test_gpus_are_those_of_a_node_or_of_an_engine() -> None:
-    nowhere = AdapterFacts("nowhere", "process", "", frozenset({"worker"}), 0, live=True)
+    nowhere = adapter("nowhere", node="")
     adapters = [engine("r"), node("n"), nowhere]
     assert ids(candidates(GPUS, adapters, {})) == ["n", "r"]
     assert ids(candidates(ReplicaTemplate("worker"), adapters, {})) == ["n", "nowhere", "r"]

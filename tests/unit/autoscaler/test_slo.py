@@ -43,7 +43,6 @@ def look(
     known: Learnt | None = NOTHING,
     past: Mapping[str, InputSeries] | None = None,
     startup: float | None = 30.0,
-    rule: Rule = GOAL,
     **fields: Any,
 ) -> RuleOutcome:
     """What the rule makes of values that have been as they are for ever; None: it cannot be had."""
@@ -54,7 +53,7 @@ def look(
         if value is not None
     }
     return apply_rule(
-        rule,
+        GOAL,
         inputs(
             before=before,
             ready=ready,

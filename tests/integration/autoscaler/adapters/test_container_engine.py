@@ -309,13 +309,14 @@ async def test_one_listing_and_no_look_at_what_did_not_change(tmp_path: Path) ->
 async def test_an_engine_that_does_not_tell_is_not_an_engine_without_containers(
     tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(docker_api, "LIST_TIMEOUT", 0.3)
     async with site(tmp_path) as at:
         await at.engine.apply([START])
         await at.engine.observe()
         at.double.fault = fault
+        monkeypatch.setattr(docker_api, "LIST_TIMEOUT", 0.3)
         with pytest.raises(EngineUnavailableError):
             await at.engine.observe()
+        monkeypatch.undo()
         at.double.fault = ""
         assert (await at.engine.observe())[ONE].life is WorkerLife.READY
 

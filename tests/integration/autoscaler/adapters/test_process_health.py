@@ -41,7 +41,6 @@ from tests.support.waiting import eventually
 READY, STARTING = api.Replica.STATE_READY, api.Replica.STATE_STARTING
 FAILED, STOPPED = api.Replica.STATE_FAILED, api.Replica.STATE_STOPPED
 ONE = replica(101)
-WAIT = 30.0
 OFTEN = {"period": 0.1, "timeout": 5.0, "failures": 2}
 PROGRAM = ["/bin/sleep", "1000"]
 
@@ -78,15 +77,13 @@ async def test_a_replica_is_ready_once_its_probe_succeeds_and_fails_with_it(tmp_
         adapter(tmp_path, address, {"w": looks_for(well)}),
     ):
         await autoscaler.run(ONE, "w")
-        await eventually(
-            lambda: (found := autoscaler.report(ONE)) and "its probe fails" in found.reason, timeout=WAIT
-        )
+        await eventually(lambda: (found := autoscaler.report(ONE)) and "its probe fails" in found.reason)
         assert (await autoscaler.shows(ONE, STARTING)).reason == "its probe fails: the program ended with 1"
         assert "READY" not in autoscaler.states(ONE)
         well.touch()
-        assert (await autoscaler.shows(ONE, READY, timeout=WAIT)).reason == ""
+        assert (await autoscaler.shows(ONE, READY)).reason == ""
         well.unlink()
-        report = await autoscaler.shows(ONE, FAILED, timeout=WAIT)
+        report = await autoscaler.shows(ONE, FAILED)
         assert report.reason == "its probe failed 2 times in a row: the program ended with 1"
         assert not processes_of(ONE)
         assert autoscaler.states(ONE) == ["STARTING", "READY", "FAILED"]
@@ -100,7 +97,7 @@ async def test_one_that_hangs_is_killed_when_it_does_not_end_by_itself(
     hangs |= {"probe": {"tcp": f"127.0.0.1:{free_port()}", "start_timeout": 0, **OFTEN}}
     async with scripted_autoscaler() as (autoscaler, address), adapter(tmp_path, address, {"w": hangs}):
         await autoscaler.run(ONE, "w")
-        report = await autoscaler.shows(ONE, FAILED, timeout=WAIT)
+        report = await autoscaler.shows(ONE, FAILED)
         assert "its probe failed 2 times in a row" in report.reason
         assert report.exit_code == -9
         assert not processes_of(ONE)
@@ -113,9 +110,9 @@ async def test_a_stop_does_not_wait_for_a_probe_that_takes_long(tmp_path: Path) 
     }
     async with scripted_autoscaler() as (autoscaler, address), adapter(tmp_path, address, {"w": slow}):
         await autoscaler.run(ONE, "w")
-        await eventually(lambda: len(processes_of(ONE)) == 2, timeout=WAIT)
+        await eventually(lambda: len(processes_of(ONE)) == 2)
         await autoscaler.stop(ONE)
-        await autoscaler.shows(ONE, STOPPED, timeout=WAIT)
+        await autoscaler.shows(ONE, STOPPED)
         assert not processes_of(ONE)
 
 
@@ -139,7 +136,7 @@ async def test_what_was_ready_before_the_adapter_went_is_ready_when_it_is_adopte
         await autoscaler.shows(replica(102), READY)
         await autoscaler.shows(ONE, STARTING)
         well.touch()
-        await autoscaler.shows(ONE, READY, timeout=WAIT)
+        await autoscaler.shows(ONE, READY)
         assert autoscaler.states(replica(102)) == ["READY"]
     await asyncio.gather(*(process.wait() for process in processes))
 
@@ -266,9 +263,9 @@ async def test_work_on_gpus_is_admitted_before_and_shown_after_it_starts(tmp_pat
         adapter(tmp_path, address, TEMPLATES, agent_address),
     ):
         await autoscaler.run(ONE, "w", gpu_uuids=["GPU-a"], **LEASE)
-        await autoscaler.shows(ONE, READY, timeout=WAIT)
+        await autoscaler.shows(ONE, READY)
         await autoscaler.run(replica(102), "w")
-        await autoscaler.shows(replica(102), READY, timeout=WAIT)
+        await autoscaler.shows(replica(102), READY)
     assert agent.asked == [("reservations/r7", "of r7", started) for started in (False, True)], (
         "without GPUs nobody is asked"
     )
@@ -289,7 +286,7 @@ async def test_what_the_agent_refuses_never_starts(tmp_path: Path) -> None:
         adapter(tmp_path, address, TEMPLATES, agent_address),
     ):
         await autoscaler.run(ONE, "w", gpu_uuids=["GPU-a"], **LEASE)
-        report = await autoscaler.shows(ONE, FAILED, timeout=WAIT)
+        report = await autoscaler.shows(ONE, FAILED)
         assert report.reason == "the node's agent refuses: work with fence 8 was admitted"
         assert report.pid == 0
         assert not (tmp_path / "adapter" / "logs").exists(), "no process was ever there"
@@ -315,7 +312,7 @@ async def test_the_socket_of_the_agent_of_this_host_is_asked_where_it_is_there(
             open_adapter(found, autoscaler=channel, clock=SystemClock(), agent=to_agent),
         ):
             await autoscaler.run(ONE, "w", gpu_uuids=["GPU-a"], **LEASE)
-            await autoscaler.shows(ONE, READY, timeout=WAIT)
+            await autoscaler.shows(ONE, READY)
     assert agent.namespaces == [0, Path("/proc/self/ns/pid").stat().st_ino]
 
 
@@ -323,12 +320,12 @@ async def test_the_socket_of_the_agent_of_this_host_is_asked_where_it_is_there(
 async def test_an_agent_that_does_not_answer_is_minded_where_it_is_required(
     required: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "TIMEOUT", 0.2)
     agent = FakeAgent()
     order = ReplicaOrder(ONE, "endpoints/e", {}, gpu_uuids=("GPU-b",), **LEASE)
     async with serving(agent) as address, open_channel(address) as channel:
         asked = Admission(channel, required=required)
         assert await asked.refusal(order) == "the node's agent refuses: this host has no such GPU"
         agent.hangs = True
+        monkeypatch.setattr(admission, "TIMEOUT", 0.2)
         assert ("the node's agent must admit it, but did not" in await asked.refusal(order)) is required
     assert not await Admission(None, required=required).refusal(order), "where nobody is to be asked"

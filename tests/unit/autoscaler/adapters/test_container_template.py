@@ -30,8 +30,8 @@ def request(order: ReplicaOrder = ORDER, driver: str = "json-file", **table: obj
     return container_request("here", "worker", template, order, {"TOKEN": "t"}, Logs(driver, 4096))
 
 
-def host(order: ReplicaOrder = ORDER, **table: object) -> dict[str, Json]:
-    found = request(order, **table)["HostConfig"]
+def host(**table: object) -> dict[str, Json]:
+    found = request(**table)["HostConfig"]
     assert isinstance(found, dict)
     return found
 

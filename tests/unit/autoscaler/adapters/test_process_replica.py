@@ -152,10 +152,10 @@ WELL, ILL = "", "no answer"
 READY, GOES_ON, UNHEALTHY = Verdict.READY, Verdict.GOES_ON, Verdict.UNHEALTHY
 
 
-def verdicts(answers: Sequence[str], *, ready: bool = False, step: float = 5.0) -> list[Verdict]:
-    """What each answer makes of it, one every `step` seconds from its start; it may take 12 s to start."""
+def verdicts(answers: Sequence[str], *, ready: bool = False) -> list[Verdict]:
+    """What each answer makes of it, one every 5 s from its start; it may take 12 s to start."""
     health = Health(Timing(failures=2, start_timeout=12.0), 100.0, ready=ready)
-    return [health.answered(answer, 100.0 + step * index) for index, answer in enumerate(answers)]
+    return [health.answered(answer, 100.0 + 5.0 * index) for index, answer in enumerate(answers)]
 
 
 @pytest.mark.parametrize(
