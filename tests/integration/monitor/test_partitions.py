@@ -68,24 +68,19 @@ def test_without_its_file_it_partitions_nothing(helper: PowerHelper) -> None:
     assert (said["partitions"], changes(helper.double)) == (None, [0] * 4)
 
 
-@pytest.mark.parametrize(
-    ("gpu", "profiles", "problem"),
-    [
+def test_what_is_not_to_be_changed_is_refused_before_anything_is(helper: PowerHelper) -> None:
+    helper.double.gpus[0].mig_devices[1].processes.append(DoubleProcess(77))
+    helper.double.write()
+    for gpu, profiles, problem in (
         (0, ("7g.80gb",), "process 77 uses it"),
         (1, ("7g.80gb",), "its MIG mode is off"),
         (0, ("9g.90gb",), "no profile 9g.90gb"),
         (0, ("4g.40gb", "4g.40gb"), "no room for these instances together"),
         (0, ("3g.40gb",) * 3, "no room for these instances together"),
-    ],
-)
-def test_what_is_not_to_be_changed_is_refused_before_anything_is(
-    helper: PowerHelper, gpu: int, profiles: tuple[str, ...], problem: str
-) -> None:
-    helper.double.gpus[0].mig_devices[1].processes.append(DoubleProcess(77))
-    helper.double.write()
-    end = helper.partition(gpu, *profiles)
-    assert problem in end["problem"]
-    assert end["instances"] == (["MIG-0-0", "MIG-0-1"] if gpu == 0 else [])
+    ):
+        end = helper.partition(gpu, *profiles, order=f"for {gpu}: {profiles}")
+        assert problem in end["problem"]
+        assert end["instances"] == (["MIG-0-0", "MIG-0-1"] if gpu == 0 else [])
     assert (changes(helper.double), helper.partitions.exists()) == ([0] * 4, False)
 
 

@@ -31,12 +31,6 @@ def test_a_call_that_is_out_makes_the_gpu_slow_and_then_hung(waiting: float, sta
     assert shown.state is state
 
 
-def test_a_slow_gpu_keeps_its_last_readings_with_their_time() -> None:
-    shown = view(identity(), READ, ordered_at=101.0, now=105.0, deadlines=DEADLINES)
-    assert shown.reading == READ.value.reading
-    assert shown.read_at == 100.1
-
-
 def test_a_hung_gpu_has_no_readings_and_says_why() -> None:
     shown = view(identity(), READ, ordered_at=101.0, now=121.0, deadlines=DEADLINES)
     assert shown.reading.utilization_percent is None
