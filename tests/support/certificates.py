@@ -27,10 +27,10 @@ class Authority:
         cert, key = self._write(name, self._ca.issue_cert("127.0.0.1", "localhost"))
         return ServerTls(cert, key, None if client_ca is None else client_ca.file)
 
-    def expired_server(self, name: str = "expired", *, days: float = -1) -> ServerTls:
+    def expired_server(self, *, days: float = -1) -> ServerTls:
         """Write a certificate for 127.0.0.1 that was good until yesterday, or is for `days` from now on."""
         end = datetime.now(UTC) + timedelta(days=days)
-        return ServerTls(*self._write(name, self._ca.issue_cert("127.0.0.1", not_after=end)))
+        return ServerTls(*self._write("expired", self._ca.issue_cert("127.0.0.1", not_after=end)))
 
     def _write(self, name: str, issued: trustme.LeafCert) -> tuple[Path, Path]:
         cert, key = self._folder / f"{name}.pem", self._folder / f"{name}.key"

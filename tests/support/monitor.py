@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,9 @@ from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.runtime.tasks import Clock, SystemClock
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.internal.monitor import v1 as monitor_internal
+from gpuscale.monitor.agent.collector import Collector
+from gpuscale.monitor.agent.device import ReadDeadlines
+from gpuscale.monitor.agent.gpus import Gpus
 from gpuscale.monitor.agent.sources import GpuSourceError
 from gpuscale.monitor.app.agent import open_agent
 from gpuscale.monitor.app.fleet import open_fleet
@@ -31,6 +34,8 @@ from gpuscale.monitor.model.readings import (
     HostIdentity,
     HostReading,
     Inventory,
+    Quarantine,
+    Snapshot,
 )
 from tests.support.monitor_values import identity, sample
 from tests.support.waiting import eventually
@@ -110,20 +115,27 @@ class FakeGpus:
 
 
 class FakeHost:
-    """A host with one reading, which can be made to block."""
-
-    def __init__(self) -> None:
-        self.gate: threading.Event | None = None
-        self.reads = 0
+    """A host with one reading."""
 
     def identity(self) -> HostIdentity:
         return HostIdentity("fake", "Fake OS", "boot")
 
     def read(self) -> HostReading:
-        self.reads += 1
-        if self.gate is not None:
-            self.gate.wait(30.0)
         return HostReading(cpu_percent=12.5)
+
+
+async def collected(
+    source: FakeGpus, quarantines: Mapping[str, Quarantine] | None = None, **more: Any
+) -> Snapshot:
+    """A snapshot of these GPUs, by a collector with `more` that it takes."""
+    clock, host = SystemClock(), FakeHost()
+    gpus = Gpus(source, clock, ReadDeadlines())
+    collector = Collector("alpha", 1.0, gpus, host, host.identity(), clock, ReadDeadlines(), **more)
+    collector.quarantines = quarantines or {}
+    try:
+        return await collector.collect()
+    finally:
+        await collector.close()
 
 
 @asynccontextmanager

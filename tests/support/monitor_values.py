@@ -97,11 +97,10 @@ def snapshot(
     )
 
 
-def hello(node: str = "alpha", *, epoch: int = 1, started_at: int | None = None) -> monitor_internal.Hello:
-    """Hello of run number `epoch`, which started at that second unless the test says otherwise."""
-    started = epoch if started_at is None else started_at
+def hello(node: str = "alpha", *, epoch: int = 1) -> monitor_internal.Hello:
+    """Hello of run number `epoch`, which started at that second."""
     return monitor_internal.Hello(
-        node=node, epoch=epoch_id(epoch), agent_version="1.2.3", start_time=Timestamp(seconds=started)
+        node=node, epoch=epoch_id(epoch), agent_version="1.2.3", start_time=Timestamp(seconds=epoch)
     )
 
 

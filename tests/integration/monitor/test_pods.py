@@ -12,17 +12,13 @@ import httpx
 import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.wire import to_duration
 from gpuscale.monitor.agent import host as host_module
-from gpuscale.monitor.agent.collector import Collector
-from gpuscale.monitor.agent.device import ReadDeadlines
-from gpuscale.monitor.agent.gpus import Gpus
 from gpuscale.monitor.agent.host import KEPT_SECONDS, Pods
 from gpuscale.monitor.agent.sources import simulated_uuid
 from gpuscale.monitor.model.readings import GpuProcess, GpuReading, GpuSample, GpuState
 from tests.support.clock import ManualClock
-from tests.support.monitor import FakeGpus, FakeHost, running_agent, running_fleet
+from tests.support.monitor import FakeGpus, collected, running_agent, running_fleet
 from tests.support.monitor_values import identity
 from tests.support.ports import free_port
 from tests.support.promtool import named
@@ -158,16 +154,8 @@ async def test_a_process_is_of_the_pod_that_has_its_gpu_alone() -> None:
     processes = GpuProcess(11, pod="0f8a6c52-1111-2222-3333-444455556666"), GpuProcess(12)
     for index in range(2):
         source.samples[identity(index).uuid] = GpuSample(GpuState.OK, GpuReading(processes=processes))
-    clock, host = SystemClock(), FakeHost()
     pods = {identity(0).uuid: ("ml/train",), identity(1).uuid: ("ml/a", "web/b")}
-    gpus = Gpus(source, clock, ReadDeadlines())
-    collector = Collector(
-        "alpha", 1.0, gpus, host, host.identity(), clock, ReadDeadlines(), pods=lambda: pods
-    )
-    try:
-        first, second = (await collector.collect()).gpus
-    finally:
-        await collector.close()
+    first, second = (await collected(source, pods=lambda: pods)).gpus
     shown = [[one.pod for one in view.reading.processes or ()] for view in (first, second)]
     assert shown == [["ml/train", ""], [processes[0].pod, ""]]
     assert (first.pods, second.pods) == (("ml/train",), ("ml/a", "web/b"))

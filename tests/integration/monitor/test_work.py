@@ -15,10 +15,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime.tasks import FAILPOINTS, SystemClock
-from gpuscale.monitor.agent.collector import Collector
-from gpuscale.monitor.agent.device import ReadDeadlines
-from gpuscale.monitor.agent.gpus import Gpus
+from gpuscale.common.runtime.tasks import FAILPOINTS
 from gpuscale.monitor.agent.sources import simulated_uuid
 from gpuscale.monitor.agent.work import FILE_NAME, AdmissionFile
 from gpuscale.monitor.model.admission import Admissions
@@ -30,7 +27,8 @@ from gpuscale.monitor.model.readings import (
     ProcessKey,
     Quarantine,
 )
-from tests.support.monitor import FakeGpus, FakeHost, confirming_allocator, running_agent
+from tests.support.clock import WALL_START
+from tests.support.monitor import FakeGpus, collected, confirming_allocator, running_agent
 from tests.support.monitor_values import identity
 
 if TYPE_CHECKING:
@@ -155,17 +153,9 @@ async def test_processes_of_admitted_work_are_shown_with_its_reservation_and_out
     source.samples[identity(0).uuid] = GpuSample(GpuState.OK, GpuReading(processes=processes))
     admissions = Admissions().admit([identity(0).uuid], "reservations/r7", 7, worker)
     assert isinstance(admissions, Admissions)
-    clock, host = SystemClock(), FakeHost()
-    gpus = Gpus(source, clock, ReadDeadlines())
-    collector = Collector(
-        "alpha", 1.0, gpus, host, host.identity(), clock, ReadDeadlines(), admitted=lambda: admissions
-    )
-    quarantine = Quarantine("XID 79", clock.wall())
-    collector.quarantines = {identity(1).uuid.lower(): quarantine}
-    try:
-        first, second = (await collector.collect()).gpus
-    finally:
-        await collector.close()
+    quarantine = Quarantine("XID 79", WALL_START)
+    quarantined = {identity(1).uuid.lower(): quarantine}
+    first, second = (await collected(source, quarantined, admitted=lambda: admissions)).gpus
     assert [process.reservation for process in first.reading.processes or ()] == ["reservations/r7", None]
     assert (first.quarantine, second.quarantine) == (None, quarantine)
 

@@ -215,11 +215,11 @@ def divide(gpu: DoubleGpu, *profiles: str) -> None:
     ]
 
 
-def wired_gpus(count: int, links: int = 4) -> list[DoubleGpu]:
-    """Idle GPUs that are wired to a switch by some NVLinks each."""
+def wired_gpus(count: int) -> list[DoubleGpu]:
+    """Idle GPUs that are wired to a switch by four NVLinks each."""
     gpus = [plain_gpu(index) for index in range(count)]
     for gpu in gpus:
-        gpu.nvlinks = [-1] * links
+        gpu.nvlinks = [-1] * 4
     return gpus
 
 

@@ -86,8 +86,8 @@ def test_an_interruption_reaches_the_source_that_was_chosen() -> None:
     assert not auto(FakeGpus()).interrupt()
 
 
-def source(node: str = "alpha", count: int = 3, now: float = 50.0) -> SimulatedSource:
-    return SimulatedSource(node, count, lambda: now)
+def source(node: str = "alpha", now: float = 50.0) -> SimulatedSource:
+    return SimulatedSource(node, 3, lambda: now)
 
 
 def test_their_uuids_are_the_same_at_every_start_and_differ_between_nodes() -> None:

@@ -26,9 +26,9 @@ class Fleet:
         self.ended: list[str] = []
         self._stacks: dict[AgentStream, ExitStack] = {}
 
-    def connect(self, node: str = "alpha", epoch: int = 1, started_at: int | None = None) -> AgentStream:
+    def connect(self, node: str = "alpha", epoch: int = 1) -> AgentStream:
         stack = ExitStack()
-        message = hello(node, epoch=epoch, started_at=started_at)
+        message = hello(node, epoch=epoch)
         stream = stack.enter_context(
             self.nodes.connected(message, lambda: self.ended.append(f"{node} {epoch}"))
         )

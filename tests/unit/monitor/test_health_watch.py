@@ -55,7 +55,7 @@ class Site:
         delta.numbers.values.extend(readings.values())
         return self.nodes.take(self.stream, monitor_internal.StreamTelemetryRequest(delta=delta))
 
-    def fault(self, uuid: str, seq: int, epoch: str = "") -> bool:
+    def fault(self, uuid: str, seq: int) -> bool:
         fault = monitor_internal.ReportedFault(uuid=uuid, xid=48, seq=seq, age=to_duration(0))
         request = monitor_internal.StreamTelemetryRequest(
             faults=monitor_internal.ReportedFaults(faults=[fault])

@@ -24,13 +24,11 @@ TIERS = (Tier(1.0, 20.0), Tier(5.0, 100.0), Tier(20.0, 400.0))
 GPU = tuple(float(index) for index in range(len(GPU_METRICS)))
 
 
-def filled(
-    seconds: int, *, tiers: tuple[Tier, ...] = TIERS, each: float = 1.0, width: int = 1
-) -> HistorySeries:
-    """A series with one sample each `each` seconds; every metric shows the second it was read in."""
-    series = HistorySeries(width, tiers)
-    for number in range(int(seconds / each)):
-        series.add(number * each, (number * each // 1,) * width)
+def filled(seconds: int) -> HistorySeries:
+    """A series of one metric with a sample each second, which it shows."""
+    series = HistorySeries(1, TIERS)
+    for second in range(seconds):
+        series.add(float(second), (float(second),))
     return series
 
 
