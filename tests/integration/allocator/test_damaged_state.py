@@ -5,14 +5,14 @@ from random import Random
 
 from gpuscale.allocator.app import DATABASE
 from gpuscale.common.errors import FailedPreconditionError
-from tests.integration.allocator.damaged_state import DAMAGES, WAL, WITNESS, States, known
+from tests.integration.allocator.damaged_state import CHANGED_ROWS, DAMAGES, WAL, WITNESS, States, known
 from tests.support.allocator_process import site
 
 REASONS = {"STATE_UNREADABLE", "STATE_INCONSISTENT", "STATE_VERSION"}
 HARMLESS = {"a torn tail"}
 LOSING = {
     "another version",
-    "a changed row",
+    *CHANGED_ROWS,
     "a row that an index lacks",
     "the log gone",
     "the database gone",

@@ -1,21 +1,22 @@
 """The disk: an answer leaves only when the change is on it, and a write that fails leaves everything as it was."""
 
 import asyncio
-import sqlite3
 from collections.abc import Callable
-from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
+from google.protobuf.message import Message
 
 from gpuscale.allocator.app import DATABASE
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.state.store import open_store
+from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.runtime import tasks
-from gpuscale.common.wire import seconds
-from tests.support.allocator import Client, Reservation, running
+from gpuscale.common.wire import seconds, to_duration
+from tests.support.allocator import Client, Reservation, allocator_client, running
 from tests.support.allocator_values import NOW, WALL, order, reserved
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet, node_message
@@ -35,74 +36,83 @@ def points(monkeypatch: pytest.MonkeyPatch) -> SetPoints:
     return set_points
 
 
-async def test_a_grant_that_cannot_be_written_is_no_grant(tmp_path: Path, points: SetPoints) -> None:
-    request_id = str(uuid4())
-    async with running(tmp_path, FakeFleet(node_message("n0", count=1))) as client:
+async def test_what_cannot_be_written_is_as_if_it_had_never_been_asked_for(
+    tmp_path: Path, points: SetPoints
+) -> None:
+    clock, request_id = ManualClock(), str(uuid4())
+    async with running(tmp_path, FakeFleet(node_message("n0", count=2)), clock=clock) as client:
+        held = await client.reserve(ttl=60)
+        clock.advance(20)
         points(f"{BEFORE_COMMIT}=error")
         with pytest.raises(UnavailableError) as caught:
             await client.reserve(request_id=request_id)
         assert caught.value.reason == "FAILPOINT"
-        assert (await client.page(show_ended=True)).reservations == []
+        for call in (client.renew, client.release):
+            with pytest.raises(UnavailableError):
+                await call(held)
         points("")
-        granted = await client.reserve(request_id=request_id)
-        assert [gpu.uuid for gpu in granted.gpus] == ["n0-0"]
+        [found] = (await client.page(show_ended=True)).reservations
+        assert (found.state, seconds(found.remaining)) == (Reservation.STATE_ACTIVE, 40)
+        assert len((await client.reserve(request_id=request_id)).gpus) == 1
+        assert (await client.release(held)).state == Reservation.STATE_RELEASED
 
 
-async def test_an_answer_waits_for_the_disk_and_nobody_sees_the_grant_before(
-    tmp_path: Path, points: SetPoints
-) -> None:
-    async with running(tmp_path, FakeFleet(node_message("n0", count=1))) as client:
-        points(f"{BEFORE_COMMIT}=sleep:0.5")
-        started = asyncio.get_running_loop().time()
-        asking = asyncio.create_task(client.reserve())
-        await eventually(lambda: _is_held(client))
-        assert await client.live() == []
-        granted = await asking
-        assert asyncio.get_running_loop().time() - started >= 0.5
-        points("")
-        assert [one.name for one in await client.live()] == [granted.name]
-
-
-async def test_a_repetition_waits_for_the_first_call_and_gets_its_grant(
-    tmp_path: Path, points: SetPoints
-) -> None:
-    request_id = str(uuid4())
-    async with running(tmp_path, FakeFleet(node_message("n0", count=4))) as client:
-        points(f"{BEFORE_COMMIT}=sleep:0.3")
-        answers = await asyncio.gather(*(client.reserve(request_id=request_id) for _ in range(5)))
-        points("")
-        assert len({one.name for one in answers}) == 1
-        assert len(await client.live()) == 1
-
-
-async def test_a_caller_who_gives_up_does_not_undo_the_grant(tmp_path: Path, points: SetPoints) -> None:
-    request_id = str(uuid4())
-    async with running(tmp_path, FakeFleet(node_message("n0", count=4))) as client:
-        points(f"{BEFORE_COMMIT}=sleep:0.5")
-        asking = asyncio.create_task(client.reserve(request_id=request_id))
-        await eventually(lambda: _is_held(client))
-        asking.cancel()
-        points("")
-        granted = await client.reserve(request_id=request_id)
-        assert granted.state == Reservation.STATE_ACTIVE
-        assert [one.name for one in await client.live()] == [granted.name]
-
-
-async def test_renewal_and_release_that_cannot_be_written_change_nothing(
+async def test_cordons_quotas_and_bookings_that_cannot_be_written_change_nothing(
     tmp_path: Path, points: SetPoints
 ) -> None:
     clock = ManualClock()
-    async with running(tmp_path, FakeFleet(node_message("n0", count=1)), clock=clock) as client:
-        granted = await client.reserve(ttl=60)
-        clock.advance(20)
+    fleet = FakeFleet(*(node_message(name, count=1) for name in ("n0", "n1")))
+    booking = api.Booking(ask=api.Ask(gpu_count=1), duration=to_duration(3600))
+    booking.start_time.FromDatetime(clock.wall() + timedelta(days=2))
+    async with allocator_client(tmp_path, fleet, clock=clock) as client:
+        nodes, quotas, bookings = client.nodes, client.quotas, client.bookings
+
+        async def seen() -> list[Message]:
+            return [
+                await client.allocator.ListReservations(api.ListReservationsRequest()),
+                await nodes.ListCordons(api.ListCordonsRequest()),
+                await quotas.ListQuotas(api.ListQuotasRequest()),
+                await bookings.ListBookings(api.ListBookingsRequest()),
+            ]
+
+        await client.reserve(1, "me", ttl=600, nodes=["nodes/n0"])
+        await nodes.CordonNode(api.CordonNodeRequest(name="nodes/n1", reason="fan"))
+        await quotas.SetQuota(api.SetQuotaRequest(quota=api.Quota(tenant="ann", weight=2)))
+        before = await seen()
         points(f"{BEFORE_COMMIT}=error")
-        for call in (client.renew, client.release):
+        for call in (
+            nodes.CordonNode(api.CordonNodeRequest(name="nodes/n0")),
+            nodes.DrainNode(api.DrainNodeRequest(name="nodes/n0")),
+            nodes.UncordonNode(api.UncordonNodeRequest(name="nodes/n1")),
+            quotas.SetQuota(api.SetQuotaRequest(quota=api.Quota(tenant="ann", weight=3))),
+            quotas.DeleteQuota(api.DeleteQuotaRequest(tenant="ann")),
+            bookings.CreateBooking(api.CreateBookingRequest(booking=booking, request_id=str(uuid4()))),
+        ):
             with pytest.raises(UnavailableError):
-                await call(granted)
+                await call
         points("")
-        found = await client.get(granted.name)
-        assert (found.state, seconds(found.remaining)) == (Reservation.STATE_ACTIVE, 40)
-        assert (await client.release(granted)).state == Reservation.STATE_RELEASED
+        assert await seen() == before
+
+
+async def test_an_answer_waits_for_the_disk_and_is_that_of_whoever_asks_again(
+    tmp_path: Path, points: SetPoints
+) -> None:
+    """Meanwhile nobody sees the grant, which a caller who gives up does not undo."""
+    request_id, now = str(uuid4()), asyncio.get_running_loop().time
+    async with running(tmp_path, FakeFleet(node_message("n0", count=4))) as client:
+        points(f"{BEFORE_COMMIT}=sleep:0.5")
+        started = now()
+        first, *others = [asyncio.create_task(client.reserve(request_id=request_id)) for _ in range(5)]
+        await eventually(lambda: _is_held(client))
+        assert await client.live() == []
+        first.cancel()
+        answers = await asyncio.gather(*others)
+        assert now() - started >= 0.5
+        points("")
+        answers.append(await client.reserve(request_id=request_id))
+        assert {one.state for one in answers} == {Reservation.STATE_ACTIVE}
+        [granted] = await client.live()
+        assert {one.name for one in answers} == {granted.name}
 
 
 async def test_several_releases_at_once_over_a_failing_disk_free_the_gpu_once(
@@ -122,28 +132,6 @@ async def test_several_releases_at_once_over_a_failing_disk_free_the_gpu_once(
         assert [one.name for one in await client.live()] == [again.name]
 
 
-async def test_a_lease_whose_end_cannot_be_written_stays_held_and_ends_later(
-    tmp_path: Path, points: SetPoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, tries, hit = ManualClock(), list[str](), tasks.hit_async
-
-    async def noted(name: str) -> None:
-        tries.append(name)
-        await hit(name)
-
-    monkeypatch.setattr(tasks, "hit_async", noted)
-    async with running(tmp_path, FakeFleet(node_message("n0", count=1)), clock=clock) as client:
-        granted = await client.reserve(ttl=60)
-        points("allocator.end.before_commit=error")
-        clock.advance(60)
-        await eventually(lambda: tries.count("allocator.end.before_commit") >= 2)
-        assert (await client.get(granted.name)).state == Reservation.STATE_ACTIVE
-        assert await _is_held(client)
-        points("")
-        await eventually(lambda: _expired(client, granted))
-        assert len((await client.reserve()).gpus) == 1
-
-
 async def test_the_database_itself_refuses_a_second_grant_for_a_request(tmp_path: Path) -> None:
     wish = order("id")
     one, other = Ledger(), Ledger(fence=10)
@@ -155,50 +143,8 @@ async def test_the_database_itself_refuses_a_second_grant_for_a_request(tmp_path
             await store.save([second], [])
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "DELETE FROM hold",
-        "UPDATE hold SET gpu_uuid = 'GPU-x'",
-        "UPDATE hold SET milli = 1",
-        "INSERT INTO hold SELECT 'GPU-x', id, 1000 FROM reservation WHERE state = 'active'",
-        "UPDATE reservation SET state = 'released'",
-        "DELETE FROM reservation",
-        "DELETE FROM hold; DELETE FROM reservation WHERE state = 'active'",
-        "DELETE FROM reservation WHERE state = 'released'",
-        "DELETE FROM counter WHERE name = 'rows'",
-    ],
-)
-async def test_holds_that_do_not_match_are_refused_and_the_file_is_kept(tmp_path: Path, damage: str) -> None:
-    fleet = FakeFleet(node_message("n0", count=1))
-    async with running(tmp_path, fleet) as client:
-        await client.release(await client.reserve())
-        await client.reserve()
-    with closing(sqlite3.connect(tmp_path / DATABASE)) as connection, connection:
-        connection.executescript(damage)
-    before = left(tmp_path)
-    with pytest.raises(FailedPreconditionError) as caught:
-        async with running(tmp_path, fleet):
-            pass
-    assert caught.value.reason == "STATE_INCONSISTENT"
-    assert left(tmp_path) == before
-
-
-def left(data_dir: Path) -> dict[str, bytes]:
-    """The files of the state, the witness among them; a look makes an empty log where there is none."""
-    return {
-        file.name: file.read_bytes()
-        for file in data_dir.iterdir()
-        if file.stat().st_size and not file.name.endswith("-shm")
-    }
-
-
 async def _is_held(client: Client) -> bool:
     """Whether a GPU is held, asked by a request that no GPU here is large enough for."""
     with pytest.raises(FailedPreconditionError) as caught:
         await client.reserve(memory=1_000_000)
     return "held" in caught.value.metadata
-
-
-async def _expired(client: Client, one: Reservation) -> bool:
-    return (await client.get(one.name)).state == Reservation.STATE_EXPIRED
