@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -30,15 +31,19 @@ async def explain(client: AsyncClient, ask: api.Ask) -> api.ExplainPlacementResp
     return await client.capacity.ExplainPlacement(api.ExplainPlacementRequest(ask=ask))
 
 
-async def test_a_check_says_what_reserve_would_do(tmp_path: Path) -> None:
+async def test_a_check_says_what_reserve_would_do_and_no_room_is_an_answer(tmp_path: Path) -> None:
+    """The seed answered True with a warning where memory was short, and True where nothing could be read at all."""
     async with allocator_client(tmp_path, fleet()) as client:
         found = await check(client, api.Ask(gpu_count=2))
-        again = await check(client, api.Ask(gpu_count=2))
-        assert found == again, "a check holds nothing"
-        granted = await client.reserve(2, "me")
         assert (found.available, enum_word(found, "reason")) == (True, "")
-        assert list(found.gpus) == list(granted.gpus)
         assert "n0-0" in found.message
+        assert await check(client, api.Ask(gpu_count=2)) == found, "a check holds nothing"
+        assert list(found.gpus) == list((await client.reserve(2, "me")).gpus)
+        taken = await check(client, api.Ask(gpu_count=2))
+        assert (taken.available, enum_word(taken, "reason"), list(taken.gpus)) == (False, "NO_CAPACITY", [])
+        for never in (api.Ask(gpu_count=3), api.Ask(gpu_count=1, min_memory_bytes=90_000 * MIB)):
+            answer = await check(client, never)
+            assert (answer.available, enum_word(answer, "reason")) == (False, "UNSATISFIABLE")
 
 
 async def test_who_holds_a_gpu_is_named_oldest_first_however_often_it_is_asked(tmp_path: Path) -> None:
@@ -48,19 +53,6 @@ async def test_who_holds_a_gpu_is_named_oldest_first_however_often_it_is_asked(t
         for _ in range(3):
             [node] = (await explain(client, api.Ask(gpu_count=1))).nodes
             assert list(node.gpus[0].reservations) == [one.name for one in held]
-
-
-async def test_no_room_is_an_answer(tmp_path: Path) -> None:
-    """The seed answered True with a warning where memory was short, and True where nothing could be read at all."""
-    async with allocator_client(tmp_path, fleet()) as client:
-        await client.reserve(2, "me")
-        taken = await check(client, api.Ask(gpu_count=2))
-        assert (taken.available, enum_word(taken, "reason"), list(taken.gpus)) == (False, "NO_CAPACITY", [])
-        assert "n1 with 1 of 2" in taken.message or "n0 with 0 of 2" in taken.message
-        never = await check(client, api.Ask(gpu_count=3))
-        assert (never.available, enum_word(never, "reason")) == (False, "UNSATISFIABLE")
-        large = await check(client, api.Ask(gpu_count=1, min_memory_bytes=90_000 * MIB))
-        assert (large.available, enum_word(large, "reason")) == (False, "UNSATISFIABLE")
 
 
 async def test_an_unknown_node_is_an_error(tmp_path: Path) -> None:
@@ -82,6 +74,9 @@ async def test_without_telemetry_nothing_is_claimed(tmp_path: Path) -> None:
             check(client, ask),
             wait(client, ask, 5),
             explain(client, ask),
+            client.allocator.Reserve(
+                api.ReserveRequest(request_id=str(uuid4()), holder="me", ask=ask), timeout=10
+            ),
             client.capacity.RankNodes(api.RankNodesRequest()),
             client.capacity.PlanRebalance(api.PlanRebalanceRequest()),
             client.capacity.PlanRebalance(api.PlanRebalanceRequest(ask=ask)),
@@ -89,7 +84,7 @@ async def test_without_telemetry_nothing_is_claimed(tmp_path: Path) -> None:
         for asking in asked:
             with pytest.raises(UnavailableError) as caught:
                 await asking
-            assert caught.value.reason == "NO_TELEMETRY"
+            assert (caught.value.reason, caught.value.retry_after) == ("NO_TELEMETRY", 1)
 
 
 @pytest.mark.parametrize("event", ["release", "uncordon", "telemetry"])
@@ -153,27 +148,24 @@ async def test_an_explanation_names_what_stands_in_the_way_and_what_helps(tmp_pa
 
 
 async def test_an_estimate_is_an_ask_for_reserve(tmp_path: Path) -> None:
-    request = api.EstimateRequirementsRequest(model="llama-3-70b")
-    request.parameters.update({"tp-size": [1, 2], "pp_size": {"values": [1]}, "enable-x": True})
+    by_name = api.EstimateRequirementsRequest(model="llama-3-70b")
+    by_name.parameters.update({"tp-size": [1, 2], "pp_size": {"values": [1]}, "enable-x": True})
+    sized = api.EstimateRequirementsRequest(model="qwen3-8b", context_tokens=4096, batch_size=2)
     async with allocator_client(tmp_path, fleet()) as client:
-        found = await client.capacity.EstimateRequirements(request)
+        estimate = client.capacity.EstimateRequirements
+        found = await estimate(by_name)
         assert (found.gpu_count, found.memory_bytes, found.parameter_count) == (2, 20_000 * MIB, 70e9)
         assert list(found.ignored_parameters) == ["enable-x"]
         assert (await check(client, found.ask)).available
-
-
-async def test_a_known_model_is_sized_for_the_gpus_that_are_there(tmp_path: Path) -> None:
-    request = api.EstimateRequirementsRequest(model="qwen3-8b", context_tokens=4096, batch_size=2)
-    async with allocator_client(tmp_path, fleet()) as client:
-        found = await client.capacity.EstimateRequirements(request)
+        found = await estimate(sized)
         assert (
             found.least_memory_bytes == found.weights_bytes + found.kv_cache_bytes < found.most_memory_bytes
         )
         assert (found.gpu_count, found.fits[0].fleet_count > 0) == (found.fits[0].gpu_count or 1, True)
         assert (await check(client, found.ask)).available == bool(found.fits[0].gpu_count)
-        request.config.update({"hidden_size": 0})
+        sized.config.update({"hidden_size": 0})
         with pytest.raises(InvalidArgumentError):
-            await client.capacity.EstimateRequirements(request)
+            await estimate(sized)
 
 
 async def test_nodes_are_ranked_by_what_is_idle_and_free(tmp_path: Path) -> None:

@@ -25,37 +25,9 @@ from tests.support.fake_fleet import FakeFleet, node_message, serving
 from tests.support.waiting import eventually
 
 
-async def test_a_release_frees_the_gpus_and_may_be_repeated(tmp_path: Path) -> None:
-    async with running(tmp_path, FakeFleet(node_message("n0", count=1))) as client:
-        granted = await client.reserve()
-        released = await client.release(granted)
-        assert released.state == Reservation.STATE_RELEASED
-        assert released.HasField("end_time")
-        assert not released.HasField("remaining")
-        assert await client.release(granted) == released
-        again = await client.reserve()
-        assert [gpu.uuid for gpu in again.gpus] == [gpu.uuid for gpu in granted.gpus]
-        assert again.fence > granted.fence
-
-
-async def test_lists_page_by_age_and_filter_by_holder(tmp_path: Path) -> None:
-    async with running(tmp_path, FakeFleet(node_message("n0", count=8))) as client:
-        made = [await client.reserve(holder=f"holder-{index % 2}") for index in range(5)]
-        await client.release(made[0])
-        first = await client.page(page_size=3)
-        second = await client.page(page_size=3, page_token=first.next_page_token)
-        names = [one.name for one in [*first.reservations, *second.reservations]]
-        assert names == [one.name for one in made[1:]]
-        assert second.next_page_token == ""
-        with pytest.raises(InvalidArgumentError, match="repeat the filters"):
-            await client.page(page_size=3, holder="holder-1", page_token=first.next_page_token)
-        everything = await client.page(show_ended=True)
-        assert [one.name for one in everything.reservations] == [one.name for one in made]
-        of_one = await client.page(holder="holder-1")
-        assert [one.name for one in of_one.reservations] == [made[1].name, made[3].name]
-
-
-async def test_lists_are_filtered_and_sorted_and_their_tokens_are_bound_to_that(tmp_path: Path) -> None:
+async def test_lists_come_in_pages_filtered_and_sorted_and_their_tokens_are_bound_to_that(
+    tmp_path: Path,
+) -> None:
     async with running(tmp_path, FakeFleet(node_message("n0", count=8))) as client:
         made = [await client.reserve(holder=f"holder-{index % 2}") for index in range(5)]
         await client.release(made[0])
@@ -68,6 +40,9 @@ async def test_lists_are_filtered_and_sorted_and_their_tokens_are_bound_to_that(
                 token, found = page.next_page_token, found + [one.name for one in page.reservations]
             return found
 
+        assert await names() == [one.name for one in made[1:]], "by age"
+        assert await names(show_ended=True) == [one.name for one in made]
+        assert await names(holder="holder-1") == [made[1].name, made[3].name]
         odd = 'holder = "holder-1" OR state = RELEASED'
         assert await names(filter=odd) == [made[1].name, made[3].name]
         assert await names(filter=odd, show_ended=True) == [made[index].name for index in (0, 1, 3)]
@@ -75,7 +50,7 @@ async def test_lists_are_filtered_and_sorted_and_their_tokens_are_bound_to_that(
         assert by_holder == [made[index].name for index in (3, 1, 4, 2)]
         ordered: dict[str, object] = {"order_by": "fence", "page_size": 2}
         token = (await client.page(**ordered)).next_page_token
-        for other in ({"order_by": "fence desc"}, {"filter": "fence > 0"}):
+        for other in ({"order_by": "fence desc"}, {"filter": "fence > 0"}, {"holder": "holder-1"}):
             with pytest.raises(InvalidArgumentError, match="repeat the filters"):
                 await client.page(**{**ordered, **other}, page_token=token)
         with pytest.raises(InvalidArgumentError) as caught:

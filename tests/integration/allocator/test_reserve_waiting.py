@@ -10,11 +10,11 @@ import grpc
 import pytest
 
 from gpuscale.api.allocator import v1 as api
-from gpuscale.common.errors import FailedPreconditionError, NotFoundError, ResourceExhaustedError
+from gpuscale.common.errors import NotFoundError, ResourceExhaustedError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.wire import enum_word, seconds, to_duration
-from tests.support.allocator import Client, Reservation, allocator, calling, running
+from tests.support.allocator import Client, allocator, calling, running
 from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, serving
 from tests.support.waiting import eventually
 
@@ -63,13 +63,6 @@ async def test_memory_that_an_outsider_gives_back_serves_who_waits(tmp_path: Pat
         assert not call.done()
         fleet.put(node_message("n0", gpu_message("g0", free=70_000)))
         assert (await call).gpus[0].uuid == "g0"
-
-
-async def test_what_can_never_be_had_does_not_wait(tmp_path: Path) -> None:
-    async with running(tmp_path, FakeFleet(node_message("n0", count=1))) as client:
-        with pytest.raises(FailedPreconditionError) as error:
-            await client.reserve(4, wait=to_duration(20))
-        assert error.value.reason == "UNSATISFIABLE"
 
 
 async def test_the_place_in_the_queue_is_told_until_the_grant(tmp_path: Path) -> None:
@@ -148,27 +141,6 @@ async def test_quotas_hold_with_and_without_a_wait_and_through_a_restart(tmp_pat
         await client.reserve(tenant="vision")
         with pytest.raises(NotFoundError), rpc_errors():
             await quotas.DeleteQuota(api.DeleteQuotaRequest(tenant="vision"), timeout=5)
-
-
-async def test_a_preempted_holder_is_told_and_its_gpus_go_to_who_preempted(tmp_path: Path) -> None:
-    settings = {"preemption_min_runtime_seconds": 0, "preemption_grace_seconds": 3}
-    async with running(tmp_path, FakeFleet(node_message("n0", count=1)), **settings) as client:
-        victim = await client.reserve(preemptible=True)
-        urgent = asyncio.create_task(
-            client.reserve(priority=10, may_preempt=True, tenant="ops", wait=to_duration(30))
-        )
-
-        async def told() -> bool:
-            return (await client.get(victim.name)).HasField("revoke_time")
-
-        await eventually(told)
-        renewed = await client.renew(victim)
-        assert "ops" in renewed.end_reason
-        granted = await urgent
-        assert granted.priority == 10
-        ended = await client.get(victim.name)
-        assert ended.state == Reservation.STATE_CANCELLED
-        assert "preempted" in ended.end_reason
 
 
 async def test_the_same_request_by_call_and_by_stream_is_one(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a watcher of reservations is told, and the enums beside the words."""
+"""What a watcher of reservations is told."""
 
 import asyncio
 from pathlib import Path
@@ -9,7 +9,6 @@ from gpuscale.allocator.servicers import servicer
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import AsyncClient, connect_async
 from gpuscale.common.security.auth import Authenticator
-from gpuscale.common.wire import to_duration
 from tests.support.allocator import allocator, allocator_client
 from tests.support.fake_fleet import FakeFleet, node_message, serving
 from tests.support.tokens import token, write_tokens
@@ -87,24 +86,6 @@ async def test_only_its_owner_and_admins_see_the_fence_in_a_watch(tmp_path: Path
         for name, fence in {"oli": held.fence, "vic": 0, "ada": held.fence, "ann": 0}.items():
             async with connect_async(address, token=token(name)) as client:
                 assert [one.fence for one in (await first(client)).reservations] == [fence], name
-
-
-async def test_why_a_reservation_ended_is_told_as_an_enum(tmp_path: Path) -> None:
-    async with allocator_client(tmp_path, FakeFleet(node_message("n0", count=3))) as client:
-        drained, expired = await client.reserve(1, "me"), await client.reserve(1, "me", ttl=2)
-        spot, grace = drained.gpus[0].name, to_duration(0.5)
-        await client.nodes.DrainNode(api.DrainNodeRequest(name=spot, grace=grace))
-        told = api.GetReservationRequest(name=drained.name)
-        live = (await client.allocator.GetReservation(told)).reservation
-        assert live.end_cause == live.END_CAUSE_DRAINED
-
-        async def both() -> bool:
-            found = (await client.allocator.ListReservations(ended)).reservations
-            return {one.name for one in found} == {drained.name, expired.name}
-
-        causes = "end_cause = DRAINED OR end_cause = EXPIRED"
-        ended = api.ListReservationsRequest(show_ended=True, filter=f"({causes}) AND end_time:*")
-        await eventually(both)
 
 
 async def test_a_lease_is_checked_on_a_node_by_its_name_or_id(tmp_path: Path) -> None:
