@@ -43,36 +43,28 @@ async def test_a_node_on_which_nothing_is_held_goes_at_once_and_is_known_anew_wh
         assert not await _unknown(client, "n0")
 
 
-async def test_what_is_held_on_it_is_lost_and_then_it_goes(tmp_path: Path) -> None:
+async def test_what_is_held_on_it_is_lost_and_then_it_goes_unless_it_reports_again_in_time(
+    tmp_path: Path,
+) -> None:
     clock = ManualClock()
-    fleet = FakeFleet(node_message("n0", count=2), node_message("n1", count=1))
+    fleet = FakeFleet(node_message("n0", count=1), node_message("n1", count=2))
     async with running(tmp_path, fleet, clock=clock, lost_after_seconds=10) as client:
-        held = await client.reserve(2, ttl=3600)
-        fleet.remove("n0")
-        fleet.put(node_message("n2", count=1))  # sent after it: once it is known, the removal is too
-        await eventually(lambda: _knows(client, "n2"))
+        kept, held = [await client.reserve(one + 1, ttl=3600, nodes=[f"nodes/n{one}"]) for one in (0, 1)]
+        fleet.remove("n0", "n1")
+        fleet.put(node_message("n0", count=1), node_message("n2", count=1))
+        await eventually(lambda: _knows(client, "n2"))  # and with it what was sent before
         assert (await client.get(held.name)).state == Reservation.STATE_ACTIVE, "not before its time"
-        assert not await _unknown(client, "n0"), "kept while something is held on it"
+        assert not await _unknown(client, "n1"), "kept while something is held on it"
         clock.advance(11)
         lost = await eventually(lambda: _ended(client, held))
         assert lost is not None
         assert lost.state == Reservation.STATE_LOST
         assert [gpu.lost for gpu in lost.gpus] == [True, True]
-        await eventually(lambda: _unknown(client, "n0"))
-
-
-async def test_a_node_that_reports_again_in_time_keeps_what_is_held(tmp_path: Path) -> None:
-    clock = ManualClock()
-    fleet = FakeFleet(*(node_message(f"n{index}", count=1) for index in range(3)))
-    async with running(tmp_path, fleet, clock=clock, lost_after_seconds=10) as client:
-        kept, lost = [await client.reserve(ttl=3600, nodes=[f"nodes/n{index}"]) for index in (0, 1)]
-        fleet.remove("n0", "n1")
-        fleet.put(node_message("n0", count=1), node_message("n3", count=1))
-        await eventually(lambda: _knows(client, "n3"))
-        clock.advance(11)
-        await eventually(lambda: _ended(client, lost))
+        await eventually(lambda: _unknown(client, "n1"))
         assert (await client.get(kept.name)).state == Reservation.STATE_ACTIVE
         assert not await _unknown(client, "n0")
+    async with running(tmp_path, fleet, clock=clock) as client:
+        assert (await client.get(held.name)).gpus == lost.gpus, "which are lost stays known"
 
 
 async def test_a_node_that_was_forgotten_while_nobody_listened_goes_after_a_day(tmp_path: Path) -> None:

@@ -21,15 +21,6 @@ async def nodes_of(client: Client, count: int = 1) -> list[str]:
     return [gpu.node for gpu in granted.gpus]
 
 
-async def test_a_broken_stream_is_taken_up_again(tmp_path: Path) -> None:
-    fleet = FakeFleet(node_message("n0", count=1))
-    async with running(tmp_path, fleet) as client:
-        fleet.break_streams()
-        fleet.put(node_message("n1", count=2))
-        await eventually(lambda: _can_have(client, 2))
-        assert fleet.watchers == 1
-
-
 async def test_readings_age_while_nobody_reports_and_the_reason_is_said(tmp_path: Path) -> None:
     clock = ManualClock()
     fleet = FakeFleet(node_message("n0", count=1, period=2.0, age=1.0))
@@ -74,7 +65,8 @@ async def test_what_a_fleet_says_is_unchanged_counts_for_longer(tmp_path: Path) 
         assert waiting.result().gpus[0].node == "n0"
 
 
-async def test_a_node_that_a_restarted_fleet_does_not_know_yet_is_offline_not_gone(tmp_path: Path) -> None:
+async def test_what_a_restarted_fleet_does_not_know_yet_is_offline_or_stale_not_gone(tmp_path: Path) -> None:
+    """The stream that broke is taken up again: a node is not named at first, then there, and later without a report."""
     fleet = FakeFleet(node_message("n0", count=4), node_message("n1", count=1))
     async with running(tmp_path, fleet) as client:
         fleet.forget("n0")
@@ -82,6 +74,9 @@ async def test_a_node_that_a_restarted_fleet_does_not_know_yet_is_offline_not_go
         await eventually(lambda: _refused_for(client, "node_not_online", 4))
         fleet.put(node_message("n0", count=4))
         await eventually(lambda: _can_have(client, 4))
+        assert fleet.watchers == 1
+        fleet.put(connected_node("n0"))
+        await eventually(lambda: _refused_for(client, "stale", 4))
 
 
 async def test_ties_go_to_the_node_seen_first_for_ever(tmp_path: Path) -> None:
@@ -96,32 +91,19 @@ async def test_ties_go_to_the_node_seen_first_for_ever(tmp_path: Path) -> None:
         assert await nodes_of(client) == ["old"]
 
 
-async def test_a_node_remembered_but_silent_since_the_restart_is_not_unknown(tmp_path: Path) -> None:
-    async with running(tmp_path, FakeFleet(node_message("n0", count=4), node_message("n1", count=1))):
-        pass
-    async with running(tmp_path, FakeFleet(node_message("n1", count=1))) as client:
-        with pytest.raises(ResourceExhaustedError) as caught:
-            await client.reserve(4)
-        assert "not heard of since the allocator started: n0" in caught.value.message
-        with pytest.raises(FailedPreconditionError) as not_online:
-            await client.reserve(nodes=["nodes/n0"])
-        assert not_online.value.reason == "NODE_NOT_ONLINE"
-
-
-async def test_before_its_first_snapshot_a_node_has_not_reported(tmp_path: Path) -> None:
+async def test_a_node_that_has_not_reported_since_the_start_is_not_unknown(tmp_path: Path) -> None:
+    """Be it before its first report ever, connected again without one, or only remembered."""
     async with running(tmp_path, FakeFleet(connected_node("n0")), ready=False) as client:
         await eventually(
             lambda: _refused_as(client, "NO_TELEMETRY", "no agent has reported to the fleet yet")
         )
-    async with running(tmp_path, FakeFleet(connected_node("n0"), node_message("n1", count=1))) as client:
-        assert await _refused_as(client, "NO_CAPACITY", "since the allocator started: n0", 4)
-
-
-async def test_a_restarted_fleet_without_the_snapshot_of_a_node_takes_no_gpus_from_it(tmp_path: Path) -> None:
-    fleet = FakeFleet(node_message("n0", count=4), node_message("n1", count=1))
-    async with running(tmp_path, fleet) as client:
-        fleet.put(connected_node("n0"))
-        await eventually(lambda: _refused_for(client, "stale", 4))
+    for again in ([connected_node("n0")], []):
+        async with running(tmp_path, FakeFleet(*again, node_message("n1", count=1))) as client:
+            heard = "not heard of since the allocator started: n0"
+            assert await _refused_as(client, "NO_CAPACITY", heard, 4)
+            with pytest.raises(FailedPreconditionError) as not_online:
+                await client.reserve(nodes=["nodes/n0"])
+            assert not_online.value.reason == "NODE_NOT_ONLINE"
 
 
 async def test_an_ask_may_wait_for_a_node_whose_driver_is_broken(tmp_path: Path) -> None:
