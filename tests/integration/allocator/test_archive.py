@@ -104,8 +104,11 @@ async def test_what_left_memory_is_found_as_before(
         live = await client.reserve()
         names = [one.name for one in (first, *others, live)]
         await eventually(lambda: len(retired) == 5)
+        token = (await client.page(show_ended=True, page_size=2)).next_page_token
     async with running(tmp_path, fleet, **options) as client:
         assert await listed(client) == names
+        page = await client.page(show_ended=True, page_size=2, page_token=token)
+        assert [one.name for one in page.reservations] == names[2:4], "a page is one still"
         assert await listed(client, holder="other") == names[5:7]
         assert await listed(client, filter="holder:tes AND fence > 3") == [*names[3:5], live.name]
         assert await listed(client, order_by="fence desc") == names[::-1]

@@ -339,6 +339,9 @@ async def test_after_a_reboot_holders_have_all_of_the_grace_again_by_the_drain_t
             assert await told(client, there.name, clock) == (f"{N0} is drained", 100)
             left = [to_datetime(one.drain_deadline) - clock.wall() for one in await cordons(client)]
             assert left == [timedelta(seconds=100), timedelta(seconds=500)]
+            with pytest.raises(ResourceExhaustedError) as refused:
+                await client.reserve(1, "new", nodes=[N0])
+            assert refused.value.metadata["cordoned"] == "2"
 
 
 async def test_lifting_a_drain_leaves_the_others_of_the_same_reservation(tmp_path: Path) -> None:
