@@ -1,8 +1,4 @@
-"""Two allocators on one PostgreSQL: the leader dies or freezes under load, and the other one takes over.
-
-GPUSCALE_KILL_ROUNDS sets how many leaders are killed: 20 for the full count, where each take-over must take less than
-5 s; a few otherwise, and then the times are only printed, since a busy machine says nothing about them.
-"""
+"""Two allocators on one PostgreSQL: the leader freezes within a write, and the other one takes over."""
 
 import asyncio
 import os
@@ -13,50 +9,10 @@ import pytest
 
 from gpuscale.common.errors import UnavailableError
 from tests.fault.allocator.allocator_pair import Pair, pair, reached
-from tests.fault.allocator.reservation_traffic import Traffic
 from tests.support.postgresql import PostgresServer
 from tests.support.waiting import eventually
 
-ROUNDS = int(os.environ.get("GPUSCALE_KILL_ROUNDS", "2"))
-CALLERS = 16
-SEED = 11
-TAKEOVER = 5.0
-"""Seconds from the death of the leader to the first grant of the other one."""
-pytestmark = pytest.mark.timeout(200 + 20 * ROUNDS)
-
-
-async def test_no_acknowledged_grant_is_lost_or_given_twice_when_leaders_are_killed(
-    tmp_path: Path, postgresql: PostgresServer
-) -> None:
-    async with pair(tmp_path, postgresql.database(), gpus=12) as both:
-        both.start(0)
-        both.start(1)
-        await both.leader()
-        await reached(both.client, 12)
-        traffic = Traffic(both.client, SEED)
-        async with traffic.of(CALLERS):
-            took = [await killed(both, traffic) for _ in range(ROUNDS)]
-        print(f"take-overs took {sorted(round(one, 2) for one in took)} s")
-        assert traffic.history.violations() == []
-        assert len(traffic.history.grants) > 20 * ROUNDS, "too little happened to prove anything"
-        if "GPUSCALE_KILL_ROUNDS" in os.environ:
-            assert max(took) < TAKEOVER
-
-
-async def killed(both: Pair, traffic: Traffic) -> float:
-    """Kill the leader at work, and let another process begin in its place; seconds until the standby granted."""
-    place = await both.leader()
-    before = len(traffic.history.grants)
-    await eventually(lambda: asyncio.sleep(0, len(traffic.history.grants) > before + CALLERS), timeout=60.0)
-    loop = asyncio.get_running_loop()
-    died = loop.time()
-    os.kill(both.at(place).pid, signal.SIGKILL)
-    acked = await eventually(
-        lambda: asyncio.sleep(0, next((one.acked for one in traffic.history.grants if one.sent > died), 0.0)),
-        timeout=60.0,
-    )
-    both.start(place)
-    return acked - died
+pytestmark = pytest.mark.timeout(200)
 
 
 async def test_what_a_frozen_leader_was_about_to_commit_is_refused_when_it_wakes_up(

@@ -9,14 +9,13 @@ from contextlib import closing
 from pathlib import Path
 from random import Random
 
-import pytest
-
 from gpuscale.allocator.domain.accounting import millis
 from gpuscale.allocator.domain.ledger import RETENTION
 from tests.fault.allocator.reservation_traffic import Traffic
 from tests.support.allocator_process import site
 from tests.support.waiting import eventually
 
+SEED = 1
 KILLS = 6
 HISTORY = f"""
 CREATE TABLE history (id TEXT PRIMARY KEY, begun REAL, ended REAL, gpus TEXT);
@@ -35,9 +34,8 @@ SELECT (SELECT count(*) FROM history WHERE ended IS NOT NULL),
 """
 
 
-@pytest.mark.parametrize("seed", [1])
-async def test_the_sum_is_what_the_leases_were_granted(tmp_path: Path, seed: int) -> None:
-    random, data = Random(seed), tmp_path / "data"
+async def test_the_sum_is_what_the_leases_were_granted(tmp_path: Path) -> None:
+    random, data = Random(SEED), tmp_path / "data"
     async with site(data, gpus=4, nodes=2) as place:
         life = await place.start()
         await life.kill()
@@ -45,7 +43,7 @@ async def test_the_sum_is_what_the_leases_were_granted(tmp_path: Path, seed: int
         database.executescript(HISTORY)
         database.close()
         life = await place.start()
-        traffic = Traffic(place.client, seed)
+        traffic = Traffic(place.client, SEED)
         async with traffic.of(6):
             for nth in range(KILLS):
                 await asyncio.sleep(random.uniform(0.5, 1.5))

@@ -3,7 +3,6 @@
 import ctypes
 import hashlib
 import os
-import random
 import resource
 import shutil
 import signal
@@ -105,21 +104,6 @@ async def test_a_kill_around_a_commit_leaves_it_whole_or_absent(
         assert acknowledged(process) == set()
         assert process.returncode == -signal.SIGKILL
     assert await whole_pairs(path) == {*range(20), *expected}
-
-
-async def test_a_kill_at_any_moment_loses_nothing_acknowledged(tmp_path: Path) -> None:
-    path = tmp_path / "pairs.db"
-    known: set[int] = set()
-    for first in range(0, 5000, 1000):
-        with writer(path, first, first + 1000) as process:
-            assert process.stdout is not None
-            for _ in range(random.randint(1, 300)):
-                line = process.stdout.readline().strip()
-                known |= {int(line)} if line.isdigit() else set()
-            process.kill()
-            known |= acknowledged(process)
-        assert known <= await whole_pairs(path)
-    assert known
 
 
 FSYNC_COUNTER = """
