@@ -176,7 +176,7 @@ class Calls:
         request = autoscaler_api.ListReplicasRequest(show_ended=True)
         listed = (await self.endpoints.ListReplicas(request, timeout=60)).replicas
         found = {one.node.removeprefix("nodes/"): one for one in listed}
-        assert len(found) == len(listed)
+        assert len(found) == len(listed), "\n".join(map(str, listed))
         return found
 
 

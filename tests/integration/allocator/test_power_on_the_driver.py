@@ -128,6 +128,7 @@ async def test_without_the_helper_it_is_refused_and_said_what_to_install(
     tmp_path: Path, helper: PowerHelper
 ) -> None:
     async with site(tmp_path / "state", helper) as (here, _):
+        await here.client.heard("alpha", len(here.gpus))
         with pytest.raises(FailedPreconditionError, match="systemctl enable --now gpuscale-power") as refused:
             await here.budget(900)
         assert refused.value.reason == "NO_POWER_HELPER"
