@@ -93,6 +93,15 @@ def test_above_the_budget_for_five_seconds_all_go_down_to_the_lowest_and_stay_th
     assert caps(look(budget, *low, governor=governor, now=5.0 + CALM)) == [600.0, 600.0]
 
 
+def test_a_budget_that_is_removed_and_made_again_starts_without_an_emergency() -> None:
+    governor, drawn = Governor(), replace(BUSY, watts=690.0)
+    for now in (0.0, 5.0):
+        found = look(PowerBudget(600.0), drawn, governor=governor, now=now)
+    assert found.sums[0].emergency
+    governor.look([], NODES, {"a": [drawn]}, 6.0)
+    assert not look(PowerBudget(600.0), drawn, governor=governor, now=7.0).sums[0].emergency
+
+
 def test_what_is_not_known_takes_all_there_is() -> None:
     unknown = PoweredGpu("g", "a")
     found = look(PowerBudget(9999.0), BUSY, unknown)

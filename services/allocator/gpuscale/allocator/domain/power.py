@@ -214,6 +214,7 @@ class Governor:
                 for uuid, limit in limits.items():
                     chosen[uuid] = replace(chosen[uuid], watts=min(chosen[uuid].watts, limit))
         self._above = {one: since for one, since in self._above.items() if one in of_nodes}
+        self._calm = {one: until for one, until in self._calm.items() if one in of_nodes}
         high = {gpu.uuid: gpu.high or 0.0 for of_node in gpus.values() for gpu in of_node}
         caps = {uuid: cap for uuid, cap in chosen.items() if cap.watts < high[uuid]}
         return PowerLook(caps, sums, _room(sums, gpus))
@@ -233,8 +234,6 @@ class Governor:
         elif now - self._above.setdefault((key, name), now) >= EMERGENCY:
             self._calm[key, name] = now + CALM
         emergency = self._calm.get((key, name), -math.inf) > now
-        if not emergency:
-            self._calm.pop((key, name), None)
         least = _total(gpu.low if gpu.helped and gpu.held else gpu.counted for gpu in gpus)
         room = 0.0 if least is None or emergency else max(0.0, budget.watts - least)
         return PowerSum(key, name, budget.watts, nodes, gpus, drawn, room, emergency)

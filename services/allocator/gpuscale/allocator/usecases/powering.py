@@ -123,7 +123,7 @@ class Powering:
     async def look(self) -> None:
         """Choose caps again, beside other calls: for 8,000 GPUs it takes tens of milliseconds."""
         budgets = [(key, budget) for key, _, budget in self.budgets.specs()]
-        if not (budgets or self._told):
+        if not (budgets or self._told or self.found.sums):
             return
         nodes, newly = self.records.view.nodes, self.records.ledger.use.newly
         counted, gpus = list(newly), dict[str, Sequence[PoweredGpu]]()
