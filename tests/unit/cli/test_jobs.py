@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import pytest
 
 from gpuscale.api.allocator import v1 as api
-from gpuscale.cli.commands import detaching, holding, supervise
+from gpuscale.cli.commands import detached_jobs, holding, supervise
 from gpuscale.client import over_ssh
 from gpuscale.client.orders import Orders, shown
 from gpuscale.common.errors import UnavailableError
@@ -45,12 +45,12 @@ def test_the_newest_of_an_output_is_kept_in_two_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr(detaching, "MOST_BYTES", 100)
+    monkeypatch.setattr(detached_jobs, "MOST_BYTES", 100)
     orders = Orders(reservation="reservations/r1", fence=1, command=("true",), **NO_TEXTS)
     monkeypatch.setattr(os, "umask", lambda mask: mask)
     kept = tmp_path / "gpuscale" / "jobs" / "r1-0"
     kept.mkdir(parents=True)
-    folder = detaching.JobFolder(orders)
+    folder = detached_jobs.JobFolder(orders)
     assert (kept / "output").read_bytes() == b""  # for who attaches to it
     for number in range(30):
         os.write(folder.writing, line := b"%09d\n" % number)
@@ -109,7 +109,7 @@ def test_a_detached_job_gets_a_scope_of_systemd_where_its_user_may_have_one(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(os, "umask", lambda mask: mask)
     supervisor = ("sh", "-c", f'echo "$@" >{orders}; cat >>{orders}; printf 1', "sh")
-    monkeypatch.setattr(detaching, "SUPERVISOR", supervisor)
+    monkeypatch.setattr(detached_jobs, "SUPERVISOR", supervisor)
     begun: Any = subprocess.Popen
     made: list[Any] = []
 
@@ -119,7 +119,7 @@ def test_a_detached_job_gets_a_scope_of_systemd_where_its_user_may_have_one(
 
     monkeypatch.setattr(subprocess, "Popen", begin)
     told = Orders(reservation="reservations/r1", fence=1, command=("train",), **NO_TEXTS)
-    assert detaching.detach(told) == 0
+    assert detached_jobs.detach(told) == 0
     with made[-1]:  # which goes on, where it is one
         pass
     name, line = orders.read_text().splitlines()
@@ -146,7 +146,7 @@ def test_who_starts_a_job_in_its_turn_keeps_the_lease_until_every_member_tells_o
                     member.start_time.GetCurrentTime()
             return found
 
-    detaching.keep_until_started(cast("holding.LeaseHolder", Holder()), 0.08, 2, over)
+    detached_jobs.keep_until_started(cast("holding.LeaseHolder", Holder()), 0.08, 2, over)
     assert len(asked) == 2
 
 
@@ -169,7 +169,7 @@ def test_a_starter_whose_service_stays_away_says_so_ever_more_rarely_and_ends_wi
     waiting = api.Reservation(
         state=api.Reservation.STATE_WAITING, remaining=to_duration(86_400), ttl=to_duration(60)
     )
-    assert detaching.start_granted(cast("holding.LeaseHolder", Holder()), waiting) == 0
+    assert detached_jobs.start_granted(cast("holding.LeaseHolder", Holder()), waiting) == 0
     said = capsys.readouterr().err.splitlines()
     assert 10 <= len(said) <= 20
     assert "trying again for up to 1d" in said[0] or "trying again for up to 24h" in said[0]

@@ -57,7 +57,7 @@ STOP_SECONDS = 30.0
 """Seconds for a job to stop."""
 KEPT_BYTES = 32 << 20
 """Most bytes kept of a member's output."""
-# In the folder of `gpuscale.cli.commands.detaching.JobFolder`.
+# In the folder of `gpuscale.cli.commands.detached_jobs.JobFolder`.
 _CLAIM = 'd="${XDG_STATE_HOME:-$HOME/.local/state}/gpuscale/jobs/%s"; umask 077; mkdir -p "$d" && flock -n "$d/lock" touch "$d/output"'
 """Marks a member as started, so that no supervisor starts it; fails if one has taken the orders."""
 _FOLDER = 'cd "${XDG_STATE_HOME:-$HOME/.local/state}/gpuscale/jobs/%s" 2>/dev/null || exit 66; '

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, Self
 
-from gpuscale.cli.commands.detaching import JobFolder, detach, start_granted, start_in_turn
+from gpuscale.cli.commands.detached_jobs import JobFolder, detach, start_granted, start_in_turn
 from gpuscale.cli.commands.holding import RETRY, LeaseHolder
 from gpuscale.cli.commands.processes import (
     PAUSE,
