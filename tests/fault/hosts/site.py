@@ -172,9 +172,11 @@ class Calls:
         }
 
     async def replicas(self) -> dict[str, autoscaler_api.Replica]:
-        """Every replica there ever was, by the node that it is on; no node has two."""
-        request = autoscaler_api.ListReplicasRequest(show_ended=True)
-        listed = (await self.endpoints.ListReplicas(request, timeout=60)).replicas
+        """The replicas that have not ended, by the node that each is on; no node has two."""
+        request = autoscaler_api.ListReplicasRequest()
+        listed = [
+            one for one in (await self.endpoints.ListReplicas(request, timeout=60)).replicas if one.node
+        ]
         found = {one.node.removeprefix("nodes/"): one for one in listed}
         assert len(found) == len(listed), "\n".join(map(str, listed))
         return found
