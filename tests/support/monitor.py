@@ -170,7 +170,7 @@ class RunningFleet:
     async def node(self, node: str) -> monitor_api.Node:
         """One node, as the fleet tells it now."""
         request = monitor_api.GetNodeRequest(name=f"nodes/{node}")
-        return (await self.stub.GetNode(request, timeout=5)).node
+        return (await self.stub.GetNode(request, timeout=30)).node
 
     async def until_up(self) -> None:
         """Wait until the fleet answers; the first call after a kill may still find the dead connection."""
@@ -187,7 +187,7 @@ class RunningFleet:
         """Wait until a node has that state and a snapshot above that seq."""
 
         async def check() -> monitor_api.Node | None:
-            listed = await self.stub.ListNodes(monitor_api.ListNodesRequest(), timeout=5)
+            listed = await self.stub.ListNodes(monitor_api.ListNodesRequest(), timeout=30)
             for one in listed.nodes:
                 if one.name == f"nodes/{node}" and one.state == state and one.snapshot.seq > above_seq:
                     return one

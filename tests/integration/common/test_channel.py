@@ -86,10 +86,10 @@ def call_without_a_loop(address: str) -> None:
     request = allocator_api.GetReservationRequest(name="reservations/r")
     with open_sync_channel(address, token=ALICE) as channel:
         allocator, fleet = allocator_api.AllocatorServiceStub(channel), monitor_api.FleetServiceStub(channel)
-        allocator.GetReservation(request, timeout=5)
-        allocator.GetReservation.with_call(request, timeout=5)
-        allocator.GetReservation.future(request, timeout=5).result()
-        assert [answer.full for answer in fleet.WatchNodes(monitor_api.WatchNodesRequest(), timeout=5)] == [
+        allocator.GetReservation(request, timeout=30)
+        allocator.GetReservation.with_call(request, timeout=30)
+        allocator.GetReservation.future(request, timeout=30).result()
+        assert [answer.full for answer in fleet.WatchNodes(monitor_api.WatchNodesRequest(), timeout=30)] == [
             True
         ]
 
@@ -105,4 +105,4 @@ async def test_a_channel_finds_its_server_again() -> None:
         again.add(*registrations(Allocator(), Fleet()))
         again.bind()
         async with again:
-            await mine.get(wait_for_ready=True, timeout=5.0)
+            await mine.get(wait_for_ready=True, timeout=30)

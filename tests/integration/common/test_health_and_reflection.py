@@ -30,12 +30,12 @@ async def test_health_needs_no_token(tmp_path: Path) -> None:
     async with serve(authenticator=authenticator(tmp_path)) as served:
         stub: Any = health_pb2_grpc.HealthStub(served.channel)
         for service in ("", ALLOCATOR, FLEET):
-            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=30)
             assert answer.status == SERVING
         with pytest.raises(errors.NotFoundError), rpc_errors():
-            await stub.Check(health_pb2.HealthCheckRequest(service="no.Such"), timeout=5)
+            await stub.Check(health_pb2.HealthCheckRequest(service="no.Such"), timeout=30)
         with pytest.raises(errors.InvalidArgumentError), rpc_errors():
-            await served.channel.unary_unary("/grpc.health.v1.Health/Check")(b"\xff", timeout=5)
+            await served.channel.unary_unary("/grpc.health.v1.Health/Check")(b"\xff", timeout=30)
 
 
 async def test_watchers_see_the_end_coming(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ async def services(channel: grpc.aio.Channel, version: str = "v1", **options: An
         reflection_pb2.ServerReflectionRequest.SerializeToString,
         reflection_pb2.ServerReflectionResponse.FromString,
     )
-    call = method(iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=5, **options)
+    call = method(iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=30, **options)
     answers = [answer async for answer in call]
     return [service.name for service in answers[0].list_services_response.service]
 
@@ -67,7 +67,7 @@ async def test_reflection_is_off_by_default() -> None:
     async with serve() as served:
         for version in ("v1", "v1alpha"):
             path = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
-            call = served.channel.stream_stream(path)(timeout=5)
+            call = served.channel.stream_stream(path)(timeout=30)
             assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -90,18 +90,18 @@ async def test_a_probe_without_tls_is_answered_health_and_nothing_else(tmp_path:
     ):
         stub: Any = health_pb2_grpc.HealthStub(channel)
         for service in ("", ALLOCATOR):
-            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=30)
             assert answer.status == SERVING
         await served.server.report(serving=False)
-        answer = await stub.Check(health_pb2.HealthCheckRequest(service=ALLOCATOR), timeout=5)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=ALLOCATOR), timeout=30)
         assert answer.status == NOT_SERVING
         with pytest.raises(errors.UnimplementedError), rpc_errors():
             await channel.unary_unary(f"/{ALLOCATOR}/ListReservations")(
-                b"", timeout=5, metadata=bearer("viewer")
+                b"", timeout=30, metadata=bearer("viewer")
             )
         await served.server.stop()
         with pytest.raises(errors.UnavailableError), rpc_errors():
-            await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+            await stub.Check(health_pb2.HealthCheckRequest(), timeout=30)
 
 
 async def test_nothing_that_stays_open_keeps_probes_from_their_answer() -> None:

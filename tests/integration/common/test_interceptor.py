@@ -105,7 +105,7 @@ async def test_a_handler_that_is_not_async_is_not_implemented() -> None:
     """Generated code puts such methods in place of those that a servicer lacks."""
     async with serve(Allocator()) as served:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await served.allocator.ListReservations(allocator_api.ListReservationsRequest(), timeout=5)
+            await served.allocator.ListReservations(allocator_api.ListReservationsRequest(), timeout=30)
     assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 

@@ -157,18 +157,18 @@ async def test_unknown_callers_have_a_few_small_calls_and_take_none_from_others(
     async with serve(prepare=prepare, options=ServerOptions(max_concurrent_unary=1)) as served:
         join: Any = served.channel.unary_unary("/gpuscale.api.monitor.v1.JoinService/Join")
         right = monitor_api.JoinRequest(token="a.b", node="gpu-1").SerializeToString()
-        calls = [join(right, timeout=10) for _ in range(16)]
+        calls = [join(right, timeout=30) for _ in range(16)]
         await eventually(lambda: gate.waiting == 16)
         with pytest.raises(errors.ResourceExhaustedError) as caught, rpc_errors():
-            await join(right, timeout=10)
+            await join(right, timeout=30)
         assert (caught.value.reason, caught.value.retry_after) == ("OVERLOADED", 1.0)
         await served.get()
         assert await served.channel.unary_unary(HEALTH_CHECK)(b"", timeout=60) == b"\x08\x01"
         gate.open.set()
         await asyncio.gather(*calls)
-        await join(right, timeout=10)
+        await join(right, timeout=30)
         with pytest.raises(errors.InvalidArgumentError) as refused, rpc_errors():
-            await join(b"\x1a" + b"x" * 16_384, timeout=10)
+            await join(b"\x1a" + b"x" * 16_384, timeout=30)
         assert refused.value.reason == "REQUEST_TOO_LARGE"
 
 
@@ -194,9 +194,9 @@ async def test_messages_above_4_mib_are_refused_both_ways() -> None:
     async with serve(fleet=Fleet(nodes)) as served:
         call = served.channel.unary_unary("/gpuscale.api.allocator.v1.AllocatorService/GetReservation")
         with pytest.raises(errors.ResourceExhaustedError), rpc_errors():
-            await call(b"\x0a" + b"x" * (4 * 1024 * 1024), timeout=10)
+            await call(b"\x0a" + b"x" * (4 * 1024 * 1024), timeout=30)
         with pytest.raises(errors.ResourceExhaustedError), rpc_errors():
-            await served.fleet.WatchNodes(monitor_api.WatchNodesRequest(), timeout=10).read()
+            await served.fleet.WatchNodes(monitor_api.WatchNodesRequest(), timeout=30).read()
         await served.get()
 
 
@@ -212,7 +212,7 @@ async def test_the_refusal_of_a_hopeless_message_fits_into_the_answer() -> None:
     request.labels.update({"\n" * 1000 + str(index): "x" * 2000 for index in range(64)})
     async with serve() as served:
         with pytest.raises(errors.InvalidArgumentError) as caught, rpc_errors():
-            await served.allocator.Reserve(request, timeout=10)
+            await served.allocator.Reserve(request, timeout=30)
     assert [field for field, _ in caught.value.violations][:3] == ["request_id", "holder", "ask"]
     assert len(caught.value.violations) == 16
 

@@ -97,7 +97,7 @@ async def knows(served: Served, leader: str) -> bool:
 
 async def health(served: Served, service: str) -> int:
     stub: Any = health_pb2_grpc.HealthStub(served.channel)
-    return (await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)).status
+    return (await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=30)).status
 
 
 async def test_a_standby_tells_clients_that_follow_who_leads(postgresql: PostgresServer) -> None:
@@ -107,8 +107,8 @@ async def test_a_standby_tells_clients_that_follow_who_leads(postgresql: Postgre
         assert (error.reason, error.metadata) == ("NOT_LEADER", {"leader": leader.address})
         assert error.retry_after == pytest.approx(0.2)
         for call in (
-            standby.fleet.WatchNodes(monitor_api.WatchNodesRequest(), timeout=10, metadata=(FOLLOWS,)),
-            standby.telemetry.StreamTelemetry(iter(()), timeout=10, metadata=(FOLLOWS,)),
+            standby.fleet.WatchNodes(monitor_api.WatchNodesRequest(), timeout=30, metadata=(FOLLOWS,)),
+            standby.telemetry.StreamTelemetry(iter(()), timeout=30, metadata=(FOLLOWS,)),
         ):
             with pytest.raises(grpc.RpcError) as caught:
                 await call.read()

@@ -72,11 +72,11 @@ async def test_the_command_line_takes_a_reading_of_the_last_seconds_or_a_new_one
 async def test_where_no_driver_is_auto_means_simulated_and_nvml_means_a_problem() -> None:
     """Without GPUs the host is served all the same."""
     async with running_agent(source="auto") as agent:
-        snapshot = (await agent.GetSnapshot(get(), timeout=5)).snapshot
+        snapshot = (await agent.GetSnapshot(get(), timeout=30)).snapshot
         assert snapshot.simulated
         assert len(snapshot.gpus) == 4
     async with running_agent(source="nvml") as agent:
-        snapshot = (await agent.GetSnapshot(get(), timeout=5)).snapshot
+        snapshot = (await agent.GetSnapshot(get(), timeout=30)).snapshot
         assert not snapshot.simulated
         assert list(snapshot.gpus) == []
         assert snapshot.gpu_problem == "NVML: NVML Shared Library Not Found"

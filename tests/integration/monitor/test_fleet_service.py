@@ -32,7 +32,7 @@ async def fleet() -> AsyncGenerator[RunningFleet, None]:
 
 
 async def answer(call: Call) -> monitor_internal.StreamTelemetryResponse:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         found = await call.read()
     assert isinstance(found, monitor_internal.StreamTelemetryResponse)
     return found
@@ -40,7 +40,7 @@ async def answer(call: Call) -> monitor_internal.StreamTelemetryResponse:
 
 async def ended(call: Call) -> grpc.StatusCode:
     """Wait for the end of a stream; its status."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         return await call.code()
 
 
@@ -87,7 +87,7 @@ async def test_a_stream_must_begin_with_a_proper_hello(fleet: RunningFleet) -> N
         call = fleet.telemetry.StreamTelemetry()
         await (call.done_writing() if first is None else call.write(first))
         assert await ended(call) is status, first
-    assert list((await fleet.stub.ListNodes(monitor_api.ListNodesRequest(), timeout=5)).nodes) == []
+    assert list((await fleet.stub.ListNodes(monitor_api.ListNodesRequest(), timeout=30)).nodes) == []
 
 
 class AsAgent(Authenticator):
@@ -102,7 +102,7 @@ async def test_an_agent_may_report_for_the_node_of_its_name_only() -> None:
         call = fleet.telemetry.StreamTelemetry()
         await call.write(telemetry(hello("beta")))
         assert await ended(call) is grpc.StatusCode.PERMISSION_DENIED
-        listed = await fleet.stub.ListNodes(monitor_api.ListNodesRequest(), timeout=5)
+        listed = await fleet.stub.ListNodes(monitor_api.ListNodesRequest(), timeout=30)
         assert [node.name for node in listed.nodes] == ["nodes/alpha"]
 
 
@@ -111,9 +111,9 @@ async def test_nodes_are_filtered_and_sorted_over_their_pages(fleet: RunningFlee
         async with streaming(fleet, node):
             pass
     request = monitor_api.ListNodesRequest(filter='name != "*b"', order_by="name desc", page_size=2)
-    first = await fleet.stub.ListNodes(request, timeout=5)
+    first = await fleet.stub.ListNodes(request, timeout=30)
     request.page_token = first.next_page_token
-    last = await fleet.stub.ListNodes(request, timeout=5)
+    last = await fleet.stub.ListNodes(request, timeout=30)
     shown = [one.name for one in (*first.nodes, *last.nodes)]
     assert (shown, last.next_page_token) == (["nodes/d", "nodes/c", "nodes/a"], "")
 
@@ -131,7 +131,7 @@ async def test_processes_of_all_nodes_are_listed_by_page_and_filter(fleet: Runni
             request = monitor_api.ListProcessesRequest(page_size=3, **asked)
             found: list[monitor_api.NodeProcess] = []
             while True:
-                page = await fleet.stub.ListProcesses(request, timeout=5)
+                page = await fleet.stub.ListProcesses(request, timeout=30)
                 found += page.processes
                 request.page_token = page.next_page_token
                 if not request.page_token:
@@ -155,7 +155,7 @@ def watch(
 async def changes(
     call: grpc.aio.UnaryStreamCall[monitor_api.WatchNodesRequest, monitor_api.WatchNodesResponse],
 ) -> monitor_api.WatchNodesResponse:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         found = await call.read()
     assert isinstance(found, monitor_api.WatchNodesResponse)
     return found

@@ -60,7 +60,7 @@ async def test_each_series_of_a_gpu_says_who_holds_it_where_that_is_set(program:
         httpx.AsyncClient() as client,
     ):
         await fleet.until("alpha", monitor_api.NodeState.NODE_STATE_ONLINE)
-        text = (await client.get(f"http://{listen}/metrics", timeout=10)).text
+        text = (await client.get(f"http://{listen}/metrics", timeout=30)).text
     found = [one.labels for one in samples(text) if "uuid" in one.labels or "UUID" in one.labels]
     of_first = [one for one in found if FIRST in one.values()]
     wanted = ("ann,ben", "vision", "r2") if labelled else (None, None, None)

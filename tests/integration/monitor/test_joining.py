@@ -444,14 +444,14 @@ async def test_a_certificate_is_renewed_for_the_caller_on_its_connection_alone(s
         )
         asked = api.JoinRequest(token=json.loads(made.out)["token"], node="services", csr=request.csr)
         async with open_channel(site.gateway, tls=ClientTls(site.pki / "ca.crt")) as channel:
-            await api.JoinServiceStub(channel).Join(asked, timeout=10)
+            await api.JoinServiceStub(channel).Join(asked, timeout=30)
 
     async with AsyncExitStack() as stack:
         for address, files, shown in calls:
             channel = await stack.enter_async_context(open_channel(address, tls=files, token=shown))
             try:
                 with rpc_errors():
-                    answer = await api.CertificateServiceStub(channel).RenewCertificate(request, timeout=10)
+                    answer = await api.CertificateServiceStub(channel).RenewCertificate(request, timeout=30)
                 signed = x509.load_pem_x509_certificate(answer.certificate_pem.encode())
                 outcomes.append(subject_of(signed).uri)
             except errors.GpuscaleError as error:
@@ -481,7 +481,7 @@ async def test_only_gateways_that_joined_follow_the_files_of_the_fleet(site: Sit
         async with open_channel(address, tls=tls) as channel:
             request = monitor_internal.FollowFilesRequest(csr=make_request()[1])
             call = monitor_internal.ServicesHostServiceStub(channel).FollowFiles(
-                request, metadata=caller, timeout=10
+                request, metadata=caller, timeout=30
             )
             try:
                 with rpc_errors():

@@ -61,7 +61,7 @@ class Site:
             request_id=request_id or str(uuid4()), holder=who, ask=allocator_api.Ask(gpu_count=1, **ask)
         )
         with rpc_errors():
-            return await self.allocator.Reserve(request, metadata=bearer(who), timeout=10)
+            return await self.allocator.Reserve(request, metadata=bearer(who), timeout=30)
 
     async def admit(self, who: str, one: allocator_api.ReserveResponse, **other: Any) -> None:
         """Admit the work of a grant with its token; `other` fields instead of the grant's."""
@@ -74,7 +74,7 @@ class Site:
         }
         request = monitor_api.AdmitWorkRequest(**(fields | other))
         with rpc_errors():
-            await self.work.AdmitWork(request, metadata=bearer(who), timeout=10)
+            await self.work.AdmitWork(request, metadata=bearer(who), timeout=30)
 
     async def refused(self, who: str, one: allocator_api.ReserveResponse, **other: Any) -> str:
         with pytest.raises(GpuscaleError) as error:
@@ -84,7 +84,7 @@ class Site:
     async def reset(self, who: str, *uuids: str) -> None:
         with rpc_errors():
             await self.work.ResetFences(
-                monitor_api.ResetFencesRequest(gpu_uuids=uuids), metadata=bearer(who), timeout=10
+                monitor_api.ResetFencesRequest(gpu_uuids=uuids), metadata=bearer(who), timeout=30
             )
 
 
@@ -129,7 +129,7 @@ async def site(folder: Path, *, checks: bool = True, fences_above: int = 0) -> A
         async def serves() -> bool:
             one = (await there.reserve("root", models=["Simulated GPU 80GB"])).reservation
             request = allocator_api.ReleaseReservationRequest(name=one.name, fence=one.fence)
-            await there.allocator.ReleaseReservation(request, metadata=bearer("root"), timeout=10)
+            await there.allocator.ReleaseReservation(request, metadata=bearer("root"), timeout=30)
             return True
 
         await eventually(
@@ -144,16 +144,16 @@ async def test_an_agent_asks_about_leases_and_orders_of_its_own_node_only(tmp_pa
         check = allocator_api.CheckLeaseRequest(
             name=mine.name, fence=mine.fence, node="alpha", gpu_uuids=[FIRST]
         )
-        await there.allocator.CheckLease(check, metadata=bearer("alpha"), timeout=10)
+        await there.allocator.CheckLease(check, metadata=bearer("alpha"), timeout=30)
         check.node = "beta"
         for who, reason in (("alpha", "OTHER_NODE"), ("eve", "ROLE_TOO_LOW")):
             with pytest.raises(PermissionDeniedError) as other, rpc_errors():
-                await there.allocator.CheckLease(check, metadata=bearer(who), timeout=10)
+                await there.allocator.CheckLease(check, metadata=bearer(who), timeout=30)
             assert other.value.reason == reason
         for who, node in (("alpha", "nodes/beta"), ("ann", "nodes/alpha")):
             with pytest.raises(GpuscaleError) as error, rpc_errors():
                 await there.policies.TakeKillOrders(
-                    allocator_api.TakeKillOrdersRequest(node=node), metadata=bearer(who), timeout=10
+                    allocator_api.TakeKillOrdersRequest(node=node), metadata=bearer(who), timeout=30
                 )
             assert error.value.reason == "NOT_YOUR_NODE"
 
@@ -161,7 +161,7 @@ async def test_an_agent_asks_about_leases_and_orders_of_its_own_node_only(tmp_pa
             request = allocator_api.TakeKillOrdersRequest(node="nodes/alpha")
             with suppress(NotFoundError), rpc_errors():
                 return not (
-                    await there.policies.TakeKillOrders(request, metadata=bearer("alpha"), timeout=10)
+                    await there.policies.TakeKillOrders(request, metadata=bearer("alpha"), timeout=30)
                 ).orders
             return False
 
@@ -207,7 +207,7 @@ async def test_what_was_granted_is_admitted_for_its_holder_and_whom_it_hands_the
         request = allocator_api.ReleaseReservationRequest(
             name=mine.reservation.name, fence=mine.reservation.fence
         )
-        await here.allocator.ReleaseReservation(request, metadata=bearer("ann"), timeout=10)
+        await here.allocator.ReleaseReservation(request, metadata=bearer("ann"), timeout=30)
         assert await here.refused("ann", mine) == "RESERVATION_ENDED"
 
 
@@ -259,7 +259,7 @@ async def test_fences_and_tokens_are_told_to_the_owner_alone_and_a_lease_token_n
         get = allocator_api.GetReservationRequest(name=mine.reservation.name)
 
         async def told(who: str) -> tuple[int, str]:
-            found = await here.allocator.GetReservation(get, metadata=bearer(who), timeout=10)
+            found = await here.allocator.GetReservation(get, metadata=bearer(who), timeout=30)
             return found.reservation.fence, found.lease_token
 
         assert await told("ann") == (mine.reservation.fence, mine.lease_token)
@@ -267,11 +267,11 @@ async def test_fences_and_tokens_are_told_to_the_owner_alone_and_a_lease_token_n
         assert await told("bob") == (0, "")
         assert await told("eve") == (0, "")
         listed = await here.allocator.ListReservations(
-            allocator_api.ListReservationsRequest(), metadata=bearer("eve"), timeout=10
+            allocator_api.ListReservationsRequest(), metadata=bearer("eve"), timeout=30
         )
         assert [one.fence for one in listed.reservations] == [0]
         watch = here.allocator.WatchReservations(
-            allocator_api.WatchReservationsRequest(), metadata=bearer("eve"), timeout=10
+            allocator_api.WatchReservationsRequest(), metadata=bearer("eve"), timeout=30
         )
         async for news in watch:
             assert [one.fence for one in news.reservations] == [0]
@@ -286,7 +286,7 @@ async def test_fences_and_tokens_are_told_to_the_owner_alone_and_a_lease_token_n
         async def renew(*shown: str) -> None:
             with rpc_errors():
                 await here.allocator.RenewReservation(
-                    renewal, metadata=[(LEASE_KEY, one) for one in shown], timeout=10
+                    renewal, metadata=[(LEASE_KEY, one) for one in shown], timeout=30
                 )
 
         await renew(mine.lease_token)

@@ -40,7 +40,7 @@ async def get(
 ) -> httpx.Response:
     scheme = "https" if "verify" in client else "http"
     headers = dict(bearer(token)) if token else {}
-    async with httpx.AsyncClient(trust_env=False, **client) as session:
+    async with httpx.AsyncClient(trust_env=False, timeout=30, **client) as session:
         return await session.request(method, f"{scheme}://{address}{path}", headers=headers)
 
 
@@ -140,7 +140,7 @@ async def test_a_caller_who_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyP
         host, _, port = address.rpartition(":")
         _, writer = await asyncio.open_connection(host, int(port), limit=1024)
         writer.write(b"GET /metrics HTTP/1.0\r\n\r\n")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await ended.wait()
         writer.close()
 
@@ -183,7 +183,7 @@ async def test_the_end_does_not_wait_for_a_scrape_and_its_page_is_seen_to_be_cut
         begun.set()
         await asyncio.Event().wait()
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         async with running(render=stuck) as address:
             scrape = asyncio.create_task(get(address))
             await begun.wait()

@@ -27,9 +27,9 @@ async def test_the_driver_can_be_released_and_taken_again(eight: NvmlDouble) -> 
         again = await one.until(lambda later: later.seq > snapshot.seq)
         assert ages(again)[0] > ages(snapshot)[0]
         assert eight.calls() == before, "nothing is asked of a driver that is released"
-        assert (await one.driver.ResumeDriver(monitor_api.ResumeDriverRequest(), timeout=5)).was_released
+        assert (await one.driver.ResumeDriver(monitor_api.ResumeDriverRequest(), timeout=30)).was_released
         await one.until_all(OK)
-        assert not (await one.driver.ResumeDriver(monitor_api.ResumeDriverRequest(), timeout=5)).was_released
+        assert not (await one.driver.ResumeDriver(monitor_api.ResumeDriverRequest(), timeout=30)).was_released
 
 
 async def test_a_released_driver_is_taken_again_when_its_time_is_over(eight: NvmlDouble) -> None:

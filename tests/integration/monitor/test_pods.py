@@ -97,7 +97,7 @@ async def test_the_fleet_and_metrics_tell_which_pods_have_which_gpus(
 
         await eventually(partial(tells, [["ml/train"], ["ml/a", "web/b"], []]))
         for page in pages:
-            text = (await client.get(f"http://{page}/metrics", timeout=10)).text
+            text = (await client.get(f"http://{page}/metrics", timeout=30)).text
             found = {
                 tuple(map(one.labels.get, ("uuid", "namespace", "pod")))
                 for one in named(text, "gpuscale_gpu_pod_info")

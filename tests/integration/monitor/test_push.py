@@ -39,7 +39,7 @@ async def test_an_agent_finds_a_fleet_that_comes_later_and_one_that_was_restarte
         return found.value
 
     async with running_agent(listen, calls=meter) as agent:
-        await agent.GetSnapshot(monitor_api.GetSnapshotRequest(), timeout=5)
+        await agent.GetSnapshot(monitor_api.GetSnapshotRequest(), timeout=30)
         assert await shown("connected") == 0
         seq = -1
         for _ in range(2):
@@ -170,7 +170,7 @@ async def test_an_agent_that_is_not_wanted_does_not_try_again_soon(status: grpc.
         await eventually(lambda: fleet.hellos >= 1)
         await asyncio.sleep(0.8)
         assert (fleet.hellos, fleet.snapshots) == (1, [])
-        await agent.GetSnapshot(monitor_api.GetSnapshotRequest(), timeout=5)
+        await agent.GetSnapshot(monitor_api.GetSnapshotRequest(), timeout=30)
 
 
 @pytest.mark.usefixtures("quick_backoff")
@@ -229,4 +229,4 @@ async def test_a_write_on_a_stream_that_has_ended_is_no_end_of_the_agent(
     async with running_agent("127.0.0.1:1") as agent:
         await eventually(lambda: len(calls) >= 3)
         assert {call.writes for call in calls[:2]} == {1}
-        await agent.GetSnapshot(monitor_api.GetSnapshotRequest(), timeout=5)
+        await agent.GetSnapshot(monitor_api.GetSnapshotRequest(), timeout=30)

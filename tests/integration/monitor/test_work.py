@@ -52,7 +52,7 @@ async def work(state_dir: Path | None) -> AsyncGenerator["WorkServiceAsyncStub",
             channel_to=channel_to, state_dir=state_dir, simulated_gpu_count=2, allocator=allocator
         ) as agent,
     ):
-        await agent.GetSnapshot(monitor_api.GetSnapshotRequest(), timeout=10)
+        await agent.GetSnapshot(monitor_api.GetSnapshotRequest(), timeout=30)
         yield monitor_api.WorkServiceStub(channels[0])
 
 
@@ -61,7 +61,7 @@ async def admit(service: "WorkServiceAsyncStub", fence: int, *uuids: str, pid: i
         gpu_uuids=uuids, fence=fence, reservation=f"reservations/r{fence}", pid=pid
     )
     with rpc_errors():
-        await service.AdmitWork(request, timeout=10)
+        await service.AdmitWork(request, timeout=30)
 
 
 async def refused(

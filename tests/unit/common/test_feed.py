@@ -44,7 +44,7 @@ def watch(
 
 
 async def told(stream: AsyncGenerator[bytes]) -> Any:
-    return WatchThingsResponse.FromString(await asyncio.wait_for(anext(stream), 5))
+    return WatchThingsResponse.FromString(await asyncio.wait_for(anext(stream), 30))
 
 
 async def test_all_that_is_there_is_told_then_what_changes_and_what_is_gone() -> None:

@@ -153,7 +153,7 @@ async def test_old_keys_count_while_new_ones_are_fetched(
     assert isinstance(tokens.principal(token), Principal)
     provider.answers = True
     provider.rotate()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while isinstance(await who(tokens, token), Principal):
             await asyncio.sleep(0.02)
 
