@@ -1,7 +1,6 @@
-"""A replica whose steps fail, again and again, holds up no other: on every engine, and in what is kept of them."""
+"""A replica whose steps fail, again and again, holds up no other on its engine; nor in their crew (adapters/test_crew.py)."""
 
-import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,18 +10,13 @@ from addons.kubernetes.tests import adapter as pods
 from addons.kubernetes.tests.fake_cluster import deployment
 from addons.kubernetes.tests.fake_cluster import serving as cluster_double
 from gpuscale.autoscaler.adapters.admission import Admission
-from gpuscale.autoscaler.adapters.crew import EngineCrew
 from gpuscale.autoscaler.adapters.engine import (
-    Desired,
     Finish,
     Kill,
-    Remove,
     ReplicaOrder,
     Sighting,
     Start,
-    Step,
     StepsFailedError,
-    WorkerGoal,
     WorkerLife,
 )
 from gpuscale.autoscaler.adapters.engines.container import docker_api
@@ -33,79 +27,13 @@ from gpuscale.autoscaler.adapters.engines.container.engine import (
     ContainerSettings,
     open_container_engine,
 )
-from gpuscale.autoscaler.adapters.journal import Journal
 from gpuscale.autoscaler.domain.replicas import ReplicaState
-from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale_kubernetes.pods import KubernetesTemplate
-from tests.support.clock import LoopClock
 from tests.support.docker_double import DockerDouble
-from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 
 ONE, TWO, THREE = (f"endpoints/e/replicas/{name}" for name in ("one", "two", "three"))
 ORDER = ReplicaOrder(ONE, "endpoints/e", {})
-
-
-def desired(name: str, goal: WorkerGoal = WorkerGoal.RUN, drain: float | None = None) -> Desired:
-    return Desired(replace(ORDER, replica=name), goal, "worker", drain)
-
-
-@pytest.mark.looptime
-@pytest.mark.parametrize("stuck", [WorkerGoal.RUN, WorkerGoal.STOP], ids=["start", "stop"])
-async def test_the_others_are_asked_once_killed_in_time_started_and_forgotten(
-    tmp_path: Path, stuck: WorkerGoal
-) -> None:
-    engine = FakeEngine()
-    crew = EngineCrew(engine, Journal(tmp_path), (), LoopClock(), asyncio.Event())
-    async with TaskScope() as tasks:
-        tasks.spawn("crew", crew.run())
-        wanted = [desired(TWO), *([desired(ONE)] if stuck is WorkerGoal.STOP else [])]
-        crew.apply(wanted)
-        await eventually(lambda: len(engine.has) == len(wanted))
-        engine.stuck[ONE] = "its device is hung"
-        crew.apply([desired(ONE, stuck, 1.0), desired(TWO, WorkerGoal.STOP, 5.0), desired(THREE)])
-        await eventually(lambda: engine.of(Kill), timeout=60)
-        assert engine.of(Finish).count(Finish(TWO, 5.0)) == 1
-        await eventually(lambda: THREE in engine.starts, timeout=60)
-        crew.apply([desired(ONE, stuck, 1.0), desired(TWO, WorkerGoal.FORGET), desired(THREE)])
-        await eventually(lambda: TWO not in (crew.reports() or (TWO,)), timeout=60)
-        assert Remove(TWO) in engine.taken
-        assert not any(isinstance(step, Kill) and step.replica == ONE for step in engine.taken)
-        engine.stuck.clear()
-        at_last = (
-            (lambda: Kill(ONE) in engine.taken)
-            if stuck is WorkerGoal.STOP
-            else (lambda: ONE in engine.starts)
-        )
-        await eventually(at_last, timeout=60)
-
-
-class Slow(FakeEngine):
-    """Takes its time for each step."""
-
-    async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
-        for _ in steps:
-            await asyncio.sleep(0.5)
-        return await super().apply(steps)
-
-
-@pytest.mark.looptime
-async def test_what_is_reported_stays_fresh_while_many_steps_are_taken_and_ends_come_first(
-    tmp_path: Path,
-) -> None:
-    engine = Slow()
-    crew = EngineCrew(engine, Journal(tmp_path), (), LoopClock(), asyncio.Event())
-    async with TaskScope() as tasks:
-        tasks.spawn("crew", crew.run())
-        crew.apply([desired(TWO)])
-        await eventually(lambda: TWO in engine.has)
-        many = [f"endpoints/e/replicas/r{number:02}" for number in range(60)]
-        crew.apply([desired(TWO, WorkerGoal.STOP, 5.0), *(desired(name) for name in many)])
-        while len(engine.has) <= len(many):
-            assert crew.reports() is not None
-            await asyncio.sleep(1)
-        assert engine.taken[1] == Finish(TWO, 5.0)
-        assert engine.starts == dict.fromkeys([TWO, *many], 1)
 
 
 @pytest.fixture

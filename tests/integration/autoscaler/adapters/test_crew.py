@@ -1,8 +1,8 @@
-"""All replicas of an adapter on an engine: adopted, not lost while the engine is silent, and never started twice."""
+"""All replicas of an adapter on an engine: not lost while the engine is silent, nor held up by one whose steps fail."""
 
 import asyncio
 import errno
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from gpuscale.autoscaler.adapters.engine import (
     ReplicaOrder,
     Sighting,
     Start,
+    Step,
     WorkerGoal,
     WorkerLife,
 )
@@ -24,13 +25,13 @@ from gpuscale.autoscaler.adapters.journal import Journal, JournalRecord, Phase
 from gpuscale.autoscaler.adapters.steps import KILLED
 from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
 from gpuscale.common.runtime.tasks import TaskScope
-from tests.support.clock import LoopClock
+from tests.support.clock import LoopClock, ManualClock
 from tests.support.fake_engine import FakeEngine
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.looptime
 
-ONE, TWO = "endpoints/e/replicas/one", "endpoints/e/replicas/two"
+ONE, TWO, THREE = (f"endpoints/e/replicas/{name}" for name in ("one", "two", "three"))
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +50,12 @@ def desired(name: str = ONE, goal: WorkerGoal = WorkerGoal.RUN, drain: float | N
 
 
 @asynccontextmanager
-async def running(engine: FakeEngine, path: Path) -> AsyncGenerator[EngineCrew]:
+async def running(
+    engine: FakeEngine, journal: Journal | Path, clock: ManualClock | None = None
+) -> AsyncGenerator[EngineCrew]:
     """A crew at work, until the block ends as if it had been killed: its replicas go on."""
-    crew = EngineCrew(engine, Journal(path), Journal(path).load(), LoopClock(), asyncio.Event())
+    kept = Journal(journal) if isinstance(journal, Path) else journal
+    crew = EngineCrew(engine, kept, kept.load(), clock or LoopClock(), asyncio.Event())
     async with TaskScope() as tasks:
         tasks.spawn("crew", crew.run())
         yield crew
@@ -100,9 +104,7 @@ async def test_a_drain_that_is_over_between_two_looks_at_the_clock_is_ended_at_o
     tmp_path: Path, behind: float
 ) -> None:
     engine = FakeEngine()
-    crew = EngineCrew(engine, Journal(tmp_path), (), BusyClock(behind), asyncio.Event())
-    async with TaskScope() as tasks:
-        tasks.spawn("crew", crew.run())
+    async with running(engine, tmp_path, BusyClock(behind)) as crew:
         crew.apply([desired()])
         engine.show(ONE, Sighting(WorkerLife.READY))
         await state(crew, ReplicaState.READY)
@@ -188,9 +190,7 @@ class FullDisk(Journal):
 async def test_on_a_full_disk_nothing_starts_and_what_should_stop_stops(tmp_path: Path) -> None:
     """It is asked to finish once, not with every look: for many a second SIGTERM means at once."""
     engine, journal = FakeEngine(), FullDisk(tmp_path)
-    crew = EngineCrew(engine, journal, (), LoopClock(), asyncio.Event())
-    async with TaskScope() as tasks:
-        tasks.spawn("crew", crew.run())
+    async with running(engine, journal) as crew:
         crew.apply([desired()])
         await state(crew, ReplicaState.STARTING)
         journal.full = True
@@ -219,9 +219,7 @@ async def test_what_many_replicas_do_at_once_is_written_at_once(tmp_path: Path) 
     """At most `AT_A_TIME` steps are taken between two observations, and recorded together."""
     names = [f"endpoints/e/replicas/r{number}" for number in range(AT_A_TIME)]
     engine, journal = FakeEngine(), CountingJournal(tmp_path)
-    crew = EngineCrew(engine, journal, (), LoopClock(), asyncio.Event())
-    async with TaskScope() as tasks:
-        tasks.spawn("crew", crew.run())
+    async with running(engine, journal) as crew:
         crew.apply([desired(name) for name in names])
         await state(crew, ReplicaState.STARTING, names[-1])
         await asyncio.sleep(1)
@@ -269,3 +267,55 @@ async def test_what_an_engine_takes_and_does_not_do_is_counted_by_reason(tmp_pat
         engine.stuck, engine.refuses = {}, "no such image"
         crew.apply([desired(TWO)])
         await eventually(lambda: crew.failures["apply", "REFUSED"] == 1)
+
+
+@pytest.mark.parametrize("stuck", [WorkerGoal.RUN, WorkerGoal.STOP], ids=["start", "stop"])
+async def test_the_others_are_asked_once_killed_in_time_started_and_forgotten(
+    tmp_path: Path, stuck: WorkerGoal
+) -> None:
+    engine = FakeEngine()
+    async with running(engine, tmp_path) as crew:
+        wanted = [desired(TWO), *([desired(ONE)] if stuck is WorkerGoal.STOP else [])]
+        crew.apply(wanted)
+        await eventually(lambda: len(engine.has) == len(wanted))
+        engine.stuck[ONE] = "its device is hung"
+        crew.apply([desired(ONE, stuck, 1.0), desired(TWO, WorkerGoal.STOP, 5.0), desired(THREE)])
+        await eventually(lambda: engine.of(Kill), timeout=60)
+        assert engine.of(Finish).count(Finish(TWO, 5.0)) == 1
+        await eventually(lambda: THREE in engine.starts, timeout=60)
+        crew.apply([desired(ONE, stuck, 1.0), desired(TWO, WorkerGoal.FORGET), desired(THREE)])
+        await eventually(lambda: TWO not in (crew.reports() or (TWO,)), timeout=60)
+        assert Remove(TWO) in engine.taken
+        assert not any(isinstance(step, Kill) and step.replica == ONE for step in engine.taken)
+        engine.stuck.clear()
+        at_last = (
+            (lambda: Kill(ONE) in engine.taken)
+            if stuck is WorkerGoal.STOP
+            else (lambda: ONE in engine.starts)
+        )
+        await eventually(at_last, timeout=60)
+
+
+class Slow(FakeEngine):
+    """Takes its time for each step."""
+
+    async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
+        for _ in steps:
+            await asyncio.sleep(0.5)
+        return await super().apply(steps)
+
+
+async def test_what_is_reported_stays_fresh_while_many_steps_are_taken_and_ends_come_first(
+    tmp_path: Path,
+) -> None:
+    engine = Slow()
+    async with running(engine, tmp_path) as crew:
+        crew.apply([desired(TWO)])
+        await eventually(lambda: TWO in engine.has)
+        many = [f"endpoints/e/replicas/r{number:02}" for number in range(60)]
+        crew.apply([desired(TWO, WorkerGoal.STOP, 5.0), *(desired(name) for name in many)])
+        while len(engine.has) <= len(many):
+            assert crew.reports() is not None
+            await asyncio.sleep(1)
+        assert engine.taken[1] == Finish(TWO, 5.0)
+        assert engine.starts == dict.fromkeys([TWO, *many], 1)
