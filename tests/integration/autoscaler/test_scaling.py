@@ -148,17 +148,28 @@ def test_an_endpoint_counts_against_a_tenant_that_its_creator_may_use(
     assert refused.value.reason == "OTHER_TENANT"
 
 
-async def test_more_gpus_than_any_node_has_is_said_so(autoscaler: Autoscaler, adapter: FakeAdapter) -> None:
-    await autoscaler.create(endpoint(low=1, high=1, gpus=9))
-    assert (await decided(autoscaler, "UNSATISFIABLE")).granted == 0
-
-
-async def test_no_adapter_has_the_template(autoscaler: Autoscaler, allocator: FakeAllocator) -> None:
-    await autoscaler.create(endpoint(low=1, high=1, gpus=1))
+async def test_what_keeps_a_replica_from_starting_is_said_and_nothing_is_reserved_in_vain(
+    autoscaler: Autoscaler, allocator: FakeAllocator
+) -> None:
+    await autoscaler.create(endpoint(low=2, high=2, gpus=1))
     assert "no adapter is connected" in (await decided(autoscaler, "NO_ADAPTER")).summary
     assert not allocator.held, "nothing is reserved that nobody could use"
-    async with FakeAdapter().connected(autoscaler.address):
-        await ready(autoscaler, 1)
+    async with FakeAdapter(max_replicas=1).connected(autoscaler.address):
+
+        async def full() -> bool:
+            return "the maximum number of replicas" in (await autoscaler.latest()).summary
+
+        await eventually(full)
+        assert len(allocator.reservations) == 1
+    async with FakeAdapter("b").connected(autoscaler.address):
+        await autoscaler.create(endpoint(low=1, high=1, gpus=9, name="large"))
+
+        async def no_node_has_so_many() -> bool:
+            return "UNSATISFIABLE" in {
+                enum_word(one, "limited_by") for one in await autoscaler.history("endpoints/large")
+            }
+
+        await eventually(no_node_has_so_many)
 
 
 async def test_an_adapter_on_a_node_that_the_allocator_does_not_know_is_passed_over(
@@ -179,15 +190,6 @@ async def test_an_adapter_on_a_node_that_the_allocator_does_not_know_is_passed_o
         await eventually(nobody_else)
     assert len(adapter.starts) == 2
     assert not stranger.starts
-
-
-async def test_no_gpu_is_reserved_for_adapters_that_are_full(
-    autoscaler: Autoscaler, allocator: FakeAllocator
-) -> None:
-    async with FakeAdapter(max_replicas=1).connected(autoscaler.address):
-        await autoscaler.create(endpoint(low=2, high=2, gpus=1))
-        assert "the maximum number of replicas" in (await decided(autoscaler, "NO_ADAPTER")).summary
-        assert len(allocator.reservations) == 1
 
 
 async def _connected(autoscaler: Autoscaler, count: int) -> bool:
