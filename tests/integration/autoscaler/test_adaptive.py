@@ -51,7 +51,7 @@ async def adaptive(folder: Path) -> AsyncGenerator[tuple[Asking, LaterClock, set
         attended.add(endpoint.etag)
         await attend(self, endpoint)
 
-    some = [one for one in candidates(5.0, 2) if one[1] in {"gpuscale", "hpa"}][:12]
+    some = [one for one in candidates(5.0, 2) if one[1] in {"gpuscale", "hpa"}][:6]
     with (
         patch.object(Histories, "workload", workload),
         patch.object(adapting.Adapting, "attend", noted),

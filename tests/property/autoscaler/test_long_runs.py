@@ -1,6 +1,6 @@
 """An endpoint over many evaluations, by rules of every kind: never beyond its bounds, and the same again from the record.
 
-20,000 evaluations in all, with memory, cooldowns and bursts carried along, signals that come and go, and specs that change.
+8,000 evaluations in all, with memory, cooldowns and bursts carried along, signals that come and go, and specs that change.
 """
 
 import random
@@ -53,7 +53,7 @@ from gpuscale.autoscaler.wire.decisions import decision_body, question_from_wire
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 from tests.support.autoscaler_values import NOW, WALL, endpoint, signal
 
-RUNS, STEPS = 200, 100
+RUNS, STEPS = 80, 100
 KINDS: tuple[Kind, ...] = (
     StepRule(Comparator.GREATER_THAN, 20.0, 3),
     StepRule(Comparator.LESS_THAN_OR_EQUAL, 5.0, -2),

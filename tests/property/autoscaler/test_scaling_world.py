@@ -247,7 +247,7 @@ def test_a_grant_that_was_never_heard_of_is_used_or_replaced(meanwhile: str) -> 
     played(work, ADAPTERS[:2])
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_whoever_dies_meanwhile_the_higher_priority_has_its_gpus_and_the_lower_one_keeps_its_min(
     seed: int,
 ) -> None:
