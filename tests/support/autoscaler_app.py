@@ -101,6 +101,11 @@ class Autoscaler:
     async def status(self) -> api.EndpointStatus:
         return (await self.get()).status
 
+    async def connected(self, count: int) -> bool:
+        """Whether so many adapters are connected."""
+        found = await self.adapters.ListAdapters(api.ListAdaptersRequest(), timeout=TIMEOUT)
+        return sum(one.state == api.Adapter.STATE_CONNECTED for one in found.adapters) == count
+
 
 @asynccontextmanager
 async def running(

@@ -74,12 +74,8 @@ class Move:
         wanted = endpoint(low=COUNT, high=COUNT, gpus=1, name=self.endpoint, movable=to_duration(5))
         wanted.spec.template.lease_ttl.CopyFrom(to_duration(LONG))
         async with self.autoscaler.called() as called:
-
-            async def connected() -> bool:
-                found = await called.adapters.ListAdapters(api.ListAdaptersRequest(), timeout=5)
-                return len(found.adapters) == len(self.adapters)
-
-            await eventually(connected, WAIT)  # a replica moves to where it could have started
+            # A replica moves to where it could have started.
+            await eventually(lambda: called.connected(len(self.adapters)), WAIT)
             await called.create(wanted)
         self.old = await self.wrote("up", count=COUNT)
         (self.folder / "serve").unlink()

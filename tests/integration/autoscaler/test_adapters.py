@@ -113,7 +113,7 @@ async def test_a_lost_adapter_makes_its_replicas_unknown_and_nothing_else_happen
 
     async with other.connected(autoscaler.address):
         async with lost.connected(autoscaler.address):
-            await eventually(lambda: _connected(autoscaler, 2))
+            await eventually(lambda: autoscaler.connected(2))
             await autoscaler.create(scaling(high=2, gpus=1))
             await shows(autoscaler, "READY", "READY")
             assert (len(lost.alive), len(other.alive)) == (1, 1)
@@ -132,10 +132,6 @@ async def test_a_lost_adapter_makes_its_replicas_unknown_and_nothing_else_happen
     assert set((lost.starts + other.starts).values()) == {1}
 
 
-async def _connected(autoscaler: Autoscaler, count: int) -> bool:
-    return sum(one.state == api.Adapter.STATE_CONNECTED for one in await listed(autoscaler)) == count
-
-
 async def test_a_silent_adapter_is_lost_although_it_is_connected(
     autoscaler: Autoscaler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,7 +142,7 @@ async def test_a_silent_adapter_is_lost_although_it_is_connected(
         await shows(autoscaler, "READY")
         adapter.silent = True
         await shows(autoscaler, "UNKNOWN")
-        assert await _connected(autoscaler, 0)
+        assert await autoscaler.connected(0)
         adapter.silent = False
         await shows(autoscaler, "READY")
     assert set(adapter.starts.values()) == {1}
@@ -238,7 +234,7 @@ async def test_an_adapter_is_told_nothing_before_it_has_reported(autoscaler: Aut
     await autoscaler.create(endpoint(low=1, high=1))
     async with connection(autoscaler.channel, REGISTER) as opened:
         await eventually(lambda: listed(autoscaler))
-        assert await _connected(autoscaler, 0)
+        assert await autoscaler.connected(0)
         await shows(autoscaler, "PENDING")
         await opened.send(autoscaler_internal.Report())
         told = await opened.receive()
@@ -268,7 +264,7 @@ async def test_a_replica_that_never_reached_its_adapter_ends_when_the_stop_is_ac
 async def test_adapters_are_listed_by_id(autoscaler: Autoscaler) -> None:
     one, two = FakeAdapter("b", node=""), FakeAdapter("a", templates=("y", "x"), max_replicas=3)
     async with one.connected(autoscaler.address), two.connected(autoscaler.address):
-        await eventually(lambda: _connected(autoscaler, 2))
+        await eventually(lambda: autoscaler.connected(2))
         first, second = await listed(autoscaler)
     assert (first.name, first.kind, first.node, first.max_replicas) == ("adapters/a", "fake", "nodes/n", 3)
     assert list(first.templates) == ["x", "y"]
@@ -291,9 +287,9 @@ async def test_what_a_forgotten_adapter_had_ends_as_failed_and_another_takes_ove
         await autoscaler.create(endpoint(low=2, high=2, gpus=1))
         await eventually(lambda: len(lost.alive) == 2)
         names = set(lost.alive)
-    await eventually(lambda: _connected(autoscaler, 0))
+    await eventually(lambda: autoscaler.connected(0))
     async with other.connected(autoscaler.address):
-        await eventually(lambda: _connected(autoscaler, 1))
+        await eventually(lambda: autoscaler.connected(1))
         assert not other.alive, "while the first may come back, nothing takes the place of its replicas"
         assert set(await forget(autoscaler)) == names
         await eventually(lambda: len(other.alive) == 2)

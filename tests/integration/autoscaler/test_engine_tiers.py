@@ -48,12 +48,7 @@ async def settled(autoscaler: Autoscaler, **expected: int) -> None:
 async def connected(autoscaler: Autoscaler, stack: AsyncExitStack, *adapters: FakeAdapter) -> None:
     for one in adapters:
         await stack.enter_async_context(one.connected(autoscaler.address))
-
-    async def all_of_them() -> bool:
-        listed = await autoscaler.adapters.ListAdapters(api.ListAdaptersRequest(), timeout=TIMEOUT)
-        return len(listed.adapters) == len(adapters)
-
-    await eventually(all_of_them)
+    await eventually(lambda: autoscaler.connected(len(adapters)))
 
 
 async def test_replicas_of_an_engine_take_no_reservation(

@@ -192,11 +192,6 @@ async def test_an_adapter_on_a_node_that_the_allocator_does_not_know_is_passed_o
     assert not stranger.starts
 
 
-async def _connected(autoscaler: Autoscaler, count: int) -> bool:
-    answer = await autoscaler.adapters.ListAdapters(api.ListAdaptersRequest(), timeout=TIMEOUT)
-    return sum(one.state == api.Adapter.STATE_CONNECTED for one in answer.adapters) == count
-
-
 async def test_a_persons_order_moves_the_count_and_rules_go_on_from_there(
     autoscaler: Autoscaler, adapter: FakeAdapter
 ) -> None:
@@ -278,7 +273,7 @@ async def test_gpus_whose_adapter_goes_away_while_they_are_reserved_are_given_ba
     async with FakeAdapter().connected(autoscaler.address):
         await autoscaler.create(endpoint(low=1, high=1, gpus=1))
         await eventually(lambda: allocator.held)
-    await eventually(lambda: _connected(autoscaler, 0))
+    await eventually(lambda: autoscaler.connected(0))
     allocator.answers.set()
     await eventually(lambda: not allocator.held)
 
