@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.asking_autoscaler import Asking, asking
 from tests.support.autoscaler_app import Autoscaler, running
 from tests.support.fake_adapter import FakeAdapter
 from tests.support.fake_allocator import FakeAllocator, serving
@@ -18,6 +19,12 @@ def allocator() -> FakeAllocator:
 @pytest.fixture
 async def autoscaler(tmp_path: Path, allocator: FakeAllocator) -> AsyncGenerator[Autoscaler]:
     async with serving(allocator) as address, running(tmp_path, address) as one:
+        yield one
+
+
+@pytest.fixture
+async def asked(tmp_path: Path) -> AsyncGenerator[Asking]:
+    async with asking(tmp_path) as one:
         yield one
 
 

@@ -25,12 +25,6 @@ LONG = api.Workload(arrivals=[0.0, 96_000.0], service_seconds=[1.0, 1.0])
 FAST = api.EndpointSpec(min_replicas=1, max_replicas=1, tick=to_duration(0.1))
 
 
-@pytest.fixture
-async def asked(tmp_path: Path) -> AsyncIterator[Asking]:
-    async with asking(tmp_path) as found:
-        yield found
-
-
 def policies(*names: str) -> api.BacktestSpec:
     keda = api.PresetWish(preset="keda")
     return api.BacktestSpec(policies=[api.BacktestPolicy(name=name, preset=keda) for name in names], slots=2)

@@ -1,7 +1,6 @@
 """What is kept of an endpoint's evaluations: inputs to evaluate them again, and a workload to run again."""
 
 import sqlite3
-from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
 
@@ -11,10 +10,9 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.backtest import world
-from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.wire import enum_word, to_duration
 from tests.support.asking_autoscaler import Asking, asking
-from tests.support.autoscaler_app import TIMEOUT, FakeWatchers, reason, scaling
+from tests.support.autoscaler_app import TIMEOUT, reason, scaling
 from tests.support.waiting import eventually
 
 OF_THE_ENDPOINT = api.BacktestRequest(
@@ -23,12 +21,6 @@ OF_THE_ENDPOINT = api.BacktestRequest(
     service_time=to_duration(2),
     goal=to_duration(60),
 )
-
-
-@pytest.fixture
-async def asked(tmp_path: Path) -> AsyncIterator[Asking]:
-    async with asking(tmp_path, FakeWatchers(SystemClock())) as found:
-        yield found
 
 
 async def decided(asked: Asking) -> api.Decision:
@@ -100,11 +92,11 @@ async def test_a_history_outlives_the_program_and_goes_with_its_endpoint(
 ) -> None:
     monkeypatch.setattr(world, "SPACING", 0.1)
     monkeypatch.setattr(world, "LONGEST_HELD", 0.0)  # each is kept, though the queue stays as it is
-    async with asking(tmp_path, FakeWatchers(SystemClock())) as asked:
+    async with asking(tmp_path) as asked:
         await decided(asked)
         await eventually(lambda: rows(tmp_path) > 2)
     monkeypatch.setattr(world, "SPACING", 3600.0)  # now it is noted once at most, which is no history
-    async with asking(tmp_path, FakeWatchers(SystemClock())) as asked:
+    async with asking(tmp_path) as asked:
         response = await asked.backtests.Backtest(OF_THE_ENDPOINT, timeout=TIMEOUT)
         assert response.reports[0].request_count >= 52
         await asked.autoscaler.delete()

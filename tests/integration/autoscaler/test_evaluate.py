@@ -1,7 +1,5 @@
 """Presets, evaluations and backtests over gRPC: what is stated counts, the rest is live, and nothing is stored."""
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -9,19 +7,12 @@ import pytest
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.common.rpc.status import from_rpc_error
-from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.wire import to_duration
-from tests.support.asking_autoscaler import Asking, asking
-from tests.support.autoscaler_app import TIMEOUT, FakeWatchers, reason, scaling
+from tests.support.asking_autoscaler import Asking
+from tests.support.autoscaler_app import TIMEOUT, reason, scaling
 from tests.support.waiting import eventually
 
 STEADY = [float(second) for second in range(300)]
-
-
-@pytest.fixture
-async def asked(tmp_path: Path) -> AsyncIterator[Asking]:
-    async with asking(tmp_path, FakeWatchers(SystemClock())) as found:
-        yield found
 
 
 def workload(**more: Any) -> api.BacktestRequest:

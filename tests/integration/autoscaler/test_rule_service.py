@@ -11,13 +11,11 @@ from google.protobuf.field_mask_pb2 import FieldMask
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.common.rpc.status import from_rpc_error
-from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.wire import seconds, to_duration
 from tests.support.autoscaler_app import (
     GREATER,
     TIMEOUT,
     Autoscaler,
-    FakeWatchers,
     reason,
     running,
     scaling,
@@ -57,7 +55,7 @@ class Rules:
 
 @pytest.fixture
 async def rules(tmp_path: Path) -> AsyncIterator[Rules]:
-    async with running(tmp_path, "127.0.0.1:1", FakeWatchers(SystemClock())) as autoscaler:
+    async with running(tmp_path, "127.0.0.1:1") as autoscaler:
         await autoscaler.create(scaling())
         yield Rules(autoscaler)
 
@@ -79,7 +77,9 @@ async def reused(call: Awaitable[object]) -> None:
     assert reason(caught.value) == ("ALREADY_EXISTS", "REQUEST_ID_REUSED")
 
 
-async def test_a_rule_is_created_in_its_endpoint_and_the_same_again_is_the_same(rules: Rules) -> None:
+async def test_a_rule_is_created_in_its_endpoint_the_same_again_is_the_same_and_one_is_deleted(
+    rules: Rules,
+) -> None:
     before = (await rules.autoscaler.get()).etag
     made = await rules.create(extra(priority=-1))
     assert made.name == EXTRA
@@ -88,6 +88,10 @@ async def test_a_rule_is_created_in_its_endpoint_and_the_same_again_is_the_same(
     assert [one.id for one in endpoint.spec.rules] == ["up", "down", "extra"]
     assert (await rules.create(extra(priority=-1))).etag == made.etag
     assert await refused(rules.create(extra(priority=5))) == ("ALREADY_EXISTS", [])
+    await rules.delete()
+    assert [one.id for one in (await rules.autoscaler.get()).spec.rules] == ["down", "extra"]
+    for gone in (rules.delete(), rules.get()):
+        assert await refused(gone) == ("NOT_FOUND", [])
 
 
 async def test_a_request_id_is_answered_the_same_whatever_became_of_the_rule(rules: Rules) -> None:
@@ -153,13 +157,6 @@ async def test_when_a_rule_changed_the_count_is_told(rules: Rules) -> None:
 
     await eventually(changed)
     assert seconds((await rules.get()).since_change) < 60
-
-
-async def test_a_rule_is_deleted(rules: Rules) -> None:
-    await rules.delete()
-    assert [one.id for one in (await rules.autoscaler.get()).spec.rules] == ["down"]
-    assert await refused(rules.delete()) == ("NOT_FOUND", [])
-    assert await refused(rules.get()) == ("NOT_FOUND", [])
 
 
 async def test_what_makes_no_sense_is_refused_with_the_field_of_the_rule(rules: Rules) -> None:

@@ -8,16 +8,9 @@ import pytest
 
 from gpuscale.autoscaler.signals import polling
 from gpuscale.autoscaler.signals.polling import NoAnswerError, PollAnswer, Poller
-from tests.support.clock import ManualClock
+from tests.support.clock import LoopClock
 
 pytestmark = pytest.mark.looptime
-
-
-class LoopClock(ManualClock):
-    """The virtual clock of the running loop."""
-
-    def now(self) -> float:
-        return asyncio.get_running_loop().time()
 
 
 class Place:
