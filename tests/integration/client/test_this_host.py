@@ -217,24 +217,18 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.name.startswith("gpuscale.client.")]
 
 
-def test_where_no_agent_answers_leases_go_on_and_say_so_once(
+async def test_where_no_agent_answers_leases_go_on_and_each_client_says_so_once(
     server: FakeServer, unadmitted: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with server.connect() as client:
         for _ in range(2):
             with client.reserve(1) as lease:
                 lease.check()
-    assert warnings_of(caplog) == [f"the agent does not count this process {unadmitted}"]
-
-
-async def test_where_no_agent_answers_leases_of_an_event_loop_go_on_and_say_so_once(
-    server: FakeServer, unadmitted: str, caplog: pytest.LogCaptureFixture
-) -> None:
     async with server.connect_async() as client:
         for _ in range(2):
             async with client.reserve(1) as lease:
                 lease.check()
-    assert warnings_of(caplog) == [f"the agent does not count this process {unadmitted}"]
+    assert warnings_of(caplog) == [f"the agent does not count this process {unadmitted}"] * 2
 
 
 def test_where_no_agent_answers_a_command_runs_and_it_is_said(server: FakeServer, unadmitted: str) -> None:
