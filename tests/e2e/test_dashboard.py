@@ -246,17 +246,6 @@ def test_a_page_comes_with_its_data(up: Up, site: str) -> None:
     eventually_sync(all_are_there, timeout=30)
 
 
-def test_the_filter_finds_by_holder_and_a_gpu_has_charts_of_what_it_read(browser: Browser, site: str) -> None:
-    with page_of(browser) as page:
-        page.goto(site)
-        page.get_by_placeholder("filter").fill("chat")
-        eventually_sync(lambda: tile(page, "GPUs") == "2", timeout=30)
-        page.locator("a[href^='/gpus/']").first.click()
-        page.get_by_text("a point every").wait_for()
-        eventually_sync(lambda: page.locator("canvas").count() == 6)
-        page.get_by_text("memory temperature", exact=True).wait_for()
-
-
 def test_an_endpoint_says_why(browser: Browser, site: str) -> None:
     with page_of(browser) as page:
         page.goto(f"{site}/endpoints/chat")

@@ -291,22 +291,6 @@ def test_without_room_it_waits_its_turn_and_says_so(up: Up) -> None:
     assert ended(second).out == "mine\n"
 
 
-def test_whoever_waits_is_told_how_it_stands_and_served(up: Up) -> None:
-    # Until the next reading a simulated GPU is as busy as the command that has ended made it.
-    first = ctl(up, "reserve", "--gpus", "2", "--wait", "10s", "-o", "name").out.strip()
-    late = ctl(up, "reserve", "--gpus", "1", "--wait", "200ms")
-    assert late.code == 5
-    assert "not served within 0.2 s" in late.err
-    process = start(up, "reserve", "--gpus", "1", "--wait", "60s", "-o", "name")
-    news = line(process.stderr)
-    assert news.startswith("waiting ")
-    assert "next in the queue: no room now" in news
-    assert ctl(up, "release", first).code == 0
-    ran = ended(process)
-    assert ran.code == 0, ran.err
-    assert ctl(up, "release", ran.out.strip()).code == 0
-
-
 def test_a_command_gets_the_gpus_of_a_booking_and_others_do_not(up: Up) -> None:
     booked = ctl(up, "reserve", "--gpus", "2", "--at", "now", "--for", "1h", "--name", "demo", "-o", "json")
     assert booked.code == 0, booked.err
