@@ -43,32 +43,16 @@ PROGRAMS = ("fleet", "allocator", "autoscaler", "gateway", "dashboard", "agent",
 SLOW = {"allocator": {"GPUSCALE_FAILPOINTS": "allocator.store.before_commit=sleep:0.4"}}
 """What holds programs up from the beginning on."""
 WINDOW = "20s"
-OTHERS = {
-    "GpuscaleCertificateEndsSoon": "nothing here has a certificate",
-    "GpuscaleAgentCutOff": "its program has a test of its own",
-    "GpuscaleCallersRefused": "its program has a test of its own",
-    "GpuscaleHistoryStopped": "its program has a test of its own",
-    "GpuscaleAdapterSilent": "its autoscaler is killed here",
-    "GpuscaleNodeOffline": "a host is stale first",
-    "GpuscaleCommitsFail": "stores fail in tests of their own",
-    "GpuscaleNoLeader": "the standbys' tests end the database",
-    "GpuscaleInternalErrors": "there is no fault of gpuscale to call up",
-    "GpuscaleSnapshotsRejected": "needs two agents of one name",
-    "GpuscaleGpuMemoryErrors": "errors of memory are read once in a while alone",
-    "GpuscaleGpuRepairPending": "likewise",
-    "GpuscaleGpuRowsNotReplaced": "likewise",
-    "GpuscaleGpuNeedsAction": "the driver of the tests asks for nothing",
-    "GpuscaleGpusLeftOut": "needs thousands of GPUs",
-    "GpuscaleAgentExpensive": "fires as it likes on a busy machine",
-    "GpuscaleCollectionStuck": "a stuck driver does not hold up snapshots",
-    "GpuscaleEndpointLate": "needs an autoscaler without CPU",
+SELDOM = {
+    *("GpuscaleGpuMemoryErrors", "GpuscaleGpuRepairPending", "GpuscaleGpuRowsNotReplaced"),
+    *("GpuscaleGpuNeedsAction", "GpuscaleGpusLeftOut"),
 }
-"""Alerts that promtool alone makes fire, and why."""
+"""Of GPUs, too: errors of memory are read once in a while alone, the driver's double asks for nothing, and has no thousands of GPUs."""
 
 
-def alerts() -> list[str]:
-    """Names of all alerts."""
-    return re.findall(r"- alert: (\w+)", RULES.read_text(encoding="utf-8"))
+def alerts_of_gpus() -> set[str]:
+    """Names of all that the double can make fire."""
+    return set(re.findall(r"- alert: (GpuscaleGpu\w+)", RULES.read_text(encoding="utf-8"))) - SELDOM
 
 
 def shortened() -> str:
@@ -288,7 +272,7 @@ async def test_alerts_fire_on_what_they_are_for(tmp_path: Path, disk: Path) -> N
         asking = asyncio.ensure_future(site.keep_writing(way))
         break_gpus(site.double)
         await read_anew(site.at["agent"])
-        await until_firing(client, {one for one in alerts() if one.startswith("GpuscaleGpu")} - OTHERS.keys())
+        await until_firing(client, alerts_of_gpus())
         site.double.hold(site.double.gpus[0].rules)
         site.double.write()
         gateway = psutil.Process(site.processes["gateway"].pid)
@@ -340,10 +324,3 @@ async def until_firing(client: httpx.AsyncClient, wanted: set[str]) -> None:
         return True
 
     await eventually(all_of_them, timeout=90.0, retry_on=(AssertionError, httpx.HTTPError))
-
-
-def test_what_does_not_fire_here_is_named_with_its_reason() -> None:
-    shown = set(re.findall(r'"(Gpuscale\w+)"', Path(__file__).read_text(encoding="utf-8")))
-    gpus = {alert for alert in alerts() if alert.startswith("GpuscaleGpu")}
-    assert set(alerts()) <= shown | gpus
-    assert set(alerts()) >= OTHERS.keys()
