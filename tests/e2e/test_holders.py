@@ -178,7 +178,7 @@ def test_a_process_that_runs_already_is_adopted_and_its_gpu_is_nobody_elses_unti
         use(double, (process.pid, 60))
         eventually_sync(lambda: usages_of_gpu(up) == [process.pid])
         assert ctl("adopt", str(process.pid)).code == 0
-    eventually_sync(lambda: listed() == [], timeout=20.0)
+    eventually_sync(lambda: listed() == [])
 
 
 def usages_of_gpu(up: Up) -> list[int]:

@@ -246,8 +246,8 @@ def _sleeping(command: bytes) -> bool:
 def test_a_killed_supervisor_leaves_no_process_and_its_job_has_ended(site: Site) -> None:
     name = site.detached("setsid sleep 7414 & trap '' TERM; sleep 7415; wait", "--ttl", "60s")
     os.kill(int((site.folder(name) / "pid").read_text()), signal.SIGKILL)
-    eventually_sync(lambda: not _sleeping(b"sleep\x00741"), timeout=9.0)
-    eventually_sync(lambda: site.job(name)["state"] == "STATE_STOPPED", timeout=9.0)
+    eventually_sync(lambda: not _sleeping(b"sleep\x00741"))
+    eventually_sync(lambda: site.job(name)["state"] == "STATE_STOPPED")
     assert "its supervisor was killed" in site.ctl("get", "job", name).out
 
 

@@ -56,24 +56,24 @@ class Stack:
     def replicas(self) -> list[Any]:
         stub = autoscaler_api.EndpointServiceStub(self.channel)
         request = autoscaler_api.ListReplicasRequest(parent=ENDPOINT, page_size=1000)
-        return list(stub.ListReplicas(request, timeout=10).replicas)
+        return list(stub.ListReplicas(request, timeout=60).replicas)
 
     def reservations(self) -> list[Any]:
         stub = allocator_api.AllocatorServiceStub(self.channel)
         return list(
             stub.ListReservations(
-                allocator_api.ListReservationsRequest(page_size=1000), timeout=10
+                allocator_api.ListReservationsRequest(page_size=1000), timeout=60
             ).reservations
         )
 
     def endpoint(self) -> Any:
         stub = autoscaler_api.EndpointServiceStub(self.channel)
-        return stub.GetEndpoint(autoscaler_api.GetEndpointRequest(name=ENDPOINT), timeout=10).endpoint
+        return stub.GetEndpoint(autoscaler_api.GetEndpointRequest(name=ENDPOINT), timeout=60).endpoint
 
     def decisions(self) -> list[Any]:
         stub = autoscaler_api.DecisionServiceStub(self.channel)
         request = autoscaler_api.ListDecisionsRequest(parent=ENDPOINT, page_size=1000)
-        return list(stub.ListDecisions(request, timeout=10).decisions)
+        return list(stub.ListDecisions(request, timeout=60).decisions)
 
     def look(self) -> list[Any]:
         """The live replicas, checked: within max, each with a live reservation of its own, no GPU twice."""
@@ -114,7 +114,7 @@ def stack(rabbitmq_private: RabbitBroker, tmp_path: Path) -> Iterator[Stack]:
     ):
         command = [*CTL, "--address", up.address, "apply", "-f", str(ROOT / "examples" / "endpoint.yaml")]
         applied = subprocess.run(
-            command, env=ctl_environment(), capture_output=True, text=True, timeout=30, check=False
+            command, env=ctl_environment(), capture_output=True, text=True, timeout=90, check=False
         )
         assert applied.returncode == 0, applied.stderr
         assert "endpoints/jobs created" in applied.stdout
@@ -130,7 +130,7 @@ def work(count: int, least: float, most: float) -> list[bytes]:
 def broker_totals(broker: RabbitBroker) -> dict[str, int]:
     """What the broker itself counted for the queue since it was declared."""
     url = f"{broker.management_url}/api/queues/%2F/{QUEUE}"
-    answer = httpx.get(url, auth=(broker.user, broker.password), timeout=10)
+    answer = httpx.get(url, auth=(broker.user, broker.password), timeout=60)
     answer.raise_for_status()
     stats = answer.json().get("message_stats", {})
     return {name: stats.get(name, 0) for name in ("publish", "deliver", "ack", "redeliver")}
@@ -141,7 +141,7 @@ def test_replicas_follow_the_queue_and_hold_without_the_broker(
 ) -> None:
     """No message is lost; unknown is not zero."""
     broker = rabbitmq_private
-    eventually_sync(lambda: stack.ready() == MIN, timeout=30)
+    eventually_sync(lambda: stack.ready() == MIN, timeout=90)
     published = 300
     asyncio.run(publish_each(broker, QUEUE, work(published, 0.05, 0.5)))
 
@@ -195,11 +195,11 @@ def held_without(stack: Stack, broker: RabbitBroker) -> None:
             else None
         )
 
-    first = eventually_sync(says_why, timeout=40)
+    first = eventually_sync(says_why, timeout=90)
     held = stack.endpoint().status.desired_replicas
     assert held >= 3
     later = eventually_sync(
-        lambda: (found := says_why()) and found.count >= first.count + 5 and found, timeout=40
+        lambda: (found := says_why()) and found.count >= first.count + 5 and found, timeout=90
     )
     assert later.wanted == later.before == held
     assert stack.endpoint().status.desired_replicas == held

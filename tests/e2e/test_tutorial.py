@@ -80,7 +80,7 @@ class Shell:
 
     def close(self) -> None:
         if self._up is not None:
-            assert self._up.stop()[0] == 0
+            assert self._up.stop() == 0
             self._up = None
 
 

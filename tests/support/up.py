@@ -37,7 +37,7 @@ def ctl_environment(**more: str) -> dict[str, str]:
 class Up:
     """Starts `gpuscalectl up` below a folder and waits until its banner says where it listens.
 
-    Attributes: `address` ("127.0.0.1:port"), `ready_seconds` (from start of the process to the banner), `banner`.
+    Attributes: `address` ("127.0.0.1:port"), `banner`.
 
     Args:
         typed: begin it by the program `gpuscalectl`, with its own command line and environment in /proc; takes a second more.
@@ -60,7 +60,7 @@ class Up:
         words = ["up", "--listen", "127.0.0.1:0", "--data-dir", str(folder / "data"), *arguments]
         if simulate is not None:
             words += ["--simulate", str(simulate)]
-        started, clean = time.monotonic(), environment or ctl_environment()
+        clean = environment or ctl_environment()
         self.process: Forked | subprocess.Popen[bytes]
         if typed or "LD_LIBRARY_PATH" in clean:
             with self.errors.open("ab") as errors, self._out.open("ab") as out:
@@ -72,7 +72,6 @@ class Up:
         except BaseException:
             self.kill()
             raise
-        self.ready_seconds = time.monotonic() - started
 
     def _wait_for_banner(self) -> tuple[str, str]:
         output, deadline = "", time.monotonic() + 90
@@ -89,12 +88,10 @@ class Up:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
-    def stop(self, timeout: float = 60.0) -> tuple[int, float]:
-        """SIGTERM; returns (exit code, seconds it took)."""
-        started = time.monotonic()
+    def stop(self) -> int:
+        """SIGTERM; its exit code."""
         self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(timeout)
-        return code, time.monotonic() - started
+        return self.process.wait(60.0)
 
     def __enter__(self) -> Self:
         return self

@@ -153,7 +153,7 @@ def test_a_probe_tells_of_narrow_links_and_lost_gpus_and_leaves_those_alone(benc
     bench.double.write()
     try:
         found = eventually_sync(
-            lambda: (now := bench.probe(how=None))["2"][0][0] == "FAIL" and now, timeout=20.0, interval=0.5
+            lambda: (now := bench.probe(how=None))["2"][0][0] == "FAIL" and now, interval=0.5
         )
         assert found["2"][0][1] in {"the GPU is gone from the bus", "it is LOST"}
         assert not any("tested" in text for _, text in found["2"])

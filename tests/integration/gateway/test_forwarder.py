@@ -116,7 +116,7 @@ async def test_a_call_has_one_id_here_and_there(chain: Chain, sent: tuple[tuple[
     there = chain.upstream.metadata[REQUEST_ID_KEY]
     assert (there == "r-1") is (sent == (("x-request-id", "r-1"),))
     assert len(there) == 16 or there == "r-1"
-    away: Any = chain.through.unary_unary(ALLOCATOR_METHOD)(b"", timeout=10, metadata=sent)
+    away: Any = chain.through.unary_unary(ALLOCATOR_METHOD)(b"", timeout=60, metadata=sent)
     assert dict((await failure(away)).trailing_metadata())[REQUEST_ID_KEY]
 
 
@@ -133,7 +133,7 @@ async def test_an_error_comes_back_unchanged(chain: Chain, request_: bytes) -> N
     for path, call in ((UNARY, "unary_unary"), (SERVER_STREAM, "unary_stream")):
         request = request_ if path == UNARY else b"2 1 " + request_
         direct, through = [
-            await failure(getattr(channel, call)(path)(request, timeout=10))
+            await failure(getattr(channel, call)(path)(request, timeout=60))
             for channel in (chain.direct, chain.through)
         ]
         assert (through.code(), through.details()) == (direct.code(), direct.details())
@@ -153,14 +153,14 @@ async def test_client_stream(chain: Chain) -> None:
 
 
 async def test_server_stream(chain: Chain) -> None:
-    call: Any = chain.through.unary_stream(SERVER_STREAM)(b"100 8", timeout=10)
+    call: Any = chain.through.unary_stream(SERVER_STREAM)(b"100 8", timeout=60)
     numbers = [int.from_bytes(message[:4], "big") async for message in call]
     assert numbers == list(range(100))
 
 
 async def test_a_frame_arrives_before_the_next_is_sent(chain: Chain) -> None:
     """Streams are forwarded unbuffered: the one message of a stream that then hangs is there, however small."""
-    call: Any = chain.through.unary_stream(SERVER_STREAM)(b"1 4 hang", timeout=20)
+    call: Any = chain.through.unary_stream(SERVER_STREAM)(b"1 4 hang", timeout=60)
     assert await call.read() == (0).to_bytes(4, "big")
     assert not chain.upstream.cancelled.is_set()
     call.cancel()
@@ -168,7 +168,7 @@ async def test_a_frame_arrives_before_the_next_is_sent(chain: Chain) -> None:
 
 async def test_streams_in_both_directions(chain: Chain) -> None:
     """Each message is echoed before the next is sent; the upstream ends the call while the caller still could write."""
-    call: Any = chain.through.stream_stream(BOTH_STREAMS)(timeout=10)
+    call: Any = chain.through.stream_stream(BOTH_STREAMS)(timeout=60)
     for message in (b"a", b"b"):
         await call.write(message)
         assert await call.read() == message
@@ -178,12 +178,12 @@ async def test_streams_in_both_directions(chain: Chain) -> None:
 
 
 async def test_a_caller_that_is_done_writing_ends_the_upstreams_reading(chain: Chain) -> None:
-    call: Any = chain.through.stream_stream(BOTH_STREAMS)(iter([b"a", b"b"]), timeout=10)
+    call: Any = chain.through.stream_stream(BOTH_STREAMS)(iter([b"a", b"b"]), timeout=60)
     assert [message async for message in call] == [b"a", b"b"]
 
 
 async def test_an_error_in_the_middle_of_streams(chain: Chain) -> None:
-    call: Any = chain.through.stream_stream(BOTH_STREAMS)(timeout=10)
+    call: Any = chain.through.stream_stream(BOTH_STREAMS)(timeout=60)
     await call.write(b"a")
     await call.read()
     await call.write(b"invalid")
@@ -270,7 +270,7 @@ async def test_more_streams_than_a_connection_carries(monkeypatch: pytest.Monkey
 
 
 async def test_an_upstream_that_is_away_is_named(chain: Chain) -> None:
-    error = await failure(chain.through.unary_unary(ALLOCATOR_METHOD)(b"", timeout=10))
+    error = await failure(chain.through.unary_unary(ALLOCATOR_METHOD)(b"", timeout=60))
     assert why(error) == (UnavailableError, "UPSTREAM_UNAVAILABLE", {"service": "allocator"})
     assert error.details() == "the allocator does not answer"
 
@@ -281,7 +281,7 @@ async def test_an_upstream_that_is_away_is_named(chain: Chain) -> None:
 )
 async def test_an_upstream_that_closes_is_away(chain: Chain, path: str, call: str, request_: bytes) -> None:
     """Who cancelled nothing is not told that the call was cancelled, which no client repeats."""
-    error = await failure(getattr(chain.through, call)(path)(request_, timeout=10))
+    error = await failure(getattr(chain.through, call)(path)(request_, timeout=60))
     assert why(error) == (UnavailableError, "UPSTREAM_UNAVAILABLE", {"service": "fleet"})
 
 
@@ -313,14 +313,14 @@ async def test_an_upstream_that_is_killed_in_the_middle() -> None:
 @pytest.mark.parametrize("path", [f"/{FLEET}/NoSuchMethod", "/no.such.Service/Method"])
 async def test_an_unknown_method(chain: Chain, path: str) -> None:
     assert (
-        await failure(chain.through.unary_unary(path)(b"", timeout=10))
+        await failure(chain.through.unary_unary(path)(b"", timeout=60))
     ).code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_nothing_is_left_when_the_upstream_ends_first(chain: Chain) -> None:
     before = len(asyncio.all_tasks())
     for _ in range(20):
-        call: Any = chain.through.stream_stream(BOTH_STREAMS)(timeout=10)
+        call: Any = chain.through.stream_stream(BOTH_STREAMS)(timeout=60)
         await call.write(b"end")
         assert await call.read() is grpc.aio.EOF
     await eventually(lambda: len(asyncio.all_tasks()) <= before + 1)

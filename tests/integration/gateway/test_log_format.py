@@ -42,7 +42,7 @@ def test_every_line_of_standard_error_is_json(tmp_path: Path) -> None:
                 (grpc.secure_channel(f"127.0.0.1:{port}", secure), True),
             ):
                 with channel, pytest.raises(grpc.RpcError) as caught:
-                    channel.unary_unary(METHOD)(b"", timeout=5, metadata=(("x-request-id", "r-1"),))
+                    channel.unary_unary(METHOD)(b"", timeout=60, metadata=(("x-request-id", "r-1"),))
                 assert isinstance(caught.value, grpc.Call)
                 trailing = dict(caught.value.trailing_metadata() or ())
                 assert (trailing.get(REQUEST_ID_KEY) == "r-1") is called
