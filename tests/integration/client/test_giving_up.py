@@ -112,15 +112,12 @@ async def test_a_block_that_kept_the_loop_to_itself_is_told_of_the_loss(
         assert lease.lost.is_set()
 
 
-def test_a_reservation_that_was_over_before_the_block_is_said_to_be_lost(server: FakeServer) -> None:
+async def test_a_reservation_that_was_over_before_the_block_is_said_to_be_lost(server: FakeServer) -> None:
     """It ended between two renewals, and the block ended before the next."""
     with server.connect() as client:
         lease = client.reserve(ttl=300)
         with pytest.raises(LostReservationError, match="taken away by an admin"), lease:
             server.cancel(lease.name)
-
-
-async def test_and_so_it_is_in_an_event_loop(server: FakeServer) -> None:
     async with server.connect_async() as client:
         with pytest.raises(LostReservationError, match="taken away by an admin"):
             async with client.reserve(ttl=300) as lease:
@@ -132,17 +129,11 @@ async def test_what_was_given_back_by_hand_is_not_lost(
 ) -> None:
     monkeypatch.setattr("gpuscale.client.lease_timer.LONGEST_PAUSE", 0.01)
     async with server.connect_async() as client, client.reserve(ttl=300) as lease:
-        await lease.release()
-        await lease.keep()  # has nothing to do any more
-        sleep_over(monkeypatch)
-        lease.check()
-    assert states(server) == [State.STATE_RELEASED]
-
-
-def test_nor_is_it_without_an_event_loop(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuscale.client.lease_timer.LONGEST_PAUSE", 0.01)
-    with server.connect() as client, client.reserve(ttl=300) as lease:
-        lease.release()
-        sleep_over(monkeypatch)
-        lease.check()
-    assert states(server) == [State.STATE_RELEASED]
+        with server.connect() as other, other.reserve(ttl=300) as sync:
+            await lease.release()
+            await lease.keep()  # has nothing to do any more
+            sync.release()
+            sleep_over(monkeypatch)
+            lease.check()
+            sync.check()
+    assert states(server) == [State.STATE_RELEASED] * 2

@@ -35,6 +35,7 @@ def test_a_band_stands_on_its_smallest_value() -> None:
 
 
 def test_a_chart_without_points_says_so_and_has_no_axes() -> None:
+    assert [one["data"] for one in series_of(charts.band(None, "power", "W"))] == [(), (), ()]
     empty: Any = charts.signals(())
     assert (empty["title"]["text"], empty["xAxis"]["show"]) == ("signals: no values yet", False)
     sample = autoscaler_api.SignalSample(status=autoscaler_api.Observation.STATUS_OK, value=1.0)
@@ -42,10 +43,6 @@ def test_a_chart_without_points_says_so_and_has_no_axes() -> None:
     assert single["xAxis"]["show"] is False, "it would span days"
     drawn: Any = charts.signals([autoscaler_api.SignalHistory(signal="a", samples=[sample, sample])])
     assert (drawn["title"]["text"], drawn["xAxis"]["show"], drawn["yAxis"]["show"]) == ("signals", True, True)
-
-
-def test_a_chart_without_points_is_empty() -> None:
-    assert [one["data"] for one in series_of(charts.band(None, "power", "W"))] == [(), (), ()]
 
 
 def decision(second: int, before: int, wanted: int, **fields: object) -> autoscaler_api.Decision:
