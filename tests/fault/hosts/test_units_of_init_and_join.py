@@ -19,6 +19,7 @@ SERVICES = ["gpuscale-fleet", "gpuscale-allocator", "gpuscale-autoscaler", "gpus
 HOST = ["gpuscale-agent", "gpuscale-adapter"]
 
 
+@pytest.mark.timeout(480)
 @pytest.mark.skipif(bool(why_unavailable() or why_no_double()), reason="no namespaces, or no driver's double")
 def test_init_and_join_start_their_units_and_leave_removes_them(tmp_path: Path) -> None:
     with lan("first", "left") as hosts:
