@@ -47,15 +47,6 @@ def test_a_grant_holds_its_gpus_at_once_and_shows_only_once_it_is_on_disk() -> N
     assert list(ledger.reservations(ended=False)) == [confirmed]
 
 
-def test_a_withdrawn_grant_leaves_nothing_but_its_used_fence() -> None:
-    ledger = Ledger()
-    wish = order("id")
-    ledger.withdraw(granted(ledger, "GPU-a", wish=wish))
-    assert not ledger.use
-    assert ledger.replay("id", wish.fingerprint) is None
-    assert granted(ledger, "GPU-a", wish=wish).fence == 2
-
-
 def test_an_id_tells_nothing_of_the_fence() -> None:
     """Nor does it come again: two ledgers that give the same fences give other ids."""
     grants = [[active(ledger, f"GPU-{n}") for n in range(50)] for ledger in (Ledger(41), Ledger(41))]
@@ -83,22 +74,6 @@ def test_a_renewal_starts_the_lease_anew() -> None:
     assert (renewed.ttl, renewed.deadline) == (10.0, NOW + 70)
     assert ledger.due(NOW + 69.9, 10) == []
     assert ledger.due(NOW + 70, 10) == [renewed]
-
-
-def test_gpus_stay_held_until_the_end_is_on_disk() -> None:
-    ledger = Ledger()
-    reservation = active(ledger)
-    closed = ledger.release(reservation.id, 1, now=NOW, wall=WALL)
-    assert (closed.state, closed.ended) == (State.RELEASED, WALL)
-    assert "GPU-a" in ledger.use
-    assert ledger.get(reservation.id) is reservation
-    with pytest.raises(FailedPreconditionError):
-        ledger.renew(reservation.id, 1, None, NOW)
-    ledger.settle(closed)
-    assert not ledger.use
-    assert ledger.get(reservation.id) is closed
-    assert list(ledger.reservations(ended=False)) == []
-    assert list(ledger.reservations(ended=True)) == [closed]
 
 
 def test_a_renewal_while_the_end_is_written_is_told_why_it_ends() -> None:
@@ -155,21 +130,6 @@ def test_due_is_bounded_and_postponed_work_comes_again() -> None:
     assert len(ledger.due(NOW + 60, 10)) == 3
     ledger.postpone(first[0])
     assert ledger.due(NOW + 60, 10) == [first[0]]
-
-
-def test_a_restored_ledger_goes_on_where_the_old_one_stopped() -> None:
-    old = Ledger()
-    wish = order("id")
-    kept = active(old, "GPU-a", wish=wish)
-    over = ended(old, active(old, "GPU-b"))
-    new = Ledger(fence=7)
-    new.restore(old.reservations(ended=True))
-    assert len(new.use) == 1
-    assert new.use.gpu("GPU-a").reservations == (kept.id,)
-    assert new.replay("id", wish.fingerprint) == kept
-    assert list(new.reservations(ended=True)) == [kept, over]
-    assert new.next_deadline() == kept.deadline
-    assert active(new, "GPU-c").fence == 8
 
 
 def test_a_disk_that_holds_one_gpu_twice_is_refused() -> None:

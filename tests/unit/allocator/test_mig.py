@@ -10,7 +10,7 @@ from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
 from gpuscale.allocator.state import store
-from tests.support.allocator_values import NOW, ask, gpu, node, plain_node
+from tests.support.allocator_values import NOW, ask, gpu, node
 from tests.support.placing import placer, reservation
 
 PART = replace(ask(), mig_profile="1g.10gb")
@@ -64,30 +64,6 @@ def test_what_is_another_shape_of_a_held_gpu_is_held(
     assert isinstance(of.place(then, NOW), Pick)
 
 
-def test_instances_beside_a_held_one_are_free_and_their_gpu_is_when_all_are() -> None:
-    use = Use()
-    of = placer([SPLIT], use)
-    take(of, use, PART, "a")
-    take(of, use, PART, "b")
-    of.apply_node(UNSPLIT)
-    use.free("a")
-    assert messages(of, ask())[0] == "Held by b."
-    use.free("b")
-    take(of, use, ask(), "c")
-
-
-def test_an_instance_that_two_share_is_held_until_both_are_gone() -> None:
-    use = Use()
-    of = placer([SPLIT], use)
-    half = replace(PART, gpu_milli=500, gpus=frozenset({"mig-2"}))
-    assert {take(of, use, half, name).gpus[0].uuid for name in "ab"} == {"MIG-2"}
-    of.apply_node(UNSPLIT)
-    use.free("a")
-    assert isinstance(of.place(ask(), NOW), Refusal)
-    use.free("b")
-    assert isinstance(of.place(ask(), NOW), Pick)
-
-
 def divided(name: str, *counts: int, rank: int = 0) -> Node:
     """A node of GPUs with so many instances each."""
     instances = [
@@ -131,14 +107,6 @@ def test_pack_looks_on_all_nodes_for_the_fullest_gpu_and_says_so() -> None:
     held = take(of, use, wish)
     part = held.gpus[0].score.parts[5]
     assert (held.gpus[0].uuid, part.name, part.value) == ("b-2-0", "free_of_gpu", 6000 // 7)
-
-
-def test_other_gpus_are_none_of_its_business() -> None:
-    use = Use()
-    of = placer([SPLIT, plain_node("n1", 1, rank=1)], use)
-    take(of, use, PART)
-    assert take(of, use, ask(), "whole").gpus[0].uuid == "n1-0"
-    assert use.on(gpu("GPU-q")).milli == 0
 
 
 def test_whose_instance_it_was_goes_to_disk_and_takes_no_room_there_otherwise() -> None:

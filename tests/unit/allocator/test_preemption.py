@@ -40,15 +40,6 @@ def test_its_place_is_kept_and_it_is_granted_when_the_victim_ended() -> None:
     assert line.granted() == ["urgent"]
 
 
-def test_who_did_not_agree_is_left_alone() -> None:
-    line = line_of(preemptible=False)
-    line.ask(urgent())
-    assert line.revoked() == []
-    other = line_of()
-    other.ask(urgent(may_preempt=False))
-    assert other.revoked() == []
-
-
 def test_a_preempted_holder_does_not_preempt_back() -> None:
     line = line_of(1)
     line.ask(urgent(preemptible=True))

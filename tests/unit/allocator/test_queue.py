@@ -61,15 +61,6 @@ def test_twice_the_weight_gets_twice_the_gpus() -> None:
     assert granted[:2] == ["a-0", "b-0"]
 
 
-def test_what_is_over_its_quota_waits_and_holds_up_nobody() -> None:
-    line = Line(QueueWorld({"n0": 8}, quotas={"a": Quota("a", 2000)}))
-    line.ask(wish("a-0", 2, tenant="a"), wish("a-1", tenant="a"), wish("b", 4, tenant="b"))
-    assert line.granted() == ["a-0", "b"]
-    assert line.place("a-1").obstacle.reason is Reason.QUOTA_EXCEEDED
-    line.end("a-0")
-    assert line.granted() == ["a-1"]
-
-
 def test_nothing_is_kept_for_who_is_over_its_quota_by_now() -> None:
     line = Line(QueueWorld({"n0": 2, "n1": 1}, quotas={"a": Quota("a", 2000)}))
     line.world.hold(wish("old", tenant="b"), ["n0-0"])
@@ -77,15 +68,6 @@ def test_nothing_is_kept_for_who_is_over_its_quota_by_now() -> None:
     assert line.granted() == ["a-small", "b"]
     assert line.place("a-big").obstacle.reason is Reason.QUOTA_EXCEEDED
     assert line.world.held["b"].gpus == {"n0-1"}
-
-
-def test_a_raised_quota_lets_in() -> None:
-    line = Line(QueueWorld({"n0": 8}, quotas={"a": Quota("a", 0)}))
-    line.ask(wish("a", tenant="a"))
-    assert line.granted() == []
-    del line.world.quotas["a"]
-    line.queue.changed(())
-    assert line.granted() == ["a"]
 
 
 def test_positions_and_reasons_are_told() -> None:

@@ -40,42 +40,18 @@ def _moves(found: MovePlan | NoMoves) -> dict[str, str]:
     return {move.reservation.id: move.gpus[0].node for move in found.moves}
 
 
-def test_an_ask_that_fits_needs_no_moves() -> None:
-    assert _moves(_fleet_in_twos().plan(ask(2))) == {}
-
-
 def _fleet_in_twos() -> _Fleet:
     return _Fleet(2, ("a", 0, (0, 1), 50.0), ("b", 1, (0, 1), 20.0))
 
 
-def _plan_of(of: _Fleet, count: int) -> MovePlan:
-    found = of.plan(ask(count))
-    assert isinstance(found, MovePlan)
-    return found
-
-
-def test_the_cheaper_of_two_nodes_is_cleared() -> None:
-    found = _plan_of(_fleet_in_twos(), 4)
-    assert (_moves(found), found.price) == ({"b": "n0"}, 20.0)
-    assert {gpu.node for gpu in found.pick.gpus} == {"n1"}
-
-
-def test_what_may_not_move_keeps_its_node() -> None:
-    of = _Fleet(2, ("a", 0, (0, 1), 50.0), ("b", 1, (0, 1), None))
-    assert _moves(of.plan(ask(4))) == {"a": "n1"}
-    of.prices.clear()
+def test_a_node_of_what_may_not_move_is_no_help() -> None:
+    of = _Fleet(2, ("a", 0, (0, 1), None), ("b", 1, (0, 1), None))
     assert of.plan(ask(4)) == NoMoves("no node that could serve it has enough that may move")
 
 
 def test_nobody_moves_without_a_place_elsewhere() -> None:
     of = _Fleet(2, ("a", 0, (0, 1), 50.0), ("b", 1, (0, 1, 2), 20.0))
     assert of.plan(ask(4)) == NoMoves("what would have to leave has no free place elsewhere")
-
-
-def test_shares_move_together_inside_their_node() -> None:
-    of = _Fleet(1, *((f"s{index}", 0, (index,), 1.0) for index in range(4)), milli=500)
-    assert _moves(of.plan(ask(2))) == {"s0": "n0", "s1": "n0"}
-    assert of.plan(ask(3)) == NoMoves("what would have to leave has no free place elsewhere")
 
 
 def test_a_gang_of_eight_gets_two_nodes_of_what_is_free_in_ones_and_twos() -> None:
@@ -88,21 +64,6 @@ def test_a_gang_of_eight_gets_two_nodes_of_what_is_free_in_ones_and_twos() -> No
     refused = of.plan(wish, most=3)
     assert isinstance(refused, NoMoves)
     assert refused.message.startswith("there is no room for member 2 of 2: ")
-
-
-def test_as_many_leave_as_the_cpu_of_a_node_needs() -> None:
-    use = Use()
-    nodes = [replace(plain_node(f"n{rank}", 4, rank=rank), cpu_milli=8_000) for rank in range(2)]
-    of, prices = placer(nodes, use), {f"r{index}": 1.0 for index in range(3)}
-    for index, name in enumerate(prices):
-        use.hold(reservation([reserved(f"n0-{index}")], name=name, ask=Ask(1, 0, 100.0, cpu_milli=2_000)))
-    use.hold(reservation([reserved("n1-0", node="n1")], name="stays", ask=Ask(1, 0, 100.0, cpu_milli=4_000)))
-    wish = Ask(1, 0, 100.0, cpu_milli=6_000)
-    assert _moves(rebalance(of, wish, prices, _with_cpu, NOW, 9)) == {"r0": "n1", "r1": "n1"}
-
-
-def _with_cpu(one: Reservation) -> Ask:
-    return replace(_again(one), cpu_milli=one.cpu_milli)
 
 
 def test_a_search_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,25 +156,9 @@ def test_utilization_must_be_below_the_limit_and_a_limit_of_100_admits_all() -> 
     assert found(gpu(utilization=100.0), ask(utilization=100)) is None
 
 
-def test_unknown_utilization_passes_only_when_the_ask_allows_it() -> None:
-    assert found(gpu(utilization=None), ask(utilization=50)) is Obstacle.UTILIZATION_UNKNOWN
-    assert found(gpu(utilization=None), ask(utilization=100)) is Obstacle.UTILIZATION_UNKNOWN
-    assert found(gpu(utilization=None), ask(utilization=50, unknown=True)) is None
-
-
-@pytest.mark.parametrize("reading", [{"free": None}, {"total": None}])
-def test_unknown_memory_is_never_free_memory(reading: dict[str, None]) -> None:
-    assert found(gpu(**reading), ask(memory=0)) is Obstacle.MEMORY_UNKNOWN
-
-
 def test_readings_count_until_they_are_stale() -> None:
     assert found(gpu(fresh_until=NOW + 3), now=NOW + 3) is None
     assert found(gpu(fresh_until=NOW + 3), now=NOW + 3.1) is Obstacle.STALE
-
-
-def test_a_node_that_is_not_online_has_nothing_free() -> None:
-    assert found(gpu(), state=NodeState.STALE) is Obstacle.STALE
-    assert found(gpu(), state=NodeState.OFFLINE) is Obstacle.NODE_NOT_ONLINE
 
 
 def test_the_first_reason_in_the_documented_order_is_named() -> None:

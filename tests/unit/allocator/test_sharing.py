@@ -51,15 +51,6 @@ def test_sixteen_halves_on_eight_gpus_are_two_on_each(policy: Policy) -> None:
     assert refused(of, half).obstacles == {Obstacle.HELD: 8}
 
 
-def test_memory_that_is_granted_is_not_there_for_the_next_even_before_it_is_used() -> None:
-    use = Use()
-    of = placer([plain_node("n0", 1)], use)
-    big = replace(ask(), gpu_milli=100, gpu_memory_bytes=60_000 * MIB)
-    take(of, use, big)
-    assert refused(of, big).obstacles == {Obstacle.MEMORY_BELOW_MIN: 1}
-    take(of, use, replace(ask(), gpu_milli=100, gpu_memory_bytes=20_000 * MIB))
-
-
 def test_a_share_beside_outsiders_holds_at_least_what_was_looked_for() -> None:
     """Half of the memory is in use by nobody's process: half a GPU fits once, and then it holds nine tenths of its part."""
     use = Use()
@@ -126,45 +117,6 @@ def test_memory_alone_sets_the_share_of_the_gpu() -> None:
     quarter = replace(ask(), gpu_memory_bytes=20_000 * MIB)
     assert [take(of, use, quarter)[0].milli for _ in range(4)] == [250] * 4
     assert refused(of, quarter).obstacles == {Obstacle.HELD: 1}
-
-
-def test_a_whole_gpu_admits_nobody_beside_it_and_wants_nobody() -> None:
-    use = Use()
-    of = placer([plain_node("n0", 2)], use)
-    take(of, use, ask())
-    assert take(of, use, replace(ask(), gpu_milli=100))[0].uuid == "n0-1"
-    assert refused(of, ask()).obstacles == {Obstacle.HELD: 2}
-
-
-def mig() -> list[Gpu]:
-    """A GPU that is split, two instances of it, and a whole GPU."""
-    parts = [
-        replace(gpu(f"MIG-{i}", index=i + 1, utilization=None), mig_profile="1g.10gb", parent="GPU-p")
-        for i in range(2)
-    ]
-    return [gpu("GPU-p"), *parts, gpu("GPU-w", index=3)]
-
-
-def test_mig_instances_go_to_those_who_ask_for_the_profile_and_split_gpus_to_nobody() -> None:
-    of = placer([node("n0", *mig())])
-    assert isinstance(answer := of.place(ask(), NOW), Pick)
-    assert [one.uuid for one in answer.gpus] == ["GPU-w"]
-    small = replace(ask(2, unknown=True), mig_profile="1G.10GB")
-    assert isinstance(answer := of.place(small, NOW), Pick)
-    assert [one.uuid for one in answer.gpus] == ["MIG-0", "MIG-1"]
-    assert refused(of, replace(small, gpu_count=3)).kind is RefusalKind.UNSATISFIABLE
-    assert refused(of, ask(2)).kind is RefusalKind.UNSATISFIABLE
-
-
-def test_a_cordon_covers_a_node_a_gpu_and_the_instances_of_a_gpu() -> None:
-    of = placer([node("n0", *mig()), plain_node("n1", 1, rank=1)])
-    of.set_cordons(frozenset({"gpu-p", "nodes/n1"}))
-    assert refused(of, replace(ask(unknown=True), mig_profile="1g.10gb")).obstacles[Obstacle.CORDONED] == 2
-    assert isinstance(answer := of.place(ask(), NOW), Pick)
-    assert answer.nodes == ("n0",)
-    of.set_cordons(frozenset({"gpu-w"}))
-    assert isinstance(answer := of.place(ask(), NOW), Pick)
-    assert answer.nodes == ("n1",)
 
 
 def test_of_several_labels_all_have_to_be_there() -> None:
@@ -235,36 +187,6 @@ def test_the_best_linked_of_sixteen_is_exact() -> None:
     assert [one.index for one in answer.gpus] == [0, 4, 8, 12]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "nodes"),
-    [
-        (GangStrategy.PACK, ("b", "b", "a")),
-        (GangStrategy.STRICT_SPREAD, ("a", "b", "c")),
-        (GangStrategy.SPREAD, ("a", "b", "c")),
-    ],
-)
-def test_a_gang_lies_as_its_strategy_says(strategy: GangStrategy, nodes: tuple[str, ...]) -> None:
-    fleet = [plain_node("a", 2), plain_node("b", 4, rank=1), plain_node("c", 2, rank=2)]
-    wish = replace(ask(2), member_count=3, gang_strategy=strategy)
-    answer = placer(fleet).place(wish, NOW)
-    assert isinstance(answer, Pick)
-    assert answer.nodes == nodes
-    assert [one.member for one in answer.gpus] == [0, 0, 1, 1, 2, 2]
-
-
-def test_strict_strategies_refuse_what_the_others_serve() -> None:
-    fleet = [plain_node("a", 2), plain_node("b", 4, rank=1)]
-    wish = replace(ask(2), member_count=3)
-    assert refused(placer(fleet), replace(wish, gang_strategy=GangStrategy.STRICT_PACK)).kind is (
-        RefusalKind.UNSATISFIABLE
-    )
-    strict = replace(wish, gang_strategy=GangStrategy.STRICT_SPREAD)
-    assert refused(placer(fleet), strict).kind is RefusalKind.UNSATISFIABLE
-    spread = placer(fleet).place(replace(wish, gang_strategy=GangStrategy.SPREAD), NOW)
-    assert isinstance(spread, Pick)
-    assert Counter(spread.nodes) == {"b": 2, "a": 1}
-
-
 @pytest.mark.parametrize("strategy", [GangStrategy.PACK, GangStrategy.STRICT_PACK, GangStrategy.SPREAD])
 @pytest.mark.parametrize("policy", Policy)
 def test_members_that_share_several_gpus_each_find_every_place_there_is(
@@ -315,16 +237,6 @@ def test_a_gang_that_does_not_find_room_holds_nothing_and_says_how_far_it_came()
     assert "1 of 2 members find room" in answer.message
     assert answer.metadata["placed_member_count"] == "1"
     assert isinstance(of.place(ask(2), NOW), Pick)
-
-
-def test_members_take_cpu_and_main_memory_of_their_node() -> None:
-    use = Use()
-    of = placer([replace(plain_node("a", 4), cpu_milli=10_000, memory_total_bytes=100 * MIB)], use)
-    wish = replace(ask(), cpu_milli=4000, host_memory_bytes=30 * MIB)
-    assert refused(of, replace(wish, member_count=3)).kind is RefusalKind.UNSATISFIABLE
-    take(of, use, replace(wish, member_count=2))
-    assert refused(of, wish).obstacles == {Obstacle.HELD: 2, Obstacle.CPU_BELOW_MIN: 2}
-    assert take(of, use, replace(wish, cpu_milli=2000))
 
 
 @pytest.mark.parametrize("scarce", [{"cpu_milli": 4000}, {"host_memory_bytes": 40 * MIB}])
