@@ -169,7 +169,7 @@ class Life:
 @example([("grant", 0), ("pass", 1), ("checkpoint", 0), ("step", 63_104), ("tidy", 0)])  # by 91 days
 @example([("grant", 0), ("renew", 0), ("pass", 777), ("renew", 0), ("reboot", 0)])
 @given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 100_000)), min_size=15, max_size=60))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=settings().max_examples // 2)
 def test_the_ledger_adds_up_to_what_was_granted_to_the_millisecond(steps: list[tuple[str, int]]) -> None:
     async def run() -> None:
         life = Life()

@@ -187,4 +187,4 @@ class BookingMachine(RuleBasedStateMachine):
 
 
 TestBookings = BookingMachine.TestCase
-TestBookings.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+TestBookings.settings = settings(max_examples=settings().max_examples // 2, stateful_step_count=25)

@@ -173,7 +173,6 @@ class Fleet:
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=100, deadline=None)
 def test_an_ask_is_served_if_and_only_if_some_placement_serves_it(seed: int) -> None:
     random = Random(seed)
     fleet = Fleet(random)
@@ -188,7 +187,7 @@ def test_an_ask_is_served_if_and_only_if_some_placement_serves_it(seed: int) -> 
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings().max_examples // 2)
 def test_a_gpu_is_never_given_beside_an_instance_of_it(seed: int) -> None:
     """However often its admin splits it and makes it whole again while somebody holds it, or a part of it."""
     random = Random(seed)
@@ -212,7 +211,7 @@ def test_a_gpu_is_never_given_beside_an_instance_of_it(seed: int) -> None:
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings().max_examples // 2)
 def test_a_packed_gang_lies_on_as_few_nodes_as_can_be(seed: int) -> None:
     """Also where each member shares several GPUs, of which the preferred ones may run out early."""
     random = Random(seed)
@@ -236,7 +235,7 @@ def test_a_packed_gang_lies_on_as_few_nodes_as_can_be(seed: int) -> None:
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings().max_examples // 2)
 def test_an_explanation_counts_what_each_constraint_removes(seed: int) -> None:
     """In order: the first obstacle of each GPU. Alone: the GPUs it would keep out if the ask wished nothing else."""
     random = Random(seed)

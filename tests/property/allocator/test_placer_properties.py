@@ -175,7 +175,7 @@ class World:
 
 
 @given(data=st.data(), ask=asks(PLAIN))
-@settings(max_examples=120)
+@settings(max_examples=settings().max_examples // 2)
 def test_whatever_happened_the_placer_answers_as_a_plain_look_does(data: st.DataObject, ask: Ask) -> None:
     world = World()
     for _ in range(data.draw(st.integers(1, 10))):
@@ -193,7 +193,7 @@ def test_whatever_happened_the_placer_answers_as_a_plain_look_does(data: st.Data
 
 
 @given(data=st.data(), ask=asks(), shuffle=st.randoms(use_true_random=False))
-@settings(max_examples=60)
+@settings(max_examples=settings().max_examples // 2)
 def test_neither_history_nor_order_matters(data: st.DataObject, ask: Ask, shuffle) -> None:
     """A placer that comes to the same fleet in another order, at once, gives the same answer."""
     world = World()
@@ -217,7 +217,7 @@ WISHES = tuple(
 
 
 @given(data=st.data(), wish=st.sampled_from(WISHES))
-@settings(max_examples=60)
+@settings(max_examples=settings().max_examples // 2)
 def test_an_ask_that_comes_again_is_answered_as_by_a_placer_that_never_saw_it(
     data: st.DataObject, wish: Ask
 ) -> None:
@@ -247,7 +247,7 @@ def test_an_ask_that_comes_again_is_answered_as_by_a_placer_that_never_saw_it(
     strategy=st.sampled_from(GangStrategy),
     gpu_set=st.sampled_from(GpuSet),
 )
-@settings(max_examples=80)
+@settings(max_examples=settings().max_examples // 2)
 def test_a_gang_is_whole_or_nothing_and_leaves_no_trace(
     data: st.DataObject, wish: Ask, members: int, strategy: GangStrategy, gpu_set: GpuSet
 ) -> None:
@@ -274,7 +274,7 @@ def test_a_gang_is_whole_or_nothing_and_leaves_no_trace(
 
 
 @given(data=st.data(), ask=asks(), victims=st.integers(0, 3))
-@settings(max_examples=60)
+@settings(max_examples=settings().max_examples // 2)
 def test_what_if_changes_nothing_and_is_what_comes_true(data: st.DataObject, ask: Ask, victims: int) -> None:
     """Where nothing runs on the GPUs yet, thinking reservations away answers as freeing them does."""
     world = World()
@@ -301,7 +301,7 @@ def test_what_if_changes_nothing_and_is_what_comes_true(data: st.DataObject, ask
     cpu_per_gpu=st.sampled_from([0.0, 7.0]),
     price=st.sampled_from([0.0, 0.7]),
 )
-@settings(max_examples=80)
+@settings(max_examples=settings().max_examples // 2)
 def test_a_row_alone_is_worth_what_it_is_worth_among_many(
     data: st.DataObject, ask: Ask, count: int, cpu_per_gpu: float, price: float
 ) -> None:
@@ -361,7 +361,7 @@ LAYOUTS = (("1g.10gb",) * 7, ("3g.40gb", "2g.20gb", "2g.20gb"), ("3g.40gb", *("1
 
 
 @given(data=st.data(), policy=st.sampled_from(Policy))
-@settings(max_examples=60)
+@settings(max_examples=settings().max_examples // 2)
 def test_no_instance_comes_from_an_idle_gpu_while_one_in_use_has_it(
     data: st.DataObject, policy: Policy
 ) -> None:
@@ -408,7 +408,7 @@ def test_no_instance_comes_from_an_idle_gpu_while_one_in_use_has_it(
 
 
 @given(data=st.data(), cordons=st.frozensets(st.sampled_from(CORDONS), max_size=2))
-@settings(max_examples=60)
+@settings(max_examples=settings().max_examples // 2)
 def test_following_what_is_held_leads_to_what_a_fresh_look_finds(
     data: st.DataObject, cordons: frozenset[str]
 ) -> None:
@@ -474,7 +474,7 @@ def _idle(one: Gpu) -> Gpu:
 
 
 @given(data=st.data(), ask=asks())
-@settings(max_examples=150)
+@settings(max_examples=settings().max_examples // 2)
 def test_a_report_by_which_an_ask_fits_that_did_not_is_told(data: st.DataObject, ask: Ask) -> None:
     world = World()
     for _ in range(data.draw(st.integers(2, 6))):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from random import Random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuscale.allocator.domain.model import Node, NodeState
@@ -152,6 +152,7 @@ def of_all_kinds(watts: tuple[float, float, float], share: PowerShare) -> dict[s
 
 
 @given(TIMELINES, WATTS, st.sampled_from(PowerShare), st.sampled_from(["", "loose", "mute"]))
+@settings(max_examples=settings().max_examples // 2)
 def test_budgets_are_kept_but_for_five_seconds_whoever_draws_and_no_cap_is_below_what_a_device_admits(
     timeline: Timeline, watts: tuple[float, float, float], share: PowerShare, loose: str
 ) -> None:
@@ -169,6 +170,7 @@ def test_budgets_are_kept_but_for_five_seconds_whoever_draws_and_no_cap_is_below
 
 
 @given(TIMELINES, WATTS, st.sampled_from(PowerShare))
+@settings(max_examples=settings().max_examples // 2)
 def test_once_caps_are_in_force_no_budget_is_above_at_any_moment_whatever_those_draw_who_hold_gpus(
     timeline: Timeline, watts: tuple[float, float, float], share: PowerShare
 ) -> None:

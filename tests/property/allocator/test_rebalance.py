@@ -136,7 +136,6 @@ def carried_out(of: Site, plan: MovePlan) -> None:
 
 
 @given(seed=st.integers(0, 10**9), shares=st.booleans())
-@settings(max_examples=400)
 def test_the_cheapest_moves_are_found_and_can_be_made(seed: int, shares: bool) -> None:
     of = site(Random(seed), shares=shares)
     before = {one: of.use.live(one).gpus for one in of.prices}
@@ -148,7 +147,7 @@ def test_the_cheapest_moves_are_found_and_can_be_made(seed: int, shares: bool) -
 
 
 @given(seed=st.integers(0, 10**9), strategy=st.sampled_from(GangStrategy))
-@settings(max_examples=200)
+@settings(max_examples=settings().max_examples // 2)
 def test_members_of_a_gang_get_room_by_moves_that_can_be_made(seed: int, strategy: GangStrategy) -> None:
     random = Random(seed)
     of = site(random, shares=True)

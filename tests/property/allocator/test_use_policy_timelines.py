@@ -1,15 +1,14 @@
 """Random timelines of use, silence, restarts, nights and exemptions: no act on unknown, none twice, none early, none missed.
 
-The model keeps all that was seen and counts it anew at each look. POLICY_TIMELINES sets how many timelines are played.
+The model keeps all that was seen and counts it anew at each look.
 """
 
-import os
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from zoneinfo import ZoneInfo
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpuscale.allocator.domain.use_policies import (
@@ -31,7 +30,6 @@ from gpuscale.allocator.domain.use_policies import (
     judge,
 )
 
-TIMELINES = int(os.environ.get("POLICY_TIMELINES", "400"))
 MONDAY = datetime(2026, 3, 2, 7, 0, tzinfo=UTC)
 LABEL = ("keep", "yes")
 POLICY = UsePolicy(
@@ -102,7 +100,6 @@ class Model:
     st.none() | st.integers(0, 1500),
 )
 @example([(True, 10.0, "", 2), (None, 3601.0, "", 1), (True, 10.0, "restart", 1)], (), MONDAY, False, None)  # noqa: FBT003
-@settings(max_examples=TIMELINES, deadline=None)
 def test_only_what_was_seen_to_last_is_acted_on_and_only_once(
     runs: list[tuple[bool | None, float, str, int]],
     hours: tuple[WeeklyHours, ...],
@@ -188,7 +185,6 @@ SIGHT = st.tuples(
 
 
 @given(st.lists(SIGHT, min_size=1, max_size=12), st.booleans(), st.none() | st.integers(0, 600))
-@settings(max_examples=TIMELINES, deadline=None)
 def test_an_outsider_is_killed_once_and_only_for_what_that_very_process_did(
     sights: list[tuple[bool | None, float, bool, str, int]], shadow: bool, exempt_for: int | None
 ) -> None:
