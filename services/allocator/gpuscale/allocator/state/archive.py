@@ -224,7 +224,7 @@ PERIOD = 1.0
 """Seconds between two looks."""
 DUE_PERIOD = 60.0
 """Seconds between two looks for expired records."""
-BATCH = 64
+BATCH = 256
 """Most records in one transaction."""
 
 _log = get_logger(__name__)
