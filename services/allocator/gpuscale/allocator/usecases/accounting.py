@@ -141,9 +141,10 @@ class Accounting:
                 rows += rows_of(account, self.clock.boot_id)
             else:
                 end = granted_since(one) if left else ended_at(one)
-                if not account.looked:  # it was short: readings since it began cover all its time
+                if account.looked:
+                    account.count(end, self._wall(), last=True)
+                else:  # it was short: readings since it began cover all its time
                     self._look(account, end, account.until / 1000)
-                account.count(end, self._wall(), last=True)
                 rows += rows_of(account, "", "" if left else str(one.end_cause))
         return putting(rows) if rows else None
 
