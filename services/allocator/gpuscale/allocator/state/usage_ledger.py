@@ -11,7 +11,7 @@ decide nothing, and are too many to read at each start.
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 from sqlalchemy import Connection, Index, and_, delete, func, select
@@ -66,7 +66,7 @@ class Usage(Table, table=True):
     outcome: str
     until_ms: int = Field(sa_type=Whole)
     boot_id: str
-    hardware: str  # JSON; merged rows have none
+    hardware: str  # JSON; {} where it was not read, and in merged rows
 
 
 _USAGE = Table.metadata.tables["usage"]
@@ -77,7 +77,6 @@ SUMS = ("granted", "busy", "idle", "read", "utilization", "energy", "ends")
 PEAKS = ("peak_utilization", "peak_memory")
 _HARDWARE = tuple(one.name for one in fields(Hardware))
 _UNREAD = Hardware()
-_NOTHING = json.dumps(asdict(_UNREAD))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +142,7 @@ def rows_of(account: Account, boot_id: str, outcome: str = "") -> list[dict[str,
                     "outcome": outcome if last else "",
                     "until_ms": account.until,
                     "boot_id": boot_id if last and not outcome else "",
-                    "hardware": _NOTHING  # most that end soon were never read
+                    "hardware": "{}"  # most that end soon were never read
                     if tally.hardware == _UNREAD
                     else json.dumps({name: getattr(tally.hardware, name) for name in _HARDWARE}),
                 }
