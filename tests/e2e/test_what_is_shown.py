@@ -81,7 +81,7 @@ def test_a_gpu_that_is_dead_from_the_start_is_a_row_and_its_node_is_degraded(sit
     assert "GPU is lost" in nodes
     assert "DEGRADED" in site.ctl("top", "--once")
     eventually_sync(lambda: "GPU_LOST" in site.ctl("get", "health"))
-    assert "that do not answer (LOST)" in site.ctl("reserve", "--gpus", "3", code=5)
+    assert "not answering (LOST)" in site.ctl("reserve", "--gpus", "3", code=5)
 
 
 def test_a_quarantine_is_shown_everywhere_with_its_reason_and_the_command_that_lifts_it(site: Site) -> None:

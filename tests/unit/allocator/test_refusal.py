@@ -34,7 +34,7 @@ def test_a_full_fleet_names_the_nearest_node_and_what_it_lacks() -> None:
     assert answer.message == (
         "no room now for 3 GPUs of one node, each with 8000 MiB free, each used less than 50 %:"
         " the nearest is near with 1 of 3 (the rest: 1 held by other reservations,"
-        " 1 with too little free memory (4000 MiB at most), 1 that are too busy (80 % at least))."
+        " 1 with too little free memory (4000 MiB at most), 1 too busy (80 % at least))."
         " Wait until a reservation ends, or ask for less memory, or allow a higher utilization, or ask for 1 GPU."
     )
     assert answer.obstacles == {
@@ -45,6 +45,15 @@ def test_a_full_fleet_names_the_nearest_node_and_what_it_lacks() -> None:
     assert answer.metadata["nearest_node"] == "near"
     assert answer.metadata["nearest_gpu_count"] == "1"
     assert answer.metadata["held"] == "5"
+
+
+def test_each_gpu_has_its_own_reason_and_a_quarantine_what_lifts_it() -> None:
+    shared = node("n", gpu("x0", quarantine="XID 79: off the bus"), gpu("x1", index=1, utilization=80.0))
+    [seen] = placer([shared]).explain(ask(1, utilization=50), NOW).nodes
+    assert [one.message for one in seen.gpus] == [
+        "Quarantined by the health checks (XID 79: off the bus); once well: gpuscalectl clear quarantine n/x0.",
+        "Too busy (80 % at least).",
+    ]
 
 
 def test_more_gpus_than_any_node_has_can_never_be_had() -> None:

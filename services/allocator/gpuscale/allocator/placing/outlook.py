@@ -121,7 +121,7 @@ def _node(index: Index, shape: Shape, use: Use, row: int) -> NodeOutlook:
     scores = index.members.scores(shape, row)
     codes = listed(shape.gpu_codes[row])
     views = tuple(
-        _gpu(gpu, ORDER[code - 1] if code else None, scores.get(gpu.uuid), use)
+        _gpu(node, gpu, ORDER[code - 1] if code else None, scores.get(gpu.uuid), use)
         for code, gpu in zip(codes, found, strict=False)
     )
     code = int(shape.node_codes[row])
@@ -132,13 +132,15 @@ def _node(index: Index, shape: Shape, use: Use, row: int) -> NodeOutlook:
     return NodeOutlook(node, obstacle, message, len(scores), views)
 
 
-def _gpu(gpu: Gpu, obstacle: Obstacle | None, score: Score | None, use: Use) -> GpuOutlook:
+def _gpu(node: Node, gpu: Gpu, obstacle: Obstacle | None, score: Score | None, use: Use) -> GpuOutlook:
     held = tuple(sorted(use.on(gpu).reservations, key=lambda one: use.live(one).fence))  # oldest first
     if obstacle is None:
         return GpuOutlook(gpu, None, "", score, held)
-    message = f"one of those {WORDS[obstacle]}{extent(obstacle, [gpu])}"
+    message = f"{WORDS[obstacle]}{extent(obstacle, [gpu])}"
     if obstacle is Obstacle.HELD:
         message = f"held by {names(held)}"
+    elif obstacle is Obstacle.QUARANTINED:
+        message = f"quarantined by the health checks ({gpu.quarantine}); once well: {lifting(node.id, [gpu])}"
     elif obstacle is Obstacle.MEMORY_BELOW_MIN:
         strangers = outsiders(gpu, [use.live(one) for one in held])
         used = names([f"{who} uses {mib(size)}" for who, size in strangers])

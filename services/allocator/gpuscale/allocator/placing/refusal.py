@@ -35,8 +35,8 @@ MOST_NAMES = 5
 _TEXTS: Mapping[Obstacle, tuple[str, str]] = {
     Obstacle.HELD: ("held by other reservations", "wait until a reservation ends"),
     Obstacle.MEMORY_BELOW_MIN: ("with too little free memory", "ask for less memory"),
-    Obstacle.UTILIZATION_TOO_HIGH: ("that are too busy", "allow a higher utilization"),
-    Obstacle.UTILIZATION_UNKNOWN: ("whose utilization is not reported", "allow unknown utilization"),
+    Obstacle.UTILIZATION_TOO_HIGH: ("too busy", "allow a higher utilization"),
+    Obstacle.UTILIZATION_UNKNOWN: ("with a utilization that is not reported", "allow unknown utilization"),
     Obstacle.NODE_NOT_ONLINE: ("behind an agent that is not connected", "start the agent"),
     Obstacle.STALE: ("with readings that are too old", "see why the node stopped reporting"),
     Obstacle.CPU_BELOW_MIN: ("on nodes with too little CPU left", "ask for less CPU"),
@@ -52,10 +52,10 @@ _TEXTS: Mapping[Obstacle, tuple[str, str]] = {
     Obstacle.MODEL_DIFFERS: ("of another model", "admit other models"),
     Obstacle.LABELS_DIFFER: ("on nodes without the labels", "ask for other labels"),
     Obstacle.NODE_NOT_SELECTED: ("on nodes that were not chosen", "choose other nodes"),
-    Obstacle.GPU_NOT_SELECTED: ("that were not chosen", "choose other GPUs"),
-    Obstacle.MIG_PROFILE_DIFFERS: ("that are not of the kind asked for (whole, or the MIG profile)", ""),
-    Obstacle.GPU_NOT_OK: ("that do not answer", ""),
-    Obstacle.MEMORY_UNKNOWN: ("whose memory is not reported", ""),
+    Obstacle.GPU_NOT_SELECTED: ("not chosen", "choose other GPUs"),
+    Obstacle.MIG_PROFILE_DIFFERS: ("not of the kind asked for (whole, or the MIG profile)", ""),
+    Obstacle.GPU_NOT_OK: ("not answering", ""),
+    Obstacle.MEMORY_UNKNOWN: ("with memory that is not reported", ""),
 }
 WORDS = {obstacle: words for obstacle, (words, _) in _TEXTS.items()}
 """Descriptions of GPUs that an obstacle rules out."""

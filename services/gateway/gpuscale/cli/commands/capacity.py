@@ -233,11 +233,9 @@ def explain_placement(session: Session, asking: Asking) -> None:
         obstacle = f", {cells.word(node, 'obstacle')}: {node.message}" if node.obstacle else ""
         lines.append(f"  {node.name}: {node.fitting_count} of {len(node.gpus)} GPUs fit{obstacle}")
         for gpu in node.gpus:
-            why = (
-                f"{cells.word(gpu, 'obstacle')}: {gpu.message}"
-                if gpu.obstacle
-                else f"score {gpu.score.total:.3f}"
-            )
+            why = f"score {gpu.score.total:.3f}"
+            if gpu.obstacle:
+                why = f"{cells.word(gpu, 'obstacle')}: {gpu.message}"
             lines.append(f"    {gpu.uuid or gpu.name.rpartition('/')[2]}   {why}")
     write_lines(lines)
 
