@@ -144,6 +144,12 @@ def test_what_may_have_been_meant_is_said_where_it_is_known(
     assert " ".join(capsys.readouterr().err.split()).endswith(said)
 
 
+@pytest.mark.parametrize("group", ["certs", "explain", "get", "token"])
+def test_the_help_of_a_group_has_whole_sentences(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command([group, "--help"]) == ExitCode.OK
+    assert "..." not in capsys.readouterr().out.partition("Commands:")[2]
+
+
 def test_who_reads_no_more_is_told_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert report_os(BrokenPipeError(32, "Broken pipe")) == ExitCode.OTHER
     assert capsys.readouterr().err == ""

@@ -352,7 +352,7 @@ class Group(Command, click.Group):
         if isinstance(entry, CommandEntry):
             return entry.help
         found = self.get_command(ctx, name)
-        return found.get_short_help_str(80) if found else ""
+        return found.get_short_help_str(1000) if found else ""
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """The names of commands, or of options."""
