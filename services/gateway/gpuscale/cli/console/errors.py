@@ -66,10 +66,8 @@ _BY_REASON: Mapping[str, ExitCode] = {
     "WAIT_TIMEOUT": ExitCode.NO_CAPACITY,
     "QUOTA_EXCEEDED": ExitCode.NO_CAPACITY,
     # Files and addresses on the command line.
-    "CONTEXTS": ExitCode.USAGE,
-    "TOKEN_FILE": ExitCode.USAGE,
-    "TLS_FILES": ExitCode.USAGE,
-    "INSECURE_TRANSPORT": ExitCode.USAGE,
+    **dict.fromkeys(("CERTIFICATES", "CONTEXTS", "INSECURE_TRANSPORT", "REVOKED_FILE"), ExitCode.USAGE),
+    **dict.fromkeys(("TLS_FILES", "TOKEN_FILE", "TOKENS_FILE"), ExitCode.USAGE),
 }
 
 
