@@ -11,6 +11,7 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.client import ask, reserve_request
 from gpuscale.client.asks import RunOptions, default_holder, job_request, moving
 from gpuscale.client.client import reserve_timeout
+from gpuscale.common.errors import InvalidArgumentError
 
 
 def test_what_was_not_said_is_absent() -> None:
@@ -126,6 +127,12 @@ def test_every_field_of_the_contract_can_be_said() -> None:
 def test_what_is_no_option_of_an_ask_is_refused(options: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         ask(1, options)
+
+
+@pytest.mark.parametrize("limit", [0, "0s", 0.5])
+def test_a_time_limit_that_no_command_can_keep_is_refused(limit: float | str) -> None:
+    with pytest.raises(InvalidArgumentError, match="time_limit must be at least 1 s"):
+        job_request(["train"], 1, 1, {"time_limit": limit})
 
 
 def test_a_call_that_waits_has_time_to_wait() -> None:

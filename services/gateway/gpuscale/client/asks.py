@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.client.orders import shown, when_moved
+from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.names import booking_name, node_name
 from gpuscale.common.sizes import to_bytes, to_seconds
 from gpuscale.common.wire import to_duration
@@ -225,6 +226,8 @@ def of_a_job(
 def _reserve_request(gpu_count: int, holder: str, options: ReserveOptions) -> allocator_api.ReserveRequest:
     ttl, wait = as_seconds("ttl", options.get("ttl")), as_seconds("wait", options.get("wait"))
     limit, booking = as_seconds("time_limit", options.get("time_limit")), options.get("booking", "")
+    if limit is not None and limit < 1:
+        raise InvalidArgumentError("time_limit must be at least 1 s")
     return allocator_api.ReserveRequest(
         request_id=options.get("request_id") or str(uuid.uuid4()),
         holder=holder,
@@ -237,7 +240,7 @@ def _reserve_request(gpu_count: int, holder: str, options: ReserveOptions) -> al
         priority=options.get("priority", 0),
         preemptible=options.get("preemptible", False),
         may_preempt=options.get("may_preempt", False),
-        time_limit=to_duration(limit) if limit else None,
+        time_limit=None if limit is None else to_duration(limit),
         booking=booking if "/" in booking or not booking else booking_name(booking),
     )
 

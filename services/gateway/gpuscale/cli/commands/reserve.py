@@ -242,6 +242,9 @@ def reserve(
     if start is not None and length is None:
         raise click.UsageError("a booking needs its length: pass --for too, such as --for 2h")
     if start is not None and length is not None:
+        typed = [f"--{name.replace('_', '-')}" for name, value in vars(requesting).items() if value]
+        if beside := [one for one in typed if one not in {"--tenant", "--request-id"}]:
+            raise click.UsageError(f"a booking has no {' and '.join(beside)}: leave them out")
         _book(session, asking, requesting, api.Booking(title=title), booking_id, start, length)
         return
     with session.connect() as client:
