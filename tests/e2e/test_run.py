@@ -127,6 +127,14 @@ def test_signals_are_passed_on_and_one_that_kills_is_told_as_by_a_shell(up: Up) 
     assert (ran.code, ran.out, "Traceback" in ran.err) == (137, "", False), ran.err
 
 
+def test_a_command_that_a_signal_ends_was_stopped(up: Up) -> None:
+    process = run(up, *SHELL, "echo $GPUSCALE_RESERVATION; exec sleep 60")
+    job = line(process.stdout)
+    process.send_signal(signal.SIGINT)
+    assert ended(process).code == 130
+    assert state_of(up, job) == "STATE_STOPPED"
+
+
 def test_a_lease_is_kept_for_longer_than_it_lasts(up: Up) -> None:
     """The shortest lease there is: without renewals it would be lost, and the command stopped, after 5 s."""
     ran = ended(run(up, *SHELL, "sleep 6.5; echo done", options=("--ttl", "5s")))

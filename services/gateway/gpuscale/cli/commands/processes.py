@@ -142,11 +142,11 @@ class Forwarding:
     A terminal sends Ctrl-C to the command itself, so that is not forwarded.
 
     Attributes:
-        ending: whether a signal came that ends commands.
+        ending: the last signal that ends commands; 0 if none came.
     """
 
     def __init__(self) -> None:
-        self.ending: bool = False
+        self.ending: int = 0
         self._pidfds: list[int] = []
         self._early: list[int] = []
         self._before: dict[signal.Signals, Handler] = {}
@@ -159,7 +159,8 @@ class Forwarding:
             self._send(self._pidfds[-1], number)
 
     def _forward(self, number: int, _frame: FrameType | None) -> None:
-        self.ending = self.ending or number not in {signal.SIGUSR1, signal.SIGUSR2}
+        if number not in {signal.SIGUSR1, signal.SIGUSR2}:
+            self.ending = number
         if number in _OF_TERMINAL and sys.stdin.isatty():
             return
         self._early.append(number)

@@ -330,7 +330,10 @@ def _run(
                     folder.put(holder.member)
             code = offspring.wait(process)
             keeper.end()
-    holder.ended(exit_code(code), keeper.stopped, leaves=keeper.leaves and not signals.ending)
+    why = keeper.stopped
+    if not why and signals.ending and exit_code(code) == 128 + signals.ending:
+        why = f"{signal.Signals(signals.ending).name} ended it"
+    holder.ended(exit_code(code), why, leaves=keeper.leaves and not signals.ending)
     if keeper.lost:
         raise FailedPreconditionError(
             f"the command was stopped because {reservation.name} was lost: {keeper.lost}", reason="LEASE_LOST"
