@@ -9,13 +9,13 @@ import click
 
 from gpuscale import client as library
 from gpuscale.api.allocator import v1 as api
-from gpuscale.cli.commands.reserve import WHOLE, Asking, Preferring
+from gpuscale.cli.commands.reserve import ANSWER_SECONDS, WHOLE, Asking, Preferring
 from gpuscale.cli.console import cells, lookup
 from gpuscale.cli.console.bulk import Done, confirm, say_each
 from gpuscale.cli.console.command import FILE, Session, command, names, one_name
 from gpuscale.cli.console.errors import ExitCode, leave
 from gpuscale.cli.console.output import to_dict
-from gpuscale.cli.console.terminal import REPEAT, Progress, write_lines
+from gpuscale.cli.console.terminal import Progress, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import tenant_of
 from gpuscale.cli.grammar.parameters import (
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 CONTEXT = 4096
 """Default tokens of a sequence."""
-ANSWER_SECONDS = 10.0
-"""Most seconds for the answer after the wait."""
 
 
 @command("check --gpus 4 --wait 10m")
@@ -58,7 +56,7 @@ def check(session: Session, asking: Asking, wait: float) -> None:
         progress = Progress()
         try:
             while (left := wait - progress.elapsed) > 0:
-                part = min(left, REPEAT)
+                part = min(left, 1.0)  # then its reason is shown
                 request = api.WaitForAvailabilityRequest(ask=ask, timeout=wire.to_duration(part))
                 looked = client.capacity.WaitForAvailability(request, timeout=part + ANSWER_SECONDS)
                 if looked.available or wire.seconds(looked.waited) < part / 2:
