@@ -85,6 +85,11 @@ def test_of_several_rules_that_hold_it_is_told_what_would_come_without_all_of_th
     ]
 
 
+def test_a_cooldown_is_told_by_its_name() -> None:
+    [one] = ask(spec(up(cooldown=100.0)), 2, 50.0, last_changes={"up": NOW - 60.0}).alternatives
+    assert (one.code, one.text) == (Code.COOLDOWN, "rule up had no cooldown")
+
+
 def test_replicas_that_are_not_heard_of_are_told() -> None:
     assert others(ask(spec(down()), 3, 1.0, unknown=1)) == {Code.REPLICAS_UNKNOWN: 2}
 

@@ -171,7 +171,7 @@ def _without_limit_of_rule(question: Question, step: Step) -> tuple[Question, st
     if step.code in _HOLDING:
         changed, text = replace(rule, disabled=True), f"rule {rule.id} did not hold: {step.text}"
     elif step.code is Code.COOLDOWN:
-        changed, text = replace(rule, cooldown=0.0), f"rule {rule.id} did not rest"
+        changed, text = replace(rule, cooldown=0.0), f"rule {rule.id} had no cooldown"
     elif step.code in {Code.CLAMPED_TO_RULE_MIN, Code.CLAMPED_TO_RULE_MAX, Code.SKIPPED}:
         changed = replace(rule, min_replicas=None, max_replicas=None)
         text = f"rule {rule.id} had no bounds of its own"
