@@ -166,7 +166,7 @@ async def test_a_recording_is_started_shown_in_the_known_structure_stopped_and_d
 
 async def test_a_node_is_forgotten_once_it_is_offline(fleet: RunningFleet) -> None:
     streaming = await ctl(fleet, "forget", "node", "alpha")
-    assert (streaming.code, "is streaming" in streaming.err) == (4, True)
+    assert (streaming.code, "is streaming: stop it first" in streaming.err) == (4, True)
     async with running_agent(fleet.address, node="beta", simulated_gpu_count=0):
         await fleet.until("beta", ONLINE)
     await fleet.until("beta", OFFLINE)

@@ -75,6 +75,10 @@ TOO_SHORT = errors.FieldViolation("ttl", "must be at least 2 s")
             errors.UnauthenticatedError("x", reason="TOKEN_MISSING"),
             ["to send one: --token-file PATH, or gpuscalectl login ADDRESS"],
         ),
+        (
+            errors.UnauthenticatedError("x", reason="JOIN_TOKEN_INVALID"),
+            ["an admin makes another: gpuscalectl join-token create"],
+        ),
     ],
 )
 def test_an_error_says_once_what_is_wrong_and_what_would_help(

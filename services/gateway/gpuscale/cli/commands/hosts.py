@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 
 import click
 import psutil
@@ -120,11 +119,7 @@ def run_programs(
 ) -> None:
     """Run programs until SIGTERM or SIGINT, and restart those that end; prints the text of `ready` once all answer."""
     stop, told, next_hour = threading.Event(), False, time.monotonic()
-
-    def end(_number: int, _frame: FrameType | None) -> None:
-        stop.set()
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {one: signal.signal(one, lambda _, __: stop.set()) for one in (signal.SIGINT, signal.SIGTERM)}
     running: dict[str, subprocess.Popen[bytes]] = {}
     if os.geteuid() == 0 and units_user() is None:
         note(f"no user {USER}: programs and workers run as root")
@@ -474,16 +469,8 @@ def join(
             TYPED,
         )
         return
-    own = replace(
-        session,
-        address=services["fleet"],
-        context=None,
-        token_file=None,
-        without_token=True,
-        ca_file=files["ca"],
-        cert_file=files["pair"],
-        key_file=files["pair"],
-    )
+    known = trusting(session, services["fleet"], files["ca"])
+    own = replace(known, cert_file=files["pair"], key_file=files["pair"])
     if under_systemd:
         say(session, start_units(PROGRAMS, files["settings"], state, partial(_online, own, node)))
     else:
@@ -617,12 +604,10 @@ def _settings_of_host(
     upstreams = {"fleet_address": services["fleet"], "allocator_address": services["allocator"]}
     kept: dict[str, str | bool] = {"state_dir": str(state / "agent"), "renew_certificate": True}
     adapter = {"autoscaler_address": services["autoscaler"], "data_dir": str(state / "adapter")}
-    admits = {"work_socket": str(work_socket)}
-    admitted = {"agent_address": f"unix:{work_socket}"}
     return settings_text(
         {
-            "agent": {"node": node, **upstreams, **common, **kept, **admits},
-            "adapter": {"node": node, **adapter, **common, **admitted},
+            "agent": {"node": node, **upstreams, **common, **kept, "work_socket": str(work_socket)},
+            "adapter": {"node": node, **adapter, **common, "agent_address": f"unix:{work_socket}"},
         }
     )
 

@@ -148,7 +148,7 @@ def _job(client: "Client", typed: Sequence[str]) -> "Reservation | None":
         try:
             return lookup.job(client, rest[0])
         except NotFoundError:
-            raise NotFoundError(f"no endpoint or job {rest[0]}") from None
+            raise NotFoundError(f"no endpoint or job {rest[0]}: see gpuscalectl get jobs -a") from None
     return None
 
 

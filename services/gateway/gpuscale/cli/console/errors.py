@@ -67,7 +67,7 @@ _BY_REASON: Mapping[str, ExitCode] = {
     "QUOTA_EXCEEDED": ExitCode.NO_CAPACITY,
     # Files and addresses on the command line.
     **dict.fromkeys(("CERTIFICATES", "CONTEXTS", "INSECURE_TRANSPORT", "REVOKED_FILE"), ExitCode.USAGE),
-    **dict.fromkeys(("TLS_FILES", "TOKEN_FILE", "TOKENS_FILE"), ExitCode.USAGE),
+    **dict.fromkeys(("CODE_FILE", "TLS_FILES", "TOKEN_FILE", "TOKENS_FILE"), ExitCode.USAGE),
 }
 
 
@@ -103,10 +103,19 @@ def report(error: GpuscaleError, name: str = "") -> ExitCode:
     return code
 
 
+_REMEDIES: Mapping[str, str] = {
+    "JOIN_TOKEN_INVALID": "an admin makes another: gpuscalectl join-token create",
+    "LOGIN_CODE_INVALID": "an admin makes another: gpuscalectl login-code create NAME",
+    "ROLE_TOO_LOW": "an admin can do it, or give you the role: gpuscalectl login-code create NAME --role ROLE",
+    "TOKEN_MISSING": "to send one: --token-file PATH, or gpuscalectl login ADDRESS",
+}
+"""What to do, by the reason of an error."""
+
+
 def _remedy(error: GpuscaleError) -> list[str]:
     """A line with the command that helps, if one is known."""
-    if error.reason == "TOKEN_MISSING":
-        return ["to send one: --token-file PATH, or gpuscalectl login ADDRESS"]
+    if error.reason in _REMEDIES:
+        return [_REMEDIES[error.reason]]
     *_, collection, _ = ("", "", *error.metadata.get("name", "").split("/"))
     if isinstance(error, errors.NotFoundError) and any(collection == noun.plural for noun in NOUNS):
         return [f"to list all: gpuscalectl get {collection}"]

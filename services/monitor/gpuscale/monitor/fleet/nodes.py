@@ -107,7 +107,7 @@ class Nodes:
         record = self.get(node)
         if record.stream is not None:
             raise FailedPreconditionError(
-                f"the agent of {node_name(node)} is streaming", reason="NODE_STREAMS"
+                f"the agent of {node_name(node)} is streaming: stop it first", reason="NODE_STREAMS"
             )
         self._owners.forget(record)
         del self._records[node]
