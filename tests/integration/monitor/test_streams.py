@@ -115,7 +115,7 @@ async def test_min_interval_leaves_snapshots_out_which_are_not_missed() -> None:
     assert {one.dropped_count for one in told} == {0}
 
 
-async def test_subscribers_share_one_encoding(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_subscribers_and_callers_share_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     to_snapshot = agent_feed.to_snapshot
 
@@ -129,6 +129,7 @@ async def test_subscribers_share_one_encoding(monkeypatch: pytest.MonkeyPatch) -
         for call in calls:
             for _ in range(4):
                 await read(call)
+                await agent.GetSnapshot(monitor_api.GetSnapshotRequest(), timeout=5)
             call.cancel()
     assert len(made) == len(set(made))
 

@@ -1,4 +1,4 @@
-"""AgentService, DriverService and WorkService on the wire. A snapshot is encoded once for all who watch."""
+"""AgentService, DriverService and WorkService on the wire. A snapshot becomes a message once, for all who ask or watch."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -38,9 +38,13 @@ class _SharedSnapshot:
         """An encoded WatchSnapshotsResponse; the shared one unless it is too old."""
         if now - self._made_at <= SHARED_SECONDS:
             return self._encoded
-        response = api.WatchSnapshotsResponse(snapshot=self._message)
+        return api.WatchSnapshotsResponse(snapshot=self.answer(now).snapshot).SerializeToString()
+
+    def answer(self, now: float) -> api.GetSnapshotResponse:
+        """A GetSnapshotResponse with ages as of `now`: a copy, for a part of what a new message costs."""
+        response = api.GetSnapshotResponse(snapshot=self._message)
         count_on(response.snapshot, now - self._made_at)
-        return response.SerializeToString()
+        return response
 
 
 class SnapshotFeed:
@@ -58,16 +62,19 @@ class SnapshotFeed:
             while True:
                 snapshot, dropped = await subscription.get()
                 now = self._clock.now()
-                whole = self._newest
-                if whole is None or whole.values is not snapshot:
-                    whole = self._newest = _SharedSnapshot(snapshot, now)
-                message = whole.encoded(now)
+                message = self.shared(snapshot, now).encoded(now)
                 if dropped:
                     message += api.WatchSnapshotsResponse(dropped_count=dropped).SerializeToString()
                 yield message
                 if interval:
                     await asyncio.sleep(interval)
                     subscription.forgive()
+
+    def shared(self, snapshot: Snapshot, now: float) -> _SharedSnapshot:
+        """The message of a snapshot, for all who ask at `now` or later."""
+        if self._newest is None or self._newest.values is not snapshot:
+            self._newest = _SharedSnapshot(snapshot, now)
+        return self._newest
 
 
 ALLOCATOR_SERVICE = "gpuscale.api.allocator.v1.AllocatorService"
@@ -86,7 +93,8 @@ class AgentServicer(api.AgentServiceServicer):
     async def GetSnapshot(self, request: api.GetSnapshotRequest, context: Context) -> api.GetSnapshotResponse:
         max_age = optional_seconds(request, "max_age")
         snapshot = await self._sampler.get(DEFAULT_MAX_AGE_SECONDS if max_age is None else max_age)
-        return api.GetSnapshotResponse(snapshot=to_snapshot(snapshot, self._clock.now()))
+        now = self._clock.now()
+        return self.feed.shared(snapshot, now).answer(now)
 
     async def WatchSnapshots(
         self, request: api.WatchSnapshotsRequest, context: Context
