@@ -43,12 +43,13 @@ class Disk:
         Table.metadata.create_all(self.connection, [USAGE])
         self.connection.commit()
 
-    async def change(self, work: Callable[[Connection], None]) -> None:
+    async def change(self, work: Callable[[Connection], T]) -> T:
         if self.fails:
             self.fails = False
             raise UnavailableError("the disk is gone")
-        work(self.connection)
+        result = work(self.connection)
         self.connection.commit()
+        return result
 
     async def read(self, work: Callable[[Connection], T]) -> T:
         return work(self.connection)

@@ -182,13 +182,7 @@ class EndedStore:
         return found
 
     async def _change(self, work: Callable[[Connection], dict[str, int]], fence: int) -> Totals:
-        counted: list[dict[str, int]] = []
-
-        def change(connection: Connection) -> None:
-            counted[:] = [work(connection)]
-
-        await self.store.change(change, fence=fence)
-        return _totals(counted[0])
+        return _totals(await self.store.change(work, fence=fence))
 
 
 def _drop(connection: Connection, fences: Sequence[int]) -> dict[str, int]:

@@ -141,18 +141,19 @@ class AllocatorStore:
         """Read other tables in the file. Raises like `Store.read`."""
         return await self._store.read(work)
 
-    async def change(self, work: Callable[[Connection], object], *, fence: int = 0) -> None:
-        """Write other tables in the file, and record a `fence` if given. Raises like `Store.write`."""
-        await self._store.write(self._numbered(work, fence), frees=True)
+    async def change(self, work: Callable[[Connection], T], *, fence: int = 0) -> T:
+        """Write other tables in the file, and record a `fence` if given; the work's result. Raises like `Store.write`."""
+        return await self._store.write(self._numbered(work, fence), frees=True)
 
-    def _numbered(self, work: Callable[[Connection], object], fence: int) -> Callable[[Connection], None]:
-        def numbered(connection: Connection) -> None:
+    def _numbered(self, work: Callable[[Connection], T], fence: int) -> Callable[[Connection], T]:
+        def numbered(connection: Connection) -> T:
             number = self._guard.next()
-            work(connection)
+            result = work(connection)
             if fence:
                 _COUNT.run(connection, [sealed({"name": schema.FENCE, "value": fence})])
             self._note(connection, number)
             self._guard.wrote(number)
+            return result
 
         return numbered
 

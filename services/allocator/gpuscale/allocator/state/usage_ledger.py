@@ -230,18 +230,13 @@ class UsageLedger:
 
         At most one day goes at a time: a clock that was wrong for an hour must not cost years.
         """
-        while await self._changed(lambda connection: _roll(connection, today - ROLL_AFTER)):
+        while await self.store.change(lambda connection: _roll(connection, today - ROLL_AFTER)):
             pass
         oldest = select(func.min(_USAGE.c.day))
         day = await self.store.read(lambda connection: connection.execute(oldest).scalar())
         if day is not None and day < today - keep_days:
             old = delete(_USAGE).where(_USAGE.c.day == day)
-            await self._changed(lambda connection: connection.execute(old).rowcount)
-
-    async def _changed(self, work: Callable[[Connection], int]) -> int:
-        counted: list[int] = []
-        await self.store.change(lambda connection: counted.append(work(connection)))
-        return counted[-1]
+            await self.store.change(lambda connection: connection.execute(old).rowcount)
 
 
 def _standing_rows(ids: Sequence[str]) -> Callable[[Connection], Sequence[Any]]:
