@@ -1,5 +1,6 @@
 """Reservations that ended: out of memory, on disk within bounds, found where somebody asks; and a disk that is full."""
 
+import asyncio
 import sqlite3
 from collections.abc import AsyncGenerator, Collection
 from contextlib import asynccontextmanager, closing
@@ -25,6 +26,7 @@ from gpuscale.common.errors import (
     InvalidArgumentError,
     UnavailableError,
 )
+from gpuscale.common.runtime import tasks
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.wire import to_timestamp
 from tests.support.allocator import Client, Reservation, running
@@ -195,6 +197,28 @@ async def test_a_batch_may_repeat_what_left_memory(
         again, fresh = await batch(client, asked, str(uuid4()))
         assert again == ended.name
         assert [one.name for one in await client.live()] == [fresh]
+
+
+async def test_a_batch_may_repeat_what_leaves_memory_before_it_is_told(
+    tmp_path: Path, retired: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is granted beside it is written first; meanwhile another reservation ends."""
+    asked = str(uuid4())
+    async with running(tmp_path, FakeFleet(node_message("n0", count=2))) as client:
+        ended = await client.release(await client.reserve(request_id=asked))
+        await spent(client, 1)
+        held = await client.reserve()
+        late = tasks.parse_failpoints("allocator.reserve.before_reply=sleep:0.5")
+        monkeypatch.setattr(tasks, "_points", late)
+        batched = asyncio.create_task(batch(client, asked, str(uuid4())))
+
+        async def granted() -> bool:
+            return len(await client.live()) == 2
+
+        await eventually(granted)
+        await client.release(held)
+        await eventually(lambda: retired)
+        assert (await batched)[0] == ended.name
 
 
 async def test_there_are_no_more_than_the_settings_say(tmp_path: Path, database: SecretUrl | None) -> None:

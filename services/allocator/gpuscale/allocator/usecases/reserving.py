@@ -661,6 +661,8 @@ class Reserving:
         if error is not None:
             raise error
         await tasks.hit_async("allocator.reserve.before_reply")
+        if len(ids) > 1:  # one that had ended may have left memory while the others were written
+            await self.archive.recall(ids=ids)
         return [self.ledger.get(one) for one in ids]
 
     def _refused(self, found: Refusal | QueueObstacle) -> GpuscaleError:
