@@ -3,14 +3,14 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Connection, create_engine, func, select
 
-from gpuscale.allocator.domain.accounting import DAY, by_day, ended_at, granted_since, month_of
+from gpuscale.allocator.domain.accounting import DAY, HOLD, by_day, ended_at, granted_since, month_of
 from gpuscale.allocator.domain.ledger import Ledger, rebased
 from gpuscale.allocator.domain.model import Reservation, State
 from gpuscale.allocator.state.schema import Table
@@ -204,6 +204,20 @@ def test_the_ledger_adds_up_to_what_was_granted_to_the_millisecond(steps: list[t
             month = month_of(month[1])
 
     asyncio.run(run())
+
+
+async def test_a_lease_whose_only_reading_came_too_late_has_an_unknown_energy_and_not_none() -> None:
+    life = Life()
+    await life.begin()
+    await life.play("grant", 0)
+    [one] = life.ledger.reservations(ended=False)
+    life.clock.advance(HOLD / 1000 + 1)
+    now = life.clock.now()
+    late = replace(gpu(one.gpus[0].uuid, fresh_until=now + 3), power_watts=300.0, read_at=now)
+    life.view.apply([node("n0", late)], full=True)
+    closed = life.ledger.close(one, State.RELEASED, now=now, wall=life.clock.wall())
+    await life.write([closed])
+    assert life.disk.connection.execute(select(USAGE.c.energy)).scalar_one() is None
 
 
 @given(st.integers(0, 10 * DAY), st.integers(DAY, 40_000 * DAY))
