@@ -53,7 +53,7 @@ from gpuscale.autoscaler.wire.decisions import decision_body, question_from_wire
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 from tests.support.autoscaler_values import NOW, WALL, endpoint, signal
 
-RUNS, STEPS = 80, 100
+RUNS, STEPS = settings().max_examples * 4 // 5, 100
 KINDS: tuple[Kind, ...] = (
     StepRule(Comparator.GREATER_THAN, 20.0, 3),
     StepRule(Comparator.LESS_THAN_OR_EQUAL, 5.0, -2),
