@@ -80,16 +80,16 @@ async def test_cordons_quotas_and_bookings_that_cannot_be_written_change_nothing
         await quotas.SetQuota(api.SetQuotaRequest(quota=api.Quota(tenant="ann", weight=2)))
         before = await seen()
         points(f"{BEFORE_COMMIT}=error")
-        for call in (
-            nodes.CordonNode(api.CordonNodeRequest(name="nodes/n0")),
-            nodes.DrainNode(api.DrainNodeRequest(name="nodes/n0")),
-            nodes.UncordonNode(api.UncordonNodeRequest(name="nodes/n1")),
-            quotas.SetQuota(api.SetQuotaRequest(quota=api.Quota(tenant="ann", weight=3))),
-            quotas.DeleteQuota(api.DeleteQuotaRequest(tenant="ann")),
-            bookings.CreateBooking(api.CreateBookingRequest(booking=booking, request_id=str(uuid4()))),
+        for call, asked in (  # one after the other: a cordon keeps others away until its write has failed
+            (nodes.CordonNode, api.CordonNodeRequest(name="nodes/n0")),
+            (nodes.DrainNode, api.DrainNodeRequest(name="nodes/n0")),
+            (nodes.UncordonNode, api.UncordonNodeRequest(name="nodes/n1")),
+            (quotas.SetQuota, api.SetQuotaRequest(quota=api.Quota(tenant="ann", weight=3))),
+            (quotas.DeleteQuota, api.DeleteQuotaRequest(tenant="ann")),
+            (bookings.CreateBooking, api.CreateBookingRequest(booking=booking, request_id=str(uuid4()))),
         ):
             with pytest.raises(UnavailableError):
-                await call
+                await call(asked)
         points("")
         assert await seen() == before
 
