@@ -61,7 +61,7 @@ def sent(ttl: Duration) -> Call:
     async def call(client: Client, _: Reservation) -> object:
         request = api.ReserveRequest(request_id=USED, holder="me", ask=api.Ask(gpu_count=1), ttl=ttl)
         with rpc_errors():
-            return await client.stub.Reserve(request, timeout=10)
+            return await client.stub.Reserve(request, timeout=60)
 
     return call
 
@@ -73,7 +73,7 @@ def empty_ask(client: Client, _: Reservation) -> Awaitable[object]:
 
 async def _asked(client: Client, request: api.ReserveRequest) -> object:
     with rpc_errors():
-        return await client.stub.Reserve(request, timeout=10)
+        return await client.stub.Reserve(request, timeout=60)
 
 
 ROWS = (
@@ -148,7 +148,7 @@ async def drained(address: str, name: str) -> api.DrainNodeResponse:
     """Drain a node."""
     async with open_channel(address) as channel:
         with rpc_errors():
-            return await api.NodeServiceStub(channel).DrainNode(api.DrainNodeRequest(name=name), timeout=10)
+            return await api.NodeServiceStub(channel).DrainNode(api.DrainNodeRequest(name=name), timeout=60)
 
 
 async def test_every_row_is_answered_as_listed_and_changes_nothing(place: Site) -> None:

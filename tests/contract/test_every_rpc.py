@@ -184,5 +184,5 @@ def test_no_deadline(channel: grpc.Channel, rpc: Rpc) -> None:
 
 def test_an_unknown_method(channel: grpc.Channel) -> None:
     with pytest.raises(grpc.RpcError) as caught:
-        channel.unary_unary("/gpuscale.api.allocator.v1.AllocatorService/NoSuchMethod")(b"", timeout=10)
+        channel.unary_unary("/gpuscale.api.allocator.v1.AllocatorService/NoSuchMethod")(b"", timeout=60)
     assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED  # type: ignore[attr-defined]

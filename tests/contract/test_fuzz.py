@@ -135,7 +135,7 @@ class World:
         self.request_ids: list[str] = []
         self.hours = 0
 
-    def send(self, method: str, body: Mapping[str, Any] | Message, timeout: float = 10) -> Any:
+    def send(self, method: str, body: Mapping[str, Any] | Message, timeout: float = 60) -> Any:
         """Call a method and return its (first) answer."""
         rpc = RPCS[method]
         message = body if isinstance(body, Message) else ParseDict(dict(body), rpc.request_class())
@@ -151,7 +151,7 @@ class World:
         finally:
             answers.cancel()
 
-    def status(self, method: str, body: Mapping[str, Any] | Message, timeout: float = 10) -> str:
+    def status(self, method: str, body: Mapping[str, Any] | Message, timeout: float = 60) -> str:
         """How a call ends; a stream has ended well with its first answer."""
         try:
             self.send(method, body, timeout)
@@ -484,7 +484,7 @@ def things(world: World) -> None:
 
 def eventually_now(work: Callable[[], object]) -> None:
     """Do it as soon as the GPUs are there again."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
         try:
             work()

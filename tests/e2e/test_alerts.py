@@ -179,7 +179,7 @@ class Site:
         for number in count():
             quota = allocator_api.Quota(tenant=f"{name}-{number}", gpu_milli_limit=1000)
             with suppress(grpc.RpcError):
-                await quotas.SetQuota(allocator_api.SetQuotaRequest(quota=quota), timeout=5)
+                await quotas.SetQuota(allocator_api.SetQuotaRequest(quota=quota), timeout=60)
             await asyncio.sleep(0.1)
 
     async def lag(self, name: str, until: asyncio.Event) -> None:

@@ -75,20 +75,20 @@ def test_kedas_own_stubs_are_loaded_beside_ours_and_answered(stubs: tuple[Any, A
     spec = {"minReplicas": 2, "maxReplicas": 2, "template": {"template": "w"}}
     ParseDict({"name": "endpoints/e", "spec": spec}, wish.endpoint)
     with Up(tmp_path, simulate=1) as up, grpc.insecure_channel(up.address) as channel:
-        api.EndpointServiceStub(channel).CreateEndpoint(wish, timeout=10)
+        api.EndpointServiceStub(channel).CreateEndpoint(wish, timeout=60)
         for messages, stub in (
             (theirs, called.ExternalScalerStub(channel)),
             (ours, ours.ExternalScalerStub(channel)),
         ):
             ref = messages.ScaledObjectRef(scalerMetadata={"endpoint": "e"})
             [value] = stub.GetMetrics(
-                messages.GetMetricsRequest(scaledObjectRef=ref), timeout=10
+                messages.GetMetricsRequest(scaledObjectRef=ref), timeout=60
             ).metricValues
             assert (value.metricName, value.metricValue) == ("desired", 2)
-            assert stub.IsActive(ref, timeout=10).result
+            assert stub.IsActive(ref, timeout=60).result
         asked = reflection_pb2.ServerReflectionRequest(file_containing_symbol="externalscaler.ExternalScaler")
         [answer] = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
-            iter([asked]), timeout=10
+            iter([asked]), timeout=60
         )
         files = map(FileDescriptorProto.FromString, answer.file_descriptor_response.file_descriptor_proto)
         [told] = [file for file in files if file.package == "externalscaler"]

@@ -36,7 +36,7 @@ class Admin:
     async def put(self, policy: api.UsePolicy) -> api.UsePolicy:
         request = api.CreateUsePolicyRequest(use_policy=policy, request_id=str(uuid4()))
         with rpc_errors():
-            return (await self.policies.CreateUsePolicy(request, timeout=10)).use_policy
+            return (await self.policies.CreateUsePolicy(request, timeout=60)).use_policy
 
     async def target(self, url: str, **spec: object) -> api.NotificationTarget:
         target = api.NotificationTarget(
@@ -45,24 +45,24 @@ class Admin:
         request = api.CreateNotificationTargetRequest(notification_target=target, request_id=str(uuid4()))
         with rpc_errors():
             return (
-                await self.notifications.CreateNotificationTarget(request, timeout=10)
+                await self.notifications.CreateNotificationTarget(request, timeout=60)
             ).notification_target
 
     async def acts(self, **asked: object) -> list[api.PolicyAct]:
         request = api.ListPolicyActsRequest(**asked)
-        return list((await self.policies.ListPolicyActs(request, timeout=10)).policy_acts)
+        return list((await self.policies.ListPolicyActs(request, timeout=60)).policy_acts)
 
     async def standings(self, name: str = "policies/idle") -> list[api.PolicyStanding]:
-        found = await self.policies.GetUsePolicy(api.GetUsePolicyRequest(name=name), timeout=10)
+        found = await self.policies.GetUsePolicy(api.GetUsePolicyRequest(name=name), timeout=60)
         return list(found.standings)
 
     async def letters(self) -> list[api.Notification]:
-        found = await self.notifications.ListNotifications(api.ListNotificationsRequest(), timeout=10)
+        found = await self.notifications.ListNotifications(api.ListNotificationsRequest(), timeout=60)
         return list(found.notifications)
 
     async def drain(self) -> None:
         request = api.DrainNodeRequest(name="nodes/n0", grace={"seconds": 3600})
-        await self.nodes.DrainNode(request, timeout=10)
+        await self.nodes.DrainNode(request, timeout=60)
 
     async def pass_time(self, minutes: int, name: str = "policies/idle") -> None:
         """Minute by minute, so that each is looked at."""

@@ -32,7 +32,7 @@ def unique_queue_name(prefix: str = "test") -> str:
 @asynccontextmanager
 async def open_channel(broker: RabbitBroker) -> AsyncGenerator[AbstractChannel, None]:
     """A channel with publisher confirms on a connection of its own."""
-    connection = await aio_pika.connect(broker.amqp_url, timeout=10)
+    connection = await aio_pika.connect(broker.amqp_url, timeout=60)
     async with connection, connection.channel(publisher_confirms=True) as channel:
         yield channel
 
@@ -53,7 +53,7 @@ async def publish_each(broker: RabbitBroker, name: str, bodies: Sequence[bytes])
     async with open_channel(broker) as channel:
         for body in bodies:
             message = aio_pika.Message(body, delivery_mode=aio_pika.DeliveryMode.PERSISTENT)
-            await channel.default_exchange.publish(message, routing_key=name, mandatory=True, timeout=10)
+            await channel.default_exchange.publish(message, routing_key=name, mandatory=True, timeout=60)
 
 
 async def purge(broker: RabbitBroker, name: str) -> None:
@@ -75,7 +75,7 @@ async def held_messages(broker: RabbitBroker, name: str, count: int) -> AsyncGen
     async with open_channel(broker) as channel:
         queue = await channel.get_queue(name)
         for _ in range(count):
-            await queue.get(timeout=10)
+            await queue.get(timeout=60)
         yield
 
 
@@ -85,7 +85,7 @@ async def queue_counts(broker: RabbitBroker, name: str) -> QueueCounts | None:
     With statistics disabled and totals asked for, the API answers from the queues themselves: the figures are
     milliseconds old, where its usual statistics are seconds old.
     """
-    async with httpx.AsyncClient(auth=(broker.user, broker.password), timeout=10) as client:
+    async with httpx.AsyncClient(auth=(broker.user, broker.password), timeout=60) as client:
         answer = await client.get(
             f"{broker.management_url}/api/queues",
             params={"disable_stats": "true", "enable_queue_totals": "true"},

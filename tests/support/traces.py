@@ -94,10 +94,10 @@ async def _leases(trace: Trace, folder: Path) -> None:
                 request_id=str(uuid4()), ask=allocator_api.Ask(gpu_count=1), holder="trace"
             )
             with trace.of("Reserve"):
-                granted = (await stub.Reserve(request, timeout=10)).reservation
+                granted = (await stub.Reserve(request, timeout=60)).reservation
             renewal = allocator_api.RenewReservationRequest(name=granted.name, fence=granted.fence)
             with trace.of("Renew"):
-                await stub.RenewReservation(renewal, timeout=10)
+                await stub.RenewReservation(renewal, timeout=60)
             await client.release(granted)
 
 

@@ -107,7 +107,7 @@ async def left(place: Site, made: Reservation) -> None:
     member = api.JobMember(node="nodes/n0", pid=7, start_time=now, end_time=now, exit_code=0)
     request = api.RenewReservationRequest(name=made.name, fence=made.fence, member=member, ended_attempt=1)
     with rpc_errors():
-        await place.client.stub.RenewReservation(request, timeout=10)
+        await place.client.stub.RenewReservation(request, timeout=60)
 
 
 async def test_what_is_told_of_an_end_that_a_crash_followed_is_told_by_the_next_life(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ async def tell(place: Site, address: str) -> None:
     """Make a target."""
     target = api.NotificationTarget(name="targets/t", spec=api.NotificationTargetSpec(url=address))
     request = api.CreateNotificationTargetRequest(notification_target=target, request_id=str(uuid4()))
-    await api.NotificationServiceStub(place.channel).CreateNotificationTarget(request, timeout=5)
+    await api.NotificationServiceStub(place.channel).CreateNotificationTarget(request, timeout=60)
 
 
 async def told(hook: Hook, *events: tuple[str, str]) -> bool:

@@ -30,7 +30,7 @@ async def traced(life: AllocatorProcess, output: Path) -> asyncio.subprocess.Pro
         stderr=asyncio.subprocess.PIPE,
     )
     assert tracer.stderr is not None
-    said = await asyncio.wait_for(tracer.stderr.readline(), 10)
+    said = await asyncio.wait_for(tracer.stderr.readline(), 60)
     if b"attached" not in said:
         pytest.skip(f"strace cannot attach: {said.decode().strip()}")
     return tracer

@@ -99,11 +99,11 @@ class Move:
         capacity = allocator_api.CapacityServiceStub(self.place.channel)
 
         async def planned() -> bool:
-            found = await capacity.PlanRebalance(allocator_api.PlanRebalanceRequest(), timeout=5)
+            found = await capacity.PlanRebalance(allocator_api.PlanRebalanceRequest(), timeout=60)
             return any(one.moves for one in found.plans)
 
         await eventually(planned, WAIT, retry_on=(AssertionError, grpc.RpcError))
-        await capacity.ApplyRebalance(allocator_api.ApplyRebalanceRequest(), timeout=10)
+        await capacity.ApplyRebalance(allocator_api.ApplyRebalanceRequest(), timeout=60)
 
     def allow(self, what: str) -> None:
         """`serve`: replicas that start get ready, or `serve-` one of them; `finish`: those that are asked to end do so."""

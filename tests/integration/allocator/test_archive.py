@@ -79,7 +79,7 @@ async def batch(client: Client, *request_ids: str) -> list[str]:
     asked = [
         api.ReserveRequest(request_id=one, holder="test", ask=api.Ask(gpu_count=1)) for one in request_ids
     ]
-    answer = await client.stub.BatchReserve(api.BatchReserveRequest(requests=asked), timeout=10)
+    answer = await client.stub.BatchReserve(api.BatchReserveRequest(requests=asked), timeout=60)
     return [one.name for one in answer.reservations]
 
 

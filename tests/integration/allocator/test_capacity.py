@@ -75,7 +75,7 @@ async def test_without_telemetry_nothing_is_claimed(tmp_path: Path) -> None:
             wait(client, ask, 5),
             explain(client, ask),
             client.allocator.Reserve(
-                api.ReserveRequest(request_id=str(uuid4()), holder="me", ask=ask), timeout=10
+                api.ReserveRequest(request_id=str(uuid4()), holder="me", ask=ask), timeout=60
             ),
             client.capacity.RankNodes(api.RankNodesRequest()),
             client.capacity.PlanRebalance(api.PlanRebalanceRequest()),
@@ -113,7 +113,7 @@ async def test_whoever_waits_is_told_at_once(tmp_path: Path, event: str) -> None
             await client.nodes.UncordonNode(api.UncordonNodeRequest(name="nodes/n0"))
         else:
             running.put(node_message("n0", count=2))
-        found = await asyncio.wait_for(waiting, 30)
+        found = await asyncio.wait_for(waiting, 60)
         assert (found.available, enum_word(found, "reason")) == (True, "")
         assert 0 < seconds(found.waited) < 30
 

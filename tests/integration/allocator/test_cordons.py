@@ -111,7 +111,7 @@ async def test_a_watch_of_what_will_be_taken_away_tells_only_that_and_once_when_
         watch = aiter(client.allocator.WatchReservations(api.WatchReservationsRequest(revoked=True)))
 
         async def told() -> list[tuple[str, bool, str]]:
-            found = await asyncio.wait_for(anext(watch), 10)
+            found = await asyncio.wait_for(anext(watch), 60)
             return [(one.name, one.HasField("revoke_time"), one.end_reason) for one in found.reservations]
 
         assert await told() == [(early.name, True, "nodes/n0 is drained: fan")]

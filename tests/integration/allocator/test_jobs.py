@@ -26,7 +26,7 @@ async def report(client: Client, one: Reservation, **known: object) -> Reservati
         name=one.name, fence=one.fence, member=api.JobMember(node="nodes/n0", **known)
     )
     with rpc_errors():
-        return (await client.stub.RenewReservation(request, timeout=10)).reservation
+        return (await client.stub.RenewReservation(request, timeout=60)).reservation
 
 
 def fleet() -> FakeFleet:

@@ -28,21 +28,21 @@ def ask_for(count: int = 1, **fields: object) -> api.ReserveRequest:
 
 async def batch(client: Client, *requests: api.ReserveRequest) -> list[Reservation]:
     with rpc_errors():
-        answer = await client.stub.BatchReserve(api.BatchReserveRequest(requests=requests), timeout=10)
+        answer = await client.stub.BatchReserve(api.BatchReserveRequest(requests=requests), timeout=60)
     return list(answer.reservations)
 
 
 async def release(client: Client, *ones: Reservation, fence: int | None = None) -> list[Reservation]:
     requests = [api.ReleaseReservationRequest(name=one.name, fence=fence or one.fence) for one in ones]
     with rpc_errors():
-        answer = await client.stub.BatchRelease(api.BatchReleaseRequest(requests=requests), timeout=10)
+        answer = await client.stub.BatchRelease(api.BatchReleaseRequest(requests=requests), timeout=60)
     return list(answer.reservations)
 
 
 async def keep_alive(client: Client, *messages: api.KeepAliveRequest) -> list[dict[str, api.LeaseStatus]]:
     """What each message is answered with, by name."""
     with rpc_errors():
-        call = client.stub.KeepAlive(iter(messages), timeout=10)
+        call = client.stub.KeepAlive(iter(messages), timeout=60)
         return [{status.name: status for status in answer.leases} async for answer in call]
 
 

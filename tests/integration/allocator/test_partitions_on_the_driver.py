@@ -73,7 +73,7 @@ async def waited_for(folder: Path, helper: PowerHelper, profile: str) -> AsyncGe
         one = Waiting(here, granted)
 
         async def planned() -> bool:
-            plans = (await capacity.PlanRebalance(api.PlanRebalanceRequest(), timeout=10)).plans
+            plans = (await capacity.PlanRebalance(api.PlanRebalanceRequest(), timeout=60)).plans
             return any(plan.partitions for plan in plans)
 
         await eventually(planned)
@@ -89,7 +89,7 @@ class Waiting:
 
     async def apply(self) -> api.ApplyRebalanceResponse:
         with rpc_errors():
-            return await self.here.capacity.ApplyRebalance(api.ApplyRebalanceRequest(), timeout=10)
+            return await self.here.capacity.ApplyRebalance(api.ApplyRebalanceRequest(), timeout=60)
 
     async def applied(self) -> api.RebalancePlan:
         """Apply as soon as the allocator has heard of the helper, and has a plan."""
@@ -105,7 +105,7 @@ class Waiting:
         return await eventually(lambda: self._reasons(count))
 
     async def cordons(self) -> Sequence[api.Cordon]:
-        return (await self.here.nodes.ListCordons(api.ListCordonsRequest(), timeout=10)).cordons
+        return (await self.here.nodes.ListCordons(api.ListCordonsRequest(), timeout=60)).cordons
 
     async def _reasons(self, count: int) -> Sequence[str]:
         changes = await self.here.changes()
@@ -141,8 +141,8 @@ async def test_a_profile_that_no_gpu_has_can_be_waited_for_where_a_helper_may_ma
             ask, of = api.Ask(gpu_count=1, mig_profile=profile), here.capacity
             check, explain = api.CheckAvailabilityRequest(ask=ask), api.ExplainPlacementRequest(ask=ask)
             return [
-                await of.CheckAvailability(check, timeout=10),
-                await of.ExplainPlacement(explain, timeout=10),
+                await of.CheckAvailability(check, timeout=60),
+                await of.ExplainPlacement(explain, timeout=60),
             ]
 
         async def becomes(kind: str) -> bool:
@@ -163,14 +163,14 @@ async def test_a_profile_that_no_gpu_has_can_be_waited_for_where_a_helper_may_ma
         request = api.GetReservationRequest(name=queued.name)
 
         async def seen() -> api.Reservation:
-            return (await client.stub.GetReservation(request, timeout=10)).reservation
+            return (await client.stub.GetReservation(request, timeout=60)).reservation
 
         async def told() -> bool:
             found = await seen()
             return found.state == found.STATE_WAITING and why in found.job.queue_reason
 
         async def ordered() -> Sequence[str]:
-            answer = await here.capacity.ApplyRebalance(api.ApplyRebalanceRequest(), timeout=10)
+            answer = await here.capacity.ApplyRebalance(api.ApplyRebalanceRequest(), timeout=60)
             return [one for part in answer.plan.partitions for one in part.profiles]
 
         async def granted() -> Sequence[str]:
@@ -244,7 +244,7 @@ async def test_an_order_outlives_the_allocator(tmp_path: Path, helper: PowerHelp
         await eventually(here.changes)
         [change] = await here.changes()
         assert (change.gpu, change.reason) == (gpu, "has MIG instances 7g.80gb (for waits)")
-        assert not (await here.nodes.ListCordons(api.ListCordonsRequest(), timeout=10)).cordons
+        assert not (await here.nodes.ListCordons(api.ListCordonsRequest(), timeout=60)).cordons
 
 
 async def test_a_gpu_of_which_anybody_holds_a_part_is_not_partitioned(

@@ -61,7 +61,7 @@ class PowerSite:
         )
         request = api.CreatePowerBudgetRequest(power_budget=wanted, request_id=str(uuid4()))
         with rpc_errors():
-            return (await self.power.CreatePowerBudget(request, timeout=10)).power_budget
+            return (await self.power.CreatePowerBudget(request, timeout=60)).power_budget
 
     async def helped(self) -> None:
         """Start the helper, and wait until the allocator knows of it."""
@@ -70,18 +70,18 @@ class PowerSite:
         async def known() -> bool:
             ask = api.Ask(gpu_count=1, power_limit_watts=300)
             request = api.CheckAvailabilityRequest(ask=ask)
-            return (await self.capacity.CheckAvailability(request, timeout=10)).available
+            return (await self.capacity.CheckAvailability(request, timeout=60)).available
 
         await eventually(known)
 
     async def sum(self, name: str = "rack") -> api.PowerSum:
         request = api.GetPowerBudgetRequest(name=f"budgets/{name}")
-        [found] = (await self.power.GetPowerBudget(request, timeout=10)).power_budget.sums
+        [found] = (await self.power.GetPowerBudget(request, timeout=60)).power_budget.sums
         return found
 
     async def changes(self) -> Sequence[api.PowerChange]:
         request = api.ListPowerChangesRequest(page_size=1000)
-        return (await self.power.ListPowerChanges(request, timeout=10)).power_changes
+        return (await self.power.ListPowerChanges(request, timeout=60)).power_changes
 
     async def until_limits(self, *watts: float | None) -> None:
         await eventually(lambda: self.helper.limits() == list(watts))
@@ -139,7 +139,7 @@ async def test_without_the_helper_it_is_refused_and_said_what_to_install(
         elsewhere.spec.ClearField("nodes")
         update = api.UpdatePowerBudgetRequest(power_budget=elsewhere)
         with pytest.raises(FailedPreconditionError, match="gpuscale-power"), rpc_errors():
-            await here.power.UpdatePowerBudget(update, timeout=10)
+            await here.power.UpdatePowerBudget(update, timeout=60)
         await here.helped()
         await here.budget(900, "more")
         with pytest.raises(GpuscaleError, match="admit 200 to 700 W"):
@@ -189,7 +189,7 @@ async def test_a_budget_is_kept_shared_explained_and_what_would_exceed_it_does_n
         update = api.UpdatePowerBudgetRequest(
             power_budget=changed, update_mask=FieldMask(paths=["spec.watts"])
         )
-        await here.power.UpdatePowerBudget(update, timeout=10)
+        await here.power.UpdatePowerBudget(update, timeout=60)
         await here.until_limits(200, 200)
         with pytest.raises(
             ResourceExhaustedError, match=r"budgets/rack leaves nodes/alpha .* of 300 W"
@@ -197,11 +197,11 @@ async def test_a_budget_is_kept_shared_explained_and_what_would_exceed_it_does_n
             await here.client.reserve(1)
         assert no.value.metadata["power_budget"] == "2"
         asked = api.ExplainPlacementRequest(ask=api.Ask(gpu_count=1))
-        explained = await here.capacity.ExplainPlacement(asked, timeout=10)
+        explained = await here.capacity.ExplainPlacement(asked, timeout=60)
         assert not explained.available
         assert [one.obstacle for one in explained.nodes] == [api.Obstacle.OBSTACLE_POWER_BUDGET]
         await here.client.release(both[0])
-        await here.power.DeletePowerBudget(api.DeletePowerBudgetRequest(name="budgets/rack"), timeout=10)
+        await here.power.DeletePowerBudget(api.DeletePowerBudgetRequest(name="budgets/rack"), timeout=60)
         await here.until_limits(700, 700)
 
 

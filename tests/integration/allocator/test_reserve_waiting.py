@@ -49,7 +49,7 @@ async def until_waiting(quotas: api.QuotaServiceStub, count: int) -> None:
     """Until so many calls of one tenant wait."""
 
     async def waiting() -> bool:
-        listed = (await quotas.ListQuotas(api.ListQuotasRequest(), timeout=5)).quotas
+        listed = (await quotas.ListQuotas(api.ListQuotasRequest(), timeout=60)).quotas
         return [one.waiting_count for one in listed] == [count]
 
     await eventually(waiting)
@@ -108,7 +108,7 @@ async def test_quotas_hold_with_and_without_a_wait_and_through_a_restart(tmp_pat
     fleet = FakeFleet(node_message("n0", count=4))
     async with site(tmp_path, fleet) as (client, quotas):
         quota = api.Quota(tenant="vision", gpu_milli_limit=2000, weight=2.0)
-        told = (await quotas.SetQuota(api.SetQuotaRequest(quota=quota), timeout=5)).quota
+        told = (await quotas.SetQuota(api.SetQuotaRequest(quota=quota), timeout=60)).quota
         assert (told.gpu_milli_limit, told.weight, told.gpu_milli_held) == (2000, 2.0, 0)
     async with site(tmp_path, fleet) as (client, quotas):
         held = [await client.reserve(tenant="vision") for _ in range(2)]
@@ -121,13 +121,13 @@ async def test_quotas_hold_with_and_without_a_wait_and_through_a_restart(tmp_pat
         assert never.value.retry_after is None
         batch = api.BatchReserveRequest(requests=[request(0, tenant="audio"), request(0, tenant="vision")])
         with pytest.raises(ResourceExhaustedError), rpc_errors():
-            await client.stub.BatchReserve(batch, timeout=5)
+            await client.stub.BatchReserve(batch, timeout=60)
         assert len(await client.live()) == 2
         await client.reserve(tenant="audio")
         call = asyncio.create_task(client.reserve(tenant="vision", wait=to_duration(20)))
 
         async def listed() -> list[tuple[str, int, int]]:
-            found = (await quotas.ListQuotas(api.ListQuotasRequest(), timeout=5)).quotas
+            found = (await quotas.ListQuotas(api.ListQuotasRequest(), timeout=60)).quotas
             return [(one.tenant, one.gpu_milli_held, one.waiting_count) for one in found]
 
         async def waits() -> bool:
@@ -137,10 +137,10 @@ async def test_quotas_hold_with_and_without_a_wait_and_through_a_restart(tmp_pat
         assert not call.done()
         await client.release(held[0])
         assert (await call).tenant == "vision"
-        await quotas.DeleteQuota(api.DeleteQuotaRequest(tenant="vision"), timeout=5)
+        await quotas.DeleteQuota(api.DeleteQuotaRequest(tenant="vision"), timeout=60)
         await client.reserve(tenant="vision")
         with pytest.raises(NotFoundError), rpc_errors():
-            await quotas.DeleteQuota(api.DeleteQuotaRequest(tenant="vision"), timeout=5)
+            await quotas.DeleteQuota(api.DeleteQuotaRequest(tenant="vision"), timeout=60)
 
 
 async def test_the_same_request_by_call_and_by_stream_is_one(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ async def test_whoever_begins_to_work_may_stay_and_a_shadow_does_nothing(tmp_pat
         await eventually(lambda: _followed(admin, one.name))
         await admin.pass_time(121)
         await eventually(lambda: policies.revoked(client, one))
-        await admin.policies.DeleteUsePolicy(api.DeleteUsePolicyRequest(name="policies/idle"), timeout=10)
+        await admin.policies.DeleteUsePolicy(api.DeleteUsePolicyRequest(name="policies/idle"), timeout=60)
         await eventually(spared)
 
 
@@ -251,7 +251,7 @@ async def test_a_dry_run_of_what_is_not_on_record_is_refused(tmp_path: Path) -> 
                 end_time=now + timedelta(seconds=end),
             )
             with pytest.raises(GpuscaleError, match=problem), rpc_errors():
-                await admin.policies.DryRunUsePolicy(request, timeout=10)
+                await admin.policies.DryRunUsePolicy(request, timeout=60)
 
 
 async def test_private_addresses_are_refused_unless_they_are_allowed(tmp_path: Path) -> None:

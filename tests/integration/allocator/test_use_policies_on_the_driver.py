@@ -62,7 +62,7 @@ class Hosts:
     async def read(self) -> None:
         """Have each agent read now, and wait until the allocator has heard of it."""
         for agent in self.agents.values():
-            await agent.GetSnapshot(monitor_api.GetSnapshotRequest(max_age={"seconds": 0}), timeout=10)
+            await agent.GetSnapshot(monitor_api.GetSnapshotRequest(max_age={"seconds": 0}), timeout=60)
         now = self.clock.now()
         await eventually(lambda: all(self.heard.get(one) == now for one in self.agents), interval=0.002)
 
@@ -225,7 +225,7 @@ async def test_an_outsider_is_told_of_and_killed_only_where_that_is_opted_in_and
             admit = monitor_api.AdmitWorkRequest(
                 gpu_uuids=[nvml_double.gpus[0].uuid], fence=held.fence, pid=holder.pid, reservation=held.name
             )
-            await work.AdmitWork(admit, timeout=10)
+            await work.AdmitWork(admit, timeout=60)
             nvml_double.gpus[0].processes = [
                 DoubleProcess(holder.pid),
                 DoubleProcess(child),
@@ -257,7 +257,7 @@ async def test_an_outsider_is_told_of_and_killed_only_where_that_is_opted_in_and
                     one.close()
             for name in ("outsiders", "mute"):
                 await admin.policies.DeleteUsePolicy(
-                    api.DeleteUsePolicyRequest(name=f"policies/{name}"), timeout=10
+                    api.DeleteUsePolicyRequest(name=f"policies/{name}"), timeout=60
                 )
             words = ["--agent-user", str(os.getuid()), "--first-user", str(os.getuid())]
             command = [sys.executable, "-m", "gpuscale.monitor.killer", "--socket", str(place), *words]

@@ -90,7 +90,7 @@ def ports(replicas: list[api.Replica]) -> list[int]:
 
 async def load(port: int, requests: int) -> None:
     asked = urllib.request.Request(f"http://127.0.0.1:{port}/load?requests={requests}", method="POST")
-    await asyncio.to_thread(lambda: urllib.request.urlopen(asked, timeout=10).close())
+    await asyncio.to_thread(lambda: urllib.request.urlopen(asked, timeout=60).close())
 
 
 async def test_replicas_tell_each_for_itself_on_ports_of_their_own_and_are_scaled_on_what_they_tell(

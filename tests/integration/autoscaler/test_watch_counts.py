@@ -184,7 +184,7 @@ async def test_consumers_rates_and_the_age_of_the_oldest_message_are_known_once_
     async with open_channel(rabbitmq) as channel, watching(tmp_path, {"default": broken}) as watchers:
         for queue, sent in ((dated, datetime.now(UTC) - timedelta(hours=1)), (plain, None)):
             message = aio_pika.Message(b"work", timestamp=sent)
-            await channel.default_exchange.publish(message, routing_key=queue, mandatory=True, timeout=10)
+            await channel.default_exchange.publish(message, routing_key=queue, mandatory=True, timeout=60)
         await (await channel.get_queue(empty)).consume(ignore, no_ack=True)
         for name, queue in (("dated", dated), ("plain", plain), ("empty", empty)):
             await watchers.create(name, spec(queue, rates=True), request_id=request_id())

@@ -304,7 +304,7 @@ def test_signals_are_as_before_when_the_program_has_ended() -> None:
 
     async def main(stop: asyncio.Event) -> None:
         signal.raise_signal(signal.SIGTERM)
-        await asyncio.wait_for(stop.wait(), 10)
+        await asyncio.wait_for(stop.wait(), 60)
 
     assert lifecycle.run(main, program="gpuscale-test") == 0
     assert before == {number: signal.getsignal(number) for number in before}

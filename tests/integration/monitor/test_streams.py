@@ -129,7 +129,7 @@ async def test_subscribers_and_callers_share_one_message(monkeypatch: pytest.Mon
         for call in calls:
             for _ in range(4):
                 await read(call)
-                await agent.GetSnapshot(monitor_api.GetSnapshotRequest(), timeout=5)
+                await agent.GetSnapshot(monitor_api.GetSnapshotRequest(), timeout=60)
             call.cancel()
     assert len(made) == len(set(made))
 
