@@ -220,13 +220,13 @@ def test_a_lost_connection_is_said_in_one_line_and_what_was_heard_last_stays(
 def test_a_reservation_is_seen_without_loading_the_page_again(browser: Browser, up: Up, site: str) -> None:
     with page_of(browser) as page, connect(up.address) as client:
         page.goto(site)
-        eventually_sync(lambda: tile(page, "reserved") == "2", timeout=30)
+        eventually_sync(lambda: tile(page, "reserved") == "2")
         with client.reserve(gpus=3, holder="<img src=x onerror='window.read=1'>"):
             started = time.monotonic()
-            eventually_sync(lambda: tile(page, "reserved") == "5", timeout=30)
+            eventually_sync(lambda: tile(page, "reserved") == "5")
             print(f"\nseen after {time.monotonic() - started:.2f} s")
             page.get_by_text("onerror").first.wait_for()
-        eventually_sync(lambda: tile(page, "reserved") == "2", timeout=30)
+        eventually_sync(lambda: tile(page, "reserved") == "2")
         assert page.evaluate("window.read") is None, "what holders write is text, and no part of the page"
 
 
@@ -243,7 +243,7 @@ def test_a_page_comes_with_its_data(up: Up, site: str) -> None:
             page = answer.read().decode()
         return all(uuid in page for uuid in uuids)
 
-    eventually_sync(all_are_there, timeout=30)
+    eventually_sync(all_are_there)
 
 
 def test_an_endpoint_says_why(browser: Browser, site: str) -> None:
@@ -301,7 +301,7 @@ def test_a_visitor_signs_in_and_acts_as_far_as_the_role_goes(browser: Browser, t
             page.get_by_role("button", name="sign out").click()
             sign_in(page, token("otto"))
             release(page)
-            eventually_sync(lambda: tile(page, "holding") == "0", timeout=30)
+            eventually_sync(lambda: tile(page, "holding") == "0")
             beside = page.context.new_page()
             beside.goto(url)
             beside.get_by_text("live", exact=False).first.wait_for()

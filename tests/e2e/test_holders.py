@@ -89,7 +89,7 @@ def test_two_shares_that_use_what_they_hold_leave_the_rest_to_a_third(up: Up, do
                 for gpu in usage["gpus"]
             )
 
-        eventually_sync(unclear, timeout=30)
+        eventually_sync(unclear)
         use(double, (first, 20), (second, 20))
 
         def exact() -> bool:
@@ -97,7 +97,7 @@ def test_two_shares_that_use_what_they_hold_leave_the_rest_to_a_third(up: Up, do
                 str(20 * GIB)
             ] * 2
 
-        eventually_sync(exact, timeout=30)
+        eventually_sync(exact)
         third = run_cli("--address", up.address, *SHARE, "--gpu-memory", "39GiB", "--", "true")
         assert third.code == 0, third.err
         use(double, (first, 20), (second, 20), (outsider.pid, 10))
@@ -109,7 +109,7 @@ def test_two_shares_that_use_what_they_hold_leave_the_rest_to_a_third(up: Up, do
                 for gpu in usage["gpus"]
             )
 
-        eventually_sync(seen, timeout=30)
+        eventually_sync(seen)
         refused = run_cli("--address", up.address, *SHARE, "--gpu-memory", "31GiB", "--", "true")
         assert refused.code == 5, refused.err
         assert f"sleep ({outsider.pid})" in refused.err
@@ -135,8 +135,8 @@ def test_the_process_of_a_python_lease_is_a_holder(up: Up, double: NvmlDouble) -
 
     use(double, (os.getpid(), 5))
     with connect(up.address) as client, client.reserve(1, "sync", **ask):
-        eventually_sync(known, timeout=30)
-    eventually_sync(lambda: usages(up) == [], timeout=30)
+        eventually_sync(known)
+    eventually_sync(lambda: usages(up) == [])
     asyncio.run(asynchronously())
 
 

@@ -54,7 +54,7 @@ class Site:
         It waits while a GPU still looks busy with the job before, and one that asks for a single GPU would pass it.
         """
         name = self.detached(f"read x <{gate}", "--gpus", "2", *options)
-        eventually_sync(lambda: self.job(name)["state"] == "STATE_RUNNING", timeout=30.0)
+        eventually_sync(lambda: self.job(name)["state"] == "STATE_RUNNING")
         return name
 
     def job(self, name: str) -> dict[str, object]:
@@ -108,7 +108,7 @@ def test_a_job_that_waits_keeps_its_place_and_is_started_once(site: Site, tmp_pa
     gone = site.detached("true", "--wait", "1h")
     site.up.kill()
     site.up = site.begin()
-    eventually_sync(lambda: "WAITING (1)" in site.ctl("get", "jobs", "night").out, timeout=30.0)
+    eventually_sync(lambda: "WAITING (1)" in site.ctl("get", "jobs", "night").out)
     assert ("WAITING (2)" in site.ctl("get", "jobs", after).out) is True
     assert "GPU" in site.ctl("get", "job", "night").out.splitlines()[-1]
     said = site.ctl("logs", name)
@@ -270,9 +270,9 @@ def test_a_job_that_saved_its_work_is_started_again_on_its_own_host_too(
     assert site.ctl("drain", node, "--grace", "600s").code == 0
     try:
         if killed:
-            eventually_sync((tmp_path / "saving").exists, timeout=30.0)
+            eventually_sync((tmp_path / "saving").exists)
             os.kill(int((site.folder(name) / "pid").read_text()), signal.SIGKILL)
-        eventually_sync(lambda: site.job(name)["state"] == "STATE_WAITING", timeout=30.0, interval=0.2)
+        eventually_sync(lambda: site.job(name)["state"] == "STATE_WAITING", interval=0.2)
     finally:
         assert site.ctl("uncordon", node).code == 0
     assert site.ctl("wait", name).code == 7
@@ -344,4 +344,4 @@ async def test_an_event_loop_runs_reads_waits_for_and_stops_jobs(site: Site) -> 
         starts.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starts
-    eventually_sync(lambda: not _sleeping(b"sleep\x007419"), timeout=30.0)
+    eventually_sync(lambda: not _sleeping(b"sleep\x007419"))

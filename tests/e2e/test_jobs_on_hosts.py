@@ -276,9 +276,9 @@ def test_a_job_that_waits_is_started_as_its_user_from_the_host_of_the_services(l
     lab.must("stop", other)
     eventually_sync(lambda: starter(lab, "gamma", other) == 1)
     lab.kill("alpha", "gpuscale-allocator")
-    eventually_sync(lambda: "WAITING (1)" in lab.ctl("get", "jobs").out, timeout=30.0, interval=0.5)
+    eventually_sync(lambda: "WAITING (1)" in lab.ctl("get", "jobs").out, interval=0.5)
     lab.must("stop", holder)
-    eventually_sync(lambda: len(lab.left("sleep 7452")) == 1, timeout=30.0, interval=0.5)
+    eventually_sync(lambda: len(lab.left("sleep 7452")) == 1, interval=0.5)
     node, user, folder = lab.must("logs", name).split()
     assert (lab.left("sleep 7452"), user, folder) == ([f"{node}: sleep 7452"], "ann", "/home/ann")
     lab.must("stop", name)
@@ -339,7 +339,7 @@ def test_a_job_that_saves_its_work_makes_room_and_starts_again_on_another_host(l
 
     eventually_sync(again, timeout=90.0, interval=0.5)
     now = where(lab, name)
-    eventually_sync(lambda: lab.left("sleep 7481") == [f"{now}: sleep 7481"], timeout=30.0, interval=0.5)
+    eventually_sync(lambda: lab.left("sleep 7481") == [f"{now}: sleep 7481"], interval=0.5)
     eventually_sync(lambda: lab.must("logs", name) == "attempt 2\n", interval=0.5)
     gpus = [gpu["name"] for one in lab.held() for gpu in one.get("gpus", ())]
     assert len(gpus) == len(set(gpus)), gpus
@@ -381,7 +381,7 @@ def test_a_host_that_dies_silently_stops_the_other_member_and_its_last_lines_are
     script = "echo rank $NODE_RANK; setsid sleep 7441 & sleep 7442"
     where = (*MEMBERS, "--node", "beta", "--node", "gamma")
     # At once, for all of the job's time to be that of its members.
-    eventually_sync(lambda: lab.ctl("check", "--gpus", "1", *where).code == 0, timeout=30.0, interval=0.2)
+    eventually_sync(lambda: lab.ctl("check", "--gpus", "1", *where).code == 0, interval=0.2)
     name = detached(lab, script, *where, "--ttl", "6s", "--name", "pair")
     eventually_sync(
         lambda: [one.get("lastLines") for one in lab.job(name)["members"]] == [["rank 0"], ["rank 1"]]

@@ -166,7 +166,7 @@ def test_a_command_saves_its_work_by_the_signal_that_it_asked_for_and_starts_aga
     assert "ready\n" in iter(process.stderr.readline, "")
     node = node_of(up)
     assert ctl(up, "drain", node, "--grace", "600s", "--reason", "fan").code == 0
-    eventually_sync(lambda: state_of(up, "saves") == "STATE_WAITING", timeout=30.0, interval=0.2)
+    eventually_sync(lambda: state_of(up, "saves") == "STATE_WAITING", interval=0.2)
     shown = ctl(up, "get", "job", "saves").out
     assert ctl(up, "uncordon", node).code == 0
     ran = ended(process)
@@ -191,7 +191,7 @@ def test_a_command_that_takes_too_long_to_save_its_work_is_stopped(up: Up) -> No
     assert line(process.stdout) == "ready"
     node = node_of(up)
     assert ctl(up, "drain", node, "--grace", "600s", "--reason", "fan").code == 0
-    eventually_sync(lambda: state_of(up, "slow") == "STATE_WAITING", timeout=30.0, interval=0.2)
+    eventually_sync(lambda: state_of(up, "slow") == "STATE_WAITING", interval=0.2)
     assert ctl(up, "uncordon", node).code == 0
     ran = ended(process)
     assert ran.code == 5, ran.err

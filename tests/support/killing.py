@@ -176,7 +176,7 @@ class Round:
         """One after the other: together they may take longer than a lease."""
         self._lab.kill("alpha", "gpuscale-allocator")
         time.sleep(1.0)
-        eventually_sync(lambda: self._lab.ctl("get", "jobs").code == 0, timeout=30.0, interval=0.2)
+        eventually_sync(lambda: self._lab.ctl("get", "jobs").code == 0, interval=0.2)
         time.sleep(self._random.uniform(TTL / 8, TTL / 4))
         self._cut(host, TTL / 2)
 

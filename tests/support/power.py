@@ -29,7 +29,7 @@ class PowerHelper:
         self.kill()
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stderr=log, env=env_with_double(self.double))
-        eventually_sync(lambda: self._answers(), timeout=20)
+        eventually_sync(lambda: self._answers())
 
     def _answers(self) -> bool:
         try:
@@ -51,7 +51,7 @@ class PowerHelper:
         """Order MIG instances, and wait until that has ended; how."""
         orders = {order: {"uuid": self.double.gpus[gpu].uuid, "profiles": profiles}}
         line = json.dumps({"caps": {}, "partitions": orders})
-        ended: dict[str, Any] = eventually_sync(lambda: self.ended(line).get(order, {}), timeout=20)
+        ended: dict[str, Any] = eventually_sync(lambda: self.ended(line).get(order, {}))
         return ended
 
     def ended(self, line: str = '{"caps": null}') -> dict[str, Any]:

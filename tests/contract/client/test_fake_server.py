@@ -118,7 +118,7 @@ def test_a_gpu_that_is_lost_is_gone(server: FakeServer) -> None:
             node = client.fleet.GetNode(monitor_api.GetNodeRequest(name="nodes/node-0")).node
             return {gpu.uuid for gpu in node.snapshot.gpus}
 
-        eventually_sync(lambda: len(seen() - set(lease.gpu_uuids)) == len(seen()) == 1, timeout=30)
+        eventually_sync(lambda: len(seen() - set(lease.gpu_uuids)) == len(seen()) == 1)
 
 
 async def test_calls_fail_as_often_as_was_said(server: FakeServer) -> None:

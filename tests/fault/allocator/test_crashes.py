@@ -92,7 +92,7 @@ async def test_a_job_that_a_crash_interrupted_as_it_left_its_gpus_begins_anew_on
             found = await place.client.get(made.name)
             return found if found.state == Reservation.STATE_ACTIVE else None
 
-        now = await eventually(begun, timeout=20)
+        now = await eventually(begun)
         assert (now.job.attempt, len(now.job.earlier), len(now.gpus)) == (2, 1, 1)
         assert now.fence > made.fence
         assert len((await place.client.reserve(1)).gpus) == 1, "the other GPU is free"
@@ -122,7 +122,7 @@ async def test_what_is_told_of_an_end_that_a_crash_followed_is_told_by_the_next_
         assert not hook.bodies
         await place.start()
 
-        await eventually(lambda: told(hook, ("revoked", one.name)), timeout=20)
+        await eventually(lambda: told(hook, ("revoked", one.name)))
 
 
 async def test_a_node_that_is_down_and_a_quarantine_are_told_once_though_a_crash_came_between(
@@ -140,11 +140,11 @@ async def test_a_node_that_is_down_and_a_quarantine_are_told_once_though_a_crash
         assert not hook.bodies
         await place.go(successor)
         first = ("node_down", "nodes/n0"), ("gpu_quarantined", "nodes/n1/gpus/n1-0")
-        await eventually(lambda: told(hook, *first), timeout=20)
+        await eventually(lambda: told(hook, *first))
         await successor.kill()
         await place.start()
         place.fleet.put(node_message("n2", **gone))
-        await eventually(lambda: told(hook, *first, ("node_down", "nodes/n2")), timeout=20)
+        await eventually(lambda: told(hook, *first, ("node_down", "nodes/n2")))
 
 
 async def tell(place: Site, address: str) -> None:

@@ -35,7 +35,7 @@ async def test_a_pause_loses_no_lease_of_four_seconds_that_is_renewed_each_secon
             await eventually(lambda: _all_above(renewals, 1))  # the sweeper is at work by then
             await life.pause(4.5)
             seen = dict(renewals)
-            await eventually(lambda: _all_above(renewals, max(seen.values())), timeout=30)
+            await eventually(lambda: _all_above(renewals, max(seen.values())))
             stop.set()
         assert {one.name for one in await place.client.live()} == set(renewals)
 

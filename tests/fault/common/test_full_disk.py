@@ -93,7 +93,7 @@ async def test_replicas_end_and_give_their_gpus_back_and_nothing_new_comes(tmp_p
             async def gone() -> bool:
                 return not (await one.endpoints.ListEndpoints(every)).endpoints
 
-            await eventually(gone, timeout=30)
+            await eventually(gone)
             assert (first.alive, allocator.held) == ([], [])
             filler.unlink()
             await one.create(endpoint())

@@ -141,7 +141,7 @@ def test_each_host_knows_its_holders_and_its_outsiders(hosts: list[Host]) -> Non
     for host in hosts:
         host.use(outside[host.name])
     expected = {uuid: used for host in hosts for uuid, used in host.expected(outside[host.name]).items()}
-    eventually_sync(lambda: held(site) == expected, timeout=30)
+    eventually_sync(lambda: held(site) == expected)
     gpus = {gpu["uuid"]: gpu["reading"] for gpu in site.listed("gpus")}
     for host in hosts:
         first, second = (gpu.uuid for gpu in site.hosts.doubles[host.name].gpus)

@@ -282,10 +282,10 @@ def _drain(site: Site, messages: Messages, worker: tuple[str, str]) -> None:
     there = {"left": "right", "right": "left"}[here]
     site.must("admin", "drain", here, "--grace", "10m", "--reason", "new kernel")
     asked, because = ("explain", "endpoint", "jobs"), f"nodes/{here} is drained: new kernel"
-    eventually_sync(lambda: because in site.must("ann", *asked), timeout=30, interval=0.1)
+    eventually_sync(lambda: because in site.must("ann", *asked), interval=0.1)
     then = datetime.now(UTC).isoformat()
     messages.next_by(f"GPU-{there}")
-    eventually_sync(lambda: not (site.hosts.root(here) / "proc" / worker[1]).exists(), timeout=30)
+    eventually_sync(lambda: not (site.hosts.root(here) / "proc" / worker[1]).exists())
     site.must("admin", "uncordon", here)
     assert because in site.must("ann", *asked, "--at", then)
 
@@ -297,8 +297,8 @@ def _rotate(site: Site, messages: Messages) -> None:
         site.must("admin", *words, f"/etc/gpuscale/{new}")
     shown = site.certificate("first")
     site.must("admin", "certs", "renew", "server", "services", "gate", "--dir", "/etc/gpuscale/pki")
-    eventually_sync(lambda: site.certificate("first") != shown, timeout=30)
-    eventually_sync(lambda: site.types("admin", "get", "nodes").code == 0, timeout=30, interval=0.2)
+    eventually_sync(lambda: site.certificate("first") != shown)
+    eventually_sync(lambda: site.types("admin", "get", "nodes").code == 0, interval=0.2)
     messages.next_by("GPU-")
 
 
@@ -322,10 +322,10 @@ def _revoke(site: Site) -> None:
     for where in (edge, site.at("bob", "second:7070")):
         asked = partial(site.types, "bob", *where, "get", "nodes")
         eventually_sync(lambda ask=asked: "was revoked" in ask().err, timeout=60, interval=0.2)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
     for host, kept in (("second", "var/lib/gpuscale/host"), ("right", "etc/gpuscale-edge/state/host")):
         own = site.hosts.root(host) / kept / "tokens.toml"
-        eventually_sync(lambda own=own: own.read_bytes() == tokens.read_bytes(), timeout=30)
+        eventually_sync(lambda own=own: own.read_bytes() == tokens.read_bytes())
         life = read_certificate(site.certificate(host).encode())
         assert life.ends - time.time() < 8 * 86400, host
 

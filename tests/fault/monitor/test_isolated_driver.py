@@ -160,7 +160,7 @@ def test_an_interrupt_ends_a_process_that_does_nothing_by_itself_any_more(eight:
     child.suspend()
     try:
         source.interrupt()
-        eventually_sync(lambda: is_zombie(child.pid), timeout=20.0)
+        eventually_sync(lambda: is_zombie(child.pid))
     finally:
         child.kill()
         source.close()
@@ -202,7 +202,7 @@ def test_a_process_dies_with_a_parent_that_is_killed(eight: NvmlDouble) -> None:
     assert Path(f"/proc/{child}").exists()
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
-    eventually_sync(lambda: not Path(f"/proc/{child}").exists() or is_zombie(child), timeout=20.0)
+    eventually_sync(lambda: not Path(f"/proc/{child}").exists() or is_zombie(child))
 
 
 def is_zombie(pid: int) -> bool:

@@ -148,12 +148,12 @@ async def test_a_profile_that_no_gpu_has_can_be_waited_for_where_a_helper_may_ma
         async def becomes(kind: str) -> bool:
             return (await reason()).startswith(f"{kind}: ")
 
-        await eventually(lambda: becomes("UNSATISFIABLE"), timeout=20)
+        await eventually(lambda: becomes("UNSATISFIABLE"))
         never = "can never be granted"
         assert never in await reason(wait=60.0)
         assert {never in one.message for one in await looked()} == {True}
         await asyncio.to_thread(helper.start_to_partition)
-        await eventually(lambda: becomes("NO_CAPACITY"), timeout=20)
+        await eventually(lambda: becomes("NO_CAPACITY"))
         why = "too few such instances, even if all were free. Idle GPUs may be partitioned: gpuscalectl plan rebalance tells"
         assert why in await reason()
         assert {(one.reason, why in one.message) for one in await looked()} == {(no_capacity, True)}
@@ -176,9 +176,9 @@ async def test_a_profile_that_no_gpu_has_can_be_waited_for_where_a_helper_may_ma
         async def granted() -> Sequence[str]:
             return [gpu.model for gpu in (await seen()).gpus]
 
-        await eventually(told, timeout=20)
-        assert profile in await eventually(ordered, timeout=20)
-        assert (await eventually(granted, timeout=20))[0].endswith(f"MIG {profile}")
+        await eventually(told)
+        assert profile in await eventually(ordered)
+        assert (await eventually(granted))[0].endswith(f"MIG {profile}")
 
 
 async def test_who_waits_gets_an_instance_of_an_idle_gpu_that_is_cordoned_meanwhile(

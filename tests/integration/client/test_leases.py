@@ -71,7 +71,7 @@ def test_gpus_are_given_back_when_the_block_fails(server: FakeServer) -> None:
 def test_a_lease_is_renewed_in_the_background(server: FakeServer) -> None:
     with server.connect() as client, client.reserve(1, ttl=5) as lease:
         first = lease.reservation
-        eventually_sync(lambda: lease.reservation is not first, timeout=30)
+        eventually_sync(lambda: lease.reservation is not first)
         assert server.reservations[0].remaining.seconds >= 3
 
 
@@ -92,7 +92,7 @@ def test_a_holder_is_told_that_its_gpus_will_be_taken_away_and_that_they_will_no
         assert lease.revoke_reason == f"{node} is drained: fan"
         lease.check()
         client.nodes.UncordonNode(api.UncordonNodeRequest(name=node))
-        eventually_sync(lambda: not lease.revoked.is_set(), timeout=30)
+        eventually_sync(lambda: not lease.revoked.is_set())
         assert not lease.revoke_reason
 
 

@@ -67,7 +67,7 @@ async def test_only_lines_that_changed_are_drawn() -> None:
         assert asked(lambda: grid.show(fleet(50, gpu5="a long one", gpu40="x"))) == set(), "that is not seen"
         assert asked(lambda: grid.select(1)) == {1, 2}, "the row that was selected, and the one that is"
         await pilot.press("end")
-        await eventually(lambda: grid.scroll_offset.y == 39, timeout=30)
+        await eventually(lambda: grid.scroll_offset.y == 39)
         assert asked(lambda: grid.show(fleet(50, gpu5="a long one", gpu40="y"))) == {2}, (
             "where it is scrolled to"
         )
@@ -87,7 +87,7 @@ async def test_columns_are_as_wide_as_what_they_show_and_cells_are_no_markup() -
         app.grid.show([("x" * 30, "y")])
         await pilot.pause()
         await pilot.press("right")
-        await eventually(lambda: app.drawn()[1].startswith("xxx"), timeout=30)
+        await eventually(lambda: app.drawn()[1].startswith("xxx"))
 
 
 async def test_the_selected_row_is_seen_wherever_it_moves_and_when_rows_go() -> None:
@@ -103,13 +103,11 @@ async def test_the_selected_row_is_seen_wherever_it_moves_and_when_rows_go() -> 
             (["up"], 9, "gpu-6"),
         ):
             await pilot.press(*keys)
-            await eventually(lambda first=first: app.drawn()[1].split()[0] == first, timeout=30)
+            await eventually(lambda first=first: app.drawn()[1].split()[0] == first)
             assert app.grid.cursor == cursor
         app.grid.show(fleet(3))
         assert app.grid.cursor == 2
-        await eventually(
-            lambda: [line.split()[:1] for line in app.drawn()[1:3]] == [["gpu-0"], ["gpu-1"]], timeout=30
-        )
+        await eventually(lambda: [line.split()[:1] for line in app.drawn()[1:3]] == [["gpu-0"], ["gpu-1"]])
         app.grid.show([])
         await pilot.press("down", "enter")
         assert app.grid.cursor == 0

@@ -41,11 +41,11 @@ def gpus(top: Top) -> list[list[str]]:
 
 
 async def shows(top: Top, name: str, count: int) -> None:
-    await eventually(lambda: len(gpus(top) if name == "gpus" else cells(top, name)) == count, timeout=30)
+    await eventually(lambda: len(gpus(top) if name == "gpus" else cells(top, name)) == count)
 
 
 async def first_column(top: Top, expected: list[str]) -> None:
-    await eventually(lambda: [row[0] for row in cells(top, "gpus")] == expected, timeout=30)
+    await eventually(lambda: [row[0] for row in cells(top, "gpus")] == expected)
 
 
 async def test_gpus_are_there_and_a_reservation_is_seen_when_it_comes_and_goes() -> None:
@@ -59,7 +59,7 @@ async def test_gpus_are_there_and_a_reservation_is_seen_when_it_comes_and_goes()
                 "node-1/0",
             ]
             held = await asyncio.to_thread(client.reserve, 2, "night run", ttl=300)
-            await eventually(lambda: sum(row[HELD] == "night run" for row in gpus(top)) == 2, timeout=30)
+            await eventually(lambda: sum(row[HELD] == "night run" for row in gpus(top)) == 2)
             await pilot.press("2")
             await shows(top, "reservations", 1)
             assert cells(top, "reservations")[0][:2] == [held.name.removeprefix("reservations/"), "night run"]
@@ -91,18 +91,18 @@ async def test_a_paused_screen_stays_as_it_is_and_says_what_has_ended() -> None:
         async with screen(server) as (top, pilot):
             await shows(top, "gpus", 1)
             await pilot.press("p")
-            await eventually(lambda: "PAUSED" in str(top.query_one("#head", Static).render()), timeout=30)
+            await eventually(lambda: "PAUSED" in str(top.query_one("#head", Static).render()))
             held = await asyncio.to_thread(client.reserve, 1, "somebody", ttl=300)
-            await eventually(lambda: bool(top._facts.reservations), timeout=30)
+            await eventually(lambda: bool(top._facts.reservations))
             await pilot.pause(1.0)
             assert gpus(top)[0][HELD] == ""
             await pilot.press("p")
-            await eventually(lambda: gpus(top)[0][HELD] == "somebody", timeout=30)
+            await eventually(lambda: gpus(top)[0][HELD] == "somebody")
             await pilot.press("2")
             await shows(top, "reservations", 1)
             await pilot.press("p")
             await asyncio.to_thread(held.release)
-            await eventually(lambda: not top._facts.reservations, timeout=30)
+            await eventually(lambda: not top._facts.reservations)
             with patch.object(top, "notify") as told:
                 await pilot.press("e")
             told.assert_called_once_with("it has ended", severity="warning")
@@ -129,7 +129,7 @@ async def test_ascii_is_ascii() -> None:
             await shows(top, "gpus", 1)
             assert all(cell.isascii() for row in cells(top, "gpus") for cell in row)
             await pilot.press("3")
-            await eventually(lambda: top.query_one("#tabs", TabbedContent).active == "endpoints", timeout=30)
+            await eventually(lambda: top.query_one("#tabs", TabbedContent).active == "endpoints")
 
 
 async def test_what_others_write_is_shown_as_it_is() -> None:
@@ -139,9 +139,9 @@ async def test_what_others_write_is_shown_as_it_is() -> None:
         client.reserve(1, holder, ttl=300)
         server.fail("WatchCordons", UnavailableError("no way to [::1]:7070 [/x]"), times=1000)
         async with screen(server) as (top, _):
-            await eventually(lambda: [row[HELD] for row in gpus(top)] == [holder], timeout=30)
-            await eventually(lambda: "cordons: no way to [::1]:7070 [/x]" in problem(top), timeout=30)
-            await eventually(lambda: holder in drawn(top), timeout=30)
+            await eventually(lambda: [row[HELD] for row in gpus(top)] == [holder])
+            await eventually(lambda: "cordons: no way to [::1]:7070 [/x]" in problem(top))
+            await eventually(lambda: holder in drawn(top))
 
 
 def answer(top: Top) -> str:
@@ -159,11 +159,11 @@ async def test_what_holds_a_gpu_is_told_and_ended_from_its_row_once_that_is_conf
         held = client.reserve(1, "night run", ttl=300)
         short = held.name.removeprefix("reservations/")
         async with screen(server) as (top, pilot):
-            await eventually(lambda: "night run" in [row[HELD] for row in gpus(top)], timeout=30)
+            await eventually(lambda: "night run" in [row[HELD] for row in gpus(top)])
             held_at = [row[HELD] for row in cells(top, "gpus")].index("night run")
             await pilot.press(*["down"] * held_at)
             await pilot.press("enter")
-            await eventually(lambda: short in answer(top) and "night run" in answer(top), timeout=30)
+            await eventually(lambda: short in answer(top) and "night run" in answer(top))
             await pilot.press("escape")
             await pilot.press("l")
             assert not answer(top), "it is of no job, which would write logs"
@@ -173,10 +173,10 @@ async def test_what_holds_a_gpu_is_told_and_ended_from_its_row_once_that_is_conf
             assert len(top.screen_stack) == 1, "no command was run"
             assert state(client, held.name) == Reservation.STATE_ACTIVE
             await pilot.press("x", "y")
-            await eventually(lambda: "RELEASED" in answer(top), timeout=30)
+            await eventually(lambda: "RELEASED" in answer(top))
             assert state(client, held.name) == Reservation.STATE_RELEASED
             await pilot.press("escape")
-            await eventually(lambda: "night run" not in [row[HELD] for row in gpus(top)], timeout=30)
+            await eventually(lambda: "night run" not in [row[HELD] for row in gpus(top)])
             await pilot.press("x")
             assert not isinstance(top.screen, Confirm), "nothing is held there any more"
 
@@ -187,7 +187,7 @@ async def test_what_a_command_refuses_is_shown_with_its_exit_code_and_one_goes_b
             await shows(top, "gpus", 1)
             server.fail("GetNode", UnavailableError("away", reason="UPSTREAM_UNAVAILABLE"), times=1000)
             await pilot.press("e")
-            await eventually(lambda: "exit code 7" in answer(top), timeout=30)
+            await eventually(lambda: "exit code 7" in answer(top))
             assert "error: away" in answer(top)
             await pilot.press("q")
             assert len(top.screen_stack) == 1, "back, and not at an end"

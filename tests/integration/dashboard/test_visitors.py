@@ -61,9 +61,9 @@ async def test_a_visitor_whose_token_is_revoked_is_signed_out(
         visitors.sessions.begin("mine", "token", visitors.clock.now())
         checking = asyncio.create_task(visitors.recheck())
         try:
-            await eventually(lambda: bool(asked), timeout=30)
+            await eventually(lambda: bool(asked))
             visitors.sessions.begin("yours", "other", visitors.clock.now())
-            await eventually(lambda: asked.count("other") >= 2, timeout=30)
+            await eventually(lambda: asked.count("other") >= 2)
         finally:
             checking.cancel()
         assert visitors.sessions.tokens(visitors.clock.now()) - {"other"} == left

@@ -175,7 +175,7 @@ async def test_replicas_are_reserved_for_who_created_their_endpoint(world: World
             found = await services.live()
             return found if len(found) == len(adapter.alive) == 2 else None
 
-        one, other = await eventually(two, timeout=30)
+        one, other = await eventually(two)
         assert {(each.owner, each.tenant) for each in (one, other)} == {("alice", "alice")}
         with pytest.raises(PermissionDeniedError):
             await bob.release(one)
@@ -193,7 +193,7 @@ async def test_replicas_are_reserved_for_who_created_their_endpoint(world: World
         async def none() -> bool:
             return not await services.live()
 
-        await eventually(none, timeout=30)
+        await eventually(none)
 
 
 async def test_a_stream_is_of_who_opened_it(world: World) -> None:

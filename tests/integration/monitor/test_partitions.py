@@ -110,7 +110,7 @@ def test_after_kill_9_at_any_step_it_its_original_instances_are_restored(
     assert json.loads(helper.partitions.read_text())
     double.release_all()
     helper.start_to_partition()
-    end = eventually_sync(lambda: helper.ended().get("o1", {}), timeout=20)
+    end = eventually_sync(lambda: helper.ended().get("o1", {}))
     assert end["problem"] == "the order was interrupted: its original instances are restored"
     assert len(end["instances"]) == 2
     assert double.instances() == ([] if step == EMPTY else BEFORE), (
@@ -130,7 +130,7 @@ def test_where_a_process_came_meanwhile_what_was_destroyed_is_made_again(helper:
     double.gpus[0].mig_devices[0].processes.append(DoubleProcess(77))
     double.write()
     double.release_all()
-    end = eventually_sync(lambda: helper.ended().get("o1", {}), timeout=20)
+    end = eventually_sync(lambda: helper.ended().get("o1", {}))
     assert end["problem"].startswith("the driver refuses: ")
     assert (double.instances(), "MIG-0-0" in end["instances"]) == (BEFORE, True)
     assert changes(double) == [2, 1, 1, 1], "the other one alone"
@@ -145,7 +145,7 @@ def test_what_cannot_be_taken_back_is_at_the_next_start(helper: PowerHelper) -> 
     gpu.fail(FILL, NvmlReturn.SUCCESS)
     helper.double.write()
     helper.start_to_partition()
-    end = eventually_sync(lambda: helper.ended().get("o1", {}), timeout=20)
+    end = eventually_sync(lambda: helper.ended().get("o1", {}))
     assert "original instances" in end["problem"]
     assert (helper.double.instances(), len(end["instances"])) == (BEFORE, 2)
 
@@ -164,7 +164,7 @@ def test_what_others_made_since_stays(helper: PowerHelper) -> None:
     assert other.partition(0, "2g.20gb", order="by hand")["problem"] == ""
     other.kill()
     helper.start_to_partition()
-    end = eventually_sync(lambda: helper.ended().get("o1", {}), timeout=20)
+    end = eventually_sync(lambda: helper.ended().get("o1", {}))
     assert "its instances were changed since" in end["problem"]
     assert double.instances() == [("2g.20gb", 0)]
 
