@@ -24,7 +24,10 @@ async def screen(
     program = [sys.executable, "-m", "gpuscale.cli.main", f"--address={server.address}"]
     top = Top(server.connect_async, program, ascii_only=ascii_only)
     async with top.run_test(size=size) as pilot:
-        yield top, pilot
+        try:
+            yield top, pilot
+        finally:
+            top.exit()  # as by its key: else it may look once more for tables that are gone
 
 
 HELD = 3
