@@ -115,7 +115,7 @@ async def test_what_is_told_of_an_end_that_a_crash_followed_is_told_by_the_next_
         place.arguments += ["--notify-networks", "127.0.0.0/8"]
         life, dying = await place.start(), place.prepare("allocator.store.after_commit=kill")
         await tell(place, hook.address)
-        one = await place.client.reserve(1, ttl=2)
+        one = await place.client.reserve(1, ttl=5)
         await life.kill()
         dying.go()  # it writes that the lease ran out, and tells nobody
         assert (await dying.ended())[0] == -9

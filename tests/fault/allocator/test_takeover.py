@@ -25,7 +25,7 @@ async def test_what_a_frozen_leader_was_about_to_commit_is_refused_when_it_wakes
         await reached(both.clients[0], 1)
         await both.clients[0].release(await both.clients[0].reserve())
         await both.at(0).kill()
-        old = both.start(0, "allocator.store.before_commit=sleep:2")
+        old = both.start(0, "allocator.store.before_commit=sleep:4")
         await eventually(lambda: both.leads(0), timeout=60.0)
         both.start(1)
         await both.leader()

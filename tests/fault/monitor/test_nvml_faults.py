@@ -7,7 +7,7 @@ from tests.support.nvml_site import FRESH_SECONDS, HUNG, OK, SLOW, ages, site
 # On a machine of its own the bound is 50 ms (bench/telemetry prints it). Here others compete for the cores, so the
 # answers are compared with those of the same agent a moment before; one that waited for a GPU would take seconds.
 MOST_TIMES_SLOWER = 10.0
-LEAST_BOUND_SECONDS = 0.25
+LEAST_BOUND_SECONDS = 1.0
 
 
 async def test_a_hung_call_delays_neither_the_other_gpus_nor_an_answer_and_is_recovered_from(

@@ -302,7 +302,7 @@ async def test_an_endpoint_whose_replicas_nobody_runs_is_gone_at_once(autoscaler
     await autoscaler.create(endpoint(low=2, high=2))
     await decided(autoscaler, "NO_ADAPTER")
     await autoscaler.delete()
-    await eventually(lambda: _gone(autoscaler), timeout=RETRY / 2)
+    await eventually(lambda: _gone(autoscaler), timeout=RETRY * 0.8)
 
 
 async def _gone(autoscaler: Autoscaler) -> bool:

@@ -53,7 +53,7 @@ async def docker(
     ):
         await engine.apply([Start(ORDER, "worker"), Start(replace(ORDER, replica=TWO), "worker")])
         assert set((await engine.observe()).values()) == {Sighting(WorkerLife.READY, pid=4711)}
-        monkeypatch.setattr(docker_api, "ONE_TIMEOUT", 1.0)
+        monkeypatch.setattr(docker_api, "ONE_TIMEOUT", 3.0)
         yield double, engine
 
 
