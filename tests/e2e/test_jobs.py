@@ -109,7 +109,7 @@ def test_a_job_that_waits_keeps_its_place_and_is_started_once(site: Site, tmp_pa
     site.up.kill()
     site.up = site.begin()
     eventually_sync(lambda: "WAITING (1)" in site.ctl("get", "jobs", "night").out)
-    assert ("WAITING (2)" in site.ctl("get", "jobs", after).out) is True
+    eventually_sync(lambda: "WAITING (2)" in site.ctl("get", "jobs", after).out)
     assert "GPU" in site.ctl("get", "job", "night").out.splitlines()[-1]
     said = site.ctl("logs", name)
     assert (said.code, "waits" in said.err) == (4, True), said.err
@@ -118,7 +118,7 @@ def test_a_job_that_waits_keeps_its_place_and_is_started_once(site: Site, tmp_pa
     with gate.open("w") as way:
         way.write("\n")
     assert site.ctl("attach", "night").code == 6
-    assert site.ctl("wait", "jobs", holds, after, "--timeout", "30s").code == 0
+    assert site.ctl("wait", "jobs", holds, after, "--timeout", "90s").code == 0
     assert len(runs.read_text().split()) == 2
 
 
@@ -193,7 +193,7 @@ def test_what_ssh_lost_of_a_start_in_turn_is_started_again_and_once(
     name = site.detached(f"echo $$ >>{runs}; exit 6", "--user", "me", "--wait", "1h")
     with gate.open("w") as way:
         way.write("\n")
-    assert site.ctl("wait", name, "--timeout", "60s").code == 6
+    assert site.ctl("wait", name, "--timeout", "90s").code == 6
     eventually_sync(lambda: len(Path(f"{ssh}.calls").read_text()) == 4)
     assert (len(runs.read_text().split()), site.ctl("wait", holds).code) == (1, 0)
 

@@ -197,7 +197,7 @@ def test_values_of_variables_and_what_the_person_logs_in_with_are_where_they_wer
 
 
 def test_a_detached_job_is_stopped_with_all_that_it_started(lab: Lab) -> None:
-    name = detached(lab, "trap '' TERM; setsid sleep 7421 & sleep 7422 & wait; wait", "--ttl", "8s")
+    name = detached(lab, "trap '' TERM; setsid sleep 7421 & sleep 7422 & wait; wait", "--ttl", "20s")
     eventually_sync(lambda: len(lab.left("sleep 742")) == 2)
     lab.must("stop", name)
     assert (lab.left("sleep 742"), lab.job(name)["state"]) == ([], "STATE_STOPPED")
@@ -382,7 +382,7 @@ def test_a_host_that_dies_silently_stops_the_other_member_and_its_last_lines_are
     where = (*MEMBERS, "--node", "beta", "--node", "gamma")
     # At once, for all of the job's time to be that of its members.
     eventually_sync(lambda: lab.ctl("check", "--gpus", "1", *where).code == 0, interval=0.2)
-    name = detached(lab, script, *where, "--ttl", "6s", "--name", "pair")
+    name = detached(lab, script, *where, "--ttl", "12s", "--name", "pair")
     eventually_sync(
         lambda: [one.get("lastLines") for one in lab.job(name)["members"]] == [["rank 0"], ["rank 1"]]
     )

@@ -142,10 +142,10 @@ def test_a_lease_is_kept_for_longer_than_it_lasts(up: Up) -> None:
 
 
 def test_a_command_is_told_of_a_drain_and_ends_before_the_deadline(up: Up) -> None:
-    process = run(up, *SHELL, f"trap 'echo told; exit 0' TERM; {UNTIL_TOLD}", options=("--ttl", "5s"))
+    process = run(up, *SHELL, f"trap 'echo told; exit 0' TERM; {UNTIL_TOLD}", options=("--ttl", "10s"))
     assert line(process.stdout) == "ready"
     node = node_of(up)
-    assert ctl(up, "drain", node, "--grace", "4s", "--reason", "fan").code == 0
+    assert ctl(up, "drain", node, "--grace", "8s", "--reason", "fan").code == 0
     ran = ended(process)
     assert (ran.code, ran.out) == (4, "told\n"), ran.err
     assert f"{node} is drained: fan: the GPUs are revoked in " in ran.err
@@ -218,10 +218,12 @@ DETACHED = {
     "deaf": "( trap '' TERM; exec env -i setsid {0} ) &",
     "deaf child": "( trap '' TERM; exec {0} ) &",
 }
-SLEEP = "/bin/sh -c 'echo $$; exec /bin/sleep 900 >/dev/null 2>&1'"
+SLEEP = "/bin/sh -c 'echo $$ | tee -a {0}; exec /bin/sleep 900 >/dev/null 2>&1'"
 
 
-DETACHING = " ".join(each.format(SLEEP) for each in DETACHED.values())
+def detaching(told: Path) -> str:
+    """A script that starts all of these; each tells its number, and writes it to this file too."""
+    return " ".join(each.format(SLEEP.format(told)) for each in DETACHED.values())
 
 
 def running(pid: int) -> bool:
@@ -232,9 +234,9 @@ def running(pid: int) -> bool:
         return False
 
 
-def test_a_command_and_what_it_detached_are_stopped_when_its_lease_is_lost(up: Up) -> None:
+def test_a_command_and_what_it_detached_are_stopped_when_its_lease_is_lost(up: Up, tmp_path: Path) -> None:
     """What does not heed SIGTERM is killed: its GPUs may be another's by then."""
-    script = f"{DETACHING} trap '' TERM; echo $$; {ENDLESS}"
+    script = f"{detaching(tmp_path / 'told')} trap '' TERM; echo $$; {ENDLESS}"
     process = run(up, *SHELL, script, options=("--ttl", "5s"))
     pids = [int(line(process.stdout)) for _ in (*DETACHED, "the command")]
     node = node_of(up)
@@ -245,8 +247,10 @@ def test_a_command_and_what_it_detached_are_stopped_when_its_lease_is_lost(up: U
     assert not any(map(running, pids))
 
 
-def test_what_a_command_left_behind_is_stopped_before_its_gpus_are_given_back(up: Up) -> None:
-    script = f"{DETACHING} sleep 0.5; exit 3"
+def test_what_a_command_left_behind_is_stopped_before_its_gpus_are_given_back(up: Up, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    all_told = f"until [ $(cat {told} | wc -l) = {len(DETACHED)} ]; do sleep 0.05; done"
+    script = f"{detaching(told)} {all_told}; exit 3"
     ran = ended(run(up, *SHELL, script, options=("--ttl", "5s")))
     assert ran.code == 3, ran.err
     pids = list(map(int, ran.out.split()))

@@ -74,7 +74,7 @@ class Up:
             raise
 
     def _wait_for_banner(self) -> tuple[str, str]:
-        output, deadline = "", time.monotonic() + 90
+        output, deadline = "", time.monotonic() + 180
         while time.monotonic() < deadline and self.process.poll() is None:
             output = self._out.read_text() if self._out.exists() else ""
             found = ADDRESS.search(output)
