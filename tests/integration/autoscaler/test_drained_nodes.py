@@ -265,7 +265,7 @@ async def test_a_quota_that_has_no_room_for_both_is_waited_for(tmp_path: Path) -
         await client.quotas.SetQuota(allocator_api.SetQuotaRequest(quota=quota))
         async with new.connected(autoscaler.address):
             await client.nodes.DrainNode(
-                allocator_api.DrainNodeRequest(name="nodes/b", grace=to_duration(60))
+                allocator_api.DrainNodeRequest(name="nodes/b", grace=to_duration(68))
             )
             decision = await decided(autoscaler, "REFUSED", "those that will lose their GPUs work on until ")
             assert "quota" in decision.summary
