@@ -34,7 +34,7 @@ async def said(autoscaler: Autoscaler) -> str:
     try:
         with rpc_errors():
             await autoscaler.endpoints.ListEndpoints(
-                api.ListEndpointsRequest(), timeout=5, metadata=(FOLLOWS,)
+                api.ListEndpointsRequest(), timeout=30, metadata=(FOLLOWS,)
             )
     except GpuscaleError as error:
         return f"{error.reason} {error.metadata.get('leader', '')}"

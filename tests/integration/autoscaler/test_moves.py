@@ -98,7 +98,7 @@ async def test_the_next_one_is_ready_before_the_old_one_goes_and_who_waited_is_s
 async def test_a_replica_whose_next_one_does_not_get_ready_stays(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rebalancing, "LIMIT", 2.0)
+    monkeypatch.setattr(rebalancing, "LIMIT", 5.0)
     await site.client.capacity.ApplyRebalance(allocator_api.ApplyRebalanceRequest())
     await eventually(lambda: site.there.alive)
     await eventually(lambda: not site.there.alive)

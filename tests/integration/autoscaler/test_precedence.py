@@ -21,7 +21,7 @@ BATCH, CHAT = "endpoints/batch", "endpoints/chat"
 async def test_a_lower_endpoint_gives_way_down_to_its_min_and_nobody_else_gets_its_gpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precedence, "HOLD", 1.0)
+    monkeypatch.setattr(precedence, "HOLD", 5.0)
     async with site(tmp_path, node_message("n", count=4)) as one:
         one.autoscaler.watchers.queues["jobs"] = (40, 0)
         await one.create("batch", low=1)

@@ -86,7 +86,7 @@ async def test_an_adapter_that_does_not_answer_holds_up_nobody(
         adapter.mute = True
         calls = [refusal(autoscaler, name) for _ in range(asked_logs.MOST_AT_ONCE + 2)]
         with monkeypatch.context() as patch:
-            patch.setattr(asked_logs, "TIMEOUT", 1.0)
+            patch.setattr(asked_logs, "TIMEOUT", 3.0)
             answers = await asyncio.gather(*calls)
         busy = ("RESOURCE_EXHAUSTED", "LOGS_BUSY")
         assert sorted(answers) == [busy] * 2 + [("UNAVAILABLE", "ADAPTER_SILENT")] * asked_logs.MOST_AT_ONCE

@@ -39,11 +39,11 @@ LONGEST = calls.PATIENCE + calls.LOOK_PERIOD
 
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two minutes in two seconds, and counts from nothing."""
+    """Two minutes in four seconds, and counts from nothing."""
     monkeypatch.setattr(calls.Connections, "cut", 0)
     monkeypatch.setattr(calls.Connections, "short", 0)
     monkeypatch.setattr(calls, "LOOK_PERIOD", 0.1)
-    monkeypatch.setattr(calls, "PATIENCE", 1.0)
+    monkeypatch.setattr(calls, "PATIENCE", 2.0)
 
 
 async def connect(address: str, first: bytes = b"") -> Opened:
@@ -287,7 +287,7 @@ async def test_half_a_request_to_the_dashboard_ends(monkeypatch: pytest.MonkeyPa
     import uvicorn
 
     async def slow(scope: object, receive: object, send: object) -> None:
-        await asyncio.sleep(2.5)  # longer than a connection may last without a request
+        await asyncio.sleep(4.5)  # longer than a connection may last without a request
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})  # type: ignore[operator]
         await send({"type": "http.response.body"})  # type: ignore[operator]
 

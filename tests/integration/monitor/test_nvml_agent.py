@@ -17,7 +17,7 @@ async def test_the_driver_can_be_released_and_taken_again(eight: NvmlDouble) -> 
     async with site(eight) as one:
         await one.until_all(OK)
         request = monitor_api.ReleaseDriverRequest(max_duration=to_duration(600), reason="MIG change")
-        await one.driver.ReleaseDriver(request, timeout=15)
+        await one.driver.ReleaseDriver(request, timeout=60)
         started = eight.calls("nvmlInitWithFlags")
         assert eight.calls("nvmlShutdown") == started > 0, "an open handle would block what is to be done"
         before = eight.calls()
@@ -36,7 +36,7 @@ async def test_a_released_driver_is_taken_again_when_its_time_is_over(eight: Nvm
     async with site(eight) as one:
         await one.until_all(OK)
         request = monitor_api.ReleaseDriverRequest(max_duration=to_duration(0.5), reason="reset")
-        await one.driver.ReleaseDriver(request, timeout=15)
+        await one.driver.ReleaseDriver(request, timeout=60)
         await one.until_all(OK)
 
 
@@ -51,7 +51,7 @@ async def test_a_driver_that_holds_a_call_is_not_released(
         await one.until(lambda snapshot: snapshot.gpus[0].state == HUNG)
         request = monitor_api.ReleaseDriverRequest(max_duration=to_duration(60), reason="reset")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await one.driver.ReleaseDriver(request, timeout=15)
+            await one.driver.ReleaseDriver(request, timeout=60)
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         await one.until(lambda snapshot: snapshot.gpus[1].state == OK)
         eight.release_all()
