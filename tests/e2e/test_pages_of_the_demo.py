@@ -69,6 +69,7 @@ def come(page: Page, link_file: Path) -> str:
     return link.partition("/open/")[0]
 
 
+@pytest.mark.timeout(480)
 @pytest.mark.parametrize("dark", [False, True], ids=["day", "night"])
 def test_axe_finds_nothing_on_any_page(browser: Browser, link_file: Path, dark: bool) -> None:
     with page_of(browser, dark=dark, expected="404") as page:
