@@ -81,12 +81,14 @@ def test_a_gpu_that_is_dead_from_the_start_is_a_row_and_its_node_is_degraded(sit
     assert "GPU is lost" in nodes
     assert "DEGRADED" in site.ctl("top", "--once")
     eventually_sync(lambda: "GPU_LOST" in site.ctl("get", "health"))
-    assert "not answering (LOST)" in site.ctl("reserve", "--gpus", "3", code=5)
+    refused = eventually_sync(lambda: site.ctl("reserve", "--gpus", "3", code=5))
+    assert "not answering (LOST)" in refused
 
 
 def test_a_quarantine_is_shown_everywhere_with_its_reason_and_the_command_that_lifts_it(site: Site) -> None:
     sick = site.double.gpus[SICK]
-    held = json.loads(site.ctl("reserve", "--gpus", "1", "--gpu", f"alpha/{sick.uuid}", "-o", "json"))
+    ask = ("reserve", "--gpus", "1", "--gpu", f"alpha/{sick.uuid}")
+    held = json.loads(eventually_sync(lambda: site.ctl(*ask, "-o", "json")))  # a report may be late
     sick.fields[CORRECTED_NEVER] = 1
     site.double.write()
     for words in (["release", "--reason", "errors of memory are read each 30 s, and at first"], ["resume"]):
@@ -98,7 +100,7 @@ def test_a_quarantine_is_shown_everywhere_with_its_reason_and_the_command_that_l
     assert "ACTIVE,QUARANTINED" in site.ctl("get", "reservations", held["name"])
     eventually_sync(lambda: site.quarantined() == {DEAD: 1, SICK: 1, PLAIN: 0})
     site.ctl("release", held["name"])
-    refused = site.ctl("reserve", "--gpus", "1", "--gpu", f"alpha/{sick.uuid}", code=5)
+    refused = eventually_sync(lambda: site.ctl(*ask, code=5))
     assert re.search(
         r"1 quarantined \(memory errors could not be corrected, since \d{4}-\d\d-\d\d .* UTC\)", refused
     )
