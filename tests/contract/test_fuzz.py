@@ -295,8 +295,8 @@ def bodies(world: World) -> Mapping[str, Callable[[], Body]]:
     def named(pattern: str) -> Callable[[], Body]:
         return lambda: {"name": world.names[pattern][0]}
 
-    def fresh(make: Callable[[], str], field: str = "name") -> Callable[[], Body]:
-        return lambda: {field: make()}
+    def fresh(make: Callable[[], str]) -> Callable[[], Body]:
+        return lambda: {"name": make()}
 
     def keda() -> Body:
         return {"scalerMetadata": {"endpoint": world.endpoint().rpartition("/")[2]}}

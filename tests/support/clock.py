@@ -13,10 +13,10 @@ class ManualClock:
     alone, as an operator or NTP would; `reboot` begins a new boot.
     """
 
-    def __init__(self, start: float = 1000.0, boot_id: str = "00000000-0000-4000-8000-000000000001") -> None:
+    def __init__(self, start: float = 1000.0) -> None:
         self._now = start
         self._wall = WALL_START
-        self._boot_id = boot_id
+        self._boot_id = "00000000-0000-4000-8000-000000000001"
 
     @property
     def boot_id(self) -> str:

@@ -104,11 +104,11 @@ class GuardedFolder:
         for popen in self._started:
             popen.wait(CLOSE_TIMEOUT_S)
 
-    def tail(self, lines: int = 20) -> str:
-        """The last lines of everything the servers wrote, for the text of a failure."""
+    def tail(self) -> str:
+        """The last 20 lines of everything the servers wrote, for the text of a failure."""
         written = [*self.path.glob("*.out"), *self.path.glob("log/*.log")]
         return "\n".join(
-            "\n".join([f"--- {path.name}", *path.read_text(errors="replace").splitlines()[-lines:]])
+            "\n".join([f"--- {path.name}", *path.read_text(errors="replace").splitlines()[-20:]])
             for path in written
         )
 

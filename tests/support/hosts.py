@@ -27,6 +27,7 @@ from tests.support.waiting import eventually_sync
 
 ROOT = Path(__file__).parents[2]
 SSHD = "/usr/sbin/sshd"
+ANSWER_SECONDS = 120.0
 USERS = {"ann": 5001, "bob": 5002}
 _BIN = Path(sys.executable).parent
 _APART = ("unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -202,7 +203,6 @@ class Hosts:
         user: str = "root",
         environment: Mapping[str, str] | None = None,
         stdin: str = "",
-        timeout: float = 120.0,
     ) -> Ran:
         """Run a program on a host until it ends."""
         ran = subprocess.run(
@@ -212,11 +212,11 @@ class Hosts:
             input=stdin,
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=ANSWER_SECONDS,
         )
         return Ran(ran.returncode, ran.stdout, ran.stderr)
 
-    def ctl(self, name: str, *words: str, user: str = "root", timeout: float = 120.0) -> Ran:
+    def ctl(self, name: str, *words: str, user: str = "root") -> Ran:
         """Type a command of gpuscalectl in a shell of `tests.support.shell`, of which each thread starts its own at first use."""
         mine = (name, user, threading.get_ident())
         if mine not in self._shells:
@@ -231,7 +231,7 @@ class Hosts:
         shell = self._shells[mine]
         assert shell.stdin is not None
         assert shell.stdout is not None
-        limit = threading.Timer(timeout, shell.kill)
+        limit = threading.Timer(ANSWER_SECONDS, shell.kill)
         limit.start()
         try:
             shell.stdin.write(f"{json.dumps(words)}\n")
@@ -239,7 +239,7 @@ class Hosts:
             answer = shell.stdout.readline()
         finally:
             limit.cancel()
-        assert answer, f"{words}: no answer in {timeout:g} s"
+        assert answer, f"{words}: no answer in {ANSWER_SECONDS:g} s"
         return Ran(*json.loads(answer))
 
     def start(

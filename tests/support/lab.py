@@ -28,7 +28,6 @@ class Lab:
 
     def __init__(self, hosts: Hosts) -> None:
         self.hosts = hosts
-        self.running: dict[str, Running] = {}
 
     def ctl(self, *words: str, user: str = "ann", host: str = LAPTOP, stdin: str = "") -> Ran:
         """What a person types, who has logged in."""
@@ -110,9 +109,7 @@ class Lab:
 
     def _run(self, host: str, *words: str) -> None:
         variables = _double(self.hosts.folder / f"double-{host}", host)
-        self.running[f"{host} {words[0]}"] = self.hosts.start(
-            host, CTL, *words, log=f"{host}.log", environment=variables
-        )
+        self.hosts.start(host, CTL, *words, log=f"{host}.log", environment=variables)
 
 
 def _double(folder: Path, host: str) -> Mapping[str, str]:

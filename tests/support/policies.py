@@ -64,14 +64,14 @@ class Admin:
         request = api.DrainNodeRequest(name="nodes/n0", grace={"seconds": 3600})
         await self.nodes.DrainNode(request, timeout=60)
 
-    async def pass_time(self, minutes: int, name: str = "policies/idle") -> None:
+    async def pass_time(self, minutes: int) -> None:
         """Minute by minute, so that each is looked at."""
         for _ in range(minutes):
-            before = {one.subject: one.held.seconds for one in await self.standings(name)}
+            before = {one.subject: one.held.seconds for one in await self.standings()}
             self.clock.advance(60)
 
             async def looked(before: dict[str, int] = before) -> bool:
-                now = await self.standings(name)
+                now = await self.standings()
                 return all(one.paused or one.held.seconds > before.get(one.subject, -1) for one in now)
 
             await eventually(looked, interval=0.002)

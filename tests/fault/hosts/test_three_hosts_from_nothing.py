@@ -101,9 +101,9 @@ class Site:
         own = [(option, f"/home/{who}/.config/gpuscale/{name}") for option, name in files.items()]
         return ("--address", address, *own[0], *own[1])
 
-    def certificate(self, host: str, port: int = 7070) -> str:
+    def certificate(self, host: str) -> str:
         """What a gateway shows."""
-        ask = f"import ssl; print(ssl.get_server_certificate(('{host}', {port})))"
+        ask = f"import ssl; print(ssl.get_server_certificate(('{host}', 7070)))"
         return self.hosts.run("left", sys.executable, "-c", ask).out
 
     def must(self, who: str, *words: str, stdin: str = "") -> str:

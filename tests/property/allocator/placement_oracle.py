@@ -29,13 +29,11 @@ class TooManyError(Exception):
 class Oracle:
     """All placements of an ask on these nodes, beside what is held in `use`; what is tried is taken back."""
 
-    def __init__(
-        self, nodes: Sequence[Node], use: Use, cordons: frozenset[str] = NOTHING, *, most: int = 2000
-    ) -> None:
+    def __init__(self, nodes: Sequence[Node], use: Use, cordons: frozenset[str] = NOTHING) -> None:
         self._nodes = nodes
         self._use = use
         self._cordons = cordons
-        self._left = most
+        self._left = 2000
 
     def node_counts(self, ask: Ask) -> set[int]:
         """On how many nodes the members can lie; empty where they cannot be placed.

@@ -21,9 +21,9 @@ FOREIGN = "reservations/foreign"
 class Life:
     """One run of the autoscaler: after so many effects it does nothing any more, and answers nobody."""
 
-    def __init__(self, dice: random.Random, dies_after: int | None = None) -> None:
+    def __init__(self, dice: random.Random) -> None:
         self._dice = dice
-        self.left = dies_after
+        self.left: int | None = None
         self.dead = asyncio.Event()
         self.over = False
         self.effects = 0

@@ -1,6 +1,6 @@
 """Everything that scales, in one loop on virtual time: the real reconciler, actor, leases, hub and adapter service.
 
-The store is in memory, the allocator and the adapters are made up. A life of the autoscaler ends when `dies_after` effects
+The store is in memory, the allocator and the adapters are made up. A life of the autoscaler ends when `left` effects
 (of the store, the allocator or an adapter's stream) have happened, before or after one of them, as by kill -9; what is
 stored, what is reserved and what runs stays for the next life.
 """

@@ -77,11 +77,11 @@ class NvmlDouble:
         path = self._limit(gpu)
         return int(path.read_text()) / 1000 if path.exists() else None
 
-    def instances(self, gpu: int = 0) -> list[tuple[str, int]]:
-        """The profiles and first slices of GPU instances once any were made or destroyed, that have their compute instance."""
+    def instances(self) -> list[tuple[str, int]]:
+        """Profile and first slice of each complete instance of the first GPU, once any was made or destroyed."""
         lines = self._made.read_text().splitlines()[1:] if self._made.exists() else []
         found = [line.split() for line in lines]
-        return sorted((one[2], int(one[3])) for one in found if int(one[0]) == gpu and int(one[4]))
+        return sorted((one[2], int(one[3])) for one in found if int(one[0]) == 0 and int(one[4]))
 
     def boot(self) -> None:
         """Start the host anew: limits are those of the factory, and the driver is another."""

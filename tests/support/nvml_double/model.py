@@ -144,9 +144,9 @@ class DoubleGpu:
         """Let calls of a function ("*" for all) return a code; SUCCESS ends that."""
         self.rules.codes[function] = code
 
-    def delay(self, milliseconds: int, function: str = "*") -> None:
-        """Let calls of a function ("*" for all) take this long; 0 ends that."""
-        self.rules.delays_ms[function] = milliseconds
+    def delay(self, milliseconds: int) -> None:
+        """Let calls of all functions take this long; 0 ends that."""
+        self.rules.delays_ms["*"] = milliseconds
 
     def lines(self, parent: int | None, mig_index: int | None) -> Iterator[str]:
         """The statements of the control file, without the leading words that name the GPU."""

@@ -22,9 +22,9 @@ def granted(ledger: Ledger, *uuids: str, wish: Order | None = None, now: float =
     return ledger.grant(wish or order(), gpus, now=now, wall=WALL)
 
 
-def active(ledger: Ledger, *uuids: str, wish: Order | None = None, now: float = NOW) -> Reservation:
+def active(ledger: Ledger, *uuids: str, wish: Order | None = None) -> Reservation:
     """A grant that is on disk."""
-    return ledger.confirm(granted(ledger, *uuids, wish=wish, now=now))
+    return ledger.confirm(granted(ledger, *uuids, wish=wish))
 
 
 def ended(ledger: Ledger, reservation: Reservation, state: State = State.RELEASED) -> Reservation:

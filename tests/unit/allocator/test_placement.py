@@ -8,8 +8,8 @@ from tests.support.allocator_values import NOW, ask, gpu, node, plain_node
 from tests.support.placing import explained, place
 
 
-def picked(nodes: list[Node], wish: Ask, held=()) -> list[str]:
-    answer = place(nodes, held, wish, NOW)
+def picked(nodes: list[Node], wish: Ask) -> list[str]:
+    answer = place(nodes, (), wish, NOW)
     assert isinstance(answer, Pick), answer
     return [one.uuid for one in answer.gpus]
 

@@ -7,13 +7,13 @@ from tests.support.queue_world import Line, QueueWorld, wish
 RULES = Rules(min_runtime=100.0, grace=30.0)
 
 
-def line_of(gpus: int = 4, *, preemptible: bool = True, age: float = 200.0, nodes: int = 1) -> Line:
+def line_of(gpus: int = 4, *, age: float = 200.0, nodes: int = 1) -> Line:
     """Nodes full of one-GPU leases of this age: n0-0 and so on."""
     line = Line(QueueWorld({f"n{node}": gpus for node in range(nodes)}), RULES)
     for node in range(nodes):
         for index in range(gpus):
             name = f"n{node}-{index}"
-            line.world.hold(wish(name, preemptible=preemptible, ttl=1000), [name])
+            line.world.hold(wish(name, preemptible=True, ttl=1000), [name])
             line.world.now += 0.5
     line.world.now += age
     return line

@@ -22,11 +22,11 @@ from tests.support.allocator_values import NOW
 from tests.support.queue_world import Line, QueueWorld, wish
 
 
-def full(count: int = 4, *, tenant: str = "other", node: str = "n0") -> Line:
+def full(count: int = 4) -> Line:
     """A node on which one lease for each GPU is held: held-0 and so on."""
-    line = Line(QueueWorld({node: count}))
+    line = Line(QueueWorld({"n0": count}))
     for index in range(count):
-        line.world.hold(wish(f"held-{index}", tenant=tenant), [f"{node}-{index}"])
+        line.world.hold(wish(f"held-{index}", tenant="other"), [f"n0-{index}"])
     return line
 
 

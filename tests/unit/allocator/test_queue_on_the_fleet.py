@@ -90,13 +90,13 @@ class Site:
         return self.ledger.confirm(self.hold(order, pick))
 
 
-def host(name: str, count: int, *, rank: int = 0) -> Node:
+def host(name: str, count: int) -> Node:
     """A node with so many free GPUs of 80 GiB."""
     gpus = (
         replace(gpu(f"GPU-{name}-{index}", index=index, fresh_until=1e9), memory_total_bytes=80 * GIB)
         for index in range(count)
     )
-    return Node(name, rank, NodeState.ONLINE, tuple(_free(one) for one in gpus))
+    return Node(name, 0, NodeState.ONLINE, tuple(_free(one) for one in gpus))
 
 
 def _free(one: Gpu) -> Gpu:

@@ -144,12 +144,10 @@ def test_a_fleet_without_gpus_says_so() -> None:
 NONE: frozenset[str] = frozenset()
 
 
-def found(
-    one: Gpu, wish: Ask | None = None, *, held=(), state: NodeState = NodeState.ONLINE, now: float = NOW
-) -> Obstacle | None:
+def found(one: Gpu, wish: Ask | None = None, *, now: float = NOW) -> Obstacle | None:
     """What stands in the way of the wish on a node that holds the one GPU."""
-    nodes = [node("n0", one, state=state)]
-    (seen,) = placer(nodes, held_whole(nodes, held)).explain(wish or ask(), now).nodes[0].gpus
+    nodes = [node("n0", one)]
+    (seen,) = placer(nodes, held_whole(nodes, ())).explain(wish or ask(), now).nodes[0].gpus
     return seen.obstacle
 
 
