@@ -129,7 +129,7 @@ class Site:
     def __init__(
         self, launcher: Launcher, arguments: list[str], channel: grpc.aio.Channel, fleet: FakeFleet
     ) -> None:
-        self.client = Client(allocator_api.AllocatorServiceStub(channel), 3.0)
+        self.client = Client(allocator_api.AllocatorServiceStub(channel), 30.0)
         self.channel = channel
         self.launcher = launcher
         self.arguments = arguments
