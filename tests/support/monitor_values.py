@@ -19,7 +19,7 @@ from gpuscale.monitor.model.readings import (
     HostReading,
     Snapshot,
 )
-from gpuscale.monitor.model.recordings import Recording
+from gpuscale.monitor.recording import Recording
 from gpuscale.monitor.state.saver import recording_to_text
 
 GIB = 1024**3

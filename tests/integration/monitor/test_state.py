@@ -19,8 +19,7 @@ from gpuscale.monitor.exposition.fleet import add_history
 from gpuscale.monitor.health.checks import Event, HealthCheck
 from gpuscale.monitor.health.events import Events, xid_finding
 from gpuscale.monitor.history.history import History, Tier
-from gpuscale.monitor.model.recordings import RecordingOrder, RecordingState, Target
-from gpuscale.monitor.recording import Recordings
+from gpuscale.monitor.recording import RecordingOrder, Recordings, RecordingState, Target
 from gpuscale.monitor.state.saver import Saver, open_saver
 from gpuscale.monitor.state.store import DATABASE, FleetStore, Saving
 from tests.support.clock import ManualClock

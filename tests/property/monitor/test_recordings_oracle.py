@@ -7,8 +7,7 @@ from random import Random
 import pytest
 
 from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS, Sample
-from gpuscale.monitor.model.recordings import Figures, Recording, RecordingOrder, RecordingState, Target
-from gpuscale.monitor.recording import Recordings
+from gpuscale.monitor.recording import Figures, Recording, RecordingOrder, Recordings, RecordingState, Target
 from gpuscale.monitor.state.saver import recording_from_text
 from tests.support.monitor_values import recorded_text
 

@@ -13,9 +13,8 @@ from gpuscale.monitor.app.fleet import Observing
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.history.history import History
 from gpuscale.monitor.history.ring import Point
-from gpuscale.monitor.model.recordings import RecordingOrder, Target
 from gpuscale.monitor.observing.samples import SampleObserver, gpu_sample
-from gpuscale.monitor.recording import Recordings
+from gpuscale.monitor.recording import RecordingOrder, Recordings, Target
 from gpuscale.monitor.wire import Change, Picture
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import DEFAULT_TIERS, hello, telemetry

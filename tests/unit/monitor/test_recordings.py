@@ -11,7 +11,6 @@ from gpuscale.common.errors import AlreadyExistsError, ResourceExhaustedError
 from gpuscale.common.rpc.channel import MAX_MESSAGE_BYTES
 from gpuscale.monitor.fleet.nodes import MOST_GPUS, Directory, Nodes
 from gpuscale.monitor.model.metrics import ABSENT, Sample
-from gpuscale.monitor.model.recordings import RecordingOrder, RecordingState, Target
 from gpuscale.monitor.observing import recording_servicer as servicer
 from gpuscale.monitor.observing.recording_servicer import (
     RecordingFeed,
@@ -20,7 +19,7 @@ from gpuscale.monitor.observing.recording_servicer import (
     to_recording,
 )
 from gpuscale.monitor.observing.samples import Dates
-from gpuscale.monitor.recording import Recordings
+from gpuscale.monitor.recording import RecordingOrder, Recordings, RecordingState, Target
 from gpuscale.monitor.state.saver import recording_from_text, recording_to_text
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import recorded_text

@@ -28,7 +28,7 @@ from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.fleet.record import AgentStream, NodeRecord, Online, Owners, to_node
 from gpuscale.monitor.fleet.validation import broken_rule, refuse_change, refuse_snapshot
 from gpuscale.monitor.model.nodes import Epoch, NodeSample, NodeState, refuse_epoch, refuse_sample
-from gpuscale.monitor.model.recordings import Target
+from gpuscale.monitor.recording import Target
 from gpuscale.monitor.wire import Change, Picture
 
 Observer = Callable[[str, Picture, float, Change | None], None]

@@ -16,9 +16,8 @@ from gpuscale.common.runtime.tasks import Clock, uninterrupted
 from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import fingerprint, optional_seconds, to_duration
 from gpuscale.monitor.fleet.nodes import Directory
-from gpuscale.monitor.model.recordings import RecordedGpu, Recording, RecordingOrder, RecordingState
 from gpuscale.monitor.observing.samples import Dates, to_stats
-from gpuscale.monitor.recording import Recordings
+from gpuscale.monitor.recording import RecordedGpu, Recording, RecordingOrder, Recordings, RecordingState
 
 DEFAULT_INTERVAL_SECONDS = 1.0
 DEFAULT_MAX_DURATION_SECONDS = 3_600.0

@@ -22,16 +22,16 @@ from gpuscale.monitor.health.events import Events
 from gpuscale.monitor.history.history import History, HistorySeries, Tier, metrics_of
 from gpuscale.monitor.history.ring import CHUNK, Rows, chunks, unpack
 from gpuscale.monitor.model.metrics import GPU_METRICS, MetricTally
-from gpuscale.monitor.model.recordings import (
+from gpuscale.monitor.recording import (
     NEVER,
     Figures,
     RecordedGpu,
     Recording,
     RecordingOrder,
+    Recordings,
     RecordingState,
     Target,
 )
-from gpuscale.monitor.recording import Recordings
 from gpuscale.monitor.state.store import DATABASE, BootTimeline, Chunk, FleetStore, Saving, continued
 
 SAVE_SECONDS = 45.0
