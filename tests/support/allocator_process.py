@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc
 
-from gpuscale.allocator import main as program
+from gpuscale.allocator import app as program
 from gpuscale.allocator.usecases import accounting, notifying
 from gpuscale.allocator.usecases import endings as sweeper
 from gpuscale.api.allocator import v1 as allocator_api

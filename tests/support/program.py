@@ -76,7 +76,7 @@ class AutoscalerProcess(Program):
     def __init__(self, data_dir: Path, allocator_address: str, database: SecretUrl | None = None) -> None:
         self.address = f"127.0.0.1:{free_port()}"
         super().__init__(
-            *("gpuscale.autoscaler.main", "--data-dir", str(data_dir), "--listen", self.address),
+            *("gpuscale.autoscaler.app", "--data-dir", str(data_dir), "--listen", self.address),
             *("--allocator-address", allocator_address, "--log-level", "error"),
             environment={} if database is None else {"GPUSCALE_AUTOSCALER_DATABASE": database.reveal()},
         )

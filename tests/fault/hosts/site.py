@@ -72,7 +72,7 @@ class Hosts:
         autoscaler = self._server(SERVICES, AUTOSCALER) | self._caller("service")
         autoscaler |= {"data_dir": self.folder / "autoscaler", "fleet_address": f"{here}:{FLEET}"}
         autoscaler |= {"allocator_address": f"{here}:{ALLOCATOR}"}
-        self._run(SERVICES, "gpuscale.autoscaler.main", {"autoscaler": autoscaler})
+        self._run(SERVICES, "gpuscale.autoscaler.app", {"autoscaler": autoscaler})
         for name in (LEFT, RIGHT):
             agent = self._server(name, AGENT) | self._caller(name) | {"node": name, "period_seconds": 0.5}
             agent |= {"work_socket": self.folder / f"{name}.sock"}
@@ -91,7 +91,7 @@ class Hosts:
         settings = self._server(SERVICES, ALLOCATOR) | self._caller("service")
         settings |= {"data_dir": self.folder / "allocator"}
         settings |= {"fleet_address": f"{self.lan.address(SERVICES)}:{FLEET}"}
-        self._allocator = self._run(SERVICES, "gpuscale.allocator.main", {"allocator": settings})
+        self._allocator = self._run(SERVICES, "gpuscale.allocator.app", {"allocator": settings})
 
     def start_gateway(self) -> str:
         """Start one, for what reaches everything at one address; that address."""

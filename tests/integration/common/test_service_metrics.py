@@ -13,11 +13,11 @@ import grpc
 import pytest
 from pydantic import SecretStr
 
-from gpuscale.allocator.main import serve as serve_allocator
+from gpuscale.allocator.app import serve as serve_allocator
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
-from gpuscale.autoscaler.main import serve as serve_autoscaler
+from gpuscale.autoscaler.app import serve as serve_autoscaler
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.common import errors
 from gpuscale.common.rpc.calls import Connections

@@ -1,4 +1,4 @@
-"""Composition of the allocator: store, ledger, fleet view, sweeper, the gRPC services, and the figures on `/metrics`."""
+"""Composition of the allocator, and its program: store, ledger, fleet view, sweeper, gRPC services, and the figures on `/metrics`."""
 
 import asyncio
 from collections import Counter
@@ -48,13 +48,15 @@ from gpuscale.allocator.usecases.rebalancing import Rebalancing
 from gpuscale.allocator.usecases.reserving import AllocatorWorld, Reserving, Waiting
 from gpuscale.allocator.usecases.restarting import Restarting
 from gpuscale.api.allocator import v1 as api
+from gpuscale.common.config.settings import run_program, serve_stateful
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration
 from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.metrics_text import Family, MetricsPage, labels
-from gpuscale.common.runtime.tasks import Clock, TaskScope
+from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
 from gpuscale.common.store.store import add_store
 from gpuscale.common.store.term import Term
 
@@ -361,3 +363,20 @@ async def add_figures(
         if found.drawn is not None:
             page.add(_DRAWN, of, found.drawn)
     add_store(page, _PREFIX, file)
+
+
+PROGRAM = "gpuscale-allocator"
+DESCRIPTION = "Grants, renews and ends reservations of GPUs."
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program and return its exit code."""
+    return run_program(AllocatorSettings, serve, argv, program=PROGRAM, description=DESCRIPTION)
+
+
+async def serve(settings: AllocatorSettings, stop: asyncio.Event) -> None:
+    """Serve until `stop` is set; GpuscaleError if the directory, the state or the address is unusable."""
+    with DirectoryLock(settings.data_dir):
+        async with settings.open_channel(settings.fleet_address) as fleet:
+            act = partial(open_allocator, settings, fleet=fleet, clock=SystemClock())
+            await serve_stateful(settings, services=SERVICES, act=act, stop=stop)

@@ -1,5 +1,6 @@
-"""Composition of the autoscaler: store, queue watchers, adapters, leases, reconciler, gRPC services, and its figures."""
+"""Composition of the autoscaler, and its program: store, queue watchers, adapters, leases, reconciler, gRPC services, and figures."""
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -34,11 +35,13 @@ from gpuscale.autoscaler.signals.sources import Histories, WatcherUses, open_sou
 from gpuscale.autoscaler.signals.watchers import QueueWatchers, open_watchers
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.decision_log import DecisionLog, Repetitions
+from gpuscale.common.config.settings import run_program, serve_stateful
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration
+from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.metrics_text import Family, MetricsPage, labels
-from gpuscale.common.runtime.tasks import Clock, TaskScope
+from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
 from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Store, add_store
 from gpuscale.common.store.term import Term
@@ -195,3 +198,23 @@ async def add_figures(
     for state, count in sorted(watchers.states().items()):
         page.add(_WATCHERS, labels({"state": state}), count)
     add_store(page, _PREFIX, file)
+
+
+PROGRAM = "gpuscale-autoscaler"
+DESCRIPTION = "Scales endpoints by their rules, and drives their replicas through worker adapters."
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the program and return its exit code."""
+    return run_program(AutoscalerSettings, serve, argv, program=PROGRAM, description=DESCRIPTION)
+
+
+async def serve(settings: AutoscalerSettings, stop: asyncio.Event) -> None:
+    """Serve until `stop` is set; GpuscaleError if the directory, the state or the address is unusable."""
+    with DirectoryLock(settings.data_dir):
+        async with (
+            settings.open_channel(settings.fleet_address) as fleet,
+            settings.open_channel(settings.allocator_address) as allocator,
+        ):
+            act = partial(open_autoscaler, settings, fleet=fleet, allocator=allocator, clock=SystemClock())
+            await serve_stateful(settings, services=SERVICES, act=act, stop=stop)

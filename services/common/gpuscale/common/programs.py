@@ -9,8 +9,8 @@ from pathlib import Path
 PROGRAMS = {
     "gpuscale-agent": ("gpuscale.monitor.app.agent", "agent"),
     "gpuscale-fleet": ("gpuscale.monitor.app.fleet", "server"),
-    "gpuscale-allocator": ("gpuscale.allocator.main", "server"),
-    "gpuscale-autoscaler": ("gpuscale.autoscaler.main", "server"),
+    "gpuscale-allocator": ("gpuscale.allocator.app", "server"),
+    "gpuscale-autoscaler": ("gpuscale.autoscaler.app", "server"),
     "gpuscale-adapter": ("gpuscale.autoscaler.adapters.main", "server"),
     "gpuscale-container-adapter": ("gpuscale.autoscaler.adapters.main", "container"),
     "gpuscale-gateway": ("gpuscale.gateway.main", "runtime"),
