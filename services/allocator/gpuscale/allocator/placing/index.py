@@ -106,17 +106,12 @@ class Shape:
             return
         rows = np.flatnonzero(columns.changed[: len(columns)] > seen)
         self.node_codes[rows], self.gpu_codes[rows] = self.constraints.codes(rows, now)
-        self._reckon(np.arange(len(columns)) if moved else rows, tariff, typical)
-
-    def _reckon(self, rows: Ints, tariff: Tariff, typical: Callable[[], Typical]) -> None:
-        """Compute the values of rows."""
+        rows = np.arange(len(columns)) if moved else rows
         self.value[rows] = -np.inf
         fitting = rows[self.fits(rows)]  # only those that fit are reckoned
         if len(fitting):
             free = self.gpu_codes[fitting] == 0
-            self.value[fitting] = value(
-                self.ask, self._columns, fitting, free, self.constraints, tariff, typical
-            )
+            self.value[fitting] = value(self.ask, columns, fitting, free, self.constraints, tariff, typical)
 
     def fits(self, rows: Ints) -> Bools:
         """Which of the rows serve the ask."""
