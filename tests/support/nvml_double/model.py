@@ -62,21 +62,17 @@ class DoubleProcess:
 class Rules:
     """How calls misbehave, by function name; "*" is every call.
 
-    `codes` are returned in place of a reading (a named function goes before "*"), `delays_ms` are slept first, and a
-    call in `holds` blocks until the file exists.
+    `codes` are returned in place of a reading (a named function goes before "*"), and a call in `holds` blocks until
+    the file exists.
     """
 
     codes: dict[str, int] = field(default_factory=dict[str, int])
-    delays_ms: dict[str, int] = field(default_factory=dict[str, int])
     holds: dict[str, Path] = field(default_factory=dict[str, Path])
 
     def lines(self) -> Iterator[str]:
         """The statements of the control file; the last code that applies wins, so "*" stands first."""
-        for function in sorted(
-            {*self.codes, *self.delays_ms, *self.holds}, key=lambda name: (name != "*", name)
-        ):
-            code, delay = int(self.codes.get(function, 0)), self.delays_ms.get(function, 0)
-            yield f"rule {function} {code} {delay} {self.holds.get(function, '-')}"
+        for function in sorted({*self.codes, *self.holds}, key=lambda name: (name != "*", name)):
+            yield f"rule {function} {int(self.codes.get(function, 0))} {self.holds.get(function, '-')}"
 
 
 @dataclass
@@ -143,10 +139,6 @@ class DoubleGpu:
     def fail(self, function: str, code: int) -> None:
         """Let calls of a function ("*" for all) return a code; SUCCESS ends that."""
         self.rules.codes[function] = code
-
-    def delay(self, milliseconds: int) -> None:
-        """Let calls of all functions take this long; 0 ends that."""
-        self.rules.delays_ms["*"] = milliseconds
 
     def lines(self, parent: int | None, mig_index: int | None) -> Iterator[str]:
         """The statements of the control file, without the leading words that name the GPU."""

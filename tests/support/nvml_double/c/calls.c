@@ -118,21 +118,18 @@ static int code_of(const struct rules *rules, const char *function) {
     return code;
 }
 
-/* Serve the delays and holds of a call. The lock is free meanwhile: pointers into the config are void. */
+/* Serve the holds of a call. The lock is free meanwhile: pointers into the config are void. */
 static void serve_waits(const struct rules *rules, const char *function) {
-    int delay_ms = 0;
     char hold[MAX_PATH] = "";
     for (int i = 0; i < rules->count; i++) {
         if (!applies(&rules->items[i], function)) continue;
-        delay_ms += rules->items[i].delay_ms;
         if (rules->items[i].hold[0] != '\0') strcpy(hold, rules->items[i].hold);
     }
     bool exclusive = config->driver_lock != 0;
     long long busy_us = strstr(function, "RunningProcesses") != NULL ? 10 * config->busy_us : config->busy_us;
-    if (delay_ms == 0 && hold[0] == '\0' && busy_us == 0 && !exclusive) return;
+    if (hold[0] == '\0' && busy_us == 0 && !exclusive) return;
     pthread_mutex_unlock(&state_lock);
     if (exclusive) pthread_mutex_lock(&driver_lock);
-    sleep_ms(delay_ms);
     if (busy_us > 0) use_cpu(busy_us);
     while (hold[0] != '\0' && access(hold, F_OK) != 0) sleep_ms(2);
     if (exclusive) pthread_mutex_unlock(&driver_lock);

@@ -67,7 +67,7 @@ static void set_key(const struct key *keys, void *object, const char *name, cons
 static void add_rule(struct rules *rules, const char *text) {
     if (rules->count == MAX_RULES) complain(text);
     struct rule *rule = &rules->items[rules->count++];
-    if (sscanf(text, "%63s %d %d %511[^\n]", rule->function, &rule->code, &rule->delay_ms, rule->hold) != 4)
+    if (sscanf(text, "%63s %d %511[^\n]", rule->function, &rule->code, rule->hold) != 3)
         complain(text);
     if (strcmp(rule->hold, "-") == 0) rule->hold[0] = '\0';
 }

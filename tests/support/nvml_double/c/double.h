@@ -43,7 +43,6 @@ enum { MAX_GPUS = 72, MAX_RULES = 16, MAX_PROCESSES = 64, MAX_FIELDS = 64, MAX_E
 struct rule {
     char function[64];
     int code;              /* returned in place of a reading; OK leaves the reading */
-    int delay_ms;          /* the call sleeps first */
     char hold[MAX_PATH];   /* the call blocks first, until this file exists */
 };
 
