@@ -23,6 +23,7 @@ from gpuscale.common.security.auth import Role, TokenFile
 from gpuscale.common.security.authority import issue, read_pair, subject_of
 from gpuscale.testing import FakeServer
 from tests.support.cli import run_cli
+from tests.support.ports import silent_port
 from tests.support.waiting import eventually_sync
 
 
@@ -115,6 +116,13 @@ def test_a_host_that_is_slow_to_start_is_waited_for() -> None:
         assert hosts._online(session, "node-0") == "node-0 is ONLINE"
         server.fail("GetNode", DeadlineExceededError("busy"))
         assert hosts._online(session, "node-0") is None
+
+
+def test_what_hinders_a_join_is_said_in_words(tmp_path: Path) -> None:
+    with silent_port() as port:
+        typed = ("join", f"127.0.0.1:{port}", "--ca-hash", f"sha256:{'0' * 64}", "--dir", str(tmp_path))
+        away = run_cli(*typed, "--token", "x", "--plan")
+    assert (away.code, away.err.endswith(": Connection refused\n")) == (7, True), away.err
 
 
 def test_a_database_is_typed_or_in_a_file(tmp_path: Path) -> None:

@@ -197,6 +197,13 @@ def test_what_cannot_be_is_said_and_the_file_stays(
     assert file.read_text() == before
 
 
+def test_a_name_without_a_token_may_be_a_login_or_a_typing_mistake(file: Path) -> None:
+    file.write_text(f"[logins]\n[tokens.a]\nrole='viewer'\nsha256='{DIGEST}'\n")
+    revoked = token(file, "revoke", "alcie")
+    assert (revoked.code, "has no token alcie" in revoked.err) == (0, True), revoked.err
+    assert token(file, "revoke", "a").err == ""
+
+
 def certs(*arguments: str) -> Ran:
     return run_cli("certs", *arguments)
 

@@ -557,7 +557,8 @@ def trusted(session: Session, address: str, digest: str, folder: Path) -> Path:
     try:
         shown = ssl.get_server_certificate((host.strip("[]"), int(port)), timeout=session.dial_timeout)
     except OSError as error:
-        raise UnavailableError(f"no TLS server answers at {address}: {error}", reason="NO_ANSWER") from error
+        message = f"no TLS server answers at {address}: {error.strerror or error}"
+        raise UnavailableError(message, reason="NO_ANSWER") from error
     file.write_text(shown, encoding="ascii")
     with trusting(session, address, file).connect() as client:
         pem = client.joining.GetAuthority(api.GetAuthorityRequest()).authority_pem

@@ -222,6 +222,7 @@ def revoke(session: Session, name: str, tokens_file: Path, label: str | None) ->
         revoked[name] = datetime.now(UTC).replace(microsecond=0)
         _replace(tokens_file, tomlkit.dumps(file))
         session.output.write_records("revoked", [{"name": name}])
+        note(f"{tokens_file} has no token {name}: logins of that person until now are revoked")
         return
     token = _existing(tokens, name)
     found = _secrets(token)
