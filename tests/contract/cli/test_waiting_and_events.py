@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 
 from gpuscale.cli.commands import wait
 from gpuscale.cli.console import lookup as streams
+from gpuscale.cli.console import terminal
 from gpuscale.cli.console.terminal import Progress
 from gpuscale.client import jobs
 from gpuscale.common import errors
 from tests.contract.cli import canned_gateway as canned
+from tests.support.waiting import eventually_sync
 
 EVER = "100000d"
 
@@ -127,9 +130,28 @@ def test_on_a_terminal_progress_is_one_line(monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr("time.monotonic", lambda: 7.0)
     told = Progress()
     told.tell("first")
-    told.tell("second", " (more)")
+    told.tell("second", lambda _: " (more)")
     told.end()
     assert capsys.readouterr().err == "\r\x1b[Kwaiting 0ms, first\r\x1b[Kwaiting 0ms, second (more)\n"
+
+
+def test_the_time_goes_on_while_nothing_new_is_told(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """A server tells whoever waits in its queue something new every 30 s at most: the line said 6ms until then."""
+    now = count(7.0)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(terminal, "REDRAW", 0.01)
+    told, shown = Progress(), ""
+
+    def drawn() -> bool:
+        nonlocal shown
+        shown += capsys.readouterr().err
+        return "waiting 49s, next in the queue (in 11 s)" in shown
+
+    told.tell("next in the queue", lambda gone: f" (in {20 - gone:.0f} s)", waited=40.0)
+    eventually_sync(drawn)
+    told.end()
+    assert capsys.readouterr().err.endswith("\n")
 
 
 def test_a_reason_that_is_wider_than_the_terminal_is_told_once_and_above(
@@ -140,8 +162,8 @@ def test_a_reason_that_is_wider_than_the_terminal_is_told_once_and_above(
     monkeypatch.setattr("time.monotonic", lambda: 7.0)
     monkeypatch.setenv("COLUMNS", "40")
     told, why = Progress(), "no room now: the nearest has 2 of 4 GPUs"
-    told.tell(why, " (about 9 s)")
-    told.tell(why.replace("2 of", "3 of"), " (about 8 s)")
+    told.tell(why, lambda _: " (about 9 s)")
+    told.tell(why.replace("2 of", "3 of"), lambda _: " (about 8 s)")
     told.tell("it starts")
     told.end()
     lines = capsys.readouterr().err.replace("\r\x1b[K", "|").splitlines()

@@ -91,17 +91,18 @@ def _joined(state: str, mark: str | None) -> str:
     return f"{state},{mark}" if mark else state
 
 
-def estimate(waits: allocator_api.QueuePlace | allocator_api.Job) -> str:
-    """The estimated wait, in words; empty if unknown."""
+def estimate(waits: allocator_api.QueuePlace | allocator_api.Job, gone: float = 0.0) -> str:
+    """The estimated wait, in words, `gone` seconds after it was told; empty if unknown."""
     left, low, high = (optional_seconds(waits, f"estimated_wait{which}") for which in ("", "_low", "_high"))
     if left is None:
         return ""
     if low is None or high is None:
-        return f"{_about(left)} unless leases are renewed"
-    return f"about {_about(left)}, {_about(low)} to {_about(high)}"
+        return f"{_about(left - gone)} unless leases are renewed"
+    return f"about {_about(left - gone)}, {_about(low - gone)} to {_about(high - gone)}"
 
 
 def _about(seconds: float) -> str:
+    seconds = max(seconds, 0.0)
     for unit, worth, most in (("s", 1, 99), ("min", 60, 99), ("h", 3600, 48)):
         if seconds <= most * worth:
             return f"{seconds / worth:.0f} {unit}"

@@ -109,7 +109,7 @@ def telling() -> "Generator[tuple[Callable[[str], None], Callable[[object], None
 
     def tell(text: str) -> None:
         reason, about, estimate = text.rpartition(" (") if text.endswith(")") else (text, "", "")
-        progress.tell(reason, about + estimate)
+        progress.tell(reason, lambda _: about + estimate)
 
     try:
         yield tell, lambda _: progress.end()

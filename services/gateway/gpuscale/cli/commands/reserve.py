@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
@@ -344,7 +345,6 @@ def grant(client: "Client", request: "api.ReserveRequest") -> "api.ReserveRespon
         GpuscaleError: it was refused, the wait timed out, or the grant of the request id has ended.
     """
     from gpuscale.client.lease import expect_held
-    from gpuscale.client.states import estimate
 
     if not request.HasField("wait"):
         granted = client.allocator.Reserve(request)
@@ -361,13 +361,19 @@ def grant(client: "Client", request: "api.ReserveRequest") -> "api.ReserveRespon
                 return api.ReserveResponse(reservation=message.reservation, lease_token=message.lease_token)
             place = message.waiting
             before = f"{place.position} before it" if place.position else "next in the queue"
-            about = estimate(place)
             progress.tell(
                 f"{before}: {place.message}" + (f" [{place.order}]" if place.order else ""),
-                f" (served in {about})" if about else "",
+                partial(_served_in, place),
                 wire.seconds(place.waited),
             )
     finally:
         progress.end()
         stream.cancel()
     raise UnavailableError("the allocator ended the wait without an answer", reason="STREAM_ENDED")
+
+
+def _served_in(place: "api.QueuePlace", gone: float) -> str:
+    from gpuscale.client.states import estimate
+
+    about = estimate(place, gone)
+    return f" (served in {about})" if about else ""

@@ -10,8 +10,9 @@ import os
 import re
 import shutil
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -183,8 +184,8 @@ def pause(seconds: float) -> None:
     time.sleep(seconds)
 
 
-REPEAT = 10.0
-"""Seconds after which an unchanged reason is repeated."""
+REPEAT, REDRAW = 10.0, 1.0
+"""Seconds after which an unchanged reason is repeated, and those after which a terminal shows the time anew."""
 _AGAIN = "\r\x1b[K"
 
 
@@ -192,47 +193,73 @@ class Progress:
     """Shows how long and why a command waits, on standard error: one line on a terminal, else each change."""
 
     def __init__(self) -> None:
-        self._began = time.monotonic()
+        self._began = self._since = self._told_at = time.monotonic()
         self._said_at = float("-inf")
-        self._last = ""
-        self._open = False
+        self._last = self._reason = ""
+        self._moving: Callable[[float], str] | None = None
+        self._drawing: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._turn = threading.Lock()
 
     @property
     def elapsed(self) -> float:
         """Seconds so far."""
         return time.monotonic() - self._began
 
-    def tell(self, reason: str, moving: str = "", waited: float | None = None) -> None:
-        """Show the reason for waiting.
+    def tell(
+        self, reason: str, moving: Callable[[float], str] | None = None, waited: float | None = None
+    ) -> None:
+        """Show the reason for waiting; a terminal goes on to show the time.
 
         Args:
             reason: written when it changes, and every `REPEAT` seconds.
-            moving: a detail whose change alone is not worth a line.
+            moving: a detail whose change alone is not worth a line, as it is so many seconds after this call.
             waited: seconds so far, if not `elapsed`.
         """
-        from gpuscale.cli.grammar.parameters import format_duration
-
-        took = f"waiting {format_duration(self.elapsed if waited is None else waited)}"
-        line = f"{took}, {reason}{moving}"
-        if sys.stderr.isatty() and not TERMINAL.json:
-            most = shutil.get_terminal_size().columns - 1
-            if len(line) > most:  # written once, in full: a wrapped line cannot be overwritten
-                still = re.sub(r"[\d.]+", "", reason)  # without its times
-                if still != self._last:
-                    sys.stderr.write(_AGAIN)
-                    note(reason)
-                self._last, line = still, f"{took}{moving}"[:most]
-            sys.stderr.write(f"{_AGAIN}{line}")
-            sys.stderr.flush()
-            self._open = True
-            return
-        if reason == self._last and time.monotonic() - self._said_at < REPEAT:
-            return
-        self._last, self._said_at = reason, time.monotonic()
-        note(line)
+        with self._turn:
+            now = self._told_at = time.monotonic()
+            self._since = self._began if waited is None else now - waited
+            self._reason, self._moving = f", {reason}", moving
+            if sys.stderr.isatty() and not TERMINAL.json:
+                if len(self._line()) > _columns():  # a wrapped line cannot be overwritten: once, in full
+                    still = re.sub(r"[\d.]+", "", reason)  # without its times
+                    if still != self._last:
+                        sys.stderr.write(_AGAIN)
+                        note(reason)
+                    self._last, self._reason = still, ""
+                self._draw()
+                if self._drawing is None:
+                    self._drawing = threading.Thread(target=self._draw_on, daemon=True)
+                    self._drawing.start()
+            elif reason != self._last or now - self._said_at >= REPEAT:
+                self._last, self._said_at = reason, now
+                note(self._line())
 
     def end(self) -> None:
         """Finish the line."""
-        if self._open:
+        if self._drawing is not None:
+            self._ended.set()
+            self._drawing.join()
+            self._ended.clear()
+            self._drawing = None
             sys.stderr.write("\n")
-            self._open = False
+
+    def _line(self) -> str:
+        from gpuscale.cli.grammar.parameters import format_duration
+
+        now = time.monotonic()
+        detail = self._moving(now - self._told_at) if self._moving else ""
+        return f"waiting {format_duration(now - self._since)}{self._reason}{detail}"
+
+    def _draw(self) -> None:
+        sys.stderr.write(f"{_AGAIN}{self._line()[: _columns()]}")
+        sys.stderr.flush()
+
+    def _draw_on(self) -> None:
+        while not self._ended.wait(REDRAW):
+            with self._turn:
+                self._draw()
+
+
+def _columns() -> int:
+    return shutil.get_terminal_size().columns - 1
