@@ -16,6 +16,7 @@ CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 Kind = Literal["gauge", "counter", "histogram", "untyped"]
 SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Upper bounds of the buckets of a histogram of durations."""
+PIECE: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +70,14 @@ class MetricsPage:
         return lines
 
     def chunks(self) -> Iterator[bytes]:
-        """The text, family by family."""
+        """The text in pieces of whole families, each of PIECE characters or more but the last."""
+        text = ""
         for lines in self._lines.values():
-            yield "".join(lines).encode()
+            text += "".join(lines)
+            if len(text) >= PIECE:
+                yield text.encode()
+                text = ""
+        yield text.encode()
 
 
 def labels(values: Mapping[str, str]) -> str:
