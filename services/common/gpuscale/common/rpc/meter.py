@@ -24,7 +24,7 @@ from gpuscale.common.runtime.logs import call_id
 from gpuscale.common.runtime.metrics_text import Family, Histogram, MetricsPage, labels
 from gpuscale.common.security.auth import Authenticator, Context, MethodInfo, Principal, Role
 
-LAG_PERIOD: Final = 0.25
+LAG_PERIOD: Final = 1.0
 """Seconds between two measurements of the event loop lag."""
 counted_elsewhere: ContextVar[bool] = ContextVar("gpuscale_counted_elsewhere", default=False)
 """Whether another process of the service counts and audits the current call."""
