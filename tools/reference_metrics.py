@@ -30,7 +30,7 @@ SOURCES = {
 }
 """The files with families that are no readings, below `gpuscale`."""
 _GPU_LABELS = ("node", "gpu", "uuid")
-PASSED = {"own_labels": _GPU_LABELS, "named": ("adapter", "engine", "version")}
+PASSED = {"own_labels": _GPU_LABELS, "dcgm_labels": _GPU_LABELS, "named": ("adapter", "engine", "version")}
 """Labels that come from elsewhere, by what holds or makes them."""
 
 

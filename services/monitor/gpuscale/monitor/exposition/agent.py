@@ -2,9 +2,10 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Container, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Container
 from dataclasses import dataclass
 
+from gpuscale.api.types import v1 as types_api
 from gpuscale.common import VERSION
 from gpuscale.common.rpc.meter import CallMeter, add_connections, add_process
 from gpuscale.common.runtime.metrics_text import MetricsPage, labels
@@ -101,20 +102,17 @@ class Xids:
         self._counts: Counter[tuple[str, int]] = Counter()
         self._last: dict[tuple[str, int], float] = {}
 
-    def add_to(self, page: MetricsPage, gpus: Iterable[tuple[str, dict[str, str], str]]) -> None:
-        """Add the errors of these GPUs, each as UUID, own labels and DCGM labels (empty for none)."""
-        whose = {uuid: (own, dcgm) for uuid, own, dcgm in gpus}
-        newest: dict[str, int] = {}
+    def add_to(self, page: MetricsPage, snapshot: types_api.Snapshot, style: Style, held: Held) -> None:
+        """Add the errors of the GPUs of a snapshot."""
+        gpus, newest = {gpu.uuid: gpu for gpu in snapshot.gpus}, dict[str, int]()
         for (uuid, xid), seen in sorted(self._last.items(), key=lambda item: item[1]):
-            if uuid not in whose:
-                continue
-            text = labels({**whose[uuid][0], "xid": str(xid)})
-            page.add(COUNT, text, self._counts[uuid, xid])
-            page.add(TIME, text, round(seen, 3))
-            newest[uuid] = xid
-        for uuid, xid in newest.items():
-            if whose[uuid][1]:
-                page.add(DCGM_LAST, whose[uuid][1], xid)
+            if uuid in gpus:
+                text = labels({**own_labels(snapshot, gpus[uuid], held), "xid": str(xid)})
+                page.add(COUNT, text, self._counts[uuid, xid])
+                page.add(TIME, text, round(seen, 3))
+                newest[uuid] = xid
+        for uuid, xid in newest.items() if style.names != "gpuscale" else ():
+            page.add(DCGM_LAST, dcgm_labels(snapshot, gpus[uuid], style, held), xid)
 
     def note(self, event: GpuEvent) -> None:
         """Count an event if it is an XID error."""
@@ -204,16 +202,7 @@ class AgentPage:
             held = NOBODY if self.holders is None else with_pods(await self.holders(), message.gpus)
             quarantined = self.quarantined()
             add_snapshot(page, message, self.style, fresh=fresh, quarantined=quarantined, held=held)
-            dcgm = self.style.names != "gpuscale"
-            gpus = [
-                (
-                    gpu.uuid,
-                    own_labels(message, gpu, held),
-                    dcgm_labels(message, gpu, self.style, held) if dcgm else "",
-                )
-                for gpu in message.gpus
-            ]
-            self.xids.add_to(page, gpus)
+            self.xids.add_to(page, message, self.style, held)
         add_process(page)
         add_connections(page, "agent")
         if self.calls is not None:
