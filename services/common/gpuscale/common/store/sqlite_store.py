@@ -93,6 +93,8 @@ class Room:
         self._files: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
         self._able = True
+        self._fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+        self._fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
     def look(self) -> None:
         """Reserve space for files that have grown, or lacked it before."""
@@ -123,9 +125,7 @@ class Room:
         size = os.fstat(self._files[path]).st_size
         if not again and self._sizes.get(path) == size:
             return
-        fallocate = ctypes.CDLL(None, use_errno=True).fallocate
-        fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-        number = ctypes.get_errno() if fallocate(self._files[path], _KEEP_SIZE, size, ROOM) else 0
+        number = ctypes.get_errno() if self._fallocate(self._files[path], _KEEP_SIZE, size, ROOM) else 0
         self._sizes[path] = size
         self.short = self.short or number in _NO_ROOM
         if number and number not in _NO_ROOM:
