@@ -1,5 +1,6 @@
 """A data directory of the version before: it opens, everything in it is as it was, and what is new in it works."""
 
+import shutil
 import sqlite3
 import time
 from contextlib import closing
@@ -15,6 +16,7 @@ from gpuscale.allocator.domain.model import State
 from gpuscale.allocator.queueing.model import Quota
 from gpuscale.allocator.state.archive import EndedStore
 from gpuscale.allocator.state.cordons_and_quotas import CordonStore, QuotaStore
+from gpuscale.allocator.state.integrity import sealed
 from gpuscale.allocator.state.schema import VERSION
 from gpuscale.allocator.state.store import open_store
 from gpuscale.allocator.state.usage_ledger import UsageLedger, tally_of
@@ -117,6 +119,35 @@ async def test_of_what_version_6_knew_the_use_nothing_is_said_of_the_hardware(tm
         [found] = await UsageLedger(store).of_reservation("r1")
     tally = tally_of(found)
     assert (tally.granted, tally.hardware) == (5, Hardware())
+
+
+async def test_of_what_version_7_counted_its_holds_are_left_out(tmp_path: Path) -> None:
+    """A row that went missing before is missed all the same, and so is one that goes later."""
+    path, earlier, ledger = tmp_path / DATABASE, tmp_path / "earlier.db", Ledger()
+    over, live = [
+        ledger.confirm(ledger.grant(order(), [reserved(gpu)], now=NOW, wall=WALL))
+        for gpu in ("GPU-a", "GPU-b")
+    ]
+    async with open_store(path, "boot") as store:
+        await store.load()
+        await store.save([over], [])
+        await store.save([], [ledger.close(over, State.RELEASED, now=NOW, wall=WALL)])
+        await store.save([live], [])
+    counted = sealed({"name": "rows", "value": 3})  # two reservations and a hold
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(
+            "UPDATE counter SET value = :value, checksum = :checksum WHERE name = :name", counted
+        )
+        connection.execute("PRAGMA user_version = 7")
+    shutil.copy(path, earlier)
+    async with open_store(path, "boot") as store:
+        assert len((await store.load()).reservations) == 2
+    for file in (earlier, path):
+        with closing(sqlite3.connect(file)) as connection, connection:
+            connection.execute("DELETE FROM reservation WHERE state = 'released'")
+        async with open_store(file, "boot") as store:
+            with pytest.raises(FailedPreconditionError, match="1 rows of reservation, but 2 were written"):
+                await store.load()
 
 
 @pytest.mark.parametrize(("dump", "forgot"), [(VERSION_1, False), (VERSION_2, True)], ids=["1", "2"])

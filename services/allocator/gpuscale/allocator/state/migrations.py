@@ -119,3 +119,12 @@ def to_7(op: Operations) -> None:
     connection = op.get_bind()
     if connection.dialect.has_table(connection, "usage"):
         connection.exec_driver_sql("ALTER TABLE usage ADD COLUMN hardware VARCHAR NOT NULL DEFAULT '{}'")
+
+
+def to_8(op: Operations) -> None:
+    """The count of rows leaves out holds, which are compared with the live reservations."""
+    connection = op.get_bind()
+    holds = connection.exec_driver_sql("SELECT count(*) FROM hold").scalar_one()
+    rows = connection.execute(text("SELECT value FROM counter WHERE name = 'rows'")).scalar() or 0
+    connection.execute(text("DELETE FROM counter WHERE name = 'rows'"))
+    connection.execute(_ADD_COUNTER, integrity.sealed({"name": "rows", "value": rows - holds}))

@@ -9,13 +9,13 @@ from sqlmodel import Field, SQLModel
 from gpuscale.allocator.domain import model
 from gpuscale.common.store.store import Whole
 
-VERSION = 7
+VERSION = 8
 FENCE = "fence"
 """The counter that keeps the highest fence when records are forgotten."""
 LEASE_KEY = "lease_key"
 """Prefix of the counters of the lease-token key, followed by their number."""
 ROWS = "rows"
-"""The counter of rows of reservations and holds: it reveals rows that were deleted by hand at the next start."""
+"""The counter of rows of reservations: it reveals rows that were deleted by hand at the next start. Holds must match them."""
 
 ENDED_RECORDS = "ended_records"
 ENDED_BYTES = "ended_bytes"

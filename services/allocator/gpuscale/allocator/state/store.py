@@ -216,7 +216,6 @@ class AllocatorStore:
 
         def work(connection: Connection) -> None:
             number = self._guard.next()
-            written = 0
             if beside is not None:
                 beside(connection)
             if added:
@@ -232,25 +231,20 @@ class AllocatorStore:
                         metadata={"request_ids": ",".join(known)},
                     )
                 _ADD.run(connection, [to_row(one, self._boot_id, number) for one in added])
-                holds = [hold for one in added for hold in to_holds(one)]
-                _HOLD_GPUS.run(connection, holds)
-                written += len(added) + len(holds)
+                _HOLD_GPUS.run(connection, [hold for one in added for hold in to_holds(one)])
+                count(connection, {schema.ROWS: len(added)})
             if changed:
                 rows = [to_changes(one, self._boot_id, number) for one in changed]
                 if _CHANGE.run(connection, rows) < len(changed) and not added:
                     self._note(connection, number)  # no row may have it: they had ended
             if begun:
                 _BEGIN.run(connection, [{**to_lost(one), "fence": one.fence} for one in begun])
-                written -= _FREE_GPUS.run(connection, [{"key": one.id} for one in begun])
-                holds = [hold for one in begun for hold in to_holds(one)]
-                _HOLD_GPUS.run(connection, holds)
-                written += len(holds)
+                _FREE_GPUS.run(connection, [{"key": one.id} for one in begun])
+                _HOLD_GPUS.run(connection, [hold for one in begun for hold in to_holds(one)])
             if ended := [{"key": one.id} for one in changed if not one.live]:
-                written -= _FREE_GPUS.run(connection, ended)
+                _FREE_GPUS.run(connection, ended)
             if lost := [one for one in changed if one.state is State.LOST]:
                 _CHANGE_GPUS.run(connection, [to_lost(one) for one in lost])
-            if written:
-                count(connection, {schema.ROWS: written})
             if also is not None:
                 also(connection)
             self._guard.wrote(number)
@@ -329,14 +323,12 @@ def _load(connection: Connection) -> Saved:
 
 def _check_rows(connection: Connection) -> None:
     """Check that all written rows are there: one that was deleted by hand may have been a grant."""
-    names = {schema.ROWS: (_RESERVATION, _HOLD), schema.ENDED_RECORDS: (_ENDED,)}
-    for name, tables in names.items():
-        found = sum(connection.execute(select(func.count()).select_from(one)).scalar_one() for one in tables)
+    for name, table in {schema.ROWS: _RESERVATION, schema.ENDED_RECORDS: _ENDED}.items():
+        found = connection.execute(select(func.count()).select_from(table)).scalar_one()
         kept = connection.execute(select(_COUNTER.c.value).where(_COUNTER.c.name == name)).scalar() or 0
         if found != kept:
-            what = " and ".join(table.name for table in tables)
             raise FailedPreconditionError(
-                f"the state has {found} rows of {what}, but {kept} were written; nothing is granted and"
+                f"the state has {found} rows of {table.name}, but {kept} were written; nothing is granted and"
                 " nothing was changed: restore a copy",
                 reason="STATE_INCONSISTENT",
             )
