@@ -221,7 +221,8 @@ class Progress:
             self._since = self._began if waited is None else now - waited
             self._reason, self._moving = f", {reason}", moving
             if sys.stderr.isatty() and not TERMINAL.json:
-                if len(self._line()) > _columns():  # a wrapped line cannot be overwritten: once, in full
+                if len(self._line()) >= shutil.get_terminal_size().columns:
+                    # A wrapped line cannot be overwritten: the reason is written once, in full.
                     still = re.sub(r"[\d.]+", "", reason)  # without its times
                     if still != self._last:
                         sys.stderr.write(_AGAIN)
@@ -252,14 +253,10 @@ class Progress:
         return f"waiting {format_duration(now - self._since)}{self._reason}{detail}"
 
     def _draw(self) -> None:
-        sys.stderr.write(f"{_AGAIN}{self._line()[: _columns()]}")
+        sys.stderr.write(f"{_AGAIN}{self._line()[: shutil.get_terminal_size().columns - 1]}")
         sys.stderr.flush()
 
     def _draw_on(self) -> None:
         while not self._ended.wait(REDRAW):
             with self._turn:
                 self._draw()
-
-
-def _columns() -> int:
-    return shutil.get_terminal_size().columns - 1
