@@ -42,10 +42,8 @@ def test_init_and_join_start_their_units_and_leave_removes_them(tmp_path: Path) 
             f"systemctl enable --now {' '.join(SERVICES)} gpuscale-certificates.timer",
         ]
         assert doubles["first"].calls() == [*added, *started]
-        assert {file.stem for file in doubles["first"].units.iterdir()} == {
-            *SERVICES,
-            "gpuscale-certificates",
-        }
+        written = {file.stem for file in doubles["first"].units.iterdir()}
+        assert written == {*SERVICES, "gpuscale-certificates"}
         for file in doubles["first"].units.iterdir():
             assert f"# /etc/systemd/system/{file.name}\n{file.read_text()}" in planned
         assert [f"# {line}" for line in (*added, *started)] == planned.splitlines()[-3:]
@@ -62,9 +60,8 @@ def test_init_and_join_start_their_units_and_leave_removes_them(tmp_path: Path) 
         assert {file.stem for file in doubles["left"].units.iterdir()} == set(HOST)
         admin = f"--address 10.77.0.1:7070 --ca-file {tmp_path}/first/pki/ca.crt --token-file {tmp_path}/first/admin.token".split()
         typed = ("upgrade", "--config", str(tmp_path / "first" / "gpuscale.toml"))
-        reserved = ctl(
-            "first", *admin, "reserve", "--gpus", "1", "--max-utilization", "100", "-o", "name"
-        ).stdout.strip()
+        asked = ("reserve", "--gpus", "1", "--max-utilization", "100", "-o", "name")
+        reserved = ctl("first", *admin, *asked).stdout.strip()
         before, calls = doubles["first"].pid(SERVICES[0]), len(doubles["first"].calls())
         planned = ctl("first", *admin, *typed, "--plan")
         assert planned.returncode == 0, planned

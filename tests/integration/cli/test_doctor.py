@@ -80,8 +80,7 @@ def host(tmp_path: Path, server: FakeServer) -> Iterator[Host]:
     token.chmod(0o600)
     with socket.create_server(("127.0.0.1", 0)) as broker:
         nowhere = f"127.0.0.1:{broker.getsockname()[1]}"
-        data = tmp_path / "data"
-        data.mkdir()
+        (data := tmp_path / "data").mkdir()
         upstream = {"fleet_address": server.address}
         yield Host(
             tmp_path,
@@ -118,7 +117,7 @@ def test_what_is_not_for_this_user_is_one_warning(tmp_path: Path, monkeypatch: p
 def test_a_host_that_is_well(host: Host) -> None:
     found = host.findings()
     assert {key: one["found"] for key, one in found.items() if one["state"] == "FAIL"} == {}
-    for key in (
+    assert found.keys() >= {
         ("settings", "allocator"),
         ("port", "gateway listen"),
         ("certificate", "allocator tls_cert_file"),
@@ -127,8 +126,7 @@ def test_a_host_that_is_well(host: Host) -> None:
         ("broker", "autoscaler brokers.default amqp_url"),
         ("service", "gateway"),
         ("driver", "nodes/node-0"),
-    ):
-        assert key in found, sorted(found)
+    }
 
 
 def ends_soon(host: Host) -> None:
@@ -242,10 +240,8 @@ def test_a_full_disk(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = SimpleNamespace(total=10**12, free=10**8)
     monkeypatch.setattr(doctor_host.shutil, "disk_usage", lambda _: usage)
     found = host.findings("--only", "host")
-    assert (found["disk", "allocator data_dir"]["state"], found["disk", "autoscaler data_dir"]["state"]) == (
-        "FAIL",
-        "FAIL",
-    )
+    states = [found["disk", f"{one} data_dir"]["state"] for one in ("allocator", "autoscaler")]
+    assert states == ["FAIL", "FAIL"]
 
 
 def test_clocks_and_versions_that_differ_and_hosts_that_are_away(
@@ -272,13 +268,8 @@ def test_clocks_and_versions_that_differ_and_hosts_that_are_away(
     monkeypatch.setattr("gpuscale.cli.console.lookup.nodes", lambda _: nodes)
     found = host.findings("--only", "fleet")
     clocks = {subject: one["state"] for (check, subject), one in found.items() if check == "clock"}
-    assert clocks == {
-        "nodes/well": "OK",
-        "nodes/late": "FAIL",
-        "nodes/early": "WARN",
-        "nodes/old": "OK",
-        "nodes/patched": "OK",
-    }
+    right = dict.fromkeys(("nodes/well", "nodes/old", "nodes/patched"), "OK")
+    assert clocks == right | {"nodes/late": "FAIL", "nodes/early": "WARN"}
     assert found["clock", "nodes/late"]["found"] == "is 60 s behind this host's"
     versions = {subject: one["state"] for (check, subject), one in found.items() if check == "version"}
     assert versions == {"nodes/old": "FAIL", "nodes/patched": "WARN"}
