@@ -15,12 +15,15 @@ from gpuscale.common.rpc.channel import ClientTls, open_channel
 from gpuscale.common.rpc.server import ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.security.auth import Authenticator, Limits, Role, TokenFile, current_principal
-from gpuscale.common.security.authority import read_pair, subject_of
+from gpuscale.common.security.authority import CertificateSubject, issue, read_pair, subject_of
 from gpuscale.common.security.tls import ServerTls
 from tests.support.cli import Ran, run_cli
 from tests.support.throwaway import Allocator, Served, serve
 
 DIGEST = "0" * 64
+VIEWER = f"[tokens.a]\nrole='viewer'\nsha256='{DIGEST}'\n"
+ANNA = f"# Anna's\n[tokens.anna]\nrole = 'admin'\nsha256 = '{DIGEST}'\n"
+URI = "spiffe://gpuscale.local/gpuscale/agent/ann"
 
 
 @pytest.fixture
@@ -30,6 +33,10 @@ def file(tmp_path: Path) -> Path:
 
 def token(file: Path, *arguments: str) -> Ran:
     return run_cli("token", *arguments, "--tokens-file", str(file))
+
+
+def listed_tokens(file: Path) -> list[dict[str, Any]]:
+    return list(json.loads(token(file, "list", "-o", "json").out)["tokens"])
 
 
 def test_a_token_is_shown_once_and_kept_as_its_digest(file: Path) -> None:
@@ -44,9 +51,8 @@ def test_a_token_is_shown_once_and_kept_as_its_digest(file: Path) -> None:
 
 
 def test_a_token_in_a_file_of_its_own_is_not_shown(file: Path, tmp_path: Path) -> None:
-    made = token(
-        file, "create", "gpu-01.example", "--role", "agent", "--write", str(tmp_path / "token"), "-o", "json"
-    )
+    where = ("--write", str(tmp_path / "token"), "-o", "json")
+    made = token(file, "create", "gpu-01.example", "--role", "agent", *where)
     secret = (tmp_path / "token").read_text().strip()
     assert secret not in made.out + made.err
     assert json.loads(made.out) == {"tokens": [{"name": "gpu-01.example", "role": "agent"}]}
@@ -57,20 +63,16 @@ def test_a_token_in_a_file_of_its_own_is_not_shown(file: Path, tmp_path: Path) -
 def test_tokens_are_listed_without_what_they_are(file: Path) -> None:
     token(file, "create", "a", "--expires-in", "90d")
     token(file, "create", "b", "--role", "admin")
-    listed = json.loads(token(file, "list", "-o", "json").out)["tokens"]
-    assert [(one["name"], one["role"], one["state"]) for one in listed] == [
-        ("a", "viewer", "ACTIVE"),
-        ("b", "admin", "ACTIVE"),
-    ]
+    listed = listed_tokens(file)
+    told = [(one["name"], one["role"], one["state"]) for one in listed]
+    assert told == [("a", "viewer", "ACTIVE"), ("b", "admin", "ACTIVE")]
     assert listed[1]["expires"] == "never"
     assert "sha256" not in token(file, "list").out
 
 
 def test_a_revoked_token_is_gone_and_the_rest_stays_as_it_was_written(file: Path) -> None:
     secret = token(file, "create", "old").out.strip()
-    file.write_text(
-        f"# ours\n{file.read_text()}\n# Anna's\n[tokens.anna]\nrole = 'admin'\nsha256 = '{'0' * 64}'\n"
-    )
+    file.write_text(f"# ours\n{file.read_text()}\n{ANNA}")
     assert token(file, "revoke", "old").code == 0
     with pytest.raises(errors.UnauthenticatedError):
         TokenFile(file).principal(secret)
@@ -80,9 +82,9 @@ def test_a_revoked_token_is_gone_and_the_rest_stays_as_it_was_written(file: Path
 
 
 def test_a_token_written_in_one_line_is_changed_and_revoked_too(file: Path) -> None:
-    file.write_text(f"tokens = {{a = {{role='viewer', sha256='{'0' * 64}', tenants=[\n'c']}}}}\n")
+    file.write_text(f"tokens = {{a = {{role='viewer', sha256='{DIGEST}', tenants=[\n'c']}}}}\n")
     assert token(file, "limit", "a", "--tenant", "b").code == 0
-    assert json.loads(token(file, "list", "-o", "json").out)["tokens"][0]["tenants"] == ["b"]
+    assert listed_tokens(file)[0]["tenants"] == ["b"]
     assert "[" not in token(file, "list").out, "lists of a table are for people"
     assert token(file, "revoke", "a").code == 0
     TokenFile(file)
@@ -96,12 +98,9 @@ def test_the_last_token_that_is_revoked_lets_nobody_in_any_more(file: Path) -> N
 
 
 def test_a_rotated_token_is_the_same_caller_by_its_old_secret_and_its_new(file: Path) -> None:
-    old = token(
-        file, "create", "ci", "--role", "operator", "--tenant", "ml", "--expires-in", "1h", "--label", "old"
-    ).out.strip()
-    file.write_text(
-        f"# ours\n{file.read_text()}\n# Anna's\n[tokens.anna]\nrole = 'admin'\nsha256 = '{DIGEST}'\n"
-    )
+    options = ("--role", "operator", "--tenant", "ml", "--expires-in", "1h", "--label", "old")
+    old = token(file, "create", "ci", *options).out.strip()
+    file.write_text(f"# ours\n{file.read_text()}\n{ANNA}")
     new = token(file, "rotate", "ci", "--overlap", "2d", "--expires-in", "90d").out.strip()
     tokens = TokenFile(file)
     assert tokens.principal(old) == tokens.principal(new)
@@ -119,16 +118,11 @@ def test_a_rotated_token_is_the_same_caller_by_its_old_secret_and_its_new(file: 
             tokens.principal(ended)
         assert refused.value.reason == "TOKEN_EXPIRED"
     assert tokens.principal(third).limits == Limits(("ml",))
-    listed = json.loads(token(file, "list", "-o", "json").out)["tokens"]
-    assert [(one["name"], one["state"]) for one in listed] == [
-        ("anna", "ACTIVE"),
-        ("ci", "ACTIVE"),
-        ("ci", "EXPIRED"),
-        ("ci", "EXPIRED"),
-    ]
+    states = [(one["name"], one["state"]) for one in listed_tokens(file)]
+    assert states == [("anna", "ACTIVE"), ("ci", "ACTIVE"), ("ci", "EXPIRED"), ("ci", "EXPIRED")]
     text = file.read_text()
     assert text.startswith("# ours\n")
-    assert text.endswith(f"\n\n# Anna's\n[tokens.anna]\nrole = 'admin'\nsha256 = '{DIGEST}'\n")
+    assert text.endswith(f"\n\n{ANNA}")
 
 
 def test_one_secret_of_a_name_is_revoked_by_its_label(file: Path) -> None:
@@ -148,7 +142,7 @@ def test_limits_are_set_with_a_token_and_later_and_for_certificates(file: Path) 
     limits = ("--tenant", "ml", "--tenant", 'a "b"', "--max-priority", "10")
     secret = token(file, "create", "ci", "--role", "operator", *limits).out.strip()
     file.write_text(
-        f"# ours\n{file.read_text()}\n[tokens.x]  # Ann's\nrole = 'viewer'\nsha256 = '{'0' * 64}'\n"
+        f"# ours\n{file.read_text()}\n[tokens.x]  # Ann's\nrole = 'viewer'\nsha256 = '{DIGEST}'\n"
     )
     assert TokenFile(file).principal(secret).limits == Limits(("ml", 'a "b"'), 10)
     assert token(file, "limit", "ci", "--tenant", "vision").code == 0
@@ -161,30 +155,25 @@ def test_limits_are_set_with_a_token_and_later_and_for_certificates(file: Path) 
     assert token(file, "limit", "ci").code == 0
     assert TokenFile(file).principal(secret).limits == Limits()
     assert "# Ann's" in file.read_text()
-    listed = {one["name"]: one for one in json.loads(token(file, "list", "-o", "json").out)["tokens"]}
+    listed = {one["name"]: one for one in listed_tokens(file)}
     assert (listed["x"]["tenants"], listed["x"]["maxPriority"]) == (["x"], -5)
 
 
 @pytest.mark.parametrize(
     ("arguments", "before", "code", "said"),
     [
-        (("create", "a"), f"[tokens.a]\nrole='viewer'\nsha256='{'0' * 64}'\n", 4, "token a already exists"),
+        (("create", "a"), VIEWER, 4, "token a already exists"),
         (("create", "Not A Name"), "", 2, "is not a valid name"),
         (("create", "a", "--role", "root"), "", 2, "root"),
         (("revoke", "a"), "", 3, "token a not found"),
-        (
-            ("revoke", "a", "--label", "x"),
-            f"[tokens.a]\nrole='viewer'\nsha256='{'0' * 64}'\n",
-            3,
-            "no secret",
-        ),
+        (("revoke", "a", "--label", "x"), VIEWER, 3, "no secret"),
         (("rotate", "a"), "", 3, "token a not found"),
-        (("rotate", "a"), f"[tokens.a]\nsha256='{'0' * 64}'\nprevious = 1\n", 2, "`previous`"),
+        (("rotate", "a"), f"[tokens.a]\nsha256='{DIGEST}'\nprevious = 1\n", 2, "`previous`"),
         (("create", "a", "--label", ""), "", 2, "--label"),
         (("list",), "tokens = 1", 2, "[tokens.NAME]"),
         (("list",), "[[", 2, "not TOML"),
         (("limit", "a"), "", 3, "token a not found"),
-        (("limit", "a", "--tenant", " "), f"[tokens.a]\nrole='viewer'\nsha256='{'0' * 64}'\n", 2, "--tenant"),
+        (("limit", "a", "--tenant", " "), VIEWER, 2, "--tenant"),
     ],
 )
 def test_what_cannot_be_is_said_and_the_file_stays(
@@ -265,16 +254,17 @@ def test_certificates_are_listed_renewed_and_revoked(tmp_path: Path) -> None:
     folder, revoked = tmp_path / "pki", tmp_path / "revoked.toml"
     at = ("--dir", str(folder))
     assert certs("init", *at, "--host", "gateway.example").code == 0
-    for name, days in (("ann", "7"), ("bob", "90")):
-        assert certs("issue", name, *at, "--role", "agent", "--days", days).code == 0
+    for name in ("ann", "bob"):
+        assert certs("issue", name, *at, "--role", "agent", "--days", "90").code == 0
+    issue(read_pair(folder, "ca"), CertificateSubject("ann", uri=URI), 0.001).write(folder, "ann")
+    issue(read_pair(folder, "ca"), CertificateSubject("left", uri=URI), 7).write(folder, "left")
+    (folder / "left.crt").rename(folder / "host.pem")  # as `join` writes it, to renew itself
     before = listed(folder)
-    assert {name: one["state"] for name, one in before.items()} == {
-        "ann": "ENDS SOON",
-        "bob": "VALID",
-        "ca": "VALID",
-        "server": "VALID",
-    }
-    assert before["ann"]["identity"] == "spiffe://gpuscale.local/gpuscale/agent/ann"
+    states = {name: one["state"] for name, one in before.items()}
+    assert states == dict.fromkeys(("bob", "ca", "host", "server"), "VALID") | {"ann": "ENDS SOON"}
+    del before["host"]
+    (folder / "host.pem").unlink()
+    assert before["ann"]["identity"] == URI
     assert before["server"]["hosts"] == ["gateway.example"]
     keys = {name: (folder / f"{name}.key").read_bytes() for name in before}
     assert certs("renew", "ann", *at).code == 0
@@ -312,7 +302,10 @@ def test_an_authority_is_not_given_up_while_it_is_needed(tmp_path: Path) -> None
     again, early = certs("rotate-ca", *at), certs("rotate-ca", "--finish", *at)
     assert "has two authorities already" in again.err
     assert "server.crt was issued by the old authority" in early.err
-    assert (tmp_path / "ca.crt").read_text().count("BEGIN") == 2
+    (tmp_path / "host.pem").write_bytes((tmp_path / "server.crt").read_bytes())
+    states = {one["state"] for name, one in listed(tmp_path).items() if name in {"host", "server"}}
+    assert (states, (tmp_path / "ca.crt").read_text().count("BEGIN")) == ({"OLD AUTHORITY"}, 2)
     assert certs("renew", *at).code == 0
+    assert listed(tmp_path)["server"]["state"] == "VALID"
     assert certs("rotate-ca", "--finish", *at).code == 0
     assert (tmp_path / "ca.crt").read_text().count("BEGIN") == 1

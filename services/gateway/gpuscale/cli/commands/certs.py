@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 import tomlkit
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 
 from gpuscale.cli.console.command import FILE, Session, command, names, one_name
 from gpuscale.cli.console.terminal import note
@@ -25,9 +26,8 @@ from gpuscale.common.security import followed
 
 ROLES = ("viewer", "agent", "operator", "admin")
 GATEWAY = "gateway"
-SOON = timedelta(days=14)
-"""A certificate that expires within this time is listed as expiring soon."""
 _COLUMNS = ("name", "state", "expires", "serial", "identity", "hosts")
+_JOINED = {"host.pem", "server.pem", "gate.pem"}  # written by `join`, each a certificate with its key
 DAYS_OF_SERVICES = 397
 DAYS = option(
     "--days",
@@ -75,9 +75,8 @@ def init(session: Session, directory: Path, host: tuple[str, ...], days: int) ->
         if not (directory / "ca.key").exists():
             pki.make_authority("gpuscale").write(directory, "ca")
             note(f"created an authority; keep {directory / 'ca.key'} where no one else can read it")
-        pki.issue(pki.read_pair(directory, "ca"), pki.CertificateSubject(hosts[0], hosts), days).write(
-            directory, "server"
-        )
+        subject = pki.CertificateSubject(hosts[0], hosts)
+        pki.issue(pki.read_pair(directory, "ca"), subject, days).write(directory, "server")
     note(f"callers reach the server at: {', '.join(hosts)}")
     note(
         f"for a server: --tls-cert-file {directory / 'server.crt'} --tls-key-file {directory / 'server.key'}"
@@ -113,9 +112,8 @@ def issue_client(
     uri = f"spiffe://{trust_domain}/gpuscale/{role}/{name}"
     with _using(directory):
         begins = _deny_list(revoked_file).names.get(name)
-        pki.issue(
-            pki.read_pair(directory, "ca"), pki.CertificateSubject(name, uri=uri), days, begins=begins
-        ).write(directory, name)
+        subject = pki.CertificateSubject(name, uri=uri)
+        pki.issue(pki.read_pair(directory, "ca"), subject, days, begins=begins).write(directory, name)
     calls = "for its callers" if role == GATEWAY else f"as {role}"
     note(f"{name} calls {calls}, with --cert-file and --key-file: {uri}")
     _show(session, directory, name)
@@ -125,14 +123,17 @@ def issue_client(
 @DIRECTORY
 @REVOKED_FILE
 def list_certificates(session: Session, directory: Path, revoked_file: Path | None) -> None:
-    """List the certificates in a directory: their holders, and how long they are valid."""
+    """List the certificates in a directory, also of a host that joined: their holders, how long they are valid."""
     now, records = datetime.now(UTC), list[dict[str, object]]()
     with _using(directory):
-        revoked = _deny_list(revoked_file)
-        for file in sorted(one for one in directory.iterdir() if one.suffix == ".crt"):
+        revoked, authority = _deny_list(revoked_file), directory / "ca.crt"
+        former = x509.load_pem_x509_certificates(authority.read_bytes())[1:] if authority.exists() else []
+        for file in sorted(one for one in directory.iterdir() if one.suffix == ".crt" or one.name in _JOINED):
             for certificate in x509.load_pem_x509_certificates(file.read_bytes()):
                 subject, ends = pki.subject_of(certificate), certificate.not_valid_after_utc
-                state = "ENDS SOON" if ends - now < SOON else "VALID"
+                state = "ENDS SOON" if ends_soon(certificate, now) else "VALID"
+                if any(is_issued_by(certificate, one) for one in former):
+                    state = "OLD AUTHORITY"
                 if revoked.has(issued.shown(certificate)):
                     state = "REVOKED"
                 records.append(
@@ -205,11 +206,8 @@ def rotate_ca(session: Session, directory: Path, finish: bool) -> None:
         if finish:
             if len(trusted) == 1:
                 raise ValueError("ca.crt has one authority: nothing is being rotated")
-            own = trusted[0].extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value.digest
             for file in sorted({*directory.glob("*.crt")} - {directory / "ca.crt"}):
-                extensions = x509.load_pem_x509_certificate(file.read_bytes()).extensions
-                by = extensions.get_extension_for_class(x509.AuthorityKeyIdentifier).value.key_identifier
-                if by != own:
+                if not is_issued_by(x509.load_pem_x509_certificate(file.read_bytes()), trusted[0]):
                     raise ValueError(f"{file.name} was issued by the old authority: run certs renew first")
             pki.write_certificates(directory / "ca.crt", trusted[0])
         elif len(trusted) > 1:
@@ -230,9 +228,8 @@ def revoke(session: Session, name: str, revoked_file: Path, serial: str | None) 
     """
     now = datetime.now(UTC).replace(microsecond=0)
     with _using(revoked_file):
-        document, before = tomlkit.document(), issued.DenyList()
+        document, before = tomlkit.document(), _deny_list(revoked_file)
         if revoked_file.exists():
-            before = issued.read_deny_list(revoked_file)
             document = tomlkit.parse(revoked_file.read_text(encoding="utf-8"))
         key = name
         if serial is None:
@@ -244,6 +241,21 @@ def revoke(session: Session, name: str, revoked_file: Path, serial: str | None) 
         table[key] = now
         secrets.write_private(revoked_file, tomlkit.dumps(document).encode(), public=True)
     session.output.write_records("revoked", [{"name": name}])
+
+
+def ends_soon(certificate: x509.Certificate, now: datetime) -> bool:
+    """Whether it expires within 14 days; a short-lived one, with less than a third of its life left."""
+    ends = certificate.not_valid_after_utc
+    return ends - now < min(timedelta(days=14), (ends - certificate.not_valid_before_utc) / 3)
+
+
+def is_issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    """Whether an authority signed a certificate, or is that certificate."""
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
+        return certificate == authority
+    return True
 
 
 def _deny_list(file: Path | None) -> issued.DenyList:

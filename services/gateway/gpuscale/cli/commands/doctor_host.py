@@ -15,14 +15,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import psutil
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 from google.protobuf.message import Message
 from pydantic import BaseModel
@@ -30,6 +29,7 @@ from pydantic import BaseModel
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
+from gpuscale.cli.commands.certs import ends_soon, is_issued_by
 from gpuscale.cli.commands.units import USER
 from gpuscale.common.config.settings import DatabaseSettings, ListenerSettings, UpstreamSettings
 from gpuscale.common.config.sources import Settings, load_table, read_config
@@ -42,8 +42,6 @@ from gpuscale.common.security.authority import subject_of
 from gpuscale.common.security.followed import cause
 
 State = Literal["OK", "WARN", "FAIL"]
-SOON, LEAST_LEFT = timedelta(days=14), 1 / 3
-"""Warn of certificates that expire within this time; of short-lived ones, with less than this share of their life left."""
 LEAST_FREE = 10**9
 """Free bytes below which a state's disk counts as full."""
 LEAST_SHARE = 0.1
@@ -224,14 +222,12 @@ def certificate(
         authority = getattr(settings, "ca_file", None)
         trusted = [] if authority is None else x509.load_pem_x509_certificates(authority.read_bytes())
     except (OSError, ValueError) as error:
-        yield _fail(
-            "certificate", subject, f"cannot be used: {cause(error)}", "install -m 0640 -g gpuscale the files"
-        )
+        yield _unusable(subject, error, "files")
         return
     yield _life(subject, chain[0])
     if not fits:
         yield _fail("certificate", subject, f"{key_field} is another certificate's", _RENEW)
-    if trusted and not any(_issued(chain[-1], one) for one in trusted):
+    if trusted and not any(is_issued_by(chain[-1], one) for one in trusted):
         yield _fail(
             "certificate",
             subject,
@@ -246,12 +242,9 @@ def certificate(
         )
 
 
-def _issued(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
-    try:
-        certificate.verify_directly_issued_by(authority)
-    except (ValueError, TypeError, InvalidSignature):
-        return certificate == authority
-    return True
+def _unusable(subject: str, error: OSError | ValueError, what: str) -> Diagnosis:
+    advice = f"install -m 0640 -g gpuscale the {what}"
+    return _fail("certificate", subject, f"cannot be used: {cause(error)}", advice)
 
 
 def _life(subject: str, certificate: x509.Certificate) -> Diagnosis:
@@ -261,7 +254,7 @@ def _life(subject: str, certificate: x509.Certificate) -> Diagnosis:
         return _fail("certificate", subject, "is not valid yet", "set the clock of this host")
     if ends <= now:
         return _fail("certificate", subject, f"ended on {day}", _RENEW)
-    if ends - now < min(SOON, LEAST_LEFT * (ends - certificate.not_valid_before_utc)):
+    if ends_soon(certificate, now):
         return Diagnosis("certificate", subject, "WARN", f"ends on {day}", _RENEW)
     return Diagnosis("certificate", subject, "OK", f"until {day}")
 
@@ -272,12 +265,7 @@ def authority_files(settings: Settings) -> Iterator[Diagnosis]:
         try:
             found = x509.load_pem_x509_certificates(path.read_bytes())
         except (OSError, ValueError) as error:
-            yield _fail(
-                "certificate",
-                subject,
-                f"cannot be used: {cause(error)}",
-                "install -m 0640 -g gpuscale the file",
-            )
+            yield _unusable(subject, error, "file")
         else:
             yield _life(subject, min(found, key=lambda one: one.not_valid_after_utc))
 
