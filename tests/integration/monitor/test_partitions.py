@@ -45,6 +45,15 @@ def order(helper: PowerHelper, *profiles: str) -> str:
     return json.dumps({"caps": {}, "partitions": {"o1": found}})
 
 
+def hold_order_at(helper: PowerHelper, step: str) -> Path:
+    """Give the order `o1`, and return while the driver is in its first call of a step, which it leaves once the file is there."""
+    held = helper.double.hold(helper.double.gpus[0].rules, step)
+    helper.double.write()
+    helper.say(order(helper, "7g.80gb"))
+    eventually_sync(lambda: helper.double.calls(step) == 1)
+    return held
+
+
 def test_what_can_stay_stays_and_the_rest_is_made_anew_once(helper: PowerHelper) -> None:
     double = helper.double
     end = helper.partition(0, "2g.20gb", "3g.40gb", "1g.10gb")
@@ -85,10 +94,7 @@ def test_what_is_not_to_be_changed_is_refused_before_anything_is(helper: PowerHe
 
 
 def test_instances_that_could_not_be_made_again_are_left_alone(helper: PowerHelper) -> None:
-    held = helper.double.hold(helper.double.gpus[0].rules, FILL)
-    helper.double.write()
-    helper.say(order(helper, "7g.80gb"))
-    eventually_sync(lambda: helper.double.calls(FILL) == 1)
+    held = hold_order_at(helper, FILL)
     helper.kill()
     helper.partitions.unlink()
     held.touch()
@@ -102,10 +108,7 @@ def test_after_kill_9_at_any_step_it_its_original_instances_are_restored(
     helper: PowerHelper, step: str
 ) -> None:
     double = helper.double
-    double.hold(double.gpus[0].rules, step)
-    double.write()
-    helper.say(order(helper, "7g.80gb"))
-    eventually_sync(lambda: double.calls(step) == 1)
+    hold_order_at(helper, step)
     helper.kill()
     assert json.loads(helper.partitions.read_text())
     double.release_all()
@@ -123,10 +126,7 @@ def test_after_kill_9_at_any_step_it_its_original_instances_are_restored(
 
 def test_where_a_process_came_meanwhile_what_was_destroyed_is_made_again(helper: PowerHelper) -> None:
     double = helper.double
-    double.hold(double.gpus[0].rules, EMPTY)
-    double.write()
-    helper.say(order(helper, "7g.80gb"))
-    eventually_sync(lambda: double.calls(EMPTY) == 1)
+    hold_order_at(helper, EMPTY)
     double.gpus[0].mig_devices[0].processes.append(DoubleProcess(77))
     double.write()
     double.release_all()
@@ -152,10 +152,7 @@ def test_what_cannot_be_taken_back_is_at_the_next_start(helper: PowerHelper) -> 
 
 def test_what_others_made_since_stays(helper: PowerHelper) -> None:
     double = helper.double
-    double.hold(double.gpus[0].rules, CREATE)
-    double.write()
-    helper.say(order(helper, "7g.80gb"))
-    eventually_sync(lambda: double.calls(CREATE) == 1)
+    hold_order_at(helper, CREATE)
     helper.kill()
     double.release_all()
     other = PowerHelper(double)
