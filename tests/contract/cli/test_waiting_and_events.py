@@ -137,9 +137,8 @@ def test_on_a_terminal_progress_is_one_line(monkeypatch: pytest.MonkeyPatch, cap
 
 def test_the_time_goes_on_while_nothing_new_is_told(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """A server tells whoever waits in its queue something new every 30 s at most: the line said 6ms until then."""
-    now = count(7.0)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=count(7.0).__next__))
     monkeypatch.setattr(terminal, "REDRAW", 0.01)
     told, shown = Progress(), ""
 

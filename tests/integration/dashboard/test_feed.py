@@ -57,6 +57,7 @@ async def test_it_streams_while_somebody_looks_and_asks_nothing(
         async with server.connect_async() as client:
             counting: Any = Counting(client, calls)
             feed = Feed(counting, facts, tally)
+            assert {why for _, why in feed.errors} == {"UNAVAILABLE", "UPSTREAM_UNAVAILABLE"}
             async with feed.running():
                 await only(unseen)
                 feed.look()

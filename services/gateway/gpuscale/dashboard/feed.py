@@ -52,7 +52,8 @@ class Feed:
     """
 
     def __init__(self, client: AsyncClient, facts: Facts, tally: FleetTally | None = None) -> None:
-        self.errors = Counter(dict.fromkeys(((source, "UNAVAILABLE") for source in SOURCES), 0))
+        unavailable = ("UNAVAILABLE", "UPSTREAM_UNAVAILABLE")  # from 0, so that rates see the first
+        self.errors = Counter({(source, why): 0 for source in SOURCES for why in unavailable})
         self._client = client
         self._facts = facts
         self._tally = tally
