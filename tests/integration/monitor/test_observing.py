@@ -95,8 +95,13 @@ async def open_site(clock: ManualClock, data_dir: Path | None = None) -> AsyncGe
 
 
 @pytest.fixture
-async def site(monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Site, None]:
-    monkeypatch.setattr(observing, "TICK_SECONDS", 0.02)
+def tick() -> float:
+    return 0.02
+
+
+@pytest.fixture
+async def site(monkeypatch: pytest.MonkeyPatch, tick: float) -> AsyncGenerator[Site, None]:
+    monkeypatch.setattr(observing, "TICK_SECONDS", tick)
     async with open_site(ManualClock(10_000.0)) as found:
         await found.send(gpus(10.0))
         yield found
@@ -278,6 +283,7 @@ async def _both(site: Site) -> list[api.HealthEvent]:
     return found if len(found) == 2 else []
 
 
+@pytest.mark.parametrize("tick", [3600.0], ids=["nobody looks for silence"])
 async def test_events_of_a_time_and_of_a_gpu(site: Site) -> None:
     """At any moment at which they lasted; those that were dropped are said."""
     begin = site.clock.wall()
