@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 
@@ -15,8 +16,8 @@ from tests.support.ports import free_port
 from tests.support.up import Up, ctl_environment
 from tests.support.waiting import eventually_sync
 
-CANARY = "c4n4ry"
-"""In every secret; nothing else has it."""
+CANARY = f"c4n4ry-{uuid4().hex}"
+"""In every secret; no command line of another test that runs at the same time has it."""
 WATCHER = """\
 kind: QueueWatcher
 name: jobs
