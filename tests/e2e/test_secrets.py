@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
+import psutil
 import pytest
 
 from gpuscale.common.security.auth import TokenFile
@@ -93,23 +94,24 @@ def ctl(up: Up, folder: Path, *arguments: str, token: str = "token") -> Ran:
 
 def process_list() -> dict[str, str]:
     """The command line of every process that may be read."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found[str(path)] = path.read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
-        except OSError:
-            continue
-    return found
+    return {
+        f"cmdline of {one.pid}": " ".join(one.info["cmdline"] or ())
+        for one in psutil.process_iter(["cmdline"])
+    }
 
 
-def environments(pid: int) -> dict[str, str]:
-    """The environment that the kernel shows of a process."""
-    return {f"environ of {pid}": Path(f"/proc/{pid}/environ").read_bytes().decode("utf-8", "replace")}
+def environments(*pids: int) -> dict[str, str]:
+    """The environments that the kernel shows of processes."""
+    return {
+        f"environ of {pid}": Path(f"/proc/{pid}/environ").read_bytes().decode("utf-8", "replace")
+        for pid in pids
+    }
 
 
-def environments_of_replicas() -> dict[str, str]:
-    replicas = [Path(path).parent.name for path, text in process_list().items() if "/bin/sleep 600" in text]
-    return {place: text for pid in replicas for place, text in environments(int(pid)).items()}
+def replicas(up: Up) -> list[int]:
+    """The workers of this server; other tests may run such programs too."""
+    children = psutil.Process(up.process.pid).children(recursive=True)
+    return [one.pid for one in children if one.cmdline() == ["/bin/sleep", "600"]]
 
 
 def leaks(found: dict[str, str], *secrets: str) -> list[str]:
@@ -144,9 +146,9 @@ def test_a_secret_shows_up_nowhere_but_where_it_was_given(site: tuple[Up, Path])
     assert '"UNAUTHENTICATED"' in ran["audit"].out
     said = {name: one.out + one.err for name, one in ran.items()} | {"banner": up.banner}
     assert leaks(said, CANARY, secret) == []
-    eventually_sync(lambda: any("/bin/sleep 600" in text for text in process_list().values()), timeout=60)
+    workers = eventually_sync(lambda: replicas(up), retry_on=(psutil.NoSuchProcess,))
     assert leaks(environments(up.process.pid), CANARY) == []
-    assert any("WORKER_SECRET" in text for text in environments_of_replicas().values()), "handed on"
+    assert any("WORKER_SECRET" in text for text in environments(*workers).values()), "handed on"
     processes = process_list()
     assert any(str(folder) in text for text in processes.values()), "the process list shows this server"
     assert leaks(processes, CANARY, secret) == []
