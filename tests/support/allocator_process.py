@@ -28,8 +28,11 @@ START_DELAY = 0.5
 
 
 def main(arguments: list[str]) -> int:
-    """Be an allocator with its own arguments, whose wall clock is off by the seconds that stand in the file WALL."""
-    wall, *words = arguments
+    """Be an allocator with its own arguments, whose wall clock is off by the seconds that stand in the file WALL.
+
+    It looks at the use of what is granted as seldom as it is told.
+    """
+    wall, look, *words = arguments
     true_wall = SystemClock.wall
 
     def stepped(self: SystemClock) -> datetime:
@@ -37,7 +40,7 @@ def main(arguments: list[str]) -> int:
 
     SystemClock.wall = stepped  # type: ignore[method-assign]
     sweeper.START_DELAY = START_DELAY
-    accounting.LOOK, accounting.CHECKPOINT = 0.3, 1
+    accounting.LOOK, accounting.CHECKPOINT = float(look), 1
     notifying.LOOK, notifying.DOWN_AFTER = 0.2, 0.5
     return program.main([*words, "--log-level", "error"])
 
@@ -67,7 +70,7 @@ class AllocatorProcess:
         environment["GPUSCALE_FAILPOINTS"] = self._failpoints
         self._process = Forked("tests.support.allocator_process", self._arguments, environment, self._log)
 
-    async def ended(self, timeout: float = 20.0) -> tuple[int, str]:
+    async def ended(self, timeout: float = 120.0) -> tuple[int, str]:
         """Wait for its end; its exit code (negative: the signal) and what it wrote to stderr."""
         assert self._process is not None
         code = await asyncio.to_thread(self._process.wait, timeout)
@@ -88,19 +91,25 @@ class AllocatorProcess:
 
 
 class Launcher:
-    """Prepares the processes, and steps their wall clock."""
+    """Prepares the processes, and steps their wall clock.
+
+    Attributes:
+        look: seconds between looks of the next ones at the use of what is granted, which write: by default none comes before
+            the call that is to meet a failpoint of the store.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._numbers = count()
         self.lives: list[AllocatorProcess] = []
+        self.look = 3600.0
         self.wall = folder / "wall"
         self.wall.write_text("0")
 
     def prepare(self, arguments: list[str], failpoints: str = "") -> AllocatorProcess:
         """A process that has only to be let go."""
         log = self._folder / f"life-{next(self._numbers)}.log"
-        self.lives.append(AllocatorProcess([str(self.wall), *arguments], failpoints, log))
+        self.lives.append(AllocatorProcess([str(self.wall), str(self.look), *arguments], failpoints, log))
         return self.lives[-1]
 
     def step_wall(self, seconds: float) -> None:
@@ -129,7 +138,7 @@ class Site:
     def __init__(
         self, launcher: Launcher, arguments: list[str], channel: grpc.aio.Channel, fleet: FakeFleet
     ) -> None:
-        self.client = Client(allocator_api.AllocatorServiceStub(channel), 30.0)
+        self.client = Client(allocator_api.AllocatorServiceStub(channel), 60.0)
         self.channel = channel
         self.launcher = launcher
         self.arguments = arguments

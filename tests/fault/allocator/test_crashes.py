@@ -17,6 +17,9 @@ from tests.support.fake_fleet import NodeState, gpu_message, node_message
 from tests.support.waiting import eventually
 from tests.support.webhook import Hook, webhook
 
+LONG = 600.0
+"""Seconds of leases that outlast all lives."""
+
 
 async def test_a_grant_that_a_crash_interrupted_is_whole_or_gone_and_made_once(tmp_path: Path) -> None:
     """One life after the other dies inside a grant; the last one answers all the requests again."""
@@ -36,7 +39,7 @@ async def test_a_grant_that_a_crash_interrupted_is_whole_or_gone_and_made_once(t
             requests[point] = str(uuid4())
             successor, dying = place.prepare(f"{following}=kill" if following else ""), successor
             with pytest.raises(UnavailableError):
-                await place.client.reserve(2, request_id=requests[point])
+                await place.client.reserve(2, request_id=requests[point], ttl=LONG)
             assert (await dying.ended())[0] == -9
         await place.go(successor)
         kept = {one.request_id: one for one in await place.client.live()}
@@ -45,7 +48,7 @@ async def test_a_grant_that_a_crash_interrupted_is_whole_or_gone_and_made_once(t
         ]
         assert all(len(one.gpus) == 2 for one in kept.values())
         for request_id in requests.values():
-            again = await place.client.reserve(2, request_id=request_id)
+            again = await place.client.reserve(2, request_id=request_id, ttl=LONG)
             assert request_id not in kept or kept[request_id].name == again.name
         assert len(await place.client.live()) == 4
 
@@ -59,7 +62,7 @@ async def test_a_release_that_a_crash_interrupted_happened_or_did_not_and_may_be
     }
     async with site(tmp_path, gpus=8) as place:
         life, successor = await place.start(), place.prepare(f"{next(iter(states))}=kill")
-        granted = [await place.client.reserve(4) for _ in states]
+        granted = [await place.client.reserve(4, ttl=LONG) for _ in states]
         await life.kill()
         for one, following in zip(granted, [*states, ""][1:], strict=True):
             await place.go(successor)
@@ -77,7 +80,7 @@ async def test_a_job_that_a_crash_interrupted_as_it_left_its_gpus_begins_anew_on
     """Before it is on disk it is as it was; after that it waits, holds nothing, and is granted GPUs in the next life."""
     async with site(tmp_path, gpus=2) as place:
         life, successor = await place.start(), place.prepare("allocator.change.before_commit=kill")
-        made = await place.client.reserve(job=api.Job(command="train"), movable=to_duration(60))
+        made = await place.client.reserve(job=api.Job(command="train"), movable=to_duration(60), ttl=LONG)
         await life.kill()
         for following in ("allocator.restart.before_grant=kill", ""):
             await place.go(successor)

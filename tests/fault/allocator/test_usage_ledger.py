@@ -37,6 +37,7 @@ SELECT (SELECT count(*) FROM history WHERE ended IS NOT NULL),
 async def test_the_sum_is_what_the_leases_were_granted(tmp_path: Path) -> None:
     random, data = Random(SEED), tmp_path / "data"
     async with site(data, gpus=4, nodes=2) as place:
+        place.launcher.look = 0.3
         life = await place.start()
         await life.kill()
         database = sqlite3.connect(data / "allocator.db")
