@@ -21,6 +21,8 @@ from tests.support.waiting import eventually_sync
 LAPTOP, GPU_HOSTS = "laptop", ("alpha", "beta", "gamma")
 JOIN = re.compile(r"^gpuscalectl join alpha:7070 --token \S+ --ca-hash (\S+)$", re.MULTILINE)
 CTL = "gpuscalectl"
+PATIENT = {"GPUSCALE_AGENT_PERIOD_SECONDS": "2"}
+"""Of agents: they count as silent after three periods, for which a busy machine may stand still."""
 
 
 class Lab:
@@ -109,7 +111,7 @@ class Lab:
 
     def _run(self, host: str, *words: str) -> None:
         variables = _double(self.hosts.folder / f"double-{host}", host)
-        self.hosts.start(host, CTL, *words, log=f"{host}.log", environment=variables)
+        self.hosts.start(host, CTL, *words, log=f"{host}.log", environment={**variables, **PATIENT})
 
 
 def _double(folder: Path, host: str) -> Mapping[str, str]:

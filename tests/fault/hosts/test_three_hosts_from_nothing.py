@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from datetime import datetime, timedelta
 from functools import partial
 from importlib.metadata import version
@@ -26,6 +27,7 @@ import pytest
 from gpuscale.common.security.certificates import read_certificate
 from tests.support.cli import Ran
 from tests.support.hosts import ROOT, Hosts, Running, children, why_unavailable
+from tests.support.lab import PATIENT
 from tests.support.nvml_double import NvmlDouble, env_with_double
 from tests.support.nvml_double import why_unavailable as why_no_double
 from tests.support.nvml_double.build import library_folder
@@ -69,7 +71,7 @@ class Site:
             name: value for name, value in env_with_double(double).items() if os.environ.get(name) != value
         }
         started = self.hosts.start(
-            host, "gpuscalectl", *words, log=f"{place or host}.log", environment=environment
+            host, "gpuscalectl", *words, log=f"{place or host}.log", environment={**environment, **PATIENT}
         )
         self.running[place or host], self.ran[place or host] = started, words
         return started
@@ -77,8 +79,13 @@ class Site:
     def programs(self, place: str) -> dict[str, int]:
         """What `init` or `join` runs there: pids by name, as seen from here."""
         [pid] = children(self.running[place].process.pid)
-        words = {one: Path(f"/proc/{one}/cmdline").read_text().split("\0") for one in children(pid)}
-        return {Path(line[1]).name: one for one, line in words.items() if len(line) > 1}  # a zombie has none
+        found: dict[str, int] = {}
+        for one in children(pid):
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+                words = Path(f"/proc/{one}/cmdline").read_text().split("\0")
+                if len(words) > 1:  # a zombie has none
+                    found[Path(words[1]).name] = one
+        return found
 
     def said(self, place: str, line: str | re.Pattern[str]) -> list[tuple[str, ...]]:
         return re.findall(line, (self.hosts.folder / f"{place}.log").read_text())
@@ -272,8 +279,9 @@ def _upgrade(site: Site, held: str) -> None:
 def _lose(site: Site, held: str) -> None:
     """The processes that lead: the others do, and the lease is there still."""
     eventually_sync(lambda: site.types("ann", "renew", held).code == 0, timeout=60, interval=0.2)
+    leading = site.programs("first")
     for name in ("gpuscale-allocator", "gpuscale-autoscaler", "gpuscale-gateway"):
-        os.kill(site.programs("first")[name], signal.SIGKILL)
+        os.kill(leading[name], signal.SIGKILL)
     eventually_sync(lambda: site.types("ann", "renew", held).code == 0, timeout=60, interval=0.2)
 
 
