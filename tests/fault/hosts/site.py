@@ -74,7 +74,7 @@ class Hosts:
         autoscaler |= {"allocator_address": f"{here}:{ALLOCATOR}"}
         self._run(SERVICES, "gpuscale.autoscaler.app", {"autoscaler": autoscaler})
         for name in (LEFT, RIGHT):
-            agent = self._server(name, AGENT) | self._caller(name) | {"node": name, "period_seconds": 0.5}
+            agent = self._server(name, AGENT) | self._caller(name) | {"node": name, "period_seconds": 2.0}
             agent |= {"work_socket": self.folder / f"{name}.sock"}
             agent |= {"fleet_address": f"{here}:{FLEET}", "allocator_address": f"{here}:{ALLOCATOR}"}
             self._run(name, "gpuscale.monitor.app.agent", {"agent": agent})

@@ -34,7 +34,8 @@ from tests.support.nvml_double import why_unavailable as why_no_double
 from tests.support.nvml_double.model import DoubleProcess
 from tests.support.waiting import eventually
 
-TTL = 8.0
+TTL = 12.0
+"""Seconds of the lease that cuts are measured by; it is longer while nothing is cut."""
 READY, UNKNOWN = autoscaler_api.Replica.STATE_READY, autoscaler_api.Replica.STATE_UNKNOWN
 BROKEN = (AssertionError, grpc.aio.AioRpcError, UnavailableError)
 
@@ -118,7 +119,7 @@ def facts(replicas: dict[str, autoscaler_api.Replica]) -> set[tuple[str, str, in
 
 async def cut_for_half_a_ttl(site: Hosts, calls: Calls, holder: Holder, lease: Reservation) -> None:
     """The lease goes on, and so does its holder."""
-    await holder.client.renew(lease)
+    await holder.client.renew(lease, ttl=TTL)
     site.lan.cut(LEFT)
 
     async def half_over() -> bool:
@@ -128,7 +129,7 @@ async def cut_for_half_a_ttl(site: Hosts, calls: Calls, holder: Holder, lease: R
 
     await eventually(half_over, retry_on=())
     site.lan.heal(LEFT)
-    assert (await holder.client.renew(lease)).fence == lease.fence
+    assert (await holder.client.renew(lease, ttl=3600.0)).fence == lease.fence
 
 
 async def cut_until_it_is_over(
@@ -136,7 +137,7 @@ async def cut_until_it_is_over(
 ) -> None:
     """The lease ends, and its GPU is nobody's before the host is back, also for an allocator that was killed."""
     before = facts(await calls.replicas())
-    await holder.client.renew(lease)
+    await holder.client.renew(lease, ttl=TTL)
     site.lan.cut(LEFT)
     site.kill_allocator()
     site.start_allocator()
@@ -171,7 +172,7 @@ async def test_a_host_that_is_cut_off_keeps_what_it_has_and_nobody_gets_it_twice
             lambda: calls.allocator.reserve(nodes=[f"nodes/{RIGHT}"], **everywhere), retry_on=early
         )
         lease = await eventually(
-            lambda: holder.client.reserve(ttl=TTL, nodes=[f"nodes/{LEFT}"], **everywhere), retry_on=early
+            lambda: holder.client.reserve(ttl=3600.0, nodes=[f"nodes/{LEFT}"], **everywhere), retry_on=early
         )
         worker = site.lan.start(LEFT, "/bin/sleep", "1000", log=site.folder / "worker.log")
         await holder.admit(lease, worker.pid)
