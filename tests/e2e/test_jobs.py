@@ -263,10 +263,10 @@ def test_a_job_that_saved_its_work_is_started_again_on_its_own_host_too(
     script = f"echo $GPUSCALE_ATTEMPT; if [ $GPUSCALE_ATTEMPT = 1 ]; then {saves}; fi; exit 7"
     if killed:
         script = script.replace("exit 3", f"echo saving >{tmp_path}/saving")
-        name = site.detached(script, "--ttl", "12s", "--on-move", "signal:USR1")
+        name = site.detached(script, "--ttl", "20s", "--on-move", "signal:USR1")
     else:
         with connect(site.up.address) as client:
-            job = client.run([*SHELL, script], ttl="12s", on_move="signal:USR1")
+            job = client.run([*SHELL, script], ttl="20s", on_move="signal:USR1")
         name = job.name.removeprefix("reservations/")
     node = site.ctl("get", "nodes", "-o", "name").out.strip()
     eventually_sync(lambda: site.ctl("logs", name).out == "1\n", interval=0.2)
