@@ -18,9 +18,12 @@ CTL = (sys.executable, "-m", "gpuscale.cli.main")
 
 
 def main(arguments: list[str]) -> None:
-    """Be `gpuscalectl`, in a forked process."""
+    """Be `gpuscalectl`, in a forked process; a node whose reports stand still with the whole machine is not silent."""
+    from gpuscale.allocator.usecases import fleet
     from gpuscale.cli import main as program
+    from gpuscale.monitor.model import nodes
 
+    vars(fleet)["FRESH_PERIODS"] = vars(nodes)["STALE_PERIODS"] = 60
     sys.argv = ["gpuscalectl", *arguments]
     program.main()
 
@@ -63,8 +66,9 @@ class Up:
         clean = environment or ctl_environment()
         self.process: Forked | subprocess.Popen[bytes]
         if typed or "LD_LIBRARY_PATH" in clean:
+            begun = CTL if typed else (sys.executable, "-m", "tests.support.up")
             with self.errors.open("ab") as errors, self._out.open("ab") as out:
-                self.process = subprocess.Popen([*CTL, *words], stdout=out, stderr=errors, env=clean)
+                self.process = subprocess.Popen([*begun, *words], stdout=out, stderr=errors, env=clean)
         else:
             self.process = Forked("tests.support.up", words, clean, self.errors, self._out)
         try:
@@ -102,3 +106,7 @@ class Up:
                 self.stop()
             except subprocess.TimeoutExpired:
                 self.kill()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
