@@ -32,7 +32,7 @@ async def test_a_leader_whose_server_falls_silent_stands_down_when_its_lease_is_
     url: SecretUrl, postgresql: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its connections stand, and its question stays open: to give that up takes the driver as long again and longer."""
-    monkeypatch.setattr("gpuscale.common.store.leadership.LEASE", 1.5)
+    monkeypatch.setattr("gpuscale.common.store.leadership.LEASE", 5.0)
     async with Candidate(url, SERVICE, "here").term() as term:
         [(session,)] = postgresql.run(
             "SELECT pid FROM pg_stat_activity WHERE application_name LIKE '%leadership'"

@@ -180,15 +180,15 @@ async def test_a_node_that_falls_silent_reaches_watchers_as_stale_by_time_alone(
     async with streaming(fleet) as stream:
         call = watch(fleet)
         await changes(call)
-        await stream.write(telemetry(snapshot(period=0.2)))
+        await stream.write(telemetry(snapshot(period=1.0)))
         seen = (await changes(call)).nodes[0]
         assert seen.state == ONLINE
         assert seen.snapshot.gpus[0].state == types_api.GpuState.GPU_STATE_OK
         seen = (await changes(call)).nodes[0]
         assert seen.state == STALE
         assert seen.snapshot.gpus[0].state == types_api.GpuState.GPU_STATE_STALE
-        assert seconds(seen.snapshot.age) > 0.6
-        await stream.write(telemetry(snapshot(seq=2, period=0.2)))
+        assert seconds(seen.snapshot.age) > 3.0
+        await stream.write(telemetry(snapshot(seq=2, period=1.0)))
         assert (await changes(call)).nodes[0].state == ONLINE
     call.cancel()
 
