@@ -159,8 +159,8 @@ class Podman(PrivateServer):
         """End what watches a container that podman lost sight of, such as one it was killed over while making it."""
         for monitor in psutil.process_iter(["name", "cmdline"]):
             if monitor.info["name"] == "conmon" and str(self.path) in " ".join(monitor.info["cmdline"] or ()):
-                with suppress(psutil.NoSuchProcess):
-                    for process in (*monitor.children(recursive=True), monitor):
+                for process in (*monitor.children(recursive=True), monitor):
+                    with suppress(psutil.NoSuchProcess):
                         process.kill()
 
     def _answers(self) -> bool:
