@@ -46,7 +46,7 @@ def listed(channel: grpc.Channel) -> dict[str, list[str]]:
         if "show_ended" in rpc.method.input_type.fields_by_name:
             request.show_ended = True
         answer = channel.unary_unary(rpc.path, None, GetMessageClass(rpc.method.output_type).FromString)(
-            request.SerializeToString(), timeout=10
+            request.SerializeToString(), timeout=60
         )
         for field, items in answer.ListFields():
             if field.is_repeated and field.message_type and "name" in field.message_type.fields_by_name:

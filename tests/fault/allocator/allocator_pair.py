@@ -102,7 +102,7 @@ async def pair(folder: Path, database: SecretUrl, *, gpus: int = 8) -> AsyncGene
         ]
         follow = with_header(*FOLLOWS)
         channels[:2] = [WrappedChannel([channel], follow) for channel in channels[:2]]
-        clients = [Client(allocator_api.AllocatorServiceStub(channel), 10.0) for channel in channels]
+        clients = [Client(allocator_api.AllocatorServiceStub(channel), 30.0) for channel in channels]
         yield Pair(launcher, args, addresses, clients[:2], clients[2])
 
 

@@ -17,7 +17,7 @@ from tests.fault.allocator.allocator_pair import plain, settled
 from tests.support.postgresql import PostgresServer
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(480)
 
 
 async def drained(watch: Any) -> None:

@@ -12,7 +12,7 @@ from tests.fault.allocator.allocator_pair import Pair, pair, reached
 from tests.support.postgresql import PostgresServer
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(480)
 
 
 async def test_what_a_frozen_leader_was_about_to_commit_is_refused_when_it_wakes_up(

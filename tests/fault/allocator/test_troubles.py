@@ -27,7 +27,7 @@ WAIT = 90.0
 TAKEOVER = 5.0
 """Seconds from the death of a leader until the other one leads."""
 _STORE, _LEAD = "gpuscale-allocator", "gpuscale-allocator leadership"
-pytestmark = pytest.mark.timeout(200 + 60 * ROUNDS)
+pytestmark = pytest.mark.timeout(480 + 60 * ROUNDS)
 
 Trouble = Callable[[Pair, PostgresServer], Awaitable[None]]
 

@@ -29,12 +29,13 @@ from tests.support.program import AutoscalerProcess, Program, engine_program
 from tests.support.scripted_autoscaler import kill_processes, processes_of
 from tests.support.waiting import eventually
 
-WAIT = 60.0
+WAIT = 120.0
 LONG = 600.0
 """Seconds of leases that nobody has to renew here."""
 KILLED = -signal.SIGKILL
 COUNT = 2
 """Replicas that move; how one does is in tests/integration/autoscaler/test_moves.py."""
+pytestmark = pytest.mark.timeout(600)
 # It is ready once `serve`, or that of its own, is there, and when it is asked to end works on until `finish` is.
 WORKER = """\
 cd $1; id=${GPUSCALE_REPLICA##*/}

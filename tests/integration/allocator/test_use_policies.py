@@ -208,7 +208,7 @@ async def test_what_a_target_does_not_take_is_sent_again_and_then_a_dead_letter_
         assert (dead.attempt_count, dead.problem) == (3, "it answered 302")
         hook.status = 200
         await admin.notifications.ResendNotification(
-            api.ResendNotificationRequest(name=dead.name), timeout=10
+            api.ResendNotificationRequest(name=dead.name), timeout=60
         )
         await eventually(lambda: _gone(admin))
         assert len({one["id"] for one in hook.events}) == 1
