@@ -1,7 +1,6 @@
 """Use policies on a real allocator, its time moved by the test: who is noted, told and sent away, and who never is."""
 
 import asyncio
-import hmac
 import sqlite3
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, closing
@@ -21,7 +20,7 @@ from tests.support import policies
 from tests.support.allocator import Client, Reservation, allocator, calling
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet, NodeState, gpu_message, node_message, serving
-from tests.support.policies import NOTE, NOTIFY, SECRET, Admin, idle_policy
+from tests.support.policies import NOTE, NOTIFY, Admin, idle_policy
 from tests.support.waiting import eventually
 from tests.support.webhook import Hook, webhook
 
@@ -48,55 +47,6 @@ async def lab(
     ):
         await client.ready()
         yield client, Admin(channel, clock)
-
-
-async def test_an_idle_holder_is_noted_and_then_sent_away_a_busy_or_silent_one_never(tmp_path: Path) -> None:
-    clock = ManualClock()
-    fleet = FakeFleet(
-        node_message("idle", count=1), node_message("busy", count=1), node_message("mute", count=1, period=5)
-    )
-    async with webhook() as hook, lab(tmp_path, fleet, clock) as (client, admin):
-        idle, busy, mute = [
-            await client.reserve(1, ttl=86_400, nodes=[f"nodes/{node}"], holder=f"h-{node}")
-            for node in ("idle", "busy", "mute")
-        ]
-        fleet.put(node_message("busy", gpu_message("busy-0", utilization=80.0)))
-        await eventually(lambda: _state(client, busy, "BUSY"))
-        await admin.target(hook.address)
-        await admin.put(idle_policy())
-        await eventually(lambda: _followed(admin, idle.name))
-        await admin.pass_time(59)  # the agent of `mute` is silent from the first of them on
-        assert not (await client.get(idle.name)).notes
-        await admin.pass_time(2)
-        noted = await eventually(lambda: policies.noted(client, idle))
-        assert "policy idle: the GPU idle for 1 h" in noted.notes[0]
-        assert "will be revoked in 1 h 9 min if this continues" in noted.notes[0]
-        assert not noted.HasField("revoke_time")
-        assert (await client.renew(idle)).notes == noted.notes, "who runs it reads that when it renews"
-        await eventually(lambda: _told(hook, "policy", 1))
-
-        await admin.pass_time(60)
-        revoked = await eventually(lambda: policies.revoked(client, idle))
-        grace = revoked.revoke_time.ToDatetime() - clock.wall().replace(tzinfo=None)
-        assert abs(grace.total_seconds() - 600) <= 60
-        assert revoked.end_reason.startswith("policy idle: the GPU idle for 2 h")
-        clock.advance(700)
-        ended = await eventually(lambda: policies.ended(client, idle))
-        assert ended.state == Reservation.STATE_CANCELLED
-        texts = await eventually(lambda: _told(hook, "policy", 2))
-        assert f"{idle.name} of h-idle: the GPU idle for 1 h" in texts[0]
-        assert "will be revoked in 10 min" in texts[1]
-        assert len(await eventually(lambda: _told(hook, "ending", 1))) == 1
-        assert len(await eventually(lambda: _told(hook, "revoked", 1))) == 1
-        assert {one["holder"] for one in hook.events} == {"h-idle"}
-        assert {one.subject for one in await admin.acts()} == {idle.name}
-        for other in (busy, mute):
-            left = await client.get(other.name)
-            assert (left.state, list(left.notes)) == (Reservation.STATE_ACTIVE, [])
-        for headers, body in zip(hook.headers, hook.bodies, strict=True):
-            stamp, _, mark = headers["gpuscale-signature"].partition(",v1=")
-            expected = hmac.digest(SECRET.encode(), stamp.removeprefix("t=").encode() + b"." + body, "sha256")
-            assert hmac.compare_digest(mark, expected.hex())
 
 
 async def test_a_restart_begins_no_time_anew_and_repeats_nothing(tmp_path: Path) -> None:
@@ -263,11 +213,6 @@ async def test_private_addresses_are_refused_unless_they_are_allowed(tmp_path: P
         (letter,) = await eventually(lambda: _failed(admin))
         assert letter.problem == "localhost has no address that allocator.notify_networks allows"
         assert not hook.bodies
-
-
-async def _state(client: Client, one: Reservation, state: str) -> bool:
-    gpus = (await client.get(one.name)).usage.gpus
-    return all(gpu.state == api.GpuUsage.State.Value(f"STATE_{state}") for gpu in gpus)
 
 
 async def _followed(admin: Admin, name: str) -> list[api.PolicyStanding]:

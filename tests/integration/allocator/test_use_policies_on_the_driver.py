@@ -1,6 +1,7 @@
 """Use policies through real agents over the driver's double, a real fleet and a real allocator, in virtual time."""
 
 import asyncio
+import hmac
 import os
 import signal
 import subprocess
@@ -32,7 +33,7 @@ from tests.support.allocator import Client, Reservation, allocator, calling
 from tests.support.clock import ManualClock
 from tests.support.monitor import running_agent, running_fleet
 from tests.support.nvml_double import DoubleProcess, NvmlDouble
-from tests.support.policies import KILL, NOTE, NOTIFY, Admin, idle_policy
+from tests.support.policies import KILL, NOTE, NOTIFY, SECRET, Admin, idle_policy
 from tests.support.waiting import eventually
 from tests.support.webhook import Hook, webhook
 
@@ -150,14 +151,24 @@ async def test_an_idle_holder_is_noted_and_revoked_a_busy_or_silent_one_never_an
         assert not (await client.get(found["idle"].name)).notes
         await site.pass_time(2)
         noted = await eventually(lambda: policies.noted(client, found["idle"]))
-        assert "the GPU idle for 1 h" in noted.notes[0]
+        assert "policy idle: the GPU idle for 1 h" in noted.notes[0]
+        assert "will be revoked in 1 h 9 min if this continues" in noted.notes[0]
+        assert not noted.HasField("revoke_time")
+        renewed = await client.renew(found["idle"])
+        assert renewed.notes == noted.notes, "who runs it reads that when it renews"
         await site.pass_time(60)
         revoked = await eventually(lambda: policies.revoked(client, found["idle"]))
+        assert revoked.end_reason.startswith("policy idle: the GPU idle for 2 h")
         grace = to_datetime(revoked.revoke_time) - clock.wall()
         assert timedelta(minutes=9) <= grace <= timedelta(minutes=10)
         await site.pass_time(11)
-        await eventually(lambda: policies.ended(client, found["idle"]))
-        await eventually(lambda: len(hook.texts("policy")) == 2)
+        ended = await eventually(lambda: policies.ended(client, found["idle"]))
+        assert ended.state == Reservation.STATE_CANCELLED
+        await eventually(lambda: [len(hook.texts(of)) for of in ("policy", "ending", "revoked")] == [2, 1, 1])
+        begins, ends = hook.texts("policy")
+        assert f"{ended.name} of idle: the GPU idle for 1 h" in begins
+        assert "will be revoked in 10 min" in ends
+        all_are_signed(hook)
         assert {one["holder"] for one in hook.events if one["event"] != "node_down"} == {"idle"}
         assert [text.partition(":")[0] for text in hook.texts("node_down")] == ["nodes/mute is down"]
         for other in ("busy", "mute"):
@@ -179,6 +190,13 @@ async def test_an_idle_holder_is_noted_and_revoked_a_busy_or_silent_one_never_an
             "of the silent agent, and of it alone"
         )
         assert (past.subject_count, past.act_count, past.step.seconds) == (3, 2, 60)
+
+
+def all_are_signed(hook: Hook) -> None:
+    for headers, body in zip(hook.headers, hook.bodies, strict=True):
+        stamp, _, mark = headers["gpuscale-signature"].partition(",v1=")
+        expected = hmac.digest(SECRET.encode(), stamp.removeprefix("t=").encode() + b"." + body, "sha256")
+        assert hmac.compare_digest(mark, expected.hex())
 
 
 KILL_STAGES = [
