@@ -34,7 +34,7 @@ LONG = 600.0
 """Seconds of leases that nobody has to renew here."""
 KILLED = -signal.SIGKILL
 COUNT = 2
-"""Replicas that move; how one does is in tests/integration/autoscaler/test_moves.py."""
+"""Replicas that move."""
 pytestmark = pytest.mark.timeout(600)
 # It is ready once `serve`, or that of its own, is there, and when it is asked to end works on until `finish` is.
 WORKER = """\

@@ -24,7 +24,6 @@ from gpuscale.common.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
     InvalidArgumentError,
-    UnavailableError,
 )
 from gpuscale.common.runtime import tasks
 from gpuscale.common.secrets import SecretUrl
@@ -294,35 +293,6 @@ async def test_a_damaged_record_is_refused_when_it_is_read(tmp_path: Path) -> No
         with pytest.raises(FailedPreconditionError) as caught:
             await ended.find(ids=["r2"])
         assert caught.value.reason == "STATE_INCONSISTENT"
-
-
-async def test_a_full_disk_stops_grants_and_nothing_else(tmp_path: Path) -> None:
-    """Hundreds of releases and drops go on where there is not a byte free; with room again, grants do too."""
-    fleet = FakeFleet(node_message("n0", count=400))
-    with small_disk(tmp_path / "disk") as disk:
-        async with running(disk / "data", fleet, ended_max_records=100) as client:
-            held = [await client.reserve() for _ in range(300)]
-            filler = fill(disk)
-            for one in held[:20]:
-                assert (await client.release(one)).state == Reservation.STATE_RELEASED
-
-            async def refused() -> bool:
-                try:
-                    held.append(await client.reserve())
-                except UnavailableError as error:
-                    return error.reason == "DISK_FULL"
-                return False
-
-            await eventually(refused)
-            for one in held[20:]:
-                assert (await client.release(one)).state == Reservation.STATE_RELEASED
-            assert await client.live() == []
-            filler.unlink()
-
-            async def granted() -> bool:
-                return not await refused()
-
-            await eventually(granted)
 
 
 async def test_on_a_full_disk_records_go_before_their_time(tmp_path: Path) -> None:
