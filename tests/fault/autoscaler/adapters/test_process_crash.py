@@ -1,7 +1,6 @@
 """The process adapter is killed at any moment: no replica is lost, none is started twice, none is forgotten."""
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -140,22 +139,6 @@ async def test_a_pid_that_was_given_to_another_process_is_left_alone(tmp_path: P
             journal.write_text(text.replace(f'"pid":{report.pid},', f'"pid":{os.getpid()},'))
             process.start()
             await autoscaler.shows(ONE, FAILED)
-
-
-async def test_an_unreadable_journal_keeps_the_adapter_from_starting_anything(tmp_path: Path) -> None:
-    async with scripted_autoscaler() as (autoscaler, address):
-        with adapter_process(tmp_path, address) as process:
-            directory = tmp_path / "adapter" / "replicas"
-            directory.mkdir(parents=True)
-            torn = directory / "jobs~r1.json"
-            torn.write_text("{torn")
-            process.start()
-            assert process.process is not None
-            assert await asyncio.to_thread(process.process.wait, 60) == 1
-            last = json.loads(process.log.read_text().splitlines()[-1])
-            assert "jobs~r1.json cannot be read" in last["error"]
-            assert not autoscaler.registered
-            assert torn.read_text() == "{torn"
 
 
 async def test_with_end_replicas_sigterm_ends_all_and_the_adapter(tmp_path: Path) -> None:
