@@ -2,8 +2,8 @@
 
 200 messages that take 0.2 to 3 s each, three tenths of that unless GPUSCALE_CONSERVATION_SCALE says otherwise (1 for the
 full length). A real RabbitMQ, the example worker, the process adapter and the autoscaler as processes of their own, the endpoint
-going 8 -> 1 -> 8 -> 1 -> 8 -> 0: the autoscaler and the adapter die (kill -9) at their failpoints and in the middle of a
-drain, and workers while they are busy.
+going 8 -> 1 -> 8 -> 1 -> 8 -> 0: the autoscaler and the adapter die (kill -9) in the middle of a drain, and workers while they
+are busy. Deaths at the failpoints of a start are those of test_autoscaler_crashes and test_process_crash.
 """
 
 import asyncio
@@ -56,15 +56,9 @@ class Site:
     adapter: AdapterProcess
     name: str
 
-    def start_adapter(self, failpoint: str = "") -> None:
+    def start_adapter(self) -> None:
         """Begin a life of the adapter."""
-        self.adapter.start(GPUSCALE_EXAMPLE_AMQP_URL=self.broker.amqp_url, GPUSCALE_FAILPOINTS=failpoint)
-
-    async def adapter_died(self) -> None:
-        """Wait until the adapter has run into its failpoint."""
-        process = self.adapter.process
-        assert process is not None
-        assert await asyncio.to_thread(process.wait, WAIT) == -signal.SIGKILL
+        self.adapter.start(GPUSCALE_EXAMPLE_AMQP_URL=self.broker.amqp_url)
 
     async def replicas(self) -> list[api.Replica]:
         async with self.autoscaler.called() as called:
@@ -150,9 +144,9 @@ async def site(tmp_path: Path, rabbitmq: RabbitBroker) -> AsyncIterator[Site]:
 
 
 async def first_replicas(site: Site) -> None:
-    """To eight replicas, with a kill -9 of each program at each of its failpoints on the way."""
-    await site.autoscaler.start("autoscaler.replica.after_intent=kill")
-    site.start_adapter("adapter.engine.before_apply=kill")
+    """To eight replicas."""
+    await site.autoscaler.start()
+    site.start_adapter()
     wanted = endpoint(
         high=MOST,
         gpus=1,
@@ -166,12 +160,6 @@ async def first_replicas(site: Site) -> None:
         await called.endpoints.SetReplicas(
             api.SetReplicasRequest(name=site.name, replicas=MOST), timeout=TIMEOUT
         )
-    for failpoint in ("autoscaler.replica.after_reserve=kill", "autoscaler.replica.after_record=kill", ""):
-        assert await site.autoscaler.ended(WAIT) == -signal.SIGKILL
-        await site.autoscaler.start(failpoint)
-    for point in ("adapter.start.after_intent=kill", "adapter.start.after_spawn=kill", ""):
-        await site.adapter_died()
-        site.start_adapter(point)
 
 
 async def test_nothing_is_lost_and_no_scale_in_causes_a_redelivery(site: Site) -> None:

@@ -3,9 +3,9 @@
 Each host has an /etc, a /var/lib and processes of its own, root types on it, and programs run as the users that packages make. The two
 users log in from their own homes.
 
-The year: add a host, restart for an upgrade, lose the leaders, drain, rotate, revoke, back up and restore, who and why. What needs
-no site has tests of its own: rotation of an authority (contract/cli/test_tokens_and_certs), a revoked certificate
-(integration/common/test_revoked_certificates), units (test_units_of_init_and_join), what a backup misses
+The year: add a host, restart for an upgrade, lose the leaders, drain, revoke, back up and restore, who and why. What needs
+no site has tests of its own: rotation of tokens, certificates and their authority (contract/cli/test_tokens_and_certs), a revoked
+certificate (integration/common/test_revoked_certificates), units (test_units_of_init_and_join), what a backup misses
 (integration/allocator/test_on_postgresql).
 """
 
@@ -223,7 +223,6 @@ def _year(site: Site, database: PostgresServer) -> None:
     assert "ann" in site.must("ann", "get", "reservations", "--gpu", "left/0", "--since", "1h")
     site.must("ann", "release", held)
     _drain(site, messages, worker)
-    _rotate(site, messages)
     _revoke(site)
     _restore(site, messages, database)
     site.must("ann", "delete", "endpoint", "jobs", "--yes")
@@ -301,18 +300,6 @@ def _drain(site: Site, messages: Messages, worker: tuple[str, str]) -> None:
     eventually_sync(lambda: not (site.hosts.root(here) / "proc" / worker[1]).exists())
     site.must("admin", "uncordon", here)
     assert because in site.must("ann", *asked, "--at", then.isoformat())
-
-
-def _rotate(site: Site, messages: Messages) -> None:
-    """The admin's token, whose old secret counts beside the new one, and the certificates of the services."""
-    words = ("token", "rotate", "admin", "--tokens-file", "/etc/gpuscale/tokens.toml", "--write")
-    for new in ("new.token", "admin.token"):  # the admin goes on with the old one in between
-        site.must("admin", *words, f"/etc/gpuscale/{new}")
-    shown = site.certificate("first")
-    site.must("admin", "certs", "renew", "server", "services", "gate", "--dir", "/etc/gpuscale/pki")
-    eventually_sync(lambda: site.certificate("first") != shown)
-    eventually_sync(lambda: site.types("admin", "get", "nodes").code == 0, interval=0.2)
-    messages.next_by("GPU-")
 
 
 def _edge(site: Site) -> tuple[str, ...]:

@@ -18,7 +18,6 @@ from gpuscale.common.errors import (
     PermissionDeniedError,
 )
 from gpuscale.common.security.auth import Context, Metadata, Principal, Role
-from gpuscale.common.wire import seconds
 from tests.support.allocator import Client, Reservation, allocator, running
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet, node_message, serving
@@ -56,19 +55,6 @@ async def test_lists_come_in_pages_filtered_and_sorted_and_their_tokens_are_boun
         with pytest.raises(InvalidArgumentError) as caught:
             await client.page(filter="colour = red")
         assert caught.value.violations[0].field == "filter"
-
-
-async def test_steps_of_the_wall_clock_neither_end_nor_prolong_a_lease(tmp_path: Path) -> None:
-    clock = ManualClock()
-    async with running(tmp_path, FakeFleet(node_message("n0", count=1)), clock=clock) as client:
-        granted = await client.reserve(ttl=60)
-        for step in (3600.0, -7200.0):
-            clock.step_wall(step)
-            found = await client.get(granted.name)
-            assert (found.state, seconds(found.remaining)) == (Reservation.STATE_ACTIVE, 60)
-            assert found.expire_time.seconds - int(clock.wall().timestamp()) == 60
-        clock.advance(60)
-        await eventually(lambda: _is(client, granted, Reservation.STATE_EXPIRED))
 
 
 async def test_an_ended_reservation_is_forgotten_two_weeks_later_and_its_fence_is_not(tmp_path: Path) -> None:
@@ -144,10 +130,6 @@ async def test_another_caller_cannot_repeat_a_request(tmp_path: Path) -> None:
         await ann.reserve(request_id=request_id)
         with pytest.raises(AlreadyExistsError):
             await bob.reserve(request_id=request_id)
-
-
-async def _is(client: Client, one: Reservation, state: Reservation.State.ValueType) -> bool:
-    return (await client.get(one.name)).state == state
 
 
 async def _gone(client: Client, one: Reservation) -> bool:

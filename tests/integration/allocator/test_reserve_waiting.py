@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from uuid import uuid4
 
-import grpc
 import pytest
 
 from gpuscale.api.allocator import v1 as api
@@ -141,18 +140,3 @@ async def test_quotas_hold_with_and_without_a_wait_and_through_a_restart(tmp_pat
         await client.reserve(tenant="vision")
         with pytest.raises(NotFoundError), rpc_errors():
             await quotas.DeleteQuota(api.DeleteQuotaRequest(tenant="vision"), timeout=60)
-
-
-async def test_the_same_request_by_call_and_by_stream_is_one(tmp_path: Path) -> None:
-    async with running(tmp_path, FakeFleet(node_message("n0", count=2))) as client:
-        held = await client.reserve(2)
-        asked = request(20)
-        calls = [client.stub.Reserve(asked, timeout=20) for _ in range(2)]
-        stream = client.stub.ReserveAndWatch(api.ReserveAndWatchRequest(reserve=asked), timeout=20)
-        assert (await anext(aiter(stream))).HasField("waiting")
-        await client.release(held)
-        names = {(await call).reservation.name for call in calls}
-        names.add([one async for one in stream][-1].reservation.name)
-        assert len(names) == 1
-        assert len(await client.live()) == 1
-        assert isinstance(stream, grpc.aio.UnaryStreamCall)

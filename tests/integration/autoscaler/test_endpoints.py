@@ -81,10 +81,6 @@ async def test_a_spec_that_cannot_work_is_refused_and_the_field_named(autoscaler
     await autoscaler.create(endpoint())
     for wanted, field in (
         (endpoint(low=3, high=2), "max_replicas"),
-        (endpoint(step("r", GREATER, 1, 0)), "rules[0].step.step"),
-        (endpoint(step("r", GREATER, float("nan"), 1)), "rules[0].step.threshold"),
-        (endpoint(api.Rule(id="r", signal="depth")), "rules[0].step"),
-        (endpoint(step("r", GREATER, 1, 1, min_replicas=3, max_replicas=2)), "rules[0].max_replicas"),
         (endpoint(step("a", GREATER, 5, 1), step("b", LESS_OR_EQUAL, 8, -1)), "rules[1].step.threshold"),
         (sourceless, "signals[0].queue"),
     ):

@@ -27,19 +27,6 @@ def preset(name: str, **wish: Any) -> api.BacktestPolicy:
     return api.BacktestPolicy(name=name, preset=api.PresetWish(preset=name, **wish))
 
 
-async def test_every_preset_is_listed_with_its_parameters_and_can_be_created_as_rendered(
-    asked: Asking,
-) -> None:
-    listed = (await asked.presets.ListPresets(api.ListPresetsRequest(), timeout=TIMEOUT)).presets
-    assert listed[0].name == "presets/gpuscale"
-    known = {one.name.removeprefix("presets/") for one in listed}
-    assert {"keda", "backend_ai", "opengris_fixed_elastic"} <= known
-    for name in known:
-        spec = await asked.render(name, service_time=to_duration(2))
-        endpoint = api.Endpoint(name=f"endpoints/{name.replace('_', '-')}", spec=spec)
-        await asked.autoscaler.create(endpoint, validate_only=True)
-
-
 async def test_what_is_not_stated_comes_from_the_live_endpoint_and_nothing_is_stored(asked: Asking) -> None:
     live = asked.autoscaler
     live.watchers.queues["jobs"] = (3, 2)

@@ -192,23 +192,6 @@ async def test_an_adapter_on_a_node_that_the_allocator_does_not_know_is_passed_o
     assert not stranger.starts
 
 
-async def test_a_persons_order_moves_the_count_and_rules_go_on_from_there(
-    autoscaler: Autoscaler, adapter: FakeAdapter
-) -> None:
-    await autoscaler.create(endpoint(high=4))
-    answer = await autoscaler.set_replicas(3, current=0)
-    assert answer.status.desired_replicas == 3
-    await ready(autoscaler, 3)
-    manual = [
-        one for one in await autoscaler.history() if one.steps[0].stage == api.DecisionStep.STAGE_MANUAL
-    ]
-    assert [(one.before, one.wanted, one.summary) for one in manual] == [
-        (0, 3, "from 0 to 3: set to 3 by local")
-    ]
-    await autoscaler.set_replicas(1)
-    await ready(autoscaler, 1)
-
-
 async def test_a_replica_that_ends_by_itself_is_replaced(
     autoscaler: Autoscaler, allocator: FakeAllocator, adapter: FakeAdapter
 ) -> None:

@@ -273,22 +273,6 @@ async def test_two_that_take_each_other_for_the_leader_forward_once(tmp_path: Pa
         assert (caught.value.reason, hops) == ("NOT_LEADER", ["first", "second"])
 
 
-async def test_calls_under_way_end_when_another_leads(site: Site) -> None:
-    async with AsyncExitStack() as stack:
-        leader = AsyncExitStack()
-        first = await leader.enter_async_context(site.process("first"))
-        await eventually(lambda: answers(first))
-        standby = await stack.enter_async_context(site.process("second"))
-        await eventually(lambda: answers(standby))
-        watch = standby.served.fleet.WatchNodes(monitor_api.WatchNodesRequest(), timeout=60)
-        assert (await watch.read()).full
-        await leader.aclose()
-        with pytest.raises(UnavailableError) as caught, rpc_errors():
-            await watch.read()
-        assert caught.value.reason in {"LEAD_LOST", "SHUTTING_DOWN"}
-        await eventually(lambda: answers(standby))
-
-
 async def test_a_call_that_comes_while_another_takes_the_lead_may_be_made_again() -> None:
     relay = Relay(SERVICES, open_channel)
     async with AsyncExitStack() as stack:
