@@ -13,8 +13,7 @@ from urllib.parse import urlsplit
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.middleware.gzip import GZipMiddleware
-from nicegui import Client, ui
-from nicegui import app as pages
+from nicegui import Client, app, binding, ui
 from starlette.datastructures import Headers
 from starlette.responses import ContentStream, PlainTextResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -117,9 +116,9 @@ async def open_dashboard(
             secret = partial(calendar_secret, settings.calendar_file) if settings.calendar_file else str
             site = DashboardSite(facts, tally, client, settings.gateway_address, actions, feed.look, secret)
             connections = Connections()
-            app = application(site, visitors, names=names, compress=not address.loopback)
+            whole = application(site, visitors, names=names, compress=not address.loopback)
             config = uvicorn.Config(
-                CountedRequests(TrackedConnections(app, connections), figures),
+                CountedRequests(TrackedConnections(whole, connections), figures),
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -208,17 +207,18 @@ def application(
             ui.label(told)
         return client.build_response(request, 404)
 
-    pages.add_exception_handler(404, no_page)
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.get(CALENDAR + "{secret}.ics")(calendar)
+    app.add_exception_handler(404, no_page)
+    whole = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    whole.get(CALENDAR + "{secret}.ics")(calendar)
     if visitors is not None:
-        serve_logs(app, visitors)
-        require_sign_in(app, visitors)
-    app.add_middleware(NoFraming)
-    app.add_middleware(SameOrigin, names=names)
+        serve_logs(whole, visitors)
+        require_sign_in(whole, visitors)
+    whole.add_middleware(NoFraming)
+    whole.add_middleware(SameOrigin, names=names)
+    binding.MAX_PROPAGATION_TIME = float("inf")  # nothing is bound: a warning would tell of a busy host
     # NiceGUI leaves the type of an argument that is not given here open.
     ui.run_with(  # pyright: ignore[reportUnknownMemberType]
-        app,
+        whole,
         title="gpuscale",
         dark=None,
         language="en-US",
@@ -230,7 +230,7 @@ def application(
         reconnect_timeout=RECONNECT_SECONDS,
         gzip_middleware_factory=partial(GZipMiddleware, compresslevel=COMPRESSION) if compress else None,
     )
-    return app
+    return whole
 
 
 def serve_logs(app: FastAPI, visitors: Visitors) -> None:
