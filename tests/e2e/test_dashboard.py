@@ -246,14 +246,6 @@ def test_a_page_comes_with_its_data(up: Up, site: str) -> None:
     eventually_sync(all_are_there)
 
 
-def test_an_endpoint_says_why(browser: Browser, site: str) -> None:
-    with page_of(browser) as page:
-        page.goto(f"{site}/endpoints/chat")
-        eventually_sync(lambda: tile(page, "ready") == "2", timeout=60)
-        page.get_by_text("stays at 2").first.wait_for()
-        page.locator("tbody tr").nth(2).wait_for(timeout=60_000)
-
-
 def sign_in(page: Page, name: str) -> None:
     page.get_by_label("Token").fill(name)
     page.get_by_role("button").click()

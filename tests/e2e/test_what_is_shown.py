@@ -3,7 +3,7 @@
 import json
 import re
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,6 @@ pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_un
 DEAD, SICK, PLAIN = 0, 1, 2
 CORRECTED_NEVER = 4
 """NVML's field of memory errors that could not be corrected."""
-Ctl = Callable[..., str]
 
 
 class Site:

@@ -20,11 +20,16 @@ from tests.support import policies
 from tests.support.allocator import Client, Reservation, allocator, calling
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet, NodeState, gpu_message, node_message, serving
-from tests.support.policies import NOTE, NOTIFY, Admin, idle_policy
+from tests.support.policies import NOTE, NOTIFY, REVOKE, Admin, idle_policy
 from tests.support.waiting import eventually
 from tests.support.webhook import Hook, webhook
 
 SHORT = 0.01
+STAGES = [
+    api.PolicyStage(after={"seconds": 600}, actions=[NOTE]),
+    api.PolicyStage(after={"seconds": 1200}, actions=[REVOKE], grace={"seconds": 600}),
+]
+"""Of a policy that acts after ten minutes and after twenty: each minute is looked at."""
 
 
 @pytest.fixture(autouse=True)
@@ -53,17 +58,17 @@ async def test_a_restart_begins_no_time_anew_and_repeats_nothing(tmp_path: Path)
     clock, fleet = ManualClock(), FakeFleet(node_message("n0", count=1))
     async with lab(tmp_path, fleet, clock) as (client, admin):
         one = await client.reserve(1, ttl=86_400)
-        await admin.put(idle_policy())
+        await admin.put(idle_policy(stages=STAGES))
         await eventually(lambda: _followed(admin, one.name))
-        await admin.pass_time(61)
+        await admin.pass_time(11)
         await eventually(lambda: policies.noted(client, one))
-        await admin.pass_time(30)
+        await admin.pass_time(5)
     clock.advance(300)  # of this nobody knows anything
     async with lab(tmp_path, fleet, clock) as (client, admin):
         (standing,) = await eventually(lambda: _followed(admin, one.name))
-        assert (standing.done_count, standing.held.seconds // 60) == (1, 91)
+        assert (standing.done_count, standing.held.seconds // 60) == (1, 16)
         assert (await eventually(lambda: policies.noted(client, one))).notes
-        await admin.pass_time(30)
+        await admin.pass_time(5)
         await eventually(lambda: policies.revoked(client, one))
         assert [act.stage for act in await admin.acts()] == [2, 1]
 
@@ -95,12 +100,12 @@ async def test_whoever_begins_to_work_may_stay_and_a_shadow_does_nothing(tmp_pat
     clock, fleet = ManualClock(), FakeFleet(node_message("n0", count=1))
     async with lab(tmp_path, fleet, clock) as (client, admin):
         one = await client.reserve(1, ttl=86_400)
-        shadow = idle_policy(active=False)
+        shadow = idle_policy(active=False, stages=STAGES)
         shadow.name = "policies/shadow"
         await admin.put(shadow)
-        await admin.put(idle_policy())
+        await admin.put(idle_policy(stages=STAGES))
         await eventually(lambda: _followed(admin, one.name))
-        await admin.pass_time(121)
+        await admin.pass_time(21)
         await eventually(lambda: policies.revoked(client, one))
         fleet.put(node_message("n0", gpu_message("n0-0", utilization=80.0)))
 
@@ -113,7 +118,7 @@ async def test_whoever_begins_to_work_may_stay_and_a_shadow_does_nothing(tmp_pat
         await eventually(lambda: _outcomes(admin, "shadow", ["SHADOW", "SHADOW"]))
         fleet.put(node_message("n0", gpu_message("n0-0", utilization=0.0)))
         await eventually(lambda: _followed(admin, one.name))
-        await admin.pass_time(121)
+        await admin.pass_time(21)
         await eventually(lambda: policies.revoked(client, one))
         await admin.policies.DeleteUsePolicy(api.DeleteUsePolicyRequest(name="policies/idle"), timeout=60)
         await eventually(spared)
