@@ -234,14 +234,14 @@ def unlisted_row(data_dir: Path, states: States, random: Random) -> None:
 
 
 DAMAGES: Mapping[str, tuple[int, bool, Damage]] = {
-    "a bit of the database": (50, False, changed(DATABASE, flip)),
-    "bytes of the database": (25, False, changed(DATABASE, scramble)),
-    "a bit of the database below a log": (10, True, changed(DATABASE, flip)),
-    "a bit of the log": (35, True, changed(WAL, flip)),
-    "bytes of the log": (10, True, changed(WAL, scramble)),
-    "the database cut": (12, False, changed(DATABASE, cut)),
-    "the log cut": (15, True, changed(WAL, cut)),
-    "a page of the database": (12, False, changed(DATABASE, blank)),
+    "a bit of the database": (20, False, changed(DATABASE, flip)),
+    "bytes of the database": (10, False, changed(DATABASE, scramble)),
+    "a bit of the database below a log": (5, True, changed(DATABASE, flip)),
+    "a bit of the log": (15, True, changed(WAL, flip)),
+    "bytes of the log": (5, True, changed(WAL, scramble)),
+    "the database cut": (6, False, changed(DATABASE, cut)),
+    "the log cut": (7, True, changed(WAL, cut)),
+    "a page of the database": (6, False, changed(DATABASE, blank)),
     "a page of the log": (5, True, changed(WAL, blank)),
     "the log of another state": (3, True, other_log("other-early")),
     "the log of another state on a closed one": (2, False, other_log("other-early")),
@@ -256,4 +256,4 @@ DAMAGES: Mapping[str, tuple[int, bool, Damage]] = {
     "the witness": (3, True, changed(WITNESS, flip)),
     "the witness cut": (2, True, changed(WITNESS, cut)),
 }
-"""How often, on a state as a kill left it or closed, and what: more than two hundred in all."""
+"""How often in a round, on a state as a kill left it or closed, and what: more than a hundred in all."""
