@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from gpuscale.allocator.app import DATABASE
 from gpuscale.allocator.domain.ledger import Ledger
-from gpuscale.allocator.state.store import open_store
+from gpuscale.allocator.state.store import AllocatorStore, open_store
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.runtime import tasks
@@ -55,6 +55,21 @@ async def test_what_cannot_be_written_is_as_if_it_had_never_been_asked_for(
         assert (found.state, seconds(found.remaining)) == (Reservation.STATE_ACTIVE, 40)
         assert len((await client.reserve(request_id=request_id)).gpus) == 1
         assert (await client.release(held)).state == Reservation.STATE_RELEASED
+
+
+async def test_where_the_disk_is_full_grants_stop_and_ends_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a disk without a byte takes is for tests/fault/common/test_full_disk.py."""
+    async with running(tmp_path, FakeFleet(node_message("n0", count=2))) as client:
+        held = await client.reserve()
+        with monkeypatch.context() as full:
+            full.setattr(AllocatorStore, "short", True)
+            with pytest.raises(UnavailableError) as caught:
+                await client.reserve()
+            assert caught.value.reason == "DISK_FULL"
+            assert (await client.release(held)).state == Reservation.STATE_RELEASED
+        assert len((await client.reserve(2)).gpus) == 2
 
 
 async def test_cordons_quotas_and_bookings_that_cannot_be_written_change_nothing(
