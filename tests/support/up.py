@@ -18,12 +18,17 @@ CTL = (sys.executable, "-m", "gpuscale.cli.main")
 
 
 def main(arguments: list[str]) -> None:
-    """Be `gpuscalectl`, in a forked process; a node whose reports stand still with the whole machine is not silent."""
+    """Be `gpuscalectl`, in a forked process.
+
+    On a busy machine it may stand still: its node is not silent then, and it may take longer to end.
+    """
     from gpuscale.allocator.usecases import fleet
     from gpuscale.cli import main as program
+    from gpuscale.common.runtime import lifecycle
     from gpuscale.monitor.model import nodes
 
     vars(fleet)["FRESH_PERIODS"] = vars(nodes)["STALE_PERIODS"] = 60
+    lifecycle.STOP_WARNING_SECONDS, lifecycle.STOP_LIMIT_SECONDS = 25.0, 30.0
     sys.argv = ["gpuscalectl", *arguments]
     program.main()
 
@@ -95,7 +100,7 @@ class Up:
     def stop(self) -> int:
         """SIGTERM; its exit code."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60.0)
+        return self.process.wait(90.0)
 
     def __enter__(self) -> Self:
         return self
