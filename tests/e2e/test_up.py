@@ -59,7 +59,7 @@ def data(address: str, *arguments: str) -> Any:
 def opened(url: str, cookie: str = "") -> tuple[int, str]:
     """Status of a page of the dashboard, and the cookie that it sets."""
     parts = urlsplit(url)
-    with closing(HTTPConnection(parts.netloc, timeout=60)) as connection:
+    with closing(HTTPConnection(parts.netloc, timeout=180)) as connection:
         connection.request("GET", parts.path, headers={"Cookie": cookie})
         answer = connection.getresponse()
         return answer.status, (answer.headers["Set-Cookie"] or "").partition(";")[0]

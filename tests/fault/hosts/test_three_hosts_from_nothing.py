@@ -144,7 +144,7 @@ def test_three_hosts_from_nothing(tmp_path: Path) -> None:
 def _six_commands(site: Site, url: str) -> None:
     """As docs/deploy.md has them."""
     site.starts("first", "init", "--host", "first", "--standby", "second", "--postgresql", url, "--run")
-    eventually_sync(lambda: len(site.said("first", LINE)) == 2, timeout=90)
+    eventually_sync(lambda: len(site.said("first", LINE)) == 2, timeout=170)
     [(of_gpus, _), (of_standby, more)] = site.said("first", LINE)
     site.starts("second", *f"{of_standby}{more}".replace("URL", url).split(), "--run")
     site.starts("left", *of_gpus.split(), "--run")
@@ -152,8 +152,8 @@ def _six_commands(site: Site, url: str) -> None:
     for one in json.loads(made)["codes"]:
         said = site.must(one["name"], *one["type"].split()[1:], stdin=f"{one['code']}\n")
         assert f"logged in as {one['name']} (operator)" in said
-    eventually_sync(partial(site.said, "left", "left is ONLINE"), timeout=90)
-    eventually_sync(partial(site.said, "second", "serves as standby"), timeout=90)
+    eventually_sync(partial(site.said, "left", "left is ONLINE"), timeout=170)
+    eventually_sync(partial(site.said, "second", "serves as standby"), timeout=170)
 
 
 class Messages:
