@@ -15,7 +15,7 @@ from tests.support.hosts import Running
 from tests.support.lab import GPU_HOSTS, Lab
 from tests.support.waiting import eventually_sync
 
-TTL, SHORT_TTL = 24.0, 18.0
+TTL, SHORT_TTL = 24.0, 12.0
 """Seconds of the leases; the short one where the link is cut for twice as long."""
 WINDOW = 4.0
 """Seconds in which all kills of a round begin."""
