@@ -1,6 +1,9 @@
 """Which address a call goes to, and when it is made again."""
 
+import asyncio
 import time
+from collections.abc import Callable
+from typing import Any
 
 import grpc
 import pytest
@@ -14,7 +17,7 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.rpc.channel import open_sync_channel, split_addresses
 from gpuscale.common.rpc.status import to_rpc_status
-from gpuscale.common.rpc.wrapped_channel import PATIENCE, Leader, Trail
+from gpuscale.common.rpc.wrapped_channel import PATIENCE, Leader, Trail, following
 
 NEVER_SENT = "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Connection refused"
 
@@ -192,3 +195,35 @@ def test_a_call_without_a_deadline_gives_up_too(monkeypatch: pytest.MonkeyPatch)
     later = time.monotonic() + PATIENCE
     monkeypatch.setattr("gpuscale.common.rpc.wrapped_channel.time.monotonic", lambda: later)
     assert call.after(not_leader()) is None
+
+
+class Silent:
+    """A channel whose server never answers; `called` has the names of those that were called."""
+
+    def __init__(self, name: str, called: list[str]) -> None:
+        self._name = name
+        self._called = called
+
+    def unary_unary(self, *_: object, **__: object) -> Callable[..., asyncio.Future[bytes]]:
+        def call(*_: object, **__: object) -> asyncio.Future[bytes]:
+            self._called.append(self._name)
+            return asyncio.get_running_loop().create_future()
+
+        return call
+
+
+@pytest.mark.parametrize(("timeout", "next_one"), [(0.0, "b"), (60.0, "a"), (None, "a")])
+async def test_an_address_that_was_silent_until_the_caller_gave_up_is_left(
+    timeout: float | None, next_one: str
+) -> None:
+    """The caller of a gateway gives up at the deadline that the gateway's own call has too, and mostly comes first."""
+    called = list[str]()
+    channels: list[Any] = [Silent(name, called) for name in ("a", "b")]
+    method = following(("a:1", "b:1"), channels).unary_unary("/x")
+    for _ in range(2):
+        call = asyncio.ensure_future(method(b"", timeout=timeout))
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+    assert called == ["a", next_one]

@@ -310,6 +310,11 @@ class Trail:
         latest = self._patience if self._deadline is None else self._deadline
         return pause if time.monotonic() + pause + (_LEAST if pause else 0.0) < latest else None
 
+    def cancelled(self) -> None:
+        """Note a cancelled call. If its time is up its address is silent: a gateway's caller cancels just before the deadline."""
+        if self.timeout is not None and self.timeout < _LEAST:
+            self._leader.failed(self.index)
+
     def pause(self, error: grpc.RpcError) -> float:
         """As `after`, but raises `error` instead of returning None."""
         pause = self.after(error)
@@ -391,6 +396,9 @@ class _Call(_Attempts):
                     return await self._call
                 except grpc.aio.AioRpcError as error:
                     await self._again(error)
+                except asyncio.CancelledError:
+                    self._trail.cancelled()
+                    raise
 
         return response().__await__()
 
