@@ -178,5 +178,6 @@ async def test_an_act_that_cannot_begin_ends_the_program(postgresql: PostgresSer
 
     server = Server(ServerOptions(), Authenticator())
     candidate = Candidate(postgresql.database(), "throwaway", server.bind())
-    with pytest.raises(FailedPreconditionError, match="newer"):
+    with pytest.raises(FailedPreconditionError, match="newer") as caught:
         await serve_by_turns(server, candidate, SERVICES, unreadable, asyncio.Event(), open_channel)
+    assert not hasattr(caught.value, "__notes__"), "an operator's to mend: one line, and no traceback"

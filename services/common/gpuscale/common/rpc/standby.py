@@ -17,7 +17,7 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor
 
 from gpuscale.common import wire
-from gpuscale.common.errors import GpuscaleError, InternalError, UnavailableError
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InternalError, UnavailableError
 from gpuscale.common.rpc.forwarder import STREAMS, Forwarder, Lanes, Metadata, Upstream
 from gpuscale.common.rpc.interceptor import Handler, behavior_of, handler_of
 from gpuscale.common.rpc.meter import counted_elsewhere
@@ -238,7 +238,8 @@ async def serve_by_turns(
     server.forward(relay.handler, methods.open_forwarded)
     await server.report(serving=False)
 
-    async def lead_by_turns() -> NoReturn:
+    async def lead_by_turns() -> FailedPreconditionError:
+        """Returns what keeps this process from leading for good: raised in a task it would have a traceback in the log."""
         while True:
             try:
                 async with candidate.term() as term:
@@ -248,6 +249,8 @@ async def serve_by_turns(
                         await _hold(server, methods, term, registrations)
             except UnavailableError as error:
                 _log.warning("the term ended", problem=error.message, reason=error.reason)
+            except FailedPreconditionError as error:
+                return error
             await asyncio.sleep(LOOK_PERIOD)
 
     async def follow() -> NoReturn:
@@ -259,9 +262,12 @@ async def serve_by_turns(
         stack.push_async_callback(relay.end)
         tasks = await stack.enter_async_context(TaskScope())
         await stack.enter_async_context(server)
-        tasks.spawn("lead by turns", lead_by_turns())
         tasks.spawn("follow the leader", follow())
-        await stop.wait()
+        leading = tasks.start("lead by turns", lead_by_turns())
+        stopped = tasks.start("wait for the stop", stop.wait())
+        await asyncio.wait((leading, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if leading.done():
+            raise leading.result()
 
 
 async def _hold(
