@@ -21,7 +21,7 @@ from gpuscale.common.rpc.audit import AuditOptions
 from gpuscale.common.rpc.channel import ClientTls, open_channel
 from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
-from gpuscale.common.rpc.standby import LeaderMethods, Relay, serve_by_turns
+from gpuscale.common.rpc.standby import LeaderMethods, Relay, not_leader, serve_by_turns
 from gpuscale.common.rpc.status import VIA_KEY, from_rpc_error, rpc_errors
 from gpuscale.common.security.auth import CALLER_KEY, FORWARDED_KEY, Authenticator, find_principal
 from gpuscale.common.security.signed_callers import seal
@@ -252,7 +252,10 @@ async def test_two_that_take_each_other_for_the_leader_forward_once(tmp_path: Pa
     async with AsyncExitStack() as stack:
         addresses, relays = list[str](), list[Relay]()
         for name in ("first", "second"):
-            server, methods = Server(ServerOptions(), Authenticator()), LeaderMethods(SERVICES, lambda: "")
+            server, methods = (
+                Server(ServerOptions(), Authenticator()),
+                LeaderMethods(SERVICES, lambda: not_leader("")),
+            )
             other = Relay(SERVICES, open_channel)
 
             def divert(details: Any, *, name: str = name, other: Relay = other) -> Any:
@@ -276,7 +279,10 @@ async def test_two_that_take_each_other_for_the_leader_forward_once(tmp_path: Pa
 async def test_a_call_that_comes_while_another_takes_the_lead_may_be_made_again() -> None:
     relay = Relay(SERVICES, open_channel)
     async with AsyncExitStack() as stack:
-        server, methods = Server(ServerOptions(), Authenticator()), LeaderMethods(SERVICES, lambda: "")
+        server, methods = (
+            Server(ServerOptions(), Authenticator()),
+            LeaderMethods(SERVICES, lambda: not_leader("")),
+        )
         found: list[Any] = []
 
         def divert(details: Any) -> Any:

@@ -18,7 +18,7 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
-from gpuscale.common.rpc.standby import LeaderMethods, serve_by_turns
+from gpuscale.common.rpc.standby import LeaderMethods, not_leader, serve_by_turns
 from gpuscale.common.rpc.status import from_rpc_error, rpc_errors
 from gpuscale.common.rpc.wrapped_channel import FOLLOWS
 from gpuscale.common.secrets import SecretUrl
@@ -123,6 +123,35 @@ async def test_a_standby_tells_clients_that_follow_who_leads(postgresql: Postgre
         assert [await health(leader, name) for name in ("", ALLOCATOR, FLEET)] == [SERVING] * 3
 
 
+async def test_a_standby_says_who_leads_and_why_it_does_not_know(
+    postgresql: PostgresServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says too that all is well again: else its last word would be of the trouble."""
+    caplog.set_level("INFO")
+    url = postgresql.database()
+    async with Candidate(url, "throwaway", "here:1").term(), process(url, Actor()) as standby:
+        await eventually(lambda: knows(standby, "here:1"))
+        postgresql.run(f"ALTER DATABASE {url.path.strip('/')} ALLOW_CONNECTIONS false")
+        cut_standby(postgresql, url)
+        error = await eventually(lambda: without_leader(standby))
+        assert error.message == (
+            "this process does not lead; the leader is not known:"
+            f" PostgreSQL at {url} cannot be used, as its log says"
+        )
+        postgresql.run(f"ALTER DATABASE {url.path.strip('/')} ALLOW_CONNECTIONS true")
+        await eventually(lambda: knows(standby, "here:1"))
+        words = [one.msg for one in caplog.records if one.name == "gpuscale.common.store.leadership"]
+        told = [(one["event"], one.get("leader")) for one in words if isinstance(one, dict)]
+        assert (told[0], told[-1]) == (("another process leads", "here:1"),) * 2
+        assert ("cannot compete for the lead", None) in told
+
+
+async def without_leader(served: Served) -> GpuscaleError | None:
+    """The error of a call, once it names no leader."""
+    error = await refused(served)
+    return None if error.metadata else error
+
+
 async def test_a_leader_that_is_cut_off_ends_its_calls_and_stands_by(postgresql: PostgresServer) -> None:
     begun = asyncio.Event()
 
@@ -157,9 +186,17 @@ def cut_leader(postgresql: PostgresServer, url: SecretUrl) -> None:
     )
 
 
+def cut_standby(postgresql: PostgresServer, url: SecretUrl) -> None:
+    """End the session of the one that waits for the lock."""
+    postgresql.run(
+        "SELECT pg_terminate_backend(pid, 30000) FROM pg_stat_activity WHERE application_name LIKE '%leadership'"
+        f" AND datname = '{url.path.strip('/')}' AND pid NOT IN (SELECT pid FROM pg_locks WHERE locktype = 'advisory')"
+    )
+
+
 async def test_a_leader_answers_nothing_from_the_moment_its_session_ends(postgresql: PostgresServer) -> None:
     """Before its next question to the server could tell it."""
-    url, methods = postgresql.database(), LeaderMethods(SERVICES, lambda: "")
+    url, methods = postgresql.database(), LeaderMethods(SERVICES, lambda: not_leader(""))
     async with Candidate(url, "throwaway", "here").term() as term:
         methods.begin(term, registrations(Allocator(), Fleet()))
         assert term.leads()

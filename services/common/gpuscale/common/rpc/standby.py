@@ -38,9 +38,9 @@ RETRY_AFTER: Final = 0.2
 _KEPT_HERE: Final = frozenset({FORWARDED_KEY, FOLLOWS[0]})
 
 
-def not_leader(leader: str) -> UnavailableError:
-    """The error of a process that does not lead: nothing was done. `leader` is the leader's address, or empty."""
-    where = f"; {leader} does" if leader else "; the leader is not known"
+def not_leader(leader: str, problem: str = "") -> UnavailableError:
+    """The error of a process that does not lead: nothing was done. `leader` is the leader's address, or empty; `problem`, why."""
+    where = f"; {leader} does" if leader else "; the leader is not known" + (problem and f": {problem}")
     return UnavailableError(
         f"this process does not lead{where}",
         reason="NOT_LEADER",
@@ -133,12 +133,12 @@ class LeaderMethods:
 
     Args:
         services: full names; their generated modules must be imported.
-        leader: returns the address of the leader, or "".
+        refusal: returns the error for calls while this process does not lead.
     """
 
-    def __init__(self, services: Sequence[str], leader: Callable[[], str]) -> None:
+    def __init__(self, services: Sequence[str], refusal: Callable[[], UnavailableError]) -> None:
         self._services = tuple(services)
-        self._leader = leader
+        self.refusal = refusal
         self._term: Term | None = None
         self._handlers: Mapping[str, Handler] = {}
 
@@ -170,10 +170,6 @@ class LeaderMethods:
     def end(self) -> None:
         """Reject calls from now on."""
         self._handlers, self._term = {}, None
-
-    def refusal(self) -> UnavailableError:
-        """The error for calls while this process does not lead."""
-        return not_leader(self._leader())
 
     def open_forwarded(self, path: str, values: Sequence[str | bytes]) -> Principal:
         """The caller that a standby names.
@@ -232,7 +228,7 @@ async def serve_by_turns(
     Raises:
         FailedPreconditionError: the database refuses us, or `act` cannot use the state.
     """
-    methods = LeaderMethods(services, lambda: candidate.leader)
+    methods = LeaderMethods(services, lambda: not_leader(candidate.leader, candidate.problem))
     relay = Relay(services, open_channel)
     server.add(*methods.registrations)
     server.forward(relay.handler, methods.open_forwarded)

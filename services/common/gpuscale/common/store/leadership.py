@@ -63,6 +63,8 @@ class Candidate:
         self._address = address
         self.other: Lead | None = None
         """The other process that leads, if known."""
+        self.problem = ""
+        """Why the leader cannot be known now, without what the driver says: any caller may read it."""
 
     @property
     def leader(self) -> str:
@@ -96,7 +98,7 @@ class Candidate:
 
     async def _win(self) -> tuple[_Connection, Term]:
         """Compete for the lead until this process wins, with a new connection after each failure."""
-        backoff, trouble = Backoff(initial=0.2, cap=1.0), ""
+        backoff, trouble, told = Backoff(initial=0.2, cap=1.0), "", self.other
         while True:
             try:
                 connection = await self._connect()
@@ -104,15 +106,20 @@ class Candidate:
                     failed.push_async_callback(connection.close)
                     while True:
                         term = await self._attempt(connection)
+                        self.problem = ""
                         if term is not None:
                             failed.pop_all()
                             self.other = None
                             return connection, term
+                        if self.other != told and (told := self.other) is not None:
+                            trouble = ""
+                            _log.info("another process leads", leader=told.address, epoch=told.epoch)
                         await asyncio.sleep(LOOK_PERIOD)
             except psycopg.errors.InsufficientPrivilege as error:
                 raise refused(self._url, error) from None
             except (UnavailableError, psycopg.Error, TimeoutError) as error:
-                self.other = None
+                self.other = told = None
+                self.problem = f"PostgreSQL at {self._url} cannot be used, as its log says"
                 if trouble != (trouble := " ".join(str(error).split()) or type(error).__name__):
                     _log.warning("cannot compete for the lead", service=self._service, problem=trouble)
             await asyncio.sleep(backoff.next())
