@@ -22,11 +22,12 @@ from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.common import errors
 from gpuscale.common.rpc.calls import Connections
 from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.store.store import Store
 from tests.support.allocator import Client
 from tests.support.autoscaler_app import endpoint
 from tests.support.fake_fleet import FakeFleet, node_message, serving
-from tests.support.ports import free_port
+from tests.support.ports import free_port, silent_port
 from tests.support.promtool import named, promtool, value
 from tests.support.tokens import token, write_tokens
 from tests.support.waiting import eventually
@@ -106,6 +107,17 @@ async def test_every_service_shows_its_calls_tokens_connections_database_and_ter
     for series in ("process_open_fds", "process_max_fds", "process_resident_memory_bytes"):
         assert value(page, series) > 0
     assert named(page, f"{prefix}_loop_lag_seconds_count")
+
+
+async def test_a_standby_that_never_led_shows_that_it_does_not(tmp_path: Path) -> None:
+    """Else no alert would see that nobody leads while the database has been away since the processes began."""
+    with silent_port() as port:
+        database = SecretUrl(f"postgresql://gpuscale@127.0.0.1:{port}/gpuscale")
+        async with running(AllocatorSettings, serve_allocator, tmp_path, database=database) as (_, scrape):
+            page = await eventually(scrape, retry_on=(OSError,))
+    assert value(page, "gpuscale_allocator_leads") == 0
+    assert value(page, "gpuscale_allocator_terms_total") == 0
+    assert named(page, "gpuscale_allocator_epoch") == []
 
 
 async def test_the_allocator_shows_leases_who_waits_and_why_it_refused(tmp_path: Path) -> None:

@@ -239,6 +239,7 @@ async def serve_stateful(
     """
     authenticator = settings.authenticator()
     meter = rpc_meter.CallMeter(settings.section, authenticator)
+    meter.terms = 0
     server = rpc_server.Server(
         settings.server_options(), authenticator, meter if settings.metrics_listen else None
     )

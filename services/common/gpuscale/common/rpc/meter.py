@@ -95,14 +95,14 @@ class CallMeter(ProgramMeter):
         self.seconds: defaultdict[str, Histogram] = defaultdict(Histogram)
         self.failed: Counter[tuple[str, str]] = Counter()
         self.limited = 0
-        self.terms = 0
+        self.terms: int | None = None  # begun; None for a service that never leads
         self.epoch: int | None = None
         self._authenticator = authenticator
 
     @contextmanager
     def leading(self, epoch: int) -> Generator[None]:
         """Report that this process leads during the block; `epoch` is the number of its term, 0 without a database."""
-        self.terms, self.epoch = self.terms + 1, epoch
+        self.terms, self.epoch = (self.terms or 0) + 1, epoch
         try:
             yield
         finally:
@@ -123,7 +123,7 @@ class CallMeter(ProgramMeter):
         failed = Family(f"{prefix}_calls_failed_total", "counter", "Calls that have failed, by reason.")
         for (path, reason), count in sorted(self.failed.items()):
             page.add(failed, labels({"method": path.removeprefix("/"), "reason": reason}), count)
-        if self.terms:
+        if self.terms is not None:
             leads = Family(f"{prefix}_leads", "gauge", "1 while this process leads, or needs not.")
             page.add(leads, "", int(self.epoch is not None))
             page.add(
