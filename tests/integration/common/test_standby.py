@@ -18,9 +18,10 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
-from gpuscale.common.rpc.standby import LeaderMethods, not_leader, serve_by_turns
+from gpuscale.common.rpc.standby import LeaderMethods, Opening, not_leader, serve_by_turns
 from gpuscale.common.rpc.status import from_rpc_error, rpc_errors
 from gpuscale.common.rpc.wrapped_channel import FOLLOWS
+from gpuscale.common.runtime.tasks import Backoff
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.store.leadership import Candidate
@@ -57,7 +58,7 @@ class Actor:
 
 
 @asynccontextmanager
-async def process(url: SecretUrl, actor: Actor) -> AsyncGenerator[Served]:
+async def process(url: SecretUrl, actor: Opening) -> AsyncGenerator[Served]:
     """One process of the service, and a channel to it."""
     server, stop = Server(ServerOptions(), Authenticator()), asyncio.Event()
     address = server.bind()
@@ -205,6 +206,38 @@ async def test_a_leader_answers_nothing_from_the_moment_its_session_ends(postgre
         assert not term.leads()
         with pytest.raises(UnavailableError, match="does not lead"):
             methods._find(f"/{ALLOCATOR}/GetReservation")
+
+
+async def test_a_term_that_cannot_begin_is_tried_again_ever_later(
+    postgresql: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where PostgreSQL has too few connections: two processes would log four lines in each fifth of a second."""
+    waits = list[float]()
+
+    class Noted(Backoff):
+        def next(self) -> float:
+            waits.append(self._ceiling)
+            super().next()
+            return 0.0
+
+    monkeypatch.setattr("gpuscale.common.rpc.standby.Backoff", Noted)
+    actor, begun = Actor(), 0
+
+    @asynccontextmanager
+    async def at_the_fourth(term: Term) -> AsyncGenerator[Sequence[Registration]]:
+        nonlocal begun
+        begun += 1
+        if begun < 4:
+            raise UnavailableError("too many connections", reason="STATE_UNAVAILABLE")
+        async with actor(term) as registrations:
+            yield registrations
+
+    url = postgresql.database()
+    async with process(url, at_the_fourth):
+        await eventually(lambda: asyncio.sleep(0, actor.epochs == [4]))
+        cut_leader(postgresql, url)
+        await eventually(lambda: asyncio.sleep(0, actor.epochs == [4, 5]))
+    assert waits == [0.2, 0.4, 0.8, 0.2]
 
 
 async def test_an_act_that_cannot_begin_ends_the_program(postgresql: PostgresServer) -> None:

@@ -24,7 +24,7 @@ from gpuscale.common.rpc.meter import counted_elsewhere
 from gpuscale.common.rpc.server import HandlerCollector, Registration, Server
 from gpuscale.common.rpc.wrapped_channel import FOLLOWS, never_sent
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.runtime.tasks import Backoff, TaskScope
 from gpuscale.common.security.auth import FORWARDED_KEY, Context, Principal, current_principal
 from gpuscale.common.security.signed_callers import MOST_BYTES, seal, unseal
 from gpuscale.common.store.leadership import LOOK_PERIOD, Candidate
@@ -34,6 +34,9 @@ MOST_STREAMS: Final = 4 * STREAMS
 """Maximum streams that a standby forwards; callers of more are told to retry."""
 RETRY_AFTER: Final = 0.2
 """Seconds after which a rejected caller should retry; a standby looks for the lead as often."""
+
+LONGEST_WAIT: Final = 5.0
+"""Longest wait in seconds before another term, after those that could not begin."""
 
 _KEPT_HERE: Final = frozenset({FORWARDED_KEY, FOLLOWS[0]})
 
@@ -236,18 +239,20 @@ async def serve_by_turns(
 
     async def lead_by_turns() -> FailedPreconditionError:
         """Returns what keeps this process from leading for good: raised in a task it would have a traceback in the log."""
+        backoff = Backoff(LOOK_PERIOD, LONGEST_WAIT)
         while True:
             try:
                 async with candidate.term() as term:
                     _log.info("leading", epoch=term.epoch)
                     await relay.end()
                     async with act(term) as registrations:
+                        backoff.reset()
                         await _hold(server, methods, term, registrations)
             except UnavailableError as error:
                 _log.warning("the term ended", problem=error.message, reason=error.reason)
             except FailedPreconditionError as error:
                 return error
-            await asyncio.sleep(LOOK_PERIOD)
+            await asyncio.sleep(backoff.next())
 
     async def follow() -> NoReturn:
         while True:
