@@ -19,7 +19,7 @@ from gpuscale.allocator.queueing.model import Quota
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.state import schema as schema_store
 from gpuscale.allocator.state.cordons_and_quotas import CordonStore, QuotaStore
-from gpuscale.allocator.state.integrity import check_seals
+from gpuscale.allocator.state.integrity import check_seals, sealed
 from gpuscale.allocator.state.store import SERVICE, AllocatorStore, open_shared_store
 from gpuscale.allocator.state.usage_ledger import UsageLedger, rows_of
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
@@ -160,6 +160,29 @@ async def test_a_row_that_is_not_as_it_was_written_is_refused(
     with pytest.raises(FailedPreconditionError, match="the stored quota ann does not match its checksum"):
         async with opened(url):
             pass
+
+
+async def test_of_what_version_7_counted_its_holds_are_left_out_there_too(
+    url: SecretUrl, postgresql: PostgresServer
+) -> None:
+    """As in a file: what goes missing afterwards is missed."""
+    database = url.path.strip("/")
+    async with opened(url) as store:
+        await grants(store, Ledger(), 2, ended=1)
+    counted = sealed({"name": "rows", "value": 3})  # two reservations and a hold
+    postgresql.run(
+        f"UPDATE allocator.counter SET value = 3, checksum = {counted['checksum']} WHERE name = 'rows';"
+        "UPDATE allocator.alembic_version SET version_num = '7'",
+        database,
+    )
+    async with opened(url) as store:
+        assert len((await store.load()).reservations) == 2
+    found = postgresql.run("SELECT version_num FROM allocator.alembic_version", database)
+    assert found == [(str(schema_store.VERSION),)]
+    postgresql.run("DELETE FROM allocator.reservation WHERE state = 'released'", database)
+    async with opened(url) as store:
+        with pytest.raises(FailedPreconditionError, match="1 rows of reservation, but 2 were written"):
+            await store.load()
 
 
 async def test_no_number_in_the_schema_has_32_bits(url: SecretUrl, postgresql: PostgresServer) -> None:
