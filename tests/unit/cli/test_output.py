@@ -8,6 +8,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from gpuscale.api.allocator.v1 import PolicyStanding, Reservation
+from gpuscale.api.audit.v1 import AuditEvent
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.api.monitor.v1 import Node, RecordedGpu
 from gpuscale.api.types.v1 import Gpu, GpuReading
@@ -18,9 +19,10 @@ from gpuscale.cli.console.cells import Column, View, counted_models
 from gpuscale.cli.console.output import Output
 from gpuscale.cli.console.terminal import TYPED, folded, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
-from gpuscale.cli.views.allocator import RESERVATIONS, STANDINGS
+from gpuscale.cli.grammar.parameters import local_text
+from gpuscale.cli.views.allocator import JOBS, RESERVATIONS, STANDINGS
 from gpuscale.cli.views.autoscaler import ADAPTERS, REPLICAS
-from gpuscale.cli.views.monitor import RECORDED_GPUS
+from gpuscale.cli.views.monitor import AUDIT, RECORDED_GPUS
 
 VIEW = View[Node](
     "nodes",
@@ -106,6 +108,22 @@ def test_figures_and_times_are_whole_at_80_columns(monkeypatch: pytest.MonkeyPat
     due.held.FromSeconds(3599)
     due.next_time.FromSeconds(1_800_000_000)
     assert "…" not in "".join(Output().table([due], STANDINGS))
+    event = AuditEvent(caller="ann", method="/a/ReleaseReservation", resource="reservations/rob3px6c5rvcf")
+    event.code = "PERMISSION_DENIED"
+    event.end_time.FromSeconds(1_800_000_000)
+    [_, line] = Output().table([event], AUDIT)
+    assert line.startswith(f"{local_text(datetime.fromtimestamp(1_800_000_000, UTC))}  ann ")
+    assert len(line) <= 80
+
+
+def test_what_a_person_called_a_job_is_shown_before_all_of_its_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    job = Reservation(name="reservations/rob3px6c5rvcf")
+    job.job.title, job.job.command = "night", "python train.py --data /srv/data --epochs 300 --lr 0.001"
+    assert "  night  " in Output().table([job], JOBS)[1]
 
 
 def test_a_name_that_is_too_long_is_cut_last(monkeypatch: pytest.MonkeyPatch) -> None:

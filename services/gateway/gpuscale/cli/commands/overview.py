@@ -157,5 +157,5 @@ def api_resources(session: Session) -> None:
         }
         for noun in NOUNS
     ]
-    columns = ("name", "short", "verbs", "message")
+    columns = ("name", "verbs", "short", "message")
     session.output.write_records("resources", records, columns, spare=["message"])

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _UNPRINTABLE = r"[\x00-\x1f\x7f-\x9f]"
 _UUID = r"\b((?i:GPU|MIG|SIM)-[0-9A-Fa-f]{8})((?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12})\b"
+_MOMENT = r"\d{4}-\d\d-\d\d \d\d:"
 _GAP = "   "
 _NARROW_GAP = "  "
 _LEAST_TEXT, _LEAST_CELL = 16, 8
@@ -278,7 +279,8 @@ class Output:
     ) -> list[str]:
         """The lines of a table. A watched one has headings once, and its columns only grow.
 
-        A plain table fits the terminal: it leaves out spare columns, then cuts the last column, then the widest ones.
+        A plain table fits the terminal: it leaves out spare columns, then cuts the last column, then the widest ones. A time is
+        not cut: the part that tells one line from the next would go.
         """
         watched = self.chosen.watched
         with_headings = self.headers and not (watched and watched.headed)
@@ -297,7 +299,8 @@ class Output:
             gap = _NARROW_GAP
             shown = fitting(widths, spare, most, len(gap))
             *others, last = shown
-            others.sort(key=widths.__getitem__, reverse=True)
+            times = {at for at in others if any(re.match(_MOMENT, line[at]) for line in lines)}
+            others = sorted({*others} - times, key=widths.__getitem__, reverse=True)
             steps = product((_LEAST_TEXT, _LEAST_CELL), others)
             for least, at in ((_LEAST_TEXT, last), *steps, (_LEAST_CELL, last)):
                 over = sum(widths[one] + len(gap) for one in shown) - len(gap) - most

@@ -86,7 +86,7 @@ JOBS = View[api.Reservation](
     "jobs",
     (
         Column("NAME", lambda one: short(one.name)),
-        Column("TITLE", lambda one: text(one.job.title), spare=True),
+        Column("TITLE", lambda one: text(one.job.title)),
         Column("STATE", _job_state),
         Column("EXIT", lambda one: number(one.job, "exit_code")),
         Column("NODE", lambda one: _nodes(one.gpus)),
