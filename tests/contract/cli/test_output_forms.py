@@ -217,6 +217,25 @@ def test_a_job_in_detail_fits_the_terminal(
     assert len(row) <= 80
 
 
+def test_a_job_in_detail_tells_why_it_ended(
+    ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In full, where its cell of the table is cut."""
+    held = canned.allocator_api.Reservation(name="reservations/r9", state="STATE_EXPIRED")
+    held.end_time.FromSeconds(1_700_007_500)
+    held.job.state = held.job.STATE_LOST
+    held.job.members.add(node="nodes/host-1", pid=7)
+    world.things[held.name] = held
+    monkeypatch.setattr("gpuscale.cli.console.output.terminal_width", lambda: 80)
+    assert "nobody renewed its lease" in ctl("get", "job", "jobs/r9").out
+    assert "nobody renewed its lease" in ctl("wait", "jobs/r9").err
+    why = "it did not start: host-1 has no directory /srv/people/ann for this user"
+    held.job.state, held.job.members[0].end_reason = held.job.STATE_FAILED, why
+    assert f"member 0: {why}" in ctl("get", "job", "jobs/r9").out
+    held.job.members[0].end_reason = "ended by signal 9"
+    assert "member 0: " not in ctl("get", "job", "jobs/r9").out
+
+
 def test_several_kinds_are_one_result(ctl: Any, world: canned.World) -> None:
     listed = json.loads(ctl("get", "no,ep", "-o", "json").out)
     assert [*listed] == ["nodes", "endpoints"]

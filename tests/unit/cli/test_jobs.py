@@ -13,8 +13,9 @@ import pytest
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.cli.commands import detached_jobs, holding, supervise
-from gpuscale.client import over_ssh
+from gpuscale.client import jobs, over_ssh
 from gpuscale.client.orders import Orders, shown
+from gpuscale.client.over_ssh import Member
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.wire import to_duration
 
@@ -283,3 +284,32 @@ def test_a_start_is_told_once_and_of_a_job_that_was_moved_meanwhile_its_killed_s
     other.started(7)
     other.ended(0, "saved", leaves=True)
     assert (told[-1].ended_attempt, told[-1].member.pid, other.all_ended) == (1, 7, False)
+
+
+def test_a_job_whose_program_is_missing_tells_why_it_has_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody saw what its supervisor said, where the job waited or was started elsewhere."""
+    told: list[tuple[int, str]] = []
+
+    class Holder:
+        orders = Orders(command=("no-such-program", "--token", "t"), **NO_TEXTS)
+
+        def started(self, pid: int) -> None:
+            assert pid == 0
+
+        def ended(self, code: int, why: str) -> None:
+            told.append((code, why))
+
+    monkeypatch.setattr(supervise, "start", lambda *_, **__: supervise.NOT_FOUND)
+    assert supervise._run(cast("holding.LeaseHolder", Holder()), api.Reservation(), stdout=None) == 127
+    assert told == [(127, "it did not start: no-such-program was not found")]
+
+
+def test_who_may_not_stop_a_job_is_told_who_may() -> None:
+    found = api.Reservation(name="reservations/r1", owner="ann")
+    member = Member(0, "beta", ("ssh", "beta", "kill 5"))
+    for code in (jobs.NO_FOLDER, over_ssh.SSH_FAILED):
+        said = jobs._not_there(found, member, code, "stop").message
+        assert said.endswith("Its owner ann or an admin can end it: gpuscalectl release r1")
+        assert "release" not in jobs._not_there(found, member, code, "read").message

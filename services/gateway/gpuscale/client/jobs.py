@@ -380,14 +380,16 @@ class Job:
 def _not_there(
     found: allocator_api.Reservation, member: Member, code: int, what: str
 ) -> FailedPreconditionError | UnavailableError:
+    job = found.name.partition("/")[2]
+    end = f". Its owner {found.owner} or an admin can end it: gpuscalectl release {job}" if what == "stop" else ""
     if code == NO_FOLDER:
         return FailedPreconditionError(
-            f"cannot {what} {found.name}: {member.node} has no folder of it; only jobs that the same user started with"
-            " `run -d` have one",
+            f"cannot {what} {found.name}: on {member.node} this user has no folder of it, as who started it with"
+            f" `run -d` does{end}",
             reason="NO_OUTPUT",
         )
     return UnavailableError(
-        f"cannot {what} {found.name} on {member.node}: {shlex.join(member.words[:-1])} ended with {code}",
+        f"cannot {what} {found.name} on {member.node}: {shlex.join(member.words[:-1])} ended with {code}{end}",
         reason="NO_SUPERVISOR",
     )
 
@@ -403,6 +405,13 @@ def expect_time(found: allocator_api.Reservation, timeout: float | None, began: 
         raise DeadlineExceededError(message, reason="NOT_READY", metadata={"name": found.name})
 
 
+def why_ended(found: allocator_api.Reservation) -> str:
+    """Why a job ended, if that is known and not its command's doing."""
+    if found.job.state == found.job.STATE_LOST and not found.end_reason:
+        return "nobody renewed its lease: its node died or could not reach the services"
+    return found.end_reason
+
+
 def exit_code_of(ended: allocator_api.Reservation) -> int:
     """The exit code of an ended job.
 
@@ -412,7 +421,7 @@ def exit_code_of(ended: allocator_api.Reservation) -> int:
     if not ended.job.HasField("exit_code"):
         state = _STATES.Name(ended.job.state).removeprefix("STATE_")
         raise FailedPreconditionError(
-            f"{ended.name} is {state}: {ended.end_reason or 'no exit code was reported'}",
+            f"{ended.name} is {state}: {why_ended(ended) or 'no exit code was reported'}",
             reason=f"JOB_{state}",
         )
     return ended.job.exit_code

@@ -190,6 +190,7 @@ def reservations(session: Session, name: Names, holder: str, gpu: str, when: Whe
 @ENDED
 def jobs(session: Session, name: Names, ended: bool) -> None:
     """List jobs, the commands started by `run`: state, exit code and nodes. A NAME is a job's name or title."""
+    from gpuscale.client.jobs import why_ended
     from gpuscale.client.states import queued
 
     with session.connect() as client:
@@ -198,10 +199,14 @@ def jobs(session: Session, name: Names, ended: bool) -> None:
     if len(name) == 1 and session.output.human:
         job = found[0].job
         why = ["", queued(job), *filter(None, [job.queue_order])] if job.queue_reason else []
+        if (reason := why_ended(found[0])) and found[0].HasField("end_time"):
+            why += ["", reason]
         lines = ["", *session.output.table(job.members, allocator.JOB_MEMBERS)] if job.members else []
         if job.earlier:
             lines += ["", f"It is at attempt {job.attempt}; before it:"]
             lines += session.output.table(job.earlier, allocator.JOB_MEMBERS)
+        cut = [one for one in job.members if not any(line.endswith(one.end_reason) for line in lines)]
+        why += [f"member {one.member}: {one.end_reason}" for one in cut]
         width = terminal_width()
         command = wrap(job.command, width, subsequent_indent="  ") if width else [job.command]
         write_lines([*lines, "", *command, *why])

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 from gpuscale.cli.commands.detached_jobs import JobFolder, detach, start_granted, start_in_turn
 from gpuscale.cli.commands.holding import RETRY, LeaseHolder
 from gpuscale.cli.commands.processes import (
+    NOT_FOUND,
     PAUSE,
     Adopted,
     Forwarding,
@@ -38,7 +39,7 @@ from gpuscale.cli.commands.processes import (
     start,
 )
 from gpuscale.cli.console.terminal import TERMINAL, note
-from gpuscale.client.orders import GREETING, READY, Orders, started_before
+from gpuscale.client.orders import GREETING, READY, Orders, shown, started_before
 from gpuscale.client.over_ssh import OF_SIGNAL, exit_code
 from gpuscale.common import wire
 from gpuscale.common.errors import (
@@ -315,7 +316,8 @@ def _run(
             process = start(orders.command, variables=variables, stdout=stdout, dies_with_us=True)
         if isinstance(process, int):
             holder.started(0)
-            holder.ended(process, "")
+            why = "was not found" if process == NOT_FOUND else "cannot be run"
+            holder.ended(process, f"it did not start: {shown(orders.command[:1])} {why}")
             return process
         signals.to(process)
         holder.started(process.pid)
