@@ -204,6 +204,12 @@ def damaged_database(host: Host) -> None:
     (host.folder / "data" / "allocator.db").write_bytes(b"no database at all" * 100)
 
 
+def damaged_fleet(host: Host) -> None:
+    host.settings["fleet"] = {"data_dir": host.folder / "fleet", "listen": host.server.address}
+    (host.folder / "fleet").mkdir()
+    (host.folder / "fleet" / "fleet.db").write_bytes(b"no database at all" * 100)
+
+
 @pytest.mark.parametrize(
     ("plant", "check", "subject", "state"),
     [
@@ -221,6 +227,7 @@ def damaged_database(host: Host) -> None:
         (no_broker, "broker", "autoscaler brokers.default amqp_url", "FAIL"),
         (no_database, "database", "allocator database", "FAIL"),
         (damaged_database, "database", "allocator database", "FAIL"),
+        (damaged_fleet, "database", "fleet database", "FAIL"),
     ],
     ids=lambda one: one.__name__ if callable(one) else "",
 )

@@ -1,8 +1,16 @@
 """Which versions work together."""
 
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
 import pytest
 
+from gpuscale.allocator.state import schema as of_allocator
+from gpuscale.autoscaler.state import store as of_autoscaler
+from gpuscale.cli.commands import upgrade
 from gpuscale.cli.commands.upgrade import fits
+from gpuscale.monitor.state import store as of_fleet
 
 
 @pytest.mark.parametrize(
@@ -21,3 +29,17 @@ from gpuscale.cli.commands.upgrade import fits
 )
 def test_minor_versions_are_one_apart_at_most(one: str, other: str, expected: bool) -> None:
     assert (fits(one, other), fits(other, one)) == (expected, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "newest"),
+    [("fleet", of_fleet.VERSION), ("allocator", of_allocator.VERSION), ("autoscaler", of_autoscaler.VERSION)],
+)
+@pytest.mark.parametrize(("more", "state"), [(0, "OK"), (-1, "OK"), (1, "FAIL")])
+def test_the_state_of_each_service_is_looked_at(tmp_path: Path, name: str, newest: int, more: int, state: str) -> None:
+    config = tmp_path / "gpuscale.toml"
+    config.write_text(f'[{name}]\ndata_dir = "{tmp_path}"\n')
+    with closing(sqlite3.connect(tmp_path / f"{name}.db")) as store:
+        store.execute(f"PRAGMA user_version={newest + more}")
+    [row] = upgrade._states(config)
+    assert (row["what"], row["state"]) == (name, state), row

@@ -302,10 +302,8 @@ def disk(settings: Settings) -> Iterator[Diagnosis]:
 
 def database(settings: Settings) -> Iterator[Diagnosis]:
     """Check that a program's database can be read."""
-    if not isinstance(settings, DatabaseSettings):
-        return
     subject = f"{settings.section} database"
-    if settings.database is None:
+    if not isinstance(settings, DatabaseSettings) or settings.database is None:
         folder: Path | None = getattr(settings, "data_dir", None)
         for file in sorted(folder.glob("*.db")) if folder is not None else ():
             try:

@@ -22,8 +22,8 @@ from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, Unava
 
 ORDER = ("fleet", "allocator", "autoscaler", "gateway", "dashboard", "agent", "adapter")
 """Order in which a host's programs are restarted: called ones before their callers."""
-STATEFUL = {"allocator", "autoscaler"}
-"""Services with a database, an SQLite file unless it is in PostgreSQL."""
+STATEFUL = {"fleet": "monitor", "allocator": "allocator", "autoscaler": "autoscaler"}
+"""Services with a database, an SQLite file unless it is in PostgreSQL, and their packages."""
 ANSWER_SECONDS, LOOK_SECONDS = 60.0, 0.5
 _VERSION = re.compile(r"(\d+)\.(\d+)")
 
@@ -68,7 +68,8 @@ def upgrade(session: Session, config: Path | None, plan: bool) -> None:
         restart(unit)
         _await_answer(session, unit)
         note(f"{unit} is restarted")
-    session.output.write_records("restarted", [{"what": unit} for unit in units])
+    if not session.output.human:
+        session.output.write_records("restarted", [{"what": unit} for unit in units])
 
 
 def _row(state: str, what: str, found: str, advice: str = "") -> dict[str, object]:
@@ -98,8 +99,9 @@ def _states(config: Path | None) -> Iterator[dict[str, object]]:
         name, file = one.section, place / f"{one.section}.db"
         if not file.exists():
             continue
-        migrations = files(f"gpuscale.{name}.state").joinpath("migrations.py").read_text(encoding="utf-8")
-        newest = max(map(int, re.findall(r"^def to_(\d+)\(", migrations, re.MULTILINE)))
+        state = files(f"gpuscale.{STATEFUL[name]}.state")
+        code = state.joinpath("schema.py" if name == "allocator" else "store.py").read_text(encoding="utf-8")
+        newest = int(re.findall(r"^VERSION.* = (\d+)$", code, re.MULTILINE)[0])
         try:
             with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True, timeout=LOOK_SECONDS)) as store:
                 stored: int = store.execute("PRAGMA user_version").fetchone()[0]
