@@ -70,7 +70,9 @@ def test_init_and_join_start_their_units_and_leave_removes_them(tmp_path: Path) 
         assert (planned.stdout.count("which stays"), len(doubles["first"].calls())) == (3, calls), planned
         upgraded = ctl("first", *admin, *typed)
         assert upgraded.returncode == 0, upgraded.stderr
-        assert (upgraded.stdout + upgraded.stderr).splitlines() == [f"{name} is restarted" for name in SERVICES]
+        assert (upgraded.stdout + upgraded.stderr).splitlines() == [
+            f"{name} is restarted" for name in SERVICES
+        ]
         assert doubles["first"].calls()[calls:] == [f"systemctl restart {name}" for name in SERVICES]
         assert doubles["first"].pid(SERVICES[0]) != before
         assert reserved in ctl("first", *admin, "get", "reservations", "-o", "name").stdout

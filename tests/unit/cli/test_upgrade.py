@@ -36,7 +36,9 @@ def test_minor_versions_are_one_apart_at_most(one: str, other: str, expected: bo
     [("fleet", of_fleet.VERSION), ("allocator", of_allocator.VERSION), ("autoscaler", of_autoscaler.VERSION)],
 )
 @pytest.mark.parametrize(("more", "state"), [(0, "OK"), (-1, "OK"), (1, "FAIL")])
-def test_the_state_of_each_service_is_looked_at(tmp_path: Path, name: str, newest: int, more: int, state: str) -> None:
+def test_the_state_of_each_service_is_looked_at(
+    tmp_path: Path, name: str, newest: int, more: int, state: str
+) -> None:
     config = tmp_path / "gpuscale.toml"
     config.write_text(f'[{name}]\ndata_dir = "{tmp_path}"\n')
     with closing(sqlite3.connect(tmp_path / f"{name}.db")) as store:

@@ -380,18 +380,17 @@ class Job:
 def _not_there(
     found: allocator_api.Reservation, member: Member, code: int, what: str
 ) -> FailedPreconditionError | UnavailableError:
-    job = found.name.partition("/")[2]
-    end = f". Its owner {found.owner} or an admin can end it: gpuscalectl release {job}" if what == "stop" else ""
+    where, end = f"cannot {what} {found.name} on {member.node}", ""
+    if what == "stop":
+        job = found.name.partition("/")[2]
+        end = f". Its owner {found.owner} or an admin can end it: gpuscalectl release {job}"
     if code == NO_FOLDER:
         return FailedPreconditionError(
-            f"cannot {what} {found.name}: on {member.node} this user has no folder of it, as who started it with"
-            f" `run -d` does{end}",
+            f"{where}: this user has no folder of it, as who started it with `run -d` has{end}",
             reason="NO_OUTPUT",
         )
-    return UnavailableError(
-        f"cannot {what} {found.name} on {member.node}: {shlex.join(member.words[:-1])} ended with {code}{end}",
-        reason="NO_SUPERVISOR",
-    )
+    ran = shlex.join(member.words[:-1])
+    return UnavailableError(f"{where}: {ran} ended with {code}{end}", reason="NO_SUPERVISOR")
 
 
 def expect_time(found: allocator_api.Reservation, timeout: float | None, began: float) -> None:

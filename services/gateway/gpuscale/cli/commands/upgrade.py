@@ -46,11 +46,9 @@ def upgrade(session: Session, config: Path | None, plan: bool) -> None:
     """
     units = [f"gpuscale-{name}" for name in ORDER if (folder() / f"gpuscale-{name}.service").exists()]
     found = [*_states(config), *_programs(session)]
-    restarts = (
-        f"restart {', '.join(units)}"
-        if units
-        else "stop gpuscalectl init --run or join --run, and start it again"
-    )
+    restarts = "stop gpuscalectl init --run or join --run, and start it again"
+    if units:
+        restarts = f"restart {', '.join(units)}"
     steps = [
         _row("STEP 1", "back up", "migrations cannot be undone", "docs/operations.md#back-up"),
         _row("STEP 2", "this host", f"gpuscale {version('gpuscale')} is installed", restarts),
@@ -109,12 +107,8 @@ def _states(config: Path | None) -> Iterator[dict[str, object]]:
             yield _row("WARN", name, f"{file} cannot be read: {error}", "run it as root")
             continue
         if stored > newest:
-            yield _row(
-                "FAIL",
-                name,
-                f"its state has schema {stored}, the installed program writes {newest}",
-                "install the newer one",
-            )
+            apart = f"its state has schema {stored}, the installed program writes {newest}"
+            yield _row("FAIL", name, apart, "install the newer one")
         else:
             does = "stays" if stored == newest else f"is migrated to {newest} at the start, for good"
             yield _row("OK", name, f"its state has schema {stored}, which {does}")
