@@ -37,6 +37,7 @@ MOST_MESSAGES = 3
 ELSEWHERE = {
     "UNSATISFIABLE": "FailedPreconditionError",
     "NODE_NOT_ONLINE": "FailedPreconditionError",
+    "CODE_FILE": "FailedPreconditionError",
     "LEASE_NOT_CHECKED": "UnavailableError",
     **dict.fromkeys(
         (

@@ -18,7 +18,7 @@ from gpuscale.cli.commands import hosts
 from gpuscale.cli.commands.database import Database
 from gpuscale.cli.commands.units import demoted
 from gpuscale.cli.console.command import Session
-from gpuscale.common.errors import DeadlineExceededError
+from gpuscale.common.errors import DeadlineExceededError, UnauthenticatedError
 from gpuscale.common.security.auth import Role, TokenFile
 from gpuscale.common.security.authority import issue, read_pair, subject_of
 from gpuscale.testing import FakeServer
@@ -116,6 +116,10 @@ def test_a_host_that_is_slow_to_start_is_waited_for() -> None:
         assert hosts._online(session, "node-0") == "node-0 is ONLINE"
         server.fail("GetNode", DeadlineExceededError("busy"))
         assert hosts._online(session, "node-0") is None
+        revoked = "CERTIFICATE_REVOKED"
+        server.fail("GetNode", UnauthenticatedError("the client certificate was revoked", reason=revoked))
+        with pytest.raises(UnauthenticatedError):  # its token was not asked for, and nobody would say why
+            hosts._online(session, "node-0")
 
 
 def test_what_hinders_a_join_is_said_in_words(tmp_path: Path) -> None:

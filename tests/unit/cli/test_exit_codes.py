@@ -76,6 +76,16 @@ TOO_SHORT = errors.FieldViolation("ttl", "must be at least 2 s")
             ["to send one: --token-file PATH, or gpuscalectl login ADDRESS"],
         ),
         (
+            errors.UnavailableError("x", reason="TLS_SERVER"),
+            ["or log in by the digest that an admin gives you: gpuscalectl login ADDRESS --ca-hash DIGEST"],
+        ),
+        (
+            errors.UnimplementedError("Method not found!"),
+            [
+                "this may be the address of another service: driver and snapshot ask an agent, at port 7071",
+            ],
+        ),
+        (
             errors.UnauthenticatedError("x", reason="JOIN_TOKEN_INVALID"),
             ["an admin makes another: gpuscalectl join-token create"],
         ),

@@ -241,6 +241,8 @@ def revoke(session: Session, name: str, revoked_file: Path, serial: str | None) 
         table[key] = now
         secrets.write_private(revoked_file, tomlkit.dumps(document).encode(), public=True)
     session.output.write_records("revoked", [{"name": name}])
+    if serial is None:
+        note(f"a deny list does not tell whether {name} has a certificate: check the name")
 
 
 def ends_soon(certificate: x509.Certificate, now: datetime) -> bool:

@@ -503,7 +503,9 @@ def _online(session: Session, node: str) -> str | None:
     try:
         with session.connect(quickly=2.0) as client:
             found = client.fleet.GetNode(api.GetNodeRequest(name=node_name(node))).node
-    except NOT_YET:
+    except NOT_YET as error:
+        if error.reason == "CERTIFICATE_REVOKED":  # which no wait mends
+            raise
         return None
     return f"{node} is ONLINE" if found.state == api.NodeState.NODE_STATE_ONLINE else None
 
@@ -575,12 +577,16 @@ def trusted(session: Session, address: str, digest: str, folder: Path) -> Path:
 def _secret(token: str | None, file: Path | None) -> str:
     if (token is None) == (file is None):
         raise InvalidArgumentError("pass either --token or --token-file", field="token")
-    if token is not None:
-        return token
+    return read_secret(file, reason="TOKEN_FILE") if token is None else token
+
+
+def read_secret(file: Path | None, *, reason: str) -> str:
+    """The secret in a file; on the first line of standard input without one, or for `-`."""
     try:
-        text = sys.stdin.readline() if str(file) == "-" else Path(str(file)).read_text(encoding="ascii")
+        text = sys.stdin.readline() if file is None or str(file) == "-" else file.read_text(encoding="ascii")
     except (OSError, UnicodeDecodeError) as error:
-        raise FailedPreconditionError(f"cannot read {file}: {error}", reason="TOKEN_FILE") from error
+        said = getattr(error, "strerror", "it is no text in ASCII")
+        raise FailedPreconditionError(f"cannot read {file}: {said}", reason=reason) from error
     return text.strip()
 
 

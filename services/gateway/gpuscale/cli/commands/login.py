@@ -24,7 +24,7 @@ import click
 from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.cli.commands.config import read_all, write_all
-from gpuscale.cli.commands.hosts import trusted, trusting
+from gpuscale.cli.commands.hosts import read_secret, trusted, trusting
 from gpuscale.cli.commands.tokens import MAX_PRIORITY, TENANTS
 from gpuscale.cli.console.command import FILE, Session, command, context_names, names, one_name
 from gpuscale.cli.console.terminal import TYPED, note
@@ -153,16 +153,9 @@ def _by_code(session: Session, file: Path | None) -> tuple[str, str]:
     if file is None and sys.stdin.isatty():
         code = click.prompt("one-time code", hide_input=True, err=True)
     else:
-        try:
-            code = (
-                sys.stdin.readline() if file is None or str(file) == "-" else file.read_text(encoding="ascii")
-            )
-        except (OSError, UnicodeDecodeError) as error:
-            raise FailedPreconditionError(
-                f"cannot read {file}: {type(error).__name__}", reason="CODE_FILE"
-            ) from None
+        code = read_secret(file, reason="CODE_FILE")
     with session.connect() as client:
-        answer = client.logins.Login(api.LoginRequest(code=code.strip()))
+        answer = client.logins.Login(api.LoginRequest(code=code))
     role = types_api.Role.Name(answer.role).removeprefix("ROLE_").lower()
     return (
         f"logged in as {answer.name} ({role}) until {local_text(_moment(answer.expire_time.seconds))}",

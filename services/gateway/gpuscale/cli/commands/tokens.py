@@ -223,6 +223,7 @@ def revoke(session: Session, name: str, tokens_file: Path, label: str | None) ->
         _replace(tokens_file, tomlkit.dumps(file))
         session.output.write_records("revoked", [{"name": name}])
         note(f"{tokens_file} has no token {name}: logins of that person until now are revoked")
+        note(f"what {name} holds goes on; to see it: gpuscalectl get reservations -l owner={name}")
         return
     token = _existing(tokens, name)
     found = _secrets(token)
@@ -250,7 +251,7 @@ def read(file: Path, *, new: bool = False) -> tomlkit.TOMLDocument:
             return tomlkit.document()
         raise _unusable(f"{file} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise _unusable(f"cannot read {file}: {type(error).__name__}") from None
+        raise _unusable(f"cannot read {file}: {getattr(error, 'strerror', 'it is not UTF-8')}") from None
     except TOMLKitError as error:
         raise _unusable(f"the tokens file is not TOML: {error}") from error
 

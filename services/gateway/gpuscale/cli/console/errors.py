@@ -104,10 +104,13 @@ def report(error: GpuscaleError, name: str = "") -> ExitCode:
 
 
 _REMEDIES: Mapping[str, str] = {
+    "CERTIFICATE_REVOKED": "to let a host in again, on it: gpuscalectl leave, and join with a new token",
     "JOIN_TOKEN_INVALID": "an admin makes another: gpuscalectl join-token create",
     "LOGIN_CODE_INVALID": "an admin makes another: gpuscalectl login-code create NAME",
     "ROLE_TOO_LOW": "an admin can do it, or give you the role: gpuscalectl login-code create NAME --role ROLE",
+    "TLS_SERVER": "or log in by the digest that an admin gives you: gpuscalectl login ADDRESS --ca-hash DIGEST",
     "TOKEN_MISSING": "to send one: --token-file PATH, or gpuscalectl login ADDRESS",
+    "UNIMPLEMENTED": "this may be the address of another service: driver and snapshot ask an agent, at port 7071",
 }
 """What to do, by the reason of an error."""
 
