@@ -554,15 +554,19 @@ def trusted(session: Session, address: str, digest: str, folder: Path) -> Path:
     """
     from cryptography.hazmat.primitives.serialization import Encoding
 
-    host, _, port = channel.split_addresses(address)[0].rpartition(":")
-    file = folder / "authority.pem"
-    try:
-        shown = ssl.get_server_certificate((host.strip("[]"), int(port)), timeout=session.dial_timeout)
-    except OSError as error:
-        message = f"no TLS server answers at {address}: {error.strerror or error}"
-        raise UnavailableError(message, reason="NO_ANSWER") from error
+    file, problem = folder / "authority.pem", OSError()
+    for each in channel.split_addresses(address):
+        host, _, port = each.rpartition(":")
+        try:
+            shown = ssl.get_server_certificate((host.strip("[]"), int(port)), timeout=session.dial_timeout)
+            break
+        except OSError as error:
+            problem = error
+    else:
+        message = f"no TLS server answers at {address}: {problem.strerror or problem}"
+        raise UnavailableError(message, reason="NO_ANSWER") from problem
     file.write_text(shown, encoding="ascii")
-    with trusting(session, address, file).connect() as client:
+    with trusting(session, each, file).connect() as client:
         pem = client.joining.GetAuthority(api.GetAuthorityRequest()).authority_pem
     for one in x509.load_pem_x509_certificates(pem.encode()):
         if issuing.digest_of(one) == digest:

@@ -83,7 +83,7 @@ class ServicesHost:
                     make_users(programs)
                 try:
                     if not self._was_cut_off(ca_hash):
-                        self._join(trusting(session, split_addresses(address)[0], authority), secret())
+                        self._join(trusting(session, address, authority), secret())
                     if (url := self.database.write(self.folder)) is not None:
                         hand_over(url)
                     write_private(file, text.encode())
