@@ -188,9 +188,12 @@ def test_no_call_outlives_its_deadline() -> None:
     assert call.after(not_leader()) is None
 
 
-def test_a_call_without_a_deadline_gives_up_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    call = trail(Leader(["a", "b"]), timeout=None)
-    assert call.timeout is None
+@pytest.mark.parametrize("timeout", [None, 3600.0])
+def test_a_call_without_a_near_deadline_gives_up_too(
+    monkeypatch: pytest.MonkeyPatch, timeout: float | None
+) -> None:
+    call = trail(Leader(["a", "b"]), timeout=timeout)
+    assert (call.timeout is None) == (timeout is None)
     assert call.after(not_leader()) == 0.0
     later = time.monotonic() + PATIENCE
     monkeypatch.setattr("gpuscale.common.rpc.wrapped_channel.time.monotonic", lambda: later)

@@ -227,8 +227,8 @@ LONGEST_CALL: Final = 3_660.0
 """Seconds that streams may stay on a replaced channel; servers keep no connection longer."""
 NOT_LEADER: Final = "NOT_LEADER"
 """Reason of a standby's rejection; its metadata `leader` has the leader's address if known."""
-PATIENCE: Final = 10.0
-"""Seconds to look for the leader in a call without a deadline."""
+PATIENCE: Final = 30.0
+"""Most seconds to look for the leader: a call that may wait for an hour tells earlier that nobody leads."""
 
 _GONE: Final = (NOT_LEADER, "LEAD_LOST", "SHUTTING_DOWN", UnavailableError.default_reason)
 _FIRST_PAUSE: Final = 0.1
@@ -307,7 +307,7 @@ class Trail:
         self._refusals += 1
         # Try each address once without a pause. After that there is no leader until a standby takes over.
         pause = 0.0 if self._refusals % self._leader.count else self._backoff.next()
-        latest = self._patience if self._deadline is None else self._deadline
+        latest = min(self._patience, self._deadline or self._patience)
         return pause if time.monotonic() + pause + (_LEAST if pause else 0.0) < latest else None
 
     def cancelled(self) -> None:
