@@ -149,11 +149,15 @@ async def test_a_frozen_leader_loses_the_lead_and_its_open_transaction(url: Secr
     await connection.close()
 
 
-@pytest.mark.parametrize("place", ["password", "database"])
+@pytest.mark.parametrize("place", ["password", "half a password", "database"])
 async def test_who_is_not_let_in_is_told_at_once_and_without_the_password(
     postgresql: PostgresServer, place: str
 ) -> None:
-    wrong = {"password": postgresql.url(password="secret-1234"), "database": postgresql.url("nowhere")}[place]
+    wrong = {
+        "password": postgresql.url(password="secret-1234"),
+        "half a password": SecretUrl(f"postgresql://{USER}:me@secret-1234@127.0.0.1:1/x"),
+        "database": postgresql.url("nowhere"),
+    }[place]
     with pytest.raises(FailedPreconditionError) as caught:
         async with Candidate(wrong, SERVICE, "here").term():
             pass

@@ -62,10 +62,14 @@ def conninfo(url: SecretUrl, application: str) -> str:
     try:
         given = conninfo_to_dict(url.reveal())
     except psycopg.ProgrammingError:
+        given = {"host": "@"}
+    if "@" in str(
+        given.get("host")
+    ):  # it ends the user and password at the first one, and would show the rest
         raise FailedPreconditionError(
-            f"the URL of the database {url} is invalid",
+            f"the URL of the database {url} is invalid: percent-encode the special characters of user and password",
             reason="DATABASE_REFUSED",
-        ) from None
+        )
     # With SQL_ASCII, a database without encoding, the driver would return bytes.
     own = {"application_name": application, "client_encoding": "UTF8"}
     return make_conninfo("", **{**_DEFAULTS, **given, **own})
