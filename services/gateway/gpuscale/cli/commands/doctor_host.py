@@ -305,7 +305,12 @@ def database(settings: Settings) -> Iterator[Diagnosis]:
     subject = f"{settings.section} database"
     if not isinstance(settings, DatabaseSettings) or settings.database is None:
         folder: Path | None = getattr(settings, "data_dir", None)
-        for file in sorted(folder.glob("*.db")) if folder is not None else ():
+        try:
+            files = sorted(folder.glob("*.db")) if folder is not None else []
+        except OSError as error:
+            yield _fail("database", subject, f"{folder}: {error.strerror}", "the folder's owner and mode")
+            return
+        for file in files:
             try:
                 with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True, timeout=SECONDS)) as store:
                     store.execute("PRAGMA schema_version").fetchone()
