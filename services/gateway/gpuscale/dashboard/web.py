@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.middleware.gzip import GZipMiddleware
-from nicegui import Client, app, binding, ui
+from nicegui import Client, binding, ui
+from nicegui import app as pages
 from starlette.datastructures import Headers
 from starlette.responses import ContentStream, PlainTextResponse, Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -116,9 +117,9 @@ async def open_dashboard(
             secret = partial(calendar_secret, settings.calendar_file) if settings.calendar_file else str
             site = DashboardSite(facts, tally, client, settings.gateway_address, actions, feed.look, secret)
             connections = Connections()
-            whole = application(site, visitors, names=names, compress=not address.loopback)
+            app = application(site, visitors, names=names, compress=not address.loopback)
             config = uvicorn.Config(
-                CountedRequests(TrackedConnections(whole, connections), figures),
+                CountedRequests(TrackedConnections(app, connections), figures),
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -207,18 +208,18 @@ def application(
             ui.label(told)
         return client.build_response(request, 404)
 
-    app.add_exception_handler(404, no_page)
-    whole = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    whole.get(CALENDAR + "{secret}.ics")(calendar)
+    pages.add_exception_handler(404, no_page)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.get(CALENDAR + "{secret}.ics")(calendar)
     if visitors is not None:
-        serve_logs(whole, visitors)
-        require_sign_in(whole, visitors)
-    whole.add_middleware(NoFraming)
-    whole.add_middleware(SameOrigin, names=names)
+        serve_logs(app, visitors)
+        require_sign_in(app, visitors)
+    app.add_middleware(NoFraming)
+    app.add_middleware(SameOrigin, names=names)
     binding.MAX_PROPAGATION_TIME = float("inf")  # nothing is bound: a warning would tell of a busy host
     # NiceGUI leaves the type of an argument that is not given here open.
     ui.run_with(  # pyright: ignore[reportUnknownMemberType]
-        whole,
+        app,
         title="gpuscale",
         dark=None,
         language="en-US",
@@ -230,7 +231,7 @@ def application(
         reconnect_timeout=RECONNECT_SECONDS,
         gzip_middleware_factory=partial(GZipMiddleware, compresslevel=COMPRESSION) if compress else None,
     )
-    return whole
+    return app
 
 
 def serve_logs(app: FastAPI, visitors: Visitors) -> None:

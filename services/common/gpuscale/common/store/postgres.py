@@ -62,10 +62,9 @@ def conninfo(url: SecretUrl, application: str) -> str:
     try:
         given = conninfo_to_dict(url.reveal())
     except psycopg.ProgrammingError:
-        given = {"host": "@"}
-    if "@" in str(
-        given.get("host")
-    ):  # it ends the user and password at the first one, and would show the rest
+        given = None
+    # The library ends the password at the first '@', and would show what follows it as the host.
+    if given is None or "@" in str(given.get("host")):
         raise FailedPreconditionError(
             f"the URL of the database {url} is invalid: percent-encode the special characters of user and password",
             reason="DATABASE_REFUSED",
