@@ -46,6 +46,8 @@ class Member:
     async def nodes(self, request: Any, context: Any) -> AsyncIterator[Any]:
         self.refuse("nodes")
         yield monitor_api.WatchNodesResponse(full=True)
+        if self.hold:
+            await asyncio.Event().wait()
 
     async def telemetry(self, requests: Any, context: Any) -> AsyncIterator[Any]:
         self.refuse("telemetry")

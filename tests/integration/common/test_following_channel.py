@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.rpc.channel import open_channel, open_sync_channel
 from gpuscale.common.rpc.server import ServerOptions
 from gpuscale.common.rpc.status import from_rpc_error, rpc_errors, to_rpc_status
+from gpuscale.common.store.postgres import LEASE
 from gpuscale.internal.monitor import v1 as monitor_internal
 from tests.support.certificates import Authority
 from tests.support.standby import Pair, two_servers
@@ -211,3 +212,44 @@ async def test_each_server_is_known_by_its_own_name_over_tls(tmp_path: Path) -> 
         open_channel(f"127.0.0.2:1,{served.address}", tls=authority.trust()) as channel,
     ):
         await get(channel)
+
+
+@asynccontextmanager
+async def silenced(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """An address that leads to another; once the event is set nothing passes, as from a frozen process."""
+    frozen, (host, _, port) = asyncio.Event(), address.rpartition(":")
+    writers = list[asyncio.StreamWriter]()
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        while (data := await reader.read(65_536)) and not frozen.is_set():
+            writer.write(data)
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        behind, forth = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(pump(reader, forth), pump(behind, writer))
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    try:
+        yield "{}:{}".format(*server.sockets[0].getsockname()), frozen
+    finally:
+        for writer in writers:
+            writer.close()
+        server.close()
+
+
+async def test_a_stream_leaves_a_frozen_leader_as_soon_as_another_leads(pair: Pair) -> None:
+    """Else a watch stays on it until the keepalive of other channels ends, after 30 s."""
+    pair.first.hold = True
+    async with (
+        silenced(pair.first.address) as (address, frozen),
+        open_channel(f"{address},{pair.second.address}") as channel,
+    ):
+        call = watch(channel)
+        assert (await call.read()).full
+        frozen.set()
+        with pytest.raises(UnavailableError), rpc_errors():
+            await asyncio.wait_for(call.read(), 3 * LEASE)
+        pair.lead(pair.second)
+        assert (await watch(channel).read()).full
+    assert pair.second.calls == ["nodes"]

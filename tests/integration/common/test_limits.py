@@ -20,6 +20,7 @@ from gpuscale.common.rpc.forwarder import Forwarder, Lanes, Upstream
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.security.auth import Authenticator
+from gpuscale.common.store.postgres import LEASE
 from gpuscale.common.wire import to_duration
 from tests.support.throwaway import ALLOCATOR, Allocator, Fleet, serve
 from tests.support.waiting import eventually
@@ -218,6 +219,7 @@ async def test_the_refusal_of_a_hopeless_message_fits_into_the_answer() -> None:
 
 
 def test_clients_ping_less_often_than_servers_allow() -> None:
-    server, client = dict(server_module.SERVER_ARGUMENTS), dict(channels.CHANNEL_ARGUMENTS)
+    server, client = dict(server_module.SERVER_ARGUMENTS), dict(channels.FOLLOWING_ARGUMENTS)
     assert client["grpc.keepalive_time_ms"] >= 2 * server["grpc.http2.min_ping_interval_without_data_ms"]
+    assert client["grpc.keepalive_time_ms"] + client["grpc.keepalive_timeout_ms"] <= LEASE * 1000
     assert server["grpc.keepalive_permit_without_calls"] == 1

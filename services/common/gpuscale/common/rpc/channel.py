@@ -70,6 +70,15 @@ URGENT_ARGUMENTS: ChannelArguments = (
     ("grpc.min_reconnect_backoff_ms", 2_000),
 )
 """Overrides for urgent channels: with TCP's own backoff, a link that was down for 30 s would be noticed after 51 s."""
+FOLLOWING_ARGUMENTS: ChannelArguments = (
+    (
+        "grpc.keepalive_time_ms",
+        1_000,
+    ),  # core sends no two pings within a second, and gives one it delayed no keepalive timeout
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),
+)
+"""Overrides for several addresses: streams leave a leader that is silent for as long as its lease lasts (3 s)."""
 AGENT_SOCKET: Final = Path("/run/gpuscale/agent.sock")
 """Socket where this host's agent admits work in the shipped setups. Only root and the agent can create it."""
 _OTHER_WAYS: Final = ("unix:", "unix-abstract:", "dns:///", "ipv4:", "ipv6:")
@@ -105,13 +114,20 @@ def open_channel(
         InvalidArgumentError: an address is malformed or listed twice, or the token has invalid characters.
     """
     addresses = split_addresses(address)
-    if len(addresses) > 1:
-        return following(addresses, [open_channel(each, tls=tls, token=token) for each in addresses])
-    header = _header(token, address, tls)
+    if len(addresses) == 1:
+        return _open_one(address, tls, token)
+    return following(addresses, [_open_one(each, tls, token, FOLLOWING_ARGUMENTS) for each in addresses])
+
+
+def _open_one(
+    address: str, tls: ClientTls | None, token: Token | None, own: ChannelArguments = ()
+) -> grpc.aio.Channel:
+    """A channel to one address."""
+    header, arguments = _header(token, address, tls), _arguments(tls, own=own)
     if tls is None:
-        channel = grpc.aio.insecure_channel(address, options=_arguments(tls))
+        channel = grpc.aio.insecure_channel(address, options=arguments)
     else:
-        channel = grpc.aio.secure_channel(address, _credentials(tls, token), options=_arguments(tls))
+        channel = grpc.aio.secure_channel(address, _credentials(tls, token), options=arguments)
     return channel if header is None else WrappedChannel([channel], header)
 
 
@@ -128,19 +144,20 @@ def open_sync_channel(
     An `urgent` channel reconnects quickly when a lost network is back.
     """
     addresses = split_addresses(address)
-    if len(addresses) > 1:
-        opened = [
-            open_sync_channel(each, tls=tls, token=token, dial_timeout=dial_timeout, urgent=urgent)
-            for each in addresses
-        ]
-        return sync_following(addresses, opened)
-    header = _header(token, address, tls)
-    arguments = _arguments(tls, dial_timeout, URGENT_ARGUMENTS if urgent else ())
-    if tls is None:
-        channel = grpc.insecure_channel(address, options=arguments)
-    else:
-        channel = grpc.secure_channel(address, _credentials(tls, token), options=arguments)
-    return channel if header is None else SyncWrappedChannel([channel], header)
+    arguments = _arguments(
+        tls, dial_timeout, (URGENT_ARGUMENTS if urgent else ()) + FOLLOWING_ARGUMENTS * (len(addresses) > 1)
+    )
+
+    def open_one(one: str) -> grpc.Channel:
+        header = _header(token, one, tls)
+        if tls is None:
+            channel = grpc.insecure_channel(one, options=arguments)
+        else:
+            channel = grpc.secure_channel(one, _credentials(tls, token), options=arguments)
+        return channel if header is None else SyncWrappedChannel([channel], header)
+
+    opened = [open_one(one) for one in addresses]
+    return sync_following(addresses, opened) if len(opened) > 1 else opened[0]
 
 
 def _arguments(

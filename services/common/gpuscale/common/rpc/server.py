@@ -48,8 +48,8 @@ SERVER_ARGUMENTS: Final[ChannelArguments] = (
     ("grpc.server_max_unrequested_time_in_server", 86_400),
     ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
     *COMMON_ARGUMENTS,
-    # Agents ping every 20 s; with core's default (5 min) their connections would be closed for too many pings.
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # Followers of a leader ping every second; with core's default (5 min) their connections would be closed for too many pings.
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.keepalive_permit_without_calls", 1),
     # Core would ping each agent each second to measure bandwidth, which small messages do not need.
     ("grpc.http2.bdp_probe", 0),
