@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -28,6 +29,7 @@ from gpuscale.common.store.leadership import Candidate
 from gpuscale.common.store.term import Term
 from tests.support.postgresql import PostgresServer
 from tests.support.throwaway import ALLOCATOR, FLEET, SERVICES, Allocator, Fleet, Served, registrations
+from tests.support.tokens import bearer, write_tokens
 from tests.support.waiting import eventually
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -58,9 +60,11 @@ class Actor:
 
 
 @asynccontextmanager
-async def process(url: SecretUrl, actor: Opening) -> AsyncGenerator[Served]:
+async def process(
+    url: SecretUrl, actor: Opening, authenticator: Authenticator | None = None
+) -> AsyncGenerator[Served]:
     """One process of the service, and a channel to it."""
-    server, stop = Server(ServerOptions(), Authenticator()), asyncio.Event()
+    server, stop = Server(ServerOptions(), authenticator or Authenticator()), asyncio.Event()
     address = server.bind()
     serving = asyncio.create_task(
         serve_by_turns(server, Candidate(url, "throwaway", address), SERVICES, actor, stop, open_channel)
@@ -84,10 +88,10 @@ async def two(url: SecretUrl, first: Actor, second: Actor) -> AsyncGenerator[tup
         yield leader, standby
 
 
-async def refused(served: Served) -> GpuscaleError:
+async def refused(served: Served, *metadata: tuple[str, str]) -> GpuscaleError:
     """The error of a call."""
     with pytest.raises(UnavailableError) as caught, rpc_errors():
-        await served.get(metadata=(FOLLOWS,))
+        await served.get(metadata=(FOLLOWS, *metadata))
     return caught.value
 
 
@@ -145,6 +149,26 @@ async def test_a_standby_says_who_leads_and_why_it_does_not_know(
         told = [(one["event"], one.get("leader")) for one in words if isinstance(one, dict)]
         assert (told[0], told[-1]) == (("another process leads", "here:1"),) * 2
         assert ("cannot compete for the lead", None) in told
+
+
+@pytest.mark.parametrize(
+    ("role", "why"),
+    [
+        ("admin", "PostgreSQL at postgresql://127.0.0.1:1/x cannot be used, as its log says"),
+        ("viewer", "its database cannot be used"),
+    ],
+)
+async def test_only_an_admin_reads_where_the_database_is(tmp_path: Path, role: str, why: str) -> None:
+    authenticator = Authenticator(tokens_file=write_tokens(tmp_path / "tokens.toml", one=role))
+    async with process(SecretUrl("postgresql://127.0.0.1:1/x"), Actor(), authenticator) as standby:
+        error = await eventually(lambda: with_cause(standby, *bearer("one")))
+    assert error.message.endswith(f"; the leader is not known: {why}")
+
+
+async def with_cause(served: Served, *metadata: tuple[str, str]) -> GpuscaleError | None:
+    """The error of a call, once it says why no leader is known."""
+    error = await refused(served, *metadata)
+    return error if "not known: " in error.message else None
 
 
 async def without_leader(served: Served) -> GpuscaleError | None:

@@ -25,7 +25,14 @@ from gpuscale.common.rpc.server import HandlerCollector, Registration, Server
 from gpuscale.common.rpc.wrapped_channel import FOLLOWS, never_sent
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff, TaskScope
-from gpuscale.common.security.auth import FORWARDED_KEY, Context, Principal, current_principal
+from gpuscale.common.security.auth import (
+    FORWARDED_KEY,
+    Context,
+    Principal,
+    Role,
+    current_principal,
+    find_principal,
+)
 from gpuscale.common.security.signed_callers import MOST_BYTES, seal, unseal
 from gpuscale.common.store.leadership import LOOK_PERIOD, Candidate
 from gpuscale.common.store.term import Lead, Term
@@ -231,7 +238,13 @@ async def serve_by_turns(
     Raises:
         FailedPreconditionError: the database refuses us, or `act` cannot use the state.
     """
-    methods = LeaderMethods(services, lambda: not_leader(candidate.leader, candidate.problem))
+
+    def refusal() -> UnavailableError:
+        caller, problem = find_principal(), candidate.problem
+        admin = caller is not None and caller.role >= Role.ADMIN
+        return not_leader(candidate.leader, problem if admin else problem and "its database cannot be used")
+
+    methods = LeaderMethods(services, refusal)
     relay = Relay(services, open_channel)
     server.add(*methods.registrations)
     server.forward(relay.handler, methods.open_forwarded)

@@ -64,7 +64,7 @@ class Candidate:
         self.other: Lead | None = None
         """The other process that leads, if known."""
         self.problem = ""
-        """Why the leader cannot be known now, without what the driver says: any caller may read it."""
+        """Why the leader cannot be known now, for admins: it has the address of the database."""
 
     @property
     def leader(self) -> str:
