@@ -12,6 +12,7 @@ from ruamel.yaml import YAML
 
 from gpuscale.cli.grammar.nouns import NOUNS
 from gpuscale.common import errors
+from gpuscale.common.rpc.status import LEADER_KEY, VERSION_KEY
 from tests.contract.cli import canned_gateway as canned
 from tests.support.cli import Ran, leaves, run_cli
 from tests.support.ports import silent_port
@@ -573,6 +574,24 @@ def test_version_names_every_program_and_is_said_where_nothing_answers(ctl: Any)
     with silent_port() as port:
         away = run_cli("--address", f"127.0.0.1:{port}", "version", "-o", "json")
     assert (away.code, away.out) == (7, alone.out)
+
+
+def test_version_and_doctor_name_the_allocator_that_leads(ctl: Any, world: canned.World) -> None:
+    """To those who may know: it tells admins only."""
+
+    def answer(_: Any, context: Any) -> Any:
+        context.set_trailing_metadata(((VERSION_KEY, "0.4.0"), (LEADER_KEY, "a.example:7073")))
+        return canned.allocator_api.ListReservationsResponse()
+
+    world.overrides["ListReservations"] = answer
+    records = json.loads(ctl("version", "-o", "json").out)["versions"]
+    assert {
+        "name": "allocator",
+        "program": "process that leads, a.example:7073",
+        "version": "0.4.0",
+    } in records
+    findings = json.loads(ctl("doctor", "--only", "fleet", "-o", "json").out)["findings"]
+    assert "answers; a.example:7073 leads" in [one["found"] for one in findings]
 
 
 def test_every_kind_is_listed_with_the_commands_that_know_it(ctl: Any) -> None:

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.errors import (
     FailedPreconditionError,
@@ -20,7 +21,7 @@ from gpuscale.common.errors import (
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.rpc.standby import LeaderMethods, Opening, not_leader, serve_by_turns
-from gpuscale.common.rpc.status import from_rpc_error, rpc_errors
+from gpuscale.common.rpc.status import LEADER_KEY, from_rpc_error, rpc_errors
 from gpuscale.common.rpc.wrapped_channel import FOLLOWS
 from gpuscale.common.runtime.tasks import Backoff
 from gpuscale.common.secrets import SecretUrl
@@ -169,6 +170,23 @@ async def with_cause(served: Served, *metadata: tuple[str, str]) -> GpuscaleErro
     """The error of a call, once it says why no leader is known."""
     error = await refused(served, *metadata)
     return error if "not known: " in error.message else None
+
+
+async def test_answers_name_the_leader_to_an_admin(postgresql: PostgresServer) -> None:
+    """And so through a standby."""
+
+    async def named(asked: Served) -> object:
+        call = asked.allocator.GetReservation(
+            allocator_api.GetReservationRequest(name="reservations/r"), timeout=30
+        )
+        with rpc_errors():
+            await call
+        return dict(await call.trailing_metadata())[LEADER_KEY]
+
+    async with two(postgresql.database(), Actor(), Actor()) as (leader, standby):
+        assert await named(leader) == leader.address
+        through = await eventually(lambda: named(standby), retry_on=(UnavailableError,))
+        assert through == leader.address
 
 
 async def without_leader(served: Served) -> GpuscaleError | None:

@@ -22,6 +22,7 @@ from gpuscale.common.rpc.forwarder import STREAMS, Forwarder, Lanes, Metadata, U
 from gpuscale.common.rpc.interceptor import Handler, behavior_of, handler_of
 from gpuscale.common.rpc.meter import counted_elsewhere
 from gpuscale.common.rpc.server import HandlerCollector, Registration, Server
+from gpuscale.common.rpc.status import LEADER_KEY
 from gpuscale.common.rpc.wrapped_channel import FOLLOWS, never_sent
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff, TaskScope
@@ -57,6 +58,12 @@ def not_leader(leader: str, problem: str = "") -> UnavailableError:
         metadata={"leader": leader} if leader else {},
         retry_after=RETRY_AFTER,
     )
+
+
+def _is_admin() -> bool:
+    """Whether the caller of the current RPC may know where programs are."""
+    caller = find_principal()
+    return caller is not None and caller.role >= Role.ADMIN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +205,11 @@ class LeaderMethods:
 
     def _handler(self, path: str, method: MethodDescriptor) -> Handler:
         async def answer(request: Any, context: Context) -> Any:
-            return await behavior_of(self._find(path))(request, context)
+            behavior = behavior_of(self._find(path))
+            if self._term is not None and _is_admin():
+                named = (LEADER_KEY, self._term.lead.address)
+                context.set_trailing_metadata((*context.trailing_metadata(), named))
+            return await behavior(request, context)
 
         async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
             async with aclosing(behavior_of(self._find(path))(request, context)) as responses:
@@ -240,9 +251,10 @@ async def serve_by_turns(
     """
 
     def refusal() -> UnavailableError:
-        caller, problem = find_principal(), candidate.problem
-        admin = caller is not None and caller.role >= Role.ADMIN
-        return not_leader(candidate.leader, problem if admin else problem and "its database cannot be used")
+        problem = candidate.problem
+        return not_leader(
+            candidate.leader, problem if _is_admin() else problem and "its database cannot be used"
+        )
 
     methods = LeaderMethods(services, refusal)
     relay = Relay(services, open_channel)

@@ -22,6 +22,8 @@ REQUEST_ID_KEY = "gpuscale-request-id"
 """Metadata of requests, and trailing metadata: the request id in log and audit lines."""
 VERSION_KEY, VIA_KEY = "gpuscale-version", "gpuscale-via"
 """Trailing metadata with the version of the service, and of its gateway; for authenticated callers."""
+LEADER_KEY = "gpuscale-leader"
+"""Trailing metadata with the address of the process that leads, where there are standbys; for admins."""
 
 _CODES: Mapping[type[errors.GpuscaleError], grpc.StatusCode] = {
     errors.InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,

@@ -31,6 +31,7 @@ from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.parameters import DURATION, local_text, option, repeated
 from gpuscale.common.config.sources import CONFIG_VARIABLE
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
+from gpuscale.common.rpc.status import LEADER_KEY
 from gpuscale.common.secrets import SecretUrl, write_private
 
 if TYPE_CHECKING:
@@ -168,8 +169,10 @@ def _watchers(client: "Client") -> "Iterator[host.Diagnosis]":
 
 def _database(client: "Client") -> "Iterator[host.Diagnosis]":
     """Check that the allocator can read reservations from its state."""
-    client.allocator.ListReservations(allocator_api.ListReservationsRequest(page_size=1))
-    yield host.Diagnosis("service", "allocator", "OK", "answers")
+    request = allocator_api.ListReservationsRequest(page_size=1)
+    _, call = client.allocator.ListReservations.with_call(request)
+    leader = dict(call.trailing_metadata() or ()).get(LEADER_KEY)
+    yield host.Diagnosis("service", "allocator", "OK", f"answers; {leader} leads" if leader else "answers")
 
 
 _LOOKS: "dict[str, Callable[[Client], Iterator[host.Diagnosis]]]" = {

@@ -95,7 +95,7 @@ def programs(session: Session) -> Iterator[tuple[str, str, str]]:
     from gpuscale.api.allocator import v1 as allocator_api
     from gpuscale.api.autoscaler import v1 as autoscaler_api
     from gpuscale.api.monitor import v1 as monitor_api
-    from gpuscale.common.rpc.status import VERSION_KEY, VIA_KEY
+    from gpuscale.common.rpc.status import LEADER_KEY, VERSION_KEY, VIA_KEY
 
     nodes = monitor_api.ListNodesRequest(page_size=1)
     with session.connect() as client:
@@ -109,7 +109,9 @@ def programs(session: Session) -> Iterator[tuple[str, str, str]]:
             )[1],
         }
         for name, call in calls.items():
-            yield name, "process that leads", str(dict(call.trailing_metadata() or ()).get(VERSION_KEY, ""))
+            told = dict(call.trailing_metadata() or ())
+            leads = f"process that leads, {told[LEADER_KEY]}" if LEADER_KEY in told else "process that leads"
+            yield name, leads, str(told.get(VERSION_KEY, ""))
         for one in session.each():  # a standby host is found by its gateway
             found = ""
             with one.connect(quickly=2.0) as of_gateway, suppress(GpuscaleError):
