@@ -576,6 +576,31 @@ def test_version_names_every_program_and_is_said_where_nothing_answers(ctl: Any)
     assert (away.code, away.out) == (7, alone.out)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("explain", "reservation"), ("get", "reservations"), ("release",), ("renew",), ("stats",)],
+    ids=" ".join,
+)
+def test_a_reservation_is_known_by_the_title_of_its_job(
+    ctl: Any, world: canned.World, words: tuple[str, ...]
+) -> None:
+    """As by `get job`, `stop` and `logs`. Where several that are open have it, none is taken."""
+    one = type(canned.RESERVATION)()
+    one.CopyFrom(canned.RESERVATION)
+    one.name, one.job.title = "reservations/rabcdefghijk2", "night run"
+    world.things[one.name] = one
+    ran = ctl(*words, "night run")
+    assert (ran.code, ran.err) == (0, "")
+    assert {request.name for request in world.requests if hasattr(request, "name")} == {one.name}
+    other = type(one)()
+    other.CopyFrom(one)
+    other.name = "reservations/rabcdefghijk3"
+    world.things[other.name] = other
+    ran = ctl(*words, "night run")
+    assert ran.code == 2
+    assert "2 jobs are titled 'night run': rabcdefghijk2, rabcdefghijk3; use the id" in ran.err
+
+
 def test_version_and_doctor_name_the_allocator_that_leads(ctl: Any, world: canned.World) -> None:
     """To those who may know: it tells admins only."""
 

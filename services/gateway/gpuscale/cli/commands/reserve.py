@@ -35,7 +35,7 @@ from gpuscale.cli.grammar.parameters import (
 from gpuscale.cli.views import allocator as views
 from gpuscale.common import wire
 from gpuscale.common.errors import InvalidArgumentError, UnavailableError
-from gpuscale.common.names import BOOKING, NODE, RESERVATION, node_of
+from gpuscale.common.names import BOOKING, NODE, node_of
 
 if TYPE_CHECKING:
     from gpuscale.client import AskOptions, Client
@@ -310,7 +310,7 @@ def renew(session: Session, name: tuple[str, ...], ttl: float | None, fence: int
         )
         return client.allocator.RenewReservation(request).reservation
 
-    show_each(session, views.RESERVATIONS, _full(name, fence), restart, _find)
+    show_each(session, views.RESERVATIONS, _full(session, name, fence), restart, _find)
 
 
 @command("release r3fa7kq2vnb4d r9xw5tbe7zca2")
@@ -323,15 +323,16 @@ def release(session: Session, name: tuple[str, ...], fence: int | None) -> None:
         request = api.ReleaseReservationRequest(name=full, fence=fence or _find(client, full).fence)
         return client.allocator.ReleaseReservation(request).reservation
 
-    show_each(session, views.RESERVATIONS, _full(name, fence), give_back, _find)
+    show_each(session, views.RESERVATIONS, _full(session, name, fence), give_back, _find)
 
 
-def _full(typed: tuple[str, ...], fence: int | None) -> list[str]:
+def _full(session: Session, typed: tuple[str, ...], fence: int | None) -> list[str]:
     """Full names of reservations; only one is allowed with a fence."""
     _, rest = without_noun(typed, "reservations")
     if fence is not None and len(rest) > 1:
         raise InvalidArgumentError("--fence takes one reservation: each has its own")
-    return [full_name(RESERVATION, one) for one in rest]
+    with session.connect() as client:
+        return [lookup.reservation_name(client, one) for one in rest]
 
 
 def _find(client: "Client", name: str) -> "api.Reservation":

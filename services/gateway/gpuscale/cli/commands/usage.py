@@ -16,13 +16,11 @@ from gpuscale.cli.console.command import Session, command, one_name, words
 from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.terminal import note, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
-from gpuscale.cli.grammar.nouns import canonical, full_name
 from gpuscale.cli.grammar.parameters import MOMENT, format_duration, local_text, option
 from gpuscale.cli.views import allocator as views
 from gpuscale.client import pages
 from gpuscale.common import wire
 from gpuscale.common.errors import NotFoundError
-from gpuscale.common.names import RESERVATION
 
 if TYPE_CHECKING:
     from gpuscale.client import Client
@@ -95,9 +93,7 @@ def _ordered(row: api.UsageRow) -> dict[str, object]:
 def stats(session: Session, name: str) -> None:
     """Show how a reservation or job uses or used each GPU: utilization, memory, energy, clock, throttling and faults."""
     with session.connect() as client:
-        text = canonical(name).rpartition("/")[2]
-        one = text if lookup.RESERVATION_ID.fullmatch(text) else lookup.job(client, name).name
-        found = Statistics.of(client, full_name(RESERVATION, one))
+        found = Statistics.of(client, lookup.reservation_name(client, name))
     if session.output.human:
         write_lines(session.output.table(found.usage.gpus, views.GPU_STATISTICS))
         write_lines(found.lines())

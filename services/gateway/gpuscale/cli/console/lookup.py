@@ -264,9 +264,10 @@ def reservations(
     ended: bool = False,
     of_jobs: bool = False,
 ) -> list[allocator_api.Reservation]:
-    """Reservations by name, or the open ones, of one holder if given."""
+    """Reservations by name or title, or the open ones, of one holder if given."""
     if typed:
-        return _named(client.allocator, allocator_api.GetReservationRequest, names.RESERVATION, typed)
+        found = [reservation_name(client, one) for one in typed]
+        return _named(client.allocator, allocator_api.GetReservationRequest, names.RESERVATION, found)
     only = "job:*" if of_jobs else ""
     request = allocator_api.ListReservationsRequest(holder=holder, show_ended=ended, filter=only)
     return about.items(client.allocator, request, "reservations that ended")
@@ -292,10 +293,30 @@ def job(client: Client, typed: str) -> allocator_api.Reservation:
         [found] = reservations(client, [text])
         named = [found] if found.HasField("job") else []
     else:
-        named = [one for one in jobs(client, ended=True) if one.job.title == text]
+        named = _titled(client, text)
     if not named:
         raise NotFoundError(f"there is no job {typed}; list all with: gpuscalectl get jobs -a")
-    return max(named, key=lambda one: (not one.HasField("end_time"), one.create_time.ToNanoseconds()))
+    return named[0]
+
+
+def reservation_name(client: Client, typed: str) -> str:
+    """The full name of a reservation, by its name or the title of its job: of the one that is open, else of the newest.
+
+    Raises:
+        InvalidArgumentError: several that are open have that title, or it is no name.
+    """
+    asked = "/" in canonical(typed) or RESERVATION_ID.fullmatch(typed)
+    found = [] if asked else _titled(client, typed)
+    if several := [short(one.name) for one in found if not one.HasField("end_time")][1:]:
+        ids = ", ".join(sorted([short(found[0].name), *several]))
+        raise InvalidArgumentError(f"{len(several) + 1} jobs are titled {typed!r}: {ids}; use the id")
+    return found[0].name if found else full_name(names.RESERVATION, typed)
+
+
+def _titled(client: Client, title: str) -> list[allocator_api.Reservation]:
+    """The reservations of the jobs with a title, the open ones first, the newest first."""
+    found = [one for one in jobs(client, ended=True) if one.job.title == title]
+    return sorted(found, key=lambda one: (one.HasField("end_time"), -one.create_time.ToNanoseconds()))
 
 
 RESERVATION_ID = re.compile("r[a-z2-7]{12}")
