@@ -181,6 +181,36 @@ def a_lost_reservation(world: canned.World) -> None:
     world.things[lost.name] = lost
 
 
+@pytest.mark.parametrize(
+    ("state", "code", "why", "told"),
+    [
+        ("SUCCEEDED", 0, "", "released: its job SUCCEEDED: exit code 0"),
+        ("FAILED", 137, "", "released: its job FAILED: exit code 137 (SIGKILL)"),
+        (
+            "STOPPED",
+            143,
+            "stopped by ann",
+            "released: its job STOPPED: exit code 143 (SIGTERM): stopped by ann",
+        ),
+        ("LOST", None, "", "released: its job LOST: nobody renewed its lease"),
+    ],
+)
+def test_an_event_tells_how_a_job_ended(
+    ctl: Any, world: canned.World, state: str, code: int | None, why: str, told: str
+) -> None:
+    """As `get job` does."""
+    one = type(canned.RESERVATION)()
+    one.CopyFrom(canned.RESERVATION)
+    one.state, one.job.state = one.STATE_RELEASED, one.job.State.Value(f"STATE_{state}")
+    one.end_time.GetCurrentTime()
+    one.job.members[0].end_reason = why
+    if code is not None:
+        one.job.exit_code = code
+    world.things[one.name] = one
+    happened = json.loads(ctl("events", "--kind", "reservation", "-o", "json").out)["events"]
+    assert happened[-1]["what"].startswith(told)
+
+
 def test_what_happened_is_one_list_by_time(
     ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,8 +3,10 @@
 Times are of the servers' wall clocks.
 """
 
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,6 +21,7 @@ from gpuscale.cli.console.output import ABSENT, Chosen
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import AROUND, When, option, repeated, takes
+from gpuscale.client.over_ssh import OF_SIGNAL
 from gpuscale.common import wire
 from gpuscale.common.errors import PermissionDeniedError, UnavailableError, UnimplementedError
 from gpuscale.common.names import node_of
@@ -148,7 +151,21 @@ def _of_reservation(one: "Reservation") -> "Iterator[tuple[Timestamp, str, str]]
         if number < len(earlier):
             yield ran.end_time, f"its job left {node}", ran.end_reason
     if one.HasField("end_time"):
-        yield one.end_time, cells.word(one, "state").lower(), one.end_reason
+        yield one.end_time, cells.word(one, "state").lower(), _how_ended(one)
+
+
+def _how_ended(one: "Reservation") -> str:
+    """Why a reservation ended, and how its job did, as `get job` shows it."""
+    from gpuscale.client.jobs import why_ended
+
+    if not one.HasField("job"):
+        return one.end_reason
+    code = f"exit code {one.job.exit_code}" if one.job.HasField("exit_code") else ""
+    with suppress(ValueError):  # none that a signal gives
+        code += f" ({signal.Signals(one.job.exit_code - OF_SIGNAL).name})"
+    reasons = why_ended(one), *(ran.end_reason for ran in one.job.members)
+    told = (f"its job {cells.word(one.job, 'state')}", code, *dict.fromkeys(reasons))
+    return ": ".join(filter(None, told))
 
 
 def _replicas(client: "Client", about: "lookup.About") -> Iterator[EventLine]:
