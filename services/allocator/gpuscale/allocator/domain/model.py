@@ -598,7 +598,13 @@ class Use:
                 self.newly.pop(gpu.uuid, None)
             if gpu.parent:
                 self._changed[gpu.node].add(gpu.parent)
-                self._note_instance(gpu)
+                instances = self._instances.setdefault(gpu.parent, set())
+                if gpu.uuid in self._gpus:
+                    instances.add(gpu.uuid)
+                else:
+                    instances.discard(gpu.uuid)
+                    if not instances:
+                        del self._instances[gpu.parent]
         for node, _ in members:
             of_node = self._nodes.get(node, FREE_NODE)
             if names := _names(of_node.reservations, reservation.id, sign):
@@ -613,15 +619,6 @@ class Use:
         self._tenants[reservation.tenant] = held
         if not held:
             del self._tenants[reservation.tenant]
-
-    def _note_instance(self, gpu: ReservedGpu) -> None:
-        held = self._instances.setdefault(gpu.parent, set())
-        if gpu.uuid in self._gpus:
-            held.add(gpu.uuid)
-        else:
-            held.discard(gpu.uuid)
-            if not held:
-                del self._instances[gpu.parent]
 
 
 def _names(names: tuple[str, ...], name: str, sign: int) -> tuple[str, ...]:
