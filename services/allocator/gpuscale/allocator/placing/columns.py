@@ -507,7 +507,14 @@ def available(gpu: Gpu, live: Iterable[Reservation], gone: Iterable[Reservation]
     unclear = not gpu.processes_known or any(
         process.unknown or process.memory_bytes is None for process in gpu.processes
     )
-    nobodys = _nobodys(gpu, total - free, [*live, *gone], outsiders_too=not unclear)
+    # Bytes in use that no holder's process is known to use; if all processes are clear, outsiders' bytes count as well.
+    own = {one.id for one in (*live, *gone)}
+    known = (
+        process.memory_bytes or 0
+        for process in gpu.processes
+        if process.reservation in own or (unclear and not process.unknown)
+    )
+    nobodys = max(0, total - free - sum(known))
     for reservation in gone:
         used = _used(reservation, gpu)
         if used is None:
@@ -516,17 +523,6 @@ def available(gpu: Gpu, live: Iterable[Reservation], gone: Iterable[Reservation]
         free += used
     unused = sum(max(0, _held(one, gpu) - (_used(one, gpu) or 0)) for one in live)
     return max(0, min(free - max(0, unused - (nobodys if unclear else 0)), total))
-
-
-def _nobodys(gpu: Gpu, used: int, holders: Sequence[Reservation], *, outsiders_too: bool) -> int:
-    """Bytes in use that no holder's process is known to use; with `outsiders_too`, outsiders' bytes count as well."""
-    own = {one.id for one in holders}
-    known = (
-        process.memory_bytes or 0
-        for process in gpu.processes
-        if process.reservation in own or not (outsiders_too or process.unknown)
-    )
-    return max(0, used - sum(known))
 
 
 def unused(gpu: Gpu, claimed_bytes: int, unsized: int) -> int | None:

@@ -241,7 +241,19 @@ class Members:
             return ()
         score = self._scoring(shape, row)
         if ask.gpu_count == 1:
-            one = self._preferred(shape, row)
+            # Of equals the one with the lowest index.
+            of_row, fitting = self._columns.row(row), _fitting(shape, row)
+            values = self._values(shape, row, of_row)
+            if _by_score(ask) and not ask.mig_profile:
+                scores = [values[column] for column in fitting]
+                first = fitting[scores.index(max(scores))]
+            else:
+                gpus = of_row.gpus
+                first = min(
+                    fitting,
+                    key=lambda at: (-values[at], gpus[at].spare, -gpus[at].held, gpus[at].available),
+                )
+            one = self._candidate(row, of_row, first, values[first])
             return (self._reserved(ask, row, one, score(one), member),)
         found = self._candidates(shape, row)
         candidates = sorted(found, key=best_first) if _by_score(ask) else sorted(found, key=tightest_first)
@@ -284,22 +296,6 @@ class Members:
         known = facts(where, nodes, shape.gpu_codes[nodes] == 0, shape.constraints, ask, tariff)
         total: Floats = np.sum([value * weight for _, value, weight in parts(ask, known, tariff)], axis=0)
         return total[back]
-
-    def _preferred(self, shape: Shape, at: int) -> NodeCandidate:
-        """The preferred GPU of a row; of equals the one with the lowest index."""
-        row = self._columns.row(at)
-        fitting = _fitting(shape, at)
-        values = self._values(shape, at, row)
-        if _by_score(shape.ask) and not shape.ask.mig_profile:
-            scores = [values[column] for column in fitting]
-            first = fitting[scores.index(max(scores))]
-        else:
-            gpus = row.gpus
-            first = min(
-                fitting,
-                key=lambda at: (-values[at], gpus[at].spare, -gpus[at].held, gpus[at].available),
-            )
-        return self._candidate(at, row, first, values[first])
 
     def _candidates(self, shape: Shape, at: int) -> list[NodeCandidate]:
         """The fitting GPUs of a row, in order of index."""

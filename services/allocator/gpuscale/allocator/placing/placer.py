@@ -179,7 +179,13 @@ class Placer:
         named = ask.nodes or ask.gpus
         if named and (unknown := unknown_names(self._nodes, index.columns.nodes, ask)):
             return unknown
-        placed = place_gang(index, self.use, ask, now) if ask.member_count > 1 else self._one(ask, now)
+        if ask.member_count > 1:
+            placed = place_gang(index, self.use, ask, now)
+        else:
+            shape = index.shape(ask, now)
+            row = int(shape.value.argmax())  # of rows that are no node's yet nothing is any good
+            fits = shape.value.item(row) != -math.inf
+            placed = [(index.columns.nodes[row].id, index.members.take(shape, row, 0))] if fits else []
         if len(placed) == ask.member_count:
             gpus = tuple([gpu for _, member in placed for gpu in member])
             return Pick(gpus, tuple([node for node, _ in placed]))
@@ -254,14 +260,6 @@ class Placer:
         index = self._arrange()
         rows = np.flatnonzero(index.value(index.shape(ask, now)) > -np.inf).tolist()
         return [index.columns.nodes[row].id for row in rows]
-
-    def _one(self, ask: Ask, now: float) -> list[Member]:
-        index = self._index
-        shape = index.shape(ask, now)
-        row = int(shape.value.argmax())  # of rows that are no node's yet nothing is any good
-        if shape.value.item(row) == -math.inf:
-            return []
-        return [(index.columns.nodes[row].id, index.members.take(shape, row, 0))]
 
     def _survey(self, ask: Ask, now: float) -> Survey:
         return Survey(self._index.columns, self._index.shape(ask, now), self.use, now)
@@ -357,7 +355,15 @@ class _Scratch:
         shape = index.shape(ask, self._now)
         value = index.value(shape).copy()
         if ask.gang_strategy in (GangStrategy.SPREAD, GangStrategy.STRICT_SPREAD):
-            return self._spread(value)
+            # Round by round, one member per node, the best first; a single round if strict.
+            while len(self._placed) < ask.member_count:
+                rows = best_first(value)[: ask.member_count - len(self._placed)]
+                for row in rows.tolist():
+                    self._fill(row, 1)
+                if not len(rows) or ask.gang_strategy is GangStrategy.STRICT_SPREAD:
+                    break
+                value = index.value(index.shape(ask, self._now))
+            return self._placed
         room = capacities(ask, index.columns, shape.constraints, index.free(shape))
         room[~np.isfinite(value)] = 0
         if ask.gang_strategy is GangStrategy.PACK:
@@ -377,19 +383,6 @@ class _Scratch:
         for member in reversed(range(kept, len(self._placed))):
             self._use.free(_name(member))
         self._placed = self._placed[:kept]
-
-    def _spread(self, value: Floats) -> list[Member]:
-        """Round by round, one member per node, the best first; a single round if strict."""
-        while len(self._placed) < self._ask.member_count:
-            rows = best_first(value)[: self._ask.member_count - len(self._placed)]
-            if not len(rows):
-                break
-            for row in rows.tolist():
-                self._fill(row, 1)
-            if self._ask.gang_strategy is GangStrategy.STRICT_SPREAD:
-                break
-            value = self._index.value(self._index.shape(self._ask, self._now))
-        return self._placed
 
     def _fill(self, row: int, members: int) -> int:
         """Place up to `members` members on a row; returns how many fit."""

@@ -253,7 +253,14 @@ class Demand:
         `served_by` are the builds of node that could ever serve it, `supply` all GPUs, `free` tells what is free of them.
         """
         if self._learns_classes:
-            self._learn_class(ask)
+            self._count += 1
+            self._seen[class_of(ask)] += ask.member_count
+            if self._count % HALF_LIFE == 0:
+                self._seen = Counter({one: count // 2 for one, count in self._seen.items() if count > 1})
+            if self._count % REDRAWN == 0 or self._count in FIRST_DRAWN:
+                self.classes = dict(self._seen)
+                if (waste := expected_waste(self.classes)).tolist() != self.tariff.waste.tolist():
+                    self.tariff = replace(self.tariff, waste=waste)
         milli = float(ask.member_count * ask.gpu_count * ask.gpu_milli)
         self._cpu_of_all += ask.member_count * ask.cpu_milli
         if not milli:
@@ -273,21 +280,22 @@ class Demand:
                 self.tariff = replace(known, saves=not known.saves)
         self._renew(free)
 
-    def _learn_class(self, ask: Ask) -> None:
-        self._count += 1
-        self._seen[class_of(ask)] += ask.member_count
-        if self._count % HALF_LIFE == 0:
-            self._seen = Counter({one: count // 2 for one, count in self._seen.items() if count > 1})
-        if self._count % REDRAWN == 0 or self._count in FIRST_DRAWN:
-            self.classes = dict(self._seen)
-            if (waste := expected_waste(self.classes)).tolist() != self.tariff.waste.tolist():
-                self.tariff = replace(self.tariff, waste=waste)
-
     def _renew(self, free: Callable[[], Mapping[Build, float]]) -> None:
         """Draw up the tariff anew, if it has moved."""
         known, prices = self.tariff, self.tariff.prices
         if self._constrained and not self._asked % REPRICED:
-            prices = self._priced(free())
+            # What is asked of few builds, as a part of all, over the part of all that is free which is theirs.
+            there, decay = free(), self._decay**REPRICED
+            all_free, prices = sum(there.values()), dict[Build, float]()
+            old, self._constrained = self._constrained, {}
+            for served_by, milli in old.items():
+                if (left := milli * decay) < 1.0:
+                    continue
+                self._constrained[served_by] = left
+                theirs = max(sum(there.get(build, 0.0) for build in served_by), WHOLE)
+                for build in served_by:
+                    part = left / (self._gpu + PRICE_PRIOR) * all_free / theirs
+                    prices[build] = prices.get(build, 0.0) + part
         weight = CPU_PRIOR if self._prior else 0.0
         gpu = self._gpu_beside_cpu + weight
         ratio = (self._cpu + self._prior * weight) / gpu if gpu else 0.0
@@ -304,18 +312,6 @@ class Demand:
             )
         ):
             self.tariff = replace(known, cpu_per_gpu=ratio, prices=prices, cpu_scarcity=scarcity)
-
-    def _priced(self, free: Mapping[Build, float]) -> Mapping[Build, float]:
-        """What is asked of few builds, as a part of all, over the part of all that is free which is theirs."""
-        decay, all_free = self._decay**REPRICED, sum(free.values())
-        known, prices = self._constrained, dict[Build, float]()
-        self._constrained = {one: left for one, milli in known.items() if (left := milli * decay) >= 1.0}
-        for served_by, milli in self._constrained.items():
-            theirs = max(sum(free.get(build, 0.0) for build in served_by), WHOLE)
-            for build in served_by:
-                part = milli / (self._gpu + PRICE_PRIOR) * all_free / theirs
-                prices[build] = prices.get(build, 0.0) + part
-        return prices
 
 
 TIGHTNESS = 0.15

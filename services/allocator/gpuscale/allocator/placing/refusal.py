@@ -329,7 +329,12 @@ def refuse(survey: Survey, placed: int) -> Refusal:
     if unread := [f"{node.id} ({node.gpu_problem})" for node in survey.unread]:
         unknown.append(f"GPUs cannot be read on {names(unread)}")
     if ask.nodes and survey.unreachable:
-        kind, message = RefusalKind.NODE_NOT_ONLINE, _not_online(survey.candidates)
+        offline = [node.id for node in survey.candidates if node.state is NodeState.OFFLINE]
+        stale = [node.id for node in survey.candidates if node.state is not NodeState.OFFLINE]
+        said = [f"the agent of {names(offline)} is not connected"] if offline else []
+        said += [f"no current report has come from {names(stale)}"] if stale else []
+        kind = RefusalKind.NODE_NOT_ONLINE
+        message = f"nothing can be reserved on the chosen nodes: {'; '.join(said)}. Choose other nodes or start the agent."
     elif closest is None or (not unknown and not suffice(ask, survey.room_ever())):
         kind, message = RefusalKind.UNSATISFIABLE, _unsatisfiable(survey)
     else:
@@ -373,14 +378,6 @@ def refuse_for_power(ask: Ask, kept: Kept, found: Refusal, nodes: Mapping[str, N
     metadata = {one: text for one, text in found.metadata.items() if one != "node_not_selected"}
     metadata |= {one.value.lower(): str(count) for one, count in obstacles.items()}
     return Refusal(kind, message, obstacles, metadata)
-
-
-def _not_online(candidates: Sequence[Node]) -> str:
-    offline = [node.id for node in candidates if node.state is NodeState.OFFLINE]
-    stale = [node.id for node in candidates if node.state is not NodeState.OFFLINE]
-    said = [f"the agent of {names(offline)} is not connected"] if offline else []
-    said += [f"no current report has come from {names(stale)}"] if stale else []
-    return f"nothing can be reserved on the chosen nodes: {'; '.join(said)}. Choose other nodes or start the agent."
 
 
 def _unsatisfiable(survey: Survey) -> str:
