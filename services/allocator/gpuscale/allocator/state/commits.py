@@ -249,7 +249,14 @@ class Commits:
         """Write a group in one transaction; if the state refuses any of it, each unit in its own."""
         if tasks.failpoints_set():
             group = [unit for unit in group if not await self._failed_at_point(unit)]
-        group, error = await self._save_what_may_be(group)
+        # Without grants for which there is no room, or that were granted before and have ended.
+        if self._store.short:
+            problem = "the disk of the state is full: what room is left is for the ends of reservations"
+            group = self._refuse_grants(group, UnavailableError(problem, reason="DISK_FULL"))
+        error = await self._save(group)
+        if error is not None and error.reason == "REQUEST_ENDED":
+            group = self._refuse_grants(group, error, frozenset(error.metadata["request_ids"].split(",")))
+            error = await self._save(group)
         if error is not None and error.reason == "STATE_CONFLICT" and len(group) > 1:
             for unit in group:
                 self._settle(unit, await self._save([unit]))
@@ -259,19 +266,6 @@ class Commits:
                 self._settle(unit, error)
         if ends := [unit for unit in group if unit.kind is _Kind.END]:
             self._changes.room(_nodes(ends))
-
-    async def _save_what_may_be(
-        self, group: Sequence[_Unit]
-    ) -> tuple[Sequence[_Unit], UnavailableError | None]:
-        """Save a group, except grants for which there is no room, or that were granted before and have ended."""
-        if self._store.short:
-            problem = "the disk of the state is full: what room is left is for the ends of reservations"
-            group = self._refuse_grants(group, UnavailableError(problem, reason="DISK_FULL"))
-        error = await self._save(group)
-        if error is not None and error.reason == "REQUEST_ENDED":
-            group = self._refuse_grants(group, error, frozenset(error.metadata["request_ids"].split(",")))
-            error = await self._save(group)
-        return group, error
 
     def _refuse_grants(
         self, group: Sequence[_Unit], error: UnavailableError, requests: Collection[str] | None = None

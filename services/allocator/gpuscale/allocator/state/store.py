@@ -313,44 +313,36 @@ def note_forgotten(connection: Connection, end_time: float) -> None:
 def _load(connection: Connection) -> Saved:
     rows = connection.execute(select(_RESERVATION).order_by(_RESERVATION.c.fence))
     reservations = [(from_row(row), row.boot_id) for row in rows]
-    _check_holds([reservation for reservation, _ in reservations], connection)
-    _check_rows(connection)
-    kept = select(_COUNTER.c.value).where(_COUNTER.c.name == schema.FENCE)
-    fence: int | None = connection.execute(kept).scalar()
-    ranks = {row["node"]: row["rank"] for row in connection.execute(select(_RANK)).mappings()}
-    return Saved(reservations, fence or 0, ranks)
-
-
-def _check_rows(connection: Connection) -> None:
-    """Check that all written rows are there: one that was deleted by hand may have been a grant."""
-    for name, table in {schema.ROWS: _RESERVATION, schema.ENDED_RECORDS: _ENDED}.items():
-        found = connection.execute(select(func.count()).select_from(table)).scalar_one()
-        kept = connection.execute(select(_COUNTER.c.value).where(_COUNTER.c.name == name)).scalar() or 0
-        if found != kept:
-            raise FailedPreconditionError(
-                f"the state has {found} rows of {table.name}, but {kept} were written; nothing is granted and"
-                " nothing was changed: restore a copy",
-                reason="STATE_INCONSISTENT",
-            )
-
-
-def _check_holds(reservations: Sequence[Reservation], connection: Connection) -> None:
-    """Check that the holds match the live reservations: otherwise another program wrote them."""
+    # The holds match the live reservations: otherwise another program wrote them.
     expected = {
         (hold["gpu_uuid"], hold["reservation_id"], hold["milli"])
-        for one in reservations
+        for one, _ in reservations
         if one.live
         for hold in to_holds(one)
     }
-    rows = connection.execute(select(_HOLD)).mappings()
-    found = {(row["gpu_uuid"], row["reservation_id"], row["milli"]) for row in rows}
-    if expected != found:
-        different = sorted(expected ^ found)
+    holds = connection.execute(select(_HOLD)).mappings()
+    held = {(hold["gpu_uuid"], hold["reservation_id"], hold["milli"]) for hold in holds}
+    if expected != held:
+        different = sorted(expected ^ held)
         raise FailedPreconditionError(
             f"the stored holds do not match the live reservations (first difference: {different[0]});"
             " nothing is granted and nothing was changed",
             reason="STATE_INCONSISTENT",
         )
+    # All written rows are there: one that was deleted by hand may have been a grant.
+    for name, table in {schema.ROWS: _RESERVATION, schema.ENDED_RECORDS: _ENDED}.items():
+        found = connection.execute(select(func.count()).select_from(table)).scalar_one()
+        count = connection.execute(select(_COUNTER.c.value).where(_COUNTER.c.name == name)).scalar() or 0
+        if found != count:
+            raise FailedPreconditionError(
+                f"the state has {found} rows of {table.name}, but {count} were written; nothing is granted and"
+                " nothing was changed: restore a copy",
+                reason="STATE_INCONSISTENT",
+            )
+    kept = select(_COUNTER.c.value).where(_COUNTER.c.name == schema.FENCE)
+    fence: int | None = connection.execute(kept).scalar()
+    ranks = {row["node"]: row["rank"] for row in connection.execute(select(_RANK)).mappings()}
+    return Saved(reservations, fence or 0, ranks)
 
 
 def to_row(reservation: Reservation, boot_id: str, number: int) -> dict[str, object]:
