@@ -161,16 +161,13 @@ class Calendar:
         if check and not claimed:
             one = await self._refit(one, wall)
         if one.start - wall <= NOTICE:
-            await self._tell(one, now, wall)
-
-    async def _tell(self, one: Booking, now: float, wall: float) -> None:
-        """Give notice to those who would still be on its GPUs: until its start or, after it, in full."""
-        at = now + (one.start - wall if one.start > wall else NOTICE)
-        there = [held.id for held in self._on(one) if held.labels.get(BOOKING_LABEL) != one.id]
-        late = [held for held in there if leaves_at(self.leases.ledger.live[held]) > at]
-        late = [held for held in late if self.leases.ledger.live[held].end_reason != one.why]
-        if late:
-            await self.leases.revoke(late, at, one.why)
+            # Give notice to those who would still be on its GPUs: until its start or, after it, in full.
+            at = now + (one.start - wall if one.start > wall else NOTICE)
+            there = [held.id for held in self._on(one) if held.labels.get(BOOKING_LABEL) != one.id]
+            late = [held for held in there if leaves_at(self.leases.ledger.live[held]) > at]
+            late = [held for held in late if self.leases.ledger.live[held].end_reason != one.why]
+            if late:
+                await self.leases.revoke(late, at, one.why)
 
     async def _refit(self, one: Booking, wall: float) -> Booking:
         """Replace GPUs that cannot be used, whoever holds them; without others, add a note."""

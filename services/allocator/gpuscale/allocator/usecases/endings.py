@@ -108,35 +108,31 @@ class Sweeper:
         due = self.ledger.due(self.clock.now(), BATCH)
         expired = [one for one in due if one.live]
         forgotten = [one for one in due if not one.live]
-        problem = await self._end(expired) if expired else None
+        problem: UnavailableError | None = None
+        if expired:
+            now, wall = self.clock.now(), self.clock.wall()
+            ends = [(one, State.EXPIRED if one.deadline <= now else State.CANCELLED) for one in expired]
+            closed = [
+                self.ledger.close(one, state, now=now, wall=wall, reason=_why(one, now))
+                for one, state in ends
+            ]
+            problem = await self.commits.end(closed)
+            if problem is None:
+                _log.info("reservations ended", states={one.id: state.value for one, state in ends})
         if forgotten:
-            problem = await self._forget(forgotten) or problem
+            try:
+                await self.store.forget(forgotten, self.ledger.fence)
+            except UnavailableError as error:
+                problem = error
+                for one in forgotten:
+                    self.ledger.postpone(one)
+            else:
+                for one in forgotten:
+                    self.ledger.forget(one)
         if problem is not None and not self._failing:
             _log.warning("cannot write the end of leases", problem=problem.message)
         self._failing = problem is not None
         return 0 if self._failing else len(due)
-
-    async def _end(self, expired: list[Reservation]) -> UnavailableError | None:
-        now, wall = self.clock.now(), self.clock.wall()
-        ends = [(one, State.EXPIRED if one.deadline <= now else State.CANCELLED) for one in expired]
-        closed = [
-            self.ledger.close(one, state, now=now, wall=wall, reason=_why(one, now)) for one, state in ends
-        ]
-        problem = await self.commits.end(closed)
-        if problem is None:
-            _log.info("reservations ended", states={one.id: state.value for one, state in ends})
-        return problem
-
-    async def _forget(self, ended: list[Reservation]) -> UnavailableError | None:
-        try:
-            await self.store.forget(ended, self.ledger.fence)
-        except UnavailableError as error:
-            for one in ended:
-                self.ledger.postpone(one)
-            return error
-        for one in ended:
-            self.ledger.forget(one)
-        return None
 
 
 def _why(one: Reservation, now: float) -> str:
@@ -217,18 +213,16 @@ class Forgetting:
             await asyncio.sleep(PERIOD)
             now = self.clock.now()
             for node in [node for node, due in self._due.items() if due <= now]:
-                if node in self._due and not self.ledger.use.node(node).reservations:
-                    await self._drop(node)
-
-    async def _drop(self, node: str) -> None:
-        """Out of memory first: if the node reports during the write, it is a new node."""
-        del self._due[node]
-        self.placer.remove_node(node)
-        rank = self.view.drop(node)
-        try:
-            await self.store.forget_rank(node, rank)
-        except UnavailableError as error:
-            # Harmless: after a restart it appears as a node that has not reported.
-            _log.warning("cannot forget a node on disk", node=node, problem=error.message)
-        else:
-            _log.info("forgot a node", node=node)
+                if node not in self._due or self.ledger.use.node(node).reservations:
+                    continue
+                # Out of memory first: if the node reports during the write, it is a new node.
+                del self._due[node]
+                self.placer.remove_node(node)
+                rank = self.view.drop(node)
+                try:
+                    await self.store.forget_rank(node, rank)
+                except UnavailableError as error:
+                    # Harmless: after a restart it appears as a node that has not reported.
+                    _log.warning("cannot forget a node on disk", node=node, problem=error.message)
+                else:
+                    _log.info("forgot a node", node=node)

@@ -245,8 +245,17 @@ class Policing:
         self, after: dict[Key, FollowedTrack], acts: Sequence[PolicyAct], now: float
     ) -> None:
         """Carry out the acts, write them, and then take them in."""
+        leases = self.maintenance.leases
+        live = leases.ledger.live
         for act in acts:
-            await self._do(act, now)
+            mark = _MARK.format(act.policy)
+            if Action.REVOKE in act.actions and act.outcome is StageOutcome.DONE:
+                await leases.revoke(act.reservations, now + act.grace, f"{mark}{act.reason}")
+            elif act.outcome is StageOutcome.LIFTED:
+                told = [
+                    one for one in act.reservations if one in live and live[one].end_reason.startswith(mark)
+                ]
+                await self.maintenance.reprieve(told)
         async with asyncio.TaskGroup() as group:
             kills = [group.create_task(self._kill(act, after)) for act in acts]
         acts = [one.result() for one in kills]
@@ -258,7 +267,7 @@ class Policing:
         if changed or acts or (after and now - self._said >= SAID_EVERY):
             number = self._acts[-1][0] if self._acts else 0
             numbered = list(enumerate(acts, number + 1))
-            live, events = self.records.ledger.live, list[NotifiedEvent]()
+            events: list[NotifiedEvent] = []
             for act in acts:
                 holders = dict.fromkeys(live[one].holder for one in act.reservations if one in live)
                 events += of_act(act, list(holders))
@@ -270,15 +279,6 @@ class Policing:
         self._tracks = after
         for act in acts:
             _log.info("policy acted", policy=act.policy, subject=act.subject, outcome=act.outcome.value)
-
-    async def _do(self, act: PolicyAct, now: float) -> None:
-        leases, mark = self.maintenance.leases, _MARK.format(act.policy)
-        if Action.REVOKE in act.actions and act.outcome is StageOutcome.DONE:
-            await leases.revoke(act.reservations, now + act.grace, f"{mark}{act.reason}")
-        elif act.outcome is StageOutcome.LIFTED:
-            live = leases.ledger.live
-            told = [one for one in act.reservations if one in live and live[one].end_reason.startswith(mark)]
-            await self.maintenance.reprieve(told)
 
     async def _kill(self, act: PolicyAct, after: Mapping[Key, FollowedTrack]) -> PolicyAct:
         """Kill a process if the act says so; returns the act with its outcome."""

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import NoReturn
 
 from gpuscale.allocator.domain.model import POWER_LABEL, Gpu, Node, NodeState
-from gpuscale.allocator.domain.power import Governor, PowerBudget, PowerCap, PoweredGpu, PowerLook
+from gpuscale.allocator.domain.power import Governor, PowerBudget, PoweredGpu, PowerLook
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.state.commits import Changes
 from gpuscale.allocator.state.policies import ACTS_KEPT, PolicyStore, PowerChange
@@ -138,20 +138,18 @@ class Powering:
         for uuid in counted:
             newly.pop(uuid, None)
         for gpu in chain.from_iterable(gpus.values()):
-            self._note(gpu, before.caps.get(gpu.uuid), self.found.caps.get(gpu.uuid))
+            cap, wanted = before.caps.get(gpu.uuid), self.found.caps.get(gpu.uuid)
+            was, watts = cap.watts if cap else None, wanted.watts if wanted else None
+            if was != watts:
+                budget = wanted.budget if wanted else cap.budget if cap else ""
+                why = wanted.reason if wanted else "no cap is needed any more"
+                name, time = gpu_name(gpu.node, gpu.uuid), self.records.clock.wall()
+                self.record(PowerChange(name, was, watts, budget, why, time))
         rooms = {(one.budget, one.name): one.room for one in before.sums}
         if len(self.found.sums) < len(rooms) or any(
             one.room > rooms.get((one.budget, one.name), one.room) for one in self.found.sums
         ):
             self.room.room()
-
-    def _note(self, gpu: PoweredGpu, before: PowerCap | None, after: PowerCap | None) -> None:
-        was, now = before.watts if before else None, after.watts if after else None
-        if was != now:
-            budget = after.budget if after else before.budget if before else ""
-            why = after.reason if after else "no cap is needed any more"
-            name = gpu_name(gpu.node, gpu.uuid)
-            self.record(PowerChange(name, was, now, budget, why, self.records.clock.wall()))
 
     def record(self, change: PowerChange) -> None:
         """Keep what was changed; it is written with the next look."""

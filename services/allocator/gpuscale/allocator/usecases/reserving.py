@@ -541,8 +541,18 @@ class Reserving:
         delay; after an UnavailableError nothing was granted.
         """
         granted = await self._begin(order, wait)
-        if granted is None:
-            granted = self._keep(order, wait) if order.keep else await self.waiting.wait(order, wait)
+        if granted is None and order.keep:  # a place in the queue, on disk first
+            self.waiting.expect_room()
+            placed = self.ledger.grant(order, (), now=self.clock.now(), wall=self.clock.wall(), wait=wait)
+
+            def settled(error: GpuscaleError | None) -> None:
+                if error is None:
+                    self.waiting.keep(self.ledger.get(placed.id))
+
+            self.commits.grant([placed]).on_settled(settled)
+            granted = placed.id
+        elif granted is None:
+            granted = await self.waiting.wait(order, wait)
         return (await self._answers([granted], [order]))[0]
 
     async def reserve_and_watch(self, order: Order, wait: float) -> AsyncGenerator[QueuePlace | Reservation]:
@@ -627,18 +637,6 @@ class Reserving:
         if wait > 0 and not lasting:
             return None
         raise self._refused(found)
-
-    def _keep(self, order: Order, wait: float) -> str:
-        """Keep a place in the queue, on disk first; returns its id."""
-        self.waiting.expect_room()
-        placed = self.ledger.grant(order, (), now=self.clock.now(), wall=self.clock.wall(), wait=wait)
-
-        def settled(error: GpuscaleError | None) -> None:
-            if error is None:
-                self.waiting.keep(self.ledger.get(placed.id))
-
-        self.commits.grant([placed]).on_settled(settled)
-        return placed.id
 
     def _hold(self, order: Order, pick: Pick) -> Reservation:
         """Hold a pick in this turn of the event loop, PENDING until `Commits.grant` has written it."""
