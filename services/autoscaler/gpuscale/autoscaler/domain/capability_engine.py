@@ -12,7 +12,7 @@ at once be requested again. Starting workers, and workers that somebody else sta
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -28,7 +28,7 @@ from gpuscale.autoscaler.domain.inputs import (
     covers,
     in_words,
 )
-from gpuscale.autoscaler.domain.rules.rule import Proposal, RatioRule, Rule, RuleOutcome, Vote, judged, unread
+from gpuscale.autoscaler.domain.rules.rule import Proposal, RatioRule, RuleOutcome, Vote, judged, unread
 from gpuscale.autoscaler.domain.spec import CapabilitySet, EndpointSpec, ScalingMode
 
 _UNBOUNDED = 1 << 62
@@ -123,31 +123,20 @@ def _asked(spec: EndpointSpec, pools: Sequence[Pool], inputs: Inputs, unknown_re
     more = any(pool.set.id in starts and pool.before < pool.most for pool in pools)
     grows = more and total < spec.max_replicas
     wishes = [(one, _wish(kind, one, capacity, starts.get(one.set.id), grows)) for one in pools]
-    return _judged(rule, wishes, unserved, inputs, unknown_replicas)
-
-
-def _judged(
-    rule: Rule,
-    wishes: Sequence[tuple[Pool, Proposal]],
-    unserved: Iterable[str],
-    inputs: Inputs,
-    unknown_replicas: int,
-) -> _Asked:
-    """What the ratio wants of each set, within the rule's own limits."""
     counts: dict[str, int] = {}
     steps: list[Step] = []
     limit: Code | None = None
-    for pool, wish in wishes:
-        name, before = pool.set.id, pool.before
-        own = judged(rule, wish, replace(inputs, before=before))
+    for pool, wish in wishes:  # within the rule's own limits
+        name, had = pool.set.id, pool.before
+        own = judged(rule, wish, replace(inputs, before=had))
         steps.append(replace(own.step, capability_set=name))
-        counts[name] = max(0, own.step.after) if own.vote in {Vote.UP, Vote.DOWN} else before
+        counts[name] = max(0, own.step.after) if own.vote in {Vote.UP, Vote.DOWN} else had
         limit = own.step.code if own.limited else limit
         if own.vote is Vote.DOWN and unknown_replicas:
             text = f"no scale-in while {unknown_replicas} replicas have not been heard of"
-            limit, counts[name] = Code.REPLICAS_UNKNOWN, before
-            steps.append(Step(Stage.COMBINE, limit, before, before, text, capability_set=name))
-    total, after = sum(pool.before for pool, _ in wishes), sum(counts.values())
+            limit, counts[name] = Code.REPLICAS_UNKNOWN, had
+            steps.append(Step(Stage.COMBINE, limit, had, had, text, capability_set=name))
+    after = sum(counts.values())
     for text in unserved:
         limit = Code.NO_CAPABLE_SET
         steps.append(Step(Stage.COMBINE, limit, total, total, text))

@@ -294,7 +294,11 @@ def evaluate(
     if spec.capability_sets:
         return Result(evaluate_sets(spec, inputs, unknown_replicas), memory, inputs.bursts)
     before = inputs.before
-    units, outcomes, combined = _weighed(spec, inputs, unknown_replicas)
+    # The units that the replicas count for, which rules act on: see `ReplicaWeights`.
+    known = (before,) if inputs.capacity is None else inputs.capacity.units(before)
+    found = [(units, *_by_rules(spec, inputs, units, unknown_replicas)) for units in known]
+    grows = (one for one in found if one[2].step.after > one[2].step.before)
+    units, outcomes, combined = next(grows, found[-1])
     own, asked_for = combined.step.before, combined.step.after
     steps = [*(one.step for one in outcomes), combined.step]
     if spec.warm_spares and not spec.paused:
@@ -351,15 +355,6 @@ def _by_rules(
         return (), Combined(Step(Stage.ACTIVATE, Code.INACTIVE, 0, 0, f"waits for {signals}"), Code.INACTIVE)
     outcomes = [apply_rule(rule, working) for rule in in_order(spec.rules)]
     return outcomes, combine(spec.combine, working.before, outcomes, unknown_replicas)
-
-
-def _weighed(
-    spec: EndpointSpec, inputs: Inputs, unknown_replicas: int
-) -> tuple[int, Sequence[RuleOutcome], Combined]:
-    """What the rules want, and the units the replicas counted for: see `ReplicaWeights`."""
-    known = (inputs.before,) if inputs.capacity is None else inputs.capacity.units(inputs.before)
-    found = [(units, *_by_rules(spec, inputs, units, unknown_replicas)) for units in known]
-    return next((one for one in found if one[2].step.after > one[2].step.before), found[-1])
 
 
 def _held_back(

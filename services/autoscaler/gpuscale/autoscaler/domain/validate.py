@@ -28,7 +28,7 @@ _BELOW = frozenset({Comparator.LESS_THAN, Comparator.LESS_THAN_OR_EQUAL})
 def violations(spec: EndpointSpec, path: str = SPEC) -> list[FieldViolation]:
     """Invalid fields, by paths that begin with `path`; empty for a valid spec."""
     checks = [_replicas, _signals, _rules, _contradictions]
-    checks += [_sets, _beside_sets] if spec.capability_sets else []
+    checks += [_sets] if spec.capability_sets else []
     checks += [_adaptive] if spec.adaptive is not None else []
     return [found for check in checks for found in check(path, spec)]
 
@@ -109,10 +109,7 @@ def _sets(path: str, spec: EndpointSpec) -> Iterator[FieldViolation]:
     if sum(one.min_replicas for one in sets) > spec.max_replicas:
         text = "must be at least the min_replicas of all capability_sets"
         yield FieldViolation(f"{path}.max_replicas", text)
-
-
-def _beside_sets(path: str, spec: EndpointSpec) -> Iterator[FieldViolation]:
-    """Fields without effect beside capability sets: only a ratio of tasks to workers is evaluated for each set."""
+    # Fields without effect beside them: only a ratio of tasks to workers is evaluated for each set.
     tasks = {one.id for one in spec.signals if isinstance(one.source, TaskSignal)}
     for index, rule in enumerate(spec.rules):
         if not isinstance(rule.kind, RatioRule) or rule.kind.proportional_down or rule.signal not in tasks:

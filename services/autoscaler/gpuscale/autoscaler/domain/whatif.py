@@ -7,7 +7,7 @@ its signal, and is judged like any other.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, TypeVar
@@ -70,7 +70,22 @@ class Answer:
 def answer(question: Question) -> Answer:
     """Evaluate, with alternatives and the next change."""
     result = asked(question)
-    return Answer(result, tuple(_alternatives(question, result)), _next_change(question, result))
+    now, steps = result.evaluation.wanted, result.evaluation.steps
+    # The count without each thing that limited it, if that differs.
+    found: list[Alternative] = []
+    seen: set[tuple[Code, str]] = set()
+    for step in steps:
+        other = None if (step.code, step.rule) in seen else _without(question, step)
+        seen.add((step.code, step.rule))
+        if other is not None and (wanted := asked(other[0]).evaluation.wanted) != now:
+            found.append(Alternative(step.code, other[1], wanted))
+    # If one of several rules that hold is dropped, the next still does.
+    holding = {step.rule for step in steps if step.code in _HOLDING}
+    rules = [replace(one, disabled=one.disabled or one.id in holding) for one in question.spec.rules]
+    wanted = asked(_respecified(question, rules=tuple(rules))).evaluation.wanted if len(holding) > 1 else now
+    if wanted != now:
+        found.append(Alternative(Code.HELD, f"none of {', '.join(sorted(holding))} held", wanted))
+    return Answer(result, tuple(found), _next_change(question, result))
 
 
 _HOLDING = frozenset(
@@ -91,23 +106,6 @@ _PACES: Mapping[Code, tuple[Mapping[str, Any], str]] = {
 """The parts of the pace that each code refers to, and the wording of their absence."""
 
 
-def _alternatives(question: Question, result: Result) -> Iterator[Alternative]:
-    """The count without each thing that limited it, if that differs."""
-    now = result.evaluation.wanted
-    seen: set[tuple[Code, str]] = set()
-    for step in result.evaluation.steps:
-        other = None if (step.code, step.rule) in seen else _without(question, step)
-        seen.add((step.code, step.rule))
-        if other is not None and (wanted := asked(other[0]).evaluation.wanted) != now:
-            yield Alternative(step.code, other[1], wanted)
-    # If one of several rules that hold is dropped, the next still does.
-    holding = {step.rule for step in result.evaluation.steps if step.code in _HOLDING}
-    rules = [replace(one, disabled=one.disabled or one.id in holding) for one in question.spec.rules]
-    wanted = asked(_respecified(question, rules=tuple(rules))).evaluation.wanted if len(holding) > 1 else now
-    if wanted != now:
-        yield Alternative(Code.HELD, f"none of {', '.join(sorted(holding))} held", wanted)
-
-
 def _respecified(question: Question, **fields: Any) -> Question:
     return replace(question, spec=replace(question.spec, **fields))
 
@@ -115,7 +113,18 @@ def _respecified(question: Question, **fields: Any) -> Question:
 def _without(question: Question, step: Step) -> tuple[Question, str] | None:
     """The question without what a step refers to, and the wording; None if the step limited nothing."""
     if step.stage is Stage.RULE:
-        return _without_limit_of_rule(question, step)
+        [rule] = (one for one in question.spec.rules if one.id == step.rule)
+        if step.code in _HOLDING:
+            changed, text = replace(rule, disabled=True), f"rule {rule.id} did not hold: {step.text}"
+        elif step.code is Code.COOLDOWN:
+            changed, text = replace(rule, cooldown=0.0), f"rule {rule.id} had no cooldown"
+        elif step.code in {Code.CLAMPED_TO_RULE_MIN, Code.CLAMPED_TO_RULE_MAX, Code.SKIPPED}:
+            changed = replace(rule, min_replicas=None, max_replicas=None)
+            text = f"rule {rule.id} had no bounds of its own"
+        else:
+            return None
+        rules = tuple(changed if one is rule else one for one in question.spec.rules)
+        return _respecified(question, rules=rules), text
     if step.code in _AT_MAX:
         return _without_bound(question, "max_replicas", NO_BOUND)
     if step.code in _AT_MIN:
@@ -164,21 +173,6 @@ def _without_bound(question: Question, name: str, bound: int) -> tuple[Question,
         f"no {name} bounded it, of all sets or of one" if sets else f"{name} were not {getattr(spec, name)}"
     )
     return _respecified(question, capability_sets=sets, **fields), text
-
-
-def _without_limit_of_rule(question: Question, step: Step) -> tuple[Question, str] | None:
-    [rule] = (one for one in question.spec.rules if one.id == step.rule)
-    if step.code in _HOLDING:
-        changed, text = replace(rule, disabled=True), f"rule {rule.id} did not hold: {step.text}"
-    elif step.code is Code.COOLDOWN:
-        changed, text = replace(rule, cooldown=0.0), f"rule {rule.id} had no cooldown"
-    elif step.code in {Code.CLAMPED_TO_RULE_MIN, Code.CLAMPED_TO_RULE_MAX, Code.SKIPPED}:
-        changed = replace(rule, min_replicas=None, max_replicas=None)
-        text = f"rule {rule.id} had no bounds of its own"
-    else:
-        return None
-    rules = tuple(changed if one is rule else one for one in question.spec.rules)
-    return _respecified(question, rules=rules), text
 
 
 def _next_change(question: Question, result: Result) -> NextChange | None:

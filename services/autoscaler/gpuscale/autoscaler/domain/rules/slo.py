@@ -131,8 +131,20 @@ class SloRule(Kind):
             count = max(before, ceiling(inputs.serving * worst)) if worst > 1 else before
             text = f"{said}; the capacity of a replica is not known yet"
             return Proposal(count, text, count != before, burst=learnt)
-        needed, why = self._needed(rule, seen, capacity, inputs)
-        count = max(1, ceiling(needed))
+        startup = STARTUP if inputs.startup is None else inputs.startup
+        history = inputs.history(f"{rule.id}.requests")
+        kept = min(LONGEST_KEPT, max(SHORTEST_KEPT, KEPT_STARTS * startup))
+        usual = _usual(history.since(inputs.now - kept), self.percentile)
+        ahead = min(_trend(history, inputs.now, startup), max(usual, 1.5 * requests))
+        arrivals = max(requests, usual, ahead)
+        why = f"{arrivals:.3g}/s may arrive within {startup:.3g} s"
+        waiting = seen["waiting"]  # when a new replica is ready
+        if waiting:
+            growth = inputs.history(f"{rule.id}.waiting").slope(inputs.now - WINDOW) or 0.0
+            waiting = max(0.0, waiting + growth * startup)
+        if waiting:
+            why += f", and {waiting:.3g} wait then"
+        count = max(1, ceiling(arrivals / capacity.requests + waiting / (capacity.fastest * CATCH_UP)))
         text = f"{said}; {capacity.binds} binds: each carries {capacity.requests:.3g}/s"
         text += f" and {capacity.tokens:.4g} tokens/s with {capacity.load:.3g} requests; {why}: {count}"
         if count < before and untold and running > 0:
@@ -193,24 +205,6 @@ class SloRule(Kind):
         tokens = _between(loads, [one.tokens for one in carried], load)
         fastest = max(requests, *(one.requests for one in carried))
         return ReplicaCapacity(load, requests, tokens, binds, fastest) if requests > 0 else None
-
-    def _needed(
-        self, rule: Rule, seen: Mapping[str, float], capacity: ReplicaCapacity, inputs: Inputs
-    ) -> tuple[float, str]:
-        """Replicas for what may arrive, and for what waits when a new one is ready; and the explanation."""
-        startup = STARTUP if inputs.startup is None else inputs.startup
-        history = inputs.history(f"{rule.id}.requests")
-        kept = min(LONGEST_KEPT, max(SHORTEST_KEPT, KEPT_STARTS * startup))
-        usual = _usual(history.since(inputs.now - kept), self.percentile)
-        ahead = min(_trend(history, inputs.now, startup), max(usual, 1.5 * seen["requests"]))
-        arrivals = max(seen["requests"], usual, ahead)
-        waiting = seen.get("waiting", 0.0)
-        if waiting:
-            growth = inputs.history(f"{rule.id}.waiting").slope(inputs.now - WINDOW) or 0.0
-            waiting = max(0.0, waiting + growth * startup)
-        needed = arrivals / capacity.requests + waiting / (capacity.fastest * CATCH_UP)
-        why = f"{arrivals:.3g}/s may arrive within {startup:.3g} s"
-        return needed, f"{why}, and {waiting:.3g} wait then" if waiting else why
 
     def problems(self, signals: Collection[str]) -> Iterator[tuple[str, str]]:
         """No goals at all, or an unsupported percentile."""

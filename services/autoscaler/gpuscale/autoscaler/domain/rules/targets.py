@@ -158,7 +158,17 @@ class DrainRule(Kind):
         for name in filter(None, (self.busy_signal, self.rate_signal)):
             if inputs.value(name) is None:
                 return Proposal(inputs.before, f"{name} is not available", code=Code.SIGNAL_MISSING)
-        waiting, busy, growth = self._work(signal, value, inputs)
+        # Pieces waiting, pieces in hand (on average), and growth a second of both.
+        growth = inputs.history(signal).slope(start) or 0.0
+        if self.busy_signal:
+            history = inputs.history(self.busy_signal)
+            waiting, busy = value, history.mean(start) or 0.0
+            growth += history.slope(start) or 0.0
+        else:
+            # The signal counts what is in hand too, which is at most what the replicas have room for.
+            room = inputs.serving * self.slots
+            part = inputs.history(signal).since(start).values or (value,)
+            waiting, busy = max(0.0, value - room), sum(min(seen, room) for seen in part) / len(part)
         rate = inputs.history(self.rate_signal).mean(start) if self.rate_signal else None
         service, leaving = self.service_time, (rate or 0.0) - growth
         if service is None and leaving > 0 and busy > 0:
@@ -169,41 +179,25 @@ class DrainRule(Kind):
         arrivals = max(0.0, busy / service + growth if rate is None else rate)
         # What is in hand is seen half a window late.
         ahead = min(service, math.inf if inputs.startup is None else inputs.startup + self.window / 2)
-        keep_up, room = self._with_room(busy + (arrivals - busy / service) * ahead)
+        load = busy + (arrivals - busy / service) * ahead
+        keep_up = load / self.slots / self.utilization
+        spare = keep_up * (1 - self.utilization)
+        if self.headroom is not None:
+            enough = self.headroom * math.sqrt(max(load, 0.0)) / self.slots
+            if enough < spare:
+                keep_up, spare = load / self.slots + enough, enough
         catch_up = waiting * service / self.slots / self.deadline
         then = f" in {ahead:.3g} s" if ahead < service else ""
         text = (
-            f"{signal} = {value:g}: {arrivals:.3g}/s of {service:.3g} s need {keep_up:.2f}{then} with {room:.2f} to spare,"
+            f"{signal} = {value:g}: {arrivals:.3g}/s of {service:.3g} s need {keep_up:.2f}{then} with {spare:.2f} to spare,"
             f" and {waiting:g} waiting within {self.deadline:g} s {catch_up:.2f}"
         )
-        found = self._enough(signal, text, keep_up, max(catch_up - room, 0.0), inputs)
+        found = self._enough(signal, text, keep_up, max(catch_up - spare, 0.0), inputs)
         since = inputs.now - inputs.last_changes.get(rule.id, -math.inf)
         if found.count >= inputs.before or self.catch_up_held is None or since >= self.catch_up_held:
             return found
         text = f"{found.text}, but it last changed the count {since:.1f} s ago"
         return replace(found, count=inputs.before, text=text, fired=False)
-
-    def _work(self, signal: str, value: float, inputs: Inputs) -> tuple[float, float, float]:
-        """Pieces waiting, pieces in hand (on average), and growth a second of both."""
-        start = inputs.now - self.window
-        growth = inputs.history(signal).slope(start) or 0.0
-        if self.busy_signal:
-            history = inputs.history(self.busy_signal)
-            return value, history.mean(start) or 0.0, growth + (history.slope(start) or 0.0)
-        # The signal counts what is in hand too, which is at most what the replicas have room for.
-        room = inputs.serving * self.slots
-        part = inputs.history(signal).since(start).values or (value,)
-        return max(0.0, value - room), sum(min(seen, room) for seen in part) / len(part), growth
-
-    def _with_room(self, load: float) -> tuple[float, float]:
-        """Replicas for so many pieces in hand, and how many of these are to spare."""
-        count = load / self.slots / self.utilization
-        room = count * (1 - self.utilization)
-        if self.headroom is not None:
-            enough = self.headroom * math.sqrt(max(load, 0.0)) / self.slots
-            if enough < room:
-                return load / self.slots + enough, enough
-        return count, room
 
     def _enough(self, signal: str, text: str, keep_up: float, catch_up: float, inputs: Inputs) -> Proposal:
         needed = keep_up + catch_up
