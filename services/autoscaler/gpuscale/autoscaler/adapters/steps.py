@@ -71,7 +71,16 @@ def plan_steps(at: Situation) -> StepPlan:
     A start is on disk before the engine is told, so that a vanished replica is not started again. A request to finish is on
     disk after the engine was told: a crash in between repeats it and never loses it.
     """
-    plan, room = StepPlan(), _room(at)
+    plan, room = StepPlan(), math.inf
+    if at.most:  # how many more may run, beside those that run, may run, or are being started
+        living = {name for name, sighting in at.seen.items() if sighting.life is not WorkerLife.ENDED}
+        not_shown = {
+            name
+            for name, record in at.records.items()
+            if name not in at.seen
+            and (record.phase is Phase.INTENT or (record.phase is Phase.RUNNING and not _lost(at, name)))
+        }
+        room = at.most - len(living | not_shown)
     for name in sorted(at.wanted):
         desired, sighting, record = at.wanted[name], at.seen.get(name), at.records.get(name)
         phase = record.phase if record else None
@@ -97,20 +106,6 @@ def plan_steps(at: Situation) -> StepPlan:
         else:
             plan.write.append(refused(name, f"this adapter runs {at.most} replicas at most", at.boot_id))
     return plan
-
-
-def _room(at: Situation) -> float:
-    """How many more replicas may run, beside those that run, may run, or are being started."""
-    if not at.most:
-        return math.inf
-    living = {name for name, sighting in at.seen.items() if sighting.life is not WorkerLife.ENDED}
-    not_shown = {
-        name
-        for name, record in at.records.items()
-        if name not in at.seen
-        and (record.phase is Phase.INTENT or (record.phase is Phase.RUNNING and not _lost(at, name)))
-    }
-    return at.most - len(living | not_shown)
 
 
 def _end_absent(at: Situation, name: str, record: JournalRecord | None, plan: StepPlan) -> None:

@@ -247,20 +247,19 @@ def fill_arguments(
         "gpu_count": str(order.gpu_count or len(order.gpu_uuids)),
         "capabilities": order.capability_text,
     }
-    return tuple(_fill(argument, values, name) for argument in parsed)
-
-
-def _fill(argument: tuple[str | Placeholder, ...], values: Mapping[str, str], template: str) -> str:
-    filled = ""
-    for part in argument:
-        if isinstance(part, str):
-            filled += part
-            continue
-        value = values[part.name]
-        if part.integer and not _INTEGER.fullmatch(value):
-            raise LaunchRefusedError(f"parameter {part.name} of template {template} must be a whole number")
-        # At the start of an argument it would turn a value into an option of the program.
-        if not filled and value.startswith("-") and not part.integer:
-            raise LaunchRefusedError(f"parameter {part.name} of template {template} must not begin with '-'")
-        filled += value
-    return filled
+    filled: list[str] = []
+    for argument in parsed:
+        text = ""
+        for part in argument:
+            if isinstance(part, str):
+                text += part
+                continue
+            value = values[part.name]
+            if part.integer and not _INTEGER.fullmatch(value):
+                raise LaunchRefusedError(f"parameter {part.name} of template {name} must be a whole number")
+            # At the start of an argument it would turn a value into an option of the program.
+            if not text and value.startswith("-") and not part.integer:
+                raise LaunchRefusedError(f"parameter {part.name} of template {name} must not begin with '-'")
+            text += value
+        filled.append(text)
+    return tuple(filled)
