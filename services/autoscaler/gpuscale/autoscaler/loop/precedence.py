@@ -150,9 +150,21 @@ class Precedence:
         nodes = nodes_of(template, self._hub.facts())
         if not holders or not nodes:
             return
+        request = allocator_api.ExplainPlacementRequest(ask=ask_to_wire(template, nodes))
+        with rpc_errors():
+            explained = await self._capacity.ExplainPlacement(request, timeout=RPC_TIMEOUT)
+        held = allocator_api.Obstacle.OBSTACLE_HELD
+        rooms = [  # if the holders left
+            NodeRoom(
+                node.fitting_count,
+                tuple(frozenset(gpu.reservations) for gpu in node.gpus if gpu.obstacle == held),
+            )
+            for node in explained.nodes
+            if not node.obstacle
+        ]
         chosen = choose(
             template.gpu_count,
-            await self._rooms(allocator_api.ExplainPlacementRequest(ask=ask_to_wire(template, nodes))),
+            rooms,
             {one.lease.reservation for one in coming if one.lease is not None},
             holders,
             spare,
@@ -197,17 +209,3 @@ class Precedence:
         before.to[endpoint.id] = f"{endpoint_name(endpoint.id)} (priority {endpoint.spec.priority})"
         before.replicas.add(holder.replica)
         before.holds(now)
-
-    async def _rooms(self, request: allocator_api.ExplainPlacementRequest) -> list[NodeRoom]:
-        """The allocator's room for an ask, if its holders left."""
-        with rpc_errors():
-            found = await self._capacity.ExplainPlacement(request, timeout=RPC_TIMEOUT)
-        held = allocator_api.Obstacle.OBSTACLE_HELD
-        return [
-            NodeRoom(
-                node.fitting_count,
-                tuple(frozenset(gpu.reservations) for gpu in node.gpus if gpu.obstacle == held),
-            )
-            for node in found.nodes
-            if not node.obstacle
-        ]
