@@ -200,26 +200,22 @@ def _update(
         )
         for line in lines
     ]
-    return autoscaler_internal.ConnectResponse(
-        revision=revision, replicas=replicas, capability_sets=_counts(lines)
-    )
-
-
-def _counts(lines: Sequence[DesiredReplica]) -> list[autoscaler_internal.DesiredCapabilitySet]:
-    """How many groups of each capability set should run; those with other capabilities are counted separately."""
-    found: dict[tuple[str, ...], autoscaler_internal.DesiredCapabilitySet] = {}
+    # How many groups of each capability set should run; those with other capabilities are counted separately.
+    sets: dict[tuple[str, ...], autoscaler_internal.DesiredCapabilitySet] = {}
     for line in lines:
         if line.capability_set:
             endpoint = endpoint_name(parse(REPLICA, line.replica)["endpoint"])
             key = (endpoint, line.capability_set, repr(sorted(line.capabilities.items())))
-            one = found.setdefault(
+            one = sets.setdefault(
                 key,
                 autoscaler_internal.DesiredCapabilitySet(
                     endpoint=endpoint, capability_set=line.capability_set, capabilities=line.capabilities
                 ),
             )
             one.replicas += line.order is ReplicaOrder.RUN
-    return list(found.values())
+    return autoscaler_internal.ConnectResponse(
+        revision=revision, replicas=replicas, capability_sets=sets.values()
+    )
 
 
 def adapter_to_wire(view: AdapterView) -> api.Adapter:

@@ -158,26 +158,25 @@ def _specs(policies: Sequence[api.BacktestPolicy], default: Wish) -> list[Endpoi
             field = f"policies[{index}].name"
             raise InvalidArgumentError(f"{field} must differ from the names before it", field=field)
         names.add(one.name)
-    return [_spec(one, f"policies[{index}]", default) for index, one in enumerate(policies)]
-
-
-def _spec(wire: api.BacktestPolicy, path: str, default: Wish) -> EndpointSpec:
-    kind = wire.WhichOneof("policy")
-    if kind is None:
-        raise InvalidArgumentError(f"{path}.spec must be set, or preset", field=f"{path}.spec")
-    if kind == "preset":
-        spec = render(wire.preset, f"{path}.preset", default).spec
-    else:
-        spec = spec_from_wire(wire.spec, f"{path}.spec")
-        if not spec.template.template:
-            spec = replace(spec, template=replace(spec.template, template=_TEMPLATE.template))
-        if found := spec_violations(spec, f"{path}.spec"):
-            raise InvalidArgumentError.of(found)
-    if spec.capability_sets:
-        field = f"{path}.{kind}.capability_sets"
-        text = "cannot be backtested: no workload says what its requests need"
-        raise InvalidArgumentError(f"{field} {text}", field=field)
-    return spec
+    specs: list[EndpointSpec] = []
+    for index, one in enumerate(policies):
+        path, kind = f"policies[{index}]", one.WhichOneof("policy")
+        if kind is None:
+            raise InvalidArgumentError(f"{path}.spec must be set, or preset", field=f"{path}.spec")
+        if kind == "preset":
+            spec = render(one.preset, f"{path}.preset", default).spec
+        else:
+            spec = spec_from_wire(one.spec, f"{path}.spec")
+            if not spec.template.template:
+                spec = replace(spec, template=replace(spec.template, template=_TEMPLATE.template))
+            if found := spec_violations(spec, f"{path}.spec"):
+                raise InvalidArgumentError.of(found)
+        if spec.capability_sets:
+            field = f"{path}.{kind}.capability_sets"
+            text = "cannot be backtested: no workload says what its requests need"
+            raise InvalidArgumentError(f"{field} {text}", field=field)
+        specs.append(spec)
+    return specs
 
 
 def _setting(wire: api.BacktestRequest | api.BacktestSpec) -> Setting:

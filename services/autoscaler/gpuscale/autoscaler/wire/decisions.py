@@ -212,7 +212,22 @@ _Capacity = autoscaler_internal.DecisionInputs.Capacity
 def question_to_wire(question: Question) -> autoscaler_internal.DecisionInputs:
     """The message of all inputs of an evaluation."""
     inputs, memory, own = question.inputs, question.memory, question.inputs.capacity
-    signals = [_signal_to_wire(one, inputs.history(name)) for name, one in inputs.observations.items()]
+    signals = [
+        _Signal(
+            observation=observation_to_wire(one),
+            value=one.value,
+            age=one.age,
+            proven_empty=one.proven_empty,
+            ignored=one.ignored,
+            silent_count=one.silent_count,
+            told_count=one.told_count,
+            across=api.Aggregation.Value(f"AGGREGATION_{one.across.name}"),
+            times=past.times,
+            values=past.values,
+        )
+        for name, one in inputs.observations.items()
+        for past in [inputs.history(name)]
+    ]
     for name in (one for one in inputs.series if one not in inputs.observations):
         known, past = api.Observation(signal=name), inputs.history(name)
         signals.append(_Signal(observation=known, times=past.times, values=past.values, absent=True))
@@ -256,7 +271,25 @@ def question_from_wire(wire: autoscaler_internal.DecisionInputs) -> Question:
         ready=wire.ready_replicas,
         now=wire.now,
         wall=to_datetime(wire.time),
-        observations={one.observation.signal: _observation(one) for one in wire.signals if not one.absent},
+        observations={
+            one.observation.signal: Observation(
+                signal=one.observation.signal,
+                status=_STATUSES[one.observation.status],
+                value=one.value if one.HasField("value") else None,
+                age=one.age if one.HasField("age") else None,
+                detail=one.observation.detail,
+                proven_empty=one.proven_empty,
+                ignored=one.ignored,
+                silent_count=one.silent_count,
+                told_count=one.told_count,
+                across=_AGGREGATIONS[one.across],
+                tasks=from_wire(TaskReport, one.observation.tasks, "tasks")
+                if one.observation.HasField("tasks")
+                else None,
+            )
+            for one in wire.signals
+            if not one.absent
+        },
         series={
             one.observation.signal: InputSeries(tuple(one.times), tuple(one.values)) for one in wire.signals
         },
@@ -271,39 +304,6 @@ def question_from_wire(wire: autoscaler_internal.DecisionInputs) -> Question:
     )
     memory = Memory(wire.since, _counts(wire.asked), _counts(wire.changes))
     return Question(spec_from_wire(wire.spec, "spec"), inputs, memory, wire.unknown_replicas)
-
-
-def _signal_to_wire(one: Observation, past: InputSeries) -> _Signal:
-    return _Signal(
-        observation=observation_to_wire(one),
-        value=one.value,
-        age=one.age,
-        proven_empty=one.proven_empty,
-        ignored=one.ignored,
-        silent_count=one.silent_count,
-        told_count=one.told_count,
-        across=api.Aggregation.Value(f"AGGREGATION_{one.across.name}"),
-        times=past.times,
-        values=past.values,
-    )
-
-
-def _observation(wire: _Signal) -> Observation:
-    return Observation(
-        signal=wire.observation.signal,
-        status=_STATUSES[wire.observation.status],
-        value=wire.value if wire.HasField("value") else None,
-        age=wire.age if wire.HasField("age") else None,
-        detail=wire.observation.detail,
-        proven_empty=wire.proven_empty,
-        ignored=wire.ignored,
-        silent_count=wire.silent_count,
-        told_count=wire.told_count,
-        across=_AGGREGATIONS[wire.across],
-        tasks=from_wire(TaskReport, wire.observation.tasks, "tasks")
-        if wire.observation.HasField("tasks")
-        else None,
-    )
 
 
 def _counts_to_wire(counts: Iterable[tuple[float, int]]) -> list[_Count]:
