@@ -1,8 +1,7 @@
 """`gpuscalectl adopt`: a reservation around processes that already run on GPUs of this host."""
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import click
 import psutil
@@ -16,9 +15,6 @@ from gpuscale.client.orders import Orders, shown
 from gpuscale.client.over_ssh import supervised
 from gpuscale.common.errors import FailedPreconditionError, NotFoundError, PermissionDeniedError
 
-if TYPE_CHECKING:
-    from gpuscale.client import Client
-
 
 @command("adopt 41753 --name train")
 @click.argument("pids", nargs=-1, required=True, type=POSITIVE, metavar="PID...")
@@ -31,6 +27,7 @@ def adopt(session: Session, pids: tuple[int, ...], title: str, ttl: float | None
     that others hold. Root may adopt anyone's processes.
     """
     from gpuscale import client as library
+    from gpuscale.cli.console import lookup
     from gpuscale.client.asks import default_holder
     from gpuscale.client.jobs import supervise
 
@@ -39,7 +36,16 @@ def adopt(session: Session, pids: tuple[int, ...], title: str, ttl: float | None
         if node is None:
             raise FailedPreconditionError("no agent of the fleet runs on this host", reason="NOT_A_NODE")
         processes = [_own(pid) for pid in pids]
-        gpus = _gpus(client, node, processes)
+        tree = {one.pid for process in processes for one in (process, *process.children(recursive=True))}
+        [found] = lookup.nodes(client, [node])
+        used: Mapping[str, set[int]] = {
+            gpu.name: {one.pid for one in gpu.reading.processes} for gpu in found.snapshot.gpus
+        }
+        gpus = [name for name, there in used.items() if tree & there]
+        if not gpus:
+            raise FailedPreconditionError(
+                f"none of these processes uses a GPU of {node}, as its agent reads them", reason="NO_GPU_USED"
+            )
         options = library.ReserveOptions(
             only_gpus=gpus, min_memory=0, max_utilization_percent=100, allow_unknown_utilization=True, ttl=ttl
         )
@@ -78,20 +84,3 @@ def _own(pid: int) -> psutil.Process:
     if os.geteuid() not in {0, owner}:
         raise PermissionDeniedError(f"process {pid} is {process.username()}'s", reason="NOT_YOUR_PROCESS")
     return process
-
-
-def _gpus(client: "Client", node: str, processes: Sequence[psutil.Process]) -> list[str]:
-    """The GPUs that these processes and their descendants use."""
-    from gpuscale.cli.console import lookup
-
-    tree = {one.pid for process in processes for one in (process, *process.children(recursive=True))}
-    [found] = lookup.nodes(client, [node])
-    used: Mapping[str, set[int]] = {
-        gpu.name: {one.pid for one in gpu.reading.processes} for gpu in found.snapshot.gpus
-    }
-    names = [name for name, there in used.items() if tree & there]
-    if not names:
-        raise FailedPreconditionError(
-            f"none of these processes uses a GPU of {node}, as its agent reads them", reason="NO_GPU_USED"
-        )
-    return names

@@ -129,16 +129,12 @@ def _nodes(client: "Client") -> "Iterator[host.Diagnosis]":
             continue
         sampled = node.snapshot.sample_time.ToDatetime(UTC).timestamp()
         ahead = sampled + node.snapshot.age.ToTimedelta().total_seconds() - time.time()
-        yield _clock(node.name, ahead)
-
-
-def _clock(subject: str, ahead: float) -> "host.Diagnosis":
-    if abs(ahead) < SKEW:
-        return host.Diagnosis("clock", subject, "OK", f"within {SKEW:.0f} s of this host's")
-    text = f"is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this host's"
-    return host.Diagnosis(
-        "clock", subject, "FAIL" if abs(ahead) > FAR else "WARN", text, "chronyc tracking, on both hosts"
-    )
+        if abs(ahead) < SKEW:
+            yield host.Diagnosis("clock", node.name, "OK", f"within {SKEW:.0f} s of this host's")
+        else:
+            text = f"is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this host's"
+            advice = "chronyc tracking, on both hosts"
+            yield host.Diagnosis("clock", node.name, "FAIL" if abs(ahead) > FAR else "WARN", text, advice)
 
 
 def _adapters(client: "Client") -> "Iterator[host.Diagnosis]":

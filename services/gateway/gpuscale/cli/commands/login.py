@@ -125,8 +125,15 @@ def login(
         if oidc:
             who, token, kept = by_device(caller)
         else:
-            who, token = _by_code(caller, code_file)
-            kept = b""
+            if code_file is None and sys.stdin.isatty():
+                code = click.prompt("one-time code", hide_input=True, err=True)
+            else:
+                code = read_secret(code_file, reason="CODE_FILE")
+            with caller.connect() as client:
+                answer = client.logins.Login(api.LoginRequest(code=code))
+            role = types_api.Role.Name(answer.role).removeprefix("ROLE_").lower()
+            until = local_text(_moment(answer.expire_time.seconds))
+            who, token, kept = f"logged in as {answer.name} ({role}) until {until}", answer.token, b""
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_private(token_file, f"{token}\n".encode())
@@ -146,21 +153,6 @@ def login(
     with mine.connect() as client:
         client.fleet.ListNodes(api.ListNodesRequest(page_size=1))
     session.output.write_said(f"{who}\nthe current context is {context}", {"name": context}, context)
-
-
-def _by_code(session: Session, file: Path | None) -> tuple[str, str]:
-    """The person a code is for, and the token in exchange for it."""
-    if file is None and sys.stdin.isatty():
-        code = click.prompt("one-time code", hide_input=True, err=True)
-    else:
-        code = read_secret(file, reason="CODE_FILE")
-    with session.connect() as client:
-        answer = client.logins.Login(api.LoginRequest(code=code))
-    role = types_api.Role.Name(answer.role).removeprefix("ROLE_").lower()
-    return (
-        f"logged in as {answer.name} ({role}) until {local_text(_moment(answer.expire_time.seconds))}",
-        answer.token,
-    )
 
 
 @command("logout lab")

@@ -246,7 +246,23 @@ def reserve(
         typed = [f"--{name.replace('_', '-')}" for name, value in vars(requesting).items() if value]
         if beside := [one for one in typed if one not in {"--tenant", "--request-id"}]:
             raise click.UsageError(f"a booking has no {' and '.join(beside)}: leave them out")
-        _book(session, asking, requesting, api.Booking(title=title), booking_id, start, length)
+        with session.connect() as client:
+            booking = api.Booking(
+                title=title,
+                start_time=wire.to_timestamp(start),
+                duration=wire.to_duration(length),
+                tenant=requesting.tenant,
+                ask=asking.message(client),
+            )
+            request = api.CreateBookingRequest(
+                booking=booking, booking_id=booking_id, request_id=requesting.request_id or str(uuid4())
+            )
+            made = client.bookings.CreateBooking(request).booking
+        session.output.write_one(made, views.BOOKINGS)
+        if session.output.human:
+            short = made.name.partition("/")[2]
+            note(f"to use them from {local_text(start)} on:  gpuscalectl run --booking {short} -- COMMAND")
+            note(f"to give them back:  gpuscalectl delete booking {short}")
         return
     with session.connect() as client:
         reservation = grant(client, requesting.message(asking, client)).reservation
@@ -260,31 +276,6 @@ def reserve(
             note(f"to use them on {node}:  CUDA_VISIBLE_DEVICES={uuids}")
         note(f"to keep them:  gpuscalectl renew {short}")
         note(f"to give them back:  gpuscalectl release {short}")
-
-
-def _book(
-    session: Session,
-    asking: Asking,
-    requesting: Requesting,
-    booking: "api.Booking",
-    booking_id: str,
-    start: datetime,
-    length: float,
-) -> None:
-    booking.start_time.CopyFrom(wire.to_timestamp(start))
-    booking.duration.CopyFrom(wire.to_duration(length))
-    booking.tenant = requesting.tenant
-    with session.connect() as client:
-        booking.ask.CopyFrom(asking.message(client))
-        request = api.CreateBookingRequest(
-            booking=booking, booking_id=booking_id, request_id=requesting.request_id or str(uuid4())
-        )
-        made = client.bookings.CreateBooking(request).booking
-    session.output.write_one(made, views.BOOKINGS)
-    if session.output.human:
-        short = made.name.partition("/")[2]
-        note(f"to use them from {local_text(start)} on:  gpuscalectl run --booking {short} -- COMMAND")
-        note(f"to give them back:  gpuscalectl delete booking {short}")
 
 
 @command("delete booking demo")

@@ -54,16 +54,12 @@ def topology(session: Session, name: str) -> None:
         ]
         session.output.write_data({"node": node.name, "devices": devices, "links": links})
         return
-    write_lines([*_matrix(found), "", *LEGEND])
-
-
-def _matrix(devices: list[TopologyDevice]) -> list[str]:
-    """A row per device; in a narrow terminal, in several blocks of columns."""
-    names = _column("", [one.name for one in devices])
+    # A row per device; in a narrow terminal, in several blocks of columns.
+    names = _column("", [one.name for one in found])
     numa = _column(
-        "NUMA", [ABSENT if one.place.numa_node is None else str(one.place.numa_node) for one in devices]
+        "NUMA", [ABSENT if one.place.numa_node is None else str(one.place.numa_node) for one in found]
     )
-    others = [_column(other.name, [_between(one, other) for one in devices]) for other in devices]
+    others = [_column(other.name, [_between(one, other) for one in found]) for other in found]
     widest = max(len(column[0]) for column in others)
     room = (terminal_width() or 1 << 16) - len(names[0]) - len(numa[0])
     most = max(1, room // widest)
@@ -71,7 +67,7 @@ def _matrix(devices: list[TopologyDevice]) -> list[str]:
     for start in range(0, len(others), most):
         block = [names, *others[start : start + most], numa]
         lines += [*([""] if lines else []), *("".join(row).rstrip() for row in zip(*block, strict=True))]
-    return lines
+    write_lines([*lines, "", *LEGEND])
 
 
 def _column(heading: str, cells: list[str]) -> list[str]:
