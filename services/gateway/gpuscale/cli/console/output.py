@@ -322,17 +322,6 @@ class Output:
             only = next(iter(data.values())) if is_mapping(data) and len(data) == 1 else None
             self._write_each(only if is_list(only) else [data])
 
-    def _write_csv(self, items: Sequence[Mapping[str, object]]) -> None:
-        """Write a row for each, with a column for every field; nested values are JSON."""
-        import csv
-
-        names = list(dict.fromkeys(name for one in items for name in one))
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerows([names] if self.headers and names else [])
-        for one in items:
-            cells = (one.get(name, "") for name in names)
-            writer.writerow(json.dumps(cell) if isinstance(cell, (dict, list)) else cell for cell in cells)
-
     def _write_each(self, items: Sequence[object]) -> None:
         """Write each as a line of JSON, a document of YAML, a name, or a row."""
         if self.format is Format.CUSTOM_COLUMNS:
@@ -343,7 +332,18 @@ class Output:
             write_lines(self._aligned([heading for heading, _ in self.form.columns], rows))
             return
         if self.format is Format.CSV:
-            self._write_csv([one if is_mapping(one) else {"value": one} for one in items])
+            import csv
+
+            # A row for each, with a column for every field; nested values are JSON.
+            tables = [one if is_mapping(one) else {"value": one} for one in items]
+            names = list(dict.fromkeys(name for row in tables for name in row))
+            writer = csv.writer(sys.stdout, lineterminator="\n")
+            writer.writerows([names] if self.headers and names else [])
+            for row in tables:
+                cells = (row.get(name, "") for name in names)
+                writer.writerow(
+                    json.dumps(cell) if isinstance(cell, (dict, list)) else cell for cell in cells
+                )
             return
         for one in items:
             if self.format is Format.NAME:

@@ -301,14 +301,6 @@ def _words(values: Sequence[int], of: Any) -> str:
     return ",".join(of.Name(one).removeprefix(prefix).lower() for one in values) or ABSENT
 
 
-def _stages(policy: api.UsePolicy) -> str:
-    """Such as `1h note,notify; 2h revoke`."""
-    return "; ".join(
-        f"{format_duration(wire.seconds(one.after))} {_words(one.actions, api.PolicyAction)}"
-        for one in policy.spec.stages
-    )
-
-
 def _watts(message: Any, field: str) -> str:
     known = not message.DESCRIPTOR.fields_by_name[field].has_presence or message.HasField(field)
     return f"{getattr(message, field):.0f}W" if known else ABSENT
@@ -337,7 +329,13 @@ POLICIES = View[api.UsePolicy](
         Column("NAME", lambda one: short(one.name)),
         Column("CONDITION", lambda one: word(one.spec, "condition").lower()),
         Column("MODE", lambda one: "active" if one.spec.active else "shadow"),
-        Column("STAGES", _stages),
+        Column(  # such as `1h note,notify; 2h revoke`
+            "STAGES",
+            lambda one: "; ".join(
+                f"{format_duration(wire.seconds(stage.after))} {_words(stage.actions, api.PolicyAction)}"
+                for stage in one.spec.stages
+            ),
+        ),
         Column("EXEMPT", lambda one: str(len(one.spec.exemptions)), spare=True),
         Column("AGE", lambda one: since(one, "create_time"), moving=True, spare=True),
         Column("DESCRIPTION", lambda one: text(one.spec.description), wide=True),
