@@ -243,26 +243,26 @@ def _contexts(found: Mapping[str, object]) -> Contexts:
     current, tables = found.get("current_context", ""), found.get("contexts", {})
     if not isinstance(current, str) or not _is_table(tables):
         raise ValueError("current_context must be a string, and contexts must be tables")
-    return Contexts(current, {name: _context(name, table) for name, table in tables.items()})
+    known = {field.name for field in fields(Context)}
+    by_name: dict[str, Context] = {}
+    for name, table in tables.items():
+        if not _is_table(table):
+            raise ValueError(f"contexts.{name} must be a table")
+        values: dict[str, str] = {}
+        for key, value in table.items():
+            if key not in known:
+                raise ValueError(f"unknown key contexts.{name}.{key}")
+            if not isinstance(value, str):
+                raise ValueError(f"contexts.{name}.{key} must be a string")  # noqa: TRY004
+            values[key] = value
+        address = values.pop("address", "")
+        try:
+            files = {key: Path(value).expanduser() for key, value in values.items() if value}
+        except RuntimeError as error:  # of ~nobody
+            raise ValueError(f"contexts.{name}: this home directory does not exist") from error
+        by_name[name] = Context(address=address, **files)
+    return Contexts(current, by_name)
 
 
 def _is_table(value: object) -> TypeGuard[Mapping[str, object]]:
     return isinstance(value, dict)
-
-
-def _context(name: str, table: object) -> Context:
-    known = {field.name for field in fields(Context)}
-    if not _is_table(table):
-        raise ValueError(f"contexts.{name} must be a table")
-    values: dict[str, str] = {}
-    for key, value in table.items():
-        if key not in known:
-            raise ValueError(f"unknown key contexts.{name}.{key}")
-        if not isinstance(value, str):
-            raise ValueError(f"contexts.{name}.{key} must be a string")  # noqa: TRY004
-        values[key] = value
-    try:
-        files = {key: Path(value).expanduser() for key, value in values.items() if key != "address" and value}
-    except RuntimeError as error:  # of ~nobody
-        raise ValueError(f"contexts.{name}: this home directory does not exist") from error
-    return Context(address=values.get("address", ""), **files)

@@ -122,7 +122,11 @@ class Orders:
     def of_members(self, granted: "Reservation", here: str | None) -> "list[Orders]":
         """The orders of each member of a grant. On the node `here`, as the same user, no ssh is needed."""
         made: list[Orders] = []
-        limit = _limit(granted, self.time_limit)
+        limit = self.time_limit
+        if granted.HasField("limit_time"):  # the command stops before the time limit of its reservation
+            runs_on = wire.to_datetime(granted.limit_time) - wire.to_datetime(granted.expire_time)
+            left = max(runs_on.total_seconds() + wire.seconds(granted.remaining) - TO_STOP, 1.0)
+            limit = min(limit or left, left)
         for member, node, variables in _members(granted):
             local = node == here and not self.user
             made.append(
@@ -140,15 +144,6 @@ class Orders:
                 )
             )
         return made
-
-
-def _limit(granted: "Reservation", typed: float) -> float:
-    """The time limit of the command, so that it stops before its reservation's time limit, if that has one."""
-    if not granted.HasField("limit_time"):
-        return typed
-    runs_on = wire.to_datetime(granted.limit_time) - wire.to_datetime(granted.expire_time)
-    left = max(runs_on.total_seconds() + wire.seconds(granted.remaining) - TO_STOP, 1.0)
-    return min(typed or left, left)
 
 
 def _members(reservation: "Reservation") -> list[tuple[int | None, str, dict[str, str]]]:

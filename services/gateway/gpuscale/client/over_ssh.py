@@ -225,7 +225,13 @@ def supervise_all(
             on_start(process)
             stack.callback(process.kill)
         if not early:
-            _await_greetings(members, started, patience)
+            for one, said in _silent(GREETING, members, started, patience):
+                raise UnavailableError(
+                    f"no supervisor came up on {one.orders.node}, so nothing was started there: {' '.join(one.words[:-1])} must"
+                    f" work, and find `{one.words[-1]}` in the PATH there{': ' if said else ''}{said}."
+                    " On hosts of Slurm, Kubernetes or Ray use sbatch, kubectl or ray job submit (docs/jobs.md)",
+                    reason="NO_SUPERVISOR",
+                )
         if len(members) == 1:
             feed = (started[0].stdin, members[0].orders.line(), not members[0].orders.detached)
             threading.Thread(target=_feed, args=feed, daemon=True).start()
@@ -258,18 +264,6 @@ def _started(
         )
     except OSError as error:
         raise FailedPreconditionError(f"cannot start ssh: {error.strerror}", reason="NO_SSH") from error
-
-
-def _await_greetings(
-    members: Sequence[Supervised], started: "Sequence[subprocess.Popen[bytes]]", patience: float
-) -> None:
-    for one, said in _silent(GREETING, members, started, patience):
-        raise UnavailableError(
-            f"no supervisor came up on {one.orders.node}, so nothing was started there: {' '.join(one.words[:-1])} must"
-            f" work, and find `{one.words[-1]}` in the PATH there{': ' if said else ''}{said}."
-            " On hosts of Slurm, Kubernetes or Ray use sbatch, kubectl or ray job submit (docs/jobs.md)",
-            reason="NO_SUPERVISOR",
-        )
 
 
 def _await_ready(

@@ -30,26 +30,22 @@ def seed_view(recording: monitor_api.Recording) -> dict[str, object]:
     alone = len(nodes) == 1
     names = [str(gpu.index) if alone else f"{gpu.name.split('/')[1]}/{gpu.index}" for gpu in recording.gpus]
     sharing = Counter(names)
+    gpu_stats: dict[str, object] = {}
+    for shown, gpu in zip(names, recording.gpus, strict=True):
+        by_metric = {stats.metric: stats for stats in gpu.stats}
+        found: dict[str, object] = {"name": gpu.model}
+        for name, (metric, unit) in _METRICS.items():
+            stats = by_metric.get(metric)
+            if stats is None:
+                continue
+            values = {"min": stats.min, "max": stats.max, "mean": stats.mean}
+            figures: dict[str, float] = {key: round(value / unit, 1) for key, value in values.items()}
+            if name == "utilization":
+                figures["samples"] = stats.sample_count
+            found[name] = figures
+        gpu_stats[shown if sharing[shown] == 1 else gpu.uuid] = found
     return {
         "monitoring_duration_seconds": round(seconds(recording.duration), 1),
         "sample_count": recording.sample_count,
-        "gpu_stats": {
-            name if sharing[name] == 1 else gpu.uuid: _gpu(gpu)
-            for name, gpu in zip(names, recording.gpus, strict=True)
-        },
+        "gpu_stats": gpu_stats,
     }
-
-
-def _gpu(gpu: monitor_api.RecordedGpu) -> dict[str, object]:
-    by_metric = {stats.metric: stats for stats in gpu.stats}
-    found: dict[str, object] = {"name": gpu.model}
-    for name, (metric, unit) in _METRICS.items():
-        stats = by_metric.get(metric)
-        if stats is None:
-            continue
-        values = {"min": stats.min, "max": stats.max, "mean": stats.mean}
-        figures: dict[str, float] = {key: round(value / unit, 1) for key, value in values.items()}
-        if name == "utilization":
-            figures["samples"] = stats.sample_count
-        found[name] = figures
-    return found
