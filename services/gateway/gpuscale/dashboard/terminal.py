@@ -442,7 +442,25 @@ class Top(App[None]):
                 self._load.append(load)
                 line = self.query_one("#load", Static)
                 line.update("\n".join(load_lines([*self._load][-line.size.width or KEPT :])), layout=False)
-        self._fill(self._active, gpus)
+        # The rows of the table; the cursor stays, and nothing is drawn without a change.
+        name, text = self._active, self.query_one("#filter", Input).value
+        found = [row for row in self._rows(name, gpus) if rows.matches(row, text)]
+        column, reverse = self._sorted.get(name, (-1, False))
+        if column >= 0:
+            by = [*TABLES[name]][column]
+            found.sort(key=lambda row: rows.sort_key(str(row[by])))
+        if reverse:
+            found.reverse()
+        if name == "gpus" and self._tree and column < 0:  # each host's after a row for the host
+            marked = marks(facts.cordons)
+            found = [
+                row
+                for node, below in groupby(found, lambda row: str(row["gpu"]).rpartition("/")[0])
+                for row in (rows.host_row(facts.nodes[f"nodes/{node}"], marked), *below)
+            ]
+        self._rows_shown[name] = found = found[:SHOWN]
+        cells = [tuple(self._printable(row.get(column, "")) for column in TABLES[name]) for row in found]
+        self._tables[name].show(cells)
 
     def _rows(self, name: str, gpus: Sequence[GpuSummary]) -> list[Row]:
         facts, now = self._facts, datetime.now(UTC)
@@ -492,24 +510,3 @@ class Top(App[None]):
         full = ("|" if self._ascii else "█") * round(min(share, 100.0) * BAR / 100)
         colour = next((one for least, one in LEVELS if share >= least), "")
         return (full.ljust(BAR), colour), (f"{percent:>4} %", "")
-
-    def _fill(self, name: str, gpus: Sequence[GpuSummary]) -> None:
-        """Show the rows of a table; the cursor stays, and nothing is drawn without a change."""
-        text = self.query_one("#filter", Input).value
-        found = [row for row in self._rows(name, gpus) if rows.matches(row, text)]
-        column, reverse = self._sorted.get(name, (-1, False))
-        if column >= 0:
-            by = [*TABLES[name]][column]
-            found.sort(key=lambda row: rows.sort_key(str(row[by])))
-        if reverse:
-            found.reverse()
-        if name == "gpus" and self._tree and column < 0:  # each host's after a row for the host
-            marked = marks(self._facts.cordons)
-            found = [
-                row
-                for node, below in groupby(found, lambda row: str(row["gpu"]).rpartition("/")[0])
-                for row in (rows.host_row(self._facts.nodes[f"nodes/{node}"], marked), *below)
-            ]
-        self._rows_shown[name] = found = found[:SHOWN]
-        cells = [tuple(self._printable(row.get(column, "")) for column in TABLES[name]) for row in found]
-        self._tables[name].show(cells)
