@@ -136,7 +136,16 @@ class FakeWorkers:
             self._call = stub.Connect(self._messages())
             with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
                 async for response in self._call:
-                    self._obey(response)
+                    self._revision = response.revision
+                    for line in response.replicas:
+                        state = self._states.get(line.replica)
+                        if line.goal == _Goal.GOAL_RUN:
+                            self._states.setdefault(line.replica, _State.STATE_STARTING)
+                        elif line.goal == _Goal.GOAL_STOP and state in _ALIVE:
+                            self._states[line.replica] = _State.STATE_STOPPED
+                        elif line.goal == _Goal.GOAL_FORGET:
+                            self._states.pop(line.replica, None)
+                    self._settle()
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise asyncio.CancelledError
@@ -157,18 +166,6 @@ class FakeWorkers:
             report = autoscaler_internal.Report(revision=self._revision, replicas=replicas)
             yield autoscaler_internal.ConnectRequest(report=report)
             await self._changed.wait()
-
-    def _obey(self, response: autoscaler_internal.ConnectResponse) -> None:
-        self._revision = response.revision
-        for line in response.replicas:
-            state = self._states.get(line.replica)
-            if line.goal == _Goal.GOAL_RUN:
-                self._states.setdefault(line.replica, _State.STATE_STARTING)
-            elif line.goal == _Goal.GOAL_STOP and state in _ALIVE:
-                self._states[line.replica] = _State.STATE_STOPPED
-            elif line.goal == _Goal.GOAL_FORGET:
-                self._states.pop(line.replica, None)
-        self._settle()
 
     def _settle(self) -> None:
         """Make replicas READY as far as allowed, and report."""

@@ -320,7 +320,15 @@ class Workers:
                     self._traffic.ready[one.endpoint] += 1
                     one.lines.append("ready: listening on port 8000")
             while self._logs:
-                yield autoscaler_internal.ConnectRequest(log_part=self._log(self._logs.pop(0)))
+                question = self._logs.pop(0)
+                part = autoscaler_internal.LogPart(question=question.number)
+                if (replica := self._replicas.get(question.replica)) is None:
+                    part.problem = "no such replica"
+                else:
+                    content = "".join(f"{line}\n" for line in replica.lines).encode()
+                    part.offset = question.offset if question.HasField("offset") else 0
+                    part.content = content[part.offset : part.offset + question.max_bytes]
+                yield autoscaler_internal.ConnectRequest(log_part=part)
             replicas = [
                 autoscaler_internal.ReplicaReport(replica=name, state=one.state, pid=one.program.pid)
                 for name, one in self._replicas.items()
@@ -344,13 +352,3 @@ class Workers:
         replica.lines.append(f"loading the model of {endpoint} on {', '.join(line.gpu_uuids)}")
         self._replicas[line.replica] = replica
         self._site.begin(list(line.gpu_uuids), program)
-
-    def _log(self, question: autoscaler_internal.LogQuestion) -> autoscaler_internal.LogPart:
-        part = autoscaler_internal.LogPart(question=question.number)
-        if (replica := self._replicas.get(question.replica)) is None:
-            part.problem = "no such replica"
-            return part
-        content = "".join(f"{line}\n" for line in replica.lines).encode()
-        part.offset = question.offset if question.HasField("offset") else 0
-        part.content = content[part.offset : part.offset + question.max_bytes]
-        return part
