@@ -320,7 +320,15 @@ def evaluate(
         limited_by=next(limits, combined.limited_by),
         asked=asked_for,
     )
-    remembered = asked_for - max(0, combined.step.after - _lasting(spec, outcomes))
+    # What the rules would want if nothing waited, which a window down keeps; the full count if there is a window up.
+    lasting = round(LARGEST_COUNT)
+    if not spec.up.stabilization and any(one.lasting is not None for one in outcomes):
+        lasting = max(
+            one.step.after if one.lasting is None else one.lasting
+            for one in outcomes
+            if one.lasting is not None or one.vote is not Vote.NONE
+        )
+    remembered = asked_for - max(0, combined.step.after - lasting)
     after = units + wanted - before
     if inputs.capacity is not None and wanted != before:  # a change is one of at least one unit
         whole = math.floor(inputs.capacity.of(wanted))
@@ -329,17 +337,6 @@ def evaluate(
     learnt = {rule: one for rule, one in inputs.bursts.items() if isinstance(one, Learnt)}
     bursts = learnt | {one.rule: one.burst for one in outcomes if one.burst is not None}
     return Result(evaluation, kept, {rule.id: bursts[rule.id] for rule in spec.rules if rule.id in bursts})
-
-
-def _lasting(spec: EndpointSpec, outcomes: Sequence[RuleOutcome]) -> int:
-    """What the rules would want if nothing waited, which a window down keeps; the full count if there is a window up."""
-    if spec.up.stabilization or all(one.lasting is None for one in outcomes):
-        return round(LARGEST_COUNT)
-    return max(
-        one.step.after if one.lasting is None else one.lasting
-        for one in outcomes
-        if one.lasting is not None or one.vote is not Vote.NONE
-    )
 
 
 def _by_rules(
