@@ -20,7 +20,8 @@ CTL = (sys.executable, "-m", "gpuscale.cli.main")
 def main(arguments: list[str]) -> None:
     """Be `gpuscalectl`, in a forked process.
 
-    On a busy machine it may stand still: its node is not silent then, and it may take longer to end.
+    On a busy machine it may stand still: its node is not silent then, and it may take longer to end. A library that
+    `LD_LIBRARY_PATH` leads to is loaded before: a process that is forked does not look there again.
     """
     from gpuscale.allocator.usecases import fleet
     from gpuscale.cli import main as program
@@ -29,6 +30,10 @@ def main(arguments: list[str]) -> None:
 
     vars(fleet)["FRESH_PERIODS"] = vars(nodes)["STALE_PERIODS"] = 60
     lifecycle.STOP_WARNING_SECONDS, lifecycle.STOP_LIMIT_SECONDS = 25.0, 30.0
+    if "NVML_DOUBLE_CONFIG" in os.environ:
+        from tests.support.nvml_double.build import load
+
+        load(Path(os.environ["LD_LIBRARY_PATH"].partition(os.pathsep)[0]))
     sys.argv = ["gpuscalectl", *arguments]
     program.main()
 
@@ -49,7 +54,6 @@ class Up:
 
     Args:
         typed: begin it by the program `gpuscalectl`, with its own command line and environment in /proc; takes a second more.
-            So is one that loads libraries of `LD_LIBRARY_PATH`, which counts at the start of a process alone.
     """
 
     def __init__(
@@ -70,10 +74,9 @@ class Up:
             words += ["--simulate", str(simulate)]
         clean = environment or ctl_environment()
         self.process: Forked | subprocess.Popen[bytes]
-        if typed or "LD_LIBRARY_PATH" in clean:
-            begun = CTL if typed else (sys.executable, "-m", "tests.support.up")
+        if typed:
             with self.errors.open("ab") as errors, self._out.open("ab") as out:
-                self.process = subprocess.Popen([*begun, *words], stdout=out, stderr=errors, env=clean)
+                self.process = subprocess.Popen([*CTL, *words], stdout=out, stderr=errors, env=clean)
         else:
             self.process = Forked("tests.support.up", words, clean, self.errors, self._out)
         try:
@@ -111,7 +114,3 @@ class Up:
                 self.stop()
             except subprocess.TimeoutExpired:
                 self.kill()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

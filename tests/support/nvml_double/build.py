@@ -72,8 +72,12 @@ def preload() -> None:
     Raises:
         RuntimeError: the process holds the real library already, or the double cannot be built.
     """
-    path = library_folder() / LIBRARY_NAME
-    ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    load(library_folder())
     # By name, as everybody else will ask; only the double has this symbol.
     if not hasattr(ctypes.CDLL(LIBRARY_NAME), "nvml_double_marker"):
         raise RuntimeError(f"{LIBRARY_NAME} of a real driver is loaded already")
+
+
+def load(folder: Path) -> None:
+    """Load the double from its folder, in the place of what a process with that folder in `LD_LIBRARY_PATH` would find."""
+    ctypes.CDLL(str(folder / LIBRARY_NAME), mode=ctypes.RTLD_GLOBAL)
