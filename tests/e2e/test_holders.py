@@ -25,22 +25,30 @@ SHARE = (
 )
 
 
-@pytest.fixture
-def double(tmp_path: Path) -> NvmlDouble:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Up, NvmlDouble]]:
     if reason := why_unavailable():
         pytest.skip(reason)
-    (tmp_path / "driver").mkdir()
-    found = NvmlDouble(tmp_path / "driver", 1)
+    folder = tmp_path_factory.mktemp("holders")
+    found = NvmlDouble(folder, 1)
     found.gpus[0].memory_reserved_bytes = 0
     found.write()
-    return found
+    with Up(folder, environment={**ctl_environment(), **env_with_double(found)}) as running:
+        yield running, found
 
 
 @pytest.fixture
-def up(tmp_path: Path, double: NvmlDouble) -> Iterator[Up]:
-    environment = env_with_double(double)
-    with Up(tmp_path, environment={**ctl_environment(), **environment}) as running:
-        yield running
+def double(site: tuple[Up, NvmlDouble]) -> NvmlDouble:
+    use(site[1])
+    return site[1]
+
+
+@pytest.fixture
+def up(site: tuple[Up, NvmlDouble], double: NvmlDouble) -> Iterator[Up]:
+    """It knows of nobody on the GPU, and nothing is held, before and after a test."""
+    eventually_sync(lambda: (usages_of_gpu(site[0]), usages(site[0])) == ([], []))
+    yield site[0]
+    eventually_sync(lambda: usages(site[0]) == [])
 
 
 def use(double: NvmlDouble, *processes: tuple[int, int]) -> None:
