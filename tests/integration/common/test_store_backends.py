@@ -19,6 +19,8 @@ from tests.integration.common.notes import METADATA, NOTES, add, as_group, count
 from tests.integration.common.shared_notes import leading
 from tests.support.postgresql import PostgresServer
 
+pytestmark = pytest.mark.usefixtures("lead_outlasts_stalls")
+
 Opened = Callable[[], AbstractAsyncContextManager[Store]]
 
 
