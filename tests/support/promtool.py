@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from functools import lru_cache
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -31,9 +32,10 @@ def promtool(*arguments: str | Path, stdin: str = "") -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def samples(text: str) -> list[Sample]:
-    """Every sample of a page."""
-    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+@lru_cache(maxsize=4)
+def samples(text: str) -> tuple[Sample, ...]:
+    """Every sample of a page, which is parsed once however many are asked for."""
+    return tuple(sample for family in text_string_to_metric_families(text) for sample in family.samples)
 
 
 def named(text: str, name: str, /, **labels: str) -> list[Sample]:
