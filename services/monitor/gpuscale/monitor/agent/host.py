@@ -126,7 +126,23 @@ class ProcHost:
         swap = _attempt(psutil.swap_memory, _SWAP_FIELDS, absent)
         read, written = _attempt(self._disks, _DISK_FIELDS, absent) or (None, None)
         received, sent = _attempt(self._network, _NETWORK_FIELDS, absent) or (None, None)
-        pressure: dict[str, Any] = _pressure(absent)
+        # Averages over ten seconds, 0-100, by field name.
+        pressure: dict[str, Any] = {}
+        for resource, kinds in _PRESSURES.items():
+            names = {kind: f"pressure_{resource}_{kind}_percent" for kind in kinds}
+            try:
+                with Path(psutil.PROCFS_PATH, "pressure", resource).open(encoding="ascii") as lines:
+                    averages = dict(line.split()[:2] for line in lines)
+                pressure |= {
+                    name: float(averages[kind].removeprefix("avg10=")) for kind, name in names.items()
+                }
+            except PermissionError as error:
+                absent.extend(
+                    Absent(name, ReadingStatus.NO_PERMISSION, str(error)) for name in names.values()
+                )
+            except (OSError, ValueError, KeyError):
+                detail = "the kernel does not report it"
+                absent.extend(Absent(name, ReadingStatus.NOT_SUPPORTED, detail) for name in names.values())
         return HostReading(
             cpu_count=psutil.cpu_count(),
             swap_total_bytes=swap.total if swap else None,
@@ -154,23 +170,6 @@ class ProcHost:
         found = psutil.net_io_counters(pernic=True, nowrap=False)
         cards = found.keys() & _hardware(self._sys / "class/net") or found.keys() - {"lo"}
         return sum(found[name].bytes_recv for name in cards), sum(found[name].bytes_sent for name in cards)
-
-
-def _pressure(absent: list[Absent]) -> dict[str, float]:
-    """Averages over ten seconds, 0-100, by field name."""
-    found: dict[str, float] = {}
-    for resource, kinds in _PRESSURES.items():
-        names = {kind: f"pressure_{resource}_{kind}_percent" for kind in kinds}
-        try:
-            with Path(psutil.PROCFS_PATH, "pressure", resource).open(encoding="ascii") as lines:
-                averages = dict(line.split()[:2] for line in lines)
-            found |= {name: float(averages[kind].removeprefix("avg10=")) for kind, name in names.items()}
-        except PermissionError as error:
-            absent.extend(Absent(name, ReadingStatus.NO_PERMISSION, str(error)) for name in names.values())
-        except (OSError, ValueError, KeyError):
-            detail = "the kernel does not report it"
-            absent.extend(Absent(name, ReadingStatus.NOT_SUPPORTED, detail) for name in names.values())
-    return found
 
 
 def _attempt(call: Callable[[], T], fields: Iterable[str], absent: list[Absent]) -> T | None:

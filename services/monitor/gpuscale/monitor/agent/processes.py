@@ -71,12 +71,13 @@ class UserNames:
         """The name; the number while or if it is unknown."""
         if user not in self._names:
             self._names[user] = str(user)
-            threading.Thread(target=self._look_up, args=(user,), name="user-name", daemon=True).start()
-        return self._names[user]
 
-    def _look_up(self, user: int) -> None:
-        with suppress(KeyError):
-            self._names[user] = pwd.getpwuid(user).pw_name
+            def look_up() -> None:
+                with suppress(KeyError):
+                    self._names[user] = pwd.getpwuid(user).pw_name
+
+            threading.Thread(target=look_up, name="user-name", daemon=True).start()
+        return self._names[user]
 
 
 class ProcessNames:

@@ -102,7 +102,23 @@ class FleetPush:
     async def run(self) -> None:
         """Stream until cancelled."""
         while True:
-            error = await self._stream()
+            call = self._stub.StreamTelemetry()
+            self._deltas.reset()
+            self._refusals = RefusalBackoff(self._period)
+            welcome = asyncio.Event()
+            try:
+                async with asyncio.TaskGroup() as group:
+                    begun = asyncio.Event()
+                    writers = (
+                        group.create_task(self._write(call, welcome, begun), name="agent push writer"),
+                        group.create_task(self._write_faults(call, begun), name="agent push of faults"),
+                    )
+                    error = await self._read(call, welcome)
+                    for writer in writers:
+                        writer.cancel()
+            finally:
+                self.connected = False
+                call.cancel()
             if isinstance(error, UnavailableError):
                 error = await asyncio.to_thread(self._explain, error)
             self.failures[error.reason] += 1
@@ -114,27 +130,6 @@ class FleetPush:
                 retry_in=round(wait, 1),
             )
             await asyncio.sleep(wait)
-
-    async def _stream(self) -> GpuscaleError:
-        """Run one stream; returns why it ended."""
-        call = self._stub.StreamTelemetry()
-        self._deltas.reset()
-        self._refusals = RefusalBackoff(self._period)
-        welcome = asyncio.Event()
-        try:
-            async with asyncio.TaskGroup() as group:
-                begun = asyncio.Event()
-                writers = (
-                    group.create_task(self._write(call, welcome, begun), name="agent push writer"),
-                    group.create_task(self._write_faults(call, begun), name="agent push of faults"),
-                )
-                error = await self._read(call, welcome)
-                for writer in writers:
-                    writer.cancel()
-        finally:
-            self.connected = False
-            call.cancel()
-        return error
 
     async def _write(self, call: _Call, welcome: asyncio.Event, begun: asyncio.Event) -> None:
         try:
