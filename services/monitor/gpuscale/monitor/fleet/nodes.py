@@ -120,12 +120,33 @@ class Nodes:
 
         AbortedError if an agent that started later reports for the node, ResourceExhaustedError if there are too many nodes.
         """
-        stream = self._connect(hello, end)
+        now = self._clock.now()
+        epoch = Epoch(hello.start_time.seconds + hello.start_time.nanos / 1e9, hello.epoch)
+        record = self._records.get(hello.node)
+        if record is None:
+            if len(self._records) >= self._max_nodes:
+                raise ResourceExhaustedError(
+                    f"the fleet has {self._max_nodes} nodes already", reason="TOO_MANY_NODES"
+                )
+            self.awaited.discard(hello.node)
+            record = NodeRecord(hello.node, self._clock.wall(), epoch, agent_version="")
+            self._records[hello.node] = record
+        reason = refuse_epoch(record.epoch, epoch, gone=record.is_gone(now))
+        if reason:
+            raise AbortedError(reason, reason="NEWER_EPOCH", metadata={"name": node_name(hello.node)})
+        if record.stream is not None:
+            _log.warning(
+                "another stream takes over a node", node=hello.node, same_agent=epoch == record.epoch
+            )
+            record.stream.end()
+        record.epoch = epoch
+        record.agent_version = hello.agent_version
+        record.stream = stream = AgentStream(record, epoch, end)
+        self._changed(record, now)
         del hello  # free it: there are thousands of streams
         try:
             yield stream
         finally:
-            record = stream.record
             if record.stream is stream:
                 record.stream = None
                 self._changed(record, self._clock.now())
@@ -166,32 +187,6 @@ class Nodes:
         for record in self._online.due(now):
             if record.shown_state is NodeState.ONLINE:
                 self._changed(record, now)
-
-    def _connect(self, hello: monitor_internal.Hello, end: Callable[[], None]) -> AgentStream:
-        now = self._clock.now()
-        epoch = Epoch(hello.start_time.seconds + hello.start_time.nanos / 1e9, hello.epoch)
-        record = self._records.get(hello.node)
-        if record is None:
-            if len(self._records) >= self._max_nodes:
-                raise ResourceExhaustedError(
-                    f"the fleet has {self._max_nodes} nodes already", reason="TOO_MANY_NODES"
-                )
-            self.awaited.discard(hello.node)
-            record = NodeRecord(hello.node, self._clock.wall(), epoch, agent_version="")
-            self._records[hello.node] = record
-        reason = refuse_epoch(record.epoch, epoch, gone=record.is_gone(now))
-        if reason:
-            raise AbortedError(reason, reason="NEWER_EPOCH", metadata={"name": node_name(hello.node)})
-        if record.stream is not None:
-            _log.warning(
-                "another stream takes over a node", node=hello.node, same_agent=epoch == record.epoch
-            )
-            record.stream.end()
-        record.epoch = epoch
-        record.agent_version = hello.agent_version
-        record.stream = AgentStream(record, epoch, end)
-        self._changed(record, now)
-        return record.stream
 
     def _take_snapshot(self, stream: AgentStream, snapshot: types_api.Snapshot, now: float) -> str:
         record = stream.record

@@ -113,8 +113,12 @@ def refuse_change(change: Change, base: Picture) -> str:
     if len(change.gpus) > len(base.uuids):
         return "gpus has more than the node"
     for index, gpu in enumerate(change.gpus):
-        problem = _refuse_gpu(gpu, len(base.uuids))
-        if problem:
+        if not 0 <= gpu.place < len(base.uuids):
+            return f"gpus[{index}].place is out of range"
+        if gpu.state not in _GPU_STATES:
+            gpu.state = types_api.GpuState.GPU_STATE_OTHER
+        problem = broken_rule(gpu) if gpu.HasField("quarantine") else ""
+        if problem := problem or _refuse_reading(_GPU, gpu):
             return f"gpus[{index}].{problem}"
     problem = _refuse_numbers(change.numbers, len(base.uuids)) if change.numbers is not NO_NUMBERS else ""
     if problem:
@@ -126,15 +130,6 @@ def refuse_change(change: Change, base: Picture) -> str:
     after = Picture(copy)
     after.merge(change)
     return refuse_memory(after.snapshot)
-
-
-def _refuse_gpu(change: monitor_internal.GpuDelta, count: int) -> str:
-    if not 0 <= change.place < count:
-        return "place is out of range"
-    if change.state not in _GPU_STATES:
-        change.state = types_api.GpuState.GPU_STATE_OTHER
-    problem = broken_rule(change) if change.HasField("quarantine") else ""
-    return problem or _refuse_reading(_GPU, change)
 
 
 def _refuse_reading(kind: _Kind, change: monitor_internal.GpuDelta | monitor_internal.HostDelta) -> str:
