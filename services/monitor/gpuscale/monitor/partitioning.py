@@ -60,7 +60,12 @@ class MigPartitions:
         if uuid in self.begun:
             self._take_back(uuid, gpu, known)
             raise ValueError("the order was interrupted: its original instances are restored")
-        before = _plain(gpu, known)
+        before: list[Place] = []
+        for place, one in _instances(gpu, known):
+            whole, parts = _compute(one)
+            if [profile for profile, _ in parts] != [whole]:
+                raise ValueError("it has GPU instances without a compute instance that spans them")
+            before.append(place)
         wanted = _placed(gpu, known, profiles, before)
         if sorted(wanted) == sorted(before):
             return
@@ -179,17 +184,6 @@ def _compute(
         pynvml.nvmlGpuInstanceGetComputeInstances(instance, info.id, room, byref(count))
         found += [(info.id, one) for one in room[: count.value]]
     return max(infos, key=lambda info: info.sliceCount).id, found
-
-
-def _plain(gpu: pynvml.c_nvmlDevice_t, known: _Profiles) -> list[Place]:
-    """The instances of a GPU. ValueError if they could not be restored."""
-    found: list[Place] = []
-    for place, one in _instances(gpu, known):
-        whole, parts = _compute(one)
-        if [profile for profile, _ in parts] != [whole]:
-            raise ValueError("it has GPU instances without a compute instance that spans them")
-        found.append(place)
-    return found
 
 
 def _placed(

@@ -185,24 +185,21 @@ class Spans:
             if span.members:
                 due[span.pace].append(span)
         for spans in due.values():
-            self._take(spans, at, sample)
+            # Join spans of one pace once counting each has cost as much as joining.
+            new = [span for span in spans if not span.figures.sample_count]
+            old = [span for span in spans if span.figures.sample_count]
+            apart = [*old, self._joined(new)] if len(new) > 1 else spans
+            for span in apart:
+                span.due = at + span.pace
+                span.figures.add(at, sample)
+            self._apart += len(apart) - 1
+            if len(apart) > 1 and self._apart >= sum(len(span.members) for span in apart):
+                self._joined(apart)
+                self._apart = 0
 
     def tidy(self) -> None:
         """Drop spans without members."""
         self._all = [span for span in self._all if span.members]
-
-    def _take(self, spans: Sequence[SharedSpan], at: float, sample: Sample) -> None:
-        """Add a sample to spans of one pace, and join them once counting each has cost as much as joining."""
-        new = [span for span in spans if not span.figures.sample_count]
-        if len(new) > 1:
-            spans = [*(span for span in spans if span.figures.sample_count), self._joined(new)]
-        for span in spans:
-            span.due = at + span.pace
-            span.figures.add(at, sample)
-        self._apart += len(spans) - 1
-        if len(spans) > 1 and self._apart >= sum(len(span.members) for span in spans):
-            self._joined(spans)
-            self._apart = 0
 
     def _joined(self, spans: Sequence[SharedSpan]) -> SharedSpan:
         """Replace spans that are due at the same time by one."""

@@ -231,29 +231,26 @@ class Conditions:
     def apply(self, results: Results, now: float) -> None:
         """Apply the results of checks at `now`."""
         for check, finding in results.items():
-            if finding is not None:
-                self._bad(check, finding, now)
-            elif check in self._all:
-                self._good(check, now)
+            if finding is None:
+                if check in self._all:
+                    self._good(check, now)
+                continue
+            condition = self._all.setdefault(check, HealthCondition(now))
+            condition.good_since = None
+            if condition.event is not None:
+                condition.event.last_at = now
+                if condition.event.finding != finding:
+                    self._events.restate(condition.event, finding)
+            elif now - condition.bad_since >= HOLDS[check].raise_after:
+                event = self._events.begin(check, self._node, self._uuid, finding, condition.bad_since)
+                event.last_at = now
+                condition.event = event
 
     def end(self, now: float) -> None:
         """Resolve all events: the GPU or node is gone."""
         for event in self.lasting:
             self._events.resolve(event, now)
         self._all.clear()
-
-    def _bad(self, check: HealthCheck, finding: Finding, now: float) -> None:
-        condition = self._all.setdefault(check, HealthCondition(now))
-        condition.good_since = None
-        if condition.event is None:
-            if now - condition.bad_since >= HOLDS[check].raise_after:
-                event = self._events.begin(check, self._node, self._uuid, finding, condition.bad_since)
-                event.last_at = now
-                condition.event = event
-            return
-        condition.event.last_at = now
-        if condition.event.finding != finding:
-            self._events.restate(condition.event, finding)
 
     def _good(self, check: HealthCheck, now: float) -> None:
         condition = self._all[check]

@@ -108,21 +108,6 @@ class SampleObserver:
             self._gpus.pop(node, None)
             self._hosts.pop(node, None)
             return
-        gpus = self._observe_gpus(node, picture, now, change)
-        host = self._host(node, picture, change)
-        if host.age is not None and now - host.age - host.newest >= NEW_AFTER_PERIODS * picture.period:
-            host.newest = at = now - host.age
-            used = [] if not gpus.columns else [value for value in gpus.columns[0] if not isnan(value)]
-            utilization = sum(used) / len(used) if used else ABSENT
-            self._history.add(node_name(node), at, (*host.readings, utilization))
-
-    def forget_unknown(self, nodes: Nodes) -> None:
-        """Drop unknown nodes."""
-        for node in [node for node in self._hosts if nodes.find(node) is None]:
-            del self._hosts[node], self._gpus[node]
-            self._kept.discard(node)
-
-    def _observe_gpus(self, node: str, picture: Picture, now: float, change: Change | None) -> _Gpus:
         gpus, apart = self._gpus.get(node), NEW_AFTER_PERIODS * picture.period
         if gpus is None or change is None or change.gpus:
             gpus = self._gpus[node] = _Gpus.of(picture, gpus)
@@ -136,9 +121,6 @@ class SampleObserver:
             if not all(map(isnan, sample)):
                 self._history.add(uuid, at, sample)
                 self._recordings.add(uuid, at, sample)
-        return gpus
-
-    def _host(self, node: str, picture: Picture, change: Change | None) -> _Host:
         host = self._hosts.get(node)
         if host is None or change is None or change.host is not None:
             reading = picture.host_reading
@@ -149,7 +131,17 @@ class SampleObserver:
             )
             newest = _NEVER if host is None else host.newest
             host = self._hosts[node] = _Host(_age(reading), newest, readings)
-        return host
+        if host.age is not None and now - host.age - host.newest >= NEW_AFTER_PERIODS * picture.period:
+            host.newest = at = now - host.age
+            used = [] if not gpus.columns else [value for value in gpus.columns[0] if not isnan(value)]
+            utilization = sum(used) / len(used) if used else ABSENT
+            self._history.add(node_name(node), at, (*host.readings, utilization))
+
+    def forget_unknown(self, nodes: Nodes) -> None:
+        """Drop unknown nodes."""
+        for node in [node for node in self._hosts if nodes.find(node) is None]:
+            del self._hosts[node], self._gpus[node]
+            self._kept.discard(node)
 
 
 def gpu_sample(reading: types_api.GpuReading) -> Sample:
