@@ -448,7 +448,13 @@ class Authenticator:
         if caller.certificate is not None and self._certificates is not None:
             self._certificates.check(caller.certificate)
         if self._tokens is not None and caller.authorization:
-            return self._tokens.principal(_token(caller.authorization))
+            headers = caller.authorization
+            found = _BEARER.fullmatch(headers[0]) if isinstance(headers[0], str) else None
+            if found is None or len(headers) > 1:
+                raise UnauthenticatedError(
+                    "metadata authorization must be one 'Bearer <token>'", reason="TOKEN_MALFORMED"
+                )
+            return self._tokens.principal(found["token"])
         if self._accept_certificates and caller.secure:
             return self._by_certificate(caller)
         if self._trusts_loopback and not caller.secure:
@@ -546,16 +552,6 @@ def _holder(tokens: Sequence[str | bytes]) -> Principal:
 
 def _role(found: re.Match[str]) -> Role:
     return Role[found["role"].upper()]
-
-
-def _token(headers: Sequence[str | bytes]) -> str:
-    """The token in `Bearer TOKEN`."""
-    found = _BEARER.fullmatch(headers[0]) if isinstance(headers[0], str) else None
-    if found is None or len(headers) > 1:
-        raise UnauthenticatedError(
-            "metadata authorization must be one 'Bearer <token>'", reason="TOKEN_MALFORMED"
-        )
-    return found["token"]
 
 
 def _first(transport: Mapping[str, Iterable[bytes]], key: str) -> str | None:

@@ -105,8 +105,17 @@ class Room:
             if path not in self._files:
                 with suppress(FileNotFoundError):
                     self._files[path] = os.open(path, os.O_RDWR)
-            if path in self._files:
-                self._keep(path, again=was_short)
+            if (file := self._files.get(path)) is None:
+                continue
+            size = os.fstat(file).st_size
+            if not was_short and self._sizes.get(path) == size:
+                continue
+            number = ctypes.get_errno() if self._fallocate(file, _KEEP_SIZE, size, ROOM) else 0
+            self._sizes[path] = size
+            self.short = self.short or number in _NO_ROOM
+            if number and number not in _NO_ROOM:
+                self._able = False
+                _log.info("the file system cannot reserve space for the state", problem=os.strerror(number))
         if self.short and not was_short:
             _log.error(
                 "the disk of the state is full: only what gives something back is written",
@@ -119,18 +128,6 @@ class Room:
         for file in self._files.values():
             os.close(file)
         self._files.clear()
-
-    def _keep(self, path: str, *, again: bool) -> None:
-        """Reserve blocks after the end of a file."""
-        size = os.fstat(self._files[path]).st_size
-        if not again and self._sizes.get(path) == size:
-            return
-        number = ctypes.get_errno() if self._fallocate(self._files[path], _KEEP_SIZE, size, ROOM) else 0
-        self._sizes[path] = size
-        self.short = self.short or number in _NO_ROOM
-        if number and number not in _NO_ROOM:
-            self._able = False
-            _log.info("the file system cannot reserve space for the state", problem=os.strerror(number))
 
 
 @dataclass(eq=False)

@@ -193,9 +193,16 @@ class Store:
             ResourceExhaustedError: STORE_BUSY, too much work is waiting.
         """
         require_uninterrupted()
-        return await self._writer.submit(
-            work if frees else partial(_while_there_is_room, self._backend, work)
-        )
+
+        def while_there_is_room(connection: Connection) -> T:
+            try:
+                with self._backend.taking_room(connection):
+                    return work(connection)
+            except UnavailableError:
+                Store.failures += 1
+                raise
+
+        return await self._writer.submit(work if frees else while_there_is_room)
 
     async def read(self, work: Callable[[Connection], T]) -> T:
         """Run `work` in the reader thread on the committed state; it cannot write. Raises as `write`."""
@@ -219,15 +226,6 @@ def add_store(page: MetricsPage, prefix: str, file: Path | None) -> None:
     files = [one for one in (file, file.with_name(f"{file.name}-wal")) if one.exists()]
     page.add(size, "", sum(one.stat().st_size for one in files))
     page.add(room, "", shutil.disk_usage(file.parent).free)
-
-
-def _while_there_is_room(backend: Backend, work: Callable[[Connection], T], connection: Connection) -> T:
-    try:
-        with backend.taking_room(connection):
-            return work(connection)
-    except UnavailableError:
-        Store.failures += 1
-        raise
 
 
 def _commit(name: str, backend: Backend, connection: Connection, group: Sequence["_Job[Any]"]) -> None:
