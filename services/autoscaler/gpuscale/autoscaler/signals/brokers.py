@@ -126,37 +126,30 @@ def resolve(brokers: Mapping[str, BrokerSettings], environment: Mapping[str, str
         if matched is None or not is_id(name):
             raise _unusable(f"the environment variable {variable} is not one that gpuscale knows")
         overrides.setdefault(name, {})[matched["url"]] = variable
-    names = sorted(brokers.keys() | overrides.keys())
-    return {
-        name: _resolve_one(name, brokers.get(name, BrokerSettings()), overrides.get(name, {}), environment)
-        for name in names
-    }
-
-
-def _resolve_one(
-    name: str, settings: BrokerSettings, overrides: Mapping[str, str], environment: Mapping[str, str]
-) -> Broker:
-    if not is_id(name):
-        raise _unusable(f"{name!r} cannot be the name of a broker: it must be an id")
-    where = f"broker {name}"
-    amqp = _url(where, _source("AMQP_URL", settings.amqp(), overrides, environment), environment)
-    if amqp is None:
-        raise _unusable(f"{where} has neither amqp_url nor amqp_url_env nor amqp_url_file")
-    source = _source("MANAGEMENT_URL", settings.management(), overrides, environment)
-    management = _url(where, source, environment)
-    _check(f"amqp_url of {where}", amqp, ("amqp", "amqps"))
-    if amqp.path not in _ROOT_PATHS:
-        raise _unusable(f"amqp_url of {where} must not name a virtual host: each watcher names its own")
-    if management is not None:
-        _check(f"management_url of {where}", management, ("http", "https"))
-    tls: ssl.SSLContext | None = None
-    if {"amqps", "https"} & {amqp.scheme, management.scheme if management else ""}:
-        try:
-            tls = ssl.create_default_context(cafile=settings.ca_file)
-        except OSError as error:  # ssl.SSLError is one
-            text = f"{where}: cannot use the certificates in {settings.ca_file}: {error.strerror}"
-            raise _unusable(text) from None
-    return Broker(name, amqp, management, tls)
+    found: dict[str, Broker] = {}
+    for name in sorted(brokers.keys() | overrides.keys()):
+        if not is_id(name):
+            raise _unusable(f"{name!r} cannot be the name of a broker: it must be an id")
+        where, settings, own = f"broker {name}", brokers.get(name, BrokerSettings()), overrides.get(name, {})
+        amqp = _url(where, _source("AMQP_URL", settings.amqp(), own, environment), environment)
+        if amqp is None:
+            raise _unusable(f"{where} has neither amqp_url nor amqp_url_env nor amqp_url_file")
+        source = _source("MANAGEMENT_URL", settings.management(), own, environment)
+        management = _url(where, source, environment)
+        _check(f"amqp_url of {where}", amqp, ("amqp", "amqps"))
+        if amqp.path not in _ROOT_PATHS:
+            raise _unusable(f"amqp_url of {where} must not name a virtual host: each watcher names its own")
+        if management is not None:
+            _check(f"management_url of {where}", management, ("http", "https"))
+        tls: ssl.SSLContext | None = None
+        if {"amqps", "https"} & {amqp.scheme, management.scheme if management else ""}:
+            try:
+                tls = ssl.create_default_context(cafile=settings.ca_file)
+            except OSError as error:  # ssl.SSLError is one
+                text = f"{where}: cannot use the certificates in {settings.ca_file}: {error.strerror}"
+                raise _unusable(text) from None
+        found[name] = Broker(name, amqp, management, tls)
+    return found
 
 
 def _source(kind: str, told: Source, overrides: Mapping[str, str], environment: Mapping[str, str]) -> Source:
