@@ -127,7 +127,18 @@ class Orders:
             runs_on = wire.to_datetime(granted.limit_time) - wire.to_datetime(granted.expire_time)
             left = max(runs_on.total_seconds() + wire.seconds(granted.remaining) - TO_STOP, 1.0)
             limit = min(limit or left, left)
-        for member, node, variables in _members(granted):
+        nodes = {gpu.member: node_of(gpu) for gpu in granted.gpus}
+        alone = granted.member_count <= 1  # a single member has neither number nor variables
+        counts = Counter(gpu.member for gpu in granted.gpus)
+        shared = {
+            "NNODES": str(len(nodes)),
+            "MASTER_ADDR": nodes[0] if len({*nodes.values()}) > 1 else "localhost",
+            "MASTER_PORT": str(FIRST_PORT + granted.fence % PORTS),
+            "GPUSCALE_NODES": ",".join(nodes[number] for number in sorted(nodes)),
+        }
+        for number in [0] if alone else sorted(nodes):
+            own = {**shared, "NODE_RANK": str(number), "NPROC_PER_NODE": str(counts[number])}
+            node = nodes[number]
             local = node == here and not self.user
             made.append(
                 replace(
@@ -135,33 +146,15 @@ class Orders:
                     fence=granted.fence,
                     attempt=granted.job.attempt or 1,
                     node=node,
-                    environment={**variables, **self.environment},
+                    environment=self.environment if alone else {**own, **self.environment},
                     directory=self.directory or ("" if local else str(Path.cwd())),
                     local=local,
-                    member=member,
+                    member=None if alone else number,
                     time_limit=limit,
                     waits=False,
                 )
             )
         return made
-
-
-def _members(reservation: "Reservation") -> list[tuple[int | None, str, dict[str, str]]]:
-    """The number, node and variables of each member; a single one has neither number nor variables."""
-    nodes = {gpu.member: node_of(gpu) for gpu in reservation.gpus}
-    if reservation.member_count <= 1:
-        return [(None, nodes[0], {})]
-    counts = Counter(gpu.member for gpu in reservation.gpus)
-    shared = {
-        "NNODES": str(len(nodes)),
-        "MASTER_ADDR": nodes[0] if len({*nodes.values()}) > 1 else "localhost",
-        "MASTER_PORT": str(FIRST_PORT + reservation.fence % PORTS),
-        "GPUSCALE_NODES": ",".join(nodes[number] for number in sorted(nodes)),
-    }
-    return [
-        (number, nodes[number], {**shared, "NODE_RANK": str(number), "NPROC_PER_NODE": str(counts[number])})
-        for number in sorted(nodes)
-    ]
 
 
 def jobs_folder() -> Path:

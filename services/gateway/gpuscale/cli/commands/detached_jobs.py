@@ -55,9 +55,19 @@ def folder_of(orders: "Orders") -> Path:
 
 def detach(orders: "Orders") -> int:
     """Start a supervisor that outlives this process; returns 0 once its command runs or already ran, else its exit code."""
-    lock = _lock(orders)
-    if lock is None:
-        return 0
+    folder = folder_of(orders)
+    os.umask(0o077)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    while True:  # wait for a start in progress
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if (folder / "output").exists():  # it was started before
+                return 0
+            break
+        if orders.waits or (folder / "output").exists():
+            return 0
+        time.sleep(LOOK)
     # In a cgroup that outlives the login, if systemd provides one.
     scope = ["systemd-run", "--user", "--scope", "--quiet", "--collect", "--"]
     tried = shutil.which(scope[0]) and subprocess.run([*scope, "true"], check=False, capture_output=True)
@@ -77,21 +87,6 @@ def detach(orders: "Orders") -> int:
         child.stdin.write(orders.line())
         child.stdin.close()
     return 0 if child.stdout.read(1) else child.wait()
-
-
-def _lock(orders: "Orders") -> int | None:
-    """The lock of a member, locked; None if it was started before. Waits for a start in progress."""
-    folder = folder_of(orders)
-    os.umask(0o077)
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o600)
-    while True:
-        with suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return None if (folder / "output").exists() else lock
-        if orders.waits or (folder / "output").exists():
-            return None
-        time.sleep(LOOK)
 
 
 def _name(orders: "Orders") -> str:
