@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypedDict
 
@@ -277,6 +278,8 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run it with its session."""
+        valued = (one.opts for one in self.own_params(ctx) if ctx.params.get(one.name or "") is not None)
+        TERMINAL.options = frozenset(chain.from_iterable(valued))
         ctx.obj = self.choose(session_of(ctx), ctx)
         return super().invoke(ctx)
 

@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import NoReturn
 
@@ -12,7 +12,7 @@ import click
 from gpuscale.cli.console.terminal import TERMINAL, note
 from gpuscale.cli.grammar.nouns import NOUNS, plural
 from gpuscale.common import errors
-from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
+from gpuscale.common.errors import FieldViolation, GpuscaleError, InvalidArgumentError
 
 
 class ExitCode(IntEnum):
@@ -95,12 +95,31 @@ def report(error: GpuscaleError, name: str = "") -> ExitCode:
     first, *more = error.lines()
     if name and name not in error.message.split():
         first = f"error: {name}: {error.message}"
-    for line in (first, *more, *_remedy(error)):
+    for line in (*(_as_typed(one, fields) for one in (first, *more)), *_remedy(error)):
         note(line)
     if TERMINAL.verbose:
         facts = "".join(f", {key}={value}" for key, value in sorted(error.metadata.items()))
         note(f"  {type(error).__name__} {error.reason}{facts}; exit code {code.value} {code.name}")
     return code
+
+
+_OPTIONS: Mapping[str, str] = {
+    **dict.fromkeys(("duration", "max_duration"), "--for"),
+    "gpu_count": "--gpus",
+    "token_ttl": "--valid-for",
+    "ttl": "--expires-in",
+}
+"""Options that are called otherwise than the last part of their field."""
+
+
+def _as_typed(line: str, fields: Iterable[FieldViolation]) -> str:
+    """A line of an error with the options of the command in place of their fields."""
+    for one in fields:
+        name = one.field.rpartition(".")[2]
+        typed = TERMINAL.options & {f"--{name.replace('_', '-')}", _OPTIONS.get(name, "")}
+        for option in typed:
+            line = re.sub(rf"(?<![\w.-]){re.escape(one.field)}(?=:? )", option, line, count=1)
+    return line
 
 
 _REMEDIES: Mapping[str, str] = {

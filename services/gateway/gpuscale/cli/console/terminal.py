@@ -45,6 +45,7 @@ class Terminal:
         json: notes are JSON objects.
         folds: long lines on standard output are wrapped to the terminal.
         verbose: details are written too.
+        options: those of the command that have a value.
         grpc_silenced: this process sets gRPC's verbosity, which its caller did not.
     """
 
@@ -52,11 +53,13 @@ class Terminal:
     json: bool = False
     folds: bool = False
     verbose: bool = False
+    options: frozenset[str] = frozenset()
     grpc_silenced: bool = False
 
     def reset(self) -> None:
         """Forget the options of an earlier run in this process."""
         self.ascii = self.json = self.folds = self.verbose = False
+        self.options = frozenset()
 
     def silence_grpc(self) -> None:
         """Keep gRPC's core from writing to stderr, unless the caller set its verbosity: our errors are clearer.
