@@ -6,7 +6,7 @@ import signal
 import subprocess
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,11 +14,11 @@ import pytest
 from cryptography import x509
 
 from gpuscale.allocator.settings import AllocatorSettings
-from gpuscale.cli.commands import hosts
+from gpuscale.cli.commands import hosts, units
 from gpuscale.cli.commands.database import Database
 from gpuscale.cli.commands.units import demoted
 from gpuscale.cli.console.command import Session
-from gpuscale.common.errors import DeadlineExceededError, UnauthenticatedError
+from gpuscale.common.errors import DeadlineExceededError, UnauthenticatedError, UnavailableError
 from gpuscale.common.security.auth import Role, TokenFile
 from gpuscale.common.security.authority import issue, read_pair, subject_of
 from gpuscale.testing import FakeServer
@@ -120,6 +120,36 @@ def test_a_host_that_is_slow_to_start_is_waited_for() -> None:
         server.fail("GetNode", UnauthenticatedError("the client certificate was revoked", reason=revoked))
         with pytest.raises(UnauthenticatedError):  # its token was not asked for, and nobody would say why
             hosts._online(session, "node-0")
+
+
+@pytest.mark.parametrize(
+    ("after", "ends"),
+    [("activating\nNRestarts=3", "ends again and again"), ("failed\nNRestarts=0", "failed")],
+)
+def test_a_unit_that_died_ends_the_wait_for_its_host(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    after: str,
+    ends: str,
+) -> None:
+    """It waited two minutes without a word. What systemd did before this start does not count."""
+    states = iter(
+        ["active\nNRestarts=7", "active\nNRestarts=7", f"{after.replace('3', '8')}", after.replace("3", "10")]
+    )
+
+    def systemd(words: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+        state = next(states) if "show" in words else "running"
+        text = f"Id=gpuscale-fleet.service\nActiveState={state}\n" if "show" in words else state
+        return subprocess.CompletedProcess(words, 0, text, "")
+
+    for name, value in {"_run": systemd, "folder": lambda: tmp_path, "LOOK_SECONDS": 0.0}.items():
+        monkeypatch.setattr(units, name, value)
+    monkeypatch.setattr("shutil.which", lambda _: "systemctl")
+    with pytest.raises(UnavailableError, match=rf"gpuscale-fleet {ends}: journalctl .*-u gpuscale-fleet$"):
+        units.start_units(["gpuscale-fleet"], tmp_path / "x.toml", tmp_path, lambda: None)
+    told = "gpuscale-fleet ended and is started again; to see why: journalctl"
+    assert (told in capsys.readouterr().err) is ("again" in ends)
 
 
 def test_what_hinders_a_join_is_said_in_words(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
 
+from gpuscale.cli.console.terminal import note
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 
 USER, WORKER_USER = "gpuscale", "gpuscale-worker"
@@ -21,6 +22,8 @@ STATE = Path("/var/lib/gpuscale")
 RENEWAL, AUTHORITY = "gpuscale-certificates", "gpuscale-fleet"
 """The units that renew certificates each month, and the program of the host with the authority."""
 READY_SECONDS, LOOK_SECONDS = 120.0, 0.5
+MOST_ENDS, FAILED = 3, 1_000_000
+"""Ends of a unit after which it is not waited for; more than any number of ends, for one that is not started again."""
 SYSTEMCTL_SECONDS = 90.0
 _PLACES = (
     "--data-dir=",
@@ -127,7 +130,7 @@ def start_units(programs: Sequence[str], settings: Path, state: Path, ready: Cal
 
     Raises:
         FailedPreconditionError: a unit cannot be written or started (reason SYSTEMD).
-        UnavailableError: they are not ready within two minutes.
+        UnavailableError: one ends again and again, or they are not ready within two minutes.
     """
     try:
         folder().mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -138,15 +141,36 @@ def start_units(programs: Sequence[str], settings: Path, state: Path, ready: Cal
         raise FailedPreconditionError(message, reason="SYSTEMD") from error
     for words in commands(programs)[-2:]:
         _must(words)
-    until = time.monotonic() + READY_SECONDS
+    before = {unit: ends for unit, ends in _ends(programs).items() if ends < FAILED}
+    told, until = set[str](), time.monotonic() + READY_SECONDS
+    logs = f"journalctl {'' if os.geteuid() == 0 else '--user '}-u"
     while (line := ready()) is None:
+        for unit, ends in _ends(programs).items():
+            if ends - before.get(unit, 0) >= MOST_ENDS:
+                problem = "failed" if ends == FAILED else "ends again and again"
+                raise UnavailableError(f"{unit} {problem}: {logs} {unit}", reason="NOT_READY")
+            if ends > before.get(unit, 0) and unit not in told:
+                told.add(unit)
+                note(f"{unit} ended and is started again; to see why: {logs} {unit}")
         if time.monotonic() > until:
-            logs = f"journalctl {'' if os.geteuid() == 0 else '--user '}-u 'gpuscale-*'"
             raise UnavailableError(
-                f"{', '.join(programs)} run, but do not answer correctly: {logs}", reason="NOT_READY"
+                f"{', '.join(programs)} run, but do not answer correctly: {logs} 'gpuscale-*'",
+                reason="NOT_READY",
             )
         time.sleep(LOOK_SECONDS)
     return line
+
+
+def _ends(programs: Sequence[str]) -> dict[str, int]:
+    """How often each unit ended and was started again by systemd; `FAILED` for one that is not."""
+    shown = _run([*systemctl(), "show", "--property=Id,ActiveState,NRestarts", *programs]).stdout
+    found: dict[str, int] = {}
+    for block in shown.split("\n\n"):
+        facts = dict(line.split("=", 1) for line in block.splitlines() if "=" in line)
+        if "Id" in facts:
+            ends = FAILED if facts.get("ActiveState") == "failed" else int(facts.get("NRestarts", 0))
+            found[facts["Id"].removesuffix(".service")] = ends
+    return found
 
 
 def restart(unit: str) -> None:
