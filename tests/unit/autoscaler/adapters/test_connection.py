@@ -1,10 +1,17 @@
 """What an adapter reports is taken by the autoscaler, whatever an engine said."""
 
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters.connection import one_line, to_wire
+from gpuscale.autoscaler.adapters.connection import AutoscalerConnection, one_line, to_wire
 from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
+from gpuscale.common.errors import GpuscaleError
+from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.validation import violations
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
@@ -41,3 +48,42 @@ def test_an_exit_code_that_the_contract_cannot_hold_is_not_known(code: int | Non
         violations(autoscaler_internal.ConnectRequest(report=autoscaler_internal.Report(replicas=[wire])))
         == []
     )
+
+
+async def test_an_autoscaler_that_comes_late_is_found_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter waited up to 10 s between two attempts, and its channel for as long."""
+    waits, enough = list[float](), asyncio.Event()
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) > 8:
+            enough.set()
+            await asyncio.Event().wait()
+
+    def same(error: GpuscaleError) -> GpuscaleError:
+        return error
+
+    most = SimpleNamespace(uniform=lambda _, high: high)
+    monkeypatch.setattr("gpuscale.common.runtime.tasks._random", most)
+    unused: Any = SimpleNamespace(reports=lambda: None)
+    async with open_channel("127.0.0.1:1") as channel:
+        connection = AutoscalerConnection(
+            channel, autoscaler_internal.Register(), unused, asyncio.Event(), same, unused
+        )
+        with monkeypatch.context() as patched:
+            patched.setattr("gpuscale.autoscaler.adapters.connection.asyncio.sleep", sleep)
+            running = asyncio.create_task(connection.run())
+            await asyncio.wait_for(enough.wait(), 30)
+        running.cancel()
+    assert max(waits) == 2.0
+
+
+async def test_an_urgent_channel_dials_again_each_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = dict[str, Any]()
+
+    def opened(_: str, options: Any) -> Any:
+        given.update(options)
+
+    monkeypatch.setattr(grpc.aio, "insecure_channel", opened)
+    open_channel("127.0.0.1:1", urgent=True)
+    assert given["grpc.max_reconnect_backoff_ms"] == 1000

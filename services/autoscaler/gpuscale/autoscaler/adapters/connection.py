@@ -58,7 +58,7 @@ class AutoscalerConnection:
         self._templates: dict[str, str] = {}
         self._revision = 0
         self._silent_since: float | None = None
-        self._backoff = Backoff(initial=0.5, cap=10.0)
+        self._backoff = Backoff(initial=0.5, cap=2.0)
 
     def silence(self) -> float:
         """Seconds since the stream to the autoscaler ended; 0 while there is one that has answered."""

@@ -111,7 +111,8 @@ async def serve(settings: EngineSettings, stop: asyncio.Event) -> None:
     """Run replicas until `stop` is set; GpuscaleError if the directory, its content or the engine is unusable."""
     with DirectoryLock(settings.data_dir):
         async with AsyncExitStack() as stack:
-            autoscaler = await stack.enter_async_context(settings.open_channel(settings.autoscaler_address))
+            opened = settings.open_channel(settings.autoscaler_address, urgent=True)
+            autoscaler = await stack.enter_async_context(opened)
             agent = None
             if isinstance(settings, NodeEngineSettings) and (found := settings.open_agent_channel()):
                 agent = await stack.enter_async_context(found)

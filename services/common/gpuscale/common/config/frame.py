@@ -167,8 +167,10 @@ class UpstreamFrame:
     key_file: Path | None
     token_file: Path | None
 
-    def open_channel(self, address: str) -> grpc.aio.Channel:
+    def open_channel(self, address: str, *, urgent: bool = False) -> grpc.aio.Channel:
         """A channel to `address` with these credentials, which reloads changed TLS files; the caller closes it.
+
+        An `urgent` channel finds a server that comes back within a second or two.
 
         Raises:
             FailedPreconditionError: a file cannot be used.
@@ -179,7 +181,7 @@ class UpstreamFrame:
                 token = SecretStr(read_secret(self.token_file, "the token file"))
             except ValueError as error:
                 raise FailedPreconditionError(str(error), reason="TOKEN_FILE") from None
-        opening = partial(channel.open_channel, address, tls=self._tls(), token=token)
+        opening = partial(channel.open_channel, address, tls=self._tls(), token=token, urgent=urgent)
         if self.ca_file is None:
             return opening()
         followed = tls.follow_client(self.ca_file, self.cert_file, self.key_file)

@@ -99,7 +99,7 @@ class ClientTls:
 
 
 def open_channel(
-    address: str, *, tls: ClientTls | None = None, token: Token | None = None
+    address: str, *, tls: ClientTls | None = None, token: Token | None = None, urgent: bool = False
 ) -> grpc.aio.Channel:
     """An asyncio channel to HOST:PORT or unix:/path; the caller closes it. Connects at the first call.
 
@@ -107,6 +107,7 @@ def open_channel(
         address: address of the server; or several, comma-separated, of which one leads.
         tls: switches TLS on.
         token: sent with every call; only over TLS, to this host, or through a unix socket.
+        urgent: it reconnects quickly when a lost network or server is back.
 
     Raises:
         FailedPreconditionError: the token would travel in plain text (INSECURE_TRANSPORT), or a file cannot be read
@@ -114,21 +115,18 @@ def open_channel(
         InvalidArgumentError: an address is malformed or listed twice, or the token has invalid characters.
     """
     addresses = split_addresses(address)
-    if len(addresses) == 1:
-        return _open_one(address, tls, token)
-    return following(addresses, [_open_one(each, tls, token, FOLLOWING_ARGUMENTS) for each in addresses])
+    arguments = _arguments(tls, None, urgent=urgent, follows=len(addresses) > 1)
 
+    def open_one(one: str) -> grpc.aio.Channel:
+        header = _header(token, one, tls)
+        if tls is None:
+            channel = grpc.aio.insecure_channel(one, options=arguments)
+        else:
+            channel = grpc.aio.secure_channel(one, _credentials(tls, token), options=arguments)
+        return channel if header is None else WrappedChannel([channel], header)
 
-def _open_one(
-    address: str, tls: ClientTls | None, token: Token | None, own: ChannelArguments = ()
-) -> grpc.aio.Channel:
-    """A channel to one address."""
-    header, arguments = _header(token, address, tls), _arguments(tls, own=own)
-    if tls is None:
-        channel = grpc.aio.insecure_channel(address, options=arguments)
-    else:
-        channel = grpc.aio.secure_channel(address, _credentials(tls, token), options=arguments)
-    return channel if header is None else WrappedChannel([channel], header)
+    opened = [open_one(one) for one in addresses]
+    return following(addresses, opened) if len(opened) > 1 else opened[0]
 
 
 def open_sync_channel(
@@ -139,14 +137,9 @@ def open_sync_channel(
     dial_timeout: float | None = None,
     urgent: bool = False,
 ) -> grpc.Channel:
-    """`open_channel` for code without an event loop; `dial_timeout` limits one attempt to connect, in seconds.
-
-    An `urgent` channel reconnects quickly when a lost network is back.
-    """
+    """`open_channel` for code without an event loop; `dial_timeout` limits one attempt to connect, in seconds."""
     addresses = split_addresses(address)
-    arguments = _arguments(
-        tls, dial_timeout, (URGENT_ARGUMENTS if urgent else ()) + FOLLOWING_ARGUMENTS * (len(addresses) > 1)
-    )
+    arguments = _arguments(tls, dial_timeout, urgent=urgent, follows=len(addresses) > 1)
 
     def open_one(one: str) -> grpc.Channel:
         header = _header(token, one, tls)
@@ -161,9 +154,10 @@ def open_sync_channel(
 
 
 def _arguments(
-    tls: ClientTls | None, dial_timeout: float | None = None, own: ChannelArguments = ()
+    tls: ClientTls | None, dial_timeout: float | None, *, urgent: bool, follows: bool
 ) -> ChannelArguments:
     """The arguments of a channel, with the proxy if configured."""
+    own = (*(URGENT_ARGUMENTS if urgent else ()), *(FOLLOWING_ARGUMENTS if follows else ()))
     arguments = dict[str, int | str]((*CHANNEL_ARGUMENTS, *own))
     if dial_timeout is not None:
         arguments["grpc.min_reconnect_backoff_ms"] = max(1, round(dial_timeout * 1000))
