@@ -174,23 +174,23 @@ async def test_revoked_and_forgotten(
     assert len(kept._kept) == 3
 
 
-def test_the_fleet_signs_for_who_logged_in(tmp_path: Path) -> None:
+def test_a_login_ends_with_its_authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("own", "other"):
         (tmp_path / folder).mkdir()
         make_authority(folder).write(tmp_path / folder, "ca")
-    file = tmp_path / "tokens.toml"
-    file.write_text('[tokens]\n[logins]\nca_file = "own/ca.crt"\n')
+    (file := tmp_path / "tokens.toml").write_text('[tokens]\n[logins]\nca_file = "own/ca.crt"\n')
     tokens = TokenFile(file)
     sign = {name: Signer(tmp_path / name, 1, "test").sign_token for name in ("own", "other")}
     limits = Limits(("ml",), 5)
     token, _ = sign["own"]("alice", Role.OPERATOR, limits, 60)
     assert tokens.principal(token) == Principal("alice", Role.OPERATOR, "token", limits)
-    for wrong in (
-        sign["other"]("alice", Role.ADMIN, limits, 60)[0],
-        sign["own"]("alice", Role.ADMIN, limits, 0)[0],
-    ):
+    for signer, life in (("other", 60), ("own", 0)):
         with pytest.raises(errors.UnauthenticatedError):
-            tokens.principal(wrong)
+            tokens.principal(sign[signer]("alice", Role.ADMIN, limits, life)[0])
+    (tmp_path / "own/ca.crt").write_bytes((tmp_path / "other/ca.crt").read_bytes())
+    monkeypatch.setattr(time, "monotonic", lambda: 1e12)
+    with pytest.raises(errors.UnauthenticatedError, match="another authority signed it"):
+        tokens.principal(token)
 
 
 @pytest.mark.parametrize("wrong", ["http://id.example", "https:", "file:///etc/passwd"])

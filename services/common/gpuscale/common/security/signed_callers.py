@@ -90,6 +90,8 @@ class SignedCallers:
         """
         if self.provider is not None:
             self.provider.stay_fresh()
+        if self._logins is not None and self._logins.keys.newer() is not None:
+            self._kept.clear()  # a former authority may have signed them
         digest = hashlib.sha256(token.encode()).digest()
         found = self._kept.get(digest)
         if found is None:

@@ -107,21 +107,20 @@ def _is_time(value: object) -> TypeGuard[float]:
 
 
 class LoginTokens:
-    """Verifies tokens signed by the authorities of a file. Raises OSError or ValueError if it cannot be used."""
+    """Verifies tokens signed by the authorities of a file, `keys`. Raises OSError or ValueError if it cannot be used."""
 
     def __init__(self, ca_file: Path) -> None:
         def load() -> Mapping[str, ECKey]:
             found = x509.load_pem_x509_certificates(ca_file.read_bytes())
             return {key_id(one): ECKey.import_key(one.public_key()) for one in found}  # type: ignore[arg-type]
 
-        self._keys = Followed("authority of logins", (ca_file,), load, 1.0)
+        self.keys = Followed("authority of logins", (ca_file,), load, 1.0)
 
     def check(self, token: str) -> SignedToken:
         """Verify a token. Raises as `check`."""
-        self._keys.newer()
 
         def key_of(key: str, _algorithm: str) -> Key:
-            found = self._keys.current.get(key)
+            found = self.keys.current.get(key)
             if found is None:
                 raise invalid("another authority signed it")
             return found
@@ -131,8 +130,7 @@ class LoginTokens:
 
 def key_id(authority: x509.Certificate) -> str:
     """The key id of an authority in its tokens."""
-    identifier = authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
-    return identifier.digest.hex()
+    return authority.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value.digest.hex()
 
 
 class _Keys(BaseModel):
