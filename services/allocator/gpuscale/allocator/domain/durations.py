@@ -91,30 +91,27 @@ class Durations:
         """How much longer a reservation of this age will last; None if nothing was learned."""
         if not self._samples:
             return None
-        logs, weights = self._profile(kin)
+        # Logarithms of samples, shortest first, and the cumulative sums of their weights.
+        known = self._profiles.get(kin)
+        if known is None or self._count - known[0] >= STALE:
+            points: list[tuple[float, float]] = []
+            for circle, prior in zip(_circles(kin), (None, *PRIOR), strict=True):
+                samples = self._samples.get(circle, ())
+                decays = [DECAY**nth for nth in range(len(samples))]
+                scale = 1.0 if prior is None or not samples else prior / sum(decays)
+                points += zip(samples, (scale * one for one in decays), strict=True)
+            points.sort()
+            if len(self._profiles) >= MOST:
+                self._profiles.clear()
+            sums = [*accumulate(weight for _, weight in points)]
+            known = self._profiles[kin] = self._count, [one for one, _ in points], sums
+        _, logs, weights = known
         at = bisect_right(logs, log(age)) if age >= 1 else 0
         if at == len(logs):
             return Span(*(age * ((1 - part) ** (-1 / TAIL) - 1) for part in (LOW, 0.5, HIGH)))
         before, total = weights[at - 1] if at else 0.0, weights[-1]
         wanted = (before + part * (total - before) for part in (LOW, 0.5, HIGH))
         return Span(*(exp(logs[min(bisect_right(weights, one), len(logs) - 1)]) - age for one in wanted))
-
-    def _profile(self, kin: Kin) -> tuple[Sequence[float], Sequence[float]]:
-        """Logarithms of samples, shortest first, and the cumulative sums of their weights."""
-        known = self._profiles.get(kin)
-        if known is None or self._count - known[0] >= STALE:
-            points: list[tuple[float, float]] = []
-            for circle, prior in zip(_circles(kin), (None, *PRIOR), strict=True):
-                samples = self._samples.get(circle, ())
-                weights = [DECAY**nth for nth in range(len(samples))]
-                scale = 1.0 if prior is None or not samples else prior / sum(weights)
-                points += zip(samples, (scale * one for one in weights), strict=True)
-            points.sort()
-            if len(self._profiles) >= MOST:
-                self._profiles.clear()
-            logs, weights = [one for one, _ in points], [*accumulate(weight for _, weight in points)]
-            known = self._profiles[kin] = self._count, logs, weights
-        return known[1], known[2]
 
 
 def kin_of(one: Reservation) -> Kin:

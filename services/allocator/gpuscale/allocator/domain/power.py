@@ -279,8 +279,18 @@ def _divide(
         else min(most[gpu.uuid], max(gpu.low, gpu.watts * SPARE + IDLE_SPARE))
         for gpu in claims
     }
+    # The groups that are served one after the other; by speed only if that is known of all.
+    ranks = {gpu.uuid: 0.0 for gpu in claims}
+    if share is PowerShare.PRIORITY:
+        ranks = {gpu.uuid: float(gpu.priority) for gpu in claims}
+    elif share is PowerShare.SPEED:
+        speeds = {gpu.uuid: gpu.activity / gpu.watts for gpu in claims if gpu.activity and gpu.watts}
+        if len(speeds) == len(claims):  # differences below a fifth do not count
+            ranks = {uuid: float(round(math.log(speed, 1.2))) for uuid, speed in speeds.items()}
+    order = sorted(set(ranks.values()), reverse=True)
+    groups = [[gpu for gpu in claims if ranks[gpu.uuid] == rank] for rank in order]
     for goal in (wanted, most):
-        for group in _groups(claims, share):
+        for group in groups:
             _level(caps, {gpu.uuid: goal[gpu.uuid] for gpu in group}, left - sum(caps.values()))
     low = {gpu.uuid: gpu.low for gpu in claims}
     return {
@@ -304,19 +314,6 @@ def _level(caps: dict[str, float], goals: Mapping[str, float], left: float) -> N
             if caps[uuid] >= goals[uuid]:
                 del rising[uuid]
         left -= step * len(lowest)
-
-
-def _groups(claims: Sequence[PoweredGpu], share: PowerShare) -> list[list[PoweredGpu]]:
-    """The groups that are served one after the other; by speed only if that is known of all."""
-    ranks = {gpu.uuid: 0.0 for gpu in claims}
-    if share is PowerShare.PRIORITY:
-        ranks = {gpu.uuid: float(gpu.priority) for gpu in claims}
-    elif share is PowerShare.SPEED:
-        speeds = {gpu.uuid: gpu.activity / gpu.watts for gpu in claims if gpu.activity and gpu.watts}
-        if len(speeds) == len(claims):  # differences below a fifth do not count
-            ranks = {uuid: float(round(math.log(speed, 1.2))) for uuid, speed in speeds.items()}
-    order = sorted(set(ranks.values()), reverse=True)
-    return [[gpu for gpu in claims if ranks[gpu.uuid] == rank] for rank in order]
 
 
 def _room(sums: Sequence[PowerSum], gpus: Mapping[str, Sequence[PoweredGpu]]) -> PowerRoom:
