@@ -459,14 +459,15 @@ class DryRun:
             for now in (index, index + 1) if states != before else (index + 1,):
                 at = use.start + now * use.step
                 sighting = SeenSubject(hold.subject, seen, max(0.0, at - hold.begin))
-                track, acts = judge(name, policy, sighting, track, at, _wall(at))
+                track, acts = judge(name, policy, sighting, track, at, moment(at))
                 self.acts += acts
             before = states
             self.known += use.step * known
             self.unknown += use.step * (not known)
         if track is not None and hold.end <= use.start + use.count * use.step:
-            self.acts += ended(name, policy, track, "it ended", _wall(hold.end), gone=True)
+            self.acts += ended(name, policy, track, "it ended", moment(hold.end), gone=True)
 
 
-def _wall(seconds: float) -> datetime:
+def moment(seconds: float) -> datetime:
+    """A date in UTC, from seconds since 1970."""
     return datetime.fromtimestamp(seconds, UTC)

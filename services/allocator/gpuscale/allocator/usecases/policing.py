@@ -14,7 +14,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from functools import partial
 from operator import attrgetter
 from typing import NoReturn
@@ -43,6 +42,7 @@ from gpuscale.allocator.domain.use_policies import (
     UsePolicy,
     ended,
     judge,
+    moment,
     notice,
 )
 from gpuscale.allocator.state.archive import RecordFilter
@@ -310,7 +310,18 @@ class Policing:
         held = list(self.records.ledger.reservations(ended=False)) if False in kinds else []
         for nth, one in enumerate(held, 1):
             if one.gpus and not one.waiting:
-                found[False].append(self._of_reservation(one))
+                usage = self.records.usage(one)
+                gpus: list[GpuSighting] = []
+                for uuid, gpu in usage.gpus.items() if usage else ():
+                    known = gpu.state is not UseState.UNKNOWN or gpu.over_used is not None
+                    idle = None if gpu.state is UseState.UNKNOWN else gpu.state is UseState.IDLE
+                    read = known or gpu.utilization_percent is not None
+                    gpus.append(
+                        GpuSighting(uuid, idle, gpu.over_used, None, bool(gpu.quarantine) if read else None)
+                    )
+                age = self.records.clock.now() - self.world.granted_at(one)
+                subject = subject_of(reservation_name(one.id), [one])
+                found[False].append(SeenSubject(subject, tuple(gpus), max(0.0, age)))
             if nth % SLICE == 0:
                 await asyncio.sleep(0)
         followed: dict[str, dict[str, PolicySubject]] = defaultdict(dict)
@@ -321,17 +332,6 @@ class Policing:
             if nth % SLICE == 0:
                 await asyncio.sleep(0)
         return found
-
-    def _of_reservation(self, one: Reservation) -> SeenSubject:
-        usage = self.records.usage(one)
-        gpus: list[GpuSighting] = []
-        for uuid, gpu in usage.gpus.items() if usage else ():
-            known = gpu.state is not UseState.UNKNOWN or gpu.over_used is not None
-            idle = None if gpu.state is UseState.UNKNOWN else gpu.state is UseState.IDLE
-            read = known or gpu.utilization_percent is not None
-            gpus.append(GpuSighting(uuid, idle, gpu.over_used, None, bool(gpu.quarantine) if read else None))
-        age = self.records.clock.now() - self.world.granted_at(one)
-        return SeenSubject(subject_of(reservation_name(one.id), [one]), tuple(gpus), max(0.0, age))
 
     def _of_node(
         self, node_id: str, followed: Mapping[str, Mapping[str, PolicySubject]]
@@ -442,7 +442,7 @@ class DryRuns:
                 "another dry run is running: try again later", reason="BUSY", retry_after=5.0
             )
         async with self._turn:
-            wanted = RecordFilter(period=wire.TimeRange(_wall(start), _wall(end)))
+            wanted = RecordFilter(period=wire.TimeRange(moment(start), moment(end)))
             every_one = await every(partial(self.records.list_reservations, wanted, ended=True))
             held = [one for one in every_one if one.gpus and not one.waiting]
             holds = [await self._hold(one, now) for one in held]
@@ -491,7 +491,7 @@ class DryRuns:
 
     async def _points(self, uuid: str, start: float, end: float) -> list[monitor_api.HistoryPoint]:
         span = monitor_api.HistorySpan(
-            start_time=wire.to_timestamp(_wall(start)), end_time=wire.to_timestamp(_wall(end))
+            start_time=wire.to_timestamp(moment(start)), end_time=wire.to_timestamp(moment(end))
         )
         request = monitor_api.QueryHistoryRequest(
             uuids=[uuid],
@@ -510,7 +510,3 @@ class DryRuns:
 
 def _seconds(point: monitor_api.HistoryPoint) -> float:
     return point.start_time.seconds + point.start_time.nanos / 1e9
-
-
-def _wall(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)
