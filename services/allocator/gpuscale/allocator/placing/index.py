@@ -7,7 +7,7 @@ order.
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, compress, count
 from math import comb
 from operator import not_
@@ -101,8 +101,20 @@ class Shape:
         seen, self._seen = self._seen, columns.sequence
         few = columns.changed_since(seen, MOST_GPUS) if self._by_row and not moved else None
         if few is not None:
-            for row, gpus in few.items():
-                self._look(row, gpus, now, tariff)
+            ask, constraints = self.ask, self.constraints
+            for at, gpus in few.items():  # the GPUs in some columns, or all of a row
+                row, node = columns.row(at), int(self.node_codes[at])
+                if gpus is None or (self._takes_of_node and constraints.node_code_of(row) != node):
+                    node, codes = constraints.codes_of(row, now)
+                    self.node_codes[at] = node
+                    self.gpu_codes[at] = codes + [ABSENT] * (columns.width - len(codes))
+                else:
+                    codes = listed(self.gpu_codes[at])
+                    constraints.codes_after_use(row, gpus, node, codes)
+                    for column in gpus:
+                        self.gpu_codes[at, column] = codes[column]
+                fits = codes.count(0) >= ask.gpu_count if ask.gpu_count else not node
+                self.value[at] = value_of(ask, row, codes, constraints, tariff) if fits else -np.inf
             return
         rows = np.flatnonzero(columns.changed[: len(columns)] > seen)
         self.node_codes[rows], self.gpu_codes[rows] = self.constraints.codes(rows, now)
@@ -135,22 +147,6 @@ class Shape:
             found = frozenset(build for build, number in columns.builds.items() if number in numbers)
             self._served_by = columns.layout, found
         return self._served_by[1]
-
-    def _look(self, at: int, gpus: Collection[int] | None, now: float, tariff: Tariff) -> None:
-        """Update one row: the GPUs in some columns, or all of it."""
-        ask, constraints = self.ask, self.constraints
-        row, node = self._columns.row(at), int(self.node_codes[at])
-        if gpus is None or (self._takes_of_node and constraints.node_code_of(row) != node):
-            node, codes = constraints.codes_of(row, now)
-            self.node_codes[at] = node
-            self.gpu_codes[at] = codes + [ABSENT] * (self._columns.width - len(codes))
-        else:
-            codes = listed(self.gpu_codes[at])
-            constraints.codes_after_use(row, gpus, node, codes)
-            for column in gpus:
-                self.gpu_codes[at, column] = codes[column]
-        fits = codes.count(0) >= ask.gpu_count if ask.gpu_count else not node
-        self.value[at] = value_of(ask, row, codes, constraints, tariff) if fits else -np.inf
 
 
 _LINK = 1 << 16

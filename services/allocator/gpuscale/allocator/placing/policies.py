@@ -115,7 +115,15 @@ def _gradients(now: Typical, cpu: Ints, free: Ints, model: Ints, ask: Ask, fits:
     gradient: Floats = np.full(fits.shape, -np.inf)
     if ask.gpu_count == 1 and ask.gpu_milli < WHOLE:
         rows, gpus = np.nonzero(fits)
-        after = _after_shares(now, state, left, free, reachable, ask.gpu_milli, rows, gpus)
+        # The fragment of each node once a share of a GPU is taken; GPUs of a node that are as free are looked at once.
+        alike, again = np.unique(rows * (WHOLE + 1) + free[rows, gpus], return_inverse=True)
+        row, was = np.divmod(alike, WHOLE + 1)
+        old = was[:, None]
+        new = np.maximum(old - ask.gpu_milli, 0)
+        count = state[1][row] - (old >= now.milli) + (new >= now.milli)
+        waste = state[2][row] - np.where(old < now.milli, old, 0) + np.where(new < now.milli, new, 0)
+        total = free.sum(1)[row] - ask.gpu_milli
+        after: Ints = _fragment(now, left[row], total, count, waste, reachable[row])[again]
         gradient[rows, gpus] = (state[0][rows] - after) / weight
         return gradient
     after_all = free.copy()
@@ -125,28 +133,6 @@ def _gradients(now: Typical, cpu: Ints, free: Ints, model: Ints, ask: Ask, fits:
         np.put_along_axis(after_all, fullest, np.maximum(taken, 0), 1)
     whole_after = _state(now, left, after_all, reachable)[0]
     return np.where(fits, ((state[0] - whole_after) / weight)[:, None], gradient)
-
-
-def _after_shares(
-    now: Typical,
-    state: tuple[Ints, Ints, Ints],
-    left: Ints,
-    free: Ints,
-    reachable: Bools,
-    milli: int,
-    rows: Ints,
-    gpus: Ints,
-) -> Ints:
-    """The fragment of each node once a share of a GPU is taken; GPUs of a node that are as free are looked at once."""
-    alike, again = np.unique(rows * (WHOLE + 1) + free[rows, gpus], return_inverse=True)
-    row, was = np.divmod(alike, WHOLE + 1)
-    old = was[:, None]
-    new = np.maximum(old - milli, 0)
-    count = state[1][row] - (old >= now.milli) + (new >= now.milli)
-    waste = state[2][row] - np.where(old < now.milli, old, 0) + np.where(new < now.milli, new, 0)
-    total = free.sum(1)[row] - milli
-    after: Ints = _fragment(now, left[row], total, count, waste, reachable[row])[again]
-    return after
 
 
 def _state(now: Typical, cpu: Ints, free: Ints, reachable: Bools) -> tuple[Ints, Ints, Ints]:

@@ -425,10 +425,6 @@ def _no_capacity(closest: NodeSurvey, unknown: Sequence[str], ask: Ask, placed: 
         used = [f"{who} uses {mib(size)}" for who, size in closest.outsiders]
         said.append(f"processes of no reservation there: {names(used)}")
     said += unknown
-    return f"no room now for {asked(ask)}: {'; '.join(said) or 'no node is free'}. {_advice(closest, ask)}"
-
-
-def _advice(closest: NodeSurvey, ask: Ask) -> str:
     counts = closest.counts
     advice = [words for reason, words in HELP.items() if counts[reason] and reason not in FOR_EVER]
     quarantined = [gpu for obstacle, gpu in closest.in_the_way if obstacle is Obstacle.QUARANTINED]
@@ -439,4 +435,5 @@ def _advice(closest: NodeSurvey, ask: Ask) -> str:
         advice.append(f"ask for {gpus(closest.fitting)}")
     if closest.node.gpu_problem and not closest.node.gpus:
         advice.append(f"wait until {closest.node.id} can read its GPUs")
-    return sentence(", or ".join(advice) or "wait until more nodes report")
+    helps = sentence(", or ".join(advice) or "wait until more nodes report")
+    return f"no room now for {asked(ask)}: {'; '.join(said) or 'no node is free'}. {helps}"
