@@ -148,8 +148,16 @@ def over_quota(world: QueueWorld, order: Order, pick: Pick | None = None) -> Que
     if limit is None and hours is None:
         return None
     least = asked_milli(order.ask)
-    if hours is not None and least and not order.booking and (spent := _spent(world, order.tenant, hours)):
-        return spent
+    if hours is not None and least and not order.booking:
+        month = world.month(order.tenant)
+        if month.used + month.booked >= hours:
+            beside = f" and booked {month.booked:.1f}" if month.booked else ""
+            return QueueObstacle(
+                Reason.QUOTA_EXCEEDED,
+                f"tenant {order.tenant} has used {month.used:.1f}{beside} of the {hours:g} GPU-hours that its quota has for this"
+                f" month. Wait until {local(month.ends)}, or have the quota raised.",
+                lasting=not hours,
+            )
     if limit is None:
         return None
     held = world.gpu_milli_held(order.tenant)
@@ -166,19 +174,6 @@ def over_quota(world: QueueWorld, order: Order, pick: Pick | None = None) -> Que
         f"tenant {order.tenant} may hold {_gpus(limit)} GPUs and {holds}; this asks for {_gpus(asked)}."
         f" {remedy}, or have the quota raised.",
         lasting=least > limit,
-    )
-
-
-def _spent(world: QueueWorld, tenant: str, hours: float) -> QueueObstacle | None:
-    month = world.month(tenant)
-    if month.used + month.booked < hours:
-        return None
-    booked = f" and booked {month.booked:.1f}" if month.booked else ""
-    return QueueObstacle(
-        Reason.QUOTA_EXCEEDED,
-        f"tenant {tenant} has used {month.used:.1f}{booked} of the {hours:g} GPU-hours that its quota has for this month."
-        f" Wait until {local(month.ends)}, or have the quota raised.",
-        lasting=not hours,
     )
 
 
