@@ -243,6 +243,10 @@ _ECC: tuple[Any, ...] = ("ecc_volatile_corrected_count", "ecc_volatile_uncorrect
 def _gpu(message: types_api.Gpu, fresh_until: float, fresh_for: float) -> Gpu:
     reading = message.reading
     stale = message.state == types_api.GpuState.GPU_STATE_STALE
+    trouble = ""
+    if message.state not in _ANSWERING:
+        known = message.state in types_api.GpuState.values()
+        trouble = types_api.GpuState.Name(message.state) if known else f"STATE_{message.state}"
     quarantine = message.quarantine
     if message.HasField("quarantine_time"):
         quarantine += f", since {wire.to_datetime(message.quarantine_time):%Y-%m-%d %H:%M:%S} UTC"
@@ -251,7 +255,7 @@ def _gpu(message: types_api.Gpu, fresh_until: float, fresh_for: float) -> Gpu:
         index=message.index,
         model=message.model,
         simulated=message.simulated,
-        trouble=_trouble(message),
+        trouble=trouble.removeprefix("GPU_STATE_"),
         memory_total_bytes=reading.memory_total_bytes or None,
         memory_free_bytes=reading.memory_free_bytes if reading.HasField("memory_free_bytes") else None,
         utilization_percent=reading.utilization_percent if reading.HasField("utilization_percent") else None,
@@ -287,11 +291,3 @@ def _process(message: types_api.GpuProcess) -> GpuProcess:
         unknown=message.holder_unknown,
         start_ticks=message.start_ticks if message.HasField("start_ticks") else None,
     )
-
-
-def _trouble(message: types_api.Gpu) -> str:
-    if message.state in _ANSWERING:
-        return ""
-    if message.state not in types_api.GpuState.values():
-        return f"STATE_{message.state}"
-    return types_api.GpuState.Name(message.state).removeprefix("GPU_STATE_")
