@@ -85,24 +85,37 @@ def from_rpc_error(error: grpc.RpcError) -> errors.GpuscaleError:
     """The error for a failed call, sync or async."""
     if not isinstance(error, (grpc.Call, grpc.aio.AioRpcError)):
         return errors.InternalError(f"the call failed without a status: {type(error).__name__}")
-    details = _unpack(error.trailing_metadata())
+    info, request_id = error_details_pb2.ErrorInfo(), ""
+    bad_request, retry_info = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+    violations, retry_after = list[errors.FieldViolation](), None
+    for key, value in error.trailing_metadata() or ():  # without what is unknown or malformed
+        if key == REQUEST_ID_KEY and isinstance(value, str):
+            request_id = value
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            with suppress(DecodeError):
+                for packed in status_pb2.Status.FromString(value).details:
+                    if packed.Unpack(retry_info):
+                        retry_after = wire.seconds(retry_info.retry_delay)
+                    elif packed.Unpack(bad_request):
+                        violations = [
+                            errors.FieldViolation(one.field, one.description)
+                            for one in bad_request.field_violations
+                        ]
+                    else:
+                        packed.Unpack(info)
     cls = _ERRORS.get(error.code(), errors.InternalError)
     message = error.details() or error.code().name
-    reason = details.info.reason if details.info.domain == DOMAIN else None
-    metadata = dict(details.info.metadata) if reason else {}
-    if cls is errors.InternalError and details.request_id:
-        metadata["request_id"] = details.request_id
-        if details.request_id not in message:
-            message += f", request {details.request_id}"
+    reason = info.reason if info.domain == DOMAIN else None
+    metadata = dict(info.metadata) if reason else {}
+    if cls is errors.InternalError and request_id:
+        metadata["request_id"] = request_id
+        if request_id not in message:
+            message += f", request {request_id}"
     if cls is errors.InvalidArgumentError:
         return errors.InvalidArgumentError(
-            message,
-            violations=details.violations,
-            reason=reason,
-            metadata=metadata,
-            retry_after=details.retry_after,
+            message, violations=violations, reason=reason, metadata=metadata, retry_after=retry_after
         )
-    return cls(message, reason=reason, metadata=metadata, retry_after=details.retry_after)
+    return cls(message, reason=reason, metadata=metadata, retry_after=retry_after)
 
 
 @contextmanager
@@ -112,33 +125,3 @@ def rpc_errors() -> Generator[None]:
         yield
     except grpc.RpcError as error:
         raise from_rpc_error(error) from error
-
-
-@dataclass(slots=True)
-class _Details:
-    info: error_details_pb2.ErrorInfo
-    violations: tuple[errors.FieldViolation, ...] = ()
-    retry_after: float | None = None
-    request_id: str = ""
-
-
-def _unpack(metadata: grpc.aio.Metadata | tuple[tuple[str, str | bytes], ...] | None) -> _Details:
-    """Parse error details from trailing metadata; unknown and malformed details are ignored."""
-    details = _Details(error_details_pb2.ErrorInfo())
-    bad_request, retry_info = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
-    for key, value in metadata or ():
-        if key == REQUEST_ID_KEY and isinstance(value, str):
-            details.request_id = value
-        if key == DETAILS_KEY and isinstance(value, bytes):
-            with suppress(DecodeError):
-                for packed in status_pb2.Status.FromString(value).details:
-                    if packed.Unpack(bad_request):
-                        details.violations = tuple(
-                            errors.FieldViolation(violation.field, violation.description)
-                            for violation in bad_request.field_violations
-                        )
-                    elif packed.Unpack(retry_info):
-                        details.retry_after = wire.seconds(retry_info.retry_delay)
-                    else:
-                        packed.Unpack(details.info)
-    return details
