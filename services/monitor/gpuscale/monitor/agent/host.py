@@ -84,9 +84,14 @@ class ProcHost:
         seldom, absent = self._seldom, list[Absent]()
         memory = _attempt(psutil.virtual_memory, _MEMORY_FIELDS, absent)
         load = _attempt(os.getloadavg, ("load_1m", "load_5m", "load_15m", "load_1m_per_core"), absent)
+        cpu, samples = self._cpu(now, absent), self._cpu_samples
+        while samples and samples[0][0] <= now - CPU_WINDOW_SECONDS:
+            samples.popleft()
+        if not samples:
+            absent.append(Absent("cpu_smoothed_percent", ReadingStatus.ERROR, "needs two readings"))
         return seldom._replace(
-            cpu_percent=self._cpu(now, absent),
-            cpu_smoothed_percent=self._smoothed(now, absent),
+            cpu_percent=cpu,
+            cpu_smoothed_percent=sum(percent for _, percent in samples) / len(samples) if samples else None,
             load_1m=load[0] if load else None,
             load_5m=load[1] if load else None,
             load_15m=load[2] if load else None,
@@ -111,15 +116,6 @@ class ProcHost:
         if self._cpu_percent is None:
             absent.append(Absent("cpu_percent", ReadingStatus.ERROR, "needs two readings"))
         return self._cpu_percent
-
-    def _smoothed(self, now: float, absent: list[Absent]) -> float | None:
-        """Mean of the samples in the window."""
-        while self._cpu_samples and self._cpu_samples[0][0] <= now - CPU_WINDOW_SECONDS:
-            self._cpu_samples.popleft()
-        if not self._cpu_samples:
-            absent.append(Absent("cpu_smoothed_percent", ReadingStatus.ERROR, "needs two readings"))
-            return None
-        return sum(percent for _, percent in self._cpu_samples) / len(self._cpu_samples)
 
     def _read_seldom(self) -> HostReading:
         absent: list[Absent] = []
