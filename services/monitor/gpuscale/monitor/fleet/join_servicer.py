@@ -20,7 +20,6 @@ from gpuscale.common.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
     InvalidArgumentError,
-    NotFoundError,
     PermissionDeniedError,
     ResourceExhaustedError,
     UnauthenticatedError,
@@ -34,7 +33,7 @@ from gpuscale.common.secrets import write_private
 from gpuscale.common.security.auth import RESERVED_NAMES, Context, Role, current_principal
 from gpuscale.common.wire import fingerprint, optional_seconds, to_timestamp
 from gpuscale.internal.monitor import v1 as internal
-from gpuscale.monitor.fleet.nodes import Nodes
+from gpuscale.monitor.fleet.nodes import Nodes, unknown
 
 if TYPE_CHECKING:
     from gpuscale.common.security.authority import Signer
@@ -203,7 +202,7 @@ class JoinServicer(api.JoinServiceServicer):
     ) -> api.GetJoinTokenResponse:
         found = self._valid().get(parse(JOINING, request.name)["join_token"])
         if found is None:
-            raise _unknown(request.name)
+            raise unknown(request.name)
         return api.GetJoinTokenResponse(join_token=self._message(found))
 
     async def ListJoinTokens(
@@ -223,7 +222,7 @@ class JoinServicer(api.JoinServiceServicer):
     ) -> api.DeleteJoinTokenResponse:
         key = id_of(JOINING, request.name)
         if self._valid().pop(key, None) is None and not request.allow_missing:
-            raise _unknown(f"joinTokens/{key}")
+            raise unknown(f"joinTokens/{key}")
         return api.DeleteJoinTokenResponse()
 
     async def Join(self, request: api.JoinRequest, context: Context) -> api.JoinResponse:
@@ -330,10 +329,6 @@ class CertificateServicer(api.CertificateServiceServicer):
             "a caller can only renew the certificate that it presents to the fleet itself",
             reason="NO_CERTIFICATE",
         )
-
-
-def _unknown(name: str) -> NotFoundError:
-    return NotFoundError(f"there is no {name}", metadata={"name": name})
 
 
 class ServicesHostServicer(internal.ServicesHostServiceServicer):

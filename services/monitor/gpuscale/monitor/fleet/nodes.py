@@ -299,7 +299,7 @@ class Directory:
         for uuid in uuids:
             owner = self._nodes.owner(uuid)
             if owner is None:
-                raise _unknown(f"GPU {uuid}")
+                raise unknown(f"GPU {uuid}")
             yield _named(owner, gpu_name(owner.node, uuid))
 
     def _record(self, name: str) -> NodeRecord:
@@ -310,7 +310,7 @@ def _named(record: NodeRecord, name: str) -> Target:
     for gpu in _gpus(record):
         if gpu.name == name:
             return _target(record, gpu)
-    raise _unknown(name)
+    raise unknown(name)
 
 
 def _gpus(record: NodeRecord) -> Sequence[types_api.Gpu]:
@@ -323,7 +323,8 @@ def _target(record: NodeRecord, gpu: types_api.Gpu) -> Target:
     return Target(gpu.name, gpu.uuid, gpu.index, gpu.model, period)
 
 
-def _unknown(what: str) -> NotFoundError:
+def unknown(what: str) -> NotFoundError:
+    """The error for a name that nothing has."""
     return NotFoundError(f"there is no {what}", metadata={"name": what})
 
 
