@@ -184,7 +184,15 @@ class _Parser:
         if sign == ":" and text == "*":
             return (lambda _: True) if field.certain else bool
         if leaf.type == FieldDescriptor.TYPE_STRING and sign in "=:":
-            return _of_text(text, part=sign == ":" and not field.several)
+            # Whether a text equals the value, with wildcards at its ends, or contains it.
+            part = sign == ":" and not field.several
+            pieces: list[str] = re.findall(r"\\.|.", text, re.DOTALL)
+            before = part or pieces[:1] == ["*"]
+            after = part or pieces[-1:] == ["*"]
+            inner = "".join(piece[-1] for piece in pieces[before - part : len(pieces) - (after - part)])
+            if before:
+                return lambda value: inner in value if after else value.endswith(inner)
+            return lambda value: value.startswith(inner) if after else value == inner
         if leaf.type in {FieldDescriptor.TYPE_ENUM, FieldDescriptor.TYPE_BOOL} and sign not in "=:":
             raise self._wrong("this field is asked with = or !=", self._start)
         try:
@@ -238,17 +246,6 @@ def _ranked(read: Reader, down: bool) -> Callable[[Any], SortValue]:
         return SortValue(None if value != value else value, down)  # NaN has no order
 
     return rank
-
-
-def _of_text(text: str, *, part: bool) -> Test:
-    """A test whether a text equals `text`, with wildcards at its ends, or contains it if `part`."""
-    pieces: list[str] = re.findall(r"\\.|.", text, re.DOTALL)
-    before = part or pieces[:1] == ["*"]
-    after = part or pieces[-1:] == ["*"]
-    wanted = "".join(piece[-1] for piece in pieces[before - part : len(pieces) - (after - part)])
-    if before:
-        return lambda value: wanted in value if after else value.endswith(wanted)
-    return lambda value: value.startswith(wanted) if after else value == wanted
 
 
 def _value(leaf: FieldDescriptor, text: str) -> Any:

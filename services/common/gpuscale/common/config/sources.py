@@ -76,7 +76,23 @@ def load(settings_type: type[S], argv: Sequence[str] | None, *, program: str, de
 
     Exits with 0 after `--help` or `--version`, and with 2 and one line on stderr if anything is unknown or invalid.
     """
-    parser = _parser(settings_type, program, description)
+    parser = _Parser(
+        prog=program, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
+    parser.add_argument("--version", action="version", version=f"{program} {version('gpuscale')}")
+    parser.add_argument("--config", metavar="FILE", help=f"TOML file [{CONFIG_VARIABLE}]")
+    for name, kind in _kinds(settings_type).items():
+        field = settings_type.model_fields[name]
+        variable = f"{PREFIX}{settings_type.section}_{name}".upper()
+        value = None if field.is_required() else field.get_default(call_default_factory=True)
+        default = "" if value in (None, "", []) else f" (default: {value})"
+        text = f"{field.description or ''}{default} [{variable}]".replace("%", "%%").strip()
+        if kind == "switch":
+            parser.add_argument(_flag(name), action=argparse.BooleanOptionalAction, help=text)
+        elif kind == "list":
+            parser.add_argument(_flag(name), action="append", metavar="ITEM", help=f"{text}; may be repeated")
+        elif kind == "value":
+            parser.add_argument(_flag(name), metavar=name.rpartition("_")[2].upper(), help=text)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
         flags = (_flag(name) for name, kind in _kinds(settings_type).items() if kind in _FLAG_KINDS)
@@ -240,27 +256,6 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def _parser(settings_type: type[Settings], program: str, description: str) -> _Parser:
-    parser = _Parser(
-        prog=program, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS
-    )
-    parser.add_argument("--version", action="version", version=f"{program} {version('gpuscale')}")
-    parser.add_argument("--config", metavar="FILE", help=f"TOML file [{CONFIG_VARIABLE}]")
-    for name, kind in _kinds(settings_type).items():
-        field = settings_type.model_fields[name]
-        variable = f"{PREFIX}{settings_type.section}_{name}".upper()
-        value = None if field.is_required() else field.get_default(call_default_factory=True)
-        default = "" if value in (None, "", []) else f" (default: {value})"
-        text = f"{field.description or ''}{default} [{variable}]".replace("%", "%%").strip()
-        if kind == "switch":
-            parser.add_argument(_flag(name), action=argparse.BooleanOptionalAction, help=text)
-        elif kind == "list":
-            parser.add_argument(_flag(name), action="append", metavar="ITEM", help=f"{text}; may be repeated")
-        elif kind == "value":
-            parser.add_argument(_flag(name), metavar=name.rpartition("_")[2].upper(), help=text)
-    return parser
 
 
 def _flag(field: str) -> str:
