@@ -116,7 +116,16 @@ def set_states(
         own = [replica for replica in kept if replica.group.set == one.id]
         aimed = [replica for replica in own if replica.aimed_at and not replica.leaving]
         groups = tuple(replica.group.actual for replica in _first_to_stop(aimed, spec.of_set(one.id), busy))
-        found[one.id] = SetState(targets[one.id], groups, _reported(own, one.capabilities, now))
+        # What the newest group of a request reports instead of what was asked; also for a while after its end.
+        told = (
+            replica.group.reported.capabilities
+            for replica in _newest_first(own)
+            if replica.group.reported is not None
+            and (not replica.ended or (replica.ended_at is not None and now - replica.ended_at < BELIEVED))
+            and replica.group.asked.capabilities == one.capabilities
+        )
+        reported = next(told, None)
+        found[one.id] = SetState(targets[one.id], groups, None if reported == one.capabilities else reported)
     return found
 
 
@@ -144,16 +153,6 @@ def capacity_of(
     ]
     ready = [template.weight(one.template) for one in replicas if one.state is ReplicaState.READY]
     return ReplicaWeights(tuple(weights), following, math.fsum(ready) / len(ready) if ready else following)
-
-
-def _reported(replicas: Iterable[Replica], asked: Amounts, now: float) -> Amounts | None:
-    """The capabilities that the newest group of a request reports instead; also for a while after its end."""
-    for replica in _newest_first(replicas):
-        told = replica.group.reported
-        recent = not replica.ended or (replica.ended_at is not None and now - replica.ended_at < BELIEVED)
-        if told is not None and recent and replica.group.asked.capabilities == asked:
-            return None if told.capabilities == asked else told.capabilities
-    return None
 
 
 def _newest_first(replicas: Iterable[Replica]) -> list[Replica]:
