@@ -237,7 +237,17 @@ def supervise_all(
             threading.Thread(target=_feed, args=feed, daemon=True).start()
             _copy(started[0], stdout, b"")
             return [exit_code(started[0].wait())]
-        _await_ready(members, started, patience)
+        for one, process in zip(members, started, strict=True):
+            if process.stdin is not None:
+                with suppress(OSError):  # it has ended
+                    _write(process.stdin.fileno(), one.orders.line())
+        for one, said in _silent(READY, members, started, patience):
+            raise FailedPreconditionError(
+                f"no member was started, because one cannot start on {one.orders.node}: {said.removeprefix('error: ')}",
+                reason="MEMBER_NOT_READY",
+            )
+        for process in started:
+            _feed(process.stdin, GO, own_input=False)
         together, outputs = members[0].orders.stop_together, (stdout, 2 if stderr is None else stderr)
         following = [
             threading.Thread(target=_follow, args=(number, started, outputs, together), daemon=True)
@@ -264,23 +274,6 @@ def _started(
         )
     except OSError as error:
         raise FailedPreconditionError(f"cannot start ssh: {error.strerror}", reason="NO_SSH") from error
-
-
-def _await_ready(
-    members: Sequence[Supervised], started: "Sequence[subprocess.Popen[bytes]]", patience: float
-) -> None:
-    """Send all members their orders, and start them once all can start."""
-    for one, process in zip(members, started, strict=True):
-        if process.stdin is not None:
-            with suppress(OSError):  # it has ended
-                _write(process.stdin.fileno(), one.orders.line())
-    for one, said in _silent(READY, members, started, patience):
-        raise FailedPreconditionError(
-            f"no member was started, because one cannot start on {one.orders.node}: {said.removeprefix('error: ')}",
-            reason="MEMBER_NOT_READY",
-        )
-    for process in started:
-        _feed(process.stdin, GO, own_input=False)
 
 
 def _silent(

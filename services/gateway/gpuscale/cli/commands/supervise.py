@@ -123,9 +123,19 @@ def _supervise(*, job: bool) -> int:
     if orders.detached and not job:
         return detach(orders)
     if not orders.waits and (code := guard()) is not None:
-        if code == OF_SIGNAL + signal.SIGKILL or (orders.on_move and orders.detached):
+        # Report a killed supervisor, and start a job that left its GPUs again, unless its caller does: here, since a process
+        # that the supervisor starts ends with it.
+        killed = code == OF_SIGNAL + signal.SIGKILL
+        if killed or (orders.on_move and orders.detached):
             with _ways(orders) as (ways, _):
-                _after(LeaseHolder(orders, ways), code)
+                holder = LeaseHolder(orders, ways)
+                if killed:
+                    holder.killed(code)
+                else:
+                    holder.look()
+                if holder.moved is not None and orders.detached:
+                    holder.member = None
+                    start_granted(holder, holder.moved)
         return code
     child = None if orders.waits or orders.adopts else WaitingChild()
     with _ways(orders) as (ways, own):
@@ -133,20 +143,6 @@ def _supervise(*, job: bool) -> int:
         if orders.waits:
             return start_in_turn(holder)
         return run_under(holder, own=own, while_open=None if job else 1, child=child)
-
-
-def _after(holder: LeaseHolder, code: int) -> None:
-    """Report a killed supervisor, and start a job that left its GPUs again, unless its caller does.
-
-    The guard does this, since a process that the supervisor starts ends with it.
-    """
-    if code == OF_SIGNAL + signal.SIGKILL:
-        holder.killed(code)
-    else:
-        holder.look()
-    if holder.moved is not None and holder.orders.detached:
-        holder.member = None
-        start_granted(holder, holder.moved)
 
 
 def _read_orders() -> Orders | None:
