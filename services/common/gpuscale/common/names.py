@@ -145,6 +145,7 @@ preset_name = _maker(PRESET)
 quota_name = _maker("quotas/{tenant}")
 
 
+@lru_cache(4096)
 def gpu_name(node: str, uuid: str) -> str:
     """`nodes/{node}/gpus/{gpu}`, where the GPU's id is its UUID made an id."""
     return f"nodes/{node}/gpus/{to_id(uuid)}"

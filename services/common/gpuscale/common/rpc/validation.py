@@ -179,8 +179,7 @@ def number_range(field: FieldDescriptor, rules: FieldRules) -> Range | None:
     if rules.required:
         return None
     if field.cpp_type in _FLOATS or field.cpp_type in _INTEGERS:
-        low, high, above = _limits(rules)
-        return max(low, math.nextafter(above, math.inf), -_LARGEST), min(high, _LARGEST)
+        return _finite_range(rules)
     if field.enum_type is not None:
         numbers = field.enum_type.values_by_number
         contiguous = len(numbers) == max(numbers) - min(numbers) + 1
@@ -247,18 +246,26 @@ def _limits(rules: FieldRules) -> tuple[float, float, float]:
     )
 
 
+def _finite_range(rules: FieldRules) -> Range:
+    low, high, above = _limits(rules)
+    return max(low, math.nextafter(above, math.inf), -_LARGEST), min(high, _LARGEST)
+
+
 def _number_check(rules: FieldRules, unit: str = "") -> ValueCheck:
     """The check of a number against `min`, `max` and `above`."""
     least, most, above = _limits(rules)
+    low, high = _finite_range(rules)
 
     def number_problem(value: float) -> str | None:
+        if low <= value <= high:
+            return None
         if not math.isfinite(value):
             return "must be a finite number"
         if value < least:
             return f"must be at least {least:.15g}{unit}"
         if value > most:
             return f"must be at most {most:.15g}{unit}"
-        return None if value > above else f"must be greater than {above:.15g}{unit}"
+        return f"must be greater than {above:.15g}{unit}"
 
     return number_problem
 
@@ -402,7 +409,8 @@ class _MessageChecks:
                 check = make(field, rules)
                 if check is not None:
                     self._parts.append(_Part(field.name, field.is_repeated, rules.required, check))
-                    self._screens[field] = make(field, rules, quick=True)
+                    plain = None if field.is_repeated else value_check(field, rules)
+                    self._screens[field] = plain or make(field, rules, quick=True)
             else:
                 self._add_scalar(field, rules)
                 within = _range_with_0(field, rules)
@@ -493,7 +501,8 @@ def _single_check(field: FieldDescriptor, rules: FieldRules, *, quick: bool = Fa
         return None
     descriptor = field.message_type  # types may be recursive: compile when needed
     if quick:  # without details, which would check each level twice
-        return lambda message: _NONE if _checks(descriptor).is_right(message) else _WRONG
+        known = _compiled.get
+        return lambda one: _NONE if (known(descriptor) or _checks(descriptor)).is_right(one) else _WRONG
     return lambda message: _checks(descriptor).problems(message)
 
 
