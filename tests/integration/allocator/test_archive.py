@@ -188,14 +188,14 @@ async def test_a_request_whose_grant_left_memory_is_not_granted_again(
 async def test_a_batch_may_repeat_what_left_memory(
     tmp_path: Path, retired: set[str], database: SecretUrl | None
 ) -> None:
-    fleet, asked = FakeFleet(node_message("n0", count=2)), str(uuid4())
+    fleet, asked = FakeFleet(node_message("n0", count=24)), str(uuid4())
     async with running(tmp_path, fleet, database=database) as client:
         ended = await client.release(await client.reserve(request_id=asked))
         await spent(client, 2)
         await eventually(lambda: retired)
-        again, fresh = await batch(client, asked, str(uuid4()))
+        *fresh, again = await batch(client, *(str(uuid4()) for _ in range(20)), asked)
         assert again == ended.name
-        assert [one.name for one in await client.live()] == [fresh]
+        assert [one.name for one in await client.live()] == fresh
 
 
 async def test_a_batch_may_repeat_what_leaves_memory_before_it_is_told(

@@ -30,34 +30,13 @@ from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.store.sqlite_store import check
 
 LASTING = (
-    "id",
-    "fence",
-    "request_id",
-    "fingerprint",
-    "holder",
-    "owner",
-    "labels",
-    "policy",
-    "create_time",
-    "tenant",
-    "priority",
-    "preemptible",
-    "cpu_milli",
-    "host_memory_bytes",
-    "member_count",
-    "gpus",
+    *("id", "fence", "request_id", "fingerprint", "holder", "owner", "labels", "policy", "create_time"),
+    *("tenant", "priority", "preemptible", "cpu_milli", "host_memory_bytes", "member_count", "gpus"),
 )
 """Columns of a reservation that `lasting_sum` covers, in their order."""
 LIFE = (
-    "id",
-    "state",
-    "ttl_seconds",
-    "deadline_seconds",
-    "boot_id",
-    "end_time",
-    "revoke_seconds",
-    "end_reason",
-    "write_number",
+    *("id", "state", "ttl_seconds", "deadline_seconds", "boot_id", "end_time", "revoke_seconds"),
+    *("end_reason", "write_number"),
 )
 """Columns of a reservation that `life_sum` covers, in their order."""
 

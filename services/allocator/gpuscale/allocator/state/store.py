@@ -105,7 +105,11 @@ _BEGIN = Prepared(
 _FORGET = Prepared(delete(_RESERVATION).where(_RESERVATION.c.id == bindparam("key")))
 _COUNT = Prepared.replacing(_COUNTER)
 _COUNTED = Prepared(select(_COUNTER.c.value).where(_COUNTER.c.name == bindparam("name")))
-_KNOWN = Prepared(select(_ENDED.c.request_id).where(_ENDED.c.request_id == bindparam("request_id")))
+_ASKED = [f"request_{nth}" for nth in range(16)]
+_KNOWN = {
+    many: Prepared(select(_ENDED.c.request_id).where(_ENDED.c.request_id.in_(map(bindparam, _ASKED[:many]))))
+    for many in (1, len(_ASKED))
+}
 _PUT_RANKS = Prepared.replacing(_RANK)
 
 
@@ -219,12 +223,7 @@ class AllocatorStore:
             if beside is not None:
                 beside(connection)
             if added:
-                known = [
-                    one.request_id
-                    for one in added
-                    if _KNOWN.first(connection, {"request_id": one.request_id})
-                ]
-                if known:
+                if known := _known(connection, [one.request_id for one in added]):
                     raise AbortedError(
                         "what was granted for the request has ended",
                         reason="REQUEST_ENDED",
@@ -293,6 +292,16 @@ class AllocatorStore:
             ) from error
 
 
+def _known(connection: Connection, requests: Sequence[str]) -> list[str]:
+    """Those of these requests of which what was granted has ended."""
+    found: list[str] = []
+    many = 1 if len(requests) == 1 else len(_ASKED)
+    for start in range(0, len(requests), many):
+        asked = dict.fromkeys(_ASKED, requests[start]) | dict(zip(_ASKED, requests[start:], strict=False))
+        found += [one for (one,) in _KNOWN[many].all(connection, asked)]
+    return found
+
+
 def count(connection: Connection, changes: Mapping[str, int]) -> dict[str, int]:
     """Add to counters inside the open transaction; returns their values."""
     values: dict[str, int] = {}
@@ -348,7 +357,9 @@ def _load(connection: Connection) -> Saved:
 def to_row(reservation: Reservation, boot_id: str, number: int) -> dict[str, object]:
     """The row of a reservation in the driver's form: lists and mappings as JSON."""
     row = to_lasting(reservation)
-    return row | {"lasting_sum": total(row.values())} | to_changes(reservation, boot_id, number)
+    row["lasting_sum"] = total(row.values())
+    row.update(to_changes(reservation, boot_id, number))
+    return row
 
 
 def to_lasting(reservation: Reservation) -> dict[str, object]:
