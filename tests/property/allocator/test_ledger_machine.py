@@ -108,11 +108,9 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(target=closing, one=known)
     def release(self, one: Reservation | None) -> Reservation | None:
         current = self._current(one)
-        if current is None or current.id in self.closings:
+        if current is None or current.id in self.closings or not current.live:
             return None
-        closed = self.ledger.release(current.id, current.fence, now=self.now, wall=WALL)
-        if not current.live:
-            return None
+        closed = self.ledger.close(current, State.RELEASED, now=self.now, wall=WALL)
         self.closings[closed.id] = closed
         return closed
 

@@ -208,7 +208,7 @@ def test_a_gpu_that_came_back_or_cannot_be_seen_is_not(
 def test_a_gpu_that_nobody_holds_any_more_is_nobodys_loss(ledger: Ledger, held: Reservation) -> None:
     vanishing = Vanishing(AFTER)
     vanishing.observe(ONE, ledger.use, NOW)
-    ledger.settle(ledger.release(held.id, held.fence, now=NOW, wall=WALL))
+    ledger.settle(ledger.close(held, State.RELEASED, now=NOW, wall=WALL))
     assert vanishing.lost(ledger.use, NOW + 10) == {}
 
 

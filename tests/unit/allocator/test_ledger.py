@@ -1,5 +1,6 @@
 """The state machine of reservations: holds, fences, request ids, renewals, ends, the undoing of failed writes, tokens."""
 
+import hmac
 import re
 from base64 import urlsafe_b64decode
 
@@ -113,7 +114,7 @@ def test_what_is_being_written_is_not_due() -> None:
     ledger = Ledger()
     pending = granted(ledger, "GPU-a", wish=order(ttl=60))
     closing = active(ledger, "GPU-b", wish=order(ttl=60))
-    closed = ledger.release(closing.id, closing.fence, now=NOW, wall=WALL)
+    closed = ledger.close(closing, State.RELEASED, now=NOW, wall=WALL)
     assert ledger.due(NOW + 60, 10) == []
     ledger.settle(closed)
     assert ledger.due(NOW + 60, 10) == []
@@ -171,6 +172,8 @@ def test_a_page_token_leads_back_to_its_fence_by_its_key_alone(fence: int) -> No
     assert TOKENS.fence_of_page(token) == fence
     assert TOKENS.of_page(fence) == token, "the same page has the same token"
     raw = urlsafe_b64decode(token + "==")
+    key = b"".join(part.to_bytes(8, "big") for part in (1, 2, 3, 4))
+    assert raw.startswith(hmac.digest(key, b"page" + fence.to_bytes(8, "big"), "sha256")[:8])
     assert str(fence).encode() not in raw
     assert fence.to_bytes(8, "big") not in raw
     with pytest.raises(InvalidArgumentError):

@@ -15,7 +15,7 @@ that was read, each multiplied by the share.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
@@ -61,15 +61,14 @@ def ended_at(closed: Reservation) -> int:
     return millis(closed.deadline - RETENTION)
 
 
-def by_day(piece: int, end: int) -> Iterator[tuple[int, int]]:
-    """Split a piece of time into UTC days (since 1970) and milliseconds, last day first; `end` is its end, since 1970."""
-    while True:
-        day = (end - 1) // DAY
-        part = min(piece, end - day * DAY)
-        yield day, part
-        piece, end = piece - part, end - part
-        if piece <= 0:
-            return
+def by_day(piece: int, end: int) -> list[tuple[int, int]]:
+    """Split a piece of time into UTC days (since 1970) and milliseconds; `end` is its end, since 1970."""
+    last = (end - 1) // DAY
+    begun = end - last * DAY
+    if piece <= begun:
+        return [(last, piece)]
+    first, rest = divmod(last * DAY - (piece - begun), DAY)
+    return [(first, DAY - rest), *((day, DAY) for day in range(first + 1, last)), (last, begun)]
 
 
 @lru_cache(maxsize=64)
@@ -293,7 +292,7 @@ class Account:
 
     def _advance(self, to: int, wall: int, seen: Mapping[str, GpuUsage]) -> None:
         piece = max(0, to - self.until)
-        for day, part in [*by_day(piece, wall)][::-1]:
+        for day, part in by_day(piece, wall):
             if self.entries and self.entries[-1].day == day:
                 if not part:
                     continue

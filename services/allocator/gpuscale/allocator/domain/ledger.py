@@ -16,10 +16,11 @@ import binascii
 import heapq
 import hmac
 import secrets
-from base64 import b64decode, urlsafe_b64encode
+from base64 import b64decode
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
+from hashlib import sha256
 from itertools import islice
 from types import MappingProxyType
 
@@ -322,11 +323,6 @@ class Ledger:
         else:
             self._hold_instead(before)
 
-    def release(self, reservation_id: str, fence: int, *, now: float, wall: datetime) -> Reservation:
-        """`close` with RELEASED; returns an ended reservation as it is. FailedPreconditionError if the fence is another's."""
-        found = self.expect(reservation_id, fence)
-        return self.close(found, State.RELEASED, now=now, wall=wall) if found.live else found
-
     def close(
         self,
         reservation: Reservation,
@@ -347,16 +343,10 @@ class Ledger:
         gpus = reservation.gpus
         if lost:
             gpus = tuple(replace(gpu, lost=True) if gpu.uuid in lost else gpu for gpu in gpus)
-        return moved(
-            reservation,
-            state=state,
-            gpus=gpus,
-            deadline=now + RETENTION,
-            ended=wall,
-            revoke_at=None,
-            until=None,
-            end_reason=why,
-        )
+        closed = moved(reservation, state=state)
+        closed.gpus, closed.deadline, closed.ended, closed.end_reason = gpus, now + RETENTION, wall, why
+        closed.revoke_at = closed.until = None
+        return closed
 
     def settle(self, closed: Reservation) -> None:
         """Free the GPUs of a closed reservation: its end is on disk."""
@@ -493,13 +483,16 @@ def rebased(reservation: Reservation, now: float) -> Reservation:
 KEY_PARTS = 4
 """The key is stored as this many numbers of 63 bits."""
 _HALF = 8
+_URL_SAFE = bytes.maketrans(b"+/", b"-_")
 
 
 class Tokens:
     """Makes and verifies the tokens of one key, which consists of `KEY_PARTS` random numbers."""
 
     def __init__(self, key: Sequence[int]) -> None:
-        self._key = b"".join(part.to_bytes(8, "big") for part in key)
+        block = b"".join(part.to_bytes(8, "big") for part in key).ljust(sha256().block_size, b"\0")
+        # Prepared: `hmac.digest` looks its hash up anew for each message, in eight times the time.
+        self._inner, self._outer = (sha256(bytes(pad ^ one for one in block)) for pad in (0x36, 0x5C))
 
     def of_lease(self, reservation: Reservation) -> str:
         """The lease token of a reservation: 43 characters of HMAC-SHA256 (RFC 2104) over its id and first fence."""
@@ -531,8 +524,11 @@ class Tokens:
         return bytes(one ^ other for one, other in zip(body, self._digest(b"mask" + mark), strict=False))
 
     def _digest(self, message: bytes) -> bytes:
-        return hmac.digest(self._key, message, "sha256")
+        inner, outer = self._inner.copy(), self._outer.copy()
+        inner.update(message)
+        outer.update(inner.digest())
+        return outer.digest()
 
 
 def _text(raw: bytes) -> str:
-    return urlsafe_b64encode(raw).decode().rstrip("=")
+    return binascii.b2a_base64(raw, newline=False).translate(_URL_SAFE, b"=").decode()

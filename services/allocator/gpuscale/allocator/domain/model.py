@@ -418,8 +418,8 @@ class Reservation:
     @property
     def end_cause(self) -> EndCause | None:
         """Why it ended, or is about to; None otherwise. What revoked it is read from its reason, as on disk."""
-        if self.state in _CAUSES:
-            return _CAUSES[self.state]
+        if cause := _CAUSES.get(self.state):
+            return cause
         if not self.end_reason:
             return None if self.live else EndCause.CANCELLED
         if self.end_reason.startswith(PREEMPTED_FOR):

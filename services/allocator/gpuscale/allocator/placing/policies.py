@@ -292,9 +292,12 @@ class Demand:
         if (
             scarcity != known.cpu_scarcity
             or not math.isclose(ratio, known.cpu_per_gpu, rel_tol=STEP)
-            or any(
-                not math.isclose(price, known.prices.get(one, 0.0), rel_tol=PRICE_STEP, abs_tol=STEP)
-                for one, price in prices.items()
+            or (
+                prices is not known.prices
+                and any(
+                    not math.isclose(price, known.prices.get(one, 0.0), rel_tol=PRICE_STEP, abs_tol=STEP)
+                    for one, price in prices.items()
+                )
             )
         ):
             self.tariff = replace(known, cpu_per_gpu=ratio, prices=prices, cpu_scarcity=scarcity)

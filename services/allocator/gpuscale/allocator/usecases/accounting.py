@@ -129,35 +129,35 @@ class Accounting:
     def beside(self, changed: Iterable[Reservation]) -> Work | None:
         """What to write with reservations that change: the last rows of ended ones, the first of continuing ones."""
         rows: list[dict[str, object]] = []
+        now, wall = self.clock.now(), self._wall()
         for one in changed:
-            account = self._accounts.get(one.id)
-            if one.live and one.gpus and (account is None or account.reservation.fence != one.fence):
+            account, live = self._accounts.get(one.id), one.live
+            if live and one.gpus and (account is None or account.reservation.fence != one.fence):
                 account = self._put(Account(one, granted_since(one), first_part(one)))
-            left = one.live and one.waiting  # to restart
-            if account is None or (one.live and account.kept and not left):
+            left = live and one.waiting  # to restart
+            if account is None or (live and account.kept and not left):
                 continue
-            if one.live and not left:
-                account.count(account.until, self._wall())
+            if live and not left:
+                account.count(account.until, wall)
                 rows += rows_of(account, self.clock.boot_id)
             else:
                 end = granted_since(one) if left else ended_at(one)
                 if account.looked:
-                    account.count(end, self._wall(), last=True)
+                    account.count(end, wall, last=True)
                 else:  # it was short: readings since it began cover all its time
-                    self._look(account, end, account.until / 1000)
+                    self._look(account, now, wall, end, account.until / 1000)
                 rows += rows_of(account, "", "" if left else str(one.end_cause))
         return putting(rows) if rows else None
 
     def note(self, one: Reservation, _news: bool = True) -> None:
         """A reservation was granted, changed or ended, and that is on disk."""
-        account = self._accounts.get(one.id)
-        if one.live and one.waiting:
-            self._accounts.pop(one.id, None)
-        elif not one.live:
+        if not one.live:
             self._accounts.pop(one.id, None)
             if (seconds := lasted(one)) is not None:
                 self.durations.add(kin_of(one), seconds)
-        elif account is not None:
+        elif one.waiting:
+            self._accounts.pop(one.id, None)
+        elif account := self._accounts.get(one.id):
             account.kept = True
         elif one.gpus:
             self._put(Account(one, granted_since(one), first_part(one)))
@@ -186,7 +186,7 @@ class Accounting:
                 await asyncio.sleep(0)
             one = self._open(account)
             if one is not None:
-                self._states[one.id] = states = self._look(account)
+                self._states[one.id] = states = self._look(account, self.clock.now(), self._wall())
                 if before.get(one.id) != states:
                     self.tell(one)
 
@@ -224,7 +224,7 @@ class Accounting:
         """The use of each GPU by a reservation, until now or its end. NotFoundError if nothing is known of it any more."""
         account = self._accounts.get(reservation_id)
         if account is not None and self._open(account):
-            self._look(account)
+            self._look(account, self.clock.now(), self._wall())
         entries = account.entries if account else []
         rows = [*(rows_of(account, "") if account else ())]
         parts = {entry.part for entry in entries}
@@ -269,10 +269,11 @@ class Accounting:
         now = None if self.ledger.closing(one.id) else self.ledger.live.get(one.id)
         return now if now and now.fence == one.fence else None
 
-    def _look(self, account: Account, at: int | None = None, since: float | None = None) -> list[str]:
-        now = self.clock.now()
+    def _look(
+        self, account: Account, now: float, wall: int, at: int | None = None, since: float | None = None
+    ) -> list[str]:
         seen = gpus_of(account.reservation, self.view.get, self.ledger.use, now, since)
-        account.look(millis(now) if at is None else at, self._wall(), seen)
+        account.look(millis(now) if at is None else at, wall, seen)
         return [one.state for one in seen.values()]
 
     def _wall(self) -> int:

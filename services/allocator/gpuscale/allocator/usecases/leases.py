@@ -122,11 +122,10 @@ class Leases:
         for lease in leases:
             self._owned(lease.id, caller)
         await self.commits.wait(*(lease.id for lease in leases))
-        live = [lease for lease in leases if self.ledger.expect(lease.id, lease.fence).live]
+        found = {lease.id: self.ledger.expect(lease.id, lease.fence) for lease in leases}
+        live = [one for one in found.values() if one.live]
         now, wall = self.clock.now(), self.clock.wall()
-        closed = [
-            self.ledger.release(lease.id, lease.fence, now=now, wall=wall) for lease in dict.fromkeys(live)
-        ]
+        closed = [self.ledger.close(one, State.RELEASED, now=now, wall=wall) for one in live]
         if closed:
             await _written(self.commits.end(closed))
         return [self.ledger.get(lease.id) for lease in leases]
