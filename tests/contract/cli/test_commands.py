@@ -622,6 +622,14 @@ def test_a_wrong_value_is_told_by_its_option(words: str, told: str) -> None:
     assert (ran.code, ran.err) == (2, f"error: {told}\n")
 
 
+def test_a_probe_says_ok_of_nothing_that_it_may_not_test(ctl: Any, world: canned.World) -> None:
+    """A viewer may not reserve."""
+    world.refuse["Reserve"] = errors.PermissionDeniedError("it takes an operator", reason="ROLE_TOO_LOW")
+    found = json.loads(ctl("probe", "-o", "json").out)["gpus"]
+    assert {one["state"] for one in found} == {"WARN", "UNTESTED"}
+    assert "not tested: it takes an operator" in [one["found"] for one in found]
+
+
 def test_version_and_doctor_name_the_allocator_that_leads(ctl: Any, world: canned.World) -> None:
     """To those who may know: it tells admins only."""
 

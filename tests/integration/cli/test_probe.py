@@ -106,7 +106,7 @@ def test_a_divided_gpu_is_left_to_the_tests_of_its_instances() -> None:
     gpu = Gpu(name="nodes/n/gpus/g", index=3, state=GpuState.GPU_STATE_DIVIDED)
     no_client: Any = None
     assert probe.tested(no_client, gpu, "", None) == probe.Probed(
-        "n/3", "OK", "not tested: its MIG instances are"
+        "n/3", "UNTESTED", "not tested: its MIG instances are"
     )
 
 
@@ -140,7 +140,7 @@ def test_a_probe_tests_what_is_free_and_tells_what_is_known(bench: Bench) -> Non
     ran = bench.ctl(*holder, "probe", "-o", "json", how=f"wrong {bench.uuids[1]}")
     assert ran.code == 1, ran.err
     found = {one["gpu"].rpartition("/")[2]: one for one in json.loads(ran.out)["gpus"]}
-    assert "not tested" in found["0"]["found"]
+    assert (found["0"]["state"], "not tested" in found["0"]["found"]) == ("UNTESTED", True)
     assert (found["1"]["state"], "cordoned" in found["1"]["advice"]) == ("FAIL", True)
     assert (found["2"]["state"], "GiB compared" in found["2"]["found"]) == ("OK", True)
     [cordon] = bench.cordons()
@@ -158,7 +158,7 @@ def test_a_probe_tells_of_narrow_links_and_lost_gpus_and_leaves_those_alone(benc
         assert found["2"][0][1] in {"the GPU is gone from the bus", "it is LOST"}
         assert not any("tested" in text for _, text in found["2"])
         assert ("WARN", f"its PCIe link has 8 lanes, another {lost.name} has 16") in found["0"]
-        assert found["1"] == [("OK", "not tested: libcuda.so.1 not found")]
+        assert found["1"] == [("UNTESTED", "not tested: libcuda.so.1 not found")]
     finally:
         lost.fail("*", NvmlReturn.SUCCESS)
         bench.double.write()

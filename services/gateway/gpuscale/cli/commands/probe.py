@@ -27,7 +27,7 @@ MOST_NODES = 8
 
 
 class Probed(NamedTuple):
-    """A finding about a GPU, its severity (OK, WARN, FAIL), and what to do."""
+    """A finding about a GPU, its severity (OK, UNTESTED, WARN, FAIL), and what to do."""
 
     gpu: str
     state: str
@@ -66,7 +66,7 @@ def probe(session: Session, name: tuple[str, ...], user: str) -> None:
         with ThreadPoolExecutor(MOST_NODES) as pool:
             for some in pool.map(test, free.values()):
                 found += some
-    found.sort(key=lambda one: ("FAIL", "WARN", "OK").index(one.state))
+    found.sort(key=lambda one: ("FAIL", "WARN", NOT_TESTED, "OK").index(one.state))
     session.output.write_findings("gpus", [one._asdict() for one in found], ("gpu",))
     if failed := sum(one.state == "FAIL" for one in found):
         raise GpuscaleError(f"{failed} of {len(found)} findings are FAIL", reason="UNWELL")
@@ -155,9 +155,9 @@ def tested(client: "Client", gpu: "Gpu", user: str, here: str | None) -> Probed:
 
     label, said = _label(gpu), b""
     if gpu_state(gpu) == "DIVIDED":
-        return Probed(label, "OK", "not tested: its MIG instances are")
+        return Probed(label, NOT_TESTED, "not tested: its MIG instances are")
     if gpu.reading.processes:
-        return Probed(label, "OK", "not tested: processes use it")
+        return Probed(label, NOT_TESTED, "not tested: processes use it")
     options = ReserveOptions(only_gpus=[gpu.name], mig_profile=gpu.mig_profile, min_memory=0)
     request = reserve_request(1, default_holder(), options)
     request.job.command = "gpuscalectl probe"
@@ -184,11 +184,11 @@ def tested(client: "Client", gpu: "Gpu", user: str, here: str | None) -> Probed:
             )
         except GpuscaleError as error:
             why = "it is not free" if isinstance(error, ResourceExhaustedError) else error.message
-            return Probed(label, "OK", f"not tested: {why}")
+            return Probed(label, NOT_TESTED, f"not tested: {why}")
         kept.seek(0)
         said = kept.read()
     found = GpuTest(*json.loads(said)[gpu.uuid]) if said else GpuTest(UNUSABLE, "its supervisor said nothing")
     if found.state == NOT_TESTED:
-        return Probed(label, "OK", f"not tested: {found.found}")
+        return Probed(label, NOT_TESTED, f"not tested: {found.found}")
     advice = _cordon(client, gpu.name, found.found) if found.state == BROKEN else ""
     return Probed(label, "FAIL" if found.state in (BROKEN, UNUSABLE) else found.state, found.found, advice)
