@@ -8,8 +8,9 @@ import pytest
 
 from gpuscale.allocator.state import schema as of_allocator
 from gpuscale.autoscaler.state import store as of_autoscaler
-from gpuscale.cli.commands import upgrade
+from gpuscale.cli.commands import doctor, upgrade
 from gpuscale.cli.commands.upgrade import fits
+from gpuscale.cli.console.command import Session
 from gpuscale.monitor.state import store as of_fleet
 
 
@@ -45,3 +46,16 @@ def test_the_state_of_each_service_is_looked_at(
         store.execute(f"PRAGMA user_version={newest + more}")
     [row] = upgrade._states(config)
     assert (row["what"], row["state"]) == (name, state), row
+
+
+def test_a_gpu_host_asks_the_server_that_it_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing else names one: not 127.0.0.1:7070, where no GPU host has a server."""
+    for name in ("GPUSCALE_ADDRESS", "GPUSCALE_CONTEXT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    config = tmp_path / "gpuscale.toml"
+    config.write_text('[agent]\nnode = "n"\nfleet_address = "first.example:7070,second.example:7070"\n')
+    assert doctor.of_host(Session(), config).address == "first.example:7070,second.example:7070"
+    assert doctor.of_host(Session(address="typed:1"), config).address == "typed:1"
+    config.write_text(f"{config.read_text()}[gateway]\n")
+    assert doctor.of_host(Session(), config).address is None, "it has a server itself"

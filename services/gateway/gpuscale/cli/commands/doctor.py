@@ -13,6 +13,7 @@ import subprocess
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import distributions, version
 from pathlib import Path
@@ -79,8 +80,25 @@ def findings(session: Session, config: Path | None, only: str | None = None) -> 
             why = f"there is no {USUAL}"
             found.append(host.Diagnosis("settings", "this host", "FAIL", why, "name the file: --config FILE"))
     if only != "host":
-        found += _fleet(session)
+        found += _fleet(of_host(session, config))
     return sorted(found, key=lambda one: ("FAIL", "WARN", "OK").index(one.state))
+
+
+def of_host(session: Session, config: Path | None) -> Session:
+    """The session; on a GPU host, where nothing names a server, one as its agent with the server that it joined."""
+    from gpuscale.client.connection import find_context
+
+    if config is None or session.address or os.environ.get("GPUSCALE_ADDRESS"):
+        return session
+    known = [one for one in host.read_settings(config) if not isinstance(one, host.Diagnosis)]
+    agent = next((one for one in known if one.section == "agent"), None)
+    if agent is None or "gateway" in {one.section for one in known} or find_context(session.context).address:
+        return session
+    address: str = getattr(agent, "fleet_address", "")
+    if not address or getattr(agent, "allocator_address", "") not in {"", address}:  # no gateway
+        return session
+    own = {name: getattr(agent, name) for name in ("ca_file", "cert_file", "key_file")}
+    return replace(session, address=address, without_token=agent.token_file is None, **own)
 
 
 def _fleet(session: Session) -> "Iterator[host.Diagnosis]":

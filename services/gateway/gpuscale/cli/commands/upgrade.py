@@ -12,7 +12,7 @@ from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 
-from gpuscale.cli.commands.doctor import CONFIG
+from gpuscale.cli.commands.doctor import CONFIG, of_host
 from gpuscale.cli.commands.overview import programs
 from gpuscale.cli.commands.units import folder, restart, systemctl
 from gpuscale.cli.console.command import Session, command
@@ -45,6 +45,7 @@ def upgrade(session: Session, config: Path | None, plan: bool) -> None:
     with a node, or with the state of a service.
     """
     units = [f"gpuscale-{name}" for name in ORDER if (folder() / f"gpuscale-{name}.service").exists()]
+    session = of_host(session, config)
     found = [*_states(config), *_programs(session)]
     restarts = "stop gpuscalectl init --run or join --run, and start it again"
     if units:
