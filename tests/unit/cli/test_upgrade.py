@@ -59,3 +59,5 @@ def test_a_gpu_host_asks_the_server_that_it_joined(tmp_path: Path, monkeypatch: 
     assert doctor.of_host(Session(address="typed:1"), config).address == "typed:1"
     config.write_text(f"{config.read_text()}[gateway]\n")
     assert doctor.of_host(Session(), config).address is None, "it has a server itself"
+    config.write_text("no = [toml")
+    assert doctor.of_host(Session(), config) == Session()

@@ -386,7 +386,8 @@ def _not_there(
         end = f". Its owner {found.owner} or an admin can end it: gpuscalectl release {job}"
     if code == NO_FOLDER:
         return FailedPreconditionError(
-            f"{where}: this user has no folder of it, as who started it with `run -d` has{end}",
+            f"{where}: nothing of it is kept there for this user; who started it with `run -d` finds it"
+            f" until 14 days after its end, unless that host was wiped{end}",
             reason="NO_OUTPUT",
         )
     ran = shlex.join(member.words[:-1])

@@ -13,6 +13,7 @@ import subprocess
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import distributions, version
@@ -30,7 +31,7 @@ from gpuscale.cli.console.command import FILE, NO_ANSWER, Session, command
 from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.parameters import DURATION, local_text, option, repeated
-from gpuscale.common.config.sources import CONFIG_VARIABLE
+from gpuscale.common.config.sources import CONFIG_VARIABLE, Settings
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
 from gpuscale.common.rpc.status import LEADER_KEY
 from gpuscale.common.secrets import SecretUrl, write_private
@@ -90,7 +91,9 @@ def of_host(session: Session, config: Path | None) -> Session:
 
     if config is None or session.address or os.environ.get("GPUSCALE_ADDRESS"):
         return session
-    known = [one for one in host.read_settings(config) if not isinstance(one, host.Diagnosis)]
+    known: list[Settings] = []
+    with suppress(GpuscaleError):  # which the checks of this host tell
+        known += [one for one in host.read_settings(config) if not isinstance(one, host.Diagnosis)]
     agent = next((one for one in known if one.section == "agent"), None)
     if agent is None or "gateway" in {one.section for one in known} or find_context(session.context).address:
         return session
@@ -98,7 +101,7 @@ def of_host(session: Session, config: Path | None) -> Session:
     if not address or getattr(agent, "allocator_address", "") not in {"", address}:  # no gateway
         return session
     own = {name: getattr(agent, name) for name in ("ca_file", "cert_file", "key_file")}
-    return replace(session, address=address, without_token=agent.token_file is None, **own)
+    return replace(session, address=address, without_token=getattr(agent, "token_file", None) is None, **own)
 
 
 def _fleet(session: Session) -> "Iterator[host.Diagnosis]":
@@ -185,7 +188,7 @@ def _database(client: "Client") -> "Iterator[host.Diagnosis]":
     """Check that the allocator can read reservations from its state."""
     request = allocator_api.ListReservationsRequest(page_size=1)
     _, call = client.allocator.ListReservations.with_call(request)
-    leader = dict(call.trailing_metadata() or ()).get(LEADER_KEY)
+    leader = str(dict(call.trailing_metadata() or ()).get(LEADER_KEY, ""))
     yield host.Diagnosis("service", "allocator", "OK", f"answers; {leader} leads" if leader else "answers")
 
 

@@ -110,7 +110,9 @@ def programs(session: Session) -> Iterator[tuple[str, str, str]]:
         }
         for name, call in calls.items():
             told = dict(call.trailing_metadata() or ())
-            leads = f"process that leads, {told[LEADER_KEY]}" if LEADER_KEY in told else "process that leads"
+            leads = ", ".join(
+                ["process that leads", *(str(told[key]) for key in (LEADER_KEY,) if key in told)]
+            )
             yield name, leads, str(told.get(VERSION_KEY, ""))
         for one in session.each():  # a standby host is found by its gateway
             found = ""
