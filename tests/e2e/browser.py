@@ -42,7 +42,6 @@ def page_of(
     width: int = 1280,
     height: int = 800,
     expected: str = "",
-    dark: bool = False,
     zone: str = "Asia/Tokyo",
 ) -> Iterator[Page]:
     """A page of its own, as of a new visitor; whatever the browser complains of, but for what is `expected`, fails."""
@@ -50,7 +49,7 @@ def page_of(
     context = browser.new_context(
         viewport={"width": width, "height": height},
         ignore_https_errors=True,
-        color_scheme="dark" if dark else "light",
+        color_scheme="light",
         timezone_id=zone,
     )
     page = context.new_page()
