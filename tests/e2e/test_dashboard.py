@@ -101,23 +101,25 @@ def test_serving_other_hosts_does_not_let_a_foreign_name_in_either(up: Up) -> No
             assert answer(url, Host=asked) == code, asked
 
 
-@pytest.mark.parametrize("signing_in", [False, True])
-def test_what_a_page_of_another_origin_asks_for_is_refused(up: Up, signing_in: bool) -> None:
+def test_what_a_page_of_another_origin_asks_for_is_refused(site: str) -> None:
+    refuses_other_origins(site)
+
+
+def refuses_other_origins(url: str) -> None:
     """Socket.IO's sockets included, over which a page is steered; a browser cannot leave `Origin` out."""
-    with dashboard(up.address, *(["--sign-in"] if signing_in else [])) as url:
-        for path in ("/", "/_nicegui_ws/socket.io/?EIO=4&transport=polling", "/sign-in"):
-            for origin in ("http://evil.example", "null", f"{url}0", "http://127.0.0.1"):
-                assert answer(url + path, Origin=origin) == 403, (path, origin)
-            assert answer(url + path, Origin=url) != 403, path
-        host = url.removeprefix("http://")
-        upgrade = (
-            "GET /_nicegui_ws/socket.io/?EIO=4&transport=websocket HTTP/1.1\r\nHost: {0}\r\nOrigin: {1}\r\n"
-            "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
-            "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
-        )
-        with socket.create_connection(("127.0.0.1", int(host.rpartition(":")[2])), timeout=30) as wire:
-            wire.sendall(upgrade.format(host, "http://evil.example").encode())
-            assert wire.recv(64).startswith(b"HTTP/1.1 403")
+    for path in ("/", "/_nicegui_ws/socket.io/?EIO=4&transport=polling", "/sign-in"):
+        for origin in ("http://evil.example", "null", f"{url}0", "http://127.0.0.1"):
+            assert answer(url + path, Origin=origin) == 403, (path, origin)
+        assert answer(url + path, Origin=url) != 403, path
+    host = url.removeprefix("http://")
+    upgrade = (
+        "GET /_nicegui_ws/socket.io/?EIO=4&transport=websocket HTTP/1.1\r\nHost: {0}\r\nOrigin: {1}\r\n"
+        "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+        "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", int(host.rpartition(":")[2])), timeout=30) as wire:
+        wire.sendall(upgrade.format(host, "http://evil.example").encode())
+        assert wire.recv(64).startswith(b"HTTP/1.1 403")
 
 
 def answer(url: str, **headers: str) -> int:
@@ -274,6 +276,7 @@ def test_a_visitor_signs_in_and_acts_as_far_as_the_role_goes(browser: Browser, t
     ):
         client.reserve(gpus=1, holder="somebody", ttl=600.0)
         with guarded(up.address, *flags) as url:
+            refuses_other_origins(url)
             page.goto(f"{url}/reservations")
             assert page.url == f"{url}/sign-in"
             with page.expect_response(lambda answer: answer.status == 403):
