@@ -21,9 +21,10 @@ from gpuscale.client.orders import Orders
 from gpuscale.client.over_ssh import SUPERVISOR
 from gpuscale.common.errors import DeadlineExceededError, FailedPreconditionError
 from tests.e2e.test_run import ended, start
-from tests.support.cli import Ran, run_cli
+from tests.support.cli import Ran
 from tests.support.ports import free_port
-from tests.support.up import Up
+from tests.support.shell import Shell
+from tests.support.up import Up, ctl_environment
 from tests.support.waiting import eventually, eventually_sync
 
 SHELL = ("sh", "-c")
@@ -35,13 +36,20 @@ class Site:
     def __init__(self, folder: Path) -> None:
         self.state, self._folder = folder / "state", folder
         self._listen = ("--listen", f"127.0.0.1:{free_port()}")
+        self._shell = Shell(ctl_environment())
         self.up = self.begin()
 
     def begin(self) -> Up:
         return Up(self._folder, simulate=2, arguments=self._listen)
 
     def ctl(self, *words: str) -> Ran:
-        return ended(start(self.up, *words))
+        """What a command leaves behind."""
+        return self._shell.ctl("--address", self.up.address, *words, environment=ctl_environment())
+
+    def end(self) -> None:
+        """Whatever ran is gone."""
+        self._shell.close()
+        self.up.kill()
 
     def detached(self, script: str, *options: str) -> str:
         """The name of a job that runs."""
@@ -65,6 +73,10 @@ class Site:
     def folder(self, name: str) -> Path:
         return self.state / "gpuscale" / "jobs" / f"{name}-0"
 
+    def output(self, name: str) -> str:
+        """What the job has written."""
+        return (self.folder(name) / "output").read_text()
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
@@ -73,7 +85,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         patch.setenv("XDG_STATE_HOME", str(made.state))
         yield made
         assert json.loads(made.ctl("get", "reservations", "-o", "json").out)["reservations"] == []
-        made.up.kill()
+        made.end()
 
 
 def test_a_job_goes_on_without_its_caller_and_keeps_what_it_writes_for_its_user(
@@ -83,7 +95,8 @@ def test_a_job_goes_on_without_its_caller_and_keeps_what_it_writes_for_its_user(
     os.mkfifo(go)
     name = site.detached(f"echo first; read x <{go}; echo last >&2; exit 3", "--name", "train")
     eventually_sync(lambda: site.job(name)["state"] == "STATE_RUNNING")
-    eventually_sync(lambda: site.ctl("logs", "train").out == "first\n")
+    eventually_sync(lambda: site.output(name) == "first\n")
+    assert site.ctl("logs", "train").out == "first\n"
     table = site.ctl("get", "jobs").out
     assert [part for part in (name, "train", "RUNNING") if part not in table] == []
     with go.open("w") as way:
@@ -211,7 +224,7 @@ def test_a_start_that_comes_after_its_end_runs_nothing(
         request.job.command = "late"
         granted = client.allocator.Reserve(request)
         monkeypatch.setattr(jobs, "STOP_SECONDS", 3600.0)
-        assert run_cli("--address", site.up.address, end, granted.reservation.name).code == 0
+        assert site.ctl(end, granted.reservation.name).code == 0
         node = granted.reservation.gpus[0].name.split("/")[1]
         orders = Orders(
             node=node,
@@ -269,7 +282,7 @@ def test_a_job_that_saved_its_work_is_started_again_on_its_own_host_too(
             job = client.run([*SHELL, script], ttl="20s", on_move="signal:USR1")
         name = job.name.removeprefix("reservations/")
     node = site.ctl("get", "nodes", "-o", "name").out.strip()
-    eventually_sync(lambda: site.ctl("logs", name).out == "1\n", interval=0.2)
+    eventually_sync(lambda: site.output(name) == "1\n", interval=0.2)
     assert site.ctl("drain", node, "--grace", "600s").code == 0
     try:
         if killed:

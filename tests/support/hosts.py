@@ -7,21 +7,21 @@ Real sshd needs real root. A host lives as long as its process 1, which ends whe
 everything goes with it, and nothing has a name outside that other runs could have too.
 """
 
-import json
 import os
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
 from tests.support.cli import Ran
+from tests.support.shell import Shell
 from tests.support.up import ctl_environment
 from tests.support.waiting import eventually_sync
 
@@ -135,7 +135,7 @@ class Hosts:
         self._stack = ExitStack()
         self._holders: dict[str, subprocess.Popen[str]] = {}
         self._started: list[Running] = []
-        self._shells: dict[tuple[str, str, int], subprocess.Popen[str]] = {}
+        self._shells: dict[tuple[str, str], list[Shell]] = {}
 
     def __enter__(self) -> Self:
         with self._stack:
@@ -216,31 +216,16 @@ class Hosts:
         )
         return Ran(ran.returncode, ran.stdout, ran.stderr)
 
-    def ctl(self, name: str, *words: str, user: str = "root") -> Ran:
-        """Type a command of gpuscalectl in a shell of `tests.support.shell`, of which each thread starts its own at first use."""
-        mine = (name, user, threading.get_ident())
-        if mine not in self._shells:
-            words_of_shell = [*self._inside(name, user), "env", f"PYTHONPATH={ROOT}", sys.executable]
-            self._shells[mine] = subprocess.Popen(
-                [*words_of_shell, "-m", "tests.support.shell"],
-                env=_environment(user, None),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        shell = self._shells[mine]
-        assert shell.stdin is not None
-        assert shell.stdout is not None
-        limit = threading.Timer(ANSWER_SECONDS, shell.kill)
-        limit.start()
+    def ctl(self, name: str, *words: str, user: str = "root", stdin: str = "") -> Ran:
+        """Type a command of gpuscalectl in a shell of that user, in which nobody else types meanwhile."""
+        idle = self._shells.setdefault((name, user), [])
         try:
-            shell.stdin.write(f"{json.dumps(words)}\n")
-            shell.stdin.flush()
-            answer = shell.stdout.readline()
-        finally:
-            limit.cancel()
-        assert answer, f"{words}: no answer in {ANSWER_SECONDS:g} s"
-        return Ran(*json.loads(answer))
+            shell = idle.pop()
+        except IndexError:
+            shell = Shell(_environment(user, None), self._inside(name, user))
+        ran = shell.ctl(*words, stdin=stdin)
+        idle.append(shell)
+        return ran
 
     def start(
         self,
@@ -291,8 +276,8 @@ class Hosts:
     def _reap(self) -> None:
         for one in self._started:
             one.wait()
-        for shell in self._shells.values():
-            shell.communicate()
+        for shell in chain.from_iterable(self._shells.values()):
+            shell.close()
 
     def _make_keys(self) -> None:
         self._keys.mkdir()

@@ -137,7 +137,7 @@ class Round:
             watcher.stop()
             for one in self._attached.values():
                 one.kill()
-            with ThreadPoolExecutor() as pool:
+            with ThreadPoolExecutor(2) as pool:
                 names = [one["name"] for one in self._lab.held()]
                 stopped = list(pool.map(lambda name: self._lab.ctl("stop", name), names))
         assert watcher.wrong == [], f"seed {self._seed}: {watcher.wrong}, {self._roles}"

@@ -33,9 +33,7 @@ class Lab:
 
     def ctl(self, *words: str, user: str = "ann", host: str = LAPTOP, stdin: str = "") -> Ran:
         """What a person types, who has logged in."""
-        if words[0] in {"check", "get"}:
-            return self.hosts.ctl(host, *words, user=user)
-        return self.hosts.run(host, CTL, *words, user=user, stdin=stdin)
+        return self.hosts.ctl(host, *words, user=user, stdin=stdin)
 
     def must(self, *words: str, user: str = "ann", host: str = LAPTOP) -> str:
         """The same where it must succeed; what it prints."""
