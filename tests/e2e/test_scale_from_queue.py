@@ -1,6 +1,6 @@
 """The whole path on real parts: `gpuscalectl up`, a private RabbitMQ, the example worker and the example endpoint.
 
-300 messages go in; replicas rise within max, each on a GPU of its own; the queue drains, and every message is acknowledged once.
+150 messages go in; replicas rise within max, each on a GPU of its own; the queue drains, and every message is acknowledged once.
 120 more come, and the broker goes: replicas hold, and the decision says why. It comes back, and replicas fall to min.
 """
 
@@ -142,7 +142,7 @@ def test_replicas_follow_the_queue_and_hold_without_the_broker(
     """No message is lost; unknown is not zero."""
     broker = rabbitmq_private
     eventually_sync(lambda: stack.ready() == MIN, timeout=90)
-    published = 300
+    published = 150
     asyncio.run(publish_each(broker, QUEUE, work(published, 0.05, 0.5)))
 
     def drained() -> bool:
