@@ -39,7 +39,7 @@ def test_everything_comes_up_and_the_standby_takes_over(compose: Compose) -> Non
         return len(compose.ctl("get", "adapters")["adapters"]) == 1
 
     for ready in (node, adapter):
-        eventually_sync(ready, timeout=180.0, interval=1.0, retry_on=(AssertionError, ValueError))
+        eventually_sync(ready, timeout=180.0, interval=3.0, retry_on=(AssertionError, ValueError))
     granted = compose.ctl("reserve", "--gpus", "1")
     assert "gpuscale" in compose.page("127.0.0.1:7080")
     assert "gpuscale_adapter_" in compose.page("127.0.0.1:7078/metrics")  # what its health check connects to
