@@ -7,6 +7,7 @@ import re
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ class Rpc:
         return bool(self.method.server_streaming)
 
 
-def rpcs() -> list[Rpc]:
+@cache
+def rpcs() -> tuple[Rpc, ...]:
     """Every RPC that any .proto file of ours declares."""
     pool = descriptor_pool.Default()
     found = []
@@ -68,7 +70,7 @@ def rpcs() -> list[Rpc]:
                 named = re.findall(STATUS_NAMES, comment.group(1)) if comment else []
                 full = f"/{service.full_name}/{method.name}".replace(KEDA[1], KEDA[0])
                 found.append(Rpc(full, method, frozenset(named)))
-    return found
+    return tuple(found)
 
 
 NAMES = {

@@ -326,7 +326,9 @@ class PromptThread(ThreadPoolExecutor):
 
 @asynccontextmanager
 async def an_allocator(state: Path, clock: ManualClock) -> AsyncGenerator[Room]:
-    fleet = FakeFleet(*(node_message(f"n{index}", count=64, period=3600) for index in range(NODES)))
+    fleet = FakeFleet(
+        *(node_message(f"n{index}", count=4 if index else 64, period=3600) for index in range(NODES))
+    )
     settings = AllocatorSettings(data_dir=state)
     async with (
         serving(fleet) as address,
