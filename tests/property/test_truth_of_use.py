@@ -1,6 +1,6 @@
 """Whose the processes on a GPU are, through all that tells it: from /proc and the driver's list to what the allocator says.
 
-Thousands of hosts are read from memory, and some hundreds by the whole agent: from a /proc on a disk, over the driver's double.
+Hundreds of hosts are read from memory, and some by the whole agent: from a /proc on a disk, over the driver's double.
 
 A generator makes hosts: shares and their holders, trees of processes that fork, detach, lose their parents, run in
 containers, hide, and outsiders that pretend. Of each it is known whose it is. What is said must be that: no false outsider,
@@ -9,7 +9,6 @@ no missed outsider, no byte counted twice, and unknown where it cannot be known.
 
 import asyncio
 import itertools
-import os
 import random
 import re
 import shutil
@@ -408,20 +407,20 @@ class Agent:
             (entry / name).write_text(text)
 
 
-HOSTS = int(os.environ.get("TRUTH_HOSTS", "900"))
-"""How many hosts are drawn; 3,000 and more by hand."""
+HOSTS = settings().max_examples * 6
+"""How many hosts are drawn."""
 KINDS = ((ProcessKind.COMPUTE,), (ProcessKind.GRAPHICS,), (ProcessKind.COMPUTE, ProcessKind.GRAPHICS))
 """The lists in which the driver names a process: one that computes and draws is in both."""
 
 
-@settings(max_examples=HOSTS, deadline=None)
+@settings(max_examples=HOSTS)
 @given(seed=st.integers(0, 2**32))
 def test_whose_each_process_and_byte_is(procs: dict[bool, Path], seed: int) -> None:
     host = Maker(seed).host()
     expect_truth(host, told(procs[host.foreign], host))
 
 
-@settings(max_examples=HOSTS // 15, deadline=None)
+@settings(max_examples=HOSTS // 15)
 @given(seed=st.integers(0, 2**32))
 def test_whose_they_are_as_an_agent_reads_them_from_the_driver(
     procs: dict[bool, Path], double: NvmlDouble, seed: int

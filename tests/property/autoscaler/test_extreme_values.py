@@ -2,7 +2,7 @@
 
 import math
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuscale.autoscaler.domain.engine import Memory, Question, asked
@@ -49,7 +49,6 @@ pasts = st.lists(st.floats(-LARGEST, LARGEST), max_size=6)
 
 
 @given(st.lists(kinds, min_size=1, max_size=3), st.data(), st.sampled_from(Combine), st.integers(0, 100_000))
-@settings(max_examples=80)
 def test_no_number_is_too_much(
     chosen: list[TargetRule], data: st.DataObject, how: Combine, before: int
 ) -> None:

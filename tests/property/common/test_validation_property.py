@@ -222,7 +222,7 @@ def shown(key: str) -> str:
     return cut.encode("unicode_escape").decode("ascii")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=settings().max_examples * 2)
 @given(st.data())
 def test_the_violations_are_those_of_the_rules(data: st.DataObject) -> None:
     kind = data.draw(st.sampled_from(KINDS))
@@ -235,7 +235,7 @@ def test_the_violations_are_those_of_the_rules(data: st.DataObject) -> None:
         assert paths <= expected(message)
 
 
-@settings(max_examples=300)
+@settings(max_examples=settings().max_examples * 2)
 @given(kind=st.sampled_from(KINDS), raw=st.binary(max_size=200))
 def test_any_bytes_that_decode_can_be_checked(kind: type[Message], raw: bytes) -> None:
     try:

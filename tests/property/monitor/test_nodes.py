@@ -102,5 +102,5 @@ class Agents(RuleBasedStateMachine):
         assert len(listed) == len(set(listed))
 
 
-Agents.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Agents.TestCase.settings = settings(stateful_step_count=40)
 TestAgents = Agents.TestCase
