@@ -1,4 +1,4 @@
-"""An endpoint that moves from engine to engine: all of gpuscale in this process, and gpuscalectl beside it."""
+"""An endpoint that moves from engine to engine: all of gpuscale in this process, and gpuscalectl too."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
@@ -17,8 +17,8 @@ from gpuscale.common.rpc.channel import open_channel
 from gpuscale.up.app import open_all
 from gpuscale.up.settings import load_all
 from gpuscale_kubernetes.engine import KubernetesSettings
+from tests.support.cli import run_cli
 from tests.support.docker_double import DockerDouble
-from tests.support.up import CTL, ctl_environment
 from tests.support.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,15 +49,10 @@ class Journey:
         example = (ROOT / "examples" / "anywhere.yaml").read_text()
         assert example.count("adapter: adapters/host") == 1
         self._file.write_text(example.replace("adapter: adapters/host", f"adapter: {adapter}"))
-        command = (*CTL, "--address", self.address, "apply", "-f", str(self._file))
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(
-            *command, env=ctl_environment(), stdout=pipe, stderr=pipe
-        )
-        async with asyncio.timeout(LONG):
-            out, err = await process.communicate()
-        assert process.returncode == 0, err.decode()
-        return out.decode()
+        command = ("--address", self.address, "apply", "-f", str(self._file))
+        ran = await asyncio.to_thread(run_cli, *command)
+        assert ran.code == 0, ran.err
+        return ran.out
 
     async def move(self, to: str) -> None:
         """Change the field, then twice as many and back, as docs/adapters.md says."""
