@@ -30,7 +30,7 @@ from tests.contract.descriptors import FLOATS, Rpc, right, rpcs, rules_of
 from tests.support.up import Up
 
 RPCS = {rpc.path.rpartition("/")[2]: rpc for rpc in rpcs()}
-DRAWS = 24
+DRAWS = 12
 """Bodies that are drawn for an RPC: half of them anew, half as one that is right with parts drawn."""
 TIMEOUT = 0.5
 """Seconds for a call whose answer may take its time."""
