@@ -150,7 +150,6 @@ async def allocator(
     *,
     clock: Clock | None = None,
     authenticator: Authenticator | None = None,
-    max_concurrent: int = 512,
     **settings: object,
 ) -> AsyncGenerator[str]:
     """Run an allocator and yield its address."""
@@ -158,7 +157,7 @@ async def allocator(
         {"data_dir": data_dir, "fleet_address": fleet_address, "listen": "127.0.0.1:0"} | settings
     )
     server = Server(
-        ServerOptions(listen=chosen.listen, max_concurrent_unary=max_concurrent),
+        ServerOptions(listen=chosen.listen),
         authenticator or Authenticator(),
     )
     address = server.bind()
