@@ -64,16 +64,18 @@ async def test_gpus_are_there_and_a_reservation_is_seen_when_it_comes_and_goes()
             held = await asyncio.to_thread(client.reserve, 2, "night run", ttl=300)
             await eventually(lambda: sum(row[HELD] == "night run" for row in gpus(top)) == 2)
             await pilot.press("2")
+            await eventually(lambda: top.query_one("#tabs", TabbedContent).active == "reservations")
             await shows(top, "reservations", 1)
             assert cells(top, "reservations")[0][:2] == [held.name.removeprefix("reservations/"), "night run"]
             await asyncio.to_thread(held.release)
             await shows(top, "reservations", 0)
 
 
-async def test_rows_are_filtered_and_sorted_column_by_column() -> None:
+async def test_rows_are_filtered_and_sorted_column_by_column_and_ascii_where_asked_for() -> None:
     with FakeServer(gpus=1, nodes=3) as server:
-        async with screen(server) as (top, pilot):
+        async with screen(server, ascii_only=True) as (top, pilot):
             await shows(top, "gpus", 3)
+            assert all(cell.isascii() for row in cells(top, "gpus") for cell in row)
             await pilot.press("slash", *"node-1")
             await shows(top, "gpus", 1)
             await pilot.press("escape")
@@ -124,15 +126,6 @@ async def test_a_small_screen_has_the_figures_who_holds_a_gpu_and_the_keys() -> 
             assert "choose a table" in str(top.screen.query_one("#text", Static).content)
             await pilot.press("question_mark")
             assert not top.screen.query("#text")
-
-
-async def test_ascii_is_ascii() -> None:
-    with FakeServer(gpus=1) as server:
-        async with screen(server, ascii_only=True) as (top, pilot):
-            await shows(top, "gpus", 1)
-            assert all(cell.isascii() for row in cells(top, "gpus") for cell in row)
-            await pilot.press("3")
-            await eventually(lambda: top.query_one("#tabs", TabbedContent).active == "endpoints")
 
 
 async def test_what_others_write_is_shown_as_it_is() -> None:
