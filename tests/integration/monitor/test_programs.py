@@ -1,4 +1,4 @@
-"""The two programs as processes of their own."""
+"""The agent as a process of its own."""
 
 import signal
 import subprocess
@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.rpc.channel import open_channel
-from tests.support.monitor import RunningFleet
 from tests.support.nvml_double import NvmlDouble, env_with_double
 from tests.support.ports import free_port
 
@@ -38,37 +35,13 @@ def started() -> Iterator[Started]:
         process.communicate()
 
 
-def start(started: Started, program: str, *flags: str) -> subprocess.Popen[str]:
-    code = f"import sys; from gpuscale.monitor.app.{program} import main; sys.exit(main())"
+def start(started: Started, *flags: str) -> subprocess.Popen[str]:
+    code = "import sys; from gpuscale.monitor.app.agent import main; sys.exit(main())"
     process = subprocess.Popen(
         [sys.executable, "-c", code, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     started.append(process)
     return process
-
-
-async def test_agent_and_fleet_run_find_each_other_and_end_cleanly(started: Started, tmp_path: Path) -> None:
-    address = f"127.0.0.1:{free_port()}"
-    fleet = start(started, "fleet", "--listen", address)
-    flags = ("--listen", "127.0.0.1:0", "--node", "alpha", "--source", "simulated")
-    flags = (*flags, "--work-socket", str(tmp_path / "agent.sock"))
-    agent = start(started, "agent", *flags, "--fleet-address", address)
-    async with open_channel(address) as channel:
-        running = RunningFleet.over(address, channel)
-        await running.until_up()
-        node = await running.until("alpha", monitor_api.NodeState.NODE_STATE_ONLINE)
-        assert node.snapshot.simulated
-        async with open_channel(f"unix:{tmp_path}/agent.sock") as socket:
-            snapshot = await monitor_api.AgentServiceStub(socket).GetSnapshot(
-                monitor_api.GetSnapshotRequest()
-            )
-            assert snapshot.snapshot.node == "alpha"
-        agent.send_signal(signal.SIGTERM)
-        assert agent.wait(60) == 0
-        await running.until("alpha", monitor_api.NodeState.NODE_STATE_OFFLINE)
-    fleet.send_signal(signal.SIGTERM)
-    assert fleet.wait(60) == 0
-    assert fleet.communicate()[0] == agent.communicate()[0] == "", "stdout stays empty"
 
 
 def test_an_agent_has_nothing_in_its_memory_that_it_can_do_without(
@@ -93,7 +66,7 @@ def test_an_agent_has_nothing_in_its_memory_that_it_can_do_without(
 
 
 def test_what_is_wrong_with_flags_is_said_once_and_help_is_no_failure(started: Started) -> None:
-    wrong, asked = start(started, "agent", "--nod", "x"), start(started, "agent", "--help")
+    wrong, asked = start(started, "--nod", "x"), start(started, "--help")
     out, err = wrong.communicate(timeout=60)
     assert (wrong.returncode, out, err.count("\n")) == (2, "", 1)
     assert "unknown flag --nod" in err
