@@ -99,11 +99,7 @@ class Compose:
         self._secrets = folder / "secrets"
 
     def up(self, *services: str) -> None:
-        """Bring services up, with what they depend on.
-
-        Raises:
-            AssertionError: that failed; the text is what was said.
-        """
+        """Bring services up, with what they depend on. Raises AssertionError: that failed; the text is what was said."""
         self._compose("up", "--detach", "--no-build", *services)
 
     def kill(self, service: str) -> None:

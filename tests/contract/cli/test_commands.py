@@ -710,7 +710,4 @@ def test_logs_are_those_of_a_replica_or_of_all_of_an_endpoint(ctl: Any, typed: s
 
 def test_logs_of_nothing_name_both_kinds_that_have_some(ctl: Any) -> None:
     ran = ctl("logs", "nobody")
-    assert (ran.code, ran.err) == (
-        3,
-        "error: no endpoint or job nobody: see gpuscalectl get jobs -a\n",
-    )
+    assert (ran.code, ran.err) == (3, "error: no endpoint or job nobody: see gpuscalectl get jobs -a\n")

@@ -20,11 +20,7 @@ from gpuscale.allocator.state.archive import Archive, ArchiveLimits, EndedStore,
 from gpuscale.allocator.state.store import AllocatorStore, open_store
 from gpuscale.allocator.usecases import leases
 from gpuscale.api.allocator import v1 as api
-from gpuscale.common.errors import (
-    AlreadyExistsError,
-    FailedPreconditionError,
-    InvalidArgumentError,
-)
+from gpuscale.common.errors import AlreadyExistsError, FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.runtime import tasks
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.wire import to_timestamp

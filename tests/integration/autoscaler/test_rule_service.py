@@ -12,15 +12,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.common.rpc.status import from_rpc_error
 from gpuscale.common.wire import seconds, to_duration
-from tests.support.autoscaler_app import (
-    GREATER,
-    TIMEOUT,
-    Autoscaler,
-    reason,
-    running,
-    scaling,
-    step,
-)
+from tests.support.autoscaler_app import GREATER, TIMEOUT, Autoscaler, reason, running, scaling, step
 from tests.support.waiting import eventually
 
 UP, EXTRA = "endpoints/e/rules/up", "endpoints/e/rules/extra"

@@ -223,10 +223,7 @@ def test_the_loop_is_uvloop_where_it_is_there_and_there_is_much_to_do(
 
 @pytest.mark.parametrize(
     ("stuck", "number", "code"),
-    [
-        ("await asyncio.sleep(60)", signal.SIGINT, 130),
-        ("while True: time.sleep(0.01)", signal.SIGTERM, 143),
-    ],
+    [("await asyncio.sleep(60)", signal.SIGINT, 130), ("while True: time.sleep(0.01)", signal.SIGTERM, 143)],
     ids=["awaiting", "blocking the loop"],
 )
 def test_a_second_signal_ends_the_program_at_once(stuck: str, number: signal.Signals, code: int) -> None:

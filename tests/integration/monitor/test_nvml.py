@@ -13,13 +13,7 @@ import pytest
 
 from gpuscale.monitor.agent.nvml import NvmlSource
 from gpuscale.monitor.agent.sources import GpuSourceError
-from gpuscale.monitor.model.readings import (
-    GPU_FIELDS,
-    Absent,
-    GpuSample,
-    GpuState,
-    ReadingStatus,
-)
+from gpuscale.monitor.model.readings import GPU_FIELDS, Absent, GpuSample, GpuState, ReadingStatus
 from tests.support.nvml_double import GIB, DoubleProcess, NvmlDouble, NvmlReturn, ProcessKind
 
 

@@ -32,10 +32,7 @@ Call = grpc.aio.StreamStreamCall[
 def gpus(percent: float | None) -> tuple[types_api.Gpu, ...]:
     """GPUs 1 and 2 of a node, read this moment; the second one says nothing but its temperature."""
     first = types_api.GpuReading(
-        utilization_percent=percent,
-        memory_total_bytes=1000,
-        memory_used_bytes=250,
-        age=to_duration(0),
+        utilization_percent=percent, memory_total_bytes=1000, memory_used_bytes=250, age=to_duration(0)
     )
     second = types_api.GpuReading(temperature_celsius=40, age=to_duration(0))
     return (

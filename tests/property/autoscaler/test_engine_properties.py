@@ -81,11 +81,7 @@ odd = st.none() | st.builds(
 )
 amounts = st.sampled_from([0, 0, 3, 40, 100])
 known = st.builds(
-    QueueReading,
-    st.just(QueueState.OK),
-    ready=amounts,
-    unacked=amounts,
-    observed_at=st.just(NOW),
+    QueueReading, st.just(QueueState.OK), ready=amounts, unacked=amounts, observed_at=st.just(NOW)
 )
 readings = rarely.flatmap(lambda unusual: odd if unusual else known)
 """Most can be read, and is on either side of most thresholds: else hardly any rule would ask for fewer."""

@@ -81,9 +81,7 @@ TOO_SHORT = errors.FieldViolation("ttl", "must be at least 2 s")
         ),
         (
             errors.UnimplementedError("Method not found!"),
-            [
-                "this may be the address of another service: driver and snapshot ask an agent, at port 7071",
-            ],
+            ["this may be the address of another service: driver and snapshot ask an agent, at port 7071"],
         ),
         (
             errors.UnauthenticatedError("x", reason="JOIN_TOKEN_INVALID"),

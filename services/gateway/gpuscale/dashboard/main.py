@@ -21,11 +21,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def serve(settings: DashboardSettings, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set.
-
-    Raises:
-        GpuscaleError: the address, a file of TLS or the token cannot be used.
-    """
+    """Serve until `stop` is set. Raises GpuscaleError: the address, a file of TLS or the token cannot be used."""
     meter = rpc_meter.ProgramMeter(figures.SERVICE)
     async with web.open_dashboard(settings, meter) as url, settings.observed(meter):
         logs.get_logger(__name__).info("serving", url=url, gateway=settings.gateway_address)

@@ -160,11 +160,7 @@ PAGES: Mapping[str, Callable[..., None]] = {
 
 
 def passed_socket(listen: str) -> socket.socket | None:
-    """The inherited socket `fd:N`; None for an address.
-
-    Raises:
-        InvalidArgumentError: it is not a listening socket.
-    """
+    """The inherited socket `fd:N`; None for an address. Raises InvalidArgumentError: it is not a listening socket."""
     if not listen.startswith("fd:"):
         return None
     with suppress(OSError, ValueError):

@@ -127,11 +127,7 @@ class Workload:
         return next((one for one in reversed(self.goals) if isinstance(one, TuningGoal)), None)
 
     def asked(self) -> "tuple[api.BacktestSpec, api.Workload]":
-        """The backtest to run, without policies, and its workload.
-
-        Raises:
-            InvalidArgumentError: the trace cannot be read.
-        """
+        """The backtest to run, without policies, and its workload. Raises InvalidArgumentError: the trace cannot be read."""
         if bool(self.trace) == bool(self.history):
             raise InvalidArgumentError("pass either --trace or --history")
         trace = _read_trace(self.trace) if self.trace else api.Workload()

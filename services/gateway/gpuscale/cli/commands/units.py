@@ -174,11 +174,7 @@ def _ends(programs: Sequence[str]) -> dict[str, int]:
 
 
 def restart(unit: str) -> None:
-    """Restart a unit, with the program installed now.
-
-    Raises:
-        FailedPreconditionError: the command failed (reason SYSTEMD).
-    """
+    """Restart a unit, with the program installed now. Raises FailedPreconditionError: the command failed (reason SYSTEMD)."""
     _must([*systemctl(), "restart", unit])
 
 

@@ -379,11 +379,7 @@ def health(
 def processes(
     client: Client, typed: Sequence[str] = (), about: About = EVERYTHING, *, node: str = ""
 ) -> list[monitor_api.NodeProcess]:
-    """Processes on GPUs by name or id, or all, of one node if given.
-
-    Raises:
-        NotFoundError: there is none of that name or id.
-    """
+    """Processes on GPUs by name or id, or all, of one node if given. Raises NotFoundError: there is none of that name or id."""
     parent = full_name(names.NODE, node) if node else ""
     listed = about.items(client.fleet, monitor_api.ListProcessesRequest(parent=parent, page_size=1000))
     found = [one for one in listed if one.gpu.endswith(about.gpu.lower())]
@@ -401,11 +397,7 @@ def processes(
 def cordons(
     client: Client, typed: Sequence[str] = (), about: About = EVERYTHING
 ) -> list[allocator_api.Cordon]:
-    """The cordons of these nodes and GPUs, or all.
-
-    Raises:
-        NotFoundError: one is not cordoned.
-    """
+    """The cordons of these nodes and GPUs, or all. Raises NotFoundError: one is not cordoned."""
     found = about.items(client.nodes, allocator_api.ListCordonsRequest())
     by_name = {item.target or item.name: item for item in found}  # an allocator of 0.x names no target
     wanted = spots(lambda: nodes(client), typed)
@@ -450,13 +442,9 @@ def presets(client: Client) -> list[api.Preset]:
     return EVERYTHING.items(client.presets, api.ListPresetsRequest())
 
 
-def _gpus_of_all(client: Client, typed: Sequence[str] = ()) -> list[types_api.Gpu]:
-    return gpus(nodes(client), typed)
-
-
 READERS: Mapping[str, Callable[..., Sequence[Any]]] = {
     "nodes": nodes,
-    "gpus": _gpus_of_all,
+    "gpus": lambda client, typed=(): gpus(nodes(client), typed),
     "processes": processes,
     "reservations": reservations,
     "jobs": jobs,

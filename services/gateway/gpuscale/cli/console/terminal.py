@@ -136,11 +136,7 @@ def detail(text: str) -> None:
 
 
 def ask(question: str) -> bool:
-    """Ask a yes-or-no question on standard error.
-
-    Raises:
-        KeyboardInterrupt: the input ends without an answer.
-    """
+    """Ask a yes-or-no question on standard error. Raises KeyboardInterrupt: the input ends without an answer."""
     while True:
         sys.stderr.write(_readable(f"{question} [y/N]: ", sys.stderr.encoding))
         sys.stderr.flush()

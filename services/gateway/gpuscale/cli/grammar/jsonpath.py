@@ -61,11 +61,7 @@ Template = tuple["str | Path | Each", ...]
 
 
 def parse_path(text: str) -> Path:
-    """The steps of a path; braces, `$` and a leading dot are optional.
-
-    Raises:
-        ValueError: it is invalid.
-    """
+    """The steps of a path; braces, `$` and a leading dot are optional. Raises ValueError: it is invalid."""
     rest = text.strip().removeprefix("{").removesuffix("}").strip().removeprefix("$").removeprefix("@")
     steps: list[Field | Slice | Where] = []
     while rest not in {"", "."}:
@@ -230,11 +226,7 @@ class Form:
 
 
 def parse_form(text: str) -> Form:
-    """The value of `-o`.
-
-    Raises:
-        ValueError: the format is unknown, or its expression invalid.
-    """
+    """The value of `-o`. Raises ValueError: the format is unknown, or its expression invalid."""
     word, equals, expression = text.partition("=")
     if word not in set(Format):
         near = difflib.get_close_matches(word, list(Format), n=1)

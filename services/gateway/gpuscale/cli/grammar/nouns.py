@@ -99,11 +99,7 @@ _UUID = r"[A-Za-z]+-[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"
 
 
 def full_name(pattern: str, typed: str) -> str:
-    """The full resource name of what was typed.
-
-    Raises:
-        InvalidArgumentError: it does not fit the pattern.
-    """
+    """The full resource name of what was typed. Raises InvalidArgumentError: it does not fit the pattern."""
     in_full = canonical(typed)
     if names.match(pattern, in_full) is not None:
         return in_full

@@ -82,11 +82,7 @@ def _quoted(text: str) -> str:
 
 
 def parse_selector(text: str) -> tuple[Condition, ...]:
-    """The conditions of a selector.
-
-    Raises:
-        ValueError: one is invalid.
-    """
+    """The conditions of a selector. Raises ValueError: one is invalid."""
     conditions: list[Condition] = []
     for part in text.split(","):
         found = re.fullmatch(_CONDITION, part.strip())
