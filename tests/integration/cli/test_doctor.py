@@ -114,6 +114,13 @@ def test_what_is_not_for_this_user_is_one_warning(tmp_path: Path, monkeypatch: p
     assert (one.subject, one.state, one.advice) == ("agent", "WARN", "run it as root")
 
 
+def test_a_certificate_of_a_host_that_joined_is_no_admins_to_renew(host: Host) -> None:
+    ended(host)
+    joined = shutil.copy(host.folder / "server.crt", host.folder / "server.pem")
+    host.settings["allocator"]["tls_cert_file"] = joined
+    assert "join again" in host.findings()["certificate", "allocator tls_cert_file"]["advice"]
+
+
 def test_a_host_that_is_well(host: Host) -> None:
     found = host.findings()
     assert {key: one["found"] for key, one in found.items() if one["state"] == "FAIL"} == {}

@@ -22,6 +22,7 @@ from pydantic import SecretStr
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types.v1 import options_pb2
+from gpuscale.cli.commands import hosts, standby
 from gpuscale.common import errors
 from gpuscale.common.rpc import renewal
 from gpuscale.common.rpc.channel import ClientTls, open_channel
@@ -385,7 +386,9 @@ async def test_a_host_joins_with_one_line_and_its_certificate_is_renewed_until_i
     assert not {"gpuscale.toml", "ca.crt", "host.pem"} & {path.name for path in folder.rglob("*")}
 
 
-async def test_what_was_killed_on_its_way_is_typed_again(site: Site, tmp_path: Path) -> None:
+async def test_what_was_killed_on_its_way_is_typed_again(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without another token, where the certificate had come; and what is there stays."""
     found = (await site.as_admin("join-token", "create")).out.split()
     shown, digest = found[4], found[5:]
@@ -423,6 +426,13 @@ async def test_what_was_killed_on_its_way_is_typed_again(site: Site, tmp_path: P
     assert (await site.ctl(*typed, "--host", "third")).code != 0
     assert (await site.ctl(*typed)).code == 0
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    for module in (hosts, standby):  # it has been away for longer than its certificate lasts
+        monkeypatch.setattr(module, "counts", lambda file: file.name == "authority.pem")
+    refused = await site.ctl(*typed)
+    assert "has expired; for another, pass a token of: join-token create --kind standby --node" in refused.err
+    made = await site.as_admin("join-token", "create", "--kind", "standby", "--node", "second", "-o", "json")
+    assert (await site.ctl(*typed, "--token", json.loads(made.out)["token"])).code == 0
+    assert {path.name for path in before if path.read_bytes() != before[path]} == {"server.pem", "gate.pem"}
 
 
 async def test_a_certificate_is_renewed_for_the_caller_on_its_connection_alone(site: Site) -> None:

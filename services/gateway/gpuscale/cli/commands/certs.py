@@ -27,7 +27,7 @@ from gpuscale.common.security import followed
 ROLES = ("viewer", "agent", "operator", "admin")
 GATEWAY = "gateway"
 _COLUMNS = ("name", "state", "expires", "serial", "identity", "hosts")
-_JOINED = {"host.pem", "server.pem", "gate.pem"}  # written by `join`, each a certificate with its key
+JOINED = {"host.pem", "server.pem", "gate.pem"}  # written by `join`, each a certificate with its key
 DAYS_OF_SERVICES = 397
 DAYS = option(
     "--days",
@@ -128,7 +128,7 @@ def list_certificates(session: Session, directory: Path, revoked_file: Path | No
     with _using(directory):
         revoked, authority = _deny_list(revoked_file), directory / "ca.crt"
         former = x509.load_pem_x509_certificates(authority.read_bytes())[1:] if authority.exists() else []
-        for file in sorted(one for one in directory.iterdir() if one.suffix == ".crt" or one.name in _JOINED):
+        for file in sorted(one for one in directory.iterdir() if one.suffix == ".crt" or one.name in JOINED):
             for certificate in x509.load_pem_x509_certificates(file.read_bytes()):
                 subject, ends = pki.subject_of(certificate), certificate.not_valid_after_utc
                 state = "ENDS SOON" if ends_soon(certificate, now) else "VALID"

@@ -29,7 +29,7 @@ from pydantic import BaseModel
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.cli.commands.certs import ends_soon, is_issued_by
+from gpuscale.cli.commands.certs import JOINED, ends_soon, is_issued_by
 from gpuscale.cli.commands.units import USER
 from gpuscale.common.config.settings import DatabaseSettings, ListenerSettings, UpstreamSettings
 from gpuscale.common.config.sources import Settings, load_table, read_config
@@ -72,6 +72,9 @@ _ASK_DRIVER = (
 _EVERYWHERE: Mapping[str, str] = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
 """Wildcard hosts, with an address to connect to."""
 _RENEW = "gpuscalectl certs renew, or certs init and certs issue in its directory"
+_REJOIN = (
+    "it is renewed while the fleet answers; else join again, with a token of join-token create --node NODE"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +227,7 @@ def certificate(
     except (OSError, ValueError) as error:
         yield _unusable(subject, error, "files")
         return
-    yield _life(subject, chain[0])
+    yield _life(subject, chain[0], _REJOIN if path.name in JOINED else _RENEW)
     if not fits:
         yield _fail("certificate", subject, f"{key_field} is another certificate's", _RENEW)
     if trusted and not any(is_issued_by(chain[-1], one) for one in trusted):
@@ -247,15 +250,15 @@ def _unusable(subject: str, error: OSError | ValueError, what: str) -> Diagnosis
     return _fail("certificate", subject, f"cannot be used: {cause(error)}", advice)
 
 
-def _life(subject: str, certificate: x509.Certificate) -> Diagnosis:
+def _life(subject: str, certificate: x509.Certificate, advice: str = _RENEW) -> Diagnosis:
     now, ends = datetime.now(UTC), certificate.not_valid_after_utc
     day = ends.date().isoformat()
     if certificate.not_valid_before_utc > now:
         return _fail("certificate", subject, "is not valid yet", "set the clock of this host")
     if ends <= now:
-        return _fail("certificate", subject, f"ended on {day}", _RENEW)
+        return _fail("certificate", subject, f"ended on {day}", advice)
     if ends_soon(certificate, now):
-        return Diagnosis("certificate", subject, "WARN", f"ends on {day}", _RENEW)
+        return Diagnosis("certificate", subject, "WARN", f"ends on {day}", advice)
     return Diagnosis("certificate", subject, "OK", f"until {day}")
 
 

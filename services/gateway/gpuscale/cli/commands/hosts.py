@@ -456,6 +456,7 @@ def join(
                 units = plan_of_units(PROGRAMS, files["settings"], state) if under_systemd else ""
                 sys.stdout.write(f"# {files['settings']}\n{text}{units}")
                 return
+            has_expired(files["pair"], node)
             _join(
                 session, channel.split_addresses(name)[0], authority, _secret(token, token_file), node, files
             )
@@ -485,6 +486,15 @@ def counts(pair: Path) -> bool:
         return certificates.read_certificate(pair.read_bytes()).ends > time.time()
     except (OSError, ValueError):
         return False
+
+
+def has_expired(pair: Path, node: str, kind: str = "") -> bool:
+    """Whether a host's certificate exists and has expired; says what gets it another."""
+    if expired := pair.exists() and not counts(pair):
+        note(
+            f"the certificate of {node} has expired; for another, pass a token of: join-token create {kind}--node {node}"
+        )
+    return expired
 
 
 def was_cut_off(files: Mapping[str, Path], name: str, ca_hash: str, hosts: Sequence[str] = ()) -> bool:
@@ -559,13 +569,16 @@ def trusted(session: Session, address: str, digest: str, folder: Path) -> Path:
         host, _, port = each.rpartition(":")
         try:
             shown = ssl.get_server_certificate((host.strip("[]"), int(port)), timeout=session.dial_timeout)
-            break
         except OSError as error:
             problem = error
+            continue
+        file.write_text(shown, encoding="ascii")
+        if counts(file):
+            break
+        problem = OSError("its certificate has expired and must be renewed there")
     else:
-        message = f"no TLS server answers at {address}: {problem.strerror or problem}"
+        message = f"no TLS server to trust answers at {address}: {problem.strerror or problem}"
         raise UnavailableError(message, reason="NO_ANSWER") from problem
-    file.write_text(shown, encoding="ascii")
     with trusting(session, each, file).connect() as client:
         pem = client.joining.GetAuthority(api.GetAuthorityRequest()).authority_pem
     for one in x509.load_pem_x509_certificates(pem.encode()):

@@ -13,6 +13,7 @@ from gpuscale.cli.commands.hosts import (
     NOT_YET,
     PROGRAMS_OF_SERVICES,
     counts,
+    has_expired,
     is_written,
     run_programs,
     say,
@@ -72,8 +73,11 @@ class ServicesHost:
         names = [name.removeprefix("gpuscale-") for name in programs]
         text, file = self._settings(address, names), self.folder / "gpuscale.toml"
         under_systemd = not run and bool(systemctl())
+        written = not plan and is_written(file, text)
+        with as_units_user():  # after a time away that was longer than its certificates last
+            expired = has_expired(self._place / renewal.SERVICES_FILES[0], self.node, f"--kind {self.role} ")
         with tempfile.TemporaryDirectory() as passing:
-            if plan or not is_written(file, text):
+            if expired or not written:
                 authority = trusted(session, address, ca_hash, Path(passing))
                 if plan:
                     units = plan_of_units(programs, file, self.state) if under_systemd else ""
@@ -84,10 +88,11 @@ class ServicesHost:
                 try:
                     if not self._was_cut_off(ca_hash):
                         self._join(trusting(session, address, authority), secret())
-                    if (url := self.database.write(self.folder)) is not None:
-                        hand_over(url)
-                    write_private(file, text.encode())
-                    hand_over(file)
+                    if not written:
+                        if (url := self.database.write(self.folder)) is not None:
+                            hand_over(url)
+                        write_private(file, text.encode())
+                        hand_over(file)
                 except OSError as error:
                     message = f"cannot write {error.filename}: {error.strerror}"
                     raise FailedPreconditionError(message, reason="HOST_FILES") from error
