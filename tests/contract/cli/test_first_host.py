@@ -212,6 +212,22 @@ def test_services_read_what_root_wrote_and_change_none_of_it(
     assert kept("state") == (nobody.pw_uid, nobody.pw_gid, "0o700")
 
 
+def test_a_database_file_that_services_cannot_use_is_refused_first(
+    reachable: Path, nobody: pwd.struct_passwd
+) -> None:
+    del nobody  # the services' user
+    (url := reachable / "url").write_text("postgresql://u@/gpuscale?host=/run/postgresql")
+    typed = ("init", "--dir", str(reachable / "made"), "--host", "gpus.example", "--database-file", str(url))
+    assert "--database-file, read as services do: must look like scheme://" in run_cli(*typed).err
+    url.write_text("postgresql://u:secret@db/gpuscale")
+    url.chmod(0o600)
+    refused = run_cli(*typed)
+    assert (refused.code, [*reachable.iterdir()]) == (2, [url])
+    assert f"cannot read the file {url}: Permission denied (to leave" in refused.err
+    url.chmod(0o644)
+    assert run_cli(*typed).code == 0
+
+
 def test_root_follows_no_link_of_a_service(reachable: Path, nobody: pwd.struct_passwd) -> None:
     (elsewhere := reachable / "elsewhere").mkdir()
     for name in ("ca.crt", "host.pem"):

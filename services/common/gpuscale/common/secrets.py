@@ -147,7 +147,8 @@ def read_secret(file: Path, what: str) -> str:
     try:
         return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read {what} {file}: {type(error).__name__}") from None
+        why = getattr(error, "strerror", "it is no text in UTF-8")
+        raise ValueError(f"cannot read {what} {file}: {why}") from None
 
 
 def environment() -> Mapping[str, str]:

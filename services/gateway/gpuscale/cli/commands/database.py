@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from gpuscale.cli.commands.units import as_units_user
 from gpuscale.cli.console.command import FILE
 from gpuscale.cli.grammar.parameters import option
 from gpuscale.common.errors import InvalidArgumentError
-from gpuscale.common.secrets import write_private
+from gpuscale.common.secrets import SecretUrl, read_secret, write_private
 
 DATABASE_FILE = option(
     "--database-file",
@@ -43,12 +44,18 @@ class Database:
         """The file that the settings refer to."""
         return folder / "database.url" if self.url is not None or str(self.file) == "-" else self.file
 
-    def write(self, folder: Path) -> Path | None:
-        """Write the URL to a file that only its owner can read, unless it came from a file.
+    def check(self) -> None:
+        """Raises InvalidArgumentError: the services cannot read a URL from the file."""
+        try:
+            with as_units_user():
+                if self.file is not None and str(self.file) != "-":
+                    SecretUrl(read_secret(self.file, "the file"))
+        except ValueError as error:
+            message = f"--database-file, read as services do: {error} (to leave the file to root: --database-file - <{self.file})"
+            raise InvalidArgumentError(message, field="database_file") from error
 
-        Raises:
-            OSError: it cannot be written.
-        """
+    def write(self, folder: Path) -> Path | None:
+        """Write the URL to a file for its owner alone, unless it came from a file. Raises OSError: it cannot be written."""
         place = self.place(folder)
         if place is None or place == self.file:
             return None

@@ -205,6 +205,7 @@ def init(
         if is_written(file, text):
             _name_server(folder / "pki", hosts)
         else:
+            database.check()
             _write(folder, state, hosts)
             if (url := database.write(folder)) is not None:
                 hand_over(url)

@@ -85,6 +85,7 @@ class ServicesHost:
                     return
                 if under_systemd:
                     make_users(programs)
+                self.database.check()
                 try:
                     if not self._was_cut_off(ca_hash):
                         self._join(trusting(session, address, authority), secret())

@@ -227,13 +227,13 @@ def make_runtime_directory(place: Path) -> None:
 
 @contextmanager
 def as_units_user() -> Generator[None]:
-    """Write as the units' user: as root, we would follow links that this user can create."""
+    """Read and write as the units' user: as root, we would follow links that this user can create."""
     user, group, groups = units_user(), os.getegid(), os.getgroups()
     if user is None:
         yield
         return
     try:
-        os.setgroups([])
+        os.setgroups(os.getgrouplist(user.pw_name, user.pw_gid))
         os.setegid(user.pw_gid)
         os.seteuid(user.pw_uid)
         yield
