@@ -110,10 +110,8 @@ def programs(session: Session) -> Iterator[tuple[str, str, str]]:
         }
         for name, call in calls.items():
             told = dict(call.trailing_metadata() or ())
-            leads = ", ".join(
-                ["process that leads", *(str(told[key]) for key in (LEADER_KEY,) if key in told)]
-            )
-            yield name, leads, str(told.get(VERSION_KEY, ""))
+            leads = filter(None, ("process that leads", str(told.get(LEADER_KEY, ""))))
+            yield name, ", ".join(leads), str(told.get(VERSION_KEY, ""))
         for one in session.each():  # a standby host is found by its gateway
             found = ""
             with one.connect(quickly=2.0) as of_gateway, suppress(GpuscaleError):
