@@ -54,24 +54,6 @@ async def test_a_lower_endpoint_gives_way_down_to_its_min_and_nobody_else_gets_i
         await one.count(BATCH, 3)
 
 
-async def test_it_keeps_its_min_and_what_people_hold_still_is_let_be(tmp_path: Path) -> None:
-    async with site(tmp_path, node_message("n", count=4)) as one:
-        one.adapters["n"].finishes = True
-        one.autoscaler.watchers.queues["jobs"] = (20, 0)
-        await one.create("batch", low=1, high=2)
-        await one.create("paused", low=1, high=2)
-        await one.count(BATCH, 2)
-        await one.count("endpoints/paused", 2)
-        paused = await one.autoscaler.get("endpoints/paused")
-        paused.spec.paused = True
-        await one.autoscaler.update(paused, "spec.paused")
-        await one.create("chat", low=3, high=3, priority=10)
-        await one.count(CHAT, 1)
-        assert "keeps 1" in await one.said(CHAT, "PREEMPTS")
-        assert await one.said(CHAT, "NO_CAPACITY")
-        assert [len(await one.running(name)) for name in (BATCH, "endpoints/paused")] == [1, 2]
-
-
 async def test_only_gpus_that_help_are_freed_all_of_one_node(tmp_path: Path) -> None:
     """Two GPUs of one node are asked for, of a model that one node has; what runs elsewhere is let be."""
     other = [gpu_message(f"a-{index}", index) for index in range(2)]
