@@ -9,11 +9,19 @@ from tests.contract.cli import canned_gateway as canned
 from tests.support.cli import Ran, run_cli
 
 
+@pytest.fixture(scope="session")
+def running() -> Iterator[tuple[str, canned.World]]:
+    with canned.canned_gateway() as one:
+        yield one
+
+
 @pytest.fixture
-def gateway() -> Iterator[tuple[str, canned.World]]:
-    """Its address, and what it answers."""
-    with canned.canned_gateway() as running:
-        yield running
+def gateway(running: tuple[str, canned.World]) -> tuple[str, canned.World]:
+    """Its address, and what it answers: for each test as if it had just begun."""
+    world = vars(running[1])
+    world.clear()
+    world.update(vars(canned.World()))
+    return running
 
 
 @pytest.fixture
