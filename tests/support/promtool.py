@@ -26,7 +26,7 @@ def promtool(*arguments: str | Path, stdin: str = "") -> tuple[int, str]:
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
         check=False,
     )
     return done.returncode, done.stdout + done.stderr
