@@ -1,4 +1,4 @@
-"""Holders are known on their own GPU: two shares whose work detaches, on a driver's double, and a third that fits."""
+"""Holders are known on their own GPU, on a driver's double: shares whose work detaches, and one that fits; a container; others."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from gpuscale.client import connect, connect_async
 from tests.support.cli import Ran, run_cli
 from tests.support.nvml_double import GIB, DoubleProcess, NvmlDouble, env_with_double, why_unavailable
+from tests.support.podman import IMAGE, Podman
 from tests.support.up import CTL, Up, ctl_environment
 from tests.support.waiting import eventually_sync
 
@@ -126,6 +128,43 @@ def test_two_shares_that_use_what_they_hold_leave_the_rest_to_a_third(up: Up, do
         for process in (one, other, outsider):
             process.terminate()
             process.communicate(timeout=30)
+
+
+def test_a_container_is_a_holder(up: Up, double: NvmlDouble, podman: Podman) -> None:
+    """Podman has it begin below a process that has left the command's."""
+    seconds = str(1_000_000_000 + os.getpid())
+    words = (
+        *SHARE,
+        "--",
+        "podman",
+        "run",
+        "--rm",
+        "--volume",
+        "/dev/pts:/dev/pts",
+        IMAGE,
+        "/bin/sleep",
+        seconds,
+    )
+
+    def inside() -> psutil.Process:
+        found = (
+            one for one in psutil.process_iter(["cmdline"]) if one.info["cmdline"] == ["/bin/sleep", seconds]
+        )
+        return next(found)
+
+    with subprocess.Popen(
+        [*CTL, "--address", up.address, *words], env={**ctl_environment(), **podman.environment}
+    ) as running:
+        container = eventually_sync(inside, retry_on=(StopIteration,))
+        use(double, (container.pid, 20))
+
+        def exact() -> bool:
+            [gpu] = usages(up)[0]["gpus"]
+            return (gpu.get("memoryUsedBytes"), gpu["outsiderPids"]) == (str(20 * GIB), [])
+
+        eventually_sync(exact)
+        container.kill()
+        assert running.wait(60) == 137
 
 
 def test_the_process_of_a_python_lease_is_a_holder(up: Up, double: NvmlDouble) -> None:

@@ -20,16 +20,15 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.rpc.channel import ClientTls, open_channel
 from tests.fault.hosts.lan import Lan, lan
 from tests.support.allocator import Client
-from tests.support.cli import Ran, run_cli
+from tests.support.cli import run_cli
 from tests.support.nvml_double import NvmlDouble, env_with_double
-from tests.support.up import CTL, ctl_environment
-from tests.support.waiting import eventually, eventually_sync
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from subprocess import Popen
 
 SERVICES, LEFT, RIGHT = "services", "left", "right"
-GATEWAY, FLEET, ALLOCATOR, AUTOSCALER, AGENT = 7070, 7072, 7073, 7074, 7071
+FLEET, ALLOCATOR, AUTOSCALER, AGENT = 7072, 7073, 7074, 7071
 UTILIZATION = 80.0
 _HURRIED = (sys.executable, "-m", "tests.fault.hosts.hurried")
 
@@ -55,7 +54,6 @@ class Hosts:
             RIGHT: "agent",
             "adapter": "operator",
             "tester": "viewer",
-            "gate": "gateway",
         }
         for name, role in roles.items():
             self._ctl("certs", "issue", name, "--dir", self.pki, "--role", role)
@@ -92,15 +90,6 @@ class Hosts:
         settings |= {"data_dir": self.folder / "allocator"}
         settings |= {"fleet_address": f"{self.lan.address(SERVICES)}:{FLEET}"}
         self._allocator = self._run(SERVICES, "gpuscale.allocator.app", {"allocator": settings})
-
-    def start_gateway(self) -> str:
-        """Start one, for what reaches everything at one address; that address."""
-        here = self.lan.address(SERVICES)
-        upstreams = {"fleet": FLEET, "allocator": ALLOCATOR, "autoscaler": AUTOSCALER}
-        settings = self._server(SERVICES, GATEWAY) | self._caller("gate")
-        settings |= {f"{name}_address": f"{here}:{port}" for name, port in upstreams.items()}
-        self._run(SERVICES, "gpuscale.gateway.main", {"gateway": settings})
-        return f"{here}:{GATEWAY}"
 
     def kill_allocator(self) -> None:
         """kill -9."""
@@ -193,49 +182,6 @@ class Calls:
         return found
 
 
-class Site:
-    """The hosts behind a gateway, and what people type on them."""
-
-    def __init__(self, hosts: Hosts) -> None:
-        self.hosts = hosts
-        self._address = hosts.start_gateway()
-        viewer = ("--tokens-file", hosts.folder / "tokens.toml", "--write", hosts.folder / "viewer.token")
-        made = run_cli("token", "create", "onlooker", "--role", "viewer", *map(str, viewer))
-        assert made.code == 0, made.err
-
-    def run(self, host: str, *command: str, token: str = "admin", **variables: str) -> Ran:
-        """Run a program on a host that reaches the gateway as the bearer of that token."""
-        ran = self.hosts.lan.run(host, *command, environment=self._environment(token, variables))
-        return Ran(ran.returncode, ran.stdout, ran.stderr)
-
-    def start(self, host: str, *words: str, log: Path, **variables: str) -> None:
-        """Type a command on a host, and leave it to run."""
-        environment = self._environment("admin", variables)
-        self.hosts.lan.start(host, *CTL, *words, log=log, environment=environment)
-
-    def ctl(self, host: str, *words: str, token: str = "admin", **variables: str) -> Ran:
-        """Type a command on a host."""
-        return self.run(host, *CTL, *words, token=token, **variables)
-
-    def listed(self, what: str) -> list[dict[str, Any]]:
-        """What `get` lists: "gpus", "nodes" or "reservations"."""
-        ran = self.ctl(SERVICES, "get", what, "-o", "json")
-        assert ran.code == 0, ran.err
-        found: list[dict[str, Any]] = json.loads(ran.out)[what]
-        return found
-
-    def _environment(self, token: str, variables: dict[str, str]) -> dict[str, str]:
-        pki, folder = self.hosts.pki, self.hosts.folder
-        return ctl_environment(
-            GPUSCALE_ADDRESS=self._address,
-            GPUSCALE_CA_FILE=str(pki / "ca.crt"),
-            GPUSCALE_CERT_FILE=str(pki / "tester.crt"),
-            GPUSCALE_KEY_FILE=str(pki / "tester.key"),
-            GPUSCALE_TOKEN_FILE=str(folder / f"{token}.token"),
-            **variables,
-        )
-
-
 @contextmanager
 def three_hosts(folder: Path) -> Generator[Hosts]:
     """All of it, starting."""
@@ -244,25 +190,6 @@ def three_hosts(folder: Path) -> Generator[Hosts]:
         site.issue()
         site.start()
         yield site
-
-
-@contextmanager
-def typing_on_hosts(folder: Path) -> Generator[Site]:
-    """All of it behind a gateway, once the four GPUs can be read; at the end what the programs wrote is printed."""
-    with three_hosts(folder) as hosts:
-        site = Site(hosts)
-
-        def readable() -> bool:
-            """Also for the allocator, which follows the fleet by a stream of its own."""
-            if site.ctl(SERVICES, "get", "gpus", "-o", "json").out.count("GPU_STATE_OK") < 4:
-                return False
-            return site.ctl(SERVICES, "check", "--gpus", "1", "--max-utilization", "100").code == 0
-
-        try:
-            eventually_sync(readable, timeout=120.0, interval=0.5)
-            yield site
-        finally:
-            print(hosts.logs())
 
 
 @asynccontextmanager
