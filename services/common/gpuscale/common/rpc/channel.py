@@ -71,10 +71,8 @@ URGENT_ARGUMENTS: ChannelArguments = (
 )
 """Overrides for urgent channels: with TCP's own backoff, a link that was down for 30 s would be noticed after 51 s."""
 FOLLOWING_ARGUMENTS: ChannelArguments = (
-    (
-        "grpc.keepalive_time_ms",
-        1_000,
-    ),  # core sends no two pings within a second, and gives one it delayed no keepalive timeout
+    # Core sends no two pings within a second, and gives one that it delayed no keepalive timeout.
+    ("grpc.keepalive_time_ms", 1_000),
     ("grpc.keepalive_timeout_ms", 2_000),
     ("grpc.http2.ping_timeout_ms", 2_000),
 )
