@@ -37,10 +37,8 @@ def ctl(file: Path) -> Any:
 
 def test_contexts_are_kept_and_used(ctl: Any, gateway: str, file: Path, tmp_path: Path) -> None:
     nobody = f"127.0.0.1:{free_port()}"
-    assert (
-        ctl("config", "set-context", "lab", "--address", gateway).out
-        == "lab added; the current context is lab\n"
-    )
+    added = ctl("config", "set-context", "lab", "--address", gateway)
+    assert added.out == "lab added; the current context is lab\n"
     assert ctl("config", "set-context", "other", "--address", nobody).code == 0
     assert ctl("get", "nodes", "-o", "name").out == "nodes/host-1\n"
     assert ctl("get", "nodes", "--context", "other").code == 7
@@ -51,6 +49,16 @@ def test_contexts_are_kept_and_used(ctl: Any, gateway: str, file: Path, tmp_path
     assert ctl("get", "nodes").code == 7
     assert ctl("config", "current-context").out == "other\n"
     assert oct(file.stat().st_mode & 0o777) == "0o600"
+
+
+def test_a_dashboard_is_that_of_the_context(ctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[list[str]] = []
+    monkeypatch.setattr("gpuscale.dashboard.main.main", told.append)
+    ctl("config", "set-context", "lab", "--address", "h:1", "--ca-file", "/ca.pem", "--token-file", "/mine")
+    for typed in ("--sign-in", "--address x:2 --token-file /t", "--config c.toml"):
+        ctl("dashboard", *typed.split())
+    lab, other = ["--gateway-address=h:1", "--ca-file=/ca.pem"], ["--gateway-address=x:2", "--token-file=/t"]
+    assert told == [[*lab, "--sign-in"], other, ["--config", "c.toml"]]
 
 
 def test_what_is_not_given_stays(ctl: Any, file: Path) -> None:

@@ -1,6 +1,8 @@
 """`gpuscalectl up` and `gpuscalectl dashboard`, which parse their own arguments and run until stopped."""
 
 import gc
+import os
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -8,6 +10,7 @@ import click
 
 from gpuscale.cli.console.command import Command, Session, command
 from gpuscale.cli.console.errors import leave
+from gpuscale.client.connection import find_context
 from gpuscale.common.errors import GpuscaleError
 
 SERVES: dict[str, Any] = {
@@ -45,5 +48,16 @@ def dashboard(context: click.Context, session: Session) -> None:
         raise GpuscaleError(message, reason="NOT_INSTALLED")
     from gpuscale.dashboard.main import main as run_dashboard
 
-    address = ["--gateway-address", session.address] if session.address else []
-    leave(run_dashboard([*address, *context.args]))
+    address = session.address or os.environ.get("GPUSCALE_ADDRESS")
+    settled = address or any(one.startswith(("--config", "--gateway-address")) for one in context.args)
+    if session.context or not (
+        settled or {"GPUSCALE_CONFIG", "GPUSCALE_DASHBOARD_GATEWAY_ADDRESS"} & {*os.environ}
+    ):
+        known = find_context(session.context)  # its token is not for whoever looks at the page
+        tls = {
+            name: getattr(session, name) or getattr(known, name)
+            for name in ("ca_file", "cert_file", "key_file")
+        }
+        address, session = address or known.address, replace(session, **tls)
+    options = replace(session, address=address or None, context=None).options()
+    leave(run_dashboard([*(one.replace("--address", "--gateway-address") for one in options), *context.args]))
