@@ -22,7 +22,8 @@ _forks.set_forkserver_preload(
 @cache
 def ready() -> None:
     """Have everything imported; the first start does so otherwise. Blocks for some seconds, once."""
-    with patch.dict(os.environ, OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", GRPC_VERBOSITY="NONE"):
+    grpc = {"GRPC_VERBOSITY": "NONE", "GRPC_ENABLE_FORK_SUPPORT": "false"}  # as programs import it
+    with patch.dict(os.environ, OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", **grpc):
         forkserver.ensure_running()
     process = _forks.Process(target=int)
     process.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -110,6 +111,41 @@ def test_a_program_whose_packages_are_missing_says_what_to_install() -> None:
         assert said is not None, (name, ran.stderr)
         assert code == f"{name} 1"
         assert said[1] in project["optional-dependencies"], name
+
+
+FORKS = """
+import asyncio, os
+from gpuscale.common.programs import import_grpc
+if {ours}:
+    import_grpc()
+import grpc.aio, uvloop
+async def main():
+    server = grpc.aio.server()
+    server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    await server.stop(None)
+with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    runner.run(main())
+print("GRPC_ENABLE_FORK_SUPPORT" in os.environ)
+"""
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_no_handler_of_grpc_runs_in_a_child_of_a_program(ours: bool) -> None:
+    """It may crash a probe before it runs. gRPC's own default does run them, and says so when threads are in calls."""
+    ran = subprocess.run(
+        [sys.executable, "-c", FORKS.format(ours=ours)],
+        env=os.environ | {"GRPC_VERBOSITY": "INFO"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert ran.stdout == "False\n"
+    assert ("fork() handlers" in ran.stderr) is not ours
 
 
 def test_a_program_ends_with_its_own_exit_code(tmp_path: Path) -> None:

@@ -36,14 +36,18 @@ def main() -> int | None:
 
 
 def import_grpc() -> None:
-    """Import gRPC with its own log lines switched off, which would mix with ours on stderr.
+    """Import gRPC without its own log lines, which would mix with ours on stderr, and without its handlers of forks.
 
-    A user's GRPC_VERBOSITY still counts. Child processes do not inherit the variable.
+    These run in each child that uvloop starts, where they may crash it before its program runs. A user's variables still count.
+    Child processes do not inherit ours.
     """
-    if "GRPC_VERBOSITY" not in os.environ:
-        os.environ["GRPC_VERBOSITY"] = "NONE"
-        import_module("grpc")
-        del os.environ["GRPC_VERBOSITY"]
+    ours = {"GRPC_VERBOSITY": "NONE", "GRPC_ENABLE_FORK_SUPPORT": "false"}
+    for name in ours.keys() & os.environ.keys():
+        del ours[name]
+    os.environ.update(ours)
+    import_module("grpc")
+    for name in ours:
+        del os.environ[name]
 
 
 def what_to_install(program: str, error: ModuleNotFoundError, extra: str) -> str:

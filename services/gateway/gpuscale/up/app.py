@@ -10,12 +10,12 @@ banner works at once, an unused dashboard costs nothing, and a crash of the dash
 import asyncio
 import logging
 import socket
-import subprocess
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from secrets import token_hex, token_urlsafe
+from subprocess import PIPE
 
 import grpc
 from pydantic import SecretStr
@@ -29,7 +29,7 @@ from gpuscale.common.errors import UnavailableError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.runtime.lifecycle import DirectoryLock, exit_code
+from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger, writes_json
 from gpuscale.common.runtime.tasks import SystemClock, TaskScope
 from gpuscale.common.secrets import write_link
@@ -166,16 +166,17 @@ async def _serve(bound: socket.socket, command: list[str]) -> None:
         finally:
             loop.remove_reader(bound)
         # The pipe closes when this process ends, however it ends.
-        with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[bound.fileno()]) as process:  # noqa: ASYNC220
-            try:
-                code = await exit_code(process)
-            finally:
+        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, pass_fds=[bound.fileno()])
+        try:
+            code = await process.wait()
+        finally:
+            if process.returncode is None:
                 process.terminate()
                 try:
                     async with asyncio.timeout(STOP_SECONDS):
-                        await exit_code(process)
+                        await process.wait()
                 except TimeoutError:
                     process.kill()
-                    await exit_code(process)
+                    await process.wait()
         _log.warning("the dashboard ended; the next request starts it again", code=code)
         await asyncio.sleep(PAUSE)

@@ -1,4 +1,4 @@
-"""Program lifecycle: signals, child processes, the data directory lock, and the last handler of errors."""
+"""Program lifecycle: signals, the data directory lock, and the last handler of errors."""
 
 import asyncio
 import faulthandler
@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import stat
-import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping
@@ -164,25 +163,6 @@ def descriptor_limit() -> int:
     """The descriptor limit of this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return LARGEST_LIMIT if soft == resource.RLIM_INFINITY else soft
-
-
-async def exit_code(child: subprocess.Popen[bytes]) -> int:
-    """Wait until a child process ends; returns its exit code, negative for a signal.
-
-    Start children with `Popen`, which calls vfork. uvloop's own forks: gRPC's handlers then start threads in the child, which may
-    crash before its program runs.
-    """
-    if (code := child.poll()) is not None:
-        return code
-    ended, descriptor = asyncio.Event(), os.pidfd_open(child.pid)
-    loop = asyncio.get_running_loop()
-    loop.add_reader(descriptor, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
-    return child.wait()
 
 
 _MAX_PID_BYTES = 32

@@ -10,8 +10,8 @@ import click
 
 from gpuscale.cli.console.command import Command, Session, command
 from gpuscale.cli.console.errors import leave
-from gpuscale.client.connection import find_context
 from gpuscale.common.errors import GpuscaleError
+from gpuscale.common.programs import import_grpc
 
 SERVES: dict[str, Any] = {
     "add_help_option": False,
@@ -31,6 +31,7 @@ def up(context: click.Context, _session: Session) -> None:
     """Start everything on this machine, in one process."""
     gc.disable()  # as in common/programs.py
     try:
+        import_grpc()
         from gpuscale.up.main import main as run_up
 
         leave(run_up(context.args))
@@ -48,16 +49,23 @@ def dashboard(context: click.Context, session: Session) -> None:
         raise GpuscaleError(message, reason="NOT_INSTALLED")
     from gpuscale.dashboard.main import main as run_dashboard
 
+    leave(
+        run_dashboard([*([] if "--help" in context.args else _gateway(session, context.args)), *context.args])
+    )
+
+
+def _gateway(session: Session, typed: list[str]) -> list[str]:
+    """The dashboard's arguments for the gateway of this command line's options, or of the context, where nothing else names one."""
+    from gpuscale.client.connection import find_context
+
     address = session.address or os.environ.get("GPUSCALE_ADDRESS")
-    settled = address or any(one.startswith(("--config", "--gateway-address")) for one in context.args)
-    if session.context or not (
-        settled or {"GPUSCALE_CONFIG", "GPUSCALE_DASHBOARD_GATEWAY_ADDRESS"} & {*os.environ}
-    ):
+    named = any(one.startswith(("--config", "--gateway-address")) for one in typed) or (
+        {"GPUSCALE_CONFIG", "GPUSCALE_DASHBOARD_GATEWAY_ADDRESS"} & {*os.environ}
+    )
+    if session.context or not (address or named):
         known = find_context(session.context)  # its token is not for whoever looks at the page
-        tls = {
-            name: getattr(session, name) or getattr(known, name)
-            for name in ("ca_file", "cert_file", "key_file")
-        }
-        address, session = address or known.address, replace(session, **tls)
+        files = ("ca_file", "cert_file", "key_file")
+        session = replace(session, **{one: getattr(session, one) or getattr(known, one) for one in files})
+        address = address or known.address
     options = replace(session, address=address or None, context=None).options()
-    leave(run_dashboard([*(one.replace("--address", "--gateway-address") for one in options), *context.args]))
+    return [one.replace("--address", "--gateway-address") for one in options]

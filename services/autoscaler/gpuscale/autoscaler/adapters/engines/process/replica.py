@@ -25,7 +25,6 @@ import errno
 import os
 import shutil
 import stat
-import subprocess
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from collections.abc import Set as AbstractSet
@@ -49,7 +48,6 @@ from gpuscale.autoscaler.adapters.templates import INHERITED, Launch, parse_argu
 from gpuscale.autoscaler.domain.replicas import LogPart
 from gpuscale.common.names import REPLICA, match
 from gpuscale.common.runtime import tasks
-from gpuscale.common.runtime.lifecycle import exit_code
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock
 
@@ -158,17 +156,19 @@ async def ask(
 
 
 async def _run(argv: tuple[str, ...], env: Mapping[str, str]) -> str:
-    nothing = subprocess.DEVNULL
-    process = subprocess.Popen(argv, stdin=nothing, stdout=nothing, stderr=nothing, env=env)  # noqa: ASYNC220
+    nothing = asyncio.subprocess.DEVNULL
+    process = await asyncio.create_subprocess_exec(
+        *argv, stdin=nothing, stdout=nothing, stderr=nothing, env=env
+    )
     try:
-        code = await exit_code(process)
+        code = await process.wait()
     finally:
         if process.returncode is None:
             process.kill()
             # A process that hangs in the kernel, as anything that calls a GPU's driver may, does not end.
             with suppress(TimeoutError):
                 async with asyncio.timeout(_END_SECONDS):
-                    await exit_code(process)
+                    await process.wait()
     return "" if code == 0 else f"the program ended with {code}"
 
 
