@@ -128,3 +128,12 @@ def test_a_whole_snapshot_comes_now_and_then_and_when_asked_for() -> None:
     assert deltas.next(reading(), now=7.0) is not None
     deltas.reset()
     assert deltas.next(reading(), now=7.5) is None
+
+
+def test_snapshots_are_whole_for_a_time_after_a_change_was_refused() -> None:
+    """A fleet of an earlier version refuses each change of a number that it does not know."""
+    deltas = Deltas(DeadBands(), full_every=60.0)
+    assert deltas.next(taken(), now=TAKEN_AT) is None
+    deltas.refused(TAKEN_AT)
+    assert deltas.next(taken(), now=TAKEN_AT + 59.0) is None
+    assert deltas.next(taken(), now=TAKEN_AT + 61.0) is not None

@@ -201,6 +201,8 @@ def text(text: str) -> str:
 
 _NANOS = 1_000_000_000
 _NOT_TOLD = float("nan")
+MOST_FIELDS = 256
+"""Most fields of a reading that a delta changes; agents of later versions have more than this one."""
 _GPU_FIELDS = {field.number: field.name for field in types_api.GpuReading.DESCRIPTOR.fields}
 _HOST_FIELDS = {field.number: field.name for field in types_api.HostReading.DESCRIPTOR.fields}
 _FLOATS = frozenset(
@@ -247,16 +249,19 @@ class Change:
 
     @classmethod
     def of(cls, delta: monitor_internal.SnapshotDelta) -> "Change":
-        """Decode a delta, without validation."""
+        """Decode a delta, without validation and without numbers that only later versions know."""
         time, age = delta.sample_time, delta.age
         numbers = NO_NUMBERS
         if delta.HasField("numbers"):
             table = delta.numbers
             fields, places, values = table.fields[:], table.places[:], table.values[:]
             width, rest = divmod(len(values), len(fields)) if fields else (0, 0)
-            complete = width > 0 and not rest and len(fields) <= len(_GPU_FIELDS)
+            complete = width > 0 and not rest and len(fields) <= MOST_FIELDS
             columns = [values[at : at + width] for at in range(0, len(values), width)] if complete else ()
-            numbers = Numbers(places, fields, columns)
+            if complete and not _GPU_FIELDS.keys() >= set(fields):
+                known = [place for place, field in enumerate(fields) if field in _GPU_FIELDS]
+                fields, columns = [fields[place] for place in known], [columns[place] for place in known]
+            numbers = Numbers(places, fields, columns) if fields else NO_NUMBERS
         return cls(
             Stamp(delta.seq, time.seconds, time.nanos, age.seconds, age.nanos),
             delta.host if delta.HasField("host") else None,
@@ -391,7 +396,8 @@ def count_on(snapshot: types_api.Snapshot, elapsed: float) -> None:
 
 def _clear(reading: Message, names: dict[int, str], cleared: Iterable[int]) -> None:
     for number in cleared:
-        reading.ClearField(names[number])
+        if number in names:
+            reading.ClearField(names[number])
 
 
 def _add(age: Duration, nanos: int) -> None:

@@ -110,11 +110,16 @@ class Deltas:
         self._age_band = bands.age_seconds
         self._full_every = full_every
         self._full_at = 0.0
+        self._full_until = float("-inf")
         self._sent: _Sent | None = None
 
     def reset(self) -> None:
         """Send a whole snapshot next."""
         self._sent = None
+
+    def refused(self, now: float) -> None:
+        """Send whole snapshots for `full_every` seconds: a fleet of an earlier version may not know a number that changes."""
+        self._full_until = now + self._full_every
 
     def next(self, snapshot: Snapshot, now: float) -> monitor_internal.SnapshotDelta | None:
         """The change since the last call, as of `now`; None if the whole snapshot must be sent."""
@@ -131,7 +136,8 @@ class Deltas:
             snapshot.labels,
             tuple([(view.identity, view.pods) for view in snapshot.gpus]),
         )
-        if sent is None or sent.frame != frame or now - self._full_at >= self._full_every:
+        full = now < self._full_until or now - self._full_at >= self._full_every
+        if full or sent is None or sent.frame != frame:
             host = _SentHost(snapshot.host_reading, _age(snapshot.host_read_at, now))
             gpus = [
                 _SentGpu(view.state, view.quarantine, view.reading, _age(view.read_at, now))

@@ -192,6 +192,7 @@ class FleetPush:
                     else:
                         self._backoff.reset()
                     if refused:
+                        self._deltas.refused(self._clock.now())
                         reason = answer.rejected_reason
                         _log.warning("the fleet rejects snapshots", count=rejected, reason=reason)
         except TimeoutError:
