@@ -147,7 +147,7 @@ def read_secret(file: Path, what: str) -> str:
     try:
         return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", "it is no text in UTF-8")
+        why = getattr(error, "strerror", "no text")
         raise ValueError(f"cannot read {what} {file}: {why}") from None
 
 

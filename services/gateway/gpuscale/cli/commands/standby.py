@@ -66,8 +66,7 @@ class ServicesHost:
     ) -> None:
         """Get certificates and the fleet's tokens file, write settings, and start the programs.
 
-        Raises:
-            GpuscaleError: the server is the wrong one, refuses, or does not answer, or a file cannot be written.
+        Raises GpuscaleError: the server is the wrong one, refuses, or does not answer, or a file cannot be written.
         """
         programs = PROGRAMS_OF_SERVICES[-1:] if self.role == "gateway" else PROGRAMS_OF_SERVICES
         names = [name.removeprefix("gpuscale-") for name in programs]

@@ -442,9 +442,13 @@ def presets(client: Client) -> list[api.Preset]:
     return EVERYTHING.items(client.presets, api.ListPresetsRequest())
 
 
+def _gpus_of_all(client: Client, typed: Sequence[str] = ()) -> list[types_api.Gpu]:
+    return gpus(nodes(client), typed)
+
+
 READERS: Mapping[str, Callable[..., Sequence[Any]]] = {
     "nodes": nodes,
-    "gpus": lambda client, typed=(): gpus(nodes(client), typed),
+    "gpus": _gpus_of_all,
     "processes": processes,
     "reservations": reservations,
     "jobs": jobs,
