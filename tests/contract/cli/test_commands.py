@@ -602,17 +602,24 @@ def test_a_reservation_is_known_by_the_title_of_its_job(
     assert "2 jobs are titled 'night run': rabcdefghijk2, rabcdefghijk3; use the id" in ran.err
 
 
+LABEL = "must be 1-253 printable characters without spaces at the ends"
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("login-code create ann --valid-for 0s", "--valid-for must be at least 60 s"),
-        ("login-code create ann --expires-in 0s", "--expires-in must be at least 1 s"),
-        ("join-token create --node x --expires-in 0s", "--expires-in must be at least 1 s"),
+        ("login-code create ann --valid-for 0s", "--valid-for must be at least 1m"),
+        ("login-code create ann --valid-for 400d", "--valid-for must be at most 397d"),
+        ("login-code create ann --expires-in 0s", "--expires-in must be at least 1s"),
+        ("join-token create --node x --expires-in 0s", "--expires-in must be at least 1s"),
         ("reserve --gpus 99999999", "--gpus must be at most 4096"),
-        ("reserve --gpus 1 --wait 9999d", "--wait must be at most 604800 s"),
-        ("reserve --gpus 1 --time-limit 0s", "--time-limit must be at least 1 s"),
-        ("reserve --gpus 1 --at 2h --for 1s", "--for must be at least 60 s"),
-        ("start recording r1 --for 0s --node host-1", "--for must be greater than 0 s"),
+        ("reserve --gpus 1 --wait 9999d", "--wait must be at most 7d"),
+        (f"reserve --gpus 1 --model A100 --model {'x' * 254}", f"--model {LABEL}"),
+        ("reserve --gpus 1 --members 5000", "--members must be at most 1000"),
+        ("set quota vision --hours -1", "--hours must be at least 0"),
+        ("reserve --gpus 1 --time-limit 0s", "--time-limit must be at least 1s"),
+        ("reserve --gpus 1 --at 2h --for 1s", "--for must be at least 1m"),
+        ("start recording r1 --for 0s --node host-1", "--for must be greater than 0s"),
     ],
 )
 def test_a_wrong_value_is_told_by_its_option(words: str, told: str) -> None:

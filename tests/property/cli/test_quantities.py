@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuscale.cli.grammar.parameters import format_duration, format_size
-from gpuscale.common.sizes import parse_duration, parse_size
+from gpuscale.common.sizes import duration_text, parse_duration, parse_size
 
 
 @given(st.integers(0, 2**63 - 1))
@@ -28,6 +28,7 @@ def test_units_multiply(count: int, unit: str) -> None:
 def test_a_formatted_duration_reads_back_as_no_more_and_not_much_less(seconds: int) -> None:
     read = parse_duration(format_duration(seconds))
     assert read <= seconds < read * 1.05 + 1
+    assert parse_duration(duration_text(seconds)) == seconds
 
 
 @given(st.integers(0, 20), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))

@@ -131,7 +131,7 @@ def test_what_is_no_option_of_an_ask_is_refused(options: Any, error: type[Except
 
 @pytest.mark.parametrize("limit", [0, "0s", 0.5])
 def test_a_time_limit_that_no_command_can_keep_is_refused(limit: float | str) -> None:
-    with pytest.raises(InvalidArgumentError, match="time_limit must be at least 1 s"):
+    with pytest.raises(InvalidArgumentError, match="time_limit must be at least 1s"):
         job_request(["train"], 1, 1, {"time_limit": limit})
 
 

@@ -118,9 +118,9 @@ CONTROL = "must not hold control characters"
         (types_api.GpuReading(memory_total_bytes=0), "memory_total_bytes", "must be greater than 0"),
         *((step(value), "threshold", FINITE) for value in (math.nan, math.inf, -math.inf)),
         *((types_api.GpuReading(power_watts=value), "power_watts", FINITE) for value in (math.nan, math.inf)),
-        (lasting(1, 999_999_999), "ttl", "must be at least 2 s"),
-        (lasting(-5), "ttl", "must be at least 2 s"),
-        (lasting(604_800, 1), "ttl", "must be at most 604800 s"),
+        (lasting(1, 999_999_999), "ttl", "must be at least 2s"),
+        (lasting(-5), "ttl", "must be at least 2s"),
+        (lasting(604_800, 1), "ttl", "must be at most 7d"),
         *((lasting(*ttl), "ttl", DURATION) for ttl in ((5, -1), (5, 1_000_000_000), (400_000_000_000,))),
         *((reserve(policy=value), "ask.policy", "must be a value of PlacementPolicy") for value in (99, -1)),
         *(

@@ -55,6 +55,15 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
+def duration_text(seconds: float) -> str:
+    """`397d`, `1h30m`, `100ms`, `0s`: a duration to the millisecond, as `parse_duration` reads it."""
+    left, text = round(1000 * seconds), ""
+    for unit, worth in _SECONDS.items():
+        count, left = divmod(left, round(1000 * worth))
+        text += f"{count}{unit}" if count else ""
+    return text or "0s"
+
+
 def to_bytes(size: int | str) -> int:
     """Bytes of a size given as a number or text; ValueError for invalid text."""
     return parse_size(size) if isinstance(size, str) else size

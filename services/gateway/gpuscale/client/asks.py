@@ -227,7 +227,7 @@ def _reserve_request(gpu_count: int, holder: str, options: ReserveOptions) -> al
     ttl, wait = as_seconds("ttl", options.get("ttl")), as_seconds("wait", options.get("wait"))
     limit, booking = as_seconds("time_limit", options.get("time_limit")), options.get("booking", "")
     if limit is not None and limit < 1:
-        raise InvalidArgumentError("time_limit must be at least 1 s", field="time_limit")
+        raise InvalidArgumentError("time_limit must be at least 1s", field="time_limit")
     return allocator_api.ReserveRequest(
         request_id=options.get("request_id") or str(uuid.uuid4()),
         holder=holder,

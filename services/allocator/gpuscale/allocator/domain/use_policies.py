@@ -24,6 +24,8 @@ from enum import StrEnum
 from math import ceil, floor
 from zoneinfo import ZoneInfo
 
+from gpuscale.common.sizes import duration_text
+
 MOST_KILL_GRACE = 60.0
 """Most seconds from SIGTERM to SIGKILL."""
 MOST_GAP = 60.0
@@ -368,7 +370,8 @@ def problems(policy: UsePolicy) -> list[tuple[str, str]]:
         if Action.KILL in stage.actions and policy.condition is not PolicyCondition.OUTSIDER:
             found.append((f"stages[{index}].actions", "KILL is only valid for OUTSIDER"))
         if Action.KILL in stage.actions and stage.grace > MOST_KILL_GRACE:
-            found.append((f"stages[{index}].grace", f"must be at most {MOST_KILL_GRACE:g} s with KILL"))
+            most = duration_text(MOST_KILL_GRACE)
+            found.append((f"stages[{index}].grace", f"must be at most {most} with KILL"))
         last = {Action.REVOKE, Action.KILL}.intersection(stage.actions)
         if last and index + 1 < len(policy.stages):
             found.append((f"stages[{index}].actions", f"{min(last).name} must be in the last stage"))

@@ -32,6 +32,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common.errors import FieldViolation, InvalidArgumentError
 from gpuscale.common.names import ID_PATTERN, PATTERNS, expression, is_id, misfit
+from gpuscale.common.sizes import duration_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,7 @@ def value_check(field: FieldDescriptor, rules: FieldRules) -> ValueCheck | None:
     if field.cpp_type in _FLOATS:
         return _number_check(rules)
     if field.cpp_type in _INTEGERS:
-        return _bounds_check(rules)
+        return None if _limits(rules) == _NO_LIMITS else _number_check(rules)
     if field.enum_type is not None:
         defined, problem = (
             frozenset(field.enum_type.values_by_number),
@@ -251,7 +252,7 @@ def _finite_range(rules: FieldRules) -> Range:
     return max(low, math.nextafter(above, math.inf), -_LARGEST), min(high, _LARGEST)
 
 
-def _number_check(rules: FieldRules, unit: str = "") -> ValueCheck:
+def _number_check(rules: FieldRules, shown: Callable[[float], str] = "{:.15g}".format) -> ValueCheck:
     """The check of a number against `min`, `max` and `above`."""
     least, most, above = _limits(rules)
     low, high = _finite_range(rules)
@@ -262,27 +263,22 @@ def _number_check(rules: FieldRules, unit: str = "") -> ValueCheck:
         if not math.isfinite(value):
             return "must be a finite number"
         if value < least:
-            return f"must be at least {least:.15g}{unit}"
+            return f"must be at least {shown(least)}"
         if value > most:
-            return f"must be at most {most:.15g}{unit}"
-        return f"must be greater than {above:.15g}{unit}"
+            return f"must be at most {shown(most)}"
+        return f"must be greater than {shown(above)}"
 
     return number_problem
 
 
-def _bounds_check(rules: FieldRules, unit: str = "") -> ValueCheck | None:
-    """The check of an integer; None without bounds."""
-    return None if _limits(rules) == _NO_LIMITS else _number_check(rules, unit)
-
-
 def _duration_check(rules: FieldRules) -> ValueCheck:
-    bounds = _bounds_check(rules, " s")
+    bounds = _number_check(rules, duration_text)
 
     def duration_problem(value: Duration) -> str | None:
         seconds, nanos = value.seconds, value.nanos
         if abs(seconds) > _MAX_DURATION_SECONDS or abs(nanos) > _MAX_NANOS or seconds * nanos < 0:
             return "must be a duration within 10,000 years, with seconds and nanos of one sign"
-        return None if bounds is None else bounds(seconds + nanos / 1e9)
+        return bounds(seconds + nanos / 1e9)
 
     return duration_problem
 

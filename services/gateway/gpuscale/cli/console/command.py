@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypedDict
 
@@ -278,8 +277,10 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run it with its session."""
-        valued = (one.opts for one in self.own_params(ctx) if ctx.params.get(one.name or "") is not None)
-        TERMINAL.options = frozenset(chain.from_iterable(valued))
+        options = [one for one in self.own_params(ctx) if isinstance(one, click.Option)]
+        valued = [(one.name, one.opts[0]) for one in options if ctx.params.get(one.name or "") is not None]
+        words = {word[2:].replace("-", "_"): word for _, word in valued}
+        TERMINAL.options = {name or word: word for name, word in valued} | words
         ctx.obj = self.choose(session_of(ctx), ctx)
         return super().invoke(ctx)
 

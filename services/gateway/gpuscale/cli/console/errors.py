@@ -103,22 +103,27 @@ def report(error: GpuscaleError, name: str = "") -> ExitCode:
     return code
 
 
-_OPTIONS: Mapping[str, str] = {
-    **dict.fromkeys(("duration", "max_duration"), "--for"),
-    "gpu_count": "--gpus",
-    "token_ttl": "--valid-for",
-    "ttl": "--expires-in",
-}
-"""Options that are called otherwise than the last part of their field."""
+_OPTIONS: Mapping[str, str] = dict(
+    re.findall(
+        r"(\w+)=(\w+)",
+        "duration=for max_duration=for goal=wait timeout=wait gpu_count=gpus gpu_milli_limit=gpus gpus=gpu cpu_milli=cpus"
+        " gpu_milli=share gpu_hours_per_month=hours gang_strategy=strategy member_count=members may_preempt=preempt"
+        " start_time=at token_ttl=valid_for ttl=expires_in",
+    )
+)
+"""Options that are called otherwise than the last part of their field, in any number and unit."""
+_KEY = re.compile(r'\["(?:[^"\\]|\\.)*"\]|\[\d+\]')
+_UNIT = re.compile("_(bytes|percent|watts)$")
 
 
 def _as_typed(line: str, fields: Iterable[FieldViolation]) -> str:
     """A line of an error with the options of the command in place of their fields."""
     for one in fields:
-        name = one.field.rpartition(".")[2]
-        typed = TERMINAL.options & {f"--{name.replace('_', '-')}", _OPTIONS.get(name, "")}
-        for option in typed:
-            line = re.sub(rf"(?<![\w.-]){re.escape(one.field)}(?=:? )", option, line, count=1)
+        name = _UNIT.sub("", _KEY.sub("", one.field).rpartition(".")[2])
+        for word in (_OPTIONS.get(name, name), name, name.removesuffix("s")):
+            if option := TERMINAL.options.get(word):
+                line = re.sub(rf"(?<![\w.-]){re.escape(one.field)}(?=:? )", option, line, count=1)
+                break
     return line
 
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TextIO
@@ -45,7 +45,7 @@ class Terminal:
         json: notes are JSON objects.
         folds: long lines on standard output are wrapped to the terminal.
         verbose: details are written too.
-        options: those of the command that have a value.
+        options: those of the command that have a value, by their words and the names of their parameters.
         grpc_silenced: this process sets gRPC's verbosity, which its caller did not.
     """
 
@@ -53,13 +53,13 @@ class Terminal:
     json: bool = False
     folds: bool = False
     verbose: bool = False
-    options: frozenset[str] = frozenset()
+    options: Mapping[str, str] = field(default_factory=dict)
     grpc_silenced: bool = False
 
     def reset(self) -> None:
         """Forget the options of an earlier run in this process."""
         self.ascii = self.json = self.folds = self.verbose = False
-        self.options = frozenset()
+        self.options = {}
 
     def silence_grpc(self) -> None:
         """Keep gRPC's core from writing to stderr, unless the caller set its verbosity: our errors are clearer.
