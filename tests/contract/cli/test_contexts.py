@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from gpuscale.client.connection import read_contexts
+from gpuscale.common.errors import UnauthenticatedError
+from gpuscale.testing import FakeServer
 from tests.contract.cli import canned_gateway as canned
 from tests.support.cli import Ran, run_cli
 from tests.support.ports import free_port
@@ -59,6 +61,27 @@ def test_a_dashboard_is_that_of_the_context(ctl: Any, monkeypatch: pytest.Monkey
         ctl("dashboard", *typed.split())
     lab, other = ["--gateway-address=h:1", "--ca-file=/ca.pem"], ["--gateway-address=x:2", "--token-file=/t"]
     assert told == [[*lab, "--sign-in"], other, ["--config", "c.toml"]]
+
+
+def test_a_login_that_expired_says_how_to_log_in_again(ctl: Any, file: Path) -> None:
+    """Only where the token that was sent came from one."""
+    file.parent.mkdir()
+    kept, other = file.parent / "lab.token", file.parent.parent / "other"
+    with FakeServer() as server:
+        for token in (kept, other):
+            token.write_text("secret")
+            ctl("config", "set-context", token.stem, "--address", server.address, "--token-file", str(token))
+        server.fail("ListNodes", UnauthenticatedError("the token has expired", reason="TOKEN_EXPIRED"), 4)
+        mine = ctl("get", "nodes", "--context", "lab").err
+        kept.with_suffix(".login").touch()
+        at_provider = ctl("get", "nodes", "--context", "lab").err
+        others = [
+            ctl("get", "nodes", *more).err for more in (["--context", "other"], ["--token-file", str(kept)])
+        ]
+    again = f"gpuscalectl login {server.address}"
+    assert mine.splitlines()[1:] == [f"to log in again, with a new code of an admin: {again} --as lab"]
+    assert at_provider.splitlines()[1:] == [f"to log in again: {again} --oidc --as lab"]
+    assert {len(one.splitlines()) for one in others} == {1}
 
 
 def test_what_is_not_given_stays(ctl: Any, file: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import click
 
-from gpuscale.cli.console.command import Command, Group, Session, anywhere, session_of, typed_anywhere
+from gpuscale.cli.console.command import Command, Group, Session, anywhere, typed_anywhere
 from gpuscale.cli.console.output import Chosen
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.parameters import DURATION, Parsed
@@ -91,7 +91,7 @@ class GetCommand(Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run it once, or repeatedly with --watch."""
-        ctx.obj = session = self.choose(session_of(ctx), ctx)
+        ctx.obj = session = self.begin(ctx)
         watched = session.output.chosen.watched
         if watched is None:
             return click.Command.invoke(self, ctx)

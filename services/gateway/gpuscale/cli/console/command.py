@@ -113,6 +113,22 @@ class Session:
         current = None if self.address or os.environ.get("GPUSCALE_ADDRESS") else ""
         return [replace(self, address=one, context=self.context or current) for one in addresses]
 
+    def login(self) -> str:
+        """The command that renews the login whose token is sent; empty if it is another token, or none."""
+        if self.token_file or self.without_token or os.environ.get("GPUSCALE_TOKEN_FILE"):
+            return ""
+        if self.context is None and (self.address or os.environ.get("GPUSCALE_ADDRESS")):
+            return ""
+        from gpuscale.client.connection import contexts_file, find_context
+
+        found = find_context(self.context)
+        token = found.token_file
+        if token is None or token.parent != contexts_file().parent:
+            return ""
+        given = f" --ca-file {found.ca_file}" if found.ca_file else ""
+        given += " --oidc" if token.with_suffix(".login").exists() else ""
+        return f"{PROGRAM} login {found.address}{given} --as {token.stem}"
+
     def connect_async(self) -> library.AsyncClient:
         """An async client of the gateway, not yet connected."""
         return library.connect_async(self.address, **self._where(), timeout=self.request_timeout)
@@ -277,12 +293,19 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run it with its session."""
+        ctx.obj = self.begin(ctx)
+        return super().invoke(ctx)
+
+    def begin(self, ctx: click.Context) -> Session:
+        """Its session, of which errors know the options and the login."""
         options = [one for one in self.own_params(ctx) if isinstance(one, click.Option)]
-        valued = [(one.name, one.opts[0]) for one in options if ctx.params.get(one.name or "") is not None]
+        typed = ctx.params | typed_anywhere(ctx)
+        valued = [(one.name, one.opts[0]) for one in options if typed.get(one.name or "") is not None]
         words = {word[2:].replace("-", "_"): word for _, word in valued}
         TERMINAL.options = {name or word: word for name, word in valued} | words
-        ctx.obj = self.choose(session_of(ctx), ctx)
-        return super().invoke(ctx)
+        session = self.choose(session_of(ctx), ctx)
+        TERMINAL.login = session.login
+        return session
 
 
 class CommandEntry(NamedTuple):

@@ -143,6 +143,8 @@ def _remedy(error: GpuscaleError) -> list[str]:
     """A line with the command that helps, if one is known."""
     if error.reason in _REMEDIES:
         return [_REMEDIES[error.reason]]
+    if error.reason == "TOKEN_EXPIRED" and (again := TERMINAL.login()):
+        return [f"to log in again{'' if '--oidc' in again else ', with a new code of an admin'}: {again}"]
     *_, collection, _ = ("", "", *error.metadata.get("name", "").split("/"))
     if isinstance(error, errors.NotFoundError) and any(collection == noun.plural for noun in NOUNS):
         return [f"to list all: gpuscalectl get {collection}"]

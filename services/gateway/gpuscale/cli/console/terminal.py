@@ -46,6 +46,7 @@ class Terminal:
         folds: long lines on standard output are wrapped to the terminal.
         verbose: details are written too.
         options: those of the command that have a value, by their words and the names of their parameters.
+        login: returns the command that renews the login whose token is sent; empty without one.
         grpc_silenced: this process sets gRPC's verbosity, which its caller did not.
     """
 
@@ -54,12 +55,13 @@ class Terminal:
     folds: bool = False
     verbose: bool = False
     options: Mapping[str, str] = field(default_factory=dict)
+    login: Callable[[], str] = str
     grpc_silenced: bool = False
 
     def reset(self) -> None:
         """Forget the options of an earlier run in this process."""
         self.ascii = self.json = self.folds = self.verbose = False
-        self.options = {}
+        self.options, self.login = {}, str
 
     def silence_grpc(self) -> None:
         """Keep gRPC's core from writing to stderr, unless the caller set its verbosity: our errors are clearer.
