@@ -240,6 +240,7 @@ def test_a_certificate_that_is_renewed_keeps_the_names_that_it_is_for(tmp_path: 
 
 
 def test_an_authority_is_needed_to_issue(tmp_path: Path) -> None:
+    assert certs("list", "--dir", str(tmp_path)).err == f"no certificates in {tmp_path}\n"
     ran = certs("issue", "alice", "--dir", str(tmp_path))
     assert (ran.code, ran.out) == (2, "")
     assert "ca.crt" in ran.err
@@ -299,7 +300,12 @@ def test_an_authority_is_not_given_up_while_it_is_needed(tmp_path: Path) -> None
     assert "nothing is being rotated" in certs("rotate-ca", "--finish", *at).err
     assert "nobody.crt" in certs("renew", "nobody", *at).err
     assert "xyz" in certs("revoke", "ann", "--serial", "xyz", "--revoked-file", str(tmp_path / "r")).err
-    assert certs("rotate-ca", *at).code == 0
+    assert "certs rotate-ca" in (refused := certs("renew", "ca", *at)).err
+    assert (refused.code, refused.out) == (2, "")
+    begun = certs("rotate-ca", *at)
+    assert begun.code == 0
+    assert f"certs renew {' '.join(at)}" in begun.err
+    assert f"certs rotate-ca --finish {' '.join(at)}" in begun.err
     again, early = certs("rotate-ca", *at), certs("rotate-ca", "--finish", *at)
     assert "has two authorities already" in again.err
     assert "server.crt was issued by the old authority" in early.err
@@ -308,5 +314,6 @@ def test_an_authority_is_not_given_up_while_it_is_needed(tmp_path: Path) -> None
     assert (states, (tmp_path / "ca.crt").read_text().count("BEGIN")) == ({"OLD AUTHORITY"}, 2)
     assert certs("renew", *at).code == 0
     assert listed(tmp_path)["server"]["state"] == "VALID"
-    assert certs("rotate-ca", "--finish", *at).code == 0
+    ended = certs("rotate-ca", "--finish", *at)
+    assert (ended.code, "give ca.crt to servers and callers once more" in ended.err) == (0, True)
     assert (tmp_path / "ca.crt").read_text().count("BEGIN") == 1

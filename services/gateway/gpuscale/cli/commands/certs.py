@@ -147,6 +147,7 @@ def list_certificates(session: Session, directory: Path, revoked_file: Path | No
                     }
                 )
     session.output.write_records("certificates", records, _COLUMNS, spare=("identity", "serial"))
+    session.output.note_none(records, f"no certificates in {directory}")
 
 
 @command("certs renew --dir pki")
@@ -161,7 +162,9 @@ def renew(
 
     Programs reload replaced files by themselves.
     """
-    renewed = [one for one in name or _names_in(directory) if one != "ca"]
+    if "ca" in name:
+        raise InvalidArgumentError("an authority is replaced: gpuscalectl certs rotate-ca", field="name")
+    renewed = name or _names_in(directory)
     _renew(directory, renewed, days, revoked_file)
     _show(session, directory, *renewed)
 
@@ -215,6 +218,11 @@ def rotate_ca(session: Session, directory: Path, finish: bool) -> None:
         else:
             pki.make_authority(f"gpuscale {datetime.now(UTC):%Y-%m-%d}").write(directory, "ca", *trusted)
     _show(session, directory, "ca")
+    if finish:
+        note("next: give ca.crt to servers and callers once more; until then they trust the old authority")
+    else:
+        note(f"next: give ca.crt to servers and callers; then: gpuscalectl certs renew --dir {directory}")
+        note(f"last, once all have theirs: gpuscalectl certs rotate-ca --finish --dir {directory}")
 
 
 @command("certs revoke gpu-host-07 --revoked-file revoked.toml")
