@@ -51,6 +51,13 @@ def test_a_url_without_user_or_port() -> None:
     assert (str(url), url.port, url.password.get_secret_value()) == ("http://[::1]/api", None, "")
 
 
+@pytest.mark.parametrize("text", ["postgresql://canary:canary@/db?host=/canary", "postgres:///db"])
+def test_postgresql_may_be_at_a_socket(text: str) -> None:
+    """As its own documentation writes it."""
+    url = SecretUrl(text)
+    assert (url.reveal(), str(url)) == (text, f"{url.scheme}:///db")
+
+
 def test_secret_urls_compare_by_content() -> None:
     assert SecretUrl(URL) == SecretUrl(URL)
     assert len({SecretUrl(URL), SecretUrl(URL), SecretUrl("amqp://mq.example:5672/jobs")}) == 2
@@ -63,6 +70,9 @@ def test_secret_urls_compare_by_content() -> None:
         "canary",
         "//canary@host",
         "amqp://",
+        "amqp:///canary?host=/canary",
+        "postgresql:canary",
+        "postgresql://:canary/secret@/db?host=/run",
         "amqp://canary:secret@",
         "amqp://user:canary@host:0/",
         "amqp://user:canary@host:99999/",

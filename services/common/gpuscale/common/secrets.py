@@ -40,8 +40,8 @@ class SecretUrl:
     """A URL whose user, password and query are secret; `str` and `repr` show the rest. Works as a pydantic field type.
 
     Raises:
-        ValueError: the URL has no scheme or host, or characters that must be percent-encoded. The error never contains
-            any part of the URL.
+        ValueError: the URL has no scheme or host, or characters that must be percent-encoded; one of PostgreSQL may have
+            its host in the query, or none. The error never contains any part of the URL.
     """
 
     __slots__ = ("_parts", "_port", "_text")
@@ -51,7 +51,8 @@ class SecretUrl:
             parts = urlsplit(text)
         except ValueError:
             raise ValueError("is not a URL") from None
-        if not parts.scheme or not parts.hostname:
+        of_libpq = text.startswith(("postgresql://", "postgres://"))
+        if not parts.scheme or not (parts.hostname or of_libpq):
             raise ValueError("must look like scheme://user:password@host:port/path")
         # A '/', '?' or '#' in the password ends the host early, which leaves the '@' behind it.
         if "@" in parts.path + parts.query + parts.fragment:
