@@ -101,6 +101,29 @@ async def test_calls_are_counted_only_while_they_run() -> None:
     assert not calls.unary
 
 
+async def test_only_admins_are_told_what_the_database_says(tmp_path: Path) -> None:
+    """It may name its address."""
+
+    async def work(request: Any, context: Any) -> Any:
+        raise errors.DatabaseUnavailableError("PostgreSQL at 10.0.0.5: gone", reason="STATE_UNAVAILABLE")
+
+    tokens = write_tokens(tmp_path / "tokens.toml", ann="admin", bob="operator")
+    told = {}
+    async with serve(Allocator(work), authenticator=Authenticator(tokens_file=tokens)) as served:
+        for name in ("ann", "bob"):
+            with pytest.raises(errors.UnavailableError) as caught, rpc_errors():
+                await served.allocator.GetReservation(
+                    allocator_api.GetReservationRequest(name="reservations/r"),
+                    metadata=bearer(name),
+                    timeout=30,
+                )
+            told[name] = (caught.value.message, caught.value.reason)
+    assert told == {
+        "ann": ("PostgreSQL at 10.0.0.5: gone", "STATE_UNAVAILABLE"),
+        "bob": ("the state cannot be used now", "STATE_UNAVAILABLE"),
+    }
+
+
 async def test_a_handler_that_is_not_async_is_not_implemented() -> None:
     """Generated code puts such methods in place of those that a servicer lacks."""
     async with serve(Allocator()) as served:

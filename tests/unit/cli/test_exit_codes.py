@@ -8,9 +8,7 @@ from gpuscale.common import errors
 TREE = [
     error
     for error in vars(errors).values()
-    if isinstance(error, type)
-    and issubclass(error, errors.GpuscaleError)
-    and error is not errors.GpuscaleError
+    if isinstance(error, type) and error.__base__ is errors.GpuscaleError
 ]
 
 

@@ -14,6 +14,7 @@ from gpuscale.allocator.queueing.model import Foreseen, QueuePlace
 from gpuscale.allocator.usecases.leases import Renewal
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
+from gpuscale.common.security.auth import for_caller
 
 _CAUSES = {one: api.Reservation.EndCause.Value(f"END_CAUSE_{one.name}") for one in EndCause}
 _LEASE_ERRORS = {name.removeprefix("LEASE_ERROR_"): value for name, value in api.LeaseError.items()}
@@ -39,7 +40,7 @@ def from_renewal(renewal: Renewal, now: float, wall: datetime) -> api.LeaseStatu
     if renewal.error is not None:
         status.error_reason = renewal.error.reason
         status.error = _LEASE_ERRORS.get(renewal.error.reason, api.LeaseError.LEASE_ERROR_UNAVAILABLE)
-        status.message = renewal.error.message
+        status.message = for_caller(renewal.error).message
     return status
 
 

@@ -55,6 +55,7 @@ from gpuscale.common.security.auth import (
     Principal,
     find_method,
     find_principal,
+    for_caller,
     require_for,
     set_principal,
 )
@@ -271,7 +272,7 @@ class Guard:
         if self._settings.watcher is not None:
             self._settings.watcher.failed(self._info, failure)
         if not context.done():
-            status = to_rpc_status(failure)
+            status = to_rpc_status(for_caller(failure))
             trailing = (*status.trailing_metadata, *named)
             await context.abort_with_status(replace(status, trailing_metadata=trailing))
         return None

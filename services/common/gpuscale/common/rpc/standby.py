@@ -30,9 +30,8 @@ from gpuscale.common.security.auth import (
     FORWARDED_KEY,
     Context,
     Principal,
-    Role,
     current_principal,
-    find_principal,
+    is_admin,
 )
 from gpuscale.common.security.signed_callers import MOST_BYTES, seal, unseal
 from gpuscale.common.store.leadership import LOOK_PERIOD, Candidate
@@ -58,12 +57,6 @@ def not_leader(leader: str, problem: str = "") -> UnavailableError:
         metadata={"leader": leader} if leader else {},
         retry_after=RETRY_AFTER,
     )
-
-
-def _is_admin() -> bool:
-    """Whether the caller of the current RPC may know where programs are."""
-    caller = find_principal()
-    return caller is not None and caller.role >= Role.ADMIN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +199,7 @@ class LeaderMethods:
     def _handler(self, path: str, method: MethodDescriptor) -> Handler:
         async def answer(request: Any, context: Context) -> Any:
             behavior = behavior_of(self._find(path))
-            if self._term is not None and _is_admin():
+            if self._term is not None and is_admin():
                 named = (LEADER_KEY, self._term.lead.address)
                 context.set_trailing_metadata((*context.trailing_metadata(), named))
             return await behavior(request, context)
@@ -253,7 +246,7 @@ async def serve_by_turns(
     def refusal() -> UnavailableError:
         problem = candidate.problem
         return not_leader(
-            candidate.leader, problem if _is_admin() else problem and "its database cannot be used"
+            candidate.leader, problem if is_admin() else problem and "its database cannot be used"
         )
 
     methods = LeaderMethods(services, refusal)

@@ -77,7 +77,14 @@ import grpc
 
 from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common import wire
-from gpuscale.common.errors import FailedPreconditionError, PermissionDeniedError, UnauthenticatedError
+from gpuscale.common.errors import (
+    DatabaseUnavailableError,
+    FailedPreconditionError,
+    GpuscaleError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from gpuscale.common.names import LEASE_KEY, is_id
 from gpuscale.common.security.followed import Followed, cause
 
@@ -157,6 +164,19 @@ no caller (health checks)."""
 def find_principal() -> Principal | None:
     """The caller of the current RPC, or None."""
     return _current.get(None)
+
+
+def is_admin() -> bool:
+    """Whether the caller of the current RPC may know where programs are."""
+    caller = find_principal()
+    return caller is not None and caller.role >= Role.ADMIN
+
+
+def for_caller(error: GpuscaleError) -> GpuscaleError:
+    """An error as the caller of the current RPC may read it."""
+    if isinstance(error, DatabaseUnavailableError) and not is_admin():
+        return UnavailableError("the state cannot be used now", reason=error.reason)
+    return error
 
 
 set_principal: Callable[[Principal], object] = _current.set

@@ -20,7 +20,12 @@ from psycopg.rows import TupleRow
 from sqlalchemy import Connection, ExceptionContext, MetaData, NullPool, create_engine, event
 from sqlalchemy.exc import DBAPIError
 
-from gpuscale.common.errors import FailedPreconditionError, InternalError, UnavailableError
+from gpuscale.common.errors import (
+    DatabaseUnavailableError,
+    FailedPreconditionError,
+    InternalError,
+    UnavailableError,
+)
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.store.store import Backend, Migrations
@@ -80,7 +85,7 @@ def connect_error(url: SecretUrl, error: psycopg.Error) -> FailedPreconditionErr
     # While connecting, the library gives the server's message but no SQLSTATE.
     if any(words in why for words in _REFUSED):
         return refused(url, error)
-    return UnavailableError(f"PostgreSQL at {url} cannot be used: {why}", reason="STATE_UNAVAILABLE")
+    return DatabaseUnavailableError(f"PostgreSQL at {url} cannot be used: {why}", reason="STATE_UNAVAILABLE")
 
 
 def probe(url: SecretUrl) -> None:
@@ -237,7 +242,7 @@ class Postgres(Backend):
         elif not isinstance(cause, (psycopg.OperationalError, psycopg.errors.ReadOnlySqlTransaction)):
             return error
         why = " ".join(str(cause).split())
-        return UnavailableError(f"the state cannot be used now: {why}", reason="STATE_UNAVAILABLE")
+        return DatabaseUnavailableError(f"the state cannot be used now: {why}", reason="STATE_UNAVAILABLE")
 
     def _commit(self, connection: Connection, driver: Driver) -> None:
         """Commit; end the term if it fails or is in doubt."""
