@@ -12,7 +12,7 @@ from ruamel.yaml import YAML
 
 from gpuscale.cli.grammar.nouns import NOUNS
 from gpuscale.common import errors
-from gpuscale.common.rpc.status import LEADER_KEY, VERSION_KEY
+from gpuscale.common.rpc.status import LEADER_KEY, PROBLEM_KEY, VERSION_KEY
 from gpuscale.testing import FakeServer
 from tests.contract.cli import canned_gateway as canned
 from tests.support.cli import Ran, leaves, run_cli
@@ -653,6 +653,19 @@ def test_version_and_doctor_name_the_allocator_that_leads(ctl: Any, world: canne
     } in records
     findings = json.loads(ctl("doctor", "--only", "fleet", "-o", "json").out)["findings"]
     assert "answers; a.example:7073 leads" in [one["found"] for one in findings]
+
+
+def test_doctor_tells_of_an_allocator_that_cannot_write(ctl: Any, world: canned.World) -> None:
+    problem = "the allocator cannot write its state: the disk of the state is full"
+
+    def answer(_: Any, context: Any) -> Any:
+        context.set_trailing_metadata(((PROBLEM_KEY, problem),))
+        return canned.allocator_api.ListReservationsResponse()
+
+    world.overrides["ListReservations"] = answer
+    ran = ctl("doctor", "--only", "fleet", "-o", "json")
+    states = {one["found"]: one["state"] for one in json.loads(ran.out)["findings"]}
+    assert (ran.code, states[problem], "answers" in states) == (1, "FAIL", False)
 
 
 def test_every_kind_is_listed_with_the_commands_that_know_it(ctl: Any) -> None:

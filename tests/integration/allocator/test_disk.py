@@ -14,7 +14,10 @@ from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.state.store import AllocatorStore, open_store
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
+from gpuscale.common.rpc.status import PROBLEM_KEY
 from gpuscale.common.runtime import tasks
+from gpuscale.common.security.auth import CALLER_KEY
+from gpuscale.common.store.store import Store
 from gpuscale.common.wire import seconds, to_duration
 from tests.support.allocator import Client, Reservation, allocator_client, running
 from tests.support.allocator_values import NOW, WALL, order, reserved
@@ -70,6 +73,26 @@ async def test_where_the_disk_is_full_grants_stop_and_ends_go_on(
             assert caught.value.reason == "DISK_FULL"
             assert (await client.release(held)).state == Reservation.STATE_RELEASED
         assert len((await client.reserve(2)).gpus) == 2
+
+
+@pytest.mark.parametrize(("role", "why"), [("operator", ""), ("admin", ": the disk is full")])
+async def test_an_answer_tells_that_nothing_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, why: str
+) -> None:
+    """And why, to admins: it may have the address of the database."""
+    async with allocator_client(tmp_path, FakeFleet(node_message("n0", count=1))) as client:
+
+        async def told() -> object:
+            request = api.ListReservationsRequest()
+            call = client.allocator.ListReservations(
+                request, metadata=((CALLER_KEY, f"{role}/ann"),), timeout=30
+            )
+            await call
+            return dict(await call.trailing_metadata()).get(PROBLEM_KEY)
+
+        assert await told() is None
+        monkeypatch.setattr(Store, "problem", "the disk is full")
+        assert await told() == f"the allocator cannot write its state{why}"
 
 
 async def test_cordons_quotas_and_bookings_that_cannot_be_written_change_nothing(

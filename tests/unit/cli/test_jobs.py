@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import pytest
@@ -16,7 +17,8 @@ from gpuscale.cli.commands import detached_jobs, holding, supervise
 from gpuscale.client import jobs, over_ssh
 from gpuscale.client.orders import Orders, shown
 from gpuscale.client.over_ssh import Member
-from gpuscale.common.errors import UnavailableError
+from gpuscale.common.errors import DeadlineExceededError, UnavailableError
+from gpuscale.common.rpc.status import PROBLEM_KEY
 from gpuscale.common.wire import to_duration
 
 if TYPE_CHECKING:
@@ -304,6 +306,25 @@ def test_a_job_whose_program_is_missing_tells_why_it_has_an_exit_code(
     monkeypatch.setattr(supervise, "start", lambda *_, **__: supervise.NOT_FOUND)
     assert supervise._run(cast("holding.LeaseHolder", Holder()), api.Reservation(), stdout=None) == 127
     assert told == [(127, "it did not start: no-such-program was not found")]
+
+
+def test_a_stop_that_takes_too_long_says_what_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = "the allocator cannot write its state"
+
+    class GetReservation:
+        def __call__(self, request: api.GetReservationRequest) -> api.GetReservationResponse:
+            job = api.Job(state=api.Job.STATE_RUNNING)
+            return api.GetReservationResponse(reservation=api.Reservation(name=request.name, job=job))
+
+        def with_call(self, request: api.GetReservationRequest) -> tuple[api.GetReservationResponse, Any]:
+            return self(request), SimpleNamespace(trailing_metadata=lambda: ((PROBLEM_KEY, problem),))
+
+    monkeypatch.setattr(jobs, "STOP_SECONDS", -1.0)
+    monkeypatch.setattr(jobs.Job, "_on_nodes", lambda *_: ())
+    client: Any = SimpleNamespace(allocator=SimpleNamespace(GetReservation=GetReservation()))
+    with pytest.raises(DeadlineExceededError) as caught:
+        jobs.Job(client, "reservations/r1").stop()
+    assert caught.value.message == f"reservations/r1 has not ended after -1 s: {problem}"
 
 
 def test_who_may_not_stop_a_job_is_told_who_may() -> None:

@@ -45,6 +45,7 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.names import node_name, node_of
 from gpuscale.common.rpc.channel import split_addresses
+from gpuscale.common.rpc.status import PROBLEM_KEY
 
 if TYPE_CHECKING:
     from gpuscale.client.client import AsyncClient, Client
@@ -267,8 +268,19 @@ class Job:
                 ran = subprocess.run(member.words, check=False, stdin=subprocess.DEVNULL)
                 if ran.returncode:
                     raise _not_there(found, member, ran.returncode, "stop")
-            found = self.until_ended(STOP_SECONDS)
+            try:
+                found = self.until_ended(STOP_SECONDS)
+            except DeadlineExceededError as error:
+                raise self._late(error) from None
         return found
+
+    def _late(self, error: DeadlineExceededError) -> DeadlineExceededError:
+        """The error of a stop that took too long, with what the allocator tells of itself."""
+        request = allocator_api.GetReservationRequest(name=self.name)
+        _, call = self._client.allocator.GetReservation.with_call(request)
+        problem = dict(call.trailing_metadata() or ()).get(PROBLEM_KEY)
+        message = f"{error.message}: {problem}" if problem else error.message
+        return DeadlineExceededError(message, reason=error.reason, metadata=error.metadata)
 
     def write(
         self,

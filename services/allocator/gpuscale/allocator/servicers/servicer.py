@@ -47,6 +47,7 @@ from gpuscale.common import names, wire
 from gpuscale.common.errors import InvalidArgumentError, PermissionDeniedError
 from gpuscale.common.filters import compile_filter, listed
 from gpuscale.common.rpc.feed import FeedView, ResourceFeed
+from gpuscale.common.rpc.status import PROBLEM_KEY
 from gpuscale.common.rpc.validation import contradictions, validate
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import (
@@ -55,8 +56,10 @@ from gpuscale.common.security.auth import (
     Principal,
     Role,
     current_principal,
+    is_admin,
     require_priority,
 )
+from gpuscale.common.store.store import Store
 
 _One = TypeVar(
     "_One",
@@ -68,6 +71,14 @@ _One = TypeVar(
 _Value = TypeVar("_Value")
 _Several = TypeVar("_Several", api.BatchReserveResponse, api.BatchReleaseResponse)
 _Told: TypeAlias = tuple[Reservation, ReservationUsage | None, Sequence[str], api.GetReservationResponse]
+
+
+def _tell_problem(context: Context) -> None:
+    """Say beside the answer that no state can be written now."""
+    if Store.problem:
+        why = f": {Store.problem.encode('ascii', 'replace').decode()}" if is_admin() else ""
+        told = (PROBLEM_KEY, f"the allocator cannot write its state{why}")
+        context.set_trailing_metadata((*context.trailing_metadata(), told))
 
 
 @dataclass(slots=True)
@@ -191,6 +202,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     async def GetReservation(
         self, request: api.GetReservationRequest, context: Context
     ) -> api.GetReservationResponse:
+        _tell_problem(context)
         found = await self.records.get(reservation_id(request.name))
         if found.waiting:
             await self.reserving.waiting.foresee([found])
@@ -201,6 +213,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     async def ListReservations(
         self, request: api.ListReservationsRequest, context: Context
     ) -> api.ListReservationsResponse:
+        _tell_problem(context)
         meets = compile_filter(request.filter, api.Reservation)
         list_page = partial(
             self.records.list_reservations,

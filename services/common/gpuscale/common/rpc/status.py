@@ -24,6 +24,8 @@ VERSION_KEY, VIA_KEY = "gpuscale-version", "gpuscale-via"
 """Trailing metadata with the version of the service, and of its gateway; for authenticated callers."""
 LEADER_KEY = "gpuscale-leader"
 """Trailing metadata with the address of the process that leads, where there are standbys; for admins."""
+PROBLEM_KEY = "gpuscale-problem"
+"""Trailing metadata of the allocator while it cannot write its state; why, for admins."""
 
 _CODES: Mapping[type[errors.GpuscaleError], grpc.StatusCode] = {
     errors.InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,

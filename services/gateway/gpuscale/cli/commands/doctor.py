@@ -33,7 +33,7 @@ from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.parameters import DURATION, local_text, option, repeated
 from gpuscale.common.config.sources import CONFIG_VARIABLE, Settings
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
-from gpuscale.common.rpc.status import LEADER_KEY
+from gpuscale.common.rpc.status import LEADER_KEY, PROBLEM_KEY
 from gpuscale.common.secrets import SecretUrl, write_private
 
 if TYPE_CHECKING:
@@ -185,11 +185,16 @@ def _watchers(client: "Client") -> "Iterator[host.Diagnosis]":
 
 
 def _database(client: "Client") -> "Iterator[host.Diagnosis]":
-    """Check that the allocator can read reservations from its state."""
+    """Check that the allocator can read reservations from its state, and write it."""
     request = allocator_api.ListReservationsRequest(page_size=1)
     _, call = client.allocator.ListReservations.with_call(request)
-    leader = str(dict(call.trailing_metadata() or ()).get(LEADER_KEY, ""))
-    yield host.Diagnosis("service", "allocator", "OK", f"answers; {leader} leads" if leader else "answers")
+    told = dict(call.trailing_metadata() or ())
+    leader = f"; {told[LEADER_KEY]!s} leads" if LEADER_KEY in told else ""
+    if PROBLEM_KEY in told:
+        text, advice = f"{told[PROBLEM_KEY]!s}{leader}", "docs/operations.md#nothing-answers"
+        yield host.Diagnosis("service", "allocator", "FAIL", text, advice)
+    else:
+        yield host.Diagnosis("service", "allocator", "OK", f"answers{leader}")
 
 
 _LOOKS: "dict[str, Callable[[Client], Iterator[host.Diagnosis]]]" = {
