@@ -28,6 +28,7 @@ from gpuscale.common.rpc import renewal
 from gpuscale.common.rpc.channel import ClientTls, open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.runtime.tasks import TaskScope
 from gpuscale.common.security import certificates, tls
 from gpuscale.common.security.auth import CALLER_KEY, Authenticator, Principal, Role, set_principal
 from gpuscale.common.security.authority import (
@@ -47,6 +48,7 @@ from gpuscale.monitor.fleet.join_servicer import Joined, Repeats
 from tests.support.cli import run_cli
 from tests.support.clock import ManualClock
 from tests.support.first_host import Site, first_host, programs
+from tests.support.ports import free_port
 from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("lead_outlasts_stalls")
@@ -384,6 +386,22 @@ async def test_a_host_joins_with_one_line_and_its_certificate_is_renewed_until_i
         await eventually(lambda: "the client certificate was revoked" in caplog.text)
     assert [(await site.ctl("leave", "--dir", str(folder))).code for _ in range(2)] == [0, 4]
     assert not {"gpuscale.toml", "ca.crt", "host.pem"} & {path.name for path in folder.rglob("*")}
+
+
+async def test_a_certificate_that_has_expired_is_told_with_what_gets_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a host, and of one of services: gRPC says that nothing answers, or the socket closed."""
+    own, authority = tmp_path / renewal.SERVICES_FILES[1], make_authority("gone")
+    own.parent.mkdir()
+    subject = CertificateSubject("gpu-7", uri="spiffe://gpuscale.local/gpuscale/agent/gpu-7")
+    own.write_bytes(issue(authority, subject, 0.0).certificate.public_bytes(Encoding.PEM))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{free_port()}") as fleet, TaskScope() as tasks:
+        for work in (renewal.renew_certificate(fleet, own, tmp_path), renewal.follow_fleet(fleet, tmp_path)):
+            tasks.spawn("certificate", work)
+        told = f"the certificate {own} has expired; for another, gpuscalectl join here with a token of: "
+        lines = [f"{told}gpuscalectl join-token create {kind}--node gpu-7" for kind in ("", "--kind KIND ")]
+        await eventually(lambda: all(one in caplog.text for one in lines))
 
 
 async def test_what_was_killed_on_its_way_is_typed_again(

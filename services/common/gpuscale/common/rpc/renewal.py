@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -48,7 +49,8 @@ async def renew_certificate(fleet: grpc.aio.Channel, file: Path, ca_file: Path) 
                 await asyncio.to_thread(write_host_files, file, ca_file, key, *pems)
                 _log.info("certificate renewed", file=str(file))
         except (GpuscaleError, OSError, ValueError) as error:
-            _log.warning("cannot renew the certificate", file=str(file), problem=str(error))
+            problem = await _problem(error, file)
+            _log.warning("cannot renew the certificate", file=str(file), problem=problem)
         await asyncio.sleep(LOOK_PERIOD)
 
 
@@ -71,8 +73,19 @@ async def follow_fleet(fleet: grpc.aio.Channel, place: Path) -> NoReturn:
                     key, renewed = None, True
                     pause.reset()
         except (GpuscaleError, OSError, ValueError) as error:
-            _log.warning("cannot follow the files of the fleet", problem=str(error))
+            problem = await _problem(error, own, "--kind KIND ")
+            _log.warning("cannot follow the files of the fleet", problem=problem)
             await asyncio.sleep(pause.next())
+
+
+async def _problem(error: Exception, file: Path, kind: str = "") -> str:
+    """Why a call with a certificate failed: of one that has expired, gRPC says that the socket closed."""
+    with suppress(OSError, ValueError):
+        own = read_certificate(await asyncio.to_thread(file.read_bytes))
+        if own.ends <= time.time():
+            token = f"gpuscalectl join-token create {kind}--node {own.name}"
+            return f"the certificate {file} has expired; for another, gpuscalectl join here with a token of: {token}"
+    return str(error)
 
 
 def is_due(pem: bytes) -> bool:
