@@ -129,9 +129,8 @@ def _nodes(client: "Client") -> "Iterator[host.Diagnosis]":
     own = version("gpuscale")
     found = lookup.nodes(client)
     if not found:
-        yield host.Diagnosis(
-            "node", "all", "WARN", "no agent reports", "start gpuscale-agent on each GPU host"
-        )
+        advice = "start gpuscale-agent on each GPU host"
+        yield host.Diagnosis("node", "all", "WARN", "no agent reports", advice)
     for node in found:
         state = node_state(node)
         if not state.startswith(("ONLINE", "DEGRADED")):
@@ -174,14 +173,8 @@ def _watchers(client: "Client") -> "Iterator[host.Diagnosis]":
         if one.status.state in {states.STATE_OK, states.STATE_PENDING}:
             yield host.Diagnosis("broker", one.name, "OK", "its queue is read")
         else:
-            state = states.Name(one.status.state).removeprefix("STATE_")
-            yield host.Diagnosis(
-                "broker",
-                one.name,
-                "FAIL",
-                f"{state}: queue {one.spec.queue}",
-                "gpuscalectl get watchers -o wide",
-            )
+            found = f"{states.Name(one.status.state).removeprefix('STATE_')}: queue {one.spec.queue}"
+            yield host.Diagnosis("broker", one.name, "FAIL", found, "gpuscalectl get watchers -o wide")
 
 
 def _database(client: "Client") -> "Iterator[host.Diagnosis]":
@@ -328,15 +321,9 @@ def journal(since: float) -> Iterator[tuple[str, str]]:
     """The journal of gpuscale's units."""
     if shutil.which("journalctl") is None:
         return
-    line = [
-        "journalctl",
-        "--no-pager",
-        "--quiet",
-        "--output=short-iso-precise",
-        f"--since=-{int(since)}s",
-        "--unit=gpuscale-*",
-    ]
+    line = ["journalctl", "--no-pager", "--quiet", "--output=short-iso-precise", "--unit=gpuscale-*"]
     try:
+        line.append(f"--since=-{int(since)}s")
         done = subprocess.run(line, capture_output=True, timeout=60, check=False)
     except subprocess.TimeoutExpired:
         yield "logs/journal.error", "journalctl did not answer\n"

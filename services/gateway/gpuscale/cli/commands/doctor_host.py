@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -138,13 +139,8 @@ def _examine(config: Path) -> Iterator[Diagnosis]:
         yield _fail("settings", str(config), error.message, "correct the file: docs/settings.md")
         return
     if not found:
-        yield Diagnosis(
-            "settings",
-            str(config),
-            "WARN",
-            "no table of a program that is installed here",
-            "pip install the program's extra",
-        )
+        why, advice = "no table of a program that is installed here", "pip install the program's extra"
+        yield Diagnosis("settings", str(config), "WARN", why, advice)
     for one in found:
         if isinstance(one, Diagnosis):
             yield one
@@ -217,6 +213,7 @@ def certificate(
     if path is None or key is None:
         return
     subject = f"{settings.section} {field}"
+    wrong = partial(_fail, "certificate", subject)
     try:
         chain = x509.load_pem_x509_certificates(path.read_bytes())
         ours = chain[0].public_key().public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
@@ -229,20 +226,13 @@ def certificate(
         return
     yield _life(subject, chain[0], _REJOIN if path.name in JOINED else _RENEW)
     if not fits:
-        yield _fail("certificate", subject, f"{key_field} is another certificate's", _RENEW)
+        yield wrong(f"{key_field} is another certificate's", _RENEW)
     if trusted and not any(is_issued_by(chain[-1], one) for one in trusted):
-        yield _fail(
-            "certificate",
-            subject,
-            f"{authority} did not issue it",
-            "use files of one --dir of gpuscalectl certs",
-        )
+        yield wrong(f"{authority} did not issue it", "use files of one --dir of gpuscalectl certs")
     named = subject_of(chain[0]).hosts
     if missing := [host for host in hosts if host not in named]:
         found = f"is for {', '.join(named) or 'no host'}, not for {', '.join(missing)}"
-        yield _fail(
-            "certificate", subject, found, f"gpuscalectl certs init --host {' --host '.join(missing)} ..."
-        )
+        yield wrong(found, f"gpuscalectl certs init --host {' --host '.join(missing)} ...")
 
 
 def _unusable(subject: str, error: OSError | ValueError, what: str) -> Diagnosis:
@@ -298,9 +288,8 @@ def disk(settings: Settings) -> Iterator[Diagnosis]:
         left = f"{usage.free / 1e9:.1f} GB left at {path}"
         scarce: State = "WARN" if usage.free < usage.total * LEAST_SHARE else "OK"
         state: State = "FAIL" if usage.free < LEAST_FREE else scarce
-        yield Diagnosis(
-            "disk", subject, state, left, "" if state == "OK" else "make room; nothing is lost meanwhile"
-        )
+        advice = "" if state == "OK" else "make room; nothing is lost meanwhile"
+        yield Diagnosis("disk", subject, state, left, advice)
 
 
 def database(settings: Settings) -> Iterator[Diagnosis]:
@@ -400,13 +389,8 @@ def driver() -> Diagnosis:
         return _fail("driver", "agent", why, "docs/monitoring.md#troubleshooting")
     count, _, version = done.stdout.strip().partition(" ")
     state: State = "OK" if count != "0" else "WARN"
-    return Diagnosis(
-        "driver",
-        "agent",
-        state,
-        f"driver {version} shows {count} GPUs",
-        "" if state == "OK" else "nvidia-smi -L",
-    )
+    found, advice = f"driver {version} shows {count} GPUs", "" if state == "OK" else "nvidia-smi -L"
+    return Diagnosis("driver", "agent", state, found, advice)
 
 
 def limits() -> Iterator[Diagnosis]:
@@ -422,10 +406,5 @@ def limits() -> Iterator[Diagnosis]:
             continue
         scarce = soft < LEAST_FILES or used > 0.8 * soft
         advice = "LimitNOFILE= in the unit; ss -tnp shows who holds connections" if scarce else ""
-        yield Diagnosis(
-            "limits",
-            f"{named[0]} {process.pid}",
-            "WARN" if scarce else "OK",
-            f"{used} of {soft} file descriptors",
-            advice,
-        )
+        subject, found = f"{named[0]} {process.pid}", f"{used} of {soft} file descriptors"
+        yield Diagnosis("limits", subject, "WARN" if scarce else "OK", found, advice)
