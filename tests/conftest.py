@@ -26,11 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # A busy machine makes examples slow, not wrong. The same tree gets the same examples, so that what lands is what was
 # tested: they are few, as more of them show no more the next time; `make properties` looks further, with new ones.
 settings.register_profile(
-    "gpuscale",
-    deadline=None,
-    derandomize=True,
-    max_examples=50,
-    suppress_health_check=[HealthCheck.too_slow],
+    "gpuscale", deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("search", settings.get_profile("gpuscale"), derandomize=False, max_examples=1000)
 settings.load_profile(chosen := os.environ.get("GPUSCALE_TEST_EXAMPLES", "gpuscale"))

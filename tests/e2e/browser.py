@@ -37,12 +37,7 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def page_of(
-    browser: Browser,
-    *,
-    width: int = 1280,
-    height: int = 800,
-    expected: str = "",
-    zone: str = "Asia/Tokyo",
+    browser: Browser, *, width: int = 1280, height: int = 800, expected: str = "", zone: str = "Asia/Tokyo"
 ) -> Iterator[Page]:
     """A page of its own, as of a new visitor; whatever the browser complains of, but for what is `expected`, fails."""
     complaints: list[str] = []

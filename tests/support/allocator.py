@@ -156,10 +156,7 @@ async def allocator(
     chosen = AllocatorSettings.model_validate(
         {"data_dir": data_dir, "fleet_address": fleet_address, "listen": "127.0.0.1:0"} | settings
     )
-    server = Server(
-        ServerOptions(listen=chosen.listen),
-        authenticator or Authenticator(),
-    )
+    server = Server(ServerOptions(listen=chosen.listen), authenticator or Authenticator())
     address = server.bind()
     async with (
         open_channel(fleet_address) as fleet,

@@ -127,11 +127,7 @@ def test_a_host_that_is_slow_to_start_is_waited_for() -> None:
     [("activating\nNRestarts=3", "ends again and again"), ("failed\nNRestarts=0", "failed")],
 )
 def test_a_unit_that_died_ends_the_wait_for_its_host(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    after: str,
-    ends: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], after: str, ends: str
 ) -> None:
     """It waited two minutes without a word. What systemd did before this start does not count."""
     states = iter(

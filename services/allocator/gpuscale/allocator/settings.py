@@ -45,10 +45,7 @@ class AllocatorSettings(StatefulSettings):
         description="most disk space for ended reservations, in MiB; those that ended first are dropped first",
     )
     usage_keep_days: int = Field(
-        1830,
-        ge=100,
-        le=36_500,
-        description="days to keep usage records; some 0.4 MB per GPU and year",
+        1830, ge=100, le=36_500, description="days to keep usage records; some 0.4 MB per GPU and year"
     )
     fences_above: int = Field(
         0,

@@ -277,10 +277,7 @@ def _started(
 
 
 def _silent(
-    line: bytes,
-    members: Sequence[Supervised],
-    started: "Sequence[subprocess.Popen[bytes]]",
-    patience: float,
+    line: bytes, members: Sequence[Supervised], started: "Sequence[subprocess.Popen[bytes]]", patience: float
 ) -> Iterator[tuple[Supervised, str]]:
     """The members whose supervisor did not write this line in time, and its standard error."""
     for one, process in zip(members, started, strict=True):

@@ -112,8 +112,7 @@ def known(name: str) -> Architecture:
     near = difflib.get_close_matches(short, MODELS, n=3, cutoff=0.5)
     meant = f"did you mean {' or '.join(near)}? Or give" if near else "give"
     raise InvalidArgumentError(
-        f"unknown model {name!r}: {meant} its config.json, or parameter_count with dtype",
-        field="model",
+        f"unknown model {name!r}: {meant} its config.json, or parameter_count with dtype", field="model"
     )
 
 

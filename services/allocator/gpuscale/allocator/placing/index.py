@@ -246,8 +246,7 @@ class Members:
             else:
                 gpus = of_row.gpus
                 first = min(
-                    fitting,
-                    key=lambda at: (-values[at], gpus[at].spare, -gpus[at].held, gpus[at].available),
+                    fitting, key=lambda at: (-values[at], gpus[at].spare, -gpus[at].held, gpus[at].available)
                 )
             one = self._candidate(row, of_row, first, values[first])
             return (self._reserved(ask, row, one, score(one), member),)

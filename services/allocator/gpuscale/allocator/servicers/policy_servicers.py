@@ -58,9 +58,7 @@ def to_policy(body: str) -> UsePolicy:
         condition=_CONDITIONS[spec.condition],
         stages=tuple(
             PolicyStage(
-                wire.seconds(one.after),
-                tuple(_ACTIONS[action] for action in one.actions),
-                _grace(one),
+                wire.seconds(one.after), tuple(_ACTIONS[action] for action in one.actions), _grace(one)
             )
             for one in spec.stages
         ),

@@ -121,8 +121,7 @@ class DatabaseSettings(Settings):
         description="PostgreSQL for the state, postgresql://USER@HOST/NAME; without it, a file in data_dir",
     )
     advertise_address: str = Field(
-        "",
-        description="address of this process for others when it leads; empty for the listen address",
+        "", description="address of this process for others when it leads; empty for the listen address"
     )
 
     def require_driver(self) -> None:

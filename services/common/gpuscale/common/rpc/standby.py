@@ -26,13 +26,7 @@ from gpuscale.common.rpc.status import LEADER_KEY
 from gpuscale.common.rpc.wrapped_channel import FOLLOWS, never_sent
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff, TaskScope
-from gpuscale.common.security.auth import (
-    FORWARDED_KEY,
-    Context,
-    Principal,
-    current_principal,
-    is_admin,
-)
+from gpuscale.common.security.auth import FORWARDED_KEY, Context, Principal, current_principal, is_admin
 from gpuscale.common.security.signed_callers import MOST_BYTES, seal, unseal
 from gpuscale.common.store.leadership import LOOK_PERIOD, Candidate
 from gpuscale.common.store.term import Lead, Term

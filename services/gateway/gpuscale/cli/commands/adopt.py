@@ -53,11 +53,7 @@ def adopt(session: Session, pids: tuple[int, ...], title: str, ttl: float | None
         request.job.title, request.job.command = title, shown(processes[0].cmdline())
         granted = client.allocator.Reserve(request)
         orders = Orders(
-            node=node,
-            address=client.address,
-            authority=client.authority(),
-            detached=True,
-            adopts=pids,
+            node=node, address=client.address, authority=client.authority(), detached=True, adopts=pids
         )
         code = supervise(
             client,

@@ -365,10 +365,7 @@ acts = _listing(
     "What use policies did, or would have done, newest first. A NAME is that of a policy.",
 )
 targets = _listing(
-    "targets",
-    "targets",
-    lambda: allocator.TARGETS,
-    "Webhooks that get notifications about reservations.",
+    "targets", "targets", lambda: allocator.TARGETS, "Webhooks that get notifications about reservations."
 )
 notifications = _listing(
     "notifications",

@@ -162,12 +162,7 @@ def tested(client: "Client", gpu: "Gpu", user: str, here: str | None) -> Probed:
     request = reserve_request(1, default_holder(), options)
     request.job.command = "gpuscalectl probe"
     orders = Orders(
-        node="",
-        directory="/",
-        address=client.address,
-        authority=client.authority(),
-        user=user,
-        check=True,
+        node="", directory="/", address=client.address, authority=client.authority(), user=user, check=True
     )
     with os.fdopen(os.memfd_create("said"), "r+b") as kept:
         try:

@@ -196,9 +196,7 @@ RECORDED_GPUS = View[api.RecordedGpu](
         Column("UTIL min mean max", _figures(api.Metric.METRIC_UTILIZATION_PERCENT, percent)),
         Column("MEMORY min mean max", _figures(api.Metric.METRIC_MEMORY_USED_BYTES, size)),
         Column(
-            "TEMP min mean max",
-            _figures(api.Metric.METRIC_TEMPERATURE_CELSIUS, "{:.0f}C".format),
-            spare=True,
+            "TEMP min mean max", _figures(api.Metric.METRIC_TEMPERATURE_CELSIUS, "{:.0f}C".format), spare=True
         ),
         Column("POWER min mean max", _figures(api.Metric.METRIC_POWER_WATTS, "{:.0f}W".format)),
         Column("CLOCK min mean max", _figures(api.Metric.METRIC_SM_CLOCK_MHZ, "{:.0f}MHz".format), wide=True),

@@ -42,10 +42,7 @@ def usage_page(site: DashboardSite) -> None:
         why = ui.label().classes("gs-quiet")
         chart = Chart(charts.hours_used(()), "GPU hours", mark="usage")
         table = ListTable(
-            USAGE,
-            key="whose",
-            links=("whose",),
-            empty="no usage in this period that you may see",
+            USAGE, key="whose", links=("whose",), empty="no usage in this period that you may see"
         )
 
     async def refresh() -> None:

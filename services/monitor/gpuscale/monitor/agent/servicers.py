@@ -149,10 +149,7 @@ class LeaseRelay(grpc.GenericRpcHandler):
     def __init__(self, allocator: grpc.aio.Channel) -> None:
         self._methods: dict[str, grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]] = {
             path: allocator.unary_unary(path)
-            for path in (
-                f"/{ALLOCATOR_SERVICE}/RenewReservation",
-                f"/{ALLOCATOR_SERVICE}/ReleaseReservation",
-            )
+            for path in (f"/{ALLOCATOR_SERVICE}/RenewReservation", f"/{ALLOCATOR_SERVICE}/ReleaseReservation")
         }
 
     def service(

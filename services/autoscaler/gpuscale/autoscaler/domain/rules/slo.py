@@ -19,13 +19,7 @@ from itertools import pairwise
 from typing import ClassVar
 
 from gpuscale.autoscaler.domain.decisions import Code
-from gpuscale.autoscaler.domain.inputs import (
-    Aggregation,
-    Carried,
-    Inputs,
-    InputSeries,
-    Learnt,
-)
+from gpuscale.autoscaler.domain.inputs import Aggregation, Carried, Inputs, InputSeries, Learnt
 from gpuscale.autoscaler.domain.rules.rule import Kind, Proposal, Rule, ceiling
 from gpuscale.autoscaler.domain.serving import PREFIX, WINDOW
 

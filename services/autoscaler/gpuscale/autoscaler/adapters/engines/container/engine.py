@@ -149,8 +149,7 @@ class ContainerSettings(NodeEngineSettings):
     engine_cert_file: Path | None = Field(None, description="client certificate to show the engine, PEM")
     engine_key_file: Path | None = Field(None, description="key of that certificate, PEM")
     allowed_images: tuple[str, ...] = Field(
-        (),
-        description="patterns of allowed images, with * for any text without a slash; none when empty",
+        (), description="patterns of allowed images, with * for any text without a slash; none when empty"
     )
     log_driver: Word = Field("json-file", description="log driver of the engine; its default when empty")
     container_templates: dict[str, ContainerTemplate] = Field(
