@@ -89,11 +89,7 @@ def connect_async(
     timeout: float | str = RPC_TIMEOUT,
     node: str | None = None,
 ) -> AsyncClient:
-    """`connect` for async code.
-
-    Raises:
-        FailedPreconditionError: see `connect`.
-    """
+    """`connect` for async code. Raises FailedPreconditionError: see `connect`."""
     target = _target(address, context, token, tls)
     channel = open_channel(target.address, tls=target.tls, token=target.token)
     blocking = partial(connect, address, context=context, token=token, tls=tls, timeout=timeout, node=node)
@@ -143,11 +139,7 @@ def _file(name: str) -> Path | None:
 
 
 def read_token(path: Path) -> str:
-    """The bearer token in a file.
-
-    Raises:
-        FailedPreconditionError: the file cannot be read, or is empty (reason TOKEN_FILE).
-    """
+    """The bearer token in a file. Raises FailedPreconditionError: the file cannot be read, or is empty (reason TOKEN_FILE)."""
     try:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

@@ -358,11 +358,7 @@ class Job:
         return found
 
     def expect_started(self, code: int) -> None:
-        """Check that its command ran.
-
-        Raises:
-            FailedPreconditionError: it did not run (JOB_NOT_STARTED).
-        """
+        """Check that its command ran. Raises FailedPreconditionError: it did not run (JOB_NOT_STARTED)."""
         members = self.look().job.members
         if not any(one.HasField("start_time") for one in members):
             why = next((one.end_reason for one in members if one.end_reason), f"exit code {code}")
@@ -407,11 +403,7 @@ def _not_there(
 
 
 def expect_time(found: allocator_api.Reservation, timeout: float | None, began: float) -> None:
-    """Check that `timeout` seconds since `began` have not passed.
-
-    Raises:
-        DeadlineExceededError: they have (NOT_READY).
-    """
+    """Check that `timeout` seconds since `began` have not passed. Raises DeadlineExceededError: they have (NOT_READY)."""
     if timeout is not None and time.monotonic() - began > timeout:
         message = f"{found.name} has not ended after {timeout:g} s"
         raise DeadlineExceededError(message, reason="NOT_READY", metadata={"name": found.name})
@@ -425,11 +417,7 @@ def why_ended(found: allocator_api.Reservation) -> str:
 
 
 def exit_code_of(ended: allocator_api.Reservation) -> int:
-    """The exit code of an ended job.
-
-    Raises:
-        FailedPreconditionError: it has no exit code.
-    """
+    """The exit code of an ended job. Raises FailedPreconditionError: it has no exit code."""
     if not ended.job.HasField("exit_code"):
         state = _STATES.Name(ended.job.state).removeprefix("STATE_")
         raise FailedPreconditionError(

@@ -185,11 +185,7 @@ def started_before(reservation: str) -> FailedPreconditionError:
 
 
 def when_moved(text: str) -> dict[str, Any]:
-    """`on_move` and `move_grace` of orders, of a text such as `signal:USR1,grace:120s`.
-
-    Raises:
-        ValueError: it is no such text.
-    """
+    """`on_move` and `move_grace` of orders, of a text such as `signal:USR1,grace:120s`. Raises ValueError: it is no such text."""
     found = re.fullmatch(r"signal:(?:SIG)?(USR1|USR2|HUP|INT|TERM)(?:,grace:(.+))?", text)
     if not found:
         raise ValueError(

@@ -43,11 +43,7 @@ class ThisHost:
     """
 
     def __init__(self, node: str | None = None) -> None:
-        """`node`: id or name of the node; GPUSCALE_NODE by default.
-
-        Raises:
-            InvalidArgumentError: it is not a valid id or name.
-        """
+        """`node`: id or name of the node; GPUSCALE_NODE by default. Raises InvalidArgumentError: it is not a valid id or name."""
         given = node or os.environ.get(NODE_VARIABLE, "")
         self.node = given.removeprefix("nodes/") or None
         self._said = self.node

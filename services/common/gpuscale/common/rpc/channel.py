@@ -185,11 +185,7 @@ def _header(token: Token | None, address: str, tls: ClientTls | None) -> MakeMet
 
 
 def split_addresses(text: str) -> tuple[str, ...]:
-    """The addresses in `HOST:PORT,HOST:PORT`.
-
-    Raises:
-        InvalidArgumentError: one is malformed, empty or listed twice.
-    """
+    """The addresses in `HOST:PORT,HOST:PORT`. Raises InvalidArgumentError: one is malformed, empty or listed twice."""
     addresses = tuple(part.strip() for part in text.split(","))
     if len(addresses) > 1 and ("" in addresses or len(set(addresses)) < len(addresses)):
         raise InvalidArgumentError(

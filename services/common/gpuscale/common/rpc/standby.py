@@ -158,11 +158,7 @@ class LeaderMethods:
         return tuple(Registration(service, partial(add, service)) for service in self._services)
 
     def begin(self, term: Term, registrations: Iterable[Registration]) -> None:
-        """Run calls in these services until the term ends.
-
-        Raises:
-            InternalError: they are not the registered ones.
-        """
+        """Run calls in these services until the term ends. Raises InternalError: they are not the registered ones."""
         collector, names = HandlerCollector(), list[str]()
         for registration in registrations:
             collector.add(registration)

@@ -214,11 +214,7 @@ class Provider:
             self._fetching = None
 
     def load(self) -> None:
-        """Fetch the keys. Blocks.
-
-        Raises:
-            UnavailableError: no valid answer of the provider (reason OIDC_PROVIDER).
-        """
+        """Fetch the keys. Blocks. Raises UnavailableError: no valid answer of the provider (reason OIDC_PROVIDER)."""
         try:
             found = _Keys.model_validate(self.ask(str(self.described("jwks_uri")["jwks_uri"]))).keys
         except ValidationError:
