@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,6 +82,7 @@ COMMANDS: list[tuple[str, ...]] = [
     ("scale", "endpoint", "jobs", "--replicas", "4", "--current-replicas", "3"),
     ("explain", "endpoint", "jobs"),
     ("explain", "decision", "jobs/d1"),
+    ("explain", "policy", "idle"),
     ("explain", "policy", "idle", "--dry-run"),
     ("explain", "exit-codes"),
     ("explain", "endpoint.spec"),
@@ -100,23 +102,8 @@ COMMANDS: list[tuple[str, ...]] = [
     ("status",),
     ("get", "all"),
     ("get", "audit", "--limit", "5"),
-    *(
-        ("get", noun)
-        for noun in (
-            "health",
-            "recordings",
-            "processes",
-            "jobs",
-            "metrics",
-            "policies",
-            "acts",
-            "targets",
-            "notifications",
-            "budgets",
-            "changes",
-            "backtests",
-        )
-    ),
+    *(("get", noun) for noun in ("health", "recordings", "processes", "jobs", "metrics", "policies")),
+    *(("get", noun) for noun in ("acts", "targets", "notifications", "budgets", "changes", "backtests")),
     ("describe", "node", "host-1"),
     ("describe", "policy", "idle"),
     ("explain", "field", "Endpoint"),
@@ -144,15 +131,9 @@ ELSEWHERE = {
 }
 """Commands, or the first words of them, that COMMANDS does not have, and where they are tried."""
 CHANGING = {"apply", "delete", "forget", "scale", "set", "update", "create"}
-ALONE = {
-    ("explain", "exit-codes"),
-    ("explain", "endpoint.spec"),
-    ("explain", "field", "Endpoint"),
-    ("version",),
-    ("api-resources",),
-}
+ALONE = {"explain exit-codes", "explain endpoint.spec", "explain field Endpoint", "version", "api-resources"}
 """What asks no server, or answers without one too."""
-ASKS = [one for one in COMMANDS if one not in ALONE]
+ASKS = [one for one in COMMANDS if " ".join(one) not in ALONE]
 
 GOLDEN = {
     ("get", "nodes"): """\
@@ -231,12 +212,17 @@ def test_no_command_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_json_is_json_and_yaml_is_the_same_data(ctl: Any, command: tuple[str, ...]) -> None:
+def test_json_is_json_and_other_forms_are_the_same_data(ctl: Any, command: tuple[str, ...]) -> None:
     ran = ctl(*command, "-o", "json")
     assert ran.code == 0, ran.err
     data = json.loads(ran.out)
     if command[0] not in CHANGING:
         assert YAML(typ="safe", pure=True).load(ctl(*command, "-o", "yaml").out) == data
+        assert json.loads(ctl(*command, "-o", "jsonpath={}").out) == data
+        assert "" not in ctl(*command, "-o", "name").out.splitlines(), "what has no name"
+        rows = list(csv.reader(ctl(*command, "-o", "csv").out.splitlines(keepends=True)))
+        assert len({len(row) for row in rows}) <= 1
+        assert not {"True", "False"} & {cell for row in rows for cell in row}
 
 
 @pytest.mark.parametrize("command", GOLDEN, ids=" ".join)
@@ -290,68 +276,33 @@ def test_what_is_not_there_is_3(ctl: Any, noun: str) -> None:
     assert "not found" in ran.err
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("update", "rule", "jobs/up"),
-        ("update", "rule", "jobs/up", "--set", "step.threshold"),
-        ("update", "rule", "jobs/up", "--set", "step.treshold=1"),
-        ("update", "rule", "jobs/up", "--set", "step.threshold=much"),
-        ("create", "rule", "up"),
-        ("evaluate", "endpoint"),
-        ("evaluate", "endpoint", "jobs", "--signal", "depth"),
-        ("evaluate", "endpoint", "jobs", "--signal", "depth=much"),
-        ("evaluate", "endpoint", "jobs", "--signal", "depth=1@soon"),
-        ("evaluate", "endpoint", "jobs", "--changed", "up"),
-        ("preset", "show", "keda", "--set", "value"),
-        ("preset", "show", "keda", "--set", "value=much"),
-        ("backtest", "--preset", "keda"),
-        ("backtest", "--trace", "-"),
-        ("backtest", "--preset", "keda", "--trace", "-", "--cold-start", "60s..10s"),
-        ("backtest", "--preset", "keda", "--trace", "no-such-file.csv"),
-        ("reserve", "--gpus", "0"),
-        ("reserve", "--gpus", "1", "--min-memory", "8Gibi"),
-        ("reserve", "--gpus", "1", "--share", "1.5"),
-        ("reserve", "--gpus", "1", "--share", "half"),
-        ("reserve", "--gpus", "1", "--nvlink", "--balanced"),
-        ("reserve", "--gpus", "1", "--label", "team"),
-        ("reserve", "--gpus", "1", "--gpu", "no-node"),
-        ("run", "--gpus", "1"),
-        ("check",),
-        ("estimate", "x", "-p", "tp"),
-        ("cordon",),
-        ("cordon", "a/b/c"),
-        ("drain", "host-1", "--grace", "soon"),
-        ("rank", "gpus", "--limit", "0"),
-        ("get", "nodes", "A/B"),
-        ("delete", "endpoint", "jobs"),
-        ("forget", "adapter", "process-1"),
-        ("apply", "-f", "/no/such/file"),
-        ("--request-timeout", "never", "get", "nodes"),
-        ("--token-file", "/no/such/file", "get", "nodes"),
-        ("--ca-file", "/no/such/file", "get", "nodes"),
-        ("check", "--gpus", "99999999999"),
-        ("check", "--gpus", "1", "--members", "99999999999"),
-        ("check", "--gpus", "1", "--cpus", "inf"),
-        ("check", "--gpus", "1", "--cpus", "1e300"),
-        ("check", "--gpus", "1", "--share", "1.0001"),
-        ("check", "--gpus", "1", "--node-label", "a=b", "--node-label", "a=c"),
-        ("check", "--gpus", "1", "--apart-from", "a=b", "--apart-from", "a=c"),
-        ("reserve", "--gpus", "1", "--priority", "99999999999"),
-        ("reserve", "--gpus", "1", "--label", "a=b", "--label", "a=c"),
-        ("run", "--gpus", "1", "--on-move", "USR1", "true"),
-        ("renew", "r1", "--fence", "99999999999999999999"),
-        ("set", "quota", "vision"),
-        *(("set", "quota", "vision", "--gpus", wrong) for wrong in ("-1", "some", "nan", "1e300", "1.7e308")),
-        ("set", "quota", "vision", "--gpus", "1", "--no-limit"),
-        ("estimate", "x", "-p", "tp=2", "-p", "tp=4"),
-        ("estimate", "x", "--dtype", "fp8", "--kv-cache-tokens", "99999999999999999999"),
-    ],
-    ids=" ".join,
-)
-def test_usage_errors_are_2_and_write_nothing(
-    ctl: Any, world: canned.World, command: tuple[str, ...]
-) -> None:
+WRONG = """
+update rule jobs/up | update rule jobs/up --set step.threshold | update rule jobs/up --set step.treshold=1 |
+update rule jobs/up --set step.threshold=much | create rule up | evaluate endpoint |
+evaluate endpoint jobs --signal depth | evaluate endpoint jobs --signal depth=much |
+evaluate endpoint jobs --signal depth=1@soon | evaluate endpoint jobs --changed up |
+preset show keda --set value | preset show keda --set value=much | backtest --preset keda |
+backtest --trace - | backtest --preset keda --trace - --cold-start 60s..10s |
+backtest --preset keda --trace no-such-file.csv | reserve --gpus 0 | reserve --gpus 1 --min-memory 8Gibi |
+reserve --gpus 1 --share 1.5 | reserve --gpus 1 --share half | reserve --gpus 1 --nvlink --balanced |
+reserve --gpus 1 --label team | reserve --gpus 1 --gpu no-node | run --gpus 1 | check | estimate x -p tp |
+cordon | cordon a/b/c | drain host-1 --grace soon | rank gpus --limit 0 | get nodes A/B |
+delete endpoint jobs | forget adapter process-1 | apply -f /no/such/file |
+--request-timeout never get nodes | --token-file /no/such/file get nodes |
+--ca-file /no/such/file get nodes | check --gpus 99999999999 | check --gpus 1 --members 99999999999 |
+check --gpus 1 --cpus inf | check --gpus 1 --cpus 1e300 | check --gpus 1 --share 1.0001 |
+check --gpus 1 --node-label a=b --node-label a=c | check --gpus 1 --apart-from a=b --apart-from a=c |
+reserve --gpus 1 --priority 99999999999 | reserve --gpus 1 --label a=b --label a=c |
+run --gpus 1 --on-move USR1 true | renew r1 --fence 99999999999999999999 | set quota vision |
+set quota vision --gpus -1 | set quota vision --gpus some | set quota vision --gpus nan |
+set quota vision --gpus 1e300 | set quota vision --gpus 1.7e308 | set quota vision --gpus 1 --no-limit |
+estimate x -p tp=2 -p tp=4 | estimate x --dtype fp8 --kv-cache-tokens 99999999999999999999
+"""
+"""Commands that are typed wrongly, between bars."""
+
+
+@pytest.mark.parametrize("command", [one.split() for one in WRONG.split("|")], ids=" ".join)
+def test_usage_errors_are_2_and_write_nothing(ctl: Any, world: canned.World, command: list[str]) -> None:
     ran = ctl(*command)
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.strip()
@@ -411,17 +362,12 @@ def test_every_wish_can_be_typed(ctl: Any, world: canned.World) -> None:
     [request] = world.requests
     said = {field.name for field, _ in request.ask.ListFields()}
     assert set(type(request.ask).DESCRIPTOR.fields_by_name) - said == {"weights"}
-    assert {field.name for field, _ in request.ListFields()} | {
-        "wait",
-        "job",
-        "keep_place",
-        "movable",
-    } == set(type(request).DESCRIPTOR.fields_by_name)
-    assert (request.ask.gpu_milli, request.ask.cpu_milli, list(request.ask.gpus)) == (
-        500,
-        2500,
-        ["nodes/a/gpus/gpu-1"],
-    )
+    not_typed = set(type(request).DESCRIPTOR.fields_by_name) - {
+        field.name for field, _ in request.ListFields()
+    }
+    assert not_typed == {"wait", "job", "keep_place", "movable"}
+    ask = request.ask
+    assert (ask.gpu_milli, ask.cpu_milli, [*ask.gpus]) == (500, 2500, ["nodes/a/gpus/gpu-1"])
     assert dict(request.labels) == {"team": "v=1"}
 
 
@@ -465,11 +411,7 @@ def test_parameters_are_what_json_says(ctl: Any, world: canned.World) -> None:
     ctl("estimate", "x", "-p", "tp=[1,2]", "-p", "pp=auto", "-p", "dp=2", "-p", "cp=NaN")
     [request] = world.requests
     assert [value.number_value for value in request.parameters["tp"].values] == [1, 2]
-    assert (request.parameters["pp"], request.parameters["dp"], request.parameters["cp"]) == (
-        "auto",
-        2,
-        "NaN",
-    )
+    assert [request.parameters[one] for one in ("pp", "dp", "cp")] == ["auto", 2, "NaN"]
 
 
 def test_the_fence_is_looked_up(ctl: Any, world: canned.World) -> None:
@@ -560,16 +502,17 @@ def test_an_empty_list_is_a_list(ctl: Any, world: canned.World) -> None:
     assert json.loads(ctl("get", "nodes", "-o", "json").out) == {"nodes": []}
     ran = ctl("get", "nodes")
     assert ran.err.startswith("none: no agent reports")
+    assert (ctl("get", "nodes,ep").out, ctl("get", "nodes,ep").err) == ("", "none\n")
+    for form in ("csv", "name", "jsonl", "jsonpath={.nodes[*].name}"):
+        assert ctl("get", "nodes", "-o", form).out == ""
     assert ctl("get", "nodes", "--no-headers").out == ""
 
 
 def test_version_names_every_program_and_is_said_where_nothing_answers(ctl: Any) -> None:
     records = json.loads(ctl("version", "-o", "json").out)["versions"]
     programs = {one["name"]: one["program"] for one in records}
-    assert (
-        programs.items()
-        >= {"gpuscalectl": "client", "nodes/host-1": "agent", "adapters/host-1": "adapter"}.items()
-    )
+    known = {"gpuscalectl": "client", "nodes/host-1": "agent", "adapters/host-1": "adapter"}
+    assert programs.items() >= known.items()
     alone = run_cli("version", "--client", "-o", "json")
     assert json.loads(alone.out)["versions"] == records[:2]
     with silent_port() as port:
@@ -646,11 +589,8 @@ def test_version_and_doctor_name_the_allocator_that_leads(ctl: Any, world: canne
 
     world.overrides["ListReservations"] = answer
     records = json.loads(ctl("version", "-o", "json").out)["versions"]
-    assert {
-        "name": "allocator",
-        "program": "process that leads, a.example:7073",
-        "version": "0.4.0",
-    } in records
+    program = "process that leads, a.example:7073"
+    assert {"name": "allocator", "program": program, "version": "0.4.0"} in records
     findings = json.loads(ctl("doctor", "--only", "fleet", "-o", "json").out)["findings"]
     assert "answers; a.example:7073 leads" in [one["found"] for one in findings]
 

@@ -251,7 +251,7 @@ def test_several_kinds_are_one_result(ctl: Any, world: canned.World) -> None:
     shown = ctl("get", "gpus,rsv").out
     assert re.findall("^[A-Z]+: .*", shown, re.MULTILINE) == ["GPUS: 2", "RESERVATIONS: 1"]
     assert "unknown kind 'nods'; did you mean nodes?" in ctl("get", "nods,ep").err
-    assert ctl("get", "nodes,ep", "-w").code == 2
+    assert ctl("get", "nodes,ep", "-w").code == ctl("get", "nodes,ep", "-o", "csv").code == 2
     world.refuse["ListEndpoints"] = errors.UnavailableError(
         "the autoscaler is down", reason="UPSTREAM_UNAVAILABLE"
     )
@@ -391,10 +391,12 @@ def test_a_watch_outlives_an_answer_that_fails(
     assert ran.err.count("it restarts") == 1
 
 
-def test_a_watch_of_json_is_a_stream_of_lines(ctl: Any) -> None:
-    ran = ctl("get", "endpoints", "-w", "-o", "json")
+@pytest.mark.parametrize("form", ["json", "csv"])
+def test_a_watch_of_json_is_a_stream_of_lines(ctl: Any, form: str) -> None:
+    """As one of CSV, whose columns would be those of the first lines."""
+    ran = ctl("get", "endpoints", "-w", "-o", form)
     assert (ran.code, ran.out) == (2, "")
-    assert "use -o jsonl" in json.loads(ran.err)["error"]["message"]
+    assert f"use -o jsonl instead of -o {form}" in ran.err
 
 
 @pytest.mark.timeout(30)

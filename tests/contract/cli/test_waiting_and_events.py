@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 
 from gpuscale.cli.commands import wait
 from gpuscale.cli.console import lookup as streams
@@ -309,6 +310,11 @@ def test_watched_events_are_written_once(
     assert [line.split()[4] for line in ran.out.splitlines()[1:]] == ["jobs/d1", "jobs/d2"]
     assert ran.code == 130
     assert ctl("events", "--watch", "-o", "json").code == 2
+    del world.things["endpoints/jobs/decisions/d2"]
+    canned.script(monkeypatch, streams, lambda: None, lambda: decided(world))
+    shown = ctl("events", "--watch", "--since", EVER, "--kind", "decision", "-o", "yaml").out
+    documents = YAML(typ="safe", pure=True).load_all(shown)
+    assert [one["events"][0]["name"].rpartition("/")[2] for one in documents] == ["d1", "d2"]
 
 
 def test_watched_events_outlive_a_restart(

@@ -412,11 +412,7 @@ def tune(
 
 
 def _endpoint(client: "Client", name: str, wish: "api.PresetWish") -> "api.Endpoint":
-    """The endpoint to tune; copies its watcher, bounds and template to the wish.
-
-    Raises:
-        InvalidArgumentError: it reads no queue.
-    """
+    """The endpoint to tune; copies its watcher, bounds and template to the wish. Raises InvalidArgumentError: it reads no queue."""
     request = api.GetEndpointRequest(name=full_name(ENDPOINT, name))
     found = client.endpoints.GetEndpoint(request).endpoint
     watchers = [one.queue.watcher for one in found.spec.signals if one.HasField("queue")]

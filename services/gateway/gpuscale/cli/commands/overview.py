@@ -72,6 +72,8 @@ def get_all(session: Session, kinds: str) -> None:
         if one not in group.entries:
             raise InvalidArgumentError(f"unknown kind {one!r}{near(one, group.entries)}")
     output = session.output
+    if output.format is Format.CSV and len(wanted) != 1:
+        raise InvalidArgumentError("-o csv is of one kind: use -o jsonl for several")
     together = _Together(output.format, output.headers, output.form, output.chosen)
     failed = ExitCode.OK
     with session.connect() as client:
@@ -87,6 +89,8 @@ def get_all(session: Session, kinds: str) -> None:
                 failed = exit_code(error)
     if not output.human and together.parts:
         output.write_data(together.parts)
+    elif output.human and not (together.parts or failed):
+        note("none")
     leave(failed)
 
 

@@ -9,6 +9,7 @@ from gpuscale.cli.console.bulk import delete_each, show_each
 from gpuscale.cli.console.command import Session, command, names, one_name
 from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.terminal import note, write_lines
+from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import MOMENT, YES, format_duration, local_text, option
 from gpuscale.cli.views import allocator as views
@@ -40,10 +41,12 @@ def explain_policy(session: Session, name: str, dry_run: bool, since: datetime |
         found = client.policies.GetUsePolicy(api.GetUsePolicyRequest(name=full_name(POLICY, name)))
         done = lookup.acts(client, [name], limit=20) if session.output.human else []
     output = session.output
-    if not output.human:
-        output.write_one(found, views.STANDINGS_OF)
+    if not output.human and output.format is not Format.NAME:
+        output.write_data(to_dict(found))
         return
     output.write_one(found.use_policy, views.POLICIES)
+    if not output.human:
+        return
     standing = output.table(found.standings, views.STANDINGS) if found.standings else ["nobody"]
     write_lines(["", "its condition holds for:", *standing])
     write_lines(["", *output.table(done, views.ACTS)] if done else [])

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.command import Session, command, names_of, one_name
-from gpuscale.cli.console.output import Output
 from gpuscale.cli.console.terminal import note
-from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import COUNT, DURATION, POSITIVE, Parsed, option, pair, shared, takes
 from gpuscale.cli.views import autoscaler as views
@@ -153,5 +151,4 @@ def show_preset(session: Session, name: str, wishing: Wishing, endpoint: str) ->
         or request.wish.watcher.rpartition("/")[2]
         or found.preset.removeprefix("presets/").replace("_", "-")
     )
-    output = session.output if session.output.format is Format.JSON else Output(Format.YAML)
-    output.write_data(manifest(named, found.spec))
+    session.output.write_data(manifest(named, found.spec))

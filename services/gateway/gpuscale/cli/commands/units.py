@@ -116,11 +116,7 @@ def plan(programs: Sequence[str], settings: Path, state: Path) -> str:
 
 
 def make_users(programs: Sequence[str]) -> None:
-    """Create missing users, before files are handed over to them.
-
-    Raises:
-        FailedPreconditionError: the command failed (reason SYSTEMD).
-    """
+    """Create missing users, before files are handed over to them. Raises FailedPreconditionError: the command failed (reason SYSTEMD)."""
     for words in commands(programs)[:-2]:
         _must(words)
 

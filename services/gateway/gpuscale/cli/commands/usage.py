@@ -76,7 +76,7 @@ def report(
             note(
                 f"{LOCAL} stands for callers on this host without a token; --by endpoint tells endpoints apart"
             )
-    elif output.format in {Format.JSON, Format.YAML}:
+    elif output.format in {Format.JSON, Format.YAML, Format.JSONPATH}:
         output.write_data({"rows": [_ordered(row) for row in rows], "total": _ordered(total)})
     else:
         output.write_data({"rows": [_ordered(row) for row in rows]})

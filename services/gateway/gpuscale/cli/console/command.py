@@ -351,11 +351,7 @@ class Group(Command, click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that was typed, with any name of its noun.
-
-        Raises:
-            click.UsageError: unknown command; suggests the nearest one.
-        """
+        """The command that was typed, with any name of its noun. Raises click.UsageError: unknown command; suggests the nearest one."""
         args = self.normal(ctx, args)
         if args[0] not in self.entries and not ctx.resilient_parsing and not args[0].startswith("-"):
             wanted = self.of_other_tools.get(args[0].casefold())

@@ -283,11 +283,7 @@ def jobs(
 
 
 def job(client: Client, typed: str) -> allocator_api.Reservation:
-    """The reservation of a job, by its name or title: the newest that is open, else the newest.
-
-    Raises:
-        NotFoundError: there is none.
-    """
+    """The reservation of a job, by its name or title: the newest that is open, else the newest. Raises NotFoundError: there is none."""
     noun, _, text = canonical(typed).rpartition("/")
     if noun in {"jobs", "reservations"} or RESERVATION_ID.fullmatch(text):
         [found] = reservations(client, [text])

@@ -117,11 +117,7 @@ class Chosen:
         return [one for one in self.conditions if view.column(one.key) is None or leads(one.path, descriptor)]
 
     def pick(self, items: "Sequence[M]", view: "View[M]") -> "tuple[list[M], list[str]]":
-        """The items to write, and the names of those that are gone.
-
-        Raises:
-            InvalidArgumentError: the key to sort by is unknown.
-        """
+        """The items to write, and the names of those that are gone. Raises InvalidArgumentError: the key to sort by is unknown."""
         kept = list(items)
         if kept and self.conditions:
             others = self._others(kept[0].DESCRIPTOR, view)
@@ -181,14 +177,10 @@ class Output:
         return self.format in {Format.TABLE, Format.WIDE}
 
     def watch(self, every: float) -> Watched:
-        """What has been written of a list that is about to be watched.
-
-        Raises:
-            InvalidArgumentError: the format cannot be streamed.
-        """
-        if self.format is Format.JSON:
+        """What has been written of a list that is about to be watched. Raises InvalidArgumentError: the format cannot be streamed."""
+        if self.format in {Format.JSON, Format.CSV}:
             raise InvalidArgumentError(
-                "--watch writes one object after the other: use -o jsonl instead of -o json"
+                f"--watch writes one object after the other: use -o jsonl instead of -o {self.format}"
             )
         return Watched(every)
 
@@ -198,7 +190,7 @@ class Output:
         if self.human:
             write_lines([*self.table(kept, view), *(f"{name} is gone" for name in gone)])
         elif self.format is Format.NAME:
-            write_lines([*map(name_of, kept), *gone])
+            write_lines([*filter(None, map(name_of, kept)), *gone])
         elif self.chosen.watched is None:
             self.write_data({view.key: [to_dict(item) for item in kept]})
         else:
@@ -314,10 +306,11 @@ class Output:
         if self.format is Format.JSON:
             sys.stdout.write(json.dumps(data, indent=2) + "\n")
         elif self.format in {Format.TABLE, Format.WIDE, Format.YAML}:
+            sys.stdout.write("" if self.chosen.watched is None else "---\n")
             dump_yaml(data, sys.stdout)
         elif self.format is Format.JSONPATH:
             text = render(self.form.template, data)
-            sys.stdout.write(text if text.endswith("\n") else f"{text}\n")
+            sys.stdout.write(text if text[-1:] in {"", "\n"} else f"{text}\n")
         else:
             only = next(iter(data.values())) if is_mapping(data) and len(data) == 1 else None
             self._write_each(only if is_list(only) else [data])
@@ -334,24 +327,19 @@ class Output:
         if self.format is Format.CSV:
             import csv
 
-            # A row for each, with a column for every field; nested values are JSON.
+            # A row for each, with a column for every field; values other than text are JSON.
             tables = [one if is_mapping(one) else {"value": one} for one in items]
             names = list(dict.fromkeys(name for row in tables for name in row))
             writer = csv.writer(sys.stdout, lineterminator="\n")
             writer.writerows([names] if self.headers and names else [])
             for row in tables:
                 cells = (row.get(name, "") for name in names)
-                writer.writerow(
-                    json.dumps(cell) if isinstance(cell, (dict, list)) else cell for cell in cells
-                )
+                writer.writerow("" if cell is None else as_text(cell) for cell in cells)
             return
         for one in items:
             if self.format is Format.NAME:
-                write_lines([" ".join(map(as_text, find(_NAME, one)))])
-            elif self.format is Format.YAML:
-                sys.stdout.write("---\n")
-                dump_yaml(one, sys.stdout)
-            elif self.format is Format.JSONPATH:
+                write_lines([as_text(name) for name in find(_NAME, one)])
+            elif self.format in {Format.YAML, Format.JSONPATH}:
                 self.write_data(one)
             else:
                 sys.stdout.write(json.dumps(one) + "\n")

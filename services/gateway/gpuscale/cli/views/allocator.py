@@ -392,7 +392,6 @@ NOTIFICATIONS = View[api.Notification](
     ),
 )
 
-STANDINGS_OF = View[api.GetUsePolicyResponse]("policies", (Column("NAME", lambda one: one.use_policy.name),))
 STANDINGS = View[api.PolicyStanding](
     "standings",
     (
