@@ -63,33 +63,31 @@ def show_status(session: Session) -> None:
         reservations = _known(client, "reservations", lookup.reservations)
         endpoints = _known(client, "endpoints", lookup.endpoints)
         events = _known(client, "health events", lookup.health)
-        marked = marks(_known(client, "cordons", lookup.cordons))
+        marked = marks(_known(client, "cordons", lookup.cordons) or ())
     if not output.human:
-        listed = {
-            "nodes": nodes,
-            "reservations": reservations,
-            "endpoints": endpoints,
-            "healthEvents": events,
-        }
-        output.write_data({key: [to_dict(item) for item in items] for key, items in listed.items()})
+        of = {"nodes": nodes, "reservations": reservations, "endpoints": endpoints, "healthEvents": events}
+        listed = {key: [to_dict(item) for item in items] for key, items in of.items() if items is not None}
+        output.write_data(listed)
         return
-    gpus, holders = [gpu for node in nodes for gpu in node.snapshot.gpus], lookup.holders(reservations)
+    gpus, holders = [gpu for node in nodes for gpu in node.snapshot.gpus], lookup.holders(reservations or ())
     states = Counter(node_state(node, marked) for node in nodes)
     free = sum(gpu.name not in holders and gpu_state(gpu, marked) == "OK" for gpu in gpus)
     held = sum(gpu.name in holders for gpu in gpus)
+    use = f"{free} free, {held} held" + (
+        f", {closed} not for new work" if (closed := len(gpus) - free - held) > 0 else ""
+    )
     lines = [
-        f"{_count(gpus, 'GPU')}: {free} free, {held} held"
-        + (f", {closed} not for new work" if (closed := len(gpus) - free - held) > 0 else ""),
+        f"{_count(gpus, 'GPU')}: {'use unknown' if reservations is None else use}",
         f"{_count(nodes, 'node')}: {', '.join(f'{count} {state}' for state, count in states.items()) or 'no agent reports'}",
         f"{_count(reservations, 'reservation')}, {_count(endpoints, 'endpoint')}, "
-        + (_count(events, "health event") if events else "nothing is wrong"),
+        + ("nothing is wrong" if events == [] else _count(events, "health event")),
     ]
     tables = (
-        (events, output.table(events, monitor.HEALTH)),
+        (events, output.table(events or (), monitor.HEALTH)),
         (nodes, output.table(nodes, monitor.nodes(marked, problems=any(map(problem, nodes))))),
         (gpus, output.table(gpus, _gpus(holders, marked))),
-        (reservations, output.table(reservations, RESERVATIONS)),
-        (endpoints, output.table(endpoints, ENDPOINTS)),
+        (reservations, output.table(reservations or (), RESERVATIONS)),
+        (endpoints, output.table(endpoints or (), ENDPOINTS)),
     )
     for items, table in tables:
         lines += ["", *table] if items else []
@@ -97,17 +95,17 @@ def show_status(session: Session) -> None:
     sys.stdout.flush()
 
 
-def _count(items: Sequence[object], noun: str) -> str:
-    return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
+def _count(items: Sequence[object] | None, noun: str) -> str:
+    return f"{noun}s unknown" if items is None else f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
 
 
-def _known(client: Client, what: str, read: Callable[[Client], list[Any]]) -> list[Any]:
-    """The answer of a service; empty while it is down."""
+def _known(client: Client, what: str, read: Callable[[Client], list[Any]]) -> list[Any] | None:
+    """The answer of a service; None while it is down."""
     try:
         return read(client)
     except UnavailableError as error:
         note(f"{what} are unknown: {error.message}")
-        return []
+        return None
 
 
 def bar(share: float | None) -> str:
