@@ -5,23 +5,43 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
 from nicegui import Client, app, ui
 from nicegui.app.app import State
+from starlette.requests import Request
 
+from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.client import UnavailableError
-from gpuscale.dashboard.pages import endpoints
+from gpuscale.dashboard.facts import Facts, FleetTally
+from gpuscale.dashboard.frame import DashboardSite
+from gpuscale.dashboard.pages import endpoints, reservations
 from tests.support.waiting import eventually
+
+
+@contextmanager
+def opened(monkeypatch: pytest.MonkeyPatch) -> Generator[Client]:
+    """A page as of a browser that is connected."""
+    monkeypatch.setattr("nicegui.core.loop", asyncio.get_running_loop())
+    monkeypatch.setattr(app, "_state", State.STARTED)
+    page = Client(
+        ui.page(""), request=Request({"type": "http", "path": "/", "query_string": b"", "headers": []})
+    )
+    monkeypatch.setattr(page, "connected", AsyncMock())
+    try:
+        with page:
+            yield page
+    finally:
+        page.delete()
 
 
 async def test_a_decision_that_cannot_be_read_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its page showed the error until it was loaded anew once."""
-    monkeypatch.setattr("nicegui.core.loop", asyncio.get_running_loop())
-    monkeypatch.setattr(app, "_state", State.STARTED)
     monkeypatch.setattr(endpoints, "REFRESH", 0.01)
     failed = asyncio.Event()
 
@@ -32,21 +52,30 @@ async def test_a_decision_that_cannot_be_read_is_read_again(monkeypatch: pytest.
 
     site = Mock(client=Mock(decisions=Mock(GetDecision=answer)), actions=lambda: None)
     site.facts.problems = {}
-    page = Client(ui.page(""))
-    monkeypatch.setattr(page, "connected", AsyncMock())
 
     def shows(text: str) -> bool:
         labels = (one for one in page.elements.values() if isinstance(one, ui.label))
         return any(one.text == text for one in labels)
 
-    try:
-        with page:
-            endpoints.decision_page(site, "chat", "7")
+    with opened(monkeypatch) as page:
+        endpoints.decision_page(site, "chat", "7")
         await eventually(lambda: shows("cannot read the decision: the gateway is away"))
         failed.set()
         await eventually(lambda: shows("from 1 to 2"))
-    finally:
-        page.delete()
+
+
+async def test_only_what_is_a_visitors_own_can_be_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who may not release a reservation is not told its fence; the button was on all of them once."""
+    own, others = (allocator_api.Reservation(name=f"reservations/{name}") for name in ("own", "others"))
+    told = [allocator_api.Reservation(name=own.name, fence=7), others]
+    actions = Mock(ask=AsyncMock(return_value=told), signed_out=False)
+    site = DashboardSite(Facts(reservations=[own, others]), FleetTally(), Mock(), "", lambda: actions, Mock())
+    with opened(monkeypatch) as page:
+        reservations.reservations_page(site)
+        [table] = [one for one in page.elements.values() if isinstance(one, ui.table)]
+        await eventually(
+            lambda: {row["name"]: row["act"] for row in table.rows} == {"own": ["release"], "others": []}
+        )
 
 
 SLOWLY = """

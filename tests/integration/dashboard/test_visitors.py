@@ -22,6 +22,7 @@ from gpuscale.client import (
 )
 from gpuscale.client.connection import connect_async
 from gpuscale.common.runtime.tasks import SystemClock
+from gpuscale.common.security.auth import Role
 from gpuscale.dashboard.pages.endpoints import WhatIf
 from gpuscale.dashboard.pages.reservations import all_output
 from gpuscale.dashboard.visitors import VisitorActions, Visitors
@@ -73,6 +74,7 @@ async def test_hands_are_tied_once_the_visitor_is_signed_out() -> None:
     """Of the pages that are still open, too."""
     with FakeServer() as server:
         visitors = visitors_of(server)
+        assert await visitors.try_token("token") is Role.ADMIN
         visitors.sessions.begin("secret", "token", visitors.clock.now())
         actions = VisitorActions(
             visitors.connect, lambda: visitors.sessions.token("secret", visitors.clock.now())

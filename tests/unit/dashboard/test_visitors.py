@@ -1,6 +1,24 @@
 """Sessions end by themselves, and there are never too many."""
 
-from gpuscale.dashboard.visitors import LENGTH, MOST, Sessions
+from collections.abc import Sequence
+
+import pytest
+
+from gpuscale.client import connect_async
+from gpuscale.common.security.auth import Role
+from gpuscale.dashboard.visitors import LENGTH, MARKS, MOST, Sessions, VisitorActions
+
+
+@pytest.mark.parametrize(
+    ("role", "marks"),
+    [(Role.VIEWER, ()), (Role.OPERATOR, ("cordon", "uncordon")), (Role.ADMIN, MARKS), (None, MARKS)],
+)
+def test_a_visitor_is_offered_what_the_role_allows(role: Role | None, marks: Sequence[str]) -> None:
+    sessions = Sessions()
+    sessions.begin("secret", "token", 100.0, role)
+    actions = VisitorActions(connect_async, str, role=sessions.role("secret"))
+    assert actions.marks == [*marks]
+    assert actions.may("autoscaler.v1.EndpointService/UpdateEndpoint") is bool(marks)
 
 
 def test_a_session_is_known_by_its_secret_until_its_time_is_over() -> None:

@@ -30,8 +30,10 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import AsyncClient, GpuscaleError, PermissionDeniedError, UnauthenticatedError
+from gpuscale.common.rpc.status import ROLE_KEY
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.secrets import LINK_PATH, write_link
+from gpuscale.common.security.auth import Role, find_method
 
 T = TypeVar("T")
 
@@ -49,6 +51,7 @@ class VisitorSession:
 
     token: str
     end: float
+    role: Role | None = None
 
 
 class Sessions:
@@ -57,17 +60,22 @@ class Sessions:
     def __init__(self) -> None:
         self._open: dict[str, VisitorSession] = {}
 
-    def begin(self, secret: str, token: str, now: float) -> None:
-        """Remember a token under a random secret."""
+    def begin(self, secret: str, token: str, now: float, role: Role | None = None) -> None:
+        """Remember a token and its role, if known, under a random secret."""
         self._open = {key: one for key, one in self._open.items() if one.end > now}
         while len(self._open) >= MOST:
             del self._open[next(iter(self._open))]
-        self._open[secret] = VisitorSession(token, now + LENGTH)
+        self._open[secret] = VisitorSession(token, now + LENGTH, role)
 
     def token(self, secret: str, now: float) -> str | None:
         """The token of a session; None if there is none or it has expired."""
         found = self._open.get(secret)
         return found.token if found is not None and found.end > now else None
+
+    def role(self, secret: str) -> Role | None:
+        """The role of a session; None if it is not known."""
+        found = self._open.get(secret)
+        return None if found is None else found.role
 
     def tokens(self, now: float) -> set[str]:
         """The tokens of all open sessions."""
@@ -101,31 +109,38 @@ MARKS: dict[str, tuple[type[Any], str, str]] = {
 """What a visitor may do to a node or GPU: the request, the method, and the effect."""
 
 
+@dataclass(frozen=True)
 class VisitorActions:
-    """Calls on behalf of a visitor.
+    """Calls on behalf of a visitor."""
 
-    Args:
-        connect: opens a client.
-        token: returns the visitor's token while signed in.
-        at_home: whether the visitor is the user of this process, and may read the user's files.
-    """
+    connect: Connect  # opens a client
+    token: Callable[[], str | None]  # the visitor's token while signed in
+    at_home: bool = False  # whether the visitor is the user of this process, and may read the user's files
+    role: Role | None = None  # None if it is not known
 
-    def __init__(self, connect: Connect, token: Callable[[], str | None], *, at_home: bool = False) -> None:
-        self.at_home = at_home
-        self._connect = connect
-        self._token = token
+    @property
+    def marks(self) -> list[str]:
+        """What the role allows to do to a node or GPU."""
+        return [
+            act for act, (_, method, _) in MARKS.items() if self.may(f"allocator.v1.NodeService/{method}")
+        ]
+
+    def may(self, method: str) -> bool:
+        """Whether the role allows a method; what is not known is tried."""
+        known = find_method(f"/gpuscale.api.{method}")
+        return self.role is None or known is None or known.role is None or self.role >= known.role
 
     @property
     def signed_out(self) -> bool:
         """Whether the session has ended: signed out on another page, or expired."""
-        return self._token() is None
+        return self.token() is None
 
     async def ask(self, act: Action[T]) -> T:
         """Call the gateway as the visitor. Raises GpuscaleError: the call failed, or the visitor is signed out."""
-        token = self._token()
+        token = self.token()
         if token is None:
             raise UnauthenticatedError("signed out: sign in again")
-        async with self._connect(token) as client:
+        async with self.connect(token) as client:
             return await act(client)
 
     async def release(self, one: allocator_api.Reservation) -> None:
@@ -275,14 +290,11 @@ class Visitors:
         sent = ui.context.client.request.headers if headers is None else headers
         if self.token(sent) is None:
             return None
-        return VisitorActions(self.connect, lambda: self.token(sent), at_home=self.link_file is not None)
+        role, at_home = self.sessions.role(secret_of(sent)), self.link_file is not None
+        return VisitorActions(self.connect, lambda: self.token(sent), at_home=at_home, role=role)
 
     def take_link(self, secret: str) -> bool:
-        """Whether this is the secret of the current link; if so, a new link replaces it.
-
-        Raises:
-            OSError: the file cannot be read or written; the link stays valid.
-        """
+        """Whether this is the secret of the current link, which a new one replaces. Raises OSError: the link stays valid."""
         if self.link_file is None:
             return False
         link = self.link_file.read_text()
@@ -291,10 +303,13 @@ class Visitors:
         write_link(self.link_file, urlsplit(link).netloc)
         return True
 
-    async def try_token(self, token: str) -> None:
-        """Try a token with one call. Raises GpuscaleError: the gateway rejects it or does not answer."""
+    async def try_token(self, token: str) -> Role | None:
+        """Try a token with one call; returns its role, if told. Raises GpuscaleError: the gateway rejects it or does not answer."""
         async with self.trying, self.connect(token) as client:
-            await client.fleet.ListNodes(monitor_api.ListNodesRequest(page_size=1))
+            call = client.fleet.ListNodes(monitor_api.ListNodesRequest(page_size=1))
+            await call
+            told = str(dict(await call.trailing_metadata()).get(ROLE_KEY, ""))
+            return Role.__members__.get(told)
 
     async def recheck(self) -> None:
         """For ever: sign out visitors whose token the gateway rejects. While it is unreachable, nothing changes."""
@@ -335,9 +350,9 @@ def require_sign_in(app: FastAPI, visitors: Visitors) -> None:
     def page(problem: str = "", code: int = 200) -> Response:
         return HTMLResponse(_PAGE.format(way=way, problem=problem), status_code=code)
 
-    def let_in(token: str) -> Response:
+    def let_in(token: str, role: Role | None = None) -> Response:
         secret = secrets.token_urlsafe(32)
-        visitors.sessions.begin(secret, token, visitors.clock.now())
+        visitors.sessions.begin(secret, token, visitors.clock.now(), role)
         answer = RedirectResponse("/", status_code=303)
         answer.set_cookie(
             COOKIE, secret, max_age=int(LENGTH), httponly=True, samesite="strict", secure=visitors.secure
@@ -357,10 +372,10 @@ def require_sign_in(app: FastAPI, visitors: Visitors) -> None:
         if not isinstance(token, str) or not token.strip():
             return page("Enter a token.", 400)
         try:
-            await visitors.try_token(token.strip())
+            role = await visitors.try_token(token.strip())
         except GpuscaleError as error:
             return page(f"Sign-in failed: {type(error).__name__.removesuffix('Error')}.", 403)
-        return let_in(token.strip())
+        return let_in(token.strip(), role)
 
     async def sign_out(request: Request) -> Response:
         visitors.sessions.end(secret_of(request.headers))

@@ -42,7 +42,7 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.rpc.calls import Connections, Refusals
 from gpuscale.common.rpc.meter import CallWatcher
-from gpuscale.common.rpc.status import REQUEST_ID_KEY, VERSION_KEY, to_rpc_status
+from gpuscale.common.rpc.status import REQUEST_ID_KEY, ROLE_KEY, VERSION_KEY, to_rpc_status
 from gpuscale.common.rpc.validation import checks_of, validate
 from gpuscale.common.runtime.logs import call_id, get_logger
 from gpuscale.common.runtime.tasks import begin_call
@@ -247,7 +247,8 @@ class Guard:
             except KeysNeededError as needed:
                 await needed.fetch()
                 principal = self._admit(context, metadata)
-            context.set_trailing_metadata(named if principal is None else (*named, (VERSION_KEY, VERSION)))
+            told = () if principal is None else ((VERSION_KEY, VERSION), (ROLE_KEY, principal.role.name))
+            context.set_trailing_metadata((*named, *told))
             remaining: Any = context.time_remaining()  # None without a deadline, unlike in gRPC's stub
             self._expect(remaining)
             if self._unary_responses:

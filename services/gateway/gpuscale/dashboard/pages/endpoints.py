@@ -100,7 +100,7 @@ def endpoint_page(site: DashboardSite, endpoint: str) -> None:
 def endpoint_acts(site: DashboardSite, found: Callable[[], autoscaler_api.Endpoint | None]) -> None:
     """The buttons of an endpoint."""
     actions = site.actions()
-    if actions is None:
+    if actions is None or not actions.may("autoscaler.v1.EndpointService/UpdateEndpoint"):
         return
     known = found() or autoscaler_api.Endpoint()
     groups = [one.id for one in known.spec.capability_sets]
@@ -283,11 +283,7 @@ def replica_page(site: DashboardSite, endpoint: str, replica: str) -> None:
 
 
 async def whole_log(actions: VisitorActions, name: str) -> AsyncIterator[bytes]:
-    """The log of a replica until now, as far as its adapter keeps it.
-
-    Raises:
-        GpuscaleError: it cannot be read. A later failure is written into the text instead.
-    """
+    """The log of a replica, as far as it is kept. Raises GpuscaleError: it cannot be read; a later failure is written into the text."""
     request = autoscaler_api.ReadReplicaLogRequest(name=name, offset=0, max_bytes=_LOG_PART)
     first = await actions.ask(lambda client: client.endpoints.ReadReplicaLog(request))
 

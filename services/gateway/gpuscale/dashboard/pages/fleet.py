@@ -14,7 +14,6 @@ from gpuscale.common.wire import seconds, to_duration
 from gpuscale.dashboard import charts, humanize, rows
 from gpuscale.dashboard.facts import GpuSummary
 from gpuscale.dashboard.frame import ACT, Chart, DashboardSite, ListTable, PageAddress, Tiles, live, page
-from gpuscale.dashboard.visitors import MARKS
 
 FILTER = "filter: node, model, state, holder"
 
@@ -51,7 +50,7 @@ def fleet_page(site: DashboardSite) -> None:
         legend = ui.row().style("gap: 4px 16px; font-size: .8rem")
         table = ListTable(rows.GPUS, key="uuid", links=("gpu",), empty="no GPUs, or none match")
         actions = site.actions()
-        columns = {**rows.NODES, **({ACT: "act"} if actions else {})}
+        columns = {**rows.NODES, **({ACT: "act"} if actions and actions.marks else {})}
         nodes = ListTable(columns, key="node", empty="no nodes, or none match")
         if actions is not None:
             nodes.add_acts(lambda node, act: actions.mark(f"nodes/{node}", act))
@@ -77,7 +76,7 @@ def fleet_page(site: DashboardSite) -> None:
                         f"border-left: 14px solid {colour}; padding-left: 6px"
                     )
         table.show(shown)
-        nodes.show(node_rows(site, text))
+        nodes.show(node_rows(site, text, actions.marks if actions else ()))
         tiles.show(**rows.fleet_figures(list(site.facts.nodes.values()), gpus))
 
     def go(event: GenericEventArguments) -> None:
@@ -94,12 +93,13 @@ def fleet_page(site: DashboardSite) -> None:
     heat.element.on("componentClick", go, ["data"])
 
 
-def node_rows(site: DashboardSite, text: str) -> list[rows.Row]:
-    """The rows of nodes that match every word of `text`."""
+def node_rows(site: DashboardSite, text: str, allowed: Sequence[str]) -> list[rows.Row]:
+    """The rows of nodes that match every word of `text`, with the acts that are allowed."""
     facts = site.facts
     marked = marks(facts.cordons)
     found = [rows.node_row(facts.nodes[name], marked) for name in sorted(facts.nodes)]
-    return [{**row, ACT: acts(str(row["state"]))} for row in found if rows.matches(row, text)]
+    shown = [row for row in found if rows.matches(row, text)]
+    return [{**row, ACT: [act for act in acts(str(row["state"])) if act in allowed]} for row in shown]
 
 
 def acts(state: str) -> list[str]:
@@ -146,7 +146,7 @@ def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
             ui.space()
             buttons: dict[str, ui.button] = {}
             if (actions := site.actions()) is not None:
-                for act in MARKS:
+                for act in actions.marks:
                     marked = partial(actions.mark, f"nodes/{node}/gpus/{uuid.lower()}", act)
                     buttons[act] = ui.button(act, on_click=marked).props("flat dense no-caps")
         with ui.element("div").classes("gs-charts"):

@@ -16,7 +16,7 @@ from nicegui import ui
 from nicegui.events import GenericEventArguments
 
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.client import AsyncClient, GpuscaleError, NotFoundError
+from gpuscale.client import AsyncClient, GpuscaleError, NotFoundError, pages_async
 from gpuscale.client.orders import kept_output
 from gpuscale.common.secrets import write_private
 from gpuscale.common.wire import to_datetime
@@ -70,18 +70,19 @@ def reservations_page(site: DashboardSite) -> None:
         held = sorted(known, key=rows.waits_longest)
         shown = [rows.reservation_row(one, by_uuid, now) for one in held]
         text = str(wanted.value or "")
-        table.show([{**row, ACT: ["release"]} for row in shown if rows.matches(row, text)])
+        own = {name.partition("/")[2] for name, one in places.items() if one.fence}  # as only they are told
+        matching = [row for row in shown if rows.matches(row, text)]
+        table.show([{**row, ACT: ["release"] * (row["name"] in own)} for row in matching])
         tiles.show(**rows.reservation_figures(site.facts.reservations, gpus))
 
     places: dict[str, allocator_api.Reservation] = {}
 
     async def queue() -> None:
-        """Query places in the queue, whose changes a watch does not report."""
-        request = allocator_api.ListReservationsRequest(filter="state = WAITING", page_size=1000)
+        """Query places in the queue, whose changes a watch does not report, and what the visitor may release."""
         with suppress(GpuscaleError):  # the header shows the problem
-            found = await site.client.allocator.ListReservations(request)
+            found = await (waiting_or_own(site.client) if actions is None else actions.ask(waiting_or_own))
             places.clear()
-            places.update({one.name: one for one in found.reservations})
+            places.update({one.name: one for one in found})
             draw()
 
     def look_back() -> None:
@@ -99,6 +100,13 @@ def reservations_page(site: DashboardSite) -> None:
     ui.timer(REFRESH, queue)
     chosen.on_value_change(look_back)
     wanted.on_value_change(draw)
+
+
+async def waiting_or_own(client: AsyncClient) -> list[allocator_api.Reservation]:
+    """What waits in the queue, and what the caller may change."""
+    request = allocator_api.ListReservationsRequest(filter="state = WAITING OR fence > 0", page_size=1000)
+    answers = pages_async(client.allocator.ListReservations, request)
+    return [one async for answer in answers for one in answer.reservations]
 
 
 MEMBERS: Columns = {
@@ -169,12 +177,7 @@ async def _kept(one: allocator_api.Reservation) -> list[Path]:
 
 
 async def all_output(actions: VisitorActions, reservation: str) -> Iterator[bytes]:
-    """The full output of a job, from the files of the visitor, who is the user of this process.
-
-    Raises:
-        NotFoundError: this user has no output of it on this host.
-        GpuscaleError: the reservation cannot be read.
-    """
+    """The full output of a job, from the files of the visitor, who is the user of this process. Raises GpuscaleError: there is none."""
     one = await actions.ask(partial(_asked, f"reservations/{reservation}"))
     files = await _kept(one) if actions.at_home else []
     if not files:
