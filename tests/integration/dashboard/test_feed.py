@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gpuscale.client import UnauthenticatedError
 from gpuscale.dashboard import feed as feeding
 from gpuscale.dashboard.facts import Facts, FleetTally
 from gpuscale.dashboard.feed import Feed
@@ -66,3 +67,13 @@ async def test_it_streams_while_somebody_looks_and_asks_nothing(
                 monkeypatch.setattr(feeding, "LINGER", 0.0)
                 feed.look()
                 await only(unseen)
+
+
+async def test_what_an_operator_has_to_do_is_told_where_the_dashboard_has_no_token() -> None:
+    """Visitors read only that a token is required once, who had just shown theirs."""
+    facts, refused = Facts(), UnauthenticatedError("a bearer token is required", reason="TOKEN_MISSING")
+    with FakeServer() as server:
+        server.fail("WatchNodes", refused, times=1000)
+        async with server.connect_async() as client, Feed(client, facts, FleetTally()).running():
+            await eventually(lambda: "nodes" in facts.problems)
+    assert "--token-file" in facts.problems["nodes"]

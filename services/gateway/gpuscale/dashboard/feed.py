@@ -17,6 +17,8 @@ from gpuscale.dashboard.facts import PERIOD, Facts, FleetTally, count
 
 INTERVAL = 1.0
 """Least seconds between updates of the nodes: agents read once a second, at different moments."""
+ADVICE = "; the operator starts the dashboard with --token-file and a viewer's token"
+"""What to do where the gateway wants a token of the dashboard itself."""
 LINGER = 10.0
 """Seconds for which watches outlast the last look, so that moving between pages restarts none."""
 SOURCES: dict[str, tuple[str, str, str, type[Any]]] = {
@@ -122,6 +124,7 @@ class Feed:
                         self._facts.heard(source)
                         self._facts.changed()
             except GpuscaleError as error:
-                self._facts.lost(source, error.message)
+                advice = ADVICE if error.reason == "TOKEN_MISSING" else ""
+                self._facts.lost(source, error.message + advice)
                 self.errors[source, error.reason] += 1
             await asyncio.sleep(backoff.next())
