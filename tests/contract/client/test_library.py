@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-import pytest
-
 import gpuscale.client
 from gpuscale.client import GpuscaleError
 from gpuscale.common import errors
@@ -140,38 +138,30 @@ def test_it_and_what_is_for_its_users_tests_import_nothing_heavy() -> None:
     assert ran.stdout == "[]\n"
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What mypy has found out about the library, so that it does so once."""
-    return tmp_path_factory.mktemp("mypy")
-
-
-def mypy(folder: Path, cache: Path, script: str) -> list[str]:
-    """What mypy --strict says about a user's script, outside of the repository.
+def test_types_reach_the_user_and_mistakes_are_found(tmp_path: Path) -> None:
+    """By mypy --strict over two scripts of a user, outside of the repository.
 
     What the fake server is made of, the whole of the services, says nothing of its types, and would take a minute more.
     """
-    (folder / "script.py").write_text(script)
-    (folder / "mypy.ini").write_text("[mypy]\n[mypy-gpuscale.testing.site]\nfollow_imports = skip\n")
-    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir", str(cache)]
-    ran = subprocess.run(
-        [*command, "script.py"], cwd=folder, capture_output=True, text=True, timeout=300, check=False
-    )
-    return ran.stdout.splitlines()
-
-
-def test_types_reach_the_user(tmp_path: Path, cache: Path) -> None:
-    lines = mypy(tmp_path, cache, SCRIPT)
-    assert [line.partition('"')[2].rstrip('"') for line in lines if "Revealed type" in line] == REVEALED
-    assert [line for line in lines if "error:" in line] == []
-
-
-def test_mistakes_are_found(tmp_path: Path, cache: Path) -> None:
-    body = "".join(f"    {line}\n" for line in WRONG)
+    (tmp_path / "right.py").write_text(SCRIPT)
     head = "from gpuscale.api.monitor import v1 as monitor_api\nfrom gpuscale.client import Client\n\n\n"
-    lines = mypy(tmp_path, cache, f"{head}def main(client: Client) -> None:\n{body}")
-    first = head.count("\n") + 2
-    for number, complaint in enumerate(WRONG.values(), first):
-        assert any(line.startswith(f"script.py:{number}: error") and complaint in line for line in lines), (
-            lines
+    body = "".join(f"    {line}\n" for line in WRONG)
+    (tmp_path / "wrong.py").write_text(f"{head}def main(client: Client) -> None:\n{body}")
+    (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-gpuscale.testing.site]\nfollow_imports = skip\n")
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir=/dev/null"]
+    ran = subprocess.run(
+        [*command, "right.py", "wrong.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    lines = ran.stdout.splitlines()
+    assert [line.partition('"')[2].rstrip('"') for line in lines if "Revealed type" in line] == REVEALED
+    errors = [line for line in lines if "error:" in line]
+    assert len(errors) == len(WRONG), errors
+    for number, complaint in enumerate(WRONG.values(), head.count("\n") + 2):
+        assert any(line.startswith(f"wrong.py:{number}: error") and complaint in line for line in errors), (
+            errors
         )
