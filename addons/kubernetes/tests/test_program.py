@@ -2,10 +2,7 @@
 
 import asyncio
 import json
-import os
-import sys
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +12,14 @@ import pytest
 from addons.kubernetes.tests.fake_cluster import FakeKubernetes, deployment, serving
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.adapters import main
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale_kubernetes import bare as ranking
 from gpuscale_kubernetes.bare import AllocatorRanking
+from tests.support.forked import Forked
+from tests.support.program import engine_program
 from tests.support.scripted_autoscaler import State, replica, scripted_autoscaler
+from tests.support.up import ctl_environment
 from tests.support.waiting import eventually
 
 SLOW = 60.0
@@ -48,46 +49,27 @@ def config(fake: FakeKubernetes, folder: Path, address: str) -> Path:
     return path
 
 
-@asynccontextmanager
-async def program(settings: Path) -> AsyncGenerator[asyncio.subprocess.Process]:
-    """The adapter, killed at the end."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("GPUSCALE")}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "gpuscale.autoscaler.adapters.main",
-        "kubernetes",
-        "--config",
-        str(settings),
-        stderr=asyncio.subprocess.PIPE,
-        env=clean,
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
-
-
 async def test_it_says_what_it_can_do_and_its_next_run_goes_on_with_the_pods(
     fake: FakeKubernetes, tmp_path: Path
 ) -> None:
     fake.add(deployment())
     order = {"parameters": {"queue": "tasks"}, "gpu_count": 1}
-    async with scripted_autoscaler() as (autoscaler, address):
-        settings = config(fake, tmp_path, address)
-        async with program(settings):
-            await autoscaler.run(replica(1), "worker", **order)
-            await eventually(lambda: len(fake.pods) == 1, timeout=SLOW)
-            fake.run(next(iter(fake.pods)))
-            await autoscaler.shows(replica(1), State.STATE_READY, timeout=SLOW)
-        async with program(settings):
-            await eventually(lambda: len(autoscaler.registered) == 2, timeout=SLOW)
-            await autoscaler.run(replica(2), "worker", **order)
-            both = {replica(1), replica(2)}
-            await eventually(lambda: {fake.replica(one) for one in fake.pods} == both, timeout=SLOW)
-            await autoscaler.shows(replica(1), State.STATE_READY, timeout=SLOW)
+    async with (
+        scripted_autoscaler() as (autoscaler, address),
+        engine_program("kubernetes", config(fake, tmp_path, address), {}) as adapter,
+    ):
+        await adapter.start()
+        await autoscaler.run(replica(1), "worker", **order)
+        await eventually(lambda: len(fake.pods) == 1, timeout=SLOW)
+        fake.run(next(iter(fake.pods)))
+        await autoscaler.shows(replica(1), State.STATE_READY, timeout=SLOW)
+        await adapter.kill()
+        await adapter.start()
+        await eventually(lambda: len(autoscaler.registered) == 2, timeout=SLOW)
+        await autoscaler.run(replica(2), "worker", **order)
+        both = {replica(1), replica(2)}
+        await eventually(lambda: {fake.replica(one) for one in fake.pods} == both, timeout=SLOW)
+        await autoscaler.shows(replica(1), State.STATE_READY, timeout=SLOW)
     register = autoscaler.registered[0]
     assert (register.adapter, register.kind, register.node) == ("k1", "kubernetes", "")
     assert list(register.templates) == ["worker"]
@@ -98,10 +80,10 @@ async def test_it_says_what_it_can_do_and_its_next_run_goes_on_with_the_pods(
 async def test_a_template_without_its_deployment_is_one_line_and_an_exit_code(
     fake: FakeKubernetes, tmp_path: Path
 ) -> None:
-    async with program(config(fake, tmp_path, "127.0.0.1:1")) as process:
-        _, said = await asyncio.wait_for(process.communicate(), SLOW)
-    assert process.returncode == 1
-    error = json.loads(said.decode().splitlines()[-1])["error"]
+    log, words = tmp_path / "log", ["kubernetes", "--config", str(config(fake, tmp_path, "127.0.0.1:1"))]
+    process = await asyncio.to_thread(Forked, main.__name__, words, ctl_environment(), log)
+    assert await asyncio.to_thread(process.wait, SLOW) == 1
+    error = json.loads(log.read_text().splitlines()[-1])["error"]
     assert error == "template worker: there is no Deployment worker in namespace work"
 
 

@@ -66,6 +66,7 @@ def ray_cluster(gpus: int = 4, cpus: int = 8) -> Generator[RayCluster]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_prestart_worker_first_driver": "0",  # a Python for each CPU; here actors have their own
     }
     command = [
         str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--node-ip-address=127.0.0.1",

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import sys
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -31,6 +30,7 @@ from gpuscale_ray.engine import RayDriver, RayEngine, RayTemplate
 from gpuscale_ray.messages import RayLaunch, RayOrder, RayQuestion, Verb
 from tests.support.autoscaler_app import endpoint, running
 from tests.support.fake_allocator import FakeAllocator, serving
+from tests.support.program import Program
 from tests.support.waiting import eventually
 
 LONG = 100.0
@@ -229,22 +229,6 @@ async def test_a_cluster_that_does_not_answer_says_nothing(cluster: RayCluster, 
             await driver.close()
 
 
-@asynccontextmanager
-async def program(
-    cluster: RayCluster, autoscaler: str, config: Path
-) -> AsyncGenerator[asyncio.subprocess.Process]:
-    """The adapter as its users run it; killed without mercy at the end."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "gpuscale.autoscaler.adapters.main", "ray", "--config", str(config),
-        "--autoscaler-address", autoscaler, env=cluster.environment,
-    )  # fmt: skip
-    try:
-        yield process
-    finally:
-        process.kill()
-        await process.wait()
-
-
 async def test_the_program_gives_out_rays_gpus_and_finds_its_replicas_again(
     cluster: RayCluster, notes: Path, tmp_path: Path
 ) -> None:
@@ -256,7 +240,15 @@ async def test_the_program_gives_out_rays_gpus_and_finds_its_replicas_again(
     )
     allocator = FakeAllocator({})
     wanted = endpoint(low=2, high=2, gpus=2, parameters={"how": "well"})
-    async with serving(allocator) as address, running(tmp_path / "state", address) as autoscaler:
+    async with (
+        serving(allocator) as address,
+        running(tmp_path / "state", address) as autoscaler,
+        Program(
+            *("gpuscale.autoscaler.adapters.main", "ray", "--config", str(config)),
+            *("--autoscaler-address", autoscaler.address),
+            environment=cluster.environment,
+        ) as adapter,
+    ):
 
         async def well() -> list[str]:
             replicas = await autoscaler.replicas()
@@ -265,22 +257,23 @@ async def test_the_program_gives_out_rays_gpus_and_finds_its_replicas_again(
             }
             return sorted(one.name for one in replicas) if right and len(replicas) == 2 else []
 
-        async with program(cluster, autoscaler.address, config):
-            await autoscaler.create(wanted)
-            before = await eventually(well, timeout=LONG)
+        await adapter.start()
+        await autoscaler.create(wanted)
+        before = await eventually(well, timeout=LONG)
+        await adapter.kill()
 
         async def unknown() -> bool:
             return {one.state for one in await autoscaler.replicas()} == {api.Replica.STATE_UNKNOWN}
 
         await eventually(unknown, timeout=LONG)
-        async with program(cluster, autoscaler.address, config):
-            assert await eventually(well, timeout=LONG) == before
-            assert (await autoscaler.status()).ready_replicas == 2
-            await autoscaler.delete()
+        await adapter.start()
+        assert await eventually(well, timeout=LONG) == before
+        assert (await autoscaler.status()).ready_replicas == 2
+        await autoscaler.delete()
 
-            async def gone() -> bool:
-                return not await autoscaler.replicas()
+        async def gone() -> bool:
+            return not await autoscaler.replicas()
 
-            await eventually(gone, timeout=LONG)
+        await eventually(gone, timeout=LONG)
     assert allocator.calls["Reserve"] == 0
     assert sorted(note.read_text() for note in notes.iterdir()) == ["0,1 ;", "2,3 ;"]

@@ -1,47 +1,30 @@
 """A fleet that is killed: agents come back by themselves, and recordings go on where they were."""
 
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import pytest
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.wire import seconds, to_duration
 from tests.support.monitor import RunningFleet
 from tests.support.ports import free_port
+from tests.support.program import Program
 from tests.support.waiting import eventually
 
 ONLINE = api.NodeState.NODE_STATE_ONLINE
-Start = Callable[..., subprocess.Popen[bytes]]
 
 
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Starts a program with flags."""
-    started: list[subprocess.Popen[bytes]] = []
-
-    def begin(program: str, *flags: str) -> subprocess.Popen[bytes]:
-        code = f"import sys; from gpuscale.monitor.app.{program} import main; sys.exit(main())"
-        started.append(subprocess.Popen([sys.executable, "-c", code, *flags], stderr=subprocess.DEVNULL))
-        return started[-1]
-
-    yield begin
-    for process in started:
-        process.kill()
-        process.wait()
-
-
-async def test_recordings_survive_a_killed_fleet(start: Start, tmp_path: Path) -> None:
+async def test_recordings_survive_a_killed_fleet(tmp_path: Path) -> None:
     """One that ended is the same to the last figure; one that runs goes on; a deleted one stays away."""
     address = f"127.0.0.1:{free_port()}"
     with_data = ("--listen", address, "--data-dir", str(tmp_path / "fleet"))
-    fleet = start("fleet", *with_data)
-    own = ("--listen", "127.0.0.1:0", "--node", "alpha", "--source", "simulated")
-    start("agent", *own, "--period-seconds", "0.25", "--fleet-address", address)
-    async with open_channel(address) as channel:
+    own = ("--listen", "127.0.0.1:0", "--node", "alpha", "--source", "simulated", "--fleet-address", address)
+    async with (
+        Program("gpuscale.monitor.app.fleet", *with_data, environment={}) as fleet,
+        Program("gpuscale.monitor.app.agent", *own, "--period-seconds", "0.25", environment={}) as agent,
+        open_channel(address) as channel,
+    ):
+        await fleet.start()
+        await agent.start()
         stub, running = api.RecordingServiceStub(channel), RunningFleet.over(address, channel)
 
         async def begin(key: str) -> api.Recording:
@@ -67,9 +50,8 @@ async def test_recordings_survive_a_killed_fleet(start: Start, tmp_path: Path) -
             await stub.StopRecording(api.StopRecordingRequest(name="recordings/1"), timeout=20)
         ).recording
         await stub.DeleteRecording(api.DeleteRecordingRequest(name="recordings/3"), timeout=20)
-        fleet.kill()
-        fleet.wait()
-        start("fleet", *with_data)
+        await fleet.kill()
+        await fleet.start()
         await running.until_up()
         listed = await stub.ListRecordings(api.ListRecordingsRequest(), timeout=20)
         assert [one.name for one in listed.recordings] == ["recordings/1", "recordings/2"]
