@@ -1,4 +1,7 @@
-"""What a client does against services of another release: run by a test as a program of one of the two, `calls.py ADDRESS STEP`."""
+"""What a client does against services of another release: run by a test as a program of one of the two, `calls.py ADDRESS`.
+
+It reads steps, and writes what each comes to, a line for each.
+"""
 
 import json
 import subprocess
@@ -10,7 +13,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import Client, connect
-from gpuscale.common.errors import FailedPreconditionError, NotFoundError
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, NotFoundError
 
 Facts = dict[str, object]
 ENDPOINT = "endpoints/workers"
@@ -98,5 +101,10 @@ STEPS: dict[str, Callable[[Client], Facts]] = {
 }
 
 if __name__ == "__main__":
-    with connect(sys.argv[1]) as connected:
-        print(json.dumps(STEPS[sys.argv[2]](connected)))
+    for line in sys.stdin:
+        try:
+            with connect(sys.argv[1]) as connected:
+                answer = STEPS[line.strip()](connected)
+        except GpuscaleError as error:
+            answer = {"failed": str(error)}
+        print(json.dumps(answer), flush=True)

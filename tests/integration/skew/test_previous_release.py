@@ -8,6 +8,7 @@ import asyncio
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -18,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from gpuscale.common.programs import PROGRAMS
+from tests.support.forked import Forked
 from tests.support.ports import free_port, listens
 from tests.support.waiting import eventually
 
@@ -63,10 +66,14 @@ def environment(source: Path, config: Path) -> Mapping[str, str]:
 
 
 class Site:
-    """Programs on one host, each of one of the two sources; what they keep on disk stays from life to life."""
+    """Programs on one host, each of one of the two sources; what they keep on disk stays from life to life.
+
+    Attributes: `clients`, those that run, by their source.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.clients: dict[Path, subprocess.Popen[str]] = {}
         self.at = {name: f"127.0.0.1:{free_port()}" for name in (*SERVICES, "agent")}
         self.config = folder / "gpuscale.toml"
         at = self.at
@@ -88,21 +95,40 @@ class Site:
         self.config.write_text(text + '[templates.worker]\ncommand = ["/bin/sleep", "1000"]\n')
 
     @contextmanager
-    def running(self, source: Path, *names: str) -> Iterator[list[subprocess.Popen[bytes]]]:
-        """Programs of a source, until the block ends."""
-        processes: list[subprocess.Popen[bytes]] = []
+    def running(self, source: Path, *names: str) -> Iterator[list[subprocess.Popen[bytes] | Forked]]:
+        """Programs of a source, until the block ends; those of this tree are forked."""
+        processes: list[subprocess.Popen[bytes] | Forked] = []
+        variables = environment(source, self.config)
         try:
             for name in names:
-                with (self.folder / f"{name}.log").open("ab") as log:
-                    command = [sys.executable, "-c", START, f"gpuscale-{name}"]
-                    variables = environment(source, self.config)
+                program, file = f"gpuscale-{name}", self.folder / f"{name}.log"
+                if source == ROOT:
+                    processes.append(Forked(PROGRAMS[program][0], (), variables, file))
+                    continue
+                with file.open("ab") as log:
+                    command = [sys.executable, "-c", START, program]
                     processes.append(subprocess.Popen(command, env=variables, stdout=log, stderr=log))
             yield processes
         finally:
             for one in reversed(processes):
-                one.terminate()
+                one.send_signal(signal.SIGTERM)
             for one in processes:
-                one.wait(timeout=30)
+                one.wait(30)
+
+    @contextmanager
+    def client(self, source: Path) -> Iterator[None]:
+        """One of a source, until the block ends."""
+        command, variables = [sys.executable, CALLS, self.at["gateway"]], environment(source, self.config)
+        with (self.folder / "client.log").open("ab") as log:
+            process = subprocess.Popen(
+                command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        self.clients[source] = process
+        try:
+            yield
+        finally:
+            process.kill()
+            process.communicate()
 
     @asynccontextmanager
     async def services(self, source: Path) -> AsyncGenerator[None]:
@@ -119,13 +145,14 @@ class Site:
 
     async def call(self, source: Path, step: str) -> dict[str, Any]:
         """What a client of a source comes to with a step of `calls`."""
-        command = [sys.executable, str(CALLS), self.at["gateway"], step]
-        variables = environment(source, self.config)
-        found = await asyncio.to_thread(
-            subprocess.run, command, env=variables, capture_output=True, text=True, timeout=60
-        )
-        assert found.returncode == 0, f"{step}: {found.stderr[-1500:]}\n{self.logs()}"
-        answer: dict[str, Any] = json.loads(found.stdout)
+        client = self.clients[source]
+        assert client.stdin is not None
+        assert client.stdout is not None
+        client.stdin.write(f"{step}\n")
+        client.stdin.flush()
+        found = await asyncio.wait_for(asyncio.to_thread(client.stdout.readline), 60)
+        answer: dict[str, Any] = json.loads(found or '{"failed": "it has ended"}')
+        assert "failed" not in answer, f"{step}: {answer}\n{self.logs()}"
         return answer
 
     async def reserve(self, source: Path) -> dict[str, Any]:
@@ -146,7 +173,7 @@ class Site:
 async def used(site: Site, services: Path, others: Path) -> int:
     """Run services of one source, hosts and clients of the other; so many decisions are left on disk, and other things."""
     async with site.services(services):
-        with site.running(others, *HOST):
+        with site.running(others, *HOST), site.client(others):
             await site.comes_to(others, "nodes", {"nodes": [["nodes/n1", "NODE_STATE_ONLINE", 4]]})
             granted = await site.reserve(others)
             assert {*granted} == {"brief", "lasting"}
@@ -165,12 +192,13 @@ async def used(site: Site, services: Path, others: Path) -> int:
 async def go_on(site: Site, decisions: int) -> None:
     """Run all of this release on what is on disk, all of which is there and works."""
     async with site.services(ROOT):
-        assert await site.call(ROOT, "held") == {"holders": ["lasting"], "gpus": [1]}
-        equal = (await site.call(ROOT, "decisions"))["equal"]
-        assert len(equal) >= decisions
-        assert all(equal)
-        with site.running(ROOT, *HOST):
-            await site.comes_to(ROOT, "replicas", {"states": ["STATE_READY"]})
+        with site.client(ROOT):
+            assert await site.call(ROOT, "held") == {"holders": ["lasting"], "gpus": [1]}
+            equal = (await site.call(ROOT, "decisions"))["equal"]
+            assert len(equal) >= decisions
+            assert all(equal)
+            with site.running(ROOT, *HOST):
+                await site.comes_to(ROOT, "replicas", {"states": ["STATE_READY"]})
 
 
 async def test_services_of_the_previous_release_serve_ours_and_their_databases_are_migrated(
@@ -193,6 +221,6 @@ async def test_our_services_serve_the_previous_release_which_serves_our_database
                 lambda port=port, one=process: listens(port) or one.poll() is not None, timeout=120
             )  # type: ignore[misc]
             if process.poll() is not None:
-                assert process.returncode == 1
+                assert process.poll() == 1
                 assert "version" in (tmp_path / f"{name}.log").read_text().splitlines()[-1]
     await go_on(site, decisions)
