@@ -7,6 +7,7 @@ import asyncio
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Iterator
@@ -25,11 +26,12 @@ from pydantic import SecretStr
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common import errors
+from gpuscale.common import errors, programs
 from gpuscale.common.rpc.channel import open_channel
 from tests.support.allocator import Client
 from tests.support.autoscaler_app import endpoint
 from tests.support.fixtures import need
+from tests.support.forked import Forked
 from tests.support.nvml_double import NvmlDouble, env_with_double, why_unavailable, wired_gpus
 from tests.support.nvml_double.double import FIELD_IDS
 from tests.support.ports import free_port
@@ -78,7 +80,7 @@ class Site:
         self.at = {name: f"127.0.0.1:{free_port()}" for name in PROGRAMS}
         self.metrics = {name: f"127.0.0.1:{free_port()}" for name in PROGRAMS}
         self.disk = disk
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, subprocess.Popen[bytes] | Forked] = {}
         self._folder = folder
         soon = (datetime.now(UTC) + timedelta(days=3)).isoformat(timespec="seconds")
         tokens = write_tokens(folder / "tokens.toml", alice="admin")
@@ -134,21 +136,21 @@ class Site:
         )
 
     def start(self, name: str, **environment: str) -> None:
-        """Begin a life of a program."""
-        config = {"GPUSCALE_CONFIG": str(self._folder / "gpuscale.toml")}
-        clean = ctl_environment(**config, **environment)
-        if name == "agent":
-            clean |= {
-                key: env_with_double(self.double)[key] for key in ("LD_LIBRARY_PATH", "NVML_DOUBLE_CONFIG")
-            }
-        with (self._folder / f"{name}.log").open("ab") as log:
+        """Begin a life of a program: forked, but for the agent, which the system leads to the driver's double."""
+        config, file = {"GPUSCALE_CONFIG": str(self._folder / "gpuscale.toml")}, self._folder / f"{name}.log"
+        clean, program = ctl_environment(**config, **environment), f"gpuscale-{name}"
+        if name != "agent":
+            self.processes[name] = Forked(programs.PROGRAMS[program][0], (), clean, file)
+            return
+        clean |= {key: env_with_double(self.double)[key] for key in ("LD_LIBRARY_PATH", "NVML_DOUBLE_CONFIG")}
+        with file.open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [Path(sys.executable).with_name(f"gpuscale-{name}")], env=clean, stdout=log, stderr=log
+                [Path(sys.executable).with_name(program)], env=clean, stdout=log, stderr=log
             )
 
     def kill(self, name: str) -> None:
-        self.processes[name].kill()
-        self.processes[name].wait(timeout=30)
+        self.processes[name].send_signal(signal.SIGKILL)
+        self.processes[name].wait(30)
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[httpx.AsyncClient]:
@@ -167,11 +169,10 @@ class Site:
                 yield client
         finally:
             adapter = self.processes["adapter"]
-            adapter.terminate()  # ends its replicas
-            adapter.wait(timeout=60)
-            for process in self.processes.values():
-                process.kill()
-                process.wait(timeout=30)
+            adapter.send_signal(signal.SIGTERM)  # ends its replicas
+            adapter.wait(60)
+            for name in self.processes:
+                self.kill(name)
 
     async def keep_writing(self, channel: grpc.aio.Channel) -> None:
         """Make one quota after the other, so that there is something to write."""
