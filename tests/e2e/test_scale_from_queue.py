@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +21,10 @@ import pytest
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.common.wire import enum_word
+from tests.support.cli import run_cli
 from tests.support.rabbitmq import RabbitBroker
 from tests.support.rabbitmq_queues import declare_queue, publish_each, queue_counts
-from tests.support.up import CTL, Up, ctl_environment
+from tests.support.up import Up, ctl_environment
 from tests.support.waiting import eventually_sync
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,12 +112,9 @@ def stack(rabbitmq_private: RabbitBroker, tmp_path: Path) -> Iterator[Stack]:
         Up(tmp_path, simulate=6, arguments=arguments, environment=environment) as up,
         grpc.insecure_channel(up.address) as channel,
     ):
-        command = [*CTL, "--address", up.address, "apply", "-f", str(ROOT / "examples" / "endpoint.yaml")]
-        applied = subprocess.run(
-            command, env=ctl_environment(), capture_output=True, text=True, timeout=90, check=False
-        )
-        assert applied.returncode == 0, applied.stderr
-        assert "endpoints/jobs created" in applied.stdout
+        applied = run_cli("--address", up.address, "apply", "-f", str(ROOT / "examples" / "endpoint.yaml"))
+        assert applied.code == 0, applied.err
+        assert "endpoints/jobs created" in applied.out
         yield Stack(up, channel)
 
 
