@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,7 +19,7 @@ from gpuscale.client import connect, connect_async
 from tests.support.cli import Ran, run_cli
 from tests.support.nvml_double import GIB, DoubleProcess, NvmlDouble, env_with_double, why_unavailable
 from tests.support.podman import IMAGE, Podman
-from tests.support.up import CTL, Up, ctl_environment
+from tests.support.up import CTL, Typed, Up, ctl_environment
 from tests.support.waiting import eventually_sync
 
 SHARE = (
@@ -62,16 +63,9 @@ def use(double: NvmlDouble, *processes: tuple[int, int]) -> None:
     double.write()
 
 
-def start(up: Up, script: str) -> tuple[subprocess.Popen[str], int]:
+def start(up: Up, script: str) -> tuple[Typed, int]:
     """A share, and the pid that its command says."""
-    process = subprocess.Popen(
-        [*CTL, "--address", up.address, *SHARE, "--", "sh", "-c", script],
-        env=ctl_environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
+    process = Typed("--address", up.address, *SHARE, "--", "sh", "-c", script)
     return process, int(process.stdout.readline())
 
 
@@ -125,9 +119,11 @@ def test_two_shares_that_use_what_they_hold_leave_the_rest_to_a_third(up: Up, do
         assert f"sleep ({outsider.pid})" in refused.err
         assert f"({first})" not in refused.err
     finally:
-        for process in (one, other, outsider):
-            process.terminate()
-            process.communicate(timeout=30)
+        for process in (one, other):
+            process.send_signal(signal.SIGTERM)
+            process.ended()
+        outsider.kill()
+        outsider.wait()
 
 
 def test_a_container_is_a_holder(up: Up, double: NvmlDouble, podman: Podman) -> None:

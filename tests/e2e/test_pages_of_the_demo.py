@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +17,9 @@ from axe_playwright_python.sync_playwright import Axe
 from gpuscale.common.secrets import write_link
 from tests.e2e.browser import chromium, page_of
 from tests.e2e.dashboard import dashboard
+from tests.support.cli import Ran
 from tests.support.ports import free_port
-from tests.support.up import CTL, Up, ctl_environment
+from tests.support.up import Typed, Up
 from tests.support.waiting import eventually_sync
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def test_axe_finds_nothing_on_any_page(browser: Browser, link_file: Path) -> Non
 
 def complaints(page: Page, rules: list[str]) -> list[str]:
     """What axe-core finds by these rules, and where."""
-    told = Axe().run(page, options={"runOnly": rules, "resultTypes": ["violations"]})
+    told = Axe().run(page, options={"runOnly": rules, "resultTypes": ["violations"], "preload": False})
     return [f"{one['id']}: {one['nodes'][0]['html']}" for one in told.response["violations"]]
 
 
@@ -239,24 +239,17 @@ def test_what_visitors_do_is_asked_first_and_audited(browser: Browser, link_file
 
 
 def test_a_job_tells_why_it_waits_and_what_it_wrote(browser: Browser, link_file: Path) -> None:
-    ctl = (*CTL, "--address", (link_file.parent / "address").read_text())
-
-    def begin(*words: str) -> str:
-        told = subprocess.run(
-            [*ctl, "run", "-d", "--name", *words],
-            env=ctl_environment(),
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return told.stdout.strip()
+    def ctl(*words: str) -> Ran:
+        return Typed("--address", (link_file.parent / "address").read_text(), *words).ended()
 
     with page_of(browser) as page:
         site = come(page, link_file)
         goes_on = link_file.with_name("goes-on")
         script = f"seq 100000; until [ -e {goes_on} ]; do sleep 0.1; done; echo said by the first"
-        first = begin("talks", "--gpus", "2", "--", "sh", "-c", script)
-        second = begin("waits", "--gpus", "2", "--", "true")
+        words = ("run", "-d", "--gpus", "2", "--name")
+        begun = [ctl(*words, "talks", "--", "sh", "-c", script), ctl(*words, "waits", "--", "true")]
+        assert [one.code for one in begun] == [0, 0], begun
+        first, second = (one.out.strip() for one in begun)
         page.goto(f"{site}/reservations?filter=waiting")
         page.get_by_text("before it: no room now for 2 GPUs").wait_for()
         page.get_by_role("link", name=second).click()
@@ -271,7 +264,7 @@ def test_a_job_tells_why_it_waits_and_what_it_wrote(browser: Browser, link_file:
         assert lines == [*map(str, range(1, 100_001)), "said by the first"]
         assert page.request.get(f"{site}/reservations/nothing/output").status == 404
         # Who would start the second waits for the service to come back, unless it hears of the end before.
-        subprocess.run([*ctl, "stop", "job", second], env=ctl_environment(), capture_output=True, check=False)
+        ctl("stop", "job", second)
         eventually_sync(lambda: not is_running(f"{second}-queued"))
 
 

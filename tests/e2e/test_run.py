@@ -13,7 +13,7 @@ from typing import IO
 import pytest
 
 from tests.support.cli import Ran, run_cli
-from tests.support.up import CTL, Up, ctl_environment
+from tests.support.up import CTL, Typed, Up, ctl_environment
 from tests.support.waiting import eventually_sync
 
 SHELL = ("sh", "-c")
@@ -27,7 +27,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         yield running
 
 
-STARTED: list[subprocess.Popen[str]] = []
+STARTED: list[Typed] = []
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +35,7 @@ def all_is_given_back(up: Up) -> Iterator[None]:
     """Whatever a command did, and however it ended, its GPUs are free afterwards, and those of a drained node again."""
     yield
     while STARTED:
-        with STARTED.pop() as process:
-            process.kill()
+        STARTED.pop().close()
     ctl(up, "uncordon", node_of(up))
     assert held(up) == []
 
@@ -52,31 +51,18 @@ def held(up: Up) -> list[dict[str, object]]:
     return found
 
 
-def start(up: Up, *arguments: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [*CTL, "--address", up.address, *arguments],
-        env=ctl_environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start(up: Up, *arguments: str) -> Typed:
+    process = Typed("--address", up.address, *arguments)
     STARTED.append(process)
     return process
 
 
-def run(up: Up, *command: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+def run(up: Up, *command: str, options: tuple[str, ...] = ()) -> Typed:
     return start(up, "run", "--gpus", "1", *options, "--", *command)
 
 
-def line(stream: IO[str] | None) -> str:
-    assert stream is not None
+def line(stream: IO[str]) -> str:
     return stream.readline().strip()
-
-
-def ended(process: subprocess.Popen[str]) -> Ran:
-    out, err = process.communicate(timeout=60)
-    return Ran(process.returncode, out, err)
 
 
 def node_of(up: Up) -> str:
@@ -85,7 +71,7 @@ def node_of(up: Up) -> str:
 
 def test_a_command_gets_gpus_of_its_own_and_its_exit_code_is_kept(up: Up) -> None:
     show = "echo $CUDA_VISIBLE_DEVICES; echo $GPUSCALE_RESERVATION $GPUSCALE_FENCE; exit 7"
-    ran = ended(start(up, "run", "--gpus", "2", "--holder", "me", "--", *SHELL, show))
+    ran = start(up, "run", "--gpus", "2", "--holder", "me", "--", *SHELL, show).ended()
     uuids, whose = ran.out.splitlines()
     assert ran.code == 7, ran.err
     assert len(uuids.split(",")) == 2
@@ -101,7 +87,7 @@ def test_a_command_gets_gpus_of_its_own_and_its_exit_code_is_kept(up: Up) -> Non
 def test_a_recorded_command_ends_with_the_figures_of_its_gpus(up: Up) -> None:
     """Standard output is the command's, then the table; as data it is the data alone, and the recording stays."""
     options = ("--record", "-o", "json")
-    ran = ended(start(up, "run", "--gpus", "2", *options, "--", *SHELL, "echo out; exit 4"))
+    ran = start(up, "run", "--gpus", "2", *options, "--", *SHELL, "echo out; exit 4").ended()
     assert ran.code == 4, ran.err
     found = json.loads(ran.out)
     assert set(found) == {"monitoring_duration_seconds", "sample_count", "gpu_stats", "reservation"}
@@ -109,7 +95,7 @@ def test_a_recorded_command_ends_with_the_figures_of_its_gpus(up: Up) -> None:
     assert (sorted(found["gpu_stats"]), "out" in ran.err) == (["0", "1"], True)
     listed = json.loads(ctl(up, "get", "recordings", "-o", "json").out)["recordings"]
     assert [(one["state"], len(one["gpus"])) for one in listed] == [("STATE_STOPPED", 2)]
-    plain = ended(run(up, *SHELL, "echo out", options=("--record",)))
+    plain = run(up, *SHELL, "echo out", options=("--record",)).ended()
     assert plain.out.splitlines()[0] == "out"
     assert plain.out.splitlines()[1].startswith("NODE")
 
@@ -123,7 +109,7 @@ def test_signals_are_passed_on_and_one_that_kills_is_told_as_by_a_shell(up: Up) 
         process.send_signal(number)
         assert line(process.stdout) == f"got {name}"
     process.send_signal(signal.SIGUSR2)
-    ran = ended(process)
+    ran = process.ended()
     assert (ran.code, ran.out, "Traceback" in ran.err) == (137, "", False), ran.err
 
 
@@ -131,13 +117,13 @@ def test_a_command_that_a_signal_ends_was_stopped(up: Up) -> None:
     process = run(up, *SHELL, "echo $GPUSCALE_RESERVATION; exec sleep 60")
     job = line(process.stdout)
     process.send_signal(signal.SIGINT)
-    assert ended(process).code == 130
+    assert process.ended().code == 130
     assert state_of(up, job) == "STATE_STOPPED"
 
 
 def test_a_lease_is_kept_for_longer_than_it_lasts(up: Up) -> None:
     """The shortest lease there is: without renewals it would be lost, and the command stopped, after 5 s."""
-    ran = ended(run(up, *SHELL, "sleep 6.5; echo done", options=("--ttl", "5s")))
+    ran = run(up, *SHELL, "sleep 6.5; echo done", options=("--ttl", "5s")).ended()
     assert (ran.code, ran.out) == (0, "done\n"), ran.err
 
 
@@ -146,7 +132,7 @@ def test_a_command_is_told_of_a_drain_and_ends_before_the_deadline(up: Up) -> No
     assert line(process.stdout) == "ready"
     node = node_of(up)
     assert ctl(up, "drain", node, "--grace", "8s", "--reason", "fan").code == 0
-    ran = ended(process)
+    ran = process.ended()
     assert (ran.code, ran.out) == (4, "told\n"), ran.err
     assert f"{node} is drained: fan: the GPUs are revoked in " in ran.err
     assert f"was lost: nodes/{node.removeprefix('nodes/')} is drained: fan" in ran.err
@@ -162,14 +148,13 @@ def test_a_command_saves_its_work_by_the_signal_that_it_asked_for_and_starts_aga
     script = f"[ $GPUSCALE_ATTEMPT = 1 ] || exit 5; trap 'echo saved; exit 0' USR1; {UNTIL_TOLD}"
     options = ("--ttl", "12s", "--on-move", "signal:USR1", "--record", "-o", "json")
     process = run(up, *SHELL, script, options=(*options, "--name", "saves"))
-    assert process.stderr is not None
     assert "ready\n" in iter(process.stderr.readline, "")
     node = node_of(up)
     assert ctl(up, "drain", node, "--grace", "600s", "--reason", "fan").code == 0
     eventually_sync(lambda: state_of(up, "saves") == "STATE_WAITING", interval=0.2)
     shown = ctl(up, "get", "job", "saves").out
     assert ctl(up, "uncordon", node).code == 0
-    ran = ended(process)
+    ran = process.ended()
     assert ran.code == 5, ran.err
     recorded = json.loads(ran.out)
     assert [len(one["gpu_stats"]) for one in (recorded, *recorded["earlier_attempts"])] == [1, 1]
@@ -193,7 +178,7 @@ def test_a_command_that_takes_too_long_to_save_its_work_is_stopped(up: Up) -> No
     assert ctl(up, "drain", node, "--grace", "600s", "--reason", "fan").code == 0
     eventually_sync(lambda: state_of(up, "slow") == "STATE_WAITING", interval=0.2)
     assert ctl(up, "uncordon", node).code == 0
-    ran = ended(process)
+    ran = process.ended()
     assert ran.code == 5, ran.err
     figures = ["NODE", *[node.removeprefix("nodes/")] * 2]
     assert [one.split()[0] for one in ran.out.splitlines()[:5]] == ["saving", "stopped", *figures]
@@ -207,7 +192,7 @@ def test_a_command_that_somebody_ends_as_it_saves_its_work_stays_ended(up: Up) -
     assert ctl(up, "drain", node_of(up), "--grace", "600s", "--reason", "fan").code == 0
     assert line(process.stdout) == "saving"
     process.send_signal(signal.SIGTERM)
-    ran = ended(process)
+    ran = process.ended()
     assert (ran.code, ran.out) == (3, ""), ran.err
 
 
@@ -241,7 +226,7 @@ def test_a_command_and_what_it_detached_are_stopped_when_its_lease_is_lost(up: U
     pids = [int(line(process.stdout)) for _ in (*DETACHED, "the command")]
     node = node_of(up)
     assert ctl(up, "drain", node, "--grace", "0s", "--reason", "fan").code == 0
-    ran = ended(process)
+    ran = process.ended()
     assert ran.code == 4, ran.err
     assert f"{node} is drained: fan" in ran.err
     assert not any(map(running, pids))
@@ -251,7 +236,7 @@ def test_what_a_command_left_behind_is_stopped_before_its_gpus_are_given_back(up
     told = tmp_path / "told"
     all_told = f"until [ $(cat {told} | wc -l) = {len(DETACHED)} ]; do sleep 0.05; done"
     script = f"{detaching(told)} {all_told}; exit 3"
-    ran = ended(run(up, *SHELL, script, options=("--ttl", "12s")))
+    ran = run(up, *SHELL, script, options=("--ttl", "12s")).ended()
     assert ran.code == 3, ran.err
     pids = list(map(int, ran.out.split()))
     assert len(pids) == len(DETACHED)
@@ -264,15 +249,15 @@ def test_a_command_does_not_outlive_a_run_that_is_killed(up: Up) -> None:
     """Nothing can be done by a process that gets SIGKILL: the kernel does it."""
     process = run(up, *SHELL, "echo $$ $GPUSCALE_RESERVATION; exec sleep 900 >/dev/null 2>&1")
     pid, name = line(process.stdout).split()
-    process.kill()
-    assert process.wait(30) == -signal.SIGKILL
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
     eventually_sync(lambda: not running(int(pid)))
     assert ctl(up, "release", name).code == 0
 
 
 def test_what_ends_by_itself_after_the_command_is_left_to_it(up: Up, tmp_path: Path) -> None:
     """Such as the `tee` that it wrote to: its last lines are not lost."""
-    ran = ended(run(up, *SHELL, f"(sleep 0.4; echo last >{tmp_path}/log) & exit 0"))
+    ran = run(up, *SHELL, f"(sleep 0.4; echo last >{tmp_path}/log) & exit 0").ended()
     assert (ran.code, (tmp_path / "log").read_text()) == (0, "last\n")
     assert "stopping" not in ran.err
 
@@ -281,14 +266,12 @@ def test_processes_that_are_not_of_the_command_are_left_alone(up: Up) -> None:
     """A shell that becomes `run` by exec had children before."""
     words = " ".join([*CTL, "--address", up.address, "run", "--gpus", "1", "--", "true"])
     script = f"sleep 900 >/dev/null 2>&1 & echo $!; exec {words}"
-    process = subprocess.Popen(
-        [*SHELL, script], env=ctl_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ran = subprocess.run(
+        [*SHELL, script], env=ctl_environment(), capture_output=True, text=True, timeout=60, check=False
     )
-    STARTED.append(process)
-    pid = int(line(process.stdout))
-    ran = ended(process)
+    pid = int(ran.stdout)
     try:
-        assert (ran.code, running(pid)) == (0, True), ran.err
+        assert (ran.returncode, running(pid)) == (0, True), ran.stderr
     finally:
         os.kill(pid, signal.SIGKILL)
 
@@ -298,9 +281,9 @@ def test_without_room_it_waits_its_turn_and_says_so(up: Up) -> None:
     assert line(first.stdout) == "ready"
     second = run(up, "echo", "mine", options=("--gpus", "2"))
     assert "next in the queue" in line(second.stderr)
-    assert ended(run(up, "true", options=("--wait", "0s"))).code == 5
-    first.terminate()
-    assert ended(second).out == "mine\n"
+    assert run(up, "true", options=("--wait", "0s")).ended().code == 5
+    first.send_signal(signal.SIGTERM)
+    assert second.ended().out == "mine\n"
 
 
 def test_a_command_gets_the_gpus_of_a_booking_and_others_do_not(up: Up) -> None:
@@ -311,7 +294,7 @@ def test_a_command_gets_the_gpus_of_a_booking_and_others_do_not(up: Up) -> None:
     assert other.code == 5
     assert "booked by local (bookings/demo)" in other.err
     for _ in range(2):  # as often as its owner likes
-        ran = ended(start(up, "run", "--booking", "demo", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES"))
+        ran = start(up, "run", "--booking", "demo", "--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES").ended()
         assert (ran.code, {one.lower() for one in ran.out.strip().split(",")}) == (0, gpus)
     assert ctl(up, "delete", "booking", "demo", "--yes").code == 0
     assert ctl(up, "run", "--gpus", "1", "--", "true").code == 0

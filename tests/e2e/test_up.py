@@ -8,7 +8,6 @@ import re
 import signal
 import socket
 import stat
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +29,7 @@ from tests.support.cli import Ran, run_cli
 from tests.support.fixtures import need
 from tests.support.nvml_double import NvmlDouble, env_with_double, why_unavailable
 from tests.support.ports import free_port, listens
-from tests.support.up import CTL, Up, ctl_environment
+from tests.support.up import Typed, Up, ctl_environment
 from tests.support.waiting import eventually_sync
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
@@ -127,13 +126,10 @@ def test_a_second_one_is_turned_away(up: Up, tmp_path: Path) -> None:
         ),
         (("--listen", up.address, "--data-dir", str(tmp_path)), f"another program listens on {up.address}"),
     ):
-        command = [*CTL, "up", *arguments]
-        ran = subprocess.run(
-            command, env=ctl_environment(), capture_output=True, text=True, timeout=90, check=False
-        )
-        assert (ran.returncode, ran.stdout) == (4, "")
-        assert complaint in ran.stderr
-        assert len(ran.stderr.splitlines()) == 1
+        ran = Typed("up", *arguments).ended()
+        assert (ran.code, ran.out) == (4, "")
+        assert complaint in ran.err
+        assert len(ran.err.splitlines()) == 1
     assert data(up.address, "get", "nodes")["nodes"]
 
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from multiprocessing import forkserver, get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest.mock import patch
 
@@ -33,7 +34,8 @@ def ready() -> None:
 class Forked:
     """`python -m MODULE ARGUMENTS` with nothing but this environment.
 
-    Its output goes to the end of `log`; where there is `out`, what it writes to standard output goes there.
+    Its output goes to the end of `log`; where there is `out`, what it writes to standard output goes there. Each is a file, or
+    the end of a pipe.
     """
 
     def __init__(
@@ -41,11 +43,11 @@ class Forked:
         module: str,
         arguments: Sequence[str],
         environment: Mapping[str, str],
-        log: Path | None = None,
-        out: Path | None = None,
+        log: Path | Connection | None = None,
+        out: Path | Connection | None = None,
     ) -> None:
         ready()
-        files = [str(file or log or os.devnull) for file in (out, log)]
+        files = [file or log or Path(os.devnull) for file in (out, log)]
         given = (module, [*arguments], dict(environment), files)
         self._process = _forks.Process(target=_be, args=given, daemon=True)
         self._process.start()
@@ -74,12 +76,17 @@ class Forked:
             os.kill(self.pid, number)
 
 
-def _be(module: str, arguments: list[str], environment: dict[str, str], files: list[str]) -> None:
+def _be(
+    module: str, arguments: list[str], environment: dict[str, str], files: list[Path | Connection]
+) -> None:
     """Be the program, in the new process."""
     os.environ.clear()
     os.environ.update(environment)
     for descriptor, file in enumerate(files, 1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
+        if isinstance(file, Path):
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
+        else:
+            os.dup2(file.fileno(), descriptor)
     sys.argv = [module, *arguments]
     tasks._points = tasks.parse_failpoints(environment.get(tasks.FAILPOINTS, ""))
     sys.exit(importlib.import_module(module).main(arguments))

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Self
 
+from tests.support.cli import Ran
 from tests.support.forked import Forked
 
 CTL = (sys.executable, "-m", "gpuscale.cli.main")
@@ -114,3 +116,38 @@ class Up:
                 self.stop()
             except subprocess.TimeoutExpired:
                 self.kill()
+
+
+class Typed:
+    """`gpuscalectl` with these words, forked; what it writes is read as it comes.
+
+    Attributes: `stdout`, `stderr`.
+    """
+
+    def __init__(self, *words: str, environment: Mapping[str, str] | None = None) -> None:
+        (out, to_out), (err, to_err) = Pipe(duplex=False), Pipe(duplex=False)
+        self._process = Forked("tests.support.up", words, environment or ctl_environment(), to_err, to_out)
+        self.stdout, self.stderr = (os.fdopen(os.dup(one.fileno())) for one in (out, err))
+        for one in (out, to_out, err, to_err):
+            one.close()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal, if it still runs."""
+        self._process.send_signal(number)
+
+    def wait(self, timeout: float = 60.0) -> int:
+        """Wait for its end; its exit code."""
+        return self._process.wait(timeout)
+
+    def ended(self) -> Ran:
+        """Wait until nobody writes for it any more; what it wrote and was not read yet."""
+        with self.stdout, self.stderr:
+            out, err = self.stdout.read(), self.stderr.read()
+        return Ran(self.wait(), out, err)
+
+    def close(self) -> None:
+        """kill -9, if it still runs."""
+        self.send_signal(signal.SIGKILL)
+        self.wait()
+        self.stdout.close()
+        self.stderr.close()

@@ -17,7 +17,7 @@ from tests.support import cuda_double
 from tests.support.cli import Ran, run_cli
 from tests.support.fixtures import need
 from tests.support.nvml_double import NvmlDouble, NvmlReturn, env_with_double, why_unavailable
-from tests.support.up import CTL, Up, ctl_environment
+from tests.support.up import CTL, Typed, Up, ctl_environment
 from tests.support.waiting import eventually_sync
 
 TEST = (sys.executable, "-m", "gpuscale.cli.commands.gpu_test", "0")
@@ -38,15 +38,7 @@ class Bench:
         more = {} if how is None else cuda_double.variables(how)
         if words[0] != "run":
             return run_cli("--address", self.up.address, *words, environment=more)
-        ran = subprocess.run(
-            [*CTL, "--address", self.up.address, *words],
-            env=ctl_environment(**more),
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        return Ran(ran.returncode, ran.stdout, ran.stderr)
+        return Typed("--address", self.up.address, *words, environment=ctl_environment(**more)).ended()
 
     def probe(self, *names: str, how: str | None = "") -> dict[str, list[tuple[str, str]]]:
         """State and text of what was found, by index of the GPU."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
 import threading
 import uuid
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.cli.console.lookup import Streams
 from gpuscale.client import UnavailableError
 from gpuscale.testing import FakeServer
-from tests.support.up import CTL, ctl_environment
+from tests.support.up import Typed
 from tests.support.waiting import eventually_sync
 
 
@@ -26,27 +25,23 @@ def watching(
     address: str, *words: str, of: tuple[str, ...] = ("get", "--every", "1h")
 ) -> Iterator[list[dict[str, object]]]:
     """What a `get -w` writes that would read again by itself only in an hour; it ends by Ctrl-C, with nothing but JSON."""
-    command = [*CTL, "--address", address, *of, *words, "-w", "-o", "jsonl"]
-    pipe = subprocess.PIPE
     lines: list[dict[str, object]] = []
-    with subprocess.Popen(command, env=ctl_environment(), stdout=pipe, stderr=pipe, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        output = process.stdout
+    process = Typed("--address", address, *of, *words, "-w", "-o", "jsonl")
 
-        def read() -> None:
-            lines.extend(json.loads(line) for line in output)
+    def read() -> None:
+        lines.extend(json.loads(line) for line in process.stdout)
 
-        reader = threading.Thread(target=read)
-        reader.start()
-        try:
-            yield lines
-            process.send_signal(signal.SIGINT)
-            assert process.wait(30) == 130
-            assert process.stderr.read() == ""
-        finally:
-            process.kill()
-            reader.join(10)
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        yield lines
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130
+        assert process.stderr.read() == ""
+    finally:
+        process.send_signal(signal.SIGKILL)
+        reader.join(10)
+        process.close()
 
 
 def test_a_reservation_is_written_when_it_is_made_and_when_it_ends() -> None:
@@ -95,16 +90,14 @@ def test_without_changes_it_waits_as_long_as_it_was_told(monkeypatch: pytest.Mon
 
 def test_a_watched_table_of_gpus_shows_as_much_as_it_did_at_first() -> None:
     with FakeServer(gpus=1) as server, server.connect() as client:
-        command = [*CTL, "--address", server.address, "get", "gpus", "-w", "--every", "1h"]
-        with subprocess.Popen(command, env=ctl_environment(), stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            rows = ([*map(str.strip, re.split(" {2,}", line))] for line in process.stdout)
-            try:
-                heading, first = next(rows), next(rows)
-                with client.reserve(gpus=1, holder="me", ttl=600.0):
-                    then = next(row for row in rows if row[heading.index("HOLDER")] == "me")
-            finally:
-                process.kill()
+        process = Typed("--address", server.address, "get", "gpus", "-w", "--every", "1h")
+        rows = ([*map(str.strip, re.split(" {2,}", line))] for line in process.stdout)
+        try:
+            heading, first = next(rows), next(rows)
+            with client.reserve(gpus=1, holder="me", ttl=600.0):
+                then = next(row for row in rows if row[heading.index("HOLDER")] == "me")
+        finally:
+            process.close()
     still = [heading.index(name) for name in ("NODE", "GPU", "MODEL", "STATE", "UUID")]
     assert [first[at] for at in still] == [then[at] for at in still]
     assert first[heading.index("HOLDER")] == "-"
