@@ -45,7 +45,7 @@ class Lan:
     def open(self) -> None:
         """Make them."""
         for name in self._numbers:
-            before = [*_UNSHARE] if name == self._first else [*self._inside(self._first), "unshare", "--net"]
+            before = [*_UNSHARE] if name == self._first else [*self.inside(self._first), "unshare", "--net"]
             holder = subprocess.Popen(
                 [*before, *_HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
@@ -99,7 +99,7 @@ class Lan:
         """Run a program on a host; its output goes to the end of `log`."""
         with log.open("ab") as output:
             process = subprocess.Popen(
-                [*self._inside(name), *command],
+                [*self.inside(name), *command],
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.DEVNULL,
@@ -109,21 +109,6 @@ class Lan:
             )
         self._started.append(process)
         return process
-
-    def run(
-        self, name: str, *command: str, environment: Mapping[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a program on a host until it ends; what it wrote."""
-        return subprocess.run(
-            [*self._inside(name), *command],
-            check=False,
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
 
     def reach(self, name: str, *targets: str, log: Path) -> list[str]:
         """Addresses on this machine's loopback that lead to HOST:PORT as `name` reaches it.
@@ -141,7 +126,8 @@ class Lan:
             one.close()
         return addresses
 
-    def _inside(self, name: str) -> list[str]:
+    def inside(self, name: str) -> list[str]:
+        """Words before a command that is to run on a host."""
         pid = str(self._holders[name].pid)
         return ["nsenter", "--target", pid, "--user", "--net", "--preserve-credentials"]
 
@@ -150,7 +136,7 @@ class Lan:
 
     def _ip(self, name: str, *commands: str) -> None:
         subprocess.run(
-            [*self._inside(name), "ip", "-batch", "-"],
+            [*self.inside(name), "ip", "-batch", "-"],
             input="".join(f"{command}\n" for command in commands),
             check=True,
             text=True,
