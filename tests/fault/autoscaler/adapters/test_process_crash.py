@@ -6,9 +6,6 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-import pytest
-
 from gpuscale.api.autoscaler import v1 as api
 from tests.support.scripted_autoscaler import (
     ENDPOINT,
@@ -84,27 +81,6 @@ async def test_what_ended_while_no_adapter_watched_is_reported(tmp_path: Path) -
             report = await autoscaler.shows(ONE, FAILED)
             assert "exit code is unknown" in report.reason
             assert not processes_of(ONE)
-
-
-@pytest.mark.parametrize(
-    "failpoint", ["adapter.engine.before_apply", "adapter.start.after_intent", "adapter.start.after_spawn"]
-)
-async def test_a_crash_in_the_middle_of_a_start_never_starts_twice(tmp_path: Path, failpoint: str) -> None:
-    """Before its process was there it is started again; after that it is adopted."""
-    diary = tmp_path / "diary"
-    async with scripted_autoscaler() as (autoscaler, address):
-        with adapter_process(tmp_path, address) as process:
-            process.start(GPUSCALE_FAILPOINTS=f"{failpoint}=kill")
-            await autoscaler.run(ONE, "diary", parameters={"file": str(diary)})
-            assert process.process is not None
-            assert await asyncio.to_thread(process.process.wait, 60) == -signal.SIGKILL
-            autoscaler.reports.clear()
-            process.start()
-            report = await autoscaler.shows(ONE, READY)
-            assert psutil.Process(report.pid).environ()["GPUSCALE_REPLICA"] == ONE
-            await autoscaler.run(ONE, "diary", parameters={"file": str(diary)})
-            await eventually(lambda: autoscaler.reports[-1].revision == autoscaler.revision)
-            assert diary.read_text() == "start\n"
 
 
 async def test_one_found_after_a_crash_in_its_start_drains_when_it_should_stop(tmp_path: Path) -> None:
