@@ -1,6 +1,5 @@
 """Two allocators on one PostgreSQL, as processes that a test kills and pauses, and a client that follows the leader."""
 
-import json
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -113,26 +112,22 @@ async def reached(client: Client, count: int) -> None:
 
 
 @asynccontextmanager
-async def plain(addresses: list[str], policy: str) -> AsyncGenerator[Client]:
-    """A client of gRPC alone, with a load balancing policy."""
-    config = json.dumps({"loadBalancingConfig": [{policy: {}}]})
-    options = [("grpc.service_config", config), ("grpc.use_local_subchannel_pool", 1)]
-    async with grpc.aio.insecure_channel(f"ipv4:{','.join(addresses)}", options=options) as channel:
+async def plain(address: str) -> AsyncGenerator[Client]:
+    """A client of gRPC alone."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(f"ipv4:{address}", options=options) as channel:
         yield Client(allocator_api.AllocatorServiceStub(channel), 30.0)
 
 
 @asynccontextmanager
-async def settled(folder: Path, postgresql: PostgresServer, failpoints: str = "") -> AsyncGenerator[Pair]:
+async def settled(folder: Path, postgresql: PostgresServer, failpoints: str) -> AsyncGenerator[Pair]:
     """The first leads, the second stands by and forwards."""
     async with pair(folder, postgresql.database(), gpus=8) as both:
         both.start(0, failpoints)
-        if not failpoints:
-            await reached(both.clients[0], 8)
-        else:
-            await eventually(lambda: both.leads(0))
+        await eventually(lambda: both.leads(0))
         both.start(1)
         assert await both.leader() == 0
-        async with plain(both.addresses[1:], "pick_first") as client:
+        async with plain(both.addresses[1]) as client:
             await eventually(lambda: forwards(client), retry_on=(UnavailableError,))
         yield both
 

@@ -24,25 +24,12 @@ async def drained(watch: Any) -> None:
         pass
 
 
-async def test_pick_first_and_round_robin_reach_the_leader_through_the_standby(
-    tmp_path: Path, postgresql: PostgresServer
-) -> None:
-    async with settled(tmp_path, postgresql) as both:
-        for _ in range(10):
-            async with plain(both.addresses[::-1], "pick_first") as client:
-                await client.release(await client.reserve())
-        async with plain(both.addresses, "round_robin") as client:
-            for _ in range(10):
-                await client.release(await client.reserve())
-        assert await both.client.live() == []
-
-
 async def test_what_a_leader_did_before_it_died_is_not_done_again_through_the_standby(
     tmp_path: Path, postgresql: PostgresServer
 ) -> None:
     """It dies with its answers unsent: callers repeat their calls at the standby, under the same request ids."""
     dies = "allocator.reserve.before_reply=kill"
-    async with settled(tmp_path, postgresql, dies) as both, plain(both.addresses[1:], "pick_first") as client:
+    async with settled(tmp_path, postgresql, dies) as both, plain(both.addresses[1]) as client:
         watch = client.stub.WatchReservations(allocator_api.WatchReservationsRequest(), timeout=60)
         assert await watch.read() is not grpc.aio.EOF
         refusals, ids = list[str](), [str(uuid4()) for _ in range(8)]
