@@ -1,5 +1,6 @@
 """Use policies and notification targets, as an admin sets them in a test, and time that passes minute by minute."""
 
+from collections.abc import Awaitable, Callable
 from uuid import uuid4
 
 import grpc
@@ -64,11 +65,13 @@ class Admin:
         request = api.DrainNodeRequest(name="nodes/n0", grace={"seconds": 3600})
         await self.nodes.DrainNode(request, timeout=60)
 
-    async def pass_time(self, minutes: int) -> None:
-        """Minute by minute, so that each is looked at."""
+    async def pass_time(self, minutes: int, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Minute by minute, so that each is looked at, after what comes to pass in each."""
         for _ in range(minutes):
             before = {one.subject: one.held.seconds for one in await self.standings()}
             self.clock.advance(60)
+            if meanwhile:
+                await meanwhile()
 
             async def looked(before: dict[str, int] = before) -> bool:
                 now = await self.standings()

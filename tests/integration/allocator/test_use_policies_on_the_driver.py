@@ -67,19 +67,6 @@ class Hosts:
         now = self.clock.now()
         await eventually(lambda: all(self.heard.get(one) == now for one in self.agents), interval=0.002)
 
-    async def pass_time(self, minutes: int) -> None:
-        """Minute by minute; in each, agents read and whoever is counted on is looked at."""
-        for _ in range(minutes):
-            before = {one.subject: one.held.seconds for one in await self.admin.standings()}
-            self.clock.advance(MINUTE)
-            await self.read()
-
-            async def looked(before: dict[str, int] = before) -> bool:
-                now = await self.admin.standings()
-                return all(one.paused or one.held.seconds > before.get(one.subject, -1) for one in now)
-
-            await eventually(looked, interval=0.002)
-
     def listen(self, patch: pytest.MonkeyPatch) -> None:
         """Note what the allocator hears."""
         apply, renew = FleetView.apply, FleetView.renew
@@ -144,24 +131,24 @@ async def test_an_idle_holder_is_noted_and_revoked_a_busy_or_silent_one_never_an
         await admin.put(shadow)
         await admin.put(idle_policy())
         await eventually(lambda: _both_followed(admin))
-        await site.pass_time(20)
+        await site.admin.pass_time(20, site.read)
         await mute_agent.aclose()
         del site.agents["mute"]
-        await site.pass_time(39)
+        await site.admin.pass_time(39, site.read)
         assert not (await client.get(found["idle"].name)).notes
-        await site.pass_time(2)
+        await site.admin.pass_time(2, site.read)
         noted = await eventually(lambda: policies.noted(client, found["idle"]))
         assert "policy idle: the GPU idle for 1 h" in noted.notes[0]
         assert "will be revoked in 1 h 9 min if this continues" in noted.notes[0]
         assert not noted.HasField("revoke_time")
         renewed = await client.renew(found["idle"])
         assert renewed.notes == noted.notes, "who runs it reads that when it renews"
-        await site.pass_time(60)
+        await site.admin.pass_time(60, site.read)
         revoked = await eventually(lambda: policies.revoked(client, found["idle"]))
         assert revoked.end_reason.startswith("policy idle: the GPU idle for 2 h")
         grace = to_datetime(revoked.revoke_time) - clock.wall()
         assert timedelta(minutes=9) <= grace <= timedelta(minutes=10)
-        await site.pass_time(11)
+        await site.admin.pass_time(11, site.read)
         ended = await eventually(lambda: policies.ended(client, found["idle"]))
         assert ended.state == Reservation.STATE_CANCELLED
         await eventually(lambda: [len(hook.texts(of)) for of in ("policy", "ending", "revoked")] == [2, 1, 1])
