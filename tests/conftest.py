@@ -9,9 +9,11 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio.plugin
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
+from looptime._internal import plugin as looptime_plugin
 
 pytest_plugins = ["tests.support.fixtures"]
 
@@ -32,6 +34,11 @@ settings.register_profile("search", settings.get_profile("gpuscale"), derandomiz
 settings.load_profile(chosen := os.environ.get("GPUSCALE_TEST_EXAMPLES", "gpuscale"))
 if chosen != "search":  # hypothesis draws constants too of whatever modules other tests have loaded before
     vars(providers)["_get_local_constants"] = Constants
+
+# looptime would look through all of pytest-asyncio for the loops that it makes, at each fixture of each test.
+vars(looptime_plugin)["_should_patch"] = lambda made, _: (
+    made.func.__module__ == pytest_asyncio.plugin.__name__
+)
 
 
 @pytest.fixture(autouse=True)
