@@ -555,6 +555,7 @@ LABEL = "must be 1-253 printable characters without spaces at the ends"
     ("words", "told"),
     [
         ("login-code create ann --valid-for 0s", "--valid-for must be at least 1m"),
+        (f"login-code create ann --tenant {'x' * 254}", f"--tenant {LABEL}"),
         ("login-code create ann --valid-for 400d", "--valid-for must be at most 397d"),
         ("login-code create ann --expires-in 0s", "--expires-in must be at least 1s"),
         ("join-token create --node x --expires-in 0s", "--expires-in must be at least 1s"),

@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+gpuscale/api/monitor/v1/login_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\"\x14\n\x12GetProviderRequest\"b\n\x13GetProviderResponse\x12\x16\n\x06issuer\x18\x01 \x01(\tR\x06issuer\x12\x1b\n\tclient_id\x18\x02 \x01(\tR\x08\x63lientId\x12\x16\n\x06scopes\x18\x03 \x01(\tR\x06scopes\"\x8a\x03\n\x16\x43reateLoginCodeRequest\x12&\n\x04name\x18\x01 \x01(\tB\x12\xe2\x41\x01\x02\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x02\xc8\x01\x01R\x04name\x12/\n\x04role\x18\x02 \x01(\x0e\x32\x1b.gpuscale.api.types.v1.RoleR\x04role\x12)\n\x07tenants\x18\x03 \x03(\tB\x0f\xbaH\x0c\x92\x01\t\x10\x64\"\x05r\x03\x18\xfd\x01R\x07tenants\x12\x36\n\x0cmax_priority\x18\x04 \x01(\x05\x42\x13\xbaH\x10\x1a\x0e\x18\xe8\x07(\x98\xf8\xff\xff\xff\xff\xff\xff\xff\x01R\x0bmaxPriority\x12=\n\x03ttl\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationB\x10\xbaH\r\xaa\x01\n\"\x04\x08\x80\xf5$2\x02\x08\x01R\x03ttl\x12I\n\ttoken_ttl\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationB\x11\xbaH\x0e\xaa\x01\x0b\"\x05\x08\x80\xc7\xad\x10\x32\x02\x08<R\x08tokenTtl\x12*\n\nrequest_id\x18\x07 \x01(\tB\x0b\xbaH\x08r\x03\xb0\x01\x01\xd8\x01\x01R\trequestId\"\x95\x01\n\x17\x43reateLoginCodeResponse\x12\x12\n\x04\x63ode\x18\x01 \x01(\tR\x04\x63ode\x12;\n\x0b\x65xpire_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\nexpireTime\x12)\n\x10\x61uthority_digest\x18\x03 \x01(\tR\x0f\x61uthorityDigest\"3\n\x0cLoginRequest\x12#\n\x04\x63ode\x18\x01 \x01(\tB\x0f\xe2\x41\x01\x02\xbaH\x08r\x03\x18\x80\x02\xc8\x01\x01R\x04\x63ode\"\xa7\x01\n\rLoginResponse\x12\x14\n\x05token\x18\x01 \x01(\tR\x05token\x12\x12\n\x04name\x18\x02 \x01(\tR\x04name\x12/\n\x04role\x18\x03 \x01(\x0e\x32\x1b.gpuscale.api.types.v1.RoleR\x04role\x12;\n\x0b\x65xpire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\nexpireTime2\xe4\x02\n\x0cLoginService\x12r\n\x0bGetProvider\x12+.gpuscale.api.monitor.v1.GetProviderRequest\x1a,.gpuscale.api.monitor.v1.GetProviderResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x05\x12~\n\x0f\x43reateLoginCode\x12/.gpuscale.api.monitor.v1.CreateLoginCodeRequest\x1a\x30.gpuscale.api.monitor.v1.CreateLoginCodeResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x04\x12`\n\x05Login\x12%.gpuscale.api.monitor.v1.LoginRequest\x1a&.gpuscale.api.monitor.v1.LoginResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+gpuscale/api/monitor/v1/login_service.proto\x12\x17gpuscale.api.monitor.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a#gpuscale/api/types/v1/options.proto\"\x14\n\x12GetProviderRequest\"b\n\x13GetProviderResponse\x12\x16\n\x06issuer\x18\x01 \x01(\tR\x06issuer\x12\x1b\n\tclient_id\x18\x02 \x01(\tR\x08\x63lientId\x12\x16\n\x06scopes\x18\x03 \x01(\tR\x06scopes\"\x8d\x03\n\x16\x43reateLoginCodeRequest\x12&\n\x04name\x18\x01 \x01(\tB\x12\xe2\x41\x01\x02\xbaH\x0br\x06\xd8\x99\xf5\xd0\x07\x02\xc8\x01\x01R\x04name\x12/\n\x04role\x18\x02 \x01(\x0e\x32\x1b.gpuscale.api.types.v1.RoleR\x04role\x12,\n\x07tenants\x18\x03 \x03(\tB\x12\xbaH\x0f\x92\x01\x0c\x10\x64\"\x08r\x06\xd8\x99\xf5\xd0\x07\x03R\x07tenants\x12\x36\n\x0cmax_priority\x18\x04 \x01(\x05\x42\x13\xbaH\x10\x1a\x0e\x18\xe8\x07(\x98\xf8\xff\xff\xff\xff\xff\xff\xff\x01R\x0bmaxPriority\x12=\n\x03ttl\x18\x05 \x01(\x0b\x32\x19.google.protobuf.DurationB\x10\xbaH\r\xaa\x01\n\"\x04\x08\x80\xf5$2\x02\x08\x01R\x03ttl\x12I\n\ttoken_ttl\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationB\x11\xbaH\x0e\xaa\x01\x0b\"\x05\x08\x80\xc7\xad\x10\x32\x02\x08<R\x08tokenTtl\x12*\n\nrequest_id\x18\x07 \x01(\tB\x0b\xbaH\x08r\x03\xb0\x01\x01\xd8\x01\x01R\trequestId\"\x95\x01\n\x17\x43reateLoginCodeResponse\x12\x12\n\x04\x63ode\x18\x01 \x01(\tR\x04\x63ode\x12;\n\x0b\x65xpire_time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\nexpireTime\x12)\n\x10\x61uthority_digest\x18\x03 \x01(\tR\x0f\x61uthorityDigest\"3\n\x0cLoginRequest\x12#\n\x04\x63ode\x18\x01 \x01(\tB\x0f\xe2\x41\x01\x02\xbaH\x08r\x03\x18\x80\x02\xc8\x01\x01R\x04\x63ode\"\xa7\x01\n\rLoginResponse\x12\x14\n\x05token\x18\x01 \x01(\tR\x05token\x12\x12\n\x04name\x18\x02 \x01(\tR\x04name\x12/\n\x04role\x18\x03 \x01(\x0e\x32\x1b.gpuscale.api.types.v1.RoleR\x04role\x12;\n\x0b\x65xpire_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.TimestampR\nexpireTime2\xe4\x02\n\x0cLoginService\x12r\n\x0bGetProvider\x12+.gpuscale.api.monitor.v1.GetProviderRequest\x1a,.gpuscale.api.monitor.v1.GetProviderResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x05\x12~\n\x0f\x43reateLoginCode\x12/.gpuscale.api.monitor.v1.CreateLoginCodeRequest\x1a\x30.gpuscale.api.monitor.v1.CreateLoginCodeResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x04\x12`\n\x05Login\x12%.gpuscale.api.monitor.v1.LoginRequest\x1a&.gpuscale.api.monitor.v1.LoginResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,7 +37,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CREATELOGINCODEREQUEST'].fields_by_name['name']._loaded_options = None
   _globals['_CREATELOGINCODEREQUEST'].fields_by_name['name']._serialized_options = b'\342A\001\002\272H\013r\006\330\231\365\320\007\002\310\001\001'
   _globals['_CREATELOGINCODEREQUEST'].fields_by_name['tenants']._loaded_options = None
-  _globals['_CREATELOGINCODEREQUEST'].fields_by_name['tenants']._serialized_options = b'\272H\014\222\001\t\020d\"\005r\003\030\375\001'
+  _globals['_CREATELOGINCODEREQUEST'].fields_by_name['tenants']._serialized_options = b'\272H\017\222\001\014\020d\"\010r\006\330\231\365\320\007\003'
   _globals['_CREATELOGINCODEREQUEST'].fields_by_name['max_priority']._loaded_options = None
   _globals['_CREATELOGINCODEREQUEST'].fields_by_name['max_priority']._serialized_options = b'\272H\020\032\016\030\350\007(\230\370\377\377\377\377\377\377\377\001'
   _globals['_CREATELOGINCODEREQUEST'].fields_by_name['ttl']._loaded_options = None
@@ -59,13 +59,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETPROVIDERRESPONSE']._serialized_start=196
   _globals['_GETPROVIDERRESPONSE']._serialized_end=294
   _globals['_CREATELOGINCODEREQUEST']._serialized_start=297
-  _globals['_CREATELOGINCODEREQUEST']._serialized_end=691
-  _globals['_CREATELOGINCODERESPONSE']._serialized_start=694
-  _globals['_CREATELOGINCODERESPONSE']._serialized_end=843
-  _globals['_LOGINREQUEST']._serialized_start=845
-  _globals['_LOGINREQUEST']._serialized_end=896
-  _globals['_LOGINRESPONSE']._serialized_start=899
-  _globals['_LOGINRESPONSE']._serialized_end=1066
-  _globals['_LOGINSERVICE']._serialized_start=1069
-  _globals['_LOGINSERVICE']._serialized_end=1425
+  _globals['_CREATELOGINCODEREQUEST']._serialized_end=694
+  _globals['_CREATELOGINCODERESPONSE']._serialized_start=697
+  _globals['_CREATELOGINCODERESPONSE']._serialized_end=846
+  _globals['_LOGINREQUEST']._serialized_start=848
+  _globals['_LOGINREQUEST']._serialized_end=899
+  _globals['_LOGINRESPONSE']._serialized_start=902
+  _globals['_LOGINRESPONSE']._serialized_end=1069
+  _globals['_LOGINSERVICE']._serialized_start=1072
+  _globals['_LOGINSERVICE']._serialized_end=1428
 # @@protoc_insertion_point(module_scope)
