@@ -89,7 +89,7 @@ def page() -> str:
     statuses = (
         f"| `{status_code(cls('')).name}` | `{name}` | {_meaning(cls)} |\n"
         for name, cls in CLASSES.items()
-        if cls is not errors.GpuscaleError
+        if cls.__base__ is errors.GpuscaleError
     )
     return HEAD.replace("{statuses}", "".join(statuses)) + "".join(_rows(reasons()))
 
@@ -236,7 +236,8 @@ def _rows(found: Mapping[str, Reason]) -> Iterator[str]:
         if not kinds:
             raise ValueError(f"{reason}: no error is found that carries it; name its class in ELSEWHERE")
         made = [CLASSES[kind]("", reason=reason) for kind in sorted(kinds)]
-        statuses = [status_code(error).name for error in made if type(error) is not errors.GpuscaleError]
+        known = [status_code(error).name for error in made if type(error) is not errors.GpuscaleError]
+        statuses = dict.fromkeys(known)
         codes = sorted({exit_code(error).value for error in made})
         keys = ", ".join(f"`{key}`" for key in sorted(told.metadata | METADATA.get(reason, set[str]())))
         texts = "<br>".join(_cell(text) for text in told.messages[:MOST_MESSAGES])
