@@ -279,7 +279,7 @@ class Job:
         request = allocator_api.GetReservationRequest(name=self.name)
         _, call = self._client.allocator.GetReservation.with_call(request)
         problem = dict(call.trailing_metadata() or ()).get(PROBLEM_KEY)
-        message = f"{error.message}: {problem}" if problem else error.message
+        message = f"{error.message}: {problem!s}" if problem else error.message
         return DeadlineExceededError(message, reason=error.reason, metadata=error.metadata)
 
     def write(

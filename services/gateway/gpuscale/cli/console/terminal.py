@@ -54,7 +54,7 @@ class Terminal:
     json: bool = False
     folds: bool = False
     verbose: bool = False
-    options: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict[str, str])
     login: Callable[[], str] = str
     grpc_silenced: bool = False
 
