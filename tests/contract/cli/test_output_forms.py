@@ -243,6 +243,16 @@ def test_a_job_in_detail_tells_why_it_ended(
     assert "member 0: " not in ctl("get", "job", "jobs/r9").out
 
 
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_the_name_of_a_policy_gives_the_list_of_its_acts(ctl: Any, world: canned.World, count: int) -> None:
+    """It crashed where there were none, and showed the newest alone."""
+    of = {"policy": canned.POLICY.name}
+    acts = [type(canned.ACT)(name=f"policies/idle/acts/{number}", **of) for number in range(count)]
+    answer = canned.allocator_api.ListPolicyActsResponse(policy_acts=acts)
+    world.overrides["ListPolicyActs"] = lambda *_: answer
+    assert len(json.loads(ctl("get", "acts", "idle", "-o", "json").out)["policyActs"]) == count
+
+
 def test_several_kinds_are_one_result(ctl: Any, world: canned.World) -> None:
     listed = json.loads(ctl("get", "no,ep", "-o", "json").out)
     assert [*listed] == ["nodes", "endpoints"]

@@ -12,7 +12,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.cli.commands.watching import GetCommand
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.command import Session, command, names, names_of
-from gpuscale.cli.console.output import Chosen, to_dict
+from gpuscale.cli.console.output import Chosen, name_of, to_dict
 from gpuscale.cli.console.terminal import note, terminal_width, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import full_name
@@ -51,6 +51,8 @@ OF_ENDPOINT = option(
 OF_NODE = option(
     "--node", default="", metavar="NAME", help="Only of this node.", shell_complete=names_of("nodes")
 )
+_OF_OTHERS = frozenset({"policyActs", "powerChanges"})
+"""Kinds that are also known by the name of what made them."""
 _HINTS = {
     "nodes": "none: no agent reports to this fleet yet; start one on each GPU host: gpuscale-agent --fleet-address HOST:PORT",
     "reservations": "none; reserve GPUs with: gpuscalectl reserve --gpus 1",
@@ -86,8 +88,9 @@ def _listing(noun: str, example: str, view: "Callable[[], View[Any]]", says: str
 
 
 def _write(session: Session, items: "Sequence[M]", view: "View[M]", typed: Names) -> None:
-    """One name gives the object itself, everything else a list."""
-    if len(typed) == 1:
+    """One name gives the object itself, everything else a list, such as that of a policy the list of its acts."""
+    ids = [one.rpartition("/")[2] for one in (*typed, *map(name_of, items))]
+    if len(typed) == len(items) == 1 and (view.key not in _OF_OTHERS or ids[0] == ids[1]):
         session.output.write_one(items[0], view)
         return
     session.output.write_list(items, view)
