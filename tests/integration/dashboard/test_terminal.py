@@ -118,7 +118,10 @@ async def test_a_small_screen_has_the_figures_who_holds_a_gpu_and_the_keys() -> 
         async with screen(server, size=(80, 24)) as (top, pilot):
             await shows(top, "gpus", 8)
             head, table = top.query_one("#head", Static), top.query_one("#table-gpus", Grid)
-            assert "8 GPUs" in str(head.render())
+            assert (
+                str(head.render())
+                == "1 / 1 nodes  8 GPUs  0 reserved  0 % busy  0.0 / 640.0 GiB memory  - power"
+            )
             assert head.region.y == 0, "the figures stay on the screen"
             assert not top.query_one("#problem", Static).display
             assert sum(table.widths[:5]) + 2 * 5 <= 80, "who holds it, and its memory, are seen at 80 columns"
@@ -126,6 +129,10 @@ async def test_a_small_screen_has_the_figures_who_holds_a_gpu_and_the_keys() -> 
             assert "choose a table" in str(top.screen.query_one("#text", Static).content)
             await pilot.press("question_mark")
             assert not top.screen.query("#text")
+            await pilot.resize_terminal(40, 8)
+            await eventually(lambda: table.size.height >= 5)
+            await pilot.press("question_mark")
+            assert top.screen.query_one("#text", Static).region.width <= 40, "lines are folded"
 
 
 async def test_what_others_write_is_shown_as_it_is() -> None:

@@ -96,7 +96,7 @@ class Box(ModalScreen[bool]):
 
     CSS = """
     Box { align: center middle; }
-    #text { width: auto; max-width: 76; height: auto; padding: 1 2; border: thick $primary; background: $surface; }
+    #text { width: auto; max-width: 100%; height: auto; padding: 1 2; border: thick $primary; background: $surface; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,q,question_mark,enter", "dismiss(False)", "back")

@@ -173,6 +173,8 @@ BAR = 10
 """Width of a bar in characters."""
 LEVELS = ((85.0, "red"), (50.0, "yellow"), (0.0, "green"))
 """The percentage from which a bar has each colour."""
+FIGURES = {"nodes_online": "nodes", "mean_utilization": "busy", "memory_in_use": "memory"}
+"""Shorter words for figures, so that all fit 80 columns."""
 TABLES: dict[str, Columns] = {
     # What fits 80 columns comes first: how busy it is, and who holds it.
     "gpus": {
@@ -223,14 +225,16 @@ class Top(App[None]):
     CSS = """
     Screen { overflow: hidden; }
     TabbedContent, TabPane, ContentSwitcher { height: 1fr; padding: 0; }
-    #head { height: 1; padding: 0 1; }
+    #head { height: 1; padding: 0 1; text-wrap: nowrap; text-overflow: ellipsis; }
     #load { height: 2; margin: 0 1; }
     #problem { height: auto; padding: 0 1; color: $error; display: none; }
     #filter { display: none; }
     Grid { height: 1fr; }
+    .-low #load, .-low Tabs { display: none; }
     """
     TITLE = "gpuscale"
     ENABLE_COMMAND_PALETTE = False
+    VERTICAL_BREAKPOINTS = [(0, "-low"), (12, "-high")]  # noqa: RUF012
     AUTO_FOCUS = "#table-gpus"
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(str(number), f"show('{name}')", name, show=False) for number, name in enumerate(TABLES, 1)),
@@ -420,10 +424,8 @@ class Top(App[None]):
         facts = self._facts
         self._drawn = facts.version
         gpus = facts.gpus()
-        words = "  ".join(
-            f"{figure} {word.replace('_', ' ')}"
-            for word, figure in rows.fleet_figures(list(facts.nodes.values()), gpus).items()
-        )
+        figures = rows.fleet_figures(list(facts.nodes.values()), gpus)
+        words = "  ".join(f"{figure} {FIGURES.get(word, word)}" for word, figure in figures.items())
         # No new layout, which would redraw the whole screen.
         head, told = self.query_one("#head", Static), ("PAUSED  " if self._paused else "") + words
         if head.content != told:
