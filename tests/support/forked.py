@@ -87,6 +87,8 @@ def _be(
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), descriptor)
         else:
             os.dup2(file.fileno(), descriptor)
+            # What is written through was opened for a file, in which one can seek.
+            sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", 1, closefd=False)
     sys.argv = [module, *arguments]
     tasks._points = tasks.parse_failpoints(environment.get(tasks.FAILPOINTS, ""))
     sys.exit(importlib.import_module(module).main(arguments))
