@@ -66,7 +66,7 @@ def cpp(tmp_path_factory: pytest.TempPathFactory) -> Sequence[str]:
     """The example in C++, by Debian's gRPC."""
     need(missing(CPP))
     folder = example("cpp", tmp_path_factory.mktemp("clients"))
-    run(folder, "make", f"CONTRACT={CONTRACT}")
+    run(folder, "make", "-j2", f"CONTRACT={CONTRACT}")
     return (str(folder / "reserve"),)
 
 
