@@ -20,7 +20,7 @@ from gpuscale.client import ReserveOptions, connect, connect_async, jobs, reserv
 from gpuscale.client.orders import Orders
 from gpuscale.client.over_ssh import SUPERVISOR
 from gpuscale.common.errors import DeadlineExceededError, FailedPreconditionError
-from tests.e2e.test_run import ended, start
+from tests.e2e.test_run import start
 from tests.support.cli import Ran
 from tests.support.ports import free_port
 from tests.support.shell import Shell
@@ -149,11 +149,11 @@ def test_a_repeated_request_id_starts_one_job_whenever_the_first_call_ended(
     )
     killed = start(site.up, *words)  # between its grant and its start
     eventually_sync(lambda: (tmp_path / "sh.ran").exists())
-    killed.kill()
+    killed.send_signal(signal.SIGKILL)
     killed.wait(timeout=30)
     monkeypatch.setenv("PATH", path)
     at_once = [start(site.up, *words) for _ in range(2)]
-    names = {(ran.code, ran.out) for ran in map(ended, at_once)}
+    names = {(ran.code, ran.out) for ran in [one.ended() for one in at_once]}
     assert [code for code, _ in names] == [0]
     ran = site.ctl(*words)
     assert (ran.code, ran.out) in names
@@ -175,7 +175,7 @@ def test_a_repeated_request_id_of_an_attached_job_is_refused_at_once(site: Site,
     eventually_sync(lambda: any(one.poll() is not None for one in both))
     with gate.open("w") as way:
         way.write("\n")
-    said = sorted((ran.code, "earlier call" in ran.err) for ran in map(ended, both))
+    said = sorted((ran.code, "earlier call" in ran.err) for ran in [one.ended() for one in both])
     assert said == [(0, False), (4, True)]
     again = site.ctl(*words)
     assert (again.code, "has ended" in again.err) == (4, True), "its GPUs were given back"

@@ -135,6 +135,10 @@ class Typed:
         """Send it a signal, if it still runs."""
         self._process.send_signal(number)
 
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._process.poll()
+
     def wait(self, timeout: float = 60.0) -> int:
         """Wait for its end; its exit code."""
         return self._process.wait(timeout)
