@@ -142,8 +142,11 @@ def test_a_secret_shows_up_nowhere_but_where_it_was_given(site: tuple[Up, Path])
     ran["explain"] = ctl(up, folder, "explain", "endpoint", "jobs")
     ran["wrong token"] = ctl(up, folder, "get", "nodes", "-v", token="wrong.token")
     assert ran["wrong token"].code == 8
-    ran["audit"] = ctl(up, folder, "get", "audit", "-o", "json")
-    assert '"UNAUTHENTICATED"' in ran["audit"].out
+    ran["audit"] = eventually_sync(
+        lambda: (
+            (told := ctl(up, folder, "get", "audit", "-o", "json")) and "UNAUTHENTICATED" in told.out and told
+        )
+    )
     said = {name: one.out + one.err for name, one in ran.items()} | {"banner": up.banner}
     assert leaks(said, CANARY, secret) == []
     workers = eventually_sync(lambda: replicas(up), retry_on=(psutil.NoSuchProcess,))

@@ -212,7 +212,7 @@ def test_a_database_file_that_services_cannot_use_is_refused_first(
     reachable: Path, nobody: pwd.struct_passwd
 ) -> None:
     del nobody  # the services' user
-    (url := reachable / "url").write_text("postgresql://u@/gpuscale?host=/run/postgresql")
+    (url := reachable / "url").write_text("gpuscale")
     typed = ("init", "--dir", str(reachable / "made"), "--host", "gpus.example", "--database-file", str(url))
     assert "--database-file, read as services do: must look like scheme://" in run_cli(*typed).err
     url.write_text("postgresql://u:secret@db/gpuscale")

@@ -105,7 +105,7 @@ async def test_only_admins_are_told_what_the_database_says(tmp_path: Path) -> No
     """It may name its address."""
 
     async def work(request: Any, context: Any) -> Any:
-        raise errors.DatabaseUnavailableError("PostgreSQL at 10.0.0.5: gone", reason="STATE_UNAVAILABLE")
+        raise auth.DatabaseUnavailableError("PostgreSQL at 10.0.0.5: gone", reason="STATE_UNAVAILABLE")
 
     tokens = write_tokens(tmp_path / "tokens.toml", ann="admin", bob="operator")
     told = {}

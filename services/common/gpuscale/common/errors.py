@@ -170,10 +170,6 @@ class UnavailableError(GpuscaleError):
     default_reason = "UNAVAILABLE"
 
 
-class DatabaseUnavailableError(UnavailableError):
-    """PostgreSQL cannot be used. The message may have its address, which only admins get (`auth.for_caller`)."""
-
-
 class DeadlineExceededError(GpuscaleError):
     """No answer came in time. The call may have taken effect."""
 

@@ -75,10 +75,9 @@ _Told: TypeAlias = tuple[Reservation, ReservationUsage | None, Sequence[str], ap
 
 def _tell_problem(context: Context) -> None:
     """Say beside the answer that no state can be written now."""
-    if Store.problem:
-        why = f": {Store.problem.encode('ascii', 'replace').decode()}" if is_admin() else ""
-        told = (PROBLEM_KEY, f"the allocator cannot write its state{why}")
-        context.set_trailing_metadata((*context.trailing_metadata(), told))
+    why = f": {Store.problem.encode('ascii', 'replace').decode()}" if is_admin() else ""
+    told = (PROBLEM_KEY, f"the allocator cannot write its state{why}")
+    context.set_trailing_metadata((*context.trailing_metadata(), told))
 
 
 @dataclass(slots=True)
@@ -202,7 +201,8 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     async def GetReservation(
         self, request: api.GetReservationRequest, context: Context
     ) -> api.GetReservationResponse:
-        _tell_problem(context)
+        if Store.problem:
+            _tell_problem(context)
         found = await self.records.get(reservation_id(request.name))
         if found.waiting:
             await self.reserving.waiting.foresee([found])
@@ -213,7 +213,8 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     async def ListReservations(
         self, request: api.ListReservationsRequest, context: Context
     ) -> api.ListReservationsResponse:
-        _tell_problem(context)
+        if Store.problem:
+            _tell_problem(context)
         meets = compile_filter(request.filter, api.Reservation)
         list_page = partial(
             self.records.list_reservations,

@@ -53,6 +53,7 @@ from gpuscale.common.security.auth import (
     Metadata,
     MethodInfo,
     Principal,
+    Role,
     find_method,
     find_principal,
     for_caller,
@@ -69,6 +70,8 @@ Divert: TypeAlias = "Callable[[grpc.HandlerCallDetails], Handler | None]"
 """The handler of a call that is answered elsewhere, such as by forwarding; None for other calls."""
 _Task = asyncio.Task[Any]
 
+_TOLD = {role: ((VERSION_KEY, VERSION), (ROLE_KEY, role.name)) for role in Role}
+"""Trailing metadata for authenticated callers, by role."""
 _log = get_logger(__name__)
 
 
@@ -247,7 +250,7 @@ class Guard:
             except KeysNeededError as needed:
                 await needed.fetch()
                 principal = self._admit(context, metadata)
-            told = () if principal is None else ((VERSION_KEY, VERSION), (ROLE_KEY, principal.role.name))
+            told = () if principal is None else _TOLD[principal.role]
             context.set_trailing_metadata((*named, *told))
             remaining: Any = context.time_remaining()  # None without a deadline, unlike in gRPC's stub
             self._expect(remaining)

@@ -78,7 +78,6 @@ import grpc
 from gpuscale.api.types.v1 import options_pb2
 from gpuscale.common import wire
 from gpuscale.common.errors import (
-    DatabaseUnavailableError,
     FailedPreconditionError,
     GpuscaleError,
     PermissionDeniedError,
@@ -170,6 +169,10 @@ def is_admin() -> bool:
     """Whether the caller of the current RPC may know where programs are."""
     caller = find_principal()
     return caller is not None and caller.role >= Role.ADMIN
+
+
+class DatabaseUnavailableError(UnavailableError):
+    """PostgreSQL cannot be used. The message may have its address, which only admins get."""
 
 
 def for_caller(error: GpuscaleError) -> GpuscaleError:

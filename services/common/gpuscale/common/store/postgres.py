@@ -21,13 +21,13 @@ from sqlalchemy import Connection, ExceptionContext, MetaData, NullPool, create_
 from sqlalchemy.exc import DBAPIError
 
 from gpuscale.common.errors import (
-    DatabaseUnavailableError,
     FailedPreconditionError,
     InternalError,
     UnavailableError,
 )
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.secrets import SecretUrl
+from gpuscale.common.security.auth import DatabaseUnavailableError
 from gpuscale.common.store.store import Backend, Migrations
 from gpuscale.common.store.term import Term
 
