@@ -12,6 +12,7 @@ from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.cli.console.errors import exit_code
 from gpuscale.common import errors
 from gpuscale.common.rpc.status import status_code
+from gpuscale.common.secrets import DatabaseUnavailableError
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAD = """# Every reason
@@ -70,7 +71,7 @@ METADATA = {
 """Keys of metadata that are put together far from where the error is made."""
 CLASSES = {
     cls.__name__: cls
-    for cls in vars(errors).values()
+    for cls in [*vars(errors).values(), DatabaseUnavailableError]
     if isinstance(cls, type) and issubclass(cls, errors.GpuscaleError)
 }
 

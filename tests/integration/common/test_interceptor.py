@@ -15,6 +15,7 @@ from gpuscale.common.rpc import interceptor
 from gpuscale.common.rpc.interceptor import Guard, GuardSettings, OpenCalls
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.rpc.validation import violations
+from gpuscale.common.secrets import DatabaseUnavailableError
 from gpuscale.common.security import auth
 from gpuscale.common.security.auth import Authenticator, find_method
 from gpuscale.internal.monitor import v1 as monitor_internal
@@ -105,7 +106,7 @@ async def test_only_admins_are_told_what_the_database_says(tmp_path: Path) -> No
     """It may name its address."""
 
     async def work(request: Any, context: Any) -> Any:
-        raise auth.DatabaseUnavailableError("PostgreSQL at 10.0.0.5: gone", reason="STATE_UNAVAILABLE")
+        raise DatabaseUnavailableError("PostgreSQL at 10.0.0.5: gone", reason="STATE_UNAVAILABLE")
 
     tokens = write_tokens(tmp_path / "tokens.toml", ann="admin", bob="operator")
     told = {}

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
+from gpuscale.common.errors import UnavailableError
+
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler, SecretStr
     from pydantic_core import CoreSchema
@@ -30,10 +32,22 @@ else:
             return self._secret
 
 
-__all__ = ["SecretStr", "SecretUrl", "environment", "hide_memory", "read_secret", "take_variables"]
+__all__ = [
+    "DatabaseUnavailableError",
+    "SecretStr",
+    "SecretUrl",
+    "environment",
+    "hide_memory",
+    "read_secret",
+    "take_variables",
+]
 
 _PR_SET_DUMPABLE = 4
 _taken: dict[str, str] = {}
+
+
+class DatabaseUnavailableError(UnavailableError):
+    """PostgreSQL cannot be used. The message may have its address, which only admins get (`auth.for_caller`)."""
 
 
 class SecretUrl:

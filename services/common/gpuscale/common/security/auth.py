@@ -85,6 +85,7 @@ from gpuscale.common.errors import (
     UnavailableError,
 )
 from gpuscale.common.names import LEASE_KEY, is_id
+from gpuscale.common.secrets import DatabaseUnavailableError
 from gpuscale.common.security.followed import Followed, cause
 
 if TYPE_CHECKING:
@@ -169,10 +170,6 @@ def is_admin() -> bool:
     """Whether the caller of the current RPC may know where programs are."""
     caller = find_principal()
     return caller is not None and caller.role >= Role.ADMIN
-
-
-class DatabaseUnavailableError(UnavailableError):
-    """PostgreSQL cannot be used. The message may have its address, which only admins get."""
 
 
 def for_caller(error: GpuscaleError) -> GpuscaleError:

@@ -26,8 +26,7 @@ from gpuscale.common.errors import (
     UnavailableError,
 )
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.secrets import SecretUrl
-from gpuscale.common.security.auth import DatabaseUnavailableError
+from gpuscale.common.secrets import DatabaseUnavailableError, SecretUrl
 from gpuscale.common.store.store import Backend, Migrations
 from gpuscale.common.store.term import Term
 
