@@ -138,6 +138,21 @@ async def test_an_agent_whose_snapshots_are_all_refused_sends_them_less_and_less
     assert len(fleet.snapshots) == 5
 
 
+async def test_a_fleet_that_refuses_a_change_gets_whole_snapshots() -> None:
+    """One of an earlier version does not know every reading of this one."""
+    whole = list[bool]()
+
+    class Earlier(ScriptedFleet):
+        async def StreamTelemetry(self, request_iterator: Any, context: Any) -> AsyncGenerator[Answer, None]:
+            async for request in request_iterator:
+                if not request.HasField("hello"):
+                    whole.append(request.HasField("snapshot"))
+                yield Answer(acked_seq=-1, rejected_count=whole.count(False))
+
+    async with scripted(Earlier()) as address, running_agent(address, period_seconds=0.1):
+        await eventually(lambda: False in whole and whole[-3:] == [True] * 3, timeout=60)
+
+
 @pytest.mark.usefixtures("quick_backoff")
 @pytest.mark.parametrize(
     "status", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED]
