@@ -181,6 +181,7 @@ class _Method:
         words = {False: "unary", True: "stream"}
         self._kind = f"{words[of.client_streaming]}_{words[of.server_streaming]}"
         self._unary: Any = upstream.channel.unary_unary(path)
+        self._tells = "page_token" in of.input_type.fields_by_name  # as the guard's
         self._kept_here = _NOT_FORWARDED if upstream.private else _NOT_FORWARDED | _SECRETS
         behavior = self._responses if of.server_streaming else self._response
         if self._kind == "unary_unary":
@@ -236,7 +237,8 @@ class _Method:
             for key, value in context.invocation_metadata() or ()
             if key not in self._kept_here and not key.startswith("grpc-")
         ]
-        metadata = (*passed, *self._upstream.caller(self._path), (REQUEST_ID_KEY, call_id.get()))
+        named = (REQUEST_ID_KEY, call_id.get())
+        metadata = grpc.aio.Metadata(*passed, *self._upstream.caller(self._path), named)
         try:
             return method(request, timeout=context.time_remaining(), metadata=metadata)
         except grpc.aio.UsageError:
@@ -245,7 +247,7 @@ class _Method:
     async def _answered(self, call: Any, context: Context) -> None:
         """Forward the trailing metadata of a successful call."""
         self._upstream.outage.answered()
-        via = () if find_principal() is None else ((VIA_KEY, VERSION),)
+        via = ((VIA_KEY, VERSION),) if self._tells and find_principal() is not None else ()
         context.set_trailing_metadata((*await call.trailing_metadata(), *via))
 
     def _closed_here(self) -> UnavailableError | None:
