@@ -25,7 +25,7 @@ from gpuscale.common import VERSION, wire
 from gpuscale.common.errors import ResourceExhaustedError, UnavailableError
 from gpuscale.common.names import LEASE_KEY
 from gpuscale.common.rpc.channel import MAX_STREAMS_PER_CONNECTION
-from gpuscale.common.rpc.interceptor import Handler, handler_of
+from gpuscale.common.rpc.interceptor import Handler, forwarded_metadata, handler_of
 from gpuscale.common.rpc.status import DETAILS_KEY, REQUEST_ID_KEY, VIA_KEY
 from gpuscale.common.rpc.wrapped_channel import FOLLOWS
 from gpuscale.common.runtime.logs import call_id, get_logger
@@ -234,7 +234,7 @@ class _Method:
         """Start a call with the caller's metadata and identity; without its token if the connection is not private."""
         passed = [
             (key, value)
-            for key, value in context.invocation_metadata() or ()
+            for key, value in forwarded_metadata.get()
             if key not in self._kept_here and not key.startswith("grpc-")
         ]
         named = (REQUEST_ID_KEY, call_id.get())

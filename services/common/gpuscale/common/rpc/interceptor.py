@@ -20,6 +20,7 @@ import re
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import aclosing, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
@@ -69,12 +70,15 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Divert: TypeAlias = "Callable[[grpc.HandlerCallDetails], Handler | None]"
 """The handler of a call that is answered elsewhere, such as by forwarding; None for other calls."""
 _Task = asyncio.Task[Any]
+_Named = tuple[tuple[str, str], ...]
 
 _TOLD = {role: ((VERSION_KEY, VERSION), (ROLE_KEY, role.name)) for role in Role}
 """Trailing metadata of pages for authenticated callers, by role; other answers would pay for it with a tenth of a forwarded call."""
 _log = get_logger(__name__)
 
 
+forwarded_metadata: ContextVar[Metadata] = ContextVar("gpuscale_forwarded_metadata")
+"""The metadata of the current call, for a handler that forwards it: gRPC decodes it each time it is asked."""
 OVERLOADED_RETRY = 1.0
 """Seconds after which a rejected caller should retry."""
 MOST_UNKNOWN_CALLS: Final = 16
@@ -241,7 +245,7 @@ class Guard:
         if task is None:  # gRPC runs each call in a task of its own
             raise RuntimeError("a guarded handler runs in a task")
         begin_call()
-        metadata = context.invocation_metadata() or ()  # gRPC copies it each time
+        metadata = context.invocation_metadata() or ()
         request_id = request_id_of(metadata)
         call_id.set(request_id)
         named = ((REQUEST_ID_KEY, request_id),)
@@ -251,8 +255,8 @@ class Guard:
             except KeysNeededError as needed:
                 await needed.fetch()
                 principal = self._admit(context, metadata)
-            told = _TOLD[principal.role] if self._tells and principal is not None else ()
-            context.set_trailing_metadata((*named, *told))
+            forwarded_metadata.set(metadata)
+            self._name_answer(context, named, principal)
             remaining: Any = context.time_remaining()  # None without a deadline, unlike in gRPC's stub
             self._expect(remaining)
             if self._unary_responses:
@@ -281,6 +285,12 @@ class Guard:
             trailing = (*status.trailing_metadata, *named)
             await context.abort_with_status(replace(status, trailing_metadata=trailing))
         return None
+
+    def _name_answer(self, context: Context, named: _Named, principal: Principal | None) -> None:
+        if self._deserialize is None:
+            return  # the answer to a forwarded call brings metadata of its own
+        told = _TOLD[principal.role] if self._tells and principal is not None else ()
+        context.set_trailing_metadata((*named, *told))
 
     def _expect(self, remaining: float | None) -> None:
         """Check the deadline, and that the method is implemented."""
