@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -161,7 +160,7 @@ class Forwarding:
     def _forward(self, number: int, _frame: FrameType | None) -> None:
         if number not in {signal.SIGUSR1, signal.SIGUSR2}:
             self.ending = number
-        if number in _OF_TERMINAL and sys.stdin.isatty():
+        if number in _OF_TERMINAL and _in_front():
             return
         self._early.append(number)
         self.send(number)
@@ -185,6 +184,15 @@ class Forwarding:
             signal.signal(number, handler)
         for pidfd in self._pidfds:
             os.close(pidfd)
+
+
+def _in_front() -> bool:
+    """Whether one of our streams is the terminal that sends its signals to our process group, the command's too."""
+    for one in range(3):
+        with suppress(OSError):  # it is no terminal, or not ours
+            if os.tcgetpgrp(one) == os.getpgrp():
+                return True
+    return False
 
 
 class Offspring:
