@@ -338,3 +338,23 @@ def test_who_may_not_stop_a_job_is_told_who_may() -> None:
         "cannot read reservations/r1 on beta: nothing of it is kept there for this user; who started it with `run -d` finds it"
         " until 14 days after its end, unless that host was wiped"
     )
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("supervises", [True, False], ids=["run", "logs"])
+def test_output_of_members_that_cannot_be_written_ends_them(supervises: bool) -> None:
+    """A full disk of who reads it: they would wait for ever for somebody to take it."""
+    script = f"echo {over_ssh.GREETING.decode().strip()}; read orders; echo ready; read go; exec yes >&{{0}}"
+    members = [("sh", "-c", script.format(number) if supervises else "yes") for number in (1, 2)]
+    with Path("/dev/full").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        _write(members, file.fileno(), supervises=supervises)
+
+
+def _write(members: list[tuple[str, ...]], full: int, *, supervises: bool) -> None:
+    if supervises:
+        orders = [Orders(member=number, **NO_TEXTS) for number in range(len(members))]
+        made = [over_ssh.Supervised(one, [*words]) for one, words in zip(orders, members, strict=True)]
+        over_ssh.supervise_all(made, stdout=full, stderr=full, patience=20.0)
+    else:
+        read = [Member(number, "beta", [*words]) for number, words in enumerate(members)]
+        over_ssh.write_together(read, full, in_turn=True)

@@ -103,14 +103,13 @@ def write_together(
         ]
         for process in started:
             on_start(process)
-        if len(members) == 1:
-            _copy(started[0], descriptor, b"")
-            return [started[0].wait()]
+        failed = list[OSError]()
+        prefixes = [f"[{one.number}] ".encode() if len(members) > 1 else b"" for one in members]
         copying = [
             threading.Thread(
-                target=_copy, args=(process, descriptor, f"[{one.number}] ".encode()), daemon=True
+                target=_copy, args=(process, process.stdout, descriptor, prefix, failed), daemon=True
             )
-            for one, process in zip(members, started, strict=True)
+            for prefix, process in zip(prefixes, started, strict=True)
         ]
         for thread in copying:
             thread.start()
@@ -118,15 +117,30 @@ def write_together(
                 thread.join()
         for thread in copying:
             thread.join()
-        return [process.wait() for process in started]
+        return _codes(started, failed)
 
 
-def _copy(process: "subprocess.Popen[bytes]", descriptor: int, prefix: bytes) -> None:
-    """Copy the output of a process, with a prefix before each line."""
+def _codes(started: "Sequence[subprocess.Popen[bytes]]", failed: Sequence[OSError]) -> list[int]:
+    """The exit codes of processes, once all have ended. Raises OSError: their output could not be written."""
+    for error in failed:
+        raise error
+    return [exit_code(process.wait()) for process in started]
+
+
+def _copy(
+    process: "subprocess.Popen[bytes]",
+    source: IO[bytes] | None,
+    descriptor: int,
+    prefix: bytes,
+    failed: list[OSError],
+) -> None:
+    """Copy an output of a process, with a prefix before each line; a full disk is added to what `failed`."""
     try:
-        _copy_lines(process.stdout, descriptor, prefix)
-    except BrokenPipeError:
+        _copy_lines(source, descriptor, prefix)
+    except OSError as error:
         process.terminate()  # the command ends, like a local one would
+        if not isinstance(error, BrokenPipeError):
+            failed.append(error)
 
 
 def _copy_lines(source: IO[bytes] | None, descriptor: int, prefix: bytes) -> None:
@@ -215,6 +229,7 @@ def supervise_all(
         FailedPreconditionError: no ssh here (NO_SSH), or one of several members cannot start, so none did (MEMBER_NOT_READY).
         UnavailableError: no supervisor started on one of the nodes, so nothing runs (NO_SUPERVISOR).
     """
+    failed = list[OSError]()
     with ExitStack() as stack:
         inherit = len(members) == 1 and stderr is None
         early = members[0].early.take(members[0].orders) if members[0].early and inherit else None
@@ -235,8 +250,8 @@ def supervise_all(
         if len(members) == 1:
             feed = (started[0].stdin, members[0].orders.line(), not members[0].orders.detached)
             threading.Thread(target=_feed, args=feed, daemon=True).start()
-            _copy(started[0], stdout, b"")
-            return [exit_code(started[0].wait())]
+            _copy(started[0], started[0].stdout, stdout, b"", failed)
+            return _codes(started, failed)
         for one, process in zip(members, started, strict=True):
             if process.stdin is not None:
                 with suppress(OSError):  # it has ended
@@ -250,14 +265,14 @@ def supervise_all(
             _feed(process.stdin, GO, own_input=False)
         together, outputs = members[0].orders.stop_together, (stdout, 2 if stderr is None else stderr)
         following = [
-            threading.Thread(target=_follow, args=(number, started, outputs, together), daemon=True)
+            threading.Thread(target=_follow, args=(number, started, outputs, together, failed), daemon=True)
             for number in range(len(started))
         ]
         for thread in following:
             thread.start()
         for thread in following:
             thread.join()
-        return [exit_code(process.wait()) for process in started]
+        return _codes(started, failed)
 
 
 def _started(
@@ -292,13 +307,18 @@ def _silent(
 
 
 def _follow(
-    number: int, started: "Sequence[subprocess.Popen[bytes]]", outputs: tuple[int, int], together: bool
+    number: int,
+    started: "Sequence[subprocess.Popen[bytes]]",
+    outputs: tuple[int, int],
+    together: bool,
+    failed: list[OSError],
 ) -> None:
     """Copy a member's output until it ends; if its connection is lost, the others end too (`together`)."""
     process, prefix = started[number], f"[{number}] ".encode()
-    errors = threading.Thread(target=_copy_lines, args=(process.stderr, outputs[1], prefix), daemon=True)
+    copied = process, process.stderr, outputs[1], prefix, failed
+    errors = threading.Thread(target=_copy, args=copied, daemon=True)
     errors.start()
-    _copy(process, outputs[0], prefix)
+    _copy(process, process.stdout, outputs[0], prefix, failed)
     errors.join()
     if process.wait() == SSH_FAILED and together:
         for other in started:
