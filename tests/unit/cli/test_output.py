@@ -126,6 +126,22 @@ def test_what_a_person_called_a_job_is_shown_before_all_of_its_command(
     assert "  night  " in Output().table([job], JOBS)[1]
 
 
+def test_wide_characters_and_those_that_combine_take_the_columns_that_they_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    items = [Node(name="nodes/a", agent_version=text) for text in ("訓練 5", "cafe\u0301", "plain")]
+    assert Output(Format.WIDE).table(items, VIEW) == [
+        "NAME   VERSION   MORE",
+        "a      訓練 5    more",
+        "a      cafe\u0301      more",
+        "a      plain     more",
+    ]
+    monkeypatch.setenv("COLUMNS", "16")
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    long = Node(name="nodes/a", agent_version="訓練訓練訓練訓練")
+    assert Output().table([long], VIEW)[1] == "a     訓練訓練…"
+
+
 def test_a_name_that_is_too_long_is_cut_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "50")
     monkeypatch.setattr(sys, "stdout", Terminal())

@@ -14,7 +14,7 @@ from itertools import product
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from gpuscale.cli.console.terminal import TERMINAL, note, terminal_width, write_lines
+from gpuscale.cli.console.terminal import TERMINAL, note, terminal_width, width_of, write_lines
 from gpuscale.cli.grammar.jsonpath import (
     Field,
     Form,
@@ -282,7 +282,7 @@ class Output:
             lines = with_short_uuids(lines)
         if with_headings:
             lines.insert(0, list(headings))
-        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+        widths = [max(map(width_of, cells)) for cells in zip(*lines, strict=True)]
         if watched is not None and lines:
             widths = list(map(max, widths, watched.widths or widths))
             watched.widths, watched.headed = widths, True
@@ -299,7 +299,10 @@ class Output:
                 widths[at] = min(widths[at], max(least, widths[at] - over))
             for line in lines:
                 line[:] = map(shortened, line, widths)
-        return [gap.join(line[at].ljust(widths[at]) for at in shown).rstrip() for line in lines]
+        return [
+            gap.join(line[at] + " " * (widths[at] - width_of(line[at])) for at in shown).rstrip()
+            for line in lines
+        ]
 
     def write_data(self, data: object) -> None:
         """Write data in the format asked for; YAML instead of a table."""
@@ -366,9 +369,14 @@ def fitting(widths: Sequence[int], spare: Sequence[bool], most: int, gap: int) -
 
 
 def shortened(text: str, most: int) -> str:
-    """The text, cut to `most` characters with an ellipsis."""
+    """The text, cut to `most` columns with an ellipsis."""
+    if width_of(text) <= most:
+        return text
     end = "..." if TERMINAL.ascii else "…"
-    return text if len(text) <= most else text[: most - len(end)] + end
+    text = text[: most - len(end)]
+    while width_of(text) > most - len(end):
+        text = text[:-1]
+    return text + end
 
 
 def dump_yaml(data: object, file: TextIO) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TextIO
+from unicodedata import category, east_asian_width
 
 _GREEN, _YELLOW, _RED = "32", "33", "31"
 _STATES: Mapping[str, str] = {
@@ -89,6 +90,15 @@ def coloured() -> bool:
 def terminal_width() -> int | None:
     """Columns of the terminal; None if standard output is not one."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def width_of(text: str) -> int:
+    """The columns that a text takes on a terminal: two for each wide character, none for those that combine."""
+    if TERMINAL.ascii or text.isascii():
+        return len(text)
+    return sum(
+        0 if category(one) in {"Cf", "Me", "Mn"} else 1 + (east_asian_width(one) in "FW") for one in text
+    )
 
 
 def write_lines(lines: Sequence[str]) -> None:
