@@ -74,6 +74,7 @@ def complete(address: str) -> Any:
         ("get replicas --endpoint j", ["jobs"]),
         ("get nodes -o js", ["json", "jsonl", "jsonpath="]),
         ("get nodes --output = yam", ["yaml"]),
+        ("--context = [ :: 1] : 7070 get no", ["nodes", "notifications"]),
         ("get nodes --sor", ["--sort-by"]),
         ("get nodes --no-h", ["--no-headers"]),
         ("reserve --gpus 1 --policy p", ["pack"]),

@@ -3,6 +3,7 @@
 The scripts are click's. Commands provide the words: `names_of` and its neighbours in `gpuscale.cli.console.command`.
 """
 
+import re
 import sys
 
 import click
@@ -17,14 +18,14 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 class _Bash(BashComplete):
-    """Bash, which splits `--output=json` into three words."""
+    """Bash, which splits `--output=json` and `host:7070` into three words each."""
 
     def get_completion_args(self) -> tuple[list[str], str]:
         """The words as typed."""
         words, last = super().get_completion_args()
         joined: list[str] = []
         for word in [*words, last]:
-            if joined and (word == "=" or joined[-1].endswith("=")):
+            if joined and (re.fullmatch("[:=]+", word) or joined[-1].endswith((":", "="))):
                 joined[-1] += word
             else:
                 joined.append(word)
