@@ -548,6 +548,24 @@ def test_a_reservation_is_known_by_the_title_of_its_job(
     assert "2 jobs are titled 'night run': rabcdefghijk2, rabcdefghijk3; use the id" in ran.err
 
 
+@pytest.mark.parametrize(
+    "words", ["get job", "describe job", "wait", "stats", "renew", "logs", "attach", "stop"]
+)
+def test_a_title_with_a_slash_is_that_of_no_other_job(ctl: Any, world: canned.World, words: str) -> None:
+    for number, title in enumerate(("vision/3", "3"), 2):
+        one = type(canned.RESERVATION)()
+        one.CopyFrom(canned.RESERVATION)
+        one.name, one.job.title = f"reservations/rabcdefghijk{number}", title
+        one.job.state, one.job.exit_code = one.job.STATE_SUCCEEDED, 0
+        one.end_time.CopyFrom(one.create_time)
+        del one.gpus[:]
+        world.things[one.name] = one
+    ran = ctl(*words.split(), "vision/3")
+    names = {name for one in world.requests if "reservations/" in (name := getattr(one, "name", ""))}
+    assert names <= {"reservations/rabcdefghijk2"}, ran.err
+    assert names or "rabcdefghijk2" in ran.out, ran.err
+
+
 LABEL = "must be 1-253 printable characters without spaces at the ends"
 
 

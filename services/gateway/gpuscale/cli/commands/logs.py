@@ -20,6 +20,7 @@ from gpuscale.cli.grammar.parameters import COUNT, option
 from gpuscale.cli.views import allocator as views
 from gpuscale.common.errors import (
     DeadlineExceededError,
+    InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
     UnavailableError,
@@ -140,14 +141,16 @@ def _job(client: "Client", typed: Sequence[str]) -> "Reservation | None":
         return None
     if noun or lookup.RESERVATION_ID.fullmatch(rest[0]) or rest[0].startswith(("job/", "reservations/")):
         return lookup.job(client, rest[0])
-    if "/" in rest[0]:
+    if match(ENDPOINT, canonical(rest[0])):
         return None
     try:
-        lookup.endpoints(client, rest)
-    except NotFoundError:
+        (lookup.replicas if "/" in rest[0] else lookup.endpoints)(client, rest)
+    except (InvalidArgumentError, NotFoundError) as error:
         try:
             return lookup.job(client, rest[0])
         except NotFoundError:
+            if "/" in rest[0]:
+                raise error from None
             raise NotFoundError(f"no endpoint or job {rest[0]}: see gpuscalectl get jobs -a") from None
     return None
 

@@ -285,11 +285,11 @@ def jobs(
 def job(client: Client, typed: str) -> allocator_api.Reservation:
     """The reservation of a job, by its name or title: the newest that is open, else the newest. Raises NotFoundError: there is none."""
     noun, _, text = canonical(typed).rpartition("/")
-    if noun in {"jobs", "reservations"} or RESERVATION_ID.fullmatch(text):
+    if noun in {"jobs", "reservations"} or RESERVATION_ID.fullmatch(typed):
         [found] = reservations(client, [text])
         named = [found] if found.HasField("job") else []
     else:
-        named = _titled(client, text)
+        named = _titled(client, typed)
     if not named:
         raise NotFoundError(f"there is no job {typed}; list all with: gpuscalectl get jobs -a")
     return named[0]
@@ -301,7 +301,7 @@ def reservation_name(client: Client, typed: str) -> str:
     Raises:
         InvalidArgumentError: several that are open have that title, or it is no name.
     """
-    asked = "/" in canonical(typed) or RESERVATION_ID.fullmatch(typed)
+    asked = canonical(typed).startswith("reservations/") or RESERVATION_ID.fullmatch(typed)
     found = [] if asked else _titled(client, typed)
     if several := [short(one.name) for one in found if not one.HasField("end_time")][1:]:
         ids = ", ".join(sorted([short(found[0].name), *several]))
