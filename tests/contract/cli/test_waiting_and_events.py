@@ -69,6 +69,22 @@ def test_the_timeout_is_of_all_jobs_together(ctl: Any, monkeypatch: pytest.Monke
     assert (ran.code, now) == (6, [3.5]), ran.err
 
 
+@pytest.mark.parametrize("typed", ["r1", "--timeout 5m r1", "-o json r1", "job r1"])
+def test_a_job_is_waited_for_wherever_its_name_is_typed(ctl: Any, world: canned.World, typed: str) -> None:
+    """As data it is data."""
+    job = type(canned.RESERVATION)()
+    job.CopyFrom(canned.RESERVATION)
+    job.job.state, job.job.exit_code = job.job.STATE_FAILED, 3
+    job.end_time.GetCurrentTime()
+    world.things[job.name] = job
+    ran = ctl("wait", *typed.split())
+    assert (ran.code, ran.err) == (3, "")
+    if "json" in typed:
+        assert [one["name"] for one in json.loads(ran.out)["jobs"]] == [job.name]
+    else:
+        assert ran.out == "reservations/r1 FAILED\n"
+
+
 @pytest.mark.parametrize(
     ("typed", "then"),
     [

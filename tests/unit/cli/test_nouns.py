@@ -40,7 +40,6 @@ def parsed(line: str) -> tuple[str, dict[str, object], dict[str, object]]:
         ("explain exit-codes", "explain exit-codes", None, {}),
         ("cordon host-1 -v", "cordon", ("host-1",), {"verbose": True}),
         ("--ascii run --gpus 1 -v -- ls -o x", "run", None, {"ascii": True, "verbose": True}),
-        ("wait endpoints/jobs", "wait", ("endpoints/jobs",), {}),
     ],
 )
 def test_a_line_leads_to_one_command(

@@ -9,7 +9,7 @@ import click
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.commands.logs import find, telling
 from gpuscale.cli.console import cells, lookup
-from gpuscale.cli.console.command import Command, Session, command, names_of, words
+from gpuscale.cli.console.command import Session, command, names_of, words
 from gpuscale.cli.console.errors import leave
 from gpuscale.cli.console.output import cell_of, to_dict
 from gpuscale.cli.console.terminal import Progress, pause, write_lines
@@ -53,29 +53,13 @@ _WHY = ("reason", "message", "end_reason")
 
 def _names(context: click.Context, parameter: click.Parameter, part: str) -> "list[CompletionItem]":
     """Completes the names of the kind typed before."""
-    kind = str(context.params.get("kind"))
+    kind = plural(str(context.params.get("kind")))
     return names_of(kind)(context, parameter, part) if kind in READY_STATES else []
 
 
-class WaitCommand(Command):
-    """`wait endpoints/jobs` is `wait endpoint jobs`; a name without a kind is a job's."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the line with its kind first, in the plural."""
-        alone = len(args) == 1 or (len(args) > 1 and args[1].startswith("-"))
-        if (
-            alone
-            and not args[0].startswith("-")
-            and "/" not in args[0]
-            and plural(args[0]) not in READY_STATES
-        ):
-            args = ["jobs", *args]
-        return super().parse_args(ctx, with_noun(args, READY_STATES))
-
-
-@command("wait endpoint jobs --for 'ready>=2' --timeout 5m", kind=WaitCommand)
+@command("wait endpoint jobs --for 'ready>=2' --timeout 5m")
 @click.argument("kind", metavar="KIND")
-@click.argument("name", nargs=-1, required=True, metavar="NAME...", shell_complete=_names)
+@click.argument("name", nargs=-1, metavar="NAME...", shell_complete=_names)
 @option(
     "--for",
     "until",
@@ -92,15 +76,23 @@ def wait(session: Session, kind: str, name: tuple[str, ...], until: str, timeout
 
     wait JOB waits until jobs end, and exits with the exit code of the first that failed.
     """
+    kind, *typed = with_noun([kind, *name], READY_STATES)
+    if not typed and plural(kind) in READY_STATES:
+        raise click.UsageError("Missing argument 'NAME...'.")
+    if not typed:
+        kind, typed = "jobs", [kind]
     if kind == "jobs":
         from gpuscale.client.jobs import exit_code_of
 
         began = time.monotonic()
         with session.connect() as client, telling() as (tell, _):
-            ended = [find(client, one).until_ended(timeout, tell, began) for one in name]
-        write_lines(
-            [f"{one.name} {one.job.State.Name(one.job.state).removeprefix('STATE_')}" for one in ended]
-        )
+            ended = [find(client, one).until_ended(timeout, tell, began) for one in typed]
+        if session.output.human:
+            write_lines(
+                [f"{one.name} {one.job.State.Name(one.job.state).removeprefix('STATE_')}" for one in ended]
+            )
+        else:
+            session.output.write_list(ended, allocator_views.JOBS)
         failed = (one for one in ended if one.job.exit_code or not one.job.HasField("exit_code"))
         leave(exit_code_of(next(failed, ended[0])))
     if kind not in READY_STATES:
@@ -108,7 +100,7 @@ def wait(session: Session, kind: str, name: tuple[str, ...], until: str, timeout
     awaited, timeout = _Awaited(kind, until), 300.0 if timeout is None else timeout
     progress = Progress()
     with session.connect() as client:
-        for resource in name:
+        for resource in typed:
             try:
                 reason = awaited.reason(client, resource)
                 while reason:
@@ -126,11 +118,11 @@ def wait(session: Session, kind: str, name: tuple[str, ...], until: str, timeout
                 progress.end()
     output = session.output
     if output.human:
-        write_lines([f"{kind}/{one} {until}" for one in name])
+        write_lines([f"{kind}/{one} {until}" for one in typed])
     elif output.format is Format.NAME:
-        write_lines(name)
+        write_lines(typed)
     else:
-        output.write_data({"deleted": list(name)} if until == GONE else {kind: awaited.found})
+        output.write_data({"deleted": typed} if until == GONE else {kind: awaited.found})
 
 
 class _Awaited:
