@@ -100,13 +100,17 @@ def test_the_format_is_known_before_anything_else_is(typed: str, wanted: str) ->
     assert format_of(typed.split()) == wanted
 
 
-@pytest.mark.parametrize("typed", [*OF_OTHER_TOOLS, *(f"get {one}" for one in GetGroup.of_other_tools)])
+@pytest.mark.parametrize(
+    "typed",
+    [*OF_OTHER_TOOLS, *(f"get {one}" for one in GetGroup.of_other_tools), "delete rsv r1", "delete job/r1"],
+)
 def test_words_of_other_programs_lead_to_commands_that_exist(
     typed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert typed not in COMMANDS
     assert run_command([*typed.split(), "x"]) == ExitCode.USAGE
     hint = capsys.readouterr().err.splitlines()[-1].partition("; try: ")[2]
+    assert hint
     for said in re.split(r", then | \(or ", hint.removeprefix("gpuscalectl ").rstrip(")")):
         words = (
             said.partition(" -- ")[0].replace("TYPE NAME", "endpoint NAME").replace("TYPE", "nodes").split()

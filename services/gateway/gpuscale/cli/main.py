@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import ClassVar
 
 import click
 
@@ -27,6 +28,19 @@ The options below may be anywhere on the line.
 def _of(module: str, names: str, function: str = "{}") -> dict[str, str]:
     """Commands by their names, each the function of a module that is named so, or as `function` says."""
     return {name: f"{module}:{function.format(name.replace('-', '_'))}" for name in names.split()}
+
+
+class DeleteGroup(Group):
+    """`delete`: what ends in another way is told how."""
+
+    of_other_tools: ClassVar[Mapping[str, str]] = {
+        "adapters": "forget adapter NAME",
+        "cordons": "uncordon NAME",
+        "jobs": "stop job NAME",
+        "nodes": "forget node NAME (or drain NAME)",
+        "replicas": "scale endpoint NAME --replicas N",
+        "reservations": "release NAME",
+    }
 
 
 COMMANDS: Mapping[str, CommandEntry] = {
@@ -113,6 +127,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
             "rule": "endpoints:delete_rule",
             "backtest": "backtest:delete_backtest",
         },
+        DeleteGroup,
     ),
     "resend": CommandEntry("Send notifications again.", "policies:resend"),
     "forget": CommandEntry(

@@ -21,7 +21,7 @@ from gpuscale import client as library
 from gpuscale.cli.console.output import Output
 from gpuscale.cli.console.terminal import TERMINAL, detail
 from gpuscale.cli.grammar.jsonpath import WITH_EXPRESSION, Form, Format
-from gpuscale.cli.grammar.nouns import is_field, with_noun
+from gpuscale.cli.grammar.nouns import is_field, plural, with_noun
 from gpuscale.cli.grammar.parameters import CLOCK, DURATION, FORM
 from gpuscale.cli.grammar.selecting import near
 from gpuscale.common.errors import InvalidArgumentError, UnavailableError
@@ -354,7 +354,8 @@ class Group(Command, click.Group):
         """The command that was typed, with any name of its noun. Raises click.UsageError: unknown command; suggests the nearest one."""
         args = self.normal(ctx, args)
         if args[0] not in self.entries and not ctx.resilient_parsing and not args[0].startswith("-"):
-            wanted = self.of_other_tools.get(args[0].casefold())
+            typed = args[0].casefold().partition("/")[0]
+            wanted = self.of_other_tools.get(typed) or self.of_other_tools.get(plural(typed))
             hint = f"; try: {PROGRAM} {wanted}" if wanted else near(args[0], self.entries)
             ctx.fail(f"unknown command {args[0]!r}{hint}")
         return super().resolve_command(ctx, args)
