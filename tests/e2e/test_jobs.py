@@ -88,6 +88,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         made.end()
 
 
+def test_a_job_whose_output_cannot_be_kept_is_not_started_and_holds_nothing(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").touch()  # a home that is read-only fails alike
+    ran = site.ctl("run", "-d", "--gpus", "1", "--name", "homeless", "--", "true")
+    assert (ran.code, "Traceback" in ran.err) == (4, False), ran.err
+    assert "cannot keep the output of the job (Not a directory: " in ran.err
+    assert site.job("homeless")["state"] == "STATE_FAILED"
+
+
 def test_a_job_goes_on_without_its_caller_and_keeps_what_it_writes_for_its_user(
     site: Site, tmp_path: Path
 ) -> None:

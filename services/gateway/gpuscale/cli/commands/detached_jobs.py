@@ -89,6 +89,15 @@ def detach(orders: "Orders") -> int:
     return 0 if child.stdout.read(1) else child.wait()
 
 
+def not_kept(orders: "Orders", error: OSError) -> FailedPreconditionError:
+    """The error for a job without a folder, as in a home that is read-only or full."""
+    return FailedPreconditionError(
+        f"{orders.node} cannot keep the output of the job ({error.strerror}: {error.filename or folder_of(orders)}): nothing was"
+        " started; XDG_STATE_HOME may name another folder there",
+        reason="NO_JOB_FOLDER",
+    )
+
+
 def _name(orders: "Orders") -> str:
     name = parse(RESERVATION, orders.reservation)["reservation"]
     return f"{name}-queued" if orders.waits else folder_name(name, orders.member or 0, orders.attempt)

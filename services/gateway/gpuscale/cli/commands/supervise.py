@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, Self
 
-from gpuscale.cli.commands.detached_jobs import JobFolder, detach, start_granted, start_in_turn
+from gpuscale.cli.commands.detached_jobs import JobFolder, detach, not_kept, start_granted, start_in_turn
 from gpuscale.cli.commands.holding import RETRY, LeaseHolder
 from gpuscale.cli.commands.processes import (
     NOT_FOUND,
@@ -121,7 +121,7 @@ def _supervise(*, job: bool) -> int:
         if not os.read(0, 1):
             return 0  # another member cannot start
     if orders.detached and not job:
-        return detach(orders)
+        return _detach(orders)
     if not orders.waits and (code := guard()) is not None:
         # Report a killed supervisor, and start a job that left its GPUs again, unless its caller does: here, since a process
         # that the supervisor starts ends with it.
@@ -143,6 +143,19 @@ def _supervise(*, job: bool) -> int:
         if orders.waits:
             return start_in_turn(holder)
         return run_under(holder, own=own, while_open=None if job else 1, child=child)
+
+
+def _detach(orders: Orders) -> int:
+    try:
+        return detach(orders)
+    except OSError as error:
+        with _ways(orders) as (ways, _):
+            holder, refused = LeaseHolder(orders, ways), not_kept(orders, error)
+            if not orders.waits:
+                holder.failed(refused)
+            if holder.all_ended:
+                holder.release()
+        raise refused from error
 
 
 def _read_orders() -> Orders | None:
@@ -254,7 +267,10 @@ def _enter(orders: Orders) -> None:
 
 def _run_detached(holder: LeaseHolder, reservation: "Reservation", child: WaitingChild | None) -> int:
     """Like `_run`, with a folder for the output. Of adopted processes it waits for the last; their exit codes are unknown."""
-    folder = JobFolder(holder.orders)
+    try:
+        folder = JobFolder(holder.orders)
+    except OSError as error:
+        raise not_kept(holder.orders, error) from error
     holder.last_lines = folder.last_lines
     try:
         if not holder.orders.adopts:
