@@ -227,6 +227,20 @@ def test_each_notice_is_one_signal_and_one_that_is_withdrawn_leaves_no_reason(
     assert (keeper.leaves, keeper.stopped) == (False, "somebody stopped it")
 
 
+def test_ctrl_z_says_how_long_the_lease_lasts_that_is_not_renewed_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda _pid, number: sent.append(number))
+    reservation = api.Reservation(ttl=to_duration(600), remaining=to_duration(600))
+    keeper = supervise.Keeper(
+        cast("holding.LeaseHolder", Noticing([])), reservation, cast("Offspring", None), sent.append
+    )
+    keeper.told_to_pause(signal.SIGTSTP, None)
+    assert sent == [signal.SIGSTOP]
+    assert "`fg` or `bg` within 9m" in capsys.readouterr().err
+
+
 def test_a_job_is_told_to_move_only_once_it_could_start_at_its_new_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

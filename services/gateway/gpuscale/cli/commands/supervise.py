@@ -334,6 +334,8 @@ def _run(
         signals.to(process)
         holder.started(process.pid)
         with Keeper(holder, reservation, offspring, signals.send) as keeper:
+            if signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
+                signal.signal(signal.SIGTSTP, keeper.told_to_pause)
             if while_open is not None:
                 keeper.stop_unless_open(while_open)
             if folder is not None:
@@ -468,6 +470,14 @@ class Keeper:
     def told_to_stop(self, _number: int, _frame: FrameType | None) -> None:
         """Stop the command; a signal handler."""
         threading.Thread(target=self._stop, args=("somebody stopped it",), name="stop", daemon=True).start()
+
+    def told_to_pause(self, _number: int, _frame: FrameType | None) -> None:
+        """Say when the lease ends that Ctrl-Z keeps from being renewed, and stand still; a signal handler."""
+        from gpuscale.cli.grammar.parameters import format_duration
+
+        left = format_duration(self._ends - self._grace - time.monotonic())
+        note(f"gpuscalectl run: the lease is not renewed while it is stopped: `fg` or `bg` within {left}")
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     def _stop(self, why: str, *, moves: bool = False) -> None:
         if moves:
