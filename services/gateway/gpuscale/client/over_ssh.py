@@ -150,6 +150,8 @@ def _copy_lines(source: IO[bytes] | None, descriptor: int, prefix: bytes) -> Non
     while chunk := os.read(source.fileno(), CHUNK):
         if prefix:
             *lines, left = (left + chunk).split(b"\n")
+            if len(left) > CHUNK:  # without an end, as of a progress bar
+                lines, left = [*lines, left], b""
             chunk = b"".join(prefix + line + b"\n" for line in lines)
         _write(descriptor, chunk)
     if left:
