@@ -191,6 +191,17 @@ def test_texts_go_on_below_where_they_begin_and_what_is_wide_stays_whole(
     ]
 
 
+def test_a_note_that_cannot_be_written_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(io.StringIO):
+        def write(self, _text: str) -> int:
+            raise OSError("No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", Full())
+    for _ in range(2):
+        output.note("a disk is full")
+    sys.stderr.close()
+
+
 def test_findings_are_paragraphs_that_lose_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -134,11 +134,13 @@ def folded(text: str, stream: TextIO, end: str = "") -> str:
 
 
 def note(text: str, end: str = "") -> None:
-    """Write a line to standard error, wrapped on a terminal."""
-    if TERMINAL.json:
-        sys.stderr.write(json.dumps({"note": text}) + "\n")
-    else:
-        sys.stderr.write(_readable(f"{folded(text, sys.stderr, end)}\n", sys.stderr.encoding))
+    """Write a line to standard error, wrapped on a terminal; who does not take it stops nothing."""
+    shown = _readable(folded(text, sys.stderr, end), sys.stderr.encoding)
+    try:
+        sys.stderr.write(f"{json.dumps({'note': text}) if TERMINAL.json else shown}\n")
+        sys.stderr.flush()
+    except OSError:  # its reader is gone, or its disk is full
+        sys.stderr = _nowhere()
 
 
 def detail(text: str) -> None:
