@@ -83,10 +83,8 @@ E = "kind: Endpoint\nname: x\n"
         (E + "spec: {zz: 1}", "f:3:8: unknown field 'zz'; choose from minReplicas, maxReplicas, tick"),
         (E + "spec:\n  minReplicas: x", "f:4:16: minReplicas must be a whole number"),
         (E + "spec: {minReplicas: 99999999999}", "f:3:21: minReplicas must be a whole number"),
-        (
-            E + "spec:\n  tick: 5m",
-            "f:4:9: tick must be a duration in seconds, such as 60s, or in milliseconds, such as 500ms",
-        ),
+        (E + "spec:\n  tick: 5", "f:4:9: tick must be a duration, such as 60s, 500ms or 1h30m"),
+        (E + "spec:\n  tick: 5m1h", "f:4:9: tick must be a duration"),
         (E + "spec: {paused: yes}", "f:3:16: paused must be true or false"),
         (E + "spec: {paused: [1]}", "f:3:16: must be a single value"),
         (E + "spec: [1]", "f:3:7: must be a mapping"),

@@ -7,19 +7,23 @@ from pathlib import Path
 
 import pytest
 
+from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.manifests import parse
 from gpuscale.common.config.sources import load_table
 from tests.unit.docs.pages import HAND_WRITTEN, programs
 
 KINDS = {kind.section: kind for kind in programs()}
+FIELDS = {field.json_name for field in api.EndpointSpec.DESCRIPTOR.fields}
 AROUND = "kind: Endpoint\nname: shown\nspec:\n  minReplicas: 1\n  maxReplicas: 4\n  template: "
 
 
 def manifests(page: Path) -> list[str]:
-    """Whole endpoints and watchers of a page, and an endpoint around each template within a line."""
+    """Whole endpoints and watchers of a page, and an endpoint around each part of a spec and each template within a line."""
     text = page.read_text(encoding="utf-8")
+    found = re.findall(r"```yaml\n(  (\w+):.*?)```", text, re.DOTALL)
+    parts = [AROUND.removesuffix("  template: ") + part for part, first in found if first in FIELDS]
     whole = re.findall(r"```yaml\n(kind: (?:Endpoint|QueueWatcher)\b.*?)```", text, re.DOTALL)
-    return whole + [AROUND + one for one in re.findall(r"`template: (\{.*?\})`", text)]
+    return whole + parts + [AROUND + one for one in re.findall(r"`template: (\{.*?\})`", text)]
 
 
 def tables(page: Path) -> list[dict[str, dict[str, object]]]:
@@ -45,5 +49,5 @@ def test_every_setting_of_a_page_is_one_of_its_program(page: Path) -> None:
 
 
 def test_the_search_finds_them() -> None:
-    assert sum(len(manifests(page)) for page in HAND_WRITTEN) >= 2
+    assert sum(len(manifests(page)) for page in HAND_WRITTEN) >= 7
     assert sum(len(tables(page)) for page in HAND_WRITTEN) >= 5

@@ -13,6 +13,7 @@ make a small file huge.
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING, Any, Final
@@ -29,6 +30,7 @@ from gpuscale.cli.grammar.jsonpath import camel
 from gpuscale.cli.grammar.selecting import near
 from gpuscale.common import names
 from gpuscale.common.errors import InvalidArgumentError
+from gpuscale.common.sizes import parse_duration
 
 if TYPE_CHECKING:
     from google._upb._message import FieldDescriptor as UpbFieldDescriptor
@@ -154,7 +156,7 @@ LISTS: Mapping[str, str] = {
 """The kind of resource in a list with this key."""
 # Messages that are text in JSON.
 _TEXT_MESSAGES: Mapping[str, str] = {
-    "google.protobuf.Duration": "a duration in seconds, such as 60s, or in milliseconds, such as 500ms",
+    "google.protobuf.Duration": "a duration, such as 60s, 500ms or 1h30m",
     "google.protobuf.Timestamp": "a time, such as 2026-01-31T12:00:00Z",
 }
 _SCALARS: Mapping[int, str] = {
@@ -267,14 +269,16 @@ def _parse(message: Message, field: "Field", value: Tree, plain: object) -> None
         raise value.place.error(f"{field.json_name} must be {_expected(field)}") from error
 
 
-_MILLISECONDS = re.compile(r"(\d+(?:\.\d+)?)ms")
+_DURATION_UNITS = re.compile(r".*\d(ms|[mhd].*)")
+"""A duration with units that protobuf does not know."""
 
 
 def _leaf(field: "Field", value: Tree) -> str | bool:
     text = _scalar(value).text
     of_time = field.message_type is not None and field.message_type.full_name == "google.protobuf.Duration"
-    if milliseconds := _MILLISECONDS.fullmatch(text) if of_time else None:
-        return f"{float(milliseconds[1]) / 1000:.9f}s"
+    if of_time and _DURATION_UNITS.fullmatch(text):
+        with suppress(ValueError):
+            return f"{parse_duration(text):.9f}s"
     if field.cpp_type != FieldDescriptor.CPPTYPE_BOOL:
         return text
     if text not in {"true", "false"}:
