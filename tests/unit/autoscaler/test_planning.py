@@ -13,6 +13,7 @@ from gpuscale.autoscaler.domain.planning import (
     AdapterFacts,
     Capabilities,
     Plan,
+    Plans,
     by_tier,
     candidates,
     crash_delay,
@@ -24,7 +25,7 @@ from gpuscale.autoscaler.domain.presets import Wish, expand
 from gpuscale.autoscaler.domain.replicas import Goal, Replica, ReplicaState, asked_to_stop
 from gpuscale.autoscaler.domain.spec import AdapterTier, EndpointSpec, ReplicaTemplate, ScaleInOrder
 from gpuscale.autoscaler.domain.validate import violations
-from tests.support.autoscaler_values import AT, NOW, leaving, replica, spec
+from tests.support.autoscaler_values import AT, NOW, endpoint, leaving, replica, spec
 
 S, SPEC = ReplicaState, spec()
 
@@ -141,6 +142,14 @@ def test_failed_replicas_are_replaced_ever_more_slowly() -> None:
     assert crash_delay(crashes(50), NOW) == 60
     assert crash_delay(crashes(3), NOW + 3) == pytest.approx(1)
     assert crash_delay(crashes(3), NOW + 4) == 0
+
+
+def test_a_wait_for_a_replacement_tells_why_the_last_one_failed() -> None:
+    failed = [replica(n, S.FAILED, ended_at=NOW - 2 + n, reason=f"exit code {n}") for n in range(2)]
+    plans = Plans.of(endpoint(desired=1), failed, [], frozenset(), {}, NOW, starts=True)
+    assert [one.text for one in plans.steps([], frozenset())] == [
+        "replicas failed (exit code 1): the next one starts in 1.0 s"
+    ]
 
 
 def test_replicas_that_fail_together_count_as_one_failure() -> None:

@@ -210,6 +210,11 @@ def crash_delay(replicas: Iterable[Replica], now: float) -> float:
     return max(0.0, failures[0][0] + delay - now)
 
 
+def _last_failure(replicas: Iterable[Replica]) -> str:
+    failed = [one for one in replicas if one.state is ReplicaState.FAILED]
+    return max(failed, key=lambda one: one.ended_at or 0.0).reason
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """Capabilities of an adapter beyond starting and stopping replicas."""
@@ -337,10 +342,14 @@ def startup_seconds(replicas: Iterable[Replica], at: Moment) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Plans:
-    """The plan of each capability set, and seconds until one of it may start, for those that want to start some."""
+    """The plan of each capability set, and seconds until one of it may start, for those that want to start some.
+
+    `failures`: why the last one failed of those that have to wait.
+    """
 
     plans: Mapping[str, Plan]
     delays: Mapping[str, float]
+    failures: Mapping[str, str]
 
     @classmethod
     def of(
@@ -369,7 +378,8 @@ class Plans:
             plans = {one: replace(planned, start=0) for one, planned in plans.items()}
         starting = [one for one, planned in plans.items() if planned.start]
         own = {one: [replica for replica in kept if replica.group.set == one] for one in starting}
-        return cls(plans, {one: crash_delay(own[one], now) for one in starting})
+        delays = {one: crash_delay(own[one], now) for one in starting}
+        return cls(plans, delays, {one: _last_failure(own[one]) for one, delay in delays.items() if delay})
 
     @property
     def stops(self) -> list[Replica]:
@@ -430,7 +440,8 @@ class Plans:
             own, delay = [one for one in rows if one.group.set == set_id], self.delays.get(set_id)
             count, leaving = sum(one.aimed_at for one in own), sum(one.leaving for one in own)
             if planned.start and delay:
-                text = f"replicas failed: the next one starts in {delay:.1f} s"
+                why = f" ({self.failures[set_id]})" if self.failures[set_id] else ""
+                text = f"replicas failed{why}: the next one starts in {delay:.1f} s"
                 add(Code.BACK_OFF, count, count, text, set_id)
             elif planned.start:
                 text = f"starts {planned.start} more {set_id}".rstrip()
