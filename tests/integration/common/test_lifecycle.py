@@ -162,6 +162,9 @@ await stop.wait()
 """
 
 
+NOHUP = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+
+
 @contextmanager
 def program(body: str, prelude: str = "", *, quiet: bool = False) -> Iterator[subprocess.Popen[str]]:
     source = PROGRAM.format(body=textwrap.indent(body, "    "), prelude=prelude, quiet=quiet)
@@ -185,12 +188,18 @@ def await_line(process: subprocess.Popen[str], line: str) -> None:
     assert process.stdout.readline() == line + "\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_stops_the_program_in_order(number: signal.Signals) -> None:
-    with program(SERVE + 'print("cleaned up")') as process:
+    heard = "signal.signal(signal.SIGHUP, signal.SIG_DFL)"  # also where these tests run below nohup
+    with program(SERVE + 'os.kill(os.getpid(), signal.SIGHUP)\nprint("cleaned up")', heard) as process:
         await_line(process, "serving")
         process.send_signal(number)
         assert ended(process) == (0, "cleaned up\n", "")
+
+
+def test_a_hangup_that_is_ignored_stays_ignored() -> None:
+    with program("os.kill(os.getpid(), signal.SIGHUP)\nprint(stop.is_set())", NOHUP) as process:
+        assert ended(process) == (0, "False\n", "")
 
 
 @pytest.mark.parametrize(("quiet", "looks"), [(False, False), (True, True)])

@@ -30,7 +30,6 @@ under way, finds nothing, and takes a ninth of the CPU of a Reserve."""
 _STDERR = 2
 _OLDEST = 2
 """The generation of a full collection."""
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _log = get_logger(__name__)
 
@@ -38,8 +37,8 @@ _log = get_logger(__name__)
 def run(main: Callable[[asyncio.Event], Awaitable[None]], *, program: str, quiet: bool = False) -> int:
     """Run a program until it ends or is stopped; returns its exit code. Configure the log first.
 
-    `main` gets an event that SIGTERM or SIGINT sets, and should return soon after. A second signal exits at once with
-    128 + its number. If `main` has not returned after 9.5 s, the program exits with 1.
+    `main` gets an event that SIGTERM, SIGINT or SIGHUP (unless it is ignored) sets, and should return soon after. A second signal
+    but SIGHUP exits at once with 128 + its number. If `main` has not returned after 9.5 s, the program exits with 1.
 
     Any error ends the program with 1. A `GpuscaleError` raised outside tasks is printed as one line on stderr (JSON if the
     log is JSON), others are logged with a traceback.
@@ -119,6 +118,8 @@ def _signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Generator[
 
     def handle(number: int, _frame: FrameType | None) -> None:
         nonlocal signalled
+        if signalled and number == signal.SIGHUP:
+            return  # the shell and the kernel each send one when a terminal closes
         if signalled:
             os._exit(128 + number)
         signalled = True
@@ -131,7 +132,7 @@ def _signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Generator[
         tasks = sorted(task.get_name() for task in asyncio.all_tasks())
         _log.warning("still stopping", tasks=tasks, limit_seconds=STOP_LIMIT_SECONDS)
 
-    before = {number: signal.signal(number, handle) for number in _SIGNALS}
+    before = {number: signal.signal(number, handle) for number in stop_signals()}
     try:
         yield
     finally:
@@ -139,6 +140,12 @@ def _signals(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Generator[
             faulthandler.cancel_dump_traceback_later()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """What asks a program to stop: a terminal that closes, too, unless that is ignored, as by nohup."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM) if ignored else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

@@ -52,6 +52,7 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.names import node_name, to_id
 from gpuscale.common.rpc import channel, renewal
+from gpuscale.common.runtime.lifecycle import stop_signals
 from gpuscale.common.secrets import write_private
 from gpuscale.common.security import authority as issuing
 from gpuscale.common.security import certificates
@@ -117,9 +118,9 @@ def run_programs(
     ready: Callable[[], str | None],
     hourly: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run programs until SIGTERM or SIGINT, and restart those that end; prints the text of `ready` once all answer."""
+    """Run programs until SIGTERM, SIGINT or SIGHUP, and restart those that end; prints the text of `ready` once all answer."""
     stop, told, next_hour = threading.Event(), False, time.monotonic()
-    before = {one: signal.signal(one, lambda _, __: stop.set()) for one in (signal.SIGINT, signal.SIGTERM)}
+    before = {one: signal.signal(one, lambda _, __: stop.set()) for one in stop_signals()}
     running: dict[str, subprocess.Popen[bytes]] = {}
     if os.geteuid() == 0 and units_user() is None:
         note(f"no user {USER}: programs and workers run as root")

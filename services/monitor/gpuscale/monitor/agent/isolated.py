@@ -206,7 +206,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
-    for sent_to_all in (signal.SIGINT, signal.SIGTERM):  # the parent ends this program
+    for sent_to_all in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent ends this program
         signal.signal(sent_to_all, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as control:
         serve(control, NvmlSource())
