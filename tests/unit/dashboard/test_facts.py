@@ -78,8 +78,8 @@ def test_what_was_not_read_is_unknown_and_not_zero() -> None:
     known = facts(node("a", gpu("A"), gpu("B", 1, utilization_percent=40)))
     first, second = known.gpus()
     assert (first.utilization, first.memory_percent, first.power) == (None, None, None)
-    assert rows.gpu_row(first)["util"] == "-"
-    assert rows.gpu_row(second)["util"] == "40 %"
+    assert rows.GPUS.row(first)["util"] == "-"
+    assert rows.GPUS.row(second)["util"] == "40 %"
     assert rows.fleet_figures(list(known.nodes.values()), known.gpus())["mean_utilization"] == "40 %"
 
 
@@ -111,8 +111,8 @@ def test_only_news_makes_a_new_version() -> None:
 
 def test_the_filter_needs_every_word() -> None:
     [one] = facts(node("a", gpu("A")), reservations=(held("A", "team/job"),)).gpus()
-    assert rows.matches(rows.gpu_row(one), "h100 JOB")
-    assert not rows.matches(rows.gpu_row(one), "h100 other")
+    assert rows.matches(rows.GPUS.row(one), "h100 JOB")
+    assert not rows.matches(rows.GPUS.row(one), "h100 other")
 
 
 def counted_gpu(held_milli: int, utilization: float | None) -> GpuSummary:

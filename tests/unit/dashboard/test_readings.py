@@ -5,7 +5,7 @@ from typing import Any
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.api.types import v1 as types_api
-from gpuscale.dashboard.rows import TOPICS, by_topic, process_rows
+from gpuscale.dashboard.rows import PROCESSES, TOPICS, by_topic
 
 OF_LISTS = {"throttle_reason_mask", "processes", "absent_readings", "age", "throttle_reasons"}
 
@@ -53,7 +53,7 @@ def test_a_process_that_nobody_can_tell_much_of_is_shown_so() -> None:
         reservation="reservations/r1",
         start_time=Timestamp(seconds=60),
     )
-    first, second = process_rows([known, types_api.GpuProcess(pid=8, holder_unknown=True)])
+    first, second = PROCESSES.rows([known, types_api.GpuProcess(pid=8, holder_unknown=True)])
     assert (first["user"], first["program"], first["memory"]) == ("ann", "python train.py", "1.0 GiB")
     assert (first["used"], first["reservation"], first["start"]) == ("61 %", "r1", "1970-01-01 00:01:00")
     assert {second[key] for key in ("user", "program", "memory", "used", "start")} == {"-"}

@@ -20,7 +20,7 @@ from gpuscale.dashboard import humanize
 from gpuscale.dashboard.charts import NIGHT, Options
 from gpuscale.dashboard.facts import Facts, FleetTally, GpuSummary
 from gpuscale.dashboard.feed import LINGER
-from gpuscale.dashboard.rows import Columns, Row, gpu_row, ordered
+from gpuscale.dashboard.rows import GPUS, Columns, Row, ordered
 from gpuscale.dashboard.visitors import VisitorActions
 
 T = TypeVar("T")
@@ -82,9 +82,7 @@ class DashboardSite:
 
     def __post_init__(self) -> None:
         self.gpus: PerVersion[Sequence[GpuSummary]] = PerVersion(self.facts, self.facts.gpus)
-        self.gpu_rows: PerVersion[Sequence[Row]] = PerVersion(
-            self.facts, lambda: [gpu_row(gpu) for gpu in self.gpus()]
-        )
+        self.gpu_rows: PerVersion[Sequence[Row]] = PerVersion(self.facts, lambda: GPUS.rows(self.gpus()))
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The rows and figures of each table, for the browser and the terminal alike. Pure.
 
-A row maps a column's id to the text of its cell; an unknown value is `-`, never 0. Names and units of GPU readings come from the
+A row maps a column's id to the text of its cell; an unknown value is `-`, never 0. A `ResourceTable` has the cells of rows that need
+their resource alone; functions make the other rows. Names and units of GPU readings come from the
 contract, so that a new reading is shown without a change here.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
@@ -24,18 +25,25 @@ from gpuscale.dashboard.facts import GpuSummary
 Row: TypeAlias = Mapping[str, object]
 Columns: TypeAlias = Mapping[str, str]
 """Headings by id."""
+T = TypeVar("T")
 
-# What fits a phone and 80 columns comes first: how busy it is, and who holds it.
-GPUS: Columns = {
-    "gpu": "GPU",
-    "state": "state",
-    "util": "utilization",
-    "held": "reserved by",
-    "memory": "memory",
-    "temperature": "temperature",
-    "power": "power",
-    "model": "model",
-}
+
+class ResourceTable(Generic[T]):
+    """The heading and the cell of each column, by id. What has no heading is in the rows, but no column."""
+
+    def __init__(self, **columns: tuple[str, Callable[[T], object]]) -> None:
+        self.columns: Columns = {name: heading for name, (heading, _) in columns.items() if heading}
+        self._cells = {name: cell for name, (_, cell) in columns.items()}
+
+    def row(self, one: T) -> Row:
+        """The row of a resource."""
+        return {name: cell(one) for name, cell in self._cells.items()}
+
+    def rows(self, every: Iterable[T]) -> list[Row]:
+        """The rows of resources."""
+        return [self.row(one) for one in every]
+
+
 NODES: Columns = {"node": "node", "state": "state", "gpus": "GPUs", "problem": "GPU problems"}
 RESERVATIONS: Columns = {
     "name": "reservation",
@@ -48,16 +56,6 @@ RESERVATIONS: Columns = {
     "priority": "priority",
     "tenant": "tenant",
 }
-ENDPOINTS: Columns = {
-    "name": "endpoint",
-    "desired": "desired",
-    "granted": "granted",
-    "ready": "ready",
-    "starting": "starting",
-    "draining": "draining",
-    "bounds": "min to max",
-    "why": "why",
-}
 CAPABILITY_SETS: Columns = {
     "set": "capability set",
     "desired": "desired",
@@ -66,30 +64,6 @@ CAPABILITY_SETS: Columns = {
     "workers": "ready workers",
     "capabilities": "capabilities of each worker",
     "bounds": "min to max",
-}
-DECISIONS: Columns = {
-    "time": "time (UTC)",
-    "endpoint": "endpoint",
-    "times": "times",
-    "change": "change",
-    "granted": "granted",
-    "limit": "limited by",
-    "why": "why",
-}
-OBSERVATIONS: Columns = {
-    "signal": "signal",
-    "value": "value",
-    "status": "status",
-    "age": "age",
-    "note": "note",
-}
-STEPS: Columns = {
-    "step": "step",
-    "stage": "stage",
-    "of": "rule or set",
-    "change": "change",
-    "code": "reason",
-    "why": "why",
 }
 REPLICAS: Columns = {
     "name": "replica",
@@ -117,21 +91,24 @@ def whose(holder: str) -> str:
     return names.short_holder(holder).partition("/")[0] if names.match(names.REPLICA, holder) else holder
 
 
-def gpu_row(gpu: GpuSummary) -> Row:
-    """The row of a GPU."""
+def _model(gpu: GpuSummary) -> str:
     simulated = gpu.simulated and "simulated" not in gpu.model.lower()
-    return {
-        "uuid": gpu.uuid,
-        "gpu": gpu.label,
-        "gpu_to": f"/gpus/{gpu.node}/{gpu.uuid}",
-        "model": gpu.model + (" (simulated)" if simulated else ""),
-        "state": gpu.state.lower(),
-        "util": humanize.number(gpu.utilization, "%"),
-        "memory": f"{humanize.size(gpu.memory_used)} / {humanize.size(gpu.memory_total)}",
-        "temperature": humanize.number(gpu.temperature, "°C"),
-        "power": f"{humanize.number(gpu.power)} / {humanize.number(gpu.power_limit, 'W')}",
-        "held": ", ".join(map(names.short_holder, gpu.holders)),
-    }
+    return gpu.model + (" (simulated)" if simulated else "")
+
+
+# What fits a phone and 80 columns comes first: how busy it is, and who holds it.
+GPUS = ResourceTable[GpuSummary](
+    uuid=("", lambda gpu: gpu.uuid),
+    gpu=("GPU", lambda gpu: gpu.label),
+    gpu_to=("", lambda gpu: f"/gpus/{gpu.node}/{gpu.uuid}"),
+    state=("state", lambda gpu: gpu.state.lower()),
+    util=("utilization", lambda gpu: humanize.number(gpu.utilization, "%")),
+    held=("reserved by", lambda gpu: ", ".join(map(names.short_holder, gpu.holders))),
+    memory=("memory", lambda gpu: f"{humanize.size(gpu.memory_used)} / {humanize.size(gpu.memory_total)}"),
+    temperature=("temperature", lambda gpu: humanize.number(gpu.temperature, "°C")),
+    power=("power", lambda gpu: f"{humanize.number(gpu.power)} / {humanize.number(gpu.power_limit, 'W')}"),
+    model=("model", _model),
+)
 
 
 def node_row(node: monitor_api.Node, marked: Marks) -> Row:
@@ -272,27 +249,28 @@ def reservation_figures(
     }
 
 
-def endpoint_row(one: autoscaler_api.Endpoint) -> Row:
-    """The row of an endpoint."""
-    name, paused = one.name.removeprefix("endpoints/"), " · paused" if one.spec.paused else ""
-    return {
-        "name": name,
-        "name_to": f"/endpoints/{name}",
-        "desired": one.status.desired_replicas,
-        "granted": one.status.granted_replicas,
-        "ready": one.status.ready_replicas,
-        "starting": one.status.starting_replicas,
-        "draining": one.status.draining_replicas,
-        "bounds": f"{one.spec.min_replicas} to {one.spec.max_replicas}{paused}",
-        "why": one.status.summary,
-    }
+def _bounds(one: autoscaler_api.Endpoint) -> str:
+    return f"{one.spec.min_replicas} to {one.spec.max_replicas}"
+
+
+ENDPOINTS = ResourceTable[autoscaler_api.Endpoint](
+    name=("endpoint", lambda one: one.name.removeprefix("endpoints/")),
+    name_to=("", lambda one: f"/{one.name}"),
+    desired=("desired", lambda one: one.status.desired_replicas),
+    granted=("granted", lambda one: one.status.granted_replicas),
+    ready=("ready", lambda one: one.status.ready_replicas),
+    starting=("starting", lambda one: one.status.starting_replicas),
+    draining=("draining", lambda one: one.status.draining_replicas),
+    bounds=("min to max", lambda one: _bounds(one) + (" · paused" if one.spec.paused else "")),
+    why=("why", lambda one: one.status.summary),
+)
 
 
 def endpoint_figures(one: autoscaler_api.Endpoint) -> dict[str, str]:
     """The replicas of an endpoint, by state."""
-    row = endpoint_row(one)
+    row = ENDPOINTS.row(one)
     figures = {state: str(row[state]) for state in ("desired", "granted", "starting", "ready", "draining")}
-    return {**figures, "min_to_max": f"{one.spec.min_replicas} to {one.spec.max_replicas}"}
+    return {**figures, "min_to_max": _bounds(one)}
 
 
 def capability_set_rows(one: autoscaler_api.Endpoint) -> list[Row]:
@@ -317,48 +295,38 @@ def capability_set_rows(one: autoscaler_api.Endpoint) -> list[Row]:
     return found
 
 
-def decision_row(one: autoscaler_api.Decision) -> Row:
-    """The row of a decision; repeats of it share the row."""
-    return {
-        "name": one.name,
-        "endpoint": one.name.split("/")[1] if "/" in one.name else one.name,
-        "time": humanize.clock(one.create_time),
-        "times": one.count,
-        "change_to": f"/{one.name}",
-        "change": f"{one.before} → {one.wanted}" if one.before != one.wanted else f"{one.wanted}",
-        "granted": one.granted,
-        "limit": humanize.word(one, "limited_by") if one.limited_by else "",
-        "why": one.summary,
-    }
+def _change(before: int, after: int) -> str:
+    return f"{before} → {after}" if before != after else f"{after}"
 
 
-def observation_rows(one: autoscaler_api.Decision) -> list[Row]:
-    """The signals that a decision saw."""
-    return [
-        {
-            "signal": seen.signal,
-            "value": f"{seen.value:g}" if seen.HasField("value") else humanize.UNKNOWN,
-            "status": humanize.word(seen, "status"),
-            "age": humanize.length(seen.age) if seen.HasField("age") else humanize.UNKNOWN,
-            "note": "; ".join(filter(None, (seen.detail, *map(demand, seen.tasks.demands)))),
-        }
-        for seen in one.observations
-    ]
-
-
-def step_rows(one: autoscaler_api.Decision) -> list[Row]:
-    """The count before and after each stage of a decision."""
-    return [
-        {
-            "step": number,
-            "stage": humanize.word(step, "stage"),
-            "of": step.capability_set or step.rule,
-            "change": f"{step.before} → {step.after}" if step.before != step.after else f"{step.after}",
-            "code": humanize.word(step, "code"),
-            "why": step.text,
-        }
-        for number, step in enumerate(one.steps, 1)
-    ]
+DECISIONS = ResourceTable[autoscaler_api.Decision](
+    name=("", lambda one: one.name),
+    time=("time (UTC)", lambda one: humanize.clock(one.create_time)),
+    endpoint=("endpoint", lambda one: one.name.split("/")[1] if "/" in one.name else one.name),
+    times=("times", lambda one: one.count),
+    change=("change", lambda one: _change(one.before, one.wanted)),
+    change_to=("", lambda one: f"/{one.name}"),
+    granted=("granted", lambda one: one.granted),
+    limit=("limited by", lambda one: humanize.word(one, "limited_by") if one.limited_by else ""),
+    why=("why", lambda one: one.summary),
+)
+"""Repeats of a decision share its row."""
+OBSERVATIONS = ResourceTable[autoscaler_api.Observation](
+    signal=("signal", lambda seen: seen.signal),
+    value=("value", lambda seen: f"{seen.value:g}" if seen.HasField("value") else humanize.UNKNOWN),
+    status=("status", lambda seen: humanize.word(seen, "status")),
+    age=("age", lambda seen: humanize.length(seen.age) if seen.HasField("age") else humanize.UNKNOWN),
+    note=("note", lambda seen: "; ".join(filter(None, (seen.detail, *map(demand, seen.tasks.demands))))),
+)
+STEPS = ResourceTable[tuple[int, autoscaler_api.DecisionStep]](
+    step=("step", lambda one: one[0]),
+    stage=("stage", lambda one: humanize.word(one[1], "stage")),
+    of=("rule or set", lambda one: one[1].capability_set or one[1].rule),
+    change=("change", lambda one: _change(one[1].before, one[1].after)),
+    code=("reason", lambda one: humanize.word(one[1], "code")),
+    why=("why", lambda one: one[1].text),
+)
+"""The count before and after each stage of a decision, by number."""
 
 
 def replica_row(one: autoscaler_api.Replica, now: datetime) -> Row:
@@ -409,16 +377,6 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
     }.items()
 }
 """Prefixes of the readings of each topic; a reading belongs to the first topic that matches."""
-PROCESSES: Columns = {
-    "pid": "process",
-    "user": "user",
-    "program": "program",
-    "memory": "memory",
-    "used": "utilization",
-    "reservation": "reservation",
-    "start": "since",
-    "container": "pod or container",
-}
 _LEFT_OUT = {"throttle_reason_mask", "processes", "absent_readings", "age"}
 _WORDS = {word.lower(): word for word in ("SM", "PCIe", "NVLink", "ECC", "CRC", "BAR1", "vGPU")}
 _UNITS: Mapping[str, Callable[[Any], str]] = {
@@ -467,19 +425,21 @@ def _use(process: types_api.GpuProcess) -> str:
     return "".join(word + humanize.number(share, "%") for word, share in shares.items() if share or not word)
 
 
-def process_rows(processes: Sequence[types_api.GpuProcess]) -> list[Row]:
-    """The rows of the processes on a GPU."""
-    return [
-        {
-            "pid": str(one.pid),
-            "user": one.user or humanize.UNKNOWN,
-            "program": one.program or one.command or humanize.UNKNOWN,
-            "memory": humanize.size(one.memory_used_bytes if one.HasField("memory_used_bytes") else None),
-            "used": _use(one),
-            "reservation": one.reservation.removeprefix("reservations/")
-            or ("none", "unknown")[one.holder_unknown],
-            "start": humanize.clock(one.start_time),
-            "container": one.pod or one.container,
-        }
-        for one in processes
-    ]
+def _reserved_as(process: types_api.GpuProcess) -> str:
+    return process.reservation.removeprefix("reservations/") or ("none", "unknown")[process.holder_unknown]
+
+
+def _memory(process: types_api.GpuProcess) -> str:
+    return humanize.size(process.memory_used_bytes if process.HasField("memory_used_bytes") else None)
+
+
+PROCESSES = ResourceTable[types_api.GpuProcess](
+    pid=("process", lambda one: str(one.pid)),
+    user=("user", lambda one: one.user or humanize.UNKNOWN),
+    program=("program", lambda one: one.program or one.command or humanize.UNKNOWN),
+    memory=("memory", _memory),
+    used=("utilization", _use),
+    reservation=("reservation", _reserved_as),
+    start=("since", lambda one: humanize.clock(one.start_time)),
+    container=("pod or container", lambda one: one.pod or one.container),
+)

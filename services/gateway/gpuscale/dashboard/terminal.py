@@ -32,7 +32,7 @@ from gpuscale.dashboard import answers, humanize, rows
 from gpuscale.dashboard.answers import Answer, Box, Confirm
 from gpuscale.dashboard.facts import Facts, GpuSummary
 from gpuscale.dashboard.feed import LINGER, Feed
-from gpuscale.dashboard.rows import PROCESSES, Columns, Row, process_rows
+from gpuscale.dashboard.rows import PROCESSES, Columns, Row
 
 Cells: TypeAlias = tuple[str, ...]
 Parts: TypeAlias = Sequence[tuple[str, str]]
@@ -178,18 +178,18 @@ FIGURES = {"nodes_online": "nodes", "mean_utilization": "busy", "memory_in_use":
 TABLES: dict[str, Columns] = {
     # What fits 80 columns comes first: how busy it is, and who holds it.
     "gpus": {
-        **{name: rows.GPUS[name] for name in ("gpu", "state", "util", "held", "memory")},
-        **{name: rows.GPUS[name] for name in ("temperature", "power")},
+        **{name: rows.GPUS.columns[name] for name in ("gpu", "state", "util", "held", "memory")},
+        **{name: rows.GPUS.columns[name] for name in ("temperature", "power")},
         "past": f"last {PAST} looks",
-        "model": rows.GPUS["model"],
+        "model": rows.GPUS.columns["model"],
         "why": "why",
     },
     "reservations": rows.RESERVATIONS,
-    "endpoints": rows.ENDPOINTS,
-    "decisions": rows.DECISIONS,
+    "endpoints": rows.ENDPOINTS.columns,
+    "decisions": rows.DECISIONS.columns,
     "health": rows.HEALTH,
     "processes": {"gpu": "GPU"}
-    | {name: PROCESSES[name] for name in ("user", "used", "memory", "program", "pid", "reservation")},
+    | {name: PROCESSES.columns[name] for name in ("user", "used", "memory", "program", "pid", "reservation")},
 }
 UTILIZATION = [*TABLES["gpus"]].index("util")
 KEYS = (
@@ -473,20 +473,20 @@ class Top(App[None]):
                 {**row, "gpu": f"{node.name.partition('/')[2]}/{gpu.index}"}
                 for node in facts.nodes.values()
                 for gpu in node.snapshot.gpus
-                for row in process_rows(gpu.reading.processes)
+                for row in PROCESSES.rows(gpu.reading.processes)
             ]
         if name == "reservations":
             by_uuid = {gpu.uuid: gpu for gpu in gpus}
             return [rows.reservation_row(one, by_uuid, now) for one in facts.reservations]
         if name == "endpoints":
-            return [rows.endpoint_row(one) for one in facts.endpoints]
+            return rows.ENDPOINTS.rows(facts.endpoints)
         if name == "decisions":
-            return [rows.decision_row(one) for one in self._decisions]
+            return rows.DECISIONS.rows(self._decisions)
         return rows.health_rows(facts.events, now)
 
     def _gpu_row(self, gpu: GpuSummary) -> Row:
         """The row of a GPU, with the reason for its state in a column of its own, and its past readings."""
-        row = rows.gpu_row(gpu)
+        row = rows.GPUS.row(gpu)
         state, _, why = str(row["state"]).partition(": ")
         read = () if self._ascii else self._past[gpu.uuid]
         past = "".join(BLOCKS[round(min(one, 100) * 0.08)] for one in read).rjust(PAST)

@@ -8,18 +8,8 @@ from gpuscale.api.audit import v1 as api
 from gpuscale.client import AsyncClient, GpuscaleError
 from gpuscale.dashboard import humanize
 from gpuscale.dashboard.frame import DashboardSite, ListTable, PageAddress, page
-from gpuscale.dashboard.rows import Columns, Row
+from gpuscale.dashboard.rows import ResourceTable
 
-EVENTS: Columns = {
-    "time": "time",
-    "caller": "who",
-    "method": "what",
-    "resource": "of",
-    "code": "answer",
-    "took": "took",
-    "role": "role",
-    "peer": "from",
-}
 MOST_EVENTS = 500
 MOST_PIECES = 8
 """Most calls per refresh; each reads a bounded piece of the log."""
@@ -35,7 +25,7 @@ def audit_page(site: DashboardSite) -> None:
         why = ui.label("sign in as an admin to see the audit log, or run: gpuscalectl get audit").classes(
             "gs-quiet"
         )
-        table = ListTable(EVENTS, key="key", links=("resource",), empty="no call matches")
+        table = ListTable(EVENTS.columns, key="key", links=("resource",), empty="no call matches")
     actions, token = site.actions(), ""
     if actions is None:
         for one in (wanted, older, newest):
@@ -68,7 +58,7 @@ def audit_page(site: DashboardSite) -> None:
         else:
             why.text = f"{len(found)} calls that may have changed something, or were refused"
         older.set_enabled(bool(token))
-        table.show([audit_row(one) for one in found])
+        table.show(EVENTS.rows(found))
 
     async def begin() -> None:
         nonlocal token
@@ -92,21 +82,25 @@ def audit_filter(text: str) -> str:
     return " AND ".join(map(somewhere, text.split()))
 
 
-def audit_row(one: api.AuditEvent) -> Row:
-    """The table row of a call."""
-    resource = one.resource or ", ".join(one.reservations)
+def _page_of(one: api.AuditEvent) -> str:
+    """The page of its reservation, if it has one."""
     to = next((name for name in (one.resource, *one.reservations) if name.startswith("reservations/")), "")
-    return {
-        "key": f"{one.request_id} {one.end_time.ToNanoseconds()}",
-        "time": humanize.clock(one.end_time),
-        "caller": one.caller or humanize.UNKNOWN,
-        "method": one.method.rpartition("/")[2],
-        "resource": resource,
-        "resource_to": to and f"/{to}",
-        "code": one.code.lower().replace("_", " "),
-        "took": humanize.length(one.duration)
-        if one.duration.seconds
-        else f"{one.duration.ToMilliseconds()} ms",
-        "role": humanize.word(one, "role"),
-        "peer": f"{one.peer} via {one.via}" if one.via else one.peer,
-    }
+    return to and f"/{to}"
+
+
+def _took(one: api.AuditEvent) -> str:
+    return humanize.length(one.duration) if one.duration.seconds else f"{one.duration.ToMilliseconds()} ms"
+
+
+EVENTS = ResourceTable[api.AuditEvent](
+    key=("", lambda one: f"{one.request_id} {one.end_time.ToNanoseconds()}"),
+    time=("time", lambda one: humanize.clock(one.end_time)),
+    caller=("who", lambda one: one.caller or humanize.UNKNOWN),
+    method=("what", lambda one: one.method.rpartition("/")[2]),
+    resource=("of", lambda one: one.resource or ", ".join(one.reservations)),
+    resource_to=("", _page_of),
+    code=("answer", lambda one: one.code.lower().replace("_", " ")),
+    took=("took", _took),
+    role=("role", lambda one: humanize.word(one, "role")),
+    peer=("from", lambda one: f"{one.peer} via {one.via}" if one.via else one.peer),
+)

@@ -20,15 +20,15 @@ from gpuscale.dashboard.visitors import VisitorActions
 def endpoints_page(site: DashboardSite) -> None:
     """Build the page."""
     with page(site, "Endpoints"):
-        table = ListTable(rows.ENDPOINTS, key="name", links=("name",), empty="no endpoints")
-    live(site.facts, lambda: table.show([rows.endpoint_row(one) for one in site.facts.endpoints]))
+        table = ListTable(rows.ENDPOINTS.columns, key="name", links=("name",), empty="no endpoints")
+    live(site.facts, lambda: table.show(rows.ENDPOINTS.rows(site.facts.endpoints)))
 
 
 LOOK, REFRESH = 1.0, 5.0
 """Seconds between checks for a changed endpoint, and between queries of its signals without a change."""
 KEPT = 200
 """Decisions shown."""
-DECISIONS = {name: heading for name, heading in rows.DECISIONS.items() if name != "endpoint"}
+DECISIONS = {name: heading for name, heading in rows.DECISIONS.columns.items() if name != "endpoint"}
 
 
 def endpoint_page(site: DashboardSite, endpoint: str) -> None:
@@ -91,7 +91,7 @@ def endpoint_page(site: DashboardSite, endpoint: str) -> None:
         counts.show(charts.scaling(one, decisions, datetime.now(UTC)))
         read.show(charts.signals(signals))
         what_if.offer(signals)
-        decided.show([rows.decision_row(each) for each in decisions])
+        decided.show(rows.DECISIONS.rows(decisions))
 
     live(site.facts, show)
     ui.timer(LOOK, refresh)
@@ -193,8 +193,8 @@ class WhatIf:
         self._said.text = "; ".join(would)
         if self._steps is None:
             with self._panel:
-                self._steps = ListTable(rows.STEPS, key="step", empty="no stages")
-        self._steps.show(rows.step_rows(found.decision))
+                self._steps = ListTable(rows.STEPS.columns, key="step", empty="no stages")
+        self._steps.show(rows.STEPS.rows(enumerate(found.decision.steps, 1)))
 
 
 def decision_page(site: DashboardSite, endpoint: str, decision: str) -> None:
@@ -210,9 +210,9 @@ def decision_page(site: DashboardSite, endpoint: str, decision: str) -> None:
         why = ui.label()
         tiles = Tiles("before", "wanted", "granted", "limited by", "times", "lasted")
         heading("What it saw")
-        seen = ListTable(rows.OBSERVATIONS, key="signal", empty="no signals")
+        seen = ListTable(rows.OBSERVATIONS.columns, key="signal", empty="no signals")
         heading("Stages")
-        steps = ListTable(rows.STEPS, key="step", empty="no stages")
+        steps = ListTable(rows.STEPS.columns, key="step", empty="no stages")
 
     async def load() -> None:
         try:
@@ -221,7 +221,7 @@ def decision_page(site: DashboardSite, endpoint: str, decision: str) -> None:
         except GpuscaleError as error:
             why.text = f"cannot read the decision: {error.message}"
             return
-        head.text = str(rows.decision_row(one)["change"])
+        head.text = str(rows.DECISIONS.row(one)["change"])
         why.text = one.summary
         tiles.show(
             before=str(one.before),
@@ -231,8 +231,8 @@ def decision_page(site: DashboardSite, endpoint: str, decision: str) -> None:
             times=str(one.count),
             lasted=humanize.ago(one.create_time, to_datetime(one.last_time)),
         )
-        seen.show(rows.observation_rows(one))
-        steps.show(rows.step_rows(one))
+        seen.show(rows.OBSERVATIONS.rows(one.observations))
+        steps.show(rows.STEPS.rows(enumerate(one.steps, 1)))
 
     ui.timer(REFRESH, load)
 

@@ -48,7 +48,7 @@ def fleet_page(site: DashboardSite) -> None:
             wanted = address.text("filter", FILTER)
         heat = Chart(charts.map_of((), *READINGS["utilization"], 100.0), "map of all GPUs", mark="map")
         legend = ui.row().style("gap: 4px 16px; font-size: .8rem")
-        table = ListTable(rows.GPUS, key="uuid", links=("gpu",), empty="no GPUs, or none match")
+        table = ListTable(rows.GPUS.columns, key="uuid", links=("gpu",), empty="no GPUs, or none match")
         actions = site.actions()
         columns = {**rows.NODES, **({ACT: "act"} if actions and actions.marks else {})}
         nodes = ListTable(columns, key="node", empty="no nodes, or none match")
@@ -154,7 +154,7 @@ def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
             for chart in drawn:
                 span.drawn_on(chart)
         note = ui.label().classes("gs-quiet")
-        running = ListTable(rows.PROCESSES, key="pid", empty="no processes, or they cannot be read")
+        running = ListTable(rows.PROCESSES.columns, key="pid", empty="no processes, or they cannot be read")
         with ui.element("div").classes("gs-charts"):
             topics = {
                 topic: ListTable({"reading": topic, "value": "value"}, key="reading", empty="not reported")
@@ -171,7 +171,7 @@ def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
         tiles.show(**gpu_figures(found))
         for act, button in buttons.items():
             button.set_visibility(act in acts(found.state.lower()))
-        running.show(rows.process_rows(found.reading.processes))
+        running.show(rows.PROCESSES.rows(found.reading.processes))
         for topic, told in rows.by_topic(found.reading).items():
             topics[topic].show(told)
 

@@ -8,34 +8,21 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.client import GpuscaleError
 from gpuscale.dashboard import humanize
 from gpuscale.dashboard.frame import DashboardSite, ListTable, page
-from gpuscale.dashboard.rows import Columns, Row
+from gpuscale.dashboard.rows import ResourceTable
 
 REFRESH = 5.0
 """Seconds between queries of what policies did."""
 MOST_ACTS = 100
-POLICIES: Columns = {
-    "name": "policy",
-    "condition": "condition",
-    "mode": "mode",
-    "stages": "stages",
-    "description": "description",
-}
-ACTS: Columns = {
-    "key": "act",
-    "time": "time",
-    "outcome": "outcome",
-    "actions": "actions",
-    "subject": "of",
-    "reason": "why",
-}
 
 
 def policies_page(site: DashboardSite) -> None:
     """Build the page."""
     with page(site, "Policies"):
         why = ui.label().classes("gs-quiet")
-        policies = ListTable(POLICIES, key="name", empty="no policies: docs/sharing.md has an example")
-        acts = ListTable(ACTS, key="key", links=("subject",), empty="no policy has acted yet")
+        policies = ListTable(
+            POLICIES.columns, key="name", empty="no policies: docs/sharing.md has an example"
+        )
+        acts = ListTable(ACTS.columns, key="key", links=("subject",), empty="no policy has acted yet")
 
     async def refresh() -> None:
         try:
@@ -45,36 +32,33 @@ def policies_page(site: DashboardSite) -> None:
             why.text = f"cannot read the policies: {error.message}"
             return
         why.text = f"what they did or would have done: the last {MOST_ACTS}"
-        policies.show([policy_row(one) for one in found.use_policies])
-        acts.show([act_row(one) for one in done.policy_acts])
+        policies.show(POLICIES.rows(found.use_policies))
+        acts.show(ACTS.rows(done.policy_acts))
 
     ui.timer(REFRESH, refresh)
 
 
-def policy_row(one: api.UsePolicy) -> Row:
-    """The table row of a policy."""
-    stages = (f"{humanize.length(stage.after)}: {_actions(stage.actions)}" for stage in one.spec.stages)
-    return {
-        "name": one.name.removeprefix("policies/"),
-        "condition": humanize.word(one.spec, "condition"),
-        "mode": "active" if one.spec.active else "shadow",
-        "stages": "; ".join(stages),
-        "description": one.spec.description,
-    }
-
-
-def act_row(one: api.PolicyAct) -> Row:
-    """The table row of an act."""
-    return {
-        "key": "/".join(one.name.split("/")[1::2]),
-        "time": humanize.clock(one.time),
-        "outcome": humanize.word(one, "outcome"),
-        "actions": _actions(one.actions),
-        "subject": "/".join(one.subject.split("/")[1::2]),
-        "subject_to": f"/{one.subject}" if one.subject.startswith("reservations/") else "",
-        "reason": one.reason,
-    }
-
-
 def _actions(actions: Sequence[api.PolicyAction.ValueType]) -> str:
     return ", ".join(api.PolicyAction.Name(one).removeprefix("POLICY_ACTION_").lower() for one in actions)
+
+
+def _stages(one: api.UsePolicy) -> str:
+    return "; ".join(f"{humanize.length(each.after)}: {_actions(each.actions)}" for each in one.spec.stages)
+
+
+POLICIES = ResourceTable[api.UsePolicy](
+    name=("policy", lambda one: one.name.removeprefix("policies/")),
+    condition=("condition", lambda one: humanize.word(one.spec, "condition")),
+    mode=("mode", lambda one: "active" if one.spec.active else "shadow"),
+    stages=("stages", _stages),
+    description=("description", lambda one: one.spec.description),
+)
+ACTS = ResourceTable[api.PolicyAct](
+    key=("act", lambda one: "/".join(one.name.split("/")[1::2])),
+    time=("time", lambda one: humanize.clock(one.time)),
+    outcome=("outcome", lambda one: humanize.word(one, "outcome")),
+    actions=("actions", lambda one: _actions(one.actions)),
+    subject=("of", lambda one: "/".join(one.subject.split("/")[1::2])),
+    subject_to=("", lambda one: f"/{one.subject}" if one.subject.startswith("reservations/") else ""),
+    reason=("why", lambda one: one.reason),
+)

@@ -1,6 +1,6 @@
 """Recordings; the page of one has a chart per reading, and mean, smallest and largest value per GPU."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 from nicegui import ui
@@ -11,39 +11,25 @@ from gpuscale.common.wire import seconds, to_duration
 from gpuscale.dashboard import charts, humanize
 from gpuscale.dashboard.frame import Chart, DashboardSite, ListTable, Tiles, live, page
 from gpuscale.dashboard.pages.fleet import CHARTS
-from gpuscale.dashboard.rows import Row
+from gpuscale.dashboard.rows import ResourceTable
 
-_COLUMNS = {
-    "name": "recording",
-    "state": "state",
-    "start": "started",
-    "duration": "duration",
-    "samples": "samples",
-    "gpus": "GPUs",
-}
+RECORDINGS = ResourceTable[monitor_api.Recording](
+    name=("recording", lambda one: one.name.removeprefix("recordings/")),
+    name_to=("", lambda one: f"/{one.name}"),
+    state=("state", lambda one: humanize.word(one, "state")),
+    start=("started", lambda one: humanize.clock(one.start_time)),
+    duration=("duration", lambda one: humanize.length(one.duration)),
+    samples=("samples", lambda one: one.sample_count),
+    gpus=("GPUs", lambda one: len(one.gpus)),
+)
 
 
 def recordings_page(site: DashboardSite) -> None:
     """Build the page of all recordings."""
     with page(site, "Recordings"):
-        table = ListTable(
-            _COLUMNS, key="name", links=("name",), empty="no recordings: gpuscalectl record -- COMMAND"
-        )
-    live(site.facts, lambda: table.show([recording_row(one) for one in site.facts.recordings]))
-
-
-def recording_row(one: monitor_api.Recording) -> Row:
-    """The table row of a recording."""
-    name = one.name.removeprefix("recordings/")
-    return {
-        "name": name,
-        "name_to": f"/recordings/{name}",
-        "state": humanize.word(one, "state"),
-        "start": humanize.clock(one.start_time),
-        "duration": humanize.length(one.duration),
-        "samples": one.sample_count,
-        "gpus": len(one.gpus),
-    }
+        empty = "no recordings: gpuscalectl record -- COMMAND"
+        table = ListTable(RECORDINGS.columns, key="name", links=("name",), empty=empty)
+    live(site.facts, lambda: table.show(RECORDINGS.rows(site.facts.recordings)))
 
 
 REFRESH = 2.0
@@ -54,15 +40,6 @@ POINTS = 60
 MOST_LINES = 16
 """Most GPUs drawn as lines; the table has them all."""
 Metric = monitor_api.Metric
-_STATS = {
-    "gpu": "GPU",
-    "model": "model",
-    "utilization": "utilization",
-    "memory": "memory",
-    "temperature": "temperature",
-    "power": "power",
-    "samples": "samples",
-}
 
 
 def recording_page(site: DashboardSite, recording: str) -> None:
@@ -74,7 +51,7 @@ def recording_page(site: DashboardSite, recording: str) -> None:
         with ui.element("div").classes("gs-charts"):
             drawn = [Chart(charts.lines((), title, unit), title) for _, title, unit in CHARTS]
         note = ui.label().classes("gs-quiet")
-        table = ListTable(_STATS, key="uuid", links=("gpu",), empty="no GPU was read")
+        table = ListTable(RECORDED_GPUS.columns, key="uuid", links=("gpu",), empty="no GPU was read")
 
     def found() -> monitor_api.Recording | None:
         return next((one for one in site.facts.recordings if one.name == name), None)
@@ -91,7 +68,7 @@ def recording_page(site: DashboardSite, recording: str) -> None:
             samples=str(one.sample_count),
             interval=humanize.length(one.interval),
         )
-        table.show([gpu_row(gpu) for gpu in one.gpus])
+        table.show(RECORDED_GPUS.rows(one.gpus))
 
     async def refresh() -> None:
         one = found()
@@ -147,24 +124,26 @@ def label(gpu: monitor_api.RecordedGpu) -> str:
     return f"{gpu.name.split('/')[1]}/{gpu.index}"
 
 
-def gpu_row(gpu: monitor_api.RecordedGpu) -> Row:
-    """The table row of a recorded GPU: means, with smallest and largest value."""
-    return {
-        "uuid": gpu.uuid,
-        "gpu": label(gpu),
-        "gpu_to": f"/gpus/{gpu.name.split('/')[1]}/{gpu.uuid}",
-        "model": gpu.model,
-        "utilization": _stats(gpu.stats, Metric.METRIC_UTILIZATION_PERCENT, "%"),
-        "memory": _stats(gpu.stats, Metric.METRIC_MEMORY_USED_PERCENT, "%"),
-        "temperature": _stats(gpu.stats, Metric.METRIC_TEMPERATURE_CELSIUS, "°C"),
-        "power": _stats(gpu.stats, Metric.METRIC_POWER_WATTS, "W"),
-        "samples": gpu.sample_count,
-    }
+def _stats(metric: "Metric.ValueType", unit: str) -> Callable[[monitor_api.RecordedGpu], str]:
+    """`37 % (12 to 88)`: the mean, with smallest and largest value."""
+
+    def cell(gpu: monitor_api.RecordedGpu) -> str:
+        found = next((one for one in gpu.stats if one.metric == metric), None)
+        if found is None:
+            return humanize.UNKNOWN
+        return f"{humanize.number(found.mean, unit)} ({found.min:.0f} to {found.max:.0f})"
+
+    return cell
 
 
-def _stats(stats: Sequence[monitor_api.MetricStats], metric: "Metric.ValueType", unit: str) -> str:
-    """`37 % (12 to 88)`."""
-    found = next((one for one in stats if one.metric == metric), None)
-    if found is None:
-        return humanize.UNKNOWN
-    return f"{humanize.number(found.mean, unit)} ({found.min:.0f} to {found.max:.0f})"
+RECORDED_GPUS = ResourceTable[monitor_api.RecordedGpu](
+    uuid=("", lambda gpu: gpu.uuid),
+    gpu=("GPU", label),
+    gpu_to=("", lambda gpu: f"/gpus/{gpu.name.split('/')[1]}/{gpu.uuid}"),
+    model=("model", lambda gpu: gpu.model),
+    utilization=("utilization", _stats(Metric.METRIC_UTILIZATION_PERCENT, "%")),
+    memory=("memory", _stats(Metric.METRIC_MEMORY_USED_PERCENT, "%")),
+    temperature=("temperature", _stats(Metric.METRIC_TEMPERATURE_CELSIUS, "°C")),
+    power=("power", _stats(Metric.METRIC_POWER_WATTS, "W")),
+    samples=("samples", lambda gpu: gpu.sample_count),
+)

@@ -32,7 +32,7 @@ from gpuscale.dashboard.frame import (
     live,
     page,
 )
-from gpuscale.dashboard.rows import Columns, Row
+from gpuscale.dashboard.rows import Columns, ResourceTable, Row
 from gpuscale.dashboard.visitors import CALENDAR, VisitorActions
 
 SPANS = {"10 min": 600.0, "1 h": 3600.0, "6 h": 21600.0, "24 h": 86400.0}
@@ -109,15 +109,15 @@ async def waiting_or_own(client: AsyncClient) -> list[allocator_api.Reservation]
     return [one async for answer in answers for one in answer.reservations]
 
 
-MEMBERS: Columns = {
-    "member": "member",
-    "node": "node",
-    "pid": "process",
-    "start": "started",
-    "end": "ended",
-    "code": "exit code",
-    "reason": "why",
-}
+MEMBERS = ResourceTable[allocator_api.JobMember](
+    member=("member", lambda one: one.member),
+    node=("node", lambda one: one.node.removeprefix("nodes/")),
+    pid=("process", lambda one: one.pid or humanize.UNKNOWN),
+    start=("started", lambda one: humanize.clock(one.start_time)),
+    end=("ended", lambda one: humanize.clock(one.end_time)),
+    code=("exit code", lambda one: one.exit_code if one.HasField("exit_code") else humanize.UNKNOWN),
+    reason=("why", lambda one: one.end_reason),
+)
 _PART = 65_536
 LOOK_AGAIN = 5.0
 """Seconds between queries of a reservation."""
@@ -130,11 +130,11 @@ def reservation_page(site: DashboardSite, reservation: str) -> None:
         head = ui.label(reservation).classes("text-h6")
         why = ui.label().classes("gs-lines").mark("why")
         tiles = Tiles("state", "holder", "tenant", "GPUs", "used", "time left")
-        gpus = ListTable(rows.GPUS, key="uuid", links=("gpu",), empty="it holds no GPU")
+        gpus = ListTable(rows.GPUS.columns, key="uuid", links=("gpu",), empty="it holds no GPU")
         with ui.column().classes("full-width") as ran:
             heading("Job")
             command = ui.label().classes("gs-lines")
-            members = ListTable(MEMBERS, key="member", empty="not started yet")
+            members = ListTable(MEMBERS.columns, key="member", empty="not started yet")
             whole = ui.link("view or save the full output", f"/{name}/output", new_tab=True)
             wrote = ui.label().classes("gs-log").props("tabindex=0 role=log aria-label=output")
     actions = site.actions()
@@ -156,7 +156,7 @@ def reservation_page(site: DashboardSite, reservation: str) -> None:
         ran.set_visibility(one.HasField("job"))
         state = humanize.word(one.job, "state")
         command.text = f"{one.job.command}\n{state}; full output: gpuscalectl logs {reservation}"
-        members.show([member_row(member) for member in (*one.job.earlier, *one.job.members)])
+        members.show(MEMBERS.rows((*one.job.earlier, *one.job.members)))
         ends = [line for member in one.job.members for line in member.last_lines]
         wrote.text = "\n".join(ends)
         wrote.set_visibility(bool(ends))
@@ -194,30 +194,17 @@ async def all_output(actions: VisitorActions, reservation: str) -> Iterator[byte
     return parts()
 
 
-def member_row(one: allocator_api.JobMember) -> Row:
-    """The table row of a member of a job."""
-    return {
-        "member": one.member,
-        "node": one.node.removeprefix("nodes/"),
-        "pid": one.pid or humanize.UNKNOWN,
-        "start": humanize.clock(one.start_time),
-        "end": humanize.clock(one.end_time),
-        "code": one.exit_code if one.HasField("exit_code") else humanize.UNKNOWN,
-        "reason": one.end_reason,
-    }
-
-
 DAYS = 7
-BOOKINGS: Columns = {
-    "name": "booking",
-    "owner": "owner",
-    "state": "state",
-    "start": "from",
-    "end": "to",
-    "gpus": "GPUs",
-    "title": "title",
-    "note": "note",
-}
+BOOKINGS = ResourceTable[allocator_api.Booking](
+    name=("booking", lambda one: one.name.removeprefix("bookings/")),
+    owner=("owner", lambda one: one.owner),
+    state=("state", lambda one: humanize.word(one, "state")),
+    start=("from", lambda one: humanize.clock(one.start_time)),
+    end=("to", lambda one: humanize.clock(one.end_time)),
+    gpus=("GPUs", lambda one: len(one.gpus)),
+    title=("title", lambda one: one.title),
+    note=("note", lambda one: one.note),
+)
 
 
 def bookings_page(site: DashboardSite) -> None:
@@ -229,7 +216,8 @@ def bookings_page(site: DashboardSite) -> None:
                 ui.label("subscribe in a calendar program (the address is secret):")
                 ui.link("calendar", address)
         week = ui.column().classes("full-width gap-0")
-        table = ListTable(BOOKINGS, key="name", empty="no bookings: gpuscalectl reserve --at TIME --for TIME")
+        empty = "no bookings: gpuscalectl reserve --at TIME --for TIME"
+        table = ListTable(BOOKINGS.columns, key="name", empty=empty)
 
     def booked() -> list[allocator_api.Booking]:
         return sorted(site.facts.bookings, key=lambda one: one.start_time.ToNanoseconds())
@@ -242,7 +230,7 @@ def bookings_page(site: DashboardSite) -> None:
             calendar.element.props("wrap-cells").style("white-space: pre-line")
             live(site.facts, lambda: calendar.show(calendar_rows(booked(), today)))
 
-    live(site.facts, lambda: table.show([booking_row(one) for one in booked()]))
+    live(site.facts, lambda: table.show(BOOKINGS.rows(booked())))
     # The browser says it when it can: an answer that is waited for fails where it is slow.
     week.on("vnodeMounted", show_week, js_handler="() => emit(ZONE)")
 
@@ -282,20 +270,6 @@ def calendar_rows(bookings: Sequence[allocator_api.Booking], today: datetime) ->
         {"node": node, **{name: "\n".join(lines.get(name, ())) for name in week_from(today)}}
         for node, lines in sorted(cells.items())
     ]
-
-
-def booking_row(one: allocator_api.Booking) -> Row:
-    """The table row of a booking."""
-    return {
-        "name": one.name.removeprefix("bookings/"),
-        "owner": one.owner,
-        "state": humanize.word(one, "state"),
-        "start": humanize.clock(one.start_time),
-        "end": humanize.clock(one.end_time),
-        "gpus": len(one.gpus),
-        "title": one.title,
-        "note": one.note,
-    }
 
 
 _LINE = 73
