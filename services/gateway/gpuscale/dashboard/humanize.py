@@ -1,9 +1,9 @@
-"""Numbers and times for people. Pure. An unknown value is `-`, never 0."""
+"""Numbers and times for people. Pure, except for the clock in `ago`. An unknown value is `-`, never 0."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
@@ -68,9 +68,10 @@ def clock(time: Timestamp) -> str:
     return to_datetime(time).strftime("%Y-%m-%d %H:%M:%S") if time.seconds else UNKNOWN
 
 
-def ago(time: Timestamp, now: datetime) -> str:
-    """The time since then, by this host's clock."""
-    return span((now - to_datetime(time)).total_seconds()) if time.seconds else UNKNOWN
+def ago(time: Timestamp, until: datetime | None = None) -> str:
+    """The time from then until a moment, or until now by this host's clock."""
+    passed = (until or datetime.now(UTC)) - to_datetime(time)
+    return span(passed.total_seconds()) if time.seconds else UNKNOWN
 
 
 def word(message: Message, field: str) -> str:

@@ -1,8 +1,8 @@
-"""The rows and figures of each table, for the browser and the terminal alike. Pure.
+"""The rows and figures of each table, for the browser and the terminal alike. Pure, except for the clock of `humanize.ago`.
 
-A row maps a column's id to the text of its cell; an unknown value is `-`, never 0. A `ResourceTable` has the cells of rows that need
-their resource alone; functions make the other rows. Names and units of GPU readings come from the
-contract, so that a new reading is shown without a change here.
+A row maps a column's id to the text of its cell; an unknown value is `-`, never 0. A `ResourceTable` has the cells of rows that
+need their resource alone; functions make the other rows. Names and units of GPU readings come from the contract, so that a new
+reading is shown without a change here.
 """
 
 from __future__ import annotations
@@ -64,23 +64,6 @@ CAPABILITY_SETS: Columns = {
     "workers": "ready workers",
     "capabilities": "capabilities of each worker",
     "bounds": "min to max",
-}
-REPLICAS: Columns = {
-    "name": "replica",
-    "state": "state",
-    "node": "node",
-    "gpus": "GPUs",
-    "age": "age",
-    "reason": "reason",
-}
-HEALTH: Columns = {
-    "severity": "severity",
-    "check": "check",
-    "where": "where",
-    "message": "what happened",
-    "action": "what to do",
-    "since": "since",
-    "count": "times",
 }
 SEVERITIES = ("critical", "warning", "info")
 """Worst first."""
@@ -329,37 +312,32 @@ STEPS = ResourceTable[tuple[int, autoscaler_api.DecisionStep]](
 """The count before and after each stage of a decision, by number."""
 
 
-def replica_row(one: autoscaler_api.Replica, now: datetime) -> Row:
-    """The row of a replica."""
-    return {
-        "name": one.name.rsplit("/", 1)[-1],
-        "name_to": f"/{one.name}",
-        "state": humanize.word(one, "state"),
-        "node": one.node.removeprefix("nodes/"),
-        "gpus": ", ".join(filter(None, (replica_model(one), *one.gpu_uuids))),
-        "age": humanize.ago(one.create_time, now),
-        "reason": one.reason,
-    }
+REPLICAS = ResourceTable[autoscaler_api.Replica](
+    name=("replica", lambda one: one.name.rsplit("/", 1)[-1]),
+    name_to=("", lambda one: f"/{one.name}"),
+    state=("state", lambda one: humanize.word(one, "state")),
+    node=("node", lambda one: one.node.removeprefix("nodes/")),
+    gpus=("GPUs", lambda one: ", ".join(filter(None, (replica_model(one), *one.gpu_uuids)))),
+    age=("age", lambda one: humanize.ago(one.create_time)),
+    reason=("reason", lambda one: one.reason),
+)
+HEALTH = ResourceTable[monitor_api.HealthEvent](
+    name=("", lambda one: one.name),
+    severity=("severity", lambda one: humanize.word(one, "severity")),
+    check=("check", lambda one: humanize.word(one, "check")),
+    where=("where", lambda one: f"{one.node.removeprefix('nodes/')} {one.uuid}".strip()),
+    where_to=("", lambda one: one.uuid and f"/gpus/{one.node.removeprefix('nodes/')}/{one.uuid}"),
+    message=("what happened", lambda one: one.message),
+    action=("what to do", lambda one: humanize.word(one, "recommended_action")),
+    since=("since", lambda one: humanize.ago(one.start_time)),
+    count=("times", lambda one: one.count),
+)
 
 
-def health_rows(events: Iterable[monitor_api.HealthEvent], now: datetime) -> list[Row]:
+def health_rows(events: Iterable[monitor_api.HealthEvent]) -> list[Row]:
     """The rows of unresolved events, worst first."""
     ranks = {severity: rank for rank, severity in enumerate(SEVERITIES)}
-    shown = [
-        {
-            "name": one.name,
-            "severity": humanize.word(one, "severity"),
-            "check": humanize.word(one, "check"),
-            "where": f"{one.node.removeprefix('nodes/')} {one.uuid}".strip(),
-            "where_to": f"/gpus/{one.node.removeprefix('nodes/')}/{one.uuid}" if one.uuid else "",
-            "message": one.message,
-            "action": humanize.word(one, "recommended_action"),
-            "since": humanize.ago(one.start_time, now),
-            "count": one.count,
-        }
-        for one in events
-        if not one.HasField("resolved_time")
-    ]
+    shown = HEALTH.rows(one for one in events if not one.HasField("resolved_time"))
     return sorted(shown, key=lambda row: (ranks.get(str(row["severity"]), -1), str(row["name"])))
 
 

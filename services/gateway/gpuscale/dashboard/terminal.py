@@ -187,7 +187,7 @@ TABLES: dict[str, Columns] = {
     "reservations": rows.RESERVATIONS,
     "endpoints": rows.ENDPOINTS.columns,
     "decisions": rows.DECISIONS.columns,
-    "health": rows.HEALTH,
+    "health": rows.HEALTH.columns,
     "processes": {"gpu": "GPU"}
     | {name: PROCESSES.columns[name] for name in ("user", "used", "memory", "program", "pid", "reservation")},
 }
@@ -465,7 +465,7 @@ class Top(App[None]):
         self._tables[name].show(cells)
 
     def _rows(self, name: str, gpus: Sequence[GpuSummary]) -> list[Row]:
-        facts, now = self._facts, datetime.now(UTC)
+        facts = self._facts
         if name == "gpus":
             return [self._gpu_row(gpu) for gpu in gpus]
         if name == "processes":
@@ -476,13 +476,13 @@ class Top(App[None]):
                 for row in PROCESSES.rows(gpu.reading.processes)
             ]
         if name == "reservations":
-            by_uuid = {gpu.uuid: gpu for gpu in gpus}
+            by_uuid, now = {gpu.uuid: gpu for gpu in gpus}, datetime.now(UTC)
             return [rows.reservation_row(one, by_uuid, now) for one in facts.reservations]
         if name == "endpoints":
             return rows.ENDPOINTS.rows(facts.endpoints)
         if name == "decisions":
             return rows.DECISIONS.rows(self._decisions)
-        return rows.health_rows(facts.events, now)
+        return rows.health_rows(facts.events)
 
     def _gpu_row(self, gpu: GpuSummary) -> Row:
         """The row of a GPU, with the reason for its state in a column of its own, and its past readings."""

@@ -54,7 +54,7 @@ def endpoint_page(site: DashboardSite, endpoint: str) -> None:
             heading("Capability sets")
             sets = ListTable(rows.CAPABILITY_SETS, key="set", empty="no capability sets")
         heading("Replicas")
-        replicas = ListTable(rows.REPLICAS, key="name", links=("name",), empty="no replicas")
+        replicas = ListTable(rows.REPLICAS.columns, key="name", links=("name",), empty="no replicas")
     counts.element.on("componentClick", follow, ["data"])
 
     def show() -> None:
@@ -68,8 +68,7 @@ def endpoint_page(site: DashboardSite, endpoint: str) -> None:
         tiles.show(**rows.endpoint_figures(one))
         sets.show(rows.capability_set_rows(one))
         grouped.set_visibility(bool(one.status.capability_sets))
-        now = datetime.now(UTC)
-        replicas.show([rows.replica_row(each, now) for each in site.facts.replicas_of(name)])
+        replicas.show(rows.REPLICAS.rows(site.facts.replicas_of(name)))
 
     asked_at = 0.0
     asked_of: Collection[autoscaler_api.Endpoint] | None = None

@@ -1,7 +1,6 @@
 """The fleet: a map of all GPUs now and over time, the page of a GPU, and the health events."""
 
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from functools import partial
 
 from nicegui import ui
@@ -315,16 +314,17 @@ def health_page(site: DashboardSite) -> None:
     """Build the page."""
     with page(site, "Health"):
         tiles = Tiles(*rows.SEVERITIES)
-        first = {name: rows.HEALTH[name] for name in ("severity", "message", "action", "where")}
+        every = rows.HEALTH.columns
+        first = {name: every[name] for name in ("severity", "message", "action", "where")}
         table = ListTable(
-            {**first, **rows.HEALTH},
+            {**first, **every},
             key="name",
             links=("where",),
             empty="nothing is wrong with any GPU or node",
         )
 
     def draw() -> None:
-        shown = rows.health_rows(site.facts.events, datetime.now(UTC))
+        shown = rows.health_rows(site.facts.events)
         table.show(shown)
         tiles.show(**{word: str(sum(row["severity"] == word for row in shown)) for word in rows.SEVERITIES})
 

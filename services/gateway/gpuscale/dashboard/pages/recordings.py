@@ -1,7 +1,6 @@
 """Recordings; the page of one has a chart per reading, and mean, smallest and largest value per GPU."""
 
 from collections.abc import Callable
-from datetime import UTC, datetime
 
 from nicegui import ui
 
@@ -63,7 +62,7 @@ def recording_page(site: DashboardSite, recording: str) -> None:
             return
         tiles.show(
             state=humanize.word(one, "state"),
-            started=f"{humanize.ago(one.start_time, datetime.now(UTC))} ago",
+            started=f"{humanize.ago(one.start_time)} ago",
             duration=humanize.length(one.duration),
             samples=str(one.sample_count),
             interval=humanize.length(one.interval),
