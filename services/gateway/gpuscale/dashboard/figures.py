@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter, defaultdict
+from collections.abc import Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -9,25 +10,6 @@ from gpuscale.common.runtime.metrics_text import Family, Histogram, MetricsPage,
 
 SERVICE = "dashboard"
 """Prefix of the series."""
-ROUTES = frozenset(
-    {
-        "",
-        "gpus",
-        "time",
-        "reservations",
-        "usage",
-        "bookings",
-        "policies",
-        "calendar",
-        "endpoints",
-        "recordings",
-        "health",
-        "sign-in",
-        "sign-out",
-        "_nicegui",
-    }
-)
-"""First parts of known paths. All other paths share one label, which keeps the number of labels bounded."""
 _PREFIX = f"gpuscale_{SERVICE}"
 _REQUESTS = Family(f"{_PREFIX}_requests_total", "counter", "HTTP requests answered, by route and status.")
 _SECONDS = Family(f"{_PREFIX}_request_seconds", "histogram", "Time that HTTP requests took, by route.")
@@ -71,11 +53,12 @@ class Figures:
 
 
 class CountedRequests:
-    """Counts the responses of an application."""
+    """Counts the responses of an application. Paths that begin with none of `routes` share a label, so that labels stay few."""
 
-    def __init__(self, app: ASGIApp, figures: Figures) -> None:
+    def __init__(self, app: ASGIApp, figures: Figures, routes: Collection[str]) -> None:
         self._app = app
         self._figures = figures
+        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request or socket."""
@@ -91,7 +74,7 @@ class CountedRequests:
             await self._app(scope, receive, send)
             return
         first = scope["path"].lstrip("/").partition("/")[0]
-        route = f"/{first}" if first in ROUTES else "other"
+        route = f"/{first}" if first in self._routes else "other"
         code, begun = ABORTED, time.monotonic()
 
         async def told(message: Message) -> None:

@@ -119,7 +119,7 @@ async def open_dashboard(
             connections = Connections()
             app = application(site, visitors, names=names, compress=not address.loopback)
             config = uvicorn.Config(
-                CountedRequests(TrackedConnections(app, connections), figures),
+                CountedRequests(TrackedConnections(app, connections), figures, ROUTES),
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -157,6 +157,8 @@ PAGES: Mapping[str, Callable[..., None]] = {
     "/audit": audit_page,
 }
 """The builder of each page."""
+ROUTES = frozenset(path.split("/")[1] for path in (*PAGES, CALENDAR, "/sign-in", "/sign-out", "/_nicegui"))
+"""First parts of the paths that are counted one by one."""
 
 
 def passed_socket(listen: str) -> socket.socket | None:
