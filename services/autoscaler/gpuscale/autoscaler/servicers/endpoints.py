@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -161,22 +161,15 @@ def require_room(endpoint: Endpoint, replicas: int, current: int | None, set_id:
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class Endpoints:
     """The endpoints. Every change is on disk, and the reconciler called, before its answer."""
 
-    def __init__(
-        self,
-        deps: Dependencies,
-        wakes: Wakes,
-        *,
-        watcher_exists: Callable[[str], bool],
-        prometheus: Collection[str],
-    ) -> None:
-        self._deps = deps
-        self._wakes = wakes
-        self._watcher_exists = watcher_exists
-        self._prometheus = prometheus
-        self._changing = asyncio.Lock()
+    deps: Dependencies
+    wakes: Wakes
+    watcher_exists: Callable[[str], bool]
+    prometheus: Collection[str]
+    _changing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     @uninterrupted
     async def create(
@@ -194,7 +187,7 @@ class Endpoints:
 
         `tenant`: whose quota its GPUs count against; the autoscaler's own if empty. `creator`: whose reservations.
         """
-        wall = self._deps.clock.wall()
+        wall = self.deps.clock.wall()
         made = Endpoint(
             endpoint_id, spec, uuid4().hex, spec.least, wall, wall, tenant=tenant, creator=creator
         )
@@ -205,14 +198,14 @@ class Endpoints:
             store.save_answer(connection, request_id, fingerprint, made, wall)
 
         async with self._changing:
-            known = await self._deps.store.read(
+            known = await self.deps.store.read(
                 partial(repeated, request_id=request_id, fingerprint=fingerprint)
             )
             if known is not None:
                 return await self._view(replace(known, tenant=tenant, creator=creator))
             await self._check(endpoint_id, spec)
             if validate_only:
-                await self._deps.store.read(partial(require_free, endpoint_id=endpoint_id))
+                await self.deps.store.read(partial(require_free, endpoint_id=endpoint_id))
                 return EndpointView(made)
             await self._write_spec(made, store_new)
         return await self._view(made)
@@ -238,15 +231,15 @@ class Endpoints:
         """
         async with self._changing:
             if asked is not None:
-                known = await self._deps.store.read(partial(repeated, **asked._asdict()))
+                known = await self.deps.store.read(partial(repeated, **asked._asdict()))
                 if known is not None:
                     return EndpointView(known)
-            before = await self._deps.store.read(partial(find_endpoint, endpoint_id=endpoint_id))
+            before = await self.deps.store.read(partial(find_endpoint, endpoint_id=endpoint_id))
             expect_etag(endpoint_name(before.id), etag, before.etag)
             require_kept(before)
             spec = change(before.spec)
             await self._check(endpoint_id, spec)
-            wall, same = self._deps.clock.wall(), spec == before.spec
+            wall, same = self.deps.clock.wall(), spec == before.spec
             if validate_only or (same and asked is None):
                 return await self._view(replace(before, spec=spec))
             after = before if same else replace(before, spec=spec, etag=uuid4().hex, update_time=wall)
@@ -257,7 +250,7 @@ class Endpoints:
     @uninterrupted
     async def delete(self, endpoint_id: str, *, etag: str) -> EndpointView:
         """Let all replicas finish and stop, then remove the endpoint; returns its state until then."""
-        wall = self._deps.clock.wall()
+        wall = self.deps.clock.wall()
 
         def mark(connection: Connection) -> Endpoint:
             """Mark it as deleted, once: it wants no replicas any more."""
@@ -278,7 +271,7 @@ class Endpoints:
 
         OutOfRangeError outside its min and max, FailedPreconditionError if the count is not `current`.
         """
-        wall = self._deps.clock.wall()
+        wall = self.deps.clock.wall()
 
         def order_them(connection: Connection) -> Endpoint:
             """Store the order with its decision."""
@@ -301,7 +294,7 @@ class Endpoints:
 
     async def get(self, endpoint_id: str) -> EndpointView:
         """One endpoint; NotFoundError if there is none."""
-        return await self._view(await self._deps.store.read(partial(find_endpoint, endpoint_id=endpoint_id)))
+        return await self._view(await self.deps.store.read(partial(find_endpoint, endpoint_id=endpoint_id)))
 
     async def list(self, request: ListRequest) -> tuple[Sequence[api.Endpoint], str]:
         """A page of endpoints, by id unless ordered otherwise; only the needed parts are read."""
@@ -317,12 +310,12 @@ class Endpoints:
                 views, request, api.Endpoint, key=lambda view: view.endpoint.id, encode=endpoint_to_wire
             )
 
-        return await self._deps.store.read(read)
+        return await self.deps.store.read(read)
 
     async def replica(self, endpoint_id: str, replica_id: str) -> api.Replica:
         """One replica; NotFoundError if there is none."""
         work = partial(find_replica, endpoint_id=endpoint_id, replica_id=replica_id)
-        return self._replica(await self._deps.store.read(work))
+        return self._replica(await self.deps.store.read(work))
 
     async def replicas(
         self, endpoint_id: str, request: api.ListReplicasRequest
@@ -352,25 +345,25 @@ class Endpoints:
                 encode=lambda one: self._replica(one[1]),
             )
 
-        return await self._deps.store.read(read)
+        return await self.deps.store.read(read)
 
     async def replicas_kept_since(self, endpoint_id: str) -> datetime | None:
         """The time from which no ended replica of an endpoint, or of all, was forgotten; None if none was."""
-        return await self._deps.store.read(partial(store.replicas_kept_since, endpoint=endpoint_id))
+        return await self.deps.store.read(partial(store.replicas_kept_since, endpoint=endpoint_id))
 
     async def _check(self, endpoint_id: str, spec: EndpointSpec) -> None:
         found = spec_violations(spec)
         if spec.follows:
-            found += await self._deps.store.read(partial(circles, endpoint_id=endpoint_id, spec=spec))
+            found += await self.deps.store.read(partial(circles, endpoint_id=endpoint_id, spec=spec))
         if found:
             raise InvalidArgumentError.of(found)
-        missing = sorted(one for one in spec.watchers if not self._watcher_exists(one))
+        missing = sorted(one for one in spec.watchers if not self.watcher_exists(one))
         if missing:
             names = ", ".join(watcher_name(one) for one in missing)
             raise FailedPreconditionError(
                 f"there is no {names}", reason="UNKNOWN_WATCHER", metadata={"names": names}
             )
-        if unknown := ", ".join(sorted(spec.prometheus_servers - set(self._prometheus))):
+        if unknown := ", ".join(sorted(spec.prometheus_servers - set(self.prometheus))):
             raise FailedPreconditionError(
                 f"the configuration names no prometheus {unknown}",
                 reason="UNKNOWN_PROMETHEUS",
@@ -381,14 +374,14 @@ class Endpoints:
         self, endpoint: Endpoint, work: Callable[[Connection], None], *, frees: bool = False
     ) -> None:
         """Store a spec; its watchers are marked as read before it is stored, so that none is deleted meanwhile."""
-        before = self._deps.uses.reads(endpoint.id)
-        self._deps.uses.set(endpoint.id, before | endpoint.spec.watchers)
+        before = self.deps.uses.reads(endpoint.id)
+        self.deps.uses.set(endpoint.id, before | endpoint.spec.watchers)
         try:
             await self._write(endpoint.id, work, evaluate=True, frees=frees)
         except GpuscaleError:
-            self._deps.uses.set(endpoint.id, before)
+            self.deps.uses.set(endpoint.id, before)
             raise
-        self._deps.uses.set(endpoint.id, endpoint.spec.watchers)
+        self.deps.uses.set(endpoint.id, endpoint.spec.watchers)
 
     async def _write(
         self,
@@ -399,13 +392,13 @@ class Endpoints:
         frees: bool = False,
     ) -> T:
         """Store a change and call the reconciler."""
-        changed = await self._deps.store.write(work, frees=frees)
-        self._wakes.call(endpoint_id, evaluate=evaluate)
-        self._deps.followers.tell(endpoint_id)
+        changed = await self.deps.store.write(work, frees=frees)
+        self.wakes.call(endpoint_id, evaluate=evaluate)
+        self.deps.followers.tell(endpoint_id)
         return changed
 
     async def _view(self, endpoint: Endpoint) -> EndpointView:
-        return next(await self._deps.store.read(partial(self._look, endpoints=[endpoint])))
+        return next(await self.deps.store.read(partial(self._look, endpoints=[endpoint])))
 
     def _look(self, connection: Connection, endpoints: Sequence[Endpoint]) -> Iterator[EndpointView]:
         """Endpoints with their replicas and last decisions, in as many statements as for one."""
@@ -418,11 +411,11 @@ class Endpoints:
     def _shown(
         self, endpoint: Endpoint, replicas: Sequence[Replica], last: StoredDecision | None
     ) -> EndpointView:
-        silent = {one.adapter for one in replicas if one.adapter and not self._deps.hub.live(one.adapter)}
+        silent = {one.adapter for one in replicas if one.adapter and not self.deps.hub.live(one.adapter)}
         if last is None:
             return EndpointView(endpoint, replicas, silent)
         name = decision_name(endpoint.id, decision_log.id_text(last.id))
-        return EndpointView(endpoint, replicas, silent, name, self._deps.repetitions.summary(last))
+        return EndpointView(endpoint, replicas, silent, name, self.deps.repetitions.summary(last))
 
     def _replica(self, one: Replica) -> api.Replica:
-        return replica_to_wire(one, silent=not self._deps.hub.live(one.adapter))
+        return replica_to_wire(one, silent=not self.deps.hub.live(one.adapter))

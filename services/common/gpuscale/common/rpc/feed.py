@@ -90,6 +90,7 @@ class _Reader:
         return taken.keys()
 
 
+@dataclass(eq=False)
 class ResourceFeed(Generic[V]):
     """All resources of one type.
 
@@ -100,19 +101,13 @@ class ResourceFeed(Generic[V]):
         kept: number of removed resources that are kept.
     """
 
-    def __init__(
-        self,
-        response: Callable[..., Message],
-        show: Callable[[V, str], Message],
-        *,
-        shared: float = inf,
-        kept: int = KEPT,
-    ) -> None:
-        self._response = response
-        self._list = response().DESCRIPTOR.fields[0].name
-        self._show = show
-        self._shared = shared
-        self._kept = kept
+    response: Callable[..., Message]
+    show: Callable[[V, str], Message]
+    shared: float = inf
+    kept: int = KEPT
+
+    def __post_init__(self) -> None:
+        self._list = self.response().DESCRIPTOR.fields[0].name
         self._life = secrets.token_hex(8)
         self._revision = 0
         self._forgotten = 0
@@ -159,7 +154,7 @@ class ResourceFeed(Generic[V]):
             return
         self._gone.pop(name, None)
         self._gone[name] = _Entry(last, self._next(name))
-        if len(self._gone) > self._kept:
+        if len(self._gone) > self.kept:
             self._forgotten = self._gone.popitem(last=False)[1].revision
 
     async def stream(self, request: Any, view: FeedView[V] | None = None) -> AsyncGenerator[bytes]:
@@ -179,9 +174,9 @@ class ResourceFeed(Generic[V]):
         self._readers.add(reader)
         try:
             reset = request.resume_token and since is None
-            begin = self._response(reset=True).SerializeToString() if reset else b""
+            begin = self.response(reset=True).SerializeToString() if reset else b""
             told = self._told(since, seen)
-            tail = self._response(full=True, resume_token=self._token(seal)).SerializeToString()
+            tail = self.response(full=True, resume_token=self._token(seal)).SerializeToString()
             for message in self._messages(
                 list(self._live) if since is None else self._since(since), seen, told, tail, reader.known
             ):
@@ -191,7 +186,7 @@ class ResourceFeed(Generic[V]):
             while True:
                 await asyncio.sleep(least)
                 names = await reader.take(due)
-                tail = self._response(resume_token=self._token(seal)).SerializeToString()
+                tail = self.response(resume_token=self._token(seal)).SerializeToString()
                 for message in self._messages(names, seen, told, tail, reader.known):
                     if message != tail or clock() >= due:
                         yield message
@@ -255,9 +250,9 @@ class ResourceFeed(Generic[V]):
                     return brief
             kind = view.kind(entry.value)
             made = entry.encoded.get(kind)
-            if made is None or monotonic() - made[1] > self._shared:
+            if made is None or monotonic() - made[1] > self.shared:
                 message = self._message(entry, entry.value, view)
-                made = self._response(**{self._list: [message]}).SerializeToString(), monotonic()
+                made = self.response(**{self._list: [message]}).SerializeToString(), monotonic()
                 entry.encoded[kind] = made
             return made[0]
         known.pop(name, None)
@@ -265,7 +260,7 @@ class ResourceFeed(Generic[V]):
             if name not in told:
                 return b""
             told.remove(name)
-        return self._response(removed=[name]).SerializeToString()
+        return self.response(removed=[name]).SerializeToString()
 
     def _is_seen(self, entry: _Entry[V], view: FeedView[V]) -> bool:
         value = entry.value
@@ -277,8 +272,8 @@ class ResourceFeed(Generic[V]):
         """The message of a resource; cached if readers filter by messages."""
         kind = view.kind(value)
         made = entry.messages.get(kind)
-        if made is None or monotonic() - made[1] > self._shared:
-            made = self._show(value, kind), monotonic()
+        if made is None or monotonic() - made[1] > self.shared:
+            made = self.show(value, kind), monotonic()
             if view.matches is not None:
                 entry.messages[kind] = made
         return made[0]

@@ -206,6 +206,7 @@ def make_request() -> tuple[ec.EllipticCurvePrivateKey, bytes]:
     return key, request.public_bytes(serialization.Encoding.DER)
 
 
+@dataclass(eq=False)
 class Signer:
     """Signs certificate requests with the authority in a directory, whose files it follows.
 
@@ -216,43 +217,32 @@ class Signer:
         FailedPreconditionError: the directory or a file cannot be used (reason AUTHORITY).
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        days: float,
-        trust_domain: str,
-        *,
-        own: Path | None = None,
-        revoked: Path | None = None,
-        tokens_file: Path | None = None,
-    ) -> None:
-        self._directory = directory
-        self._days = days
-        self._trust_domain = trust_domain
-        self._own = own
-        self._revoked = revoked
-        self._tokens_file = tokens_file
-        files = [
-            directory / "ca.crt",
-            directory / "ca.key",
-            *(one for one in (own, revoked, tokens_file) if one is not None),
-        ]
+    directory: Path
+    days: float
+    trust_domain: str
+    own: Path | None = None
+    revoked: Path | None = None
+    tokens_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        others = (self.own, self.revoked, self.tokens_file)
+        files = [self.directory / "ca.crt", self.directory / "ca.key", *filter(None, others)]
         try:
             self._file = Followed("authority", files, self._read)
         except (OSError, ValueError) as error:
-            message = f"the authority in {directory} cannot be used: {cause(error)}"
+            message = f"the authority in {self.directory} cannot be used: {cause(error)}"
             raise FailedPreconditionError(message, reason="AUTHORITY") from error
 
     def _read(self) -> tuple[Pair, str, frozenset[str], DenyList]:
-        pair = read_pair(self._directory, "ca")
-        pem = (self._directory / "ca.crt").read_text(encoding="ascii")
+        pair = read_pair(self.directory, "ca")
+        pem = (self.directory / "ca.crt").read_text(encoding="ascii")
         taken = set[str](SERVICE_NAMES)
-        if self._own is not None:
-            taken.update(subject_of(x509.load_pem_x509_certificate(self._own.read_bytes())).hosts)
-        if self._tokens_file is not None:
-            callers = tomllib.loads(self._tokens_file.read_text(encoding="utf-8"))
+        if self.own is not None:
+            taken.update(subject_of(x509.load_pem_x509_certificate(self.own.read_bytes())).hosts)
+        if self.tokens_file is not None:
+            callers = tomllib.loads(self.tokens_file.read_text(encoding="utf-8"))
             taken.update(name for table in ("tokens", "certificates") for name in callers.get(table, ()))
-        revoked = DenyList() if self._revoked is None else read_deny_list(self._revoked)
+        revoked = DenyList() if self.revoked is None else read_deny_list(self.revoked)
         return pair, pem, frozenset(map(str.casefold, taken)), revoked
 
     @property
@@ -271,7 +261,7 @@ class Signer:
         """Whether a name is taken, ignoring case, by a service, a caller in the tokens file or an issued certificate."""
         self._file.newer()
         folded = name.casefold()
-        issued = {file.stem.casefold() for file in self._directory.glob("*.crt")}
+        issued = {file.stem.casefold() for file in self.directory.glob("*.crt")}
         return folded in self._file.current[2] | issued
 
     def has_signed(self, certificate: x509.Certificate) -> bool:
@@ -284,7 +274,7 @@ class Signer:
 
     def identity(self, role: str, name: str) -> str:
         """The URI that identifies a caller."""
-        return f"spiffe://{self._trust_domain}/gpuscale/{role}/{name}"
+        return f"spiffe://{self.trust_domain}/gpuscale/{role}/{name}"
 
     def shared_files(self) -> tuple[str, str]:
         """The content of the tokens file and of the deny list, for another host of services.
@@ -294,7 +284,7 @@ class Signer:
         """
         try:
             found = [
-                "" if one is None else one.read_text("utf-8") for one in (self._tokens_file, self._revoked)
+                "" if one is None else one.read_text("utf-8") for one in (self.tokens_file, self.revoked)
             ]
         except (OSError, ValueError) as error:
             raise UnavailableError(
@@ -324,7 +314,7 @@ class Signer:
         self._file.newer()
         authority, _, _, revoked = self._file.current
         begins = revoked.names.get(subject.uri.rpartition("/")[2])
-        signed = sign(authority, subject, key, days or self._days, begins=begins)
+        signed = sign(authority, subject, key, days or self.days, begins=begins)
         return signed.public_bytes(serialization.Encoding.PEM).decode("ascii")
 
     def sign_token(self, name: str, role: Role, limits: Limits, seconds: float) -> tuple[str, datetime]:

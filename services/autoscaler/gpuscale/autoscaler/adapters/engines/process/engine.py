@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
@@ -179,20 +180,16 @@ class ProcessSettings(NodeEngineSettings):
             yield OpenEngine(engine, capabilities, self.node, logs.read, end_within)
 
 
+@dataclass(eq=False)
 class ProcessEngine(StepwiseEngine):
     """The processes of one adapter. Each replica that has not ended has a task."""
 
-    def __init__(
-        self,
-        templates: Mapping[str, ProcessTemplate],
-        context: ReplicaContext,
-        changed: asyncio.Event,
-        tasks: TaskScope,
-    ) -> None:
-        self._templates = templates
-        self._context = context
-        self._changed = changed
-        self._tasks = tasks
+    templates: Mapping[str, ProcessTemplate]
+    context: ReplicaContext
+    changed: asyncio.Event
+    tasks: TaskScope
+
+    def __post_init__(self) -> None:
         self._replicas: dict[str, LocalReplica] = {}
         self._found: dict[str, ProcessId] = {}
 
@@ -202,7 +199,7 @@ class ProcessEngine(StepwiseEngine):
         Of a replica that was being started only the name is known. Its process, if any, is adopted once its order arrives again
         and says how to probe it; without a process it is started again.
         """
-        clock, user = self._context.clock, self._context.user.uid
+        clock, user = self.context.clock, self.context.user.uid
         for record in records:
             name, here = record.replica, record.boot_id == clock.boot_id
             if record.phase is Phase.RUNNING:
@@ -215,14 +212,14 @@ class ProcessEngine(StepwiseEngine):
 
     async def _take_over(self, name: str, kept: KeptProcess | None, *, finishing: bool = False) -> None:
         probe, metrics = (kept.probe, kept.metrics) if kept else (None, "")
-        replica = LocalReplica(name, self._context, probe, metrics, finishing=finishing)
+        replica = LocalReplica(name, self.context, probe, metrics, finishing=finishing)
         self._replicas[name] = replica
         process = await WorkerProcess.adopt(kept.process) if kept else None
         if kept is None or process is None:
             life = replica.end_unseen(kept.process if kept else None)
         else:
             life = replica.adopt(process, ready=kept.ready or probe is None)
-        self._tasks.start(name, life)
+        self.tasks.start(name, life)
 
     async def observe(self) -> Mapping[str, Sighting]:
         """See `Engine.observe`."""
@@ -236,11 +233,11 @@ class ProcessEngine(StepwiseEngine):
         template, name = step.template, step.replica
         if name in self._replicas:
             return
-        table = template_named(self._templates, template)
+        table = template_named(self.templates, template)
         shown = (f"http://127.0.0.1:{table.metrics.port}{table.metrics.path}",) if table.metrics else ()
         target = (*(table.probe.target if table.probe else ()), *shown)
         order = with_free_port(step.order, (*table.command, *target))
-        environment = self._context.user.environment()
+        environment = self.context.user.environment()
         prepared = launch(template, table, order, sys.executable, environment, also=target)
         asked = fill_arguments(template, target, order, sys.executable, also=table.command)
         metrics = asked[-1] if shown else ""
@@ -248,8 +245,8 @@ class ProcessEngine(StepwiseEngine):
         if found := self._found.pop(name, None):
             await self._take_over(name, KeptProcess(found, probe, metrics=metrics))
         else:
-            replica = self._replicas[name] = LocalReplica(name, self._context, probe, metrics)
-            self._tasks.start(name, replica.start(order, prepared))
+            replica = self._replicas[name] = LocalReplica(name, self.context, probe, metrics)
+            self.tasks.start(name, replica.start(order, prepared))
 
     async def finish(self, step: Finish) -> None:
         """See `StepwiseEngine.finish`."""
@@ -273,8 +270,8 @@ class ProcessEngine(StepwiseEngine):
 
     async def watch(self) -> None:
         """See `Engine.watch`."""
-        await wait_at_most(self._changed, POLL)
-        self._changed.clear()
+        await wait_at_most(self.changed, POLL)
+        self.changed.clear()
 
     async def bound_logs(self) -> None:
         """Keep the replicas' logs within their limits, forever."""
@@ -282,6 +279,6 @@ class ProcessEngine(StepwiseEngine):
             await asyncio.sleep(BOUND_LOGS_PERIOD)
             running = {name for name, replica in self._replicas.items() if not replica.ended}
             try:
-                await asyncio.to_thread(self._context.logs.bound, running)
+                await asyncio.to_thread(self.context.logs.bound, running)
             except OSError as error:
                 _log.warning("cannot rotate the logs of replicas", why=error.strerror)

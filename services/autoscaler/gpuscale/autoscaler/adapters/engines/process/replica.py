@@ -222,23 +222,17 @@ class KeptProcess:
 KEPT_PROCESS: TypeAdapter[KeptProcess] = TypeAdapter(KeptProcess)
 
 
+@dataclass(eq=False)
 class LocalReplica:
     """One replica. Run exactly one of `start`, `adopt` and `end_unseen`, once; call the rest at any time."""
 
-    def __init__(
-        self,
-        name: str,
-        context: ReplicaContext,
-        probe: Probe | None = None,
-        metrics: str = "",
-        *,
-        finishing: bool = False,
-    ) -> None:
-        self._name = name
-        self._context = context
-        self._probe = probe
-        self._metrics = metrics
-        self._finishing = finishing
+    name: str
+    context: ReplicaContext
+    probe: Probe | None = None
+    metrics: str = ""
+    finishing: bool = False
+
+    def __post_init__(self) -> None:
         self._dropped = False
         self._process: WorkerProcess | None = None
         self._ready = False
@@ -259,11 +253,11 @@ class LocalReplica:
         if self._end is not None:
             return self._end
         pid = self._process.id.pid if self._process else 0
-        return Sighting(self._life, None, self._problem, pid, self._metrics, self._kept)
+        return Sighting(self._life, None, self._problem, pid, self.metrics, self._kept)
 
     def finish(self) -> None:
         """Ask it to finish its work and to end."""
-        self._finishing = True
+        self.finishing = True
         if self._process is not None:
             self._process.terminate()
         self._wake.set()
@@ -283,7 +277,7 @@ class LocalReplica:
 
     async def start(self, order: ReplicaOrder, launch: Launch) -> None:
         """Start it, and supervise it to its end."""
-        admission = self._context.admission
+        admission = self.context.admission
         await tasks.hit_async("adapter.start.after_intent")
         if refusal := await admission.refusal(order):
             self._ended(None, refusal)
@@ -292,14 +286,12 @@ class LocalReplica:
             self._ended(None, "it was stopped before it started")
             return
         try:
-            process = await WorkerProcess.start(
-                launch, self._context.logs.path(self._name), self._context.user
-            )
+            process = await WorkerProcess.start(launch, self.context.logs.path(self.name), self.context.user)
         except OSError as error:
             self._ended(None, f"cannot be started: {error.strerror or error}")
             return
         await tasks.hit_async("adapter.start.after_spawn")
-        _log.info("replica started", replica=self._name, pid=process.id.pid, argv=list(launch.argv))
+        _log.info("replica started", replica=self.name, pid=process.id.pid, argv=list(launch.argv))
         if self._dropped:
             process.kill()
         self._runs(process)
@@ -308,7 +300,7 @@ class LocalReplica:
 
     def adopt(self, process: WorkerProcess, *, ready: bool) -> Coroutine[None, None, None]:
         """Take over a process of an earlier run of the adapter; the returned coroutine supervises it to its end."""
-        _log.info("replica adopted", replica=self._name, pid=process.id.pid)
+        _log.info("replica adopted", replica=self.name, pid=process.id.pid)
         self._ready = ready
         self._runs(process)
         return self._live(process)
@@ -331,31 +323,31 @@ class LocalReplica:
 
     async def _live(self, process: WorkerProcess) -> None:
         def over() -> bool:
-            return process.ended.done() or self._finishing or bool(self._given_up)
+            return process.ended.done() or self.finishing or bool(self._given_up)
 
-        if self._probe is not None:
-            await self._watch(self._probe, over)
+        if self.probe is not None:
+            await self._watch(self.probe, over)
         elif not self._ready:
             await self._until(over, READY_AFTER)
             if not over():
                 self._set_ready(ready=True)
         await self._until(over)
-        if self._given_up and not self._finishing and not process.ended.done():
+        if self._given_up and not self.finishing and not process.ended.done():
             # It may hang, so it gets no drain time.
-            _log.warning("replica given up", replica=self._name, why=self._given_up)
+            _log.warning("replica given up", replica=self.name, why=self._given_up)
             process.terminate()
             await self._until(process.ended.done, GIVEN_UP_GRACE)
             process.kill()
         code = await process.ended
         await self._clean_up(process.id)
-        if self._given_up and not self._finishing:
+        if self._given_up and not self.finishing:
             self._ended(code, self._given_up)
         else:
-            self._ended(code, _why_ended(code, asked=self._finishing))
+            self._ended(code, _why_ended(code, asked=self.finishing))
 
     async def _watch(self, probe: Probe, over: Callable[[], bool]) -> None:
         """Probe it until it ends: READY at the first success, given up after too many consecutive failures."""
-        clock, timing = self._context.clock, probe.timing
+        clock, timing = self.context.clock, probe.timing
         health = Health(timing, clock.now(), ready=self._ready)
         await self._until(over, 0.0 if self._ready else timing.initial_delay)
         while not over():
@@ -371,13 +363,13 @@ class LocalReplica:
                 case Verdict.GOES_ON:
                     pass
             self._problem = f"its probe fails: {problem}" if problem else ""
-            self._context.changed()
+            self.context.changed()
             await self._until(over, timing.period)
 
     async def _ask(self, probe: Probe, over: Callable[[], bool]) -> str:
         """Probe once; cancelled if it ends meanwhile."""
-        user = self._context.user
-        environment = probe_environment(self._name, user.environment())
+        user = self.context.user
+        environment = probe_environment(self.name, user.environment())
         asking = asyncio.ensure_future(ask(probe, environment, user.command))
         asking.add_done_callback(lambda _: self._wake.set())
         try:
@@ -398,23 +390,23 @@ class LocalReplica:
             return
 
     async def _clean_up(self, process: ProcessId) -> None:
-        killed = await asyncio.to_thread(kill_members, self._name, process, self._context.user.uid)
+        killed = await asyncio.to_thread(kill_members, self.name, process, self.context.user.uid)
         if killed:
-            _log.warning("killed what a replica left behind", replica=self._name, processes=killed)
+            _log.warning("killed what a replica left behind", replica=self.name, processes=killed)
 
     def _set_ready(self, *, ready: bool) -> None:
         if self._process is None:
             return
         self._ready = ready
         self._life = WorkerLife.READY if ready else WorkerLife.STARTING
-        kept = KeptProcess(self._process.id, self._probe, ready, self._metrics)
+        kept = KeptProcess(self._process.id, self.probe, ready, self.metrics)
         self._kept = KEPT_PROCESS.dump_python(kept, mode="json")
-        self._context.changed()
+        self.context.changed()
 
     def _ended(self, exit_code: int | None, reason: str) -> None:
         self._end = Sighting(WorkerLife.ENDED, exit_code, reason)
         self._wake.set()
-        self._context.changed()
+        self.context.changed()
 
 
 def _why_ended(code: int | None, *, asked: bool) -> str:
