@@ -74,11 +74,6 @@ def whose(holder: str) -> str:
     return names.short_holder(holder).partition("/")[0] if names.match(names.REPLICA, holder) else holder
 
 
-def _model(gpu: GpuSummary) -> str:
-    simulated = gpu.simulated and "simulated" not in gpu.model.lower()
-    return gpu.model + (" (simulated)" if simulated else "")
-
-
 # What fits a phone and 80 columns comes first: how busy it is, and who holds it.
 GPUS = ResourceTable[GpuSummary](
     uuid=("", lambda gpu: gpu.uuid),
@@ -90,7 +85,10 @@ GPUS = ResourceTable[GpuSummary](
     memory=("memory", lambda gpu: f"{humanize.size(gpu.memory_used)} / {humanize.size(gpu.memory_total)}"),
     temperature=("temperature", lambda gpu: humanize.number(gpu.temperature, "°C")),
     power=("power", lambda gpu: f"{humanize.number(gpu.power)} / {humanize.number(gpu.power_limit, 'W')}"),
-    model=("model", _model),
+    model=(
+        "model",
+        lambda gpu: gpu.model + " (simulated)" * (gpu.simulated and "simulated" not in gpu.model.lower()),
+    ),
 )
 
 
@@ -403,21 +401,19 @@ def _use(process: types_api.GpuProcess) -> str:
     return "".join(word + humanize.number(share, "%") for word, share in shares.items() if share or not word)
 
 
-def _reserved_as(process: types_api.GpuProcess) -> str:
-    return process.reservation.removeprefix("reservations/") or ("none", "unknown")[process.holder_unknown]
-
-
-def _memory(process: types_api.GpuProcess) -> str:
-    return humanize.size(process.memory_used_bytes if process.HasField("memory_used_bytes") else None)
-
-
 PROCESSES = ResourceTable[types_api.GpuProcess](
     pid=("process", lambda one: str(one.pid)),
     user=("user", lambda one: one.user or humanize.UNKNOWN),
     program=("program", lambda one: one.program or one.command or humanize.UNKNOWN),
-    memory=("memory", _memory),
+    memory=(
+        "memory",
+        lambda one: humanize.size(one.memory_used_bytes if one.HasField("memory_used_bytes") else None),
+    ),
     used=("utilization", _use),
-    reservation=("reservation", _reserved_as),
+    reservation=(
+        "reservation",
+        lambda one: one.reservation.removeprefix("reservations/") or ("none", "unknown")[one.holder_unknown],
+    ),
     start=("since", lambda one: humanize.clock(one.start_time)),
     container=("pod or container", lambda one: one.pod or one.container),
 )

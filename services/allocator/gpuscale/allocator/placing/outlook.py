@@ -78,25 +78,9 @@ def outlook(
     answer: Pick | Refusal, index: Index, survey: Survey, shape: Shape, use: Use, now: float
 ) -> Outlook:
     """Collect what an ask would find."""
-    rows = survey.nearest(MOST_NODES)
-    views = tuple(_node(index, shape, use, row) for row in rows)
-    effects, helped = _effects(index, shape, now)
-    remedies: list[str] = []  # the changes that alone make room, and on how many nodes
-    if not isinstance(answer, Pick):
-        for obstacle, count in helped.items():
-            if count and obstacle in HELP:
-                does = "node does" if count == 1 else "nodes do"
-                remedies.append(sentence(f"{HELP[obstacle]}: {count} {does} then"))
-        if views and 0 < (fitting := views[0].fitting) < shape.ask.gpu_count:
-            remedies.append(sentence(f"ask for {gpus(fitting)}: {views[0].node.id} has so many now"))
-    return Outlook(answer, effects, views, len(index.columns), tuple(remedies))
-
-
-def _effects(index: Index, shape: Shape, now: float) -> tuple[tuple[Effect, ...], dict[Obstacle, int]]:
-    """Each constraint; and on how many nodes the ask would fit without it."""
-    columns = index.columns
-    rows = np.arange(len(columns))
-    exists = columns.kind[rows] != NO_GPU
+    views = tuple(_node(index, shape, use, row) for row in survey.nearest(MOST_NODES))
+    rows = np.arange(len(index.columns))
+    exists = index.columns.kind[rows] != NO_GPU
     masks = [
         (one, np.broadcast_to(mask, exists.shape) & exists)
         for one, mask in shape.constraints.masks(rows, now)
@@ -109,11 +93,19 @@ def _effects(index: Index, shape: Shape, now: float) -> tuple[tuple[Effect, ...]
     free: Bools = exists & (in_the_way == 0)
     wanted = max(shape.ask.gpu_count, 1)
     short = free.sum(1) < wanted
-    helped: dict[Obstacle, int] = {}
+    helped: dict[Obstacle, int] = {}  # on how many nodes the ask would fit without each constraint
     for obstacle, mask in masks:
-        fitting = (free | (mask & (in_the_way == 1))).sum(1)
-        helped[obstacle] = int((short & (fitting >= wanted)).sum())
-    return tuple(effects), helped
+        fits = (free | (mask & (in_the_way == 1))).sum(1) >= wanted
+        helped[obstacle] = int((short & fits).sum())
+    remedies: list[str] = []  # the changes that alone make room, and on how many nodes
+    if not isinstance(answer, Pick):
+        for obstacle, count in helped.items():
+            if count and obstacle in HELP:
+                does = "node does" if count == 1 else "nodes do"
+                remedies.append(sentence(f"{HELP[obstacle]}: {count} {does} then"))
+        if views and 0 < (fitting := views[0].fitting) < shape.ask.gpu_count:
+            remedies.append(sentence(f"ask for {gpus(fitting)}: {views[0].node.id} has so many now"))
+    return Outlook(answer, tuple(effects), views, len(index.columns), tuple(remedies))
 
 
 def _node(index: Index, shape: Shape, use: Use, row: int) -> NodeOutlook:

@@ -88,10 +88,6 @@ def _page_of(one: api.AuditEvent) -> str:
     return to and f"/{to}"
 
 
-def _took(one: api.AuditEvent) -> str:
-    return humanize.length(one.duration) if one.duration.seconds else f"{one.duration.ToMilliseconds()} ms"
-
-
 EVENTS = ResourceTable[api.AuditEvent](
     key=("", lambda one: f"{one.request_id} {one.end_time.ToNanoseconds()}"),
     time=("time", lambda one: humanize.clock(one.end_time)),
@@ -100,7 +96,12 @@ EVENTS = ResourceTable[api.AuditEvent](
     resource=("of", lambda one: one.resource or ", ".join(one.reservations)),
     resource_to=("", _page_of),
     code=("answer", lambda one: one.code.lower().replace("_", " ")),
-    took=("took", _took),
+    took=(
+        "took",
+        lambda one: (
+            humanize.length(one.duration) if one.duration.seconds else f"{one.duration.ToMilliseconds()} ms"
+        ),
+    ),
     role=("role", lambda one: humanize.word(one, "role")),
     peer=("from", lambda one: f"{one.peer} via {one.via}" if one.via else one.peer),
 )

@@ -42,15 +42,16 @@ def _actions(actions: Sequence[api.PolicyAction.ValueType]) -> str:
     return ", ".join(api.PolicyAction.Name(one).removeprefix("POLICY_ACTION_").lower() for one in actions)
 
 
-def _stages(one: api.UsePolicy) -> str:
-    return "; ".join(f"{humanize.length(each.after)}: {_actions(each.actions)}" for each in one.spec.stages)
-
-
 POLICIES = ResourceTable[api.UsePolicy](
     name=("policy", lambda one: one.name.removeprefix("policies/")),
     condition=("condition", lambda one: humanize.word(one.spec, "condition")),
     mode=("mode", lambda one: "active" if one.spec.active else "shadow"),
-    stages=("stages", _stages),
+    stages=(
+        "stages",
+        lambda one: "; ".join(
+            f"{humanize.length(each.after)}: {_actions(each.actions)}" for each in one.spec.stages
+        ),
+    ),
     description=("description", lambda one: one.spec.description),
 )
 ACTS = ResourceTable[api.PolicyAct](
