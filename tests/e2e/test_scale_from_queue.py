@@ -1,7 +1,7 @@
 """The whole path on real parts: `gpuscalectl up`, a private RabbitMQ, the example worker and the example endpoint.
 
-150 messages go in; replicas rise within max, each on a GPU of its own; the queue drains, and every message is acknowledged once.
-120 more come, and the broker goes: replicas hold, and the decision says why. It comes back, and replicas fall to min.
+100 messages go in; replicas rise to max, each on a GPU of its own. The broker goes: replicas hold, and the decision says why. It
+comes back, the queue drains, and replicas fall to min. That every message is acknowledged once: test_message_conservation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
 import pytest
 
 from gpuscale.api.allocator import v1 as allocator_api
@@ -49,7 +48,6 @@ class Stack:
 
     up: Up
     channel: grpc.Channel
-    most_ready: int = 0
     seen: set[str] = field(default_factory=set)
     gpus: set[str] = field(default_factory=set)
 
@@ -86,7 +84,6 @@ class Stack:
         assert {replica.reservation for replica in live} <= held
         assert len({replica.reservation for replica in live}) == len(live)
         ready = [replica for replica in live if replica.state == autoscaler_api.Replica.STATE_READY]
-        self.most_ready = max(self.most_ready, len(ready))
         self.seen |= {replica.name for replica in live}
         self.gpus |= {uuid for one in ready for uuid in one.gpu_uuids}
         return live
@@ -118,49 +115,30 @@ def stack(rabbitmq_private: RabbitBroker, tmp_path: Path) -> Iterator[Stack]:
         yield Stack(up, channel)
 
 
-def work(count: int, least: float, most: float) -> list[bytes]:
+def work(count: int) -> list[bytes]:
     """Messages that say how many seconds their work takes; the same ones each time."""
     source = random.Random(7)
-    return [f"{source.uniform(least, most):.3f}".encode() for _ in range(count)]
-
-
-def broker_totals(broker: RabbitBroker) -> dict[str, int]:
-    """What the broker itself counted for the queue since it was declared."""
-    url = f"{broker.management_url}/api/queues/%2F/{QUEUE}"
-    answer = httpx.get(url, auth=(broker.user, broker.password), timeout=60)
-    answer.raise_for_status()
-    stats = answer.json().get("message_stats", {})
-    return {name: stats.get(name, 0) for name in ("publish", "deliver", "ack", "redeliver")}
+    return [f"{source.uniform(0.3, 0.5):.3f}".encode() for _ in range(count)]
 
 
 def test_replicas_follow_the_queue_and_hold_without_the_broker(
     stack: Stack, rabbitmq_private: RabbitBroker
 ) -> None:
-    """No message is lost; unknown is not zero."""
+    """Unknown is not zero."""
     broker = rabbitmq_private
     eventually_sync(lambda: stack.ready() == MIN, timeout=90)
-    published = 150
-    asyncio.run(publish_each(broker, QUEUE, work(published, 0.05, 0.5)))
+    asyncio.run(publish_each(broker, QUEUE, work(2 * FEW)))
 
-    def drained() -> bool:
-        nonlocal published
-        stack.look()
+    def at_max() -> bool:
+        if stack.ready() == MAX:
+            return True
         counts = asyncio.run(queue_counts(broker, QUEUE))
         assert counts is not None
-        if counts.ready < FEW and stack.most_ready < MAX:
-            # Replicas start slower than others work, on a busy machine.
-            asyncio.run(publish_each(broker, QUEUE, work(2 * FEW, 0.05, 0.5)))
-            published += 2 * FEW
-            return False
-        return counts.ready == 0 and counts.unacknowledged == 0
+        if counts.ready < FEW:  # replicas start slower than others work, on a busy machine
+            asyncio.run(publish_each(broker, QUEUE, work(FEW)))
+        return False
 
-    eventually_sync(drained, timeout=180, interval=0.3)
-    assert stack.most_ready == MAX, "so many messages need every replica that max allows"
-    expected = {"publish": published, "deliver": published, "ack": published, "redeliver": 0}
-    eventually_sync(lambda: broker_totals(broker) == expected)
-
-    asyncio.run(publish_each(broker, QUEUE, work(120, 0.3, 0.5)))
-    eventually_sync(lambda: stack.ready() >= 3, timeout=60, interval=0.1)
+    eventually_sync(at_max, timeout=180, interval=0.3)
     broker.stop()
     held_without(stack, broker)
     broker.start()
@@ -194,7 +172,7 @@ def held_without(stack: Stack, broker: RabbitBroker) -> None:
 
     first = eventually_sync(says_why, timeout=90)
     held = stack.endpoint().status.desired_replicas
-    assert held >= 3
+    assert held == MAX
     later = eventually_sync(
         lambda: (found := says_why()) and found.count >= first.count + 5 and found, timeout=90
     )
