@@ -56,7 +56,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Sequence[str]:
     need(missing({"node": "nodejs", "npm": "npm"}))
     folder = example("node", tmp_path_factory.mktemp("clients"))
     run(folder, "npm", "install", "--no-audit", "--no-fund", "--no-package-lock")
-    run(folder, "buf", "generate", str(CONTRACT), "--path", "gpuscale/api")
+    run(folder, "buf", "generate", str(CONTRACT), "--path", "gpuscale/api/allocator")
     run(folder, "node_modules/.bin/tsc")
     return ("node", str(folder / "out" / "reserve.js"))
 

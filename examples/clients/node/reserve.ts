@@ -1,6 +1,6 @@
 // Reserves a GPU, renews the lease, and gives the GPU back.
 //
-//   npm install && buf generate ../../../protos/gpuscale/api/contract.binpb --path gpuscale/api && npx tsc && node out/reserve.js localhost:7070
+//   npm install && buf generate ../../../protos/gpuscale/api/contract.binpb --path gpuscale/api/allocator && npx tsc && node out/reserve.js localhost:7070
 //
 // A token is read from the file that GPUSCALE_TOKEN_FILE names, the authority's certificate from GPUSCALE_CA_FILE.
 import { randomUUID } from "node:crypto";
