@@ -9,7 +9,7 @@ import shlex
 import sys
 from pathlib import Path
 
-_PROGRAM = """#!{python}
+_PROGRAM = """#!{python} -IS
 import os, signal, subprocess, sys, pathlib
 place = pathlib.Path({place!r})
 with (place / "calls").open("a") as calls:
