@@ -278,9 +278,11 @@ def _upgrade(site: Site, held: str) -> None:
 def _lose(site: Site, held: str) -> None:
     """The processes that lead: the others do, and the lease is there still."""
     eventually_sync(lambda: site.types("ann", "renew", held).code == 0, timeout=60, interval=0.2)
-    leading = site.programs("first")
-    for name in ("gpuscale-allocator", "gpuscale-autoscaler", "gpuscale-gateway"):
-        os.kill(leading[name], signal.SIGKILL)
+    told = json.loads(site.must("admin", "version", "-o", "json"))["versions"]
+    leading = {one["name"]: re.findall(r"process that leads, (\w+):", one["program"]) for one in told}
+    for name in ("allocator", "autoscaler"):
+        [host] = leading[name]
+        os.kill(site.programs(host)[f"gpuscale-{name}"], signal.SIGKILL)
     eventually_sync(lambda: site.types("ann", "renew", held).code == 0, timeout=60, interval=0.2)
 
 
