@@ -1,8 +1,9 @@
-"""docs/tutorial.md does what it says: its commands are taken from the page and run in a real shell."""
+"""docs/tutorial.md does what it says: its commands are taken from the page and run in shells, of which that for one program forks."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import shell as forking
 from tests.support.rabbitmq import RabbitBroker
 from tests.support.up import Up, ctl_environment
 
@@ -31,7 +33,7 @@ def shell(tmp_path: Path, rabbitmq: RabbitBroker) -> Iterator[Shell]:
     try:
         yield one
     finally:
-        one.close()
+        one.end()
 
 
 class Shell:
@@ -43,15 +45,21 @@ class Shell:
         path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
         self.environment = ctl_environment(PATH=path, XDG_STATE_HOME=str(folder))
         self._up: Up | None = None
+        self._typed = forking.Shell(self.environment)
 
     def run(self, command: str) -> str:
         """Run one line; what it wrote. It has to succeed."""
+        words = shlex.split(command)
         name, _, value = command.removeprefix("export ").partition("=")
         if command.startswith("export "):
             self.environment[name] = self._own(value)
             return ""
         if command.startswith("gpuscalectl up"):
-            return self._start(command.split()[2:])
+            return self._start(words[2:])
+        if words[0] == "gpuscalectl" and "||" not in words:
+            ran = self._typed.ctl(*words[1:], environment=self.environment)
+            assert ran.code == 0, f"{command}: {ran}"
+            return ran.out + ran.err
         done = subprocess.run(
             ["/bin/sh", "-c", command],
             cwd=ROOT,
@@ -73,12 +81,16 @@ class Shell:
         return f"http://{self.broker.user}:{self.broker.password}@127.0.0.1:{self.broker.management_port}"
 
     def _start(self, arguments: list[str]) -> str:
-        self.close()
+        self._stop()
         self._up = Up(self.folder, simulate=4, arguments=arguments, environment=self.environment)
         self.environment["GPUSCALE_ADDRESS"] = self._up.address
         return self._up.banner
 
-    def close(self) -> None:
+    def end(self) -> None:
+        self._typed.close()
+        self._stop()
+
+    def _stop(self) -> None:
         if self._up is not None:
             assert self._up.stop() == 0
             self._up = None

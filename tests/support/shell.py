@@ -51,6 +51,7 @@ class Shell:
     def __init__(self, environment: Mapping[str, str], words: Sequence[str] = ()) -> None:
         self._process = subprocess.Popen(
             [*words, "env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "tests.support.shell"],
+            cwd=ROOT,
             env=dict(environment),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
