@@ -321,6 +321,7 @@ def test_a_job_that_saves_its_work_makes_room_and_starts_again_on_another_host(l
     [new] = {"beta", "gamma"} - {old}
     beside = lab.must("run", "-d", "--gpus", "1", "--node", new, "--", "sleep", "7482").strip()
     large = lab.must("run", "-d", "--gpus", "2", *EITHER, "--", "sleep", "7483").strip()
+    saving = ("test", "-e", "/home/ann/saving")
     if killed == "the way":  # by ssh from one host to the other: the command goes on until there is one
         lab.hosts.run(old, "mv", "/home/ann/.ssh/id_ed25519", "/home/ann/key")
     eventually_sync(
@@ -328,9 +329,9 @@ def test_a_job_that_saves_its_work_makes_room_and_starts_again_on_another_host(l
     )
     if killed == "the way":
         eventually_sync(lambda: "the command stays" in lab.must("logs", name), timeout=60.0, interval=0.5)
-        assert lab.hosts.run(old, "test", "-e", "/home/ann/saving").code == 1
+        assert lab.hosts.run(old, *saving).code == 1
         lab.hosts.run(old, "mv", "/home/ann/key", "/home/ann/.ssh/id_ed25519")
-    eventually_sync(lambda: lab.hosts.run(old, "test", "-e", "/home/ann/saving").code == 0, timeout=60.0)
+    eventually_sync(lambda: lab.hosts.run(old, *saving).code == 0, timeout=60.0, interval=0.2)
     if killed == "allocator":
         lab.kill("alpha", "gpuscale-allocator")
     lab.hosts.run(old, "touch", "/home/ann/go")
