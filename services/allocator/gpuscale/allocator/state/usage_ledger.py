@@ -19,7 +19,7 @@ from sqlmodel import Field
 
 from gpuscale.allocator.domain.accounting import Account, Hardware, Tally
 from gpuscale.allocator.domain.durations import LEARNED
-from gpuscale.allocator.domain.model import WHOLE
+from gpuscale.allocator.domain.model import WHOLE, Reservation, ReservedGpu
 from gpuscale.allocator.state.schema import Table
 from gpuscale.allocator.state.store import AllocatorStore
 from gpuscale.common.store.sqlite_store import give_back
@@ -71,12 +71,16 @@ class Usage(Table, table=True):
 
 _USAGE = Table.metadata.tables["usage"]
 _PUT = Prepared.replacing(_USAGE)
+_NAMES = [column.name for column in _USAGE.columns]
 Work: TypeAlias = Callable[[Connection], None]
+Rows: TypeAlias = list[dict[str, object]]
 DIMENSIONS = ("owner", "tenant", "labels", "node", "model")
 SUMS = ("granted", "busy", "idle", "read", "utilization", "energy", "ends")
 PEAKS = ("peak_utilization", "peak_memory")
 _HARDWARE = tuple(one.name for one in fields(Hardware))
 _UNREAD = Hardware()
+_NOT_READ = (0, 0, 0, 0.0, None, None, None)
+"""The columns from `busy` to `energy` where a GPU was never read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,46 +112,44 @@ class Used:
         return replace(self, tally=self.tally.plus(other.tally), ends=self.ends + other.ends)
 
 
-def rows_of(account: Account, boot_id: str, outcome: str = "") -> list[dict[str, object]]:
+def rows_of(account: Account, boot_id: str, outcome: str = "") -> Rows:
     """The rows of an account; with an `outcome`, its last ones."""
     one, first = account.reservation, {gpu.uuid: gpu for gpu in reversed(account.reservation.gpus)}
-    labels = json.dumps(dict(sorted(one.labels.items())), ensure_ascii=False) if one.labels else "{}"
-    found: list[dict[str, object]] = []
+    found = Rows()
     for entry in account.entries:
         last = entry is account.entries[-1]
         for nth, (uuid, tally) in enumerate(entry.gpus.items()):
             milli = account.milli[uuid]
+            times = (tally.granted, tally.busy, tally.idle, tally.read, tally.utilization)
+            peaks = tally.peak_utilization, tally.peak_memory, tally.energy
+            end = int(bool(outcome and last and not nth)), outcome if last else "", account.until
+            boot = boot_id if last and not outcome else ""
+            hardware = "{}"  # most that end soon were never read
+            if tally.hardware != _UNREAD:
+                hardware = json.dumps({name: getattr(tally.hardware, name) for name in _HARDWARE})
+            sums = (time * milli for time in times)
             found.append(
-                {
-                    "reservation_id": one.id,
-                    "part": entry.part,
-                    "gpu_uuid": uuid,
-                    "day": entry.day,
-                    "owner": one.owner,
-                    "tenant": one.tenant,
-                    "holder": one.holder,
-                    "labels": labels,
-                    "node": first[uuid].node,
-                    "model": first[uuid].model,
-                    "milli": milli,
-                    "granted": tally.granted * milli,
-                    "busy": tally.busy * milli,
-                    "idle": tally.idle * milli,
-                    "read": tally.read * milli,
-                    "utilization": tally.utilization * milli,
-                    "peak_utilization": tally.peak_utilization,
-                    "peak_memory": tally.peak_memory,
-                    "energy": tally.energy,
-                    "ends": int(bool(outcome and last and not nth)),
-                    "outcome": outcome if last else "",
-                    "until_ms": account.until,
-                    "boot_id": boot_id if last and not outcome else "",
-                    "hardware": "{}"  # most that end soon were never read
-                    if tally.hardware == _UNREAD
-                    else json.dumps({name: getattr(tally.hardware, name) for name in _HARDWARE}),
-                }
+                _row(one, first[uuid], milli, entry.part, entry.day, *sums, *peaks, *end, boot, hardware)
             )
     return found
+
+
+def unread_rows(one: Reservation, part: int, day: int, piece: int, until: int, outcome: str) -> Rows:
+    """The only rows of a reservation that ended with this `outcome` after a piece of a day, its GPUs never read."""
+    found = Rows()
+    for nth, gpu in enumerate(one.gpus):
+        end = int(not nth), outcome, until, "", "{}"
+        found.append(_row(one, gpu, gpu.milli, part, day, piece * gpu.milli, *_NOT_READ, *end))
+    return found
+
+
+def _row(
+    one: Reservation, gpu: ReservedGpu, milli: int, part: int, day: int, *rest: object
+) -> dict[str, object]:
+    """A row, its values in the order of the columns."""
+    labels = json.dumps(dict(sorted(one.labels.items())), ensure_ascii=False) if one.labels else "{}"
+    of = one.id, part, gpu.uuid, day, one.owner, one.tenant, one.holder, labels, gpu.node, gpu.model, milli
+    return dict(zip(_NAMES, (*of, *rest), strict=True))
 
 
 def putting(rows: Sequence[Mapping[str, object]]) -> Work:

@@ -19,6 +19,7 @@ from gpuscale.allocator.domain.accounting import (
     Account,
     MonthlyUse,
     Tally,
+    by_day,
     decayed,
     ended_at,
     first_part,
@@ -30,15 +31,17 @@ from gpuscale.allocator.domain.accounting import (
 from gpuscale.allocator.domain.durations import Durations, Kin, kin_of, lasted
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation
-from gpuscale.allocator.domain.usage import gpus_of
+from gpuscale.allocator.domain.usage import UNREAD, gpus_of
 from gpuscale.allocator.state.usage_ledger import (
     ROLL_AFTER,
+    Rows,
     UsageLedger,
     Used,
     Work,
     putting,
     rows_of,
     tally_of,
+    unread_rows,
 )
 from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.common.errors import GpuscaleError, NotFoundError
@@ -105,6 +108,10 @@ class Accounting:
     durations: Durations = field(default_factory=Durations, init=False)
     _today: int = field(default=0, init=False)
     _accounts: dict[str, Account] = field(default_factory=dict[str, Account], init=False)
+    _fresh: dict[str, Reservation] = field(default_factory=dict[str, Reservation], init=False)
+    """As they were granted: an account is opened at the first look or change. Most that end soon need none."""
+    _unread: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]], init=False)
+    """The day, and what was granted, of those whose end is being written without an account."""
     _states: dict[str, list[str]] = field(default_factory=dict[str, list[str]], init=False)
     _saved_at: float = field(default=float("-inf"), init=False)
 
@@ -128,12 +135,18 @@ class Accounting:
 
     def beside(self, changed: Iterable[Reservation]) -> Work | None:
         """What to write with reservations that change: the last rows of ended ones, the first of continuing ones."""
-        rows: list[dict[str, object]] = []
+        rows = Rows()
         now, wall = self.clock.now(), self._wall()
         for one in changed:
-            account, live = self._accounts.get(one.id), one.live
+            live, first = one.live, self._fresh.get(one.id)
+            if first is not None:
+                if not live and (unread := self._rows_unread(first, one, now, wall)):
+                    rows += unread
+                    continue
+                self._opened(first)
+            account = self._accounts.get(one.id)
             if live and one.gpus and (account is None or account.reservation.fence != one.fence):
-                account = self._put(Account(one, granted_since(one), first_part(one)))
+                account = self._opened(one)
             left = live and one.waiting  # to restart
             if account is None or (live and account.kept and not left):
                 continue
@@ -149,9 +162,23 @@ class Accounting:
                 rows += rows_of(account, "", "" if left else str(one.end_cause))
         return putting(rows) if rows else None
 
+    def _rows_unread(self, first: Reservation, one: Reservation, now: float, wall: int) -> Rows:
+        """The rows of a reservation that ends on the day of its grant, if none of its GPUs was read since; else none."""
+        since, end = granted_since(first), ended_at(one)
+        [(day, piece), *others] = by_day(max(0, end - since), wall)
+        seen = gpus_of(first, self.view.get, self.ledger.use, now, since / 1000)
+        if others or len(seen) < len(first.gpus) or any(usage is not UNREAD for usage in seen.values()):
+            return []
+        self._unread[one.id] = day, piece * sum(gpu.milli for gpu in first.gpus)
+        return unread_rows(first, first_part(first) + 1, day, piece, end, str(one.end_cause))
+
     def note(self, one: Reservation, _news: bool = True) -> None:
         """A reservation was granted, changed or ended, and that is on disk."""
         if not one.live:
+            day, granted = self._unread.pop(one.id, (0, 0))
+            if self._fresh.pop(one.id, None) is not None:
+                self._total(one.tenant).granted += granted
+                self.months.add(one.tenant, day, granted)
             self._accounts.pop(one.id, None)
             if (seconds := lasted(one)) is not None:
                 self.durations.add(kin_of(one), seconds)
@@ -160,7 +187,7 @@ class Accounting:
         elif account := self._accounts.get(one.id):
             account.kept = True
         elif one.gpus:
-            self._put(Account(one, granted_since(one), first_part(one)))
+            self._fresh[one.id] = one
 
     async def run(self) -> NoReturn:
         """Look, write and tidy, for ever."""
@@ -181,7 +208,7 @@ class Accounting:
         yesterday, self._today = self._today, self._wall() // DAY
         if month_of(yesterday) != month_of(self._today):
             self.turn()
-        for nth, account in enumerate([*self._accounts.values()], 1):
+        for nth, account in enumerate(self._all(), 1):
             if nth % SLICE == 0:
                 await asyncio.sleep(0)
             one = self._open(account)
@@ -202,7 +229,7 @@ class Accounting:
     @uninterrupted
     async def checkpoint(self) -> None:
         """Write the accounts of all live reservations. Raises like `Store.write`."""
-        self._saved_at, accounts = self.clock.now(), [*self._accounts.values()]
+        self._saved_at, accounts = self.clock.now(), self._all()
         for start in range(0, len(accounts), SLICE):
             # What is counted here is queued before any end: the store writes in order.
             batch = [one for one in accounts[start : start + SLICE] if self._open(one)]
@@ -222,6 +249,8 @@ class Accounting:
 
     async def statistics(self, reservation_id: str) -> ReservationStatistics:
         """The use of each GPU by a reservation, until now or its end. NotFoundError if nothing is known of it any more."""
+        if (fresh := self._fresh.get(reservation_id)) and not self.ledger.closing(reservation_id):
+            self._opened(fresh)
         account = self._accounts.get(reservation_id)
         if account is not None and self._open(account):
             self._look(account, self.clock.now(), self._wall())
@@ -250,12 +279,24 @@ class Accounting:
             )
         return ReservationStatistics(reservation_id, outcome, [*found.values()])
 
+    def _all(self) -> list[Account]:
+        """The accounts of live reservations, also of those granted since the last look, unless their end is being written."""
+        for one in [*self._fresh.values()]:
+            if not self.ledger.closing(one.id):
+                self._opened(one)
+        return [*self._accounts.values()]
+
+    def _opened(self, one: Reservation) -> Account:
+        self._fresh.pop(one.id, None)
+        return self._put(Account(one, granted_since(one), first_part(one)))
+
+    def _total(self, tenant: str) -> Tally:
+        found = self.totals.get(tenant)
+        return found or self.totals.setdefault(tenant if len(self.totals) < TENANTS else OTHER, Tally())
+
     def _put(self, account: Account) -> Account:
         one = account.reservation
-        tenant = one.tenant if one.tenant in self.totals or len(self.totals) < TENANTS else OTHER
-        account.total = self.totals.get(tenant)
-        if account.total is None:
-            account.total = self.totals[tenant] = Tally()
+        account.total = self._total(one.tenant)
         for entry in account.entries:
             granted = sum(tally.granted * account.milli[uuid] for uuid, tally in entry.gpus.items())
             self.months.add(one.tenant, entry.day, granted)
