@@ -17,7 +17,7 @@ from pathlib import Path
 from time import perf_counter
 
 from gpuscale.allocator.app import DATABASE
-from gpuscale.allocator.domain.ledger import Ledger, activated
+from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Ask, Order, ReservedGpu, Score, State
 from gpuscale.allocator.state import integrity as sealing
 from gpuscale.allocator.state import schema
@@ -85,7 +85,7 @@ def _rows(records: int) -> Iterator[dict[str, object]]:
         ReservedGpu("n0", f"GPU-{index}", index, "A100", simulated=False, score=Score(1.0, ()))
         for index in range(2)
     ]
-    live = activated(ledger.grant(order, gpus, now=NOW, wall=WALL))
+    live = ledger.confirm(ledger.grant(order, gpus, now=NOW, wall=WALL))
     row = to_row(ledger.close(live, State.RELEASED, now=NOW, wall=WALL), BOOT, 1)
     for fence in range(1, records + 1):
         row |= {

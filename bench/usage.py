@@ -19,8 +19,19 @@ from uuid import UUID
 
 from gpuscale.allocator.app import DATABASE
 from gpuscale.allocator.domain.accounting import DAY, Account, granted_since
-from gpuscale.allocator.domain.ledger import Ledger, activated
-from gpuscale.allocator.domain.model import Ask, Gpu, Node, NodeState, Order, Reservation, ReservedGpu, Score
+from gpuscale.allocator.domain.ledger import Ledger
+from gpuscale.allocator.domain.model import (
+    Ask,
+    Gpu,
+    Node,
+    NodeState,
+    Order,
+    Reservation,
+    ReservedGpu,
+    Score,
+    State,
+    moved,
+)
 from gpuscale.allocator.domain.usage import GpuUsage, UseState
 from gpuscale.allocator.state.store import open_store
 from gpuscale.allocator.state.usage_ledger import UsageLedger, rows_of
@@ -108,7 +119,7 @@ def _granted(ledger: Ledger, owner: str, gpus: list[ReservedGpu]) -> Reservation
     order = Order(f"{owner}-{ledger.fence}", "f", "job", owner, 60.0, labels, ask, tenant=labels["team"])
     granted = ledger.grant(order, gpus, now=1000.0, wall=WALL)
     ledger.settle(granted)
-    return activated(granted)
+    return moved(granted, state=State.ACTIVE)
 
 
 async def _looks(nodes: int) -> None:

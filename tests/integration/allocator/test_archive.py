@@ -13,7 +13,7 @@ import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.allocator.app import DATABASE
-from gpuscale.allocator.domain.ledger import RETENTION, Ledger, activated
+from gpuscale.allocator.domain.ledger import RETENTION, Ledger
 from gpuscale.allocator.domain.model import State
 from gpuscale.allocator.state import archive
 from gpuscale.allocator.state.archive import Archive, ArchiveLimits, EndedStore, RecordFilter, Totals
@@ -243,7 +243,7 @@ async def archived(
     async with open_store(path, BOOT) as store:
         await store.load()
         for _ in range(count):
-            one = activated(ledger.grant(order(), [reserved("GPU-a")], now=NOW, wall=WALL))
+            one = ledger.grant(order(), [reserved("GPU-a")], now=NOW, wall=WALL)
             await store.save([one], [])
             ledger.confirm(one)
             over = ledger.close(one, State.RELEASED, now=NOW, wall=WALL)

@@ -6,7 +6,7 @@ from base64 import urlsafe_b64decode
 
 import pytest
 
-from gpuscale.allocator.domain.ledger import RETENTION, Deadlines, Ledger, Tokens, activated, rebased
+from gpuscale.allocator.domain.ledger import RETENTION, Deadlines, Ledger, Tokens, rebased
 from gpuscale.allocator.domain.model import EndCause, Order, Reservation, State, moved
 from gpuscale.common.errors import (
     AlreadyExistsError,
@@ -43,7 +43,7 @@ def test_a_grant_holds_its_gpus_at_once_and_shows_only_once_it_is_on_disk() -> N
     with pytest.raises(NotFoundError):
         ledger.get(pending.id)
     confirmed = ledger.confirm(pending)
-    assert confirmed == activated(pending)
+    assert confirmed.state is State.ACTIVE
     assert ledger.get(pending.id) is confirmed
     assert list(ledger.reservations(ended=False)) == [confirmed]
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gpuscale.allocator.domain.jobs import JobMember, ReservedJob
-from gpuscale.allocator.domain.ledger import Ledger, activated
+from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import State
 from gpuscale.allocator.domain.notifications import (
     EventKind,
@@ -18,10 +18,9 @@ from gpuscale.allocator.domain.notifications import (
 from tests.support.allocator_values import NOW, WALL, order, reserved
 
 JOB = ReservedJob("train", "python train.py")
-HELD = activated(
-    Ledger(new_id=lambda: "r1").grant(
-        replace(order(), holder="ann", job=JOB), [reserved("GPU-1")], now=NOW, wall=WALL
-    )
+_LEDGER = Ledger(new_id=lambda: "r1")
+HELD = _LEDGER.confirm(
+    _LEDGER.grant(replace(order(), holder="ann", job=JOB), [reserved("GPU-1")], now=NOW, wall=WALL)
 )
 ENDED = JobMember(0, "n0", started=WALL, ended=WALL, exit_code=3)
 

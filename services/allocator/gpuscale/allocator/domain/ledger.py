@@ -269,8 +269,11 @@ class Ledger:
         self._put(after)
 
     def confirm(self, granted: Reservation) -> Reservation:
-        """Make a granted reservation ACTIVE: it is on disk."""
-        return self._put(activated(granted))
+        """Make a granted reservation ACTIVE: it is on disk. Nobody was told of it before, so it is changed in place."""
+        found = self._reservations[granted.id]
+        found.state = State.ACTIVE
+        self.postpone(found)  # its deadline may have come up meanwhile
+        return found
 
     def withdraw(self, granted: Reservation) -> None:
         """Undo a grant whose write failed: nobody was told of it. Its fence stays used."""
@@ -444,11 +447,6 @@ class Ledger:
         self._ended.pop(reservation_id, None)
         self._granted_at.pop(reservation_id, None)
         self._use.free(reservation_id)
-
-
-def activated(granted: Reservation) -> Reservation:
-    """The reservation as it will stand once on disk: what is written, and what the caller is told."""
-    return granted if granted.state is State.ACTIVE else moved(granted, state=State.ACTIVE)
 
 
 def due_at(reservation: Reservation) -> float:

@@ -19,7 +19,7 @@ from itertools import repeat
 from operator import attrgetter
 from typing import Any, Final, NoReturn, Protocol
 
-from gpuscale.allocator.domain.ledger import Ledger, activated
+from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation
 from gpuscale.allocator.state.policies import Letter, post
 from gpuscale.allocator.state.store import AllocatorStore
@@ -194,7 +194,7 @@ class Commits:
 
     def grant(self, granted: Sequence[Reservation]) -> Outcome:
         """Start to write grants, all or none."""
-        return self._begin(_Kind.GRANT, [activated(one) for one in granted])
+        return self._begin(_Kind.GRANT, granted)
 
     def end(self, closed: Sequence[Reservation]) -> Outcome:
         """Start to write the ends of closed reservations, all or none."""

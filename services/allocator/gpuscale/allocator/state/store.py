@@ -81,6 +81,7 @@ _COUNTER = _TABLES["counter"]
 _ENDED = _TABLES["ended"]
 
 _CHANGING = (*(column for column in LIFE if column != "id"), "life_sum")
+_WRITTEN = {one: str(State.ACTIVE if one is State.PENDING else one) for one in State}
 _ACTIVE: ColumnElement[str] = literal_column(f"'{State.ACTIVE.value}'")
 _ADD = Prepared(insert(_RESERVATION))
 _HOLD_GPUS = Prepared(insert(_HOLD))
@@ -392,7 +393,7 @@ def to_changes(reservation: Reservation, boot_id: str, number: int) -> dict[str,
     revoke_at, job = reservation.revoke_at, reservation.job
     row: dict[str, object] = {
         "id": reservation.id,
-        "state": str(reservation.state),
+        "state": _WRITTEN[reservation.state],
         "ttl_seconds": float(reservation.ttl),
         "deadline_seconds": float(reservation.deadline),
         "boot_id": boot_id,
