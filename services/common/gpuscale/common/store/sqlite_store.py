@@ -37,6 +37,7 @@ _WRITER_PRAGMAS = (
     "foreign_keys=ON",
     "cell_size_check=ON",
     "mmap_size=0",
+    "cache_size=-8000",  # KiB, used when needed: what does not fit is written to the log more than once
 )
 _NEW_PRAGMAS = ("auto_vacuum=INCREMENTAL",)
 """For a new file only, as it writes. Free pages are returned to the disk a few at a time."""
