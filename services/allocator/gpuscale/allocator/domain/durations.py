@@ -12,8 +12,9 @@ from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from math import exp, log
+from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 from gpuscale.allocator.domain.model import BOOKING_LABEL, EndCause, Order, Reservation
@@ -28,6 +29,8 @@ MOST = 4096
 """Most groups kept; the least recently used is dropped."""
 STALE = 16
 """Samples of others after which their part of an estimate is computed again."""
+AT_ONCE = 256
+"""Samples that are taken in together, unless somebody asks: most programs end more than they wait."""
 TAIL = 3.0
 """The exponent of the Pareto distribution."""
 LOW, HIGH = 0.2, 0.8
@@ -72,23 +75,31 @@ class Durations:
         self._samples: OrderedDict[_Circle, deque[float]] = OrderedDict()
         self._profiles: dict[Kin, _Profile] = {}
         self._count = 0
+        self._new: list[tuple[Kin, float]] = []
 
     def add(self, kin: Kin, seconds: float) -> None:
         """Add a reservation that lasted this long."""
-        self._count += 1
-        sample = log(max(seconds, 1.0))
-        for circle in _circles(kin):
-            samples = self._samples.get(circle)
-            if samples is None:
-                samples = self._samples[circle] = deque(maxlen=KEPT)
-            samples.appendleft(sample)
-            self._samples.move_to_end(circle)
-        while len(self._samples) > MOST:
-            self._samples.popitem(last=False)
-        self._profiles.pop(kin, None)
+        self._new.append((kin, seconds))
+        if len(self._new) >= AT_ONCE:
+            self._learn()
+
+    def _learn(self) -> None:
+        for kin, some in groupby(self._new, itemgetter(0)):
+            samples = [log(max(seconds, 1.0)) for _, seconds in some]
+            self._count += len(samples)
+            for circle in _circles(kin):
+                if circle not in self._samples:
+                    self._samples[circle] = deque(maxlen=KEPT)
+                self._samples[circle].extendleft(samples)
+                self._samples.move_to_end(circle)
+            while len(self._samples) > MOST:
+                self._samples.popitem(last=False)
+            self._profiles.pop(kin, None)
+        self._new.clear()
 
     def remaining(self, kin: Kin, age: float = 0.0) -> Span | None:
         """How much longer a reservation of this age will last; None if nothing was learned."""
+        self._learn()
         if not self._samples:
             return None
         # Logarithms of samples, shortest first, and the cumulative sums of their weights.
