@@ -193,7 +193,6 @@ async def open_parts(
         own, capacity.reconsider = calendar.expect_own, moves.refusal
         reserving = Reserving(ledger, waiting, view, follower, commits, archive, clock, own, moves.refusal)
         of_leases = AllocatorServicer(reserving, restarting, records, settings, clock, tokens, policing.notes)
-        changes.on_change(of_leases.note)
         accounting.tell, accounting.turn = of_leases.note, partial(changes.room, ())
         tasks.spawn("account for use", accounting.run())
         of_nodes, of_quotas = NodeServicer(maintenance, clock), QuotaServicer(quotas)

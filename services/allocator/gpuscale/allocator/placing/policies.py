@@ -256,9 +256,10 @@ class Demand:
         self._gpu_beside_cpu = self._gpu_beside_cpu * self._decay + (milli if ask.cpu_milli else 0.0)
         self._cpu = self._cpu * self._decay + ask.member_count * ask.cpu_milli
         self._asked += 1
-        able = sum(supply.get(build, 0) for build in served_by)
-        if 0 < able < SCARCE * sum(supply.values()):
-            self._constrained[served_by] = self._constrained.get(served_by, 0.0) + milli
+        if not served_by.issuperset(supply):
+            able = sum(supply.get(build, 0) for build in served_by)
+            if 0 < able < SCARCE * sum(supply.values()):
+                self._constrained[served_by] = self._constrained.get(served_by, 0.0) + milli
         self._packed += ask.policy is Policy.PACK
         if ask.policy is Policy.PACK and self._packed % REPRICED == 1:
             known, part = self.tariff, sum(free().values()) / WHOLE / max(sum(supply.values()), 1)

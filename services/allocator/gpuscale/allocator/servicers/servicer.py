@@ -108,10 +108,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         )
 
     def note(self, one: Reservation, wakes: bool = True) -> None:
-        """Tell watchers of a changed reservation; without `wakes`, only its deadline changed.
-
-        It costs nothing until there is a watcher.
-        """
+        """Tell watchers, if there are any, of a changed reservation; without `wakes`, only its deadline changed."""
         if not self.watched:
             return
         name = names.reservation_name(one.id)
@@ -242,6 +239,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     ) -> AsyncGenerator[Any]:
         if not self.watched:
             self.watched = True
+            self.restarting.changes.on_change(self.note)
             for one in self.leases.ledger.reservations(ended=False):
                 self.note(one)
         caller = current_principal()
