@@ -167,7 +167,7 @@ class Accounting:
         since, end = granted_since(first), ended_at(one)
         [(day, piece), *others] = by_day(max(0, end - since), wall)
         seen = gpus_of(first, self.view.get, self.ledger.use, now, since / 1000)
-        if others or len(seen) < len(first.gpus) or any(usage is not UNREAD for usage in seen.values()):
+        if others or [*seen.values()].count(UNREAD) < len(first.gpus):
             return []
         self._unread[one.id] = day, piece * sum(gpu.milli for gpu in first.gpus)
         return unread_rows(first, first_part(first) + 1, day, piece, end, str(one.end_cause))

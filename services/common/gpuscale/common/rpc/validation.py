@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from operator import attrgetter, le
+from operator import attrgetter, itemgetter, le
 from types import SimpleNamespace
 from typing import Any, Final
 from unicodedata import category
@@ -295,6 +295,7 @@ _Problems = Sequence[tuple[str, str]]
 _PartCheck = Callable[[Any], _Problems]
 """Checks a message, a list, a map, or an item."""
 _NONE: Final[_Problems] = ()
+_FIELD: Final = itemgetter(0)
 _WRONG: Final[_Problems] = (("", "is wrong"),)
 
 
@@ -446,14 +447,12 @@ class _MessageChecks:
                 if scalar.problem(message, getattr(message, scalar.name)) is not None:
                     return False
             return not any(part.problems(message) for part in self._parts)
-        missing = len(self._needed)
-        for field, value in message.ListFields():
-            screen = self._screens[field]
+        screens, found = self._screens, message.ListFields()
+        for field, value in found:
+            screen = screens[field]
             if screen is not None and screen(value):
                 return False
-            if missing and field in self._needed:
-                missing -= 1
-        return not missing
+        return not self._needed or self._needed.issubset(map(_FIELD, found))
 
     def _add_scalar(self, field: FieldDescriptor, rules: FieldRules) -> None:
         check, text = value_check(field, rules), field.cpp_type == FieldDescriptor.CPPTYPE_STRING
