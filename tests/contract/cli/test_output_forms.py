@@ -385,6 +385,25 @@ def test_a_watch_writes_each_change_once(
     assert (ran.code, ran.err) == (130, "")
 
 
+@pytest.mark.timeout(20)
+def test_what_is_watched_by_its_name_is_read_again(
+    ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No stream of the API tells of it."""
+    watch(world, monkeypatch, scaled)
+    assert len(ctl("get", "endpoint", "jobs", "-w").out.splitlines()) == 3
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("words", ["job r1", "recording nightly", "backtest b1"])
+def test_a_watch_of_one_is_that_of_its_list(
+    ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    """Its members, figures or results were repeated without their headings at each look."""
+    watch(world, monkeypatch, nothing, nothing)
+    assert len(ctl("get", *words.split(), "-w").out.splitlines()) == 2
+
+
 def test_a_watch_outlives_an_answer_that_fails(
     ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -199,7 +199,7 @@ def jobs(session: Session, name: Names, ended: bool) -> None:
     with session.connect() as client:
         found = lookup.jobs(client, name, _about(session, allocator.JOBS), ended=ended)
     _write(session, found, allocator.JOBS, name)
-    if len(name) == 1 and session.output.human:
+    if len(name) == 1 and session.output.human and session.output.chosen.watched is None:
         job = found[0].job
         why = ["", queued(job), *filter(None, [job.queue_order])] if job.queue_reason else []
         if (reason := why_ended(found[0])) and found[0].HasField("end_time"):
@@ -283,7 +283,7 @@ def recordings(session: Session, name: Names) -> None:
 
     with session.connect() as client:
         found = lookup.recordings(client, name, _about(session, monitor.RECORDINGS))
-    if len(name) != 1:
+    if len(name) != 1 or session.output.chosen.watched:
         _write(session, found, monitor.RECORDINGS, name)
         return
     if session.output.human:
@@ -298,7 +298,8 @@ def backtests(session: Session, name: Names) -> None:
 
     with session.connect() as client:
         found = lookup.backtests(client, name, _about(session, autoscaler.BACKTESTS))
-        one = len(name) == 1 and session.output.format is not Format.NAME
+        alone = len(name) == 1 and session.output.chosen.watched is None
+        one = alone and session.output.format is not Format.NAME
         shown = figures(client, found[0]) if one else None
     if shown is None:
         _write(session, found, autoscaler.BACKTESTS, name)

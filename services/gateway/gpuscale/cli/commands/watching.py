@@ -99,7 +99,7 @@ class GetCommand(Command):
 
         with session.connect() as client:
             ctx.obj, streams = replace(session, kept=client), Streams(client)
-            watched.streams = streams
+            watched.streams, streams.polled = streams, bool(ctx.params.get("name"))  # which are read by name
             click.Command.invoke(self, ctx)
             away = False  # report an outage once, and wait it out
             while True:
