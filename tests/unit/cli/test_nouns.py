@@ -124,6 +124,7 @@ def test_words_of_other_programs_lead_to_commands_that_exist(
     ("typed", "said"),
     [
         ("reserve 2", "unexpected extra argument (2); did you mean --gpus 2?"),
+        ("get gpus -A", "No such option '-A'; there are no namespaces: leave it out"),
         ("reserve --count 2", "No such option '--count'; try: --gpus"),
         ("run --gres=gpu:2 true", "No such option '--gres'; try: --gpus"),
         ("reserve --gpus 2 --mem 20GB", "'--mem'; try: --min-memory"),

@@ -183,6 +183,7 @@ _OPTIONS_OF_OTHER_TOOLS: Mapping[str, str] = {
     "--namespace": "--tenant",
 }
 """Options of Slurm, Docker and kubectl, and their equivalents here."""
+_NAMESPACES = {"-A", "--all-namespaces", "-n", "--namespace"}
 _EXTRA = re.compile(r"Got unexpected extra arguments? \((\S+).*\)")
 
 
@@ -195,7 +196,9 @@ def _meant(error: click.ClickException, context: click.Context, message: str) ->
                 return f"did you mean {error.possibilities[0]}?"
             return "options of a command come after its name"
         other = _OPTIONS_OF_OTHER_TOOLS.get(error.option_name)
-        return f"try: {other}" if other in known else ""
+        if other in known:
+            return f"try: {other}"
+        return "there are no namespaces: leave it out" if error.option_name in _NAMESPACES else ""
     extra = _EXTRA.fullmatch(message)
     if extra and extra[1].isdecimal() and "--gpus" in known:
         return f"did you mean --gpus {extra[1]}?"
