@@ -166,3 +166,4 @@ def test_a_priority_is_for_those_who_may_ask_for_it() -> None:
     ) as caught:
         require_priority(ann, 6, "endpoint.spec.priority")
     assert caught.value.reason == "PRIORITY_TOO_HIGH"
+    assert "login-code create ann --role operator --max-priority 6, or of a token:" in caught.value.message

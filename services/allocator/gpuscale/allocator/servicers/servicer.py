@@ -58,6 +58,7 @@ from gpuscale.common.security.auth import (
     current_principal,
     is_admin,
     require_priority,
+    to_allow,
 )
 from gpuscale.common.store.store import Store
 
@@ -497,8 +498,7 @@ def check_tenant(caller: Principal, tenant: str, field: str) -> None:
     if not caller.may_use(tenant):
         may = ", ".join(caller.tenants)
         raise PermissionDeniedError(
-            f"{field}: {caller.name} cannot use the quota of {tenant}, only of: {may}. On the server's host:"
-            f" gpuscalectl token limit {caller.name} --tenant {tenant}",
+            f"{field}: {caller.name} cannot use the quota of {tenant}, only of: {may}. {to_allow(caller, f'--tenant {tenant}')}",
             reason="OTHER_TENANT",
             metadata={"field": field, "tenant": tenant},
         )

@@ -545,13 +545,20 @@ def require(principal: Principal, role: Role, what: str = "the call") -> None:
         )
 
 
+def to_allow(principal: Principal, option: str) -> str:
+    """How an admin allows a caller more, by a login or by its token."""
+    return (
+        f"An admin can allow more: gpuscalectl login-code create {principal.name} --role {principal.role.name.lower()} {option},"
+        f" or of a token: gpuscalectl token limit {principal.name} {option} --tokens-file FILE"
+    )
+
+
 def require_priority(principal: Principal, priority: int, field: str) -> None:
     """Raise PermissionDeniedError (PRIORITY_TOO_HIGH) unless the caller may request the priority; admins may request any."""
     most = principal.limits.max_priority
     if principal.role < Role.ADMIN and priority > most:
         raise PermissionDeniedError(
-            f"{field}: {principal.name} may ask for {most} at most. On the server's host:"
-            f" gpuscalectl token limit {principal.name} --max-priority {priority}",
+            f"{field}: {principal.name} may ask for {most} at most. {to_allow(principal, f'--max-priority {priority}')}",
             reason="PRIORITY_TOO_HIGH",
             metadata={"field": field, "max_priority": str(most)},
         )
