@@ -138,7 +138,7 @@ def _not_started(command: Sequence[str], error: OSError) -> int:
 class Forwarding:
     """Forwards signals to a command while its block runs, including those from before its start.
 
-    A terminal sends Ctrl-C to the command itself, so that is not forwarded.
+    A terminal sends Ctrl-C to its foreground group, the command too, so that is not forwarded.
 
     Attributes:
         ending: the last signal that ends commands; 0 if none came.
@@ -160,8 +160,10 @@ class Forwarding:
     def _forward(self, number: int, _frame: FrameType | None) -> None:
         if number not in {signal.SIGUSR1, signal.SIGUSR2}:
             self.ending = number
-        if number in _OF_TERMINAL and _in_front():
-            return
+        for one in range(3) if number in _OF_TERMINAL else ():
+            with suppress(OSError):  # it is no terminal, or not ours
+                if os.tcgetpgrp(one) == os.getpgrp():
+                    return
         self._early.append(number)
         self.send(number)
 
@@ -184,15 +186,6 @@ class Forwarding:
             signal.signal(number, handler)
         for pidfd in self._pidfds:
             os.close(pidfd)
-
-
-def _in_front() -> bool:
-    """Whether one of our streams is the terminal that sends its signals to our process group, the command's too."""
-    for one in range(3):
-        with suppress(OSError):  # it is no terminal, or not ours
-            if os.tcgetpgrp(one) == os.getpgrp():
-                return True
-    return False
 
 
 class Offspring:

@@ -354,8 +354,8 @@ class Group(Command, click.Group):
         """The command that was typed, with any name of its noun. Raises click.UsageError: unknown command; suggests the nearest one."""
         args = self.normal(ctx, args)
         if args[0] not in self.entries and not ctx.resilient_parsing and not args[0].startswith("-"):
-            typed = args[0].casefold().partition("/")[0]
-            wanted = self.of_other_tools.get(typed) or self.of_other_tools.get(plural(typed))
+            typed, other = args[0].casefold().partition("/")[0], self.of_other_tools
+            wanted = other.get(typed) or other.get(plural(typed))
             hint = f"; try: {PROGRAM} {wanted}" if wanted else near(args[0], self.entries)
             ctx.fail(f"unknown command {args[0]!r}{hint}")
         return super().resolve_command(ctx, args)
