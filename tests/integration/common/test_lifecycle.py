@@ -162,9 +162,6 @@ await stop.wait()
 """
 
 
-NOHUP = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
-
-
 @contextmanager
 def program(body: str, prelude: str = "", *, quiet: bool = False) -> Iterator[subprocess.Popen[str]]:
     source = PROGRAM.format(body=textwrap.indent(body, "    "), prelude=prelude, quiet=quiet)
@@ -198,7 +195,8 @@ def test_a_signal_stops_the_program_in_order(number: signal.Signals) -> None:
 
 
 def test_a_hangup_that_is_ignored_stays_ignored() -> None:
-    with program("os.kill(os.getpid(), signal.SIGHUP)\nprint(stop.is_set())", NOHUP) as process:
+    ignored = "signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    with program("os.kill(os.getpid(), signal.SIGHUP)\nprint(stop.is_set())", ignored) as process:
         assert ended(process) == (0, "False\n", "")
 
 

@@ -1,7 +1,5 @@
 """Decisions: their summaries, and what makes two the same."""
 
-from typing import Any
-
 import pytest
 
 from gpuscale.autoscaler.domain.decisions import (
@@ -14,7 +12,7 @@ from gpuscale.autoscaler.domain.decisions import (
     compose,
     sameness,
 )
-from gpuscale.autoscaler.domain.spec import Combine
+from gpuscale.autoscaler.domain.spec import Combine, EndpointSpec
 from tests.support.autoscaler_values import NOW, down, endpoint, evaluate, observed, seen, spec, up
 
 WANTED = spec(up(step=2), down())
@@ -25,33 +23,20 @@ def decide(before: int, value: float | None, outcome: DecisionOutcome) -> Decisi
     return compose(endpoint(WANTED), evaluation, outcome)
 
 
-def test_a_change_tells_the_rule_that_made_it() -> None:
-    decision = decide(2, 120, DecisionOutcome(4))
-    assert (decision.before, decision.wanted, decision.granted, decision.limited_by) == (2, 4, 4, None)
-    assert decision.summary == "from 2 to 4: queue = 120 > 10: +2"
+THREE = down("a", ">= 99"), up("b", step=2), up("c", step=3)
 
 
 @pytest.mark.parametrize(
-    ("fields", "summary"),
+    ("before", "of", "summary"),
     [
-        ({}, "from 3 to 6: queue = 120 > 10: +3"),
-        ({"combine": Combine.SUM_STEPS}, "from 3 to 7: a -1, b +2, c +3 together"),
-        ({"high": 3, "combine": Combine.FIRST_MATCH}, "from 3 to 2: queue = 120 >= 99: -1"),
+        (3, spec(*THREE), "from 3 to 6: queue = 120 > 10: +3"),
+        (3, spec(*THREE, combine=Combine.SUM_STEPS), "from 3 to 7: a -1, b +2, c +3 together"),
+        (1, spec(down(), warm_spares=2), "from 1 to 2: 2 warm spares on top"),
     ],
 )
-def test_a_change_of_several_rules_tells_those_that_won(fields: dict[str, Any], summary: str) -> None:
-    both = spec(down("a", ">= 99"), up("b", step=2), up("c", step=3), **fields)
-    evaluation = evaluate(both, 3, observed(seen(120)), {}, NOW)
-    assert compose(endpoint(both), evaluation, DecisionOutcome(6)).summary == summary
-
-
-def test_spares_are_told_where_no_rule_wants_a_change() -> None:
-    spared = spec(up(), warm_spares=2)
-    evaluation = evaluate(spared, 1, observed(seen(7)), {}, NOW)
-    assert (
-        compose(endpoint(spared), evaluation, DecisionOutcome(2)).summary
-        == "from 1 to 2: 2 warm spares on top"
-    )
+def test_a_change_tells_what_made_it(before: int, of: EndpointSpec, summary: str) -> None:
+    evaluation = evaluate(of, before, observed(seen(120)), {}, NOW)
+    assert compose(endpoint(of), evaluation, DecisionOutcome(7)).summary == summary
 
 
 def test_a_hold_tells_what_is_unknown() -> None:

@@ -210,11 +210,6 @@ def crash_delay(replicas: Iterable[Replica], now: float) -> float:
     return max(0.0, failures[0][0] + delay - now)
 
 
-def _last_failure(replicas: Iterable[Replica]) -> str:
-    failed = [one for one in replicas if one.state is ReplicaState.FAILED]
-    return max(failed, key=lambda one: one.ended_at or 0.0).reason
-
-
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """Capabilities of an adapter beyond starting and stopping replicas."""
@@ -342,14 +337,10 @@ def startup_seconds(replicas: Iterable[Replica], at: Moment) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Plans:
-    """The plan of each capability set, and seconds until one of it may start, for those that want to start some.
-
-    `failures`: why the last one failed of those that have to wait.
-    """
+    """The plan of each capability set, and seconds until one of it may start, for those that want to start some."""
 
     plans: Mapping[str, Plan]
     delays: Mapping[str, float]
-    failures: Mapping[str, str]
 
     @classmethod
     def of(
@@ -378,8 +369,7 @@ class Plans:
             plans = {one: replace(planned, start=0) for one, planned in plans.items()}
         starting = [one for one, planned in plans.items() if planned.start]
         own = {one: [replica for replica in kept if replica.group.set == one] for one in starting}
-        delays = {one: crash_delay(own[one], now) for one in starting}
-        return cls(plans, delays, {one: _last_failure(own[one]) for one, delay in delays.items() if delay})
+        return cls(plans, {one: crash_delay(own[one], now) for one in starting})
 
     @property
     def stops(self) -> list[Replica]:
@@ -415,10 +405,10 @@ class Plans:
         return found
 
     def steps(
-        self, rows: Sequence[Replica], silent: frozenset[str], given: Sequence[Replica] = ()
+        self, kept: Sequence[Replica], silent: frozenset[str], given: Sequence[Replica] = ()
     ) -> tuple[Step, ...]:
         """The actions, as steps of a decision; `given`: those that stop to give way, which are not in the plans."""
-        steps: list[Step] = []
+        steps, rows = list[Step](), [one for one in kept if not one.ended]
 
         def add(code: Code, count: int, after: int, text: str, set_id: str = "") -> None:
             steps.append(Step(Stage.ACT, code, count, after, text, capability_set=set_id))
@@ -440,8 +430,9 @@ class Plans:
             own, delay = [one for one in rows if one.group.set == set_id], self.delays.get(set_id)
             count, leaving = sum(one.aimed_at for one in own), sum(one.leaving for one in own)
             if planned.start and delay:
-                why = f" ({self.failures[set_id]})" if self.failures[set_id] else ""
-                text = f"replicas failed{why}: the next one starts in {delay:.1f} s"
+                failed = (one for one in kept if one.group.set == set_id and one.state is ReplicaState.FAILED)
+                why = max(failed, key=lambda one: one.ended_at or 0.0).reason
+                text = f"replicas failed{why and f' ({why})'}: the next one starts in {delay:.1f} s"
                 add(Code.BACK_OFF, count, count, text, set_id)
             elif planned.start:
                 text = f"starts {planned.start} more {set_id}".rstrip()

@@ -593,7 +593,7 @@ def come_to(known: Known, facts: PassFacts) -> Pass:
     now = [set_id for set_id, delay in plans.delays.items() if not delay]
     started = [_decided(endpoint, one, facts.at) for one in now for _ in range(plans.plans[one].start)]
     live = [one for one in (stopped.get(one.id, one) for one in rows) if not one.ended] + started
-    outcome = DecisionOutcome(sum(one.granted for one in live), plans.steps(rows, silent, given))
+    outcome = DecisionOutcome(sum(one.granted for one in live), plans.steps(kept, silent, given))
     acts = plans.acts or endpoint is not before or bool(given)
     decision, recorded = None, None
     if acts or (result and not any(one.state is ReplicaState.PENDING for one in live)):
