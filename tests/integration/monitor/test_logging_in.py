@@ -15,7 +15,7 @@ from gpuscale.client import FailedPreconditionError, UnavailableError, connect, 
 from gpuscale.common.rpc.channel import ClientTls
 from gpuscale.common.security import auth
 from gpuscale.common.security.authority import digest_of, read_pair
-from gpuscale.monitor.fleet import login_servicer
+from gpuscale.monitor.fleet import join_servicer
 from tests.support.cli import Ran
 from tests.support.first_host import Site, first_host
 from tests.support.oidc import CLIENT, OidcProvider, oidc_provider
@@ -101,7 +101,7 @@ async def test_a_code_ends_and_a_repeated_call_makes_no_other(
         first, again = [await client.logins.CreateLoginCode(request) for _ in range(2)]
     assert first == again
     soon = {"ttl": 0.001}
-    monkeypatch.setattr(login_servicer, "optional_seconds", lambda _, field: soon.get(field))
+    monkeypatch.setattr(join_servicer, "optional_seconds", lambda _, field: soon.get(field))
     [told] = json.loads((await site.as_admin("login-code", "create", "alice", "-o", "json")).out)["codes"]
     late = await person.types(*told["type"].split()[1:], stdin=told["code"])
     assert (late.code, "used or expired" in late.err) == (8, True), late.err

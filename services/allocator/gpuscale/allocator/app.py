@@ -19,10 +19,11 @@ from gpuscale.allocator.servicers.operator_servicers import CapacityServicer, No
 from gpuscale.allocator.servicers.policy_servicers import (
     NotificationServicer,
     PolicyServicer,
+    PowerServicer,
+    to_budget,
     to_policy,
     to_target,
 )
-from gpuscale.allocator.servicers.power_servicer import PowerServicer, to_budget
 from gpuscale.allocator.servicers.servicer import AllocatorServicer
 from gpuscale.allocator.servicers.usage_servicer import UsageServicer
 from gpuscale.allocator.settings import AllocatorSettings

@@ -1,4 +1,7 @@
-"""PolicyService and NotificationService on the wire: messages to values, one use case, values to messages."""
+"""PolicyService, NotificationService and PowerService on the wire: messages to values, one use case, values to messages.
+
+Use policies, notification targets and power budgets are declared alike: `create_declared` and `update_declared`.
+"""
 
 import re
 from collections.abc import Sequence
@@ -10,6 +13,7 @@ from zoneinfo import ZoneInfo
 from google.protobuf.json_format import MessageToJson, Parse
 
 from gpuscale.allocator.domain.notifications import EventKind, Webhook
+from gpuscale.allocator.domain.power import PowerBudget, PowerShare
 from gpuscale.allocator.domain.use_policies import (
     Action,
     Exemption,
@@ -22,10 +26,14 @@ from gpuscale.allocator.domain.use_policies import (
     WeeklyHours,
     problems,
 )
-from gpuscale.allocator.state.policies import Declaration, Letter
+from gpuscale.allocator.servicers.servicer import or_else
+from gpuscale.allocator.state.policies import Declaration, Letter, PowerChange
 from gpuscale.allocator.usecases.declarations import Declarations, created
 from gpuscale.allocator.usecases.notifying import Notifying, url_problem
+from gpuscale.allocator.usecases.partitioning import PartitionEnd
 from gpuscale.allocator.usecases.policing import DryRuns, Policing, PolicyStanding
+from gpuscale.allocator.usecases.powering import Powering, ToldGpu
+from gpuscale.allocator.usecases.rebalancing import Rebalancing
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
 from gpuscale.common.errors import FieldViolation, InvalidArgumentError, PermissionDeniedError
@@ -47,6 +55,7 @@ _ACTION_OF = {one: number for number, one in _ACTIONS.items()}
 _OUTCOMES = {one: api.PolicyAct.Outcome.Value(f"OUTCOME_{one.name}") for one in StageOutcome}
 _EVENTS = {api.NotificationEvent.Value(f"NOTIFICATION_EVENT_{one.name}"): one for one in EventKind}
 _EVENT_OF = {one: number for number, one in _EVENTS.items()}
+_SHARES = {api.PowerShare.Value(f"POWER_SHARE_{one.name}"): one for one in PowerShare}
 _TIME = re.compile(r"([01]\d|2[0-4]):([0-5]\d)")
 _Given = api.UsePolicy | api.NotificationTarget | api.PowerBudget
 
@@ -124,6 +133,19 @@ def to_target(body: str) -> Webhook:
     policies = frozenset(names.parse(names.POLICY, one)["policy"] for one in spec.policies)
     kinds = frozenset(_EVENTS[one] for one in spec.events)
     return Webhook(spec.url, spec.secret, kinds, frozenset(spec.holders), policies)
+
+
+def to_budget(body: str) -> PowerBudget:
+    """The budget of a stored spec. Raises InvalidArgumentError for an invalid node name."""
+    spec = Parse(body, api.PowerBudgetSpec())
+    path = "power_budget.spec.nodes"
+    return PowerBudget(
+        spec.watts,
+        tuple(names.parse(names.NODE, one, path)["node"] for one in spec.nodes),
+        tuple(sorted(spec.node_labels.items())),
+        spec.per,
+        _SHARES.get(spec.share, PowerShare.EQUAL),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +326,111 @@ class NotificationServicer(api.NotificationServiceServicer):
         return api.ResendNotificationResponse(notification=_notification(letter))
 
 
+@dataclass(frozen=True, slots=True)
+class PowerServicer(api.PowerServiceServicer):
+    """The RPCs. Requests are already validated and callers authenticated."""
+
+    powering: Powering
+    rebalancing: Rebalancing
+
+    async def CreatePowerBudget(
+        self, request: api.CreatePowerBudgetRequest, context: Context
+    ) -> api.CreatePowerBudgetResponse:
+        made = await create_declared(self.powering.budgets, request.power_budget, request)
+        return api.CreatePowerBudgetResponse(power_budget=self._budget(made))
+
+    async def GetPowerBudget(
+        self, request: api.GetPowerBudgetRequest, context: Context
+    ) -> api.GetPowerBudgetResponse:
+        found = self.powering.budgets.get(names.parse(names.BUDGET, request.name)["budget"])
+        return api.GetPowerBudgetResponse(power_budget=self._budget(found))
+
+    async def ListPowerBudgets(
+        self, request: api.ListPowerBudgetsRequest, context: Context
+    ) -> api.ListPowerBudgetsResponse:
+        every = self.powering.budgets.every()
+        found, token = listed(every, request, api.PowerBudget, key=lambda one: one.id, encode=self._budget)
+        return api.ListPowerBudgetsResponse(power_budgets=found, next_page_token=token)
+
+    async def UpdatePowerBudget(
+        self, request: api.UpdatePowerBudgetRequest, context: Context
+    ) -> api.UpdatePowerBudgetResponse:
+        changed = await update_declared(self.powering.budgets, request.power_budget, request)
+        return api.UpdatePowerBudgetResponse(power_budget=self._budget(changed))
+
+    async def DeletePowerBudget(
+        self, request: api.DeletePowerBudgetRequest, context: Context
+    ) -> api.DeletePowerBudgetResponse:
+        with wire.absence_allowed(request):
+            key = names.parse(names.BUDGET, request.name)["budget"]
+            await self.powering.budgets.delete(key, etag=request.etag)
+        return api.DeletePowerBudgetResponse()
+
+    async def ListPowerChanges(
+        self, request: api.ListPowerChangesRequest, context: Context
+    ) -> api.ListPowerChangesResponse:
+        found, token = listed(
+            self.powering.changes(),
+            request,
+            api.PowerChange,
+            key=lambda one: f"{one[0]:020}",
+            encode=_change,
+            descending=True,
+        )
+        return api.ListPowerChangesResponse(power_changes=found, next_page_token=token)
+
+    async def TakePowerCaps(
+        self, request: api.TakePowerCapsRequest, context: Context
+    ) -> api.TakePowerCapsResponse:
+        told = {
+            one.uuid: ToldGpu(
+                or_else(one, "watts", None),
+                or_else(one, "lowest_watts", None),
+                or_else(one, "limit_watts", None),
+                or_else(one, "cap_watts", None),
+                or_else(one, "sm_activity_percent", None),
+                one.problem,
+            )
+            for one in request.gpus
+        }
+        node = expect_own_node(request.node, "caps")
+        caps = self.powering.take(node, told)
+        ends = {
+            one.order: PartitionEnd(one.problem, None if one.unsettled else frozenset(one.instances))
+            for one in request.partition_ends
+        }
+        orders = self.rebalancing.partitioning.take(node, ends if request.partitions_gpus else None)
+        return api.TakePowerCapsResponse(
+            caps=[api.PowerCap(uuid=uuid, watts=watts) for uuid, watts in caps.items()],
+            partitions=[
+                api.PartitionOrder(order=one.id, uuid=one.uuid, profiles=one.profiles) for one in orders
+            ],
+        )
+
+    def _budget(self, one: Declaration) -> api.PowerBudget:
+        found, caps = self.powering.found, self.powering.found.caps
+        message = api.PowerBudget(
+            name=f"budgets/{one.id}",
+            etag=one.etag,
+            create_time=wire.to_timestamp(created(one)),
+            sums=[
+                api.PowerSum(
+                    name=of.name,
+                    drawn_watts=of.drawn,
+                    room_watts=of.room,
+                    gpu_count=len(of.gpus),
+                    capped_count=sum(gpu.uuid in caps for gpu in of.gpus),
+                    loose_count=of.loose,
+                    emergency=of.emergency,
+                )
+                for of in found.sums
+                if of.budget == one.id
+            ],
+        )
+        Parse(one.body, message.spec)
+        return message
+
+
 def expect_own_node(name: str, what: str) -> str:
     """The id of a node that the caller may act for: its own, or any for an admin. Raises PermissionDeniedError."""
     node, caller = names.parse(names.NODE, name, "node")["node"], current_principal()
@@ -408,4 +535,18 @@ def _notification(one: Letter) -> api.Notification:
         attempt_count=one.attempts,
         problem=one.problem,
         dead=one.dead,
+    )
+
+
+def _change(numbered: tuple[int, PowerChange]) -> api.PowerChange:
+    number, one = numbered
+    return api.PowerChange(
+        name=f"changes/{number}",
+        gpu=one.gpu,
+        before_watts=one.before,
+        watts=one.after,
+        power_budget=one.budget and f"budgets/{one.budget}",
+        reason=one.reason,
+        time=wire.to_timestamp(one.time),
+        profiles=one.profiles,
     )

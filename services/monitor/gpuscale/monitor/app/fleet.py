@@ -23,13 +23,14 @@ from gpuscale.monitor.exposition.snapshots import HolderLabels
 from gpuscale.monitor.fleet.join_servicer import (
     CERTIFICATE_SERVICE,
     JOIN_SERVICE,
+    LOGIN_SERVICE,
     SERVICES_HOST_SERVICE,
     CertificateServicer,
     Joined,
     JoinServicer,
+    LoginServicer,
     ServicesHostServicer,
 )
-from gpuscale.monitor.fleet.login_servicer import LOGIN_SERVICE, LoginServicer
 from gpuscale.monitor.fleet.nodes import Directory, Nodes
 from gpuscale.monitor.fleet.servicer import FLEET_SERVICE, TELEMETRY_SERVICE, FleetServicer
 from gpuscale.monitor.history.history import History, Tier
