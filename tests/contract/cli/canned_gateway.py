@@ -371,19 +371,21 @@ class World:
         self.things: dict[str, Any] = {
             thing.name: thing
             for thing in (
-                NODE,
-                RESERVATION,
-                ENDPOINT,
-                WATCHER,
-                REPLICA,
-                DECISION,
-                ADAPTER,
-                BACKTEST,
-                QUOTA,
-                BOOKING,
-                POLICY,
-                BUDGET,
-                TARGET,
+                *(NODE, PROCESS, RESERVATION, ENDPOINT, WATCHER, REPLICA, DECISION, CORDON, RECORDING, EVENT),
+                *(
+                    ADAPTER,
+                    BACKTEST,
+                    QUOTA,
+                    BOOKING,
+                    POLICY,
+                    ACT,
+                    BUDGET,
+                    CHANGE,
+                    TARGET,
+                    LETTER,
+                    RULE,
+                    PRESET,
+                ),
             )
         }
 
@@ -431,9 +433,40 @@ class Service(grpc.GenericRpcHandler):
         )
 
 
+PLAIN = (
+    *("GetNode", "GetReservation", "GetBooking", "GetUsePolicy", "GetPowerBudget", "GetNotificationTarget"),
+    *("GetQuota", "GetEndpoint", "GetHealthEvent", "GetRecording", "GetReplica", "GetAdapter"),
+    *("GetQueueWatcher", "GetDecision", "GetBacktest", "RenewReservation", "ReleaseReservation"),
+    *("ListNodes", "ListProcesses", "ListReservations", "ListCordons", "ListBookings", "ListUsePolicies"),
+    *("ListPowerBudgets", "ListPowerChanges", "ListPolicyActs", "ListNotificationTargets", "ListQuotas"),
+    *(
+        "ListNotifications",
+        "ListEndpoints",
+        "ListHealthEvents",
+        "ListRecordings",
+        "ListReplicas",
+        "ListRules",
+    ),
+    *("ListQueueWatchers", "ListDecisions", "ListPresets", "ListBacktests", "ListAdapters"),
+    *("ForgetNode", "UncordonNode", "DeleteUsePolicy", "DeletePowerBudget", "DeleteNotificationTarget"),
+    *("DeleteQuota", "DeleteRule"),
+)
+"""Answered with the thing of a name, all things of a kind, or nothing, as their answers have room for."""
+
+
 def service(world: World) -> Service:
     """Every unary method that the CLI calls."""
     a, s, m = allocator_api, autoscaler_api, monitor_api
+    known: dict[str, Any] = {name: getattr(one, name) for one in (a, s, m, audit_api) for name in dir(one)}
+
+    def plainly(request: Any, context: grpc.ServicerContext) -> Any:
+        response = known[type(request).__name__.replace("Request", "Response")]()
+        for field in response.DESCRIPTOR.fields[:1]:
+            if field.is_repeated:
+                getattr(response, field.name).extend(world.all(known[field.message_type.name]))
+            elif field.message_type:
+                getattr(response, field.name).CopyFrom(world.get(request.name, context))
+        return response
 
     def changed(thing: Any, *, only_checked: bool = False, **status: int) -> Any:
         copy = type(thing)()
@@ -457,16 +490,8 @@ def service(world: World) -> Service:
         world.get(name, context)
         del world.things[name]
 
-    responses = {
-        "ListNodes": lambda r, c: m.ListNodesResponse(nodes=world.all(m.Node)),
-        "GetNode": lambda r, c: m.GetNodeResponse(node=world.get(r.name, c)),
-        "ListProcesses": lambda r, c: m.ListProcessesResponse(processes=[PROCESS]),
-        "ForgetNode": lambda r, c: m.ForgetNodeResponse(),
+    responses = dict.fromkeys(PLAIN, plainly) | {
         "Reserve": lambda r, c: a.ReserveResponse(reservation=RESERVATION),
-        "RenewReservation": lambda r, c: a.RenewReservationResponse(reservation=world.get(r.name, c)),
-        "ReleaseReservation": lambda r, c: a.ReleaseReservationResponse(reservation=world.get(r.name, c)),
-        "GetReservation": lambda r, c: a.GetReservationResponse(reservation=world.get(r.name, c)),
-        "ListReservations": lambda r, c: a.ListReservationsResponse(reservations=world.all(a.Reservation)),
         "CheckAvailability": lambda r, c: a.CheckAvailabilityResponse(
             available=r.ask.gpu_count < 9, message="there", gpus=RESERVATION.gpus
         ),
@@ -485,16 +510,9 @@ def service(world: World) -> Service:
             notes=["2 reservations: a gang"],
         ),
         "CordonNode": lambda r, c: a.CordonNodeResponse(cordon=CORDON),
-        "UncordonNode": lambda r, c: a.UncordonNodeResponse(),
         "DrainNode": lambda r, c: a.DrainNodeResponse(cordon=CORDON, reservations=[RESERVATION]),
-        "ListCordons": lambda r, c: a.ListCordonsResponse(cordons=[CORDON]),
         "CreateBooking": lambda r, c: a.CreateBookingResponse(booking=BOOKING),
-        "GetBooking": lambda r, c: a.GetBookingResponse(booking=world.get(r.name, c)),
-        "ListBookings": lambda r, c: a.ListBookingsResponse(bookings=[BOOKING]),
         "CancelBooking": lambda r, c: a.CancelBookingResponse(booking=BOOKING),
-        "ListUsePolicies": lambda r, c: a.ListUsePoliciesResponse(use_policies=world.all(a.UsePolicy)),
-        "GetUsePolicy": lambda r, c: a.GetUsePolicyResponse(use_policy=world.get(r.name, c)),
-        "DeleteUsePolicy": lambda r, c: a.DeleteUsePolicyResponse(),
         "DryRunUsePolicy": lambda r, c: a.DryRunUsePolicyResponse(
             policy_acts=[ACT],
             act_count=1,
@@ -506,34 +524,16 @@ def service(world: World) -> Service:
             unknown={"seconds": 1800},
             complete_since=LONG_AGO,
         ),
-        "ListPowerBudgets": lambda r, c: a.ListPowerBudgetsResponse(power_budgets=world.all(a.PowerBudget)),
-        "GetPowerBudget": lambda r, c: a.GetPowerBudgetResponse(power_budget=world.get(r.name, c)),
-        "DeletePowerBudget": lambda r, c: a.DeletePowerBudgetResponse(),
-        "ListPowerChanges": lambda r, c: a.ListPowerChangesResponse(power_changes=[CHANGE]),
         "ListAuditEvents": lambda r, c: audit_api.ListAuditEventsResponse(
             audit_events=[one for one in [AUDITED] if compile_filter(r.filter, audit_api.AuditEvent)(one)]
-        ),
-        "ListPolicyActs": lambda r, c: a.ListPolicyActsResponse(policy_acts=[ACT]),
-        "ListNotificationTargets": lambda r, c: a.ListNotificationTargetsResponse(
-            notification_targets=world.all(a.NotificationTarget)
-        ),
-        "GetNotificationTarget": lambda r, c: a.GetNotificationTargetResponse(
-            notification_target=world.get(r.name, c)
         ),
         "UpdateNotificationTarget": lambda r, c: a.UpdateNotificationTargetResponse(
             notification_target=a.NotificationTarget(name=r.notification_target.name, etag="other")
         ),
-        "DeleteNotificationTarget": lambda r, c: a.DeleteNotificationTargetResponse(),
-        "ListNotifications": lambda r, c: a.ListNotificationsResponse(notifications=[LETTER]),
         "ResendNotification": lambda r, c: a.ResendNotificationResponse(notification=LETTER),
         "QueryUsage": lambda r, c: a.QueryUsageResponse(rows=[USED], total=USED),
         "GetReservationUsage": lambda r, c: a.GetReservationUsageResponse(name=r.name, gpus=[STATISTICS]),
-        "ListQuotas": lambda r, c: a.ListQuotasResponse(quotas=[QUOTA]),
-        "GetQuota": lambda r, c: a.GetQuotaResponse(quota=world.get(r.name, c)),
         "SetQuota": lambda r, c: a.SetQuotaResponse(quota=r.quota),
-        "DeleteQuota": lambda r, c: a.DeleteQuotaResponse(),
-        "ListEndpoints": lambda r, c: s.ListEndpointsResponse(endpoints=world.all(s.Endpoint)),
-        "GetEndpoint": lambda r, c: s.GetEndpointResponse(endpoint=world.get(r.name, c)),
         "CreateEndpoint": lambda r, c: s.CreateEndpointResponse(
             endpoint=created(r.endpoint, "e1", only_checked=r.validate_only)
         ),
@@ -547,31 +547,15 @@ def service(world: World) -> Service:
         "SetReplicas": lambda r, c: s.SetReplicasResponse(
             endpoint=changed(world.get(r.name, c), desired_replicas=r.replicas)
         ),
-        "ListHealthEvents": lambda r, c: m.ListHealthEventsResponse(health_events=[EVENT]),
-        "GetHealthEvent": lambda r, c: m.GetHealthEventResponse(health_event=EVENT),
-        "ListRecordings": lambda r, c: m.ListRecordingsResponse(recordings=[RECORDING]),
-        "GetRecording": lambda r, c: m.GetRecordingResponse(recording=RECORDING),
-        "GetReplica": lambda r, c: s.GetReplicaResponse(replica=world.get(r.name, c)),
-        "GetAdapter": lambda r, c: s.GetAdapterResponse(adapter=world.get(r.name, c)),
         "ReadReplicaLog": lambda r, c: s.ReadReplicaLogResponse(content=f"of {r.name}\n".encode()),
-        "ListReplicas": lambda r, c: s.ListReplicasResponse(replicas=world.all(s.Replica)),
-        "ListQueueWatchers": lambda r, c: s.ListQueueWatchersResponse(
-            queue_watchers=world.all(s.QueueWatcher)
-        ),
-        "GetQueueWatcher": lambda r, c: s.GetQueueWatcherResponse(queue_watcher=world.get(r.name, c)),
         "CreateQueueWatcher": lambda r, c: s.CreateQueueWatcherResponse(
             queue_watcher=created(r.queue_watcher, "w1", only_checked=r.validate_only)
         ),
         "DeleteQueueWatcher": lambda r, c: (deleted(r.name, c), s.DeleteQueueWatcherResponse())[1],
-        "ListDecisions": lambda r, c: s.ListDecisionsResponse(decisions=world.all(s.Decision)),
-        "GetDecision": lambda r, c: s.GetDecisionResponse(decision=world.get(r.name, c)),
         "CreateRule": lambda r, c: s.CreateRuleResponse(rule=RULE),
         "GetRule": lambda r, c: s.GetRuleResponse(rule=RULE),
-        "ListRules": lambda r, c: s.ListRulesResponse(rules=[RULE]),
         "UpdateRule": lambda r, c: s.UpdateRuleResponse(rule=RULE),
-        "DeleteRule": lambda r, c: s.DeleteRuleResponse(),
         "Evaluate": lambda r, c: EVALUATION,
-        "ListPresets": lambda r, c: s.ListPresetsResponse(presets=[PRESET]),
         "RenderPreset": lambda r, c: s.RenderPresetResponse(
             preset="presets/keda", spec=ENDPOINT.spec, notes=["a note"]
         ),
@@ -590,17 +574,8 @@ def service(world: World) -> Service:
         ),
         "ForgetAdapter": lambda r, c: s.ForgetAdapterResponse(replicas=["endpoints/jobs/replicas/r1"]),
         "ListMetrics": lambda r, c: s.ListMetricsResponse(metrics=[METRIC]),
-        "ListBacktests": lambda r, c: s.ListBacktestsResponse(backtests=world.all(s.Backtest)),
-        "GetBacktest": lambda r, c: s.GetBacktestResponse(backtest=world.get(r.name, c)),
-        "ListAdapters": lambda r, c: s.ListAdaptersResponse(adapters=world.all(s.Adapter)),
     }
-    modules = (a, s, m, audit_api)
-    requests = {
-        method: next(
-            getattr(module, f"{method}Request") for module in modules if hasattr(module, f"{method}Request")
-        )
-        for method in responses
-    }
+    requests = {method: known[f"{method}Request"] for method in responses}
     return Service(world, responses, requests)
 
 
