@@ -268,6 +268,6 @@ async def test_the_usage_ledger_adds_up_there_too(url: SecretUrl) -> None:
         assert (old.tally.granted, old.tally.unknown) == (2 * 1234 * 1300, 2 * 1234 * 1300)
         assert await usage.of_reservation("r0") == []
         standing = (await usage.standings(["r2"]))["r2"]
-        assert (standing.until, standing.boot_id) == (granted_since(granted) + 1234, BOOT)
+        assert (standing.until_ms, standing.boot_id) == (granted_since(granted) + 1234, BOOT)
         await usage.tidy(today + 2000, 1000)
         assert [one.tally.granted for one in await usage.query(0, today + 1, ())] == [1234 * 1300]

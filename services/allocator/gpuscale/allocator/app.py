@@ -138,10 +138,11 @@ async def open_parts(
         accounting = await _restore(saved, settings, store, clock, tasks)
         ledger, view = accounting.ledger, accounting.view
         tokens = Tokens(await store.lease_key())
-        archive = await _open_archive(settings, ledger, store, clock)
-        placer, changes = Placer(ledger.use), Changes()
+        limits = ArchiveLimits(settings.ended_max_records, settings.ended_max_mib << 20)
+        archive = Archive(ledger, EndedStore(store, clock.boot_id, clock.now()), limits, clock)
+        await archive.open()
+        placer, changes, kept = Placer(ledger.use), Changes(), PolicyStore(store, clock.boot_id)
         changes.on_change(accounting.note)
-        kept = PolicyStore(store, clock.boot_id)
         notifying = await open_notifying(kept, to_target, clock, settings.notify_networks)
         commits = Commits(ledger, store, changes, notifying)
 
@@ -228,15 +229,6 @@ def _eyes(
             changes.room(eased)
 
     return seen, renewed
-
-
-async def _open_archive(
-    settings: AllocatorSettings, ledger: Ledger, store: AllocatorStore, clock: Clock
-) -> Archive:
-    limits = ArchiveLimits(settings.ended_max_records, settings.ended_max_mib << 20)
-    archive = Archive(ledger, EndedStore(store, clock.boot_id, clock.now()), limits, clock)
-    await archive.open()
-    return archive
 
 
 def _registered(*servicers: object) -> tuple[Registration, ...]:

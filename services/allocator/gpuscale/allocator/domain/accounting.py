@@ -227,7 +227,7 @@ class Account:
 
     `entries` are not final on disk; the last one is still growing. Each has its own `part`, so that another day or process
     never changes an entry that is on disk. `kept` says that the start is on disk. `milli` has the shares of its GPUs; what is
-    counted is also added, times these, to `total` and `months`.
+    counted is also added, times these, to `total` and `months`. `seen` is the last sample, if there was one.
     """
 
     reservation: Reservation
@@ -238,7 +238,7 @@ class Account:
     milli: dict[str, int] = field(default_factory=dict[str, int])
     total: Tally | None = None
     months: MonthlyUse | None = None
-    _seen: Mapping[str, GpuUsage] = field(default_factory=dict[str, GpuUsage])
+    seen: Mapping[str, GpuUsage] = field(default_factory=dict[str, GpuUsage])
     _seen_at: int = 0
     _ahead: dict[str, float] = field(default_factory=dict[str, float])
     """Joules from the last reading to the look."""
@@ -248,14 +248,9 @@ class Account:
         for gpu in self.reservation.gpus:
             self.milli[gpu.uuid] = self.milli.get(gpu.uuid, 0) + gpu.milli
 
-    @property
-    def looked(self) -> bool:
-        """Whether there has been a sample yet."""
-        return bool(self._seen)
-
     def look(self, to: int, wall: int, seen: Mapping[str, GpuUsage]) -> None:
         """Count up to `to`, when the GPUs were seen like this; `wall` is that time since 1970."""
-        gap, before = to - self._seen_at, self._seen
+        gap, before = to - self._seen_at, self.seen
         self._advance(to, wall, seen if gap <= HOLD else {})
         for uuid, usage in seen.items():
             if uuid in before:
@@ -270,12 +265,12 @@ class Account:
             else:
                 ahead = 0.0
             self._ahead[uuid] = ahead
-        self._seen, self._seen_at = seen, to
+        self.seen, self._seen_at = seen, to
 
     def count(self, to: int, wall: int, *, last: bool = False) -> None:
         """Like `look`, without a sample; energy since the `last` one is estimated."""
         gap = to - self._seen_at
-        seen: Mapping[str, GpuUsage] = self._seen if gap <= HOLD else {}
+        seen: Mapping[str, GpuUsage] = self.seen if gap <= HOLD else {}
         self._advance(to, wall, seen)
         for uuid, usage in seen.items() if last else ():
             if usage.power_watts is not None:

@@ -29,8 +29,6 @@ MOST = 4096
 """Most groups kept; the least recently used is dropped."""
 STALE = 16
 """Samples of others after which their part of an estimate is computed again."""
-AT_ONCE = 256
-"""Samples that are taken in together, unless somebody asks: most programs end more than they wait."""
 TAIL = 3.0
 """The exponent of the Pareto distribution."""
 LOW, HIGH = 0.2, 0.8
@@ -80,7 +78,7 @@ class Durations:
     def add(self, kin: Kin, seconds: float) -> None:
         """Add a reservation that lasted this long."""
         self._new.append((kin, seconds))
-        if len(self._new) >= AT_ONCE:
+        if len(self._new) >= 4 * KEPT:  # or before, when somebody asks
             self._learn()
 
     def _learn(self) -> None:
@@ -88,9 +86,7 @@ class Durations:
             samples = [log(max(seconds, 1.0)) for _, seconds in some]
             self._count += len(samples)
             for circle in _circles(kin):
-                if circle not in self._samples:
-                    self._samples[circle] = deque(maxlen=KEPT)
-                self._samples[circle].extendleft(samples)
+                self._samples.setdefault(circle, deque(maxlen=KEPT)).extendleft(samples)
                 self._samples.move_to_end(circle)
             while len(self._samples) > MOST:
                 self._samples.popitem(last=False)

@@ -140,7 +140,7 @@ class AllocatorStore:
         self._store = store
         self._guard = guard
         self._boot_id = boot_id
-        self.beside: Callable[[Sequence[Reservation]], Callable[[Connection], None] | None] = lambda _: None
+        self.beside: Callable[[Sequence[Reservation]], Callable[[Connection], object] | None] = lambda _: None
 
     async def read(self, work: Callable[[Connection], T]) -> T:
         """Read other tables in the file. Raises like `Store.read`."""

@@ -11,7 +11,8 @@ decide nothing, and are too many to read at each start.
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 from sqlalchemy import Connection, Index, and_, delete, func, select
@@ -72,24 +73,15 @@ class Usage(Table, table=True):
 _USAGE = Table.metadata.tables["usage"]
 _PUT = Prepared.replacing(_USAGE)
 _NAMES = [column.name for column in _USAGE.columns]
-Work: TypeAlias = Callable[[Connection], None]
-Rows: TypeAlias = list[dict[str, object]]
+Work: TypeAlias = Callable[[Connection], object]
+Rows: TypeAlias = list[dict[str, Any]]
 DIMENSIONS = ("owner", "tenant", "labels", "node", "model")
 SUMS = ("granted", "busy", "idle", "read", "utilization", "energy", "ends")
 PEAKS = ("peak_utilization", "peak_memory")
-_HARDWARE = tuple(one.name for one in fields(Hardware))
+_TIMES = ("granted", "busy", "idle", "read", "utilization")
 _UNREAD = Hardware()
 _NOT_READ = (0, 0, 0, 0.0, None, None, None)
 """The columns from `busy` to `energy` where a GPU was never read."""
-
-
-@dataclass(frozen=True, slots=True)
-class AccountStanding:
-    """Where the account of a reservation stood when it was last written."""
-
-    part: int
-    until: int
-    boot_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +112,13 @@ def rows_of(account: Account, boot_id: str, outcome: str = "") -> Rows:
         last = entry is account.entries[-1]
         for nth, (uuid, tally) in enumerate(entry.gpus.items()):
             milli = account.milli[uuid]
-            times = (tally.granted, tally.busy, tally.idle, tally.read, tally.utilization)
+            sums = (getattr(tally, name) * milli for name in _TIMES)
             peaks = tally.peak_utilization, tally.peak_memory, tally.energy
             end = int(bool(outcome and last and not nth)), outcome if last else "", account.until
             boot = boot_id if last and not outcome else ""
-            hardware = "{}"  # most that end soon were never read
-            if tally.hardware != _UNREAD:
-                hardware = json.dumps({name: getattr(tally.hardware, name) for name in _HARDWARE})
-            sums = (time * milli for time in times)
-            found.append(
-                _row(one, first[uuid], milli, entry.part, entry.day, *sums, *peaks, *end, boot, hardware)
-            )
+            hardware = "{}" if tally.hardware == _UNREAD else json.dumps(asdict(tally.hardware))
+            rest = *sums, *peaks, *end, boot, hardware
+            found.append(_row(one, first[uuid], milli, entry.part, entry.day, *rest))
     return found
 
 
@@ -143,9 +131,7 @@ def unread_rows(one: Reservation, part: int, day: int, piece: int, until: int, o
     return found
 
 
-def _row(
-    one: Reservation, gpu: ReservedGpu, milli: int, part: int, day: int, *rest: object
-) -> dict[str, object]:
+def _row(one: Reservation, gpu: ReservedGpu, milli: int, part: int, day: int, *rest: Any) -> dict[str, Any]:
     """A row, its values in the order of the columns."""
     labels = json.dumps(dict(sorted(one.labels.items())), ensure_ascii=False) if one.labels else "{}"
     of = one.id, part, gpu.uuid, day, one.owner, one.tenant, one.holder, labels, gpu.node, gpu.model, milli
@@ -154,11 +140,7 @@ def _row(
 
 def putting(rows: Sequence[Mapping[str, object]]) -> Work:
     """A work that writes rows."""
-
-    def work(connection: Connection) -> None:
-        _PUT.run(connection, rows)
-
-    return work
+    return partial(_PUT.run, rows=rows)
 
 
 def tally_of(row: Mapping[str, Any]) -> Tally:
@@ -175,14 +157,14 @@ class UsageLedger:
 
     store: AllocatorStore
 
-    async def standings(self, ids: Sequence[str]) -> dict[str, AccountStanding]:
-        """Where the accounts of these reservations stood, if anything of them was written."""
-        found: dict[str, AccountStanding] = {}
-        for start in range(0, len(ids), SLICE):
-            rows = _standing_rows(ids[start : start + SLICE])
-            for row in await self.store.read(rows):
-                found[row[0]] = AccountStanding(*row[1:])
-        return found
+    async def standings(self, ids: Sequence[str]) -> dict[str, Any]:
+        """The `part`, `until_ms` and `boot_id` of the last row of these reservations, if anything of them was written."""
+        columns = (_USAGE.c.reservation_id, _USAGE.c.part, _USAGE.c.until_ms, _USAGE.c.boot_id)
+        query = select(*columns).order_by(_USAGE.c.part)
+        some = (ids[start : start + SLICE] for start in range(0, len(ids), SLICE))
+        queries = [query.where(_USAGE.c.reservation_id.in_(part)) for part in some]
+        rows = await self.store.read(lambda one: [row for query in queries for row in one.execute(query)])
+        return {row.reservation_id: row for row in rows}
 
     async def put(self, rows: Sequence[Mapping[str, object]]) -> None:
         """Write rows, but not into the space that a full disk reserves for ends of reservations."""
@@ -241,15 +223,9 @@ class UsageLedger:
             await self.store.change(lambda connection: connection.execute(old).rowcount)
 
 
-def _standing_rows(ids: Sequence[str]) -> Callable[[Connection], Sequence[Any]]:
-    columns = (_USAGE.c.reservation_id, _USAGE.c.part, _USAGE.c.until_ms, _USAGE.c.boot_id)
-    query = select(*columns).where(_USAGE.c.reservation_id.in_(ids)).order_by(_USAGE.c.part)
-    return lambda connection: connection.execute(query).all()
-
-
 def _added() -> list[Any]:
-    sums = [func.sum(_USAGE.c[name]).label(name) for name in SUMS]
-    return sums + [func.max(_USAGE.c[name]).label(name) for name in PEAKS]
+    kinds = ((func.sum, SUMS), (func.max, PEAKS))
+    return [of(_USAGE.c[name]).label(name) for of, names in kinds for name in names]
 
 
 def _sums(row: Mapping[Any, Any]) -> dict[str, Any]:

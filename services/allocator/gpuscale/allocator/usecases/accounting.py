@@ -109,7 +109,7 @@ class Accounting:
     _today: int = field(default=0, init=False)
     _accounts: dict[str, Account] = field(default_factory=dict[str, Account], init=False)
     _fresh: dict[str, Reservation] = field(default_factory=dict[str, Reservation], init=False)
-    """As they were granted: an account is opened at the first look or change. Most that end soon need none."""
+    """As granted, of those without an account: one is opened at the first look or change."""
     _unread: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]], init=False)
     """The day, and what was granted, of those whose end is being written without an account."""
     _states: dict[str, list[str]] = field(default_factory=dict[str, list[str]], init=False)
@@ -130,7 +130,7 @@ class Accounting:
         standings = await self.usage.standings([one.id for one, _, _ in held])
         for one, boot, now in held:
             there = standings.get(one.id)
-            known = there.until if there and there.boot_id == boot else None
+            known = there.until_ms if there and there.boot_id == boot else None
             self._put(resumed(one, now, known, there.part if there else 0, self._wall()))
 
     def beside(self, changed: Iterable[Reservation]) -> Work | None:
@@ -155,7 +155,7 @@ class Accounting:
                 rows += rows_of(account, self.clock.boot_id)
             else:
                 end = granted_since(one) if left else ended_at(one)
-                if account.looked:
+                if account.seen:
                     account.count(end, wall, last=True)
                 else:  # it was short: readings since it began cover all its time
                     self._look(account, now, wall, end, account.until / 1000)
@@ -254,23 +254,15 @@ class Accounting:
         account = self._accounts.get(reservation_id)
         if account is not None and self._open(account):
             self._look(account, self.clock.now(), self._wall())
-        entries = account.entries if account else []
-        rows = [*(rows_of(account, "") if account else ())]
-        parts = {entry.part for entry in entries}
+        rows = rows_of(account, "") if account else Rows()
+        parts = {row["part"] for row in rows}
         found: dict[str, GpuStatistics] = {}
         outcome = ""
         for row in [*await self.usage.of_reservation(reservation_id), *rows]:
             if row in rows or row["part"] not in parts:
-                outcome = outcome or str(row["outcome"])
-                known = found.get(str(row["gpu_uuid"]))
-                tally = tally_of(row)
-                found[str(row["gpu_uuid"])] = GpuStatistics(
-                    str(row["gpu_uuid"]),
-                    str(row["node"]),
-                    str(row["model"]),
-                    int(str(row["milli"])),
-                    known.tally.plus(tally) if known else tally,
-                )
+                outcome, uuid, tally = outcome or row["outcome"], row["gpu_uuid"], tally_of(row)
+                tally = found[uuid].tally.plus(tally) if uuid in found else tally
+                found[uuid] = GpuStatistics(uuid, row["node"], row["model"], row["milli"], tally)
         if not found:
             raise NotFoundError(
                 f"no usage is known of reservation {reservation_id}: it never existed, held no GPU, or ended more"
@@ -346,7 +338,6 @@ class FairShare:
         today = millis(self.clock.wall().timestamp()) // DAY
         days = range(today, today - ceil(HALVES * self.half_life) - 1, -1)
         used = [await self.usage.query(day, day + 1, ["tenant"]) for day in days]
+        granted = [{one.tenant: one.tally.granted for one in of_day} for of_day in used]
         self.past.clear()
-        self.past |= decayed(
-            [{one.tenant: one.tally.granted for one in of_day} for of_day in used], self.half_life
-        )
+        self.past |= decayed(granted, self.half_life)
