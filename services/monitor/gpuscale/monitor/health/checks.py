@@ -150,14 +150,8 @@ class HoldTimes:
 
 
 HOLDS: Mapping[HealthCheck, HoldTimes] = {
-    HealthCheck.XID: HoldTimes(0.0, 30.0),
-    HealthCheck.ECC_UNCORRECTED: HoldTimes(0.0, 30.0),
-    HealthCheck.ROW_REMAP_FAILURE: HoldTimes(0.0, 30.0),
-    HealthCheck.MEMORY_REPAIR_PENDING: HoldTimes(0.0, 30.0),
+    **dict.fromkeys(HealthCheck, HoldTimes(0.0, 30.0)),
     HealthCheck.GPU_LOST: HoldTimes(2.0, 30.0),
-    HealthCheck.RESET_REQUIRED: HoldTimes(0.0, 30.0),
-    HealthCheck.GPU_HUNG: HoldTimes(0.0, 30.0),
-    HealthCheck.RECOVERY_ACTION: HoldTimes(0.0, 30.0),
     HealthCheck.THERMAL_SLOWDOWN: HoldTimes(10.0, 60.0),
     HealthCheck.PCIE_REPLAY: HoldTimes(0.0, 120.0),
     HealthCheck.NVLINK_DOWN: HoldTimes(5.0, 30.0),
