@@ -94,10 +94,11 @@ def terminal_width() -> int | None:
 
 def width_of(text: str) -> int:
     """The columns that a text takes on a terminal: two for each wide character, none for those that combine."""
-    if TERMINAL.ascii or text.isascii():
+    if text.isascii():
         return len(text)
+    shown = _readable(text, sys.stdout.encoding)
     return sum(
-        0 if category(one) in {"Cf", "Me", "Mn"} else 1 + (east_asian_width(one) in "FW") for one in text
+        0 if category(one) in {"Cf", "Me", "Mn"} else 1 + (east_asian_width(one) in "FW") for one in shown
     )
 
 
