@@ -63,6 +63,15 @@ def test_a_dashboard_is_that_of_the_context(ctl: Any, monkeypatch: pytest.Monkey
     assert told == [[*lab, "--sign-in"], other, ["--config", "c.toml"]]
 
 
+def test_a_code_is_not_spent_where_its_login_cannot_be_kept(ctl: Any, tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    code.write_text("b84b89e7.Bn9lPfnkdMMUoO\n")
+    code.chmod(0o600)
+    words = ("login", f"127.0.0.1:{free_port()}", "--code-file", str(code))
+    ran = ctl(*words, GPUSCALE_CONTEXTS="/proc/home/contexts.toml")  # as in a home that is read-only or full
+    assert (ran.code, ran.err) == (4, "error: cannot write /proc/home: No such file or directory\n")
+
+
 def test_a_login_that_expired_says_how_to_log_in_again(ctl: Any, file: Path) -> None:
     """Only where the token that was sent came from one."""
     file.parent.mkdir()

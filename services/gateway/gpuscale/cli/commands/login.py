@@ -12,8 +12,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -115,6 +115,9 @@ def login(
         )
     folder = contexts_file().parent
     token_file, ca_file, login_file = (folder / f"{context}.{kind}" for kind in ("token", "ca.crt", "login"))
+    there = next(one for one in (folder, *folder.parents) if one.is_dir())
+    with _writing(folder), tempfile.TemporaryFile(dir=there) as probe:  # before a code is spent
+        probe.write(bytes(8192))
     with ExitStack() as stack:
         authority = session.ca_file
         if ca_hash is not None:
@@ -134,7 +137,7 @@ def login(
             role = types_api.Role.Name(answer.role).removeprefix("ROLE_").lower()
             until = local_text(_moment(answer.expire_time.seconds))
             who, token, kept = f"logged in as {answer.name} ({role}) until {until}", answer.token, b""
-        try:
+        with _writing(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_private(token_file, f"{token}\n".encode())
             if authority is not None:
@@ -143,9 +146,6 @@ def login(
                 write_private(login_file, kept)
             else:
                 login_file.unlink(missing_ok=True)
-        except OSError as error:
-            message = f"cannot write {error.filename or folder}: {error.strerror}"
-            raise FailedPreconditionError(message, reason="LOGIN_FILES") from error
     _, _, by_name = read_all()
     made = Context(name, token_file, ca_file if authority is not None else None)
     write_all(contexts_file(), context, {**by_name, context: made})
@@ -153,6 +153,17 @@ def login(
     with mine.connect() as client:
         client.fleet.ListNodes(api.ListNodesRequest(page_size=1))
     session.output.write_said(f"{who}\nthe current context is {context}", {"name": context}, context)
+
+
+@contextmanager
+def _writing(folder: Path) -> Generator[None]:
+    """Tell where a login cannot be kept."""
+    try:
+        yield
+    except OSError as error:
+        raise FailedPreconditionError(
+            f"cannot write {folder}: {error.strerror}", reason="LOGIN_FILES"
+        ) from error
 
 
 @command("logout lab")
