@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from gpuscale.api.allocator.v1 import PolicyStanding, Reservation
+from gpuscale.api.allocator.v1 import PolicyStanding, Reservation, ReservedGpu
 from gpuscale.api.audit.v1 import AuditEvent
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.api.monitor.v1 import Node, RecordedGpu
@@ -278,6 +278,14 @@ def test_gpus_are_counted_by_model(models: list[str], shown: str) -> None:
     gpus = [Gpu(model=model) for model in models]
     assert counted_models(gpus, simulated=False) == shown
     assert counted_models(gpus, simulated=True) == f"{shown} SIMULATED"
+
+
+@pytest.mark.parametrize(
+    ("milli", "shown"), [(0, "2 x H100"), (1000, "2 x H100"), (500, "2 x 0.5 H100"), (1, "2 x 0.001 H100")]
+)
+def test_a_share_is_not_shown_as_a_whole_gpu(milli: int, shown: str) -> None:
+    gpus = [ReservedGpu(model="NVIDIA H100 80GB HBM3", milli=milli)] * 2
+    assert shown in Output().table([Reservation(gpus=gpus)], RESERVATIONS)[1]
 
 
 def test_only_the_wide_table_says_what_an_adapter_can_do() -> None:

@@ -56,13 +56,23 @@ def _left(reservation: api.Reservation) -> str:
     return format_duration(max(0.0, wire.seconds(reservation.remaining) - early))
 
 
+def _held(reservation: api.Reservation) -> str:
+    """`2 x H100`, or `1 x 0.5 H100` of shares."""
+    shares, counted = {gpu.milli or WHOLE for gpu in reservation.gpus}, counted_models(reservation.gpus)
+    return (
+        counted
+        if shares <= {WHOLE}
+        else counted.replace(" x ", f" x {'/'.join(map(_gpus, sorted(shares)))} ")
+    )
+
+
 RESERVATIONS = View[api.Reservation](
     "reservations",
     (
         Column("NAME", lambda one: short(one.name)),
         Column("HOLDER", lambda one: holder(one.holder)),
         Column("STATE", _reservation_state),
-        Column("GPUS", lambda one: counted_models(one.gpus)),
+        Column("GPUS", _held),
         Column("NODE", lambda one: _nodes(one.gpus)),
         Column("FENCE", lambda one: str(one.fence or "-"), spare=True),
         Column("LEFT", _left, moving=True),
