@@ -361,7 +361,7 @@ def test_output_of_members_without_lines_is_not_kept_back(monkeypatch: pytest.Mo
     with TemporaryFile() as source, TemporaryFile() as kept:
         source.write(b"12345\n" + b"x" * 50 + b"\nend")
         source.seek(0)
-        over_ssh._copy_lines(source, kept.fileno(), b"[0] ")
+        over_ssh._copy(cast("subprocess.Popen[bytes]", None), source, kept.fileno(), b"[0] ", [])
         kept.seek(0)
         lines = kept.read().splitlines()
     assert max(map(len, lines)) <= len("[0] ") + 20

@@ -135,27 +135,23 @@ def _copy(
     failed: list[OSError],
 ) -> None:
     """Copy an output of a process, with a prefix before each line; a full disk is added to what `failed`."""
+    if source is None:
+        raise RuntimeError("it has no pipe")
+    left = b""
     try:
-        _copy_lines(source, descriptor, prefix)
+        while chunk := os.read(source.fileno(), CHUNK):
+            if prefix:
+                *lines, left = (left + chunk).split(b"\n")
+                if len(left) > CHUNK:  # without an end, as of a progress bar
+                    lines, left = [*lines, left], b""
+                chunk = b"".join(prefix + line + b"\n" for line in lines)
+            _write(descriptor, chunk)
+        if left:
+            _write(descriptor, prefix + left + b"\n")
     except OSError as error:
         process.terminate()  # the command ends, like a local one would
         if not isinstance(error, BrokenPipeError):
             failed.append(error)
-
-
-def _copy_lines(source: IO[bytes] | None, descriptor: int, prefix: bytes) -> None:
-    if source is None:
-        raise RuntimeError("it has no pipe")
-    left = b""
-    while chunk := os.read(source.fileno(), CHUNK):
-        if prefix:
-            *lines, left = (left + chunk).split(b"\n")
-            if len(left) > CHUNK:  # without an end, as of a progress bar
-                lines, left = [*lines, left], b""
-            chunk = b"".join(prefix + line + b"\n" for line in lines)
-        _write(descriptor, chunk)
-    if left:
-        _write(descriptor, prefix + left + b"\n")
 
 
 class EarlyStart:
