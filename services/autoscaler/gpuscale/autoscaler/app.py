@@ -129,8 +129,7 @@ async def open_autoscaler(
             adapters = AdapterServicer(hub, scope, feeds, sources.servers)
             if meter is not None:
                 database = settings.data_dir / DATABASE if settings.database is None else None
-                figures = partial(add_figures, reconciler, hub, watchers, database)
-                shown.enter_context(meter.showing(figures))
+                shown.enter_context(meter.showing(partial(add_figures, reconciler, hub, watchers, database)))
             yield (
                 _registration(
                     api.add_EndpointServiceServicer_to_server, EndpointServicer(endpoints, deps, feeds)

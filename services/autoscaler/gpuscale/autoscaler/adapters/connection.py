@@ -205,6 +205,5 @@ def served_to_wire(name: str, age: float, page: ServedPage) -> autoscaler_intern
 
 def one_line(text: str) -> str:
     """An engine's text in the form that the contract accepts: an invalid one would reject the whole report."""
-    words = " ".join(text.split())
-    printable = "".join(letter if letter.isprintable() else "?" for letter in words)
+    printable = "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
     return printable if len(printable) <= MAX_REASON else f"{printable[: MAX_REASON - 1]}…"

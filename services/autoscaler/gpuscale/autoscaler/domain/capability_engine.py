@@ -215,8 +215,7 @@ def _fitting(pools: Sequence[Pool], needed: Amounts) -> Pool | None:
         left = sum(_amount(amount) - _amount(needed.get(name, 0)) for name, amount in pool.offers.items())
         return pool.before >= pool.most, len(pool.offers), left
 
-    able = [pool for pool in pools if covers(pool.offers, needed)]
-    return min(able, key=spare, default=None)
+    return min((pool for pool in pools if covers(pool.offers, needed)), key=spare, default=None)
 
 
 def _amount(amount: int) -> int:

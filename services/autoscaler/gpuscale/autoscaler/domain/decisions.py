@@ -197,11 +197,10 @@ def compose(endpoint: Endpoint, evaluation: Evaluation, outcome: DecisionOutcome
     before, wanted, granted = evaluation.before, evaluation.wanted, outcome.granted
     # The most informative step if nothing limited the count: who changed it, who has to leave, or why nobody did.
     rules = next((one for one in steps if one.stage is Stage.COMBINE and not evaluation.sets), None)
-    if rules is not None and rules.before == rules.after:
-        fired = (step for step in steps if step.stage is Stage.SPARES and before != wanted)
-    else:
-        changes = (step for step in steps if step.stage is Stage.RULE and step.before != step.after)
-        fired = (step for step in changes if rules is None or step.after == rules.after)
+    spared = rules is not None and rules.before == rules.after and before != wanted
+    asked = None if rules is None or spared else rules.after
+    moving = (step for step in steps if step.stage is (Stage.SPARES if spared else Stage.RULE))
+    fired = (step for step in moving if step.before != step.after and asked in {None, step.after})
     revoked = (step for step in steps if step.code is Code.REVOKED)
     deciding = next(chain(fired, revoked, (step for step in steps if step.stage in _TELLING)), None)
     line = f"stays at {wanted}" if wanted == before else f"from {before} to {wanted}"

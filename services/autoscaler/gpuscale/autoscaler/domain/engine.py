@@ -193,8 +193,7 @@ def paced(
     left = last + pace.cooldown - now
     if left > 0:
         what = f"the last change {way} was" if known else f"not yet known whether a change {way} was"
-        text = f"{what} too recent: {left:.1f} s more"
-        return _paced_to(asked, before, Code.ENDPOINT_COOLDOWN, text)
+        return _paced_to(asked, before, Code.ENDPOINT_COOLDOWN, f"{what} too recent: {left:.1f} s more")
     stable = _stabilized(pace.window(startup, regrets(memory, now)), before, asked, memory, now)
     limit = _rate_limited(pace, before, stable.count, memory, now)
     return Paced(limit.count, (*stable.steps, *limit.steps), limit.limited_by or stable.limited_by)
@@ -249,8 +248,7 @@ def _rate_limited(pace: Pace, before: int, asked: int, memory: Memory, now: floa
 
 def _allowed(limit: RateLimit, before: int, up: bool, memory: Memory, now: float) -> int:
     """The furthest count that one limit allows."""
-    within = [change for at, change in memory.changes if at > now - limit.period]
-    start = before - sum(within)
+    start = before - sum(change for at, change in memory.changes if at > now - limit.period)
     if limit.replicas is not None:
         return start + limit.replicas if up else max(0, start - limit.replicas)
     share = (limit.percent or 0.0) / 100

@@ -206,8 +206,7 @@ def crash_delay(replicas: Iterable[Replica], now: float) -> float:
             break
     if not count:
         return 0.0
-    delay = min(LONGEST_BACK_OFF, FIRST_BACK_OFF * 2.0 ** (count - 1))
-    return max(0.0, failures[0][0] + delay - now)
+    return max(0.0, failures[0][0] + min(LONGEST_BACK_OFF, FIRST_BACK_OFF * 2.0 ** (count - 1)) - now)
 
 
 @dataclass(frozen=True, slots=True)

@@ -235,8 +235,7 @@ def reported(replica: Replica, report: ReplicaReport, at: Moment) -> Replica:
         if report.state is ReplicaState.STOPPED:
             reason = report.reason or "its adapter was told to end"
             return ended(seen, ReplicaState.STOPPED, reason, at, EndReason.ADAPTER_STOPPED)
-        reason = report.reason or "it ended by itself"
-        return ended(seen, ReplicaState.FAILED, reason, at, EndReason.EXITED)
+        return ended(seen, ReplicaState.FAILED, report.reason or "it ended by itself", at, EndReason.EXITED)
     if replica.goal is Goal.STOP:
         return seen
     ready = report.state is ReplicaState.READY

@@ -322,8 +322,7 @@ def _sample(signal: Signal, stated: StatedSignal, now: float, drained: Collectio
 def _series(stated: StatedSignal, now: float, keep: float) -> InputSeries:
     """Its points, one per moment, or its single value as far back as anybody looks."""
     at = now - stated.age
-    told = {now - age: value for age, value in stated.points if abs(value) <= LARGEST}
-    past = sorted(told.items())
+    past = sorted({now - age: value for age, value in stated.points if abs(value) <= LARGEST}.items())
     if stated.value is not None and abs(stated.value) <= LARGEST:
         past = [*(one for one in past if one[0] < at), (at, stated.value)]
         if not stated.points:

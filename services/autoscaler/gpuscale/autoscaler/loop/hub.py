@@ -113,8 +113,7 @@ class Wakes:
 
     def call_waiting(self) -> None:
         """Request a look at those that lack GPUs or an adapter, which may have become free."""
-        waiting = [endpoint for endpoint, wake in self._wakes.items() if wake.waiting]
-        self.call_each(waiting, changed=False)
+        self.call_each([endpoint for endpoint, wake in self._wakes.items() if wake.waiting], changed=False)
 
     async def arrival(self) -> tuple[str, Wake]:
         """The next new endpoint."""

@@ -391,8 +391,7 @@ class EndpointLoop:
 
     def _pause(self, passed: Pass, refusal: StartRefusal | None, after: Sequence[Replica]) -> float:
         """Seconds until the next look; few if more replicas remain to be decided than may wait at a time."""
-        due = max(0.0, self._evaluation_due - self._deps.clock.now())
-        pauses = [due]
+        pauses = [max(0.0, self._evaluation_due - self._deps.clock.now())]
         if passed.endpoint.deleting:
             pauses = [RETRY if after or passed.owing else AGAIN]
         if refusal is not None:
@@ -561,8 +560,7 @@ def run_pass(
         recorded = decision_log.record(
             connection, passed.decision, wall, passed.question, before=before, quiet=not passed.acts
         )
-    after = found(connection, endpoint_id, passed.endpoint) or known
-    return replace(passed, known=after, recorded=recorded)
+    return replace(passed, known=found(connection, endpoint_id, passed.endpoint) or known, recorded=recorded)
 
 
 def come_to(known: Known, facts: PassFacts) -> Pass:

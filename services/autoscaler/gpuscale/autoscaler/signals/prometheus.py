@@ -41,8 +41,6 @@ _CONNECTIONS = 4
 _MAX_SHOWN = 200
 _PORTS = {"http": 80, "https": 443}
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-
 
 @dataclass(frozen=True, slots=True)
 class InstantQuery:
@@ -249,7 +247,7 @@ def prometheus_sample(answer: PollAnswer[InstantVector]) -> Sample:
     return Sample(told, answer.at - found.age, silent_count=silent, proven_empty=not silent and not any(told))
 
 
-def _allowed(address: Address, *, private: bool) -> bool:
+def _allowed(address: ipaddress.IPv4Address | ipaddress.IPv6Address, *, private: bool) -> bool:
     """Whether a server may have this address: never an unspecified, multicast or link-local one; with `private`, any other."""
     inner = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     if inner is not None:

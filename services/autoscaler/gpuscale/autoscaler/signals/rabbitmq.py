@@ -160,8 +160,7 @@ class AmqpSession:
                     state, text = QueueState.UNREACHABLE, "cannot be reached over AMQP"
                 case _:
                     state, text = QueueState.ERROR, f"broke off over AMQP: {type(error).__name__}"
-            failure = QueueFailure(state, f"broker {self._broker.name} {text}")
-            raise VirtualHostError(failure) from error
+            raise VirtualHostError(QueueFailure(state, f"broker {self._broker.name} {text}")) from error
 
 
 @contextmanager

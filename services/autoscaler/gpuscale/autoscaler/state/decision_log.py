@@ -166,8 +166,7 @@ def save_times(connection: Connection, every: Mapping[str, Times]) -> None:
 
 def find_decision(connection: Connection, endpoint: str, decision_id: int) -> StoredDecision | None:
     """One decision of an endpoint."""
-    found = (one for one in decisions(connection, [decision_id]) if one.endpoint == endpoint)
-    return next(found, None)
+    return next((one for one in decisions(connection, [decision_id]) if one.endpoint == endpoint), None)
 
 
 def decision_ids(

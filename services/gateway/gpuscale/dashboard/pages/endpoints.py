@@ -44,8 +44,7 @@ def endpoint_page(site: DashboardSite, endpoint: str) -> None:
         tiles = Tiles("desired", "granted", "starting", "ready", "draining", "min to max")
         endpoint_acts(site, found)
         with ui.element("div").classes("gs-charts"):
-            empty = charts.scaling(autoscaler_api.Endpoint(), (), datetime.now(UTC))
-            counts = Chart(empty, "replicas")
+            counts = Chart(charts.scaling(autoscaler_api.Endpoint(), (), datetime.now(UTC)), "replicas")
             read = Chart(charts.signals(()), "signals")
         what_if = WhatIf(site, name)
         heading("Decisions")
@@ -107,8 +106,7 @@ def endpoint_acts(site: DashboardSite, found: Callable[[], autoscaler_api.Endpoi
         group = ui.select(groups or [""], value=groups[0] if groups else "", label="capability set")
         group.props("dense").set_visibility(bool(groups))
         # The current number is no order, so that a stray click removes nothing.
-        desired = known.status.desired_replicas
-        order = ui.number("replicas", value=desired, min=0, precision=0).props("dense")
+        order = ui.number("replicas", value=known.status.desired_replicas, min=0, precision=0).props("dense")
 
         async def ordered() -> None:
             one = found()
@@ -147,11 +145,8 @@ class WhatIf:
         self._panel = ui.element("div").classes("gs-panel")
         with self._panel:
             self._sliders = ui.element("div").classes("gs-charts")
-            self._said = (
-                ui.label("move a slider to try values; nothing is changed")
-                .props("aria-live=polite")
-                .mark("what-if")
-            )
+            self._said = ui.label("move a slider to try values; nothing is changed")
+            self._said.props("aria-live=polite").mark("what-if")
         self._steps: ListTable | None = None
 
     def offer(self, signals: Iterable[autoscaler_api.SignalHistory]) -> None:

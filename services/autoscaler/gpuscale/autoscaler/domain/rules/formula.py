@@ -139,8 +139,7 @@ class FormulaRule(Kind):
         except (InvalidExpression, ArithmeticError, ValueError, TypeError) as error:
             return Proposal(before, f"{self.expression} with {shown}: {error}", code=Code.SIGNAL_INVALID)
         if not math.isfinite(result) or abs(result) > LARGEST_COUNT:
-            text = f"{self.expression} with {shown} is {result:g}"
-            return Proposal(before, text, code=Code.SIGNAL_INVALID)
+            return Proposal(before, f"{self.expression} with {shown} is {result:g}", code=Code.SIGNAL_INVALID)
         count = ceiling(result)
         text = f"{self.expression} with {shown or 'no signal'} is {result:g}"
         return Proposal(count, text, fired=count != before)
