@@ -111,8 +111,7 @@ async def test_a_better_policy_is_taken_after_two_looks_and_says_why(tmp_path: P
         after = await eventually(changed)
         assert len(await looks(asked)) <= 3, "older ones are forgotten"
         assert after.spec.rules != made.spec.rules
-        kept = (after.spec.warm_spares, after.spec.max_replicas, after.spec.adaptive)
-        assert kept == (1, 9, WISH)
+        assert (after.spec.warm_spares, after.spec.max_replicas, after.spec.adaptive) == (1, 9, WISH)
         history = await asked.autoscaler.history()
         [told] = [one for one in history if enum_word(one.steps[0], "code") == "TUNED"]
         assert (told.before, told.etag) == (told.wanted, after.etag)

@@ -110,8 +110,7 @@ async def test_replicas_as_they_were_written(state: Store) -> None:
     )  # fmt: skip
     for one in (replica(0), full):
         await state.write(partial(store.add_replica, one=one))
-    everyone = partial(store.replicas, show_ended=True)
-    assert await state.read(everyone) == [replica(0), full]
+    assert await state.read(partial(store.replicas, show_ended=True)) == [replica(0), full]
     assert await state.read(store.replicas) == [replica(0)]
     assert await state.read(store.owing) == [full]
     assert await state.read(store.leased) == []
@@ -172,8 +171,7 @@ async def test_decisions_and_replicas_of_a_time(state: Store, monkeypatch: pytes
         return WALL + timedelta(hours=number)
 
     for number, (of, text) in enumerate((("e", "a"), ("f", "x"), ("e", "b"), ("e", "c"), ("f", "y"))):
-        made = partial(decision_log.record, decision=decided(text, of), wall=hour(number))
-        await state.write(made)
+        await state.write(partial(decision_log.record, decision=decided(text, of), wall=hour(number)))
 
     async def ids(since: float | None, until: float | None, of: str = "") -> list[int]:
         times = [None if one is None else hour(one) for one in (since, until)]

@@ -18,8 +18,7 @@ async def test_lists_are_filtered_and_sorted(autoscaler: Autoscaler) -> None:
     first = await lists(request, timeout=TIMEOUT)
     request.page_token = first.next_page_token
     second = await lists(request, timeout=TIMEOUT)
-    found = [one.name for one in (*first.endpoints, *second.endpoints)]
-    assert found == ["endpoints/b", "endpoints/c"]
+    assert [one.name for one in (*first.endpoints, *second.endpoints)] == ["endpoints/b", "endpoints/c"]
     assert not second.next_page_token
     await eventually(lambda: autoscaler.history("endpoints/c"))
     decided = autoscaler.decisions.ListDecisions

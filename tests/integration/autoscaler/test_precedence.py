@@ -32,8 +32,7 @@ async def test_a_lower_endpoint_gives_way_down_to_its_min_and_nobody_else_gets_i
         await one.count(BATCH, 2)
         assert "endpoints/batch gives way, and keeps 2" in await one.said(CHAT, "PREEMPTS")
         assert "gives way to endpoints/chat (priority 10): 2 at most" in await one.said(BATCH, "GIVES_WAY")
-        summary = (await one.autoscaler.get(CHAT)).status.summary
-        assert "endpoints/batch gives way" in summary
+        assert "endpoints/batch gives way" in (await one.autoscaler.get(CHAT)).status.summary
         assert not await one.running(CHAT), "the others finish their work first"
         assert not somebody.done()
 

@@ -69,8 +69,7 @@ async def test_a_token_goes_along_with_every_kind_of_call(tmp_path: Path) -> Non
         async with open_channel(served.address, token=ALICE) as channel:
             mine = Served(served.server, served.address, channel)
             await mine.release(metadata=(("x-more", "metadata"),))
-            call = mine.fleet.WatchNodes(monitor_api.WatchNodesRequest())
-            assert (await call.read()).full
+            assert (await mine.fleet.WatchNodes(monitor_api.WatchNodesRequest()).read()).full
             stream = mine.telemetry.StreamTelemetry()
             await stream.write(monitor_internal.StreamTelemetryRequest())
             assert (await stream.read()).acked_seq == 5

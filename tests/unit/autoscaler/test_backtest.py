@@ -212,8 +212,7 @@ def test_a_timeline_is_thinned_out_and_keeps_the_longest_queue(count: int) -> No
     moments = timeline.moments
     assert min(count, MOST_MOMENTS / 2) <= len(moments) <= MOST_MOMENTS
     assert max(one.waiting for one in moments) == 7
-    gaps = {later.at - earlier.at for earlier, later in pairwise(moments)}
-    assert len(gaps) <= 1
+    assert len({later.at - earlier.at for earlier, later in pairwise(moments)}) <= 1
 
 
 def test_rates_and_idle_hosts_are_known_to_a_backtest() -> None:
@@ -275,8 +274,7 @@ def test_it_ends_when_it_is_told_to() -> None:
 
 def test_measured_arrivals_become_requests_whose_time_is_learnt() -> None:
     """Two a second for a minute, and six in hand at any time: three seconds each (Little's law)."""
-    readings = [RecordedReading(SPACING * n, 0, 6, 2.0, 2.0) for n in range(3)]
-    found = workload(readings)
+    found = workload([RecordedReading(SPACING * n, 0, 6, 2.0, 2.0) for n in range(3)])
     assert len(found) == 6 + 120
     assert {one.service for one in found} == {3.0}
     assert [one.arrival for one in found] == sorted(one.arrival for one in found)
@@ -327,8 +325,7 @@ def test_windows_add_up_and_each_has_what_came_in_it(kills: bool) -> None:
     )
     spec = PRESETS["hpa"](Wish("queue", 1, 4, TEMPLATE, slots=4))
     report = run(spec, requests, setting(4, 30.0, kills=kills), goal=20.0)
-    counts = [one.requests for one in report.windows]
-    assert counts == [10, 10, 10, 410, 10, 10, 10, 10, 10, 11]
+    assert [one.requests for one in report.windows] == [10, 10, 10, 410, 10, 10, 10, 10, 10, 11]
     assert sum(one.late for one in report.windows) == round(report.violation_percent * len(requests) / 100)
     assert [one.late for one in report.windows[:3]] == [0, 0, 0]
     assert report.windows[3].late > 300

@@ -125,8 +125,7 @@ def test_a_change_of_replicas_is_remembered_as_one_though_it_is_less(
     most: int, changes: tuple[tuple[float, int], ...]
 ) -> None:
     made = spec(PER_TEN, high=most, template=TEMPLATE, up=Pace(cooldown=60.0))
-    going_by = inputs(1, seen(10.0), capacity=ReplicaWeights((0.5,), 0.1, 0.5))
-    result = engine.evaluate(made, going_by)
+    result = engine.evaluate(made, inputs(1, seen(10.0), capacity=ReplicaWeights((0.5,), 0.1, 0.5)))
     assert (result.evaluation.wanted, result.memory.changes) == (most, changes)
 
 
@@ -142,8 +141,7 @@ def test_the_least_preferred_stops_first_and_then_as_ever() -> None:
     made = spec(PER_TEN, template=TEMPLATE)
     for left in range(6):
         assert [one.id for one in plan(left, rows, (), made, {}, AT.now).stop] == order[: 6 - left]
-    found = capacity_of(made, rows, {})
-    assert found == ReplicaWeights((1.0, 0.5, 0.5, 0.5, 1.0, 1.0), 1.0, 0.625)
+    assert capacity_of(made, rows, {}) == ReplicaWeights((1.0, 0.5, 0.5, 0.5, 1.0, 1.0), 1.0, 0.625)
 
 
 def test_another_gets_what_the_newest_got_while_that_starts() -> None:

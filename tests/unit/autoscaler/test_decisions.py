@@ -19,8 +19,7 @@ WANTED = spec(up(step=2), down())
 
 
 def decide(before: int, value: float | None, outcome: DecisionOutcome) -> Decision:
-    evaluation = evaluate(WANTED, before, observed(seen(value)), {}, NOW)
-    return compose(endpoint(WANTED), evaluation, outcome)
+    return compose(endpoint(WANTED), evaluate(WANTED, before, observed(seen(value)), {}, NOW), outcome)
 
 
 THREE = down("a", ">= 99"), up("b", step=2), up("c", step=3)

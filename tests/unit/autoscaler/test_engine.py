@@ -155,8 +155,7 @@ def test_a_persons_order() -> None:
 
 def test_what_counts_no_work_need_not_prove_that_none_is_left() -> None:
     """A temperature beside an empty queue keeps no replica."""
-    warm = Signal("warmth", HostSignal("cpu_percent"))
-    wanted = spec(down(step=-1), signals=[signal(), warm])
+    wanted = spec(down(step=-1), signals=[signal(), Signal("warmth", HostSignal("cpu_percent"))])
     assert run(wanted, 1, seen(0), seen(40.0, "warmth")).wanted == 0
     assert run(wanted, 1, seen(1), seen(40.0, "warmth")).wanted == 1
 
@@ -297,8 +296,7 @@ def test_a_shadow_says_what_it_would_do_and_leaves_the_count() -> None:
 
 
 def test_from_zero_nothing_moves_before_a_signal_is_above_its_activation() -> None:
-    shy = signal(activation_threshold=5.0)
-    wanted = spec(Rule("t", "queue", TargetRule(1.0)), signals=[shy])
+    wanted = spec(Rule("t", "queue", TargetRule(1.0)), signals=[signal(activation_threshold=5.0)])
     asleep = evaluate(wanted, 0, observed(seen(5.0)), {}, NOW)
     assert (asleep.wanted, asleep.limited_by) == (0, Code.INACTIVE)
     assert next(step.stage for step in asleep.steps) is Stage.ACTIVATE
@@ -412,8 +410,7 @@ def test_the_gate_holds_back_more_than_there_are_gpus_for(
 def test_the_gate_says_nothing_to_a_reduction_or_to_a_repair() -> None:
     fewer = evaluate(spec(down(), gpu_gate=GpuGate.CAP, template=GPU), 3, observed(seen(0.0)), {}, NOW)
     assert fewer.wanted == 2
-    repaired = evaluate(spec(low=4, gpu_gate=GpuGate.CAP, template=GPU), 1, {}, {}, NOW)
-    assert repaired.wanted == 4
+    assert evaluate(spec(low=4, gpu_gate=GpuGate.CAP, template=GPU), 1, {}, {}, NOW).wanted == 4
 
 
 def test_without_the_gate_replicas_are_given_no_gpus() -> None:

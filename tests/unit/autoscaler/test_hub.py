@@ -118,8 +118,7 @@ async def test_the_desired_state_is_sent_again_until_it_is_acknowledged() -> Non
     session = AdapterSession(FACTS, lambda: 7)
     updates = session.updates()
     session.tell([])
-    sent = [await anext(updates) for _ in range(3)]
-    assert sent == [(7, [])] * 3
+    assert [await anext(updates) for _ in range(3)] == [(7, [])] * 3
     assert asyncio.get_running_loop().time() == pytest.approx(2 * RESEND)
     session.heard(7, {})
     with pytest.raises(TimeoutError):

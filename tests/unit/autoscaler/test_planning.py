@@ -95,8 +95,7 @@ def test_silent_replicas_are_neither_replaced_nor_stopped() -> None:
 
 def test_no_fewer_than_wanted_are_left_whatever_the_silent_ones_turn_out_to_be() -> None:
     silent = [replica(n, S.READY, adapter="gone") for n in range(2)]
-    known = [replica(n, S.READY) for n in range(2, 5)]
-    lowered = plan(2, [*silent, *known], {"gone"})
+    lowered = plan(2, [*silent, *[replica(n, S.READY) for n in range(2, 5)]], {"gone"})
     assert (ids(lowered.stop), lowered.held) == (["r004"], 2)
 
 

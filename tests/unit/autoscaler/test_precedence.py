@@ -145,8 +145,7 @@ def test_an_evaluation_says_to_whom_it_gives_way_and_what_would_be_otherwise() -
 
 def test_a_decision_of_who_gives_way_can_be_evaluated_again() -> None:
     asked = question(spec(up()), 4, GiveWay(2, "endpoints/chat (priority 10)", ("r000", "r001")))
-    again = question_from_wire(question_to_wire(asked))
-    assert again.inputs.gives_way == asked.inputs.gives_way
+    assert question_from_wire(question_to_wire(asked)).inputs.gives_way == asked.inputs.gives_way
     assert question_from_wire(question_to_wire(question(spec(up()), 4, None))).inputs.gives_way is None
 
 

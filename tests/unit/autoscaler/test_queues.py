@@ -185,5 +185,4 @@ def test_a_rate_is_a_signal_as_old_as_it_is_and_missing_where_it_is_unknown() ->
 @given(now=st.floats(0, 1e9), interval=st.floats(0.001, 3600))
 @example(now=9811624.5, interval=2.7)  # whose next multiple, rounded, is this very moment
 def test_the_next_sweep_is_later_and_no_later_than_two_intervals(now: float, interval: float) -> None:
-    after = next_sweep(now, interval)
-    assert now < after <= now + 2 * interval
+    assert now < next_sweep(now, interval) <= now + 2 * interval

@@ -127,8 +127,7 @@ def test_run_and_stop() -> None:
 
 def test_a_line_carries_what_the_adapter_needs() -> None:
     template = ReplicaTemplate("w", parameters={"queue": "q"}, gpu_count=1, drain_timeout=9.0)
-    one = replica(0, S.READY, template=template, lease=lease(4))
-    [line] = desired_state({"a": one}, {}, ())
+    [line] = desired_state({"a": replica(0, S.READY, template=template, lease=lease(4))}, {}, ())
     assert line == DesiredReplica(
         "a", ReplicaOrder.RUN, "w", {"queue": "q"}, ("GPU-4",), 4, 9.0, 1, "reservations/v4", "token of v4"
     )

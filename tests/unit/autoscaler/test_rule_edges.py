@@ -119,8 +119,7 @@ def test_a_signal_that_is_called_as_what_stands_for_no_signal_hides_it() -> None
 
 def test_a_formula_must_say_which_of_several_signals_it_means() -> None:
     both = [signal("jobs-a"), signal("jobs.a"), signal("other")]
-    unclear = spec(Rule("f", "", FormulaRule("jobs_a + other")), signals=both)
-    [found] = violations(unclear)
+    [found] = violations(spec(Rule("f", "", FormulaRule("jobs_a + other")), signals=both))
     assert found.field == "endpoint.spec.rules[0].formula.expression"
     assert "jobs_a, which may be one of several signals" in found.description
     assert not violations(spec(Rule("f", "", FormulaRule("other")), signals=both))

@@ -219,8 +219,7 @@ def test_a_drain_counts_the_growth_of_what_is_in_hand_too() -> None:
 
 
 def test_a_drain_that_reads_everything_takes_what_replicas_have_room_for_as_in_hand() -> None:
-    kind = DrainRule(deadline=10.0, service_time=2.0, utilization=1.0)
-    outcome = apply(kind, 4, 24.0, ready=4)
+    outcome = apply(DrainRule(deadline=10.0, service_time=2.0, utilization=1.0), 4, 24.0, ready=4)
     # 4 in hand of 2 s leave at 2/s, 20 wait: 2 x 2 + 20 x 2 / 10
     assert outcome.step.after == 8
 
@@ -230,8 +229,7 @@ def test_a_drain_learns_how_long_work_takes() -> None:
     kind = DrainRule(deadline=1e9, utilization=1.0, busy_signal="busy", rate_signal="rate")
     shown = [seen(0.0), seen(10.0, "busy"), seen(2.0, "rate")]
     series = {"queue": steady(0.0), "busy": steady(10.0), "rate": steady(2.0)}
-    outcome = apply_rule(Rule("r", "queue", kind), inputs(3, *shown, series=series))
-    assert outcome.step.after == 10
+    assert apply_rule(Rule("r", "queue", kind), inputs(3, *shown, series=series)).step.after == 10
 
 
 def test_what_a_drain_asks_for_beyond_what_waits_is_told_apart() -> None:
@@ -267,8 +265,7 @@ def test_a_drain_without_its_further_signals_holds() -> None:
     ],
 )
 def test_a_formula_says_how_many(expression: str, after: int) -> None:
-    outcome = apply(FormulaRule(expression), 2, 100.0)
-    assert outcome.step.after == after
+    assert apply(FormulaRule(expression), 2, 100.0).step.after == after
 
 
 @pytest.mark.parametrize(
@@ -371,8 +368,7 @@ def test_silence_never_leads_to_fewer_than_those_at_the_target_would(
 ) -> None:
     kind = TargetRule(50.0, type_)
     found = outcome(kind, value, told, silent, across=across)
-    spoken = outcome(kind, value, told + silent, 0)
-    assert found.step.after >= min(spoken.step.after, told + silent)
+    assert found.step.after >= min(outcome(kind, value, told + silent, 0).step.after, told + silent)
 
 
 def test_a_signal_that_leaves_out_what_is_missing_leaves_out_silent_replicas_too() -> None:

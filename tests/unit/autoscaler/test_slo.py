@@ -86,8 +86,7 @@ def test_while_nothing_is_known_it_adds_by_what_is_late_and_never_twice_for_the_
 
 
 def test_what_a_replica_carries_is_learnt_while_its_load_is_steady_and_even() -> None:
-    outcome = look({**WELL, **FAST})
-    [one] = learnt(outcome).carried
+    [one] = learnt(look({**WELL, **FAST})).carried
     assert (one.load, one.requests, one.tokens, one.ttft, one.itl) == (10.0, 2.0, 400.0, 0.1, 0.02)
     ramp = {"running": series_of((NOW - at, 10.0 + at) for at in range(1000, -1, -5))}
     assert not learnt(look({**WELL, **FAST}, past=ramp)).carried
@@ -215,12 +214,10 @@ def test_what_it_knows_outlives_a_pause_and_a_stored_decision_comes_to_the_same(
     spec = EndpointSpec(1, 9, ReplicaTemplate("llm"), (), (GOAL,))
     shown = {f"goal.{name}": seen(value, f"goal.{name}") for name, value in {**WELL, **FAST}.items()}
     asked = inputs(before=2, ready=2, observations=shown, bursts={"goal": KNOWN})
-    paused = evaluate(replace(spec, paused=True), asked)
-    assert paused.bursts == {"goal": KNOWN}
+    assert evaluate(replace(spec, paused=True), asked).bursts == {"goal": KNOWN}
     assert evaluate(replace(spec, rules=()), asked).bursts == {}
     result = evaluate(spec, asked)
-    question = Question(spec, asked, result.memory)
-    again = question_from_wire(question_to_wire(question))
+    again = question_from_wire(question_to_wire(Question(spec, asked, result.memory)))
     assert again.inputs.bursts == {"goal": KNOWN}
     assert evaluate(again.spec, again.inputs).evaluation.steps == result.evaluation.steps
 

@@ -177,8 +177,7 @@ def test_what_is_not_stated_is_live_and_what_is_not_live_is_missing() -> None:
 
 def test_a_stated_value_has_always_been_there_unless_its_past_is_stated() -> None:
     """So a rule that needs a window can be asked about, and one can also state how it came to that."""
-    kind = DrainRule(10.0, service_time=5.0, slots=1.0, utilization=1.0)
-    wanted = spec(Rule("d", "queue", kind))
+    wanted = spec(Rule("d", "queue", DrainRule(10.0, service_time=5.0, slots=1.0, utilization=1.0)))
     steady = answer(question(wanted, Stated({"queue": StatedSignal(8.0)}, before=8), Live(8, 8), AT))
     assert steady.result.evaluation.wanted == 8
     rising = StatedSignal(8.0, points=((60.0, 2.0), (30.0, 5.0)))
