@@ -408,58 +408,28 @@ FIRST: Mapping[str, tuple[Opening, Prepare]] = {
     "StartRecording": (a_fleet, a_recording),
     "AdmitWork": (an_agent, work),
 }
-AFTER: Mapping[str, tuple[str, Callable[[int], Message]]] = {
-    "CancelBooking": ("CreateBooking", lambda n: allocator_api.CancelBookingRequest(name=f"bookings/b{n}")),
-    "DeleteQuota": ("SetQuota", lambda n: allocator_api.DeleteQuotaRequest(tenant=f"t{n}")),
-    "UncordonNode": ("DrainNode", lambda n: allocator_api.UncordonNodeRequest(name=f"nodes/{node_of(n)}")),
-    "UpdateUsePolicy": (
-        "CreateUsePolicy",
-        lambda n: allocator_api.UpdateUsePolicyRequest(use_policy=policy(n, active=True)),
-    ),
-    "DeleteUsePolicy": (
-        "CreateUsePolicy",
-        lambda n: allocator_api.DeleteUsePolicyRequest(name=f"policies/p{n}"),
-    ),
-    "UpdatePowerBudget": (
-        "CreatePowerBudget",
-        lambda n: allocator_api.UpdatePowerBudgetRequest(power_budget=budget(n, 800)),
-    ),
-    "DeletePowerBudget": (
-        "CreatePowerBudget",
-        lambda n: allocator_api.DeletePowerBudgetRequest(name=f"budgets/b{n}"),
-    ),
+AFTER: Mapping[str, tuple[str, Callable[[int], Mapping[str, Any]]]] = {
+    "CancelBooking": ("CreateBooking", lambda n: {"name": f"bookings/b{n}"}),
+    "DeleteQuota": ("SetQuota", lambda n: {"tenant": f"t{n}"}),
+    "UncordonNode": ("DrainNode", lambda n: {"name": f"nodes/{node_of(n)}"}),
+    "UpdateUsePolicy": ("CreateUsePolicy", lambda n: {"use_policy": policy(n, active=True)}),
+    "DeleteUsePolicy": ("CreateUsePolicy", lambda n: {"name": f"policies/p{n}"}),
+    "UpdatePowerBudget": ("CreatePowerBudget", lambda n: {"power_budget": budget(n, 800)}),
+    "DeletePowerBudget": ("CreatePowerBudget", lambda n: {"name": f"budgets/b{n}"}),
     "UpdateNotificationTarget": (
         "CreateNotificationTarget",
-        lambda n: allocator_api.UpdateNotificationTargetRequest(notification_target=target(n, "other")),
+        lambda n: {"notification_target": target(n, "other")},
     ),
-    "DeleteNotificationTarget": (
-        "CreateNotificationTarget",
-        lambda n: allocator_api.DeleteNotificationTargetRequest(name=f"targets/t{n}"),
-    ),
-    "UpdateQueueWatcher": (
-        "CreateQueueWatcher",
-        lambda n: autoscaler_api.UpdateQueueWatcherRequest(queue_watcher=watcher(n, "other")),
-    ),
-    "DeleteQueueWatcher": (
-        "CreateQueueWatcher",
-        lambda n: autoscaler_api.DeleteQueueWatcherRequest(name=f"watchers/w{n}"),
-    ),
-    "CancelBacktest": (
-        "CreateBacktest",
-        lambda n: autoscaler_api.CancelBacktestRequest(name=f"backtests/b{n}"),
-    ),
-    "DeleteBacktest": (
-        "CreateBacktest",
-        lambda n: autoscaler_api.DeleteBacktestRequest(name=f"backtests/b{n}"),
-    ),
-    "StopRecording": ("StartRecording", lambda n: monitor_api.StopRecordingRequest(name=f"recordings/r{n}")),
-    "DeleteRecording": (
-        "StartRecording",
-        lambda n: monitor_api.DeleteRecordingRequest(name=f"recordings/r{n}"),
-    ),
-    "ResetFences": ("AdmitWork", lambda n: monitor_api.ResetFencesRequest(gpu_uuids=ADMITTED[n % 8 :][:1])),
+    "DeleteNotificationTarget": ("CreateNotificationTarget", lambda n: {"name": f"targets/t{n}"}),
+    "UpdateQueueWatcher": ("CreateQueueWatcher", lambda n: {"queue_watcher": watcher(n, "other")}),
+    "DeleteQueueWatcher": ("CreateQueueWatcher", lambda n: {"name": f"watchers/w{n}"}),
+    "CancelBacktest": ("CreateBacktest", lambda n: {"name": f"backtests/b{n}"}),
+    "DeleteBacktest": ("CreateBacktest", lambda n: {"name": f"backtests/b{n}"}),
+    "StopRecording": ("StartRecording", lambda n: {"name": f"recordings/r{n}"}),
+    "DeleteRecording": ("StartRecording", lambda n: {"name": f"recordings/r{n}"}),
+    "ResetFences": ("AdmitWork", lambda n: {"gpu_uuids": ADMITTED[n % 8 :][:1]}),
 }
-"""Calls about what one of FIRST makes."""
+"""Calls about what one of FIRST makes, and the fields of their requests."""
 LAST: Mapping[Opening, tuple[str, Prepare]] = {
     an_allocator: ("SetQuota", a_quota),
     an_autoscaler: ("CreateQueueWatcher", a_watcher),
@@ -481,17 +451,18 @@ LISTS = (
 VOLATILE = {"status", "next_page_token", "create_time", "update_time"}
 
 
-def after(creation: str, request: Callable[[int], Message]) -> tuple[Opening, Prepare]:
+def after(method: str, creation: str, fields: Callable[[int], Mapping[str, Any]]) -> tuple[Opening, Prepare]:
     opening, prepare = FIRST[creation]
+    [request] = (rpc.request_class for rpc in rpcs() if rpc.method.name == method)
 
     async def prepared(room: Room, number: int) -> Sequence[Message]:
         await room.call(MUTATING[creation], *await prepare(room, number))
-        return [request(number)]
+        return [request(**fields(number))]
 
     return opening, prepared
 
 
-CASES = {**FIRST, **{method: after(*made) for method, made in AFTER.items()}}
+CASES = {**FIRST, **{method: after(method, *made) for method, made in AFTER.items()}}
 
 
 async def answers(room: Room, count: int) -> list[str]:
