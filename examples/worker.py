@@ -58,6 +58,8 @@ class Worker:
         async with await aio_pika.connect(self._url, timeout=10) as connection:
             connection.close_callbacks.add(partial(_wake, inbox))
             channel = await connection.channel()
+            lost = await channel.get_underlay_channel()
+            lost.on_consumer_cancel_callbacks.add(partial(_wake, inbox))  # the queue is deleted
             await channel.set_qos(prefetch_count=1)
             queue = await channel.declare_queue(self._queue, durable=True)
             tag = await queue.consume(inbox.put)

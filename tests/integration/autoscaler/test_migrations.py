@@ -32,8 +32,7 @@ DROPPED = {
 
 
 def opened(path: Path) -> AbstractAsyncContextManager[Store]:
-    file = Sqlite(path, store.METADATA, store.VERSION, store.MIGRATIONS)
-    return Store.open(file, name="autoscaler")
+    return Store.open(Sqlite(path, store.METADATA, store.VERSION, store.MIGRATIONS), name="autoscaler")
 
 
 def make_old(path: Path, version: int) -> None:

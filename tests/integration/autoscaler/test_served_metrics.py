@@ -184,8 +184,7 @@ async def _report(autoscaler: Autoscaler, values: dict[str, float]) -> None:
 
 
 async def _says(autoscaler: Autoscaler, text: str) -> bool:
-    asked = api.EvaluateRequest(name="endpoints/e")
-    found = await autoscaler.decisions.Evaluate(asked, timeout=TIMEOUT)
+    found = await autoscaler.decisions.Evaluate(api.EvaluateRequest(name="endpoints/e"), timeout=TIMEOUT)
     return any(text in step.text for step in found.decision.steps)
 
 

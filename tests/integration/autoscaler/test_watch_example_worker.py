@@ -16,6 +16,7 @@ from tests.support.rabbitmq import RabbitBroker
 from tests.support.rabbitmq_queues import (
     QueueCounts,
     declare_queue,
+    delete_queue,
     open_channel,
     publish,
     queue_counts,
@@ -82,6 +83,14 @@ async def test_a_worker_without_a_broker_waits_for_it_and_still_ends_when_asked(
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 60) == 0
     assert "canary" not in output.read_text()
+
+
+async def test_a_worker_declares_a_deleted_queue_again(tmp_path: Path, rabbitmq: RabbitBroker) -> None:
+    queue, none = unique_queue_name(), QueueCounts(ready=0, unacknowledged=0)
+    with worker(rabbitmq.amqp_url, queue, tmp_path / "out"):
+        await eventually(lambda: _counts(rabbitmq, queue, none))
+        await delete_queue(rabbitmq, queue)
+        await eventually(lambda: _counts(rabbitmq, queue, none))
 
 
 async def _counts(broker: RabbitBroker, queue: str, expected: QueueCounts) -> bool:

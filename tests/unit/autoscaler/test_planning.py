@@ -44,8 +44,7 @@ def test_the_difference_is_started() -> None:
 
 
 def test_what_ends_or_ended_does_not_count() -> None:
-    draining = asked_to_stop(replica(0, S.READY), "", AT)
-    assert plan(1, [draining, replica(1, S.FAILED)], ()).start == 1
+    assert plan(1, [asked_to_stop(replica(0, S.READY), "", AT), replica(1, S.FAILED)], ()).start == 1
 
 
 def test_only_so_many_wait_at_a_time() -> None:

@@ -35,8 +35,7 @@ from tests.support.autoscaler_values import AT, NOW, down, signal, spec, up
 
 def ask(wanted: EndpointSpec, before: int, value: float | None, **stated: Any) -> Answer:
     signals = {one.id: StatedSignal(value) for one in wanted.signals}
-    asked = Stated(signals, before=before, **stated)
-    return answer(question(wanted, asked, Live(before, before), AT))
+    return answer(question(wanted, Stated(signals, before=before, **stated), Live(before, before), AT))
 
 
 def others(found: Answer) -> dict[Code, int]:

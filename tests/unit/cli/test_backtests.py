@@ -21,8 +21,7 @@ NOTHING: Any = {
 
 
 def test_a_goal_is_a_wait_or_what_a_policy_is_chosen_by() -> None:
-    typed = ("30s", "late<=2%", "1m", "late:10s")
-    workload = Workload(goals=tuple(map(read_goal, typed)), **NOTHING)
+    workload = Workload(goals=tuple(map(read_goal, ("30s", "late<=2%", "1m", "late:10s"))), **NOTHING)
     assert (workload.wait, workload.chosen_by) == (60.0, TuningGoal(price=10.0))
     assert (Workload(goals=(), **NOTHING).wait, Workload(goals=(), **NOTHING).chosen_by) == (30.0, None)
     with pytest.raises(ValueError, match="write it like late<=1%"):

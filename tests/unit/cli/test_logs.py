@@ -109,8 +109,7 @@ def test_of_several_each_line_is_whole_and_says_whose_it_is() -> None:
     client: Any = SimpleNamespace()
     one, other = (logs._Tail(client, f"endpoints/e/replicas/{name}", 100) for name in "ab")
     parts = [(one, b"1\n2"), (other, b"x\n"), (one, b"2\n"), (other, b"y"), (one, b"")]
-    shown = b"".join(part for _, part in logs._named_lines(parts))
-    assert shown == b"e/a  1\ne/b  x\ne/a  22\ne/b  y\n"
+    assert b"".join(part for _, part in logs._named_lines(parts)) == b"e/a  1\ne/b  x\ne/a  22\ne/b  y\n"
     long = b"z" * logs._PART
     assert next(logs._named_lines([(one, long)]))[1] == b"e/a  " + long + b"\n", "no line is kept for ever"
 

@@ -61,8 +61,7 @@ def test_what_get_prints_can_be_applied() -> None:
         "endpoints": [MessageToDict(resources[1], always_print_fields_with_no_presence=True)],
     }
     assert parse(json.dumps(listed), "f.json") == resources
-    one = MessageToDict(resources[1])
-    assert parse(json.dumps(one), "f.json") == [resources[1]]
+    assert parse(json.dumps(MessageToDict(resources[1])), "f.json") == [resources[1]]
 
 
 E = "kind: Endpoint\nname: x\n"
