@@ -234,8 +234,9 @@ def test_states_are_coloured_only_where_that_is_wanted(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "stdout", out)
-    write_lines(["STALE and NODES"])
-    assert out.getvalue() == ("\x1b[33mSTALE\x1b[0m and NODES\n" if coloured else "STALE and NODES\n")
+    write_lines(["GPUS   UNKNOWN", "STALE and NODES"])
+    line = "\x1b[33mSTALE\x1b[0m and NODES" if coloured else "STALE and NODES"
+    assert out.getvalue() == f"GPUS   UNKNOWN\n{line}\n", "no heading is a state"
 
 
 def test_an_absent_reading_is_a_dash_and_zero_is_zero() -> None:

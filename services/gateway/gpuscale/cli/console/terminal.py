@@ -107,7 +107,9 @@ def write_lines(lines: Sequence[str]) -> None:
     shown = [folded(line, sys.stdout) for line in lines] if TERMINAL.folds else lines
     text = _readable("".join(f"{line}\n" for line in shown), sys.stdout.encoding)
     if coloured():
-        text = re.sub(_WORD, lambda found: _COLOURED.get(found[0], found[0]), text)
+        colour = partial(re.sub, _WORD, lambda found: _COLOURED.get(found[0], found[0]))
+        # Not headings: UNKNOWN is a column of reports.
+        text = "\n".join(line if line.isupper() else colour(line) for line in text.split("\n"))
     sys.stdout.write(text)
 
 
