@@ -59,11 +59,9 @@ def _left(reservation: api.Reservation) -> str:
 def _held(reservation: api.Reservation) -> str:
     """`2 x H100`, or `1 x 0.5 H100` of shares."""
     shares, counted = {gpu.milli or WHOLE for gpu in reservation.gpus}, counted_models(reservation.gpus)
-    return (
-        counted
-        if shares <= {WHOLE}
-        else counted.replace(" x ", f" x {'/'.join(map(_gpus, sorted(shares)))} ")
-    )
+    if shares <= {WHOLE}:
+        return counted
+    return counted.replace(" x ", f" x {'/'.join(map(_gpus, sorted(shares)))} ")
 
 
 RESERVATIONS = View[api.Reservation](

@@ -82,19 +82,18 @@ def audit_filter(text: str) -> str:
     return " AND ".join(map(somewhere, text.split()))
 
 
-def _page_of(one: api.AuditEvent) -> str:
-    """The page of its reservation, if it has one."""
-    to = next((name for name in (one.resource, *one.reservations) if name.startswith("reservations/")), "")
-    return to and f"/{to}"
-
-
 EVENTS = ResourceTable[api.AuditEvent](
     key=("", lambda one: f"{one.request_id} {one.end_time.ToNanoseconds()}"),
     time=("time", lambda one: humanize.clock(one.end_time)),
     caller=("who", lambda one: one.caller or humanize.UNKNOWN),
     method=("what", lambda one: one.method.rpartition("/")[2]),
     resource=("of", lambda one: one.resource or ", ".join(one.reservations)),
-    resource_to=("", _page_of),
+    resource_to=(
+        "",
+        lambda one: next(
+            (f"/{name}" for name in (one.resource, *one.reservations) if name.startswith("reservations/")), ""
+        ),
+    ),
     code=("answer", lambda one: one.code.lower().replace("_", " ")),
     took=(
         "took",
