@@ -209,9 +209,11 @@ class Constraints:
         """The number of the requested MIG profile; an unused number if no GPU has it."""
         return self._needs()[0].kind
 
-    def masks(self, rows: Ints, now: float) -> Iterator[tuple[Obstacle, Bools]]:
+    def masks(
+        self, rows: Ints, now: float, facts: GpuFacts | None = None
+    ) -> Iterator[tuple[Obstacle, Bools]]:
         """The GPUs (or, in one column, the nodes) that each obstacle on its own rules out, in the order of obstacles."""
-        ask, gpu, (_, needs) = self._ask, self._columns.facts(rows), self._needs()
+        ask, gpu, (_, needs) = self._ask, facts or self._columns.facts(rows), self._needs()
         found: dict[Obstacle, Bools] = {}
         for obstacle, mask in chain(
             self._lasting(rows, gpu),
@@ -225,13 +227,14 @@ class Constraints:
 
     def codes(self, rows: Ints, now: float) -> tuple[Codes, Codes]:
         """The first obstacle of each node as a whole, and of each GPU, as numbers; missing GPUs are ABSENT."""
-        masks = list(self.masks(rows, now))
+        facts = self._columns.facts(rows)
+        masks = list(self.masks(rows, now, facts))
         gpus = np.zeros((len(rows), self._columns.width), np.int8)
         for obstacle, mask in reversed(masks):
             np.copyto(gpus, CODES[obstacle], where=mask)
-        np.copyto(gpus, ABSENT, where=self._columns.kind[rows] == NO_GPU)
+        np.copyto(gpus, ABSENT, where=facts.kind == NO_GPU)
         nodes = np.zeros(len(rows), np.int8)
-        of_nodes = dict(of_the_node(self._ask, self._columns.facts(rows).node))
+        of_nodes = dict(of_the_node(self._ask, facts.node))
         of_nodes |= {one: mask for one, mask in masks if one in NODE_OBSTACLES}
         for obstacle in reversed(ORDER):
             if obstacle in of_nodes:
