@@ -96,6 +96,23 @@ class GpuFacts:
         return (self.utilization >= 0) * (100 - self.utilization) / 100
 
 
+class FactsOfRows(GpuFacts):
+    """The facts of some rows as arrays; each is gathered when it is first read, as most readers need half of them."""
+
+    __slots__ = ("_columns", "_rows")
+
+    def __init__(self, columns: "Columns", rows: Ints) -> None:
+        self._columns, self._rows = columns, rows
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "node":
+            found: Any = NodeFacts(*(getattr(self._columns, one)[self._rows][:, None] for one in _NODE_FACTS))
+        else:
+            found = getattr(self._columns, name)[self._rows]
+        setattr(self, name, found)
+        return found
+
+
 _NODE_FACTS = ("state", "node_cordoned", "cpu_free", "memory_free", "free_milli")
 _GPU_FACTS = tuple(one.name for one in fields(GpuFacts) if one.name != "node")
 """The arrays that hold them."""
@@ -191,11 +208,6 @@ class Columns:
             )
         return row
 
-    def facts(self, rows: Ints) -> GpuFacts:
-        """The facts of some rows, as arrays."""
-        node = NodeFacts(*(getattr(self, name)[rows][:, None] for name in _NODE_FACTS))
-        return GpuFacts(node, *(getattr(self, name)[rows] for name in _GPU_FACTS))
-
     def place_of(self) -> Mapping[str, Sequence[tuple[int, int]]]:
         """Rows and columns of GPUs by UUID in lower case; several for a GPU that was moved."""
         if self._placed != self.layout:
@@ -211,21 +223,21 @@ class Columns:
         return found
 
     def changed_since(self, sequence: int, most: int) -> dict[int, set[int] | None] | None:
-        """The rows that changed after the change of that number; None if they, or their GPUs, are too many to list.
+        """The rows that changed after the change of that number; None if they are more than that, or too many to tell.
 
         Each with the columns of the GPUs of which only what is held changed, or None if anything else did.
         """
         first = len(self._touched) - (self.sequence - sequence)
-        if first < 0:
+        touched = self._touched[max(first, 0) :]
+        if first < 0 or (len(touched) > most and len({row for row, _ in touched}) > most):
             return None
         found: dict[int, set[int] | None] = {}
-        for row, columns in self._touched[first:]:
+        for row, columns in touched:
             if columns is None:
                 found[row] = None
             elif (known := found.setdefault(row, set())) is not None:
                 known.update(columns)
-        gpus = sum(self.width if columns is None else len(columns) for columns in found.values())
-        return found if gpus <= most else None
+        return found
 
     def has_room(self, node: Node) -> bool:
         """Whether a new node can be appended: there is a row, it is wide enough, and no later rank precedes it."""

@@ -27,6 +27,7 @@ from gpuscale.allocator.placing.columns import (
     Bools,
     Codes,
     Columns,
+    FactsOfRows,
     GpuFacts,
     Ints,
     NodeFacts,
@@ -213,7 +214,7 @@ class Constraints:
         self, rows: Ints, now: float, facts: GpuFacts | None = None
     ) -> Iterator[tuple[Obstacle, Bools]]:
         """The GPUs (or, in one column, the nodes) that each obstacle on its own rules out, in the order of obstacles."""
-        ask, gpu, (_, needs) = self._ask, facts or self._columns.facts(rows), self._needs()
+        ask, gpu, (_, needs) = self._ask, facts or FactsOfRows(self._columns, rows), self._needs()
         found: dict[Obstacle, Bools] = {}
         for obstacle, mask in chain(
             self._lasting(rows, gpu),
@@ -227,7 +228,7 @@ class Constraints:
 
     def codes(self, rows: Ints, now: float) -> tuple[Codes, Codes]:
         """The first obstacle of each node as a whole, and of each GPU, as numbers; missing GPUs are ABSENT."""
-        facts = self._columns.facts(rows)
+        facts = FactsOfRows(self._columns, rows)
         masks = list(self.masks(rows, now, facts))
         gpus = np.zeros((len(rows), self._columns.width), np.int8)
         for obstacle, mask in reversed(masks):
@@ -279,7 +280,7 @@ class Constraints:
     def suited(self, rows: Ints) -> Bools:
         """The GPUs that could serve if everything were free, known and online, whatever their memory."""
         fit: Bools = self._columns.kind[rows] != NO_GPU
-        for _, mask in self._lasting(rows, self._columns.facts(rows)):
+        for _, mask in self._lasting(rows, FactsOfRows(self._columns, rows)):
             fit = fit & ~mask
         return fit
 

@@ -57,8 +57,8 @@ from gpuscale.allocator.placing.policies import (
 from gpuscale.common.topology import nearness
 
 _PACK, _FGD = Policy.PACK, Policy.FGD
-MOST_GPUS = 128
-"""Up to this many GPUs are evaluated one by one; for more, arrays are faster."""
+MOST_ROWS = 8
+"""Up to this many rows are brought up to date one by one; for more, arrays are faster."""
 MOST_SHAPES = 256
 MOST_BYTES = 64 * 1024 * 1024
 """Bounds on the cache of shapes, least recently used first out."""
@@ -99,7 +99,7 @@ class Shape:
         if columns.sequence == self._seen and not moved:
             return
         seen, self._seen = self._seen, columns.sequence
-        few = columns.changed_since(seen, MOST_GPUS) if self._by_row and not moved else None
+        few = columns.changed_since(seen, MOST_ROWS) if self._by_row and not moved else None
         if few is not None:
             ask, constraints = self.ask, self.constraints
             for at, gpus in few.items():  # the GPUs in some columns, or all of a row

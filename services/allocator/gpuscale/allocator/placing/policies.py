@@ -24,7 +24,17 @@ from typing import Any, Final
 import numpy as np
 
 from gpuscale.allocator.domain.model import WHOLE, Ask, Gpu, Policy, Score, ScorePart, Weights
-from gpuscale.allocator.placing.columns import UNKNOWN, WHOLE_GPU, Bools, Build, Columns, Floats, Ints, Row
+from gpuscale.allocator.placing.columns import (
+    UNKNOWN,
+    WHOLE_GPU,
+    Bools,
+    Build,
+    Columns,
+    FactsOfRows,
+    Floats,
+    Ints,
+    Row,
+)
 from gpuscale.allocator.placing.constraints import Constraints
 
 _SPREAD: Final = Policy.SPREAD  # looked up in an enum, a member takes as long as a call
@@ -465,7 +475,7 @@ def parts(ask: Ask, known: PolicyFacts, tariff: Tariff) -> tuple[tuple[str, Any,
 
 def spread_scores(ask: Ask, columns: Columns, rows: Ints) -> Floats:
     """The seed's score of each GPU of the rows; meaningless where memory is not reported."""
-    gpu = columns.facts(rows)
+    gpu = FactsOfRows(columns, rows)
     scores: Floats = ask.weights.score(gpu.free_memory, gpu.idle)
     return scores
 
