@@ -12,6 +12,7 @@ it starts the next attempt, which has a folder of its own, and exits.
 import fcntl
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,7 @@ LOOK = 0.1
 LAST_BYTES, LAST_LINES = 500, 10
 """Most bytes and lines of output sent to the service, in case the host is lost."""
 _CHUNK = 65_536
+"""As much as a pipe holds."""
 
 
 def folder_of(orders: "Orders") -> Path:
@@ -120,13 +122,15 @@ class JobFolder:
                     shutil.rmtree(one)
         (self._path / "pid").write_text(f"{os.getpid()}\n")
         (self._path / "output").touch()  # so that `tail` works before the first output
-        self._tail = b""
+        self._tail, self._size, self._taking = b"", 0, threading.Lock()
         self._reading, self.writing = os.pipe()
         self._copying = threading.Thread(target=self._copy, name="output", daemon=True)
         self._copying.start()
 
     def last_lines(self) -> list[str]:
-        """The end of its output, for readers without access to the file."""
+        """The end of its output, for readers without access to the file; also what was written just now."""
+        with self._taking:
+            self._take()
         lines = self._tail.decode(errors="ignore").splitlines()[-LAST_LINES:]
         return ["".join(one for one in line if one.isprintable()) for line in lines]
 
@@ -159,15 +163,25 @@ class JobFolder:
             os.dup2(descriptor, one)
 
     def _copy(self) -> None:
-        path, size = self._path / "output", 0
-        while chunk := os.read(self._reading, _CHUNK):
-            self._tail = (self._tail + chunk)[-LAST_BYTES:]
-            with suppress(OSError):  # a full disk stops no job
-                if size + len(chunk) > MOST_BYTES:
-                    path.replace(path.with_suffix(".1"))
-                    size = 0
-                with path.open("ab") as file:
-                    size += file.write(chunk)
+        going = True
+        while going:
+            select.select([self._reading], [], [])
+            with self._taking:
+                going = self._take()
+
+    def _take(self) -> bool:
+        """Keep what is in the pipe, if anything; False at its end."""
+        if not select.select([self._reading], [], [], 0)[0]:
+            return True
+        chunk, path = os.read(self._reading, _CHUNK), self._path / "output"
+        self._tail = (self._tail + chunk)[-LAST_BYTES:]
+        with suppress(OSError):  # a full disk stops no job
+            if self._size + len(chunk) > MOST_BYTES:
+                path.replace(path.with_suffix(".1"))
+                self._size = 0
+            with path.open("ab") as file:
+                self._size += file.write(chunk)
+        return bool(chunk)
 
 
 LONGEST_START = 300.0
