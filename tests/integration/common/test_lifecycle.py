@@ -9,13 +9,15 @@ import sys
 import textwrap
 import weakref
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
+import grpc
 import pytest
 
 from gpuscale.common.errors import InternalError, NotFoundError
 from gpuscale.common.runtime import lifecycle
-from gpuscale.common.runtime.tasks import TaskScope
+from gpuscale.common.runtime.tasks import TaskScope, pause_before_retry
+from tests.support.ports import free_port
 
 
 async def forever(ended: list[str], name: str) -> None:
@@ -342,3 +344,23 @@ def test_a_full_collection_looks_at_what_is_new_and_now_and_then_at_all(
     finally:
         gc.unfreeze()
         (gc.enable if enabled else gc.disable)()
+
+
+async def test_a_loop_over_streams_ends_whenever_it_is_cancelled() -> None:
+    """GRPC loses a cancellation at some moments while a stream begins."""
+    address = f"127.0.0.1:{free_port()}"
+
+    async def follow(channel: grpc.aio.Channel) -> None:
+        while True:
+            with suppress(grpc.aio.AioRpcError):
+                await channel.stream_stream("/nothing/Listens")().read()
+            await pause_before_retry(0)
+
+    for turns in range(60):
+        async with grpc.aio.insecure_channel(address) as channel:
+            following = asyncio.create_task(follow(channel))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            following.cancel()
+            done, _ = await asyncio.wait({following}, timeout=10)
+            assert done, f"still follows where it is cancelled after {turns} turns"

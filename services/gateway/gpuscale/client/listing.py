@@ -5,13 +5,12 @@ Every Watch stream begins with the full state, whose last message is marked `ful
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
 from gpuscale.common.errors import UnavailableError
-from gpuscale.common.runtime.tasks import Backoff
+from gpuscale.common.runtime.tasks import Backoff, pause_before_retry
 
 
 class PagedRequest(Protocol):
@@ -148,7 +147,7 @@ async def watch_async(
             pass
         finally:
             stream.cancel()
-        await asyncio.sleep(waits.next())
+        await pause_before_retry(waits.next())
 
 
 class Mirror:

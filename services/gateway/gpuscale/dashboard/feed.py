@@ -11,7 +11,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import AsyncClient, GpuscaleError, Mirror
-from gpuscale.common.runtime.tasks import Backoff, TaskScope
+from gpuscale.common.runtime.tasks import Backoff, TaskScope, pause_before_retry
 from gpuscale.common.wire import to_duration
 from gpuscale.dashboard.facts import PERIOD, Facts, FleetTally, count
 
@@ -127,4 +127,4 @@ class Feed:
                 advice = ADVICE if error.reason == "TOKEN_MISSING" else ""
                 self._facts.lost(source, error.message + advice)
                 self.errors[source, error.reason] += 1
-            await asyncio.sleep(backoff.next())
+            await pause_before_retry(backoff.next())

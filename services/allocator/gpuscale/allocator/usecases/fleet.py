@@ -9,7 +9,6 @@ back so far, and "not back yet" must not mean "never existed". Only a node that 
 nothing is held on it.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -23,7 +22,7 @@ from gpuscale.common import names, wire
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import Attempts, get_logger
-from gpuscale.common.runtime.tasks import Backoff, Clock
+from gpuscale.common.runtime.tasks import Backoff, Clock, pause_before_retry
 from gpuscale.common.topology import PciPlace
 
 
@@ -173,7 +172,7 @@ class FleetFollower:
             if not self.problem:
                 _log.warning("lost the fleet", problem=problem)
             self.problem = problem
-            await asyncio.sleep(backoff.next())
+            await pause_before_retry(backoff.next())
 
     async def _follow(self, backoff: Backoff, saving: Attempts) -> None:
         first_round: list[Node] = []

@@ -17,7 +17,7 @@ from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.rpc.diagnosis import Explain
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import Backoff, wait_at_most
+from gpuscale.common.runtime.tasks import Backoff, pause_before_retry, wait_at_most
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
 REPORT_PERIOD = 5.0
@@ -88,7 +88,7 @@ class AutoscalerConnection:
                 error=error.message,
                 retry_in=round(wait, 1),
             )
-            await asyncio.sleep(wait)
+            await pause_before_retry(wait)
 
     async def _write(self, call: _Call) -> None:
         """Report at once, after every change, and every few seconds."""

@@ -20,7 +20,7 @@ from gpuscale.common import names, wire
 from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import Backoff, Clock
+from gpuscale.common.runtime.tasks import Backoff, Clock, pause_before_retry
 
 FRESH_PERIODS = 3
 """Periods for which a reading counts (DESIGN: older than three is STALE)."""
@@ -132,7 +132,7 @@ class FleetMetrics:
             if not self._problem:
                 _log.warning("lost the fleet", problem=problem)
             self._problem = f"the fleet cannot be followed: {problem}"
-            await asyncio.sleep(backoff.next())
+            await pause_before_retry(backoff.next())
 
     def gpus(self, source: GpuSignal, own: Collection[str], oldest: float) -> Sample:
         """A GPU reading; `own` are the UUIDs held by the endpoint's ready replicas.

@@ -88,6 +88,13 @@ async def wait_at_most(event: asyncio.Event, seconds: float | None) -> None:
             await event.wait()
 
 
+async def pause_before_retry(seconds: float) -> None:
+    """Sleep before a stream is opened again. Raises CancelledError for a cancellation that gRPC lost, as it does while one begins."""
+    if (task := asyncio.current_task()) is not None and task.cancelling():
+        raise asyncio.CancelledError
+    await asyncio.sleep(seconds)
+
+
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from gpuscale.common.errors import DeadlineExceededError, GpuscaleError, Unavail
 from gpuscale.common.rpc.diagnosis import Explain
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.logs import get_logger
-from gpuscale.common.runtime.tasks import Backoff, Clock
+from gpuscale.common.runtime.tasks import Backoff, Clock, pause_before_retry
 from gpuscale.common.wire import to_datetime, to_timestamp
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.agent.collector import Collector, Sampler
@@ -129,7 +129,7 @@ class FleetPush:
                 error=error.message,
                 retry_in=round(wait, 1),
             )
-            await asyncio.sleep(wait)
+            await pause_before_retry(wait)
 
     async def _write(self, call: _Call, welcome: asyncio.Event, begun: asyncio.Event) -> None:
         try:
