@@ -1,5 +1,6 @@
 """What a call costs, counted in Python frames and not in time: a machine that is busy counts the same."""
 
+import asyncio
 import sys
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -14,8 +15,10 @@ import pytest
 
 from gpuscale.allocator import app
 from gpuscale.api.allocator import v1 as api
+from gpuscale.common import VERSION
 from gpuscale.common.rpc.interceptor import Guard
 from gpuscale.common.rpc.server import Server
+from gpuscale.common.rpc.status import REQUEST_ID_KEY, ROLE_KEY, VERSION_KEY, VIA_KEY
 from gpuscale.gateway.main import open_gateway
 from gpuscale.gateway.settings import GatewaySettings
 from tests.support.allocator import Client, allocator, calling
@@ -125,3 +128,24 @@ async def test_a_change_takes_no_more_frames_of_the_threads_beside_than_it_did(
     finally:
         threading.setprofile(None)
     assert 0 < median(each) <= most, each
+
+
+async def test_the_version_and_the_role_are_told_beside_pages_alone(tmp_path: Path) -> None:
+    """Each of them would cost every other call, too, in both servers."""
+    async with (
+        serving(FakeFleet(node_message("n0", count=1))) as fleet,
+        allocator(tmp_path, fleet) as address,
+        forwarding(address) as gateway,
+        calling(gateway) as client,
+    ):
+        await client.ready()
+        get = api.GetReservationRequest(name=(await client.reserve()).name)
+        page, one = (
+            client.stub.ListReservations(api.ListReservationsRequest()),
+            client.stub.GetReservation(get),
+        )
+        await asyncio.gather(page, one)
+        told, least = dict(await page.trailing_metadata()), dict(await one.trailing_metadata())
+    assert least.keys() == {REQUEST_ID_KEY}
+    del told[REQUEST_ID_KEY]
+    assert told == {VERSION_KEY: VERSION, ROLE_KEY: "ADMIN", VIA_KEY: VERSION}
