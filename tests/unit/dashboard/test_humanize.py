@@ -13,7 +13,7 @@ from gpuscale.dashboard import humanize
     ("seconds", "text"),
     [
         (0, "0 s"),
-        (59.6, "1 min 0 s"),
+        (59.6, "1 min"),
         (61, "1 min 1 s"),
         (7500, "2 h 5 min"),
         (90_000, "1 d 1 h"),

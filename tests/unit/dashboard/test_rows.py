@@ -6,8 +6,10 @@ import pytest
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
+from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.names import short_holder
 from gpuscale.dashboard import humanize, rows
+from gpuscale.dashboard.facts import Facts
 
 
 def sorted_cells(*cells: str, descending: bool = False) -> list[str]:
@@ -64,9 +66,7 @@ def test_a_capability_set_has_its_own_bounds_or_those_of_its_endpoint() -> None:
     assert all(row.keys() == rows.CAPABILITY_SETS.keys() for row in shown)
 
 
-@pytest.mark.parametrize(
-    ("passed", "shown"), [(10, "50 s"), (60, "up to 1 min 0 s"), (600, "up to 1 min 0 s")]
-)
+@pytest.mark.parametrize(("passed", "shown"), [(10, "50 s"), (60, "up to 1 min"), (600, "up to 1 min")])
 def test_time_left_counts_down_and_a_lease_that_should_have_ended_was_renewed(
     passed: int, shown: str
 ) -> None:
@@ -92,6 +92,14 @@ def test_what_waits_is_counted_and_stands_first_in_the_order_of_the_queue() -> N
 def test_a_replica_that_holds_a_gpu_has_the_name_that_commands_take() -> None:
     assert short_holder("endpoints/jobs/replicas/r1") == "jobs/r1"
     assert short_holder("lab/ana") == "lab/ana"
+
+
+def test_a_health_event_is_told_by_the_place_of_its_gpu_while_that_is_known() -> None:
+    node = monitor_api.Node(name="nodes/a", snapshot={"gpus": [{"uuid": "GPU-1", "index": 3}]})
+    told = [monitor_api.HealthEvent(name=uuid, node="nodes/a", uuid=uuid) for uuid in ("", "GPU-1", "GPU-2")]
+    over = monitor_api.HealthEvent(node="nodes/a", resolved_time={"seconds": 1})
+    shown = rows.health_rows(Facts(nodes={"nodes/a": node}, events=[*told, over]))
+    assert [row["where"] for row in shown] == ["a", "a/3", "a GPU-2"]
 
 
 def test_gpus_side_by_side_are_a_range() -> None:

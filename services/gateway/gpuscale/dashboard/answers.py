@@ -143,8 +143,8 @@ def why(table: str, row: Row, held: allocator_api.Reservation | None) -> Words:
     if held is not None:
         return ("explain", "reservation", _short(held.name))
     if table == "health":
-        node, _, uuid = str(row["where"]).partition(" ")
-        return ("describe", "gpu", uuid) if uuid else ("describe", "node", node)
+        kind, name = ("gpu", row["uuid"]) if row["uuid"] else ("node", row["where"])
+        return ("describe", kind, str(name))
     if "gpu" not in row:  # its reservation has ended meanwhile
         return ()
     name = str(row.get("uuid") or row["gpu"])

@@ -160,7 +160,7 @@ def _line(times: Sequence[int], values: Sequence[float], counts: Sequence[int] =
     return tuple(found)
 
 
-def _timed(title: str, unit: str, series: list[Json], *, whole: bool = False) -> Options:
+def _timed(title: str, unit: str, series: list[Json], *, whole: bool = False, top: int = 52) -> Options:
     axis: dict[str, Json] = {
         "type": "value",
         "min": 0,
@@ -184,7 +184,7 @@ def _timed(title: str, unit: str, series: list[Json], *, whole: bool = False) ->
             "textStyle": {"fontSize": 13, **INK},
         },
         "tooltip": {"trigger": "axis"},
-        "grid": {"left": 8, "right": 12, "top": 52, "bottom": 8, "containLabel": True},
+        "grid": {"left": 8, "right": 12, "top": top, "bottom": 8, "containLabel": True},
         "xAxis": {
             "type": "time",
             "show": known,
@@ -239,15 +239,11 @@ def scaling(
     }
     line: Options = {"type": "line", "step": "end", "symbol": "none"}
     marked: Options = {"markPoint": pins, "markLine": bounds}
-    return LEGEND | _timed(
-        "replicas",
-        "",
-        [
-            line | {"name": "wanted", "data": tuple(wanted), "color": SECOND} | marked,
-            line | {"name": "granted", "data": tuple(granted), "color": LINE},
-        ],
-        whole=True,
-    )
+    drawn: list[Json] = [
+        line | {"name": "wanted", "data": tuple(wanted), "color": SECOND} | marked,
+        line | {"name": "granted", "data": tuple(granted), "color": LINE},
+    ]
+    return LEGEND | _timed("replicas", "", drawn, whole=True, top=72)  # pins stand above the line
 
 
 def signals(read: Sequence[autoscaler_api.SignalHistory]) -> Options:

@@ -343,7 +343,7 @@ class ListTable:
         """Show a button for each word in column ACT; `act` gets the row's key and the word."""
         self.element.add_slot(
             f"body-cell-{ACT}",
-            '<q-td :props="props"><q-btn v-for="one in props.value" :key="one" dense flat no-caps size="sm" '
+            '<q-td :props="props"><q-btn v-for="one in props.value" :key="one" dense flat no-caps size="12px" '
             f""":label="one" @click="() => $parent.$emit('act', [props.row['{self._key}'], one])" /></q-td>""",
         )
 

@@ -47,13 +47,13 @@ def power(watts: float | None) -> str:
 
 
 def span(length: float) -> str:
-    """`2 h 5 min`: at most the two largest parts."""
+    """`2 h 5 min`: at most the two largest parts; `1 min` for 60 s."""
     left, parts = max(0, round(length)), list[str]()
     for unit, worth in _SPANS:
         if left >= worth:
             parts.append(f"{left // worth} {unit}")
             left %= worth
-    if len(parts) < 2:
+    if not parts or (left and len(parts) < 2):
         parts.append(f"{left} s")
     return " ".join(parts[:2])
 

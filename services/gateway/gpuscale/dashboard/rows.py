@@ -20,7 +20,7 @@ from gpuscale.common import names
 from gpuscale.common.names import node_of
 from gpuscale.common.wire import to_datetime
 from gpuscale.dashboard import humanize
-from gpuscale.dashboard.facts import GpuSummary
+from gpuscale.dashboard.facts import Facts, GpuSummary
 
 Row: TypeAlias = Mapping[str, object]
 Columns: TypeAlias = Mapping[str, str]
@@ -321,9 +321,10 @@ REPLICAS = ResourceTable[autoscaler_api.Replica](
 )
 HEALTH = ResourceTable[monitor_api.HealthEvent](
     name=("", lambda one: one.name),
+    uuid=("", lambda one: one.uuid),
     severity=("severity", lambda one: humanize.word(one, "severity")),
     check=("check", lambda one: humanize.word(one, "check")),
-    where=("where", lambda one: f"{one.node.removeprefix('nodes/')} {one.uuid}".strip()),
+    where=("where", lambda one: one.node),
     where_to=("", lambda one: one.uuid and f"/gpus/{one.node.removeprefix('nodes/')}/{one.uuid}"),
     message=("what happened", lambda one: one.message),
     action=("what to do", lambda one: humanize.word(one, "recommended_action")),
@@ -332,10 +333,17 @@ HEALTH = ResourceTable[monitor_api.HealthEvent](
 )
 
 
-def health_rows(events: Iterable[monitor_api.HealthEvent]) -> list[Row]:
-    """The rows of unresolved events, worst first."""
+def health_rows(facts: Facts) -> list[Row]:
+    """The rows of unresolved events, worst first; a GPU by its label while it is known."""
     ranks = {severity: rank for rank, severity in enumerate(SEVERITIES)}
-    shown = HEALTH.rows(one for one in events if not one.HasField("resolved_time"))
+    shown: list[Row] = []
+    for event in facts.events:
+        if not event.HasField("resolved_time"):
+            gpus = facts.nodes[event.node].snapshot.gpus if event.node in facts.nodes else ()
+            place = next(
+                (f"/{gpu.index}" for gpu in gpus if gpu.uuid == event.uuid), f" {event.uuid}".rstrip()
+            )
+            shown.append({**HEALTH.row(event), "where": f"{event.node.removeprefix('nodes/')}{place}"})
     return sorted(shown, key=lambda row: (ranks.get(str(row["severity"]), -1), str(row["name"])))
 
 

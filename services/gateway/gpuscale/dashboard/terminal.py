@@ -482,7 +482,7 @@ class Top(App[None]):
             return rows.ENDPOINTS.rows(facts.endpoints)
         if name == "decisions":
             return rows.DECISIONS.rows(self._decisions)
-        return rows.health_rows(facts.events)
+        return rows.health_rows(facts)
 
     def _gpu_row(self, gpu: GpuSummary) -> Row:
         """The row of a GPU, with the reason for its state in a column of its own, and its past readings."""

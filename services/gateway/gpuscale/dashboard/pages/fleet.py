@@ -324,7 +324,7 @@ def health_page(site: DashboardSite) -> None:
         )
 
     def draw() -> None:
-        shown = rows.health_rows(site.facts.events)
+        shown = rows.health_rows(site.facts)
         table.show(shown)
         tiles.show(**{word: str(sum(row["severity"] == word for row in shown)) for word in rows.SEVERITIES})
 

@@ -18,10 +18,10 @@ MOST_ACTS = 100
 def policies_page(site: DashboardSite) -> None:
     """Build the page."""
     with page(site, "Policies"):
-        why = ui.label().classes("gs-quiet")
         policies = ListTable(
             POLICIES.columns, key="name", empty="no policies: docs/sharing.md has an example"
         )
+        why = ui.label().classes("gs-quiet")
         acts = ListTable(ACTS.columns, key="key", links=("subject",), empty="no policy has acted yet")
 
     async def refresh() -> None:
