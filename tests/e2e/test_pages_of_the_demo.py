@@ -236,7 +236,7 @@ def test_what_visitors_do_is_asked_first_and_audited(browser: Browser, link_file
         page.get_by_text("no call matches").wait_for()
 
 
-def test_a_job_tells_why_it_waits_and_what_it_wrote(browser: Browser, link_file: Path) -> None:
+def test_a_job_tells_why_it_waits_what_it_got_and_wrote(browser: Browser, link_file: Path) -> None:
     def ctl(*words: str) -> Ran:
         return Typed("--address", (link_file.parent / "address").read_text(), *words).ended()
 
@@ -251,8 +251,9 @@ def test_a_job_tells_why_it_waits_and_what_it_wrote(browser: Browser, link_file:
         page.get_by_text("before it: no room now for 2 GPUs").wait_for()
         page.get_by_role("link", name=second).click()
         page.get_by_text("before it: no room now for 2 GPUs").wait_for()
-        goes_on.touch()
         page.goto(f"{site}/reservations/{first}")
+        page.get_by_text(re.compile(r"^[\d.]+ x memory [\d.]+ \+ ")).first.wait_for()  # why these GPUs
+        goes_on.touch()
         page.get_by_role("log").get_by_text("said by the first").wait_for()
         page.get_by_text("succeeded; full output").wait_for()
         assert page.get_by_role("log").inner_text().count("\n") == 9, "the last lines alone"

@@ -80,6 +80,13 @@ def revoked_early(reservation: allocator_api.Reservation) -> float | None:
     return early.total_seconds()
 
 
+def scored(gpu: allocator_api.ReservedGpu) -> str:
+    """What the score of a granted GPU is made of, by weight: `0.6 x memory 0.991 + utilization unknown`."""
+    known = "{0.weight:g} x {0.name} {0.value:.3f}".format
+    parts = (known(one) if one.HasField("value") else f"{one.name} unknown" for one in gpu.score.parts)
+    return " + ".join(parts)
+
+
 def _own(gpu: types_api.Gpu) -> str:
     state = _GPU_STATES.get(gpu.state, str(gpu.state))
     if not gpu.quarantine or state not in _ANSWERING:

@@ -422,6 +422,7 @@ PROCESSES = ResourceTable[types_api.GpuProcess](
         "reservation",
         lambda one: one.reservation.removeprefix("reservations/") or ("none", "unknown")[one.holder_unknown],
     ),
+    reservation_to=("", lambda one: one.reservation and f"/{one.reservation}"),
     start=("since", lambda one: humanize.clock(one.start_time)),
     container=("pod or container", lambda one: one.pod or one.container),
 )

@@ -26,7 +26,7 @@ from gpuscale.cli.console.cells import (
 )
 from gpuscale.cli.console.output import ABSENT
 from gpuscale.cli.grammar.parameters import format_duration
-from gpuscale.client.states import estimate, revoked_early
+from gpuscale.client.states import estimate, revoked_early, scored
 from gpuscale.common import wire
 from gpuscale.common.names import node_of
 
@@ -146,12 +146,6 @@ HELD_THEN = View[api.Reservation](
 """Who held what, from when until when."""
 
 
-def _because(gpu: api.ReservedGpu) -> str:
-    known = "{0.weight:g} x {0.name} {0.value:.3f}".format
-    parts = (known(one) if one.HasField("value") else f"{one.name} unknown" for one in gpu.score.parts)
-    return text(" + ".join(parts))
-
-
 RESERVED_GPUS = View[api.ReservedGpu](
     "gpus",
     (
@@ -159,7 +153,7 @@ RESERVED_GPUS = View[api.ReservedGpu](
         Column("GPU", lambda gpu: str(gpu.index)),
         Column("MODEL", gpu_model, spare=True),
         Column("SCORE", lambda gpu: f"{gpu.score.total:.3f}"),
-        Column("BECAUSE", _because),
+        Column("BECAUSE", lambda gpu: text(scored(gpu))),
         Column("NOTE", lambda gpu: text(gpu.score.note), wide=True),
         Column("UUID", lambda gpu: gpu.uuid, spare=True),
     ),

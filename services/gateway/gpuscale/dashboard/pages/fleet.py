@@ -9,6 +9,7 @@ from nicegui.events import GenericEventArguments
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import GpuscaleError
 from gpuscale.client.states import marks
+from gpuscale.common.names import short_holder
 from gpuscale.common.wire import seconds, to_duration
 from gpuscale.dashboard import charts, humanize, rows
 from gpuscale.dashboard.facts import GpuSummary
@@ -153,7 +154,12 @@ def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
             for chart in drawn:
                 span.drawn_on(chart)
         note = ui.label().classes("gs-quiet")
-        running = ListTable(rows.PROCESSES.columns, key="pid", empty="no processes, or they cannot be read")
+        running = ListTable(
+            rows.PROCESSES.columns,
+            key="pid",
+            links=("reservation",),
+            empty="no processes, or they cannot be read",
+        )
         with ui.element("div").classes("gs-charts"):
             topics = {
                 topic: ListTable({"reading": topic, "value": "value"}, key="reading", empty="not reported")
@@ -212,7 +218,7 @@ def gpu_figures(gpu: GpuSummary) -> dict[str, str]:
         "memory": humanize.part(gpu.memory_used, gpu.memory_total),
         "temperature": humanize.number(gpu.temperature, "°C"),
         "power": f"{humanize.number(gpu.power)} / {humanize.number(gpu.power_limit, 'W')}",
-        "reserved_by": ", ".join(gpu.holders) or "nobody",
+        "reserved_by": ", ".join(map(short_holder, gpu.holders)) or "nobody",
     }
 
 

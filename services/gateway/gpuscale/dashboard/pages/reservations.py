@@ -18,6 +18,7 @@ from nicegui.events import GenericEventArguments
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.client import AsyncClient, GpuscaleError, NotFoundError, pages_async
 from gpuscale.client.orders import kept_output
+from gpuscale.client.states import scored
 from gpuscale.common.secrets import write_private
 from gpuscale.common.wire import to_datetime
 from gpuscale.dashboard import charts, humanize, rows
@@ -124,13 +125,15 @@ LOOK_AGAIN = 5.0
 
 
 def reservation_page(site: DashboardSite, reservation: str) -> None:
-    """Build the page of a reservation: why it waits, what it holds and uses, and the end of its job's output."""
+    """Build the page of a reservation: why it waits, what it holds, for which score, and uses, and the end of its job's output."""
     name = f"reservations/{reservation}"
     with page(site, f"Reservation {reservation}"):
         head = ui.label(reservation).classes("text-h6")
         why = ui.label().classes("gs-lines").mark("why")
         tiles = Tiles("state", "holder", "tenant", "GPUs", "used", "time left")
-        gpus = ListTable(rows.GPUS.columns, key="uuid", links=("gpu",), empty="it holds no GPU")
+        columns = {name: word for name, word in rows.GPUS.columns.items() if name != "held"}
+        columns |= {"score": "score", "why": "chosen for"}
+        gpus = ListTable(columns, key="uuid", links=("gpu",), empty="it holds no GPU")
         with ui.column().classes("full-width") as ran:
             heading("Job")
             command = ui.label().classes("gs-lines")
@@ -151,8 +154,8 @@ def reservation_page(site: DashboardSite, reservation: str) -> None:
         why.text = "\n".join(filter(None, (str(row["notes"]), one.job.queue_order)))
         told = {word: str(row[word]) or humanize.UNKNOWN for word in ("state", "holder", "tenant", "used")}
         tiles.show(**told, GPUs=str(row["gpus"]), time_left=str(row["left"]))
-        held = {gpu.uuid for gpu in one.gpus}
-        gpus.show([gpu for gpu in site.gpu_rows() if gpu["uuid"] in held])
+        held = {gpu.uuid: {"score": f"{gpu.score.total:.3f}", "why": scored(gpu)} for gpu in one.gpus}
+        gpus.show([{**gpu, **held[uuid]} for gpu in site.gpu_rows() if (uuid := str(gpu["uuid"])) in held])
         ran.set_visibility(one.HasField("job"))
         state = humanize.word(one.job, "state")
         command.text = f"{one.job.command}\n{state}; full output: gpuscalectl logs {reservation}"
