@@ -21,6 +21,7 @@ from gpuscale.common.rpc.forwarder import Forwarder, Lanes, Upstream
 from gpuscale.common.rpc.interceptor import VERSION
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import REQUEST_ID_KEY, VIA_KEY, from_rpc_error
+from gpuscale.common.rpc.wrapped_channel import sending
 from gpuscale.common.security.auth import CALLER_KEY, Authenticator
 from gpuscale.gateway.main import open_gateway
 from gpuscale.gateway.settings import GatewaySettings
@@ -188,6 +189,20 @@ async def test_an_error_in_the_middle_of_streams(chain: Chain) -> None:
     await call.read()
     await call.write(b"invalid")
     assert why(await failure(call))[1:] == ("INVALID_ARGUMENT", {"why": "test"})
+
+
+async def test_a_refusal_while_requests_are_sent_is_told_as_it_is(chain: Chain) -> None:
+    """Not as INTERNAL of gRPC, whose own writer says so of requests larger than the window of a stream."""
+
+    async def requests() -> AsyncIterator[bytes]:
+        yield b"invalid"
+        while True:
+            yield bytes(MEBIBYTE)
+
+    for _ in range(10):
+        call: Any = chain.through.stream_stream(BOTH_STREAMS)(timeout=60)
+        async with sending(call, requests()):
+            assert why(await failure(call))[1:] == ("INVALID_ARGUMENT", {"why": "test"})
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import grpc
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.names import gpu_name
+from gpuscale.common.rpc.wrapped_channel import sending
 from gpuscale.common.runtime.tasks import network_namespace, read_boot_id
 from gpuscale.common.wire import to_duration
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
@@ -59,8 +60,10 @@ class FakeHost:
                 yield monitor_internal.StreamTelemetryRequest(snapshot=self._snapshot())
                 await self._changed.wait()
 
-        async for _ in monitor_internal.TelemetryServiceStub(fleet).StreamTelemetry(telemetry()):
-            pass
+        call = monitor_internal.TelemetryServiceStub(fleet).StreamTelemetry()
+        async with sending(call, telemetry()):
+            async for _ in call:
+                pass
 
     def _snapshot(self) -> types_api.Snapshot:
         self._seq += 1
@@ -133,19 +136,20 @@ class FakeWorkers:
         """Follow the autoscaler's desired state until cancelled."""
         stub = autoscaler_internal.AdapterStreamServiceStub(autoscaler)
         while True:
-            self._call = stub.Connect(self._messages())
+            self._call = call = stub.Connect()
             with suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
-                async for response in self._call:
-                    self._revision = response.revision
-                    for line in response.replicas:
-                        state = self._states.get(line.replica)
-                        if line.goal == _Goal.GOAL_RUN:
-                            self._states.setdefault(line.replica, _State.STATE_STARTING)
-                        elif line.goal == _Goal.GOAL_STOP and state in _ALIVE:
-                            self._states[line.replica] = _State.STATE_STOPPED
-                        elif line.goal == _Goal.GOAL_FORGET:
-                            self._states.pop(line.replica, None)
-                    self._settle()
+                async with sending(call, self._messages()):
+                    async for response in call:
+                        self._revision = response.revision
+                        for line in response.replicas:
+                            state = self._states.get(line.replica)
+                            if line.goal == _Goal.GOAL_RUN:
+                                self._states.setdefault(line.replica, _State.STATE_STARTING)
+                            elif line.goal == _Goal.GOAL_STOP and state in _ALIVE:
+                                self._states[line.replica] = _State.STATE_STOPPED
+                            elif line.goal == _Goal.GOAL_FORGET:
+                                self._states.pop(line.replica, None)
+                        self._settle()
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise asyncio.CancelledError

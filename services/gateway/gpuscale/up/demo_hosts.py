@@ -16,6 +16,7 @@ import grpc
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.names import gpu_name
+from gpuscale.common.rpc.wrapped_channel import sending
 from gpuscale.common.wire import put_timestamp, to_duration
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 from gpuscale.internal.monitor import v1 as monitor_internal
@@ -83,8 +84,10 @@ class DemoHost:
 
     async def report(self, fleet: grpc.aio.Channel) -> None:
         """Report until the connection ends."""
-        async for answer in monitor_internal.TelemetryServiceStub(fleet).StreamTelemetry(self._messages()):
-            self._quarantines = {one.uuid: one for one in answer.quarantines}
+        call = monitor_internal.TelemetryServiceStub(fleet).StreamTelemetry()
+        async with sending(call, self._messages()):
+            async for answer in call:
+                self._quarantines = {one.uuid: one for one in answer.quarantines}
 
     async def _messages(self) -> AsyncIterator[monitor_internal.StreamTelemetryRequest]:
         hello = monitor_internal.Hello(node=self.build.node, epoch=self._epoch)
@@ -282,24 +285,25 @@ class Workers:
     async def run(self, autoscaler: grpc.aio.Channel) -> None:
         """Follow the autoscaler's desired state until the connection ends."""
         self._revision = 0
-        stub = autoscaler_internal.AdapterStreamServiceStub(autoscaler)
-        async for response in stub.Connect(self._messages()):
-            if response.HasField("log_question"):
-                self._logs.append(response.log_question)
-            else:
-                self._revision = response.revision
-                for line in response.replicas:
-                    known = self._replicas.get(line.replica)
-                    if line.goal == _Goal.GOAL_RUN and known is None:
-                        self._start(line)
-                    elif line.goal == _Goal.GOAL_STOP and known and known.state not in _OVER:
-                        if known.state == _State.STATE_READY:
-                            self._traffic.ready[known.endpoint] -= 1
-                        known.state = _State.STATE_STOPPED
-                        self._site.end(known.program)
-                    elif line.goal == _Goal.GOAL_FORGET:
-                        self._replicas.pop(line.replica, None)
-            self._changed.set()
+        call = autoscaler_internal.AdapterStreamServiceStub(autoscaler).Connect()
+        async with sending(call, self._messages()):
+            async for response in call:
+                if response.HasField("log_question"):
+                    self._logs.append(response.log_question)
+                else:
+                    self._revision = response.revision
+                    for line in response.replicas:
+                        known = self._replicas.get(line.replica)
+                        if line.goal == _Goal.GOAL_RUN and known is None:
+                            self._start(line)
+                        elif line.goal == _Goal.GOAL_STOP and known and known.state not in _OVER:
+                            if known.state == _State.STATE_READY:
+                                self._traffic.ready[known.endpoint] -= 1
+                            known.state = _State.STATE_STOPPED
+                            self._site.end(known.program)
+                        elif line.goal == _Goal.GOAL_FORGET:
+                            self._replicas.pop(line.replica, None)
+                self._changed.set()
 
     async def _messages(self) -> AsyncIterator[autoscaler_internal.ConnectRequest]:
         capabilities = autoscaler_api.AdapterCapabilities(logs=True)

@@ -14,7 +14,7 @@ gateway limits, use a connection of their own, and streams as many connections a
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn, Self
 
@@ -27,7 +27,7 @@ from gpuscale.common.names import LEASE_KEY
 from gpuscale.common.rpc.channel import MAX_STREAMS_PER_CONNECTION
 from gpuscale.common.rpc.interceptor import Handler, forwarded_metadata, handler_of
 from gpuscale.common.rpc.status import DETAILS_KEY, REQUEST_ID_KEY, VIA_KEY
-from gpuscale.common.rpc.wrapped_channel import FOLLOWS
+from gpuscale.common.rpc.wrapped_channel import FOLLOWS, sending
 from gpuscale.common.runtime.logs import call_id, get_logger
 from gpuscale.common.security.auth import CALLER_KEY, FORWARDED_KEY, Context, find_principal, forwarded_as
 
@@ -180,6 +180,7 @@ class _Method:
         self._upstream = upstream
         words = {False: "unary", True: "stream"}
         self._kind = f"{words[of.client_streaming]}_{words[of.server_streaming]}"
+        self._sends = of.client_streaming
         self._unary: Any = upstream.channel.unary_unary(path)
         self._tells = "page_token" in of.input_type.fields_by_name  # as the guard's
         self._kept_here = _NOT_FORWARDED if upstream.private else _NOT_FORWARDED | _SECRETS
@@ -217,10 +218,12 @@ class _Method:
     async def _call(self, request: Any, context: Context) -> AsyncGenerator[Any]:
         """The upstream call of a stream; ends with the block, and ends the incoming call with its status."""
         with self._upstream.streams.stream() as channel:
-            call = self._begin(getattr(channel, self._kind)(self._path), request, context)
+            method = getattr(channel, self._kind)(self._path)
+            call = self._begin(method, None if self._sends else request, context)
             try:
-                yield call
-                await self._answered(call, context)
+                async with sending(call, request) if self._sends else nullcontext():
+                    yield call
+                    await self._answered(call, context)
             except grpc.aio.AioRpcError as error:
                 await self._fail(error, context)
             except asyncio.CancelledError:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partialmethod
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -23,7 +24,7 @@ import grpc
 
 from gpuscale.common.errors import DeadlineExceededError, UnavailableError
 from gpuscale.common.rpc.status import DETAILS_KEY, from_rpc_error
-from gpuscale.common.runtime.tasks import Backoff
+from gpuscale.common.runtime.tasks import Backoff, TaskScope
 
 MakeMethod = Callable[[str, Sequence[Any]], Any]
 """Makes a stub method from its kind, such as `unary_stream`, and the methods of the inner channels."""
@@ -402,7 +403,7 @@ class _Call(_Attempts):
 
         return response().__await__()
 
-    async def __aiter__(self) -> AsyncIterator[Any]:
+    async def __aiter__(self) -> AsyncGenerator[Any]:
         while True:
             try:
                 async for response in self._call:
@@ -425,32 +426,11 @@ class _Call(_Attempts):
                 return response
 
     async def write(self, request: Any) -> None:
-        """Send a request of a stream.
-
-        Not with gRPC's `write`: if the server has ended the call, that replaces its status, such as NOT_LEADER, by an internal
-        error, for readers too.
-
-        Raises:
-            AioRpcError: the server ended the call with this status.
-            InvalidStateError: the server ended the call with OK.
-        """
-        call = self._call
+        """Send a request of a stream by `send`, and note an address that does not lead."""
         try:
-            await call.wait_for_connection()
-            await call._cython_call.send_serialized_message(request.SerializeToString())  # noqa: SLF001
-        except grpc.aio.InternalError:
-            code, details = await call.code(), await call.details()
-            if code is grpc.StatusCode.OK:
-                raise asyncio.InvalidStateError("the server ended the call") from None
-            begun, ended = await call.initial_metadata(), await call.trailing_metadata()
-            error = grpc.aio.AioRpcError(code, begun, ended, details=details)
-            self._trail.after(error)
-            raise error from None
+            await send(self._call, request)
         except grpc.aio.AioRpcError as error:
             self._trail.after(error)
-            raise
-        except asyncio.CancelledError:
-            call.cancel()  # the request may be partially sent
             raise
 
     async def _again(self, error: grpc.aio.AioRpcError) -> None:
@@ -464,6 +444,46 @@ class _Call(_Attempts):
         if self._cancelled:
             raise asyncio.CancelledError
         self._call = self._start()
+
+
+async def send(call: Any, request: Any) -> None:
+    """Send a request of an asyncio stream: a message, or bytes.
+
+    Not with gRPC's `write`: if the server has ended the call, that replaces its status, such as NOT_LEADER, by an internal
+    error, for readers too. So does gRPC's task for a call that is given an iterator; see `sending`.
+
+    Raises:
+        AioRpcError: the server ended the call with this status.
+        InvalidStateError: the server ended the call with OK.
+    """
+    encoded = request if isinstance(request, bytes) else request.SerializeToString()
+    try:
+        await call.wait_for_connection()
+        await call._cython_call.send_serialized_message(encoded)  # noqa: SLF001
+    except grpc.aio.InternalError:
+        code, details = await call.code(), await call.details()
+        if code is grpc.StatusCode.OK:
+            raise asyncio.InvalidStateError("the server ended the call") from None
+        begun, ended = await call.initial_metadata(), await call.trailing_metadata()
+        raise grpc.aio.AioRpcError(code, begun, ended, details=details) from None
+    except asyncio.CancelledError:
+        call.cancel()  # the request may be partially sent
+        raise
+
+
+@asynccontextmanager
+async def sending(call: Any, requests: AsyncIterable[Any]) -> AsyncGenerator[None]:
+    """Send all requests of an asyncio stream during the block; those who read the call learn how it ends."""
+
+    async def send_all() -> None:
+        with suppress(grpc.aio.AioRpcError, grpc.aio.InternalError, asyncio.InvalidStateError):
+            async for request in requests:
+                await send(call, request)
+            await call.done_writing()
+
+    async with TaskScope() as scope:
+        scope.start("send requests", send_all())
+        yield
 
 
 class _Unary(StubMethod):
