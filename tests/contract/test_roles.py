@@ -51,7 +51,7 @@ async def status(channel: grpc.aio.Channel, rpc: Rpc, metadata: Any) -> grpc.Sta
     """How a call ends."""
     call: Any
     if rpc.client_streaming:
-        call = channel.stream_stream(rpc.path)(iter(()), timeout=60, metadata=metadata)
+        call = channel.stream_stream(rpc.path)(timeout=60, metadata=metadata)
     elif rpc.server_streaming:
         call = channel.unary_stream(rpc.path)(b"", timeout=60, metadata=metadata)
     else:

@@ -13,6 +13,7 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.servicers import backtests
 from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.rpc.status import from_rpc_error, rpc_errors
+from gpuscale.common.rpc.wrapped_channel import sending
 from gpuscale.common.wire import to_duration
 from tests.support.asking_autoscaler import Asking, asking
 from tests.support.autoscaler_app import TIMEOUT
@@ -48,9 +49,16 @@ def parts(
     ]
 
 
+async def flowing(messages: list[api.CreateBacktestRequest]) -> AsyncIterator[api.CreateBacktestRequest]:
+    for message in messages:
+        yield message
+
+
 async def create(asked: Asking, messages: list[api.CreateBacktestRequest]) -> api.Backtest:
     with rpc_errors():
-        return (await asked.backtests.CreateBacktest(iter(messages), timeout=TIMEOUT)).backtest
+        call = asked.backtests.CreateBacktest(timeout=TIMEOUT)
+        async with sending(call, flowing(messages)):
+            return (await call).backtest
 
 
 async def get(asked: Asking, name: str) -> api.Backtest:

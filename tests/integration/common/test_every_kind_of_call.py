@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.interceptor import request_id_of
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import REQUEST_ID_KEY, from_rpc_error
+from gpuscale.common.rpc.wrapped_channel import sending
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.security.auth import Authenticator, Principal, Role, current_principal
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
@@ -71,7 +72,7 @@ class Kind:
     async def refused(self, channel: grpc.aio.Channel, **options: Any) -> errors.GpuscaleError:
         """Why a call is refused before anything is read. Nothing is written to a stream: gRPC core may say INTERNAL then."""
         multi = getattr(channel, self.name)(self.path)
-        payload = silence() if self.name.startswith("stream") else self.request.SerializeToString()
+        payload = None if self.name.startswith("stream") else self.request.SerializeToString()
         call = multi(payload, timeout=60.0, **options)
         return await failure(anext(aiter(call)) if self.name.endswith("stream") else call)
 
@@ -80,19 +81,18 @@ class Kind:
         multi = getattr(channel, self.name)(self.path)
         options = {"timeout": 10.0, **options}
         requests = payloads or (self.request.SerializeToString(),)
-        if self.name == "unary_unary":
-            return await multi(requests[0], **options)
-        if self.name == "stream_unary":
-            return await multi(iter(requests), **options)
-        call = multi(requests[0] if self.name == "unary_stream" else iter(requests), **options)
-        first, *_ = [answer async for answer in call]
+        sends = self.name.startswith("stream")
+        call = multi(None if sends else requests[0], **options)
+        async with sending(call, flowing(*requests)) if sends else nullcontext():
+            if self.name.endswith("unary"):
+                return await call
+            first, *_ = [answer async for answer in call]
         return first
 
 
-async def silence() -> AsyncIterator[bytes]:
-    """Requests that never come."""
-    await asyncio.Event().wait()
-    yield b""
+async def flowing(*requests: bytes) -> AsyncIterator[bytes]:
+    for request in requests:
+        yield request
 
 
 KINDS = (
@@ -209,12 +209,13 @@ async def test_a_call_has_one_id(kind: Kind, caplog: pytest.LogCaptureFixture, f
     async with served(kind, work) as channel:
         call = getattr(channel, kind.name)(kind.path)
         one = kind.request.SerializeToString()
-        sent = iter([one]) if kind.name.startswith("stream") else one
-        begun = call(sent, metadata=(("x-request-id", "of-a_Caller.7"),), timeout=60)
-        if kind.name.endswith("stream"):
-            with suppress(grpc.aio.AioRpcError):
-                assert [answer async for answer in begun]
-        assert await begun.code() == (grpc.StatusCode.NOT_FOUND if fails else grpc.StatusCode.OK)
+        sends = kind.name.startswith("stream")
+        begun = call(None if sends else one, metadata=(("x-request-id", "of-a_Caller.7"),), timeout=60)
+        async with sending(begun, flowing(one)) if sends else nullcontext():
+            if kind.name.endswith("stream"):
+                with suppress(grpc.aio.AioRpcError):
+                    assert [answer async for answer in begun]
+            assert await begun.code() == (grpc.StatusCode.NOT_FOUND if fails else grpc.StatusCode.OK)
         assert dict(await begun.trailing_metadata())[REQUEST_ID_KEY] == "of-a_Caller.7"
     [line] = [record.msg for record in caplog.records if record.name == "gpuscale.test"]
     assert isinstance(line, dict)

@@ -205,13 +205,13 @@ async def test_a_fleet_that_acknowledges_nothing_is_left(monkeypatch: pytest.Mon
 
 
 class EndedCall:
-    """A call whose end the writer meets first: grpc.aio raises InvalidStateError there, not AioRpcError."""
+    """A call whose end the writer meets first, with InvalidStateError where the fleet ended it well."""
 
     def __init__(self) -> None:
         self.writes = 0
         self.written = asyncio.Event()
 
-    async def write(self, message: object) -> None:
+    async def wait_for_connection(self) -> None:
         self.writes += 1
         self.written.set()
         raise asyncio.InvalidStateError("RPC already finished")

@@ -1,6 +1,7 @@
 """What an adapter reports is taken by the autoscaler, whatever an engine said."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.validation import violations
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
+from tests.support.waiting import eventually
 
 
 @pytest.mark.parametrize(
@@ -76,6 +78,39 @@ async def test_an_autoscaler_that_comes_late_is_found_within_seconds(monkeypatch
             await asyncio.wait_for(enough.wait(), 30)
         running.cancel()
     assert max(waits) == 2.0
+
+
+async def test_an_adapter_tells_why_it_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """Also where the refusal comes while it writes: that was INTERNAL, of gRPC."""
+    changed = asyncio.Event()
+
+    def reports() -> dict[str, ReplicaReport]:
+        changed.set()
+        return {str(number): ReplicaReport(ReplicaState.READY, reason="x" * 1000) for number in range(1000)}
+
+    class Refusing(autoscaler_internal.AdapterStreamServiceServicer):
+        async def Connect(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+            await anext(request_iterator)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "who are you?")
+            yield
+
+    def explain(error: GpuscaleError) -> GpuscaleError:
+        return error
+
+    server = grpc.aio.server()
+    autoscaler_internal.add_AdapterStreamServiceServicer_to_server(Refusing(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    some: Any = SimpleNamespace(reports=reports, taken=list)
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        connection = AutoscalerConnection(
+            channel, autoscaler_internal.Register(), some, changed, explain, some
+        )
+        running = asyncio.create_task(connection.run())
+        line = await eventually(lambda: caplog.records)
+        running.cancel()
+    await server.stop(None)
+    assert line[0].msg["error"] == "who are you?"
 
 
 async def test_an_urgent_channel_dials_again_each_second(monkeypatch: pytest.MonkeyPatch) -> None:

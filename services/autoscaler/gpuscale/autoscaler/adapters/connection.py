@@ -16,6 +16,7 @@ from gpuscale.common import names, wire
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.rpc.diagnosis import Explain
 from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.rpc.wrapped_channel import send
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff, pause_before_retry, wait_at_most
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
@@ -93,11 +94,11 @@ class AutoscalerConnection:
     async def _write(self, call: _Call) -> None:
         """Report at once, after every change, and every few seconds."""
         try:
-            await call.write(autoscaler_internal.ConnectRequest(register=self._register))
+            await send(call, autoscaler_internal.ConnectRequest(register=self._register))
             while True:
                 self._changed.clear()
                 while self._log_parts:
-                    await call.write(autoscaler_internal.ConnectRequest(log_part=self._log_parts.popleft()))
+                    await send(call, autoscaler_internal.ConnectRequest(log_part=self._log_parts.popleft()))
                 # Nothing while the state is unknown, so that the autoscaler considers the adapter silent.
                 if (reports := self._crew.reports()) is not None:
                     replicas = [to_wire(name, report) for name, report in reports.items()]
@@ -110,11 +111,10 @@ class AutoscalerConnection:
                         replicas=replicas,
                         served=[served_to_wire(*one) for one in self._served.taken()],
                     )
-                    await call.write(autoscaler_internal.ConnectRequest(report=report))
+                    await send(call, autoscaler_internal.ConnectRequest(report=report))
                 await wait_at_most(self._changed, REPORT_PERIOD)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            # grpc.aio raises the latter if the autoscaler has already ended the stream. The reader finds out why.
-            return
+            return  # the reader finds out why
 
     async def _read(self, call: _Call, group: asyncio.TaskGroup) -> GpuscaleError:
         """Handle messages until the stream ends; returns the reason."""

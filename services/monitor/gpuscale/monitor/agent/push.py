@@ -1,8 +1,7 @@
 """The agent's stream to the fleet, reopened whenever it ends.
 
 After Hello and the fleet's answer, a stream sends a whole snapshot of a new reading, then changes, with whole snapshots now and
-then and when the fleet asks. Only the newest snapshot waits to be sent. Nothing is written before the answer to Hello, since
-gRPC core may report the end of a stream that is being written to as INTERNAL and so hide a refusal.
+then and when the fleet asks. Only the newest snapshot waits to be sent.
 """
 
 import asyncio
@@ -16,6 +15,7 @@ from gpuscale.common import VERSION
 from gpuscale.common.errors import DeadlineExceededError, GpuscaleError, UnavailableError
 from gpuscale.common.rpc.diagnosis import Explain
 from gpuscale.common.rpc.status import rpc_errors
+from gpuscale.common.rpc.wrapped_channel import send
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff, Clock, pause_before_retry
 from gpuscale.common.wire import to_datetime, to_timestamp
@@ -133,7 +133,7 @@ class FleetPush:
 
     async def _write(self, call: _Call, welcome: asyncio.Event, begun: asyncio.Event) -> None:
         try:
-            await call.write(monitor_internal.StreamTelemetryRequest(hello=self._hello))
+            await send(call, monitor_internal.StreamTelemetryRequest(hello=self._hello))
             await welcome.wait()
             with self._sampler.snapshots.subscribe() as subscription:
                 await self._sampler.get(max_age=0.0)
@@ -145,7 +145,7 @@ class FleetPush:
                         now = self._clock.now()
                         delta = self._deltas.next(snapshot, now)
                         whole = to_snapshot(snapshot, now) if delta is None else None
-                        await call.write(monitor_internal.StreamTelemetryRequest(snapshot=whole, delta=delta))
+                        await send(call, monitor_internal.StreamTelemetryRequest(snapshot=whole, delta=delta))
                     self._faults.saw(snapshot.gpus)
                     begun.set()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -160,7 +160,7 @@ class FleetPush:
                 await self._faults.after(last)
                 message = self._faults.message(last, self._clock.now())
                 async with self._writing:
-                    await call.write(monitor_internal.StreamTelemetryRequest(faults=message))
+                    await send(call, monitor_internal.StreamTelemetryRequest(faults=message))
                 last = message.faults[-1].seq
                 self._faults.told(last)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
