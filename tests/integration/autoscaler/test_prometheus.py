@@ -22,7 +22,7 @@ from gpuscale.autoscaler.signals.prometheus import (
     PrometheusSettings,
     prometheus_sample,
 )
-from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.secrets import SecretUrl
 from tests.support import fake_allocator
 from tests.support.autoscaler_app import endpoint, reason, running
@@ -203,7 +203,7 @@ def test_settings_that_cannot_be_used_are_refused_by_name(tmp_path: Path) -> Non
         PrometheusSettings(url=url, token_file=missing),
         PrometheusSettings(url=url, ca_file=missing),
     ):
-        with pytest.raises(FailedPreconditionError, match=r"prometheus main: .*missing") as caught:
+        with pytest.raises(InvalidArgumentError, match=r"prometheus main: .*missing") as caught:
             PrometheusServer("main", settings)
         assert caught.value.reason == "PROMETHEUS_CONFIGURATION"
     with pytest.raises(ValidationError, match="must begin with http"):

@@ -141,7 +141,7 @@ async def test_a_closed_scope_takes_no_task() -> None:
 PROGRAM = """
 import asyncio, os, signal, sys, time
 from gpuscale.common.runtime import lifecycle, logs
-from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.runtime.tasks import TaskScope
 
 async def eternal(error=None):
@@ -282,6 +282,20 @@ def test_an_error_at_start_is_for_people_where_the_log_is() -> None:
     body = 'logs.configure(format="console")\nraise FailedPreconditionError("the directory x is in use")'
     with program(body) as process:
         assert ended(process)[::2] == (1, "gpuscale-test: error: the directory x is in use\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        ('InvalidArgumentError("not an address", field="listen")', "listen: not an address"),
+        ('InvalidArgumentError("broker b has no URL")', "broker b has no URL"),
+    ],
+)
+def test_a_wrong_setting_that_is_met_late_ends_the_program_as_one_that_is_met_early(
+    error: str, told: str
+) -> None:
+    with program(f"raise {error}") as process:
+        assert ended(process)[::2] == (2, f"gpuscale-test: error: {told}\n")
 
 
 @pytest.mark.parametrize("error", ["KeyError('node')", "FailedPreconditionError('lost')"])

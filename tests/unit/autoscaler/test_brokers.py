@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from gpuscale.autoscaler.domain.queues import QueueFailure, QueueState
 from gpuscale.autoscaler.signals.brokers import BrokerSettings, RetryGate, VirtualHostError, resolve
 from gpuscale.autoscaler.signals.rabbitmq import ManagementClient, QueueStatistics
-from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.errors import InvalidArgumentError
 from tests.support.clock import ManualClock
 
 URL = "amqp://user:p%40ss%2Fcanary@host:5672/"
@@ -88,7 +88,11 @@ def test_urls_come_from_files_that_the_file_or_the_environment_names(tmp_path: P
             {},
             "must begin with http:// or https://",
         ),
-        ({"amqp_url": URL}, {"GPUSCALE_BROKER_DEFAULT_URL": "canary"}, "BROKER_DEFAULT_URL is not one"),
+        (
+            {"amqp_url": URL},
+            {"GPUSCALE_BROKER_DEFAULT_URL": "canary"},
+            "BROKER_DEFAULT_URL is not one that gpuscale knows: write GPUSCALE_BROKER_<NAME>_AMQP_URL",
+        ),
         ({"amqp_url": URL}, {"GPUSCALE_BROKER_-_AMQP_URL": "canary"}, "BROKER_-_AMQP_URL is not one"),
         (
             {"amqp_url": "amqps://user:canary@host", "ca_file": "/no/such/file"},
@@ -100,7 +104,7 @@ def test_urls_come_from_files_that_the_file_or_the_environment_names(tmp_path: P
 def test_what_is_wrong_is_named_and_no_url_is_shown(
     table: dict[str, str], environment: dict[str, str], says: str
 ) -> None:
-    with pytest.raises(FailedPreconditionError) as caught:
+    with pytest.raises(InvalidArgumentError) as caught:
         resolve({"default": BrokerSettings.model_validate(table)}, environment)
     assert says in caught.value.message
     assert caught.value.reason == "BROKER_CONFIGURATION"

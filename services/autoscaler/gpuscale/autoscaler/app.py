@@ -81,8 +81,8 @@ async def open_autoscaler(
 
     The caller holds the lock on `settings.data_dir` and owns the channels to the fleet and the allocator. With `term`, during
     which this process leads, state is stored in `settings.database`; without it, in a file in `data_dir`. `meter` exports
-    figures. FailedPreconditionError if the state is damaged or of another version, or a broker or Prometheus server is
-    misconfigured.
+    figures. FailedPreconditionError if the state is damaged or of another version, InvalidArgumentError if a broker or Prometheus
+    server is misconfigured.
     """
     uses, wakes, followers = WatcherUses(), Wakes(), Followers()
     async with (

@@ -18,7 +18,7 @@ from typing import Self, TypeAlias
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from gpuscale.autoscaler.domain.queues import QueueFailure
-from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.names import is_id
 from gpuscale.common.runtime.tasks import Backoff
 from gpuscale.common.secrets import SecretUrl, read_secret
@@ -124,7 +124,10 @@ def resolve(brokers: Mapping[str, BrokerSettings], environment: Mapping[str, str
         matched = _VARIABLE.fullmatch(variable)
         name = matched["name"].lower() if matched else ""
         if matched is None or not is_id(name):
-            raise _unusable(f"the environment variable {variable} is not one that gpuscale knows")
+            raise _unusable(
+                f"the environment variable {variable} is not one that gpuscale knows: write {_PREFIX}<NAME>_AMQP_URL"
+                " or MANAGEMENT_URL, with _FILE at the end for a file"
+            )
         overrides.setdefault(name, {})[matched["url"]] = variable
     found: dict[str, Broker] = {}
     for name in sorted(brokers.keys() | overrides.keys()):
@@ -190,5 +193,5 @@ def _check(what: str, url: SecretUrl, schemes: tuple[str, ...]) -> None:
         raise _unusable(f"{what} must end with its host, port and path")
 
 
-def _unusable(message: str) -> FailedPreconditionError:
-    return FailedPreconditionError(message, reason="BROKER_CONFIGURATION")
+def _unusable(message: str) -> InvalidArgumentError:
+    return InvalidArgumentError(message, reason="BROKER_CONFIGURATION")

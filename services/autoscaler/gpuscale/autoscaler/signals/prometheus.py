@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError, field_va
 
 from gpuscale.autoscaler.domain.signals import Sample
 from gpuscale.autoscaler.signals.polling import NoAnswerError, PollAnswer
-from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.secrets import SecretUrl
 
 TIMEOUT = 5.0
@@ -266,5 +266,5 @@ def _token(name: str, path: Path | None) -> SecretStr | None:
         raise _unusable(f"prometheus {name}: cannot read {path}: {type(error).__name__}") from None
 
 
-def _unusable(message: str) -> FailedPreconditionError:
-    return FailedPreconditionError(message, reason="PROMETHEUS_CONFIGURATION")
+def _unusable(message: str) -> InvalidArgumentError:
+    return InvalidArgumentError(message, reason="PROMETHEUS_CONFIGURATION")

@@ -61,7 +61,7 @@ async def serve_metrics(
         FailedPreconditionError: ADDRESS_IN_USE, BIND_FAILED, INSECURE_BIND or TLS_FILES.
         InvalidArgumentError: the address is malformed.
     """
-    address = parse_listen(listen)
+    address = parse_listen(listen, "metrics_listen")
     check_exposure(address, tls=options.tls is not None, insecure_allow_remote=options.insecure_allow_remote)
     tls = None if options.tls is None else server_context(options.tls)
     async with TaskScope() as tasks:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Self, cast
 
-from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
 from gpuscale.common.runtime.logs import get_logger, writes_json
 
 STOP_WARNING_SECONDS = 8.0
@@ -40,8 +40,8 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], *, program: str, quiet
     `main` gets an event that SIGTERM, SIGINT or SIGHUP (unless it is ignored) sets, and should return soon after. A second signal
     but SIGHUP exits at once with 128 + its number. If `main` has not returned after 9.5 s, the program exits with 1.
 
-    Any error ends the program with 1. A `GpuscaleError` raised outside tasks is printed as one line on stderr (JSON if the
-    log is JSON), others are logged with a traceback.
+    Any error ends the program with 1, that of a setting with 2, as `sources.load` does. A `GpuscaleError` raised outside tasks is
+    printed as one line on stderr (JSON if the log is JSON and it is no setting's), others are logged with a traceback.
 
     `quiet` is for a program that wakes up a few times a second: it does without uvloop, which would take 2 MB.
     """
@@ -57,13 +57,18 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], *, program: str, quiet
             try:
                 await main(stop)
             except Exception as error:  # noqa: BLE001 - the last handler
+                code = 1
                 for leaf in _leaves(error):
                     notes: list[str] = getattr(leaf, "__notes__", [])
                     if isinstance(leaf, GpuscaleError) and not notes:
-                        if writes_json():
+                        told = leaf.message
+                        if isinstance(leaf, InvalidArgumentError):
+                            code = 2
+                            told = "".join(f"{one.field}: " for one in leaf.violations) + told
+                        if writes_json() and code == 1:
                             _log.error("the program failed", error=leaf.message, reason=leaf.reason)
                         else:
-                            sys.stderr.write(f"{program}: error: {leaf.message}\n")
+                            sys.stderr.write(f"{program}: error: {told}\n")
                     else:
                         _log.error(
                             "the program failed",
@@ -72,7 +77,7 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], *, program: str, quiet
                             where=notes,
                             exc_info=leaf,
                         )
-                return 1
+                return code
         return 0
 
     with collecting_what_is_new(seldom=not quiet), asyncio.Runner(loop_factory=new_loop) as runner:
