@@ -3,6 +3,7 @@
 import pytest
 
 from gpuscale.cli.console.errors import BY_ERROR, MEANINGS, ExitCode, exit_code, report
+from gpuscale.cli.console.terminal import TERMINAL
 from gpuscale.common import errors
 
 TREE = [
@@ -92,3 +93,12 @@ def test_an_error_says_once_what_is_wrong_and_what_would_help(
 ) -> None:
     report(error)
     assert capsys.readouterr().err.splitlines() == [f"error: {error.message}", *more]
+
+
+def test_a_denied_field_is_told_by_its_option(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(TERMINAL, "options", {"priority": "--priority"})
+    field = "reserve.priority"
+    report(errors.PermissionDeniedError(f"{field}: 0 at most", metadata={"field": field}))
+    assert capsys.readouterr().err == "error: --priority: 0 at most\n"

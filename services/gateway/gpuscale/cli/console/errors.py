@@ -12,7 +12,7 @@ import click
 from gpuscale.cli.console.terminal import TERMINAL, note
 from gpuscale.cli.grammar.nouns import NOUNS, plural
 from gpuscale.common import errors
-from gpuscale.common.errors import FieldViolation, GpuscaleError, InvalidArgumentError
+from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
 
 
 class ExitCode(IntEnum):
@@ -95,7 +95,8 @@ def report(error: GpuscaleError, name: str = "") -> ExitCode:
     first, *more = error.lines()
     if name and name not in error.message.split():
         first = f"error: {name}: {error.message}"
-    for line in (*(_as_typed(one, fields) for one in (first, *more)), *_remedy(error)):
+    named = [one.field for one in fields] or [error.metadata.get("field", "")]
+    for line in (*(_as_typed(one, named) for one in (first, *more)), *_remedy(error)):
         note(line)
     if TERMINAL.verbose:
         facts = "".join(f", {key}={value}" for key, value in sorted(error.metadata.items()))
@@ -116,13 +117,13 @@ _KEY = re.compile(r'\["(?:[^"\\]|\\.)*"\]|\[\d+\]')
 _UNIT = re.compile("_(bytes|percent|watts)$")
 
 
-def _as_typed(line: str, fields: Iterable[FieldViolation]) -> str:
+def _as_typed(line: str, fields: Iterable[str]) -> str:
     """A line of an error with the options of the command in place of their fields."""
-    for one in fields:
-        name = _UNIT.sub("", _KEY.sub("", one.field).rpartition(".")[2])
+    for field in fields:
+        name = _UNIT.sub("", _KEY.sub("", field).rpartition(".")[2])
         for word in (_OPTIONS.get(name, name), name, name.removesuffix("s")):
             if option := TERMINAL.options.get(word):
-                line = re.sub(rf"(?<![\w.-]){re.escape(one.field)}(?=:? )", option, line, count=1)
+                line = re.sub(rf"(?<![\w.-]){re.escape(field)}(?=:? )", option, line, count=1)
                 break
     return line
 
