@@ -366,11 +366,17 @@ def test_output_of_members_without_lines_is_not_kept_back(monkeypatch: pytest.Mo
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("supervises", [True, False], ids=["run", "logs"])
-def test_output_of_members_that_cannot_be_written_ends_them(supervises: bool) -> None:
-    """A full disk of who reads it: they would wait for ever for somebody to take it."""
+@pytest.mark.parametrize("gone", [False, True], ids=["disk", "reader"])
+def test_output_of_members_that_cannot_be_written_ends_them(supervises: bool, gone: bool) -> None:
+    """A full disk, or a reader that is gone: they would wait for ever for somebody to take it, or seem to lose their host."""
     script = f"echo {over_ssh.GREETING.decode().strip()}; read orders; echo ready; read go; exec yes >&{{0}}"
     members = [("sh", "-c", script.format(number) if supervises else "yes") for number in (1, 2)]
-    with Path("/dev/full").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with (
+        os.fdopen(writer, "wb", buffering=0) if gone else Path("/dev/full").open("wb", buffering=0) as file,
+        pytest.raises(OSError, match="Broken pipe" if gone else "No space left"),
+    ):
         _write(members, file.fileno(), supervises=supervises)
 
 

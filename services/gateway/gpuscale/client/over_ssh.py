@@ -134,7 +134,7 @@ def _copy(
     prefix: bytes,
     failed: list[OSError],
 ) -> None:
-    """Copy an output of a process, with a prefix before each line; a full disk is added to what `failed`."""
+    """Copy an output of a process, with a prefix before each line; a full disk or closed pipe is added to what `failed`."""
     if source is None:
         raise RuntimeError("it has no pipe")
     left = b""
@@ -150,8 +150,7 @@ def _copy(
             _write(descriptor, prefix + left + b"\n")
     except OSError as error:
         process.terminate()  # the command ends, like a local one would
-        if not isinstance(error, BrokenPipeError):
-            failed.append(error)
+        failed.append(error)
 
 
 class EarlyStart:
