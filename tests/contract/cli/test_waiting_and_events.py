@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from copy import deepcopy
 from itertools import count
 from types import SimpleNamespace
@@ -48,6 +49,13 @@ def test_an_endpoint_is_waited_for_until_it_is_ready(
     assert len(lines) == 1, "what has not changed is not said again"
     assert lines[0].startswith("waiting ")
     assert "jobs for ready: 2 of 3 replicas ready: wants 3, 2 fit on the GPUs there are" in lines[0]
+
+
+def test_a_wait_that_sigterm_ends_says_so(ctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its line on a terminal was left unfinished, and a log told nothing."""
+    canned.script(monkeypatch, wait, lambda: signal.raise_signal(signal.SIGTERM))
+    ran = ctl("wait", "ep", "jobs")
+    assert (ran.code, ran.err.splitlines()[-1]) == (143, "SIGTERM ended the wait")
 
 
 def test_the_timeout_is_of_all_jobs_together(ctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:

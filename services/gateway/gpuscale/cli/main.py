@@ -5,6 +5,7 @@ is quick.
 """
 
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -15,7 +16,7 @@ import click
 from gpuscale.cli.commands.watching import GetGroup
 from gpuscale.cli.console.command import OF_ALL_COMMANDS, PROGRAM, CommandEntry, ExplainGroup, Group, JobGroup
 from gpuscale.cli.console.errors import ExitCode, report, report_os, report_usage, report_value
-from gpuscale.cli.console.terminal import TERMINAL, flush_output, prepare_streams
+from gpuscale.cli.console.terminal import TERMINAL, TerminatedError, flush_output, note, prepare_streams
 from gpuscale.cli.grammar.nouns import format_of
 from gpuscale.common.errors import GpuscaleError
 
@@ -295,6 +296,9 @@ def run_command(arguments: Sequence[str]) -> int:
         return report(error)
     except click.ClickException as error:
         return report_usage(error)
+    except TerminatedError:
+        note("SIGTERM ended the wait")
+        return 128 + signal.SIGTERM  # as of who does not handle it
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except ValueError as error:

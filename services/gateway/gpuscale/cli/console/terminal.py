@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -16,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TextIO
+from types import FrameType
+from typing import Any, Final, NoReturn, TextIO
 from unicodedata import category, east_asian_width
 
 _GREEN, _YELLOW, _RED = "32", "33", "31"
@@ -205,10 +207,22 @@ REPEAT, REDRAW = 10.0, 1.0
 _AGAIN = "\r\x1b[K"
 
 
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM came while a command waits."""
+
+
+def _terminated(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise TerminatedError
+
+
 class Progress:
-    """Shows how long and why a command waits, on standard error: one line on a terminal, else each change."""
+    """Shows how long and why a command waits, on standard error: one line on a terminal, else each change.
+
+    In the main thread SIGTERM ends the wait meanwhile, as Ctrl-C does: it raises TerminatedError.
+    """
 
     def __init__(self) -> None:
+        self._handles = False
         self._began = self._since = self._told_at = time.monotonic()
         self._said_at = float("-inf")
         self._last = self._reason = ""
@@ -232,6 +246,10 @@ class Progress:
             moving: a detail whose change alone is not worth a line, as it is so many seconds after this call.
             waited: seconds so far, if not `elapsed`.
         """
+        here = threading.current_thread() is threading.main_thread()
+        if here and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _terminated)
+            self._handles = True
         with self._turn:
             now = self._told_at = time.monotonic()
             self._since = self._began if waited is None else now - waited
@@ -254,6 +272,9 @@ class Progress:
 
     def end(self) -> None:
         """Finish the line."""
+        if self._handles:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._handles = False
         if self._drawing is not None:
             self._ended.set()
             self._drawing.join()
