@@ -27,7 +27,9 @@ def test_the_lease_with_the_least_service_makes_room() -> None:
     line = line_of()
     line.ask(urgent())
     assert line.revoked() == ["n0-3"]
-    assert line.place("urgent").start == line.world.now + RULES.grace
+    place = line.place("urgent")
+    assert place.start == line.world.now + RULES.grace
+    assert place.obstacle.message == "it preempts reservations/n0-3, given 30 s to leave"
 
 
 def test_its_place_is_kept_and_it_is_granted_when_the_victim_ended() -> None:
@@ -55,6 +57,7 @@ def test_a_young_lease_is_left_alone_until_it_has_run_for_long_enough() -> None:
     line = line_of(1, age=50.0)
     line.ask(urgent())
     assert line.revoked() == []
+    assert line.place("urgent").obstacle.message.endswith("preempt others once they have run for 100 s.")
     again = line.queue.look_again
     assert again == line.world.held["n0-0"].lease.since + RULES.min_runtime
     line.world.now = again

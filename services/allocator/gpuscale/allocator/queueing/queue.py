@@ -17,6 +17,7 @@ for it.
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from heapq import nsmallest
 from itertools import islice
 from operator import attrgetter
@@ -57,6 +58,8 @@ MOST_LEASES = 256
 """Most leases for a forecast: a placement frees and holds them temporarily."""
 MOST_LOOKED_AT = 2048
 """Leases from which those that end first are taken."""
+MOST_NAMED = 3
+"""Most reservations that a message names."""
 
 
 def forecast(
@@ -268,6 +271,7 @@ class Queue:
         self.look_again: float | None = None
         """When a round is due even without changes, because a lease becomes preemptible; None: never."""
         self._hopeless: set[tuple[Ask, int]] = set()
+        self._ripening = set[int]()
         self._unpromised: tuple[Waiter, Ask] | None = None
 
     def __len__(self) -> int:
@@ -373,7 +377,7 @@ class Queue:
         """
         changes, self._changes = self._changes, QueueChanges()
         self.look_again, self._due, self._pressing = None, False, False
-        self._hopeless = set()
+        self._hopeless, self._ripening = set(), set()
         refused: dict[Ask, QueueObstacle] = {}
         head: Waiter | None = None
         position = 0
@@ -399,6 +403,8 @@ class Queue:
                         continue
                 head = head or waiter
             promise = self._promises.get(waiter)
+            if waiter.order.may_preempt:
+                found = self._preempting(waiter, promise, found)
             place = QueuePlace(position, found, promise.start if promise else None)
             moved, waiter.place = place != waiter.place, place
             position += 1
@@ -491,9 +497,23 @@ class Queue:
             self._hopeless.add((ask, waiter.priority))
             ripens = preemption.ripens_at(possible, self._rules.min_runtime, now)
             self.look_again = min(filter(None, (self.look_again, ripens)), default=None)
+            if ripens is not None:
+                self._ripening.add(waiter.priority)
             return None
         victims = (lease.id for lease in found.victims)
         return promise_of(waiter, found.pick, now + self._rules.grace, victims)
+
+    def _preempting(self, waiter: Waiter, promise: Promise | None, found: QueueObstacle) -> QueueObstacle:
+        """The obstacle of a request that may preempt: who leaves for it, or when somebody may have to."""
+        if promise and promise.victims:
+            waiter.foreseen = Foreseen(promise.start)
+            first = ", ".join(f"reservations/{one}" for one in sorted(promise.victims)[:MOST_NAMED])
+            more = f" and {left} more" if (left := len(promise.victims) - MOST_NAMED) > 0 else ""
+            return replace(found, message=f"it preempts {first}{more}, given {self._rules.grace:g} s to leave")
+        if waiter.priority not in self._ripening:
+            return found
+        ripe = f"{found.message} It may preempt others once they have run for {self._rules.min_runtime:g} s."
+        return replace(found, message=ripe)
 
     def _asked(self, order: Order) -> Ask | QueueObstacle:
         """What an order asks for, or why it cannot claim its booking now."""
