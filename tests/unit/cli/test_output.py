@@ -307,6 +307,9 @@ def test_what_will_be_taken_away_says_when_and_why() -> None:
     held.revoke_time.FromDatetime(now - timedelta(seconds=20))
     shown = (cells["STATE"](held), cells["LEFT"](held), cells["WHY"](held))
     assert shown == ("ACTIVE,LEAVING", "40s", "nodes/b is drained: fan")
+    held.job.state = held.job.STATE_RUNNING
+    of_job = {one.heading: one.cell(held) for one in JOBS.columns}
+    assert (of_job["STATE"], of_job["WHY"]) == ("RUNNING,LEAVING", "nodes/b is drained: fan")
     leaves = api.Replica(reason="nodes/b is drained: fan")
     leaves.revoke_time.FromDatetime(now + timedelta(seconds=90))
     [why] = [one.cell(leaves) for one in REPLICAS.columns if one.heading == "WHY"]

@@ -509,7 +509,9 @@ class Queue:
             waiter.foreseen = Foreseen(promise.start)
             first = ", ".join(f"reservations/{one}" for one in sorted(promise.victims)[:MOST_NAMED])
             more = f" and {left} more" if (left := len(promise.victims) - MOST_NAMED) > 0 else ""
-            return replace(found, message=f"it preempts {first}{more}, given {self._rules.grace:g} s to leave")
+            return replace(
+                found, message=f"it preempts {first}{more}, given {self._rules.grace:g} s to leave"
+            )
         if waiter.priority not in self._ripening:
             return found
         ripe = f"{found.message} It may preempt others once they have run for {self._rules.min_runtime:g} s."

@@ -163,8 +163,9 @@ def _how_ended(one: "Reservation") -> str:
     code = f"exit code {one.job.exit_code}" if one.job.HasField("exit_code") else ""
     with suppress(ValueError):  # none that a signal gives
         code += f" ({signal.Signals(one.job.exit_code - OF_SIGNAL).name})"
-    reasons = why_ended(one), *(ran.end_reason for ran in one.job.members)
-    told = (f"its job {cells.word(one.job, 'state')}", code, *dict.fromkeys(reasons))
+    why = why_ended(one)
+    of_members = (ran.end_reason for ran in one.job.members if not why or why not in ran.end_reason)
+    told = (f"its job {cells.word(one.job, 'state')}", code, why, *dict.fromkeys(of_members))
     return ": ".join(filter(None, told))
 
 

@@ -134,6 +134,8 @@ def explain_reservation(session: Session, name: str) -> None:
         lines.append(f"revoked in {format_duration(left)}: {reservation.end_reason}")
     elif reservation.end_reason:
         lines.append(f"ended: {reservation.end_reason}")
+    if reservation.HasField("job") and "preempted for" in reservation.end_reason:
+        lines.append("to let a job save its work and start again by itself: run --on-move signal:TERM")
     lines += reservation.notes
     if reservation.job.queue_reason:
         lines += filter(None, (f"waits, {queued(reservation.job)}", reservation.job.queue_order))

@@ -87,7 +87,9 @@ RESERVATIONS = View[api.Reservation](
 
 def _job_state(reservation: api.Reservation) -> str:
     state, place = word(reservation.job, "state"), reservation.job
-    return f"{state} ({place.queue_position + 1})" if place.HasField("queue_position") else state
+    if place.HasField("queue_position"):
+        return f"{state} ({place.queue_position + 1})"
+    return f"{state},LEAVING" if reservation.HasField("revoke_time") else state
 
 
 JOBS = View[api.Reservation](
@@ -103,6 +105,7 @@ JOBS = View[api.Reservation](
         Column("HOLDER", lambda one: holder(one.holder), wide=True),
         Column("LEFT", _left, wide=True, moving=True),
         Column("SERVED IN", lambda one: text(estimate(one.job)), wide=True, moving=True),
+        Column("WHY", lambda one: text(one.end_reason or one.job.queue_reason), wide=True),
         Column("COMMAND", lambda one: text(one.job.command)),
     ),
 )
