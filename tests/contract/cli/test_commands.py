@@ -495,8 +495,10 @@ def test_the_allocator_away_does_not_hide_the_gpus(ctl: Any, world: canned.World
     ran = ctl("get", "gpus")
     assert ran.code == 0
     assert "holders are unknown: the allocator does not answer" in ran.err
-    assert "2 GPUs: use unknown\n" in ctl("status").out
-    assert "reservations unknown, 1 endpoint, " in ctl("status").out
+    status = ctl("status")
+    assert status.code == 7, "as of get all"
+    assert "2 GPUs: use unknown\n" in status.out
+    assert "reservations unknown, 1 endpoint, " in status.out
     assert "reservations" not in json.loads(ctl("status", "-o", "json").out), "absent, and not none"
 
 

@@ -12,6 +12,7 @@ from gpuscale.api.types.v1 import Gpu
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.cells import Column, View, gpu_model
 from gpuscale.cli.console.command import NOBODY, Session, command
+from gpuscale.cli.console.errors import ExitCode, leave
 from gpuscale.cli.console.output import ABSENT, to_dict
 from gpuscale.cli.console.terminal import TERMINAL, note, write_lines
 from gpuscale.cli.grammar.parameters import option
@@ -56,19 +57,21 @@ def status(session: Session) -> None:
 
 
 def show_status(session: Session) -> None:
-    """Write one screen: a summary line, and a table per kind of resource."""
+    """Write one screen: a summary line, and a table per kind of resource; exits with 7 if a service is away."""
     output = session.output
     with session.connect() as client:
         nodes = lookup.nodes(client)
         reservations = _known(client, "reservations", lookup.reservations)
         endpoints = _known(client, "endpoints", lookup.endpoints)
         events = _known(client, "health events", lookup.health)
-        marked = marks(_known(client, "cordons", lookup.cordons) or ())
+        cordons = _known(client, "cordons", lookup.cordons)
+    marked = marks(cordons or ())
+    failed = ExitCode.UNAVAILABLE if None in (reservations, endpoints, events, cordons) else ExitCode.OK
     if not output.human:
         of = {"nodes": nodes, "reservations": reservations, "endpoints": endpoints, "healthEvents": events}
         listed = {key: [to_dict(item) for item in items] for key, items in of.items() if items is not None}
         output.write_data(listed)
-        return
+        leave(failed)
     gpus, holders = [gpu for node in nodes for gpu in node.snapshot.gpus], lookup.holders(reservations or ())
     states = Counter(node_state(node, marked) for node in nodes)
     free = sum(gpu.name not in holders and gpu_state(gpu, marked) == "OK" for gpu in gpus)
@@ -93,6 +96,7 @@ def show_status(session: Session) -> None:
         lines += ["", *table] if items else []
     write_lines(lines)
     sys.stdout.flush()
+    leave(failed)
 
 
 def _count(items: Sequence[object] | None, noun: str) -> str:
