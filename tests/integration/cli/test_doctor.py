@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.cli.commands import doctor_host
+from gpuscale.cli.commands import doctor, doctor_host
 from gpuscale.common.security.authority import CertificateSubject, Pair, issue, make_authority
 from gpuscale.testing import FakeServer
 from tests.support.cli import Ran, run_cli
@@ -248,6 +248,17 @@ def test_what_is_wrong_is_found_and_nothing_else(
     assert found[check, subject]["state"] == state, found
     wrong = {key for key, one in found.items() if one["state"] == "FAIL"}
     assert wrong - also <= {(check, subject)}
+
+
+def test_up_is_examined_as_it_runs_and_needs_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its parts would need of their own was missed; and a host without a file was called broken."""
+    file, address = tmp_path / "up.toml", f"127.0.0.1:{free_port()}"
+    file.write_text(f'[up]\nlisten = "{address}"\ndata_dir = "{tmp_path}"\n[allocator]\nmax_waiting = 9\n')
+    ran = run_cli("doctor", "--only", "host", "--config", str(file), "-o", "json")
+    wrong = [one["subject"] for one in json.loads(ran.out)["findings"] if one["state"] == "FAIL"]
+    assert wrong == ["up listen"], "which does not run"
+    monkeypatch.setattr(doctor, "USUAL", tmp_path / "none.toml")
+    assert run_cli("doctor", "--only", "host").code == 0
 
 
 def test_a_full_disk(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,8 +78,8 @@ def findings(session: Session, config: Path | None, only: str | None = None) -> 
         if config is not None:
             found += host.examine(config)
         elif only == "host":
-            why = f"there is no {USUAL}"
-            found.append(host.Diagnosis("settings", "this host", "FAIL", why, "name the file: --config FILE"))
+            why = f"no {USUAL}, as where nothing or `up` runs"
+            found.append(host.Diagnosis("settings", "this host", "WARN", why, "name the file: --config FILE"))
     if only != "host":
         found += _fleet(of_host(session, config))
     return sorted(found, key=lambda one: ("FAIL", "WARN", "OK").index(one.state))

@@ -111,9 +111,13 @@ def programs() -> dict[str, type[Settings]]:
 
 
 def read_settings(config: Path) -> Iterator[Settings | Diagnosis]:
-    """The settings of each program with a table in the file, or their error."""
-    tables = read_config(config)
-    for section, kind in sorted(programs().items()):
+    """The settings of each program with a table in the file, or their error; of `up` alone where it runs the others."""
+    tables, known = read_config(config), programs()
+    if "up" in tables:
+        from gpuscale.up.settings import UpSettings
+
+        known = {"up": UpSettings}
+    for section, kind in sorted(known.items()):
         if section in tables:
             try:
                 yield load_table(kind, tables)
