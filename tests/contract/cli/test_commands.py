@@ -550,6 +550,18 @@ def test_a_reservation_is_known_by_the_title_of_its_job(
     assert "2 jobs are titled 'night run': rabcdefghijk2, rabcdefghijk3; use the id" in ran.err
 
 
+@pytest.mark.parametrize("words", ["get job", "release", "logs", "wait"])
+def test_a_title_may_look_like_an_id(ctl: Any, world: canned.World, words: str) -> None:
+    one = type(canned.RESERVATION)()
+    one.CopyFrom(canned.RESERVATION)
+    one.name, one.job.title = "reservations/rabcdefghijk2", "rabcdefghijk7"
+    one.job.state, one.job.exit_code = one.job.STATE_SUCCEEDED, 0
+    one.end_time.CopyFrom(one.create_time)
+    world.things[one.name] = one
+    ran = ctl(*words.split(), "rabcdefghijk7")
+    assert one.name in {getattr(request, "name", "") for request in world.requests}, ran.err
+
+
 @pytest.mark.parametrize(
     "words", ["get job", "describe job", "wait", "stats", "renew", "logs", "attach", "stop"]
 )

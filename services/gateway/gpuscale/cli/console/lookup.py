@@ -11,6 +11,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
@@ -301,7 +302,11 @@ def reservation_name(client: Client, typed: str) -> str:
     Raises:
         InvalidArgumentError: several that are open have that title, or it is no name.
     """
-    asked = canonical(typed).startswith("reservations/") or RESERVATION_ID.fullmatch(typed)
+    asked = canonical(typed).startswith("reservations/")
+    if RESERVATION_ID.fullmatch(typed):
+        with suppress(NotFoundError):  # then it is a title that looks like an id
+            _named(client.allocator, allocator_api.GetReservationRequest, names.RESERVATION, [typed])
+            asked = True
     found = [] if asked else _titled(client, typed)
     if several := [short(one.name) for one in found if not one.HasField("end_time")][1:]:
         ids = ", ".join(sorted([short(found[0].name), *several]))
