@@ -70,6 +70,18 @@ async def test_a_visitor_whose_token_is_revoked_is_signed_out(
         assert visitors.sessions.tokens(visitors.clock.now()) - {"other"} == left
 
 
+async def test_a_changed_role_shows_without_another_sign_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuscale.dashboard.visitors.RECHECK", 0.01)
+    with FakeServer() as server:  # which says ADMIN
+        visitors = visitors_of(server)
+        visitors.sessions.begin("secret", "token", visitors.clock.now(), Role.VIEWER)
+        checking = asyncio.create_task(visitors.recheck())
+        try:
+            await eventually(lambda: visitors.sessions.role("secret") is Role.ADMIN)
+        finally:
+            checking.cancel()
+
+
 async def test_hands_are_tied_once_the_visitor_is_signed_out() -> None:
     """Of the pages that are still open, too."""
     with FakeServer() as server:

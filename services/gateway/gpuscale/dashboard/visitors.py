@@ -12,7 +12,7 @@ import asyncio
 import html
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
@@ -76,6 +76,12 @@ class Sessions:
         """The role of a session; None if it is not known."""
         found = self._open.get(secret)
         return None if found is None else found.role
+
+    def tell_role(self, token: str, role: Role | None) -> None:
+        """The role of a token is this now, in all its sessions."""
+        self._open = {
+            key: replace(one, role=role) if one.token == token else one for key, one in self._open.items()
+        }
 
     def tokens(self, now: float) -> set[str]:
         """The tokens of all open sessions."""
@@ -312,12 +318,15 @@ class Visitors:
             return Role.__members__.get(told)
 
     async def recheck(self) -> None:
-        """For ever: sign out visitors whose token the gateway rejects. While it is unreachable, nothing changes."""
+        """For ever: sign out visitors whose token the gateway rejects, and follow the roles of the others.
+
+        While it is unreachable, nothing changes.
+        """
         while True:
             await asyncio.sleep(RECHECK)
             for token in self.sessions.tokens(self.clock.now()):
                 try:
-                    await self.try_token(token)
+                    self.sessions.tell_role(token, await self.try_token(token))
                 except (UnauthenticatedError, PermissionDeniedError):
                     self.sessions.revoke(token)
                 except GpuscaleError:
