@@ -224,6 +224,34 @@ def test_each_notice_is_one_signal_and_one_that_is_withdrawn_leaves_no_reason(
     assert (keeper.leaves, keeper.stopped) == (False, "somebody stopped it")
 
 
+def test_a_command_that_ends_with_its_caller_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It seemed to fail by itself: FAILED with 143 or 141, and no reason."""
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    monkeypatch.setattr(supervise.Keeper, "_stop_by", lambda *_: None)
+    reservation = api.Reservation(ttl=to_duration(600), remaining=to_duration(600))
+    keeper = supervise.Keeper(cast("holding.LeaseHolder", Noticing([])), reservation, cast("Offspring", None))
+    reader, writer = os.pipe()
+    os.close(reader)
+    keeper._follow(writer)
+    os.close(writer)
+    assert keeper.stopped == "the connection to who started it ended"
+
+
+def test_a_lost_connection_is_told_where_the_services_are_lost_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It said that nothing answers, and how to start everything on this machine."""
+
+    def away(*_: object, **__: object) -> None:
+        raise UnavailableError("nothing answers")
+
+    monkeypatch.setattr(jobs, "supervise_all", lambda *_, **__: [over_ssh.SSH_FAILED])
+    monkeypatch.setattr(jobs.Job, "look", away)
+    made = [over_ssh.Supervised(Orders(**NO_TEXTS), [])]
+    with pytest.raises(UnavailableError, match="the command is stopped there"):
+        jobs.supervise(cast("Any", None), api.Reservation(), made, stdout=1, once=True)
+
+
 def test_ctrl_z_says_how_long_the_lease_lasts_that_is_not_renewed_meanwhile(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -180,7 +180,12 @@ def supervise(
         return first
     if len(members) == 1 and SSH_FAILED not in codes:
         return first
-    found = Job(client, reservation.name).look()
+    try:
+        found = Job(client, reservation.name).look()
+    except (DeadlineExceededError, UnavailableError):  # this host lost its network, and so the connection
+        if SSH_FAILED not in codes:
+            raise
+        found = reservation
     if SSH_FAILED in codes and not found.HasField("end_time"):
         orders = members[codes.index(SSH_FAILED)].orders
         then = (

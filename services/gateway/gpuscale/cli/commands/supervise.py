@@ -457,6 +457,7 @@ class Keeper:
         if self._done.is_set():
             return
         self._stays_ended = True
+        self.stopped = self.stopped or "the connection to who started it ended"
         nowhere = os.open(os.devnull, os.O_RDWR)
         for one in (1, 2):  # later writes must not fail
             os.dup2(nowhere, one)
