@@ -551,3 +551,37 @@ async def test_only_gateways_that_joined_follow_the_files_of_the_fleet(site: Sit
 
 def _read(pem: str) -> x509.Certificate:
     return x509.load_pem_x509_certificate(pem.encode())
+
+
+async def test_an_authority_is_kept_until_hosts_that_joined_have_left_it(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host leaves it as soon as it has the new ca.crt; its stream, once open, would hide that it cannot come back."""
+    monkeypatch.setattr(renewal, "LOOK_PERIOD", 0.05)
+    folder, at = tmp_path / "host", ("--dir", str(site.pki))
+    _, _, _, _, shown, *digest = (await site.as_admin("join-token", "create")).out.split()
+    typed = ("join", site.gateway, "--token", shown, *digest, "--node", "gpu-7", "--dir", str(folder))
+    assert (await site.ctl(*typed, "--at", f"fleet={site.fleet}")).code == 0
+
+    async def states() -> str:
+        listed = await site.ctl(
+            "certs", "list", *at, "-o", 'jsonpath={.certificates[?(@.name=="gpu-7")].state}'
+        )
+        return listed.out.strip()
+
+    assert await states() == "VALID"
+    pair = folder / "state/host/host.pem"
+    first = pair.read_bytes()
+    async with programs(agent=(serve_agent, agent(folder))):
+        for step in ("rotate-ca", "renew"):
+            assert (await site.ctl("certs", step, *at)).code == 0
+        refused = await site.ctl("certs", "rotate-ca", "--finish", *at)
+        assert (refused.code, "gpu-7 joined" in refused.err) == (2, True), refused
+        assert await states() == "OLD AUTHORITY"
+        pair.with_name("ca.crt").write_text((site.pki / "ca.crt").read_text())
+        await eventually(lambda: pair.read_bytes() != first)
+        renewed = pair.read_bytes()
+        assert await states() == "VALID"
+        ended = await site.ctl("certs", "rotate-ca", "--finish", *at)
+        assert ended.code == 0, ended.err
+    assert pair.read_bytes() == renewed, "once is enough"

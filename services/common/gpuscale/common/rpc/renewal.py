@@ -19,7 +19,7 @@ from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff
 from gpuscale.common.secrets import write_private
 from gpuscale.common.security.auth import CALLER_KEY
-from gpuscale.common.security.authority import key_pem, make_request
+from gpuscale.common.security.authority import is_issued_by, key_pem, make_request
 from gpuscale.common.security.certificates import read_certificate
 from gpuscale.internal.monitor import v1 as internal
 
@@ -35,12 +35,12 @@ async def renew_certificate(fleet: grpc.aio.Channel, file: Path, ca_file: Path) 
     """Renew a client certificate when a third of its validity is left, until cancelled.
 
     `file` has both certificate and key, so that an atomic replacement keeps them matching; `ca_file` is replaced if it
-    changed.
+    changed. When a new authority comes first in it, the certificate is renewed at once.
     """
     stub = api.CertificateServiceStub(fleet)
     while True:
         try:
-            if is_due(await asyncio.to_thread(file.read_bytes)):
+            if await asyncio.to_thread(is_due, file, ca_file):
                 key, csr = make_request()
                 with rpc_errors():
                     request = api.RenewCertificateRequest(csr=csr)
@@ -64,7 +64,8 @@ async def follow_fleet(fleet: grpc.aio.Channel, place: Path) -> NoReturn:
     while True:
         try:
             shown = await asyncio.to_thread(own.read_bytes)
-            key, csr = (None, b"") if renewed and not is_due(shown) else make_request()
+            due = await asyncio.to_thread(is_due, own, place / SERVICES_FILES[2])
+            key, csr = make_request() if due or not renewed else (None, b"")
             caller = ((CALLER_KEY, f"operator/{read_certificate(shown).name}"),)
             request = internal.FollowFilesRequest(csr=csr)
             with rpc_errors():
@@ -88,10 +89,14 @@ async def _problem(error: Exception, file: Path, kind: str = "") -> str:
     return str(error)
 
 
-def is_due(pem: bytes) -> bool:
-    """Whether a third or less of a certificate's validity is left."""
+def is_due(file: Path, ca_file: Path | None = None) -> bool:
+    """Whether a third or less of a certificate's validity is left, or the first authority of `ca_file` did not issue it."""
+    pem = file.read_bytes()
     shown = read_certificate(pem)
-    return time.time() >= shown.begins + (shown.ends - shown.begins) * RENEWED_AT
+    if time.time() >= shown.begins + (shown.ends - shown.begins) * RENEWED_AT:
+        return True
+    newest = None if ca_file is None else x509.load_pem_x509_certificate(ca_file.read_bytes())
+    return newest is not None and not is_issued_by(x509.load_pem_x509_certificate(pem), newest)
 
 
 SERVICES_FILES: Final = ("pki/server.pem", "pki/gate.pem", "pki/ca.crt", "tokens.toml", "revoked.toml")

@@ -9,7 +9,6 @@ import ipaddress
 import secrets
 import time
 import tomllib
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -206,6 +205,15 @@ def make_request() -> tuple[ec.EllipticCurvePrivateKey, bytes]:
     return key, request.public_bytes(serialization.Encoding.DER)
 
 
+def is_issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+    """Whether an authority signed a certificate, or is that certificate."""
+    try:
+        certificate.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
+        return certificate == authority
+    return True
+
+
 @dataclass(eq=False)
 class Signer:
     """Signs certificate requests with the authority in a directory, whose files it follows.
@@ -266,11 +274,8 @@ class Signer:
 
     def has_signed(self, certificate: x509.Certificate) -> bool:
         """Whether an authority in `bundle` signed a certificate."""
-        for authority in x509.load_pem_x509_certificates(self.bundle.encode("ascii")):
-            with suppress(InvalidSignature, ValueError, TypeError):
-                certificate.verify_directly_issued_by(authority)
-                return True
-        return False
+        trusted = x509.load_pem_x509_certificates(self.bundle.encode("ascii"))
+        return any(is_issued_by(certificate, one) for one in trusted)
 
     def identity(self, role: str, name: str) -> str:
         """The URI that identifies a caller."""

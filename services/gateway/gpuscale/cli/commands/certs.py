@@ -11,7 +11,6 @@ from pathlib import Path
 import click
 import tomlkit
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
 
 from gpuscale.cli.console.command import FILE, Session, command, names, one_name
 from gpuscale.cli.console.terminal import note
@@ -123,16 +122,20 @@ def issue_client(
 @DIRECTORY
 @REVOKED_FILE
 def list_certificates(session: Session, directory: Path, revoked_file: Path | None) -> None:
-    """List the certificates in a directory, also of a host that joined: their holders, how long they are valid."""
+    """List the certificates in a directory, also of a host that joined: their holders, how long they are valid.
+
+    On the first host of services, also the newest of each host that joined.
+    """
     now, records = datetime.now(UTC), list[dict[str, object]]()
     with _using(directory):
         revoked, authority = _deny_list(revoked_file), directory / "ca.crt"
         former = x509.load_pem_x509_certificates(authority.read_bytes())[1:] if authority.exists() else []
-        for file in sorted(one for one in directory.iterdir() if one.suffix == ".crt" or one.name in JOINED):
+        own = [one for one in directory.iterdir() if one.suffix == ".crt" or one.name in JOINED]
+        for file in sorted([*own, *(one for one in _of_hosts(directory) if one.exists())]):
             for certificate in x509.load_pem_x509_certificates(file.read_bytes()):
                 subject, ends = pki.subject_of(certificate), certificate.not_valid_after_utc
                 state = "ENDS SOON" if ends_soon(certificate, now) else "VALID"
-                if any(is_issued_by(certificate, one) for one in former):
+                if any(pki.is_issued_by(certificate, one) for one in former):
                     state = "OLD AUTHORITY"
                 if revoked.has(issued.shown(certificate)):
                     state = "REVOKED"
@@ -174,7 +177,7 @@ def renew_due(directory: Path, revoked_file: Path) -> None:
     try:
         with _using(directory):
             files = {one: directory / f"{one}.crt" for one in _names_in(directory)}
-            due = [one for one, file in files.items() if renewal.is_due(file.read_bytes())]
+            due = [one for one, file in files.items() if renewal.is_due(file)]
         _renew(directory, due, DAYS_OF_SERVICES, revoked_file)
         if due:
             note(f"renewed the certificates {', '.join(due)}")
@@ -210,8 +213,13 @@ def rotate_ca(session: Session, directory: Path, finish: bool) -> None:
             if len(trusted) == 1:
                 raise ValueError("ca.crt has one authority: nothing is being rotated")
             for file in sorted({*directory.glob("*.crt")} - {directory / "ca.crt"}):
-                if not is_issued_by(x509.load_pem_x509_certificate(file.read_bytes()), trusted[0]):
+                if not pki.is_issued_by(x509.load_pem_x509_certificate(file.read_bytes()), trusted[0]):
                     raise ValueError(f"{file.name} was issued by the old authority: run certs renew first")
+            if late := [file.stem for file in _of_hosts(directory) if _is_old(file, trusted[0])]:
+                raise ValueError(
+                    f"{', '.join(late)} joined and may have a certificate of the old authority: replace ca.crt there, in"
+                    " /var/lib/gpuscale/host, and it is renewed within a minute; of hosts that are gone: gpuscalectl forget node"
+                )
             pki.write_certificates(directory / "ca.crt", trusted[0])
         elif len(trusted) > 1:
             raise ValueError("ca.crt has two authorities already: run certs rotate-ca --finish first")
@@ -259,13 +267,27 @@ def ends_soon(certificate: x509.Certificate, now: datetime) -> bool:
     return ends - now < min(timedelta(days=14), (ends - certificate.not_valid_before_utc) / 3)
 
 
-def is_issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
-    """Whether an authority signed a certificate, or is that certificate."""
-    try:
-        certificate.verify_directly_issued_by(authority)
-    except (ValueError, TypeError, InvalidSignature):
-        return certificate == authority
-    return True
+def _of_hosts(directory: Path) -> list[Path]:
+    """Where the fleet that signs by this authority keeps the newest certificate of each host that joined.
+
+    It may not exist: of a host that an older fleet let in.
+    """
+    settings = directory.parent / "gpuscale.toml"
+    fleet = tomlkit.parse(settings.read_text("utf-8")).unwrap().get("fleet", {}) if settings.exists() else {}
+    joined = Path(fleet.get("data_dir", ""), "joined")
+    if fleet.get("authority_dir") != str(directory.absolute()) or not joined.exists():
+        return []
+    return [
+        joined.with_name("issued") / f"{line.rpartition('/')[2]}.crt" for line in joined.read_text().split()
+    ]
+
+
+def _is_old(file: Path, newest: x509.Certificate) -> bool:
+    """Whether a host that joined may still have a certificate of the old authority that has not expired."""
+    if not file.exists():
+        return True
+    found, now = x509.load_pem_x509_certificate(file.read_bytes()), datetime.now(UTC)
+    return found.not_valid_after_utc > now and not pki.is_issued_by(found, newest)
 
 
 def _deny_list(file: Path | None) -> issued.DenyList:

@@ -30,7 +30,7 @@ from pydantic import BaseModel
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.cli.commands.certs import JOINED, ends_soon, is_issued_by
+from gpuscale.cli.commands.certs import JOINED, ends_soon
 from gpuscale.cli.commands.units import USER
 from gpuscale.common.config.settings import DatabaseSettings, ListenerSettings, UpstreamSettings
 from gpuscale.common.config.sources import Settings, load_table, read_config
@@ -39,7 +39,7 @@ from gpuscale.common.rpc.channel import split_addresses
 from gpuscale.common.rpc.server import parse_listen
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.secrets import SecretUrl
-from gpuscale.common.security.authority import subject_of
+from gpuscale.common.security.authority import is_issued_by, subject_of
 from gpuscale.common.security.followed import cause
 
 State = Literal["OK", "WARN", "FAIL"]

@@ -40,7 +40,10 @@ if TYPE_CHECKING:
 
 
 class Joined:
-    """Names that joined, and as what, in a file of lines `what/name`; in memory only without a file."""
+    """Names that joined, and as what, in a file of lines `what/name`; in memory only without a file.
+
+    The folder `issued` beside it has the newest certificate of each, for `gpuscalectl certs`.
+    """
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
@@ -68,16 +71,22 @@ class Joined:
         self._lines.pop(name, None)
 
     @uninterrupted
-    async def save(self) -> None:
-        """Write all names. UnavailableError if that fails."""
+    async def save(self, name: str = "", certificate: str = "") -> None:
+        """Write all names, and a certificate that was issued to one. UnavailableError if that fails."""
         if self._file is None:
             return
         async with self._lock:  # the newest state is written last
             content = "".join(f"{line}\n" for line in self._lines.values()).encode()
+            issued = self._file.with_name("issued")
             try:
                 await asyncio.to_thread(write_private, self._file, content)
+                if name in self._lines:
+                    issued.mkdir(mode=0o700, exist_ok=True)
+                    await asyncio.to_thread(write_private, issued / f"{name}.crt", certificate.encode())
+                else:
+                    (issued / f"{name}.crt").unlink(missing_ok=True)
             except OSError as error:
-                raise UnavailableError(f"cannot write {self._file}: {error.strerror}") from error
+                raise UnavailableError(f"cannot write {self._file.parent}: {error.strerror}") from error
 
 
 MOST_SECRETS: Final = 1000
@@ -257,7 +266,7 @@ class JoinServicer(api.JoinServiceServicer):
         certificate = signer.sign(request.csr, subject)
         token.uses_left -= 1
         self._joined.add(role, node)
-        await self._joined.save()
+        await self._joined.save(node, certificate)
         _log.info("a host joined", node=node, role=role, join_token=token.id)
         return api.JoinResponse(certificate_pem=certificate, authority_pem=signer.bundle)
 
@@ -272,7 +281,7 @@ class JoinServicer(api.JoinServiceServicer):
         answer = _signed(signer, what, node, hosts, request.csr, SERVICE_DAYS)
         token.uses_left -= 1
         self._joined.add(what, node)
-        await self._joined.save()
+        await self._joined.save(node, answer.certificate_pem)
         answer.tokens, answer.revoked = await asyncio.to_thread(signer.shared_files)
         _log.info("a host of services joined", node=node, hosts=hosts, join_token=token.id)
         return answer
@@ -415,6 +424,7 @@ class CertificateServicer(api.CertificateServiceServicer):
                         reason="NOT_RENEWABLE",
                     )
                 signed = signer.sign(request.csr, CertificateSubject(subject.name, uri=subject.uri))
+                await self._joined.save(principal.name, signed)
                 new = x509.load_pem_x509_certificate(signed.encode("ascii"))
                 serials = {"old": f"{old.serial_number:x}", "new": f"{new.serial_number:x}"}
                 _log.info("a certificate is renewed", caller=identity.removeprefix("/gpuscale/"), **serials)
@@ -451,6 +461,7 @@ class ServicesHostServicer(internal.ServicesHostServiceServicer):
         answer, told = api.JoinResponse(), tuple[str, ...]()
         if request.csr:
             answer = _signed(signer, what, name, hosts, request.csr)
+            await self._joined.save(name, answer.certificate_pem)
             _log.info("the certificates of a host of services are renewed", node=name)
         for _ in range(LOOKS):
             found = (signer.bundle, *await asyncio.to_thread(signer.shared_files))

@@ -207,7 +207,7 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
             self._nodes.forget(node)
         if node in self._joined:
             self._joined.forget(node)
-            await self._joined.save()
+            await self._joined.save(node)
         return api.ForgetNodeResponse()
 
 
