@@ -23,6 +23,7 @@ from pydantic import SecretStr
 from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types.v1 import options_pb2
 from gpuscale.cli.commands import hosts, standby
+from gpuscale.cli.commands.hosts import settings_text
 from gpuscale.common import errors
 from gpuscale.common.rpc import renewal
 from gpuscale.common.rpc.channel import ClientTls, open_channel
@@ -384,6 +385,10 @@ async def test_a_host_joins_with_one_line_and_its_certificate_is_renewed_until_i
         revoked = ("--revoked-file", str(site.settings.revoked_file))
         assert (await site.ctl("certs", "revoke", "gpu-7", *revoked)).code == 0
         await eventually(lambda: "the client certificate was revoked" in caplog.text)
+        told = await site.ctl("doctor", "--only", "host", "--config", str(folder / "gpuscale.toml"))
+        assert re.search(r"fleet_address .* certificate was revoked\n +do: .*gpuscalectl leave", told.out), (
+            told
+        )
     assert [(await site.ctl("leave", "--dir", str(folder))).code for _ in range(2)] == [0, 4]
     assert not {"gpuscale.toml", "ca.crt", "host.pem"} & {path.name for path in folder.rglob("*")}
 
@@ -585,3 +590,17 @@ async def test_an_authority_is_kept_until_hosts_that_joined_have_left_it(
         ended = await site.ctl("certs", "rotate-ca", "--finish", *at)
         assert ended.code == 0, ended.err
     assert pair.read_bytes() == renewed, "once is enough"
+
+
+async def test_doctor_asks_as_a_gateway_for_somebody(
+    site: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With its certificate alone it was a caller without identity: logged, counted, and soon an alert."""
+    config = tmp_path / "gateway.toml"
+    config.write_text(
+        settings_text({"gateway": site.gateway_settings.model_dump(mode="json", exclude_unset=True)})
+    )
+    caplog.clear()
+    told = await site.ctl("doctor", "--only", "host", "--config", str(config))
+    assert f"OK     service gateway fleet_address   {site.fleet} answers" in told.out, told
+    assert "no valid identity" not in caplog.text

@@ -39,6 +39,7 @@ from gpuscale.common.rpc.channel import split_addresses
 from gpuscale.common.rpc.server import parse_listen
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.secrets import SecretUrl
+from gpuscale.common.security.auth import CALLER_KEY
 from gpuscale.common.security.authority import is_issued_by, subject_of
 from gpuscale.common.security.followed import cause
 
@@ -65,14 +66,16 @@ _QUESTIONS: Mapping[str, tuple[str, Message]] = {
     ),
 }
 """The call that shows that an upstream answers and accepts the token, by the setting with its address."""
-_WELL = frozenset({"NOT_LEADER", "GATEWAY_WITHOUT_CALLER"})
-"""Error reasons of a standby, and of a service that accepts a gateway's certificate, which is only for calls on behalf of others."""
 _ASK_DRIVER = (
     "import pynvml as n; n.nvmlInit(); print(n.nvmlDeviceGetCount(), n.nvmlSystemGetDriverVersion())"
 )
 _EVERYWHERE: Mapping[str, str] = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
 """Wildcard hosts, with an address to connect to."""
+_AS_GATEWAY = ((CALLER_KEY, "viewer/doctor"),)
+"""A gateway's certificate is only for calls on behalf of others."""
 _RENEW = "gpuscalectl certs renew, or certs init and certs issue in its directory"
+_ROTATE = "create or rotate the token on the server: gpuscalectl token rotate"
+_READMIT = "gpuscalectl leave, and join with a new token; of a certificate by certs issue: certs renew NAME"
 _REJOIN = (
     "it is renewed while the fleet answers; else join again, with a token of join-token create --node NODE"
 )
@@ -358,25 +361,28 @@ async def upstreams(settings: UpstreamSettings) -> list[Diagnosis]:
         if field not in _QUESTIONS or not getattr(settings, field):
             continue
         method, request = _QUESTIONS[field]
+        caller = _AS_GATEWAY if settings.section == "gateway" and settings.cert_file else ()
         for address in split_addresses(getattr(settings, field)):
             subject = f"{settings.section} {field}"
             try:
                 async with settings.open_channel(address) as channel:
                     with rpc_errors():
                         untyped: Any = channel  # gRPC's types know no calls of bytes
-                        await untyped.unary_unary(method)(request.SerializeToString(), timeout=SECONDS)
+                        call = untyped.unary_unary(method)
+                        await call(request.SerializeToString(), timeout=SECONDS, metadata=caller)
             except PermissionDeniedError:
                 pass  # authenticated, but with another role
             except UnavailableError as error:
                 why = await asyncio.to_thread(settings.why_unavailable, address, error)
-                if why.reason not in _WELL:
+                if why.reason != "NOT_LEADER":
                     found.append(_fail("service", subject, why.message, "docs/operations.md#nothing-answers"))
                     continue
             except GpuscaleError as error:
-                if error.reason not in _WELL:
-                    advice = "create or rotate the token on the server: gpuscalectl token rotate"
-                    found.append(_fail("service", subject, f"{address}: {error.message}", advice))
-                    continue
+                revoked = error.reason == "CERTIFICATE_REVOKED"
+                found.append(
+                    _fail("service", subject, f"{address}: {error.message}", _READMIT if revoked else _ROTATE)
+                )
+                continue
             found.append(Diagnosis("service", subject, "OK", f"{address} answers"))
     return found
 
