@@ -57,6 +57,16 @@ def test_a_gpu_host_asks_the_server_that_it_joined(tmp_path: Path, monkeypatch: 
     config.write_text('[agent]\nnode = "n"\nfleet_address = "first.example:7070,second.example:7070"\n')
     assert doctor.of_host(Session(), config).address == "first.example:7070,second.example:7070"
     assert doctor.of_host(Session(address="typed:1"), config).address == "typed:1"
+    joined = config.read_text().replace(":7070", ":7072") + 'allocator_address = "first.example:7073"\n'
+    config.write_text(joined)
+    assert doctor.of_host(Session(), config) == Session(), "nothing here says where the autoscaler is"
+    config.write_text(f'{joined}[adapter]\nautoscaler_address = "first.example:7074"\n')
+    found = doctor.of_host(Session(), config)
+    assert found.address == "first.example:7072,second.example:7072"
+    assert found.apart == {
+        "allocator": "first.example:7073",
+        **dict.fromkeys(("endpoints", "adapters", "queue_watchers"), "first.example:7074"),
+    }
     config.write_text(f"{config.read_text()}[gateway]\n")
     assert doctor.of_host(Session(), config).address is None, "it has a server itself"
     config.write_text("no = [toml")

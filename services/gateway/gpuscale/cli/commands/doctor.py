@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 USUAL = Path("/etc/gpuscale/gpuscale.toml")
 SKEW = 2.0
 """Clock difference in seconds above which logs of two hosts are hard to compare."""
+_OF_AUTOSCALER = ("endpoints", "adapters", "queue_watchers")
 FAR = 30.0
 """Clock difference in seconds above which certificates and tokens are rejected."""
 CONFIG = option(
@@ -97,15 +98,20 @@ def of_host(session: Session, config: Path | None) -> Session:
     agent = next((one for one in known if one.section == "agent"), None)
     if agent is None or "gateway" in {one.section for one in known} or find_context(session.context).address:
         return session
-    address: str = getattr(agent, "fleet_address", "")
-    if not address or getattr(agent, "allocator_address", "") not in {"", address}:  # no gateway
+    fleet, allocator = (str(getattr(agent, f"{name}_address", None) or "") for name in ("fleet", "allocator"))
+    autoscaler = next(filter(None, (getattr(one, "autoscaler_address", "") for one in known)), "")
+    apart: dict[str, str] = {}
+    if allocator not in {"", fleet}:  # no gateway
+        apart = {"allocator": allocator, **dict.fromkeys(_OF_AUTOSCALER, autoscaler)}
+    if not fleet or "" in apart.values():
         return session
-    own = {name: getattr(agent, name) for name in ("ca_file", "cert_file", "key_file")}
-    return replace(session, address=address, without_token=getattr(agent, "token_file", None) is None, **own)
+    own = {name: getattr(agent, name) for name in ("ca_file", "cert_file", "key_file", "token_file")}
+    return replace(session, address=fleet, apart=apart, without_token=own["token_file"] is None, **own)
 
 
 def _fleet(session: Session) -> "Iterator[host.Diagnosis]":
     """Findings about the server and all hosts."""
+    server = "fleet" if session.apart else "gateway"
     try:
         with session.connect() as client:
             for part, look in _LOOKS.items():
@@ -117,10 +123,10 @@ def _fleet(session: Session) -> "Iterator[host.Diagnosis]":
                     yield host.Diagnosis(
                         "service", part, "FAIL", error.message, "docs/operations.md#nothing-answers"
                     )
-            yield host.Diagnosis("service", "gateway", "OK", f"{client.address} answers")
+            yield host.Diagnosis("service", server, "OK", f"{client.address} answers")
     except GpuscaleError as error:
         first = error.message.partition("\n")[0]
-        yield host.Diagnosis("service", "gateway", "FAIL", first, "docs/operations.md#nothing-answers")
+        yield host.Diagnosis("service", server, "FAIL", first, "docs/operations.md#nothing-answers")
 
 
 def _nodes(client: "Client") -> "Iterator[host.Diagnosis]":

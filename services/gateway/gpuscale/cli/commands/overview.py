@@ -116,7 +116,7 @@ def programs(session: Session) -> Iterator[tuple[str, str, str]]:
             told = dict(call.trailing_metadata() or ())
             leads = filter(None, ("process that leads", str(told.get(LEADER_KEY, ""))))
             yield name, ", ".join(leads), str(told.get(VERSION_KEY, ""))
-        for one in session.each():  # a standby host is found by its gateway
+        for one in () if session.apart else session.each():  # a standby host is found by its gateway
             found = ""
             with one.connect(quickly=2.0) as of_gateway, suppress(GpuscaleError):
                 _, call = of_gateway.fleet.ListNodes.with_call(nodes)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypedDict
@@ -50,6 +51,7 @@ class Session:
         without_token: send no token, even if the environment names one.
         request_timeout: most seconds of a call.
         dial_timeout: most seconds to connect.
+        apart: addresses of services, by the names of the client's stubs, where no gateway leads to them.
         kept: an open client to use instead of a new one.
     """
 
@@ -62,6 +64,7 @@ class Session:
     cert_file: Path | None = None
     key_file: Path | None = None
     context: str | None = None
+    apart: Mapping[str, str] = field(default_factory=dict)
     kept: library.Client | None = None
     output: Output = field(default_factory=Output)
 
@@ -89,9 +92,11 @@ class Session:
             return
         timeout, dial = quickly or self.request_timeout, quickly or self.dial_timeout
         began = time.monotonic()
-        with library.connect(
-            self.address, **self._where(), timeout=timeout, dial_timeout=dial, node=node
-        ) as client:
+        with ExitStack() as stack:
+            dialed = partial(library.connect, **self._where(), timeout=timeout, dial_timeout=dial, node=node)
+            client = stack.enter_context(dialed(self.address))
+            for name, address in self.apart.items():
+                setattr(client, name, getattr(stack.enter_context(dialed(address)), name))
             detail(f"connecting to {client.address}")
             try:
                 yield client
