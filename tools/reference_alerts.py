@@ -27,12 +27,14 @@ def page() -> str:
 
 def _row(rule: dict[str, Any]) -> str:
     said = rule["annotations"]
-    summary = re.sub(r"{{ \$(?:labels\.)?(\w+)[^}]*}}", lambda found: f"*{found[1]}*", said["summary"])
+    summary, look = (
+        re.sub(r"{{ \$(?:labels\.)?(\w+)[^}]*}}", r"*\1*", said[name]) for name in ("summary", "first_look")
+    )
     cells = (
         f"`{rule['alert']}`",
         rule["labels"]["severity"],
         rule.get("for", "at once"),
         summary,
-        said["first_look"],
+        look,
     )
     return f"| {' | '.join(cells)} |\n"
