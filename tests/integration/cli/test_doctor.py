@@ -199,6 +199,11 @@ def no_upstream(host: Host) -> None:
     host.settings["gateway"]["fleet_address"] = f"127.0.0.1:{free_port()}"
 
 
+def silent_upstream(host: Host) -> None:
+    """It takes connections, as a service that is frozen does."""
+    host.settings["gateway"]["fleet_address"] = host.settings["brokers.default"]["amqp_url"].rpartition("@")[2]
+
+
 def no_broker(host: Host) -> None:
     host.settings["brokers.default"]["amqp_url"] = f"amqp://me:{SECRET}@127.0.0.1:{free_port()}"
 
@@ -231,6 +236,7 @@ def damaged_fleet(host: Host) -> None:
         (misspelt, "settings", "allocator", "FAIL"),
         (open_token, "secret", "allocator token_file", "FAIL"),
         (no_upstream, "service", "gateway fleet_address", "FAIL"),
+        (silent_upstream, "service", "gateway fleet_address", "FAIL"),
         (no_broker, "broker", "autoscaler brokers.default amqp_url", "FAIL"),
         (no_database, "database", "allocator database", "FAIL"),
         (damaged_database, "database", "allocator database", "FAIL"),
@@ -246,6 +252,7 @@ def test_what_is_wrong_is_found_and_nothing_else(
     also = {("service", "allocator fleet_address"), ("database", "autoscaler database")}
     found = host.findings("--only", "host")
     assert found[check, subject]["state"] == state, found
+    assert "token rotate" not in found[check, subject]["advice"]
     wrong = {key for key, one in found.items() if one["state"] == "FAIL"}
     assert wrong - also <= {(check, subject)}
 

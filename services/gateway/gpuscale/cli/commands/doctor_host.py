@@ -34,7 +34,12 @@ from gpuscale.cli.commands.certs import JOINED, ends_soon
 from gpuscale.cli.commands.units import USER
 from gpuscale.common.config.settings import DatabaseSettings, ListenerSettings, UpstreamSettings
 from gpuscale.common.config.sources import Settings, load_table, read_config
-from gpuscale.common.errors import GpuscaleError, PermissionDeniedError, UnavailableError
+from gpuscale.common.errors import (
+    DeadlineExceededError,
+    GpuscaleError,
+    PermissionDeniedError,
+    UnavailableError,
+)
 from gpuscale.common.rpc.channel import split_addresses
 from gpuscale.common.rpc.server import parse_listen
 from gpuscale.common.rpc.status import rpc_errors
@@ -372,6 +377,10 @@ async def upstreams(settings: UpstreamSettings) -> list[Diagnosis]:
                         await call(request.SerializeToString(), timeout=SECONDS, metadata=caller)
             except PermissionDeniedError:
                 pass  # authenticated, but with another role
+            except DeadlineExceededError:
+                silent = f"{address} does not answer within {SECONDS:.0f} s"
+                found.append(_fail("service", subject, silent, "docs/operations.md#nothing-answers"))
+                continue
             except UnavailableError as error:
                 why = await asyncio.to_thread(settings.why_unavailable, address, error)
                 if why.reason != "NOT_LEADER":
