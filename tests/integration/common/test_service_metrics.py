@@ -19,6 +19,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.autoscaler.app import serve as serve_autoscaler
 from gpuscale.autoscaler.settings import AutoscalerSettings
+from gpuscale.autoscaler.signals.prometheus import PrometheusSettings
 from gpuscale.common import errors
 from gpuscale.common.rpc.calls import Connections
 from gpuscale.common.rpc.channel import open_channel
@@ -26,6 +27,7 @@ from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.store.store import Store
 from tests.support.allocator import Client
 from tests.support.autoscaler_app import endpoint
+from tests.support.fake_adapter import FakeAdapter
 from tests.support.fake_fleet import FakeFleet, node_message, serving
 from tests.support.ports import free_port, silent_port
 from tests.support.promtool import named, promtool, value
@@ -152,24 +154,38 @@ async def test_the_allocator_shows_leases_who_waits_and_why_it_refused(tmp_path:
     assert [one.value for one in refused] == [1]
 
 
-async def test_the_autoscaler_shows_its_endpoints(tmp_path: Path) -> None:
-    async with running(AutoscalerSettings, serve_autoscaler, tmp_path, allocator_address="127.0.0.1:1") as (
-        channel,
-        scrape,
-    ):
+async def test_the_autoscaler_shows_its_endpoints_and_what_fails(tmp_path: Path) -> None:
+    silent = PrometheusSettings(url=SecretUrl("http://127.0.0.1:1"), allow_private=True)
+    fails, adapter = endpoint(low=1, name="fails"), FakeAdapter()
+    query = autoscaler_api.PrometheusSignal(server="main", query="up")
+    fails.spec.signals.append(autoscaler_api.Signal(id="depth", prometheus=query))
+    fails.spec.rules.append(autoscaler_api.Rule(id="t", signal="depth", target={"value": 1}))
+    async with running(
+        AutoscalerSettings,
+        serve_autoscaler,
+        tmp_path,
+        allocator_address="127.0.0.1:1",
+        prometheus={"main": silent},
+    ) as (channel, scrape):
         endpoints = autoscaler_api.EndpointServiceStub(channel)
-        request = autoscaler_api.CreateEndpointRequest(
-            endpoint=endpoint(low=2, gpus=1, name="jobs"), request_id=str(uuid4())
-        )
-        await endpoints.CreateEndpoint(request, wait_for_ready=True, timeout=30)
+        for one in (endpoint(low=2, gpus=1, name="jobs"), fails):
+            request = autoscaler_api.CreateEndpointRequest(endpoint=one, request_id=str(uuid4()))
+            await endpoints.CreateEndpoint(request, wait_for_ready=True, timeout=30)
+        connected = asyncio.create_task(adapter._connect(channel))
+        await eventually(lambda: adapter.alive)
+        adapter.set(adapter.alive[0], autoscaler_api.Replica.STATE_FAILED)
 
-        async def looked() -> bool:
-            return bool(named(await scrape(), "gpuscale_autoscaler_endpoint_desired", endpoint="jobs"))
+        async def looked() -> str:
+            page = await scrape()
+            assert value(page, "gpuscale_autoscaler_endpoint_back_off_seconds", endpoint="fails") > 0
+            assert value(page, "gpuscale_autoscaler_prometheus_unanswered", server="main") == 1
+            return page if named(page, "gpuscale_autoscaler_endpoint_desired", endpoint="jobs") else ""
 
-        await eventually(looked)
-        page = await scrape()
+        page = await eventually(looked)
+        connected.cancel()
     assert promtool("check", "metrics", stdin=page) == (0, "")
     assert value(page, "gpuscale_autoscaler_endpoint_desired", endpoint="jobs") == 2
+    assert value(page, "gpuscale_autoscaler_endpoint_back_off_seconds", endpoint="jobs") == 0
     for counted in ("granted", "ready"):
         assert value(page, f"gpuscale_autoscaler_endpoint_{counted}", endpoint="jobs") == 0
     assert value(page, "gpuscale_autoscaler_endpoint_late_seconds", endpoint="jobs") < 30

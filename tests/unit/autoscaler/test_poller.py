@@ -79,10 +79,11 @@ async def test_a_failure_takes_the_value_and_keeps_the_time_of_the_last_success(
         place.problem = "it is gone"
         await asyncio.sleep(5.0)
         bad = poller.ask("q", 5.0)
-        assert (bad.value, bad.at, bad.problem) == (None, good.at, "it is gone")
+        assert (bad.value, bad.at, bad.problem, poller.unanswered) == (None, good.at, "it is gone", 1)
         place.problem = ""
         await asyncio.sleep(5.0)
         assert poller.ask("q", 5.0).value is not None
+        assert poller.unanswered == 0
 
 
 async def test_a_slow_answer_is_waited_for_and_holds_up_no_other_question() -> None:

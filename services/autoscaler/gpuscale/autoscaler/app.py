@@ -31,7 +31,7 @@ from gpuscale.autoscaler.servicers.watcher_servicer import (
     watchers_to_wire,
 )
 from gpuscale.autoscaler.settings import AutoscalerSettings
-from gpuscale.autoscaler.signals.sources import Histories, WatcherUses, open_sources
+from gpuscale.autoscaler.signals.sources import Histories, SignalSources, WatcherUses, open_sources
 from gpuscale.autoscaler.signals.watchers import QueueWatchers, open_watchers
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.decision_log import DecisionLog, Repetitions
@@ -62,9 +62,19 @@ _PREFIX = "gpuscale_autoscaler"
 _DESIRED = Family(f"{_PREFIX}_endpoint_desired", "gauge", "Wanted replicas of an endpoint.")
 _GRANTED = Family(f"{_PREFIX}_endpoint_granted", "gauge", "Replicas of an endpoint that have their GPUs.")
 _READY = Family(f"{_PREFIX}_endpoint_ready", "gauge", "Replicas of an endpoint that are ready.")
+_BACK_OFF = Family(
+    f"{_PREFIX}_endpoint_back_off_seconds",
+    "gauge",
+    "Wait for the next replica of an endpoint, after failures.",
+)
 _LATE = Family(f"{_PREFIX}_endpoint_late_seconds", "gauge", "How late an evaluation of an endpoint is.")
 _ADAPTERS = Family(f"{_PREFIX}_adapters", "gauge", "Worker adapters, live or silent.")
 _WATCHERS = Family(f"{_PREFIX}_watchers", "gauge", "Queue watchers, by the state of their last reading.")
+_UNANSWERED = Family(
+    f"{_PREFIX}_prometheus_unanswered",
+    "gauge",
+    "Queries of signals that a Prometheus server does not answer.",
+)
 
 
 @asynccontextmanager
@@ -129,7 +139,8 @@ async def open_autoscaler(
             adapters = AdapterServicer(hub, scope, feeds, sources.servers)
             if meter is not None:
                 database = settings.data_dir / DATABASE if settings.database is None else None
-                shown.enter_context(meter.showing(partial(add_figures, reconciler, hub, watchers, database)))
+                figures = partial(add_figures, reconciler, hub, watchers, sources, database)
+                shown.enter_context(meter.showing(figures))
             yield (
                 _registration(
                     api.add_EndpointServiceServicer_to_server, EndpointServicer(endpoints, deps, feeds)
@@ -183,7 +194,12 @@ def _registration(add: Callable[[_Servicer, grpc.aio.Server], None], servicer: _
 
 
 async def add_figures(
-    reconciler: Reconciler, hub: AdapterHub, watchers: QueueWatchers, file: Path | None, page: MetricsPage
+    reconciler: Reconciler,
+    hub: AdapterHub,
+    watchers: QueueWatchers,
+    sources: SignalSources,
+    file: Path | None,
+    page: MetricsPage,
 ) -> None:
     """Add the figures to a page; `file` is the database, if it is a file."""
     for endpoint, counts, late in reconciler.counts():
@@ -191,11 +207,14 @@ async def add_figures(
         page.add(_DESIRED, named, counts.desired)
         page.add(_GRANTED, named, counts.granted)
         page.add(_READY, named, counts.ready)
+        page.add(_BACK_OFF, named, round(counts.back_off, 3))
         page.add(_LATE, named, round(late, 3))
     for live, count in sorted(Counter(facts.live for facts in hub.facts()).items()):
         page.add(_ADAPTERS, labels({"state": "LIVE" if live else "SILENT"}), count)
     for state, count in sorted(watchers.states().items()):
         page.add(_WATCHERS, labels({"state": state}), count)
+    for server, poller in sorted(sources.prometheus.items()):
+        page.add(_UNANSWERED, labels({"server": server}), poller.unanswered)
     add_store(page, _PREFIX, file)
 
 

@@ -192,17 +192,12 @@ class _Attempt:
 
 
 class EndpointCounts(NamedTuple):
-    """Replicas of an endpoint: wanted, with their GPUs, and ready."""
+    """Replicas of an endpoint: wanted, with their GPUs, and ready; and how many seconds the next one waits, after failures."""
 
     desired: int
     granted: int
     ready: int
-
-    @classmethod
-    def of(cls, endpoint: Endpoint, replicas: Sequence[Replica]) -> EndpointCounts:
-        """The counts of an endpoint and its replicas."""
-        ready = sum(one.state is ReplicaState.READY for one in replicas)
-        return cls(endpoint.desired, sum(one.granted for one in replicas), ready)
+    back_off: float
 
 
 class EndpointLoop:
@@ -297,7 +292,8 @@ class EndpointLoop:
         self.waiting = refusal is not None
         if not await self._note(passed, refusal, after, preempts, spilled):
             self._known = passed.known
-        self.counts = EndpointCounts.of(passed.endpoint, after)
+        granted, ready = (one.granted for one in after), (one.state is ReplicaState.READY for one in after)
+        self.counts = EndpointCounts(passed.endpoint.desired, sum(granted), sum(ready), passed.delay)
         return self._pause(passed, refusal, after)
 
     async def _carry_out(self, facts: PassFacts, tried: Pass | None) -> Pass | None:

@@ -79,6 +79,11 @@ class Poller(Generic[K, V]):
             return PollAnswer(problem=f"there are {MAX_QUESTIONS} questions already")
         return self._answers.get(key, PollAnswer())
 
+    @property
+    def unanswered(self) -> int:
+        """How many queries had no answer when they were last made."""
+        return sum(bool(one.problem) for one in self._answers.values())
+
     async def run(self) -> NoReturn:
         """Poll for ever."""
         some = asyncio.Semaphore(AT_ONCE)
