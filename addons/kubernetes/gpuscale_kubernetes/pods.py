@@ -22,6 +22,7 @@ from gpuscale.autoscaler.adapters.engine import (
     WorkerLife,
 )
 from gpuscale.autoscaler.adapters.templates import Arguments
+from gpuscale.common.sizes import counted
 
 ADAPTER = "gpuscale.adapter"
 """Label of every pod of ours, with the adapter's id; a Deployment's pod template must have it."""
@@ -159,7 +160,7 @@ def check_order(template: KubernetesTemplate, workload: PodWorkload, order: Repl
             raise LaunchRefusedError(f"{what} is made for {made_for}, and the endpoint asks for {asked}")
     if order.gpu_count != workload.gpu_count:
         raise LaunchRefusedError(
-            f"a pod of {what} has {workload.gpu_count} GPUs, and the endpoint asks for {order.gpu_count}"
+            f"a pod of {what} has {counted(workload.gpu_count, 'GPU')}, and the endpoint asks for {order.gpu_count}"
         )
 
 

@@ -226,7 +226,7 @@ async def test_pods_that_somebody_else_asked_for_are_told_of_and_put_right_after
 
 async def test_what_the_deployment_is_not_made_for_is_refused(fake: FakeKubernetes, site: Site) -> None:
     site.want([desired("a", gpu_count=2)])
-    assert "has 1 GPUs, and the endpoint asks for 2" in (await site.state("a", FAILED)).reason
+    assert "has 1 GPU, and the endpoint asks for 2" in (await site.state("a", FAILED)).reason
     del fake.deployments["worker"]
     await looked_again(fake)
     site.want([desired("c")])

@@ -71,7 +71,7 @@ def test_a_dry_run_over_the_past_shows_what_policies_would_have_done(ctl: Any, w
     ran = ctl("apply", "-f", "-", "--dry-run=past", "--since", "2d", stdin=text)
     assert ran.code == 0, ran.err
     assert ran.out.splitlines()[1].split()[-2:] == ["r1", "idle"]
-    assert "in steps of 1m: 1 acts, 2 reservations; unknown of the time they were held: 25%" in ran.err
+    assert "in steps of 1m: 1 act, 2 reservations; unknown of the time they were held: 25%" in ran.err
     [request] = [one for one in world.requests if isinstance(one, allocator_api.DryRunUsePolicyRequest)]
     assert request.use_policy.spec.stages[0].after.seconds == 60
     assert request.HasField("start_time")

@@ -234,7 +234,7 @@ def test_a_gang_that_does_not_find_room_holds_nothing_and_says_how_far_it_came()
     take(of, use, ask())
     answer = refused(of, replace(ask(2), member_count=2))
     assert answer.kind is RefusalKind.NO_CAPACITY
-    assert "1 of 2 members find room" in answer.message
+    assert "1 of 2 members finds room" in answer.message
     assert answer.metadata["placed_member_count"] == "1"
     assert isinstance(of.place(ask(2), NOW), Pick)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from gpuscale.cli.grammar.parameters import format_duration, format_size
-from gpuscale.common.sizes import parse_duration, parse_size
+from gpuscale.common.sizes import counted, parse_duration, parse_size
 
 
 @pytest.mark.parametrize(
@@ -80,3 +80,8 @@ def test_format_size(size: int, text: str) -> None:
 )
 def test_format_duration(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_one_of_something_is_no_plural() -> None:
+    assert [counted(count, "GPU") for count in (0, 1, 1.0, 1.5)] == ["0 GPUs", "1 GPU", "1 GPU", "1.5 GPUs"]
+    assert [counted(count, "copy is", "copies are") for count in (1, 2)] == ["1 copy is", "2 copies are"]

@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them: `8GiB`, `500MB`, `1.5TiB`; `60s`, `1h30m`. Pure."""
+"""Sizes, durations and counts as people write them: `8GiB`, `500MB`, `1.5TiB`; `60s`, `1h30m`; `1 replica`. Pure."""
 
 import re
 from collections.abc import Mapping
@@ -18,6 +18,11 @@ _LONGEST_DURATION = 315_576_000_000.0  # limit of protobuf's Duration: 10,000 ye
 
 _NUMBER = r"(\d+(?:\.\d+)?)"
 _DURATION = rf"(?:{_NUMBER}d)?(?:{_NUMBER}h)?(?:{_NUMBER}m)?(?:{_NUMBER}s)?(?:{_NUMBER}ms)?"
+
+
+def counted(count: float, one: str, many: str = "") -> str:
+    """A count and its noun, with a verb where that changes too: `1 GPU is`, `2 GPUs are`; by default `many` is `one` with an s."""
+    return f"{count if isinstance(count, int) else f'{count:g}'} {one if count == 1 else many or f'{one}s'}"
 
 
 def parse_size(text: str) -> int:

@@ -22,6 +22,7 @@ from gpuscale.api.types.v1 import Gpu
 from gpuscale.client.listing import pages, pages_async
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.filters import compile_filter, compile_order
+from gpuscale.common.sizes import counted
 from gpuscale.common.wire import enum_word
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class TableRows(list[Any]):
         lines += [[f"<td>{html.escape(one)}</td>" for one in row] for row in rows]
         body = "".join(f"<tr>{''.join(line)}</tr>" for line in lines)
         more = f", the first {SHOWN} shown" if len(self) > SHOWN else ""
-        return f"<table>{body}</table><p>{len(self)} rows{more}</p>"
+        return f"<table>{body}</table><p>{counted(len(self), 'row')}{more}</p>"
 
     def __repr__(self) -> str:
         headings, rows = self._cells()

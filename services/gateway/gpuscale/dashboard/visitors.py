@@ -34,6 +34,7 @@ from gpuscale.common.rpc.status import ROLE_KEY
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.secrets import LINK_PATH, write_link
 from gpuscale.common.security.auth import Role, find_method
+from gpuscale.common.sizes import counted
 
 T = TypeVar("T")
 
@@ -209,10 +210,11 @@ class VisitorActions:
             capability_set=group,
         )
         of = f"{one.name} {group}".rstrip()
-        question = f"Order {replicas} replicas of {of}? It wants {request.current_replicas} now."
+        question = f"Order {counted(replicas, 'replica')} of {of}? It wants {request.current_replicas} now."
         if await self._confirmed(question) is not None:
             await self._do(
-                lambda client: client.endpoints.SetReplicas(request), f"{replicas} replicas are wanted now"
+                lambda client: client.endpoints.SetReplicas(request),
+                f"{counted(replicas, 'replica is', 'replicas are')} wanted now",
             )
 
     @staticmethod

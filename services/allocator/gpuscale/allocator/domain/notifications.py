@@ -15,6 +15,7 @@ from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_netw
 from gpuscale.allocator.domain.model import Reservation, State
 from gpuscale.allocator.domain.use_policies import Action, PolicyAct, StageOutcome, span
 from gpuscale.common.names import reservation_name
+from gpuscale.common.sizes import counted
 
 SIGNATURE = "gpuscale-signature"
 """Name of the header with the signature."""
@@ -73,7 +74,9 @@ def of_change(was: Reservation | None, now: Reservation, clock: float, wall: dat
     who = f"{name} of {now.holder}{f' ({now.job.title})' if now.job and now.job.title else ''}"
     if was is not None and was.waiting and not now.waiting and now.live:
         nodes = ", ".join(dict.fromkeys(gpu.node for gpu in now.gpus))
-        found.append((EventKind.GRANTED, f"{who} waited and has {len(now.gpus)} GPUs now, on {nodes}", None))
+        found.append(
+            (EventKind.GRANTED, f"{who} waited and has {counted(len(now.gpus), 'GPU')} now, on {nodes}", None)
+        )
     if was is not None and now.live and now.revoke_at is not None and was.revoke_at is None:
         left = span(max(0.0, now.revoke_at - clock))
         found.append((EventKind.ENDING, f"{who} will be revoked in {left}: {now.end_reason}", None))

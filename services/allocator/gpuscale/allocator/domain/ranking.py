@@ -12,6 +12,7 @@ from enum import IntEnum
 from statistics import fmean
 
 from gpuscale.allocator.domain.model import Gpu, Node, NodeState
+from gpuscale.common.sizes import counted
 
 IDLE_UTILIZATION_PERCENT = 30.0
 """A GPU has room below this utilization: the seed's rule. `usage` defines when a held GPU is idle."""
@@ -92,7 +93,7 @@ def rank(
         ]
         idle = sum(1 for gpu in fresh if not held(gpu) and not cordoned(node, gpu) and idleness.admits(gpu))
         standing = _standing(node, fresh, cordoned=cordoned(node, None), now=now)
-        message = f"{idle} of {len(node.gpus)} GPUs idle" if idle else _WORDS[standing]
+        message = f"{idle} of {counted(len(node.gpus), 'GPU')} idle" if idle else _WORDS[standing]
         wanted = max(idleness.gpu_count, 1)
         if 0 < idle < wanted:
             message += f", {wanted} wanted"

@@ -24,7 +24,7 @@ from enum import StrEnum
 from math import ceil, floor
 from zoneinfo import ZoneInfo
 
-from gpuscale.common.sizes import duration_text
+from gpuscale.common.sizes import counted, duration_text
 
 MOST_KILL_GRACE = 60.0
 """Most seconds from SIGTERM to SIGKILL."""
@@ -325,7 +325,7 @@ def verdict(policy: UsePolicy, sighting: SeenSubject) -> tuple[bool | None, str]
             idle = [one.idle for one in gpus]
             found = _all(idle) if policy.all_gpus else _any(idle)
             count = idle.count(True)
-            which = f"{count} of {len(gpus)} GPUs"
+            which = f"{count} of {counted(len(gpus), 'GPU')}"
             if count == len(gpus):
                 which = f"all {count} GPUs" if count > 1 else "the GPU"
             return found, _said(found, f"{which} idle", "in use")

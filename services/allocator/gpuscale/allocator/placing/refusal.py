@@ -26,6 +26,7 @@ from gpuscale.allocator.placing.constraints import (
 )
 from gpuscale.allocator.placing.index import Shape
 from gpuscale.common.names import gpu_name, node_name
+from gpuscale.common.sizes import counted
 
 MIB = 1024 * 1024
 MOST_NAMES = 5
@@ -94,7 +95,7 @@ def asked(ask: Ask) -> str:
             ask.max_utilization_percent < ADMITS_ALL_PERCENT
         ),
         f"of model {' or '.join(ask.models)}": ask.models,
-        f"beside {ask.cpu_milli / WHOLE:g} cores": ask.cpu_milli,
+        f"beside {counted(ask.cpu_milli / WHOLE, 'core')}": ask.cpu_milli,
         f"beside {mib(ask.host_memory_bytes)} of main memory": ask.host_memory_bytes,
         f"on nodes with {labels}": labels,
         f"on {names(sorted(ask.nodes))}": ask.nodes,
@@ -104,7 +105,7 @@ def asked(ask: Ask) -> str:
 
 def gpus(count: int) -> str:
     """A number of GPUs."""
-    return f"{count} GPU{'' if count == 1 else 's'}"
+    return counted(count, "GPU")
 
 
 def mib(size: int) -> str:
@@ -127,7 +128,7 @@ def _what(ask: Ask) -> str:
         return "room without a GPU"
     what = gpus(ask.gpu_count)
     if ask.mig_profile:
-        what = f"{ask.gpu_count} MIG instance{'' if ask.gpu_count == 1 else 's'} {ask.mig_profile}"
+        what = f"{counted(ask.gpu_count, 'MIG instance')} {ask.mig_profile}"
     elif ask.gpu_memory_bytes is not None:
         what = f"{mib(ask.gpu_memory_bytes)} of {what}"
     elif not ask.exclusive:
@@ -405,7 +406,7 @@ def _unsatisfiable(survey: Survey) -> str:
             ask.gang_strategy, f"all nodes together take {int(np.minimum(room, each).sum())}"
         )
         return f"{said} {taken} of its {ask.member_count} members. Ask for fewer."
-    most_of_all = f"{cpu / WHOLE:g} cores and {mib(memory)} of main memory are the most"
+    most_of_all = f"{counted(cpu / WHOLE, 'core')} and {mib(memory)} of main memory are the most"
     return f"{said} no such node has so much: {most_of_all}. Ask for less."
 
 
@@ -413,7 +414,7 @@ def _no_capacity(closest: NodeSurvey, unknown: Sequence[str], ask: Ask, placed: 
     """Some node could serve the ask, but not now."""
     said: list[str] = []
     if ask.member_count > 1:
-        said.append(f"{placed} of {ask.member_count} members find room")
+        said.append(f"{placed} of {ask.member_count} members {'finds' if placed == 1 else 'find'} room")
     if closest.node.gpus:
         others: list[str] = []
         for reason, count in closest.counts.most_common():

@@ -51,6 +51,7 @@ from gpuscale.allocator.queueing.model import (
     Waiter,
 )
 from gpuscale.common.errors import ResourceExhaustedError
+from gpuscale.common.sizes import counted
 
 MOST_FORESEEN = 16
 """Most requests with a forecast: each costs some placements."""
@@ -174,7 +175,7 @@ def over_quota(world: QueueWorld, order: Order, pick: Pick | None = None) -> Que
     holds = f"holds {_gpus(held)}" + (f" and has booked {_gpus(booked)}" if booked else "")
     return QueueObstacle(
         Reason.QUOTA_EXCEEDED,
-        f"tenant {order.tenant} may hold {_gpus(limit)} GPUs and {holds}; this asks for {_gpus(asked)}."
+        f"tenant {order.tenant} may hold {counted(limit / WHOLE, 'GPU')} and {holds}; this asks for {_gpus(asked)}."
         f" {remedy}, or have the quota raised.",
         lasting=least > limit,
     )

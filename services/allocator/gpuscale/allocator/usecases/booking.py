@@ -44,6 +44,7 @@ from gpuscale.common.errors import (
 from gpuscale.common.runtime.logs import Attempts, get_logger
 from gpuscale.common.runtime.tasks import Clock, uninterrupted
 from gpuscale.common.security.auth import Principal, Role
+from gpuscale.common.sizes import counted
 
 LOOK = 1.0
 """Seconds between two looks at all bookings."""
@@ -240,7 +241,7 @@ class Calendar:
         booked, asked = self.bookings.peak(wish.tenant, wish.start, wish.end), asked_milli(wish.ask)
         if limit is not None and booked + asked > limit:
             raise ResourceExhaustedError(
-                f"tenant {wish.tenant} may hold {limit / 1000:g} GPUs and has booked {booked / 1000:g} at that time; this asks"
+                f"tenant {wish.tenant} may hold {counted(limit / 1000, 'GPU')} and has booked {booked / 1000:g} at that time; this asks"
                 f" for {asked / 1000:g}",
                 reason="QUOTA_EXCEEDED",
             )

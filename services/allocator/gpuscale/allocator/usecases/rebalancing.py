@@ -43,6 +43,7 @@ from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
 from gpuscale.common.names import gpu_name, node_name, reservation_name
 from gpuscale.common.runtime.logs import Attempts, get_logger
 from gpuscale.common.runtime.tasks import uninterrupted
+from gpuscale.common.sizes import counted
 
 MOST_WAITING = 10
 """Most waiting requests to find moves for at once."""
@@ -86,7 +87,7 @@ class RoomProposal:
         where = ", ".join(dict.fromkeys(map(node_name, self.found.pick.nodes)))
         if not moves:
             return f"it fits as things are, on {where}"
-        return f"{moves} {'move makes' if moves == 1 else 'moves make'} room for {gpus} GPUs on {where}"
+        return f"{counted(moves, 'move makes', 'moves make')} room for {counted(gpus, 'GPU')} on {where}"
 
 
 @dataclass(eq=False)
@@ -247,7 +248,7 @@ class Rebalancing:
         self.queue.promise(waiter, pick, self._until, ids)
         for mover, place in places.items():
             self.restarting.keep(live[mover], place, self._until)
-        why = f"{MOVED_FOR}{_name(waiter)}, which asks for {len(pick.gpus)} GPUs"
+        why = f"{MOVED_FOR}{_name(waiter)}, which asks for {counted(len(pick.gpus), 'GPU')}"
         movable = [one for one in ids if MOVABLE_LABEL in live[one].labels]
         await self.leases.revoke(movable, now + NOTICE, why)
         await self.leases.revoke([one for one in ids if one not in movable], now + self.grace, why)
@@ -338,7 +339,7 @@ class Rebalancing:
 
 
 def _notes(stay: Staying) -> list[str]:
-    return [f"{len(ids)} reservation{'' if len(ids) == 1 else 's'}: {why}" for why, ids in stay.items()]
+    return [f"{counted(len(ids), 'reservation')}: {why}" for why, ids in stay.items()]
 
 
 def _in_the_way(placer: Placer, ask: Ask, asked: Ask, leave: Sequence[str], stay: Staying, now: float) -> str:

@@ -48,6 +48,7 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.runtime import tasks
 from gpuscale.common.runtime.tasks import Clock
+from gpuscale.common.sizes import counted
 
 ORDER_KEPT, ORDER_REST, ORDER_PART = 1.0, 400.0, 100
 """Seconds for which the order of leases by end is cached, or this many times the time it took if that is longer; and the part of
@@ -505,9 +506,9 @@ class Waiting:
         if entry.granted.done():
             return entry.granted.result()
         place = entry.waiter.place
-        said = "" if place is None else f", {place.position} requests before it: {place.obstacle.message}"
+        said = place and f", {counted(place.position, 'request')} before it: {place.obstacle.message}"
         raise ResourceExhaustedError(
-            f"not served within {seconds:g} s{said}",
+            f"not served within {seconds:g} s{said or ''}",
             reason="WAIT_TIMEOUT",
             metadata={
                 "waited_seconds": f"{seconds:g}",

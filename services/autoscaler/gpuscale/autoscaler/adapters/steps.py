@@ -19,6 +19,7 @@ from gpuscale.autoscaler.adapters.engine import (
 )
 from gpuscale.autoscaler.adapters.journal import JournalRecord, Phase
 from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
+from gpuscale.common.sizes import counted
 
 VANISHED_AFTER = 10.0
 """Seconds after which a started replica missing in the engine counts as ended."""
@@ -104,7 +105,9 @@ def plan_steps(at: Situation) -> StepPlan:
             plan.write.append(JournalRecord(name, Phase.INTENT, at.boot_id))
             plan.starts.append(Start(desired.order, desired.template))
         else:
-            plan.write.append(refused(name, f"this adapter runs {at.most} replicas at most", at.boot_id))
+            plan.write.append(
+                refused(name, f"this adapter runs {counted(at.most, 'replica')} at most", at.boot_id)
+            )
     return plan
 
 

@@ -30,6 +30,7 @@ from gpuscale.autoscaler.domain.inputs import (
 )
 from gpuscale.autoscaler.domain.rules.rule import Proposal, RatioRule, RuleOutcome, Vote, judged, unread
 from gpuscale.autoscaler.domain.spec import CapabilitySet, EndpointSpec, ScalingMode
+from gpuscale.common.sizes import counted
 
 _UNBOUNDED = 1 << 62
 
@@ -133,7 +134,7 @@ def _asked(spec: EndpointSpec, pools: Sequence[Pool], inputs: Inputs, unknown_re
         counts[name] = max(0, own.step.after) if own.vote in {Vote.UP, Vote.DOWN} else had
         limit = own.step.code if own.limited else limit
         if own.vote is Vote.DOWN and unknown_replicas:
-            text = f"no scale-in while {unknown_replicas} replicas have not been heard of"
+            text = f"no scale-in while {counted(unknown_replicas, 'replica has', 'replicas have')} not been heard of"
             limit, counts[name] = Code.REPLICAS_UNKNOWN, had
             steps.append(Step(Stage.COMBINE, limit, had, had, text, capability_set=name))
     after = sum(counts.values())
@@ -197,8 +198,12 @@ def _starts(kind: RatioRule, pools: Sequence[Pool], capacity: _Capacity) -> tupl
         tasks, workers = capacity.alike(one), capacity.workers(one.capabilities)
         if workers and tasks / workers <= kind.up_above:
             continue
-        said = f"{tasks} tasks that need {in_words(one.capabilities)}"
-        said += f" for {workers} workers, more than {kind.up_above:g} each" if workers else " and no worker"
+        said = f"{counted(tasks, 'task that needs', 'tasks that need')} {in_words(one.capabilities)}"
+        said += (
+            f" for {counted(workers, 'worker')}, more than {kind.up_above:g} each"
+            if workers
+            else " and no worker"
+        )
         if (chosen := _fitting(pools, one.capabilities)) is not None:
             starts.setdefault(chosen.set.id, f"{said}: +1 {chosen.set.id}")
             continue
@@ -228,7 +233,7 @@ def _wish(kind: RatioRule, pool: Pool, capacity: _Capacity, start: str | None, g
     if start:
         return Proposal(before + 1, start)
     tasks, workers = capacity.runnable(pool.offers), capacity.workers(pool.offers)
-    said = f"{tasks} tasks that {pool.set.id} can run for {workers} workers"
+    said = f"{counted(tasks, 'task')} that {pool.set.id} can run for {counted(workers, 'worker')}"
     if grows or not before or (workers and tasks / workers >= kind.down_below):
         return Proposal(before, said, fired=False)
     said += f", fewer than {kind.down_below:g} each"
@@ -245,13 +250,13 @@ def _needed(kind: RatioRule, pool: Pool, victim: WorkerGroup, capacity: _Capacit
     left = capacity.workers(pool.offers) - victim.workers
     tasks = capacity.runnable(pool.offers)
     if left > 0 and tasks / left > kind.up_above:
-        return f"with {left} workers there would be more than {kind.up_above:g} for each"
+        return f"with {counted(left, 'worker')} there would be more than {kind.up_above:g} for each"
     for one in capacity.demands:
         if not covers(victim.capabilities, one.capabilities):
             continue
         left = capacity.workers(one.capabilities) - victim.workers
         if left <= 0:
-            return f"no other worker can run the {one.tasks} tasks that need {in_words(one.capabilities)}"
+            return f"no other worker can run the {counted(one.tasks, 'task that needs', 'tasks that need')} {in_words(one.capabilities)}"
         if capacity.alike(one) / left > kind.up_above:
             return (
                 f"more would be asked for again at once by the tasks that need {in_words(one.capabilities)}"

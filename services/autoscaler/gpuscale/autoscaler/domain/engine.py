@@ -40,6 +40,7 @@ from gpuscale.autoscaler.domain.spec import (
     RateLimit,
     ScalingMode,
 )
+from gpuscale.common.sizes import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,9 @@ def combine(how: Combine, before: int, outcomes: Sequence[RuleOutcome], unknown_
     if found.step.after < 0:
         found = replace(found, step=replace(found.step, after=0))
     if found.step.after < before and unknown_replicas:
-        text = f"no scale-in while {unknown_replicas} replicas have not been heard of"
+        text = (
+            f"no scale-in while {counted(unknown_replicas, 'replica has', 'replicas have')} not been heard of"
+        )
         return Combined(_step(Code.REPLICAS_UNKNOWN, before, before, text), Code.REPLICAS_UNKNOWN)
     if found.step.after < min(before, floor):
         keeper = next(one.rule for one in outcomes if one.floor == floor)

@@ -22,6 +22,7 @@ from gpuscale.autoscaler.domain.inputs import Amounts, ReplicaWeights, SetState,
 from gpuscale.autoscaler.domain.replicas import EndReason, Goal, Moment, Replica, ReplicaState, asked_to_stop
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec, ReplicaTemplate, ScaleInOrder
 from gpuscale.common.names import adapter_name
+from gpuscale.common.sizes import counted
 
 MAX_PENDING = 32
 """Most replicas of one endpoint that wait for GPUs or an adapter at a time; more would wait behind them anyway."""
@@ -101,7 +102,7 @@ def losses(replicas: Iterable[Replica]) -> list[str]:
     texts: list[str] = []
     for reason, found in groupby(sorted(told), key=itemgetter(0)):
         times = [time for _, time in found]
-        whose = "1 replica loses its" if len(times) == 1 else f"{len(times)} replicas lose their"
+        whose = counted(len(times), "replica loses its", "replicas lose their")
         texts.append(f"{whose} GPUs at {clock_time(times[0])}: {reason}")
     return texts
 
@@ -418,7 +419,7 @@ class Plans:
         count = sum(one.aimed_at for one in rows)
         if silent:
             lost, names = sum(one.adapter in silent for one in rows), ", ".join(sorted(silent))
-            text = f"{lost} replicas have not been heard of (adapters: {names}); they are not replaced"
+            text = f"{counted(lost, 'replica has', 'replicas have')} not been heard of (adapters: {names}); not replaced"
             add(Code.ADAPTER_LOST, count, count, text)
         for text in losses(rows):
             add(Code.REVOKED, count, count, text)

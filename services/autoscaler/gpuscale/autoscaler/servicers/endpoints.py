@@ -34,6 +34,7 @@ from gpuscale.common.errors import (
 from gpuscale.common.filters import ListRequest, listed
 from gpuscale.common.names import decision_name, endpoint_name, replica_name, watcher_name
 from gpuscale.common.runtime.tasks import uninterrupted
+from gpuscale.common.sizes import counted
 from gpuscale.common.wire import asked_period, forged_token, page_limit
 
 
@@ -142,10 +143,10 @@ def require_set(endpoint: Endpoint, set_id: str) -> None:
 def require_room(endpoint: Endpoint, replicas: int, current: int | None, set_id: str) -> None:
     """FailedPreconditionError if the count is not `current`, OutOfRangeError outside min and max."""
     spec, name, aimed = endpoint.spec.of_set(set_id), endpoint_name(endpoint.id), endpoint.targets[set_id]
-    what = f"{set_id} replicas" if set_id else "replicas"
+    what = f"{set_id} replica".lstrip()
     if current is not None and current != aimed:
         raise FailedPreconditionError(
-            f"{name} aims at {aimed} {what}, not {current}",
+            f"{name} aims at {counted(aimed, what)}, not {current}",
             reason="OTHER_CURRENT_REPLICAS",
             metadata={"name": name, "current_replicas": str(aimed)},
         )
@@ -153,7 +154,7 @@ def require_room(endpoint: Endpoint, replicas: int, current: int | None, set_id:
     most = min(spec.max_replicas, endpoint.spec.max_replicas - others) if set_id else spec.max_replicas
     if not spec.min_replicas <= replicas <= most:
         raise OutOfRangeError(
-            f"{name} may have {spec.min_replicas} to {most} {what}",
+            f"{name} may have {spec.min_replicas} to {most} {what}s",
             metadata={"name": name, "min": str(spec.min_replicas), "max": str(most)},
         )
 

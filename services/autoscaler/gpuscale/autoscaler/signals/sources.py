@@ -77,6 +77,7 @@ from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, Resou
 from gpuscale.common.names import endpoint_name
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, TaskScope
+from gpuscale.common.sizes import counted
 from gpuscale.common.store.store import Store
 
 MAX_METRICS_OF_ONE = 100
@@ -175,7 +176,8 @@ class ReportedMetrics:
         silent = len(replicas) - len(fresh)
         if not told:
             return Sample(
-                problem=f"none of {len(replicas)} replicas has reported {metric}", silent_count=silent
+                problem=f"none of {counted(len(replicas), 'replica')} has reported {metric}",
+                silent_count=silent,
             )
         values = tuple(one.value for one in told)
         empty = not silent and not any(values)

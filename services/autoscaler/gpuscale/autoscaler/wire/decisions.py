@@ -43,6 +43,7 @@ from gpuscale.autoscaler.wire.specs import (
 )
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.names import adapter_name, endpoint_name, node_name, replica_name
+from gpuscale.common.sizes import counted
 from gpuscale.common.wire import (
     optional_seconds,
     optional_timestamp,
@@ -89,9 +90,9 @@ def _status(view: EndpointView) -> api.EndpointStatus:
     count = Counter(state for _, state in shown)
     summary = view.summary or "not evaluated yet"
     if view.endpoint.deleting:
-        summary = f"deleted once its {len(view.replicas)} replicas have finished and stopped"
+        summary = f"deleted once its {counted(len(view.replicas), 'replica has', 'replicas have')} finished and stopped"
     if unknown := count[ReplicaState.UNKNOWN]:
-        summary += f" ({unknown} replicas have not been heard of)"
+        summary += f" ({counted(unknown, 'replica has', 'replicas have')} not been heard of)"
     sets: list[api.CapabilitySetStatus] = []
     for name in (one.id for one in view.endpoint.spec.capability_sets):
         members = [pair for pair in shown if pair[0].group.set == name]

@@ -37,6 +37,7 @@ from gpuscale.cli.views import allocator as views
 from gpuscale.common import wire
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.names import GPU, parse, quota_name
+from gpuscale.common.sizes import counted
 
 if TYPE_CHECKING:
     from gpuscale.client import Client
@@ -145,8 +146,7 @@ def estimate(
     if not session.output.human:
         session.output.write_data(to_dict(found))
         return
-    plural = "" if found.gpu_count == 1 else "s"
-    lines = [f"{found.gpu_count} GPU{plural} with {format_size(found.memory_bytes)} each"]
+    lines = [f"{counted(found.gpu_count, 'GPU')} with {format_size(found.memory_bytes)} each"]
     lines += [f"  {note}" for note in found.notes]
     if found.ignored_parameters:
         lines.append(f"  ignored: {', '.join(found.ignored_parameters)}")
@@ -229,7 +229,7 @@ def explain_placement(session: Session, asking: Asking) -> None:
         lines += ["", f"Nodes, nearest first ({len(found.nodes)} of {found.node_count}):"]
     for node in found.nodes:
         obstacle = f", {cells.word(node, 'obstacle')}: {node.message}" if node.obstacle else ""
-        lines.append(f"  {node.name}: {node.fitting_count} of {len(node.gpus)} GPUs fit{obstacle}")
+        lines.append(f"  {node.name}: {node.fitting_count} of {counted(len(node.gpus), 'GPU')} fit{obstacle}")
         for gpu in node.gpus:
             why = f"score {gpu.score.total:.3f}"
             if gpu.obstacle:

@@ -35,6 +35,7 @@ from gpuscale.common.config.sources import CONFIG_VARIABLE, Settings
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
 from gpuscale.common.rpc.status import LEADER_KEY, PROBLEM_KEY
 from gpuscale.common.secrets import SecretUrl, write_private
+from gpuscale.common.sizes import counted
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -242,7 +243,7 @@ def support_bundle(
     except OSError as error:
         raise FailedPreconditionError(f"cannot write {target}: {error.strerror}") from error
     session.output.write_said(
-        f"wrote {target}, {len(names)} files", {"file": str(target), "holds": names}, str(target)
+        f"wrote {target}, {counted(len(names), 'file')}", {"file": str(target), "holds": names}, str(target)
     )
     note("read it before you send it: it has names of hosts, endpoints and callers")
 

@@ -25,6 +25,7 @@ from gpuscale.client.over_ssh import OF_SIGNAL
 from gpuscale.common import wire
 from gpuscale.common.errors import PermissionDeniedError, UnavailableError, UnimplementedError
 from gpuscale.common.names import node_of
+from gpuscale.common.sizes import counted
 
 if TYPE_CHECKING:
     from google.protobuf.timestamp_pb2 import Timestamp
@@ -137,7 +138,7 @@ def _reservations(client: "Client", about: "lookup.About") -> Iterator[EventLine
 def _of_reservation(one: "Reservation") -> "Iterator[tuple[Timestamp, str, str]]":
     """When something happened to a reservation, what, and where or why."""
     earlier = one.job.earlier
-    count = f"{len(one.gpus)} GPU{'' if len(one.gpus) == 1 else 's'}" if one.gpus else "GPUs"
+    count = counted(len(one.gpus), "GPU") if one.gpus else "GPUs"
     nodes = ", ".join(dict.fromkeys([cells.short(ran.node) for ran in earlier[:1]] or map(node_of, one.gpus)))
     kept = one.job.attempt <= len(earlier) + 1  # the first attempt
     gpus = f"{count} of {nodes}" if nodes and kept else ""

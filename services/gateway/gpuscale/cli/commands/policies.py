@@ -15,6 +15,7 @@ from gpuscale.cli.grammar.parameters import MOMENT, YES, format_duration, local_
 from gpuscale.cli.views import allocator as views
 from gpuscale.common import wire
 from gpuscale.common.names import BUDGET, NOTIFICATION, POLICY, TARGET
+from gpuscale.common.sizes import counted
 
 if TYPE_CHECKING:
     from gpuscale.client import Client
@@ -67,8 +68,8 @@ def show_past(session: Session, client: "Client", policy: api.UsePolicy, since: 
     known, unknown = (wire.seconds(one) for one in (found.known, found.unknown))
     share = f"{unknown / (known + unknown):.0%}" if unknown else "none"
     note(
-        f"{policy.name} from {begin} to {end}, in steps of {format_duration(wire.seconds(found.step))}: {found.act_count} acts,"
-        f" {found.subject_count} reservations; unknown of the time they were held: {share}"
+        f"{policy.name} from {begin} to {end}, in steps of {format_duration(wire.seconds(found.step))}: {counted(found.act_count, 'act')},"
+        f" {counted(found.subject_count, 'reservation')}; unknown of the time they were held: {share}"
     )
     if found.HasField("complete_since"):
         forgotten = local_text(wire.to_datetime(found.complete_since))

@@ -22,6 +22,7 @@ from gpuscale.cli.views.autoscaler import ENDPOINTS
 from gpuscale.client import Client
 from gpuscale.client.states import Marks, gpu_state, marks, node_state, problem
 from gpuscale.common.errors import GpuscaleError, UnavailableError
+from gpuscale.common.sizes import counted
 
 BAR_WIDTH = 10
 
@@ -100,7 +101,7 @@ def show_status(session: Session) -> None:
 
 
 def _count(items: Sequence[object] | None, noun: str) -> str:
-    return f"{noun}s unknown" if items is None else f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
+    return f"{noun}s unknown" if items is None else counted(len(items), noun)
 
 
 def _known(client: Client, what: str, read: Callable[[Client], list[Any]]) -> list[Any] | None:

@@ -27,6 +27,7 @@ from gpuscale.common.errors import (
     UnavailableError,
 )
 from gpuscale.common.filters import compile_filter
+from gpuscale.common.sizes import counted
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -185,7 +186,7 @@ def standing(item: "Message") -> str:
     """The state of a resource and the reason for it, in one line."""
     if isinstance(item, api.Endpoint):
         status = item.status
-        counts = f"{status.ready_replicas} of {status.desired_replicas} replicas ready"
+        counts = f"{status.ready_replicas} of {counted(status.desired_replicas, 'replica')} ready"
         return f"{counts}: {status.summary}" if status.summary else counts
     of: Any = item
     holder: Any = getattr(of, "status", of)

@@ -12,6 +12,7 @@ from gpuscale.cli.console.output import ABSENT, Output
 from gpuscale.cli.grammar.parameters import format_duration, local_text
 from gpuscale.client.states import capabilities, demand, replica_model
 from gpuscale.client.tuning import Trial
+from gpuscale.common.sizes import counted
 from gpuscale.common.wire import seconds, to_datetime
 
 
@@ -199,7 +200,7 @@ def endpoint_lines(endpoint: api.Endpoint) -> list[str]:
     line = f"{endpoint.name}: {counts}; bounds {spec.min_replicas}-{spec.max_replicas}{more}"
     sets = [
         f"  {one.id}: {one.desired_replicas} desired, {one.granted_replicas} granted, {one.ready_replicas} ready"
-        f" with {one.ready_workers} workers; each {capabilities(asked.capabilities)}"
+        f" with {counted(one.ready_workers, 'worker')}; each {capabilities(asked.capabilities)}"
         for one, asked in zip(status.capability_sets, spec.capability_sets, strict=True)
     ]
     return [line, *sets, *filter(None, (status.summary,))]

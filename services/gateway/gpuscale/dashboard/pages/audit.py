@@ -6,6 +6,7 @@ from nicegui import ui
 
 from gpuscale.api.audit import v1 as api
 from gpuscale.client import AsyncClient, GpuscaleError
+from gpuscale.common.sizes import counted
 from gpuscale.dashboard import humanize
 from gpuscale.dashboard.frame import DashboardSite, ListTable, PageAddress, page
 from gpuscale.dashboard.rows import ResourceTable
@@ -56,7 +57,7 @@ def audit_page(site: DashboardSite) -> None:
             why.text = f"cannot read the audit log: {error.message}"
             found = []
         else:
-            why.text = f"{len(found)} calls that may have changed something, or were refused"
+            why.text = f"{counted(len(found), 'call')} that may have changed something, or were refused"
         older.set_enabled(bool(token))
         table.show(EVENTS.rows(found))
 

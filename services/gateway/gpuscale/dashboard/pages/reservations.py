@@ -20,6 +20,7 @@ from gpuscale.client import AsyncClient, GpuscaleError, NotFoundError, pages_asy
 from gpuscale.client.orders import kept_output
 from gpuscale.client.states import scored
 from gpuscale.common.secrets import write_private
+from gpuscale.common.sizes import counted
 from gpuscale.common.wire import to_datetime
 from gpuscale.dashboard import charts, humanize, rows
 from gpuscale.dashboard.frame import (
@@ -307,7 +308,7 @@ def ical(bookings: Iterable[allocator_api.Booking]) -> bytes:
     for one in bookings:
         nodes = ", ".join(dict.fromkeys(gpu.split("/")[1] for gpu in one.gpus))
         said = (f"{humanize.word(one, 'state')}, booked by {one.owner}", *one.gpus, one.note)
-        about = f"{len(one.gpus)} GPUs, {one.owner}" + (f": {one.title}" if one.title else "")
+        about = f"{counted(len(one.gpus), 'GPU')}, {one.owner}" + (f": {one.title}" if one.title else "")
         lines += [
             "BEGIN:VEVENT",
             f"UID:{one.name.removeprefix('bookings/')}-{one.create_time.seconds}@gpuscale",

@@ -251,7 +251,7 @@ def past_results(past: Past, facts: HealthFacts, now: float) -> Results:
     if facts.nvlinks_active is not None:
         past.most_links = max(past.most_links, facts.nvlinks_active)
         down = past.most_links - facts.nvlinks_active
-        message = f"{down} of {past.most_links} NVLinks that were up are down"
+        message = f"{down} of {past.most_links} NVLinks that were up {'is' if down == 1 else 'are'} down"
         finding = Finding(HealthSeverity.WARNING, HealthAction.RESET_GPU, message)
         found[HealthCheck.NVLINK_DOWN] = finding if down else None
     return found

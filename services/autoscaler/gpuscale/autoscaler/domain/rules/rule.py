@@ -23,6 +23,7 @@ from typing import ClassVar
 
 from gpuscale.autoscaler.domain.decisions import Code, Stage, Step
 from gpuscale.autoscaler.domain.inputs import Aggregation, Inputs, Observation, ObservationStatus, Remembered
+from gpuscale.common.sizes import counted
 
 STEP_COOLDOWN = 300.0
 """Default cooldown of a rule that steps; a proportional one has none."""
@@ -364,7 +365,7 @@ class RatioRule(Kind):
                 return Proposal(1, f"{rule.signal} = {value:g} and no replica: +1")
             return Proposal(before, f"{rule.signal} = {value:g} and no replica", fired=False)
         share = value / before
-        said = f"{rule.signal} = {value:g} for {before} replicas is {share:g} each"
+        said = f"{rule.signal} = {value:g} for {counted(before, 'replica')} is {share:g} each"
         if share > self.up_above:
             return Proposal(before + 1, f"{said}, more than {self.up_above:g}: +1")
         if share >= self.down_below:

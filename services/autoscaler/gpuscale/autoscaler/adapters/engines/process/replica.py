@@ -50,6 +50,7 @@ from gpuscale.common.names import REPLICA, match
 from gpuscale.common.runtime import tasks
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock
+from gpuscale.common.sizes import counted
 
 HTTP_PORT = 80
 _MAX_STATUS_LINE = 4096
@@ -358,7 +359,9 @@ class LocalReplica:
                 case Verdict.READY:
                     self._set_ready(ready=True)
                 case Verdict.UNHEALTHY:
-                    self._given_up = f"its probe failed {timing.failures} times in a row: {problem}"
+                    self._given_up = (
+                        f"its probe failed {counted(timing.failures, 'time')} in a row: {problem}"
+                    )
                     return
                 case Verdict.GOES_ON:
                     pass
