@@ -209,7 +209,9 @@ def _meant(error: click.ClickException, context: click.Context, message: str) ->
 
 
 def report_value(error: ValueError) -> ExitCode:
-    """Report a number that exceeds its 32- or 64-bit field; raises any other ValueError again."""
+    """Report text that is not UTF-8, or a number that exceeds its 32- or 64-bit field; raises any other ValueError again."""
+    if isinstance(error, UnicodeEncodeError) and error.encoding == "utf-8":
+        return report(InvalidArgumentError(f"{error.object!a} is not UTF-8: write it in another way"))
     fault, _, number = str(error).partition(": ")
     if fault != "Value out of range":  # protobuf's message
         raise error
