@@ -550,6 +550,23 @@ def test_a_reservation_is_known_by_the_title_of_its_job(
     assert "2 jobs are titled 'night run': rabcdefghijk2, rabcdefghijk3; use the id" in ran.err
 
 
+def test_text_that_is_not_utf_8_is_refused(ctl: Any) -> None:
+    """As of an old file name, or of a locale of another encoding; it was a traceback."""
+    ran = ctl("reserve", "--gpus", "1", "--label", "a=b\udcff")
+    assert (ran.code, ran.err) == (2, "error: 'b\\udcff' is not UTF-8: write it in another way\n")
+
+
+def test_nothing_is_reserved_from_a_directory_that_was_deleted(
+    ctl: Any, world: canned.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another host, or detached, it failed once the GPUs were granted."""
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    ran = ctl("run", "--gpus", "1", "--", "true")
+    assert (ran.code, world.requests) == (4, [])
+    assert "the current directory was deleted" in ran.err
+
+
 @pytest.mark.parametrize("words", ["get job", "release", "logs", "wait"])
 def test_a_title_may_look_like_an_id(ctl: Any, world: canned.World, words: str) -> None:
     one = type(canned.RESERVATION)()

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,7 +22,7 @@ from gpuscale.cli.console.terminal import TERMINAL, note, write_lines
 from gpuscale.cli.grammar.parameters import Parsed, option, repeated, takes
 from gpuscale.client.orders import Orders, when_moved
 from gpuscale.client.over_ssh import EarlyStart, supervised
-from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
+from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Reservation
@@ -123,6 +124,8 @@ def run(
     """
     if detach and (record or forward):
         raise click.UsageError("--detach excludes --record and --forward")
+    if not directory:
+        _expect_directory()
     with ExitStack() as stack:
         early = None
         if len({*asking.node} - {this_node, os.uname().nodename}) == 1 and not (detach or asking.members):
@@ -173,6 +176,17 @@ def run(
         if detach and not code:
             _tell(session, client, reservation, made)
     leave(code)
+
+
+def _expect_directory() -> None:
+    """FailedPreconditionError (DIRECTORY_NOT_FOUND) in a directory that was deleted, before anything is reserved."""
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise FailedPreconditionError(
+            "the current directory was deleted: nothing was reserved; cd to another, or say one with --directory",
+            reason="DIRECTORY_NOT_FOUND",
+        ) from error
 
 
 def _start(
