@@ -69,6 +69,9 @@ def complete(address: str) -> Any:
         ("drain ", ["host-1"]),
         ("get replicas -e ", ["jobs"]),
         ("wait ep ", ["jobs"]),
+        ("describe node ", ["host-1"]),
+        ("describe bud", ["budgets"]),
+        ("logs ", ["jobs", "r1"]),
         ("wait ep jobs --for ", ["ready", "deleted"]),
         ("wait ep jobs --for = d", ["deleted"]),
         ("get replicas --endpoint j", ["jobs"]),
@@ -116,6 +119,10 @@ def test_without_a_server_there_are_no_names_and_no_noise() -> None:
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_each_shell_has_a_script(shell: str) -> None:
     assert f"_GPUSCALECTL_COMPLETE={shell}_complete" in run_cli("completion", shell).out
+
+
+def test_fish_cuts_no_meaning_at_its_comma() -> None:
+    assert 'string split --max 1 ","' in run_cli("completion", "fish").out
 
 
 @pytest.mark.skipif(BASH is None, reason="no bash here")

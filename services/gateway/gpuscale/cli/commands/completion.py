@@ -7,7 +7,7 @@ import re
 import sys
 
 import click
-from click.shell_completion import BashComplete, add_completion_class, get_completion_class
+from click.shell_completion import BashComplete, FishComplete, add_completion_class, get_completion_class
 
 from gpuscale.cli.console.command import PROGRAM, Session, command
 from gpuscale.cli.console.errors import ExitCode
@@ -32,7 +32,14 @@ class _Bash(BashComplete):
         return joined[:-1], joined[-1]
 
 
+class _Fish(FishComplete):
+    """Fish; click's script cuts a word and its meaning at the first comma of either."""
+
+    source_template = FishComplete.source_template.replace('split ","', 'split --max 1 ","')
+
+
 add_completion_class(_Bash, "bash")
+add_completion_class(_Fish, "fish")
 
 
 def complete(root: click.Command, instruction: str) -> int:

@@ -41,7 +41,7 @@ _UNSAFE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @command("logs jobs --follow")
-@names("endpoints", metavar="[replica|endpoint|job] NAME")
+@names("endpoints", "jobs", metavar="[replica|endpoint|job] NAME")
 @option("--follow", "-f", is_flag=True, help="Follow the output until they end.")
 @option(
     "--bytes",

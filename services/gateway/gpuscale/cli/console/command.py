@@ -187,8 +187,8 @@ def words(*known: str) -> Complete:
     return complete
 
 
-def names_of(kind: str) -> Complete:
-    """Completes with the names of a kind of resource, such as `nodes`; with none if no server answers."""
+def names_of(*kinds: str) -> Complete:
+    """Completes with the names of kinds of resources, such as `nodes`; with none if no server answers."""
 
     def complete(context: click.Context, _parameter: click.Parameter, part: str) -> list[CompletionItem]:
         from click.shell_completion import CompletionItem
@@ -198,7 +198,8 @@ def names_of(kind: str) -> Complete:
 
         try:
             with session_of(context).connect(quickly=COMPLETION_SECONDS) as client:
-                return [CompletionItem(name) for name in short_names(client, kind) if name.startswith(part)]
+                known = (name for kind in kinds for name in short_names(client, kind))
+                return [CompletionItem(name) for name in known if name.startswith(part)]
         except GpuscaleError:
             return []
 
@@ -438,9 +439,9 @@ def command(
     return decorate
 
 
-def names(noun: str = "", *, metavar: str = "NAME", required: bool = True) -> Callable[[Any], Any]:
-    """The argument `name`: names of a kind of resource, completed by the server."""
-    complete = names_of(noun) if noun else None
+def names(*nouns: str, metavar: str = "NAME", required: bool = True) -> Callable[[Any], Any]:
+    """The argument `name`: names of kinds of resources, completed by the server."""
+    complete = names_of(*nouns) if nouns else None
     return click.argument(
         "name",
         nargs=-1,
