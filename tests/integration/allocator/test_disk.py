@@ -75,6 +75,20 @@ async def test_where_the_disk_is_full_grants_stop_and_ends_go_on(
         assert len((await client.reserve(2)).gpus) == 2
 
 
+async def test_a_grant_that_is_refused_is_no_write_that_the_next_start_misses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The witness knew of one, without rows: the next start said that the state is not what was acknowledged."""
+    fleet = FakeFleet(node_message("n0", count=1))
+    async with running(tmp_path, fleet) as client:
+        monkeypatch.setattr(AllocatorStore, "short", True)
+        with pytest.raises(UnavailableError, match="the disk of the state is full"):
+            await client.reserve()
+    monkeypatch.undo()
+    async with running(tmp_path, fleet) as client:
+        assert len((await client.reserve()).gpus) == 1
+
+
 @pytest.mark.parametrize(("role", "why"), [("operator", ""), ("admin", ": the disk is full")])
 async def test_an_answer_tells_that_nothing_can_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, why: str
