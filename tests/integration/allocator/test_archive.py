@@ -38,17 +38,17 @@ BOOT = "boot"
 
 
 @pytest.fixture(autouse=True)
-def retired(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Memory keeps two that ended, and the archive looks often; the ids of those that left memory."""
+def retired(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Memory keeps two that ended, and the archive looks often; the fences of those that left memory."""
     monkeypatch.setattr(archive, "IN_MEMORY", 2)
     monkeypatch.setattr(archive, "PERIOD", 0.02)
     monkeypatch.setattr(archive, "DUE_PERIOD", 0.0)
-    found: set[str] = set()
+    found: set[int] = set()
     retire = EndedStore.retire
 
-    async def noted(self: EndedStore, ids: Collection[str], fence: int) -> Totals:
-        totals = await retire(self, ids, fence)
-        found.update(ids)
+    async def noted(self: EndedStore, fences: Collection[int], fence: int) -> Totals:
+        totals = await retire(self, fences, fence)
+        found.update(fences)
         return totals
 
     monkeypatch.setattr(EndedStore, "retire", noted)
@@ -90,7 +90,7 @@ async def listed(client: Client, **fields: object) -> list[str]:
 
 
 async def test_what_left_memory_is_found_as_before(
-    tmp_path: Path, retired: set[str], database: SecretUrl | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, retired: set[int], database: SecretUrl | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "MAX_PAGE_SIZE", 2)  # that many are looked at for a page
     fleet, clock, request_id = FakeFleet(node_message("n0", count=2)), ManualClock(), str(uuid4())
@@ -122,7 +122,7 @@ async def test_what_left_memory_is_found_as_before(
 
 
 async def test_who_held_a_gpu_is_found_on_disk_too(
-    tmp_path: Path, retired: set[str], database: SecretUrl | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, retired: set[int], database: SecretUrl | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However few records a page looks at, and until they are forgotten, which is said."""
     monkeypatch.setattr(archive, "LOOKED_AT", 2)
@@ -167,7 +167,7 @@ async def test_who_held_a_gpu_is_found_on_disk_too(
 
 
 async def test_a_request_whose_grant_left_memory_is_not_granted_again(
-    tmp_path: Path, retired: set[str], database: SecretUrl | None
+    tmp_path: Path, retired: set[int], database: SecretUrl | None
 ) -> None:
     """Whether a GPU is free for it, or it would have to wait; and others that are granted beside it are."""
     fleet, requests = FakeFleet(node_message("n0", count=1)), [str(uuid4()) for _ in range(6)]
@@ -182,7 +182,7 @@ async def test_a_request_whose_grant_left_memory_is_not_granted_again(
 
 
 async def test_a_batch_may_repeat_what_left_memory(
-    tmp_path: Path, retired: set[str], database: SecretUrl | None
+    tmp_path: Path, retired: set[int], database: SecretUrl | None
 ) -> None:
     fleet, asked = FakeFleet(node_message("n0", count=24)), str(uuid4())
     async with running(tmp_path, fleet, database=database) as client:
@@ -195,7 +195,7 @@ async def test_a_batch_may_repeat_what_left_memory(
 
 
 async def test_a_batch_may_repeat_what_leaves_memory_before_it_is_told(
-    tmp_path: Path, retired: set[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, retired: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is granted beside it is written first; meanwhile another reservation ends."""
     asked = str(uuid4())

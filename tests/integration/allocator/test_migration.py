@@ -91,7 +91,7 @@ async def test_what_version_4_archived_is_found_by_its_id(tmp_path: Path) -> Non
         one = ledger.confirm(ledger.grant(order(), [reserved("GPU-a")], now=NOW, wall=WALL))
         await store.save([one], [])
         await store.save([], [ledger.close(one, State.RELEASED, now=NOW, wall=WALL)])
-        await EndedStore(store, "boot", NOW).retire([one.id], ledger.fence)
+        await EndedStore(store, "boot", NOW).retire([one.fence], ledger.fence)
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("DROP INDEX ended_by_id")
         connection.execute("DROP TABLE usage")

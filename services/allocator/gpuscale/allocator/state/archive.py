@@ -98,9 +98,10 @@ class EndedStore:
         """Whether the disk is now below the space reserved for ends of reservations."""
         return self.store.short and await self.store.look_for_room()
 
-    async def retire(self, ids: Collection[str], fence: int) -> Totals:
-        """Move ended reservations here, and record the highest `fence`."""
-        chosen = and_(_RESERVATION.c.id.in_(ids), _RESERVATION.c.state != State.ACTIVE.value)
+    async def retire(self, fences: Collection[int], fence: int) -> Totals:
+        """Move ended reservations here, by their fences, and record the highest `fence`."""
+        # By id they would be read and written in a random order.
+        chosen = and_(_RESERVATION.c.fence.in_(fences), _RESERVATION.c.state != State.ACTIVE.value)
 
         def work(connection: Connection) -> dict[str, int]:
             rows, size = _size(connection, _RESERVATION.c, chosen)
@@ -279,7 +280,7 @@ class Archive:
                 pass
         while (over := self.ledger.ended_count - min(IN_MEMORY, self.limits.records)) > 0:
             chosen = self.ledger.first_ended(min(over, BATCH))
-            self._totals = await self.store.retire([one.id for one in chosen], self.ledger.fence)
+            self._totals = await self.store.retire([one.fence for one in chosen], self.ledger.fence)
             for one in chosen:
                 self.ledger.forget(one)
         while (over := self._too_many()) > 0 and await self._drop(min(over, BATCH)):
