@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from random import Random
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpuscale.allocator.domain.model import (
@@ -236,6 +236,7 @@ def test_a_packed_gang_lies_on_as_few_nodes_as_can_be(seed: int) -> None:
 
 @given(seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=settings().max_examples // 2)
+@example(332)  # a node without a GPU that fits
 def test_an_explanation_counts_what_each_constraint_removes(seed: int) -> None:
     """In order: the first obstacle of each GPU. Alone: the GPUs it would keep out if the ask wished nothing else."""
     random = Random(seed)

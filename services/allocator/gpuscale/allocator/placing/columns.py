@@ -106,9 +106,10 @@ class FactsOfRows(GpuFacts):
 
     def __getattr__(self, name: str) -> Any:
         if name == "node":
-            found: Any = NodeFacts(*(getattr(self._columns, one)[self._rows][:, None] for one in _NODE_FACTS))
-        else:
-            found = getattr(self._columns, name)[self._rows]
+            rows = self._rows[:, None]
+            found: Any = NodeFacts(*(getattr(self._columns, one).take(rows) for one in _NODE_FACTS))
+        else:  # `take` needs a fifth of the time of an index
+            found = getattr(self._columns, name).take(self._rows, 0)
         setattr(self, name, found)
         return found
 

@@ -166,11 +166,11 @@ def of_the_gpu(gpu: GpuFacts, now: float) -> Hits:
     yield Obstacle.CORDONED, gpu.cordoned
 
 
-def of_use(ask: Ask, gpu: GpuFacts, needs: Needs) -> Hits:
+def of_use(ask: Ask, gpu: GpuFacts, milli: Any, floor: Any) -> Hits:
     """Obstacles of what is held and used; the utilization limit does not apply on GPUs that are already shared."""
-    yield Obstacle.HELD, gpu.held + needs.milli[gpu.size] > WHOLE
+    yield Obstacle.HELD, gpu.held + milli > WHOLE
     yield Obstacle.MEMORY_UNKNOWN, gpu.available == UNKNOWN
-    yield Obstacle.MEMORY_BELOW_MIN, (gpu.available != UNKNOWN) & (gpu.available < needs.floor[gpu.size])
+    yield Obstacle.MEMORY_BELOW_MIN, (gpu.available != UNKNOWN) & (gpu.available < floor)
     if not ask.allow_unknown_utilization:
         yield Obstacle.UTILIZATION_UNKNOWN, (gpu.held == 0) & (gpu.utilization < 0)
     if ask.max_utilization_percent < ADMITS_ALL_PERCENT:
@@ -186,6 +186,14 @@ def first_of(hits: Hits) -> int:
     for obstacle, hit in hits:
         if hit:
             found = _before(found, CODES[obstacle])
+    return found
+
+
+def _firsts(hits: Hits, shape: tuple[int, int]) -> Codes:
+    """Like `first_of`, of each in arrays."""
+    found = np.zeros(shape, np.int8)
+    for obstacle, hit in sorted(hits, key=lambda one: CODES[one[0]], reverse=True):
+        np.copyto(found, CODES[obstacle], where=hit)
     return found
 
 
@@ -210,44 +218,46 @@ class Constraints:
         """The number of the requested MIG profile; an unused number if no GPU has it."""
         return self._needs()[0].kind
 
-    def masks(
-        self, rows: Ints, now: float, facts: GpuFacts | None = None
-    ) -> Iterator[tuple[Obstacle, Bools]]:
+    def masks(self, rows: Ints, now: float) -> Iterator[tuple[Obstacle, Bools]]:
         """The GPUs (or, in one column, the nodes) that each obstacle on its own rules out, in the order of obstacles."""
-        ask, gpu, (_, needs) = self._ask, facts or FactsOfRows(self._columns, rows), self._needs()
+        ask, gpu = self._ask, FactsOfRows(self._columns, rows)
         found: dict[Obstacle, Bools] = {}
         for obstacle, mask in chain(
             self._lasting(rows, gpu),
             self._apart(rows),
             of_the_node(ask, gpu.node),
             of_the_gpu(gpu, now),
-            of_use(ask, gpu, needs),
+            of_use(ask, gpu, self.milli(rows), self.floor(rows)),
         ):
             found[obstacle] = found[obstacle] | mask if obstacle in found else mask
         return ((one, found[one]) for one in ORDER if one in found)
 
     def codes(self, rows: Ints, now: float) -> tuple[Codes, Codes]:
         """The first obstacle of each node as a whole, and of each GPU, as numbers; missing GPUs are ABSENT."""
-        facts = FactsOfRows(self._columns, rows)
-        masks = list(self.masks(rows, now, facts))
-        gpus = np.zeros((len(rows), self._columns.width), np.int8)
-        for obstacle, mask in reversed(masks):
-            np.copyto(gpus, CODES[obstacle], where=mask)
+        ask, facts = self._ask, FactsOfRows(self._columns, rows)
+        chosen = [*self._lasting(rows, facts), *self._apart(rows)]
+        of_nodes = [hit for hit in chosen if hit[0] in NODE_OBSTACLES]
+        of_gpus = [hit for hit in chosen if hit[0] not in NODE_OBSTACLES]
+        nodes = _firsts(chain(of_nodes, of_the_node(ask, facts.node)), (len(rows), 1))
+        of_uses = of_use(ask, facts, self.milli(rows), self.floor(rows))
+        gpus = _firsts(chain(of_gpus, of_the_gpu(facts, now), of_uses), (len(rows), self._columns.width))
+        if nodes.any():
+            np.copyto(gpus, nodes, where=(nodes > 0) & ((gpus == 0) | (nodes < gpus)))
         np.copyto(gpus, ABSENT, where=facts.kind == NO_GPU)
-        nodes = np.zeros(len(rows), np.int8)
-        of_nodes = dict(of_the_node(self._ask, facts.node))
-        of_nodes |= {one: mask for one, mask in masks if one in NODE_OBSTACLES}
-        for obstacle in reversed(ORDER):
-            if obstacle in of_nodes:
-                np.copyto(nodes, CODES[obstacle], where=of_nodes[obstacle][:, 0])
-        return nodes, gpus
+        return nodes[:, 0], gpus
 
     def codes_of(self, row: Row, now: float) -> tuple[int, list[int]]:
         """Like `codes` for one row, for an ask that `is_plain`."""
         ask, (needs, _) = self._ask, self._needs()
         node = self.node_code_of(row)
         found = (
-            first_of(chain(of_the_model(ask, gpu, needs), of_the_gpu(gpu, now), of_use(ask, gpu, needs)))
+            first_of(
+                chain(
+                    of_the_model(ask, gpu, needs),
+                    of_the_gpu(gpu, now),
+                    of_use(ask, gpu, needs.milli[gpu.size], needs.floor[gpu.size]),
+                )
+            )
             for gpu in row.gpus
         )
         return node, [_before(node, code) for code in found]
@@ -265,8 +275,8 @@ class Constraints:
         for column in columns:
             if 0 < codes[column] < _HELD:
                 continue
-            codes[column] = node
-            for obstacle, hit in of_use(ask, row.gpus[column], needs):  # in their order
+            codes[column], gpu = node, row.gpus[column]
+            for obstacle, hit in of_use(ask, gpu, needs.milli[gpu.size], needs.floor[gpu.size]):  # in order
                 if hit:
                     codes[column] = _before(node, CODES[obstacle])
                     break
@@ -279,7 +289,7 @@ class Constraints:
 
     def suited(self, rows: Ints) -> Bools:
         """The GPUs that could serve if everything were free, known and online, whatever their memory."""
-        fit: Bools = self._columns.kind[rows] != NO_GPU
+        fit: Bools = self._columns.kind.take(rows, 0) != NO_GPU
         for _, mask in self._lasting(rows, FactsOfRows(self._columns, rows)):
             fit = fit & ~mask
         return fit
@@ -292,7 +302,7 @@ class Constraints:
 
     def milli(self, rows: Ints) -> Ints:
         """Thousandths that the ask takes of each GPU."""
-        found: Ints = self._needs()[1].milli[self._columns.size[rows]]
+        found: Ints = self._needs()[1].milli.take(self._columns.size.take(rows, 0))
         return found
 
     def milli_of(self, gpu: GpuFacts | None) -> int:
@@ -302,7 +312,7 @@ class Constraints:
 
     def floor(self, rows: Ints) -> Ints:
         """Bytes that must be available on each GPU."""
-        found: Ints = self._needs()[1].floor[self._columns.size[rows]]
+        found: Ints = self._needs()[1].floor.take(self._columns.size.take(rows, 0))
         return found
 
     def _needs(self) -> tuple[Needs, Needs]:

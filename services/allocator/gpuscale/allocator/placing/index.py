@@ -43,6 +43,7 @@ from gpuscale.allocator.placing.policies import (
     Tariff,
     Typical,
     facts,
+    facts_of,
     fragmentation_gradients,
     fragmentation_scores,
     more_waste,
@@ -122,12 +123,12 @@ class Shape:
         self.value[rows] = -np.inf
         fitting = rows[self.fits(rows)]  # only those that fit are reckoned
         if len(fitting):
-            free = self.gpu_codes[fitting] == 0
+            free = self.gpu_codes.take(fitting, 0) == 0
             self.value[fitting] = value(self.ask, columns, fitting, free, self.constraints, tariff, typical)
 
     def fits(self, rows: Ints) -> Bools:
         """Which of the rows serve the ask."""
-        enough = (self.gpu_codes[rows] == 0).sum(1) >= self.ask.gpu_count
+        enough = (self.gpu_codes.take(rows, 0) == 0).sum(1) >= self.ask.gpu_count
         found: Bools = enough if self.ask.gpu_count else self.node_codes[rows] == 0
         return found
 
@@ -259,8 +260,10 @@ class Members:
 
     def scores(self, shape: Shape, row: int) -> dict[str, Score]:
         """The scores of the fitting GPUs of a row, by UUID."""
+        if not (found := self._candidates(shape, row)):
+            return {}
         score = self._scoring(shape, row)
-        return {one.gpu.uuid: score(one) for one in self._candidates(shape, row)}
+        return {one.gpu.uuid: score(one) for one in found}
 
     def best(self, shape: Shape, fits: Bools, most: int) -> tuple[list[ReservedGpu], int]:
         """The fitting GPUs with the highest scores, each as if taken alone; and how many fit in all."""
@@ -365,14 +368,10 @@ class Members:
         if ask.policy is Policy.FIRSTFIT:
             score = summed((ScorePart("rank", float(columns.nodes[row].rank), -1.0),))
         else:
-            tariff = self._demand.tariff
-            at = np.array([row])
-            known = facts(columns, at, shape.gpu_codes[at] == 0, shape.constraints, ask, tariff)
+            tariff, codes = self._demand.tariff, listed(shape.gpu_codes[row])
+            known = facts_of(columns.row(row), codes, shape.constraints, ask, tariff)
             score = summed(
-                tuple(
-                    ScorePart(name, float(value[0]), weight)
-                    for name, value, weight in parts(ask, known, tariff)
-                )
+                tuple([ScorePart(name, float(value), by) for name, value, by in parts(ask, known, tariff)])
             )
         return lambda _: score
 

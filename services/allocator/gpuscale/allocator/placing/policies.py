@@ -358,20 +358,20 @@ def facts(
     price = np.zeros(len(rows))
     if tariff.prices:
         price = np.array([tariff.prices.get(build, 0.0) for build in columns.builds])[columns.build[rows]]
-    free = columns.free_milli[rows]
+    free, milli = columns.free_milli[rows], constraints.milli(rows)
     if constraints.kind != WHOLE_GPU:
         working = (columns.kind[rows] == constraints.kind) & ~columns.out_of_use(rows)
         free = np.where(working, WHOLE - columns.held[rows], 0).sum(1)
-    taken = ask.gpu_count * constraints.milli(rows)[:, 0]  # where the size decides, that of the first GPU
+    taken = ask.gpu_count * milli[:, 0]  # where the size decides, that of the first GPU
     cpu = columns.cpu_free[rows].astype(np.float64)
     waste = np.zeros(len(rows))
     if wastes(ask):
-        left = WHOLE - columns.held[rows]
-        waste = np.where(fits, more_waste(left, constraints.milli(rows), tariff), WHOLE).min(1)
+        left = WHOLE - columns.held.take(rows, 0)
+        waste = np.where(fits, more_waste(left, milli, tariff), WHOLE).min(1)
     spare, per_kw = np.zeros(len(rows)), np.zeros(len(rows))
     if ask.policy is Policy.PACK and ask.gpu_count:
         if tariff.saves:
-            per_kw = KILOWATT / np.where(fits, columns.watts[rows], np.inf).min(1)
+            per_kw = KILOWATT / np.where(fits, columns.watts.take(rows, 0), np.inf).min(1)
         if ask.mig_profile:
             spare = np.where(fits, columns.spare[rows], WHOLE).min(1).astype(np.float64)
     free, taken = free.astype(np.float64), taken.astype(np.float64)
@@ -409,7 +409,8 @@ def wastes(ask: Ask) -> bool:
 
 def more_waste(free: Any, milli: Any, tariff: Tariff) -> Any:
     """How much more of GPUs with so much free is expected to go to waste once a share is taken; numbers or arrays."""
-    return tariff.waste[np.maximum(free - milli, 0)] - tariff.waste[free]
+    waste: Any = tariff.waste
+    return waste.take(np.maximum(free - milli, 0)) - waste.take(free)
 
 
 def value(
