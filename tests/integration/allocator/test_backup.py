@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from gpuscale.allocator.app import DATABASE
-from gpuscale.common.errors import FailedPreconditionError
 from tests.support.allocator import running
 from tests.support.fake_fleet import FakeFleet, node_message
 
@@ -63,20 +62,3 @@ async def test_fences_can_be_told_to_go_on_above_those_that_the_copy_does_not_kn
     async with running(data_dir, fleet) as client:
         second = await client.reserve(ttl=3600)
     assert (first.fence, second.fence) == (lost.fence + 1_000_001, lost.fence + 1_000_002)
-
-
-async def test_a_copy_beside_the_witness_of_later_writes_is_refused_until_somebody_accepts_it(
-    tmp_path: Path, fleet: FakeFleet
-) -> None:
-    data_dir, copy = tmp_path / "data", tmp_path / "copy.db"
-    async with running(data_dir, fleet) as client:
-        await asyncio.to_thread(back_up, data_dir, copy)
-        await client.reserve(ttl=3600)
-    shutil.copy(copy, data_dir / DATABASE)
-    with pytest.raises(FailedPreconditionError, match=f"remove .*{DATABASE}-witness") as refused:
-        async with running(data_dir, fleet):
-            pass
-    assert refused.value.reason == "STATE_INCONSISTENT"
-    put_back(copy, data_dir)
-    async with running(data_dir, fleet) as client:
-        assert await client.live() == []

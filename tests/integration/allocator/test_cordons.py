@@ -156,20 +156,6 @@ async def test_a_cordon_of_a_gpu_covers_its_mig_instances(tmp_path: Path) -> Non
         assert (await client.reserve(1, "me", mig_profile="1g.10gb", min_memory="0")).gpus
 
 
-async def test_cordons_are_listed_by_name_in_pages(tmp_path: Path) -> None:
-    async with allocator_client(tmp_path, fleet()) as client:
-        held = await client.reserve(2, "me", nodes=[N0])
-        for name in (N1, GPU, N0):
-            await cordon(client, name)
-        first = await client.nodes.ListCordons(api.ListCordonsRequest(page_size=2))
-        assert [(one.target, list(one.reservations)) for one in first.cordons] == [
-            (N0, [held.name]),
-            (GPU, [held.name]),
-        ]
-        rest = api.ListCordonsRequest(page_size=2, page_token=first.next_page_token)
-        assert [one.target for one in (await client.nodes.ListCordons(rest)).cordons] == [N1]
-
-
 async def test_a_drain_ends_what_is_left_at_its_deadline(tmp_path: Path) -> None:
     async with allocator_client(tmp_path, fleet()) as client:
         there = await client.reserve(1, "me", ttl=600, nodes=[N0])

@@ -5,18 +5,13 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gpuscale.allocator.domain.accounting import DAY, decayed
-from gpuscale.allocator.queueing.model import Quota
-from gpuscale.allocator.queueing.queue import share
 from gpuscale.allocator.usecases import accounting
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import AsyncClient
 from gpuscale.common import wire
 from tests.integration.allocator.test_bookings import HOUR, WEEK, MovedClock, fleet, site
-from tests.support.queue_world import QueueWorld, wish
 from tests.support.waiting import eventually
 
 
@@ -66,14 +61,6 @@ async def test_who_held_more_waits_longer_where_the_past_counts(
 async def waiting(client: AsyncClient, count: int) -> bool:
     found = (await client.quotas.ListQuotas(api.ListQuotasRequest())).quotas
     return sum(one.waiting_count for one in found) == count
-
-
-@given(held=st.integers(0, 8), weight=st.floats(0.001, 1e6))
-def test_without_a_past_shares_are_what_is_held_by_weight_to_the_bit(held: int, weight: float) -> None:
-    world = QueueWorld({"n0": 8}, quotas={"a": Quota("a", weight=weight)})
-    if held:
-        world.hold(wish("r", held, tenant="a"), [f"n0-{index}" for index in range(held)])
-    assert share(world, "a") == world.gpu_milli_held("a") / weight
 
 
 def test_a_day_counts_half_after_the_half_life() -> None:

@@ -75,22 +75,6 @@ async def test_a_renewal_that_comes_after_the_end_of_a_member_does_not_make_it_r
         assert (late.job.state, late.job.exit_code) == (STATES.STATE_FAILED, 3)
 
 
-async def test_a_job_whose_lease_runs_out_is_lost_and_one_that_is_released_was_stopped(
-    tmp_path: Path,
-) -> None:
-    clock = ManualClock()
-    async with running(tmp_path, fleet(), clock=clock) as client:
-        left = await client.release(await client.reserve(job=TRAIN))
-        assert left.job.state == STATES.STATE_STOPPED
-        lost = await client.reserve(job=TRAIN, ttl=5)
-        clock.advance(6)
-
-        async def over() -> bool:
-            return (await client.get(lost.name)).job.state == STATES.STATE_LOST
-
-        await eventually(over)
-
-
 async def test_a_member_that_falls_silent_is_taken_for_lost_until_it_speaks(tmp_path: Path) -> None:
     clock = ManualClock()
     start = to_timestamp(clock.wall())

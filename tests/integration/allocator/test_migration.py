@@ -20,7 +20,7 @@ from gpuscale.allocator.state.integrity import sealed
 from gpuscale.allocator.state.schema import VERSION
 from gpuscale.allocator.state.store import open_store
 from gpuscale.allocator.state.usage_ledger import UsageLedger, tally_of
-from gpuscale.common.errors import FailedPreconditionError, UnavailableError
+from gpuscale.common.errors import FailedPreconditionError
 from tests.support.allocator_values import MIB, NOW, WALL, order, reserved
 
 VERSION_1 = Path(__file__).with_name("state_v1.sql")
@@ -204,29 +204,6 @@ async def test_a_migrated_file_refuses_what_a_new_one_does(tmp_path: Path, dump:
             guards.append(sorted(connection.execute(kinds)))
     assert columns[0] == columns[1]
     assert guards[0] == guards[1]
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "fits"),
-    [(1000, 1000, False), (1000, 1, False), (500, 500, True), (500, 501, False), (1, 1000, False)],
-)
-async def test_the_database_itself_refuses_more_of_a_gpu_than_there_is(
-    tmp_path: Path, first: int, second: int, fits: bool
-) -> None:
-    make_version_1(tmp_path / DATABASE)
-    grants = [
-        ledger.confirm(ledger.grant(order(), [reserved("GPU-a", milli=milli)], now=NOW, wall=WALL))
-        for ledger, milli in ((Ledger(fence=10), first), (Ledger(fence=20), second))
-    ]
-    async with open_store(tmp_path / DATABASE, "boot") as store:
-        await store.save(grants[:1], [])
-        if fits:
-            await store.save(grants[1:], [])
-        else:
-            with pytest.raises(UnavailableError) as caught:
-                await store.save(grants[1:], [])
-            assert caught.value.reason == "STATE_CONFLICT"
-        assert len((await store.load()).reservations) == (4 if fits else 3)
 
 
 async def test_a_migration_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:

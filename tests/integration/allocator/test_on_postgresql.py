@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.allocator.app import open_allocator
+from gpuscale.allocator.app import DATABASE, open_allocator
 from gpuscale.allocator.domain.accounting import DAY, Account, granted_since
 from gpuscale.allocator.domain.cordons import Cordon, Spot
 from gpuscale.allocator.domain.ledger import Ledger
@@ -20,7 +20,7 @@ from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.state import schema as schema_store
 from gpuscale.allocator.state.cordons_and_quotas import CordonStore, QuotaStore
 from gpuscale.allocator.state.integrity import check_seals, sealed
-from gpuscale.allocator.state.store import SERVICE, AllocatorStore, open_shared_store
+from gpuscale.allocator.state.store import SERVICE, AllocatorStore, open_shared_store, open_store
 from gpuscale.allocator.state.usage_ledger import UsageLedger, rows_of
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.rpc.channel import open_channel
@@ -96,17 +96,23 @@ async def test_what_has_ended_never_lives_again(url: SecretUrl) -> None:
     assert found.state is State.RELEASED
 
 
+@pytest.mark.parametrize("where", ["file", "PostgreSQL"])
 @pytest.mark.parametrize(
-    ("first", "second", "fits"), [(1000, 1000, False), (1000, 1, False), (500, 500, True), (500, 501, False)]
+    ("first", "second", "fits"),
+    [(1000, 1000, False), (1000, 1, False), (500, 500, True), (500, 501, False), (1, 1000, False)],
 )
 async def test_the_database_itself_refuses_more_of_a_gpu_than_there_is(
-    url: SecretUrl, first: int, second: int, fits: bool
+    tmp_path: Path, request: pytest.FixtureRequest, where: str, first: int, second: int, fits: bool
 ) -> None:
+    """What a migrated file refuses is for test_migration.py."""
     made = [
         ledger.confirm(ledger.grant(order(), [reserved("GPU-a", milli=milli)], now=NOW, wall=WALL))
         for ledger, milli in ((Ledger(fence=10), first), (Ledger(fence=20), second))
     ]
-    async with opened(url) as store:
+    state = (
+        open_store(tmp_path / DATABASE, BOOT) if where == "file" else opened(request.getfixturevalue("url"))
+    )
+    async with state as store:
         await store.save(made[:1], [])
         if fits:
             await store.save(made[1:], [])

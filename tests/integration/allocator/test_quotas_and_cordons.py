@@ -95,6 +95,10 @@ async def test_a_cordon_has_a_name_a_target_and_a_state(tmp_path: Path) -> None:
         assert await states(f"reservations:{held.name} AND state = draining") == [
             (held.gpus[0].name, "STATE_DRAINING")
         ]
+        page = await client.nodes.ListCordons(api.ListCordonsRequest(page_size=2))
+        rest = api.ListCordonsRequest(page_size=2, page_token=page.next_page_token)
+        pages = [*page.cordons, *(await client.nodes.ListCordons(rest)).cordons]
+        assert [one.target for one in pages] == ["nodes/n0", held.gpus[0].name, "nodes/n1"], "by name"
         name = f"{held.gpus[0].name}/cordon"
         assert (await client.nodes.GetCordon(api.GetCordonRequest(name=name))).cordon.name == name
         await client.nodes.UncordonNode(api.UncordonNodeRequest(name=name))

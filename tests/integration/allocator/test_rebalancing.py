@@ -178,26 +178,6 @@ async def test_a_gpu_is_cordoned_until_the_fleet_tells_of_its_new_instances(
         queued.cancel()
 
 
-async def test_who_waits_is_planned_for(tmp_path: Path) -> None:
-    async with allocator_client(tmp_path, fleet(), **AT_ONCE) as client:
-        assert not (await plan(client)).plans
-        await hold(client, "batch", "n0", preemptible=True)
-        await hold(client, "stays", "n1")
-        request = api.ReserveRequest(
-            request_id=str(uuid4()), holder="gang", ask=api.Ask(gpu_count=2), wait=to_duration(60)
-        )
-        waits = asyncio.ensure_future(client.allocator.Reserve(request, timeout=60))
-
-        async def planned() -> api.RebalancePlan:
-            [found] = (await plan(client)).plans
-            return found
-
-        found = await eventually(planned, retry_on=(ValueError,))
-        assert (found.holder, found.reservation, found.available) == ("gang", "", True)
-        assert [move.holder for move in found.moves] == ["batch"]
-        waits.cancel()
-
-
 @pytest.mark.parametrize("nodes", [("n0",), ("n0", "n1")])
 async def test_what_is_movable_goes_where_it_asked_to_be(tmp_path: Path, nodes: tuple[str, ...]) -> None:
     async with serving(fleet()) as address:
@@ -296,14 +276,16 @@ async def test_who_moves_may_go_where_who_waits_for_that_was_to_be_served(tmp_pa
 
         await eventually(promised)
         [found] = (await plan(client)).plans
+        assert (found.holder, found.reservation, found.available) == ("gang", "", True)
         assert [node_of(gpu) for move in found.moves for gpu in move.gpus] == [there]
         waits.cancel()
 
 
-@pytest.mark.parametrize("why", ["late", "gone", "restart"])
+@pytest.mark.parametrize("restarts", [False, True], ids=["late", "restart"])
 async def test_a_move_that_is_not_made_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: bool
 ) -> None:
+    """Where who waits has gone, too: that is for test_jobs_that_move.py."""
     monkeypatch.setattr(rebalancing, "LOOK", 0.02)
     async with serving(fleet()) as address:
         async with allocator(tmp_path, address, **AT_ONCE) as served, connect_async(served) as client:
@@ -313,18 +295,15 @@ async def test_a_move_that_is_not_made_is_given_up(
             moving = await eventually(reserve, retry_on=(UnavailableError,))
             await hold(client, "stays", "n1" if moving.gpus[0].node_name == "nodes/n0" else "n0")
             waits = await gang(client)
-            if why == "late":
-                monkeypatch.setattr(rebalancing, "LIMIT", 0.0)
-            if why == "restart":
-                monkeypatch.setattr(rebalancing, "LOOK", 600.0)
+            name, value = ("LOOK", 600.0) if restarts else ("LIMIT", 0.0)
+            monkeypatch.setattr(rebalancing, name, value)
             await client.capacity.ApplyRebalance(api.ApplyRebalanceRequest())
-            if why != "late":
+            if restarts:
                 assert await told(client, moving)
-                waits.cancel()
-            if why != "restart":
+            else:
                 await eventually(partial(stays, client, moving))
             waits.cancel()
-        if why == "restart":
+        if restarts:
             monkeypatch.setattr(rebalancing, "LOOK", 0.02)
             async with allocator(tmp_path, address, **AT_ONCE) as served, connect_async(served) as client:
                 await eventually(partial(stays, client, moving))

@@ -98,18 +98,6 @@ async def test_a_quota_holds_whoever_tries_to_leave_it(tmp_path: Path) -> None:
         assert (answer.available, enum_word(answer, "reason")) == (False, "QUOTA_EXCEEDED")
 
 
-async def test_who_may_use_the_quotas_of_all_uses_its_own_unless_it_names_another(tmp_path: Path) -> None:
-    """As an autoscaler that is no admin reserves for whoever made an endpoint."""
-    async with serving_callers(tmp_path, "scaler") as [scaler]:
-        assert [(await reserve(scaler, asked(tenant=name))).tenant for name in ("", "oli")] == [
-            "scaler",
-            "oli",
-        ]
-        with pytest.raises(PermissionDeniedError) as refused:
-            await reserve(scaler, asked(priority=1))
-        assert refused.value.reason == "PRIORITY_TOO_HIGH"
-
-
 async def test_a_reservation_for_another_is_of_both_after_a_restart(tmp_path: Path) -> None:
     """Of whom it was made for, and of who made it; anybody else may neither change it nor reserve for another."""
     request = asked(owner="oli", tenant="oli")
