@@ -1,7 +1,8 @@
-"""Endpoints over gRPC: creating, changing, scaling and listing them, and every way of doing it wrong."""
+"""Endpoints over gRPC: creating, changing, scaling, listing, following each other and deleting, and every way of doing it wrong."""
 
 import uuid
-from collections.abc import Awaitable
+from collections.abc import AsyncGenerator, Awaitable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,6 +18,7 @@ from tests.support.autoscaler_app import (
     Autoscaler,
     endpoint,
     reason,
+    running,
     scaling,
     step,
 )
@@ -174,3 +176,125 @@ async def test_an_endpoint_that_is_being_deleted_takes_no_change_and_says_since_
         return any(one.end_reason == deleted for one in await autoscaler.replicas())
 
     await eventually(stopping)
+
+
+async def test_lists_are_filtered_and_sorted(autoscaler: Autoscaler) -> None:
+    for name, high in (("a", 3), ("b", 9), ("c", 5)):
+        await autoscaler.create(scaling(high=high, name=name))
+    lists = autoscaler.endpoints.ListEndpoints
+    request = api.ListEndpointsRequest(
+        filter="spec.max_replicas > 3", order_by="spec.max_replicas desc", page_size=1
+    )
+    first = await lists(request, timeout=TIMEOUT)
+    request.page_token = first.next_page_token
+    second = await lists(request, timeout=TIMEOUT)
+    assert [one.name for one in (*first.endpoints, *second.endpoints)] == ["endpoints/b", "endpoints/c"]
+    assert not second.next_page_token
+    await eventually(lambda: autoscaler.history("endpoints/c"))
+    decided = autoscaler.decisions.ListDecisions
+    assert not (await decided(api.ListDecisionsRequest(filter="before > 0"), timeout=TIMEOUT)).decisions
+    ordered = api.ListDecisionsRequest(parent="endpoints/c", order_by="create_time")
+    times = [one.create_time.ToNanoseconds() for one in (await decided(ordered, timeout=TIMEOUT)).decisions]
+    assert times
+    assert times == sorted(times)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await lists(api.ListEndpointsRequest(filter="nonsense = 1"), timeout=TIMEOUT)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_presets_and_metrics_are_found_one_by_one(autoscaler: Autoscaler) -> None:
+    page = await autoscaler.presets.ListPresets(api.ListPresetsRequest(page_size=2), timeout=TIMEOUT)
+    assert len(page.presets) == 2
+    assert page.next_page_token
+    name = page.presets[0].name
+    one = await autoscaler.presets.GetPreset(api.GetPresetRequest(name=name), timeout=TIMEOUT)
+    assert one.preset == page.presets[0]
+    await autoscaler.create(endpoint())
+    value = api.MetricValue(metric="tasks", value=3)
+    report = api.ReportMetricsRequest(name="endpoints/e", values=[value])
+    await autoscaler.metrics.ReportMetrics(report, timeout=TIMEOUT)
+    asked = api.GetMetricRequest(name="endpoints/e", metric="tasks")
+    assert (await autoscaler.metrics.GetMetric(asked, timeout=TIMEOUT)).metric.value.value == 3
+    asked.metric = "others"
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await autoscaler.metrics.GetMetric(asked, timeout=TIMEOUT)
+    assert reason(refused.value)[0] == "NOT_FOUND"
+
+
+async def test_what_is_not_there_is_deleted_where_that_is_allowed(autoscaler: Autoscaler) -> None:
+    await autoscaler.create(endpoint())
+    for method, request in (
+        (autoscaler.endpoints.DeleteEndpoint, api.DeleteEndpointRequest(name="endpoints/x")),
+        (autoscaler.rules.DeleteRule, api.DeleteRuleRequest(name="endpoints/e/rules/x")),
+        (autoscaler.adapters.ForgetAdapter, api.ForgetAdapterRequest(name="adapters/x")),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await method(request, timeout=TIMEOUT)
+        assert reason(refused.value)[0] == "NOT_FOUND"
+        request.allow_missing = True
+        await method(request, timeout=TIMEOUT)
+
+
+@pytest.fixture
+async def autoscaler(tmp_path: Path) -> AsyncGenerator[Autoscaler]:
+    async with running(tmp_path, "127.0.0.1:1") as one:
+        yield one
+
+
+def following(name: str, leader: str) -> api.Endpoint:
+    """One replica for each two of the leader."""
+    made = endpoint(name=name, high=9)
+    made.spec.signals.add(id="leader", endpoint=api.EndpointSignal(endpoint=f"endpoints/{leader}"))
+    made.spec.rules.add(id="ratio", signal="leader", target=api.TargetRule(value=2.0))
+    made.spec.down.stabilization.CopyFrom(to_duration(0))
+    return made
+
+
+async def aims(autoscaler: Autoscaler, name: str, count: int) -> None:
+    async def reached() -> bool:
+        return (await autoscaler.get(f"endpoints/{name}")).status.desired_replicas == count
+
+    await eventually(reached)
+
+
+async def test_it_follows_what_the_other_aims_at_both_ways_and_holds_while_there_is_none(
+    autoscaler: Autoscaler,
+) -> None:
+    await autoscaler.create(following("decode", "e"))
+    await autoscaler.create(endpoint(high=9))
+    for leader, follower in ((5, 3), (8, 4), (3, 2)):
+        await autoscaler.set_replicas(leader)
+        await aims(autoscaler, "decode", follower)
+    await autoscaler.delete()
+
+    async def missed() -> bool:
+        request = api.ListDecisionsRequest(parent="endpoints/decode", page_size=1)
+        [newest] = (await autoscaler.decisions.ListDecisions(request, timeout=TIMEOUT)).decisions
+        [seen] = newest.observations
+        return seen.status == api.Observation.STATUS_MISSING and seen.detail == "there is no endpoints/e"
+
+    await eventually(missed)
+    await aims(autoscaler, "decode", 2)
+
+
+async def test_circles_are_refused_with_the_field_that_closes_them(autoscaler: Autoscaler) -> None:
+    await autoscaler.create(following("b", "a"))
+    await autoscaler.create(following("c", "b"))
+    closing = following("a", "other")
+    closing.spec.signals.add(id="back", endpoint=api.EndpointSignal(endpoint="endpoints/c"))
+    refusals = {"a": closing, "d": following("d", "d")}
+    texts: dict[str, str] = {}
+    for name, one in refusals.items():
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await autoscaler.create(one)
+        assert reason(caught.value)[0] == "INVALID_ARGUMENT"
+        texts[name] = caught.value.details() or ""
+    assert texts == {
+        "a": "endpoint.spec.signals[1].endpoint.endpoint must not lead back to endpoints/a, as endpoints/c does",
+        "d": "endpoint.spec.signals[0].endpoint.endpoint must not lead back to endpoints/d, as endpoints/d does",
+    }
+    del closing.spec.signals[1]
+    await autoscaler.create(closing)
+    changed = following("a", "b")
+    with pytest.raises(grpc.aio.AioRpcError, match="must not lead back"):
+        await autoscaler.update(changed)

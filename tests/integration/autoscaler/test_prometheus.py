@@ -1,19 +1,27 @@
-"""Instant queries over HTTP: their values, and every way in which there are none, each told apart."""
+"""Instant queries over HTTP and of a real Prometheus: their values and ages, and every way in which there are none, each told apart."""
 
+import asyncio
+import gzip
 import math
-from collections.abc import AsyncGenerator
+import time
+import tracemalloc
+from collections.abc import AsyncGenerator, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from pydantic import ValidationError
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.inputs import ObservationStatus
+from gpuscale.autoscaler.domain.queues import QueueState
 from gpuscale.autoscaler.domain.signals import observe
 from gpuscale.autoscaler.domain.spec import PrometheusSignal, Signal
 from gpuscale.autoscaler.signals import prometheus as module
+from gpuscale.autoscaler.signals.brokers import Broker, VirtualHostError
 from gpuscale.autoscaler.signals.polling import NoAnswerError, PollAnswer
 from gpuscale.autoscaler.signals.prometheus import (
     InstantQuery,
@@ -22,12 +30,16 @@ from gpuscale.autoscaler.signals.prometheus import (
     PrometheusSettings,
     prometheus_sample,
 )
+from gpuscale.autoscaler.signals.rabbitmq import ManagementClient
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.secrets import SecretUrl
 from tests.support import fake_allocator
 from tests.support.autoscaler_app import endpoint, reason, running
+from tests.support.fixtures import need
+from tests.support.guarded import GuardedFolder
 from tests.support.ports import free_port
 from tests.support.prometheus import FakePrometheus, serving, vector
+from tests.support.promtool import why_unavailable
 from tests.support.waiting import eventually
 
 Fake = FakePrometheus
@@ -234,3 +246,113 @@ async def test_an_endpoint_scales_on_a_query_and_names_only_servers_that_there_a
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await autoscaler.update(wanted)
         assert reason(caught.value) == ("FAILED_PRECONDITION", "UNKNOWN_PROMETHEUS")
+
+
+AGE = 110.0
+CONFIG = """
+scrape_configs:
+  - job_name: jobs
+    scrape_interval: 500ms
+    scrape_timeout: 500ms
+    static_configs: [{{targets: ["127.0.0.1:{port}"]}}]
+"""
+
+
+async def expose(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A page with a sample that was taken long ago, and one of now."""
+    with suppress(ConnectionError, asyncio.IncompleteReadError):
+        await reader.readuntil(b"\r\n\r\n")
+        page = f"old 0 {int((time.time() - AGE) * 1000)}\nyoung 7\n"
+        writer.write(f"HTTP/1.0 200 OK\r\nContent-Type: text/plain\r\n\r\n{page}".encode())
+        await writer.drain()
+    writer.close()
+
+
+@pytest.fixture
+async def server() -> AsyncGenerator[PrometheusServer]:
+    """A Prometheus that scrapes that page."""
+    need(why_unavailable("prometheus"))
+    target = await asyncio.start_server(expose, "127.0.0.1", 0)
+    folder, port = GuardedFolder("gpuscale-prometheus-"), free_port()
+    url = f"http://127.0.0.1:{port}"
+    try:
+        config = folder.path / "prometheus.yml"
+        config.write_text(CONFIG.format(port=target.sockets[0].getsockname()[1]))
+        data = folder.path / "data"
+        command = ("prometheus", f"--config.file={config}", f"--storage.tsdb.path={data}")
+        folder.spawn("prometheus", (*command, f"--web.listen-address=127.0.0.1:{port}"), {})
+        one = PrometheusServer("main", PrometheusSettings(url=SecretUrl(url), allow_private=True))
+
+        async def scraped() -> bool:
+            return (await one.fetch(InstantQuery("young + on() old", 300.0))).values == (7.0,)
+
+        await eventually(scraped, timeout=60.0, retry_on=(NoAnswerError, httpx.HTTPError))
+        yield one
+        await one.close()
+    finally:
+        folder.close()
+        target.close()
+
+
+async def ask(server: PrometheusServer, query: str, lookback: float) -> InstantVector:
+    return await server.fetch(InstantQuery(query, lookback))
+
+
+async def test_what_counts_is_when_a_sample_was_taken(server: PrometheusServer) -> None:
+    """Of a selector the server tells it, though it dates the answer now."""
+    found = await ask(server, "old # the oldest", 300.0)
+    assert found.values == (0.0,)
+    assert AGE - 1 < found.age < AGE + 60
+    assert (await ask(server, "young", 300.0)).age < 60
+    assert (await ask(server, "scalar(old)", 300.0)).values == (0.0,)
+    both = await ask(server, '{__name__=~"old|young"}', 300.0)
+    assert (sorted(both.values), both.age) == ([0.0, 7.0], 0.0), "their age cannot be asked for in one"
+
+
+UNFOLDED = 32 * 1024 * 1024
+MOST = 4 * 1024 * 1024
+
+
+@pytest.fixture
+async def bomb() -> AsyncGenerator[FakePrometheus]:
+    """A server whose every answer is some hundred bytes, compressed twice."""
+    one = FakePrometheus()
+    one.answer = gzip.compress(gzip.compress(bytes(UNFOLDED)))
+    one.header = "Content-Encoding: gzip, gzip\r\n"
+    async with serving(one):
+        yield one
+
+
+@contextmanager
+def little_memory() -> Generator[None]:
+    """What is done inside takes less than a small part of what the answer would unfold to."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < MOST
+    finally:
+        tracemalloc.stop()
+
+
+async def test_an_answer_of_prometheus_is_not_unfolded(bomb: FakePrometheus) -> None:
+    url = SecretUrl(f"http://127.0.0.1:{bomb.port}")
+    server = PrometheusServer("main", PrometheusSettings(url=url, allow_private=True))
+    with little_memory(), pytest.raises(NoAnswerError, match="neither a vector nor a scalar"):
+        await server.fetch(InstantQuery("up", 90.0))
+    await server.close()
+    assert "accept-encoding: identity" in bomb.requests[-1][0].lower()
+
+
+async def test_an_answer_of_a_management_api_is_not_unfolded(
+    bomb: FakePrometheus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is it asked, with the password, through a proxy that the environment happens to name."""
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    url = SecretUrl(f"http://user:word@127.0.0.1:{bomb.port}")
+    client = ManagementClient(Broker("b", SecretUrl("amqp://user:word@127.0.0.1:1"), url), url)
+    with little_memory(), pytest.raises(VirtualHostError) as caught:
+        await client.totals("/")
+    await client.close()
+    assert caught.value.failure.state is QueueState.ERROR
+    assert "accept-encoding: identity" in bomb.requests[-1][0].lower()

@@ -1,12 +1,14 @@
-"""Every source of signals there is, open together: each tells what stands behind it, and nothing that counts once that has failed.
+"""Every source of signals there is, open together: each tells what stands behind it, and nothing that counts once that has failed; and requests that wait for GPUs.
 
 What a rule makes of a signal that says nothing is in tests/property/autoscaler/test_engine_properties.py.
 """
 
 from contextlib import AsyncExitStack
+from functools import partial
 
 import pytest
 
+from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
 from gpuscale.autoscaler.domain.replicas import ReplicaState
 from gpuscale.autoscaler.domain.spec import (
@@ -21,6 +23,8 @@ from gpuscale.autoscaler.domain.spec import (
     WaitingSignal,
 )
 from gpuscale.autoscaler.signals import polling
+from gpuscale.autoscaler.signals import polling as waiting
+from gpuscale.autoscaler.signals.polling import NoAnswerError, PollAnswer, waiting_requests, waiting_sample
 from gpuscale.autoscaler.signals.prometheus import PrometheusSettings
 from gpuscale.autoscaler.signals.sources import Value, open_sources
 from gpuscale.common.errors import UnavailableError
@@ -30,6 +34,7 @@ from gpuscale.common.secrets import SecretUrl
 from tests.support import fake_allocator, fake_fleet
 from tests.support import prometheus as fake_prometheus
 from tests.support.autoscaler_values import endpoint, lease, replica, spec
+from tests.support.fake_allocator import FakeAllocator, serving
 from tests.support.fake_fleet import FakeFleet, gpu_message, node_message
 from tests.support.prometheus import FakePrometheus, vector
 from tests.support.waiting import eventually
@@ -97,3 +102,28 @@ async def test_each_source_tells_what_it_reads_and_nothing_once_that_has_failed(
         prometheus.status = "500 Oops"
         allocator.failure = UnavailableError("the allocator is away")
         await eventually(lambda: shown() == [None] * len(VALUES))
+
+
+async def test_requests_are_counted_by_tenant_over_all_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = FakeAllocator({})
+    async with serving(allocator) as address, open_channel(address) as channel:
+        requests = partial(waiting_requests, allocator_api.QuotaServiceStub(channel), None)
+        assert await requests() == {}
+        allocator.waiting = {"a": 2, "b": 0, "c": 3}
+        counts = await requests()
+        assert counts == {"a": 2, "c": 3}
+        answer = PollAnswer(counts, 5.0, "")
+        for source, count in ((WaitingSignal(), 5.0), (WaitingSignal("c"), 3.0), (WaitingSignal("x"), 0.0)):
+            sample = waiting_sample(source, answer)
+            assert (sample.values, sample.at, sample.proven_empty) == ((count,), 5.0, count == 0)
+        monkeypatch.setattr(waiting, "MAX_PAGES", 2)
+        with pytest.raises(NoAnswerError, match="more than 2000 tenants"):
+            await requests()
+        allocator.failure = UnavailableError("it starts")
+        with pytest.raises(NoAnswerError, match="the allocator does not answer: it starts"):
+            await requests()
+
+
+def test_a_failure_is_a_problem_with_the_time_of_the_last_answer() -> None:
+    sample = waiting_sample(WaitingSignal(), PollAnswer(None, 5.0, "it is away"))
+    assert (sample.values, sample.at, sample.problem) == ((), 5.0, "it is away")

@@ -112,14 +112,6 @@ def test_a_driver_without_field_values(nvml_double: NvmlDouble, source: NvmlSour
     assert sample.reading.nvlink_active_count == 2
 
 
-def test_links_that_go_down_are_counted_by_the_call_too(nvml_double: NvmlDouble, source: NvmlSource) -> None:
-    del nvml_double.gpus[0].fields[LINK_STATE]
-    read(nvml_double, source)
-    nvml_double.gpus[0].links_down = 1
-    nvml_double.write()
-    assert source.read(nvml_double.gpus[0].uuid).reading.nvlink_active_count == 1
-
-
 def test_links_that_come_up_later_are_found_and_none_is_up_before(
     nvml_double: NvmlDouble, source: NvmlSource
 ) -> None:

@@ -1,19 +1,26 @@
-"""From what an engine has to what is wanted: the next steps, and what is reported."""
+"""From what an engine has to what is wanted: the next steps, taken one by one, and what is reported."""
 
+import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 
 from gpuscale.autoscaler.adapters.engine import (
     Desired,
+    EngineUnavailableError,
     Finish,
     Kill,
+    LaunchRefusedError,
     Remove,
     ReplicaOrder,
     Sighting,
     Start,
+    StepsFailedError,
+    StepwiseEngine,
     WorkerGoal,
     WorkerLife,
+    split_duplicates,
 )
 from gpuscale.autoscaler.adapters.journal import JournalRecord, Phase
 from gpuscale.autoscaler.adapters.steps import (
@@ -252,3 +259,44 @@ def test_what_the_engine_finds_a_replica_by_is_kept_with_its_record() -> None:
     [kept] = plan_steps(situation(wanted(), found, record())).write
     assert kept.kept == {"pid": 7}
     assert plan_steps(situation(wanted(), found, kept)) == StepPlan()
+
+
+class Stubborn(StepwiseEngine):
+    """Refuses to start, and fails to kill."""
+
+    def __init__(self) -> None:
+        self.taken: list[str] = []
+
+    async def observe(self) -> Mapping[str, Sighting]:
+        return {}
+
+    async def watch(self) -> None:
+        pass
+
+    async def start(self, step: Start) -> None:
+        raise LaunchRefusedError(f"no {step.template}")
+
+    async def finish(self, step: Finish) -> None:
+        self.taken.append(f"finish {step.replica} in {step.drain_timeout}")
+
+    async def kill(self, replica: str) -> None:
+        raise EngineUnavailableError(f"cannot kill {replica}")
+
+    async def remove(self, replica: str) -> None:
+        self.taken.append(f"remove {replica}")
+
+
+def test_a_step_that_fails_holds_up_no_other() -> None:
+    engine = Stubborn()
+    start = Start(ReplicaOrder("a", "e", {}), "worker")
+    assert asyncio.run(engine.apply([start, Remove("d")])) == {"a": "no worker"}
+    with pytest.raises(StepsFailedError, match="cannot kill b") as caught:
+        asyncio.run(engine.apply([start, Kill("b"), Finish("c", 5.0)]))
+    assert (caught.value.failed, caught.value.refused) == ({"b": "cannot kill b"}, {"a": "no worker"})
+    assert engine.taken == ["remove d", "finish c in 5.0"]
+
+
+def test_of_a_replica_that_was_started_twice_the_older_counts() -> None:
+    """The answer to the first start was lost."""
+    found = [("a", 9), ("b", 7), ("a", 8), (None, 1)]
+    assert split_duplicates(found, lambda number: number) == ({"a": 8, "b": 7}, [9])
