@@ -80,8 +80,13 @@ async def test_rules_are_read_at_ticks_and_changes_of_the_spec_only(
     await autoscaler.create(wanted)
     await ready(autoscaler, 1)
     adapter.set(adapter.alive[0], FAILED)
+    assert (await decided(autoscaler, "BACK_OFF")).wanted == 1
     await eventually(lambda: len(adapter.starts) == 2)
     await ready(autoscaler, 1)
+    assert set(adapter.starts.values()) == {1}
+    assert [one.state for one in await autoscaler.replicas(ended=True) if one.HasField("end_time")] == [
+        State.STATE_FAILED
+    ]
     wanted.spec.max_replicas = 9
     await autoscaler.update(wanted)
     await ready(autoscaler, 2)
@@ -190,22 +195,6 @@ async def test_an_adapter_on_a_node_that_the_allocator_does_not_know_is_passed_o
         await eventually(nobody_else)
     assert len(adapter.starts) == 2
     assert not stranger.starts
-
-
-async def test_a_replica_that_ends_by_itself_is_replaced(
-    autoscaler: Autoscaler, allocator: FakeAllocator, adapter: FakeAdapter
-) -> None:
-    await autoscaler.create(endpoint(low=1, high=1, gpus=1))
-    await ready(autoscaler, 1)
-    [name] = adapter.alive
-    adapter.set(name, FAILED)
-    assert (await decided(autoscaler, "BACK_OFF")).wanted == 1
-    await eventually(lambda: len(adapter.alive) == 1)
-    assert adapter.starts[name] == 1
-    await eventually(lambda: len(allocator.held) == 1)
-    ended = [one for one in await autoscaler.replicas(ended=True) if one.name == name]
-    assert ended[0].state == State.STATE_FAILED
-    assert ended[0].HasField("end_time")
 
 
 async def test_gpus_are_released_only_after_the_replica_has_ended_and_until_that_is_acknowledged(

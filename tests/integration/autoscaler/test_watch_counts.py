@@ -45,18 +45,6 @@ async def ignore(message: AbstractIncomingMessage) -> None:
     """Consume nothing of it."""
 
 
-async def test_ready_and_unacked_are_counted_apart(tmp_path: Path, rabbitmq: RabbitBroker) -> None:
-    queue = unique_queue_name()
-    await declare_queue(rabbitmq, queue)
-    await publish(rabbitmq, queue, 7)
-    async with watching(tmp_path, {"default": broker_settings(rabbitmq)}) as watchers:
-        await watchers.create("jobs", spec(queue), request_id=request_id())
-        assert (await shows(watchers, "jobs", QueueState.OK, ready=7, unacked=0)).total == 7
-        async with held_messages(rabbitmq, queue, 3):
-            assert (await shows(watchers, "jobs", QueueState.OK, ready=4, unacked=3)).total == 7
-        await shows(watchers, "jobs", QueueState.OK, ready=7, unacked=0)
-
-
 async def test_without_a_management_api_or_while_it_fails_unacked_is_unknown_and_not_zero(
     tmp_path: Path, rabbitmq: RabbitBroker
 ) -> None:

@@ -7,9 +7,7 @@ from pydantic import ValidationError
 
 from gpuscale.autoscaler.domain.queues import QueueFailure, QueueState
 from gpuscale.autoscaler.signals.brokers import BrokerSettings, RetryGate, VirtualHostError, resolve
-from gpuscale.autoscaler.signals.rabbitmq import ManagementClient, QueueStatistics
 from gpuscale.common.errors import InvalidArgumentError
-from tests.support.clock import ManualClock
 
 URL = "amqp://user:p%40ss%2Fcanary@host:5672/"
 
@@ -146,11 +144,3 @@ def test_a_way_that_failed_stays_closed_for_a_while_and_opens_again() -> None:
     assert caught.value.failure is failure
     gate.succeeded()
     gate.check(0.01)
-
-
-def test_a_queue_that_the_broker_has_not_measured_has_unknown_rates_and_not_0() -> None:
-    settings = BrokerSettings.model_validate({"amqp_url": URL, "management_url": "http://user:word@host"})
-    broker = resolve({"default": settings}, {})["default"]
-    assert broker.management is not None
-    statistics = QueueStatistics(ManagementClient(broker, broker.management), "/", ManualClock())
-    assert (statistics.rates("new"), statistics.consumers("new")) == (None, "consumers unknown yet")

@@ -17,11 +17,13 @@ from gpuscale.autoscaler.adapters.engine import (
     Kill,
     Remove,
     ReplicaOrder,
+    Sighting,
     Start,
+    StepsFailedError,
     WorkerLife,
 )
 from gpuscale.autoscaler.adapters.engines.container import docker_api, engine
-from gpuscale.autoscaler.adapters.engines.container.containers import container_name, labels
+from gpuscale.autoscaler.adapters.engines.container.containers import STARTING, UNTOLD, container_name, labels
 from gpuscale.autoscaler.adapters.engines.container.docker_api import open_docker_api
 from gpuscale.autoscaler.adapters.engines.container.engine import (
     NO_GPUS,
@@ -39,7 +41,7 @@ from tests.support.ports import free_port
 from tests.support.waiting import eventually
 
 ORDER = ReplicaOrder("endpoints/e/replicas/one", "endpoints/e", {})
-ONE = ORDER.replica
+ONE, TWO, THREE = (f"endpoints/e/replicas/{name}" for name in ("one", "two", "three"))
 NAME = container_name("here", ONE)
 START = Start(ORDER, "worker")
 ON_GPUS = Start(replace(ORDER, gpu_uuids=("GPU-a",), gpu_count=1, fence=7), "worker")
@@ -177,7 +179,7 @@ async def test_an_image_that_is_missing_is_pulled_meanwhile(tmp_path: Path) -> N
     async with site(tmp_path) as at:
         at.double.registry.add("far:1")
         start = Start(ORDER, "far")
-        other = Start(replace(ORDER, replica="endpoints/e/replicas/two"), "far")
+        other = Start(replace(ORDER, replica=TWO), "far")
         assert await at.engine.apply([start, other]) == {}
         waits = (await at.engine.observe())[ONE]
         assert waits.life is WorkerLife.WAITING
@@ -280,6 +282,8 @@ async def test_one_that_finishes_its_work_need_not_be_well_for_the_next_run_eith
         at.double.kill_fault = 500
         with pytest.raises(EngineUnavailableError, match="cannot be sent"):
             await at.engine.apply([Finish(ONE)])
+        at.double.change(at.own, "exited")
+        assert await at.engine.apply([Finish(ONE)]) == {}, "what has ended need not hear of it"
         at.double.kill_fault = 0
         at.double.change(at.own, "running", health="unhealthy")
         await at.engine.observe()
@@ -346,17 +350,6 @@ async def test_a_refused_create_is_final_and_says_why(tmp_path: Path) -> None:
         assert (await at.engine.apply([Start(ORDER, "none")]))[ONE] == "this adapter has no template none"
 
 
-async def test_a_signal_that_was_not_taken_comes_again(tmp_path: Path) -> None:
-    async with site(tmp_path) as at:
-        await at.engine.apply([START])
-        await at.engine.observe()
-        at.double.kill_fault = 500
-        with pytest.raises(EngineUnavailableError, match="cannot be sent"):
-            await at.engine.apply([Finish(ONE)])
-        at.double.change(at.own, "exited")
-        assert await at.engine.apply([Finish(ONE)]) == {}, "what has ended need not hear of it"
-
-
 async def test_an_engine_on_another_host_is_asked_over_tls(tmp_path: Path) -> None:
     """Both sides show a certificate; an engine that shows another one is not believed, nor is a caller without one."""
     authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
@@ -406,3 +399,65 @@ async def test_it_tells_truly_what_it_can_do(check: dict[str, object], probes: b
     async with ContainerSettings.model_validate(told).open_engine(Host(SystemClock())) as opened:
         assert opened.node == "n"
         assert opened.capabilities == api.AdapterCapabilities(picks_victims=True, drains=True, probes=probes)
+
+
+@asynccontextmanager
+async def two(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncGenerator[Site]:
+    """Two containers that run, on an engine that is waited for a moment only."""
+    async with site(folder) as at:
+        await at.engine.apply([START, Start(replace(ORDER, replica=TWO), "worker")])
+        assert set((await at.engine.observe()).values()) == {Sighting(WorkerLife.READY, pid=4711)}
+        monkeypatch.setattr(docker_api, "ONE_TIMEOUT", 3.0)
+        yield at
+
+
+async def test_a_container_that_cannot_be_killed_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor in their crew (test_crew.py)."""
+    async with two(tmp_path, monkeypatch) as at:
+        at.double.stuck.add(NAME)
+        with pytest.raises(StepsFailedError, match="exit event") as caught:
+            await at.engine.apply([Kill(ONE), Kill(TWO), Start(replace(ORDER, replica=THREE), "none")])
+        assert set(caught.value.failed) == {ONE}
+        assert caught.value.refused == {THREE: "this adapter has no template none"}
+        seen = await at.engine.observe()
+        assert (seen[ONE].life, seen[TWO].life) == (WorkerLife.READY, WorkerLife.ENDED)
+
+
+async def test_a_container_that_hangs_is_alone_with_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a look at it nor a signal to it is answered; the rest is known, and is ended when it should be."""
+    async with two(tmp_path, monkeypatch) as at:
+        at.double.hung.add(NAME)
+        for one in at.double.containers.values():
+            at.double.change(one, "running", health="starting")
+        for _ in range(2):
+            seen = await at.engine.observe()
+            assert (seen[ONE].life, seen[ONE].reason) == (WorkerLife.STARTING, UNTOLD)
+            assert seen[TWO].life is WorkerLife.STARTING
+        with pytest.raises(StepsFailedError) as caught:
+            await at.engine.apply([Finish(ONE), Kill(TWO)])
+        assert set(caught.value.failed) == {ONE}
+        at.double.hung.clear()
+        seen = await at.engine.observe()
+        assert (seen[ONE].reason, seen[TWO].life) == (STARTING, WorkerLife.ENDED)
+
+
+async def test_a_container_that_was_given_up_is_killed_until_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two(tmp_path, monkeypatch) as at:
+        at.double.stuck.add(NAME)
+        at.double.change(at.own, "running", health="unhealthy")
+        for _ in range(2):
+            assert (await at.engine.observe())[TWO].life is WorkerLife.READY
+        at.double.hung.add(NAME)  # it does not even say no
+        assert (await at.engine.observe())[TWO].life is WorkerLife.READY
+        at.double.hung.clear()
+        at.double.stuck.clear()
+        at.own.health = ""
+        await at.engine.observe()
+        assert at.own.signals == ["SIGKILL"]
+        assert (await at.engine.observe())[ONE].reason == "its health check failed too often"
