@@ -13,6 +13,7 @@ From 1.0 on that line excuses nothing but breaks below gpuscale/internal.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -53,7 +54,11 @@ def breaks(root: Path, before: bytes, after: bytes) -> list[str]:
         buf = Path(sys.executable).parent / "buf"
         config = root / "protos" / "buf.yaml"
         command = [str(buf), "breaking", str(new), "--against", str(old), "--config", str(config)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+        # It ends before collecting garbage pays, which takes half of its time.
+        environment = {**os.environ, "GOGC": "off"}
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=folder, env=environment
+        )
     if done.returncode and not done.stdout:
         sys.exit(f"buf breaking failed: {done.stderr}")
     return done.stdout.splitlines()
