@@ -125,7 +125,7 @@ async def test_a_lost_adapter_makes_its_replicas_unknown_and_nothing_else_happen
         assert (len(lost.starts), len(other.starts)) == (1, 1)
         assert len(other.alive) == 1
         assert len(allocator.held) == 2
-        assert "have not been heard of" in (await autoscaler.status()).summary
+        assert "1 replica has not been heard of" in (await autoscaler.status()).summary
         renewals = allocator.calls["RenewReservation"]
         await eventually(lambda: allocator.calls["RenewReservation"] > renewals)
         async with lost.connected(autoscaler.address):
