@@ -38,6 +38,8 @@ def test_a_replica_runs_and_stops() -> None:
     gone = reported(draining, ReplicaReport(S.STOPPED, exit_code=0), AT)
     assert (gone.state, gone.owes_release, gone.end_time, gone.exit_code) == (S.STOPPED, True, WALL, 0)
     assert gone.reason == "scale-in"
+    killed = reported(draining, ReplicaReport(S.STOPPED, exit_code=-9, reason="SIGKILL after 30 s"), AT)
+    assert killed.reason == "scale-in; SIGKILL after 30 s"
 
 
 def test_one_that_should_stop_stays_draining_until_it_has_ended() -> None:

@@ -231,7 +231,8 @@ def reported(replica: Replica, report: ReplicaReport, at: Moment) -> Replica:
     seen = replace(replica, pid=report.pid, exit_code=report.exit_code, group=group)
     if report.state in ENDED:
         if replica.goal is Goal.STOP:
-            return ended(seen, report.state, report.reason or replica.reason, at)
+            told = "; ".join(filter(None, (replica.reason, report.reason)))  # why it was asked, and how it ended
+            return ended(seen, report.state, told, at)
         if report.state is ReplicaState.STOPPED:
             reason = report.reason or "its adapter was told to end"
             return ended(seen, ReplicaState.STOPPED, reason, at, EndReason.ADAPTER_STOPPED)
