@@ -38,6 +38,13 @@ def test_a_change_tells_what_made_it(before: int, of: EndpointSpec, summary: str
     assert compose(endpoint(of), evaluation, DecisionOutcome(7)).summary == summary
 
 
+def test_of_two_rules_with_one_limit_that_which_bound_is_told() -> None:
+    of = spec(up("a", step=9, max_replicas=6), up("b", step=9, max_replicas=5))
+    decision = compose(endpoint(of), evaluate(of, 3, observed(seen(120)), {}, NOW), DecisionOutcome(6))
+    assert decision.limited_by is Code.CLAMPED_TO_RULE_MAX
+    assert decision.summary == "from 3 to 6: queue = 120 > 10: +9, bounded by the rule's max_replicas 6"
+
+
 def test_a_hold_tells_what_is_unknown() -> None:
     decision = decide(2, None, DecisionOutcome(2))
     assert decision.limited_by is Code.SIGNAL_MISSING

@@ -132,8 +132,8 @@ class Evaluation:
     """The effect of rules and bounds on an endpoint.
 
     `effective` names the rules whose change took effect: their cooldown starts, and is saved with the new count. `limited_by`
-    is the code of what limited the count; None if nothing did. `asked` is what the rules wanted, before pace and bounds.
-    `sets`: the counts of each capability set, by its id.
+    is the code of what limited the count, None if nothing did; `limiter` the rule, if it was a limit of its own. `asked` is what the
+    rules wanted, before pace and bounds. `sets`: the counts of each capability set, by its id.
     """
 
     before: int
@@ -142,6 +142,7 @@ class Evaluation:
     steps: tuple[Step, ...]
     effective: frozenset[str] = frozenset()
     limited_by: Code | None = None
+    limiter: str = ""
     asked: int | None = None
     sets: Mapping[str, SetCount] = field(default_factory=dict[str, SetCount])
 
@@ -209,7 +210,11 @@ def compose(endpoint: Endpoint, evaluation: Evaluation, outcome: DecisionOutcome
         line += f" ({deciding.text})" if limit is not None and deciding else ""
     if granted < wanted and limit in LIMITING:
         line += f", {granted} granted"
-    reason = next((step for step in reversed(steps) if step.code is limit), deciding)
+    others = {
+        step for step in steps if step.stage is Stage.RULE and evaluation.limiter not in {"", step.rule}
+    }
+    bound = (step for step in reversed(steps) if step.code is limit and step not in others)
+    reason = next(bound, deciding)
     weighed = (f"; {step.text}" for step in steps if step.code is Code.WEIGHED and step.before != step.after)
     return Decision(
         endpoint=endpoint.id,

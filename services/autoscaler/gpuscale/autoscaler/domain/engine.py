@@ -45,10 +45,11 @@ from gpuscale.common.sizes import counted
 
 @dataclass(frozen=True, slots=True)
 class Combined:
-    """The result of all rules, what limited it (None if nothing did), and the rules that determined it."""
+    """The result of all rules, what limited it (None if nothing did), in which rule, and the rules that determined it."""
 
     step: Step
     limited_by: Code | None = None
+    limiter: str = ""
     taken: frozenset[str] = frozenset()
 
 
@@ -66,7 +67,7 @@ def combine(how: Combine, before: int, outcomes: Sequence[RuleOutcome], unknown_
     if found.step.after < min(before, floor):
         keeper = next(one.rule for one in outcomes if one.floor == floor)
         step = _step(Code.DOWN, before, min(before, floor), f"{found.step.text}, but {keeper} keeps {floor}")
-        return Combined(step, Code.FLOOR, found.taken)
+        return Combined(step, Code.FLOOR, taken=found.taken)
     return found
 
 
@@ -111,7 +112,7 @@ def _sum_steps(before: int, outcomes: Sequence[RuleOutcome]) -> Combined:
     way, code = (Vote.UP, Code.UP) if after > before else (Vote.DOWN, Code.DOWN)
     agreeing = _voting(moving, way)
     taken = frozenset(one.rule for one in agreeing)
-    return Combined(_step(code, before, after, f"{parts} together"), _limit(agreeing), taken)
+    return Combined(_step(code, before, after, f"{parts} together"), *_limit(agreeing), taken)
 
 
 _COMBINE = {
@@ -126,23 +127,23 @@ def _voting(outcomes: Sequence[RuleOutcome], *votes: Vote) -> list[RuleOutcome]:
     return [one for one in outcomes if one.vote in votes]
 
 
-def _limit(outcomes: Sequence[RuleOutcome]) -> Code | None:
-    return next((one.step.code for one in outcomes if one.limited), None)
+def _limit(outcomes: Sequence[RuleOutcome]) -> tuple[Code | None, str]:
+    return next(((one.step.code, one.rule) for one in outcomes if one.limited), (None, ""))
 
 
 def _follow(before: int, best: RuleOutcome, why: str, agreeing: Sequence[RuleOutcome]) -> Combined:
     code = Code.UP if best.vote is Vote.UP else Code.DOWN
     taken = frozenset(one.rule for one in agreeing if one.step.after == best.step.after)
-    return Combined(_step(code, before, best.step.after, f"{best.rule} {why}"), _limit([best]), taken)
+    return Combined(_step(code, before, best.step.after, f"{best.rule} {why}"), *_limit([best]), taken)
 
 
 def _held(before: int, holding: RuleOutcome, why: str) -> Combined:
     step = _step(Code.HELD, before, before, f"{holding.rule} {why}: {holding.step.text}")
-    return Combined(step, holding.step.code)
+    return Combined(step, holding.step.code, holding.rule)
 
 
 def _unchanged(before: int, outcomes: Sequence[RuleOutcome]) -> Combined:
-    return Combined(_step(Code.NO_CHANGE, before, before, "no rule wants a change"), _limit(outcomes))
+    return Combined(_step(Code.NO_CHANGE, before, before, "no rule wants a change"), *_limit(outcomes))
 
 
 def _step(code: Code, before: int, after: int, text: str) -> Step:
@@ -319,6 +320,7 @@ def evaluate(
         steps=(*steps, *bounded),
         effective=combined.taken if moved else frozenset(),
         limited_by=next(limits, combined.limited_by),
+        limiter=combined.limiter,
         asked=asked_for,
     )
     # What the rules would want if nothing waited, which a window down keeps; the full count if there is a window up.

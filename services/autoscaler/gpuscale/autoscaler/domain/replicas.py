@@ -231,7 +231,9 @@ def reported(replica: Replica, report: ReplicaReport, at: Moment) -> Replica:
     seen = replace(replica, pid=report.pid, exit_code=report.exit_code, group=group)
     if report.state in ENDED:
         if replica.goal is Goal.STOP:
-            told = "; ".join(filter(None, (replica.reason, report.reason)))  # why it was asked, and how it ended
+            told = "; ".join(
+                filter(None, (replica.reason, report.reason))
+            )  # why it was asked, and how it ended
             return ended(seen, report.state, told, at)
         if report.state is ReplicaState.STOPPED:
             reason = report.reason or "its adapter was told to end"
