@@ -14,6 +14,7 @@ from gpuscale.autoscaler.servicers import backtests
 from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.rpc.status import from_rpc_error, rpc_errors
 from gpuscale.common.rpc.wrapped_channel import sending
+from gpuscale.common.secrets import DatabaseUnavailableError
 from gpuscale.common.wire import to_duration
 from tests.support.asking_autoscaler import Asking, asking
 from tests.support.autoscaler_app import TIMEOUT
@@ -206,15 +207,26 @@ async def test_a_workload_comes_in_parts_however_it_is_cut(asked: Asking) -> Non
     assert [one.request_count for one in await reports(asked, done.name)] == [100]
 
 
-async def test_a_bug_in_one_ends_that_one_alone(asked: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ZeroDivisionError(), "a bug; the log of the autoscaler has details"),
+        (DatabaseUnavailableError("it is away: server at 10.0.0.1"), "the state cannot be used now"),
+    ],
+    ids=["a bug", "a database that is away"],
+)
+async def test_what_breaks_one_ends_that_one_alone_and_tells_no_details(
+    asked: Asking, monkeypatch: pytest.MonkeyPatch, error: Exception, told: str
+) -> None:
     def broken(*_: object) -> None:
-        raise ZeroDivisionError
+        raise error
 
     with monkeypatch.context() as patched:
         patched.setattr(backtests, "run_job", broken)
         one = await create(asked, parts(policies("a"), SHORT))
         failed = await until(asked, one.name, State.STATE_FAILED)
     assert failed.end_reason == Why.END_REASON_ERROR
+    assert failed.message == told
     other = await create(asked, parts(policies("a"), SHORT))
     await until(asked, other.name, State.STATE_SUCCEEDED)
 

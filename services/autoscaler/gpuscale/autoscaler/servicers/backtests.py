@@ -44,7 +44,7 @@ from gpuscale.common.rpc.feed import FeedView, ResourceFeed
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, uninterrupted
-from gpuscale.common.security.auth import RESERVED_NAMES, Context, current_principal
+from gpuscale.common.security.auth import RESERVED_NAMES, Context, current_principal, for_caller
 from gpuscale.common.store.store import Store
 from gpuscale.common.wire import absence_allowed, fingerprint, optional_seconds, to_timestamp
 
@@ -181,7 +181,7 @@ class Backtests:
                         await self._run(name, run)
                     except GpuscaleError as error:
                         _log.warning("cannot continue a backtest", backtest=name, error=error.message)
-                        await self._fail(name, _Why.END_REASON_ERROR, error.message)
+                        await self._fail(name, _Why.END_REASON_ERROR, for_caller(error).message)
                     finally:
                         run.stop.set()  # for its thread
 
