@@ -77,8 +77,10 @@ async def test_a_lower_fence_is_refused_and_says_the_highest(tmp_path: Path, kep
     async with work(tmp_path / "state" if kept else None) as service:
         await admit(service, 7, FIRST, SECOND)
         await admit(service, 7, FIRST)
+        await admit(service, 9, FIRST)
         error = await refused(service, 6, SECOND)
         assert (error.reason, error.metadata["highest_fence"]) == ("FENCE_TOO_LOW", "7")
+        assert "if the allocator lost its state, set its fences_above to 9 or more" in error.message
         await admit(service, 8, SECOND)
 
 

@@ -286,9 +286,10 @@ class Work:
                 lowest=lowest,
             )
             if isinstance(decided, FenceTooLow):
+                highest = max(self.admissions.fences.values())
                 raise FailedPreconditionError(
-                    f"{decided.uuid} is held under fence {decided.lowest} or higher, and {lease.fence} is lower: "
-                    "the reservation is over",
+                    f"{decided.uuid} is held under fence {decided.lowest} or higher, and {lease.fence} is lower: the reservation is"
+                    f" over; if the allocator lost its state, set its fences_above to {highest} or more, as the agents of all hosts ask",
                     reason="FENCE_TOO_LOW",
                     metadata={"gpu": decided.uuid, "highest_fence": str(decided.lowest)},
                 )
