@@ -10,7 +10,22 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import NoReturn, TypeVar, overload
 
+import pytest
+
 T = TypeVar("T")
+
+
+def calls_of(monkeypatch: pytest.MonkeyPatch, kind: type, method: str) -> list[object]:
+    """One item for each call of a method from now on, so that a test can wait for another."""
+    calls, original = list[object](), getattr(kind, method)
+
+    def noted(self: object, *given: object) -> object:
+        calls.append(self)
+        return original(self, *given)
+
+    monkeypatch.setattr(kind, method, noted)
+    return calls
+
 
 NOT_YET: tuple[type[Exception], ...] = (AssertionError, OSError)
 

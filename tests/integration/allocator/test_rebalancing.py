@@ -10,6 +10,7 @@ from uuid import uuid4
 import pytest
 
 from gpuscale.allocator.usecases import rebalancing
+from gpuscale.allocator.usecases.partitioning import Partitioning
 from gpuscale.api.allocator import v1 as api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import (
@@ -24,7 +25,7 @@ from gpuscale.common.names import node_of
 from gpuscale.common.wire import to_duration
 from tests.support.allocator import allocator, allocator_client, release
 from tests.support.fake_fleet import FakeFleet, GpuState, NodeState, gpu_message, node_message, serving
-from tests.support.waiting import eventually
+from tests.support.waiting import calls_of, eventually
 
 AT_ONCE: dict[str, Any] = {"preemption_min_runtime_seconds": 0}
 
@@ -163,9 +164,11 @@ async def test_a_gpu_is_cordoned_until_the_fleet_tells_of_its_new_instances(
         queued = asyncio.ensure_future(client.allocator.Reserve(other, timeout=60))
         await eventually(partial(in_line, client, 2))
         end = api.PartitionEnd(order=order.order, instances=["new"])
+        looks = calls_of(monkeypatch, Partitioning, "look")
         for _ in range(5):
             assert (await take(partition_ends=[end])).partitions == [order]
-            await asyncio.sleep(2 * rebalancing.LOOK)  # it looks meanwhile
+            seen = len(looks)
+            await eventually(lambda seen=seen: len(looks) > seen + 1)
         assert len((await client.nodes.ListCordons(api.ListCordonsRequest())).cordons) == 1
         of.put(divided("n0", "3g.40gb", "new"))
         assert (await waits).reservation.gpus[0].uuid == "new"

@@ -1,6 +1,5 @@
 """Use policies on a real allocator, its time moved by the test: who is noted, told and sent away, and who never is."""
 
-import asyncio
 import sqlite3
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, closing
@@ -21,7 +20,7 @@ from tests.support.allocator import Client, Reservation, allocator, calling
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet, NodeState, gpu_message, node_message, serving
 from tests.support.policies import NOTE, NOTIFY, REVOKE, Admin, idle_policy
-from tests.support.waiting import eventually
+from tests.support.waiting import calls_of, eventually
 from tests.support.webhook import Hook, webhook
 
 SHORT = 0.01
@@ -92,7 +91,8 @@ async def test_a_look_that_finds_nothing_new_writes_nothing_and_others_once_a_mi
         assert len(writes) == 1, "eight that are seen for the first time, in one transaction"
         await admin.pass_time(10)
         assert len(writes) <= 11, "that was looked, once a minute"
-        await asyncio.sleep(20 * SHORT)
+        looks = calls_of(monkeypatch, policing.Policing, "look")
+        await eventually(lambda: len(looks) > 10)
         assert len(writes) <= 11
 
 
