@@ -36,12 +36,20 @@ NO_TEXTS = dict.fromkeys(("node", "address", "authority"), "")
         ("sh", "-c", "export DB_PASSWORD=hunter2; train --steps 5"),
         ("sh", "-c", "WANDB_API_KEY='hunter2' train --steps 5"),
         ("train", "amqp://me:hunter2@host/", "--steps", "5"),
+        ("train", "--env=MY_TOKEN=hunter2", "--steps", "5"),
     ],
 )
 def test_what_is_named_like_a_secret_is_not_shown(command: tuple[str, ...]) -> None:
     line = shown(command)
     assert [part for part in ("***", "train", "--steps 5") if part not in line] == []
     assert "hunter2" not in line
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("word", ["a", "-", "token", "a-"])
+def test_a_long_word_is_shown_at_once(word: str) -> None:
+    """As of a script in one argument: its time grew with the square of its length, to minutes."""
+    assert shown(["sh", "-c", word * 20_000, "x"]).endswith("...")
 
 
 def test_the_newest_of_an_output_is_kept_in_two_parts(

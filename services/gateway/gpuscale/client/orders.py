@@ -28,9 +28,10 @@ TO_STOP = 15.0
 """Seconds before the end of a reservation at which to stop its command."""
 FIRST_PORT, PORTS = 29_500, 1000
 """Rendezvous ports for the members of a job, by fence: running jobs share none while there are enough."""
-_NAMED_SO = r"[\w-]*(?:token|secret|passw|api[-_]?key|credential)[\w-]*"
-_SECRET_OPTION = f"(?i)-+{_NAMED_SO}"
-_SECRET_VALUE = f"(?i)({_NAMED_SO}=)('[^']*'|\"[^\"]*\"|[^\\s'\";]+)"
+# A look ahead is not tried again, and no name is looked at from its middle: each takes time by its length alone.
+_NAMED_SO = r"(?=[\w-]*?(?:token|secret|passw|api[-_]?key|credential))[\w-]+"
+_SECRET_OPTION = f"(?i)-{_NAMED_SO}"
+_SECRET_VALUE = f"(?i)(?<![\\w-])({_NAMED_SO}=)('[^']*'|\"[^\"]*\"|[^\\s'\";]+)"
 _IN_URL = "://[^/@\\s]+@"
 
 
