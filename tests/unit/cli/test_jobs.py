@@ -52,6 +52,11 @@ def test_a_long_word_is_shown_at_once(word: str) -> None:
     assert shown(["sh", "-c", word * 20_000, "x"]).endswith("...")
 
 
+def test_orders_may_be_as_long_as_a_command_line() -> None:
+    """Linux takes 2 MiB, of which JSON writes six letters for one at most."""
+    assert len(Orders(command=["\x01" * (2 << 20)], **NO_TEXTS).line()) < supervise.MOST_ORDERS
+
+
 def test_the_newest_of_an_output_is_kept_in_two_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

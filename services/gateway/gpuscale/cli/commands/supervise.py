@@ -81,8 +81,8 @@ AT_ONCE = 0.02
 """Seconds to wait for orders that are already sent."""
 WHOLE = 1000
 """Thousandths of an unshared GPU."""
-MOST_ORDERS = 1 << 20
-"""Most bytes of orders."""
+MOST_ORDERS = 1 << 24
+"""Most bytes of orders: a command line of 2 MiB, the most that Linux takes, and how JSON writes it."""
 
 _LOST = (FailedPreconditionError, NotFoundError, PermissionDeniedError, UnauthenticatedError)
 
