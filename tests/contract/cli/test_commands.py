@@ -12,6 +12,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from gpuscale.cli.grammar.nouns import NOUNS
+from gpuscale.client.asks import default_holder
 from gpuscale.common import errors
 from gpuscale.common.rpc.status import LEADER_KEY, PROBLEM_KEY, VERSION_KEY
 from gpuscale.testing import FakeServer
@@ -548,6 +549,10 @@ def test_a_reservation_is_known_by_the_title_of_its_job(
     ran = ctl(*words, "night run")
     assert ran.code == 2
     assert "2 jobs are titled 'night run': rabcdefghijk2, rabcdefghijk3; use the id" in ran.err
+    one.holder = default_holder()
+    world.requests.clear()
+    assert ctl(*words, "night run").code == 0, "one's own"
+    assert {request.name for request in world.requests if hasattr(request, "name")} == {one.name}
 
 
 def test_text_that_is_not_utf_8_is_refused(ctl: Any) -> None:

@@ -28,6 +28,7 @@ from gpuscale.cli.console.terminal import note, pause
 from gpuscale.cli.grammar.nouns import canonical, full_name, is_uuid, tenant_of
 from gpuscale.cli.grammar.parameters import local_text
 from gpuscale.client import Client, GpuscaleError, Mirror, pages, watch
+from gpuscale.client.asks import default_holder
 from gpuscale.common import names
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 from gpuscale.common.filters import compile_filter, compile_order
@@ -315,9 +316,10 @@ def reservation_name(client: Client, typed: str) -> str:
 
 
 def _titled(client: Client, title: str) -> list[allocator_api.Reservation]:
-    """The reservations of the jobs with a title, the open ones first, the newest first."""
+    """The reservations of the jobs with a title, one's own if any: the open ones first, the newest first."""
     found = [one for one in jobs(client, ended=True) if one.job.title == title]
-    return sorted(found, key=lambda one: (one.HasField("end_time"), -one.create_time.ToNanoseconds()))
+    own = [one for one in found if one.holder == default_holder()]
+    return sorted(own or found, key=lambda one: (one.HasField("end_time"), -one.create_time.ToNanoseconds()))
 
 
 RESERVATION_ID = re.compile("r[a-z2-7]{12}")
