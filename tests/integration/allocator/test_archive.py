@@ -291,7 +291,9 @@ async def test_a_damaged_record_is_refused_when_it_is_read(tmp_path: Path) -> No
         assert caught.value.reason == "STATE_INCONSISTENT"
 
 
-async def test_on_a_full_disk_records_go_before_their_time(tmp_path: Path) -> None:
+async def test_on_a_full_disk_records_go_before_their_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with small_disk(tmp_path / "disk") as disk:
         async with archived(disk / DATABASE, 150, ArchiveLimits(1000, 1 << 30)) as (found, store):
             await found.tidy()
@@ -300,5 +302,7 @@ async def test_on_a_full_disk_records_go_before_their_time(tmp_path: Path) -> No
             numbers = count_from()
             while not store.short:
                 await store.save_ranks({f"n{(rank := next(numbers))}": rank})
-            await found.tidy()
+            for _ in range(3):
+                await found.tidy()
             assert (await found.store.totals()).records == 0
+            assert caplog.text.count("records of ended reservations early") == 1

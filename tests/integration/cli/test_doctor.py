@@ -201,7 +201,9 @@ def no_upstream(host: Host) -> None:
 
 def silent_upstream(host: Host) -> None:
     """It takes connections, as a service that is frozen does."""
-    host.settings["gateway"]["fleet_address"] = host.settings["brokers.default"]["amqp_url"].rpartition("@")[2]
+    host.settings["gateway"]["fleet_address"] = host.settings["brokers.default"]["amqp_url"].rpartition("@")[
+        2
+    ]
 
 
 def no_broker(host: Host) -> None:

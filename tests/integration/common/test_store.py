@@ -86,7 +86,7 @@ async def test_closing_finishes_what_was_submitted_and_then_refuses(path: Path) 
 
 
 async def test_a_full_disk_is_an_error_of_its_own_and_loses_nothing(
-    path: Path, caplog: pytest.LogCaptureFixture
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failures = Store.failures
     caplog.set_level(logging.INFO)
@@ -104,6 +104,10 @@ async def test_a_full_disk_is_an_error_of_its_own_and_loses_nothing(
         with pytest.raises(UnavailableError):
             await notes.write(large)  # alone, as a group it is counted too
         assert Store.failures == failures + 2
+        monkeypatch.setattr(sqlite_store.Sqlite, "short", True)
+        await notes.write(lambda _: None)  # what takes no room, as a look for some
+        assert "the state is written again" not in caplog.text
+        monkeypatch.undo()
         await notes.write(pragma("max_page_count=1000000"))
         assert await notes.write(add(2)) == 1
     said = [record.getMessage() for record in caplog.records]

@@ -274,10 +274,8 @@ class Archive:
 
     async def tidy(self) -> None:
         """Move surplus records from memory to disk, and drop surplus from disk."""
-        if await self.store.short():
-            _log.warning("the disk is full: dropping records of ended reservations early")
-            while await self.store.short() and await self._drop(BATCH):
-                pass
+        while await self.store.short() and self._totals.records and await self._drop(BATCH):
+            _log.warning("the disk is full: dropped records of ended reservations early")
         while (over := self.ledger.ended_count - min(IN_MEMORY, self.limits.records)) > 0:
             chosen = self.ledger.first_ended(min(over, BATCH))
             self._totals = await self.store.retire([one.fence for one in chosen], self.ledger.fence)

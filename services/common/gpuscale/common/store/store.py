@@ -254,7 +254,9 @@ def _commit(name: str, backend: Backend, connection: Connection, group: Sequence
         Store.commits.observe(time.monotonic() - began)
     if committed or trouble is not None:
         Store.failures += trouble is not None
-        before, Store.problem = Store.problem, str(trouble or "")
+        before = Store.problem
+        # While the disk is short, a transaction that took no room tells nothing.
+        Store.problem = str(trouble or "") or (before if backend.short else "")
         if Store.problem and Store.problem != before:
             _log.error("the state cannot be written", state=name, problem=Store.problem)
         elif before and not Store.problem:
