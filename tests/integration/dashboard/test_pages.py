@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -87,6 +87,27 @@ binding.time = Mock(time=Mock(side_effect=[0.0, 1.0, 1.0]))
 binding._refresh_step()
 """
 """What NiceGUI does with each page, while the machine does something else."""
+
+
+async def test_a_page_that_is_left_open_shows_no_charts_of_an_endpoint_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    facts = Facts(endpoints=[autoscaler_api.Endpoint(name="endpoints/chat")])
+    client = Mock(decisions=Mock(ListDecisions=AsyncMock(), QuerySignals=AsyncMock()))
+    site = DashboardSite(facts, FleetTally(), client, "", lambda: None, Mock())
+    shown: list[Callable[[], None]] = []
+    monkeypatch.setattr(endpoints, "live", lambda _, show: shown.append(show))
+    with opened(monkeypatch) as page:
+        endpoints.endpoint_page(site, "chat")
+        [chart, *_] = [one for one in page.elements.values() if isinstance(one, ui.echart)]
+
+        def visible() -> bool:
+            shown[0]()
+            return all(one.visible for one in chart.ancestors())
+
+        assert visible()
+        facts.endpoints = []
+        assert not visible()
 
 
 def test_a_busy_host_is_nothing_to_warn_of() -> None:

@@ -89,9 +89,16 @@ def test_every_sample_of_a_signal_is_drawn_and_one_that_did_not_count_leaves_a_g
 
 
 def test_the_largest_number_of_replicas_is_drawn_where_it_is_near() -> None:
-    for most, shown in ((9, ["min", "max"]), (1000, ["min"])):
+    """Bounds lie on each other where they are one, and in a chart that has no values yet."""
+    one = [decision(0, 1, 4)]
+    for most, decisions, shown in (
+        (9, one, ["min", "max"]),
+        (1000, one, ["min"]),
+        (0, one, ["min"]),
+        (9, [], []),
+    ):
         endpoint = autoscaler_api.Endpoint(spec=autoscaler_api.EndpointSpec(max_replicas=most))
-        wanted, _ = series_of(charts.scaling(endpoint, [decision(0, 1, 4)], NOW))
+        wanted, _ = series_of(charts.scaling(endpoint, decisions, NOW))
         lines = wanted["markLine"]
         assert isinstance(lines, dict)
         assert [one["name"] for one in lines["data"]] == shown

@@ -227,9 +227,9 @@ def scaling(
         "tooltip": {"formatter": "{b}"},
     }
     least, most = endpoint.spec.min_replicas, endpoint.spec.max_replicas
-    shown: list[Json] = [{"yAxis": least, "name": "min"}]
+    shown: list[Json] = [{"yAxis": least, "name": "min"}] if ordered else []  # an empty chart has no heights
     highest = max((one.wanted for one in ordered), default=0)
-    if most <= max(8, 3 * highest):  # leave out a bound far above the line
+    if ordered and least < most <= max(8, 3 * highest):  # leave out a bound far above the line
         shown.append({"yAxis": most, "name": "max"})
     bounds: Options = {
         "data": shown,

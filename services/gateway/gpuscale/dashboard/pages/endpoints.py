@@ -43,21 +43,23 @@ def endpoint_page(site: DashboardSite, endpoint: str) -> None:
         why = ui.label().mark("why")
         tiles = Tiles("desired", "granted", "starting", "ready", "draining", "min to max")
         endpoint_acts(site, found)
-        with ui.element("div").classes("gs-charts"):
-            counts = Chart(charts.scaling(autoscaler_api.Endpoint(), (), datetime.now(UTC)), "replicas")
-            read = Chart(charts.signals(()), "signals")
-        what_if = WhatIf(site, name)
-        heading("Decisions")
-        decided = ListTable(DECISIONS, key="name", links=("change",), length=10, empty="no decisions yet")
-        with ui.column().classes("full-width") as grouped:
-            heading("Capability sets")
-            sets = ListTable(rows.CAPABILITY_SETS, key="set", empty="no capability sets")
-        heading("Replicas")
-        replicas = ListTable(rows.REPLICAS.columns, key="name", links=("name",), empty="no replicas")
+        with ui.column().classes("full-width") as body:
+            with ui.element("div").classes("gs-charts"):
+                counts = Chart(charts.scaling(autoscaler_api.Endpoint(), (), datetime.now(UTC)), "replicas")
+                read = Chart(charts.signals(()), "signals")
+            what_if = WhatIf(site, name)
+            heading("Decisions")
+            decided = ListTable(DECISIONS, key="name", links=("change",), length=10, empty="no decisions yet")
+            with ui.column().classes("full-width") as grouped:
+                heading("Capability sets")
+                sets = ListTable(rows.CAPABILITY_SETS, key="set", empty="no capability sets")
+            heading("Replicas")
+            replicas = ListTable(rows.REPLICAS.columns, key="name", links=("name",), empty="no replicas")
     counts.element.on("componentClick", follow, ["data"])
 
     def show() -> None:
         one = found()
+        body.set_visibility(one is not None)
         if one is None:
             why.text = "no such endpoint, or it was deleted"
             tiles.clear()
