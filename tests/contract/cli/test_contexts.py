@@ -57,9 +57,12 @@ def test_a_dashboard_is_that_of_the_context(ctl: Any, monkeypatch: pytest.Monkey
     told: list[list[str]] = []
     monkeypatch.setattr("gpuscale.dashboard.main.main", told.append)
     ctl("config", "set-context", "lab", "--address", "h:1", "--ca-file", "/ca.pem", "--token-file", "/mine")
-    for typed in ("--sign-in", "--address x:2 --token-file /t", "--config c.toml"):
+    for typed in ("--sign-in", "--address x:2 --token-file /t--address", "--config c.toml"):
         ctl("dashboard", *typed.split())
-    lab, other = ["--gateway-address=h:1", "--ca-file=/ca.pem"], ["--gateway-address=x:2", "--token-file=/t"]
+    lab, other = (
+        ["--gateway-address=h:1", "--ca-file=/ca.pem"],
+        ["--gateway-address=x:2", "--token-file=/t--address"],
+    )
     assert told == [[*lab, "--sign-in"], other, ["--config", "c.toml"]]
 
 

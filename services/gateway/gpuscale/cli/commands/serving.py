@@ -68,4 +68,4 @@ def _gateway(session: Session, typed: list[str]) -> list[str]:
         session = replace(session, **{one: getattr(session, one) or getattr(known, one) for one in files})
         address = address or known.address
     options = replace(session, address=address or None, context=None).options()
-    return [one.replace("--address", "--gateway-address") for one in options]
+    return [f"--gateway-{one[2:]}" if one.startswith("--address=") else one for one in options]
