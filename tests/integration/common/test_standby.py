@@ -107,8 +107,19 @@ async def health(served: Served, service: str) -> int:
 
 
 async def test_a_standby_tells_clients_that_follow_who_leads(postgresql: PostgresServer) -> None:
+    """And answers name the leader to an admin, also those that come through the standby."""
+
+    async def named(asked: Served) -> object:
+        request = allocator_api.GetReservationRequest(name="reservations/r")
+        call = asked.allocator.GetReservation(request, timeout=30)
+        with rpc_errors():
+            await call
+        return dict(await call.trailing_metadata())[LEADER_KEY]
+
     async with two(postgresql.database(), Actor(), Actor()) as (leader, standby):
-        await leader.get()
+        assert await named(leader) == leader.address
+        through = await eventually(lambda: named(standby), retry_on=(UnavailableError,))
+        assert through == leader.address
         error = await refused(standby)
         assert (error.reason, error.metadata) == ("NOT_LEADER", {"leader": leader.address})
         assert error.retry_after == pytest.approx(0.2)
@@ -170,23 +181,6 @@ async def with_cause(served: Served, *metadata: tuple[str, str]) -> GpuscaleErro
     """The error of a call, once it says why no leader is known."""
     error = await refused(served, *metadata)
     return error if "not known: " in error.message else None
-
-
-async def test_answers_name_the_leader_to_an_admin(postgresql: PostgresServer) -> None:
-    """And so through a standby."""
-
-    async def named(asked: Served) -> object:
-        call = asked.allocator.GetReservation(
-            allocator_api.GetReservationRequest(name="reservations/r"), timeout=30
-        )
-        with rpc_errors():
-            await call
-        return dict(await call.trailing_metadata())[LEADER_KEY]
-
-    async with two(postgresql.database(), Actor(), Actor()) as (leader, standby):
-        assert await named(leader) == leader.address
-        through = await eventually(lambda: named(standby), retry_on=(UnavailableError,))
-        assert through == leader.address
 
 
 async def without_leader(served: Served) -> GpuscaleError | None:

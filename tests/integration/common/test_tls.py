@@ -124,7 +124,9 @@ async def test_a_new_certificate_is_used_without_a_restart(tmp_path: Path) -> No
         await Served(served.server, served.address, old).get()
 
 
-async def test_a_bad_certificate_leaves_the_old_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bad_certificate_leaves_the_old_one_and_a_new_one_waits_for_its_key(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     authority = Authority(tmp_path)
     tls = authority.server()
     async with serve(options=ServerOptions(tls=tls)) as served:
@@ -140,12 +142,6 @@ async def test_a_bad_certificate_leaves_the_old_one(tmp_path: Path, caplog: pyte
             caplog.clear()
         tls.cert_file.write_bytes(good)
         await release(served, authority.trust())
-
-
-async def test_a_certificate_that_arrives_before_its_key_waits_for_it(tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
-    tls = authority.server()
-    async with serve(options=ServerOptions(tls=tls)) as served:
         new = authority.server("new")
         new.cert_file.replace(tls.cert_file)
         await release(served, authority.trust())

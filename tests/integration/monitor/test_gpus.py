@@ -99,7 +99,7 @@ async def test_without_a_driver_the_problem_is_said_and_a_driver_that_comes_is_f
         assert len(one.gpus.views()) == 2
 
 
-async def test_a_driver_that_was_reloaded_is_opened_again_at_once() -> None:
+async def test_a_driver_that_was_reloaded_is_opened_again_at_once_and_its_gpus_are_lost_until_then() -> None:
     async with rig() as one:
         await one.refresh()
         one.clock.ahead = 60.0
@@ -110,24 +110,17 @@ async def test_a_driver_that_was_reloaded_is_opened_again_at_once() -> None:
         assert view.state is GpuState.LOST
         assert view.reading.absent[0].status is ReadingStatus.LOST
         assert one.gpus.problem() == "NVML: Uninitialized"
-        one.source.errors = {}
-        await one.refresh()
-        assert one.source.opened == 2
-        assert one.view(FIRST).state is GpuState.OK
-        assert one.gpus.problem() == ""
-
-
-async def test_a_driver_that_does_not_come_back_shows_its_gpus_as_lost() -> None:
-    async with rig() as one:
-        await one.refresh()
-        one.clock.ahead = 60.0
-        one.source.errors = {FIRST: GpuSourceError("gone"), SECOND: GpuSourceError("gone")}
         one.source.problem = GpuSourceError("NVML: Driver Not Loaded")
         await one.refresh()
-        await one.refresh()
+        assert one.source.opened == 2
         assert [view.state for view in one.gpus.views()] == [GpuState.LOST, GpuState.LOST]
-        assert one.gpus.problem() == "NVML: Driver Not Loaded"
-        assert one.gpus.driver_version == ""
+        assert (one.gpus.problem(), one.gpus.driver_version) == ("NVML: Driver Not Loaded", "")
+        one.source.errors, one.source.problem = {}, None
+        one.clock.ahead = 120.0
+        await one.refresh()
+        assert one.source.opened == 3
+        assert one.view(FIRST).state is GpuState.OK
+        assert one.gpus.problem() == ""
 
 
 async def test_one_lost_gpu_is_not_reason_enough_to_take_the_others_away() -> None:

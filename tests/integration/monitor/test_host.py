@@ -92,12 +92,6 @@ def test_the_smoothed_use_of_the_cpu_is_the_mean_of_ten_seconds(rig: Rig) -> Non
     assert reading.cpu_percent == 0.0
 
 
-def test_before_the_second_reading_the_use_of_the_cpu_is_absent(rig: Rig) -> None:
-    reading = rig.host.read()
-    assert (reading.cpu_percent, reading.cpu_smoothed_percent) == (None, None)
-    assert {one.field for one in reading.absent} == {"cpu_percent", "cpu_smoothed_percent"}
-
-
 def test_every_figure_is_there_on_a_kernel_that_tells_all(rig: Rig) -> None:
     rig.pass_seconds(1.0, 1.0)
     reading = rig.host.read()
@@ -164,8 +158,9 @@ def test_a_reading_right_after_another_repeats_the_use_of_the_cpu(rig: Rig) -> N
     assert rig.host.read().cpu_percent == 50.0
 
 
-def test_this_host_is_read() -> None:
+def test_this_host_is_read_and_the_use_of_its_cpu_is_absent_before_the_second_reading() -> None:
     reading = ProcHost("boot").read()
     absent = {one.field for one in reading.absent}
     assert {"cpu_percent", "cpu_smoothed_percent"} <= absent
+    assert (reading.cpu_percent, reading.cpu_smoothed_percent) == (None, None)
     assert all(getattr(reading, name) is not None for name in HOST_FIELDS if name not in absent)

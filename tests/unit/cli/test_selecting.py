@@ -98,24 +98,8 @@ def test_an_amount_is_compared_with_an_amount(text: str) -> None:
 
 
 def test_amounts_stand_in_order_then_texts_then_what_is_absent() -> None:
-    wanted = [
-        "0",
-        "0.2",
-        "0.7",
-        "9",
-        10,
-        "37%",
-        "1m30s",
-        "210W",
-        "512MiB",
-        "12GiB/80GiB",
-        "a",
-        "b1",
-        "zz",
-        "-",
-        "",
-        None,
-    ]
+    amounts = ["0", "0.2", "0.7", "9", 10, "37%", "1m30s", "210W", "512MiB", "12GiB/80GiB"]
+    wanted = [*amounts, "a", "b1", "zz", "-", "", None]
     mixed = list(wanted)
     random.Random(1).shuffle(mixed)
     ordered = sorted(mixed, key=order)
