@@ -42,11 +42,7 @@ def find_provider(issuer: object, client_id: object) -> "Provider":
 
 
 class KeptLogin(grpc.AuthMetadataPlugin):
-    """Supplies the token for each call. gRPC calls it in a thread of its own, so that a refresh blocks no event loop.
-
-    Attributes:
-        problem: why the last call got no token.
-    """
+    """Supplies the token for each call, in a thread of gRPC's own, so that a refresh blocks no event loop."""
 
     def __init__(self, token_file: Path, login_file: Path) -> None:
         self._files = (token_file, login_file)

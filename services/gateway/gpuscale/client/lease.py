@@ -64,14 +64,10 @@ class LostReservationError(FailedPreconditionError):
 
 
 class Held:
-    """GPUs held under a lease.
+    """GPUs held under a lease; `timer` says when to renew, and whether it is lost.
 
-    Args:
-        reservation: the granted reservation.
-        timer: says when to renew, and whether the lease is lost.
-        this_node: returns this host's node, or None.
-        tell_lost: called when the GPUs are lost.
-        told_revoked: set while the GPUs are known to be revoked soon.
+    `this_node` returns this host's node, or None. `tell_lost` is called when the GPUs are lost; `told_revoked` is set while
+    they are known to be revoked soon.
     """
 
     def __init__(
@@ -174,7 +170,6 @@ class Held:
 
     @property
     def _due(self) -> bool:
-        """Whether a renewal is due."""
         return not self._timer.is_over(now()) and self._timer.wait(now()) <= 0
 
     @contextmanager

@@ -19,12 +19,9 @@ LOOK = 1.0
 
 
 class LeaseTimer:
-    """The timer of one lease.
+    """The timer of one lease of `ttl` seconds from each renewal, granted at `granted_at` at the latest.
 
-    Args:
-        ttl: length of the lease from each renewal, in seconds.
-        granted_at: latest possible time of the grant.
-        renew_at_once: whether to renew at once, since `granted_at` is a guess.
+    `renew_at_once`: whether that time is a guess.
     """
 
     def __init__(self, ttl: float, granted_at: float, *, renew_at_once: bool = False) -> None:
@@ -54,12 +51,9 @@ class LeaseTimer:
         return bool(self.lost)
 
     def renewed(self, sent: float, revoked_before_end: float = 0.0, why: str = "") -> None:
-        """Record a successful renewal.
+        """Record a renewal that was `sent` then and succeeded.
 
-        Args:
-            sent: when it was sent.
-            revoked_before_end: seconds before its end at which the server will revoke it.
-            why: the reason; empty if it will not be revoked.
+        The server will revoke the lease `revoked_before_end` seconds before its end, and says `why`, if it will.
         """
         self._revoked = why
         self._ends = sent + self._ttl - revoked_before_end

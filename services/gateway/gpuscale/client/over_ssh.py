@@ -60,14 +60,9 @@ def exit_code(returned: int) -> int:
 def words_on(
     node: str, command: str, *, user: str = "", local: bool = False, forward: Sequence[str] = ()
 ) -> list[str]:
-    """The arguments that run a shell command on a node.
+    """The arguments that run a shell command on a node, by its id as host name; without ssh if it is `local`.
 
-    Args:
-        node: node id, used as host name.
-        command: the shell command.
-        user: user to log in as; empty: as ssh is configured.
-        local: whether it is this host, without ssh.
-        forward: ports to forward from this host, PORT or LOCAL:REMOTE.
+    `user` is whom to log in as; empty: as ssh is configured. `forward` has ports of this host, PORT or LOCAL:REMOTE.
     """
     if local:
         return ["sh", "-c", command]
@@ -212,15 +207,8 @@ def supervise_all(
 ) -> list[int]:
     """Run the members of a job under supervisors; returns their exit codes. Commands start once all supervisors are ready.
 
-    Output of several members is prefixed with the member; a single one gets our standard input.
-
-    Args:
-        members: the supervisors to start.
-        stdout: destination of the commands' standard output.
-        patience: seconds for supervisors to start.
-        stderr: destination of their standard error; ours by default.
-        environment: environment of ssh; this process's own by default.
-        on_start: called with each process started for a member.
+    Output of several members is prefixed with the member; a single one gets our standard input. Supervisors have `patience`
+    seconds to start. `environment` is that of ssh; `on_start` is called with each process started for a member.
 
     Raises:
         FailedPreconditionError: no ssh here (NO_SSH), or one of several members cannot start, so none did (MEMBER_NOT_READY).

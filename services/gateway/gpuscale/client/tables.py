@@ -50,13 +50,7 @@ KINDS: Mapping[str, Sequence[str]] = {kind: rest for kind, *rest in map(str.spli
 
 
 class TableRows(list[Any]):
-    """API messages that notebooks show as a table.
-
-    Args:
-        items: the messages.
-        columns: the fields shown.
-        holders: the holders of each GPU, by name.
-    """
+    """API messages that notebooks show as a table of some columns; `holders` are those of each GPU, by name."""
 
     def __init__(
         self, items: Iterable[Any], columns: Sequence[str], holders: Mapping[str, str] | None = None

@@ -35,12 +35,7 @@ _NO_ROOM = frozenset({"NO_CAPACITY", "NODE_NOT_ONLINE", "NOT_FOUND", "UNSATISFIA
 
 
 class ThisHost:
-    """This host and its node.
-
-    Attributes:
-        node: id of the node; None until known.
-        asked: whether the fleet was queried.
-    """
+    """This host and its node, None until known; `asked` says whether the fleet was queried."""
 
     def __init__(self, node: str | None = None) -> None:
         """`node`: id or name of the node; GPUSCALE_NODE by default. Raises InvalidArgumentError: it is not a valid id or name."""
@@ -166,12 +161,7 @@ def admission(
 def admit(
     request: monitor_api.AdmitWorkRequest, own: monitor_api.WorkServiceStub | None, address: str
 ) -> str:
-    """Have work admitted; returns why no agent did, or an empty string.
-
-    Args:
-        request: the request of `admission`.
-        own: the service at the client's address.
-        address: the client's address.
+    """Have work admitted by `own`, the service at the client's address, or an agent; returns why none did, or an empty string.
 
     Raises:
         FailedPreconditionError, PermissionDeniedError: the lease does not hold the GPUs.

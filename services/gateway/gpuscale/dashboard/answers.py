@@ -27,12 +27,7 @@ MARGIN = 4
 
 
 class Answer(ModalScreen[None]):
-    """Runs a gpuscalectl command and shows its output live. Closing the screen ends the command.
-
-    Args:
-        program: the program and its global options.
-        words: the command.
-    """
+    """Runs a gpuscalectl command and shows its output live. Closing the screen ends the command."""
 
     CSS = """
     #typed { height: 1; padding: 0 1; background: $primary-background; }
@@ -112,12 +107,7 @@ class Box(ModalScreen[bool]):
 
 
 class Confirm(Box):
-    """Asks to confirm a command.
-
-    Args:
-        words: the command.
-        about: what the command affects.
-    """
+    """Asks to confirm a command; `about` is what it affects."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "dismiss(True)", "yes"),

@@ -42,16 +42,7 @@ COUNTED = ("nodes", "reservations")
 
 
 class Feed:
-    """The tasks that keep `facts` up to date.
-
-    Args:
-        client: client of the gateway.
-        facts: where to write.
-        tally: where to keep counts, if wanted.
-
-    Attributes:
-        errors: failed calls, by source and reason.
-    """
+    """The tasks that keep `facts` up to date, and counts in `tally`; `errors` counts failed calls, by source and reason."""
 
     def __init__(self, client: AsyncClient, facts: Facts, tally: FleetTally | None = None) -> None:
         unavailable = ("UNAVAILABLE", "UPSTREAM_UNAVAILABLE")  # from 0, so that rates see the first

@@ -24,15 +24,9 @@ ABORTED = "aborted"
 
 
 class Figures:
-    """The metrics of one dashboard.
+    """The metrics of one dashboard: requests and their seconds by route, requests by status too, and open web sockets.
 
-    Attributes:
-        requests: requests answered, by route and status.
-        seconds: time they took, by route.
-        sockets: open web sockets.
-
-    Args:
-        errors: failed calls to the gateway, by source and reason.
+    `errors` counts failed calls to the gateway, by source and reason.
     """
 
     def __init__(self, errors: Counter[tuple[str, str]]) -> None:

@@ -42,15 +42,8 @@ Parts: TypeAlias = Sequence[tuple[str, str]]
 class Grid(ScrollView):
     """Rows of text under headings, one of them selected.
 
-    Args:
-        headings: column headings.
-        paint: renders the cell of a column; must depend on the text alone.
-        name: widget id.
-
-    Attributes:
-        rows: the rows shown.
-        cursor: index of the selected row.
-        widths: width of each column, in characters. Columns grow and do not shrink.
+    `paint` renders the cell of a column; it must depend on the text alone. `widths` are in characters: columns grow and do not
+    shrink.
     """
 
     class RowChosen(Message):
@@ -214,13 +207,7 @@ def load_lines(percents: Sequence[float]) -> tuple[str, str]:
 
 
 class Top(App[None]):
-    """The whole fleet on one screen.
-
-    Args:
-        connect: opens the client of the gateway.
-        program: the program to run commands about a row with.
-        ascii_only: draw ASCII only.
-    """
+    """The whole fleet on one screen; `program` runs commands about a row."""
 
     CSS = """
     Screen { overflow: hidden; }

@@ -133,12 +133,9 @@ AGAIN = 1.0
 
 @asynccontextmanager
 async def open_demo(services: grpc.aio.Channel, *, speed: float, seed: int) -> AsyncGenerator[None]:
-    """Run the demo until the end of the block.
+    """Run the demo until the end of the block, as an admin, `speed` times faster than real time.
 
-    Args:
-        services: a channel to all services, as an admin.
-        speed: how many times faster than real time the demo's day runs.
-        seed: determines people, loads and incidents.
+    `seed` determines people, loads and incidents.
     """
     site = DemoSite(BUILDS, speed)
     traffic = Traffic({name: capacity for name, (capacity, _) in ENDPOINTS.items()})

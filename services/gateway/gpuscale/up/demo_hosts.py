@@ -57,12 +57,7 @@ class DemoProgram:
 
 
 class DemoHost:
-    """A host that reports to the fleet each second.
-
-    Attributes:
-        programs: programs on each GPU, by UUID.
-        hangs: whether it stops reporting, so that its readings grow stale.
-    """
+    """A host that reports to the fleet each second, unless it `hangs`: then its readings grow stale."""
 
     def __init__(self, build: Build) -> None:
         self.build = build
@@ -193,12 +188,7 @@ class DemoHost:
 
 
 class DemoSite:
-    """All hosts, and the demo's time of day.
-
-    Args:
-        builds: the hosts.
-        speed: how many times faster than real time their day runs.
-    """
+    """All hosts, and the demo's time of day, which runs `speed` times faster than real time."""
 
     BEGIN = 9.0
     """Hour of the day at the start."""
@@ -248,14 +238,9 @@ class _DemoReplica:
 
 
 class Traffic:
-    """Requests of the endpoints, and the replicas that share them.
+    """Requests of the endpoints, waiting or being served, and the `ready` replicas that share them, by endpoint.
 
-    Args:
-        capacity: concurrent requests per replica, by endpoint.
-
-    Attributes:
-        requests: requests waiting or being served, by endpoint.
-        ready: ready replicas, by endpoint.
+    `capacity` is how many requests a replica serves at once.
     """
 
     def __init__(self, capacity: Mapping[str, float]) -> None:

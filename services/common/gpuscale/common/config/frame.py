@@ -208,14 +208,9 @@ def start(
     program: str,
     quiet: bool = False,
 ) -> int:
-    """Set up the log and serve until stopped; returns the exit code.
+    """Set up the log and serve until the event of `serve`, its `stop`, is set; returns the exit code.
 
-    Args:
-        settings: the settings of the program.
-        secrets: environment variables that child processes must not inherit.
-        serve: the service; ends after the event, its `stop`, is set.
-        program: name of the program.
-        quiet: as for `lifecycle.run`.
+    `secrets` are environment variables that child processes must not inherit; `quiet` is as for `lifecycle.run`.
     """
     logs.configure(settings.log_level, settings.log_format, service=program)
     logs.capture()

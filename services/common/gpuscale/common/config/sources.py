@@ -141,12 +141,7 @@ def load_table(
 def refuse_unused(
     settings_type: type[Settings], config: Mapping[str, object], unused: Mapping[str, str]
 ) -> None:
-    """Reject settings in the environment or file that nothing reads.
-
-    Args:
-        settings_type: the class with the fields.
-        config: the tables of the file.
-        unused: by field, what to do instead.
+    """Reject settings in the environment or file that nothing reads; `unused` says by field what to do instead.
 
     Raises:
         InvalidArgumentError: such a field is set, or a variable or key is unknown; the error names it.

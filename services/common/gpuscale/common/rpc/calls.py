@@ -31,11 +31,7 @@ MOST_CALLERS: Final = 10_000
 
 
 class RateLimits:
-    """Token buckets by caller.
-
-    Args:
-        calls_per_second: sustained rate of each caller.
-    """
+    """Token buckets by caller, each of whom may make `calls_per_second` in the long run."""
 
     def __init__(self, calls_per_second: float) -> None:
         self._rate = calls_per_second

@@ -101,11 +101,8 @@ def open_channel(
 ) -> grpc.aio.Channel:
     """An asyncio channel to HOST:PORT or unix:/path; the caller closes it. Connects at the first call.
 
-    Args:
-        address: address of the server; or several, comma-separated, of which one leads.
-        tls: switches TLS on.
-        token: sent with every call; only over TLS, to this host, or through a unix socket.
-        urgent: it reconnects quickly when a lost network or server is back.
+    Of several comma-separated addresses, one leads. The token goes with every call; only over TLS, to this host, or through a
+    unix socket. An `urgent` channel reconnects quickly when a lost network or server is back.
 
     Raises:
         FailedPreconditionError: the token would travel in plain text (INSECURE_TRANSPORT), or a file cannot be read

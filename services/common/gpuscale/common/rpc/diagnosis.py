@@ -119,14 +119,7 @@ def worded(address: str, error: UnavailableError) -> UnavailableError:
 
 
 def explained(address: str, tls: ClientTls | None, error: UnavailableError, limit: float) -> GpuscaleError:
-    """The error with its cause, if that can be found. Blocks for seconds.
-
-    Args:
-        address: the address that does not answer.
-        tls: the TLS files used.
-        error: the error of the call.
-        limit: maximum seconds, such as the rest of the deadline.
-    """
+    """The error with its cause, if that can be found within `limit` seconds. Blocks for seconds."""
     if error.reason != UnavailableError.default_reason:  # from a service, not from gRPC
         return error
     found = error if address.startswith("unix") else _diagnosed(address, tls, error, limit)

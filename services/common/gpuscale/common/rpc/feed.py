@@ -158,11 +158,7 @@ class ResourceFeed(Generic[V]):
             self._forgotten = self._gone.popitem(last=False)[1].revision
 
     async def stream(self, request: Any, view: FeedView[V] | None = None) -> AsyncGenerator[bytes]:
-        """Stream encoded responses without end.
-
-        Args:
-            request: has resume_token and perhaps min_interval; tokens are bound to its other fields.
-            view: what the reader sees; None for everything.
+        """Stream encoded responses without end; `view` None shows everything. Tokens are bound to the request's other fields.
 
         Raises:
             InvalidArgumentError: the token is malformed, or of another watch.

@@ -41,11 +41,7 @@ _log = get_logger(__name__)
 
 
 class Outage:
-    """Logs failures of an upstream, at most one per PERIOD, and once that it answers again.
-
-    Args:
-        now: a monotonic clock, in seconds.
-    """
+    """Logs failures of an upstream, at most one per PERIOD, and once that it answers again. `now` is a monotonic clock."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -77,12 +73,7 @@ STREAMS: Final = MAX_STREAMS_PER_CONNECTION * 9 // 10
 
 
 class Lanes:
-    """Channels for the streams of one upstream; closed at the end of the block.
-
-    Args:
-        open_channel: opens a channel; called whenever all channels are full.
-        most: maximum streams in total; None for no limit.
-    """
+    """Channels for the streams of one upstream, at most `most` of them in total; closed at the end of the block."""
 
     def __init__(self, open_channel: Callable[[], grpc.aio.Channel], most: int | None = None) -> None:
         self._open = open_channel
@@ -153,11 +144,7 @@ _BROKEN = frozenset(
 
 
 class Forwarder(grpc.GenericRpcHandler):
-    """Handles all methods of services by calling their upstream.
-
-    Args:
-        upstreams: by full name of a service.
-    """
+    """Handles all methods of services by calling their upstreams, given by full names of services."""
 
     def __init__(self, upstreams: Mapping[str, Upstream]) -> None:
         self._methods = {

@@ -181,13 +181,9 @@ class GuardSettings:
 
 
 class Guard:
-    """Guards a handler of any of the four kinds.
+    """Guards a handler of any of the four kinds; without `info`, nobody may call it.
 
-    Args:
-        path: `/package.Service/Method`.
-        info: its properties in the contract; None if nobody may call it.
-        handler: the servicer's handler, a coroutine function or, for response streams, an async generator function.
-        settings: shared by all methods.
+    The handler is a coroutine function or, for response streams, an async generator function.
     """
 
     def __init__(self, path: str, info: MethodInfo | None, handler: Handler, settings: GuardSettings) -> None:
@@ -489,11 +485,7 @@ def encoded(serialize: Callable[[Any], bytes] | None, response: Any) -> bytes:
 
 
 class Guards(grpc.GenericRpcHandler):
-    """The handlers of a server, each in a `Guard` that is created once per method with a role.
-
-    Attributes:
-        divert: if set, asked first for each call.
-    """
+    """The handlers of a server, each in a `Guard` that is created once per method with a role; `divert` is asked first."""
 
     def __init__(self, settings: GuardSettings) -> None:
         self._settings = settings

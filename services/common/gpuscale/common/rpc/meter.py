@@ -34,11 +34,7 @@ Collector = Callable[[MetricsPage], Awaitable[None]]
 
 
 class ProgramMeter:
-    """The metrics of any program: process, event loop, and those of its parts.
-
-    Args:
-        service: used in the names of series, such as `gpuscale_gateway_loop_lag_seconds`.
-    """
+    """The metrics of any program: process, event loop, and those of its parts. `service` is in the names of series."""
 
     def __init__(self, service: str) -> None:
         self.lag = Histogram()
@@ -81,12 +77,7 @@ class ProgramMeter:
 
 
 class CallMeter(ProgramMeter):
-    """The metrics of a service, with its calls and tokens.
-
-    Args:
-        service: used in the names of series, such as `gpuscale_gateway_calls_total`.
-        authenticator: provides the expiry and last use of tokens.
-    """
+    """The metrics of a service, with its calls and its tokens: their expiry and last use."""
 
     def __init__(self, service: str, authenticator: Authenticator) -> None:
         super().__init__(service)
@@ -144,13 +135,7 @@ class CallMeter(ProgramMeter):
 
 
 class CallWatcher:
-    """Limits, audits and counts the calls of a server.
-
-    Args:
-        limits: rate limits; None for none.
-        audit: log of changes and refusals; None for none.
-        meter: counts calls; None for not counting.
-    """
+    """Limits, audits and counts the calls of a server, as far as `limits`, `audit` and `meter` are given."""
 
     def __init__(
         self, limits: RateLimits | None = None, audit: AuditLog | None = None, meter: CallMeter | None = None
@@ -191,17 +176,7 @@ class CallWatcher:
         code: grpc.StatusCode,
         seconds: float,
     ) -> None:
-        """A call has ended.
-
-        Args:
-            info: its method.
-            principal: its caller; None for a rejected one.
-            context: its context.
-            request: bytes of the request, unless a stream.
-            answer: bytes of the response, unless a stream.
-            code: its status.
-            seconds: its duration.
-        """
+        """A call has ended, after `seconds`. A rejected one has no `principal`; streams have no bytes."""
         if self._meter is not None:
             self._meter.open -= 1
         if counted_elsewhere.get():

@@ -49,13 +49,9 @@ class _RefusedError(Exception):
 async def serve_metrics(
     listen: str, options: ServerOptions, authenticator: Authenticator, render: Render
 ) -> AsyncGenerator[str]:
-    """Serve during the block; yields the address with its port.
+    """Serve the page that `render` makes during the block, to any role; yields the address with its port, a free one for 0.
 
-    Args:
-        listen: HOST:PORT; port 0 takes a free one.
-        options: TLS files, and whether plain text to other hosts is allowed; `options.listen` is ignored.
-        authenticator: identifies callers; any role may read.
-        render: makes the page.
+    `options.listen` is ignored: the others are TLS files, and whether plain text to other hosts is allowed.
 
     Raises:
         FailedPreconditionError: ADDRESS_IN_USE, BIND_FAILED, INSECURE_BIND or TLS_FILES.

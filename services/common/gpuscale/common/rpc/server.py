@@ -132,16 +132,10 @@ class Registration:
 
 
 class HandlerCollector:
-    """Stands in for a server when services are added: stores their handlers and passes them on as generic ones.
+    """Stands in for a server when services are added: stores their handlers by path, and passes them on as generic ones.
 
     Generated code also registers each method with gRPC core, and a grpc.aio server then waits for a call per method: with
-    forty methods this costs a fifth of its throughput (measured with grpcio 1.85.1).
-
-    Args:
-        guards: receives the handlers; None to only store them.
-
-    Attributes:
-        handlers: by path of the method.
+    forty methods this costs a fifth of its throughput (measured with grpcio 1.85.1). Without `guards` they are only stored.
     """
 
     def __init__(self, guards: Guards | None = None) -> None:
@@ -187,11 +181,8 @@ class ServerOptions:
 def bind_health(listen: str, servicer: Any = None) -> tuple[grpc.aio.Server, int]:
     """A server for Health.Check only, for probes without TLS such as a kubelet's, and its port.
 
-    The caller starts it and watches its connections. It serves no Watch, so callers cannot keep calls open.
-
-    Args:
-        listen: HOST:PORT.
-        servicer: the health servicer; None for one that answers SERVING.
+    The caller starts it and watches its connections. It serves no Watch, so callers cannot keep calls open. Without a
+    `servicer` it answers SERVING.
 
     Raises:
         FailedPreconditionError: ADDRESS_IN_USE or BIND_FAILED.
@@ -214,13 +205,7 @@ def bind_health(listen: str, servicer: Any = None) -> tuple[grpc.aio.Server, int
 
 
 class Server:
-    """Serves the added services from `start` to `stop`; also an async context manager.
-
-    Args:
-        options: its options.
-        authenticator: identifies callers.
-        meter: counts calls, if given.
-    """
+    """Serves the added services from `start` to `stop`; also an async context manager."""
 
     def __init__(
         self, options: ServerOptions, authenticator: Authenticator, meter: CallMeter | None = None
@@ -274,10 +259,7 @@ class Server:
         self._authenticator.open_forwarded = open_forwarded
 
     def bind(self) -> str:
-        """Bind the address and sockets; calls are answered after `start`.
-
-        Returns:
-            The address with its port, such as "127.0.0.1:7070".
+        """Bind the address and sockets; calls are answered after `start`. Returns the address with its port.
 
         Raises:
             FailedPreconditionError: ADDRESS_IN_USE, BIND_FAILED, INSECURE_BIND (TLS is needed) or TLS_FILES.

@@ -78,12 +78,7 @@ class _Leader(Upstream):
 
 
 class Relay:
-    """Forwards calls to the current leader. Call `end` last.
-
-    Args:
-        services: full names of the services.
-        open_channel: opens a channel to an address.
-    """
+    """Forwards calls to the current leader, over channels to its address. Call `end` last."""
 
     def __init__(self, services: Sequence[str], open_channel: Callable[[str], grpc.aio.Channel]) -> None:
         self._services = services
@@ -133,11 +128,9 @@ _log = get_logger(__name__)
 
 
 class LeaderMethods:
-    """The methods of services that only the leader runs.
+    """The methods of services that only the leader runs; their generated modules must be imported.
 
-    Args:
-        services: full names; their generated modules must be imported.
-        refusal: returns the error for calls while this process does not lead.
+    `refusal` returns the error for calls while this process does not lead.
     """
 
     def __init__(self, services: Sequence[str], refusal: Callable[[], UnavailableError]) -> None:

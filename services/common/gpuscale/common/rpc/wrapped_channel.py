@@ -88,13 +88,7 @@ class _AioChannel(_Methods, _OfAio):
 
 
 class WrappedChannel(_AroundOthers, _AioChannel):
-    """An asyncio channel around others; closing it closes them.
-
-    Args:
-        channels: the inner channels.
-        make: makes the methods.
-        leader: index of the channel whose state is shown; None for the first.
-    """
+    """An asyncio channel around others, which it closes. Its state is that of `leader`, or else of the first."""
 
     def __init__(
         self, channels: Sequence[grpc.aio.Channel], make: MakeMethod, leader: Leader | None = None
@@ -265,13 +259,7 @@ class Leader:
 
 
 class Trail:
-    """The attempts of one call.
-
-    Args:
-        leader: the leader of the channel.
-        timeout: the caller's timeout in seconds, or None.
-        again: whether it can be retried: not with a request stream.
-    """
+    """The attempts of one call, with the caller's timeout in seconds; a request stream is not sent `again`."""
 
     def __init__(self, leader: Leader, timeout: float | None, *, again: bool) -> None:
         self._leader = leader

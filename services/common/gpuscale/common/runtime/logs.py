@@ -81,11 +81,7 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
 
 
 class Attempts:
-    """Attempts at something that is done again and again: a block whose failures are caught, the first in a row logged.
-
-    Attributes:
-        failing: whether the last one failed.
-    """
+    """Attempts at something that is done again and again: failures of a block are caught, the first in a row logged."""
 
     def __init__(self, log: structlog.stdlib.BoundLogger, event: str, *failures: type[Exception]) -> None:
         self._log, self._event, self._failures = log, event, failures
@@ -107,13 +103,10 @@ def configure(
     *,
     service: str = "",
 ) -> None:
-    """Log to stderr; replaces an earlier configuration.
+    """Log to stderr, or `stream`, from `level` on; replaces an earlier configuration.
 
-    Args:
-        level: lowest level to write.
-        format: `console`, `json` (one object per line), or `auto`: console on a terminal, else JSON.
-        stream: used instead of stderr.
-        service: name of this process in JSON lines, which also have its host and version.
+    `format` is `console`, `json` (one object per line), or `auto`: console on a terminal, else JSON. Lines of JSON have the
+    name `service` of this process, its host and version.
     """
     global _json  # noqa: PLW0603 - per process, as the handlers of logging
     target = stream or sys.stderr

@@ -54,12 +54,7 @@ _random = SystemRandom()
 
 
 class Backoff:
-    """Full-jitter backoff of one retry loop.
-
-    Args:
-        initial: upper bound of the first wait, in seconds.
-        cap: largest upper bound, in seconds.
-    """
+    """Full-jitter backoff of one retry loop, whose bound grows from `initial` to `cap`, in seconds."""
 
     def __init__(self, initial: float = 0.5, cap: float = 30.0) -> None:
         self._initial = initial

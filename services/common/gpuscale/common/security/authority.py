@@ -96,12 +96,9 @@ def make_authority(name: str) -> Pair:
 
 @dataclass(frozen=True, slots=True)
 class CertificateSubject:
-    """The subject of a certificate.
+    """The subject of a certificate: its common name, and host names and IP addresses of a server.
 
-    Attributes:
-        name: common name.
-        hosts: host names and IP addresses of a server; none for a client only.
-        uri: identity of a caller, `spiffe://<trust domain>/gpuscale/<role>/<name>`; empty for a server only.
+    `uri` is the identity of a caller, `spiffe://<trust domain>/gpuscale/<role>/<name>`; empty for a server only.
     """
 
     name: str

@@ -14,18 +14,10 @@ T = TypeVar("T")
 
 
 class Followed(Generic[T]):
-    """A value that `load` makes of files, reloaded when they change. Thread-safe.
+    """A value that `load` makes of files, reloaded when they change, checked every `period` seconds at most. Thread-safe.
 
-    If changed files cannot be used, the previous value stays.
-
-    Args:
-        what: name of the files in the log.
-        files: the files to check for changes.
-        load: raises OSError or ValueError for unusable files; then so does the constructor.
-        period: minimum seconds between two checks.
-
-    Attributes:
-        current: the value loaded last.
+    If changed files cannot be used, the previous value stays as `current`, and the log names them by `what`. `load` raises
+    OSError or ValueError for unusable files; then so does the constructor.
     """
 
     def __init__(self, what: str, files: Sequence[Path], load: Callable[[], T], period: float = 0.0) -> None:

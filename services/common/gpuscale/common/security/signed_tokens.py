@@ -138,12 +138,9 @@ class _Keys(BaseModel):
 
 
 class Provider:
-    """An OIDC provider: its discovery document and keys.
+    """An OIDC provider: its discovery document and keys. `audience` is our client id.
 
-    Args:
-        issuer: URL of the issuer.
-        audience: our client id, which must be the audience of its tokens.
-        ca_file: authority for its TLS; None for those of the system.
+    `ca_file` is the authority for its TLS; None for those of the system.
     """
 
     def __init__(self, issuer: str, audience: str, ca_file: Path | None = None) -> None:

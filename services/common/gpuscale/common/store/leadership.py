@@ -49,12 +49,9 @@ _log = get_logger(__name__)
 
 
 class Candidate:
-    """A process that leads whenever nobody else does.
+    """A process that leads whenever nobody else does; others reach it at `address`.
 
-    Args:
-        url: URL of the database, the same for all processes of the service.
-        service: name of the service and of its schema.
-        address: HOST:PORT at which others reach this process.
+    `url` is the same for all processes of the service, which also names the schema.
     """
 
     def __init__(self, url: SecretUrl, service: str, address: str) -> None:

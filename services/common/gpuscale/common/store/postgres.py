@@ -143,13 +143,7 @@ _log = get_logger(__name__)
 class Postgres(Backend):
     """A service's schema in PostgreSQL, for one term. Reserves no disk space.
 
-    Args:
-        url: URL of the database.
-        service: name of the service and of its schema.
-        metadata: the tables.
-        version: schema version; an earlier one is migrated.
-        migrations: by the version that each starts from.
-        term: the term in which this process leads.
+    An earlier `version` of the schema is migrated, by `migrations` from each.
     """
 
     url: SecretUrl

@@ -81,10 +81,9 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class Room:
-    """Reserved disk space of one SQLite file, for the writer thread. Close it after the connections.
+    """Reserved disk space of one SQLite file, for the writer thread; `short` of it if the file system had no blocks.
 
-    Attributes:
-        short: whether the file system had no blocks to reserve.
+    Close it after the connections.
     """
 
     def __init__(self, database: Path) -> None:
@@ -133,15 +132,10 @@ class Room:
 
 @dataclass(eq=False)
 class Sqlite(Backend):
-    """A store's SQLite file.
+    """A store's SQLite file; a missing directory is created with mode 0700.
 
-    Args:
-        path: the file; a missing directory is created with mode 0700.
-        metadata: the tables.
-        version: schema version; an earlier one is migrated.
-        migrations: by the version that each starts from.
-        guard: checks the file before its use, and is called after each transaction.
-        unchecked: tables that are not checked in a file larger than `SMALL_FILE`.
+    An earlier `version` is migrated, by `migrations` from each. `guard` checks the file before its use, and is called after
+    each transaction. Tables that are `unchecked` are not checked in a file larger than `SMALL_FILE`.
     """
 
     path: Path

@@ -56,10 +56,7 @@ T = TypeVar("T")
 class Backend(ABC):
     """A database. The thread that enters `writer` or `reader` uses the connection.
 
-    Attributes:
-        errors: errors of its driver and of SQLAlchemy.
-        version: schema version; an earlier one is migrated.
-        migrations: by the version that each starts from.
+    `errors` are of its driver and of SQLAlchemy. An earlier `version` is migrated, by `migrations` from each.
     """
 
     errors: ClassVar[tuple[type[Exception], ...]]
@@ -137,10 +134,8 @@ class Backend(ABC):
 class Store:
     """The state of one service. Created by `Store.open`; for the event loop that opened it.
 
-    Attributes:
-        commits: durations of write transactions, with their sync, of all stores of this process.
-        failures: how many of them failed.
-        problem: why they fail now; empty while they succeed.
+    `commits` has the durations of write transactions, with their sync, of all stores of this process, and `failures` how
+    many failed; `problem` says why they fail now.
     """
 
     commits: ClassVar[Histogram] = Histogram()
@@ -160,11 +155,7 @@ class Store:
     @classmethod
     @asynccontextmanager
     async def open(cls, backend: Backend, *, name: str) -> AsyncGenerator[Self]:
-        """Open or create the state; on leaving, finish submitted work and close.
-
-        Args:
-            backend: the database.
-            name: name of the service, for threads and failpoints.
+        """Open or create the state; on leaving, finish submitted work and close. `name` is for threads and failpoints.
 
         Raises:
             FailedPreconditionError: STATE_UNREADABLE, STATE_VERSION or an error of the backend; the state is unchanged.

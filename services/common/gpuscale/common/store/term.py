@@ -25,11 +25,8 @@ class Lead:
 class Term:
     """One term. Thread-safe except `confirm` and `close`.
 
-    Args:
-        lead: the leader; the epoch is higher than those of all earlier terms.
-        socket: descriptor of the connection that holds the lead.
-        lease: seconds for which an answer of the server is trusted.
-        asked: when the query that gave the lead was sent, in seconds of CLOCK_BOOTTIME.
+    The epoch of `lead` is higher than those of all earlier terms. `socket` is of the connection that holds the lead; an answer
+    of the server is trusted for `lease` seconds, the first from `asked` on, in seconds of CLOCK_BOOTTIME.
     """
 
     def __init__(self, lead: Lead, socket: int, lease: float, asked: float) -> None:

@@ -210,12 +210,7 @@ def _run_within_a_call(
 
 
 def finished(client: "Client", name: str, *, cancels: bool = False) -> "api.BacktestResponse":
-    """Wait for a backtest and return its results.
-
-    Args:
-        client: client of the server it runs on.
-        name: its resource name.
-        cancels: whether to stop it if the wait is interrupted.
+    """Wait for a backtest and return its results; `cancels` says whether to stop it if the wait is interrupted.
 
     Raises:
         FailedPreconditionError: it was cut short.

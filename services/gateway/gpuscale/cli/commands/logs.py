@@ -175,12 +175,7 @@ def _replicas(client: "Client", typed: Sequence[str]) -> list[str]:
 
 
 class _Tail:
-    """The output of one replica, continued where the last read ended.
-
-    Attributes:
-        name: of the replica.
-        ended: whether all was read and no more will come.
-    """
+    """The output of one replica, continued where the last read ended; `ended` once no more will come."""
 
     def __init__(self, client: "Client", name: str, last: int, lines: int | None = None) -> None:
         self.name = name

@@ -112,12 +112,8 @@ def start(
 ) -> subprocess.Popen[bytes] | int:
     """Start a command; if that fails, report it and return an exit code.
 
-    Args:
-        command: the program and its arguments.
-        variables: variables to add to our caller's environment.
-        stdout: its standard output.
-        prefix: a command that becomes it, as another user.
-        dies_with_us: whether the kernel kills it when this process ends without stopping it, as by SIGKILL.
+    `variables` are added to our caller's environment; `prefix` is a command that becomes it, as another user. The kernel kills
+    it if it `dies_with_us` when this process ends without stopping it, as by SIGKILL.
     """
     words = list(command)
     try:
@@ -244,8 +240,7 @@ class Offspring:
     def stop(self, until: float) -> list[psutil.Process]:
         """Send SIGTERM to all, and SIGKILL to those still running at `until` (of `time.monotonic`).
 
-        Returns:
-            Those that cannot be killed: of another user, or stuck in the kernel.
+        Returns those that cannot be killed: of another user, or stuck in the kernel.
         """
         _send(self.alive(), signal.SIGTERM)
         while (left := self.alive()) and time.monotonic() < until:

@@ -38,13 +38,7 @@ from gpuscale.common.security import authority as pki
 class ServicesHost:
     """A host that joins as standby or gateway.
 
-    Attributes:
-        role: standby or gateway.
-        node: name of the host.
-        hosts: names by which others reach it.
-        database: the first host's PostgreSQL, for a standby.
-        folder: directory of its settings.
-        state: directory of its state.
+    `database` is the first host's PostgreSQL, for a standby. Others reach it by the names `hosts`; `folder` has its settings.
     """
 
     role: str

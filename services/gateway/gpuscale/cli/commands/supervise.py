@@ -207,12 +207,8 @@ def run_under(
 ) -> int:
     """Run a command under its lease, then release it; returns the command's exit code.
 
-    Args:
-        holder: renews the lease.
-        own: stub that admits work at the address of the orders, if that may be this host's agent.
-        stdout: the command's standard output; both outputs for a `child`.
-        while_open: a descriptor; the command is stopped when its reader is gone.
-        child: process that becomes the command, in place of a new one.
+    `own` admits work at the address of the orders, if that may be this host's agent. A `child` becomes the command, and
+    `stdout` is both of its outputs. The command is stopped when the reader of the descriptor `while_open` is gone.
 
     Raises:
         FailedPreconditionError: the directory does not exist (DIRECTORY_NOT_FOUND), or the lease is over or lost (LEASE_LOST).
@@ -391,13 +387,8 @@ def _check(
 class Keeper:
     """Keeps the lease of a reservation while its block runs. `lost` says why it is lost; empty while held.
 
-    `stopped` says why the command was told to end, if it was; `leaves`, whether it is to start again elsewhere.
-
-    Args:
-        holder: renews the lease.
-        reservation: the reservation as of its latest renewal.
-        offspring: the command and its descendants.
-        send: sends the command a signal; None if there is no `--on-move`.
+    `stopped` says why the command was told to end, if it was; `leaves`, whether it is to start again elsewhere. `send` sends
+    `offspring` a signal; None if there is no `--on-move`.
     """
 
     def __init__(

@@ -72,17 +72,10 @@ def delete_each(
     line: str = "deleted",
     **fields: object,
 ) -> None:
-    """Delete resources after confirmation. Raises the same as `say_each`.
+    """Delete resources, as typed, after confirmation unless `yes`. Raises the same as `say_each`.
 
-    Args:
-        session: the connection.
-        key: of lists of data.
-        pattern: of their names.
-        typed: their names, as typed.
-        request: such as DeleteEndpointRequest; its Get method checks that a resource exists.
-        yes: do not ask for confirmation.
-        line: what to say of each.
-        fields: of the request, besides the name.
+    `request` is such as DeleteEndpointRequest, with `fields` besides the name; its Get method checks that a resource exists.
+    `line` is what to say of each, `key` that of lists of data.
     """
     from google.protobuf.message_factory import GetMessageClass
 

@@ -78,11 +78,7 @@ class Session:
 
     @contextmanager
     def connect(self, *, quickly: float | None = None, node: str | None = None) -> Generator[library.Client]:
-        """A client of the gateway.
-
-        Args:
-            quickly: most seconds to connect, and for each call.
-            node: this host's node, if an option names it.
+        """A client of the gateway; `quickly`: most seconds to connect and for each call; `node`: this host's, if known.
 
         Raises:
             UnavailableError: nothing answers; the message says how to start a server.
@@ -317,10 +313,7 @@ class Command(click.Command):
 class CommandEntry(NamedTuple):
     """A command or group of the program, known without importing it.
 
-    Attributes:
-        help: a line about what it does.
-        place: `module:attribute` below `gpuscale.cli.commands`; for a group, those of its commands.
-        kind: the class of a group.
+    `place` is `module:attribute` below `gpuscale.cli.commands`; for a group, those of its commands.
     """
 
     help: str

@@ -39,13 +39,9 @@ M = TypeVar("M", bound=Message)
 
 @dataclass
 class About:
-    """What to list: by default everything.
+    """What to list, by default everything: of the GPU with the UUID `gpu`, and of a time.
 
-    Attributes:
-        gpu: only of the GPU with this UUID.
-        time: only of this time.
-        chosen: what the options of `get` choose, of this `view`.
-        fields: all that a watch needs to send.
+    `chosen` is what the options of `get` choose of a `view`, `fields` all that a watch needs to send.
     """
 
     gpu: str = ""
@@ -171,12 +167,9 @@ def named(client: Client, typed: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def spots(of: Callable[[], Iterable[monitor_api.Node]], typed: Sequence[str], noun: str = "") -> list[str]:
-    """The full names of nodes and GPUs, typed in any form.
+    """The full names of nodes and GPUs, typed in any form; `noun`, which is `nodes` or `gpus`, accepts only these.
 
-    Args:
-        of: reads the nodes; called to find a GPU by its UUID or index.
-        typed: what was typed.
-        noun: `nodes` or `gpus` to accept only these.
+    `of` reads the nodes, to find a GPU by its UUID or index.
 
     Raises:
         InvalidArgumentError: one is neither a node nor a GPU, or not what `noun` allows.

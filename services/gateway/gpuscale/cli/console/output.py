@@ -69,12 +69,7 @@ def name_of(item: "Message") -> str:
 
 @dataclass
 class Watched:
-    """What has been written of a watched list.
-
-    Attributes:
-        every: seconds between polls of a list without a stream.
-        headed: the headings are written.
-    """
+    """What has been written of a watched list; one without a stream is polled `every` so many seconds."""
 
     every: float
     streams: "Streams | None" = None

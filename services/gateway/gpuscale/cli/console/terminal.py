@@ -241,10 +241,8 @@ class Progress:
     ) -> None:
         """Show the reason for waiting; a terminal goes on to show the time.
 
-        Args:
-            reason: written when it changes, and every `REPEAT` seconds.
-            moving: a detail whose change alone is not worth a line, as it is so many seconds after this call.
-            waited: seconds so far, if not `elapsed`.
+        The `reason` is written when it changes, and every `REPEAT` seconds; `moving` is a detail whose change alone is not
+        worth a line, as it is so many seconds after this call.
         """
         here = threading.current_thread() is threading.main_thread()
         if here and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:

@@ -114,13 +114,7 @@ YES = option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 
 
 def shared(*names: str, many: bool = False, **attributes: Any) -> Any:
-    """A field of a dataclass that is an option of commands that `takes` gives the class.
-
-    Args:
-        names: of the option; that of the field by default.
-        many: it may be repeated.
-        attributes: as for `option`.
-    """
+    """A field of a dataclass that is an option, as for `option`, of commands that `takes` gives the class."""
     return dataclasses.field(metadata={"make": repeated if many else option, "names": names, **attributes})
 
 

@@ -138,11 +138,7 @@ def near(typed: str, known: Iterable[str]) -> str:
 def check_path(path: Path, descriptor: Any, where: str, also: Iterable[str] = ()) -> tuple[Any, bool]:
     """The field at a path of a message, and whether it may have several values; maps have any key.
 
-    Args:
-        path: the path.
-        descriptor: of the message; the stubs have two classes for it.
-        where: the option, for errors.
-        also: more words to suggest.
+    The stubs have two classes for a `descriptor`. `where` is the option, for errors; `also` are more words to suggest.
 
     Raises:
         InvalidArgumentError: there is no such field.

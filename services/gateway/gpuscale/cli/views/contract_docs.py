@@ -81,12 +81,9 @@ def _contract() -> _Contract:
 
 
 def describe(root: str, path: str, *, recursive: bool = False) -> Entry:
-    """The field at a path of a message, or the message itself.
+    """The field at a path of a message, or the message itself; `recursive`: with the parts of parts.
 
-    Args:
-        root: name of the message, such as `autoscaler.v1.Endpoint`.
-        path: field names, or JSON names, such as `spec.min_replicas`; may be empty.
-        recursive: with the parts of parts.
+    `root` is such as `autoscaler.v1.Endpoint`; `path` is of field or JSON names, such as `spec.min_replicas`, or empty.
 
     Raises:
         NotFoundError: there is no such field.
