@@ -232,7 +232,6 @@ def _eyes(
 
 
 def _registered(*servicers: object) -> tuple[Registration, ...]:
-    """The services to register: all of `SERVICES`, in order."""
     adds = (f"add_{name.rpartition('.')[2]}Servicer_to_server" for name in SERVICES)
     of_all = zip(SERVICES, adds, servicers, strict=True)
     return tuple(Registration(name, partial(getattr(api, add), one)) for name, add, one in of_all)

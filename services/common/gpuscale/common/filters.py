@@ -91,13 +91,11 @@ class _Parser:
         self._start = self._at = 0  # positions of the last token, and of the next
 
     def filter(self) -> Test:
-        """Parse a filter."""
         test = self._all(0)
         self._expect_end("AND, OR or the end")
         return test
 
     def order(self) -> list[Callable[[Any], SortValue]]:
-        """Parse an order."""
         found: list[Callable[[Any], SortValue]] = []
         while not found or self._take(","):
             at, field = self._at, self._path()
@@ -176,7 +174,6 @@ class _Parser:
         return field
 
     def _value_test(self, field: _Path, sign: str) -> Test:
-        """Parse the value of a restriction."""
         raw = self._take(rf'{_QUOTED}|[^\s"(),<>=!]+')
         if raw is None:
             raise self._wrong("expected a value")

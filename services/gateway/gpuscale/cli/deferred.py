@@ -89,7 +89,6 @@ class _Later(Loader):
         self.module: ModuleType | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As its own loader makes it."""
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:

@@ -172,6 +172,5 @@ class _Call(_Wrapped):
             return await self._call.read()
 
     async def write(self, request: Any) -> None:
-        """Send a request of the stream."""
         async with self._failing.errors_async():
             await self._call.write(request)

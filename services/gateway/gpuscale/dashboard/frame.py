@@ -44,7 +44,6 @@ LINKS = (
 
 
 def _asset(name: str) -> str:
-    """The text of a style sheet or script."""
     return files("gpuscale.dashboard").joinpath("assets", name).read_text(encoding="utf-8")
 
 

@@ -396,7 +396,6 @@ class Top(App[None]):
             self._redraw()
 
     async def _ask(self, client: AsyncClient) -> None:
-        """Query the decisions."""
         request = autoscaler_api.ListDecisionsRequest(page_size=LATEST)
         try:
             self._decisions = (await client.decisions.ListDecisions(request)).decisions

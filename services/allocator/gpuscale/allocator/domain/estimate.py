@@ -293,7 +293,6 @@ def _fitting(needs: Footprint, kind: GpuKind, given: Split | None) -> Split | No
 
 
 def _told(wish: ModelWish, size: ModelSize | None) -> str:
-    """Where the parameter count comes from."""
     if size is None:
         return "parameters: the model's name has no number" if wish.model else "no model named"
     if not size.text:

@@ -343,7 +343,6 @@ class Members:
         )
 
     def _scoring(self, shape: Shape, row: int) -> Callable[[NodeCandidate], Score]:
-        """A function that scores the fitting GPUs of a row, in parts."""
         ask, columns = shape.ask, self._columns
         if ask.policy is _SPREAD:
             # As the seed says; of a GPU that is shared already, what its holders have is not free.
@@ -377,7 +376,6 @@ class Members:
 
 
 def _fitting(shape: Shape, at: int) -> list[int]:
-    """The columns of a row's fitting GPUs."""
     return list(compress(count(), map(not_, listed(shape.gpu_codes[at]))))
 
 

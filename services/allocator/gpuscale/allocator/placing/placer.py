@@ -350,7 +350,6 @@ class _Scratch:
         self._placed: list[Member] = []
 
     def place(self) -> list[Member]:
-        """Place the members by the ask's strategy."""
         index, ask = self._index, self._ask
         shape = index.shape(ask, self._now)
         value = index.value(shape).copy()

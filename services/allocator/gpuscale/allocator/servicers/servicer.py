@@ -254,7 +254,6 @@ class AllocatorServicer(api.AllocatorServiceServicer):
             yield message
 
     def _put(self, answer: _One, one: Reservation) -> _One:
-        """Put a reservation into an answer."""
         put_reservation(answer.reservation, one, self.clock.now(), self.clock.wall())
         return answer
 
@@ -266,11 +265,9 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         return answer
 
     def _shown(self, reservation: Reservation) -> api.Reservation:
-        """The message of a reservation for the caller."""
         return self._report(reservation, fenced=_is_shown_fence(reservation, current_principal()))
 
     def _report(self, reservation: Reservation, *, fenced: bool) -> api.Reservation:
-        """The message of a reservation with its use."""
         return self._told(reservation, fenced=fenced).reservation
 
     def _told(self, one: Reservation, *, fenced: bool, own: bool = False) -> api.GetReservationResponse:

@@ -57,7 +57,6 @@ class RecordFilter:
     period: TimeRange = ANY_TIME
 
     def __contains__(self, one: Reservation) -> bool:
-        """Whether it includes a reservation."""
         return (
             self.holder in {"", one.holder}
             and (not self.gpu_uuid or any(self.gpu_uuid in {gpu.uuid, gpu.parent} for gpu in one.gpus))

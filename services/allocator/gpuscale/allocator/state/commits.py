@@ -350,5 +350,4 @@ class Commits:
 
 
 def _nodes(units: Sequence[_Unit]) -> set[str]:
-    """The nodes that the units change."""
     return {gpu.node for unit in units for one in unit.reservations for gpu in one.gpus}

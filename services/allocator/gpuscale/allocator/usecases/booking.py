@@ -220,7 +220,6 @@ class Calendar:
         await self.leases.revoke([held.id for held in live if held.end_reason == one.why], None, "")
 
     def _on(self, one: Booking) -> Iterator[Reservation]:
-        """The reservations that hold any of its GPUs."""
         use = self.leases.ledger.use
         held = dict.fromkeys(name for _, uuid in one.spots for name in use.gpu(uuid).reservations)
         return (self.leases.ledger.live[name] for name in held)

@@ -180,7 +180,6 @@ class Capacity:
 
 
 def _answer(found: Pick | Refusal | QueueObstacle) -> CapacityAnswer:
-    """The answer in words."""
     if isinstance(found, Pick):
         where = dict.fromkeys(gpu.node for gpu in found.gpus)
         gpus = ", ".join(f"{gpu.uuid} ({gpu.node})" for gpu in found.gpus)

@@ -160,7 +160,6 @@ class Powering:
         return self.records.clock.now()
 
     def _gpus(self, node: Node) -> Sequence[PoweredGpu]:
-        """What is known of a node's GPUs."""
         heard, told = self._told.get(node.id, (-HEARD, {}))
         fresh = self._now() - heard < HEARD
         handed = self._handed.get(node.id, {})

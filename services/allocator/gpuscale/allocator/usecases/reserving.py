@@ -238,7 +238,6 @@ class _Entry:
     rung: QueuePlace | None = None
 
     def ring(self) -> None:
-        """Signal news."""
         self.rung = self.waiter.place
         for bell in self.bells:
             bell.set()

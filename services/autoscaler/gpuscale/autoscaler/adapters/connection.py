@@ -148,7 +148,6 @@ class AutoscalerConnection:
                 self._silent_since = asyncio.get_running_loop().time()
 
     async def _answer(self, question: autoscaler_internal.LogQuestion) -> None:
-        """Read part of a log and send it."""
         part = LogPart(problem="this adapter keeps no logs")
         if self._read_log is not None:
             offset = question.offset if question.HasField("offset") else None

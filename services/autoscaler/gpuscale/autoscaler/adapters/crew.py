@@ -203,7 +203,6 @@ class EngineCrew:
             raise self._problems[-1]
 
     async def _look(self) -> None:
-        """Observe the engine."""
         with self._measured("observe"):
             async with asyncio.timeout(OBSERVE_TIMEOUT):
                 seen = await self._engine.observe()
@@ -277,7 +276,6 @@ class EngineCrew:
         self._problems.extend(errors.values())
 
     def _tell(self) -> None:
-        """Trigger a report if something changed."""
         now = reports(self._shown, self._records, self._killed)
         if now != self._reported:
             self._reported = now

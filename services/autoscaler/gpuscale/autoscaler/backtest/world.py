@@ -230,7 +230,6 @@ class World:
         heapq.heappush(self._events, (at, self._sequence, replica, request))
 
     def _dispatch(self) -> None:
-        """Assign waiting requests to replicas with a free slot, the least busy first."""
         slots = self.setting.slots
         while self._queue:
             replica, least = None, slots

@@ -182,11 +182,9 @@ class _Capacity:
         return self._alike[_key(demand.capabilities)]
 
     def runnable(self, offered: Amounts) -> int:
-        """Tasks that a worker with `offered` can run."""
         return sum(one.tasks for one in self.demands if covers(offered, one.capabilities))
 
     def without(self, group: WorkerGroup) -> None:
-        """Remove one group."""
         self._workers[_key(group.capabilities)] -= group.workers
 
 

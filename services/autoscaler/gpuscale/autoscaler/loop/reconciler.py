@@ -653,7 +653,6 @@ def _evaluated(endpoint: Endpoint, question: Question | None) -> tuple[Endpoint,
 
 
 def _decided(endpoint: Endpoint, set_id: str, at: Moment) -> Replica:
-    """A replica to start."""
     request_id = str(uuid4())
     asked_for = next((one for one in endpoint.spec.capability_sets if one.id == set_id), None)
     group = NO_GROUP

@@ -282,7 +282,6 @@ class Backtests:
             return one.message
 
     async def _run(self, name: str, run: _Run) -> None:
-        """Run a backtest to its end, policy by policy."""
         wall = to_timestamp(self._clock.wall())
         await self._change(name, api.Backtest(state=_State.STATE_RUNNING, start_time=wall))
         job, until = await _in_thread(run.asked.job), time.monotonic() + LONGEST_RUN
@@ -379,7 +378,6 @@ class Backtests:
             size -= one.message.ByteSize() + one.report_bytes
 
     def _stop(self, name: str) -> None:
-        """Stop its thread, if it has one."""
         run = self._runs.pop(name, None)
         if run is not None:
             run.stop.set()

@@ -143,7 +143,6 @@ class EndpointServicer(api.EndpointServiceServicer):
     async def ReadReplicaLog(
         self, request: api.ReadReplicaLogRequest, context: Context
     ) -> api.ReadReplicaLogResponse:
-        """Read part of a replica's log, by default `DEFAULT_BYTES`."""
         ids, most = parse(REPLICA, request.name), request.max_bytes or DEFAULT_BYTES
         work = partial(find_replica, endpoint_id=ids["endpoint"], replica_id=ids["replica"])
         one = await self._deps.store.read(work)
@@ -227,7 +226,6 @@ class RuleServicer(api.RuleServiceServicer):
         self._clock = clock
 
     async def CreateRule(self, request: api.CreateRuleRequest, context: Context) -> api.CreateRuleResponse:
-        """Add a rule; repeating it changes nothing."""
         endpoint, rule = parse(ENDPOINT, request.parent, "parent")["endpoint"], _rule_of(request.rule)
         of = api.CreateRuleRequest(parent=request.parent, rule=request.rule)
 

@@ -152,7 +152,6 @@ class VirtualHostReader:
         return reading._replace(rates=self._statistics.rates(queue))
 
     async def _totals(self) -> dict[str, rabbitmq.Counted]:
-        """The counts of the management API."""
         if self._management is None:
             text = f"no management API is configured for broker {self._broker.name}"
             raise VirtualHostError(QueueFailure(QueueState.ERROR, text))

@@ -280,7 +280,6 @@ def _unknown(kind: str, name: str, known: Iterable[str], where: str = "") -> str
 
 
 def _texts(value: object) -> Iterator[str]:
-    """All strings in a TOML value."""
     if isinstance(value, str):
         yield value
     elif is_table(value):

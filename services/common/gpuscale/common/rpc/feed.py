@@ -76,7 +76,6 @@ class _Reader:
         self._some = asyncio.Event()
 
     def mark(self, name: str) -> None:
-        """Note a change."""
         self._names[name] = None
         self._some.set()
 

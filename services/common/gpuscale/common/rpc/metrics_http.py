@@ -87,8 +87,6 @@ async def serve_metrics(
 
 
 class _Site:
-    """Answers requests."""
-
     def __init__(self, authenticator: Authenticator, render: Render) -> None:
         self._authenticator = authenticator
         self._render = render

@@ -352,7 +352,6 @@ class _Scalar:
     text: bool
 
     def problem(self, message: Message, value: Any) -> str | None:
-        """The problem with the value, or None."""
         # Without presence, an empty text is unset; 0 is a number.
         absent = not message.HasField(self.name) if self.presence else self.text and not value
         if absent or (self.required and not value):

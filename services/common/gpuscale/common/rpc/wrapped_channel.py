@@ -69,15 +69,12 @@ class _AioChannel(_Methods, _OfAio):
     def _inside(self) -> grpc.aio.Channel: ...
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """As the inner channel."""
         return self._inside().get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """As the inner channel."""
         await self._inside().wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        """As the inner channel."""
         await self._inside().channel_ready()
 
     async def __aenter__(self) -> Self:
@@ -376,8 +373,6 @@ class _Attempts:
 
 
 class _Call(_Attempts):
-    """An asyncio call."""
-
     def __await__(self) -> Generator[Any, None, Any]:
         async def response() -> Any:
             while True:

@@ -498,7 +498,6 @@ class Authenticator:
         return Principal(found["name"], _role(found), "certificate", self._limits(found["name"]))
 
     def _named_by(self, gateway: str, forwarded: Sequence[str | bytes]) -> Principal:
-        """The caller of a gateway."""
         value = forwarded[0] if len(forwarded) == 1 else ""
         found = _CALLER.fullmatch(value) if isinstance(value, str) else None
         name = unquote(found["name"]) if found else ""

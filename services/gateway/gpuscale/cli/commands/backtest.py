@@ -147,7 +147,6 @@ class Workload:
 
 
 def _read_trace(name: str) -> "api.Workload":
-    """The workload in a file."""
     from gpuscale.client.traces import ServiceModel, read_trace
 
     text, _ = next(read(name))

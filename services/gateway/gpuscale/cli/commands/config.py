@@ -120,7 +120,6 @@ def _absolute(path: Path | None) -> Path | None:
 
 
 def _texts(context: "Context") -> dict[str, str]:
-    """The fields of a context that are set."""
     return {key: str(value) for key, value in asdict(context).items() if value is not None}
 
 

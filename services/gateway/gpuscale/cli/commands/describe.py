@@ -123,7 +123,6 @@ def described(message: Message, indent: str = "") -> Iterator[str]:
 
 
 def _value(field: Any, value: Any) -> str:
-    """A value in readable form."""
     kind = field.message_type.name if field.message_type is not None else ""
     if kind == "Duration":
         return format_duration(wire.seconds(value))

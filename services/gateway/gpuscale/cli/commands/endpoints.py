@@ -175,7 +175,6 @@ def _path(rule: "api.Rule", typed: str) -> str:
 
 
 def _clear(message: "Message", path: str) -> None:
-    """Clear the field at a path, if it is set."""
     name, _, rest = path.partition(".")
     if not rest:
         message.ClearField(name)

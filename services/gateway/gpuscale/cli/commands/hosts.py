@@ -525,7 +525,6 @@ def _online(session: Session, node: str) -> str | None:
 def _join(
     session: Session, address: str, authority: Path, token: str, node: str, files: Mapping[str, Path]
 ) -> None:
-    """Get the certificate and write it."""
     key, csr = issuing.make_request()
     try:
         state = files["pair"].parent.parent
@@ -610,7 +609,6 @@ def read_secret(file: Path | None, *, reason: str) -> str:
 
 
 def _addresses(address: str, at: tuple[str, ...]) -> Mapping[str, str]:
-    """The address of each service."""
     hosts = [one.rpartition(":")[0] for one in channel.split_addresses(address)]
     found = {name: ",".join(f"{host}:{port}" for host in hosts) for name, port in PORTS.items()}
     found["fleet"] = f"{hosts[0]}:{PORTS['fleet']}"

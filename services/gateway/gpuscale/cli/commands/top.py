@@ -127,7 +127,6 @@ def gauge(reading: Message, field: str, whole: float) -> str:
 
 
 def _gpus(holders: Mapping[str, str], marked: Marks) -> View[Gpu]:
-    """GPUs with bars."""
     as_listed = {one.heading: one for one in monitor.gpus(holders, marked).columns}
     return View(
         "gpus",

@@ -83,7 +83,6 @@ def report(
 
 
 def _ordered(row: api.UsageRow) -> dict[str, object]:
-    """A row with its fields in a fixed order."""
     found = to_dict(row)
     return {one.json_name: found.get(one.json_name) for one in api.UsageRow.DESCRIPTOR.fields}
 

@@ -58,7 +58,6 @@ class _Contract:
     def add_enum(
         self, kind: Any, name: str, path: tuple[int, ...], comments: Mapping[tuple[int, ...], str]
     ) -> None:
-        """Add an enum and its values."""
         self.enums[name] = kind
         self.comments[name] = comments.get(path, "")
         for index, one in enumerate(kind.value):

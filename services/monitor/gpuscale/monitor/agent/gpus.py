@@ -356,7 +356,6 @@ class Gpus:
             _log.warning("driver does not answer and is interrupted", count=self._interruptions.count)
 
     def _opened(self, future: asyncio.Future[Inventory]) -> None:
-        """Take in the result of opening the source."""
         began, self._opening_since = self._opening_since, None
         self._opened_at = self._clock.now()
         self._retry_at = self._opened_at + self._interruptions.pause(self._backoff.next())
@@ -394,7 +393,6 @@ class Gpus:
         return [device.error for device in self._present() if device.error is not None]
 
     def _judge(self) -> None:
-        """Act on the results of a refresh."""
         for error in (self._bug, self._listener.error, *self._errors()):
             if error is not None and not isinstance(error, GpuSourceError):
                 raise error

@@ -67,7 +67,6 @@ def name_of(signal: str) -> str:
 
 @lru_cache(maxsize=1024)
 def _tree(expression: str) -> ast.Expression:
-    """Parse a formula."""
     try:
         return ast.parse(expression.strip(), mode="eval")
     except SystemError:

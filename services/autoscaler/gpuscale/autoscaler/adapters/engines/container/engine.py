@@ -378,7 +378,6 @@ class ContainerEngine(StepwiseEngine):
         return None
 
     async def _run(self, order: ReplicaOrder, container: str) -> None:
-        """Start a container that was created."""
         if order.gpu_uuids:
             created = await self._api.inspect(container)
             if created is None or set(created.gpu_uuids) != set(order.gpu_uuids):
