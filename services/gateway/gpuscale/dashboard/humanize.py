@@ -75,10 +75,7 @@ def ago(time: Timestamp, until: datetime | None = None) -> str:
 
 
 def word(message: Message, field: str) -> str:
-    """An enum field in words: `reset required` for GPU_STATE_RESET_REQUIRED.
-
-    A value from a newer server is its number.
-    """
+    """An enum field in words: `reset required` for GPU_STATE_RESET_REQUIRED; a newer server's value is its number."""
     return enum_word(message, field).lower().replace("_", " ") or "unspecified"
 
 

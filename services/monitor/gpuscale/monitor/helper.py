@@ -31,10 +31,7 @@ Opened = Callable[[asyncio.TaskGroup], AbstractAsyncContextManager[Take]]
 
 
 async def ask_helper(place: Path, order: Mapping[str, object], patience: float) -> dict[str, Any] | None:
-    """Send an order to a helper; returns its answer, or None if it may have carried out the order without answering.
-
-    Raises OSError if the helper cannot be reached.
-    """
+    """Send an order; returns the helper's answer, None if it may have acted without one. OSError if it is unreachable."""
     reader, writer = await asyncio.open_unix_connection(place)
     try:
         async with asyncio.timeout(patience):

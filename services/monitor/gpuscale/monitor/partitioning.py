@@ -112,10 +112,7 @@ class PartitionOrders:
             self._begin(begun["order"], uuid, ())
 
     def take(self, orders: Mapping[str, Mapping[str, Any]] | None) -> dict[str, object]:
-        """Start new orders and forget those that are no longer listed, unless `orders` is None.
-
-        Returns the results of finished orders by id.
-        """
+        """Start new orders and forget those no longer listed, unless None; returns the results of finished ones by id."""
         if orders is not None:
             self._made = {key: made for key, made in self._made.items() if key in orders or not made.done()}
             for key, order in orders.items():

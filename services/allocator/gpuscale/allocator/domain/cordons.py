@@ -114,10 +114,7 @@ class Cordons:
         self._by_spot.pop(spot, None)
 
     def covering(self, node: str, uuid: str = "", parent: str = "") -> Cordon | None:
-        """The cordon that keeps new work off a GPU: its node's, its own, or its parent's for a MIG instance.
-
-        Without a UUID, the node's.
-        """
+        """The cordon that keeps new work off a GPU: its node's, its own, or its parent's for a MIG instance."""
         if not self._by_spot:
             return None
         spots = [Spot(node), *(Spot(node, names.to_id(one)) for one in (uuid, parent) if one)]

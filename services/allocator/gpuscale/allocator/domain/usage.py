@@ -85,10 +85,7 @@ class ReservationUsage:
 def usage_of(
     reservation: Reservation, node_of: Callable[[str], Node | None], use: Use, now: float
 ) -> ReservationUsage:
-    """The use that the holder of a live reservation makes of it at `now`.
-
-    `use` says who else holds shares of its GPUs.
-    """
+    """The use that the holder of a live reservation makes of it at `now`; `use` says who else holds shares of its GPUs."""
     found = gpus_of(reservation, node_of, use, now)
     states = {one.state for one in found.values()}
     order = (UseState.BUSY, UseState.UNKNOWN, UseState.IDLE)

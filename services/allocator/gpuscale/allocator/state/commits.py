@@ -173,10 +173,7 @@ class _Unit:
 
 
 class Commits:
-    """Writes what the ledger granted, changed or closed and reports the outcome to the ledger.
-
-    `run` must run; it does the writing.
-    """
+    """Writes what the ledger granted, changed or closed and reports the outcome to the ledger; `run` must run."""
 
     def __init__(
         self, ledger: Ledger, store: AllocatorStore, changes: Changes, outbox: Outbox | None = None

@@ -219,10 +219,7 @@ class Reservations:
             await self._stub.RenewReservation(request, timeout=RPC_TIMEOUT)
 
     def revoked(self) -> AsyncIterable[allocator_api.WatchReservationsResponse]:
-        """Reservations of any holder that will be revoked: first all of them, then changes.
-
-        Raises RPC errors while it is read.
-        """
+        """Reservations of any holder that will be revoked: first all, then changes. Raises RPC errors while it is read."""
         return self._stub.WatchReservations(allocator_api.WatchReservationsRequest(revoked=True))
 
     async def holds(self, lease: ReplicaLease) -> bool:

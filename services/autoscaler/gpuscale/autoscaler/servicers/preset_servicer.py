@@ -29,10 +29,7 @@ class Rendered:
 
 
 def render(wire: api.PresetWish, path: str, default: Wish) -> Rendered:
-    """The spec that a preset makes for the message at `path`, with defaults from `default`.
-
-    InvalidArgumentError if it contradicts itself.
-    """
+    """The spec that a preset makes for the message at `path`; InvalidArgumentError if it contradicts itself."""
     preset = named(wire.preset.removeprefix("presets/"), f"{path}.preset")
     if wire.watcher and wire.metric:
         raise InvalidArgumentError(f"{path}.metric cannot be combined with a watcher", field=f"{path}.metric")

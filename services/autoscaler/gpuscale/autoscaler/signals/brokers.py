@@ -89,10 +89,7 @@ class VirtualHostError(Exception):
 
 
 class RetryGate:
-    """Blocks a failing way to a broker for a while: a wait with jitter that grows up to five seconds.
-
-    `now` is seconds of any clock that does not go back.
-    """
+    """Blocks a failing way to a broker for a wait with jitter that grows to 5 s, by any clock that does not go back."""
 
     def __init__(self) -> None:
         self._backoff = Backoff(initial=0.5, cap=5.0)

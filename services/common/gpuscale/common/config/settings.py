@@ -210,10 +210,7 @@ def hand_over(settings_type: type[Settings], *, program: str, description: str) 
 
 
 class Opening(Protocol):
-    """Starts a service and yields what to serve; `term` is set if several processes compete for the lead.
-
-    The service adds its series to `meter`.
-    """
+    """Starts a service and yields what to serve, with its series in `meter`; `term` is set if several compete to lead."""
 
     def __call__(
         self, *, term: Term | None, meter: rpc_meter.CallMeter

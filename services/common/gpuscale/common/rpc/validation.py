@@ -300,10 +300,7 @@ _WRONG: Final[_Problems] = (("", "is wrong"),)
 
 
 def violations(message: Message) -> list[FieldViolation]:
-    """The problems of a message by field path, such as `spec.rules[2].step.threshold`; at most 16.
-
-    Descriptions never repeat a value.
-    """
+    """The problems of a message by field path, such as `spec.rules[2].step.threshold`, at most 16; no values."""
     descriptor: Any = message.DESCRIPTOR  # the stubs have two classes for it
     found = _checks(descriptor).problems(message)
     return [FieldViolation(path.removeprefix("."), problem) for path, problem in found[:MAX_VIOLATIONS]]

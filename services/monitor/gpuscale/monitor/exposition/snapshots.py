@@ -215,10 +215,7 @@ KEPT_SECONDS = 60.0
 
 
 class HolderLabels:
-    """Asks the allocator who holds the GPUs of a node, or of all nodes if `node` is empty.
-
-    Raises FailedPreconditionError without an allocator.
-    """
+    """Asks the allocator who holds the GPUs of a node, or of all. Raises FailedPreconditionError without an allocator."""
 
     def __init__(self, allocator: grpc.aio.Channel | None, clock: Clock, node: str = "") -> None:
         if allocator is None:

@@ -203,10 +203,7 @@ def members(replica: str, leader: ProcessId, user: int | None = None) -> list[Pr
 
 
 def kill_members(replica: str, leader: ProcessId, user: int | None = None) -> int:
-    """Kill what a replica left behind, and what that starts meanwhile; returns how many processes.
-
-    The main process must have ended.
-    """
+    """Kill what a replica left behind when its main process ended, and what that starts meanwhile; returns how many."""
     killed: set[ProcessId] = set()
     for _ in range(_ROUNDS):
         left = members(replica, leader, user)
