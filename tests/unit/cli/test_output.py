@@ -242,7 +242,7 @@ def test_states_are_coloured_only_where_that_is_wanted(
 def test_an_absent_reading_is_a_dash_and_zero_is_zero() -> None:
     assert cells.number(GpuReading(), "power_watts") == "-"
     assert cells.number(GpuReading(power_watts=0), "power_watts") == "0"
-    assert cells.used_of(GpuReading(), "memory_used_bytes", "memory_total_bytes") == "-"
+    assert cells.memory_used(GpuReading()) == "-"
     assert cells.duration(Reservation(), "remaining") == "-"
     assert cells.duration(Reservation(remaining=Duration()), "remaining") == "0ms"
     assert cells.since(Reservation(), "create_time") == "-"

@@ -121,9 +121,9 @@ def size(value: float) -> str:
     return format_size(int(value))
 
 
-def used_of(message: Message, used: str, total: str) -> str:
-    """`12GiB/80GiB`, with `-` for an absent part; `-` if both are absent."""
-    cell = f"{number(message, used, size)}/{number(message, total, size)}"
+def memory_used(message: Message) -> str:
+    """Used and total memory, as `12GiB/80GiB`, with `-` for an absent part; `-` if both are absent."""
+    cell = f"{number(message, 'memory_used_bytes', size)}/{number(message, 'memory_total_bytes', size)}"
     return ABSENT if cell == f"{ABSENT}/{ABSENT}" else cell
 
 

@@ -12,6 +12,7 @@ from gpuscale.cli.console.cells import (
     duration,
     gpu_model,
     holder,
+    memory_used,
     number,
     percent,
     short,
@@ -19,7 +20,6 @@ from gpuscale.cli.console.cells import (
     since,
     size,
     text,
-    used_of,
     word,
 )
 from gpuscale.cli.console.output import ABSENT
@@ -59,10 +59,7 @@ def nodes(marked: Marks = NO_MARKS, *, problems: bool = False) -> View[api.Node]
             Column("GPUS", gpu_count),
             Column("CPU", lambda node: number(node.snapshot.host_reading, "cpu_percent", percent)),
             Column("CORES", lambda node: number(node.snapshot.host_reading, "cpu_count"), wide=True),
-            Column(
-                "MEMORY",
-                lambda node: used_of(node.snapshot.host_reading, "memory_used_bytes", "memory_total_bytes"),
-            ),
+            Column("MEMORY", lambda node: memory_used(node.snapshot.host_reading)),
             Column(
                 "LOAD",
                 lambda node: " ".join(
@@ -95,7 +92,7 @@ def gpus(holders: Mapping[str, str] | None, marked: Marks = NO_MARKS) -> View[ty
             Column("MODEL", short_model),
             Column("STATE", lambda gpu: gpu_state(gpu, marked)),
             Column("UTIL", lambda gpu: number(gpu.reading, "utilization_percent", percent)),
-            Column("MEMORY", lambda gpu: used_of(gpu.reading, "memory_used_bytes", "memory_total_bytes")),
+            Column("MEMORY", lambda gpu: memory_used(gpu.reading)),
             Column("FREE", lambda gpu: number(gpu.reading, "memory_free_bytes", size), spare=True),
             Column(
                 "TEMP", lambda gpu: number(gpu.reading, "temperature_celsius", "{:.0f}C".format), spare=True
