@@ -21,38 +21,7 @@ A gateway names the caller it recognised in `gpuscale-caller` (`<role>/<name>`).
 gateway, and from callers that are trusted as admin without credentials, whose role it can only lower. With any other
 certificate it is rejected, also through a gateway.
 
-The tokens file lists callers with SHA-256 digests of their bearer tokens:
-
-    [tokens.alice]
-    role = "operator"          # viewer, agent, operator or admin
-    sha256 = "9f86d081..."     # `printf %s "$TOKEN" | sha256sum`
-    expires = 2027-01-01T00:00:00Z  # optional, with its time zone
-    label = "2026-11"          # optional: name of this secret in lists and metrics
-    previous = [{ sha256 = "…", label = "2026-10", expires = 2026-12-01T00:00:00Z }]  # optional: also valid
-    tenants = ["ml", "vision"] # optional: quotas it may use instead of its own
-    max_priority = 10          # optional: highest priority it may request; default 0
-
-    [certificates.bob]         # the same two for a caller with a client certificate
-    tenants = ["ml"]
-
-    [logins]                   # accept login tokens of `gpuscalectl login`
-    ca_file = "/etc/gpuscale/pki/ca.crt"    # the authority that signs them
-
-    [oidc]                     # accept ID tokens of an OIDC provider
-    issuer = "https://id.example"
-    client_id = "gpuscale"
-    name_claim = "email"       # optional: claim with the caller's name; default sub
-    prefix = "oidc:"           # optional: prefix of its names; default oidc:
-    groups_claim = "groups"    # optional
-    scopes = "openid email"    # optional: scopes that `gpuscalectl login` requests
-    ca_file = "id-ca.crt"      # optional: authority for the provider's TLS
-
-    [oidc.groups.ml-people]    # rights of a group; several groups add up
-    role = "operator"
-    tenants = ["ml"]
-
-    [revoked]                  # by caller: earlier logins are revoked
-    "oidc:eve@example.org" = 2026-12-01T00:00:00Z
+The tokens file lists callers with SHA-256 digests of their bearer tokens (docs/security.md; schema: `token_tables`).
 
 A token has at least 256 random bits, so an unsalted digest is safe. The file is reloaded within a second of a change; if
 the new file cannot be used, the old tokens stay in force.

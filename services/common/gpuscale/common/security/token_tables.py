@@ -1,4 +1,4 @@
-"""Schema of the tokens file; `auth` documents the keys, and imports this module only if there is such a file."""
+"""Schema of the tokens file (docs/security.md); `auth` imports this module only if there is such a file."""
 
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +14,7 @@ class LimitsTable(BaseModel, frozen=True, extra="forbid"):
     """The limits of a caller."""
 
     tenants: tuple[_Tenant, ...] = Field((), max_length=1000)
+    """Quotas that it may use instead of its own."""
     max_priority: int = Field(0, ge=-1000, le=1000)
 
     def limits(self) -> Limits:
@@ -25,6 +26,7 @@ class _Secret(BaseModel, frozen=True, extra="forbid"):
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$", to_lower=True)]
     expires: AwareDatetime | None = None
     label: Annotated[str, StringConstraints(max_length=63)] = ""
+    """Name of this secret in lists and metrics."""
 
 
 _ReadRole = Annotated[Role, BeforeValidator(lambda name: Role.__members__.get(str(name).upper(), name))]
@@ -33,6 +35,7 @@ _ReadRole = Annotated[Role, BeforeValidator(lambda name: Role.__members__.get(st
 class _Token(LimitsTable, _Secret, frozen=True, extra="forbid"):
     role: _ReadRole
     previous: tuple[_Secret, ...] = Field((), max_length=MAX_PREVIOUS)
+    """Secrets that are also valid."""
 
 
 def _not_reserved(name: str) -> str:
@@ -63,8 +66,11 @@ class OidcSettings(BaseModel, frozen=True, extra="forbid"):
     prefix: Annotated[str, StringConstraints(min_length=1, max_length=63)] = "oidc:"
     groups_claim: str = "groups"
     scopes: str = "openid profile email groups offline_access"
+    """What `gpuscalectl login` requests."""
     ca_file: Path | None = None
+    """Authority for the provider's TLS."""
     groups: dict[str, _Group] = Field(min_length=1)
+    """Rights of a group; several groups add up."""
 
 
 class _Logins(BaseModel, frozen=True, extra="forbid"):
@@ -79,3 +85,4 @@ class TokensTable(BaseModel, frozen=True, extra="forbid"):
     logins: _Logins | None = None
     oidc: OidcSettings | None = None
     revoked: dict[str, AwareDatetime] = Field(default_factory=dict[str, AwareDatetime])
+    """By caller: logins from before are revoked."""
