@@ -138,7 +138,6 @@ class _Parser:
         return lambda message: negated != any(test(value) for value in field.read(message))
 
     def _path(self) -> _Path:
-        """Parse a field path such as `gpus.node`."""
         read: Reader = lambda message: (message,)  # noqa: E731
         field, of_key, several = self._known(self._of, *self._segment()), False, False
         while self._take(r"\."):

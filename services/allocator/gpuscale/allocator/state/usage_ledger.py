@@ -86,10 +86,7 @@ _NOT_READ = (0, 0, 0, 0.0, None, None, None)
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """Use by one user, tenant, set of labels, node and model, empty if not asked for; tally times are x thousandths.
-
-    `ends` counts reservations that ended.
-    """
+    """Use by one user, tenant, set of labels, node and model, empty if not asked for; tally times are x thousandths."""
 
     owner: str
     tenant: str

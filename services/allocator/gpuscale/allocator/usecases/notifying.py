@@ -213,7 +213,6 @@ class Notifying:
         self._wake.set()
 
     async def _settle(self, letter: Letter, problem: str) -> None:
-        """Record the result of an attempt."""
         if not problem:
             await self.store.settle([letter.number], [])
             self._letters.pop(letter.number, None)

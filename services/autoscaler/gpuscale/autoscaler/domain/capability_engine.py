@@ -174,7 +174,6 @@ class _Capacity:
         }
 
     def workers(self, needed: Amounts) -> int:
-        """Workers that can run tasks with this need."""
         return sum(count for offered, count in self._workers.items() if covers(dict(offered), needed))
 
     def alike(self, demand: TaskDemand) -> int:

@@ -354,10 +354,7 @@ class Plans:
         *,
         starts: bool,
     ) -> Plans:
-        """Plan for the replicas that have not ended (`rows`), also for sets that only they still belong to.
-
-        Each set has its own failures.
-        """
+        """Plan for the replicas that have not ended (`rows`), also for sets that only they still belong to."""
         members: dict[str, list[Replica]] = {one: [] for one in endpoint.targets}
         for replica in rows:
             members.setdefault(replica.group.set, []).append(replica)

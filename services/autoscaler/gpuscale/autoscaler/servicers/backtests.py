@@ -137,8 +137,6 @@ class AskedBacktest:
 
 @dataclass(slots=True)
 class _Run:
-    """A waiting or running backtest."""
-
     asked: AskedBacktest
     stop: threading.Event = field(default_factory=threading.Event)
 

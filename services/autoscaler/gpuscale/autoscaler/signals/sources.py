@@ -407,7 +407,6 @@ class SignalSources:
                 return waiting_sample(source, self.waiting.ask(None, often))
 
     def _aimed(self, endpoint: str) -> Sample:
-        """The wanted replicas of another endpoint."""
         count = self.aims.get(endpoint)
         if count is None:
             return Sample(problem=f"there is no {endpoint_name(endpoint)}")

@@ -21,7 +21,6 @@ class _Bash(BashComplete):
     """Bash, which splits `--output=json` and `host:7070` into three words each."""
 
     def get_completion_args(self) -> tuple[list[str], str]:
-        """The words as typed."""
         words, last = super().get_completion_args()
         joined: list[str] = []
         for word in [*words, last]:

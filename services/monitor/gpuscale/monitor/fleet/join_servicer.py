@@ -174,7 +174,6 @@ class JoinServicer(api.JoinServiceServicer):
     async def CreateJoinToken(
         self, request: api.CreateJoinTokenRequest, context: Context
     ) -> api.CreateJoinTokenResponse:
-        """Create a token, whose secret is not stored."""
         signer, role = must(self._signer), request.role or Role.AGENT
         if (before := self._repeats.find(request)) is not None:
             return before
@@ -339,7 +338,6 @@ class LoginServicer(api.LoginServiceServicer):
     async def CreateLoginCode(
         self, request: api.CreateLoginCodeRequest, context: Context
     ) -> api.CreateLoginCodeResponse:
-        """Create a code, whose secret is not stored."""
         signer, name, role = must(self._signer), request.name, request.role or Role.VIEWER
         if (before := self._repeats.find(request)) is not None:
             return before
@@ -405,7 +403,6 @@ class CertificateServicer(api.CertificateServiceServicer):
     async def RenewCertificate(
         self, request: api.RenewCertificateRequest, context: Context
     ) -> api.RenewCertificateResponse:
-        """Sign again for the caller that the certificate of the connection names."""
         principal = current_principal()
         shown = next(iter((context.auth_context() or {}).get("x509_pem_cert", ())), None)
         identity = f"/gpuscale/{principal.role.name.lower()}/{principal.name}"
