@@ -323,21 +323,21 @@ def verdict(policy: UsePolicy, sighting: SeenSubject) -> tuple[bool | None, str]
             return True, "held"
         case PolicyCondition.IDLE:
             idle = [one.idle for one in gpus]
-            found = _all(idle) if policy.all_gpus else _any(idle)
+            found = _found(idle, by=not policy.all_gpus)
             count = idle.count(True)
             which = f"{count} of {counted(len(gpus), 'GPU')}"
             if count == len(gpus):
                 which = f"all {count} GPUs" if count > 1 else "the GPU"
             return found, _said(found, f"{which} idle", "in use")
         case PolicyCondition.OVER_USE:
-            found = _any([one.over_use for one in gpus])
+            found = _found([one.over_use for one in gpus])
             return found, _said(found, "more memory used than held", "no more memory used than held")
         case PolicyCondition.UNHEALTHY:
-            found = _any([one.quarantined for one in gpus])
+            found = _found([one.quarantined for one in gpus])
             bad = ", ".join(one.uuid for one in gpus if one.quarantined)
             return found, _said(found, f"GPU {bad} quarantined", "no GPU quarantined")
         case PolicyCondition.OUTSIDER:
-            found = _any([None if one.outsiders is None else bool(one.outsiders) for one in gpus])
+            found = _found([None if one.outsiders is None else bool(one.outsiders) for one in gpus])
             pids = ", ".join(str(pid) for one in gpus for pid in one.outsiders or ())
             return found, _said(found, f"used without a reservation by process {pids}", "no outsider")
 
@@ -390,12 +390,9 @@ def span(seconds: float) -> str:
     return " ".join(said[:2]) or "0 s"
 
 
-def _any(answers: Sequence[bool | None]) -> bool | None:
-    return True if True in answers else None if None in answers or not answers else False
-
-
-def _all(answers: Sequence[bool | None]) -> bool | None:
-    return False if False in answers else None if None in answers or not answers else True
+def _found(answers: Sequence[bool | None], *, by: bool = True) -> bool | None:
+    """The answer `by` if one GPU gives it; else the other one, if all answers are known."""
+    return by if by in answers else None if None in answers or not answers else not by
 
 
 def _said(found: bool | None, yes: str, no: str) -> str:
