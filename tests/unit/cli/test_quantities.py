@@ -31,14 +31,7 @@ def test_parse_size_refuses(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("60s", 60),
-        ("250ms", 0.25),
-        ("1.5h", 5400),
-        ("7", 7),
-        ("1m5ms", 60.005),
-    ],
+    ("text", "seconds"), [("60s", 60), ("250ms", 0.25), ("1.5h", 5400), ("7", 7), ("1m5ms", 60.005)]
 )
 def test_parse_duration(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds

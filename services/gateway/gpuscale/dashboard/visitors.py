@@ -212,10 +212,8 @@ class VisitorActions:
         of = f"{one.name} {group}".rstrip()
         question = f"Order {counted(replicas, 'replica')} of {of}? It wants {request.current_replicas} now."
         if await self._confirmed(question) is not None:
-            await self._do(
-                lambda client: client.endpoints.SetReplicas(request),
-                f"{counted(replicas, 'replica is', 'replicas are')} wanted now",
-            )
+            told = f"{counted(replicas, 'replica is', 'replicas are')} wanted now"
+            await self._do(lambda client: client.endpoints.SetReplicas(request), told)
 
     @staticmethod
     async def _confirmed(question: str, *, reasoned: bool = False) -> str | None:

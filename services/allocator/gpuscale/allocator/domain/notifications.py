@@ -74,9 +74,8 @@ def of_change(was: Reservation | None, now: Reservation, clock: float, wall: dat
     who = f"{name} of {now.holder}{f' ({now.job.title})' if now.job and now.job.title else ''}"
     if was is not None and was.waiting and not now.waiting and now.live:
         nodes = ", ".join(dict.fromkeys(gpu.node for gpu in now.gpus))
-        found.append(
-            (EventKind.GRANTED, f"{who} waited and has {counted(len(now.gpus), 'GPU')} now, on {nodes}", None)
-        )
+        told = f"{who} waited and has {counted(len(now.gpus), 'GPU')} now, on {nodes}"
+        found.append((EventKind.GRANTED, told, None))
     if was is not None and now.live and now.revoke_at is not None and was.revoke_at is None:
         left = span(max(0.0, now.revoke_at - clock))
         found.append((EventKind.ENDING, f"{who} will be revoked in {left}: {now.end_reason}", None))

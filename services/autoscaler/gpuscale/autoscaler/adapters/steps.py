@@ -105,9 +105,8 @@ def plan_steps(at: Situation) -> StepPlan:
             plan.write.append(JournalRecord(name, Phase.INTENT, at.boot_id))
             plan.starts.append(Start(desired.order, desired.template))
         else:
-            plan.write.append(
-                refused(name, f"this adapter runs {counted(at.most, 'replica')} at most", at.boot_id)
-            )
+            most = f"this adapter runs {counted(at.most, 'replica')} at most"
+            plan.write.append(refused(name, most, at.boot_id))
     return plan
 
 

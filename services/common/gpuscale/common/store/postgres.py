@@ -20,11 +20,7 @@ from psycopg.rows import TupleRow
 from sqlalchemy import Connection, ExceptionContext, MetaData, NullPool, create_engine, event
 from sqlalchemy.exc import DBAPIError
 
-from gpuscale.common.errors import (
-    FailedPreconditionError,
-    InternalError,
-    UnavailableError,
-)
+from gpuscale.common.errors import FailedPreconditionError, InternalError, UnavailableError
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.secrets import DatabaseUnavailableError, SecretUrl
 from gpuscale.common.store.store import Backend, Migrations

@@ -323,10 +323,7 @@ def health_page(site: DashboardSite) -> None:
         every = rows.HEALTH.columns
         first = {name: every[name] for name in ("severity", "message", "action", "where")}
         table = ListTable(
-            {**first, **every},
-            key="name",
-            links=("where",),
-            empty="nothing is wrong with any GPU or node",
+            {**first, **every}, key="name", links=("where",), empty="nothing is wrong with any GPU or node"
         )
 
     def draw() -> None:

@@ -359,9 +359,8 @@ class LocalReplica:
                 case Verdict.READY:
                     self._set_ready(ready=True)
                 case Verdict.UNHEALTHY:
-                    self._given_up = (
-                        f"its probe failed {counted(timing.failures, 'time')} in a row: {problem}"
-                    )
+                    times = counted(timing.failures, "time")
+                    self._given_up = f"its probe failed {times} in a row: {problem}"
                     return
                 case Verdict.GOES_ON:
                     pass
