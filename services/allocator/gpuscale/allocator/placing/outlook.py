@@ -22,12 +22,12 @@ from gpuscale.allocator.placing.refusal import (
     Refusal,
     Survey,
     extent,
-    gpus,
     lifting,
     mib,
     names,
     sentence,
 )
+from gpuscale.common.sizes import counted
 
 MOST_NODES = 100
 
@@ -104,7 +104,9 @@ def outlook(
                 does = "node does" if count == 1 else "nodes do"
                 remedies.append(sentence(f"{HELP[obstacle]}: {count} {does} then"))
         if views and 0 < (fitting := views[0].fitting) < shape.ask.gpu_count:
-            remedies.append(sentence(f"ask for {gpus(fitting)}: {views[0].node.id} has so many now"))
+            remedies.append(
+                sentence(f"ask for {counted(fitting, 'GPU')}: {views[0].node.id} has so many now")
+            )
     return Outlook(answer, tuple(effects), views, len(index.columns), tuple(remedies))
 
 

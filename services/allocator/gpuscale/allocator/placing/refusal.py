@@ -103,11 +103,6 @@ def asked(ask: Ask) -> str:
     return ", ".join([_what(ask), *(text for text, wanted in wishes.items() if wanted)])
 
 
-def gpus(count: int) -> str:
-    """A number of GPUs."""
-    return counted(count, "GPU")
-
-
 def mib(size: int) -> str:
     """A memory size."""
     return f"{size // MIB} MiB"
@@ -126,7 +121,7 @@ def extent(reason: Obstacle, found: Sequence[Gpu]) -> str:
 def _what(ask: Ask) -> str:
     if not ask.gpu_count:
         return "room without a GPU"
-    what = gpus(ask.gpu_count)
+    what = counted(ask.gpu_count, "GPU")
     if ask.mig_profile:
         what = f"{counted(ask.gpu_count, 'MIG instance')} {ask.mig_profile}"
     elif ask.gpu_memory_bytes is not None:
@@ -389,7 +384,7 @@ def _unsatisfiable(survey: Survey) -> str:
     if most is None or (not most.gpus and ask.gpu_count):
         return f"{said} no node here has a GPU. Start an agent on a host with GPUs, or choose other nodes."
     if len(most.gpus) < ask.gpu_count:
-        return f"{said} the largest node, {most.id}, has {gpus(len(most.gpus))}. Ask for fewer."
+        return f"{said} the largest node, {most.id}, has {counted(len(most.gpus), 'GPU')}. Ask for fewer."
     if survey.suited() < ask.gpu_count:
         excluded = ", ".join(f"{count} {WORDS[one]}" for one, count in survey.lasting())
         return f"{said} no node has so many suitable GPUs: {excluded}. Ask for others or fewer."
@@ -433,7 +428,7 @@ def _no_capacity(closest: NodeSurvey, unknown: Sequence[str], ask: Ask, placed: 
         lift = HELP[Obstacle.QUARANTINED]
         advice[advice.index(lift)] = f"{lift} ({lifting(closest.node.id, quarantined)})"
     if 0 < closest.fitting < ask.gpu_count:
-        advice.append(f"ask for {gpus(closest.fitting)}")
+        advice.append(f"ask for {counted(closest.fitting, 'GPU')}")
     if closest.node.gpu_problem and not closest.node.gpus:
         advice.append(f"wait until {closest.node.id} can read its GPUs")
     helps = sentence(", or ".join(advice) or "wait until more nodes report")
