@@ -150,6 +150,11 @@ def test_what_cannot_be_waited_for(ctl: Any, typed: str, code: int, said: str) -
     assert said in ran.err
 
 
+@pytest.fixture(autouse=True)
+def usual_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+
+
 def test_on_a_terminal_progress_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr("time.monotonic", lambda: 7.0)
@@ -158,6 +163,17 @@ def test_on_a_terminal_progress_is_one_line(monkeypatch: pytest.MonkeyPatch, cap
     told.tell("second", lambda _: " (more)")
     told.end()
     assert capsys.readouterr().err == "\r\x1b[Kwaiting 0ms, first\r\x1b[Kwaiting 0ms, second (more)\n"
+
+
+def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """As of an editor, which shows what would overwrite the line."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("time.monotonic", lambda: 7.0)
+    monkeypatch.setenv("TERM", "dumb")
+    told = Progress()
+    told.tell("first")
+    told.end()
+    assert capsys.readouterr().err == "waiting 0ms, first\n"
 
 
 def test_the_time_goes_on_while_nothing_new_is_told(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

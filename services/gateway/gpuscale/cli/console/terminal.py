@@ -252,7 +252,7 @@ class Progress:
             now = self._told_at = time.monotonic()
             self._since = self._began if waited is None else now - waited
             self._reason, self._moving = f", {reason}", moving
-            if sys.stderr.isatty() and not TERMINAL.json:
+            if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not TERMINAL.json:
                 if len(self._line()) >= shutil.get_terminal_size().columns:
                     # A wrapped line cannot be overwritten: the reason is written once, in full.
                     still = re.sub(r"[\d.]+", "", reason)  # without its times
