@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from google.protobuf.message import Message
@@ -14,18 +14,14 @@ from gpuscale.cli.commands import events, explain, policies
 from gpuscale.cli.commands.get import holders_known
 from gpuscale.cli.commands.watching import GetGroup
 from gpuscale.cli.console import lookup
-from gpuscale.cli.console.command import Command, Session, command, entries_above, names_of
-from gpuscale.cli.console.command import words as words_of
+from gpuscale.cli.console.command import Command, Session, command, entries_above, names_of_typed
 from gpuscale.cli.console.terminal import write_lines
-from gpuscale.cli.grammar.nouns import plural, with_noun
+from gpuscale.cli.grammar.nouns import with_noun
 from gpuscale.cli.grammar.parameters import format_duration, format_size, local_text
 from gpuscale.cli.grammar.selecting import near
 from gpuscale.cli.views import monitor
 from gpuscale.common import wire
 from gpuscale.common.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from click.shell_completion import CompletionItem
 
 SINCE = timedelta(hours=1)
 EXPLAINED: Mapping[str, Command] = {
@@ -49,16 +45,14 @@ _MANY = 12
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
-def _words(context: click.Context, parameter: click.Parameter, part: str) -> "list[CompletionItem]":
-    """Completes a kind, or the names of the kind typed before."""
-    typed = context.params.get("words")
-    kind = plural(typed[0]) if typed else ""
-    known = names_of(kind) if kind in lookup.READERS else words_of(*(() if typed else lookup.READERS))
-    return known(context, parameter, part)
-
-
 @command("describe node host-1")
-@click.argument("words", nargs=-1, required=True, metavar="KIND NAME...", shell_complete=_words)
+@click.argument(
+    "words",
+    nargs=-1,
+    required=True,
+    metavar="KIND NAME...",
+    shell_complete=names_of_typed("words", lookup.READERS),
+)
 def describe(session: Session, words: tuple[str, ...]) -> None:
     """Show all fields of resources, explain their state, and list their events of the last hour. Takes KIND/NAME too."""
     context = click.get_current_context()

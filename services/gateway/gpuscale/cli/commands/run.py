@@ -124,8 +124,9 @@ def run(
     """
     if detach and (record or forward):
         raise click.UsageError("--detach excludes --record and --forward")
-    if not directory:
-        _expect_directory()
+    if not directory and not Path().stat().st_nlink:  # deleted: it would fail once the GPUs are granted
+        why = "the current directory was deleted: nothing was reserved; cd to another, or say one with --directory"
+        raise FailedPreconditionError(why, reason="DIRECTORY_NOT_FOUND")
     with ExitStack() as stack:
         early = None
         if len({*asking.node} - {this_node, os.uname().nodename}) == 1 and not (detach or asking.members):
@@ -176,17 +177,6 @@ def run(
         if detach and not code:
             _tell(session, client, reservation, made)
     leave(code)
-
-
-def _expect_directory() -> None:
-    """FailedPreconditionError (DIRECTORY_NOT_FOUND) in a directory that was deleted, before anything is reserved."""
-    try:
-        Path.cwd()
-    except FileNotFoundError as error:
-        raise FailedPreconditionError(
-            "the current directory was deleted: nothing was reserved; cd to another, or say one with --directory",
-            reason="DIRECTORY_NOT_FOUND",
-        ) from error
 
 
 def _start(

@@ -9,7 +9,7 @@ import click
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.commands.logs import find, telling
 from gpuscale.cli.console import cells, lookup
-from gpuscale.cli.console.command import Session, command, names_of, words
+from gpuscale.cli.console.command import Session, command, names_of_typed, words
 from gpuscale.cli.console.errors import leave
 from gpuscale.cli.console.output import cell_of, to_dict
 from gpuscale.cli.console.terminal import Progress, pause, write_lines
@@ -30,7 +30,6 @@ from gpuscale.common.filters import compile_filter
 from gpuscale.common.sizes import counted
 
 if TYPE_CHECKING:
-    from click.shell_completion import CompletionItem
     from google.protobuf.message import Message
 
     from gpuscale.client import Client
@@ -52,15 +51,9 @@ READY_STATES: Mapping[str, str] = {
 _WHY = ("reason", "message", "end_reason")
 
 
-def _names(context: click.Context, parameter: click.Parameter, part: str) -> "list[CompletionItem]":
-    """Completes the names of the kind typed before."""
-    kind = plural(str(context.params.get("kind")))
-    return names_of(kind)(context, parameter, part) if kind in READY_STATES else []
-
-
 @command("wait endpoint jobs --for 'ready>=2' --timeout 5m")
 @click.argument("kind", metavar="KIND")
-@click.argument("name", nargs=-1, metavar="NAME...", shell_complete=_names)
+@click.argument("name", nargs=-1, metavar="NAME...", shell_complete=names_of_typed("kind", READY_STATES))
 @option(
     "--for",
     "until",

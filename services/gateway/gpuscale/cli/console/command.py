@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -198,6 +198,18 @@ def names_of(*kinds: str) -> Complete:
                 return [CompletionItem(name) for name in known if name.startswith(part)]
         except GpuscaleError:
             return []
+
+    return complete
+
+
+def names_of_typed(name: str, kinds: Collection[str]) -> Complete:
+    """Completes with names of the kind that the parameter `name` begins with; with the kinds while it is empty."""
+
+    def complete(context: click.Context, parameter: click.Parameter, part: str) -> list[CompletionItem]:
+        typed = context.params.get(name) or ""
+        kind = plural(typed if isinstance(typed, str) else typed[0])
+        known = names_of(kind) if kind in kinds else words(*(() if typed else kinds))
+        return known(context, parameter, part)
 
     return complete
 
