@@ -378,7 +378,7 @@ class Queue:
         """
         changes, self._changes = self._changes, QueueChanges()
         self.look_again, self._due, self._pressing = None, False, False
-        self._hopeless, self._ripening = set(), set()
+        self._hopeless, self._ripening = set(), set[int]()
         refused: dict[Ask, QueueObstacle] = {}
         head: Waiter | None = None
         position = 0
