@@ -222,7 +222,6 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self._handles = False
         self._began = self._since = self._told_at = time.monotonic()
         self._said_at = float("-inf")
         self._last = self._reason = ""
@@ -247,7 +246,6 @@ class Progress:
         here = threading.current_thread() is threading.main_thread()
         if here and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _terminated)
-            self._handles = True
         with self._turn:
             now = self._told_at = time.monotonic()
             self._since = self._began if waited is None else now - waited
@@ -270,9 +268,8 @@ class Progress:
 
     def end(self) -> None:
         """Finish the line."""
-        if self._handles:
+        if signal.getsignal(signal.SIGTERM) is _terminated:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self._handles = False
         if self._drawing is not None:
             self._ended.set()
             self._drawing.join()
