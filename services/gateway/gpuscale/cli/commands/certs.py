@@ -213,7 +213,7 @@ def rotate_ca(session: Session, directory: Path, finish: bool) -> None:
             if len(trusted) == 1:
                 raise ValueError("ca.crt has one authority: nothing is being rotated")
             for file in sorted({*directory.glob("*.crt")} - {directory / "ca.crt"}):
-                if not pki.is_issued_by(x509.load_pem_x509_certificate(file.read_bytes()), trusted[0]):
+                if _is_old(file, trusted[0]):
                     raise ValueError(f"{file.name} was issued by the old authority: run certs renew first")
             if late := [file.stem for file in _of_hosts(directory) if _is_old(file, trusted[0])]:
                 raise ValueError(
@@ -283,11 +283,11 @@ def _of_hosts(directory: Path) -> list[Path]:
 
 
 def _is_old(file: Path, newest: x509.Certificate) -> bool:
-    """Whether a host that joined may still have a certificate of the old authority that has not expired."""
-    if not file.exists():
-        return True
-    found, now = x509.load_pem_x509_certificate(file.read_bytes()), datetime.now(UTC)
-    return found.not_valid_after_utc > now and not pki.is_issued_by(found, newest)
+    """Whether a certificate is of the old authority and has not expired; one that is not known may be."""
+    found = x509.load_pem_x509_certificate(file.read_bytes()) if file.exists() else None
+    return found is None or (
+        found.not_valid_after_utc > datetime.now(UTC) and not pki.is_issued_by(found, newest)
+    )
 
 
 def _deny_list(file: Path | None) -> issued.DenyList:
