@@ -73,20 +73,24 @@ class Joined:
     @uninterrupted
     async def save(self, name: str = "", certificate: str = "") -> None:
         """Write all names, and a certificate that was issued to one. UnavailableError if that fails."""
-        if self._file is None:
+        if (file := self._file) is None:
             return
+        own = file.with_name("issued") / f"{name}.crt"
+
+        def put() -> None:
+            write_private(file, content)
+            if name in self._lines:
+                own.parent.mkdir(mode=0o700, exist_ok=True)
+                write_private(own, certificate.encode())
+            else:
+                own.unlink(missing_ok=True)
+
         async with self._lock:  # the newest state is written last
             content = "".join(f"{line}\n" for line in self._lines.values()).encode()
-            issued = self._file.with_name("issued")
             try:
-                await asyncio.to_thread(write_private, self._file, content)
-                if name in self._lines:
-                    issued.mkdir(mode=0o700, exist_ok=True)
-                    await asyncio.to_thread(write_private, issued / f"{name}.crt", certificate.encode())
-                else:
-                    (issued / f"{name}.crt").unlink(missing_ok=True)
+                await asyncio.to_thread(put)
             except OSError as error:
-                raise UnavailableError(f"cannot write {self._file.parent}: {error.strerror}") from error
+                raise UnavailableError(f"cannot write {file.parent}: {error.strerror}") from error
 
 
 MOST_SECRETS: Final = 1000
