@@ -426,10 +426,14 @@ class Index:
                 self.columns.write_use_of(row, gpus)
         self.columns.age(now)
 
-    def shape(self, ask: Ask, now: float) -> Shape:
-        """The up-to-date shape of an ask."""
+    def shape(self, ask: Ask, now: float, *, new: bool = False) -> Shape:
+        """The up-to-date shape of an ask; a `new` one is recorded."""
         self.follow(now)
         shape = self._known(ask)
+        if new:
+            columns, gpus = self.columns, self.columns.gpus_beside_cpu
+            self._demand.expect(columns.cpu_beside_gpus / (WHOLE * gpus) if gpus else 0.0)
+            self._demand.observe(ask, shape.served_by(), columns.supply, columns.free_of)
         shape.update(now, self._demand.tariff, self.typical)  # drawn up for those alone who reckon with it
         return shape
 
@@ -454,10 +458,3 @@ class Index:
         """Which GPUs can serve an up-to-date shape."""
         found: Bools = shape.gpu_codes[: len(self.columns)] == 0
         return found
-
-    def learn(self, ask: Ask, now: float) -> None:
-        """Record a new ask."""
-        self.follow(now)
-        columns, gpus = self.columns, self.columns.gpus_beside_cpu
-        self._demand.expect(columns.cpu_beside_gpus / (WHOLE * gpus) if gpus else 0.0)
-        self._demand.observe(ask, self._known(ask).served_by(), columns.supply, columns.free_of)

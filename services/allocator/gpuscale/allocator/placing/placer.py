@@ -174,15 +174,13 @@ class Placer:
 
     def _find(self, ask: Ask, now: float, *, again: bool, told: bool) -> Pick | Refusal:
         index = self._arrange()
-        if not again:
-            index.learn(ask, now)
+        shape = index.shape(ask, now, new=not again)
         named = ask.nodes or ask.gpus
         if named and (unknown := unknown_names(self._nodes, index.columns.nodes, ask)):
             return unknown
         if ask.member_count > 1:
             placed = place_gang(index, self.use, ask, now)
         else:
-            shape = index.shape(ask, now)
             row = int(shape.value.argmax())  # of rows that are no node's yet nothing is any good
             fits = shape.value.item(row) != -math.inf
             placed = [(index.columns.nodes[row].id, index.members.take(shape, row, 0))] if fits else []
