@@ -236,7 +236,7 @@ class Order:
     @property
     def lasts(self) -> float:
         """Seconds after which it ends at the latest, by its own limit and its booking; 0 for no limit."""
-        return min(filter(None, (self.limit, self.booked)), default=0.0)
+        return min(self.limit, self.booked) or self.limit or self.booked
 
 
 @dataclass(frozen=True, slots=True)
