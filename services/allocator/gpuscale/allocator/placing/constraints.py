@@ -250,17 +250,12 @@ class Constraints:
         """Like `codes` for one row, for an ask that `is_plain`."""
         ask, (needs, _) = self._ask, self._needs()
         node = self.node_code_of(row)
-        found = (
-            first_of(
-                chain(
-                    of_the_model(ask, gpu, needs),
-                    of_the_gpu(gpu, now),
-                    of_use(ask, gpu, needs.milli[gpu.size], needs.floor[gpu.size]),
-                )
-            )
-            for gpu in row.gpus
-        )
-        return node, [_before(node, code) for code in found]
+        found: list[int] = []
+        for gpu in row.gpus:
+            of_uses = of_use(ask, gpu, needs.milli[gpu.size], needs.floor[gpu.size])
+            hits = chain(of_the_model(ask, gpu, needs), of_the_gpu(gpu, now), of_uses)
+            found.append(_before(node, first_of(hits)))
+        return node, found
 
     def node_code_of(self, row: Row) -> int:
         """The first obstacle of a node as a whole."""
