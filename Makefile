@@ -114,8 +114,10 @@ image: $(VENV)/.dev  ## build the image and bring docker-compose.yml up with it 
 clean:  ## remove what was built and installed here
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
+# The pip of Python 3.11 takes a minute to choose what is pinned; where a mirror has no newer one, it will do.
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
+	-$(PIP) --upgrade pip
 
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PIP) -e '.[all]'
