@@ -60,7 +60,7 @@ def test_a_gpu_host_asks_the_server_that_it_joined(tmp_path: Path, monkeypatch: 
     joined = config.read_text().replace(":7070", ":7072") + 'allocator_address = "first.example:7073"\n'
     config.write_text(joined)
     assert doctor.of_host(Session(), config) == Session(), "nothing here says where the autoscaler is"
-    config.write_text(f'{joined}[adapter]\nautoscaler_address = "first.example:7074"\n')
+    config.write_text(f'{joined}[adapter]\ndata_dir = "/x"\nautoscaler_address = "first.example:7074"\n')
     found = doctor.of_host(Session(), config)
     assert found.address == "first.example:7072,second.example:7072"
     assert found.apart == {

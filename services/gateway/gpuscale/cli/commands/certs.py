@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tomllib
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -273,8 +274,9 @@ def _of_hosts(directory: Path) -> list[Path]:
     It may not exist: of a host that an older fleet let in.
     """
     settings = directory.parent / "gpuscale.toml"
-    fleet = tomlkit.parse(settings.read_text("utf-8")).unwrap().get("fleet", {}) if settings.exists() else {}
-    joined = Path(fleet.get("data_dir", ""), "joined")
+    text = settings.read_text(encoding="utf-8") if settings.exists() else ""
+    fleet: dict[str, object] = tomllib.loads(text).get("fleet", {})
+    joined = Path(str(fleet.get("data_dir", "")), "joined")
     if fleet.get("authority_dir") != str(directory.absolute()) or not joined.exists():
         return []
     return [

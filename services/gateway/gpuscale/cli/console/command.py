@@ -64,7 +64,7 @@ class Session:
     cert_file: Path | None = None
     key_file: Path | None = None
     context: str | None = None
-    apart: Mapping[str, str] = field(default_factory=dict)
+    apart: Mapping[str, str] = field(default_factory=dict[str, str])
     kept: library.Client | None = None
     output: Output = field(default_factory=Output)
 
