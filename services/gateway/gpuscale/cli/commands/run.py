@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,9 +19,9 @@ from gpuscale.cli.console.command import Session, command
 from gpuscale.cli.console.errors import leave
 from gpuscale.cli.console.terminal import TERMINAL, note, write_lines
 from gpuscale.cli.grammar.parameters import Parsed, option, repeated, takes
-from gpuscale.client.orders import Orders, when_moved
+from gpuscale.client.orders import Orders, expect_directory, when_moved
 from gpuscale.client.over_ssh import EarlyStart, supervised
-from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
+from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from gpuscale.api.allocator.v1 import Reservation
@@ -124,9 +123,6 @@ def run(
     """
     if detach and (record or forward):
         raise click.UsageError("--detach excludes --record and --forward")
-    if not directory and not Path().stat().st_nlink:  # deleted: it would fail once the GPUs are granted
-        why = "the current directory was deleted: nothing was reserved; cd to another, or say one with --directory"
-        raise FailedPreconditionError(why, reason="DIRECTORY_NOT_FOUND")
     with ExitStack() as stack:
         early = None
         if len({*asking.node} - {this_node, os.uname().nodename}) == 1 and not (detach or asking.members):
@@ -143,7 +139,7 @@ def run(
             node=jobs.starter(client, via, here),
             command=command,
             environment=dict(map(_variable, env)),
-            directory=directory or "",
+            directory=expect_directory(directory),
             address=client.address,
             authority=client.authority(),
             stop_together=on_member_failure == "stop",
