@@ -286,9 +286,7 @@ class Commits:
         return False
 
     async def _save(self, group: Sequence[_Unit]) -> UnavailableError | None:
-        if (
-            not group
-        ):  # all was refused; an empty write would be witnessed, and missed in the file at the next start
+        if not group:  # all was refused; an empty write would be witnessed, and missed at the next start
             return None
         added = [one for unit in group if unit.kind is _Kind.GRANT for one in unit.reservations]
         changed = [one for unit in group if unit.kind is not _Kind.GRANT for one in unit.reservations]

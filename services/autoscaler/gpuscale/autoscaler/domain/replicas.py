@@ -231,10 +231,8 @@ def reported(replica: Replica, report: ReplicaReport, at: Moment) -> Replica:
     seen = replace(replica, pid=report.pid, exit_code=report.exit_code, group=group)
     if report.state in ENDED:
         if replica.goal is Goal.STOP:
-            told = "; ".join(
-                filter(None, (replica.reason, report.reason))
-            )  # why it was asked, and how it ended
-            return ended(seen, report.state, told, at)
+            why_and_how = filter(None, (replica.reason, report.reason))
+            return ended(seen, report.state, "; ".join(why_and_how), at)
         if report.state is ReplicaState.STOPPED:
             reason = report.reason or "its adapter was told to end"
             return ended(seen, ReplicaState.STOPPED, reason, at, EndReason.ADAPTER_STOPPED)
