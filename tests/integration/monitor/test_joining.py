@@ -71,7 +71,8 @@ class Fleet:
         return made.token
 
     async def joined(self, shown: str, node: str = "gpu-1", csr: bytes | None = None) -> x509.Certificate:
-        request = api.JoinRequest(token=shown, node=node, csr=make_request()[1] if csr is None else csr)
+        key = make_request()[1] if csr is None else csr
+        request = api.JoinRequest(token=shown, node=node, csr=key, hosts=["gpu-1.example"])
         with rpc_errors():
             answer = await self.join.Join(request)
         return x509.load_pem_x509_certificate(answer.certificate_pem.encode())
@@ -162,6 +163,19 @@ async def test_join_tokens_have_names_and_pages(fleet: Fleet) -> None:
     with pytest.raises(errors.InvalidArgumentError) as refused:
         await fleet.token(node="endpoints/x")
     assert [one.field for one in refused.value.violations] == ["node"]
+
+
+@pytest.mark.parametrize("kind", [0, api.HostKind.HOST_KIND_GATEWAY])
+async def test_a_use_that_cannot_be_stored_is_given_back(
+    fleet: Fleet, tmp_path: Path, kind: "api.HostKind.ValueType"
+) -> None:
+    shown = await fleet.token(node="gpu-1" if kind else "", kind=kind)
+    (tmp_path / "data").rename(tmp_path / "away")
+    for _ in range(2):
+        assert await fleet.refusal(shown) == "UNAVAILABLE"
+    (tmp_path / "away").rename(tmp_path / "data")
+    await fleet.joined(shown)
+    assert await fleet.refusal(shown) == "JOIN_TOKEN_INVALID"
 
 
 async def test_a_call_that_makes_a_token_may_be_repeated_while_that_may_be_used(fleet: Fleet) -> None:

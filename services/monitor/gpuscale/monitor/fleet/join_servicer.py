@@ -236,8 +236,9 @@ class JoinServicer(api.JoinServiceServicer):
         self, request: api.DeleteJoinTokenRequest, context: Context
     ) -> api.DeleteJoinTokenResponse:
         key = id_of(JOINING, request.name)
-        if self._valid().pop(key, None) is None and not request.allow_missing:
+        if key not in self._valid() and not request.allow_missing:
             raise unknown(f"joinTokens/{key}")
+        self._tokens.pop(key, None)
         return api.DeleteJoinTokenResponse()
 
     async def Join(self, request: api.JoinRequest, context: Context) -> api.JoinResponse:
@@ -267,9 +268,7 @@ class JoinServicer(api.JoinServiceServicer):
         role = token.role.name.lower()
         subject = CertificateSubject(node, uri=signer.identity(role, node))
         certificate = signer.sign(request.csr, subject)
-        token.uses_left -= 1
-        self._joined.add(role, node)
-        await self._joined.save(node, certificate)
+        await self._spend(token, role, node, certificate)
         _log.info("a host joined", node=node, role=role, join_token=token.id)
         return api.JoinResponse(certificate_pem=certificate, authority_pem=signer.bundle)
 
@@ -282,18 +281,27 @@ class JoinServicer(api.JoinServiceServicer):
         hosts = tuple(dict.fromkeys((*request.hosts, "localhost", "127.0.0.1")))
         what = api.HostKind.Name(token.kind).removeprefix("HOST_KIND_").lower()
         answer = _signed(signer, what, node, hosts, request.csr, SERVICE_DAYS)
-        token.uses_left -= 1
-        self._joined.add(what, node)
-        await self._joined.save(node, answer.certificate_pem)
+        await self._spend(token, what, node, answer.certificate_pem)
         answer.tokens, answer.revoked = await asyncio.to_thread(signer.shared_files)
         _log.info("a host of services joined", node=node, hosts=hosts, join_token=token.id)
         return answer
 
+    async def _spend(self, token: _JoinToken, what: str, node: str, certificate: str) -> None:
+        """Use a token for a host, and store that; if that fails, give back the use and the name."""
+        before = self._joined.what(node)
+        token.uses_left -= 1
+        self._joined.add(what, node)
+        try:
+            await self._joined.save(node, certificate)
+        except UnavailableError:
+            token.uses_left += 1
+            self._joined.add(before, node) if before else self._joined.forget(node)
+            raise
+
     def _valid(self) -> dict[str, _JoinToken]:
         now = self._clock.now()
-        valid = (token for token in self._tokens.values() if token.uses_left > 0 and token.expires > now)
-        self._tokens = {token.id: token for token in valid}
-        return self._tokens
+        self._tokens = {key: token for key, token in self._tokens.items() if token.expires > now}
+        return {key: token for key, token in self._tokens.items() if token.uses_left > 0}
 
     def _message(self, token: _JoinToken) -> api.JoinToken:
         left = timedelta(seconds=token.expires - self._clock.now())
