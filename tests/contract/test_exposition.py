@@ -275,6 +275,12 @@ def test_every_alert_is_tested() -> None:
     assert [alert for alert in alerts if alert not in tests] == []
 
 
+def test_no_summary_of_an_alert_has_a_count_before_its_noun() -> None:
+    """It would say `1 reservations`."""
+    rules = (RULES / "rules.yml").read_text(encoding="utf-8")
+    assert re.findall(r"\{\{ \$value (?:\| humanize )?\}\} .*", rules) == []
+
+
 def expressions(board: Path) -> Iterator[str]:
     """Every query of a board, with Grafana's variables filled in."""
     text = re.sub(r"\$__rate_interval", "1m", board.read_text(encoding="utf-8"))
