@@ -172,6 +172,15 @@ def test_variables_of_other_programs_and_of_users_are_none_of_our_business(
     assert load_agent() == AgentSettings()
 
 
+@pytest.mark.parametrize("kind", [AllocatorSettings, AutoscalerSettings])
+def test_a_malformed_address_of_another_program_is_named(
+    kind: type[Settings], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        load(kind, ["--fleet-address", "gpu-1:7072,gpu-2"], program="p", description="")
+    assert "--fleet-address: the address 'gpu-2' has no port: write" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

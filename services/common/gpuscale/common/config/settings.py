@@ -33,7 +33,8 @@ from gpuscale.common.config.frame import (
     start,
 )
 from gpuscale.common.config.sources import Settings, load, secret_variables
-from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
+from gpuscale.common.rpc import channel as rpc_channel
 from gpuscale.common.rpc import meter as rpc_meter
 from gpuscale.common.rpc import server as rpc_server
 from gpuscale.common.runtime import logs
@@ -164,6 +165,17 @@ class UpstreamSettings(UpstreamFrame, Settings):
         None,
         description="file with the bearer token for upstream servers; sent only over TLS or to this host",
     )
+
+    @field_validator(
+        *(f"{name}_address" for name in ("fleet", "allocator", "autoscaler", "agent", "gateway")),
+        check_fields=False,
+    )
+    @classmethod
+    def _check_address(cls, value: str) -> str:
+        try:
+            return value and ",".join(rpc_channel.split_addresses(value))
+        except InvalidArgumentError as error:
+            raise ValueError(error.message) from None
 
     @model_validator(mode="after")
     def _check_upstream(self) -> Self:
