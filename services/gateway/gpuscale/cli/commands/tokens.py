@@ -211,7 +211,7 @@ def limit(
 def revoke(session: Session, name: str, tokens_file: Path, label: str | None) -> None:
     """Revoke a token: it is rejected within a second, and open streams end within a minute.
 
-    If the file has no token of that name, it revokes that person's logins until now.
+    What its caller holds goes on: running work renews that by lease tokens. If the file has no token of that name, it revokes that person's logins until now.
     """
     file = read(tokens_file)
     tokens = tables(file, "tokens")
@@ -223,7 +223,7 @@ def revoke(session: Session, name: str, tokens_file: Path, label: str | None) ->
         _replace(tokens_file, tomlkit.dumps(file))
         session.output.write_records("revoked", [{"name": name}])
         note(f"{tokens_file} has no token {name}: logins of that person until now are revoked")
-        note(f"what {name} holds goes on; to see it: gpuscalectl get reservations -l owner={name}")
+        note(_held(name))
         return
     token = _existing(tokens, name)
     found = _secrets(token)
@@ -235,7 +235,12 @@ def revoke(session: Session, name: str, tokens_file: Path, label: str | None) ->
         _replace(tokens_file, tomlkit.dumps(file))
     else:
         _replace(tokens_file, _without(file, tokens, name))
+        note(_held(name))
     session.output.write_records("revoked", [{"name": name}])
+
+
+def _held(name: str) -> str:
+    return f"what {name} holds goes on; to see it: gpuscalectl get reservations -l owner={name}"
 
 
 def read(file: Path, *, new: bool = False) -> tomlkit.TOMLDocument:
