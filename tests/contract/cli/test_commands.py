@@ -653,7 +653,7 @@ def test_version_and_doctor_name_the_allocator_that_leads(ctl: Any, world: canne
     assert "answers; a.example:7073 leads" in [one["found"] for one in findings]
 
 
-def test_doctor_tells_of_an_allocator_that_cannot_write(ctl: Any, world: canned.World) -> None:
+def test_doctor_and_status_tell_of_an_allocator_that_cannot_write(ctl: Any, world: canned.World) -> None:
     problem = "the allocator cannot write its state: the disk of the state is full"
 
     def answer(_: Any, context: Any) -> Any:
@@ -664,6 +664,9 @@ def test_doctor_tells_of_an_allocator_that_cannot_write(ctl: Any, world: canned.
     ran = ctl("doctor", "--only", "fleet", "-o", "json")
     states = {one["found"]: one["state"] for one in json.loads(ran.out)["findings"]}
     assert (ran.code, states[problem], "answers" in states) == (1, "FAIL", False)
+    assert f"health event\n{problem}\n" in ctl("status").out
+    world.overrides["ListHealthEvents"] = lambda *_: canned.monitor_api.ListHealthEventsResponse()
+    assert f"0 health events\n{problem}\n" in ctl("status").out
 
 
 def test_every_kind_is_listed_with_the_commands_that_know_it(ctl: Any) -> None:

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, cast
 import click
 from pydantic import BaseModel, SecretStr
 
-from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.cli.commands import doctor_host as host
 from gpuscale.cli.console import lookup
@@ -186,12 +185,10 @@ def _watchers(client: "Client") -> "Iterator[host.Diagnosis]":
 
 def _database(client: "Client") -> "Iterator[host.Diagnosis]":
     """Check that the allocator can read reservations from its state, and write it."""
-    request = allocator_api.ListReservationsRequest(page_size=1)
-    _, call = client.allocator.ListReservations.with_call(request)
-    told = dict(call.trailing_metadata() or ())
-    leader = f"; {told[LEADER_KEY]!s} leads" if LEADER_KEY in told else ""
+    told = lookup.told(client, "allocator")
+    leader = f"; {told[LEADER_KEY]} leads" if LEADER_KEY in told else ""
     if PROBLEM_KEY in told:
-        text, advice = f"{told[PROBLEM_KEY]!s}{leader}", "docs/operations.md#nothing-answers"
+        text, advice = f"{told[PROBLEM_KEY]}{leader}", "docs/operations.md#nothing-answers"
         yield host.Diagnosis("service", "allocator", "FAIL", text, advice)
     else:
         yield host.Diagnosis("service", "allocator", "OK", f"answers{leader}")

@@ -96,31 +96,17 @@ def get_all(session: Session, kinds: str) -> None:
 
 def programs(session: Session) -> Iterator[tuple[str, str, str]]:
     """Name, program and version of each agent, adapter and service that answers; the version is empty before 0.1."""
-    from gpuscale.api.allocator import v1 as allocator_api
-    from gpuscale.api.autoscaler import v1 as autoscaler_api
-    from gpuscale.api.monitor import v1 as monitor_api
     from gpuscale.common.rpc.status import LEADER_KEY, VERSION_KEY, VIA_KEY
 
-    nodes = monitor_api.ListNodesRequest(page_size=1)
     with session.connect() as client:
-        calls = {
-            "fleet": client.fleet.ListNodes.with_call(nodes)[1],
-            "allocator": client.allocator.ListReservations.with_call(
-                allocator_api.ListReservationsRequest(page_size=1)
-            )[1],
-            "autoscaler": client.endpoints.ListEndpoints.with_call(
-                autoscaler_api.ListEndpointsRequest(page_size=1)
-            )[1],
-        }
-        for name, call in calls.items():
-            told = dict(call.trailing_metadata() or ())
-            leads = filter(None, ("process that leads", str(told.get(LEADER_KEY, ""))))
-            yield name, ", ".join(leads), str(told.get(VERSION_KEY, ""))
+        services = {name: lookup.told(client, name) for name in ("fleet", "allocator", "autoscaler")}
+        for name, told in services.items():
+            leads = filter(None, ("process that leads", told.get(LEADER_KEY, "")))
+            yield name, ", ".join(leads), told.get(VERSION_KEY, "")
         for one in () if session.apart else session.each():  # a standby host is found by its gateway
             found = ""
             with one.connect(quickly=2.0) as of_gateway, suppress(GpuscaleError):
-                _, call = of_gateway.fleet.ListNodes.with_call(nodes)
-                found = str(dict(call.trailing_metadata() or ()).get(VIA_KEY, ""))
+                found = lookup.told(of_gateway, "fleet").get(VIA_KEY, "")
             yield str(one.address or client.address), "gateway", found
         yield from ((one.name, "agent", one.agent_version) for one in lookup.nodes(client))
         yield from ((one.name, "adapter", one.version) for one in lookup.adapters(client))

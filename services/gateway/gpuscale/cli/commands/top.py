@@ -22,6 +22,7 @@ from gpuscale.cli.views.autoscaler import ENDPOINTS
 from gpuscale.client import Client
 from gpuscale.client.states import Marks, gpu_state, marks, node_state, problem
 from gpuscale.common.errors import GpuscaleError, UnavailableError
+from gpuscale.common.rpc.status import PROBLEM_KEY
 from gpuscale.common.sizes import counted
 
 BAR_WIDTH = 10
@@ -66,6 +67,8 @@ def show_status(session: Session) -> None:
         endpoints = _known(client, "endpoints", lookup.endpoints)
         events = _known(client, "health events", lookup.health)
         cordons = _known(client, "cordons", lookup.cordons)
+        asked = output.human and reservations is not None
+        wrong = lookup.told(client, "allocator").get(PROBLEM_KEY, "") if asked else ""
     marked = marks(cordons or ())
     failed = ExitCode.UNAVAILABLE if None in (reservations, endpoints, events, cordons) else ExitCode.OK
     if not output.human:
@@ -84,7 +87,8 @@ def show_status(session: Session) -> None:
         f"{_count(gpus, 'GPU')}: {'use unknown' if reservations is None else use}",
         f"{_count(nodes, 'node')}: {', '.join(f'{count} {state}' for state, count in states.items()) or 'no agent reports'}",
         f"{_count(reservations, 'reservation')}, {_count(endpoints, 'endpoint')}, "
-        + ("nothing is wrong" if events == [] else _count(events, "health event")),
+        + ("nothing is wrong" if events == [] and not wrong else _count(events, "health event")),
+        *filter(None, [wrong]),
     ]
     tables = (
         (events, output.table(events or (), monitor.HEALTH)),

@@ -250,6 +250,18 @@ def gpu_uuid(client: Client, typed: str) -> str:
         raise
 
 
+def told(client: Client, service: str) -> dict[str, str]:
+    """What a service tells beside an answer: its version, who leads and, of the allocator, its problem."""
+    methods: dict[str, tuple[Any, Any]] = {
+        "fleet": (client.fleet.ListNodes, monitor_api.ListNodesRequest),
+        "allocator": (client.allocator.ListReservations, allocator_api.ListReservationsRequest),
+        "autoscaler": (client.endpoints.ListEndpoints, api.ListEndpointsRequest),
+    }
+    method, request = methods[service]
+    _, call = method.with_call(request(page_size=1))
+    return {key: str(value) for key, value in call.trailing_metadata() or ()}
+
+
 def reservations(
     client: Client,
     typed: Sequence[str] = (),
