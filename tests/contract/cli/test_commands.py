@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -667,6 +669,19 @@ def test_doctor_and_status_tell_of_an_allocator_that_cannot_write(ctl: Any, worl
     assert f"health event\n{problem}\n" in ctl("status").out
     world.overrides["ListHealthEvents"] = lambda *_: canned.monitor_api.ListHealthEventsResponse()
     assert f"0 health events\n{problem}\n" in ctl("status").out
+
+
+def test_a_host_whose_clock_is_far_off_has_a_problem(ctl: Any, world: canned.World) -> None:
+    node = type(canned.NODE)()
+    node.CopyFrom(canned.NODE)
+    node.snapshot.sample_time.FromSeconds(int(time.time()) - 300)
+    node.snapshot.age.FromSeconds(1)
+    world.things[node.name] = node
+    world.overrides["ListHealthEvents"] = lambda *_: canned.monitor_api.ListHealthEventsResponse()
+    status = ctl("status").out
+    for out in (status, ctl("get", "nodes").out):
+        assert re.search("its clock is (299|300) s behind this host's", out)
+    assert "nothing is wrong" not in status
 
 
 def test_every_kind_is_listed_with_the_commands_that_know_it(ctl: Any) -> None:

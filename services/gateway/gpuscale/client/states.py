@@ -9,7 +9,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.wire import optional_seconds, to_datetime
+from gpuscale.common.wire import optional_seconds, seconds, to_datetime
 
 Marks = Mapping[str, str]
 """CORDONED or DRAINING, by the name of a node or GPU."""
@@ -44,6 +44,14 @@ def problem(node: monitor_api.Node) -> str:
         return node.snapshot.gpu_problem
     wrong = [f"GPU {gpu.index}: {_own(gpu)}" for gpu in node.snapshot.gpus if _own(gpu) not in _WORKING]
     return "; ".join(wrong) if _NODE_STATES.get(node.state) == _ONLINE else ""
+
+
+def clock_ahead(node: monitor_api.Node, now: float) -> float | None:
+    """Seconds by which a node's clock is ahead of one that shows `now`; None if that is unknown."""
+    snapshot = node.snapshot
+    if _NODE_STATES.get(node.state) != _ONLINE or not snapshot.HasField("sample_time"):
+        return None
+    return to_datetime(snapshot.sample_time).timestamp() + seconds(snapshot.age) - now
 
 
 def gpu_state(gpu: types_api.Gpu, marked: Marks = NO_MARKS) -> str:

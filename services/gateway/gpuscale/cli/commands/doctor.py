@@ -30,6 +30,7 @@ from gpuscale.cli.console.command import FILE, NO_ANSWER, Session, command
 from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.parameters import DURATION, local_text, option, repeated
+from gpuscale.cli.views.monitor import FAR, off
 from gpuscale.common.config.sources import CONFIG_VARIABLE, Settings
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
 from gpuscale.common.rpc.status import LEADER_KEY, PROBLEM_KEY
@@ -45,8 +46,6 @@ USUAL = Path("/etc/gpuscale/gpuscale.toml")
 SKEW = 2.0
 """Clock difference in seconds above which logs of two hosts are hard to compare."""
 _OF_AUTOSCALER = ("endpoints", "adapters", "queue_watchers")
-FAR = 30.0
-"""Clock difference in seconds above which certificates and tokens are rejected."""
 CONFIG = option(
     "--config",
     type=FILE,
@@ -130,7 +129,7 @@ def _fleet(session: Session) -> "Iterator[host.Diagnosis]":
 
 
 def _nodes(client: "Client") -> "Iterator[host.Diagnosis]":
-    from gpuscale.client.states import node_state, problem
+    from gpuscale.client.states import clock_ahead, node_state, problem
 
     own = version("gpuscale")
     found = lookup.nodes(client)
@@ -151,16 +150,14 @@ def _nodes(client: "Client") -> "Iterator[host.Diagnosis]":
             yield host.Diagnosis(
                 "version", node.name, "WARN" if same else "FAIL", text, "docs/operations.md#upgrade"
             )
-        if not node.snapshot.HasField("sample_time"):
+        ahead = clock_ahead(node, time.time())
+        if ahead is None:
             continue
-        sampled = node.snapshot.sample_time.ToDatetime(UTC).timestamp()
-        ahead = sampled + node.snapshot.age.ToTimedelta().total_seconds() - time.time()
         if abs(ahead) < SKEW:
             yield host.Diagnosis("clock", node.name, "OK", f"within {SKEW:.0f} s of this host's")
         else:
-            text = f"is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this host's"
-            advice = "chronyc tracking, on both hosts"
-            yield host.Diagnosis("clock", node.name, "FAIL" if abs(ahead) > FAR else "WARN", text, advice)
+            state, advice = "FAIL" if abs(ahead) > FAR else "WARN", "chronyc tracking, on both hosts"
+            yield host.Diagnosis("clock", node.name, state, off(ahead), advice)
 
 
 def _adapters(client: "Client") -> "Iterator[host.Diagnosis]":

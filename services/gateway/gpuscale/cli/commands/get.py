@@ -128,12 +128,12 @@ def _about(session: Session, view: "View[M] | None" = None, fields: Sequence[str
 @get("nodes", "nodes -o wide")
 def nodes(session: Session, name: Names) -> None:
     """List hosts with an agent: state, CPU, memory, load."""
-    from gpuscale.client.states import NO_MARKS, problem
+    from gpuscale.client.states import NO_MARKS
 
     with session.connect() as client:
         found = lookup.nodes(client, name, _about(session, monitor.nodes(), monitor.NODE_FIELDS))
         marked = _marks(session, client) if session.output.human else NO_MARKS
-    _write(session, found, monitor.nodes(marked, problems=any(map(problem, found))), name)
+    _write(session, found, monitor.nodes(marked, problems=any(map(monitor.node_problem, found))), name)
 
 
 @get("gpus", "gpus --node host-1 --sort-by -UTIL")

@@ -20,7 +20,7 @@ from gpuscale.cli.views import monitor
 from gpuscale.cli.views.allocator import RESERVATIONS
 from gpuscale.cli.views.autoscaler import ENDPOINTS
 from gpuscale.client import Client
-from gpuscale.client.states import Marks, gpu_state, marks, node_state, problem
+from gpuscale.client.states import Marks, gpu_state, marks, node_state
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.rpc.status import PROBLEM_KEY
 from gpuscale.common.sizes import counted
@@ -83,16 +83,17 @@ def show_status(session: Session) -> None:
     use = f"{free} free, {held} held" + (
         f", {closed} not for new work" if (closed := len(gpus) - free - held) > 0 else ""
     )
+    ill = any(map(monitor.node_problem, nodes))
     lines = [
         f"{_count(gpus, 'GPU')}: {'use unknown' if reservations is None else use}",
         f"{_count(nodes, 'node')}: {', '.join(f'{count} {state}' for state, count in states.items()) or 'no agent reports'}",
         f"{_count(reservations, 'reservation')}, {_count(endpoints, 'endpoint')}, "
-        + ("nothing is wrong" if events == [] and not wrong else _count(events, "health event")),
+        + ("nothing is wrong" if events == [] and not (ill or wrong) else _count(events, "health event")),
         *filter(None, [wrong]),
     ]
     tables = (
         (events, output.table(events or (), monitor.HEALTH)),
-        (nodes, output.table(nodes, monitor.nodes(marked, problems=any(map(problem, nodes))))),
+        (nodes, output.table(nodes, monitor.nodes(marked, problems=ill))),
         (gpus, output.table(gpus, _gpus(holders, marked))),
         (reservations, output.table(reservations or (), RESERVATIONS)),
         (endpoints, output.table(endpoints or (), ENDPOINTS)),

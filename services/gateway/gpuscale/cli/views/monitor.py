@@ -1,5 +1,6 @@
 """Nodes and GPUs, recordings, health events, the audit log, history as tables and charts, and trends."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 
 from gpuscale.api.audit import v1 as audit_api
@@ -25,7 +26,7 @@ from gpuscale.cli.console.cells import (
 from gpuscale.cli.console.output import ABSENT
 from gpuscale.cli.grammar.jsonpath import parse_path
 from gpuscale.cli.grammar.parameters import local_text
-from gpuscale.client.states import NO_MARKS, Marks, gpu_state, node_state, problem
+from gpuscale.client.states import NO_MARKS, Marks, clock_ahead, gpu_state, node_state, problem
 from gpuscale.common.wire import seconds, to_datetime
 
 
@@ -47,6 +48,21 @@ def _power(node: api.Node) -> str:
     ):
         return ABSENT
     return f"{sum(one.power_watts for one in readings):.0f}/{sum(one.power_limit_watts for one in readings):.0f}W"
+
+
+FAR = 30.0
+"""Clock difference in seconds above which certificates and tokens are rejected."""
+
+
+def off(ahead: float) -> str:
+    """How far a clock is from this host's."""
+    return f"is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this host's"
+
+
+def node_problem(node: api.Node) -> str:
+    """The problem of a node's GPUs, or of its clock; empty if there is none, or a watch asked for no time."""
+    ahead = clock_ahead(node, time.time()) or 0.0
+    return problem(node) or (f"its clock {off(ahead)}" if abs(ahead) > FAR else "")
 
 
 def nodes(marked: Marks = NO_MARKS, *, problems: bool = False) -> View[api.Node]:
@@ -73,7 +89,7 @@ def nodes(marked: Marks = NO_MARKS, *, problems: bool = False) -> View[api.Node]
             Column("SYSTEM", lambda node: text(node.snapshot.host.operating_system), wide=True),
             Column("DRIVER", lambda node: text(node.snapshot.host.driver_version), wide=True),
             Column("AGENT", lambda node: text(node.agent_version), wide=True),
-            Column("PROBLEM", lambda node: text(problem(node)), wide=not problems),
+            Column("PROBLEM", lambda node: text(node_problem(node)), wide=not problems),
         ),
         labels=parse_path("snapshot.host.labels"),
     )
