@@ -1,6 +1,7 @@
 """The disk: an answer leaves only when the change is on it, and a write that fails leaves everything as it was."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -90,7 +91,7 @@ async def test_a_grant_that_is_refused_is_no_write_that_the_next_start_misses(
 
 
 @pytest.mark.parametrize(("role", "why"), [("operator", ""), ("admin", ": the disk is full")])
-async def test_an_answer_tells_that_nothing_can_be_written(
+async def test_an_answer_tells_that_nothing_can_be_written_or_slowly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, why: str
 ) -> None:
     """And why, to admins: it may have the address of the database."""
@@ -107,6 +108,12 @@ async def test_an_answer_tells_that_nothing_can_be_written(
         assert await told() is None
         monkeypatch.setattr(Store, "problem", "the disk is full")
         assert await told() == f"the allocator cannot write its state{why}"
+        monkeypatch.setattr(Store, "problem", "")
+        monkeypatch.setattr(Store, "slow", (time.monotonic() - 61.0, 3.4))
+        assert await told() is None
+        monkeypatch.setattr("gpuscale.common.store.store.SLOW", 0.0)
+        await client.reserve()
+        assert await told() == "a commit of the allocator's state took 0.0 s"
 
 
 async def test_cordons_quotas_and_bookings_that_cannot_be_written_change_nothing(

@@ -1,6 +1,7 @@
 """AllocatorService on the wire: messages to values, one use case, values to messages; and the translation of asks and GPUs."""
 
 import re
+import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -74,11 +75,21 @@ _Several = TypeVar("_Several", api.BatchReserveResponse, api.BatchReleaseRespons
 _Told: TypeAlias = tuple[Reservation, ReservationUsage | None, Sequence[str], api.GetReservationResponse]
 
 
+SLOW_SECONDS = 60.0
+"""How long a slow commit is told."""
+
+
 def _tell_problem(context: Context) -> None:
-    """Say beside the answer that no state can be written now."""
-    why = f": {Store.problem.encode('ascii', 'replace').decode()}" if is_admin() else ""
-    told = (PROBLEM_KEY, f"the allocator cannot write its state{why}")
-    context.set_trailing_metadata((*context.trailing_metadata(), told))
+    """Say beside the answer that no state can be written now, or was slowly in the last minute."""
+    ended, took = Store.slow
+    if Store.problem:
+        why = f": {Store.problem.encode('ascii', 'replace').decode()}" if is_admin() else ""
+        text = f"the allocator cannot write its state{why}"
+    elif time.monotonic() < ended + SLOW_SECONDS:
+        text = f"a commit of the allocator's state took {took:.1f} s"
+    else:
+        return
+    context.set_trailing_metadata((*context.trailing_metadata(), (PROBLEM_KEY, text)))
 
 
 @dataclass(slots=True)
@@ -199,8 +210,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     async def GetReservation(
         self, request: api.GetReservationRequest, context: Context
     ) -> api.GetReservationResponse:
-        if Store.problem:
-            _tell_problem(context)
+        _tell_problem(context)
         found = await self.records.get(reservation_id(request.name))
         if found.waiting:
             await self.reserving.waiting.foresee([found])
@@ -211,8 +221,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     async def ListReservations(
         self, request: api.ListReservationsRequest, context: Context
     ) -> api.ListReservationsResponse:
-        if Store.problem:
-            _tell_problem(context)
+        _tell_problem(context)
         meets = compile_filter(request.filter, api.Reservation)
         list_page = partial(
             self.records.list_reservations,

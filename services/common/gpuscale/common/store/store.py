@@ -11,6 +11,7 @@ version (docs/adr/0009).
 """
 
 import asyncio
+import math
 import shutil
 import sqlite3
 import threading
@@ -131,16 +132,21 @@ class Backend(ABC):
             ) from error
 
 
+SLOW = 2.0
+"""Seconds of a commit from which it is told as a problem."""
+
+
 class Store:
     """The state of one service. Created by `Store.open`; for the event loop that opened it.
 
     `commits` has the durations of write transactions, with their sync, of all stores of this process, and `failures` how
-    many failed; `problem` says why they fail now.
+    many failed; `problem` says why they fail now, and `slow` when the last slow one ended, by `time.monotonic`, and how long it took.
     """
 
     commits: ClassVar[Histogram] = Histogram()
     failures: ClassVar[int] = 0
     problem: ClassVar[str] = ""
+    slow: ClassVar[tuple[float, float]] = -math.inf, 0.0
 
     def __init__(self, backend: Backend, writer: "_Worker", reader: "_Worker") -> None:
         self._backend = backend
@@ -242,7 +248,10 @@ def _commit(name: str, backend: Backend, connection: Connection, group: Sequence
             job.error = job.error or trouble
     finally:
         backend.ended(committed=committed)
-        Store.commits.observe(time.monotonic() - began)
+        took = (ended := time.monotonic()) - began
+        Store.commits.observe(took)
+        if took > SLOW:
+            Store.slow = ended, took
     if committed or trouble is not None:
         Store.failures += trouble is not None
         before = Store.problem
