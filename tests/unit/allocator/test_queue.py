@@ -321,6 +321,11 @@ def test_hours_of_a_month_that_are_used_or_booked_let_nobody_of_the_tenant_in() 
     assert "Wait until Fri 2027-01-15 08:00 UTC" in found.message
     line.ask(wish("w", tenant="a"), wish("b", tenant="b"))
     assert line.granted() == ["b"]
+    line.world.quotas["c"], line.world.months["c"] = (
+        Quota("c", gpu_hours_per_month=0.03),
+        MonthStanding(0.0312, 0, 1e9),
+    )
+    assert "has used 0.031 of the 0.03 GPU-hours" in str(line.queue.look(wish("x", tenant="c"), NOW))
     line.world.months["a"] = MonthStanding(0.0, 40.0, 1_900_000_000.0)
     line.queue.changed(())
     assert line.granted() == ["w"]

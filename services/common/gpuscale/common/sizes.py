@@ -25,6 +25,11 @@ def counted(count: float, one: str, many: str = "") -> str:
     return f"{count if isinstance(count, int) else f'{count:g}'} {one if count == 1 else many or f'{one}s'}"
 
 
+def hours_text(hours: float) -> str:
+    """Hours to a tenth; below one hour with two digits, so that what was used does not read 0.0."""
+    return f"{hours:.1f}" if hours >= 1 or hours < 0.0001 else f"{hours:.2g}"
+
+
 def parse_size(text: str) -> int:
     """Bytes of `8GiB`, `500MB`, `1.5TiB` or a plain number of bytes; units in any case, KB = 1000, KiB = 1024.
 

@@ -51,7 +51,7 @@ from gpuscale.allocator.queueing.model import (
     Waiter,
 )
 from gpuscale.common.errors import ResourceExhaustedError
-from gpuscale.common.sizes import counted
+from gpuscale.common.sizes import counted, hours_text
 
 MOST_FORESEEN = 16
 """Most requests with a forecast: each costs some placements."""
@@ -155,10 +155,10 @@ def over_quota(world: QueueWorld, order: Order, pick: Pick | None = None) -> Que
     if hours is not None and least and not order.booking:
         month = world.month(order.tenant)
         if month.used + month.booked >= hours:
-            beside = f" and booked {month.booked:.1f}" if month.booked else ""
+            beside = f" and booked {hours_text(month.booked)}" if month.booked else ""
             return QueueObstacle(
                 Reason.QUOTA_EXCEEDED,
-                f"tenant {order.tenant} has used {month.used:.1f}{beside} of the {hours:g} GPU-hours that its quota has for this"
+                f"tenant {order.tenant} has used {hours_text(month.used)}{beside} of the {hours:g} GPU-hours that its quota has for this"
                 f" month. Wait until {local(month.ends)}, or have the quota raised.",
                 lasting=not hours,
             )

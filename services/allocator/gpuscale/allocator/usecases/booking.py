@@ -44,7 +44,7 @@ from gpuscale.common.errors import (
 from gpuscale.common.runtime.logs import Attempts, get_logger
 from gpuscale.common.runtime.tasks import Clock, uninterrupted
 from gpuscale.common.security.auth import Principal, Role
-from gpuscale.common.sizes import counted
+from gpuscale.common.sizes import counted, hours_text
 
 LOOK = 1.0
 """Seconds between two looks at all bookings."""
@@ -232,8 +232,8 @@ class Calendar:
             asked = asked_milli(wish.ask) / WHOLE * (min(wish.end, month.ends) - at) / 3600
             if month.used + month.booked + asked > hours:
                 raise ResourceExhaustedError(
-                    f"tenant {wish.tenant} has {hours:g} GPU-hours for each month, of which it has used {month.used:.1f} and booked"
-                    f" {month.booked:.1f} in the one that ends {local(month.ends)}; this asks for {asked:.1f} of it",
+                    f"tenant {wish.tenant} has {hours:g} GPU-hours for each month, of which it has used {hours_text(month.used)} and booked"
+                    f" {hours_text(month.booked)} in the one that ends {local(month.ends)}; this asks for {hours_text(asked)} of it",
                     reason="QUOTA_EXCEEDED",
                 )
             at = month.ends

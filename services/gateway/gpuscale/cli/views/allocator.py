@@ -29,6 +29,7 @@ from gpuscale.cli.grammar.parameters import format_duration
 from gpuscale.client.states import estimate, revoked_early, scored
 from gpuscale.common import wire
 from gpuscale.common.names import node_of
+from gpuscale.common.sizes import hours_text
 
 WHOLE = 1000
 """A whole GPU, in thousandths."""
@@ -212,8 +213,8 @@ QUOTAS = View[api.Quota](
         Column("GPUS HELD", lambda one: _gpus(one.gpu_milli_held)),
         Column("PAST", lambda one: number(one, "gpu_milli_past", _gpus), wide=True),
         Column("LIMIT", lambda one: number(one, "gpu_milli_limit", _gpus)),
-        Column("HOURS USED", lambda one: f"{one.gpu_hours_used:.1f}", moving=True),
-        Column("BOOKED", lambda one: f"{one.gpu_hours_booked:.1f}", wide=True, moving=True),
+        Column("HOURS USED", lambda one: hours_text(one.gpu_hours_used), moving=True),
+        Column("BOOKED", lambda one: hours_text(one.gpu_hours_booked), wide=True, moving=True),
         Column("HOURS LIMIT", lambda one: number(one, "gpu_hours_per_month", "{:g}".format)),
         Column("WEIGHT", lambda one: number(one, "weight") if one.HasField("weight") else "1"),
         Column("WAITING", lambda one: str(one.waiting_count)),
