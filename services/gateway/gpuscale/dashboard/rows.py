@@ -315,7 +315,7 @@ REPLICAS = ResourceTable[autoscaler_api.Replica](
     name_to=("", lambda one: f"/{one.name}"),
     state=("state", lambda one: humanize.word(one, "state")),
     node=("node", lambda one: one.node.removeprefix("nodes/")),
-    gpus=("GPUs", lambda one: ", ".join(filter(None, (replica_model(one), *one.gpu_uuids)))),
+    gpus=("GPUs", replica_model),
     age=("age", lambda one: humanize.ago(one.create_time)),
     reason=("reason", lambda one: one.reason),
 )
@@ -333,16 +333,30 @@ HEALTH = ResourceTable[monitor_api.HealthEvent](
 )
 
 
+def replica_rows(facts: Facts, endpoint: str) -> list[Row]:
+    """The rows of an endpoint's replicas; a GPU by its label while it is known."""
+    shown: list[Row] = []
+    for one in facts.replicas_of(endpoint):
+        row, found = REPLICAS.row(one), _indexes(facts, one.node)
+        known = places((str(row["node"]), found[uuid]) for uuid in one.gpu_uuids if uuid in found)
+        told = (str(row["gpus"]), known, *(uuid for uuid in one.gpu_uuids if uuid not in found))
+        shown.append({**row, "gpus": ", ".join(filter(None, told))})
+    return shown
+
+
+def _indexes(facts: Facts, node: str) -> dict[str, int]:
+    """The GPUs of a node by UUID; empty while it is unknown."""
+    return {gpu.uuid: gpu.index for gpu in facts.nodes[node].snapshot.gpus} if node in facts.nodes else {}
+
+
 def health_rows(facts: Facts) -> list[Row]:
     """The rows of unresolved events, worst first; a GPU by its label while it is known."""
     ranks = {severity: rank for rank, severity in enumerate(SEVERITIES)}
     shown: list[Row] = []
     for event in facts.events:
         if not event.HasField("resolved_time"):
-            gpus = facts.nodes[event.node].snapshot.gpus if event.node in facts.nodes else ()
-            place = next(
-                (f"/{gpu.index}" for gpu in gpus if gpu.uuid == event.uuid), f" {event.uuid}".rstrip()
-            )
+            index = _indexes(facts, event.node).get(event.uuid)
+            place = f" {event.uuid}".rstrip() if index is None else f"/{index}"
             shown.append({**HEALTH.row(event), "where": f"{event.node.removeprefix('nodes/')}{place}"})
     return sorted(shown, key=lambda row: (ranks.get(str(row["severity"]), -1), str(row["name"])))
 

@@ -69,7 +69,7 @@ def endpoint_page(site: DashboardSite, endpoint: str) -> None:
         tiles.show(**rows.endpoint_figures(one))
         sets.show(rows.capability_set_rows(one))
         grouped.set_visibility(bool(one.status.capability_sets))
-        replicas.show(rows.REPLICAS.rows(site.facts.replicas_of(name)))
+        replicas.show(rows.replica_rows(site.facts, name))
 
     asked_at = 0.0
     asked_of: Collection[autoscaler_api.Endpoint] | None = None
