@@ -380,7 +380,7 @@ def test_a_stop_that_takes_too_long_says_what_refuses(monkeypatch: pytest.Monkey
 
 
 def test_who_may_not_stop_a_job_is_told_who_may() -> None:
-    found = api.Reservation(name="reservations/r1", owner="ann")
+    found = api.Reservation(name="reservations/r1", owner="ann", holder="ann@laptop")
     member = Member(0, "beta", ("ssh", "beta", "kill 5"))
     for code in (jobs.NO_FOLDER, over_ssh.SSH_FAILED):
         said = jobs._not_there(found, member, code, "stop").message
@@ -388,7 +388,7 @@ def test_who_may_not_stop_a_job_is_told_who_may() -> None:
         assert "release" not in jobs._not_there(found, member, code, "read").message
     assert jobs._not_there(found, member, jobs.NO_FOLDER, "read").message == (
         "cannot read reservations/r1 on beta: nothing of it is kept there for this user; who started it with `run -d` finds it"
-        " until 14 days after its end, unless that host was wiped"
+        " until 14 days after its end, unless that host was wiped; started without -d, it wrote to the terminal of ann@laptop"
     )
 
 

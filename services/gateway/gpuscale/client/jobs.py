@@ -394,6 +394,8 @@ def _not_there(
     found: allocator_api.Reservation, member: Member, code: int, what: str
 ) -> FailedPreconditionError | UnavailableError:
     where, end = f"cannot {what} {found.name} on {member.node}", ""
+    if what == "read":  # had it a supervisor that keeps output, its last lines might be known
+        end = f"; started without -d, it wrote to the terminal of {found.holder}"
     if what == "stop":
         job = found.name.partition("/")[2]
         end = f". Its owner {found.owner} or an admin can end it: gpuscalectl release {job}"
