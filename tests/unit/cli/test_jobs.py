@@ -392,6 +392,29 @@ def test_who_may_not_stop_a_job_is_told_who_may() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "last", "shown"),
+    [
+        (b"", b"one\ntwo\n", 8, b"one\ntwo\n"),
+        (b"", b"one\ntwo\n", 7, b"two\n"),
+        (b"zero\no", b"ne\ntwo\n", 8, b"one\ntwo\n"),
+        (b"", b"progress", 4, b"ress"),
+        (b"", b"progress\n", 4, b"ess\n"),
+    ],
+)
+def test_what_is_shown_of_a_long_output_begins_with_a_line(
+    old: bytes, new: bytes, last: int, shown: bytes, tmp_path: Path
+) -> None:
+    (tmp_path / "output.1").write_bytes(old)
+    (tmp_path / "output").write_bytes(new)
+    for follow in (False, True)[: 1 + (not old)]:
+        script = jobs._shell_reading("r1", follow=follow, last=last, lines=None)
+        ran = subprocess.run(("sh", "-c", script), cwd=tmp_path, capture_output=True, check=True)
+        assert ran.stdout == shown
+        cut = b"earlier output is left out; more of it: gpuscalectl logs --tail N r1\n"
+        assert ran.stderr == (cut if len(old + new) > last else b"")
+
+
 def test_output_of_members_without_lines_is_not_kept_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a progress bar; to look at all of it for each piece took a minute for 30 MB."""
     monkeypatch.setattr(over_ssh, "CHUNK", 10)

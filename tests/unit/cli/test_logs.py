@@ -114,6 +114,21 @@ def test_of_several_each_line_is_whole_and_says_whose_it_is() -> None:
     assert next(logs._named_lines([(one, long)]))[1] == b"e/a  " + long + b"\n", "no line is kept for ever"
 
 
+@pytest.mark.parametrize(
+    ("content", "shown"), [(b"x\none\n", b"one\n"), (b"\none\nx", b"one\nx"), (b"progress", b"rogress")]
+)
+def test_what_is_shown_of_a_long_output_begins_with_a_line(
+    content: bytes, shown: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for offset in (1, 0):
+        read = Mock(return_value=part(content, offset))
+        client: Any = SimpleNamespace(endpoints=SimpleNamespace(ReadReplicaLog=read))
+        tail = logs._Tail(client, NAME, len(content) - 1)
+        assert tail.read(patiently=False) == (shown if offset else content)
+        assert read.call_args.args[0].max_bytes == len(content)
+        assert (f"earlier output of {NAME} is left out" in capsys.readouterr().err) == bool(offset)
+
+
 @pytest.mark.parametrize(("lines", "shown"), [(2, b"b\nc"), (9, b"a\nb\nc"), (0, b"")])
 def test_the_last_lines_are_those_of_the_first_read(lines: int, shown: bytes) -> None:
     answers = [part(b"a\nb\nc", 0), part(b"d\ne\nf\n", 5)]

@@ -62,8 +62,15 @@ KEPT_BYTES = 32 << 20
 _CLAIM = 'd="${XDG_STATE_HOME:-$HOME/.local/state}/gpuscale/jobs/%s"; umask 077; mkdir -p "$d" && flock -n "$d/lock" touch "$d/output"'
 """Marks a member as started, so that no supervisor starts it; fails if one has taken the orders."""
 _FOLDER = 'cd "${XDG_STATE_HOME:-$HOME/.local/state}/gpuscale/jobs/%s" 2>/dev/null || exit 66; '
-_READ = "cat output.1 output 2>/dev/null | tail %s"
-_FOLLOW = "exec tail -s 0.2 %s -F --pid=$(cat pid 2>/dev/null || echo 2147483647) output 2>/dev/null"
+_READ = "cat output.1 output 2>/dev/null | tail {portion}"
+_FOLLOW = "exec tail -s 0.2 {portion} -F --pid=$(cat pid 2>/dev/null || echo 2147483647) output 2>/dev/null"
+_BEGIN = (
+    "f() {{ cat {files} 2>/dev/null; }}; s=$(f | wc -c); b=1; "
+    'if [ "$s" -gt {last} ]; then k=$(f | head -c "$s" | tail -c $(({last}+1)) | head -n 1 | wc -c); '
+    '[ "$k" -le {last} ] || k=1; b=$((s-{last}+k)); '
+    'echo "earlier output is left out; more of it: gpuscalectl logs --tail N {job}" >&2; fi; '
+)
+"""Sets b to the first byte of the last ones that begins a line, if any does, and tells of what is before."""
 _STOP = "p=$(cat pid 2>/dev/null) || exit 0; grep -q %s /proc/$p/cmdline && kill $p"
 NO_FOLDER = 66
 """Exit code if a node has no folder for the job."""
@@ -304,8 +311,8 @@ class Job:
                 f"{found.name} waits: {found.job.queue_reason}", reason="JOB_WAITING"
             )
         follow = follow and not found.HasField("end_time")
-        portion = f"-c {last}" if lines is None else f"-n {lines}"
-        members = self._on_nodes(found, _FOLDER + (_FOLLOW if follow else _READ) % portion)
+        script = _shell_reading(found.name.partition("/")[2], follow=follow, last=last, lines=lines)
+        members = self._on_nodes(found, _FOLDER + script)
         codes = write_together(members, descriptor, in_turn=not follow, on_start=on_start)
         for member, code in zip(members, codes, strict=True):
             if code:
@@ -388,6 +395,14 @@ class Job:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def _shell_reading(job: str, *, follow: bool, last: int, lines: int | None) -> str:
+    """Shell words that write at most `last` bytes from the end of a member's output, or so many lines."""
+    read, files = (_FOLLOW, "output") if follow else (_READ, "output.1 output")
+    if lines is not None or last >= KEPT_BYTES:
+        return read.format(portion=f"-c {last}" if lines is None else f"-n {lines}")
+    return _BEGIN.format(files=files, last=last, job=job) + read.format(portion="-c +$b")
 
 
 def _not_there(

@@ -181,7 +181,9 @@ class _Tail:
         self.name = name
         self.ended = False
         self._client = client
-        self._request = api.ReadReplicaLogRequest(name=name, max_bytes=last if lines is None else _PART)
+        # One byte more, which tells whether what follows begins a line.
+        most = _PART if lines is not None else min(last + 1, _PART)
+        self._request = api.ReadReplicaLogRequest(name=name, max_bytes=most)
         self._lines = lines
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -202,10 +204,15 @@ class _Tail:
         if request.HasField("offset") and found.offset != request.offset:
             note("earlier output was dropped; kept output begins here:")
         self.ended = found.ended and not found.content
+        content = found.content
+        if found.offset and not request.HasField("offset") and len(content) >= request.max_bytes:
+            content = content[content.find(b"\n", 0, -1) + 1 or 1 :]
+            if self._lines is None:
+                note(f"earlier output of {self.name} is left out; --bytes and --tail show more")
         self._request = api.ReadReplicaLogRequest(name=self.name, offset=found.next_offset, max_bytes=_PART)
         if self._lines is None:
-            return found.content
-        kept = found.content.splitlines(keepends=True)[-self._lines or len(found.content) :]
+            return content
+        kept = content.splitlines(keepends=True)[-self._lines or len(content) :]
         self._lines = None
         return b"".join(kept)
 
