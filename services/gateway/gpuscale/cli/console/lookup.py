@@ -322,6 +322,7 @@ def reservation_name(client: Client, typed: str) -> str:
 
 def _titled(client: Client, title: str) -> list[allocator_api.Reservation]:
     """The reservations of the jobs with a title, one's own if any: the open ones first, the newest first."""
+    title = title.encode(errors="surrogateescape").decode(errors="replace")  # typed in a locale without UTF-8
     found = [one for one in jobs(client, ended=True) if one.job.title == title]
     own = [one for one in found if one.holder == default_holder()]
     return sorted(own or found, key=lambda one: (one.HasField("end_time"), -one.create_time.ToNanoseconds()))
