@@ -77,6 +77,19 @@ def test_time_left_counts_down_and_a_lease_that_should_have_ended_was_renewed(
     assert rows.time_left(held, now + timedelta(seconds=passed)) == shown
 
 
+def test_who_has_to_leave_is_told_so_why_and_until_when() -> None:
+    now = datetime.now(UTC)
+    held = allocator_api.Reservation(state=allocator_api.Reservation.STATE_ACTIVE, remaining={"seconds": 600})
+    held.end_reason = "preempted for a request of ann with priority 5"
+    held.notes.append("idle for 2 h")
+    held.expire_time.FromDatetime(now + timedelta(seconds=600))
+    held.revoke_time.FromDatetime(now + timedelta(seconds=30))
+    row = rows.reservation_row(held, {}, now)
+    assert (row["state"], row["left"]) == ("active,leaving", "30 s")
+    assert row["notes"] == "preempted for a request of ann with priority 5; idle for 2 h"
+    assert rows.time_left(held, now + timedelta(seconds=31)) == "0 s"
+
+
 def test_what_waits_is_counted_and_stands_first_in_the_order_of_the_queue() -> None:
     states, jobs = allocator_api.Reservation.State, allocator_api.Job
     found = [

@@ -88,6 +88,12 @@ def revoked_early(reservation: allocator_api.Reservation) -> float | None:
     return early.total_seconds()
 
 
+def advice(reservation: allocator_api.Reservation) -> str:
+    """What the user of a preempted job can do; empty for others."""
+    preempted = reservation.HasField("job") and "preempted for" in reservation.end_reason
+    return "to let a job save its work and start again by itself: run --on-move signal:TERM" * preempted
+
+
 def scored(gpu: allocator_api.ReservedGpu) -> str:
     """What the score of a granted GPU is made of, by weight: `0.6 x memory 0.991 + utilization unknown`."""
     known = "{0.weight:g} x {0.name} {0.value:.3f}".format

@@ -188,14 +188,15 @@ def reservation_row(one: allocator_api.Reservation, gpus: Mapping[str, GpuSummar
         "name_to": f"/{one.name}",
         "owner": one.owner,
         "holder": names.short_holder(one.holder),
-        "state": humanize.word(one, "state"),
+        "state": humanize.word(one, "state") + ",leaving" * one.HasField("revoke_time"),
         "gpus": f"{sum(gpu.milli or 1000 for gpu in one.gpus) / 1000:g}" if one.gpus else humanize.UNKNOWN,
         "where": places((node_of(gpu), gpu.index) for gpu in one.gpus),
         "used": used,
         "left": time_left(one, now),
         "priority": one.priority,
         "tenant": one.tenant,
-        "notes": "; ".join(one.notes) or one.end_reason or (queued(one.job) if one.job.queue_reason else ""),
+        "notes": "; ".join(filter(None, (one.end_reason, *one.notes)))
+        or (queued(one.job) if one.job.queue_reason else ""),
     }
 
 
@@ -210,9 +211,11 @@ def waits_longest(one: allocator_api.Reservation) -> tuple[bool, int]:
 
 
 def time_left(one: allocator_api.Reservation, now: datetime) -> str:
-    """The time until its lease ends; once renewed, which no watch reports, the length of a lease."""
+    """The time until it is taken away or its lease ends; once renewed, which no watch reports, the length of a lease."""
     if not one.HasField("remaining"):
         return humanize.UNKNOWN
+    if one.HasField("revoke_time"):
+        return humanize.span((to_datetime(one.revoke_time) - now).total_seconds())
     left = (to_datetime(one.expire_time) - now).total_seconds()
     return humanize.span(left) if left > 0 else f"up to {humanize.length(one.ttl)}"
 

@@ -119,7 +119,7 @@ def _require_equal(verdict: "api.VerifyDecisionResponse | None") -> None:
 @one_name("reservations")
 def explain_reservation(session: Session, name: str) -> None:
     """Explain why a reservation got its GPUs, with the parts of each score, and why it ended or will end."""
-    from gpuscale.client.states import queued, revoked_early
+    from gpuscale.client.states import advice, queued, revoked_early
 
     with session.connect() as client:
         [reservation] = lookup.reservations(client, [name])
@@ -134,9 +134,7 @@ def explain_reservation(session: Session, name: str) -> None:
         lines.append(f"revoked in {format_duration(left)}: {reservation.end_reason}")
     elif reservation.end_reason:
         lines.append(f"ended: {reservation.end_reason}")
-    if reservation.HasField("job") and "preempted for" in reservation.end_reason:
-        lines.append("to let a job save its work and start again by itself: run --on-move signal:TERM")
-    lines += reservation.notes
+    lines += filter(None, (advice(reservation), *reservation.notes))
     if reservation.job.queue_reason:
         lines += filter(None, (f"waits, {queued(reservation.job)}", reservation.job.queue_order))
     write_lines(

@@ -18,7 +18,7 @@ from nicegui.events import GenericEventArguments
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.client import AsyncClient, GpuscaleError, NotFoundError, pages_async
 from gpuscale.client.orders import kept_output
-from gpuscale.client.states import scored
+from gpuscale.client.states import advice, scored
 from gpuscale.common.secrets import write_private
 from gpuscale.common.sizes import counted
 from gpuscale.common.wire import to_datetime
@@ -152,7 +152,7 @@ def reservation_page(site: DashboardSite, reservation: str) -> None:
             return
         row = rows.reservation_row(one, {gpu.uuid: gpu for gpu in site.gpus()}, datetime.now(UTC))
         head.text = f"{reservation} {one.job.title}".rstrip()
-        why.text = "\n".join(filter(None, (str(row["notes"]), one.job.queue_order)))
+        why.text = "\n".join(filter(None, (str(row["notes"]), advice(one), one.job.queue_order)))
         told = {word: str(row[word]) or humanize.UNKNOWN for word in ("state", "holder", "tenant", "used")}
         tiles.show(**told, GPUs=str(row["gpus"]), time_left=str(row["left"]))
         held = {gpu.uuid: {"score": f"{gpu.score.total:.3f}", "why": scored(gpu)} for gpu in one.gpus}
