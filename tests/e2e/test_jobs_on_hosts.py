@@ -384,7 +384,7 @@ def test_a_host_that_dies_silently_stops_the_other_member_and_its_last_lines_are
     where = (*MEMBERS, "--node", "beta", "--node", "gamma")
     # At once, for all of the job's time to be that of its members.
     eventually_sync(lambda: lab.ctl("check", "--gpus", "1", *where).code == 0, interval=0.2)
-    name = detached(lab, script, *where, "--ttl", "20s", "--name", "pair")
+    name = detached(lab, script, *where, "--ttl", "12s", "--name", "pair")
     eventually_sync(
         lambda: [one.get("lastLines") for one in lab.job(name)["members"]] == [["rank 0"], ["rank 1"]]
     )
