@@ -332,6 +332,22 @@ def test_adapters_and_brokers_that_are_away(host: Host, monkeypatch: pytest.Monk
     assert found["broker", "watchers/w"]["found"] == "UNREACHABLE: queue q"
 
 
+def test_signals_that_show_nothing_are_told_with_why(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint = api.Endpoint(status=api.EndpointStatus(latest_decision="endpoints/e/decisions/7"))
+    decision = api.Decision(name=endpoint.status.latest_decision)
+    decision.observations.add(signal="depth", status=api.Observation.STATUS_OK)
+    silent = "Prometheus server main does not answer within 5 s"
+    decision.observations.add(signal="load", status=api.Observation.STATUS_MISSING, detail=silent)
+    monkeypatch.setattr("gpuscale.cli.console.lookup.endpoints", lambda _: [endpoint, api.Endpoint()])
+    asked = {(decision.name,): [decision]}
+    monkeypatch.setattr("gpuscale.cli.console.lookup.decisions", lambda _, names: asked[tuple(names)])
+    found = host.findings("--only", "fleet")
+    signals = {
+        subject: (one["state"], one["found"]) for (check, subject), one in found.items() if check == "signal"
+    }
+    assert signals == {"endpoints/e load": ("WARN", f"MISSING: {silent}")}
+
+
 def test_the_driver_is_asked_in_a_process_of_its_own(
     tmp_path: Path, nvml_double: NvmlDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,7 +62,7 @@ CONFIG = option(
 def doctor(session: Session, config: Path | None, only: str | None) -> None:
     """Check this host's programs by their settings file, and all hosts through the server.
 
-    Checks versions, clocks, certificates, tokens, ports, disks, limits, driver, database, brokers and adapters. Exit code 1
+    Checks versions, clocks, certificates, tokens, ports, disks, limits, driver, database, brokers, adapters and signals. Exit code 1
     if any is FAIL.
     """
     found = findings(session, config, only)
@@ -180,6 +180,19 @@ def _watchers(client: "Client") -> "Iterator[host.Diagnosis]":
             yield host.Diagnosis("broker", one.name, "FAIL", found, "gpuscalectl get watchers -o wide")
 
 
+def _signals(client: "Client") -> "Iterator[host.Diagnosis]":
+    """Signals that did not count at an endpoint's latest decision, as of a Prometheus server that does not answer."""
+    status = autoscaler_api.Observation.Status
+    named = [name for one in lookup.endpoints(client) if (name := one.status.latest_decision)]
+    for decision in lookup.decisions(client, named) if named else ():
+        endpoint = decision.name.partition("/decisions/")[0]
+        for one in decision.observations:
+            if one.status != status.STATUS_OK:
+                found = ": ".join(filter(None, (status.Name(one.status).removeprefix("STATUS_"), one.detail)))
+                advice = f"gpuscalectl explain endpoint {endpoint.partition('/')[2]}"
+                yield host.Diagnosis("signal", f"{endpoint} {one.signal}", "WARN", found, advice)
+
+
 def _database(client: "Client") -> "Iterator[host.Diagnosis]":
     """Check that the allocator can read reservations from its state, and write it."""
     told = lookup.told(client, "allocator")
@@ -196,6 +209,7 @@ _LOOKS: "dict[str, Callable[[Client], Iterator[host.Diagnosis]]]" = {
     "allocator": _database,
     "autoscaler": _adapters,
     "brokers": _watchers,
+    "signals": _signals,
 }
 
 
