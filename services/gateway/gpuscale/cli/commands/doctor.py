@@ -156,8 +156,10 @@ def _nodes(client: "Client") -> "Iterator[host.Diagnosis]":
         if abs(ahead) < SKEW:
             yield host.Diagnosis("clock", node.name, "OK", f"within {SKEW:.0f} s of this host's")
         else:
-            state, advice = "FAIL" if abs(ahead) > FAR else "WARN", "chronyc tracking, on both hosts"
-            yield host.Diagnosis("clock", node.name, state, off(ahead), advice)
+            advice = "chronyc tracking, on both hosts"
+            yield host.Diagnosis(
+                "clock", node.name, "FAIL" if abs(ahead) > FAR else "WARN", off(ahead), advice
+            )
 
 
 def _adapters(client: "Client") -> "Iterator[host.Diagnosis]":
