@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -537,8 +538,7 @@ def test_a_reservation_is_known_by_the_title_of_its_job(
     ctl: Any, world: canned.World, words: tuple[str, ...]
 ) -> None:
     """As by `get job`, `stop` and `logs`. Where several that are open have it, none is taken."""
-    one = type(canned.RESERVATION)()
-    one.CopyFrom(canned.RESERVATION)
+    one = deepcopy(canned.RESERVATION)
     one.name, one.job.title = "reservations/rabcdefghijk2", "night run"
     world.things[one.name] = one
     ran = ctl(*words, "night run")
@@ -582,8 +582,7 @@ def test_nothing_is_reserved_from_a_directory_that_was_deleted(
 def test_a_title_may_look_like_an_id_or_have_other_letters(
     ctl: Any, world: canned.World, words: str, title: str, typed: str
 ) -> None:
-    one = type(canned.RESERVATION)()
-    one.CopyFrom(canned.RESERVATION)
+    one = deepcopy(canned.RESERVATION)
     one.name, one.job.title = "reservations/rabcdefghijk2", title
     one.job.state, one.job.exit_code = one.job.STATE_SUCCEEDED, 0
     one.end_time.CopyFrom(one.create_time)
@@ -598,8 +597,7 @@ def test_a_title_may_look_like_an_id_or_have_other_letters(
 )
 def test_a_title_with_a_slash_is_that_of_no_other_job(ctl: Any, world: canned.World, words: str) -> None:
     for number, title in enumerate(("vision/3", "3"), 2):
-        one = type(canned.RESERVATION)()
-        one.CopyFrom(canned.RESERVATION)
+        one = deepcopy(canned.RESERVATION)
         one.name, one.job.title = f"reservations/rabcdefghijk{number}", title
         one.job.state, one.job.exit_code = one.job.STATE_SUCCEEDED, 0
         one.end_time.CopyFrom(one.create_time)
@@ -647,14 +645,19 @@ def test_a_probe_says_ok_of_nothing_that_it_may_not_test(ctl: Any, world: canned
     assert "not tested: it takes an operator" in [one["found"] for one in found]
 
 
-def test_version_and_doctor_name_the_allocator_that_leads(ctl: Any, world: canned.World) -> None:
-    """To those who may know: it tells admins only."""
+def tell(world: canned.World, *told: tuple[str, str]) -> None:
+    """Have the allocator tell this beside its answers."""
 
     def answer(_: Any, context: Any) -> Any:
-        context.set_trailing_metadata(((VERSION_KEY, "0.4.0"), (LEADER_KEY, "a.example:7073")))
+        context.set_trailing_metadata(told)
         return canned.allocator_api.ListReservationsResponse()
 
     world.overrides["ListReservations"] = answer
+
+
+def test_version_and_doctor_name_the_allocator_that_leads(ctl: Any, world: canned.World) -> None:
+    """To those who may know: it tells admins only."""
+    tell(world, (VERSION_KEY, "0.4.0"), (LEADER_KEY, "a.example:7073"))
     records = json.loads(ctl("version", "-o", "json").out)["versions"]
     program = "process that leads, a.example:7073"
     assert {"name": "allocator", "program": program, "version": "0.4.0"} in records
@@ -664,12 +667,7 @@ def test_version_and_doctor_name_the_allocator_that_leads(ctl: Any, world: canne
 
 def test_doctor_and_status_tell_of_an_allocator_that_cannot_write(ctl: Any, world: canned.World) -> None:
     problem = "the allocator cannot write its state: the disk of the state is full"
-
-    def answer(_: Any, context: Any) -> Any:
-        context.set_trailing_metadata(((PROBLEM_KEY, problem),))
-        return canned.allocator_api.ListReservationsResponse()
-
-    world.overrides["ListReservations"] = answer
+    tell(world, (PROBLEM_KEY, problem))
     ran = ctl("doctor", "--only", "fleet", "-o", "json")
     states = {one["found"]: one["state"] for one in json.loads(ran.out)["findings"]}
     assert (ran.code, states[problem], "answers" in states) == (1, "FAIL", False)
@@ -679,8 +677,7 @@ def test_doctor_and_status_tell_of_an_allocator_that_cannot_write(ctl: Any, worl
 
 
 def test_a_host_whose_clock_is_far_off_has_a_problem(ctl: Any, world: canned.World) -> None:
-    node = type(canned.NODE)()
-    node.CopyFrom(canned.NODE)
+    node = deepcopy(canned.NODE)
     node.snapshot.sample_time.FromSeconds(int(time.time()) - 300)
     node.snapshot.age.FromSeconds(1)
     world.things[node.name] = node
@@ -704,8 +701,7 @@ def test_topology_is_a_matrix_of_links_and_bridges(
     ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a terminal that is too narrow, in blocks of columns."""
-    node = type(canned.NODE)()
-    node.CopyFrom(canned.NODE)
+    node = deepcopy(canned.NODE)
     first, second = node.snapshot.gpus
     first.nvlinks.add(uuid=second.uuid, link_count=18)
     first.numa_node = 1

@@ -9,19 +9,17 @@ import stat
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import version
-from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives.hashes import SHA256
+import trustme
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.cli.commands import doctor, doctor_host
-from gpuscale.common.security.authority import CertificateSubject, Pair, issue, make_authority
+from gpuscale.common.security.authority import CertificateSubject, issue, make_authority
 from gpuscale.testing import FakeServer
 from tests.support.cli import Ran, run_cli
 from tests.support.nvml_double import NvmlDouble, NvmlReturn, env_with_double
@@ -151,16 +149,10 @@ def ended(host: Host) -> None:
 
 def lasts(host: Host, begins: float, ends: float) -> None:
     """From and until so many days from now."""
-    authority = make_authority("x")
-    key = issue(authority, CertificateSubject("gpus", NAMES), 1).key
-    builder = x509.CertificateBuilder(
-        authority.certificate.subject, authority.certificate.subject, key.public_key()
-    )
-    builder = builder.serial_number(1).not_valid_before(datetime.now(UTC) + timedelta(begins))
-    builder = builder.not_valid_after(datetime.now(UTC) + timedelta(ends))
-    names = x509.SubjectAlternativeName([x509.DNSName(NAMES[0]), x509.IPAddress(ip_address(NAMES[1]))])
-    made = builder.add_extension(names, critical=False).sign(authority.key, SHA256())
-    Pair(made, key).write(host.folder, "server")
+    first, last = (datetime.now(UTC) + timedelta(days) for days in (begins, ends))
+    made = trustme.CA().issue_cert(*NAMES, not_before=first, not_after=last)
+    made.cert_chain_pems[0].write_to_path(host.folder / "server.crt")
+    made.private_key_pem.write_to_path(host.folder / "server.key")
 
 
 def other_key(host: Host) -> None:
