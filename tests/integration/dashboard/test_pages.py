@@ -18,9 +18,11 @@ from starlette.requests import Request
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.client import UnavailableError
+from gpuscale.common.security.auth import Role
 from gpuscale.dashboard.facts import Facts, FleetTally
 from gpuscale.dashboard.frame import DashboardSite
-from gpuscale.dashboard.pages import endpoints, reservations
+from gpuscale.dashboard.pages import audit, endpoints, reservations
+from gpuscale.dashboard.visitors import VisitorActions
 from tests.support.waiting import eventually
 
 
@@ -76,6 +78,24 @@ async def test_only_what_is_a_visitors_own_can_be_released(monkeypatch: pytest.M
         await eventually(
             lambda: {row["name"]: row["act"] for row in table.rows} == {"own": ["release"], "others": []}
         )
+
+
+@pytest.mark.parametrize("role", [Role.VIEWER, Role.ADMIN])
+async def test_what_a_role_may_not_read_is_not_offered(role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A viewer read `no call matches` below the refusal, and was led to a log that is refused."""
+    actions = VisitorActions(Mock(), lambda: "token", role=role)
+    monkeypatch.setattr(VisitorActions, "ask", AsyncMock(return_value=[]))
+    site = DashboardSite(Facts(), FleetTally(), Mock(), "", lambda: actions, Mock())
+    with opened(monkeypatch) as page:
+        audit.audit_page(site)
+        endpoints.replica_page(site, "chat", "r1")
+        found = list(page.elements.values())
+        [table] = [one for one in found if isinstance(one, ui.table)]
+        [log] = [one for one in found if isinstance(one, ui.link) and one.text.startswith("view or save")]
+        await eventually(lambda: (table.visible, log.visible) == (role is Role.ADMIN,) * 2)
+        assert any(
+            isinstance(one, ui.label) and one.text.startswith("sign in as an admin") for one in found
+        ) == (role is Role.VIEWER)
 
 
 SLOWLY = """

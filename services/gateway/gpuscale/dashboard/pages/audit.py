@@ -28,7 +28,8 @@ def audit_page(site: DashboardSite) -> None:
         )
         table = ListTable(EVENTS.columns, key="key", links=("resource",), empty="no call matches")
     actions, token = site.actions(), ""
-    if actions is None:
+    table.element.set_visibility(False)
+    if actions is None or not actions.may("audit.v1.AuditService/ListAuditEvents"):
         for one in (wanted, older, newest):
             one.disable()
         return
@@ -55,10 +56,11 @@ def audit_page(site: DashboardSite) -> None:
             found = await actions.ask(read)
         except GpuscaleError as error:
             why.text = f"cannot read the audit log: {error.message}"
-            found = []
-        else:
-            why.text = f"{counted(len(found), 'call')} that may have changed something, or were refused"
+            table.element.set_visibility(False)
+            return
+        why.text = f"{counted(len(found), 'call')} that may have changed something, or were refused"
         older.set_enabled(bool(token))
+        table.element.set_visibility(True)
         table.show(EVENTS.rows(found))
 
     async def begin() -> None:

@@ -251,7 +251,7 @@ def replica_page(site: DashboardSite, endpoint: str, replica: str) -> None:
         whole = ui.link("view or save the full log", f"/{name}/log", new_tab=True)
         log = ui.log(max_lines=LOG_LINES).classes("gs-log").props(f'tabindex=0 role=log aria-label="{name}"')
     actions = site.actions()
-    whole.set_visibility(actions is not None)
+    whole.set_visibility(actions is not None and actions.may("autoscaler.v1.EndpointService/ReadReplicaLog"))
     if actions is None:
         note.text = f"sign in to see the log, or run: gpuscalectl logs {endpoint}/{replica}"
         return
