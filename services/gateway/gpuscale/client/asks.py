@@ -284,5 +284,4 @@ def _refuse_unknown(options: Mapping[str, object], kind: type) -> None:
 
 
 def _enum(prefix: str, word: str) -> str:
-    """The name of an enum value in the API."""
     return f"{prefix}_{word.upper() or 'UNSPECIFIED'}"

@@ -51,7 +51,6 @@ class _Failing:
 
     @asynccontextmanager
     async def errors_async(self) -> AsyncGenerator[None]:
-        """`errors` for async code."""
         try:
             yield
         except grpc.RpcError as error:
@@ -62,7 +61,6 @@ class _Failing:
 
     @property
     def _left(self) -> float:
-        """Seconds left to the call."""
         return inf if self._seconds is None else self._seconds - (time.monotonic() - self._began)
 
     def _found(self, error: grpc.RpcError) -> GpuscaleError:
@@ -93,8 +91,6 @@ class SyncCalls(SyncWrappedChannel):
 
 
 class _Unary(StubMethod):
-    """A method with one response."""
-
     def __init__(self, method: Any, timeout: float | None, explain: Explain) -> None:
         self._method = method
         self._timeout = timeout

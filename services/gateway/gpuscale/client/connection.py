@@ -100,8 +100,6 @@ def connect_async(
 
 @dataclass(frozen=True)
 class _Target:
-    """How to reach a server."""
-
     address: str
     token: "SecretStr | KeptLogin | None"
     tls: ClientTls | None

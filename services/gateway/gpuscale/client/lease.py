@@ -206,7 +206,6 @@ class Held:
         return LostReservationError(f"{self.name} is lost: {self._timer.lost}", metadata={"name": self.name})
 
     def _given_back(self, released: allocator_api.Reservation) -> None:
-        """Record its end, which may have come unnoticed."""
         if released.state in _OVER:
             self._timer.had_ended(released.end_reason or "it had ended")
 

@@ -72,7 +72,6 @@ class TableRows(list[Any]):
         return import_module("pandas").DataFrame(self.records())
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
-        """The headings, and the rows shown."""
         leaves = [path.rpartition(".")[2] for path in self._columns]
         headings = [leaf.removesuffix("_bytes").replace("_", " ") for leaf in leaves]
         rows = [[_shown(path, one.get(path)) for path in self._columns] for one in self.records()[:SHOWN]]

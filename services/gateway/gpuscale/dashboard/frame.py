@@ -357,7 +357,6 @@ class ListTable:
         self._draw()
 
     def _asked(self, event: GenericEventArguments) -> None:
-        """Take another page or order."""
         asked = event.args["pagination"]
         self._page = int(asked.get("page") or 1)
         self._column = str(asked.get("sortBy") or "")

@@ -128,12 +128,10 @@ class FakeServer:
         return self._started.result(ANSWER)[1]
 
     def _do(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run it on the server's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._started.result()[0]).result(ANSWER)
 
 
 def _reservation(name: str) -> str:
-    """The id in the name of a reservation."""
     try:
         return parse(RESERVATION, name)["reservation"]
     except GpuscaleError as error:

@@ -65,7 +65,6 @@ async def live(habit: Habit, site: DemoSite, allocator: grpc.aio.Channel, seed: 
 async def _use(
     habit: Habit, site: DemoSite, stub: allocator_api.AllocatorServiceAsyncStub, random: Random
 ) -> None:
-    """Hold one reservation, from the request to its end."""
     nodes = habit.nodes or list(site.hosts)
     ask = allocator_api.Ask(gpu_count=habit.gpus, nodes=[f"nodes/{one}" for one in nodes])
     if habit.members > 1:
@@ -158,7 +157,6 @@ async def open_demo(services: grpc.aio.Channel, *, speed: float, seed: int) -> A
 
 
 async def _again(connect: Callable[[grpc.aio.Channel], Awaitable[None]], channel: grpc.aio.Channel) -> None:
-    """For ever: connect, and reconnect when the connection ends."""
     while True:
         with suppress(GpuscaleError), rpc_errors():
             await connect(channel)

@@ -84,7 +84,6 @@ async def _hear(
 
 
 async def _serve(listening: socket.socket, place: Path, agent_user: int, opened: Opened) -> None:
-    """Serve until SIGTERM or SIGINT."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)

@@ -134,7 +134,6 @@ def _opened(uuid: str) -> Generator[pynvml.c_nvmlDevice_t]:
 
 
 def _devices(gpu: pynvml.c_nvmlDevice_t) -> Iterator[pynvml.c_nvmlDevice_t]:
-    """The MIG devices of a GPU."""
     for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
         try:
             yield pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index)

@@ -295,7 +295,6 @@ class Recordings:
                 del self._spans[uuid]
 
     def _forget(self, recording: Recording) -> None:
-        """Drop an ended recording."""
         del self._all[recording.order.id], self._nodes_of[recording.order.id]
         for gpu in recording.gpus:
             gpu.leave()

@@ -352,7 +352,6 @@ class Columns:
         self._touch(at, columns)
 
     def _left(self, row: int) -> tuple[int, int]:
-        """The CPU and memory that remain on a node."""
         node = self.nodes[row]
         held = self._use.node(node.id)
         return (

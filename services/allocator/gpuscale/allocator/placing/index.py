@@ -279,7 +279,6 @@ class Members:
         return found, len(rows)
 
     def _totals(self, shape: Shape, rows: Ints, columns: Ints) -> Floats:
-        """The total scores of fitting GPUs, each by its row and column."""
         ask, where = shape.ask, self._columns
         if ask.policy is _SPREAD:
             return spread_scores(ask, where, rows)[np.arange(len(rows)), columns]

@@ -117,7 +117,6 @@ class _Search:
         return sum(sorted(clearing.values())[:missing])
 
     def _clearing(self, there: Sequence[Reservation]) -> dict[str, float]:
-        """The GPUs that can be cleared entirely, with the least cost."""
         costs, moving = dict[str, float](), dict[str, int]()
         for one in there:
             price = self.prices[one.id] / len(one.gpus)

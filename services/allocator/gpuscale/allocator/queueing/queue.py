@@ -431,7 +431,6 @@ class Queue:
     def _find(
         self, waiter: Waiter, refused: dict[Ask, QueueObstacle], changes: QueueChanges, now: float
     ) -> Pick | QueueObstacle:
-        """What a waiter gets now, or why nothing."""
         if obstacle := over_quota(self._world, waiter.order):
             waiter.obstacle = None
             return obstacle

@@ -196,7 +196,6 @@ def _drop(connection: Connection, fences: Sequence[int]) -> dict[str, int]:
 
 
 def _size(connection: Connection, columns: Any, chosen: ColumnElement[bool]) -> tuple[int, int]:
-    """The number of rows, and their bytes."""
     length: ColumnElement[Any] = func.length(cast(columns[_TEXTS[0]], Text))
     for name in _TEXTS[1:]:
         length = length + func.length(cast(columns[name], Text))

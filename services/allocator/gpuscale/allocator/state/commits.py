@@ -313,7 +313,6 @@ class Commits:
         return None
 
     def _settle(self, unit: _Unit, error: UnavailableError | None) -> None:
-        """Report the outcome to the ledger and the waiting caller."""
         if error is not None:
             self._undo(unit)
         elif unit.kind is _Kind.GRANT:

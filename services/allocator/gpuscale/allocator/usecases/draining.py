@@ -185,7 +185,6 @@ class Maintenance:
                 await self._tell(cordon)
 
     def _told(self, cordon: Cordon) -> list[Reservation]:
-        """Who has to leave because of a cordon."""
         return [one for one in self.ledger.reservations(ended=False) if cordon.told(one.end_reason)]
 
     def _expect_node(self, spot: Spot) -> Node:

@@ -134,7 +134,6 @@ class EngineCrew:
             )
 
     def _living(self) -> set[str]:
-        """Replicas that run, or may run."""
         unseen = {name for name, record in self._records.items() if record.phase is not Phase.ENDED}
         seen = {name for name, sighting in self._seen.items() if sighting.life is not WorkerLife.ENDED}
         return (unseen - self._seen.keys()) | seen
@@ -160,7 +159,6 @@ class EngineCrew:
                 await asyncio.sleep(backoff.next())
 
     async def _round(self) -> None:
-        """Observe, record, act, report."""
         await self._look()
         self._planned_at = self._clock.now()
         plan = plan_steps(
@@ -250,7 +248,6 @@ class EngineCrew:
 
     @contextmanager
     def _measured(self, operation: Operation) -> Generator[None]:
-        """Record how long the engine takes, and whether it fails."""
         begun = self._clock.now()
         try:
             yield

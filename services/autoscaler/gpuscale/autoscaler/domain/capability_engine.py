@@ -264,7 +264,6 @@ def _needed(kind: RatioRule, pool: Pool, victim: WorkerGroup, capacity: _Capacit
 def _bounded(
     spec: EndpointSpec, pools: Sequence[Pool], asked: Mapping[str, int]
 ) -> tuple[dict[str, int], list[Step]]:
-    """The counts within the bounds of each set, and of the endpoint."""
     counts: dict[str, int] = {}
     steps: list[Step] = []
     for pool in pools:

@@ -251,7 +251,6 @@ def _rate_limited(pace: Pace, before: int, asked: int, memory: Memory, now: floa
 
 
 def _allowed(limit: RateLimit, before: int, up: bool, memory: Memory, now: float) -> int:
-    """The furthest count that one limit allows."""
     start = before - sum(change for at, change in memory.changes if at > now - limit.period)
     if limit.replicas is not None:
         return start + limit.replicas if up else max(0, start - limit.replicas)

@@ -135,7 +135,6 @@ class Precedence:
         return steps
 
     async def _claim(self, endpoint: Endpoint, claim: _Claim, lacking: Sequence[Replica]) -> None:
-        """Choose who gives way, and notify them."""
         template = lacking[0].template
         alike = [one.id for one in lacking if one.template == template]
         others, rows = await self._store.read(
@@ -199,7 +198,6 @@ class Precedence:
         return holders, spare
 
     def _give(self, holder: Holder, spare: int, endpoint: Endpoint) -> None:
-        """Record that a replica gives way."""
         now = self._clock.now()
         before = self.given.get(holder.endpoint)
         if before is None or before.until <= now:

@@ -96,7 +96,6 @@ class AdapterServicer(api.AdapterServiceServicer, autoscaler_internal.AdapterStr
             session.close(failure)
 
     def _take_served(self, served: Iterable[autoscaler_internal.ServedReplica]) -> None:
-        """Pass on metrics of replicas' servers."""
         for one in served:
             ids = match(REPLICA, one.replica)
             if ids is not None:

@@ -304,7 +304,6 @@ class Backtests:
         why: api.Backtest.EndReason.ValueType = _Why.END_REASON_UNSPECIFIED,
         text: str = "",
     ) -> api.Backtest:
-        """The changes that end a backtest now."""
         wall = to_timestamp(self._clock.wall())
         return api.Backtest(state=state, end_reason=why, message=text, end_time=wall)
 

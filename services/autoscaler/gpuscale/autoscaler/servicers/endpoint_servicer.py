@@ -304,7 +304,6 @@ class RuleServicer(api.RuleServiceServicer):
         change: Callable[[EndpointSpec], EndpointSpec],
         asked: AskedOnce | None = None,
     ) -> api.EndpointRule:
-        """Change the spec of an endpoint, and return one of its rules."""
         position: list[int] = []
 
         def noted(spec: EndpointSpec) -> EndpointSpec:

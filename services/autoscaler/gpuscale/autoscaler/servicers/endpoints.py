@@ -275,7 +275,6 @@ class Endpoints:
         wall = self.deps.clock.wall()
 
         def order_them(connection: Connection) -> Endpoint:
-            """Store the order with its decision."""
             before = find_endpoint(connection, endpoint_id)
             require_kept(before)
             require_set(before, capability_set)
@@ -392,7 +391,6 @@ class Endpoints:
         evaluate: bool = False,
         frees: bool = False,
     ) -> T:
-        """Store a change and call the reconciler."""
         changed = await self.deps.store.write(work, frees=frees)
         self.wakes.call(endpoint_id, evaluate=evaluate)
         self.deps.followers.tell(endpoint_id)

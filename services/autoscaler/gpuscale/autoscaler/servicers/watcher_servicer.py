@@ -159,7 +159,6 @@ def _id(name: str, field: str) -> str:
 
 
 def _to_spec(spec: api.QueueWatcherSpec) -> WatchSpec:
-    """The spec of a message."""
     ways = [queues for queues in ((spec.queue,), tuple(spec.queues), (spec.queue_pattern,)) if any(queues)]
     if len(ways) != 1:
         raise InvalidArgumentError(

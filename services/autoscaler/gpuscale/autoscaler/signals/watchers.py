@@ -122,7 +122,6 @@ class VirtualHostReader:
     async def _matching(
         self, target: QueueTarget, totals: Mapping[str, rabbitmq.Counted], observed_at: float
     ) -> QueueReading | QueueFailure:
-        """All queues that match a pattern, as one."""
         if target.queue not in self._patterns:
             try:
                 self._patterns[target.queue] = NamePattern(target.queue)

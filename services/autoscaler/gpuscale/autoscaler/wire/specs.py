@@ -385,7 +385,6 @@ def template_to_wire(template: ReplicaTemplate) -> api.ReplicaTemplate:
 
 
 def _amounts(wire: Mapping[str, int], path: str) -> dict[str, int]:
-    """Capabilities by name, sorted."""
     for name, amount in wire.items():
         if any(letter in ",=" or letter.isspace() for letter in name):
             text = "must name capabilities without commas, equals signs and spaces"

@@ -217,7 +217,6 @@ class Guard:
         )
 
     async def _watched(self, request: Any, context: Context) -> Any:
-        """Answer a call and report it to the watcher."""
         watcher, info = self._settings.watcher, self._info
         if watcher is None or info is None:
             return await self._answer(request, context)
@@ -236,7 +235,6 @@ class Guard:
         return answer
 
     async def _answer(self, request: Any, context: Context) -> Any:
-        """Handle a call; a failure ends it with a status."""
         task = asyncio.current_task()
         if task is None:  # gRPC runs each call in a task of its own
             raise RuntimeError("a guarded handler runs in a task")
@@ -289,7 +287,6 @@ class Guard:
         context.set_trailing_metadata((*named, *told))
 
     def _expect(self, remaining: float | None) -> None:
-        """Check the deadline, and that the method is implemented."""
         if remaining is not None and remaining <= 0:
             raise DeadlineExceededError("the deadline passed before the call started")
         if not self._implemented:

@@ -275,7 +275,6 @@ async def serve_by_turns(
 async def _hold(
     server: Server, methods: LeaderMethods, term: Term, registrations: Sequence[Registration]
 ) -> None:
-    """Serve as the leader until the term is over."""
     methods.begin(term, registrations)
     await server.report(serving=True)
     try:

@@ -127,7 +127,6 @@ class RenewedChannel(_AioChannel):
         return call
 
     def _inside(self) -> grpc.aio.Channel:
-        """The current channel, replaced if necessary."""
         if self._newer() is not None:
             old, self._current = self._current, self._open_anew()
             closing = asyncio.create_task(old.close(LONGEST_CALL), name="end an old channel")
@@ -204,8 +203,6 @@ class StubMethod(ABC):
 
 
 class _HeaderMethod(StubMethod):
-    """A method that adds a header."""
-
     def __init__(self, method: Any, header: tuple[str, str]) -> None:
         self._method = method
         self._header = header

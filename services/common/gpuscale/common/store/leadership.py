@@ -133,7 +133,6 @@ class Candidate:
         return Term(lead, connection.fileno(), LEASE, asked)
 
     async def _look(self, connection: _Connection) -> Lead | None:
-        """The current leader, with the secret for calls from standbys."""
         latest = in_schema(
             "SELECT concat_ws(' ', epoch, secret, address) FROM {0}.leadership JOIN {0}.forwarding USING (epoch)",
             self._service,

@@ -380,7 +380,6 @@ class _Worker:
         self._thread.join()
 
     async def submit(self, work: Callable[[Connection], T]) -> T:
-        """Queue work and wait for its result."""
         if self._closed:
             raise UnavailableError("the state is closed", reason="STORE_CLOSED")
         if self._queue.qsize() >= MAX_WAITING:

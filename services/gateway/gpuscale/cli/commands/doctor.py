@@ -109,7 +109,6 @@ def of_host(session: Session, config: Path | None) -> Session:
 
 
 def _fleet(session: Session) -> "Iterator[host.Diagnosis]":
-    """Findings about the server and all hosts."""
     server = "fleet" if session.apart else "gateway"
     try:
         with session.connect() as client:

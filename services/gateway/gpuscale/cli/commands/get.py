@@ -110,7 +110,6 @@ def _show(
     time: "wire.TimeRange | None" = None,
     **asked: object,
 ) -> None:
-    """Read what was asked for, and write it."""
     with session.connect() as client:
         about = _about(session, view)
         about.gpu, about.time = gpu and lookup.gpu_uuid(client, gpu), time or about.time

@@ -134,7 +134,6 @@ def _difference(host: ctypes.c_void_p, expected: bytes, offset: int) -> str:
 
 
 def _rates(cuda: _Cuda, name: str, target: object, source: object, size: int) -> Iterator[float]:
-    """Bytes per second of some copies."""
     for _ in range(COPIES):
         began = time.perf_counter()
         cuda(name, target, source, ctypes.c_size_t(size))

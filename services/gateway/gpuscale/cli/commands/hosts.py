@@ -295,7 +295,6 @@ def _write(folder: Path, state: Path, hosts: tuple[str, ...]) -> None:
 
 
 def _name_server(pki: Path, hosts: tuple[str, ...]) -> None:
-    """Add these hosts to the servers' certificate."""
     subject = issuing.subject_of(issuing.read_pair(pki, "server").certificate)
     named = tuple(dict.fromkeys((*hosts, *subject.hosts)))
     if len(named) > len(subject.hosts):
@@ -623,7 +622,6 @@ def _addresses(address: str, at: tuple[str, ...]) -> Mapping[str, str]:
 def _settings_of_host(
     node: str, services: Mapping[str, str], files: Mapping[str, Path], state: Path, work_socket: Path
 ) -> str:
-    """The settings file of a host's programs."""
     common = {"ca_file": str(files["ca"]), "cert_file": str(files["pair"]), "key_file": str(files["pair"])}
     upstreams = {"fleet_address": services["fleet"], "allocator_address": services["allocator"]}
     kept: dict[str, str | bool] = {"state_dir": str(state / "agent"), "renew_certificate": True}

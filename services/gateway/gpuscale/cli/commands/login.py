@@ -244,7 +244,6 @@ def by_device(session: Session) -> tuple[str, str, bytes]:
 
 
 def _wait(provider: "Provider", endpoint: str, asked: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Poll for the tokens until the login is approved."""
     form = {
         "grant_type": DEVICE_GRANT,
         "device_code": str(asked.get("device_code", "")),

@@ -156,7 +156,6 @@ def _job(client: "Client", typed: Sequence[str]) -> "Reservation | None":
 
 
 def _replicas(client: "Client", typed: Sequence[str]) -> list[str]:
-    """The named replicas, and all replicas of named endpoints."""
     noun, wanted = without_noun(typed, "replicas", "endpoints")
     found: dict[str, None] = {}
     for one in wanted:

@@ -105,7 +105,6 @@ class Asking(Preferring):
     policy: str | None = shared(type=click.Choice(POLICIES), help="How GPUs are picked.")
 
     def __post_init__(self) -> None:
-        """Refuse options that exclude each other."""
         if self.nvlink and self.balanced:
             raise click.UsageError("--nvlink and --balanced exclude each other")
 

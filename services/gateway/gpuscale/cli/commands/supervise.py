@@ -481,7 +481,6 @@ class Keeper:
         self._stop_by(time.monotonic() + self._grace)
 
     def _watch_limit(self) -> None:
-        """Warn before the time limit, and stop the command at it."""
         now = time.monotonic()
         if now < min(self._warning, self._limit):
             return
@@ -597,7 +596,6 @@ class Keeper:
         self._move_by = self._leaves_by if orders.move_grace else float("inf")
 
     def _look_at_others(self, renewed: "Reservation") -> None:
-        """Stop the command if another member has failed."""
         orders = self._holder.orders
         if orders.member is None or not orders.stop_together or self.stopped or self._done.is_set():
             return

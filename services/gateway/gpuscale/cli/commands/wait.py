@@ -120,8 +120,6 @@ def wait(session: Session, kind: str, name: tuple[str, ...], until: str, timeout
 
 
 class _Awaited:
-    """The condition to wait for, and the resources that have met it."""
-
     def __init__(self, kind: str, until: str) -> None:
         views: Mapping[str, cells.View[Any]] = {
             "nodes": monitor_views.nodes(),

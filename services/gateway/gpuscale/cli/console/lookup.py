@@ -200,8 +200,6 @@ _MOST_NAMED = 8
 
 
 class _Gpus:
-    """GPUs by each of their names."""
-
     def __init__(self, gpus: Iterable[types_api.Gpu]) -> None:
         self._by: dict[str, list[types_api.Gpu]] = defaultdict(list)
         for gpu in gpus:

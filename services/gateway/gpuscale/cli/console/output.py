@@ -108,7 +108,6 @@ class Chosen:
         return " AND ".join(texts)  # OR binds tighter
 
     def _others(self, descriptor: Any, view: "View[M]") -> list[Condition]:
-        """The conditions on fields and labels."""
         return [one for one in self.conditions if view.column(one.key) is None or leads(one.path, descriptor)]
 
     def pick(self, items: "Sequence[M]", view: "View[M]") -> "tuple[list[M], list[str]]":

@@ -45,7 +45,6 @@ class _Contract:
     def add(
         self, kind: Any, name: str, path: tuple[int, ...], comments: Mapping[tuple[int, ...], str]
     ) -> None:
-        """Add a message and all it contains."""
         self.messages[name] = kind
         self.comments[name] = comments.get(path, "")
         for index, one in enumerate(kind.field):

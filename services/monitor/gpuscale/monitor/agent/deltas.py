@@ -71,16 +71,12 @@ _LARGEST_INTEGER = 2**53
 
 @dataclass(frozen=True, slots=True)
 class _SentHost:
-    """What the receiver has of the host."""
-
     reading: HostReading
     age: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class _SentGpu:
-    """What the receiver has of a GPU."""
-
     state: GpuState
     quarantine: Quarantine | None
     reading: GpuReading

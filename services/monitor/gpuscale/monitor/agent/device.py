@@ -194,7 +194,6 @@ class Device:
             self._worker.stop()
 
     def _judge(self) -> None:
-        """Pass new answers to the breaker."""
         read, probed = self._reader.last, self._prober.last
         if read is not None and read is not self._judged[0]:
             self._breaker.answered(read.read_at - read.ordered_at, self._clock.now(), probe=False)

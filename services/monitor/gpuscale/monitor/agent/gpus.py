@@ -327,7 +327,6 @@ class Gpus:
         return [call for call in calls if call is not None and not call.done()]
 
     def _present(self) -> list[Device]:
-        """The GPUs of the newest inventory."""
         return [device for device in self._devices.values() if device.present]
 
     def _due(self) -> bool:

@@ -81,7 +81,6 @@ class CollectionMeter:
         return len(self._bus.gpus - self._bus.given_away)
 
     def _found(self) -> int:
-        """How many physical GPUs the newest snapshot has."""
         return len({view.identity.pci_bus_id or view.identity.uuid for view in self._views()})
 
     def _views(self) -> list[GpuView]:

@@ -221,7 +221,6 @@ class HistorySeries:
             self._numbers, self._values = array("i"), array("f")
 
     def _opened(self) -> Bucket:
-        """The open bucket so far."""
         return combined(self._merged, self._values, self._width)
 
     def _end_merged(self, number: int) -> None:
@@ -231,7 +230,6 @@ class HistorySeries:
             self._merged = None
 
     def _close(self, numbers: "array[int]", values: "array[float]") -> None:
-        """Move samples of completed buckets to the rings."""
         self._end_merged(numbers[0])
         single = self._merged is None and len(set(numbers)) == len(numbers)
         ratio = self._ratios[0] if self._ratios else 0

@@ -178,7 +178,6 @@ class HealthWatch:
         self._tell()
 
     def _tell(self) -> None:
-        """Publish changes since the last call."""
         register = self.register
         if register.events.changed:
             changed, register.events.changed = register.events.changed, set()

@@ -118,7 +118,6 @@ def _metrics(subject: Subject, wanted: Sequence[int]) -> list[Metric]:
 
 
 def _span(request: api.QueryHistoryRequest | api.QueryTrendsRequest, dates: Dates) -> _Span:
-    """The span of a request."""
     span = request.span
     now = nextafter(dates.now, inf)  # the end is exclusive, but the newest sample counts
     if span.HasField("last"):

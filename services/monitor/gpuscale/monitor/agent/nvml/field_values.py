@@ -100,7 +100,6 @@ def _total(
 
 
 def _number(value: pynvml.c_nvmlFieldValue_t) -> float | Failure:
-    """The number in a field value."""
     code = value.nvmlReturn
     if code == pynvml.NVML_ERROR_INVALID_ARGUMENT:
         return Failure(ReadingStatus.NOT_SUPPORTED, "unknown to the driver")

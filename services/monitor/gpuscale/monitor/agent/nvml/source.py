@@ -57,7 +57,6 @@ class EventSet:
                     self._uuids[_address(device.handle)] = device.identity.uuid
 
     def __bool__(self) -> bool:
-        """Whether any GPU has events."""
         return bool(self._uuids)
 
     def wait(self, timeout: float) -> DriverEvent | None:
@@ -296,7 +295,6 @@ def mig_enabled(handle: pynvml.c_nvmlDevice_t) -> bool | None:
 
 
 def _answer(call: Callable[[pynvml.c_nvmlDevice_t], T], handle: pynvml.c_nvmlDevice_t) -> T | None:
-    """The result of a call; None if it fails."""
     try:
         return call(handle)
     except pynvml.NVMLError as error:

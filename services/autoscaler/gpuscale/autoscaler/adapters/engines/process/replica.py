@@ -382,7 +382,6 @@ class LocalReplica:
             await asyncio.wait([asking])
 
     async def _until(self, condition: Callable[[], bool], seconds: float | None = None) -> None:
-        """Wait until the condition holds, or for `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 while not condition():
