@@ -61,7 +61,7 @@ from gpuscale.common.security.auth import (
     require_priority,
     to_allow,
 )
-from gpuscale.common.store.store import Store
+from gpuscale.common.store.store import RECENT, Store
 
 _One = TypeVar(
     "_One",
@@ -75,17 +75,13 @@ _Several = TypeVar("_Several", api.BatchReserveResponse, api.BatchReleaseRespons
 _Told: TypeAlias = tuple[Reservation, ReservationUsage | None, Sequence[str], api.GetReservationResponse]
 
 
-SLOW_SECONDS = 60.0
-"""How long a slow commit is told."""
-
-
 def _tell_problem(context: Context) -> None:
     """Say beside the answer that no state can be written now, or was slowly in the last minute."""
     ended, took = Store.slow
     if Store.problem:
         why = f": {Store.problem.encode('ascii', 'replace').decode()}" if is_admin() else ""
         text = f"the allocator cannot write its state{why}"
-    elif time.monotonic() < ended + SLOW_SECONDS:
+    elif time.monotonic() < ended + RECENT:
         text = f"a commit of the allocator's state took {took:.1f} s"
     else:
         return

@@ -132,8 +132,8 @@ class Backend(ABC):
             ) from error
 
 
-SLOW = 2.0
-"""Seconds of a commit from which it is told as a problem."""
+SLOW, RECENT = 2.0, 60.0
+"""Seconds of a commit from which it is told as a problem, and for how long."""
 
 
 class Store:
