@@ -544,8 +544,7 @@ def test_a_reservation_is_known_by_the_title_of_its_job(
     ran = ctl(*words, "night run")
     assert (ran.code, ran.err) == (0, "")
     assert {request.name for request in world.requests if hasattr(request, "name")} == {one.name}
-    other = type(one)()
-    other.CopyFrom(one)
+    other = deepcopy(one)
     other.name = "reservations/rabcdefghijk3"
     world.things[other.name] = other
     ran = ctl(*words, "night run")

@@ -80,8 +80,7 @@ def test_the_timeout_is_of_all_jobs_together(ctl: Any, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("typed", ["r1", "--timeout 5m r1", "-o json r1", "job r1"])
 def test_a_job_is_waited_for_wherever_its_name_is_typed(ctl: Any, world: canned.World, typed: str) -> None:
     """As data it is data."""
-    job = type(canned.RESERVATION)()
-    job.CopyFrom(canned.RESERVATION)
+    job = deepcopy(canned.RESERVATION)
     job.job.state, job.job.exit_code = job.job.STATE_FAILED, 3
     job.end_time.GetCurrentTime()
     world.things[job.name] = job
@@ -241,8 +240,7 @@ def test_an_event_tells_how_a_job_ended(
     ctl: Any, world: canned.World, state: str, code: int | None, why: str, told: str
 ) -> None:
     """As `get job` does, and each reason once."""
-    one = type(canned.RESERVATION)()
-    one.CopyFrom(canned.RESERVATION)
+    one = deepcopy(canned.RESERVATION)
     one.state, one.job.state = one.STATE_RELEASED, one.job.State.Value(f"STATE_{state}")
     one.end_time.GetCurrentTime()
     one.job.members[0].end_reason, one.end_reason = why, why.rpartition(": ")[2]
