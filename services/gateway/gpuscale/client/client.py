@@ -319,12 +319,7 @@ class AsyncClient(_Stubs):
         self.address = address
 
     async def this_node(self) -> str | None:
-        """The id of this host's node, like `Client.this_node`.
-
-        Raises:
-            FailedPreconditionError: several nodes match (NODE_AMBIGUOUS).
-            GpuscaleError: the fleet could not be asked.
-        """
+        """The id of this host's node, like `Client.this_node`, with the same errors."""
         request = self._host.request()
         if request is None or self._host.node:
             return self._host.node
@@ -355,13 +350,9 @@ class AsyncClient(_Stubs):
         return self._host.node
 
     def reserve(self, gpus: int = 1, holder: str = "", **options: Unpack[ReserveOptions]) -> AsyncReserving:
-        """Reserve GPUs, like `Client.reserve`. `async with` renews the lease; with `await` the caller does.
+        """Reserve GPUs, like `Client.reserve`, with the same errors once awaited or entered.
 
-        Raises (once awaited or entered):
-            ResourceExhaustedError: no room now (reason NO_CAPACITY), or none came in time (WAIT_TIMEOUT).
-            FailedPreconditionError: more than any node has (reason UNSATISFIABLE), the grant of this `request_id` has
-                ended (RESERVATION_ENDED), or several nodes match this host (NODE_AMBIGUOUS).
-            GpuscaleError: any other error.
+        `async with` renews the lease; with `await` the caller does.
         """
         request = reserve_request(gpus, holder or default_holder(), options)
 
@@ -394,11 +385,7 @@ class AsyncClient(_Stubs):
     async def run(
         self, command: Sequence[str], gpus: int = 1, *, members: int = 1, **options: Unpack[RunOptions]
     ) -> AsyncJob:
-        """Run a command on reserved GPUs, like `Client.run`, which it calls in a thread with its own connection.
-
-        Raises:
-            GpuscaleError: see `Client.run`.
-        """
+        """Run a command on reserved GPUs, like `Client.run`, which it calls in a thread with its own connection. Raises the same errors."""
         from gpuscale.client.jobs import AsyncJob, give_back, start_job
 
         if self._blocking is None:
@@ -425,11 +412,7 @@ class AsyncClient(_Stubs):
             raise
 
     async def _admit(self, reservation: allocator_api.Reservation, lease_token: str) -> None:
-        """Like `Client._admit`.
-
-        Raises:
-            FailedPreconditionError: the reservation is over.
-        """
+        """Like `Client._admit`, with the same errors."""
         if request := admission(reservation, lease_token, self._host.node):
             self._host.say_unadmitted(await admit_async(request, self.work, self.address))
 

@@ -350,12 +350,7 @@ class AsyncLease(Held):
         self._allocator = allocator
 
     async def renew(self, timeout: float | str | None = None) -> None:  # noqa: ASYNC109
-        """Renew the lease, within `timeout` (seconds, or a text such as `5s`). A block does this for you.
-
-        Raises:
-            FailedPreconditionError: it has ended (RESERVATION_ENDED).
-            GpuscaleError: any other error.
-        """
+        """Renew the lease, like `Lease.renew`, with the same errors."""
         sent = now()
         response = await self._allocator.RenewReservation(
             self._renewal(), timeout=as_seconds("timeout", timeout)
@@ -363,11 +358,7 @@ class AsyncLease(Held):
         self._heed(response.reservation, sent)
 
     async def release(self) -> None:
-        """Release the GPUs now. Can be repeated.
-
-        Raises:
-            GpuscaleError: the call failed; the lease will expire by itself.
-        """
+        """Release the GPUs now, like `Lease.release`, with the same errors."""
         self._timer.give_back(now())
         self._given_back((await self._allocator.ReleaseReservation(self._release())).reservation)
 

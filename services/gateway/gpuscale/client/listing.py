@@ -50,11 +50,7 @@ def pages(method: Callable[[Request], Response], request: Request) -> Iterator[R
 async def pages_async(
     method: Callable[[Request], Awaitable[Response]], request: Request
 ) -> AsyncIterator[Response]:
-    """`pages` for an async client.
-
-    Raises:
-        GpuscaleError: a call failed.
-    """
+    """`pages` for an async client, with the same errors."""
     while True:
         page = await method(request)
         yield page
@@ -129,11 +125,7 @@ def _note(request: Any, message: Any) -> None:
 async def watch_async(
     method: Callable[[WatchRequest], AsyncStream[Message]], request: WatchRequest, *, resume: bool = False
 ) -> AsyncIterator[Message]:
-    """`watch` for an async client.
-
-    Raises:
-        GpuscaleError: the stream failed with an error other than a lost connection.
-    """
+    """`watch` for an async client, with the same errors."""
     waits = Backoff(_FIRST_WAIT, _LONGEST_WAIT)
     while True:
         stream = method(request)

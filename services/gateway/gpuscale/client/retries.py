@@ -48,11 +48,7 @@ def retrying(call: Callable[[], Answer], until: float = inf) -> Answer:
 
 
 async def retrying_async(call: Callable[[], Awaitable[Answer]], until: float = inf) -> Answer:
-    """`retrying` for async code.
-
-    Raises:
-        GpuscaleError: the last attempt failed, or an attempt got an error as answer.
-    """
+    """`retrying` for async code, with the same errors."""
     waits = Backoff(initial=_FIRST_WAIT, cap=2.0)
     for _ in range(ATTEMPTS - 1):
         try:
@@ -112,12 +108,7 @@ async def wait_ready_async(
     replicas: int | None = None,
     timeout: float | str = 300.0,  # noqa: ASYNC109
 ) -> autoscaler_api.Endpoint:
-    """`wait_ready` for async code.
-
-    Raises:
-        DeadlineExceededError: it was not ready in time (reason NOT_READY); the message tells its state.
-        GpuscaleError: the endpoint cannot be read or does not exist.
-    """
+    """`wait_ready` for async code, with the same errors."""
     deadline = time.monotonic() + to_seconds(timeout)
     request = autoscaler_api.GetEndpointRequest(name=endpoint)
     while True:

@@ -183,11 +183,7 @@ def admit(
 async def admit_async(
     request: monitor_api.AdmitWorkRequest, own: monitor_api.WorkServiceAsyncStub, address: str
 ) -> str:
-    """`admit` for async code; agents other than at the client's address are called in a thread.
-
-    Raises:
-        FailedPreconditionError, PermissionDeniedError: the lease does not hold the GPUs.
-    """
+    """`admit` for async code, with the same errors; agents other than at the client's address are called in a thread."""
     if is_local(address) and not os.environ.get(AGENT_VARIABLE):
         try:
             await own.AdmitWork(request, timeout=TIMEOUT)
