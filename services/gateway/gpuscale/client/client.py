@@ -336,11 +336,7 @@ class AsyncClient(_Stubs):
         return await table_async(self, kind, options)
 
     def _known_node(self) -> str | None:
-        """This host's node, without a call.
-
-        Raises:
-            FailedPreconditionError: it was not queried yet (NODE_NOT_ASKED).
-        """
+        """This host's node, without a call. Raises FailedPreconditionError: it was not queried yet (NODE_NOT_ASKED)."""
         if self._host.node is None and not self._host.asked:
             raise FailedPreconditionError(
                 f"this host's node is not known yet: call `await client.this_node()` once, set {NODE_VARIABLE},"

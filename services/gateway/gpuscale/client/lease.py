@@ -160,11 +160,7 @@ class Held:
         }
 
     def check(self) -> None:
-        """Raise unless the GPUs are still held.
-
-        Raises:
-            LostReservationError: they are lost.
-        """
+        """Raise unless the GPUs are still held. Raises LostReservationError: they are lost."""
         if self.lost_reason:
             raise self._loss()
 
@@ -295,11 +291,7 @@ class Lease(Held):
         )
 
     def release(self) -> None:
-        """Release the GPUs now. Can be repeated.
-
-        Raises:
-            GpuscaleError: the call failed; the lease will expire by itself.
-        """
+        """Release the GPUs now. Can be repeated. Raises GpuscaleError: the call failed; the lease will expire by itself."""
         self._done.set()
         self._timer.give_back(now())
         self._given_back(self._allocator.ReleaseReservation(self._release()).reservation)

@@ -134,11 +134,7 @@ def _is_ready(endpoint: autoscaler_api.Endpoint, replicas: int | None) -> bool:
 
 
 def _pause(endpoint: autoscaler_api.Endpoint, deadline: float) -> float:
-    """Seconds until the next poll.
-
-    Raises:
-        DeadlineExceededError: no time is left.
-    """
+    """Seconds until the next poll. Raises DeadlineExceededError: no time is left."""
     left = deadline - time.monotonic()
     if left <= 0:
         status = endpoint.status

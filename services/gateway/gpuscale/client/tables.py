@@ -64,11 +64,7 @@ class TableRows(list[Any]):
         return [one | {"holder": self._holders.get(one["name"])} if self._holders else one for one in found]
 
     def to_pandas(self) -> Any:
-        """The records as a pandas DataFrame.
-
-        Raises:
-            ModuleNotFoundError: pandas is not installed.
-        """
+        """The records as a pandas DataFrame. Raises ModuleNotFoundError: pandas is not installed."""
         return import_module("pandas").DataFrame(self.records())
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
@@ -152,11 +148,7 @@ async def table_async(client: AsyncClient, kind: str, options: Mapping[str, Any]
 
 
 def _asked(kind: str, options: Mapping[str, Any]) -> tuple[str, str, Any]:
-    """The service, method and request that list a kind.
-
-    Raises:
-        InvalidArgumentError: unknown kind or option.
-    """
+    """The service, method and request that list a kind. Raises InvalidArgumentError: unknown kind or option."""
     if kind not in KINDS:
         near = get_close_matches(kind, KINDS, 1) or [", ".join(KINDS)]
         raise InvalidArgumentError(f"unknown kind {kind!r}; did you mean {near[0]}?")

@@ -85,11 +85,7 @@ class Worker:
             client.work.AdmitWork(request)
 
     def ready(self) -> None:
-        """Report readiness: creates the file named by GPUSCALE_READY_FILE.
-
-        Raises:
-            OSError: the file cannot be created.
-        """
+        """Report readiness: creates the file named by GPUSCALE_READY_FILE. Raises OSError: the file cannot be created."""
         if self._ready_file:
             Path(self._ready_file).touch(mode=0o600)
 

@@ -87,11 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def serve(settings: GatewaySettings, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set.
-
-    Raises:
-        GpuscaleError: the address or a file of TLS cannot be used.
-    """
+    """Serve until `stop` is set. Raises GpuscaleError: the address or a file of TLS cannot be used."""
     authenticator = settings.authenticator()
     meter = CallMeter(settings.section, authenticator)
     server = Server(settings.server_options(), authenticator, meter if settings.metrics_listen else None)

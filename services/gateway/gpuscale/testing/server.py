@@ -63,11 +63,7 @@ class FakeServer:
         return self._last if self._ended.done() else self._do(self._site.reservations())
 
     def expire(self, name: str) -> None:
-        """Expire a lease now, as if it had not been renewed.
-
-        Raises:
-            NotFoundError: there is no such reservation.
-        """
+        """Expire a lease now, as if it had not been renewed. Raises NotFoundError: there is no such reservation."""
         self._do(self._site.expire(_reservation(name)))
 
     def cancel(self, name: str, reason: str = "taken away by an admin") -> None:
@@ -91,11 +87,7 @@ class FakeServer:
         self._workers.ready_by_default = 0
 
     def set_ready(self, endpoint: str, replicas: int) -> None:
-        """Make up to so many replicas of an endpoint READY.
-
-        Raises:
-            NotFoundError: no such endpoint.
-        """
+        """Make up to so many replicas of an endpoint READY. Raises NotFoundError: no such endpoint."""
         parse(ENDPOINT, endpoint, "endpoint")
         self._do(self._site.set_ready(endpoint, replicas))
 

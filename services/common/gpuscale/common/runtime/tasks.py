@@ -169,19 +169,11 @@ class TaskScope:
                 failure.__context__ = context
 
     def spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        """Start a task that must not end by itself; if it does, the scope fails.
-
-        Raises:
-            RuntimeError: the scope is closing.
-        """
+        """Start a task that must not end by itself; if it does, the scope fails. Raises RuntimeError: the scope is closing."""
         self._create(name, _named(name, work, endless=True), work)
 
     def start(self, name: str, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start a task that ends by itself; only its failure ends the scope.
-
-        Raises:
-            RuntimeError: the scope is closing.
-        """
+        """Start a task that ends by itself; only its failure ends the scope. Raises RuntimeError: the scope is closing."""
         return self._create(name, _named(name, work), work)
 
     def _create(
