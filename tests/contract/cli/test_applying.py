@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.common import errors
 from tests.contract.cli import canned_gateway as canned
-from tests.support.cli import Ran, run_cli
+from tests.support.cli import Ran
 
 MANIFEST = """\
 kind: Endpoint
@@ -39,11 +40,8 @@ CHANGING = {"Create", "Update", "Delete"}
 
 
 @pytest.fixture
-def ctl(gateway: tuple[str, canned.World]) -> Any:
-    def run(*arguments: str, stdin: str = MANIFEST) -> Ran:
-        return run_cli("--address", gateway[0], *arguments, stdin=stdin)
-
-    return run
+def ctl(ctl: Any) -> Any:
+    return partial(ctl, stdin=MANIFEST)
 
 
 def asked(world: canned.World) -> list[str]:

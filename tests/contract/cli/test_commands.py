@@ -20,7 +20,7 @@ from gpuscale.common import errors
 from gpuscale.common.rpc.status import LEADER_KEY, PROBLEM_KEY, VERSION_KEY
 from gpuscale.testing import FakeServer
 from tests.contract.cli import canned_gateway as canned
-from tests.support.cli import Ran, leaves, run_cli
+from tests.support.cli import leaves, run_cli
 from tests.support.ports import silent_port
 
 MANIFEST = """\
@@ -194,11 +194,8 @@ def input_of(command: Sequence[str]) -> str:
 
 
 @pytest.fixture
-def ctl(gateway: tuple[str, canned.World]) -> Any:
-    def run(*arguments: str, stdin: str = "") -> Ran:
-        return run_cli("--address", gateway[0], *arguments, stdin=stdin or input_of(arguments))
-
-    return run
+def ctl(ctl: Any) -> Any:
+    return lambda *arguments, stdin="": ctl(*arguments, stdin=stdin or input_of(arguments))
 
 
 def test_no_command_is_forgotten() -> None:

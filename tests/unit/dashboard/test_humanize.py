@@ -11,14 +11,7 @@ from gpuscale.dashboard import humanize
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [
-        (0, "0 s"),
-        (59.6, "1 min"),
-        (61, "1 min 1 s"),
-        (7500, "2 h 5 min"),
-        (90_000, "1 d 1 h"),
-        (-3, "0 s"),
-    ],
+    [(0, "0 s"), (59.6, "1 min"), (61, "1 min 1 s"), (7500, "2 h 5 min"), (90_000, "1 d 1 h"), (-3, "0 s")],
 )
 def test_a_span_has_at_most_two_parts(seconds: float, text: str) -> None:
     assert humanize.span(seconds) == text
