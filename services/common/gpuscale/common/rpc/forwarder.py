@@ -237,7 +237,7 @@ class _Method:
             raise self._upstream.failure(None) from None  # closed connection
 
     async def _answered(self, call: Any, context: Context) -> None:
-        """Forward the trailing metadata of a successful call, as the core gives them: gRPC's mapping of them costs 4 % of a call."""
+        """Forward the trailing metadata of a successful call, as the core gives them: gRPC's mapping of them costs 2 % of a call."""
         self._upstream.outage.answered()
         via = ((VIA_KEY, VERSION),) if self._tells and find_principal() is not None else ()
         context.set_trailing_metadata((await call._cython_call.status()).trailing_metadata() + via)  # noqa: SLF001
