@@ -38,7 +38,7 @@ PERIOD: Final = 10.0
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 # Metadata that gRPC takes as they are: for other tuples it makes a mapping, which it then makes a tuple.
-_Metadata: Any = type("_Metadata", (tuple, grpc.aio.Metadata), {"__init__": tuple.__init__})
+_Metadata: Any = type("_Metadata", (tuple, grpc.aio.Metadata), {"__init__": object.__init__})
 _log = get_logger(__name__)
 
 
@@ -229,8 +229,7 @@ class _Method:
             for key, value in forwarded_metadata.get()
             if key not in self._kept_here and not key.startswith("grpc-")
         ]
-        named = (REQUEST_ID_KEY, call_id.get())
-        metadata = _Metadata((*passed, *self._upstream.caller(self._path), named))
+        metadata = _Metadata((*passed, *self._upstream.caller(self._path), (REQUEST_ID_KEY, call_id.get())))
         try:
             return method(request, timeout=context.time_remaining(), metadata=metadata)
         except grpc.aio.UsageError:
