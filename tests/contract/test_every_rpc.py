@@ -180,9 +180,3 @@ def test_no_deadline(channel: grpc.Channel, rpc: Rpc) -> None:
     """Without a deadline the server imposes one, and answers."""
     code, error = call(channel, rpc, right(rpc.request_class).SerializeToString(), timeout=None)
     assert code in {"OK", "NOT_FOUND"} | (rpc.documented & {"FAILED_PRECONDITION"}), error
-
-
-def test_an_unknown_method(channel: grpc.Channel) -> None:
-    with pytest.raises(grpc.RpcError) as caught:
-        channel.unary_unary("/gpuscale.api.allocator.v1.AllocatorService/NoSuchMethod")(b"", timeout=60)
-    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED  # type: ignore[attr-defined]

@@ -158,15 +158,6 @@ async def test_deliberately_better(asked: Asking, table: str) -> None:
     assert await differing(asked, *BETTER[table]) == []
 
 
-async def test_better_a_cooldown_begins_only_with_a_change(asked: Asking) -> None:
-    """The original burns it on 0 -> 0, and on a step of 0."""
-    request = api.EvaluateRequest(
-        spec=spec(rule("r", LESS, 10, -1)), before=0, signals=[api.StatedSignal(signal="metric", value=0)]
-    )
-    found = await asked.evaluate(request)
-    assert (found.decision.wanted, list(found.effective_rules)) == (0, [])
-
-
 async def test_the_preset_is_the_original_with_two_rules(asked: Asking) -> None:
     made = await asked.render("backend_ai", parameters={"scale_up_threshold": 10, "step_size": 2})
     rows = [

@@ -232,16 +232,6 @@ def test_tables_look_like_this(ctl: Any, command: tuple[str, ...]) -> None:
     assert ctl(*command).out == GOLDEN[command]
 
 
-@pytest.mark.parametrize(
-    ("address", "says"),
-    [("127.0.0.1", "has no port: write HOST:PORT"), (":99999", "a port is a number from 1 to 65535")],
-)
-def test_what_is_wrong_with_an_address_is_said(address: str, says: str) -> None:
-    for words in (("get", "nodes"), ("run", "--gpus", "1", "--", "true")):
-        ran = run_cli("--address", address, *words)
-        assert (ran.code, ran.out, says in ran.err) == (2, "", True), ran.err
-
-
 @pytest.mark.parametrize("verb", ["check", "reserve", "run"])
 def test_a_number_of_gpus_under_the_name_of_one_is_understood(verb: str) -> None:
     ran = run_cli(verb, "--gpu", "2", *(("--", "true") if verb == "run" else ()))

@@ -13,7 +13,7 @@ from gpuscale.common import errors
 
 HEAVY = (
     *("pydantic", "structlog", "click", "sqlmodel", "sqlalchemy", "aio_pika"),
-    *("pynvml", "psutil", "uvloop", "httpx"),
+    *("pynvml", "psutil", "uvloop", "httpx", "rich"),
 )
 
 SCRIPT = '''\

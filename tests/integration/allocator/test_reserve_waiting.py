@@ -88,21 +88,6 @@ async def test_the_place_in_the_queue_is_told_until_the_grant(tmp_path: Path) ->
         second.cancel()
 
 
-async def test_a_caller_who_goes_away_leaves_the_queue(tmp_path: Path) -> None:
-    async with site(tmp_path, FakeFleet(node_message("n0", count=1)), max_waiting=1) as (client, quotas):
-        held = await client.reserve()
-        call = client.stub.Reserve(request(20), timeout=20)
-        await until_waiting(quotas, 1)
-        stream = client.stub.ReserveAndWatch(api.ReserveAndWatchRequest(reserve=request(20)), timeout=20)
-        with pytest.raises(ResourceExhaustedError) as full, rpc_errors():
-            await anext(aiter(stream))
-        assert full.value.reason == "QUEUE_FULL"
-        call.cancel()
-        await until_waiting(quotas, 0)
-        await client.release(held)
-        assert await client.live() == []
-
-
 async def test_quotas_hold_with_and_without_a_wait_and_through_a_restart(tmp_path: Path) -> None:
     fleet = FakeFleet(node_message("n0", count=4))
     async with site(tmp_path, fleet) as (client, quotas):

@@ -10,7 +10,6 @@ import pytest
 
 from gpuscale.autoscaler.backtest.world import RecordedReading
 from gpuscale.autoscaler.state import backtest_store, store, watcher_store
-from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Store
 from tests.support.autoscaler_values import endpoint, lease, replica, spec
@@ -90,17 +89,3 @@ async def test_a_file_of_an_earlier_version_is_taken_over_with_all_that_it_has(
             pass
         indexes = "SELECT name FROM sqlite_master WHERE type = 'index' ORDER BY name"
         assert migrated.execute(indexes).fetchall() == new.execute(indexes).fetchall()
-
-
-async def test_a_file_of_a_later_version_is_refused_and_stays(tmp_path: Path) -> None:
-    path = tmp_path / "a.db"
-    async with opened(path):
-        pass
-    with closing(sqlite3.connect(path)) as later, later:
-        later.execute(f"PRAGMA user_version={store.VERSION + 1}")
-    with pytest.raises(FailedPreconditionError) as refused:
-        async with opened(path):
-            pass
-    assert refused.value.reason == "STATE_VERSION"
-    with closing(sqlite3.connect(path)) as later:
-        assert later.execute("PRAGMA user_version").fetchone() == (store.VERSION + 1,)

@@ -13,10 +13,10 @@ from gpuscale.common import errors
 from gpuscale.common.rpc.channel import ClientTls, open_channel, open_sync_channel
 from gpuscale.common.rpc.server import ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
-from gpuscale.common.security.auth import Authenticator, Principal, Role, current_principal
+from gpuscale.common.security.auth import Authenticator
 from gpuscale.common.security.tls import ServerTls, server_credentials
 from tests.support.certificates import Authority
-from tests.support.throwaway import Allocator, Served, serve
+from tests.support.throwaway import Served, serve
 from tests.support.tokens import token
 
 SPIFFE = "spiffe://example.org/gpuscale"
@@ -42,17 +42,6 @@ for token in (SecretStr("abc"), *[Plugin()] * 5):
 """
 
 
-class Callers:
-    """A handler that notes who called."""
-
-    def __init__(self) -> None:
-        self.seen: list[Principal] = []
-
-    async def work(self, request: Any, context: Any) -> Any:
-        self.seen.append(current_principal())
-        return Allocator.answer()
-
-
 async def release(served: Served, tls: ClientTls | None, bearer: str | None = None, **call: Any) -> None:
     """One call that needs role operator, over a channel of its own."""
     secret = None if bearer is None else SecretStr(token(bearer))
@@ -76,21 +65,6 @@ async def test_clients_that_do_not_fit_are_not_served(tmp_path: Path, trouble: s
     async with serve(options=ServerOptions(tls=authority.server())) as served:
         with pytest.raises(errors.UnavailableError):
             await release(served, tls, timeout=30.0)
-
-
-async def test_certificates_name_callers(tmp_path: Path) -> None:
-    callers, authority = Callers(), Authority(tmp_path)
-    options = ServerOptions(tls=authority.server(client_ca=authority))
-    authenticator = Authenticator(accept_certificates=True)
-    async with serve(Allocator(callers.work), options=options, authenticator=authenticator) as served:
-        await release(served, authority.client(f"{SPIFFE}/operator/alice"))
-        await release(served, authority.client(f"{SPIFFE}/admin/gpu-01.example"))
-        with pytest.raises(errors.PermissionDeniedError):
-            await release(served, authority.client(f"{SPIFFE}/agent/gpu-01"))
-    assert callers.seen == [
-        Principal("alice", Role.OPERATOR, "certificate"),
-        Principal("gpu-01.example", Role.ADMIN, "certificate"),
-    ]
 
 
 @pytest.mark.parametrize("trouble", ["none", "another authority", "expired"])
