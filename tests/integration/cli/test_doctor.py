@@ -134,6 +134,13 @@ def test_a_host_that_is_well(host: Host) -> None:
     }
 
 
+def sets(section: str, key: str, value: str) -> Callable[[Host], None]:
+    def plant(host: Host) -> None:
+        host.settings[section][key] = value.format(folder=host.folder, free=f"127.0.0.1:{free_port()}")
+
+    return plant
+
+
 def ends_soon(host: Host) -> None:
     lasts(host, -30, 3)
 
@@ -165,30 +172,10 @@ def other_authority(host: Host) -> None:
     host.settings["allocator"]["ca_file"] = host.folder / "ca.crt"
 
 
-def other_name(host: Host) -> None:
-    host.settings["allocator"]["advertise_address"] = "other.example:7073"
-
-
-def no_port(host: Host) -> None:
-    host.settings["allocator"]["metrics_listen"] = f"127.0.0.1:{free_port()}"
-
-
-def no_directory(host: Host) -> None:
-    host.settings["allocator"]["data_dir"] = host.folder / "none"
-
-
-def misspelt(host: Host) -> None:
-    host.settings["allocator"]["data_dri"] = "x"
-
-
 def open_token(host: Host) -> None:
     file = host.folder / "node.token"
     file.chmod(file.stat().st_mode | stat.S_IROTH)
     host.settings["allocator"]["token_file"] = file
-
-
-def no_upstream(host: Host) -> None:
-    host.settings["gateway"]["fleet_address"] = f"127.0.0.1:{free_port()}"
 
 
 def silent_upstream(host: Host) -> None:
@@ -224,19 +211,23 @@ def damaged_fleet(host: Host) -> None:
         (lives_shortly, "certificate", "allocator tls_cert_file", "OK"),
         (other_key, "certificate", "allocator tls_cert_file", "FAIL"),
         (other_authority, "certificate", "allocator tls_cert_file", "FAIL"),
-        (other_name, "certificate", "allocator tls_cert_file", "FAIL"),
-        (no_port, "port", "allocator metrics_listen", "FAIL"),
-        (no_directory, "disk", "allocator data_dir", "FAIL"),
-        (misspelt, "settings", "allocator", "FAIL"),
+        (
+            sets("allocator", "advertise_address", "other.example:7073"),
+            "certificate",
+            "allocator tls_cert_file",
+            "FAIL",
+        ),
+        (sets("allocator", "metrics_listen", "{free}"), "port", "allocator metrics_listen", "FAIL"),
+        (sets("allocator", "data_dir", "{folder}/none"), "disk", "allocator data_dir", "FAIL"),
+        (sets("allocator", "data_dri", "x"), "settings", "allocator", "FAIL"),
         (open_token, "secret", "allocator token_file", "FAIL"),
-        (no_upstream, "service", "gateway fleet_address", "FAIL"),
+        (sets("gateway", "fleet_address", "{free}"), "service", "gateway fleet_address", "FAIL"),
         (silent_upstream, "service", "gateway fleet_address", "FAIL"),
         (no_broker, "broker", "autoscaler brokers.default amqp_url", "FAIL"),
         (no_database, "database", "allocator database", "FAIL"),
         (damaged_database, "database", "allocator database", "FAIL"),
         (damaged_fleet, "database", "fleet database", "FAIL"),
     ],
-    ids=lambda one: one.__name__ if callable(one) else "",
 )
 def test_what_is_wrong_is_found_and_nothing_else(
     host: Host, plant: Callable[[Host], None], check: str, subject: str, state: str
