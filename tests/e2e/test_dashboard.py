@@ -19,7 +19,7 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import connect
 from gpuscale.common.wire import to_duration
-from tests.e2e.browser import chromium, page_of
+from tests.e2e.browser import page_of
 from tests.e2e.dashboard import dashboard, tile
 from tests.support.ports import free_port
 from tests.support.tokens import token, write_tokens
@@ -42,12 +42,6 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     config.write_text(CONFIG)
     with Up(folder, simulate=8, arguments=("--config", str(config))) as running:
         yield running
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as one:
-        yield one
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from gpuscale.monitor.app import fleet
 from gpuscale.monitor.history.history import History, Sample
 from gpuscale.testing import FakeServer
 from gpuscale.testing.server import FakeHost
-from tests.e2e.browser import chromium, page_of
+from tests.e2e.browser import page_of
 from tests.e2e.dashboard import dashboard, tile
 from tests.support.waiting import eventually_sync
 
@@ -138,12 +138,6 @@ def client() -> Iterator[Client]:
 def site(client: Client) -> Iterator[str]:
     with dashboard(client.address) as url:
         yield url
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as one:
-        yield one
 
 
 def messages_of(page: Page) -> list[int]:

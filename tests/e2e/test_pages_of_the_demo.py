@@ -15,7 +15,7 @@ import pytest
 from axe_playwright_python.base import AXE_SCRIPT
 
 from gpuscale.common.secrets import write_link
-from tests.e2e.browser import chromium, page_of
+from tests.e2e.browser import page_of
 from tests.e2e.dashboard import dashboard
 from tests.support.cli import Ran
 from tests.support.ports import free_port
@@ -43,12 +43,6 @@ PAGES = {
 AT_ONCE = """document.adoptedStyleSheets = [new CSSStyleSheet()];
 document.adoptedStyleSheets[0].replaceSync("*, ::before, ::after { transition: none !important }");"""
 """Colours of the night are not on their way for half a second, in which all is drawn at each frame."""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as one:
-        yield one
 
 
 @pytest.fixture(scope="module")

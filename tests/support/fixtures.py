@@ -70,6 +70,13 @@ def reports_stay_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuscale.monitor.model.nodes.STALE_PERIODS", 300)
 
 
+@pytest.fixture
+def statistics_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statistics are read as often as the broker has new ones."""
+    monkeypatch.setattr("gpuscale.autoscaler.signals.rabbitmq.STATISTICS_PERIOD", 0.2)
+    monkeypatch.setattr("gpuscale.autoscaler.signals.rabbitmq.CONSUMERS_PERIOD", 0.2)
+
+
 @pytest.fixture(scope="module")
 def podman() -> Iterator[containers.Podman]:
     """A private Podman that the tests of a file share."""

@@ -12,6 +12,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
+from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.internal.monitor import v1 as monitor_internal
 
@@ -129,3 +130,9 @@ async def serve(
     address = server.bind()
     async with server, open_channel(address) as channel:
         yield Served(server, address, channel)
+
+
+async def read_to_the_end(call: Any) -> None:
+    with rpc_errors():
+        while await call.read():
+            pass

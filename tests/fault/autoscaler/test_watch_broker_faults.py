@@ -20,12 +20,7 @@ from tests.support.rabbitmq import RabbitBroker
 from tests.support.rabbitmq_queues import declare_queue, publish, unique_queue_name
 from tests.support.waiting import eventually
 
-
-@pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Statistics are read as often as the broker of these tests has new ones."""
-    monkeypatch.setattr("gpuscale.autoscaler.signals.rabbitmq.STATISTICS_PERIOD", 0.2)
-    monkeypatch.setattr("gpuscale.autoscaler.signals.rabbitmq.CONSUMERS_PERIOD", 0.2)
+pytestmark = pytest.mark.usefixtures("statistics_often")
 
 
 async def test_a_killed_broker_is_unreachable_and_read_again_after_its_restart(

@@ -29,12 +29,7 @@ from tests.support.rabbitmq_queues import (
 )
 from tests.support.waiting import eventually
 
-
-@pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Statistics are read as often as the broker of these tests has new ones."""
-    monkeypatch.setattr("gpuscale.autoscaler.signals.rabbitmq.STATISTICS_PERIOD", 0.2)
-    monkeypatch.setattr("gpuscale.autoscaler.signals.rabbitmq.CONSUMERS_PERIOD", 0.2)
+pytestmark = pytest.mark.usefixtures("statistics_often")
 
 
 def request_id() -> str:

@@ -19,7 +19,7 @@ from gpuscale.common.secrets import DatabaseUnavailableError
 from gpuscale.common.security import auth
 from gpuscale.common.security.auth import Authenticator, find_method
 from gpuscale.internal.monitor import v1 as monitor_internal
-from tests.support.throwaway import Allocator, Fleet, serve
+from tests.support.throwaway import Allocator, Fleet, read_to_the_end, serve
 from tests.support.tokens import bearer, write_tokens
 
 UUID = "01234567-89ab-cdef-0123-456789abcdef"
@@ -169,12 +169,6 @@ async def test_a_handler_that_aborts_by_itself_is_left_alone(caplog: pytest.LogC
     assert caught.value.details() == "as it came"
     assert dict(caught.value.trailing_metadata() or ())["x-key"] == "value"
     assert caplog.records == []
-
-
-async def read_to_the_end(call: Any) -> None:
-    with rpc_errors():
-        while await call.read():
-            pass
 
 
 @pytest.mark.parametrize(

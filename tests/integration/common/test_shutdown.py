@@ -13,19 +13,13 @@ from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.security.auth import Authenticator
 from gpuscale.internal.monitor import v1 as monitor_internal
-from tests.support.throwaway import Allocator, Fleet, Served, serve
+from tests.support.throwaway import Allocator, Fleet, Served, read_to_the_end, serve
 from tests.support.waiting import eventually
 
 
 async def endless(request: Any, context: Any) -> AsyncIterator[Any]:
     yield monitor_api.WatchNodesResponse()
     await asyncio.Event().wait()
-
-
-async def read_to_the_end(call: Any) -> None:
-    with rpc_errors():
-        while await call.read():
-            pass
 
 
 def watch(served: Served) -> Any:

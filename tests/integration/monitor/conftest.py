@@ -2,10 +2,13 @@
 
 import importlib.util
 import sys
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.support.monitor import RunningFleet, running_fleet
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +22,9 @@ def gpu_check() -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+async def fleet() -> AsyncGenerator[RunningFleet, None]:
+    async with running_fleet() as one:
+        yield one

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
 
 import pytest
@@ -14,17 +13,11 @@ from gpuscale.monitor.agent.events import MOST_FAULTS, FaultLog, Listener
 from gpuscale.monitor.agent.sources import GpuSourceError
 from gpuscale.monitor.app import agent as agent_app
 from gpuscale.monitor.model.readings import DriverEvent, GpuEvent, GpuEventKind, GpuReading, GpuState, GpuView
-from tests.support.monitor import FakeGpus, RunningFleet, running_agent, running_fleet
+from tests.support.monitor import FakeGpus, RunningFleet, running_agent
 from tests.support.monitor_values import identity
 from tests.support.waiting import eventually
 
 ONLINE = api.NodeState.NODE_STATE_ONLINE
-
-
-@pytest.fixture
-async def fleet() -> AsyncGenerator[RunningFleet, None]:
-    async with running_fleet() as one:
-        yield one
 
 
 async def test_a_fault_is_a_health_event_before_the_next_snapshot(

@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
-import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
@@ -23,12 +22,6 @@ Call = grpc.aio.StreamStreamCall[
 ONLINE = monitor_api.NodeState.NODE_STATE_ONLINE
 STALE = monitor_api.NodeState.NODE_STATE_STALE
 OFFLINE = monitor_api.NodeState.NODE_STATE_OFFLINE
-
-
-@pytest.fixture
-async def fleet() -> AsyncGenerator[RunningFleet, None]:
-    async with running_fleet() as one:
-        yield one
 
 
 async def answer(call: Call) -> monitor_internal.StreamTelemetryResponse:
