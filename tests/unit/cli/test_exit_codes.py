@@ -6,11 +6,7 @@ from gpuscale.cli.console.errors import BY_ERROR, MEANINGS, ExitCode, exit_code,
 from gpuscale.cli.console.terminal import TERMINAL
 from gpuscale.common import errors
 
-TREE = [
-    error
-    for error in vars(errors).values()
-    if isinstance(error, type) and error.__base__ is errors.GpuscaleError
-]
+TREE = errors.GpuscaleError.__subclasses__()
 
 
 def test_every_error_of_the_tree_is_in_the_table() -> None:
