@@ -135,7 +135,6 @@ class SecretUrl:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[Any], handler: "GetCoreSchemaHandler") -> "CoreSchema":
-        """Validate a str or SecretUrl; serialize without secrets."""
         from pydantic_core import PydanticCustomError, core_schema
 
         def validated(value: object) -> SecretUrl:

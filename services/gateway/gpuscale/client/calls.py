@@ -116,8 +116,6 @@ class _Wrapped:
 
 
 class _Stream(_Wrapped):
-    """A stream of responses, which raises when it is read."""
-
     def __iter__(self) -> Self:
         return self
 

@@ -309,7 +309,6 @@ class Lease(Held):
             self.release()
 
     def _keep(self) -> None:
-        """Renew until the block ends or the GPUs are lost."""
         timer = self._timer
         while not (timer.lost or self._done.wait(min(LOOK, timer.wait(now())))):
             if self._due:

@@ -480,7 +480,6 @@ class Top(App[None]):
         return {**row, "state": state, "why": why, "past": past, "memory": memory}
 
     def _printable(self, cell: object) -> str:
-        """The printable part of a cell: holders and programs are free text."""
         text = str(cell)
         if self._ascii and not text.isascii():
             text = text.replace("→", "->").encode("ascii", "replace").decode()

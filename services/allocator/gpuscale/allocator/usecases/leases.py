@@ -169,7 +169,6 @@ class Leases:
         await _written(self.commits.end([closed]))
 
     async def _recall(self, leases: Iterable[LeaseClaim]) -> None:
-        """Load old ended reservations back into memory."""
         if unknown := [lease.id for lease in leases if not self.ledger.knows(lease.id)]:
             await self.archive.recall(ids=unknown)
 

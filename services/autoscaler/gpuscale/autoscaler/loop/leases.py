@@ -90,7 +90,6 @@ class _Place:
 
     @property
     def refusal(self) -> ResourceExhaustedError:
-        """The refusal for a request that does not stay."""
         text = "the allocator has not looked at it yet" if self.waits is None else self.waits.message
         reason = "NO_CAPACITY" if self.waits is None else enum_word(self.waits, "reason")
         return ResourceExhaustedError(
@@ -326,7 +325,6 @@ class Actor:
     async def _reserve(
         self, replica: Replica, endpoint: Endpoint, told: set[str], *, stays: bool = True
     ) -> StartRefusal | None:
-        """Reserve its GPUs on its nodes, and use them."""
         await hit_async("autoscaler.replica.after_intent")
         try:
             stays = stays and replica.goal is Goal.RUN

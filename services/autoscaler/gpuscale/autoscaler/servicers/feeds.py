@@ -94,7 +94,6 @@ class Feeds:
                     await asyncio.sleep(PERIOD)
 
     async def _look(self) -> None:
-        """Put changes since the last look into the feeds."""
         followers = self._deps.followers
         async with self._looking:
             _sync(self.adapters, self._adapters(), self.adapters.names, "last_seen_time")

@@ -487,8 +487,6 @@ class _Unary(StubMethod):
 
 
 class _Stream(_Attempts):
-    """A sync stream of responses."""
-
     def __iter__(self) -> Self:
         return self
 

@@ -193,7 +193,6 @@ class TaskScope:
 
 
 async def _named(name: str, work: Coroutine[Any, Any, T], *, endless: bool = False) -> T:
-    """Run a task's work, and add its name to an error."""
     try:
         result = await work
     except Exception as error:

@@ -267,7 +267,6 @@ class Postgres(Backend):
         )
 
     def _upgrade(self, connection: Connection) -> None:
-        """Create the tables, or migrate them from an earlier version."""
         driver = raw(connection)
         driver.execute("SET LOCAL statement_timeout = 0")
         driver.execute("SET LOCAL idle_in_transaction_session_timeout = 0")

@@ -306,7 +306,6 @@ def _show(session: Session, directory: Path, *shown_names: str) -> None:
 
 @contextmanager
 def _using(place: Path) -> Generator[None]:
-    """Report which file cannot be used, and why."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -38,7 +38,6 @@ class _Together(Output):
     parts: dict[str, object] = field(default_factory=dict[str, object])
 
     def write_list(self, items: "Sequence[Message]", view: "View[Any]") -> None:
-        """Write a table unless it is empty, or collect a list."""
         if not self.human:
             super().write_list(items, view)
             return

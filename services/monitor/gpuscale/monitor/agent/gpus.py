@@ -388,7 +388,6 @@ class Gpus:
         self._say(inventory.problem)
 
     def _errors(self) -> list[BaseException]:
-        """The errors of the newest calls to present GPUs."""
         return [device.error for device in self._present() if device.error is not None]
 
     def _judge(self) -> None:

@@ -484,7 +484,6 @@ class ServicesHostServicer(internal.ServicesHostServiceServicer):
 def _signed(
     signer: "Signer", what: str, name: str, hosts: Sequence[str], csr: bytes, days: float | None = None
 ) -> api.JoinResponse:
-    """Certificates of a services host, a standby or a gateway."""
     from gpuscale.common.security.authority import CertificateSubject
 
     uris = [signer.identity("gateway", name)]

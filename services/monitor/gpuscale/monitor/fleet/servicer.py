@@ -216,7 +216,6 @@ def _process_key(one: api.NodeProcess) -> str:
 
 
 def _hello(request: monitor_internal.StreamTelemetryRequest | None) -> monitor_internal.Hello:
-    """The Hello in a stream's first message, validated."""
     if request is None or not request.HasField("hello"):
         raise FailedPreconditionError("the first message must be hello", reason="HELLO_EXPECTED")
     validate(request)

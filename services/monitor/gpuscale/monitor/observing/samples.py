@@ -44,8 +44,6 @@ _COLUMNS = {
 
 @dataclass(slots=True)
 class _Gpus:
-    """The readings of a node's GPUs, by index."""
-
     uuids: tuple[str, ...]  # in lower case
     newest: list[float]  # times of their newest samples
     ages: list[float | None]  # seconds, when the newest snapshot came; None if never read
