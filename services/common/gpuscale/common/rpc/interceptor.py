@@ -436,7 +436,7 @@ def request_id_of(metadata: Metadata) -> str:
             if key == REQUEST_ID_KEY:
                 return value
             found = value
-    return found or f"{_ids.getrandbits(64):016x}"
+    return found or _ids.getrandbits(64).to_bytes(8, "big").hex()
 
 
 _MAKERS: Final[Mapping[tuple[bool, bool], Callable[..., Handler]]] = {
