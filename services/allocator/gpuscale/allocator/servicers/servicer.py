@@ -77,12 +77,11 @@ _Told: TypeAlias = tuple[Reservation, ReservationUsage | None, Sequence[str], ap
 
 def _tell_problem(context: Context) -> None:
     """Say beside the answer that no state can be written now, or was slowly in the last minute."""
-    ended, took = Store.slow
     if Store.problem:
         why = f": {Store.problem.encode('ascii', 'replace').decode()}" if is_admin() else ""
         text = f"the allocator cannot write its state{why}"
-    elif time.monotonic() < ended + RECENT:
-        text = f"a commit of the allocator's state took {took:.1f} s"
+    elif Store.slow and time.monotonic() < Store.slow[0] + RECENT:
+        text = f"a commit of the allocator's state took {Store.slow[1]:.1f} s"
     else:
         return
     context.set_trailing_metadata((*context.trailing_metadata(), (PROBLEM_KEY, text)))
@@ -206,7 +205,8 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     async def GetReservation(
         self, request: api.GetReservationRequest, context: Context
     ) -> api.GetReservationResponse:
-        _tell_problem(context)
+        if Store.problem or Store.slow:
+            _tell_problem(context)
         found = await self.records.get(reservation_id(request.name))
         if found.waiting:
             await self.reserving.waiting.foresee([found])
@@ -217,7 +217,8 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     async def ListReservations(
         self, request: api.ListReservationsRequest, context: Context
     ) -> api.ListReservationsResponse:
-        _tell_problem(context)
+        if Store.problem or Store.slow:
+            _tell_problem(context)
         meets = compile_filter(request.filter, api.Reservation)
         list_page = partial(
             self.records.list_reservations,

@@ -11,7 +11,6 @@ version (docs/adr/0009).
 """
 
 import asyncio
-import math
 import shutil
 import sqlite3
 import threading
@@ -146,7 +145,7 @@ class Store:
     commits: ClassVar[Histogram] = Histogram()
     failures: ClassVar[int] = 0
     problem: ClassVar[str] = ""
-    slow: ClassVar[tuple[float, float]] = -math.inf, 0.0
+    slow: ClassVar[tuple[float, float] | None] = None
 
     def __init__(self, backend: Backend, writer: "_Worker", reader: "_Worker") -> None:
         self._backend = backend
