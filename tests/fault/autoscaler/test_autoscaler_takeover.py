@@ -75,7 +75,8 @@ async def test_the_other_autoscaler_goes_on_and_starts_nothing_twice(
             async with adapter.connected(first.address):
                 await one.create(endpoint(low=2, high=4, gpus=1))
                 await eventually(lambda: len(adapter.alive) == 2)
-            assert len(await other.replicas()) == 2, "the standby asks the leader"
+            # The standby asks the leader, once it has a connection of its own to it.
+            assert len(await eventually(other.replicas, retry_on=(grpc.RpcError,))) == 2
             await eventually(lambda: polled(keda), retry_on=(grpc.RpcError,))
             assert [await polled(keda) for _ in range(20)] == [(2, True)] * 20
             pushed = [stub.StreamIsActive(scaled_object()) for _ in range(2)]
