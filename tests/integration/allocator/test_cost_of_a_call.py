@@ -84,7 +84,7 @@ async def shares_asked_and_released(client: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "most"), [("get", 41), ("reserve and release", 386), ("shares", 4006), ("get, forwarded", 95)]
+    ("what", "most"), [("get", 41), ("reserve and release", 390), ("shares", 4040), ("get, forwarded", 97)]
 )
 async def test_a_call_takes_no_more_frames_than_it_did(tmp_path: Path, what: str, most: int) -> None:
     """From the guard down; of a forwarded call in both servers."""
