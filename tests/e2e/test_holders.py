@@ -17,6 +17,7 @@ import pytest
 
 from gpuscale.client import connect, connect_async
 from tests.support.cli import Ran, run_cli
+from tests.support.fixtures import need
 from tests.support.nvml_double import GIB, DoubleProcess, NvmlDouble, env_with_double, why_unavailable
 from tests.support.podman import IMAGE, Podman
 from tests.support.up import CTL, Typed, Up, ctl_environment
@@ -30,8 +31,7 @@ SHARE = (
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Up, NvmlDouble]]:
-    if reason := why_unavailable():
-        pytest.skip(reason)
+    need(why_unavailable())
     folder = tmp_path_factory.mktemp("holders")
     found = NvmlDouble(folder, 1)
     found.gpus[0].memory_reserved_bytes = 0

@@ -30,8 +30,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    if why := why_unavailable():
-        pytest.skip(why)
+    need(why_unavailable())
     need(nvml_double.why_unavailable())
     with made_lab(tmp_path_factory.mktemp("lab")) as made:
         yield made

@@ -1,15 +1,13 @@
 """The disk before the answer, as the kernel saw it: kill -9 cannot prove that, since what was written outlives a process."""
 
 import asyncio
-import os
 import re
 import shutil
 import signal
 from pathlib import Path
 
-import pytest
-
 from tests.support.allocator_process import AllocatorProcess, site
+from tests.support.fixtures import need
 from tests.support.waiting import eventually
 
 CALLS = "fsync,fdatasync,sendmsg,sendto,write,writev"
@@ -19,12 +17,9 @@ SYNC = re.compile(
 
 
 async def traced(life: AllocatorProcess, output: Path) -> asyncio.subprocess.Process:
-    """Attach strace; skips the test where that is not possible."""
+    """Attach strace."""
     if shutil.which("strace") is None:
-        reason = "strace is not installed (Debian: strace; tools/install_test_servers.sh)"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
+        need("strace is not installed (Debian: strace; tools/install_test_servers.sh)")
     tracer = await asyncio.create_subprocess_exec(
         *("strace", "-f", "-y", "-s", "4096", "-e", f"trace={CALLS}", "-p", str(life.pid), "-o", str(output)),
         stderr=asyncio.subprocess.PIPE,
@@ -32,7 +27,7 @@ async def traced(life: AllocatorProcess, output: Path) -> asyncio.subprocess.Pro
     assert tracer.stderr is not None
     said = await asyncio.wait_for(tracer.stderr.readline(), 60)
     if b"attached" not in said:
-        pytest.skip(f"strace cannot attach: {said.decode().strip()}")
+        need(f"strace cannot attach: {said.decode().strip()}")
     return tracer
 
 

@@ -30,6 +30,7 @@ from tests.fault.hosts.site import (
 )
 from tests.support.allocator import Client, Reservation, allocator_api
 from tests.support.autoscaler_app import LESS_OR_EQUAL, endpoint, step
+from tests.support.fixtures import need
 from tests.support.nvml_double import why_unavailable as why_no_double
 from tests.support.nvml_double.model import DoubleProcess
 from tests.support.waiting import eventually
@@ -42,9 +43,7 @@ BROKEN = (AssertionError, grpc.aio.AioRpcError, UnavailableError)
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Hosts]:
-    reason = why_unavailable() or why_no_double()
-    if reason is not None:
-        pytest.skip(reason)
+    need(why_unavailable() or why_no_double())
     with three_hosts(tmp_path) as hosts:
         yield hosts
         print(hosts.logs())
