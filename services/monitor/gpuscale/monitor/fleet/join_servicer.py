@@ -297,6 +297,8 @@ class JoinServicer(api.JoinServiceServicer):
             token.uses_left += 1
             self._joined.add(before, node) if before else self._joined.forget(node)
             raise
+        if not token.uses_left:
+            self._tokens.pop(token.id, None)
 
     def _valid(self) -> dict[str, _JoinToken]:
         now = self._clock.now()
