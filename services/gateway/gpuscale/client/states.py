@@ -90,8 +90,9 @@ def revoked_early(reservation: allocator_api.Reservation) -> float | None:
 
 def advice(reservation: allocator_api.Reservation) -> str:
     """What the user of a preempted job can do; empty for others."""
-    preempted = reservation.HasField("job") and "preempted for" in reservation.end_reason
-    return "to let a job save its work and start again by itself: run --on-move signal:TERM" * preempted
+    if reservation.HasField("job") and "preempted for" in reservation.end_reason:
+        return "to let a job save its work and start again by itself: run --on-move signal:TERM"
+    return ""
 
 
 def scored(gpu: allocator_api.ReservedGpu) -> str:

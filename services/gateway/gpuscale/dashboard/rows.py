@@ -188,7 +188,7 @@ def reservation_row(one: allocator_api.Reservation, gpus: Mapping[str, GpuSummar
         "name_to": f"/{one.name}",
         "owner": one.owner,
         "holder": names.short_holder(one.holder),
-        "state": humanize.word(one, "state") + ",leaving" * one.HasField("revoke_time"),
+        "state": humanize.word(one, "state") + (",leaving" if one.HasField("revoke_time") else ""),
         "gpus": f"{sum(gpu.milli or 1000 for gpu in one.gpus) / 1000:g}" if one.gpus else humanize.UNKNOWN,
         "where": places((node_of(gpu), gpu.index) for gpu in one.gpus),
         "used": used,
