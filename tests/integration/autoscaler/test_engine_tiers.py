@@ -56,7 +56,8 @@ async def test_replicas_of_an_engine_take_no_reservation(
 ) -> None:
     """It is told how many GPUs they need, and no more; and nothing says that GPUs were reserved."""
     adapter = engine("rays")
-    async with adapter.connected(autoscaler.address):
+    async with AsyncExitStack() as stack:
+        await connected(autoscaler, stack, adapter)
         await autoscaler.create(endpoint(low=3, gpus=2))
         await settled(autoscaler, rays=3)
         assert {(line.gpu_count, len(line.gpu_uuids), line.fence) for line in adapter.told.values()} == {
