@@ -60,7 +60,7 @@ def main() -> None:
 def _look(link: str) -> None:
     with chromium() as browser:
         page = browser.new_context(viewport={"width": 1280, "height": 900}).new_page()
-        page.goto(link)  # which starts the dashboard: it counts what it sees
+        page.goto(link)  # which starts the dashboard
         time.sleep(LIVED)
         base = link.partition("/open/")[0]
         for name, path in PAGES.items():

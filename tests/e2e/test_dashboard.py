@@ -65,7 +65,6 @@ CHARTS = {
     "/endpoints/chat": "Decisions",
     "/": "nodes online",
     "/time": "a row is a GPU",
-    "/reservations": "GPUs reserved and idle",
 }
 """Pages with axes, and what is on them."""
 

@@ -8,15 +8,13 @@ import pytest
 
 from gpuscale.client import UnauthenticatedError
 from gpuscale.dashboard import feed as feeding
-from gpuscale.dashboard.facts import Facts, FleetTally
+from gpuscale.dashboard.facts import Facts
 from gpuscale.dashboard.feed import Feed
 from gpuscale.testing import FakeServer
 from tests.support.waiting import eventually
 
-COUNTED = {"WatchNodes", "WatchReservations"}
-SHOWN = COUNTED | {
-    f"Watch{kind}" for kind in ("Health", "Bookings", "Cordons", "Endpoints", "Replicas", "Recordings")
-}
+KINDS = "Nodes Reservations Health Bookings Cordons Endpoints Replicas Recordings"
+SHOWN = {f"Watch{kind}" for kind in KINDS.split()}
 QUIET = 1.0
 """Seconds in which a feed that asks would ask."""
 
@@ -39,11 +37,8 @@ class Counting:
         return call
 
 
-@pytest.mark.parametrize(("tally", "unseen"), [(FleetTally(), COUNTED), (None, set[str]())])
-async def test_it_streams_while_somebody_looks_and_asks_nothing(
-    monkeypatch: pytest.MonkeyPatch, tally: FleetTally | None, unseen: set[str]
-) -> None:
-    """What a feed calls before somebody looks, meanwhile and after; `unseen` is what it does for its tally."""
+async def test_it_streams_while_somebody_looks_and_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a feed calls before somebody looks, meanwhile and after."""
     calls, facts = Counter[str](), Facts()
 
     async def only(methods: set[str]) -> None:
@@ -57,16 +52,16 @@ async def test_it_streams_while_somebody_looks_and_asks_nothing(
     with FakeServer(gpus=2) as server:
         async with server.connect_async() as client:
             counting: Any = Counting(client, calls)
-            feed = Feed(counting, facts, tally)
+            feed = Feed(counting, facts)
             assert {why for _, why in feed.errors} == {"UNAVAILABLE", "UPSTREAM_UNAVAILABLE"}
             async with feed.running():
-                await only(unseen)
+                await only(set())
                 feed.look()
                 await eventually(lambda: len(facts.gpus()) == 2)
                 await only(SHOWN)
                 monkeypatch.setattr(feeding, "LINGER", 0.0)
                 feed.look()
-                await only(unseen)
+                await only(set())
 
 
 async def test_what_an_operator_has_to_do_is_told_where_the_dashboard_has_no_token() -> None:
@@ -74,6 +69,7 @@ async def test_what_an_operator_has_to_do_is_told_where_the_dashboard_has_no_tok
     facts, refused = Facts(), UnauthenticatedError("a bearer token is required", reason="TOKEN_MISSING")
     with FakeServer() as server:
         server.fail("WatchNodes", refused, times=1000)
-        async with server.connect_async() as client, Feed(client, facts, FleetTally()).running():
+        async with server.connect_async() as client, (feed := Feed(client, facts)).running():
+            feed.look()
             await eventually(lambda: "nodes" in facts.problems)
     assert "--token-file" in facts.problems["nodes"]

@@ -19,7 +19,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.client import UnavailableError
 from gpuscale.common.security.auth import Role
-from gpuscale.dashboard.facts import Facts, FleetTally
+from gpuscale.dashboard.facts import Facts
 from gpuscale.dashboard.frame import DashboardSite
 from gpuscale.dashboard.pages import audit, endpoints, reservations
 from gpuscale.dashboard.visitors import VisitorActions
@@ -71,7 +71,7 @@ async def test_only_what_is_a_visitors_own_can_be_released(monkeypatch: pytest.M
     own, others = (allocator_api.Reservation(name=f"reservations/{name}") for name in ("own", "others"))
     told = [allocator_api.Reservation(name=own.name, fence=7), others]
     actions = Mock(ask=AsyncMock(return_value=told), signed_out=False)
-    site = DashboardSite(Facts(reservations=[own, others]), FleetTally(), Mock(), "", lambda: actions, Mock())
+    site = DashboardSite(Facts(reservations=[own, others]), Mock(), "", lambda: actions, Mock())
     with opened(monkeypatch) as page:
         reservations.reservations_page(site)
         [table] = [one for one in page.elements.values() if isinstance(one, ui.table)]
@@ -85,7 +85,7 @@ async def test_what_a_role_may_not_read_is_not_offered(role: Role, monkeypatch: 
     """A viewer read `no call matches` below the refusal, and was led to a log that is refused."""
     actions = VisitorActions(Mock(), lambda: "token", role=role)
     monkeypatch.setattr(VisitorActions, "ask", AsyncMock(return_value=[]))
-    site = DashboardSite(Facts(), FleetTally(), Mock(), "", lambda: actions, Mock())
+    site = DashboardSite(Facts(), Mock(), "", lambda: actions, Mock())
     with opened(monkeypatch) as page:
         audit.audit_page(site)
         endpoints.replica_page(site, "chat", "r1")
@@ -113,7 +113,7 @@ async def test_a_page_that_is_left_open_shows_no_charts_of_an_endpoint_that_is_g
 ) -> None:
     facts = Facts(endpoints=[autoscaler_api.Endpoint(name="endpoints/chat")])
     client = Mock(decisions=Mock(ListDecisions=AsyncMock(), QuerySignals=AsyncMock()))
-    site = DashboardSite(facts, FleetTally(), client, "", lambda: None, Mock())
+    site = DashboardSite(facts, client, "", lambda: None, Mock())
     shown: list[Callable[[], None]] = []
     monkeypatch.setattr(endpoints, "live", lambda _, show: shown.append(show))
     with opened(monkeypatch) as page:

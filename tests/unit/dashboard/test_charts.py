@@ -11,7 +11,7 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration
 from gpuscale.dashboard import charts
 from gpuscale.dashboard.charts import Options
-from gpuscale.dashboard.facts import Count, GpuSummary
+from gpuscale.dashboard.facts import GpuSummary
 from gpuscale.dashboard.pages import fleet
 
 NOW = datetime(2024, 1, 1, 0, 1, tzinfo=UTC)
@@ -133,14 +133,6 @@ def test_longer_steps_from_before_a_restart_are_no_gaps() -> None:
     del points[2:6]
     broken = charts.band(monitor_api.HistorySeries(points=points), "utilization", "%")["series"]
     assert [len(one["data"]) for one in broken] == [len(points) + 1] * 3, "40 s of which nothing is kept"
-
-
-def test_what_is_reserved_and_what_is_used_are_two_lines_below_what_is_there() -> None:
-    counts = [Count(1.0, 8, 6, 2.25), Count(11.0, 8, 4, 4)]
-    there, reserved, used = series_of(charts.reserved_and_used(counts))
-    assert there["data"] == ((1000, 8), (11000, 8))
-    assert reserved["data"] == ((1000, 6), (11000, 4))
-    assert used["data"] == ((1000, 2.25), (11000, 4))
 
 
 def mapped_gpu(node: str, index: int, utilization: float | None = 1.0) -> GpuSummary:

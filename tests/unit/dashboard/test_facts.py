@@ -1,13 +1,11 @@
-"""What the dashboard makes of the services' messages, and what idle reservations cost: a time that nobody counted costs nothing."""
-
-import pytest
+"""What the dashboard makes of the services' messages."""
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.client.states import marks
 from gpuscale.dashboard import rows
-from gpuscale.dashboard.facts import PERIOD, Count, Facts, FleetTally, GpuSummary, count
+from gpuscale.dashboard.facts import Facts
 
 ONLINE, STALE = monitor_api.NodeState.NODE_STATE_ONLINE, monitor_api.NodeState.NODE_STATE_STALE
 ACTIVE = allocator_api.Reservation.STATE_ACTIVE
@@ -113,40 +111,3 @@ def test_the_filter_needs_every_word() -> None:
     [one] = facts(node("a", gpu("A")), reservations=(held("A", "team/job"),)).gpus()
     assert rows.matches(rows.GPUS.row(one), "h100 JOB")
     assert not rows.matches(rows.GPUS.row(one), "h100 other")
-
-
-def counted_gpu(held_milli: int, utilization: float | None) -> GpuSummary:
-    reading = types_api.GpuReading(utilization_percent=utilization)
-    return GpuSummary(
-        *("n/0", "n", "GPU-0", 0, "H100", "OK"), simulated=False, reading=reading, held_milli=held_milli
-    )
-
-
-def test_a_share_counts_as_what_it_is_and_what_was_not_read_is_not_used() -> None:
-    gpus = [counted_gpu(1000, 50.0), counted_gpu(500, 0.0), counted_gpu(1000, None), counted_gpu(0, 100.0)]
-    assert count(gpus, 7.0) == Count(at=7.0, total=4, reserved=2.5, used=0.5)
-
-
-def counted(*counts: tuple[float, float, float]) -> FleetTally:
-    found = FleetTally()
-    for at, reserved, used in counts:
-        found.add(Count(at, 8, reserved, used))
-    return found
-
-
-def test_counts_of_a_step_of_the_asked_time_are_shown_as_their_mean() -> None:
-    shown = counted((0, 2, 0), (10, 4, 2), (20, 6, 6), (120, 1, 1)).since(0, 100, 20)
-    assert [(one.at, one.reserved, one.used) for one in shown] == [(0, 3, 1), (20, 6, 6)]
-
-
-def test_unused_hours_are_reserved_minus_used_over_time() -> None:
-    assert counted((0, 4, 1), (10, 4, 4), (20, 0, 0)).wasted_hours(0, 100) == pytest.approx(30 / 3600)
-
-
-def test_a_time_that_was_not_counted_is_not_charged() -> None:
-    assert counted((0, 1, 0), (3600, 1, 0)).wasted_hours(0, 9999) == pytest.approx(PERIOD / 3600)
-
-
-def test_a_clock_that_was_put_back_leaves_no_line_that_runs_backwards() -> None:
-    shown = counted((100, 1, 0), (50, 2, 0), (110, 3, 0)).since(0, 1000, 1)
-    assert [one.at for one in shown] == [100, 110]

@@ -20,7 +20,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.wire import seconds, to_datetime
-from gpuscale.dashboard.facts import Count, GpuSummary
+from gpuscale.dashboard.facts import GpuSummary
 from gpuscale.dashboard.rows import mean
 
 Json: TypeAlias = Mapping[str, "Json"] | Sequence["Json"] | str | float | int | bool | None
@@ -88,26 +88,6 @@ def lines(series: Sequence[tuple[str, monitor_api.HistorySeries]], title: str, u
     ]
     legend: Json = {"type": "scroll", "top": 0, "left": 110, "right": 0, "textStyle": INK}
     return _timed(title, unit, drawn) | {"legend": legend}
-
-
-def reserved_and_used(counts: Sequence[Count]) -> Options:
-    """All GPUs, those reserved, and those of them in use; the gap between the last two is waste."""
-    times = [round(one.at * 1000) for one in counts]
-    plain: Options = {"type": "line", "symbol": "none"}
-    return LEGEND | _timed(
-        "GPUs",
-        "",
-        [
-            plain | {"name": "there", "data": _line(times, [one.total for one in counts]), "color": QUIET},
-            plain
-            | {"name": "reserved", "data": _line(times, [one.reserved for one in counts]), "color": SECOND}
-            | {"areaStyle": {"opacity": 0.35}},
-            plain
-            | {"name": "used", "data": _line(times, [one.used for one in counts]), "color": LINE}
-            | {"areaStyle": {"opacity": 0.8}},
-        ],
-        whole=True,
-    )
 
 
 MOST_BARS = 20

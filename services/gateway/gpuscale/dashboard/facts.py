@@ -1,16 +1,12 @@
-"""What the dashboard knows: the latest state of everything, and how much of what is reserved is used. Pure.
+"""What the dashboard knows: the latest state of everything. Pure.
 
-A feed writes it, pages read it. Pages redraw only when `version` has changed. A number that was not read is None, never zero. The
-services keep no history of idle reservations, so the dashboard counts while it runs; what it missed is a gap.
+A feed writes it, pages read it. Pages redraw only when `version` has changed. A number that was not read is None, never zero.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
-from statistics import fmean
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
@@ -161,64 +157,3 @@ class Facts:
     def replicas_of(self, endpoint: str) -> list[autoscaler_api.Replica]:
         """Replicas of `endpoints/{endpoint}`."""
         return [one for one in self.replicas if one.name.startswith(f"{endpoint}/")]
-
-
-PERIOD = 10.0
-"""Seconds between counts."""
-KEPT = 8640
-"""Counts kept: a day."""
-
-
-@dataclass(frozen=True, slots=True)
-class Count:
-    """GPUs at one moment. A shared GPU counts by its reserved part, except in `total`."""
-
-    at: float  # seconds since 1970
-    total: float
-    reserved: float
-    used: float  # reserved GPUs weighted by their utilization, where that could be read
-
-
-def count(gpus: Sequence[GpuSummary], at: float) -> Count:
-    """Count GPUs at a moment."""
-    held = [(gpu.held_milli / 1000.0, gpu.utilization) for gpu in gpus if gpu.held_milli]
-    return Count(
-        at=at,
-        total=len(gpus),
-        reserved=sum(share for share, _ in held),
-        used=sum(share * used / 100.0 for share, used in held if used is not None),
-    )
-
-
-class FleetTally:
-    """The counts of the last day."""
-
-    def __init__(self) -> None:
-        self._counts: deque[Count] = deque(maxlen=KEPT)
-
-    def add(self, one: Count) -> None:
-        """Keep a count, unless the clock was set back since the last one."""
-        if not self._counts or one.at > self._counts[-1].at:
-            self._counts.append(one)
-
-    def since(self, start: float, end: float, step: float) -> list[Count]:
-        """The counts from `start` to `end`, averaged over steps of equal length (at least PERIOD)."""
-        steps = [list(same) for _, same in groupby(self._from(start, end), key=lambda one: one.at // step)]
-        return [
-            Count(
-                at=same[0].at,
-                total=fmean(one.total for one in same),
-                reserved=fmean(one.reserved for one in same),
-                used=fmean(one.used for one in same),
-            )
-            for same in steps
-        ]
-
-    def wasted_hours(self, start: float, end: float) -> float:
-        """GPU hours reserved and not used. A count stands for the time until the next, at most PERIOD."""
-        pairs = pairwise(self._from(start, end))
-        lost = sum(max(0.0, one.reserved - one.used) * min(PERIOD, later.at - one.at) for one, later in pairs)
-        return lost / 3600.0
-
-    def _from(self, start: float, end: float) -> list[Count]:
-        return [one for one in self._counts if start <= one.at <= end]

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -13,7 +13,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import AsyncClient, GpuscaleError, Mirror
 from gpuscale.common.runtime.tasks import Backoff, TaskScope, pause_before_retry
 from gpuscale.common.wire import to_duration
-from gpuscale.dashboard.facts import PERIOD, Facts, FleetTally, count
+from gpuscale.dashboard.facts import Facts
 
 INTERVAL = 1.0
 """Least seconds between updates of the nodes: agents read once a second, at different moments."""
@@ -37,20 +37,16 @@ SOURCES: dict[str, tuple[str, str, str, type[Any]]] = {
     "recordings": ("recordings", "recordings", "WatchRecordings", monitor_api.WatchRecordingsRequest),
 }
 """The attribute of the facts by source, and the service, method and request that watch it."""
-COUNTED = ("nodes", "reservations")
-"""What the tally needs; watched even while no one is looking."""
 
 
 class Feed:
-    """The tasks that keep `facts` up to date, and counts in `tally`; `errors` counts failed calls, by source and reason."""
+    """The tasks that keep `facts` up to date; `errors` counts failed calls, by source and reason."""
 
-    def __init__(self, client: AsyncClient, facts: Facts, tally: FleetTally | None = None) -> None:
+    def __init__(self, client: AsyncClient, facts: Facts) -> None:
         unavailable = ("UNAVAILABLE", "UPSTREAM_UNAVAILABLE")  # from 0, so that rates see the first
         self.errors = Counter({(source, why): 0 for source in SOURCES for why in unavailable})
         self._client = client
         self._facts = facts
-        self._tally = tally
-        self._answered: set[str] = set()
         self._looked = asyncio.Event()
 
     def look(self) -> None:
@@ -62,41 +58,26 @@ class Feed:
         """Run until the end of the block."""
         async with TaskScope() as scope:
             scope.spawn("watches", self._follow())
-            if self._tally is not None:
-                scope.spawn("tally", self._count(self._tally))
             yield
 
     async def _follow(self) -> None:
-        """Watch everything while someone is looking, otherwise only what is counted."""
+        """Watch everything while someone is looking, and nothing otherwise."""
         while True:
+            await self._looked.wait()
             async with TaskScope() as scope:
-                self._begin(scope, () if self._tally is None else COUNTED, PERIOD)
-                await self._looked.wait()
-            async with TaskScope() as scope:
-                self._begin(scope, SOURCES, INTERVAL)
+                for source in SOURCES:
+                    scope.spawn(source, self._again(source))
                 with suppress(TimeoutError):
                     while True:
                         self._looked.clear()
                         await asyncio.wait_for(self._looked.wait(), LINGER)
+            for source in SOURCES:
+                self._facts.heard(source)  # no longer watched
 
-    def _begin(self, scope: TaskScope, sources: Collection[str], interval: float) -> None:
-        for source in SOURCES.keys() - sources:
-            self._facts.heard(source)  # no longer watched
-        for source in sources:
-            scope.spawn(source, self._again(source, interval))
-
-    async def _count(self, tally: FleetTally) -> None:
-        """Count what is reserved and used, while the facts are fresh."""
-        while True:
-            fresh = self._answered.issuperset(COUNTED) and not self._facts.problems.keys() & COUNTED
-            if fresh:
-                tally.add(count(self._facts.gpus(), time.time()))
-            await asyncio.sleep(PERIOD if fresh else INTERVAL)
-
-    async def _again(self, source: str, interval: float) -> None:
+    async def _again(self, source: str) -> None:
         """Watch, and reopen the stream whenever it ends: each stream begins with the full state."""
         attribute, service, method, kind = SOURCES[source]
-        request = kind(min_interval=to_duration(interval)) if source == "nodes" else kind()
+        request = kind(min_interval=to_duration(INTERVAL)) if source == "nodes" else kind()
         backoff = Backoff(initial=0.5, cap=5.0)
         while True:
             mirror = Mirror()
@@ -111,7 +92,6 @@ class Feed:
                             mirror.items if source == "reservations" else dict(sorted(mirror.items.items()))
                         )
                         setattr(self._facts, attribute, items if source == "nodes" else [*items.values()])
-                        self._answered.add(source)
                         self._facts.heard(source)
                         self._facts.changed()
             except GpuscaleError as error:

@@ -18,7 +18,7 @@ from gpuscale.client import AsyncClient
 from gpuscale.common.wire import to_duration
 from gpuscale.dashboard import humanize
 from gpuscale.dashboard.charts import NIGHT, Options
-from gpuscale.dashboard.facts import Facts, FleetTally, GpuSummary
+from gpuscale.dashboard.facts import Facts, GpuSummary
 from gpuscale.dashboard.feed import LINGER
 from gpuscale.dashboard.rows import GPUS, Columns, Row, ordered
 from gpuscale.dashboard.visitors import VisitorActions
@@ -72,7 +72,6 @@ class DashboardSite:
     """What every page has access to."""
 
     facts: Facts  # the state of the services
-    tally: FleetTally  # how much was reserved and used
     client: AsyncClient  # for data that only one page needs
     address: str  # address of the gateway
     actions: Callable[[], VisitorActions | None]  # acts for the visitor of the page; None if no one signed in

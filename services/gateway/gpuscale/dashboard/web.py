@@ -27,7 +27,7 @@ from gpuscale.common.rpc.meter import ProgramMeter
 from gpuscale.common.rpc.server import ListenAddress, bind_error, check_exposure, parse_listen
 from gpuscale.common.runtime.tasks import SystemClock, TaskScope
 from gpuscale.common.security.tls import server_context
-from gpuscale.dashboard.facts import Facts, FleetTally
+from gpuscale.dashboard.facts import Facts
 from gpuscale.dashboard.feed import Feed
 from gpuscale.dashboard.figures import CountedRequests, Figures
 from gpuscale.dashboard.frame import DashboardSite, page
@@ -106,16 +106,16 @@ async def open_dashboard(
     except OSError as error:
         raise bind_error(address) from error
     with bound:
-        facts, tally = Facts(), FleetTally()
+        facts = Facts()
         async with connect(token=token) as client, TaskScope() as scope, AsyncExitStack() as stack:
-            feed = Feed(client, facts, tally)
+            feed = Feed(client, facts)
             await stack.enter_async_context(feed.running())
             figures = Figures(feed.errors)
             if meter is not None:
                 stack.enter_context(meter.showing(figures.add))
             actions = visitors.actions if visitors else lambda: None
             secret = partial(calendar_secret, settings.calendar_file) if settings.calendar_file else str
-            site = DashboardSite(facts, tally, client, settings.gateway_address, actions, feed.look, secret)
+            site = DashboardSite(facts, client, settings.gateway_address, actions, feed.look, secret)
             connections = Connections()
             app = application(site, visitors, names=names, compress=not address.loopback)
             config = uvicorn.Config(

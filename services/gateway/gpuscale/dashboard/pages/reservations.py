@@ -2,7 +2,6 @@
 
 import asyncio
 import secrets
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -22,39 +21,22 @@ from gpuscale.client.states import advice, scored
 from gpuscale.common.secrets import write_private
 from gpuscale.common.sizes import counted
 from gpuscale.common.wire import to_datetime
-from gpuscale.dashboard import charts, humanize, rows
-from gpuscale.dashboard.frame import (
-    ACT,
-    Chart,
-    DashboardSite,
-    ListTable,
-    PageAddress,
-    Tiles,
-    heading,
-    live,
-    page,
-)
+from gpuscale.dashboard import humanize, rows
+from gpuscale.dashboard.frame import ACT, DashboardSite, ListTable, PageAddress, Tiles, heading, live, page
 from gpuscale.dashboard.rows import Columns, ResourceTable, Row
 from gpuscale.dashboard.visitors import CALENDAR, VisitorActions
 
-SPANS = {"10 min": 600.0, "1 h": 3600.0, "6 h": 21600.0, "24 h": 86400.0}
 REFRESH = 5.0
-"""Seconds between redraws of the chart."""
-POINTS = 240
-"""Most points of the chart, about."""
+"""Seconds between queries of the queue."""
 
 
 def reservations_page(site: DashboardSite) -> None:
     """Build the page."""
     with page(site, "Reservations"):
-        tiles = Tiles("holding", "waiting", "GPUs reserved", "GPUs reserved and idle", "GPU hours unused")
-        address = PageAddress()
-        chosen = address.choice("span", SPANS, "1 h")
-        chart = Chart(charts.reserved_and_used(()), "GPUs reserved and used", mark="waste")
-        note = ui.label().classes("gs-quiet")
+        tiles = Tiles("holding", "waiting", "GPUs reserved", "GPUs reserved and idle")
         actions = site.actions()
         columns = {**rows.RESERVATIONS, "notes": "notes", **({ACT: "act"} if actions else {})}
-        wanted = address.text("filter", "filter: holder, tenant, owner, place")
+        wanted = PageAddress().text("filter", "filter: holder, tenant, owner, place")
         table = ListTable(columns, key="name", links=("name",), empty="no reservations, or none match")
         if actions is not None:
 
@@ -87,20 +69,8 @@ def reservations_page(site: DashboardSite) -> None:
             places.update({one.name: one for one in found})
             draw()
 
-    def look_back() -> None:
-        end = time.time()
-        start = end - SPANS[str(chosen.value)]
-        counts = site.tally.since(start, end, (end - start) / POINTS)
-        chart.show(charts.reserved_and_used(counts))
-        tiles.show(GPU_hours_unused=humanize.number(site.tally.wasted_hours(start, end), digits=1))
-        counted = humanize.span(end - counts[0].at) if counts else "0 s"
-        note.text = f"used: reserved GPUs weighted by utilization; counted by this dashboard for {counted}"
-
     live(site.facts, draw)
-    look_back()
-    ui.timer(REFRESH, look_back)
     ui.timer(REFRESH, queue)
-    chosen.on_value_change(look_back)
     wanted.on_value_change(draw)
 
 
