@@ -17,7 +17,7 @@ from nicegui import Client, binding, ui
 from nicegui import app as pages
 from starlette.datastructures import Headers
 from starlette.responses import ContentStream, PlainTextResponse, Response, StreamingResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gpuscale.api.allocator.v1 import ListBookingsRequest
 from gpuscale.client import ClientTls, GpuscaleError, connect_async, read_token
@@ -123,6 +123,7 @@ async def open_dashboard(
                 log_config=None,
                 log_level="warning",
                 access_log=False,
+                headers=[("content-security-policy", "frame-ancestors 'none'")],  # no clickjacking
                 timeout_graceful_shutdown=STOP_SECONDS,
                 ssl_context_factory=None if context is None else lambda _config, _default: context,
             )
@@ -212,7 +213,6 @@ def application(
     if visitors is not None:
         serve_logs(app, visitors)
         require_sign_in(app, visitors)
-    app.add_middleware(NoFraming)
     app.add_middleware(SameOrigin, names=names)
     binding.MAX_PROPAGATION_TIME = float("inf")  # nothing is bound: a warning would tell of a busy host
     # NiceGUI leaves the type of an argument that is not given here open.
@@ -293,26 +293,6 @@ def _is_own(host: str, names: Collection[str]) -> bool:
         return name in names or bool(ipaddress.ip_address(name))
     except ValueError:
         return False
-
-
-class NoFraming:
-    """Forbids other pages to embed this one in a frame (clickjacking)."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request or socket."""
-
-        async def told(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [
-                    *message["headers"],
-                    (b"content-security-policy", b"frame-ancestors 'none'"),
-                ]
-            await send(message)
-
-        await self._app(scope, receive, told)
 
 
 class TrackedConnections:
