@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import html
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from http.cookies import CookieError, SimpleCookie
@@ -99,7 +99,6 @@ class Sessions:
 
 Connect = Callable[[str], AsyncClient]
 """Opens a client that sends a token."""
-Action = Callable[[AsyncClient], Awaitable[T]]
 MARKS: dict[str, tuple[type[Any], str, str]] = {
     "cordon": (
         allocator_api.CordonNodeRequest,
@@ -142,7 +141,7 @@ class VisitorActions:
         """Whether the session has ended: signed out on another page, or expired."""
         return self.token() is None
 
-    async def ask(self, act: Action[T]) -> T:
+    async def ask(self, act: Callable[[AsyncClient], Awaitable[T]]) -> T:
         """Call the gateway as the visitor. Raises GpuscaleError: the call failed, or the visitor is signed out."""
         token = self.token()
         if token is None:
@@ -154,7 +153,7 @@ class VisitorActions:
         """Release a reservation, after confirmation."""
         name = one.name.removeprefix("reservations/")
 
-        async def give_back(client: AsyncClient) -> None:
+        async def give_back(client: AsyncClient, _: str) -> None:
             # The fence is read as the visitor: the dashboard's own role may not see it.
             found = await client.allocator.GetReservation(allocator_api.GetReservationRequest(name=one.name))
             fence = found.reservation.fence
@@ -162,43 +161,31 @@ class VisitorActions:
             await client.allocator.ReleaseReservation(request)
 
         question = f"Release {name}, held by {one.holder}? Processes on its GPUs lose them."
-        if await self._confirmed(question) is not None:
-            await self._do(give_back, f"{name} is released")
+        await self._act(question, give_back, f"{name} is released")
 
     async def mark(self, name: str, act: str) -> None:
-        """Cordon, drain or uncordon a node or GPU, after asking for a reason; checks permission first."""
+        """Cordon, drain or uncordon a node or GPU, after confirmation; the first two with a reason."""
         kind, method, leads_to = MARKS[act]
+        lifts = act == "uncordon"
 
-        def call(client: AsyncClient, fields: Mapping[str, object]) -> Awaitable[object]:
-            found: Awaitable[object] = getattr(client.nodes, method)(kind(name=name, **fields))
+        def call(client: AsyncClient, why: str) -> Awaitable[object]:
+            request = kind(name=name) if lifts else kind(name=name, reason=why)
+            found: Awaitable[object] = getattr(client.nodes, method)(request)
             return found
 
-        if not await self._do(lambda client: call(client, {"validate_only": True})):
-            return
-        lifts = act == "uncordon"
-        why = await self._confirmed(f"{act.capitalize()} {name}? {leads_to}", reasoned=not lifts)
-        if why is not None:
-            fields = {} if lifts else {"reason": why}
-            await self._do(lambda client: call(client, fields), f"{act}: {name}")
+        question = f"{act.capitalize()} {name}? {leads_to}"
+        await self._act(question, call, f"{act}: {name}", reasoned=not lifts)
 
     async def pause(self, one: autoscaler_api.Endpoint) -> None:
         """Pause or resume an endpoint, after confirmation."""
         changed = autoscaler_api.Endpoint(name=one.name)
         changed.spec.paused = not one.spec.paused
         mask = field_mask_pb2.FieldMask(paths=["spec.paused"])
-
-        def call(client: AsyncClient, *, check: bool) -> Awaitable[object]:
-            request = autoscaler_api.UpdateEndpointRequest(
-                endpoint=changed, update_mask=mask, validate_only=check
-            )
-            return client.endpoints.UpdateEndpoint(request)
-
-        if not await self._do(partial(call, check=True)):
-            return
+        request = autoscaler_api.UpdateEndpointRequest(endpoint=changed, update_mask=mask)
         word = "Pause" if changed.spec.paused else "Resume"
         leads_to = "It keeps its replicas, whatever its rules say." if changed.spec.paused else ""
-        if await self._confirmed(f"{word} {one.name}? {leads_to}") is not None:
-            await self._do(partial(call, check=False), f"{word}: {one.name}")
+        question, done = f"{word} {one.name}? {leads_to}", f"{word}: {one.name}"
+        await self._act(question, lambda client, _: client.endpoints.UpdateEndpoint(request), done)
 
     async def set_replicas(self, one: autoscaler_api.Endpoint, replicas: int, group: str) -> None:
         """Order a number of replicas (of a capability set), after confirmation; fails if the number has changed meanwhile."""
@@ -211,13 +198,18 @@ class VisitorActions:
         )
         of = f"{one.name} {group}".rstrip()
         question = f"Order {counted(replicas, 'replica')} of {of}? It wants {request.current_replicas} now."
-        if await self._confirmed(question) is not None:
-            told = f"{counted(replicas, 'replica is', 'replicas are')} wanted now"
-            await self._do(lambda client: client.endpoints.SetReplicas(request), told)
+        done = f"{counted(replicas, 'replica is', 'replicas are')} wanted now"
+        await self._act(question, lambda client, _: client.endpoints.SetReplicas(request), done)
 
-    @staticmethod
-    async def _confirmed(question: str, *, reasoned: bool = False) -> str | None:
-        """Ask to confirm; returns the reason entered, empty if none was asked for, and None if the visitor declines."""
+    async def _act(
+        self,
+        question: str,
+        act: Callable[[AsyncClient, str], Awaitable[object]],
+        done: str,
+        *,
+        reasoned: bool = False,
+    ) -> None:
+        """Ask to confirm, for a reason too if `reasoned`; then make the call with that reason, and show how it ended."""
         with ui.dialog() as dialog, ui.card():
             ui.label(question)
             reason = ui.input("why, for others to read").classes("full-width") if reasoned else None
@@ -225,23 +217,19 @@ class VisitorActions:
             with ui.row():
                 ui.button("Yes", on_click=partial(dialog.submit, result=True)).mark("yes")
                 ui.button("No", on_click=partial(dialog.submit, result=False)).props("flat")
-        answer: object = await dialog
+        confirmed: object = await dialog
+        why = "" if reason is None else str(reason.value)
         if not dialog.is_deleted:  # the page was left meanwhile
             dialog.delete()
-        return None if answer is not True else "" if reason is None else reason.value
-
-    async def _do(self, act: Action[object], done: str = "") -> bool:
-        """Make the call, show the result, and return whether it succeeded and the page is still there."""
+        if confirmed is not True:
+            return
         page, failed = ui.context.client, ""
         try:
-            await self.ask(act)
+            await self.ask(lambda client: act(client, why))
         except GpuscaleError as error:
             failed = error.message
-        if page.is_deleted:
-            return False
-        if failed or done:
+        if not page.is_deleted:
             ui.notify(failed or done, type="negative" if failed else "positive")
-        return not failed
 
 
 COOKIE = "gpuscale_session"
