@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Generator
@@ -18,11 +19,12 @@ from starlette.requests import Request
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.client import UnavailableError
+from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.security.auth import Role
 from gpuscale.dashboard.facts import Facts
 from gpuscale.dashboard.frame import DashboardSite
 from gpuscale.dashboard.pages import audit, endpoints, reservations
-from gpuscale.dashboard.visitors import VisitorActions
+from gpuscale.dashboard.visitors import VisitorActions, VisitorSession
 from tests.support.waiting import eventually
 
 
@@ -83,7 +85,7 @@ async def test_only_what_is_a_visitors_own_can_be_released(monkeypatch: pytest.M
 @pytest.mark.parametrize("role", [Role.VIEWER, Role.ADMIN])
 async def test_what_a_role_may_not_read_is_not_offered(role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
     """A viewer read `no call matches` below the refusal, and was led to a log that is refused."""
-    actions = VisitorActions(Mock(), lambda: "token", role=role)
+    actions = VisitorActions(Mock(), VisitorSession("token", math.inf, role), SystemClock())
     monkeypatch.setattr(VisitorActions, "ask", AsyncMock(return_value=[]))
     site = DashboardSite(Facts(), Mock(), "", lambda: actions, Mock())
     with opened(monkeypatch) as page:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock, Mock
+from unittest.mock import AsyncMock, MagicMock, Mock
 
 import pytest
 from nicegui import Client, ui
+from starlette.datastructures import Headers
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.client import (
@@ -25,9 +27,11 @@ from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.security.auth import Role
 from gpuscale.dashboard.pages.endpoints import WhatIf
 from gpuscale.dashboard.pages.reservations import all_output
-from gpuscale.dashboard.visitors import VisitorActions, Visitors
+from gpuscale.dashboard.visitors import COOKIE, VisitorActions, Visitors, VisitorSession
 from gpuscale.testing import FakeServer
 from tests.support.waiting import eventually
+
+SIGNED_IN = VisitorSession("token", math.inf)
 
 
 def visitors_of(server: FakeServer, asked: list[str] | None = None) -> Visitors:
@@ -67,7 +71,7 @@ async def test_a_visitor_whose_token_is_revoked_is_signed_out(
             await eventually(lambda: asked.count("other") >= 2)
         finally:
             checking.cancel()
-        assert visitors.sessions.tokens(visitors.clock.now()) - {"other"} == left
+        assert visitors.sessions.by_token(visitors.clock.now()).keys() - {"other"} == left
 
 
 async def test_a_changed_role_shows_without_another_sign_in(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +81,9 @@ async def test_a_changed_role_shows_without_another_sign_in(monkeypatch: pytest.
         visitors.sessions.begin("secret", "token", visitors.clock.now(), Role.VIEWER)
         checking = asyncio.create_task(visitors.recheck())
         try:
-            await eventually(lambda: visitors.sessions.role("secret") is Role.ADMIN)
+            session = visitors.sessions.find("secret", visitors.clock.now())
+            assert session is not None
+            await eventually(lambda: session.role is Role.ADMIN)
         finally:
             checking.cancel()
 
@@ -88,12 +94,13 @@ async def test_hands_are_tied_once_the_visitor_is_signed_out() -> None:
         visitors = visitors_of(server)
         assert await visitors.try_token("token") is Role.ADMIN
         visitors.sessions.begin("secret", "token", visitors.clock.now())
-        actions = VisitorActions(
-            visitors.connect, lambda: visitors.sessions.token("secret", visitors.clock.now())
-        )
+        actions = visitors.actions(Headers({"cookie": f"{COOKIE}=secret"}))
+        assert actions is not None
         assert not actions.signed_out
-        visitors.sessions.end("secret")
+        actions.session.end = 0.0
         assert actions.signed_out
+        with pytest.raises(UnauthenticatedError, match="sign in again"):
+            await actions.ask(AsyncMock())
 
 
 async def test_only_the_user_of_this_process_reads_what_its_jobs_wrote(
@@ -104,7 +111,7 @@ async def test_only_the_user_of_this_process_reads_what_its_jobs_wrote(
         name = lease.name.removeprefix("reservations/")
         folder = tmp_path / "gpuscale" / "jobs" / f"{name}-0"
         actions = {
-            home: VisitorActions(visitors_of(server).connect, lambda: "token", at_home=home)
+            home: VisitorActions(visitors_of(server).connect, SIGNED_IN, SystemClock(), at_home=home)
             for home in (True, False)
         }
         with pytest.raises(NotFoundError, match="no output is kept on this host"):
@@ -134,7 +141,7 @@ async def test_a_page_that_is_left_while_it_waits_is_no_error(
     api = MagicMock(decisions=Mock(Evaluate=answer), nodes=Mock(CordonNode=answer))
     api.__aenter__.return_value = api
     page = Client(ui.page(""))
-    actions = VisitorActions(lambda _: api, lambda: "token")
+    actions = VisitorActions(lambda _: api, SIGNED_IN, SystemClock())
 
     async def act() -> None:
         with page:

@@ -12,7 +12,7 @@ import asyncio
 import html
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
@@ -46,9 +46,9 @@ MOST = 1_000
 """Most sessions at a time; a new one replaces the oldest."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class VisitorSession:
-    """A signed-in visitor, until `end` (seconds of the same clock as `now`)."""
+    """A signed-in visitor, until `end` (seconds of the same clock as `now`), which is 0 once it was ended."""
 
     token: str
     end: float
@@ -56,7 +56,7 @@ class VisitorSession:
 
 
 class Sessions:
-    """All open sessions."""
+    """All open sessions, by a random secret."""
 
     def __init__(self) -> None:
         self._open: dict[str, VisitorSession] = {}
@@ -65,36 +65,21 @@ class Sessions:
         """Remember a token and its role, if known, under a random secret."""
         self._open = {key: one for key, one in self._open.items() if one.end > now}
         while len(self._open) >= MOST:
-            del self._open[next(iter(self._open))]
+            self._open.pop(next(iter(self._open))).end = 0.0
         self._open[secret] = VisitorSession(token, now + LENGTH, role)
 
-    def token(self, secret: str, now: float) -> str | None:
-        """The token of a session; None if there is none or it has expired."""
+    def find(self, secret: str, now: float) -> VisitorSession | None:
+        """A session; None if there is none or it has ended."""
         found = self._open.get(secret)
-        return found.token if found is not None and found.end > now else None
+        return found if found is not None and found.end > now else None
 
-    def role(self, secret: str) -> Role | None:
-        """The role of a session; None if it is not known."""
-        found = self._open.get(secret)
-        return None if found is None else found.role
-
-    def tell_role(self, token: str, role: Role | None) -> None:
-        """The role of a token is this now, in all its sessions."""
-        self._open = {
-            key: replace(one, role=role) if one.token == token else one for key, one in self._open.items()
-        }
-
-    def tokens(self, now: float) -> set[str]:
-        """The tokens of all open sessions."""
-        return {one.token for one in self._open.values() if one.end > now}
-
-    def revoke(self, token: str) -> None:
-        """End all sessions of a token."""
-        self._open = {key: one for key, one in self._open.items() if one.token != token}
-
-    def end(self, secret: str) -> None:
-        """End a session, if there is one."""
-        self._open.pop(secret, None)
+    def by_token(self, now: float) -> dict[str, list[VisitorSession]]:
+        """The sessions of each token."""
+        found: dict[str, list[VisitorSession]] = {}
+        for one in self._open.values():
+            if one.end > now:
+                found.setdefault(one.token, []).append(one)
+        return found
 
 
 Connect = Callable[[str], AsyncClient]
@@ -120,9 +105,9 @@ class VisitorActions:
     """Calls on behalf of a visitor."""
 
     connect: Connect  # opens a client
-    token: Callable[[], str | None]  # the visitor's token while signed in
+    session: VisitorSession
+    clock: Clock
     at_home: bool = False  # whether the visitor is the user of this process, and may read the user's files
-    role: Role | None = None  # None if it is not known
 
     @property
     def marks(self) -> list[str]:
@@ -133,20 +118,19 @@ class VisitorActions:
 
     def may(self, method: str) -> bool:
         """Whether the role allows a method; what is not known is tried."""
-        known = find_method(f"/gpuscale.api.{method}")
-        return self.role is None or known is None or known.role is None or self.role >= known.role
+        known, role = find_method(f"/gpuscale.api.{method}"), self.session.role
+        return role is None or known is None or known.role is None or role >= known.role
 
     @property
     def signed_out(self) -> bool:
         """Whether the session has ended: signed out on another page, or expired."""
-        return self.token() is None
+        return self.session.end <= self.clock.now()
 
     async def ask(self, act: Callable[[AsyncClient], Awaitable[T]]) -> T:
         """Call the gateway as the visitor. Raises GpuscaleError: the call failed, or the visitor is signed out."""
-        token = self.token()
-        if token is None:
+        if self.signed_out:
             raise UnauthenticatedError("signed out: sign in again")
-        async with self.connect(token) as client:
+        async with self.connect(self.session.token) as client:
             return await act(client)
 
     async def release(self, one: allocator_api.Reservation) -> None:
@@ -275,17 +259,16 @@ class Visitors:
     # bounds how many tokens are tried at a time
     trying: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(TRIED_AT_ONCE))
 
-    def token(self, headers: Headers) -> str | None:
-        """The token of the sender of these headers; None if not signed in."""
-        return self.sessions.token(secret_of(headers), self.clock.now())
+    def session(self, headers: Headers) -> VisitorSession | None:
+        """The session of the sender of these headers; None if not signed in."""
+        return self.sessions.find(secret_of(headers), self.clock.now())
 
     def actions(self, headers: Headers | None = None) -> VisitorActions | None:
         """Calls for the sender of these headers, or for the visitor of the page being built."""
-        sent = ui.context.client.request.headers if headers is None else headers
-        if self.token(sent) is None:
+        found = self.session(ui.context.client.request.headers if headers is None else headers)
+        if found is None:
             return None
-        role, at_home = self.sessions.role(secret_of(sent)), self.link_file is not None
-        return VisitorActions(self.connect, lambda: self.token(sent), at_home=at_home, role=role)
+        return VisitorActions(self.connect, found, self.clock, at_home=self.link_file is not None)
 
     def take_link(self, secret: str) -> bool:
         """Whether this is the secret of the current link, which a new one replaces. Raises OSError: the link stays valid."""
@@ -312,13 +295,17 @@ class Visitors:
         """
         while True:
             await asyncio.sleep(RECHECK)
-            for token in self.sessions.tokens(self.clock.now()):
+            for token, sessions in self.sessions.by_token(self.clock.now()).items():
                 try:
-                    self.sessions.tell_role(token, await self.try_token(token))
+                    role = await self.try_token(token)
                 except (UnauthenticatedError, PermissionDeniedError):
-                    self.sessions.revoke(token)
+                    for one in sessions:
+                        one.end = 0.0
                 except GpuscaleError:
                     continue
+                else:
+                    for one in sessions:
+                        one.role = role
 
 
 class SignInRequired:
@@ -332,7 +319,7 @@ class SignInRequired:
         """Serve one request or socket."""
         path = str(scope.get("path"))
         free = scope["type"] == "lifespan" or path == PATH or path.startswith((LINK_PATH, CALENDAR))
-        if free or self._visitors.token(Headers(scope=scope)) is not None:
+        if free or self._visitors.session(Headers(scope=scope)) is not None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
@@ -375,7 +362,8 @@ def require_sign_in(app: FastAPI, visitors: Visitors) -> None:
         return let_in(token.strip(), role)
 
     async def sign_out(request: Request) -> Response:
-        visitors.sessions.end(secret_of(request.headers))
+        if (session := visitors.session(request.headers)) is not None:
+            session.end = 0.0
         answer = RedirectResponse(PATH, status_code=303)
         answer.delete_cookie(COOKIE)
         return answer
