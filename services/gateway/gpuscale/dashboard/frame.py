@@ -5,8 +5,9 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.resources import files
-from typing import Generic, TypeVar
+from typing import TypeVar
 from urllib.parse import urlencode
 
 from nicegui import ui
@@ -18,7 +19,7 @@ from gpuscale.client import AsyncClient
 from gpuscale.common.wire import to_duration
 from gpuscale.dashboard import humanize
 from gpuscale.dashboard.charts import NIGHT, Options
-from gpuscale.dashboard.facts import Facts, GpuSummary
+from gpuscale.dashboard.facts import Facts
 from gpuscale.dashboard.feed import LINGER
 from gpuscale.dashboard.rows import GPUS, Columns, Row, ordered
 from gpuscale.dashboard.visitors import VisitorActions
@@ -52,19 +53,14 @@ _TO_SIGN_IN = f"<script>{_asset('sign_in.js')}</script>"
 _SCRIPT = f"<script>const NIGHT = {json.dumps(dict(NIGHT))};\n{_asset('pages.js')}</script>"
 
 
-class PerVersion(Generic[T]):
+def per_version(facts: Facts, make: Callable[[], T]) -> Callable[[], T]:
     """A value that many pages draw from, computed once per version of the facts, for all visitors."""
 
-    def __init__(self, facts: Facts, make: Callable[[], T]) -> None:
-        self._facts = facts
-        self._make = make
-        self._made: tuple[int, T] | None = None
+    @lru_cache(maxsize=1)
+    def made(_version: int) -> T:
+        return make()
 
-    def __call__(self) -> T:
-        """The value as of now."""
-        if self._made is None or self._made[0] != self._facts.version:
-            self._made = (self._facts.version, self._make())
-        return self._made[1]
+    return lambda: made(facts.version)
 
 
 @dataclass
@@ -79,8 +75,8 @@ class DashboardSite:
     calendar: Callable[[], str] = str  # the secret in the address of the calendar; empty if there is none
 
     def __post_init__(self) -> None:
-        self.gpus: PerVersion[Sequence[GpuSummary]] = PerVersion(self.facts, self.facts.gpus)
-        self.gpu_rows: PerVersion[Sequence[Row]] = PerVersion(self.facts, lambda: GPUS.rows(self.gpus()))
+        self.gpus = per_version(self.facts, self.facts.gpus)
+        self.gpu_rows = per_version(self.facts, lambda: GPUS.rows(self.gpus()))
 
 
 @contextmanager
