@@ -7,7 +7,6 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration
 from gpuscale.dashboard import charts
 from gpuscale.dashboard.charts import Options
@@ -136,10 +135,7 @@ def test_longer_steps_from_before_a_restart_are_no_gaps() -> None:
 
 
 def mapped_gpu(node: str, index: int, utilization: float | None = 1.0) -> GpuSummary:
-    reading = types_api.GpuReading(utilization_percent=utilization)
-    return GpuSummary(
-        f"{node}/{index}", node, f"GPU-{node}-{index}", index, "H100", "OK", simulated=False, reading=reading
-    )
+    return GpuSummary(node, f"GPU-{node}-{index}", index, "H100", "OK", utilization=utilization)
 
 
 def drawn(*gpus: GpuSummary) -> Options:

@@ -13,6 +13,7 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.client.states import gpu_state, marks, node_state
+from gpuscale.dashboard.humanize import known
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,52 +24,27 @@ class GpuSummary:
     allocator reports as idle.
     """
 
-    name: str
     node: str
     uuid: str
     index: int
     model: str
     state: str
-    simulated: bool
-    reading: types_api.GpuReading
+    simulated: bool = False
+    reading: types_api.GpuReading = field(default_factory=types_api.GpuReading)
+    utilization: float | None = None  # percent of the time in which a kernel ran
+    memory_used: float | None = None  # bytes
+    memory_total: float | None = None
+    temperature: float | None = None  # degrees Celsius
+    power: float | None = None  # watts drawn
+    power_limit: float | None = None
     holders: tuple[str, ...] = ()
     held_milli: int = 0
     idle_milli: int = 0
 
     @property
-    def utilization(self) -> float | None:
-        """Percent of the time in which a kernel ran."""
-        return self.reading.utilization_percent if self.reading.HasField("utilization_percent") else None
-
-    @property
-    def memory_used(self) -> int | None:
-        """Bytes in use."""
-        return self.reading.memory_used_bytes if self.reading.HasField("memory_used_bytes") else None
-
-    @property
-    def memory_total(self) -> int | None:
-        """Bytes in total."""
-        return self.reading.memory_total_bytes if self.reading.HasField("memory_total_bytes") else None
-
-    @property
     def memory_percent(self) -> float | None:
         """Percent of the memory in use."""
         return _percent(self.memory_used, self.memory_total)
-
-    @property
-    def temperature(self) -> float | None:
-        """Degrees Celsius."""
-        return self.reading.temperature_celsius if self.reading.HasField("temperature_celsius") else None
-
-    @property
-    def power(self) -> float | None:
-        """Watts drawn."""
-        return self.reading.power_watts if self.reading.HasField("power_watts") else None
-
-    @property
-    def power_limit(self) -> float | None:
-        """Power limit in watts."""
-        return self.reading.power_limit_watts if self.reading.HasField("power_limit_watts") else None
 
     @property
     def power_percent(self) -> float | None:
@@ -139,17 +115,22 @@ class Facts:
                 state = gpu_state(gpu, marked) if online else node_state(node, marked)
                 found.append(
                     GpuSummary(
-                        name=gpu.name or f"{node.name}/gpus/{gpu.uuid.lower()}",
                         node=node.name.removeprefix("nodes/"),
                         uuid=gpu.uuid,
                         index=gpu.index,
                         model=gpu.model,
                         state=f"{state}: {gpu.quarantine}" if gpu.quarantine else state,
                         simulated=gpu.simulated,
+                        reading=gpu.reading,
+                        utilization=known(gpu.reading, "utilization_percent"),
+                        memory_used=known(gpu.reading, "memory_used_bytes"),
+                        memory_total=known(gpu.reading, "memory_total_bytes"),
+                        temperature=known(gpu.reading, "temperature_celsius"),
+                        power=known(gpu.reading, "power_watts"),
+                        power_limit=known(gpu.reading, "power_limit_watts"),
                         holders=holders,
                         held_milli=milli,
                         idle_milli=idle,
-                        reading=gpu.reading,
                     )
                 )
         return found

@@ -18,6 +18,12 @@ WORTH: Mapping[str, float] = dict(_UNITS) | dict(_SPANS)
 """The size of each unit, in the smallest of its kind."""
 
 
+def known(message: Message, field: str) -> float | None:
+    """The number in an optional field; None if it is absent."""
+    value: float | None = getattr(message, field) if message.HasField(field) else None
+    return value
+
+
 def number(value: float | None, unit: str = "", digits: int = 0) -> str:
     """`37 %`."""
     return UNKNOWN if value is None else f"{value:.{digits}f}{unit and ' ' + unit}"

@@ -105,14 +105,11 @@ def node_row(node: monitor_api.Node, marked: Marks) -> Row:
 def host_row(node: monitor_api.Node, marked: Marks) -> Row:
     """The row of a host in a table of GPUs: its CPU and memory, in the matching columns."""
     host = node.snapshot.host_reading
-    used, total = (
-        getattr(host, name) if host.HasField(name) else None
-        for name in ("memory_used_bytes", "memory_total_bytes")
-    )
+    used, total = (humanize.known(host, f"memory_{part}_bytes") for part in ("used", "total"))
     return {
         "gpu": node.name.removeprefix("nodes/"),
         "state": node_state(node, marked).lower(),
-        "util": humanize.number(host.cpu_percent if host.HasField("cpu_percent") else None, "%"),
+        "util": humanize.number(humanize.known(host, "cpu_percent"), "%"),
         "held": "(CPU and memory)",
         "memory": humanize.part(used, total),
         "model": f"load {host.load_1m:.1f} on {host.cpu_count} cores" if host.HasField("load_1m") else "",
@@ -430,10 +427,7 @@ PROCESSES = ResourceTable[types_api.GpuProcess](
     pid=("process", lambda one: str(one.pid)),
     user=("user", lambda one: one.user or humanize.UNKNOWN),
     program=("program", lambda one: one.program or one.command or humanize.UNKNOWN),
-    memory=(
-        "memory",
-        lambda one: humanize.size(one.memory_used_bytes if one.HasField("memory_used_bytes") else None),
-    ),
+    memory=("memory", lambda one: humanize.size(humanize.known(one, "memory_used_bytes"))),
     used=("utilization", _use),
     reservation=(
         "reservation",

@@ -97,10 +97,8 @@ def usage_row(one: allocator_api.UsageRow) -> Row:
         "whose": one.user or one.tenant or one.node.removeprefix("nodes/") or one.model or humanize.UNKNOWN,
         "granted": f"{charts.hours(one.granted_gpu_microseconds):.1f}",
         **{name: humanize.number(100 * part / whole, "%") for name, part in parts.items()},
-        "mean": humanize.number(
-            one.mean_utilization_percent if one.HasField("mean_utilization_percent") else None, "%"
-        ),
-        "energy": energy(one.energy_joules if one.HasField("energy_joules") else None),
+        "mean": humanize.number(humanize.known(one, "mean_utilization_percent"), "%"),
+        "energy": energy(humanize.known(one, "energy_joules")),
         "ended": one.ended_count,
     }
 
