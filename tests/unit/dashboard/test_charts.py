@@ -29,7 +29,7 @@ def series_of(options: charts.Options) -> list[dict[str, object]]:
 def test_a_band_stands_on_its_smallest_value() -> None:
     point = monitor_api.HistoryPoint(start_time=at(0), min=10, max=30, mean=15, sample_count=4)
     low, spread, mean = series_of(charts.band(monitor_api.HistorySeries(points=[point]), "power", "W"))
-    begin = charts.millis(at(0))
+    begin = at(0).ToMilliseconds()
     assert (low["data"], spread["data"], mean["data"]) == (((begin, 10),), ((begin, 20),), ((begin, 15),))
 
 
@@ -62,13 +62,13 @@ def test_replicas_go_on_until_now_and_changes_are_marked_with_their_reason() -> 
     decisions = [decision(30, 1, 4, summary="depth is 40"), decision(0, 1, 1)]
     wanted, granted = series_of(charts.scaling(endpoint, decisions, NOW))
     end = NOW.timestamp() * 1000
-    assert wanted["data"] == ((charts.millis(at(0)), 1), (charts.millis(at(30)), 4), (end, 4))
-    assert granted["data"] == ((charts.millis(at(0)), 1), (charts.millis(at(30)), 1), (end, 1))
+    assert wanted["data"] == ((at(0).ToMilliseconds(), 1), (at(30).ToMilliseconds(), 4), (end, 4))
+    assert granted["data"] == ((at(0).ToMilliseconds(), 1), (at(30).ToMilliseconds(), 1), (end, 1))
     marks = wanted["markPoint"]
     assert isinstance(marks, dict)
     assert marks["data"] == [
         {
-            "coord": [charts.millis(at(30)), 4],
+            "coord": [at(30).ToMilliseconds(), 4],
             "name": "depth is 40",
             "value": 3,
             "to": "/endpoints/a/decisions/30",
@@ -83,7 +83,7 @@ def test_every_sample_of_a_signal_is_drawn_and_one_that_did_not_count_leaves_a_g
         for first, last, value, status in ((0, 0, 3, ok), (2, 8, 7, ok), (10, 12, 7, stale), (14, 14, 5, ok))
     ]
     [line] = series_of(charts.signals([autoscaler_api.SignalHistory(signal="depth", samples=samples)]))
-    times = [charts.millis(at(second)) for second in (0, 2, 8, 10, 12, 14)]
+    times = [at(second).ToMilliseconds() for second in (0, 2, 8, 10, 12, 14)]
     assert line["data"] == tuple(zip(times, [3, 7, 7, None, None, 5], strict=True))
 
 

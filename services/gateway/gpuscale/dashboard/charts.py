@@ -14,8 +14,6 @@ from itertools import groupby, pairwise
 from statistics import mode
 from typing import NamedTuple, TypeAlias
 
-from google.protobuf.timestamp_pb2 import Timestamp
-
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
@@ -25,6 +23,7 @@ from gpuscale.dashboard.rows import mean
 
 Json: TypeAlias = Mapping[str, "Json"] | Sequence["Json"] | str | float | int | bool | None
 Options: TypeAlias = dict[str, Json]
+Point: TypeAlias = monitor_api.HistoryPoint
 
 NIGHT: Mapping[str, str] = {"#55626e": "#aeb9c4", "#7f8b97": "#6b7885"}
 """Colours of text and lines in light mode, and their counterparts in dark mode."""
@@ -44,29 +43,20 @@ _BRUSH: Options = {"brush": {"xAxisIndex": 0}, "toolbox": {"show": False}}
 LINE, SECOND, THIRD, QUIET = "#3aa99f", "#e0b341", "#5b8def", "#8795a1"
 
 
-def millis(time: Timestamp) -> int:
-    """Milliseconds since 1970, as browsers count time."""
-    return time.seconds * 1000 + time.nanos // 1_000_000
-
-
 def band(series: monitor_api.HistorySeries | None, title: str, unit: str) -> Options:
     """One metric over time: a line for the mean, a band from the smallest to the largest value."""
-    points = list(series.points) if series is not None else []
-    times = [millis(point.start_time) for point in points]
-    counts = [point.sample_count for point in points]
-    low = _line(times, [point.min for point in points], counts)
-    # The band is stacked on its lower edge, so its height is the difference.
-    high = _line(times, [point.max - point.min for point in points], counts)
-    mean = _line(times, [point.mean for point in points], counts)
-    edge: Options = {"type": "line", "stack": "band", "symbol": "none", "lineStyle": {"opacity": 0}}
+    points = series.points if series is not None else ()
+    plain: Options = {"type": "line", "symbol": "none"}
+    edge: Options = plain | {"stack": "band", "lineStyle": {"opacity": 0}}
     filled: Options = {"areaStyle": {"color": LINE, "opacity": 0.25}}
     return _timed(
         title,
         unit,
         [
-            edge | {"name": "min", "data": low},
-            edge | {"name": "spread", "data": high} | filled,
-            {"type": "line", "name": "mean", "data": mean, "symbol": "none", "color": LINE},
+            edge | {"name": "min", "data": _line(points, lambda point: point.min)},
+            # The band is stacked on its lower edge, so its height is the difference.
+            edge | {"name": "spread", "data": _line(points, lambda point: point.max - point.min)} | filled,
+            plain | {"name": "mean", "data": _line(points, lambda point: point.mean), "color": LINE},
         ],
     )
 
@@ -74,16 +64,7 @@ def band(series: monitor_api.HistorySeries | None, title: str, unit: str) -> Opt
 def lines(series: Sequence[tuple[str, monitor_api.HistorySeries]], title: str, unit: str) -> Options:
     """The mean of one metric over time, one line per (label, series)."""
     drawn: list[Json] = [
-        {
-            "type": "line",
-            "name": label,
-            "data": _line(
-                [millis(point.start_time) for point in one.points],
-                [point.mean for point in one.points],
-                [point.sample_count for point in one.points],
-            ),
-            "symbol": "none",
-        }
+        {"type": "line", "name": label, "symbol": "none", "data": _line(one.points, lambda point: point.mean)}
         for label, one in series
     ]
     legend: Json = {"type": "scroll", "top": 0, "left": 110, "right": 0, "textStyle": INK}
@@ -123,20 +104,21 @@ def hours_used(rows: Sequence[tuple[str, allocator_api.UsageRow]]) -> Options:
     }
 
 
-def _line(times: Sequence[int], values: Sequence[float], counts: Sequence[int] = ()) -> tuple[Json, ...]:
-    """The points of a line, with a gap where more than two are missing.
+def _line(points: Sequence[Point], value: Callable[[Point], float]) -> tuple[Json, ...]:
+    """A line through a value of each point, with a gap where more than two points are missing.
 
     A point of many samples spans their time: history kept over a restart has longer steps than what follows.
     """
+    times = [point.start_time.ToMilliseconds() for point in points]
     apart = [later - at for at, later in pairwise(times)]
     step = min(apart, default=0)
+    counts = [point.sample_count for point in points]
     period = min((gap / max(count, 1) for gap, count in zip(apart, counts, strict=False)), default=0.0)
     found: list[Json] = []
-    for nth, (at, value) in enumerate(zip(times, values, strict=True)):
-        reach = max(step, counts[nth - 1] * period if nth and counts else 0.0)
-        if nth and apart[nth - 1] > 3.5 * reach:
+    for nth, (at, point) in enumerate(zip(times, points, strict=True)):
+        if nth and apart[nth - 1] > 3.5 * max(step, counts[nth - 1] * period):
             found.append((at - step, None))
-        found.append((at, round(value, 2)))
+        found.append((at, round(value(point), 2)))
     return tuple(found)
 
 
@@ -181,16 +163,16 @@ def scaling(
     endpoint: autoscaler_api.Endpoint, decisions: Sequence[autoscaler_api.Decision], now: datetime
 ) -> Options:
     """Replicas wanted and granted over time, with the bounds and a mark for each change."""
-    ordered = sorted(decisions, key=lambda one: millis(one.create_time))
+    ordered = sorted(decisions, key=lambda one: one.create_time.ToMilliseconds())
     end = round(now.timestamp() * 1000)
-    wanted: list[Json] = [(millis(one.create_time), one.wanted) for one in ordered]
-    granted: list[Json] = [(millis(one.create_time), one.granted) for one in ordered]
+    wanted: list[Json] = [(one.create_time.ToMilliseconds(), one.wanted) for one in ordered]
+    granted: list[Json] = [(one.create_time.ToMilliseconds(), one.granted) for one in ordered]
     if ordered:
         wanted.append((end, ordered[-1].wanted))
         granted.append((end, ordered[-1].granted))
     marks: list[Json] = [
         {
-            "coord": [millis(one.create_time), one.wanted],
+            "coord": [one.create_time.ToMilliseconds(), one.wanted],
             "name": one.summary,
             "value": one.wanted - one.before,
             "to": f"/{one.name}",
@@ -234,9 +216,9 @@ def signals(read: Sequence[autoscaler_api.SignalHistory]) -> Options:
         for one in signal.samples:  # the first and the last moment of a value
             counts = one.status == autoscaler_api.Observation.STATUS_OK and one.HasField("value")
             value = one.value if counts else None
-            points.append((millis(one.start_time), value))
+            points.append((one.start_time.ToMilliseconds(), value))
             if one.end_time != one.start_time:
-                points.append((millis(one.end_time), value))
+                points.append((one.end_time.ToMilliseconds(), value))
         drawn.append({"type": "line", "name": signal.signal, "data": tuple(points), "symbol": "none"})
     return _timed("signals", "", drawn) | LEGEND
 
