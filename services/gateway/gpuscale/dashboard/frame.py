@@ -15,7 +15,7 @@ from nicegui.elements.mixins.text_element import TextElement
 from nicegui.events import GenericEventArguments
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.client import AsyncClient
+from gpuscale.client import AsyncClient, GpuscaleError
 from gpuscale.common.wire import to_duration
 from gpuscale.dashboard import humanize
 from gpuscale.dashboard.charts import NIGHT, Options
@@ -211,6 +211,15 @@ class TimeSpan:
         chart.element.on(
             "chart:finished", js_handler=f"() => brushable(getElement({chart.element.id}).chart)"
         )
+
+
+@contextmanager
+def reading(what: str, note: ui.label) -> Generator[None]:
+    """Say in `note` that `what` cannot be read, if a call in the block fails."""
+    try:
+        yield
+    except GpuscaleError as error:
+        note.text = f"cannot read {what}: {error.message}"
 
 
 def live(facts: Facts, draw: Callable[[], None]) -> None:

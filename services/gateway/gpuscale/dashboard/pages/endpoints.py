@@ -13,7 +13,7 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.client import GpuscaleError, NotFoundError
 from gpuscale.common.wire import to_datetime
 from gpuscale.dashboard import charts, humanize, rows
-from gpuscale.dashboard.frame import Chart, DashboardSite, ListTable, Tiles, heading, live, page
+from gpuscale.dashboard.frame import Chart, DashboardSite, ListTable, Tiles, heading, live, page, reading
 from gpuscale.dashboard.visitors import VisitorActions
 
 
@@ -82,16 +82,13 @@ def endpoint_page(site: DashboardSite, endpoint: str) -> None:
         asked_at, asked_of = time.monotonic(), endpoints
         request = autoscaler_api.ListDecisionsRequest(parent=name, page_size=KEPT)
         asked = autoscaler_api.QuerySignalsRequest(name=name)
-        try:
+        with reading("the decisions", why):
             decisions = (await site.client.decisions.ListDecisions(request)).decisions
             signals = (await site.client.decisions.QuerySignals(asked)).signals
-        except GpuscaleError as error:
-            why.text = f"cannot read the decisions: {error.message}"
-            return
-        counts.show(charts.scaling(one, decisions, datetime.now(UTC)))
-        read.show(charts.signals(signals))
-        what_if.offer(signals)
-        decided.show(rows.DECISIONS.rows(decisions))
+            counts.show(charts.scaling(one, decisions, datetime.now(UTC)))
+            read.show(charts.signals(signals))
+            what_if.offer(signals)
+            decided.show(rows.DECISIONS.rows(decisions))
 
     live(site.facts, show)
     ui.timer(LOOK, refresh)
@@ -211,24 +208,21 @@ def decision_page(site: DashboardSite, endpoint: str, decision: str) -> None:
         steps = ListTable(rows.STEPS.columns, key="step", empty="no stages")
 
     async def load() -> None:
-        try:
+        with reading("the decision", why):
             request = autoscaler_api.GetDecisionRequest(name=name)
             one = (await site.client.decisions.GetDecision(request)).decision
-        except GpuscaleError as error:
-            why.text = f"cannot read the decision: {error.message}"
-            return
-        head.text = str(rows.DECISIONS.row(one)["change"])
-        why.text = one.summary
-        tiles.show(
-            before=str(one.before),
-            wanted=str(one.wanted),
-            granted=str(one.granted),
-            limited_by=humanize.word(one, "limited_by") if one.limited_by else "nothing",
-            times=str(one.count),
-            lasted=humanize.ago(one.create_time, to_datetime(one.last_time)),
-        )
-        seen.show(rows.OBSERVATIONS.rows(one.observations))
-        steps.show(rows.STEPS.rows(enumerate(one.steps, 1)))
+            head.text = str(rows.DECISIONS.row(one)["change"])
+            why.text = one.summary
+            tiles.show(
+                before=str(one.before),
+                wanted=str(one.wanted),
+                granted=str(one.granted),
+                limited_by=humanize.word(one, "limited_by") if one.limited_by else "nothing",
+                times=str(one.count),
+                lasted=humanize.ago(one.create_time, to_datetime(one.last_time)),
+            )
+            seen.show(rows.OBSERVATIONS.rows(one.observations))
+            steps.show(rows.STEPS.rows(enumerate(one.steps, 1)))
 
     ui.timer(REFRESH, load)
 

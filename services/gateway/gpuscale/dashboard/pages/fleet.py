@@ -7,11 +7,10 @@ from nicegui import ui
 from nicegui.events import GenericEventArguments
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.client import GpuscaleError
 from gpuscale.client.states import marks
 from gpuscale.common.names import short_holder
 from gpuscale.common.wire import seconds, to_duration
-from gpuscale.dashboard import charts, humanize, rows
+from gpuscale.dashboard import charts, frame, humanize, rows
 from gpuscale.dashboard.facts import GpuSummary
 from gpuscale.dashboard.frame import ACT, Chart, DashboardSite, ListTable, PageAddress, Tiles, live, page
 
@@ -188,15 +187,12 @@ def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
             span=asked,
             step=to_duration(max(1.0, length / POINTS)),
         )
-        try:
+        with frame.reading("the history", note):
             answer = await site.client.history.QueryHistory(request)
-        except GpuscaleError as error:
-            note.text = f"cannot read the history: {error.message}"
-            return
-        found = {series.metric: series for series in answer.series}
-        for chart, (metric, title, unit) in zip(drawn, CHARTS, strict=True):
-            chart.show(charts.band(found.get(metric), title, unit))
-        note.text = history_note(answer)
+            found = {series.metric: series for series in answer.series}
+            for chart, (metric, title, unit) in zip(drawn, CHARTS, strict=True):
+                chart.show(charts.band(found.get(metric), title, unit))
+            note.text = history_note(answer)
 
     live(site.facts, show)
     ui.timer(GPU_REFRESH, refresh)
@@ -264,17 +260,14 @@ def timeline_page(site: DashboardSite) -> None:
             note.text = "no GPUs, or none match"
             return
         request = timeline_question(gpus, nodes, metric, *span.asked())
-        try:
+        with frame.reading("the history", note):
             answer = await site.client.history.QueryHistory(request)
-        except GpuscaleError as error:
-            note.text = f"cannot read the history: {error.message}"
-            return
-        timer.interval = max(TIMELINE_REFRESH, seconds(answer.step))
-        lines = timeline_rows(answer, gpus, nodes)
-        height = 90 + len(lines) * charts.row_height(len(lines))
-        columns[:] = charts.columns(answer)
-        heat.show(charts.over_time(lines, answer, unit, top), height=height)
-        note.text = timeline_note(answer, nodes)
+            timer.interval = max(TIMELINE_REFRESH, seconds(answer.step))
+            lines = timeline_rows(answer, gpus, nodes)
+            height = 90 + len(lines) * charts.row_height(len(lines))
+            columns[:] = charts.columns(answer)
+            heat.show(charts.over_time(lines, answer, unit, top), height=height)
+            note.text = timeline_note(answer, nodes)
 
     timer = ui.timer(TIMELINE_REFRESH, refresh)
     for one in (chosen, span.start, wanted):

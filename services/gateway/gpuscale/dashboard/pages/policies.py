@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from nicegui import ui
 
 from gpuscale.api.allocator import v1 as api
-from gpuscale.client import GpuscaleError
 from gpuscale.dashboard import humanize
-from gpuscale.dashboard.frame import DashboardSite, ListTable, page
+from gpuscale.dashboard.frame import DashboardSite, ListTable, page, reading
 from gpuscale.dashboard.rows import ResourceTable
 
 REFRESH = 5.0
@@ -25,15 +24,12 @@ def policies_page(site: DashboardSite) -> None:
         acts = ListTable(ACTS.columns, key="key", links=("subject",), empty="no policy has acted yet")
 
     async def refresh() -> None:
-        try:
+        with reading("the policies", why):
             found = await site.client.policies.ListUsePolicies(api.ListUsePoliciesRequest(page_size=1000))
             done = await site.client.policies.ListPolicyActs(api.ListPolicyActsRequest(page_size=MOST_ACTS))
-        except GpuscaleError as error:
-            why.text = f"cannot read the policies: {error.message}"
-            return
-        why.text = f"what they did or would have done: the last {MOST_ACTS}"
-        policies.show(POLICIES.rows(found.use_policies))
-        acts.show(ACTS.rows(done.policy_acts))
+            why.text = f"what they did or would have done: the last {MOST_ACTS}"
+            policies.show(POLICIES.rows(found.use_policies))
+            acts.show(ACTS.rows(done.policy_acts))
 
     ui.timer(REFRESH, refresh)
 

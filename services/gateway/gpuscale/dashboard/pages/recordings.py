@@ -5,10 +5,9 @@ from collections.abc import Callable
 from nicegui import ui
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.client import GpuscaleError
 from gpuscale.common.wire import seconds, to_duration
 from gpuscale.dashboard import charts, humanize
-from gpuscale.dashboard.frame import Chart, DashboardSite, ListTable, Tiles, live, page
+from gpuscale.dashboard.frame import Chart, DashboardSite, ListTable, Tiles, live, page, reading
 from gpuscale.dashboard.pages.fleet import CHARTS
 from gpuscale.dashboard.rows import ResourceTable
 
@@ -73,16 +72,13 @@ def recording_page(site: DashboardSite, recording: str) -> None:
         one = found()
         if one is None or not one.gpus:
             return
-        try:
+        with reading("the history", note):
             answer = await site.client.history.QueryHistory(history_question(one))
-        except GpuscaleError as error:
-            note.text = f"cannot read the history: {error.message}"
-            return
-        running = one.state == monitor_api.Recording.STATE_RUNNING
-        timer.interval = max(REFRESH, seconds(answer.step)) if running else REFRESH_ENDED
-        for chart, (metric, title, unit) in zip(drawn, CHARTS, strict=True):
-            chart.show(charts.lines(lines_of(one, answer, metric), title, unit))
-        note.text = history_note(one, answer)
+            running = one.state == monitor_api.Recording.STATE_RUNNING
+            timer.interval = max(REFRESH, seconds(answer.step)) if running else REFRESH_ENDED
+            for chart, (metric, title, unit) in zip(drawn, CHARTS, strict=True):
+                chart.show(charts.lines(lines_of(one, answer, metric), title, unit))
+            note.text = history_note(one, answer)
 
     live(site.facts, draw)
     timer = ui.timer(REFRESH, refresh)

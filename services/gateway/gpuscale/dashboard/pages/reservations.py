@@ -21,7 +21,7 @@ from gpuscale.client.states import advice, scored
 from gpuscale.common.secrets import write_private
 from gpuscale.common.sizes import counted
 from gpuscale.common.wire import to_datetime
-from gpuscale.dashboard import humanize, rows
+from gpuscale.dashboard import frame, humanize, rows
 from gpuscale.dashboard.frame import ACT, DashboardSite, ListTable, PageAddress, Tiles, heading, live, page
 from gpuscale.dashboard.rows import Columns, ResourceTable, Row
 from gpuscale.dashboard.visitors import CALENDAR, VisitorActions
@@ -115,26 +115,25 @@ def reservation_page(site: DashboardSite, reservation: str) -> None:
     whole.set_visibility(False)
 
     async def look() -> None:
-        try:
+        with frame.reading("the reservation", why):
             one = await (_asked(name, site.client) if actions is None else actions.ask(partial(_asked, name)))
-        except GpuscaleError as error:
-            why.text = f"cannot read the reservation: {error.message}"
-            return
-        row = rows.reservation_row(one, {gpu.uuid: gpu for gpu in site.gpus()}, datetime.now(UTC))
-        head.text = f"{reservation} {one.job.title}".rstrip()
-        why.text = "\n".join(filter(None, (str(row["notes"]), advice(one), one.job.queue_order)))
-        told = {word: str(row[word]) or humanize.UNKNOWN for word in ("state", "holder", "tenant", "used")}
-        tiles.show(**told, GPUs=str(row["gpus"]), time_left=str(row["left"]))
-        held = {gpu.uuid: {"score": f"{gpu.score.total:.3f}", "why": scored(gpu)} for gpu in one.gpus}
-        gpus.show([{**gpu, **held[uuid]} for gpu in site.gpu_rows() if (uuid := str(gpu["uuid"])) in held])
-        ran.set_visibility(one.HasField("job"))
-        state = humanize.word(one.job, "state")
-        command.text = f"{one.job.command}\n{state}; full output: gpuscalectl logs {reservation}"
-        members.show(MEMBERS.rows((*one.job.earlier, *one.job.members)))
-        ends = [line for member in one.job.members for line in member.last_lines]
-        wrote.text = "\n".join(ends)
-        wrote.set_visibility(bool(ends))
-        whole.set_visibility(actions is not None and actions.at_home and bool(await _kept(one)))
+            row = rows.reservation_row(one, {gpu.uuid: gpu for gpu in site.gpus()}, datetime.now(UTC))
+            head.text = f"{reservation} {one.job.title}".rstrip()
+            why.text = "\n".join(filter(None, (str(row["notes"]), advice(one), one.job.queue_order)))
+            words = ("state", "holder", "tenant", "used")
+            told = {word: str(row[word]) or humanize.UNKNOWN for word in words}
+            tiles.show(**told, GPUs=str(row["gpus"]), time_left=str(row["left"]))
+            held = {gpu.uuid: {"score": f"{gpu.score.total:.3f}", "why": scored(gpu)} for gpu in one.gpus}
+            known = [gpu for gpu in site.gpu_rows() if gpu["uuid"] in held]
+            gpus.show([{**gpu, **held[str(gpu["uuid"])]} for gpu in known])
+            ran.set_visibility(one.HasField("job"))
+            state = humanize.word(one.job, "state")
+            command.text = f"{one.job.command}\n{state}; full output: gpuscalectl logs {reservation}"
+            members.show(MEMBERS.rows((*one.job.earlier, *one.job.members)))
+            ends = [line for member in one.job.members for line in member.last_lines]
+            wrote.text = "\n".join(ends)
+            wrote.set_visibility(bool(ends))
+            whole.set_visibility(actions is not None and actions.at_home and bool(await _kept(one)))
 
     ui.timer(LOOK_AGAIN, look)
 

@@ -6,10 +6,9 @@ from urllib.parse import urlencode
 from nicegui import ui
 
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.client import GpuscaleError
 from gpuscale.common.wire import to_timestamp
 from gpuscale.dashboard import charts, humanize
-from gpuscale.dashboard.frame import Chart, DashboardSite, ListTable, PageAddress, Tiles, page
+from gpuscale.dashboard.frame import Chart, DashboardSite, ListTable, PageAddress, Tiles, page, reading
 from gpuscale.dashboard.rows import Columns, Row
 
 REFRESH = 60.0
@@ -55,19 +54,14 @@ def usage_page(site: DashboardSite) -> None:
             order_by="granted_gpu_microseconds desc",
             page_size=1000,
         )
-        try:
+        with reading("the usage", why):
             found = await site.client.usage.QueryUsage(request)
-        except GpuscaleError as error:
-            why.text = f"cannot read the usage: {error.message}"
-            return
-        why.text = "UTC days; hours of whole GPUs"
-        rows = [(one, {**usage_row(one), "whose_to": found_by(one)}) for one in found.rows]
-        total = usage_row(found.total)
-        tiles.show(
-            GPU_hours=str(total["granted"]), **{one: str(total[one]) for one in ("busy", "idle", "energy")}
-        )
-        chart.show(charts.hours_used([(str(row["whose"]), one) for one, row in rows]))
-        table.show([row for _, row in rows])
+            why.text = "UTC days; hours of whole GPUs"
+            rows = [(one, {**usage_row(one), "whose_to": found_by(one)}) for one in found.rows]
+            total = {name: str(cell) for name, cell in usage_row(found.total).items()}
+            tiles.show(GPU_hours=total["granted"], **{one: total[one] for one in ("busy", "idle", "energy")})
+            chart.show(charts.hours_used([(str(row["whose"]), one) for one, row in rows]))
+            table.show([row for _, row in rows])
 
     ui.timer(REFRESH, refresh)
     for choice in (span, kind, *days):
