@@ -11,18 +11,18 @@ from __future__ import annotations
 import asyncio
 import html
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from google.protobuf import field_mask_pb2
 from nicegui import ui
 from starlette.datastructures import Headers
+from starlette.requests import cookie_parser
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -84,20 +84,12 @@ class Sessions:
 
 Connect = Callable[[str], AsyncClient]
 """Opens a client that sends a token."""
-MARKS: dict[str, tuple[type[Any], str, str]] = {
-    "cordon": (
-        allocator_api.CordonNodeRequest,
-        "CordonNode",
-        "No new work is placed there; running work stays.",
-    ),
-    "drain": (allocator_api.DrainNodeRequest, "DrainNode", "Holders there have 10 minutes to leave."),
-    "uncordon": (
-        allocator_api.UncordonNodeRequest,
-        "UncordonNode",
-        "New work may be placed there; a drain ends.",
-    ),
+MARKS: Mapping[str, str] = {
+    "cordon": "No new work is placed there; running work stays.",
+    "drain": "Holders there have 10 minutes to leave.",
+    "uncordon": "New work may be placed there; a drain ends.",
 }
-"""What a visitor may do to a node or GPU: the request, the method, and the effect."""
+"""What a visitor may do to a node or GPU, and the effect; methods of NodeService are named after it."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +104,7 @@ class VisitorActions:
     @property
     def marks(self) -> list[str]:
         """What the role allows to do to a node or GPU."""
-        return [
-            act for act, (_, method, _) in MARKS.items() if self.may(f"allocator.v1.NodeService/{method}")
-        ]
+        return [act for act in MARKS if self.may(f"allocator.v1.NodeService/{act.capitalize()}Node")]
 
     def may(self, method: str) -> bool:
         """Whether the role allows a method; what is not known is tried."""
@@ -149,15 +139,15 @@ class VisitorActions:
 
     async def mark(self, name: str, act: str) -> None:
         """Cordon, drain or uncordon a node or GPU, after confirmation; the first two with a reason."""
-        kind, method, leads_to = MARKS[act]
-        lifts = act == "uncordon"
+        method, lifts = f"{act.capitalize()}Node", act == "uncordon"
 
         def call(client: AsyncClient, why: str) -> Awaitable[object]:
+            kind = getattr(allocator_api, f"{method}Request")
             request = kind(name=name) if lifts else kind(name=name, reason=why)
             found: Awaitable[object] = getattr(client.nodes, method)(request)
             return found
 
-        question = f"{act.capitalize()} {name}? {leads_to}"
+        question = f"{act.capitalize()} {name}? {MARKS[act]}"
         await self._act(question, call, f"{act}: {name}", reasoned=not lifts)
 
     async def pause(self, one: autoscaler_api.Endpoint) -> None:
@@ -238,15 +228,6 @@ _BY_LINK = """Open the link that gpuscalectl up prints when it starts. A link wo
 The next one is in the file<br><code>{file}</code>"""
 
 
-def secret_of(headers: Headers) -> str:
-    """The secret in a visitor's cookie; empty if there is none."""
-    try:
-        cookie = SimpleCookie(headers.get("cookie", ""))
-    except CookieError:
-        return ""
-    return cookie[COOKIE].value if COOKIE in cookie else ""
-
-
 @dataclass(frozen=True)
 class Visitors:
     """Signs visitors in, and makes calls for them."""
@@ -261,7 +242,8 @@ class Visitors:
 
     def session(self, headers: Headers) -> VisitorSession | None:
         """The session of the sender of these headers; None if not signed in."""
-        return self.sessions.find(secret_of(headers), self.clock.now())
+        secret = cookie_parser(headers.get("cookie", "")).get(COOKIE, "")
+        return self.sessions.find(secret, self.clock.now())
 
     def actions(self, headers: Headers | None = None) -> VisitorActions | None:
         """Calls for the sender of these headers, or for the visitor of the page being built."""
