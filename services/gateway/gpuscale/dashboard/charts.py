@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from itertools import groupby, pairwise
 from statistics import mode
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
@@ -257,18 +257,6 @@ ALARMS = ("#c4314b", "#e4672f", "#e0b341", "#8e6bbf", "#5b8def", "#a0522d")
 """Colours of states that need attention."""
 
 
-class Cell(NamedTuple):
-    """A cell of the map; its label is `node/index`, or a node."""
-
-    label: str
-    value: float | None
-
-
-def by_node(gpus: Sequence[GpuSummary]) -> bool:
-    """Whether a cell of the map is a node."""
-    return len(gpus) > MOST_CELLS
-
-
 def map_by(
     gpus: Sequence[GpuSummary], word: Callable[[GpuSummary], str], calm: str, kinds: Sequence[str] = KINDS
 ) -> tuple[Options, dict[str, str]]:
@@ -289,32 +277,26 @@ def map_by(
 
 def map_of(gpus: Sequence[GpuSummary], value: Value, unit: str, top: float, merge: Merge = mean) -> Options:
     """One cell per GPU, or per node if there are too many, coloured by `value` from 0 to `top`."""
-    blocks = list(_blocks(gpus, value, merge))
+    by_node = groupby(gpus, key=lambda gpu: gpu.node)
+    cells = [(node, [(gpu.label, value(gpu)) for gpu in found]) for node, found in by_node]
+    if len(gpus) > MOST_CELLS:
+        means = [(node, merge(read for _, read in found)) for node, found in cells]
+        cells = [(means[at][0], means[at : at + LONGEST_ROW]) for at in range(0, len(means), LONGEST_ROW)]
+    blocks = [
+        (f"{label} +{at // LONGEST_ROW}" if at else label, found[at : at + LONGEST_ROW])
+        for label, found in cells
+        for at in range(0, len(found), LONGEST_ROW)
+    ]
     abreast = max(1, -(-len(blocks) // MOST_ROWS))
-    widest = max((len(cells) for _, cells in blocks), default=1)
+    widest = max((len(found) for _, found in blocks), default=1)
     placed = tuple(
-        (nth % abreast * (widest + 1) + column, nth // abreast, _cell_value(cell.value), cell.label)
-        for nth, (_, cells) in enumerate(blocks)
-        for column, cell in enumerate(cells)
+        (nth % abreast * (widest + 1) + column, nth // abreast, _cell_value(read), label)
+        for nth, (_, found) in enumerate(blocks)
+        for column, (label, read) in enumerate(found)
     )
     labels = [label for label, _ in blocks[::abreast]]
     columns = [str(number) if abreast == 1 else "" for number in range(abreast * (widest + 1) - 1)]
     return _heat(columns, labels, placed, unit, top)
-
-
-def _blocks(gpus: Sequence[GpuSummary], value: Value, merge: Merge) -> Iterator[tuple[str, list[Cell]]]:
-    """Labelled groups of cells: the GPUs of a node, or a row of nodes."""
-    nodes = [(node, list(found)) for node, found in groupby(gpus, key=lambda gpu: gpu.node)]
-    if by_node(gpus):
-        means = [Cell(node, merge(map(value, found))) for node, found in nodes]
-        for start in range(0, len(means), LONGEST_ROW):
-            yield means[start].label, means[start : start + LONGEST_ROW]
-        return
-    for node, found in nodes:
-        cells = [Cell(gpu.label, value(gpu)) for gpu in found]
-        for start in range(0, len(cells), LONGEST_ROW):
-            label = f"{node} +{start // LONGEST_ROW}" if start else node
-            yield label, cells[start : start + LONGEST_ROW]
 
 
 def rows_of(options: Options) -> int:
