@@ -66,10 +66,10 @@ def test_cordons_quarantines_and_trouble_are_shown_on_gpus_and_nodes() -> None:
     assert [gpu.state for gpu in known.gpus()] == ["OK,CORDONED", "QUARANTINED: XID 79, since noon", "LOST"]
     draining = allocator_api.Cordon(name="nodes/a")
     draining.drain_deadline.GetCurrentTime()
-    shown = rows.node_row(one, marks([draining]))
+    shown = rows.NODES.row((one, marks([draining])))
     assert (shown["state"], shown["problem"]) == ("degraded,draining", "GPU 1: QUARANTINED; GPU 2: LOST")
     one.snapshot.gpu_problem = "NVML: Driver Not Loaded"
-    assert rows.node_row(one, {})["problem"] == "NVML: Driver Not Loaded"
+    assert rows.NODES.row((one, {}))["problem"] == "NVML: Driver Not Loaded"
 
 
 def test_what_was_not_read_is_unknown_and_not_zero() -> None:

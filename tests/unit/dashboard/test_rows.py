@@ -63,7 +63,7 @@ def test_a_capability_set_has_its_own_bounds_or_those_of_its_endpoint() -> None:
         ("gone", "-", "-"),
     ]
     assert [(row["desired"], row["ready"], row["workers"]) for row in shown] == [(2, 0, 4)] * 3
-    assert all(row.keys() == rows.CAPABILITY_SETS.keys() for row in shown)
+    assert all(row.keys() == rows.CAPABILITY_SETS.columns.keys() for row in shown)
 
 
 @pytest.mark.parametrize(("passed", "shown"), [(10, "50 s"), (60, "up to 1 min"), (600, "up to 1 min")])

@@ -44,27 +44,6 @@ class ResourceTable(Generic[T]):
         return [self.row(one) for one in every]
 
 
-NODES: Columns = {"node": "node", "state": "state", "gpus": "GPUs", "problem": "GPU problems"}
-RESERVATIONS: Columns = {
-    "name": "reservation",
-    "holder": "holder",
-    "state": "state",
-    "gpus": "GPUs",
-    "where": "where",
-    "used": "used",
-    "left": "time left",
-    "priority": "priority",
-    "tenant": "tenant",
-}
-CAPABILITY_SETS: Columns = {
-    "set": "capability set",
-    "desired": "desired",
-    "granted": "granted",
-    "ready": "ready",
-    "workers": "ready workers",
-    "capabilities": "capabilities of each worker",
-    "bounds": "min to max",
-}
 SEVERITIES = ("critical", "warning", "info")
 """Worst first."""
 
@@ -92,14 +71,12 @@ GPUS = ResourceTable[GpuSummary](
 )
 
 
-def node_row(node: monitor_api.Node, marked: Marks) -> Row:
-    """The row of a node."""
-    return {
-        "node": node.name.removeprefix("nodes/"),
-        "state": node_state(node, marked).lower(),
-        "gpus": str(len(node.snapshot.gpus)),
-        "problem": problem(node) or humanize.UNKNOWN,
-    }
+NODES = ResourceTable[tuple[monitor_api.Node, Marks]](
+    node=("node", lambda one: one[0].name.removeprefix("nodes/")),
+    state=("state", lambda one: node_state(*one).lower()),
+    gpus=("GPUs", lambda one: str(len(one[0].snapshot.gpus))),
+    problem=("GPU problems", lambda one: problem(one[0]) or humanize.UNKNOWN),
+)
 
 
 def host_row(node: monitor_api.Node, marked: Marks) -> Row:
@@ -172,29 +149,43 @@ def places(gpus: Iterable[tuple[str, int]]) -> str:
     return ", ".join(f"{node}/{first}" + (f"-{last}" if last > first else "") for node, first, last in ranges)
 
 
+RESERVATIONS = ResourceTable[allocator_api.Reservation](
+    name=("reservation", lambda one: one.name.removeprefix("reservations/")),
+    name_to=("", lambda one: f"/{one.name}"),
+    owner=("", lambda one: one.owner),
+    holder=("holder", lambda one: names.short_holder(one.holder)),
+    state=("state", lambda one: humanize.word(one, "state") + ",leaving" * one.HasField("revoke_time")),
+    gpus=(
+        "GPUs",
+        lambda one: (
+            f"{sum(gpu.milli or 1000 for gpu in one.gpus) / 1000:g}" if one.gpus else humanize.UNKNOWN
+        ),
+    ),
+    where=("where", lambda one: places((node_of(gpu), gpu.index) for gpu in one.gpus)),
+    # What a reservation alone does not tell.
+    used=("used", lambda _: humanize.UNKNOWN),
+    left=("time left", lambda _: humanize.UNKNOWN),
+    priority=("priority", lambda one: one.priority),
+    tenant=("tenant", lambda one: one.tenant),
+    notes=(
+        "",
+        lambda one: (
+            "; ".join(filter(None, (one.end_reason, *one.notes)))
+            or (queued(one.job) if one.job.queue_reason else "")
+        ),
+    ),
+)
+
+
 def reservation_row(one: allocator_api.Reservation, gpus: Mapping[str, GpuSummary], now: datetime) -> Row:
     """The row of a reservation; `gpus` by UUID tell how much of it is used."""
+    row = {**RESERVATIONS.row(one), "left": time_left(one, now)}
     known = [gpus[gpu.uuid] for gpu in one.gpus if gpu.uuid in gpus]
     busy, memory = mean(gpu.utilization for gpu in known), mean(gpu.memory_percent for gpu in known)
-    used = humanize.UNKNOWN
     if busy is not None or memory is not None:
         idle = " · idle" if one.usage.idle else ""
-        used = f"{humanize.number(busy, '%')} busy, {humanize.number(memory, '%')} memory{idle}"
-    return {
-        "name": one.name.removeprefix("reservations/"),
-        "name_to": f"/{one.name}",
-        "owner": one.owner,
-        "holder": names.short_holder(one.holder),
-        "state": humanize.word(one, "state") + (",leaving" if one.HasField("revoke_time") else ""),
-        "gpus": f"{sum(gpu.milli or 1000 for gpu in one.gpus) / 1000:g}" if one.gpus else humanize.UNKNOWN,
-        "where": places((node_of(gpu), gpu.index) for gpu in one.gpus),
-        "used": used,
-        "left": time_left(one, now),
-        "priority": one.priority,
-        "tenant": one.tenant,
-        "notes": "; ".join(filter(None, (one.end_reason, *one.notes)))
-        or (queued(one.job) if one.job.queue_reason else ""),
-    }
+        row["used"] = f"{humanize.number(busy, '%')} busy, {humanize.number(memory, '%')} memory{idle}"
+    return row
 
 
 def waits(one: allocator_api.Reservation) -> bool:
@@ -254,26 +245,28 @@ def endpoint_figures(one: autoscaler_api.Endpoint) -> dict[str, str]:
     return {**figures, "min_to_max": _bounds(one)}
 
 
+CAPABILITY_SETS = ResourceTable[autoscaler_api.CapabilitySetStatus](
+    set=("capability set", lambda one: one.id),
+    desired=("desired", lambda one: one.desired_replicas),
+    granted=("granted", lambda one: one.granted_replicas),
+    ready=("ready", lambda one: one.ready_replicas),
+    workers=("ready workers", lambda one: one.ready_workers),
+    # Of a set that was removed while its replicas still exist.
+    capabilities=("capabilities of each worker", lambda _: humanize.UNKNOWN),
+    bounds=("min to max", lambda _: humanize.UNKNOWN),
+)
+
+
 def capability_set_rows(one: autoscaler_api.Endpoint) -> list[Row]:
     """A row for each capability set of an endpoint."""
-    stated = {each.id: each for each in one.spec.capability_sets}
-    found: list[Row] = []
-    for status in one.status.capability_sets:
-        able = bounds = humanize.UNKNOWN  # of a set that was removed while its replicas still exist
-        if (asked := stated.get(status.id)) is not None:
-            most = asked.max_replicas if asked.HasField("max_replicas") else one.spec.max_replicas
-            able, bounds = capabilities(asked.capabilities), f"{asked.min_replicas} to {most}"
-        row: Row = {
-            "set": status.id,
-            "desired": status.desired_replicas,
-            "granted": status.granted_replicas,
-            "ready": status.ready_replicas,
-            "workers": status.ready_workers,
-            "capabilities": able,
-            "bounds": bounds,
-        }
-        found.append(row)
-    return found
+    stated: dict[str, Row] = {}
+    for each in one.spec.capability_sets:
+        most = each.max_replicas if each.HasField("max_replicas") else one.spec.max_replicas
+        bounds = f"{each.min_replicas} to {most}"
+        stated[each.id] = {"capabilities": capabilities(each.capabilities), "bounds": bounds}
+    return [
+        {**CAPABILITY_SETS.row(status), **stated.get(status.id, {})} for status in one.status.capability_sets
+    ]
 
 
 def _change(before: int, after: int) -> str:

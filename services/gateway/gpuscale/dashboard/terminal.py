@@ -177,7 +177,7 @@ TABLES: dict[str, Columns] = {
         "model": rows.GPUS.columns["model"],
         "why": "why",
     },
-    "reservations": rows.RESERVATIONS,
+    "reservations": rows.RESERVATIONS.columns,
     "endpoints": rows.ENDPOINTS.columns,
     "decisions": rows.DECISIONS.columns,
     "health": rows.HEALTH.columns,

@@ -52,7 +52,7 @@ def endpoint_page(site: DashboardSite, endpoint: str) -> None:
             decided = ListTable(DECISIONS, key="name", links=("change",), length=10, empty="no decisions yet")
             with ui.column().classes("full-width") as grouped:
                 heading("Capability sets")
-                sets = ListTable(rows.CAPABILITY_SETS, key="set", empty="no capability sets")
+                sets = ListTable(rows.CAPABILITY_SETS.columns, key="set", empty="no capability sets")
             heading("Replicas")
             replicas = ListTable(rows.REPLICAS.columns, key="name", links=("name",), empty="no replicas")
     counts.element.on("componentClick", follow, ["data"])

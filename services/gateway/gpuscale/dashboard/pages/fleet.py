@@ -49,7 +49,7 @@ def fleet_page(site: DashboardSite) -> None:
         legend = ui.row().style("gap: 4px 16px; font-size: .8rem")
         table = ListTable(rows.GPUS.columns, key="uuid", links=("gpu",), empty="no GPUs, or none match")
         actions = site.actions()
-        columns = {**rows.NODES, **({ACT: "act"} if actions and actions.marks else {})}
+        columns = {**rows.NODES.columns, **({ACT: "act"} if actions and actions.marks else {})}
         nodes = ListTable(columns, key="node", empty="no nodes, or none match")
         if actions is not None:
             nodes.add_acts(lambda node, act: actions.mark(f"nodes/{node}", act))
@@ -94,9 +94,8 @@ def fleet_page(site: DashboardSite) -> None:
 
 def node_rows(site: DashboardSite, text: str, allowed: Sequence[str]) -> list[rows.Row]:
     """The rows of nodes that match every word of `text`, with the acts that are allowed."""
-    facts = site.facts
-    marked = marks(facts.cordons)
-    found = [rows.node_row(facts.nodes[name], marked) for name in sorted(facts.nodes)]
+    marked = marks(site.facts.cordons)
+    found = rows.NODES.rows((node, marked) for _, node in sorted(site.facts.nodes.items()))
     shown = [row for row in found if rows.matches(row, text)]
     return [{**row, ACT: [act for act in acts(str(row["state"])) if act in allowed]} for row in shown]
 

@@ -35,7 +35,7 @@ def reservations_page(site: DashboardSite) -> None:
     with page(site, "Reservations"):
         tiles = Tiles("holding", "waiting", "GPUs reserved", "GPUs reserved and idle")
         actions = site.actions()
-        columns = {**rows.RESERVATIONS, "notes": "notes", **({ACT: "act"} if actions else {})}
+        columns = {**rows.RESERVATIONS.columns, "notes": "notes", **({ACT: "act"} if actions else {})}
         wanted = PageAddress().text("filter", "filter: holder, tenant, owner, place")
         table = ListTable(columns, key="name", links=("name",), empty="no reservations, or none match")
         if actions is not None:

@@ -9,22 +9,12 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common.wire import to_timestamp
 from gpuscale.dashboard import charts, humanize
 from gpuscale.dashboard.frame import Chart, DashboardSite, ListTable, PageAddress, Tiles, page, reading
-from gpuscale.dashboard.rows import Columns, Row
+from gpuscale.dashboard.rows import ResourceTable
 
 REFRESH = 60.0
 """Seconds between queries: the ledger is updated once a minute."""
 SPANS = {"today": 0, "7 days": 7, "30 days": 30, "1 year": 365}
 KINDS = ("user", "tenant", "node", "model")
-USAGE: Columns = {
-    "whose": "who or what",
-    "granted": "GPU hours",
-    "busy": "busy",
-    "idle": "idle",
-    "unknown": "unknown",
-    "mean": "utilization",
-    "energy": "energy",
-    "ended": "reservations ended",
-}
 
 
 def usage_page(site: DashboardSite) -> None:
@@ -41,7 +31,7 @@ def usage_page(site: DashboardSite) -> None:
         why = ui.label().classes("gs-quiet")
         chart = Chart(charts.hours_used(()), "GPU hours", mark="usage")
         table = ListTable(
-            USAGE, key="whose", links=("whose",), empty="no usage in this period that you may see"
+            USAGE.columns, key="whose", links=("whose",), empty="no usage in this period that you may see"
         )
 
     async def refresh() -> None:
@@ -57,11 +47,10 @@ def usage_page(site: DashboardSite) -> None:
         with reading("the usage", why):
             found = await site.client.usage.QueryUsage(request)
             why.text = "UTC days; hours of whole GPUs"
-            rows = [(one, {**usage_row(one), "whose_to": found_by(one)}) for one in found.rows]
-            total = {name: str(cell) for name, cell in usage_row(found.total).items()}
+            total = {name: str(cell) for name, cell in USAGE.row(found.total).items()}
             tiles.show(GPU_hours=total["granted"], **{one: total[one] for one in ("busy", "idle", "energy")})
-            chart.show(charts.hours_used([(str(row["whose"]), one) for one, row in rows]))
-            table.show([row for _, row in rows])
+            chart.show(charts.hours_used([(whose(one), one) for one in found.rows]))
+            table.show(USAGE.rows(found.rows))
 
     ui.timer(REFRESH, refresh)
     for choice in (span, kind, *days):
@@ -76,6 +65,11 @@ def day_of(text: str) -> datetime | None:
         return None
 
 
+def whose(one: allocator_api.UsageRow) -> str:
+    """The user, tenant, node or model of a row."""
+    return one.user or one.tenant or one.node.removeprefix("nodes/") or one.model or humanize.UNKNOWN
+
+
 def found_by(one: allocator_api.UsageRow) -> str:
     """The page with the reservations of a user or tenant, or the GPUs of a node or model."""
     at_node = one.node.removeprefix("nodes/") or one.model
@@ -83,22 +77,25 @@ def found_by(one: allocator_api.UsageRow) -> str:
     return f"{page}?{urlencode({'filter': words})}" if words else ""
 
 
-def usage_row(one: allocator_api.UsageRow) -> Row:
-    """The table row of a user, tenant, node or model."""
-    whole = max(1, one.granted_gpu_microseconds)
-    parts = {name: getattr(one, f"{name}_gpu_microseconds") for name in ("busy", "idle", "unknown")}
-    return {
-        "whose": one.user or one.tenant or one.node.removeprefix("nodes/") or one.model or humanize.UNKNOWN,
-        "granted": f"{charts.hours(one.granted_gpu_microseconds):.1f}",
-        **{name: humanize.number(100 * part / whole, "%") for name, part in parts.items()},
-        "mean": humanize.number(humanize.known(one, "mean_utilization_percent"), "%"),
-        "energy": energy(humanize.known(one, "energy_joules")),
-        "ended": one.ended_count,
-    }
-
-
 def energy(joules: float | None) -> str:
     """Watt hours, or kilowatt hours."""
     if joules is None or joules < 3.6e6:
         return humanize.number(None if joules is None else joules / 3600, "Wh", digits=1)
     return humanize.number(joules / 3.6e6, "kWh", digits=1)
+
+
+def _part(microseconds: float, one: allocator_api.UsageRow) -> str:
+    return humanize.number(100 * microseconds / max(1, one.granted_gpu_microseconds), "%")
+
+
+USAGE = ResourceTable[allocator_api.UsageRow](
+    whose=("who or what", whose),
+    whose_to=("", found_by),
+    granted=("GPU hours", lambda one: f"{charts.hours(one.granted_gpu_microseconds):.1f}"),
+    busy=("busy", lambda one: _part(one.busy_gpu_microseconds, one)),
+    idle=("idle", lambda one: _part(one.idle_gpu_microseconds, one)),
+    unknown=("unknown", lambda one: _part(one.unknown_gpu_microseconds, one)),
+    mean=("utilization", lambda one: humanize.number(humanize.known(one, "mean_utilization_percent"), "%")),
+    energy=("energy", lambda one: energy(humanize.known(one, "energy_joules"))),
+    ended=("reservations ended", lambda one: one.ended_count),
+)
