@@ -258,11 +258,22 @@ def timeline_page(site: DashboardSite) -> None:
         if not gpus:
             note.text = "no GPUs, or none match"
             return
-        request = timeline_question(gpus, nodes, metric, *span.asked())
+        keys = [(gpu.label, gpu.uuid) for gpu in gpus]
+        if nodes:
+            keys = [(node, f"nodes/{node}") for node in nodes[:MOST_NAMES]]
+        asked, length = span.asked()
+        request = monitor_api.QueryHistoryRequest(
+            names=[key for _, key in keys if nodes],
+            uuids=[key for _, key in keys if not nodes],
+            metrics=[metric],
+            span=asked,
+            step=to_duration(max(1.0, length / STEPS)),
+        )
         with frame.reading("the history", note):
             answer = await site.client.history.QueryHistory(request)
             timer.interval = max(TIMELINE_REFRESH, seconds(answer.step))
-            lines = timeline_rows(answer, gpus, nodes)
+            found = {series.uuid or series.name: series for series in answer.series}
+            lines = [(label, found.get(key)) for label, key in keys]
             height = 90 + len(lines) * charts.row_height(len(lines))
             columns[:] = charts.columns(answer)
             heat.show(charts.over_time(lines, answer, unit, top), height=height)
@@ -271,33 +282,6 @@ def timeline_page(site: DashboardSite) -> None:
     timer = ui.timer(TIMELINE_REFRESH, refresh)
     for one in (chosen, span.start, wanted):
         one.on_value_change(refresh)
-
-
-def timeline_question(
-    gpus: Sequence[GpuSummary],
-    nodes: Sequence[str],
-    metric: "Metric.ValueType",
-    span: monitor_api.HistorySpan,
-    length: float,
-) -> monitor_api.QueryHistoryRequest:
-    """The query for `nodes`, or for each GPU if there are none."""
-    return monitor_api.QueryHistoryRequest(
-        names=[f"nodes/{node}" for node in nodes[:MOST_NAMES]],
-        uuids=[] if nodes else [gpu.uuid for gpu in gpus],
-        metrics=[metric],
-        span=span,
-        step=to_duration(max(1.0, length / STEPS)),
-    )
-
-
-def timeline_rows(
-    answer: monitor_api.QueryHistoryResponse, gpus: Sequence[GpuSummary], nodes: Sequence[str]
-) -> list[tuple[str, monitor_api.HistorySeries | None]]:
-    """The rows of the map, with the history of each."""
-    by_name = {series.uuid or series.name: series for series in answer.series}
-    if nodes:
-        return [(node, by_name.get(f"nodes/{node}")) for node in nodes[:MOST_NAMES]]
-    return [(gpu.label, by_name.get(gpu.uuid)) for gpu in gpus]
 
 
 def timeline_note(answer: monitor_api.QueryHistoryResponse, nodes: Sequence[str]) -> str:

@@ -73,36 +73,27 @@ def recording_page(site: DashboardSite, recording: str) -> None:
         if one is None or not one.gpus:
             return
         with reading("the history", note):
-            answer = await site.client.history.QueryHistory(history_question(one))
+            span = monitor_api.HistorySpan(start_time=one.start_time)
+            if one.HasField("end_time"):
+                span.end_time.CopyFrom(one.end_time)
+            request = monitor_api.QueryHistoryRequest(
+                uuids=[gpu.uuid for gpu in one.gpus[:MOST_LINES]],
+                metrics=[metric for metric, _, _ in CHARTS],
+                span=span,
+                step=to_duration(max(1.0, seconds(one.duration) / POINTS)),
+            )
+            answer = await site.client.history.QueryHistory(request)
+            kept = {(series.uuid, series.metric): series for series in answer.series}
             running = one.state == monitor_api.Recording.STATE_RUNNING
             timer.interval = max(REFRESH, seconds(answer.step)) if running else REFRESH_ENDED
             for chart, (metric, title, unit) in zip(drawn, CHARTS, strict=True):
-                chart.show(charts.lines(lines_of(one, answer, metric), title, unit))
+                known = [gpu for gpu in one.gpus if (gpu.uuid, metric) in kept]
+                lines = [(label(gpu), kept[gpu.uuid, metric]) for gpu in known]
+                chart.show(charts.lines(lines, title, unit))
             note.text = history_note(one, answer)
 
     live(site.facts, draw)
     timer = ui.timer(REFRESH, refresh)
-
-
-def history_question(one: monitor_api.Recording) -> monitor_api.QueryHistoryRequest:
-    """The query for the history of its first GPUs while it ran."""
-    span = monitor_api.HistorySpan(start_time=one.start_time)
-    if one.HasField("end_time"):
-        span.end_time.CopyFrom(one.end_time)
-    return monitor_api.QueryHistoryRequest(
-        uuids=[gpu.uuid for gpu in one.gpus[:MOST_LINES]],
-        metrics=[metric for metric, _, _ in CHARTS],
-        span=span,
-        step=to_duration(max(1.0, seconds(one.duration) / POINTS)),
-    )
-
-
-def lines_of(
-    one: monitor_api.Recording, answer: monitor_api.QueryHistoryResponse, metric: "Metric.ValueType"
-) -> list[tuple[str, monitor_api.HistorySeries]]:
-    """A line for each GPU that has history."""
-    found = {series.uuid: series for series in answer.series if series.metric == metric}
-    return [(label(gpu), found[gpu.uuid]) for gpu in one.gpus[:MOST_LINES] if gpu.uuid in found]
 
 
 def history_note(one: monitor_api.Recording, answer: monitor_api.QueryHistoryResponse) -> str:
