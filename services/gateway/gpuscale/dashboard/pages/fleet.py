@@ -171,7 +171,14 @@ def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
             tiles.clear()
             return
         head.text = f"{found.label} · {found.model} · {uuid}" + (" · simulated" if found.simulated else "")
-        tiles.show(**gpu_figures(found))
+        tiles.show(
+            state=found.state.lower(),
+            utilization=humanize.number(found.utilization, "%"),
+            memory=humanize.part(found.memory_used, found.memory_total),
+            temperature=humanize.number(found.temperature, "°C"),
+            power=f"{humanize.number(found.power)} / {humanize.number(found.power_limit, 'W')}",
+            reserved_by=", ".join(map(short_holder, found.holders)) or "nobody",
+        )
         for act, button in buttons.items():
             button.set_visibility(act in acts(found.state.lower()))
         running.show(rows.PROCESSES.rows(found.reading.processes))
@@ -203,18 +210,6 @@ def history_note(answer: monitor_api.QueryHistoryResponse) -> str:
     if answer.not_kept:
         return "no history yet, or the fleet's memory for history is full"
     return f"a point every {humanize.length(answer.step)}; line: mean, band: smallest to largest"
-
-
-def gpu_figures(gpu: GpuSummary) -> dict[str, str]:
-    """Its current readings."""
-    return {
-        "state": gpu.state.lower(),
-        "utilization": humanize.number(gpu.utilization, "%"),
-        "memory": humanize.part(gpu.memory_used, gpu.memory_total),
-        "temperature": humanize.number(gpu.temperature, "°C"),
-        "power": f"{humanize.number(gpu.power)} / {humanize.number(gpu.power_limit, 'W')}",
-        "reserved_by": ", ".join(map(short_holder, gpu.holders)) or "nobody",
-    }
 
 
 TIMELINE_REFRESH = 5.0
