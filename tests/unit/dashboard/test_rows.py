@@ -110,8 +110,7 @@ def test_a_replica_that_holds_a_gpu_has_the_name_that_commands_take() -> None:
 def test_a_gpu_of_an_event_or_replica_is_told_by_its_place_while_that_is_known() -> None:
     node = monitor_api.Node(name="nodes/a", snapshot={"gpus": [{"uuid": "GPU-1", "index": 3}]})
     told = [monitor_api.HealthEvent(name=uuid, node="nodes/a", uuid=uuid) for uuid in ("", "GPU-1", "GPU-2")]
-    over = monitor_api.HealthEvent(node="nodes/a", resolved_time={"seconds": 1})
-    shown = rows.health_rows(Facts(nodes={"nodes/a": node}, events=[*told, over]))
+    shown = rows.health_rows(Facts(nodes={"nodes/a": node}, events=told))
     assert [row["where"] for row in shown] == ["a", "a/3", "a GPU-2"]
     one = autoscaler_api.Replica(name="endpoints/e/replicas/r", node="nodes/a", gpu_uuids=["GPU-1", "GPU-2"])
     facts = Facts(nodes={"nodes/a": node}, replicas=[one])

@@ -40,7 +40,7 @@ RULE: Options = _by_mode("#7f8b97")
 """Colour of axes and of the grid: contrast of at least 3 to 1."""
 LEGEND: Options = {"legend": {"top": 0, "right": 0, "textStyle": INK}}
 _BRUSH: Options = {"brush": {"xAxisIndex": 0}, "toolbox": {"show": False}}
-LINE, SECOND, THIRD, QUIET = "#3aa99f", "#e0b341", "#5b8def", "#8795a1"
+LINE, SECOND, QUIET = "#3aa99f", "#e0b341", "#8795a1"
 
 
 def band(series: monitor_api.HistorySeries | None, title: str, unit: str) -> Options:

@@ -134,7 +134,3 @@ class Facts:
                     )
                 )
         return found
-
-    def replicas_of(self, endpoint: str) -> list[autoscaler_api.Replica]:
-        """Replicas of `endpoints/{endpoint}`."""
-        return [one for one in self.replicas if one.name.startswith(f"{endpoint}/")]

@@ -102,7 +102,7 @@ def page(site: DashboardSite, title: str) -> Generator[None]:
             ui.html('<form method="post" action="/sign-out"><button>sign out</button></form>', sanitize=False)
     with ui.column().classes("gs-page") as body:
         heading(title, "h1").classes("gs-hidden")
-        warning = ui.label().classes("text-negative gs-line").mark("problem")
+        warning = ui.label().classes("text-negative gs-line")
         yield
 
     client = ui.context.client
@@ -240,8 +240,8 @@ def live(facts: Facts, draw: Callable[[], None]) -> None:
 class Chart:
     """An ECharts chart in a panel; screen readers read out `label`."""
 
-    def __init__(self, options: Options, label: str, *, mark: str = "") -> None:
-        self.element = ui.echart(dict(options)).classes("gs-panel").mark(mark)
+    def __init__(self, options: Options, label: str) -> None:
+        self.element = ui.echart(dict(options)).classes("gs-panel")
         self.element.props["role"], self.element.props["aria-label"] = "img", label
         self._shown = options
         self._height = 0
@@ -265,7 +265,7 @@ class Tiles:
         with ui.element("div").classes("gs-tiles"):
             for word in words:
                 with ui.element("div").classes("gs-tile"):
-                    self._numbers[word] = ui.label("-").classes("gs-number").mark(f"tile-{word}")
+                    self._numbers[word] = ui.label("-").classes("gs-number")
                     ui.label(word).classes("gs-quiet")
 
     def clear(self) -> None:

@@ -329,7 +329,9 @@ HEALTH = ResourceTable[monitor_api.HealthEvent](
 def replica_rows(facts: Facts, endpoint: str) -> list[Row]:
     """The rows of an endpoint's replicas; a GPU by its label while it is known."""
     shown: list[Row] = []
-    for one in facts.replicas_of(endpoint):
+    for one in facts.replicas:
+        if not one.name.startswith(f"{endpoint}/"):
+            continue
         row, found = REPLICAS.row(one), _indexes(facts, one.node)
         known = places((str(row["node"]), found[uuid]) for uuid in one.gpu_uuids if uuid in found)
         told = (str(row["gpus"]), known, *(uuid for uuid in one.gpu_uuids if uuid not in found))
@@ -347,10 +349,9 @@ def health_rows(facts: Facts) -> list[Row]:
     ranks = {severity: rank for rank, severity in enumerate(SEVERITIES)}
     shown: list[Row] = []
     for event in facts.events:
-        if not event.HasField("resolved_time"):
-            index = _indexes(facts, event.node).get(event.uuid)
-            place = f" {event.uuid}".rstrip() if index is None else f"/{index}"
-            shown.append({**HEALTH.row(event), "where": f"{event.node.removeprefix('nodes/')}{place}"})
+        index = _indexes(facts, event.node).get(event.uuid)
+        place = f" {event.uuid}".rstrip() if index is None else f"/{index}"
+        shown.append({**HEALTH.row(event), "where": f"{event.node.removeprefix('nodes/')}{place}"})
     return sorted(shown, key=lambda row: (ranks.get(str(row["severity"]), -1), str(row["name"])))
 
 

@@ -171,8 +171,7 @@ FIGURES = {"nodes_online": "nodes", "mean_utilization": "busy", "memory_in_use":
 TABLES: dict[str, Columns] = {
     # What fits 80 columns comes first: how busy it is, and who holds it.
     "gpus": {
-        **{name: rows.GPUS.columns[name] for name in ("gpu", "state", "util", "held", "memory")},
-        **{name: rows.GPUS.columns[name] for name in ("temperature", "power")},
+        **{name: heading for name, heading in rows.GPUS.columns.items() if name != "model"},
         "past": f"last {PAST} looks",
         "model": rows.GPUS.columns["model"],
         "why": "why",

@@ -189,7 +189,7 @@ class VisitorActions:
             reason = ui.input("why, for others to read").classes("full-width") if reasoned else None
             ui.label("Your name goes into the audit log.").classes("gs-quiet")
             with ui.row():
-                ui.button("Yes", on_click=partial(dialog.submit, result=True)).mark("yes")
+                ui.button("Yes", on_click=partial(dialog.submit, result=True))
                 ui.button("No", on_click=partial(dialog.submit, result=False)).props("flat")
         confirmed: object = await dialog
         why = "" if reason is None else str(reason.value)

@@ -40,7 +40,7 @@ def endpoint_page(site: DashboardSite, endpoint: str) -> None:
 
     with page(site, f"Endpoint {endpoint}"):
         head = ui.label(endpoint).classes("text-h6")
-        why = ui.label().mark("why")
+        why = ui.label()
         tiles = Tiles("desired", "granted", "starting", "ready", "draining", "min to max")
         endpoint_acts(site, found)
         with ui.column().classes("full-width") as body:
@@ -145,7 +145,7 @@ class WhatIf:
         with self._panel:
             self._sliders = ui.element("div").classes("gs-charts")
             self._said = ui.label("move a slider to try values; nothing is changed")
-            self._said.props("aria-live=polite").mark("what-if")
+            self._said.props("aria-live=polite")
         self._steps: ListTable | None = None
 
     def offer(self, signals: Iterable[autoscaler_api.SignalHistory]) -> None:
@@ -241,7 +241,7 @@ def replica_page(site: DashboardSite, endpoint: str, replica: str) -> None:
         with ui.row().classes("items-baseline"):
             ui.link(endpoint, f"/endpoints/{endpoint}")
             ui.label(replica).classes("text-h6")
-        note = ui.label(f"gpuscalectl logs {endpoint}/{replica}").classes("gs-quiet").mark("log-note")
+        note = ui.label(f"gpuscalectl logs {endpoint}/{replica}").classes("gs-quiet")
         whole = ui.link("view or save the full log", f"/{name}/log", new_tab=True)
         log = ui.log(max_lines=LOG_LINES).classes("gs-log").props(f'tabindex=0 role=log aria-label="{name}"')
     actions = site.actions()

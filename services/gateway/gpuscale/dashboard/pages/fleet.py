@@ -45,7 +45,7 @@ def fleet_page(site: DashboardSite) -> None:
             chosen = address.choice("show", (*READINGS, *WORDS), "utilization")
             ui.space()
             wanted = address.text("filter", FILTER)
-        heat = Chart(charts.map_of((), *READINGS["utilization"], 100.0), "map of all GPUs", mark="map")
+        heat = Chart(charts.map_of((), *READINGS["utilization"], 100.0), "map of all GPUs")
         legend = ui.row().style("gap: 4px 16px; font-size: .8rem")
         table = ListTable(rows.GPUS.columns, key="uuid", links=("gpu",), empty="no GPUs, or none match")
         actions = site.actions()
@@ -238,7 +238,7 @@ def timeline_page(site: DashboardSite) -> None:
             ui.space()
             wanted = address.text("filter", FILTER)
         nothing = charts.over_time((), monitor_api.QueryHistoryResponse(), "%", 100.0)
-        heat = Chart(nothing, "map of GPUs over time", mark="over-time")
+        heat = Chart(nothing, "map of GPUs over time")
         columns: list[float] = []
         span.drawn_on(heat, lambda: columns)
         note = ui.label().classes("gs-quiet")

@@ -100,7 +100,7 @@ def reservation_page(site: DashboardSite, reservation: str) -> None:
     name = f"reservations/{reservation}"
     with page(site, f"Reservation {reservation}"):
         head = ui.label(reservation).classes("text-h6")
-        why = ui.label().classes("gs-lines").mark("why")
+        why = ui.label().classes("gs-lines")
         tiles = Tiles("state", "holder", "tenant", "GPUs", "used", "time left")
         columns = {name: word for name, word in rows.GPUS.columns.items() if name != "held"}
         columns |= {"score": "score", "why": "chosen for"}

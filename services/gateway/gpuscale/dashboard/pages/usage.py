@@ -29,7 +29,7 @@ def usage_page(site: DashboardSite) -> None:
             for day, label in zip(days, ("from", "until"), strict=True):
                 day.props(f"type=date stack-label label={label}")
         why = ui.label().classes("gs-quiet")
-        chart = Chart(charts.hours_used(()), "GPU hours", mark="usage")
+        chart = Chart(charts.hours_used(()), "GPU hours")
         table = ListTable(
             USAGE.columns, key="whose", links=("whose",), empty="no usage in this period that you may see"
         )
