@@ -22,7 +22,7 @@ from gpuscale.common.rpc import calls
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import ServerOptions
 from gpuscale.common.security.auth import Authenticator
-from gpuscale.dashboard.web import TrackedConnections
+from gpuscale.dashboard.web import tracked_connections
 from tests.support.ports import free_port
 from tests.support.throwaway import Fleet, Served, serve
 from tests.support.tokens import token, write_tokens
@@ -293,7 +293,7 @@ async def test_half_a_request_to_the_dashboard_ends(monkeypatch: pytest.MonkeyPa
 
     held, port = calls.Connections(), free_port()
     server = uvicorn.Server(
-        uvicorn.Config(TrackedConnections(slow, held), port=port, log_config=None, lifespan="off")
+        uvicorn.Config(tracked_connections(slow, held), port=port, log_config=None, lifespan="off")
     )  # type: ignore[arg-type]
     serving = asyncio.create_task(server.serve())
     watching = asyncio.create_task(held.watch(port))

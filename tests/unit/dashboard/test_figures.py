@@ -6,7 +6,7 @@ from collections import Counter
 from starlette.types import Message, Receive, Scope, Send
 
 from gpuscale.common.runtime.metrics_text import MetricsPage
-from gpuscale.dashboard.figures import CountedRequests, Figures
+from gpuscale.dashboard.figures import Figures, counted_requests
 from tests.support.promtool import named, promtool, value
 
 
@@ -37,7 +37,7 @@ def test_requests_are_counted_by_route_and_status_and_sockets_while_they_are_ope
 
     async def visit() -> tuple[str, str]:
         figures = Figures(Counter({("nodes", "UNAVAILABLE"): 2}))
-        counted = CountedRequests(app, figures, {"", "gpus"})
+        counted = counted_requests(app, figures, {"", "gpus"})
         for path in ("/", "/gpus/n1/GPU-1", "/gpus/n2/GPU-2", "/no", "/nor-this", "/gpus/broken"):
             try:
                 await counted({"type": "http", "path": path}, nothing, ignored)

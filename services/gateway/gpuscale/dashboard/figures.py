@@ -46,29 +46,22 @@ class Figures:
             page.add(_ERRORS, labels({"source": source, "reason": reason}), count)
 
 
-class CountedRequests:
-    """Counts the responses of an application. Paths that begin with none of `routes` share a label, so that labels stay few."""
+def counted_requests(app: ASGIApp, figures: Figures, routes: Collection[str]) -> ASGIApp:
+    """Count the responses of an application. Paths that begin with none of `routes` share a label, so that labels stay few."""
 
-    def __init__(self, app: ASGIApp, figures: Figures, routes: Collection[str]) -> None:
-        self._app = app
-        self._figures = figures
-        self._routes = routes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request or socket."""
-        figures = self._figures
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             figures.sockets += 1
             try:
-                await self._app(scope, receive, send)
+                await app(scope, receive, send)
             finally:
                 figures.sockets -= 1
             return
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
         first = scope["path"].lstrip("/").partition("/")[0]
-        route = f"/{first}" if first in self._routes else "other"
+        route = f"/{first}" if first in routes else "other"
         code, begun = ABORTED, time.monotonic()
 
         async def told(message: Message) -> None:
@@ -78,7 +71,9 @@ class CountedRequests:
             await send(message)
 
         try:
-            await self._app(scope, receive, told)
+            await app(scope, receive, told)
         finally:
             figures.requests[route, code] += 1
             figures.seconds[route].observe(time.monotonic() - begun)
+
+    return serve

@@ -290,23 +290,20 @@ class Visitors:
                         one.role = role
 
 
-class SignInRequired:
-    """Requires sign-in for every page and socket."""
+def signed_in(app: ASGIApp, visitors: Visitors) -> ASGIApp:
+    """Require sign-in for every page and socket."""
 
-    def __init__(self, app: ASGIApp, visitors: Visitors) -> None:
-        self._app = app
-        self._visitors = visitors
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request or socket."""
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         path = str(scope.get("path"))
         free = scope["type"] == "lifespan" or path == PATH or path.startswith((LINK_PATH, CALENDAR))
-        if free or self._visitors.session(Headers(scope=scope)) is not None:
-            await self._app(scope, receive, send)
+        if free or visitors.session(Headers(scope=scope)) is not None:
+            await app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
             await RedirectResponse(PATH, status_code=303)(scope, receive, send)
+
+    return serve
 
 
 def require_sign_in(app: FastAPI, visitors: Visitors) -> None:
@@ -356,4 +353,4 @@ def require_sign_in(app: FastAPI, visitors: Visitors) -> None:
     else:
         app.get(LINK_PATH + "{secret}")(come_by_link)
     app.post("/sign-out")(sign_out)
-    app.add_middleware(SignInRequired, visitors=visitors)
+    app.add_middleware(signed_in, visitors=visitors)

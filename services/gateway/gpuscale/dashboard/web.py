@@ -29,7 +29,7 @@ from gpuscale.common.runtime.tasks import SystemClock, TaskScope
 from gpuscale.common.security.tls import server_context
 from gpuscale.dashboard.facts import Facts
 from gpuscale.dashboard.feed import Feed
-from gpuscale.dashboard.figures import CountedRequests, Figures
+from gpuscale.dashboard.figures import Figures, counted_requests
 from gpuscale.dashboard.frame import DashboardSite, page
 from gpuscale.dashboard.pages.audit import audit_page
 from gpuscale.dashboard.pages.endpoints import (
@@ -119,7 +119,7 @@ async def open_dashboard(
             connections = Connections()
             app = application(site, visitors, names=names, compress=not address.loopback)
             config = uvicorn.Config(
-                CountedRequests(TrackedConnections(app, connections), figures, ROUTES),
+                counted_requests(tracked_connections(app, connections), figures, ROUTES),
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -213,7 +213,7 @@ def application(
     if visitors is not None:
         serve_logs(app, visitors)
         require_sign_in(app, visitors)
-    app.add_middleware(SameOrigin, names=names)
+    app.add_middleware(same_origin, names=names)
     binding.MAX_PROPAGATION_TIME = float("inf")  # nothing is bound: a warning would tell of a busy host
     # NiceGUI leaves the type of an argument that is not given here open.
     ui.run_with(  # pyright: ignore[reportUnknownMemberType]
@@ -258,32 +258,29 @@ def serve_logs(app: FastAPI, visitors: Visitors) -> None:
     app.get("/endpoints/{endpoint}/replicas/{replica}/log")(log)
 
 
-class SameOrigin:
-    """Refuses requests to unknown host names and from pages of other origins.
+def same_origin(app: ASGIApp, names: Collection[str] | None) -> ASGIApp:
+    """Refuse requests to unknown host names and from pages of other origins.
 
     Browsers send `Origin` with POST requests and with every web socket, Socket.IO's too.
     """
 
-    def __init__(self, app: ASGIApp, names: Collection[str] | None) -> None:
-        self._app = app
-        self._names = names
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request or socket."""
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         problem = ""
         if scope["type"] in {"http", "websocket"}:
             headers = Headers(scope=scope)
             host, origin = headers.get("host", ""), headers.get("origin")
-            if self._names is not None and not _is_own(host, self._names):
+            if names is not None and not _is_own(host, names):
                 problem = "unknown host name: gpuscale-dashboard --allowed-hosts lists the names to answer to"
             elif origin is not None and urlsplit(origin).netloc.lower() != host.lower():
                 problem = "requests from pages of another origin are refused"
         if not problem:
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": problem})
         else:
             await PlainTextResponse(problem, status_code=403)(scope, receive, send)
+
+    return serve
 
 
 def _is_own(host: str, names: Collection[str]) -> bool:
@@ -295,25 +292,22 @@ def _is_own(host: str, names: Collection[str]) -> bool:
         return False
 
 
-class TrackedConnections:
-    """Keeps connections open while a request is being answered; those without a complete request are cut."""
+def tracked_connections(app: ASGIApp, connections: Connections) -> ASGIApp:
+    """Keep connections open while a request is being answered; those without a complete request are cut."""
 
-    def __init__(self, app: ASGIApp, connections: Connections) -> None:
-        self._app = app
-        self._connections = connections
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request or socket."""
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         client = scope.get("client")
         if client is None:
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
         peer = f"{client[0]}:{client[1]}"
-        self._connections.begin(peer)
+        connections.begin(peer)
         try:
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
         finally:
-            self._connections.end(peer)
+            connections.end(peer)
+
+    return serve
 
 
 class WebServer(uvicorn.Server):
