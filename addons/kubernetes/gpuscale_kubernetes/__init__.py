@@ -1,4 +1,4 @@
-"""Replicas as pods: of a Deployment or StatefulSet that is scaled, or made one by one (`bare`). Begin with `engine`.
+"""Replicas as pods: of a Deployment that is scaled, or made one by one (`bare`). Begin with `engine`.
 
 `pods` says which pod is which replica (pure); `cluster` holds the calls of the Kubernetes API.
 """

@@ -20,7 +20,7 @@ from lightkube import ApiError, AsyncClient, ConfigError, KubeConfig
 from lightkube.models.authorization_v1 import ResourceAttributes, SelfSubjectAccessReviewSpec
 from lightkube.models.core_v1 import Container, ContainerState, PodCondition, PodSpec, PodStatus
 from lightkube.models.meta_v1 import ObjectMeta
-from lightkube.resources.apps_v1 import Deployment, StatefulSet
+from lightkube.resources.apps_v1 import Deployment
 from lightkube.resources.authorization_v1 import SelfSubjectAccessReview
 from lightkube.resources.core_v1 import Pod as ClusterPod
 from lightkube.types import PatchType
@@ -39,7 +39,6 @@ from gpuscale_kubernetes.pods import (
     NotAllowedError,
     Pod,
     PodWorkload,
-    WorkloadKind,
 )
 
 TIMEOUT = 10.0
@@ -64,23 +63,17 @@ class Cluster:
         self._gpu_resource = gpu_resource
         self._version = ""
 
-    async def workload(self, kind: WorkloadKind, name: str) -> PodWorkload:
-        """A Deployment (also for `WorkloadKind.PODS`) or a StatefulSet; if it does not exist, that is its problem."""
-        stateful = kind is WorkloadKind.STATEFUL_SET
-        what = f"{'StatefulSet' if stateful else 'Deployment'} {name}"
-        found: Deployment | StatefulSet
-        with _errors(f"read {what}"):
+    async def workload(self, name: str) -> PodWorkload:
+        """A Deployment; if it does not exist, that is its problem."""
+        with _errors(f"read Deployment {name}"):
             try:
-                if stateful:
-                    found = await self._client.get(StatefulSet, name)
-                else:
-                    found = await self._client.get(Deployment, name)
+                found = await self._client.get(Deployment, name)
             except ApiError as error:
                 if error.status.code != NOT_FOUND:
                     raise
-                problem = f"there is no {what} in namespace {self._client.namespace}"
-                return PodWorkload(kind, name, problem=problem)
-            return to_workload(kind, found, self._adapter, self._gpu_resource)
+                problem = f"there is no Deployment {name} in namespace {self._client.namespace}"
+                return PodWorkload(name, problem=problem)
+            return to_workload(found, self._adapter, self._gpu_resource)
 
     async def pods(self) -> list[Pod]:
         """Every pod with the label of this adapter that something of ours may have made."""
@@ -144,10 +137,11 @@ class Cluster:
 
     async def scale(self, workload: PodWorkload, replicas: int, *, dry_run: bool = False) -> bool:
         """Ask for so many pods, unless the workload was changed since it was read; False if it was."""
-        resource = StatefulSet.Scale if workload.kind is WorkloadKind.STATEFUL_SET else Deployment.Scale
         patch = {"metadata": {"resourceVersion": workload.version}, "spec": {"replicas": replicas}}
-        call = self._client.patch(resource, workload.name, patch, patch_type=PatchType.MERGE, dry_run=dry_run)
-        return await _change(f"scale {workload.kind.value} {workload.name}", call)
+        call = self._client.patch(
+            Deployment.Scale, workload.name, patch, patch_type=PatchType.MERGE, dry_run=dry_run
+        )
+        return await _change(f"scale Deployment {workload.name}", call)
 
     async def create(
         self,
@@ -274,7 +268,7 @@ def to_pod(pod: ClusterPod) -> Pod | None:
 
 
 def owner_of(meta: ObjectMeta) -> str | None:
-    """The Deployment or StatefulSet that made a pod; empty for a pod that nothing made; None for any other.
+    """The Deployment that made a pod; empty for a pod that nothing made; None for any other.
 
     The ReplicaSets of a Deployment are named after it and after the hash that their pods carry (apps/v1), so no right to
     read ReplicaSets is needed.
@@ -282,18 +276,14 @@ def owner_of(meta: ObjectMeta) -> str | None:
     owner = next((reference for reference in meta.ownerReferences or () if reference.controller), None)
     if owner is None:
         return ""
-    if owner.kind == "StatefulSet":
-        return owner.name
     suffix = f"-{(meta.labels or {}).get(HASH)}"
     if owner.kind == "ReplicaSet" and owner.name.endswith(suffix):
         return owner.name.removesuffix(suffix)
     return None
 
 
-def to_workload(
-    kind: WorkloadKind, found: Deployment | StatefulSet, adapter: str, gpu_resource: str
-) -> PodWorkload:
-    """A Deployment or a StatefulSet, and why it cannot be used if so.
+def to_workload(found: Deployment, adapter: str, gpu_resource: str) -> PodWorkload:
+    """A Deployment, and why it cannot be used if so.
 
     Raises:
         ValueError: the cluster showed no such thing.
@@ -304,11 +294,10 @@ def to_workload(
     template, problem = spec.template, ""
     labels = (template.metadata or ObjectMeta()).labels or {}
     if labels.get(ADAPTER) != adapter:
-        problem = f"the pod template of {kind.value} {meta.name} lacks the label {ADAPTER}={adapter}"
+        problem = f"the pod template of Deployment {meta.name} lacks the label {ADAPTER}={adapter}"
     pods = template.spec or PodSpec(containers=[])
     grace = pods.terminationGracePeriodSeconds
     return PodWorkload(
-        kind,
         meta.name,
         replicas=1 if spec.replicas is None else spec.replicas,
         version=meta.resourceVersion,
@@ -326,9 +315,9 @@ def _gpu_count(container: Container, gpu_resource: str) -> int:
     return int(count) if count.isdecimal() else 0
 
 
-def _trouble(workload: Deployment | StatefulSet) -> str:
+def _trouble(workload: Deployment) -> str:
     """Why a Deployment makes no pods, in its own words; empty if it does, or does not say."""
-    if isinstance(workload, StatefulSet) or workload.status is None:
+    if workload.status is None:
         return ""
     for condition in workload.status.conditions or ():
         if condition.type == "ReplicaFailure" and condition.status == "True":

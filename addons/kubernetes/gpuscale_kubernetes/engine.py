@@ -1,4 +1,4 @@
-"""The engine: replicas are pods that a Deployment or a StatefulSet makes, or that the adapter makes itself."""
+"""The engine: replicas are pods that a Deployment makes, or that the adapter makes itself."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ from gpuscale_kubernetes.pods import (
     NotAllowedError,
     Pod,
     PodWorkload,
-    WorkloadKind,
     arrange,
     check_order,
     count,
@@ -86,11 +85,10 @@ class KubernetesSettings(EngineSettings):
 
     @model_validator(mode="after")
     def _check_workloads(self) -> Self:
-        used: dict[tuple[WorkloadKind, str], str] = {}
+        used: dict[str, str] = {}
         for name, template in self.kubernetes_templates.items():
-            what = (template.kind, template.workload)
-            if template.kind is not WorkloadKind.PODS and used.setdefault(what, name) != name:
-                whose = f"{template.kind.value} {template.workload} is already that of {used[what]}"
+            if template.deployment and (first := used.setdefault(template.deployment, name)) != name:
+                whose = f"Deployment {template.deployment} is already that of {first}"
                 raise ValueError(f"kubernetes_templates.{name}: {whose}")
         return self
 
@@ -120,10 +118,9 @@ class KubernetesSettings(EngineSettings):
                 allocator = await stack.enter_async_context(self.open_channel(self.allocator_address))
                 rank = AllocatorRanking(allocator).best
             workloads = await check_templates(cluster, templates)
-            kinds = {template.kind for template in templates.values()}
             capabilities = api.AdapterCapabilities(
                 gives_gpus=True,
-                picks_victims=WorkloadKind.STATEFUL_SET not in kinds,
+                picks_victims=True,
                 drains=True,
                 probes=bool(workloads) and all(workload.probed for workload in workloads.values()),
             )
@@ -159,14 +156,14 @@ class KubernetesEngine(StepwiseEngine):
         """As `Engine.observe`; pods that came meanwhile are given to the replicas that wait for one."""
         # Workloads first: one that made a pod between the two questions has a new version by then, and is not changed.
         self._workloads = {
-            name: await self._cluster.workload(template.kind, template.workload)
+            name: await self._cluster.workload(template.workload)
             for name, template in self._templates.items()
         }
         pods = await self._cluster.pods()
         before, self._nobodys = self._pods, {}
         self._pods = {pod.replica: pod for pod in pods if not pod.owner and pod.replica}
         for name, template in self._templates.items():
-            if template.kind is not WorkloadKind.PODS:
+            if not template.pods_of:
                 await self._mark_pods(name, template.workload, pods, before)
         for name in before.keys() - self._pods.keys():
             self._ended.setdefault(name, gone(before[name]))
@@ -228,7 +225,7 @@ class KubernetesEngine(StepwiseEngine):
             return
         try:
             check_order(template, workload, step.order)
-            if template.kind is WorkloadKind.PODS:
+            if template.pods_of:
                 nodes: tuple[str, ...] = ()
                 if self._rank is not None and template.rank_nodes and step.order.gpu_count:
                     nodes = await self._rank(step.order.gpu_count)
@@ -294,7 +291,7 @@ class KubernetesEngine(StepwiseEngine):
             return
         for name in list(self._workloads):
             template, workload = self._templates[name], self._workloads[name]
-            if template.kind is WorkloadKind.PODS or workload.problem:
+            if template.pods_of or workload.problem:
                 continue
             try:
                 await self._scale(name, workload)
@@ -314,7 +311,7 @@ class KubernetesEngine(StepwiseEngine):
         replicas = asked.replicas
         note = ""
         if foreign := asked.foreign:
-            scaled = f"{workload.kind.value} {workload.name} was scaled by somebody else"
+            scaled = f"Deployment {workload.name} was scaled by somebody else"
             note = f"{scaled}: {foreign} of its pods are not ours"
             if note != self._notes.get(workload.name):
                 pods = workload.replicas
@@ -339,11 +336,11 @@ class KubernetesEngine(StepwiseEngine):
     def _why(self, template: str) -> str:
         """What the replicas of a template without a pod wait for."""
         workload = self._workloads.get(template)
-        if workload is None or workload.kind is WorkloadKind.PODS:
+        if workload is None or self._templates[template].pods_of:
             return "its pod is not there yet"
         if template in self._unscaled:
             return self._unscaled[template]
-        return workload.trouble or f"{workload.kind.value} {workload.name} has not made its pod yet"
+        return workload.trouble or f"Deployment {workload.name} has not made its pod yet"
 
 
 async def check_templates(
@@ -364,7 +361,7 @@ async def check_templates(
         await cluster.check_right("watch", "pods")
         await cluster.check_right("patch", "pods")
         for name, template in sorted(templates.items()):
-            workload = found[name] = await cluster.workload(template.kind, template.workload)
+            workload = found[name] = await cluster.workload(template.workload)
             used = placeholders(parse_arguments(template.args))
             order = ReplicaOrder(
                 "endpoints/dry-run/replicas/dry-run",
@@ -373,7 +370,7 @@ async def check_templates(
                 gpu_count=workload.gpu_count,
             )
             check_order(template, workload, order)
-            if template.kind is WorkloadKind.PODS:
+            if template.pods_of:
                 await cluster.check_right("delete", "pods")
                 await cluster.create(name, template, order, (), dry_run=True)
             else:

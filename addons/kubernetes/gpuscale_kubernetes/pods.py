@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -45,24 +44,13 @@ class NotAllowedError(EngineUnavailableError):
     """The adapter's account lacks a right that it needs; the text says which."""
 
 
-class WorkloadKind(Enum):
-    """What makes the pods of a template."""
-
-    DEPLOYMENT = "Deployment"
-    STATEFUL_SET = "StatefulSet"
-    PODS = "pods"
-    """The adapter itself, after the pod template of a Deployment."""
-
-
 class KubernetesTemplate(BaseModel):
-    """One table [kubernetes_templates.NAME]: whose pods are the replicas; one of deployment, stateful_set and pods_of."""
+    """One table [kubernetes_templates.NAME]: whose pods are the replicas; deployment or pods_of."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     deployment: str = ""
     """A Deployment that is there: its pods are the replicas, and it is scaled."""
-    stateful_set: str = ""
-    """A StatefulSet that is there: the same, but it ends the newest pod and never another."""
     pods_of: str = ""
     """A Deployment that is there: the adapter makes the pods itself, after its pod template."""
     parameters: dict[str, str] = Field(default_factory=dict[str, str])
@@ -74,8 +62,8 @@ class KubernetesTemplate(BaseModel):
 
     @model_validator(mode="after")
     def _check_way(self) -> Self:
-        if sum(map(bool, (self.deployment, self.stateful_set, self.pods_of))) != 1:
-            raise ValueError("set one of deployment, stateful_set and pods_of")
+        if bool(self.deployment) == bool(self.pods_of):
+            raise ValueError("set one of deployment and pods_of")
         if self.args and not self.pods_of:
             raise ValueError("args needs pods_of: the pods of a Deployment are made by the Deployment")
         if self.parameters and self.pods_of:
@@ -83,23 +71,15 @@ class KubernetesTemplate(BaseModel):
         return self
 
     @property
-    def kind(self) -> WorkloadKind:
-        """What makes its pods."""
-        if self.deployment:
-            return WorkloadKind.DEPLOYMENT
-        return WorkloadKind.STATEFUL_SET if self.stateful_set else WorkloadKind.PODS
-
-    @property
     def workload(self) -> str:
-        """Name of the Deployment or StatefulSet."""
-        return self.deployment or self.stateful_set or self.pods_of
+        """Name of the Deployment."""
+        return self.deployment or self.pods_of
 
 
 @dataclass(frozen=True, slots=True)
 class PodWorkload:
-    """A Deployment or a StatefulSet at one moment."""
+    """A Deployment at one moment."""
 
-    kind: WorkloadKind  # which of the two
     name: str
     replicas: int = 0  # pods that it is asked for
     version: str = ""  # its resource version, the precondition of every change
@@ -148,9 +128,9 @@ def check_order(template: KubernetesTemplate, workload: PodWorkload, order: Repl
     """
     if workload.problem:
         raise LaunchRefusedError(workload.problem)
-    if template.kind is WorkloadKind.PODS:
+    if template.pods_of:
         return
-    what = f"{template.kind.value} {workload.name}"
+    what = f"Deployment {workload.name}"
     for name in sorted({*template.parameters, *order.parameters}):
         made_for, asked = (
             f"{name} {values[name]!r}" if name in values else f"no {name}"

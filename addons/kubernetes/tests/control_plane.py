@@ -112,7 +112,7 @@ class ControlPlane:
             [
                 str(program("kube-controller-manager")),
                 f"--kubeconfig={self.kubeconfig(ADMIN, 'default')}",
-                "--controllers=deployment,replicaset,statefulset,namespace",
+                "--controllers=deployment,replicaset,namespace",
                 "--leader-elect=false",
                 "--bind-address=127.0.0.1",
                 f"--secure-port={free_port()}",

@@ -23,7 +23,6 @@ from addons.kubernetes.tests.site import (
     deployments,
     made,
     manifests,
-    place,
     pods_asked_for,
     site,
 )
@@ -31,7 +30,6 @@ from gpuscale.autoscaler.adapters.engine import WorkerGoal
 from gpuscale.autoscaler.domain.replicas import ReplicaState
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale_kubernetes.engine import check_templates
-from gpuscale_kubernetes.pods import KubernetesTemplate
 from tests.support.waiting import eventually
 
 READY, STARTING, STOPPED = ReplicaState.READY, ReplicaState.STARTING, ReplicaState.STOPPED
@@ -112,12 +110,12 @@ async def test_a_stale_version_is_refused_by_the_server_and_not_forced(
     config = plane.kubeconfig(ADAPTER, WORKERS)
     async with site(admin), running(config, tmp_path, adapter="kubernetes") as one:
         template = TEMPLATES["worker"]
-        read = await one.cluster.workload(template.kind, template.workload)
+        read = await one.cluster.workload(template.workload)
         merge = {"Content-Type": "application/merge-patch+json"}
         await admin.patch(f"{deployments()}/worker/scale", json={"spec": {"replicas": 2}}, headers=merge)
         assert await one.cluster.scale(read, 1) is False
         assert await pods_asked_for(admin) == 2
-        seen = await one.cluster.workload(template.kind, template.workload)
+        seen = await one.cluster.workload(template.workload)
         assert seen.replicas == 2
         await eventually(lambda: scaled_as_seen(one.cluster, template.workload), timeout=SLOW)
         assert await pods_asked_for(admin) == 1
@@ -125,7 +123,7 @@ async def test_a_stale_version_is_refused_by_the_server_and_not_forced(
 
 async def scaled_as_seen(cluster: Any, workload: str) -> bool:
     """The controller writes the Deployment's status meanwhile, which is a new version too."""
-    seen = await cluster.workload(TEMPLATES["worker"].kind, workload)
+    seen = await cluster.workload(workload)
     done: bool = await cluster.scale(seen, 1)
     return done
 
@@ -154,30 +152,6 @@ async def still_allowed(one: Any) -> None:
     """The server's view of the rights lags a little behind."""
     await check_templates(one.cluster, TEMPLATES)
     raise AssertionError
-
-
-async def test_a_stateful_set_ends_its_newest_pod_and_the_right_replica_stops(
-    plane: ControlPlane, admin: httpx.AsyncClient, tmp_path: Path
-) -> None:
-    templates = {"worker": KubernetesTemplate(stateful_set="worker", parameters={"queue": "tasks"})}
-    [like] = [one for one in manifests() if one["metadata"].get("name") == "worker"]
-    found = {**like, "kind": "StatefulSet", "spec": {**like["spec"], "serviceName": "worker"}}
-    config = plane.kubeconfig(ADAPTER, WORKERS)
-    async with site(admin) as kubelet:
-        await made(admin, found)
-        async with running(config, tmp_path, adapter="kubernetes", templates=templates) as one:
-            one.want([desired(replica) for replica in "ab"])
-            for replica in "ab":
-                await one.state(replica, READY)
-            assert set(by_replica(await kubelet.pods()).values()) == {"worker-0", "worker-1"}
-            oldest = {pod: replica for replica, pod in by_replica(await kubelet.pods()).items()}["worker-0"]
-            ends, stays = ("a", "b") if oldest == name("a") else ("b", "a")
-            one.want([desired(ends, WorkerGoal.STOP, drain=120), desired(stays)])
-            await one.state(ends, STOPPED)
-            await one.state(stays, READY)
-            await eventually(lambda: only_replica(kubelet, name(stays)), timeout=SLOW)
-            assert set(await kubelet.pods()) == {"worker-0"}
-        await admin.delete(f"{place(found)}/worker", params={"propagationPolicy": "Background"})
 
 
 async def test_every_manifest_is_taken_by_the_server(plane: ControlPlane, admin: httpx.AsyncClient) -> None:

@@ -13,7 +13,6 @@ from gpuscale_kubernetes.pods import (
     Pod,
     PodCount,
     PodWorkload,
-    WorkloadKind,
     arrange,
     count,
 )
@@ -27,7 +26,7 @@ def pod(number: int, replica: str = "", **more: Any) -> Pod:
 
 
 def workload(replicas: int) -> PodWorkload:
-    return PodWorkload(WorkloadKind.DEPLOYMENT, "worker", replicas, version="1")
+    return PodWorkload("worker", replicas, version="1")
 
 
 def named(pods: list[Pod]) -> dict[str, str]:

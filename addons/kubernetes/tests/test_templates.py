@@ -12,12 +12,11 @@ from gpuscale_kubernetes.engine import KubernetesSettings
 from gpuscale_kubernetes.pods import (
     KubernetesTemplate,
     PodWorkload,
-    WorkloadKind,
     check_order,
 )
 
 DEPLOYMENT = KubernetesTemplate(deployment="worker", parameters={"queue": "tasks"})
-WORKLOAD = PodWorkload(WorkloadKind.DEPLOYMENT, "worker", gpu_count=2)
+WORKLOAD = PodWorkload("worker", gpu_count=2)
 
 
 def order(gpu_count: int = 2, **parameters: str) -> ReplicaOrder:
@@ -91,7 +90,6 @@ def test_an_order_that_the_deployment_is_not_made_for_says_so(asked: ReplicaOrde
         ("ReplicaSet", "worker-abc", {"pod-template-hash": "abc"}, "worker"),
         ("ReplicaSet", "worker-abc", {"pod-template-hash": "def"}, None),
         ("ReplicaSet", "worker-abc", {}, None),
-        ("StatefulSet", "worker", {}, "worker"),
         ("Job", "worker", {}, None),
     ],
 )

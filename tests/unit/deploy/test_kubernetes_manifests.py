@@ -219,8 +219,8 @@ def test_the_adapter_may_do_what_it_does_and_nothing_else() -> None:
         for verb in rule["verbs"]
     }
     assert allowed == {
-        *((f"{kind}s", "get") for kind in ("deployment", "statefulset")),
-        *((f"{kind}s/scale", "patch") for kind in ("deployment", "statefulset")),
+        ("deployments", "get"),
+        ("deployments/scale", "patch"),
         *(("pods", verb) for verb in ("get", "list", "watch", "patch")),
     }
     assert roles["gpuscale-adapter-pods"] == [
