@@ -126,7 +126,7 @@ async def test_a_small_screen_has_the_figures_who_holds_a_gpu_and_the_keys() -> 
             assert not top.query_one("#problem", Static).display
             assert sum(table.widths[:5]) + 2 * 5 <= 80, "who holds it, and its memory, are seen at 80 columns"
             await pilot.press("question_mark")
-            assert "choose a table" in str(top.screen.query_one("#text", Static).content)
+            assert "release the reservation" in str(top.screen.query_one("#text", Static).content)
             await pilot.press("question_mark")
             assert not top.screen.query("#text")
             await pilot.resize_terminal(40, 8)

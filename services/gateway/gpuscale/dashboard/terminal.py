@@ -184,18 +184,6 @@ TABLES: dict[str, Columns] = {
     | {name: PROCESSES.columns[name] for name in ("user", "used", "memory", "program", "pid", "reservation")},
 }
 UTILIZATION = [*TABLES["gpus"]].index("util")
-KEYS = (
-    (f"1 to {len(TABLES)}", "choose a table"),
-    ("e, Enter", "why: explain or describe the selected row"),
-    ("l", "logs of the selected endpoint, replica or job"),
-    ("x", "end: stop the selected job or release the reservation; asks first"),
-    ("/", "filter: words that a row must show; Esc clears it"),
-    ("s, r", "sort by the next column; reverse the order"),
-    ("t", "tree: show GPUs below their hosts, with the hosts' CPU and memory"),
-    ("p, Space", "pause"),
-    ("arrows", "select; left and right show more columns"),
-    ("q", "quit"),
-)
 
 
 def load_lines(percents: Sequence[float]) -> tuple[str, str]:
@@ -224,16 +212,16 @@ class Top(App[None]):
     AUTO_FOCUS = "#table-gpus"
     BINDINGS: ClassVar[list[BindingType]] = [
         *(Binding(str(number), f"show('{name}')", name, show=False) for number, name in enumerate(TABLES, 1)),
-        Binding("e", "ask('why')", "why"),
-        Binding("l", "ask('logs')", "logs"),
-        Binding("x", "end", "end"),
-        Binding("slash", "filter", "filter"),
-        Binding("s", "sort", "sort"),
+        Binding("e", "ask('why')", "why", tooltip="explain or describe the selected row, as Enter does"),
+        Binding("l", "ask('logs')", "logs", tooltip="of the selected endpoint, replica or job"),
+        Binding("x", "end", "end", tooltip="stop the selected job or release the reservation; asks first"),
+        Binding("slash", "filter", "filter", key_display="/", tooltip="words that a row must show"),
+        Binding("s", "sort", "sort", tooltip="by the next column"),
         Binding("r", "reverse", "reverse the order", show=False),
-        Binding("t", "tree", "tree"),
+        Binding("t", "tree", "tree", tooltip="GPUs below their hosts, with the hosts' CPU and memory"),
         Binding("p,space", "pause", "pause"),
         Binding("escape", "clear", "clear the filter", show=False),
-        Binding("question_mark", "keys", "keys"),
+        Binding("question_mark", "keys", "keys", key_display="?"),
         Binding("q", "quit", "quit"),
     ]
 
@@ -313,7 +301,10 @@ class Top(App[None]):
 
     def action_keys(self) -> None:
         """Show all keys."""
-        self.push_screen(Box("\n".join(f"{keys:<9} {what}" for keys, what in KEYS)))
+        keys = [one for one in self.BINDINGS if isinstance(one, Binding)]
+        words = [(one.key_display or one.key, one.description, one.tooltip) for one in keys]
+        lines = [f"{key:<8} {': '.join(filter(None, told))}" for key, *told in words]
+        self.push_screen(Box("\n".join(["arrows   select; left and right show more columns", *lines])))
 
     def action_tree(self) -> None:
         """Toggle between GPUs alone and GPUs below their hosts."""
