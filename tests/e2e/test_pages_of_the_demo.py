@@ -99,9 +99,8 @@ def test_axe_finds_nothing_on_any_page(browser: Browser, link_file: Path) -> Non
 
 
 def a_gpu(page: Page, site: str) -> str:
-    """The path of a GPU, in what comes with the first page, which is not loaded."""
-    path: str = re.findall(r'/gpus/[^"\\]+', page.request.get(site).text())[0]
-    return path
+    """The path of a GPU, in what comes with the first page once one was asked for; it is not loaded."""
+    return eventually_sync(lambda: re.findall(r'/gpus/[^"\\]+', page.request.get(site).text()))[0]
 
 
 def complaints(page: Page, rules: list[str]) -> list[str]:
