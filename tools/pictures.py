@@ -24,7 +24,6 @@ from tests.support.ports import free_port  # noqa: E402
 PICTURES = ROOT / "docs" / "pictures"
 PAGES = {
     "fleet": "/",
-    "reservations": "/reservations",
     "endpoint": "/endpoints/chat",
     "usage": "/usage",
 }
