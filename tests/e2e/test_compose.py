@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.compose import Compose, why_unavailable
+from tests.support.fixtures import need
 from tests.support.waiting import eventually_sync
 
 LEADING = '"event": "leading"'
@@ -15,14 +16,12 @@ LEADING = '"event": "leading"'
 
 @pytest.fixture
 def compose(tmp_path: Path) -> Iterator[Compose]:
-    reason = why_unavailable()
-    if reason is not None:
-        pytest.skip(reason)
+    need(why_unavailable())
     with ExitStack() as stack:
         try:
             services = stack.enter_context(Compose(tmp_path))
         except subprocess.CalledProcessError as error:
-            pytest.skip(f"this machine runs no containers: {error.stderr}")
+            need(f"this machine runs no containers: {error.stderr}")
         yield services
 
 

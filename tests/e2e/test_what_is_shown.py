@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli import run_cli
+from tests.support.fixtures import need
 from tests.support.nvml_double import NvmlDouble, NvmlReturn, env_with_double, why_unavailable
 from tests.support.ports import free_port
 from tests.support.promtool import named
 from tests.support.up import Up, ctl_environment
 from tests.support.waiting import eventually_sync
-
-pytestmark = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 
 DEAD, SICK, PLAIN = 0, 1, 2
 CORRECTED_NEVER = 4
@@ -62,6 +61,7 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    need(why_unavailable())
     one = Site(tmp_path_factory.mktemp("shown"))
     with one.up:
         eventually_sync(lambda: len(one.gpus()) == 3)

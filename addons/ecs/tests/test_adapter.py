@@ -14,9 +14,7 @@ from gpuscale.autoscaler.adapters.engine import Engine, Finish, ReplicaOrder, St
 from gpuscale.autoscaler.adapters.settings import Host
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale_ecs.engine import EcsSettings
-
-WHY = why_unavailable()
-pytestmark = pytest.mark.skipif(WHY is not None, reason=str(WHY))
+from tests.support.fixtures import need
 
 NAMES = [f"endpoints/e/replicas/{name}" for name in ("one", "two", "three")]
 TEMPLATE = {
@@ -29,6 +27,7 @@ TEMPLATE = {
 
 @pytest.fixture(scope="module")
 def aws() -> Generator[MotoServer]:
+    need(why_unavailable())
     with MotoServer() as server:
         yield server
 

@@ -6,11 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import AsyncMock
 
-import pytest
-
-pytest.importorskip("boto3", reason="the library that calls ECS is not installed (requirements-dev.txt)")
-
 import boto3
+import pytest
 from botocore.stub import Stubber
 
 from gpuscale.api.autoscaler import v1 as api

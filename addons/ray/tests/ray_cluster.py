@@ -15,8 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
-import pytest
 
+from tests.support.fixtures import need
 from tests.support.guarded import GuardedFolder, GuardedProcess
 from tests.support.ports import free_port, listens
 from tests.support.waiting import eventually_sync
@@ -55,9 +55,7 @@ class RayCluster:
 def ray_cluster(gpus: int = 4, cpus: int = 8) -> Generator[RayCluster]:
     """Start one; leaving stops all of it."""
     if find_spec("ray") is None:
-        if os.environ.get("CI") == "true":
-            pytest.fail("Ray is not installed; see requirements-dev.txt")
-        pytest.skip("Ray is not installed")
+        need("Ray is not installed (requirements-dev.txt)")
     folder = GuardedFolder("ray")  # sockets stand below it, and their paths must be short
     port = free_port()
     environment = {

@@ -21,10 +21,8 @@ from gpuscale.autoscaler.adapters.engine import (
 from gpuscale.autoscaler.adapters.settings import Host
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale_slurm.engine import SlurmSettings
+from tests.support.fixtures import need
 from tests.support.waiting import eventually
-
-WHY = why_unavailable()
-pytestmark = pytest.mark.skipif(WHY is not None, reason=str(WHY))
 
 GPUS = 8
 PATIENCE = 120.0
@@ -35,6 +33,7 @@ STARTS = [Start(ReplicaOrder(name, "endpoints/e", {}, gpu_count=1), "worker") fo
 
 @pytest.fixture(scope="module")
 def slurm() -> Generator[SlurmCluster]:
+    need(why_unavailable())
     with SlurmCluster(GPUS) as cluster:
         yield cluster
 

@@ -14,9 +14,8 @@ import pytest
 
 from tests.contract.cli import canned_gateway as canned
 from tests.support.cli import run_cli
+from tests.support.fixtures import need
 from tests.support.ports import silent_port
-
-BASH = shutil.which("bash")
 
 
 @pytest.fixture
@@ -125,9 +124,10 @@ def test_fish_cuts_no_meaning_at_its_comma() -> None:
     assert 'string split --max 1 ","' in run_cli("completion", "fish").out
 
 
-@pytest.mark.skipif(BASH is None, reason="no bash here")
 def test_a_real_bash_completes(address: str, tmp_path: Path) -> None:
     """The script as it is written, sourced by bash, with the program on its path."""
+    if (bash := shutil.which("bash")) is None:
+        need("bash is not installed")
     program = tmp_path / "gpuscalectl"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m gpuscale.cli.main "$@"\n')
     program.chmod(0o700)
@@ -141,7 +141,7 @@ def test_a_real_bash_completes(address: str, tmp_path: Path) -> None:
     """
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "GPUSCALE_ADDRESS": address}
     ran = subprocess.run(
-        [str(BASH), "--norc", "-c", script],
+        [str(bash), "--norc", "-c", script],
         env=environment,
         capture_output=True,
         text=True,

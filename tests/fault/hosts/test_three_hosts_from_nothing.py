@@ -26,6 +26,7 @@ import pytest
 
 from gpuscale.common.security.certificates import read_certificate
 from tests.support.cli import Ran
+from tests.support.fixtures import need
 from tests.support.hosts import ROOT, Hosts, Running, children, why_unavailable
 from tests.support.lab import PATIENT
 from tests.support.nvml_double import NvmlDouble, env_with_double
@@ -119,12 +120,9 @@ class Site:
         return ran.out
 
 
-NEEDED = why_unavailable() or why_no_double() or why_no_database()
-
-
 @pytest.mark.timeout(480)
-@pytest.mark.skipif(bool(NEEDED), reason=str(NEEDED))
 def test_three_hosts_from_nothing(tmp_path: Path) -> None:
+    need(why_unavailable() or why_no_double() or why_no_database())
     with PostgresServer() as database:
         sockets = Path(str(database.run("SHOW unix_socket_directories")[0][0]))
         for folder in (sockets, library_folder()):

@@ -10,6 +10,7 @@ import pytest
 
 from tests.fault.hosts.lan import lan, why_unavailable
 from tests.support.cli import Ran
+from tests.support.fixtures import need
 from tests.support.nvml_double import NvmlDouble, env_with_double
 from tests.support.nvml_double import why_unavailable as why_no_double
 from tests.support.shell import Shell
@@ -21,8 +22,8 @@ HOST = ["gpuscale-agent", "gpuscale-adapter"]
 
 
 @pytest.mark.timeout(480)
-@pytest.mark.skipif(bool(why_unavailable() or why_no_double()), reason="no namespaces, or no driver's double")
 def test_init_and_join_start_their_units_and_leave_removes_them(tmp_path: Path) -> None:
+    need(why_unavailable() or why_no_double())
     with lan("first", "left") as hosts, ExitStack() as shells:
         doubles = {name: SystemctlDouble(tmp_path / f"systemd-{name}") for name in ("first", "left")}
         (place := tmp_path / "double").mkdir()
