@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -31,8 +31,6 @@ from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.autoscaler.signals.brokers import BrokerSettings
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.secrets import SecretUrl
-from gpuscale.common.wire import to_duration, to_timestamp
-from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 from gpuscale.monitor.agent.sources import simulated_uuid
 from gpuscale.monitor.app.agent import open_agent
 from gpuscale.monitor.app.fleet import open_fleet
@@ -50,8 +48,9 @@ NODES = 16
 MOST_AWAITS = 40
 UUIDS = itertools.count(1)
 
-Prepare: TypeAlias = Callable[[Room, int], Awaitable[Sequence[Message]]]
-"""Makes what the call of that number changes, and returns what the call sends."""
+Fields: TypeAlias = Mapping[str, Any]
+Prepare: TypeAlias = Callable[[Room, int], Awaitable[Fields]]
+"""Makes what the call of that number changes, and returns the fields of its request."""
 
 READS = ("Get", "List", "Watch", "Query", "Read", "Check", "WaitFor", "Explain", "Estimate", "Rank", "Render")
 READS_TOO = ("Verify", "Plan", "Evaluate", "Backtest", "StreamIsActive", "StreamMetricSpec", "IsActive")
@@ -79,148 +78,90 @@ def mutating(rpc: Rpc) -> bool:
 
 
 MUTATING = {rpc.method.name: rpc.path for rpc in rpcs() if mutating(rpc)}
+REQUESTS = {rpc.method.name: rpc.request_class for rpc in rpcs() if mutating(rpc)}
 
 
 def new_id() -> str:
     return str(UUID(int=next(UUIDS)))
 
 
+async def call(room: Room, method: str, **fields: Any) -> Any:
+    return await room.call(MUTATING[method], REQUESTS[method](**fields))
+
+
+async def made(room: Room, method: str, number: int) -> Any:
+    """What the case of a method makes with that number."""
+    return await call(room, method, **await CASES[method][1](room, number))
+
+
 # The allocator.
 
 
-def reserve_request(_: int = 0, node: str = "n0") -> allocator_api.ReserveRequest:
-    return allocator_api.ReserveRequest(
-        request_id=new_id(),
-        holder="me",
-        ttl=to_duration(300),
-        ask=allocator_api.Ask(gpu_count=1, nodes=[f"nodes/{node}"]),
-    )
+def reserving(node: str = "n0", **more: Any) -> Fields:
+    ask = {"gpu_count": 1, "nodes": [f"nodes/{node}"]}
+    return {"request_id": new_id(), "holder": "me", "ttl": timedelta(seconds=300), "ask": ask, **more}
 
 
-async def reserved(room: Room, node: str = "n0") -> allocator_api.Reservation:
-    found: allocator_api.Reservation = (
-        await room.call(MUTATING["Reserve"], reserve_request(node=node))
-    ).reservation
-    return found
+async def a_release(room: Room, _: int) -> Fields:
+    one = (await call(room, "Reserve", **reserving())).reservation
+    return {"name": one.name, "fence": one.fence}
 
 
-async def a_reserve(_: Room, number: int) -> Sequence[Message]:
-    return [reserve_request(number)]
+async def a_renewal(room: Room, number: int) -> Fields:
+    return {**await a_release(room, number), "ttl": timedelta(seconds=900)}
 
 
-async def a_batch(_: Room, number: int) -> Sequence[Message]:
-    return [allocator_api.BatchReserveRequest(requests=[reserve_request(number), reserve_request(number)])]
+async def a_keep_alive(room: Room, number: int) -> Fields:
+    return {"leases": [await a_release(room, number)]}
 
 
-async def a_wait(_: Room, number: int) -> Sequence[Message]:
-    request = reserve_request(number)
-    request.wait.CopyFrom(to_duration(5))
-    return [allocator_api.ReserveAndWatchRequest(reserve=request)]
+async def a_batch_release(room: Room, number: int) -> Fields:
+    return {"requests": [await a_release(room, number) for _ in range(2)]}
 
 
-async def a_renewal(room: Room, _: int) -> Sequence[Message]:
-    one = await reserved(room)
-    return [allocator_api.RenewReservationRequest(name=one.name, fence=one.fence, ttl=to_duration(900))]
-
-
-async def a_keep_alive(room: Room, _: int) -> Sequence[Message]:
-    one = await reserved(room)
-    lease = allocator_api.LeaseRenewal(name=one.name, fence=one.fence)
-    return [allocator_api.KeepAliveRequest(leases=[lease])]
-
-
-async def a_release(room: Room, _: int) -> Sequence[Message]:
-    one = await reserved(room)
-    return [allocator_api.ReleaseReservationRequest(name=one.name, fence=one.fence)]
-
-
-async def a_batch_release(room: Room, number: int) -> Sequence[Message]:
-    requests: list[Any] = [one for _ in range(2) for one in await a_release(room, number)]
-    return [allocator_api.BatchReleaseRequest(requests=requests)]
-
-
-async def a_booking(_: Room, number: int) -> Sequence[Message]:
-    booking = allocator_api.Booking(
-        ask=allocator_api.Ask(gpu_count=1),
-        start_time=to_timestamp(WALL_START + timedelta(days=number + 1)),
-        duration=to_duration(3600),
-    )
-    request_id = str(UUID(int=next(UUIDS)))
-    return [
-        allocator_api.CreateBookingRequest(booking=booking, request_id=request_id, booking_id=f"b{number}")
-    ]
-
-
-async def a_quota(_: Room, number: int) -> Sequence[Message]:
-    quota = allocator_api.Quota(tenant=f"t{number}", gpu_milli_limit=500)
-    return [allocator_api.SetQuotaRequest(quota=quota)]
+def booking(number: int) -> Fields:
+    start = WALL_START + timedelta(days=number + 1)
+    return {"ask": {"gpu_count": 1}, "start_time": start, "duration": timedelta(hours=1)}
 
 
 def node_of(number: int) -> str:
     return f"n{number % (NODES - 1) + 1}"
 
 
-async def a_cordon(_: Room, number: int) -> Sequence[Message]:
-    return [allocator_api.CordonNodeRequest(name=f"nodes/{node_of(number)}", reason=f"number {number}")]
-
-
-async def a_drain(room: Room, number: int) -> Sequence[Message]:
+async def a_drain(room: Room, number: int) -> Fields:
     node = node_of(number)
-    await room.call(MUTATING["UncordonNode"], allocator_api.UncordonNodeRequest(name=f"nodes/{node}"))
-    await reserved(room, node)
-    return [allocator_api.DrainNodeRequest(name=f"nodes/{node}", grace=to_duration(100 + number))]
+    await call(room, "UncordonNode", name=f"nodes/{node}")
+    await call(room, "Reserve", **reserving(node))
+    return {"name": f"nodes/{node}", "grace": timedelta(seconds=100 + number)}
 
 
-def policy(number: int, *, active: bool = False) -> allocator_api.UsePolicy:
-    stage = allocator_api.PolicyStage(actions=[allocator_api.PolicyAction.POLICY_ACTION_NOTE])
-    condition = allocator_api.UseCondition.USE_CONDITION_OVER_USE
-    spec = allocator_api.UsePolicySpec(condition=condition, stages=[stage], active=active)
-    return allocator_api.UsePolicy(name=f"policies/p{number}", spec=spec)
+def policy(number: int, *, active: bool = False) -> Fields:
+    stages = [{"actions": ["POLICY_ACTION_NOTE"]}]
+    spec = {"condition": "USE_CONDITION_OVER_USE", "stages": stages, "active": active}
+    return {"name": f"policies/p{number}", "spec": spec}
 
 
-async def a_policy(_: Room, number: int) -> Sequence[Message]:
-    return [allocator_api.CreateUsePolicyRequest(use_policy=policy(number), request_id=new_id())]
+def budget(number: int, watts: float = 900) -> Fields:
+    return {"name": f"budgets/b{number}", "spec": {"watts": watts, "nodes": ["nodes/none"]}}
 
 
-def budget(number: int, watts: float = 900) -> allocator_api.PowerBudget:
-    spec = allocator_api.PowerBudgetSpec(watts=watts, nodes=["nodes/none"])
-    return allocator_api.PowerBudget(name=f"budgets/b{number}", spec=spec)
+def target(number: int, path: str = "") -> Fields:
+    return {"name": f"targets/t{number}", "spec": {"url": f"http://192.0.2.1/{path}"}}
 
 
-async def a_budget(_: Room, number: int) -> Sequence[Message]:
-    return [allocator_api.CreatePowerBudgetRequest(power_budget=budget(number), request_id=new_id())]
-
-
-def target(number: int, path: str = "") -> allocator_api.NotificationTarget:
-    spec = allocator_api.NotificationTargetSpec(url=f"http://192.0.2.1/{path}")
-    return allocator_api.NotificationTarget(name=f"targets/t{number}", spec=spec)
-
-
-async def a_target(_: Room, number: int) -> Sequence[Message]:
-    made = target(number)
-    return [allocator_api.CreateNotificationTargetRequest(notification_target=made, request_id=new_id())]
-
-
-async def a_letter(room: Room, number: int) -> Sequence[Message]:
-    await room.call(MUTATING["CreateNotificationTarget"], *await a_target(room, number))
-    await room.call(MUTATING["DrainNode"], *await a_drain(room, number))
+async def a_letter(room: Room, number: int) -> Fields:
+    await made(room, "CreateNotificationTarget", number)
+    await made(room, "DrainNode", number)
     path = MUTATING["ResendNotification"].replace("ResendNotification", "ListNotifications")
     request = allocator_api.ListNotificationsRequest(filter=f'name = "targets/t{number}/*"')
-    found = (await room.call(path, request)).notifications
-    return [allocator_api.ResendNotificationRequest(name=found[0].name)]
+    return {"name": (await room.call(path, request)).notifications[0].name}
 
 
 # The autoscaler.
 
 
-def watcher(number: int, queue: str = "q") -> autoscaler_api.QueueWatcher:
-    return autoscaler_api.QueueWatcher(
-        name=f"watchers/w{number}", spec=autoscaler_api.QueueWatcherSpec(broker="default", queue=queue)
-    )
-
-
-async def a_watcher(_: Room, number: int) -> Sequence[Message]:
-    return [autoscaler_api.CreateQueueWatcherRequest(queue_watcher=watcher(number), request_id=new_id())]
+def watcher(number: int, queue: str = "q") -> Fields:
+    return {"name": f"watchers/w{number}", "spec": {"broker": "default", "queue": queue}}
 
 
 def endpoint(number: int, reads: int) -> autoscaler_api.Endpoint:
@@ -229,89 +170,42 @@ def endpoint(number: int, reads: int) -> autoscaler_api.Endpoint:
     return found
 
 
-async def an_endpoint(room: Room, number: int) -> Sequence[Message]:
+def rule(number: int, **fields: Any) -> autoscaler_api.Rule:
+    found = endpoint(number, 0).spec.rules[0]
+    found.MergeFrom(autoscaler_api.Rule(**fields))
+    return found
+
+
+async def an_endpoint(room: Room, number: int) -> Fields:
     for one in (2 * number, 2 * number + 1):
-        await room.call(MUTATING["CreateQueueWatcher"], *await a_watcher(room, one))
-    return [autoscaler_api.CreateEndpointRequest(endpoint=endpoint(number, 2 * number), request_id=new_id())]
+        await made(room, "CreateQueueWatcher", one)
+    return {"endpoint": endpoint(number, 2 * number), "request_id": new_id()}
 
 
-async def made_endpoint(room: Room, number: int) -> str:
-    await room.call(MUTATING["CreateEndpoint"], *await an_endpoint(room, number))
-    return f"endpoints/e{number}"
+async def no_adapter(room: Room, number: int) -> Fields:
+    register = {"adapter": f"a{number}", "kind": "process", "node": "n0", "templates": ["worker"]}
+    await call(room, "Connect", register=register)
+    return {"name": f"adapters/a{number}"}
 
 
-async def other_endpoint(room: Room, number: int) -> Sequence[Message]:
-    await made_endpoint(room, number)
-    return [autoscaler_api.UpdateEndpointRequest(endpoint=endpoint(number, 2 * number + 1))]
-
-
-async def no_endpoint(room: Room, number: int) -> Sequence[Message]:
-    return [autoscaler_api.DeleteEndpointRequest(name=await made_endpoint(room, number))]
-
-
-async def replicas(room: Room, number: int) -> Sequence[Message]:
-    return [autoscaler_api.SetReplicasRequest(name=await made_endpoint(room, number), replicas=2)]
-
-
-async def a_rule(room: Room, number: int) -> Sequence[Message]:
-    rule = autoscaler_api.Rule()
-    rule.CopyFrom(endpoint(number, 0).spec.rules[0])
-    rule.id = "third"
-    return [autoscaler_api.CreateRuleRequest(parent=await made_endpoint(room, number), rule=rule)]
-
-
-async def other_rule(room: Room, number: int) -> Sequence[Message]:
-    rule = autoscaler_api.Rule()
-    rule.CopyFrom(endpoint(number, 0).spec.rules[0])
-    rule.disabled = True
-    name = await made_endpoint(room, number)
-    return [autoscaler_api.UpdateRuleRequest(name=f"{name}/rules/{rule.id}", rule=rule)]
-
-
-async def no_rule(room: Room, number: int) -> Sequence[Message]:
-    name = await made_endpoint(room, number)
-    return [autoscaler_api.DeleteRuleRequest(name=f"{name}/rules/up")]
-
-
-async def no_adapter(room: Room, number: int) -> Sequence[Message]:
-    register = autoscaler_internal.Register(
-        adapter=f"a{number}", kind="process", node="n0", templates=["worker"]
-    )
-    path = "/gpuscale.internal.autoscaler.v1.AdapterStreamService/Connect"
-    await room.call(path, autoscaler_internal.ConnectRequest(register=register))
-    return [autoscaler_api.ForgetAdapterRequest(name=f"adapters/a{number}")]
-
-
-async def a_backtest(_: Room, number: int) -> Sequence[Message]:
-    preset = autoscaler_api.BacktestPolicy(name="p", preset=autoscaler_api.PresetWish(preset="keda"))
-    workload = autoscaler_api.Workload(arrivals=[0.0], service_seconds=[1.0])
-    return [
-        autoscaler_api.CreateBacktestRequest(
-            spec=autoscaler_api.BacktestSpec(policies=[preset]),
-            request_id=new_id(),
-            backtest_id=f"b{number}",
-            workload=workload,
-        )
-    ]
+def backtest(number: int) -> Fields:
+    workload = {"arrivals": [0.0], "service_seconds": [1.0]}
+    spec = {"policies": [{"name": "p", "preset": {"preset": "keda"}}]}
+    return {"spec": spec, "request_id": new_id(), "backtest_id": f"b{number}", "workload": workload}
 
 
 # The fleet and the agent.
 
 
-async def a_recording(_: Room, number: int) -> Sequence[Message]:
-    return [
-        monitor_api.StartRecordingRequest(
-            request_id=new_id(), recording_id=f"r{number}", names=["nodes/alpha"]
-        )
-    ]
+def recording(number: int) -> Fields:
+    return {"request_id": new_id(), "recording_id": f"r{number}", "names": ["nodes/alpha"]}
 
 
 ADMITTED = [simulated_uuid("alpha", index) for index in range(8)]
 
 
-async def work(_: Room, number: int) -> Sequence[Message]:
-    uuids = ADMITTED[number % 8 :][:1]
-    return [monitor_api.AdmitWorkRequest(gpu_uuids=uuids, fence=100, reservation="reservations/r100")]
+def admitted(number: int) -> Fields:
+    return {"gpu_uuids": ADMITTED[number % 8 :][:1], "fence": 100, "reservation": "reservations/r100"}
 
 
 class PromptThread(ThreadPoolExecutor):
@@ -379,36 +273,48 @@ async def an_agent(state: Path, clock: ManualClock) -> AsyncGenerator[Room]:
 
 
 Opening: TypeAlias = Callable[[Path, ManualClock], Any]
-FIRST: Mapping[str, tuple[Opening, Prepare]] = {
-    "Reserve": (an_allocator, a_reserve),
-    "ReserveAndWatch": (an_allocator, a_wait),
-    "BatchReserve": (an_allocator, a_batch),
+FIRST: Mapping[str, tuple[Opening, Callable[[int], Fields]]] = {
+    "Reserve": (an_allocator, lambda _: reserving()),
+    "ReserveAndWatch": (an_allocator, lambda _: {"reserve": reserving(wait=timedelta(seconds=5))}),
+    "BatchReserve": (an_allocator, lambda _: {"requests": [reserving(), reserving()]}),
+    "SetQuota": (an_allocator, lambda n: {"quota": {"tenant": f"t{n}", "gpu_milli_limit": 500}}),
+    "CreateBooking": (
+        an_allocator,
+        lambda n: {"booking": booking(n), "request_id": new_id(), "booking_id": f"b{n}"},
+    ),
+    "CordonNode": (an_allocator, lambda n: {"name": f"nodes/{node_of(n)}", "reason": f"number {n}"}),
+    "CreateUsePolicy": (an_allocator, lambda n: {"use_policy": policy(n), "request_id": new_id()}),
+    "CreatePowerBudget": (an_allocator, lambda n: {"power_budget": budget(n), "request_id": new_id()}),
+    "CreateNotificationTarget": (
+        an_allocator,
+        lambda n: {"notification_target": target(n), "request_id": new_id()},
+    ),
+    "CreateQueueWatcher": (an_autoscaler, lambda n: {"queue_watcher": watcher(n), "request_id": new_id()}),
+    "CreateBacktest": (an_autoscaler, backtest),
+    "StartRecording": (a_fleet, recording),
+    "AdmitWork": (an_agent, admitted),
+}
+"""Calls that need nothing, and the fields of their requests."""
+PREPARED: Mapping[str, tuple[Opening, Prepare]] = {
     "RenewReservation": (an_allocator, a_renewal),
     "KeepAlive": (an_allocator, a_keep_alive),
     "ReleaseReservation": (an_allocator, a_release),
     "BatchRelease": (an_allocator, a_batch_release),
-    "SetQuota": (an_allocator, a_quota),
-    "CreateBooking": (an_allocator, a_booking),
-    "CordonNode": (an_allocator, a_cordon),
     "DrainNode": (an_allocator, a_drain),
-    "CreateUsePolicy": (an_allocator, a_policy),
-    "CreatePowerBudget": (an_allocator, a_budget),
-    "CreateNotificationTarget": (an_allocator, a_target),
     "ResendNotification": (an_allocator, a_letter),
-    "CreateQueueWatcher": (an_autoscaler, a_watcher),
     "CreateEndpoint": (an_autoscaler, an_endpoint),
-    "UpdateEndpoint": (an_autoscaler, other_endpoint),
-    "DeleteEndpoint": (an_autoscaler, no_endpoint),
-    "SetReplicas": (an_autoscaler, replicas),
-    "CreateRule": (an_autoscaler, a_rule),
-    "UpdateRule": (an_autoscaler, other_rule),
-    "DeleteRule": (an_autoscaler, no_rule),
     "ForgetAdapter": (an_autoscaler, no_adapter),
-    "CreateBacktest": (an_autoscaler, a_backtest),
-    "StartRecording": (a_fleet, a_recording),
-    "AdmitWork": (an_agent, work),
 }
-AFTER: Mapping[str, tuple[str, Callable[[int], Mapping[str, Any]]]] = {
+AFTER: Mapping[str, tuple[str, Callable[[int], Fields]]] = {
+    "UpdateEndpoint": ("CreateEndpoint", lambda n: {"endpoint": endpoint(n, 2 * n + 1)}),
+    "DeleteEndpoint": ("CreateEndpoint", lambda n: {"name": f"endpoints/e{n}"}),
+    "SetReplicas": ("CreateEndpoint", lambda n: {"name": f"endpoints/e{n}", "replicas": 2}),
+    "CreateRule": ("CreateEndpoint", lambda n: {"parent": f"endpoints/e{n}", "rule": rule(n, id="third")}),
+    "UpdateRule": (
+        "CreateEndpoint",
+        lambda n: {"name": f"endpoints/e{n}/rules/up", "rule": rule(n, disabled=True)},
+    ),
+    "DeleteRule": ("CreateEndpoint", lambda n: {"name": f"endpoints/e{n}/rules/up"}),
     "CancelBooking": ("CreateBooking", lambda n: {"name": f"bookings/b{n}"}),
     "DeleteQuota": ("SetQuota", lambda n: {"tenant": f"t{n}"}),
     "UncordonNode": ("DrainNode", lambda n: {"name": f"nodes/{node_of(n)}"}),
@@ -429,12 +335,8 @@ AFTER: Mapping[str, tuple[str, Callable[[int], Mapping[str, Any]]]] = {
     "DeleteRecording": ("StartRecording", lambda n: {"name": f"recordings/r{n}"}),
     "ResetFences": ("AdmitWork", lambda n: {"gpu_uuids": ADMITTED[n % 8 :][:1]}),
 }
-"""Calls about what one of FIRST makes, and the fields of their requests."""
-LAST: Mapping[Opening, tuple[str, Prepare]] = {
-    an_allocator: ("SetQuota", a_quota),
-    an_autoscaler: ("CreateQueueWatcher", a_watcher),
-    a_fleet: ("StartRecording", a_recording),
-}
+"""Calls about what another makes, and the fields of their requests."""
+LAST = {an_allocator: "SetQuota", an_autoscaler: "CreateQueueWatcher", a_fleet: "StartRecording"}
 """What is written after all that is under way."""
 LISTS = (
     "allocator.v1.AllocatorService/ListReservations",
@@ -451,18 +353,26 @@ LISTS = (
 VOLATILE = {"status", "next_page_token", "create_time", "update_time"}
 
 
-def after(method: str, creation: str, fields: Callable[[int], Mapping[str, Any]]) -> tuple[Opening, Prepare]:
-    opening, prepare = FIRST[creation]
-    [request] = (rpc.request_class for rpc in rpcs() if rpc.method.name == method)
-
-    async def prepared(room: Room, number: int) -> Sequence[Message]:
-        await room.call(MUTATING[creation], *await prepare(room, number))
-        return [request(**fields(number))]
+def first(opening: Opening, fields: Callable[[int], Fields]) -> tuple[Opening, Prepare]:
+    async def prepared(_: Room, number: int) -> Fields:
+        return fields(number)
 
     return opening, prepared
 
 
-CASES = {**FIRST, **{method: after(method, *made) for method, made in AFTER.items()}}
+def after(creation: str, fields: Callable[[int], Fields]) -> tuple[Opening, Prepare]:
+    async def prepared(room: Room, number: int) -> Fields:
+        await made(room, creation, number)
+        return fields(number)
+
+    return {**FIRST, **PREPARED}[creation][0], prepared
+
+
+CASES = {
+    **PREPARED,
+    **{method: first(*row) for method, row in FIRST.items()},
+    **{method: after(*row) for method, row in AFTER.items()},
+}
 
 
 async def answers(room: Room, count: int) -> list[str]:
@@ -530,12 +440,11 @@ async def test_memory_is_what_a_restart_finds(tmp_path: Path, method: str) -> No
     state.mkdir(mode=0o700)
     async with opening(state, clock) as room:
         for number in range(1, MOST_AWAITS):
-            requests = await prepare(room, number)
+            request = REQUESTS[method](**await prepare(room, number))
             clock.advance(opening is an_allocator)  # else a renewal would change nothing
-            cancelled = await room.cancelled(number, MUTATING[method], *requests)
+            cancelled = await room.cancelled(number, MUTATING[method], request)
             if opening in LAST:
-                last, change = LAST[opening]
-                await room.call(MUTATING[last], *await change(room, 1000 + number))
+                await made(room, LAST[opening], 1000 + number)
             await asyncio.to_thread(int)
             kill = copied(state, tmp_path / f"kill {number}")
             seen = await answers(room, number)
