@@ -251,15 +251,14 @@ async def confirming_allocator() -> AsyncGenerator[grpc.aio.Channel]:
 
 
 @asynccontextmanager
-async def running_agent(
+async def serving_agent(
     fleet_address: str | None = None,
-    channel_to: Callable[[str], grpc.aio.Channel] = open_channel,
     clock: Clock | None = None,
     allocator: grpc.aio.Channel | None = None,
     calls: CallMeter | None = None,
     **settings: object,
-) -> AsyncGenerator["AgentServiceAsyncStub", None]:
-    """An agent on a port of its own, with simulated GPUs and four snapshots a second unless settings say otherwise."""
+) -> AsyncGenerator[str]:
+    """The address of an agent, with simulated GPUs and four snapshots a second unless settings say otherwise."""
     merged = {"node": "alpha", "source": "simulated", "period_seconds": 0.25} | settings
     if fleet_address is not None:
         merged["fleet_address"] = fleet_address
@@ -271,6 +270,13 @@ async def running_agent(
         agent = open_agent(
             chosen, fleet=fleet, allocator=allocator, clock=clock or SystemClock(), calls=calls
         )
-        address = await stack.enter_async_context(serve(*await stack.enter_async_context(agent)))
-        channel = await stack.enter_async_context(channel_to(address))
+        yield await stack.enter_async_context(serve(*await stack.enter_async_context(agent)))
+
+
+@asynccontextmanager
+async def running_agent(
+    *fleet_address: str, **settings: Any
+) -> AsyncGenerator["AgentServiceAsyncStub", None]:
+    """The same, and a stub to it."""
+    async with serving_agent(*fleet_address, **settings) as address, open_channel(address) as channel:
         yield monitor_api.AgentServiceStub(channel)

@@ -31,7 +31,7 @@ from gpuscale.monitor.agent import collector, helpers
 from tests.support import policies
 from tests.support.allocator import Client, Reservation, allocator, calling
 from tests.support.clock import ManualClock
-from tests.support.monitor import running_agent, running_fleet
+from tests.support.monitor import running_agent, running_fleet, serving_agent
 from tests.support.nvml_double import DoubleProcess, NvmlDouble
 from tests.support.policies import KILL, NOTE, NOTIFY, SECRET, Admin, idle_policy
 from tests.support.waiting import eventually
@@ -303,17 +303,9 @@ async def agent_of(
     fleet: str, allocator: grpc.aio.Channel, **settings: object
 ) -> AsyncGenerator["monitor_api.WorkServiceAsyncStub"]:
     """An agent on the double that admits work."""
-    channels: list[grpc.aio.Channel] = []
-
-    def channel_to(address: str) -> grpc.aio.Channel:
-        channels.append(open_channel(address))
-        return channels[-1]
-
-    agent = running_agent(
-        fleet, channel_to, allocator=allocator, source="nvml", period_seconds=0.2, **settings
-    )
-    async with agent:
-        yield monitor_api.WorkServiceStub(channels[0])
+    agent = serving_agent(fleet, allocator=allocator, source="nvml", period_seconds=0.2, **settings)
+    async with agent as address, open_channel(address) as channel:
+        yield monitor_api.WorkServiceStub(channel)
 
 
 async def _told_of(hook: Hook, subjects: Sequence[str]) -> bool:

@@ -3,16 +3,14 @@
 import asyncio
 import json
 
-import grpc
 import psutil
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.validation import violations
 from gpuscale.common.wire import to_duration
 from tests.support.cli import Ran, run_cli
-from tests.support.monitor import running_agent
+from tests.support.monitor import running_agent, serving_agent
 from tests.support.waiting import eventually
 
 
@@ -47,21 +45,15 @@ async def test_a_snapshot_shows_this_host_and_simulated_gpus_that_say_so() -> No
 
 
 async def test_the_command_line_takes_a_reading_of_the_last_seconds_or_a_new_one() -> None:
-    addresses: list[str] = []
-
-    def noted(address: str) -> grpc.aio.Channel:
-        addresses.append(address)
-        return open_channel(address)
-
     async def asked(*options: str) -> Ran:
-        ran = await asyncio.to_thread(run_cli, "--address", addresses[0], "snapshot", *options)
+        ran = await asyncio.to_thread(run_cli, "--address", address, "snapshot", *options)
         assert ran.code == 0, ran.err
         return ran
 
     async def seq(*options: str) -> int:
         return int(json.loads((await asked(*options, "-o", "json")).out)["seq"])
 
-    async with running_agent(channel_to=noted, period_seconds=60.0):
+    async with serving_agent(period_seconds=60.0) as address:
         first = await seq("--max-age", "1h")
         assert await seq() == first
         assert await seq("--fresh") == first + 1

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import grpc
 import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
@@ -28,10 +27,11 @@ from gpuscale.monitor.model.readings import (
     Quarantine,
 )
 from tests.support.clock import WALL_START
-from tests.support.monitor import FakeGpus, collected, confirming_allocator, running_agent
+from tests.support.monitor import FakeGpus, collected, confirming_allocator, serving_agent
 from tests.support.monitor_values import identity
 
 if TYPE_CHECKING:
+    from gpuscale.api.monitor.v1.agent_service_pb2_grpc import AgentServiceAsyncStub
     from gpuscale.api.monitor.v1.work_service_pb2_grpc import WorkServiceAsyncStub
 
 FIRST, SECOND = simulated_uuid("alpha", 0), simulated_uuid("alpha", 1)
@@ -40,20 +40,14 @@ FIRST, SECOND = simulated_uuid("alpha", 0), simulated_uuid("alpha", 1)
 @asynccontextmanager
 async def work(state_dir: Path | None) -> AsyncGenerator["WorkServiceAsyncStub", None]:
     """The service of an agent with two simulated GPUs that keeps its fences there."""
-    channels: list[grpc.aio.Channel] = []
-
-    def channel_to(address: str) -> grpc.aio.Channel:
-        channels.append(open_channel(address))
-        return channels[-1]
-
     async with (
         confirming_allocator() as allocator,
-        running_agent(
-            channel_to=channel_to, state_dir=state_dir, simulated_gpu_count=2, allocator=allocator
-        ) as agent,
+        serving_agent(state_dir=state_dir, simulated_gpu_count=2, allocator=allocator) as address,
+        open_channel(address) as channel,
     ):
+        agent: AgentServiceAsyncStub = monitor_api.AgentServiceStub(channel)
         await agent.GetSnapshot(monitor_api.GetSnapshotRequest(), timeout=30)
-        yield monitor_api.WorkServiceStub(channels[0])
+        yield monitor_api.WorkServiceStub(channel)
 
 
 async def admit(service: "WorkServiceAsyncStub", fence: int, *uuids: str, pid: int | None = None) -> None:
