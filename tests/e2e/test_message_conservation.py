@@ -3,7 +3,7 @@
 200 messages that take 0.2 to 3 s each, three tenths of that unless GPUSCALE_CONSERVATION_SCALE says otherwise (1 for the
 full length). A real RabbitMQ, the example worker, the process adapter and the autoscaler as processes of their own, the endpoint
 going 8 -> 1 -> 8 -> 1 -> 8 -> 0: the autoscaler and the adapter die (kill -9) in the middle of a drain, and workers while they
-are busy. Deaths at the failpoints of a start are those of test_autoscaler_crashes and test_process_crash.
+are busy. Deaths at the failpoints of a start are those of test_killed_while_moving and test_process_crash.
 """
 
 import asyncio
