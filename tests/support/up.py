@@ -119,14 +119,16 @@ class Up:
 
 
 class Typed:
-    """`gpuscalectl` with these words, forked; what it writes is read as it comes.
+    """`gpuscalectl` (or another module) with these words, forked; what it writes is read as it comes.
 
     Attributes: `stdout`, `stderr`.
     """
 
-    def __init__(self, *words: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, *words: str, environment: Mapping[str, str] | None = None, module: str = "tests.support.up"
+    ) -> None:
         (out, to_out), (err, to_err) = Pipe(duplex=False), Pipe(duplex=False)
-        self._process = Forked("tests.support.up", words, environment or ctl_environment(), to_err, to_out)
+        self._process = Forked(module, words, environment or ctl_environment(), to_err, to_out)
         self.stdout, self.stderr = (os.fdopen(os.dup(one.fileno())) for one in (out, err))
         for one in (out, to_out, err, to_err):
             one.close()

@@ -4,8 +4,6 @@ import asyncio
 import gc
 import json
 import signal
-import subprocess
-import sys
 import textwrap
 import weakref
 from collections.abc import Coroutine, Iterator
@@ -18,6 +16,7 @@ from gpuscale.common.errors import InternalError, NotFoundError
 from gpuscale.common.runtime import lifecycle
 from gpuscale.common.runtime.tasks import TaskScope, pause_before_retry
 from tests.support.ports import free_port
+from tests.support.up import Typed
 
 
 async def forever(ended: list[str], name: str) -> None:
@@ -165,25 +164,21 @@ await stop.wait()
 
 
 @contextmanager
-def program(body: str, prelude: str = "", *, quiet: bool = False) -> Iterator[subprocess.Popen[str]]:
+def program(body: str, prelude: str = "", *, quiet: bool = False) -> Iterator[Typed]:
     source = PROGRAM.format(body=textwrap.indent(body, "    "), prelude=prelude, quiet=quiet)
-    process = subprocess.Popen(
-        [sys.executable, "-c", source], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = Typed(source, module="tests.support.source")
     try:
         yield process
     finally:
-        process.kill()
-        process.communicate()
+        process.close()
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=60)
-    return process.returncode, out, err
+def ended(process: Typed) -> tuple[int, str, str]:
+    ran = process.ended()
+    return ran.code, ran.out, ran.err
 
 
-def await_line(process: subprocess.Popen[str], line: str) -> None:
-    assert process.stdout is not None
+def await_line(process: Typed, line: str) -> None:
     assert process.stdout.readline() == line + "\n"
 
 
