@@ -268,9 +268,8 @@ TEXTS = [
     "a b",
     " a",
     "a ",
-    "a\u00a0b",
-    "b\nc",
-    "",
+    *["a\u00a0b", "a\u3000b", "a\ue000b", "a\x85", "a\x00b", "b\nc", ""],
+    *[UUID, UUID + "0", UUID[:-1] + "g", UUID.replace("-", ""), UUID + "\n"],
     *("a" * n for n in (63, 64, 253, 254)),
 ]
 

@@ -40,14 +40,6 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Opened:
     return on_postgresql
 
 
-async def test_what_was_written_is_there_after_reopening(opened: Opened) -> None:
-    async with opened() as notes:
-        assert await notes.write(add(1)) == 1
-        assert await notes.read(count) == 1
-    async with opened() as notes:
-        assert await notes.read(count) == 1
-
-
 async def test_the_loop_never_runs_a_work_and_one_thread_runs_all_writes(opened: Opened) -> None:
     async with opened() as notes:
         threads = [await notes.write(lambda _: threading.get_ident()) for _ in range(3)]

@@ -47,24 +47,6 @@ async def told(stream: AsyncGenerator[bytes]) -> Any:
     return WatchThingsResponse.FromString(await asyncio.wait_for(anext(stream), 30))
 
 
-async def test_all_that_is_there_is_told_then_what_changes_and_what_is_gone() -> None:
-    feed = feed_of()
-    put(feed, "a")
-    put(feed, "b")
-    async with watch(feed) as stream:
-        first = await told(stream)
-        assert [one.name for one in first.things] == ["a", "b"]
-        assert first.full
-        assert not first.reset
-        put(feed, "b", "red")
-        feed.remove("a")
-        second = await told(stream)
-        assert [(one.name, one.team) for one in second.things] == [("b", "red")]
-        assert list(second.removed) == ["a"]
-        assert not second.full
-    assert not feed.watched
-
-
 async def test_who_comes_back_is_told_only_what_changed_meanwhile() -> None:
     feed = feed_of()
     for name in "abc":
@@ -82,6 +64,7 @@ async def test_who_comes_back_is_told_only_what_changed_meanwhile() -> None:
         assert list(first.removed) == ["c"]
         assert first.full
         assert not first.reset
+    assert not feed.watched
 
 
 async def test_a_token_is_refused_where_it_is_none_or_another_watchs() -> None:
