@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(360 + 20 * KILLS)
 
 
 async def test_promises_hold_through_kills_pauses_and_steps_of_the_wall_clock(tmp_path: Path) -> None:
-    """On PostgreSQL it is test_troubles.py that asks the same of the history."""
+    """On PostgreSQL it is test_two_allocators.py that asks the same of the history."""
     async with site(tmp_path / "data", gpus=4, nodes=2) as place:
         history = await tormented(place, KILLS, Random(SEED))
         assert history.violations() == []

@@ -5,7 +5,7 @@ users log in from their own homes.
 
 The year: add a host, restart for an upgrade, lose the leaders, drain, revoke, back up and restore, who and why. What needs
 no site has tests of its own: rotation of tokens, certificates and their authority (contract/cli/test_tokens_and_certs), a revoked
-certificate (integration/common/test_revoked_certificates), units (test_units_of_init_and_join), what a backup misses
+certificate (integration/common/test_tls), units (test_units_of_init_and_join), what a backup misses
 (integration/allocator/test_on_postgresql).
 """
 
