@@ -1,5 +1,6 @@
 """Two hosts where systemd seems to run: `init` and `join` write and start units, and `leave` takes them away."""
 
+import os
 import re
 import sqlite3
 from contextlib import ExitStack, closing
@@ -8,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.hosts.lan import lan, why_unavailable
 from tests.support.cli import Ran
 from tests.support.fixtures import need
+from tests.support.hosts import Hosts, why_unavailable
 from tests.support.nvml_double import NvmlDouble, env_with_double
 from tests.support.nvml_double import why_unavailable as why_no_double
+from tests.support.nvml_double.build import library_folder
 from tests.support.shell import Shell
 from tests.support.systemctl_double import SystemctlDouble
-from tests.support.up import ctl_environment
 
 SERVICES = ["gpuscale-fleet", "gpuscale-allocator", "gpuscale-autoscaler", "gpuscale-gateway"]
 HOST = ["gpuscale-agent", "gpuscale-adapter"]
@@ -24,15 +25,17 @@ HOST = ["gpuscale-agent", "gpuscale-adapter"]
 @pytest.mark.timeout(480)
 def test_init_and_join_start_their_units_and_leave_removes_them(tmp_path: Path) -> None:
     need(why_unavailable() or why_no_double())
-    with lan("first", "left") as hosts, ExitStack() as shells:
+    library_folder().chmod(0o755)
+    with Hosts(("first", "left"), tmp_path, shared=(library_folder(),)) as hosts, ExitStack() as shells:
         doubles = {name: SystemctlDouble(tmp_path / f"systemd-{name}") for name in ("first", "left")}
         (place := tmp_path / "double").mkdir()
         (driver := NvmlDouble(place)).write()
 
         at = dict[str, Shell]()
+        finds = {key: value for key, value in env_with_double(driver).items() if os.environ.get(key) != value}
         for name, double in doubles.items():
-            environment = {**env_with_double(driver), **ctl_environment()}
-            at[name] = Shell(environment, [*hosts.inside(name), *double.words])
+            words, environment = hosts.typed(name, *double.words, user="root", environment=finds)
+            at[name] = Shell(environment, words)
             shells.callback(at[name].close)
 
         def ctl(host: str, *words: str) -> Ran:
