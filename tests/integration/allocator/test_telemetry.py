@@ -10,7 +10,7 @@ from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, Resou
 from gpuscale.common.wire import to_duration
 from tests.support.allocator import Client, running
 from tests.support.clock import ManualClock
-from tests.support.fake_fleet import FakeFleet, connected_node, node_message
+from tests.support.fake_fleet import FakeFleet, NodeState, connected_node, node_message
 from tests.support.waiting import eventually
 
 
@@ -63,6 +63,26 @@ async def test_what_a_fleet_says_is_unchanged_counts_for_longer(tmp_path: Path) 
             await asyncio.sleep(0)
             fleet.confirm("n0")
         assert waiting.result().gpus[0].node == "n0"
+
+
+async def test_what_a_node_that_is_away_has_is_nobodys_until_it_is_back(tmp_path: Path) -> None:
+    """Though the lease of it has ended; also for an allocator that starts meanwhile."""
+    clock, fleet = ManualClock(), FakeFleet(node_message("n0", count=1))
+    async with running(tmp_path, fleet, clock=clock) as client:
+        lease = await client.reserve(ttl=12)
+    fleet.put(node_message("n0", count=1, state=NodeState.NODE_STATE_OFFLINE))
+    async with running(tmp_path, fleet, clock=clock) as client:
+        waiting = asyncio.create_task(client.reserve(wait=to_duration(600)))
+
+        async def expired() -> bool:
+            clock.advance(1.0)
+            return (await client.get(lease.name)).state == lease.STATE_EXPIRED
+
+        await eventually(expired)
+        assert not waiting.done()
+        fleet.put(node_message("n0", count=1))
+        granted = await waiting
+        assert (granted.gpus[0].uuid, granted.fence > lease.fence) == (lease.gpus[0].uuid, True)
 
 
 async def test_what_a_restarted_fleet_does_not_know_yet_is_offline_or_stale_not_gone(tmp_path: Path) -> None:
