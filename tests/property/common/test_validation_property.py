@@ -2,6 +2,7 @@
 
 import math
 import string
+from functools import cache
 from typing import Any
 from unicodedata import category
 
@@ -106,6 +107,7 @@ def fill(draw: st.DrawFn, message: Any, depth: int) -> None:
             setattr(message, field.name, draw(scalars(field)))
 
 
+@cache
 def scalars(field: FieldDescriptor) -> st.SearchStrategy[Any]:
     if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
         return TEXTS
