@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.support.cli import python
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("common", "monitor", "allocator", "autoscaler", "gateway")
@@ -34,18 +34,11 @@ def test_a_forbidden_import_breaks_its_rule(tmp_path: Path) -> None:
         [source] = tmp_path.glob(f"services/*/gpuscale/{module.replace('.', '/')}.py")
         source.write_text(f"{source.read_text(encoding='utf-8')}\nimport {imported}\n", encoding="utf-8")
     roots = [str(tmp_path / "protos"), *(str(tmp_path / "services" / room) for room in ROOMS)]
-    result = subprocess.run(
-        [sys.executable, "-c", LINT, "--no-cache"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(roots)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert result.returncode != 0
-    _, *parts = re.split(r"^(.+)\n-{5,}$", result.stdout, flags=re.MULTILINE)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(roots)}
+    result = python(LINT, "--no-cache", environment=environment, folder=tmp_path)
+    assert result.code != 0
+    _, *parts = re.split(r"^(.+)\n-{5,}$", result.out, flags=re.MULTILINE)
     told = [(title, " ".join(body.split())) for title, body in zip(parts[::2], parts[1::2], strict=True)]
     for module, (imported, rule) in FORBIDDEN.items():
         edge = f"gpuscale.{module} -> {imported}"
-        assert any(title.startswith(rule) and edge in body for title, body in told), result.stdout
+        assert any(title.startswith(rule) and edge in body for title, body in told), result.out

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import click
 import pytest
@@ -37,6 +39,20 @@ class Ran:
     code: int
     out: str
     err: str
+
+
+def python(
+    program: str,
+    *arguments: object,
+    environment: Mapping[str, str] | None = None,
+    folder: Path | None = None,
+) -> Ran:
+    """Run this text by a Python of its own; in this process's environment and folder, unless others are given."""
+    words = [sys.executable, "-c", program, *map(str, arguments)]
+    ran = subprocess.run(
+        words, env=environment, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+    return Ran(ran.returncode, ran.stdout, ran.stderr)
 
 
 class _Keyboard(io.StringIO):

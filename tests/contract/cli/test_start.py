@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.cli.canned_gateway import World
+from tests.support.cli import python
 
 ROOT = Path(__file__).parents[3]
 HEAVY = {
@@ -48,10 +49,8 @@ def test_a_command_loads_nothing_heavy_that_it_does_not_need(
     heavy = sorted(HEAVY - needed)
     words = [*arguments.split(), "--address", gateway[0]]
     program = LIST.format(arguments=words, heavy=heavy)
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert ran.stdout.splitlines()[-1] == "loaded: 0", ran.stdout + ran.stderr
+    ran = python(program)
+    assert ran.out.splitlines()[-1:] == ["loaded: 0"], ran
 
 
 INTERRUPTED = """
@@ -71,10 +70,8 @@ def test_ctrl_c_while_the_program_is_imported_shows_no_traceback() -> None:
     entry = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["gpuscalectl"]
     module, _, function = entry.partition(":")
     program = INTERRUPTED.format(module=module, function=function)
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (ran.returncode, ran.stderr) == (-signal.SIGINT, "")
+    ran = python(program)
+    assert (ran.code, ran.err) == (-signal.SIGINT, "")
 
 
 WITHOUT_PACKAGES = """
@@ -99,16 +96,14 @@ def test_a_program_whose_packages_are_missing_says_what_to_install() -> None:
     for helper in ("gpuscale-killer", "gpuscale-power"):
         del entries[helper]  # needs no package, or that of the driver alone
     program = WITHOUT_PACKAGES.format(entries=entries)
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
-    lines = iter(ran.stderr.splitlines())
+    ran = python(program)
+    lines = iter(ran.err.splitlines())
     for name in entries:
         line, code = next(lines), next(lines)
         said = re.fullmatch(
             rf"{name}: the Python package \w+ is missing: pip install 'gpuscale\[(\w+)\]'", line
         )
-        assert said is not None, (name, ran.stderr)
+        assert said is not None, (name, ran.err)
         assert code == f"{name} 1"
         assert said[1] in project["optional-dependencies"], name
 
@@ -136,16 +131,8 @@ print("GRPC_ENABLE_FORK_SUPPORT" in os.environ)
 @pytest.mark.parametrize("ours", [True, False])
 def test_no_handler_of_grpc_runs_in_a_child_of_a_program(ours: bool) -> None:
     """It may crash a probe before it runs. gRPC's own default does run them, and says so when threads are in calls."""
-    ran = subprocess.run(
-        [sys.executable, "-c", FORKS.format(ours=ours)],
-        env=os.environ | {"GRPC_VERBOSITY": "INFO"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert ran.stdout == "False\n"
-    assert ("fork() handlers" in ran.stderr) is not ours
+    ran = python(FORKS.format(ours=ours), environment=os.environ | {"GRPC_VERBOSITY": "INFO"})
+    assert (ran.out, "fork() handlers" in ran.err) == ("False\n", not ours), ran
 
 
 def test_a_program_ends_with_its_own_exit_code(tmp_path: Path) -> None:

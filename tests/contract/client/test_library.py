@@ -9,6 +9,7 @@ from types import ModuleType
 
 import gpuscale.client
 from gpuscale.client import GpuscaleError
+from tests.support.cli import Ran, python
 
 HEAVY = (
     *("pydantic", "structlog", "click", "sqlmodel", "sqlalchemy", "aio_pika"),
@@ -127,10 +128,7 @@ def test_all_is_what_is_public() -> None:
 def test_it_and_what_is_for_its_users_tests_import_nothing_heavy() -> None:
     mine = "gpuscale.client, gpuscale.client.worker, gpuscale.testing"
     program = f"import sys, {mine}; print([name for name in {HEAVY!r} if name in sys.modules])"
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert ran.stdout == "[]\n"
+    assert python(program) == Ran(0, "[]\n", "")
 
 
 def test_types_reach_the_user_and_mistakes_are_found(tmp_path: Path) -> None:

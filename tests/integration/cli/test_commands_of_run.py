@@ -8,6 +8,8 @@ from contextlib import suppress
 
 import pytest
 
+from tests.support.cli import Ran, python
+
 STARTS = """
 import signal
 from gpuscale.cli.commands.processes import start
@@ -20,10 +22,7 @@ start(["sh", "-c", "kill -INT $$; echo alive"], dies_with_us=True).wait()
 @pytest.mark.parametrize(("before", "says"), [("SIG_IGN", "alive\n"), ("SIG_DFL", "")])
 def test_an_ignored_interrupt_stays_ignored_and_another_ends_the_command(before: str, says: str) -> None:
     """A shell starts what runs in the background with SIGINT ignored."""
-    ran = subprocess.run(
-        [sys.executable, "-c", STARTS.format(before)], capture_output=True, text=True, check=True
-    )
-    assert ran.stdout == says
+    assert python(STARTS.format(before)) == Ran(0, says, "")
 
 
 SILENCES = """
@@ -44,10 +43,7 @@ main.main()
 )
 def test_a_command_does_not_see_what_the_program_sets_for_itself(callers: dict[str, str], sees: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"} | callers
-    ran = subprocess.run(
-        [sys.executable, "-c", SILENCES], env=environment, capture_output=True, text=True, check=False
-    )
-    assert ran.stdout == sees
+    assert python(SILENCES, environment=environment).out == sees
 
 
 INTERRUPTED = """

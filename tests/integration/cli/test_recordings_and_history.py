@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import sys
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from gpuscale.api.monitor import v1 as api
 from tests.support.cli import Ran, run_cli
 from tests.support.monitor import RunningFleet, running_agent, running_fleet
+from tests.support.up import Typed, ctl_environment
 from tests.support.waiting import eventually
 
 ONLINE = api.NodeState.NODE_STATE_ONLINE
@@ -33,16 +33,9 @@ async def ctl(fleet: RunningFleet, *arguments: str) -> Ran:
 
 async def record(fleet: RunningFleet, *arguments: str, visible: str = "") -> Ran:
     """Run `gpuscalectl record` as a process of its own: it forwards signals."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "gpuscale.cli.main", "--address", fleet.address, *arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": visible},
-    )
-    async with asyncio.timeout(60):
-        out, err = await process.communicate()
-    assert process.returncode is not None
-    return Ran(process.returncode, out.decode(), err.decode())
+    environment = ctl_environment(CUDA_VISIBLE_DEVICES=visible)
+    typed = Typed("--address", fleet.address, *arguments, environment=environment)
+    return await asyncio.to_thread(typed.ended)
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

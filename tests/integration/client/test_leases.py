@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -22,6 +20,7 @@ from gpuscale.client import (
 )
 from gpuscale.common.wire import to_duration
 from gpuscale.testing import FakeServer
+from tests.support.cli import python
 from tests.support.waiting import eventually, eventually_sync
 
 State = api.Reservation.State
@@ -49,10 +48,8 @@ def test_a_block_holds_gpus_and_gives_them_back(server: FakeServer) -> None:
 def test_a_program_is_told_its_gpus(server: FakeServer) -> None:
     with server.connect() as client, client.reserve(2, "me") as lease:
         shows = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['GPUSCALE_FENCE'])"
-        ran = subprocess.run(
-            [sys.executable, "-c", shows], env=lease.env(), capture_output=True, text=True, check=True
-        )
-        assert ran.stdout.split() == [lease.cuda_visible_devices, str(lease.fence)]
+        ran = python(shows, environment=lease.env())
+        assert ran.out.split() == [lease.cuda_visible_devices, str(lease.fence)]
         assert "CUDA_VISIBLE_DEVICES" not in os.environ
         assert lease.env({}).keys() == {
             "CUDA_VISIBLE_DEVICES",

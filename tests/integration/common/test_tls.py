@@ -3,8 +3,6 @@
 import asyncio
 import logging
 import ssl
-import subprocess
-import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,7 +28,7 @@ from gpuscale.gateway.main import serve as serve_gateway
 from gpuscale.gateway.settings import GatewaySettings
 from gpuscale.internal.monitor import v1 as monitor_internal
 from tests.support.certificates import Authority
-from tests.support.cli import run_cli
+from tests.support.cli import python, run_cli
 from tests.support.ports import free_port
 from tests.support.promtool import value
 from tests.support.throwaway import Allocator, Served, serve
@@ -70,9 +68,8 @@ async def release(served: Served, tls: ClientTls | None, bearer: str | None = No
 
 def test_who_closes_the_last_channel_waits_for_no_thread_that_lets_go_of_a_plugin(tmp_path: Path) -> None:
     """Once in some thousand times each would wait for the other, for ever: no plugin is made, or gRPC's threads stay."""
-    program = [sys.executable, "-c", CLOSING, str(Authority(tmp_path).file)]
-    ran = subprocess.run(program, check=True, stdout=subprocess.PIPE, text=True, timeout=120)
-    assert ran.stdout.split()[1:] == ["True"] * 5
+    ran = python(CLOSING, Authority(tmp_path).file)
+    assert (ran.code, ran.out.split()[1:]) == (0, ["True"] * 5), ran
 
 
 @pytest.mark.parametrize("trouble", ["plain text", "another authority"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +23,7 @@ from gpuscale.dashboard.facts import Facts
 from gpuscale.dashboard.frame import DashboardSite
 from gpuscale.dashboard.pages import audit, endpoints, reservations
 from gpuscale.dashboard.visitors import VisitorActions, VisitorSession
+from tests.support.cli import python
 from tests.support.waiting import eventually
 
 
@@ -132,5 +131,5 @@ async def test_a_page_that_is_left_open_shows_no_charts_of_an_endpoint_that_is_g
 
 
 def test_a_busy_host_is_nothing_to_warn_of() -> None:
-    ran = subprocess.run([sys.executable, "-c", SLOWLY], capture_output=True, text=True, check=False)
-    assert (ran.returncode, ran.stderr) == (0, "")
+    ran = python(SLOWLY)
+    assert (ran.code, ran.err) == (0, "")

@@ -2,12 +2,12 @@
 
 import os
 import subprocess
-import sys
 
 import psutil
 import pytest
 
 from gpuscale.cli.commands.processes import Offspring
+from tests.support.cli import python
 
 
 def test_one_whose_parent_ends_while_it_is_looked_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,9 +41,9 @@ os.kill(os.getpid(), 9)
 
 
 def test_a_waiting_child_becomes_a_command_that_inherits_nothing_else_or_ends_unused() -> None:
-    ran = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=False)
-    assert ran.stdout.split() == ["0", "1", "2", "mine", "out", "-9", "127", "126"], ran.stderr
-    assert ran.returncode == -9  # and what was unused holds no pipe open
+    ran = python(CHILD)
+    assert ran.out.split() == ["0", "1", "2", "mine", "out", "-9", "127", "126"], ran.err
+    assert ran.code == -9  # and what was unused holds no pipe open
 
 
 def test_a_child_that_another_thread_waits_for_first_does_not_end_the_wait(

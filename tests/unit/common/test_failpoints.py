@@ -1,13 +1,12 @@
 """Named failpoints. What `kill` does to a store is tested in tests/fault/common."""
 
-import subprocess
-import sys
 import time
 
 import pytest
 
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.runtime import tasks
+from tests.support.cli import python
 
 
 @pytest.mark.parametrize(
@@ -39,13 +38,8 @@ def test_the_variable_of_a_process_kills_it_at_the_point(call: str) -> None:
     program = (
         f"from gpuscale.common.runtime.tasks import *; print('before', flush=True); {call}; print('after')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"GPUSCALE_FAILPOINTS": "a.b=kill"},
-        capture_output=True,
-        timeout=60,
-    )
-    assert (done.returncode, done.stdout) == (-9, b"before\n")
+    done = python(program, environment={"GPUSCALE_FAILPOINTS": "a.b=kill"})
+    assert (done.code, done.out) == (-9, "before\n")
 
 
 @pytest.mark.looptime

@@ -9,6 +9,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gpuscale.common.secrets import SecretStr, SecretUrl
+from tests.support.cli import python
 
 CANARY = "p%40ss%2Fwo%3Ard"
 URL = f"amqp://canary-user:{CANARY}@mq.example:5672/jobs?key=canary-key"
@@ -178,12 +179,6 @@ def test_what_starts_programs_of_others_has_no_secret_in_its_environment_and_its
         "OF_B": "amqp://u:canary@mq/",
         "OF_WORKERS": "canary",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", SERVING, program, f"--config={config}", f"--data-dir={tmp_path / 'data'}"],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert (done.stdout, done.stderr) == ("[] 0\n", "")
+    flags = (f"--config={config}", f"--data-dir={tmp_path / 'data'}")
+    done = python(SERVING, program, *flags, environment={**os.environ, **variables})
+    assert (done.out, done.err) == ("[] 0\n", "")

@@ -1,7 +1,5 @@
 """The banner says what there is, and simulated GPUs loudly."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ from gpuscale.api.types.v1 import Gpu, Snapshot
 from gpuscale.up.app import Running
 from gpuscale.up.main import banner, gpus, hints
 from gpuscale.up.settings import UpSettings
+from tests.support.cli import Ran, python
 
 
 def test_banner() -> None:
@@ -58,5 +57,4 @@ def test_it_loads_nothing_that_it_may_never_need() -> None:
         "late = ('rich', 'sqlalchemy.dialects.postgresql', 'httpx._client', 'aio_pika', 'alembic', 'psycopg', 'cryptography.x509.base', 'nicegui', 'numpy._core', 're2._re2'); "
         "print([name for name in late if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("[]\n", "")
+    assert python(program) == Ran(0, "[]\n", "")
