@@ -103,7 +103,7 @@ async def test_instances_come_and_go_under_load(nvml_double: NvmlDouble) -> None
         httpx.AsyncClient(trust_env=False) as client,
     ):
         await one.until_all(OK, GPUS)
-        for parts in (PARTS, 3, PARTS, 0):
+        for parts in (PARTS, 3, 0):
             divide(nvml_double, parts)
             before = seen[0]
             snapshot = await one.until(lambda found, parts=parts: has(found, parts), timeout=120)
