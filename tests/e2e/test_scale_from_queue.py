@@ -139,7 +139,7 @@ def test_replicas_follow_the_queue_and_hold_without_the_broker(
         return False
 
     eventually_sync(at_max, timeout=180, interval=0.3)
-    broker.stop()
+    broker.kill()
     held_without(stack, broker)
     broker.start()
 

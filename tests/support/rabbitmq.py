@@ -7,7 +7,6 @@ its own home, node name, ports, data and Erlang port mapper, so it meets no othe
 import os
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 from urllib.parse import quote
 
@@ -66,8 +65,8 @@ def why_unavailable() -> str | None:
 class RabbitBroker(PrivateServer):
     """One broker process with its management plugin; use it as a context manager, or `start` and `close` it.
 
-    All methods block; call the slow ones (`start`, `stop`, `restart`) in a thread from async tests. Ports, node name
-    and data stay the same over `stop` or `kill` and `start`, so clients may reconnect to the same URL.
+    All methods block; call the slow ones (`start`, `kill`) in a thread from async tests. Ports, node name
+    and data stay the same over `kill` and `start`, so clients may reconnect to the same URL.
     """
 
     def __init__(self) -> None:
@@ -105,17 +104,12 @@ class RabbitBroker(PrivateServer):
         except AssertionError as error:
             raise RuntimeError(f"the broker did not start: {error}\n{folder.tail()}") from error
 
-    def stop(self) -> None:
-        """End the broker in its orderly way (about 6 s with the management plugin); the data stays."""
-        self.resume()
-        try:
-            self._end_server(signal.SIGTERM)
-        except subprocess.TimeoutExpired:
-            self.kill()
-
     def kill(self) -> None:
         """End the broker at once, as `kill -9` or a power cut of its host would; the data stays."""
-        self._end_server(signal.SIGKILL)
+        if self._server is not None:
+            self._server.end(signal.SIGKILL, STOP_TIMEOUT_S)
+            self._server = None
+            eventually_sync(lambda: not listens(self.amqp_port))
 
     def pause(self) -> None:
         """Freeze the broker: connections stay open and nothing answers."""
@@ -126,11 +120,6 @@ class RabbitBroker(PrivateServer):
         """Let a paused broker go on; harmless otherwise."""
         if self._server is not None:
             self._server.send(signal.SIGCONT)
-
-    def restart(self) -> None:
-        """Kill the broker if it runs, and start it on the same data, ports and node name."""
-        self.kill()
-        self.start()
 
     def clear(self) -> None:
         """Delete every queue, with what is in it.
@@ -213,10 +202,3 @@ class RabbitBroker(PrivateServer):
         except httpx.TransportError:
             return False
         return answer.is_success
-
-    def _end_server(self, number: signal.Signals) -> None:
-        if self._server is None:
-            return
-        self._server.end(number, STOP_TIMEOUT_S)
-        self._server = None
-        eventually_sync(lambda: not listens(self.amqp_port))
