@@ -193,6 +193,14 @@ def test_an_annotation_that_is_not_enforced_is_an_error_and_not_passed_over() ->
         read_rules(options, known.message())
 
 
+def test_max_items() -> None:
+    snapshot = types_api.Snapshot(node="n", epoch=UUID)
+    snapshot.gpus.extend(types_api.Gpu(uuid=f"GPU-{index}") for index in range(1024))
+    assert violations(snapshot) == []
+    snapshot.gpus.add(uuid="GPU-more")
+    assert wrong(snapshot) == {"gpus": "must have at most 1024 items"}
+
+
 def test_maps() -> None:
     assert violations(reserve(labels={"team": "search", "empty": ""})) == []
     assert list(wrong(reserve(labels={"": "x"}))) == ['labels[""]']
