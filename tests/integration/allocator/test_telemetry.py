@@ -72,16 +72,16 @@ async def test_what_a_node_that_is_away_has_is_nobodys_until_it_is_back(tmp_path
         lease = await client.reserve(ttl=12)
     fleet.put(node_message("n0", count=1, state=NodeState.NODE_STATE_OFFLINE))
     async with running(tmp_path, fleet, clock=clock) as client:
-        waiting = asyncio.create_task(client.reserve(wait=to_duration(600)))
 
         async def expired() -> bool:
             clock.advance(1.0)
             return (await client.get(lease.name)).state == lease.STATE_EXPIRED
 
         await eventually(expired)
-        assert not waiting.done()
+        with pytest.raises(GpuscaleError):
+            await client.reserve()
         fleet.put(node_message("n0", count=1))
-        granted = await waiting
+        granted = await eventually(client.reserve, retry_on=(GpuscaleError,))
         assert (granted.gpus[0].uuid, granted.fence > lease.fence) == (lease.gpus[0].uuid, True)
 
 
