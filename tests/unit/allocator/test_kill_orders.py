@@ -7,6 +7,7 @@ import pytest
 from gpuscale.allocator.domain.use_policies import StageOutcome
 from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.allocator.usecases.policing import ANSWER, HEARD, KillOrders
+from gpuscale.common import wire
 from gpuscale.common.errors import NotFoundError
 
 pytestmark = pytest.mark.looptime
@@ -35,7 +36,7 @@ async def test_an_agent_is_given_an_order_once_and_says_what_became_of_it(
 ) -> None:
     kill = await ordered(orders)
     [one] = orders.take("n0", [])
-    assert (one.gpu, one.pid, one.start_ticks, one.grace) == (GPU, *PROCESS, 10.0)
+    assert (one.gpu, one.pid, one.start_ticks, wire.seconds(one.grace)) == (GPU, *PROCESS, 10.0)
     assert orders.take("n1", [(one.id, "not this node's")]) == []
     assert orders.take("n0", []) == []
     await asyncio.sleep(1)

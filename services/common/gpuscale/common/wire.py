@@ -22,6 +22,7 @@ from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 _NANOS = 1_000_000_000
 _DAY = 86_400
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+T = TypeVar("T")
 
 KEDA: Final = ("externalscaler", "gpuscale.api.keda.v1")
 """KEDA's package name and ours: ours is served under KEDA's name, and one process may load both."""
@@ -79,6 +80,12 @@ def optional_seconds(message: Message, field: str) -> float | None:
     if not isinstance(value, Duration):
         raise TypeError(f"{field} is not a Duration")
     return seconds(value)
+
+
+def or_else(message: Message, field: str, default: T) -> T:
+    """A field of a message, or its default."""
+    value: T = getattr(message, field) if message.HasField(field) else default
+    return value
 
 
 def to_timestamp(date: datetime) -> Timestamp:
@@ -150,8 +157,6 @@ DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
 _CHECKSUM_BYTES = 6
 _SEAL_LENGTH = 8
-
-T = TypeVar("T")
 
 
 def page(

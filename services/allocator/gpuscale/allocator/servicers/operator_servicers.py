@@ -14,7 +14,7 @@ from gpuscale.allocator.domain.ranking import IDLE_MEMORY_PERCENT, IDLE_UTILIZAT
 from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.allocator.placing.rebalance import NoMoves
 from gpuscale.allocator.servicers.answers import from_gpu, from_reservation, from_score, reason_to_wire
-from gpuscale.allocator.servicers.servicer import or_else, to_ask
+from gpuscale.allocator.servicers.servicer import to_ask
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.usecases.capacity import DEFAULT_TIMEOUT, Capacity
 from gpuscale.allocator.usecases.draining import Maintenance
@@ -156,10 +156,10 @@ class CapacityServicer(api.CapacityServiceServicer):
         wish = ModelWish(
             model=request.model,
             parameters=MessageToDict(request.parameters),
-            parameter_count=or_else(request, "parameter_count", None),
+            parameter_count=wire.or_else(request, "parameter_count", None),
             dtype=request.dtype,
-            kv_cache_tokens=or_else(request, "kv_cache_tokens", None),
-            kv_cache_bytes_per_token=or_else(request, "kv_cache_bytes_per_token", None),
+            kv_cache_tokens=wire.or_else(request, "kv_cache_tokens", None),
+            kv_cache_bytes_per_token=wire.or_else(request, "kv_cache_bytes_per_token", None),
         )
         if not request.context_tokens:
             return _from_estimate(estimate(wish))
@@ -184,8 +184,8 @@ class CapacityServicer(api.CapacityServiceServicer):
 
     async def RankNodes(self, request: api.RankNodesRequest, context: Context) -> api.RankNodesResponse:
         idleness = Idleness(
-            or_else(request, "max_utilization_percent", IDLE_UTILIZATION_PERCENT),
-            or_else(request, "max_memory_percent", IDLE_MEMORY_PERCENT),
+            wire.or_else(request, "max_utilization_percent", IDLE_UTILIZATION_PERCENT),
+            wire.or_else(request, "max_memory_percent", IDLE_MEMORY_PERCENT),
             request.gpu_count,
         )
         found = await self.capacity.rank(idleness)
@@ -354,9 +354,9 @@ class QuotaServicer(api.QuotaServiceServicer):
             known = ", ".join(sorted(_QUOTA_FIELDS))
             raise InvalidArgumentError(f"update_mask may name {known}", field="update_mask")
         new: dict[str, Any] = {
-            "gpu_milli_limit": or_else(asked, "gpu_milli_limit", None),
-            "weight": or_else(asked, "weight", 1.0),
-            "gpu_hours_per_month": or_else(asked, "gpu_hours_per_month", None),
+            "gpu_milli_limit": wire.or_else(asked, "gpu_milli_limit", None),
+            "weight": wire.or_else(asked, "weight", 1.0),
+            "gpu_hours_per_month": wire.or_else(asked, "gpu_hours_per_month", None),
         }
         if paths:
             new = {name: value for name, value in new.items() if name in paths}

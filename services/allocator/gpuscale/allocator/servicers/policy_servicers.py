@@ -26,13 +26,11 @@ from gpuscale.allocator.domain.use_policies import (
     WeeklyHours,
     problems,
 )
-from gpuscale.allocator.servicers.servicer import or_else
 from gpuscale.allocator.state.policies import Declaration, Letter, PowerChange
 from gpuscale.allocator.usecases.declarations import Declarations, created
 from gpuscale.allocator.usecases.notifying import Notifying, url_problem
-from gpuscale.allocator.usecases.partitioning import PartitionEnd
 from gpuscale.allocator.usecases.policing import DryRuns, Policing, PolicyStanding
-from gpuscale.allocator.usecases.powering import Powering, ToldGpu
+from gpuscale.allocator.usecases.powering import Powering
 from gpuscale.allocator.usecases.rebalancing import Rebalancing
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
@@ -230,19 +228,7 @@ class PolicyServicer(api.PolicyServiceServicer):
     ) -> api.TakeKillOrdersResponse:
         node = expect_own_node(request.node, "orders")
         results = [(one.order, one.problem) for one in request.results]
-        orders = self.policing.orders.take(node, results)
-        return api.TakeKillOrdersResponse(
-            orders=[
-                api.KillOrder(
-                    id=one.id,
-                    gpu=one.gpu,
-                    pid=one.pid,
-                    start_ticks=one.start_ticks,
-                    grace=wire.to_duration(one.grace),
-                )
-                for one in orders
-            ]
-        )
+        return api.TakeKillOrdersResponse(orders=self.policing.orders.take(node, results))
 
     def _standing(self, one: PolicyStanding) -> api.PolicyStanding:
         track = one.track
@@ -382,23 +368,9 @@ class PowerServicer(api.PowerServiceServicer):
     async def TakePowerCaps(
         self, request: api.TakePowerCapsRequest, context: Context
     ) -> api.TakePowerCapsResponse:
-        told = {
-            one.uuid: ToldGpu(
-                or_else(one, "watts", None),
-                or_else(one, "lowest_watts", None),
-                or_else(one, "limit_watts", None),
-                or_else(one, "cap_watts", None),
-                or_else(one, "sm_activity_percent", None),
-                one.problem,
-            )
-            for one in request.gpus
-        }
         node = expect_own_node(request.node, "caps")
-        caps = self.powering.take(node, told)
-        ends = {
-            one.order: PartitionEnd(one.problem, None if one.unsettled else frozenset(one.instances))
-            for one in request.partition_ends
-        }
+        caps = self.powering.take(node, {one.uuid: one for one in request.gpus})
+        ends = {one.order: one for one in request.partition_ends}
         orders = self.rebalancing.partitioning.take(node, ends if request.partitions_gpus else None)
         return api.TakePowerCapsResponse(
             caps=[api.PowerCap(uuid=uuid, watts=watts) for uuid, watts in caps.items()],

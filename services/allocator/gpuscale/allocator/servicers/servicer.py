@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-from google.protobuf.message import Message
-
 from gpuscale.allocator.domain.jobs import JobMember, ReservedJob
 from gpuscale.allocator.domain.ledger import Tokens
 from gpuscale.allocator.domain.model import (
@@ -70,7 +68,6 @@ _One = TypeVar(
     api.RenewReservationResponse,
     api.ReleaseReservationResponse,
 )
-_Value = TypeVar("_Value")
 _Several = TypeVar("_Several", api.BatchReserveResponse, api.BatchReleaseResponse)
 _Told: TypeAlias = tuple[Reservation, ReservationUsage | None, Sequence[str], api.GetReservationResponse]
 
@@ -364,29 +361,25 @@ def to_ask(request: api.Ask, defaults: AllocatorSettings, path: str = "ask.") ->
     return ask
 
 
-def or_else(message: Message, field: str, default: _Value) -> _Value:
-    """A field of a message, or its default."""
-    value: _Value = getattr(message, field) if message.HasField(field) else default
-    return value
-
-
 def _translated(request: api.Ask, defaults: AllocatorSettings) -> Ask:
     gpus = [names.parse(names.GPU, name) for name in request.gpus]
     return Ask(
         gpu_count=request.gpu_count,
         min_memory_bytes=_min_memory(request, defaults),
-        max_utilization_percent=or_else(
+        max_utilization_percent=wire.or_else(
             request, "max_utilization_percent", defaults.default_max_utilization_percent
         ),
-        allow_unknown_utilization=or_else(request, "allow_unknown_utilization", request.mig_profile != ""),
+        allow_unknown_utilization=wire.or_else(
+            request, "allow_unknown_utilization", request.mig_profile != ""
+        ),
         policy=_POLICY_OF.get(request.policy, Policy(defaults.default_policy)),
         weights=Weights(
-            or_else(request.weights, "memory", defaults.memory_weight),
-            or_else(request.weights, "utilization", defaults.utilization_weight),
+            wire.or_else(request.weights, "memory", defaults.memory_weight),
+            wire.or_else(request.weights, "utilization", defaults.utilization_weight),
         ),
         nodes=_nodes(request.nodes) or frozenset(gpu["node"] for gpu in gpus),
-        gpu_milli=or_else(request, "gpu_milli", WHOLE),
-        gpu_memory_bytes=or_else(request, "gpu_memory_bytes", None),
+        gpu_milli=wire.or_else(request, "gpu_milli", WHOLE),
+        gpu_memory_bytes=wire.or_else(request, "gpu_memory_bytes", None),
         mig_profile=request.mig_profile,
         models=tuple(request.models),
         cpu_milli=request.cpu_milli,
@@ -397,9 +390,9 @@ def _translated(request: api.Ask, defaults: AllocatorSettings) -> Ask:
         node_labels=tuple(sorted(request.node_labels.items())),
         apart_from=tuple(sorted(request.apart_from.items())),
         gpu_set=_SETS.get(request.gpu_set, GpuSet.BEST),
-        member_count=or_else(request, "member_count", 1),
+        member_count=wire.or_else(request, "member_count", 1),
         gang_strategy=_STRATEGIES.get(request.gang_strategy, GangStrategy.PACK),
-        power_limit_watts=or_else(request, "power_limit_watts", None),
+        power_limit_watts=wire.or_else(request, "power_limit_watts", None),
     )
 
 
@@ -489,7 +482,7 @@ def to_member(message: api.JobMember) -> JobMember:
         pid=message.pid,
         started=wire.to_datetime(message.start_time) if message.HasField("start_time") else None,
         ended=wire.to_datetime(message.end_time) if message.HasField("end_time") else None,
-        exit_code=or_else(message, "exit_code", None),
+        exit_code=wire.or_else(message, "exit_code", None),
         end_reason=message.end_reason,
         signalled=wire.to_datetime(message.signal_time) if message.HasField("signal_time") else None,
         last_lines=tuple(message.last_lines),

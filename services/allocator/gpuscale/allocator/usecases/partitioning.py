@@ -17,6 +17,7 @@ from gpuscale.allocator.placing.partitions import Partition
 from gpuscale.allocator.state.policies import Declaration, PowerChange
 from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.usecases.powering import HEARD, Powering
+from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
 from gpuscale.common.names import node_name, reservation_name, to_id
 from gpuscale.common.runtime.logs import get_logger
@@ -24,14 +25,6 @@ from gpuscale.common.security.auth import LOCAL
 
 _KIND, _AUTHOR = "partitions", "gpuscale-power"
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PartitionEnd:
-    """How an order ended, as in the contract. With `instances` None, the GPU may have been left half done."""
-
-    problem: str
-    instances: frozenset[str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +56,8 @@ class Partitioning:
     _handed: set[str] = field(default_factory=set[str], init=False)
     _ended: dict[str, str] = field(default_factory=dict[str, str], init=False)
     """The problem, or none, of orders whose cordon is lifted and that are still on disk."""
-    _told: dict[str, tuple[float, Mapping[str, PartitionEnd] | None]] = field(
-        default_factory=dict[str, tuple[float, Mapping[str, PartitionEnd] | None]], init=False
+    _told: dict[str, tuple[float, Mapping[str, api.PartitionEnd] | None]] = field(
+        default_factory=dict[str, tuple[float, Mapping[str, api.PartitionEnd] | None]], init=False
     )
 
     async def load(self) -> None:
@@ -72,7 +65,7 @@ class Partitioning:
         for one in await self.powering.store.declared(_KIND):
             self._orders[one.id] = _TO_ORDER.validate_json(one.body)
 
-    def take(self, node: str, ends: Mapping[str, PartitionEnd] | None) -> Sequence[OrderedPartition]:
+    def take(self, node: str, ends: Mapping[str, api.PartitionEnd] | None) -> Sequence[OrderedPartition]:
         """Record how orders on a node ended (None if its helper may not partition); returns the orders to carry out."""
         self._told[node] = self.maintenance.clock.now(), ends
         return [self._orders[one] for one in self._handed if self._orders[one].node == node]
@@ -138,10 +131,10 @@ class Partitioning:
             node = self.maintenance.view.get(order.node)
             if end is None or node is None:
                 return
-            if end.instances is None:
+            if end.unsettled:  # it may have been left half done
                 problem = f"{end.problem}. It stays cordoned: look at it, then uncordon it"
                 await self._end(order, problem, lift=False)
-            elif end.instances == frozenset(gpu.uuid for gpu in node.gpus if gpu.parent == order.uuid):
+            elif {*end.instances} == {gpu.uuid for gpu in node.gpus if gpu.parent == order.uuid}:
                 await self._end(order, end.problem, lift=True)
 
     async def _end(self, order: OrderedPartition, problem: str, *, lift: bool) -> None:

@@ -54,6 +54,7 @@ from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.allocator.usecases.leases import Records, every
 from gpuscale.allocator.usecases.notifying import Notifying
 from gpuscale.allocator.usecases.reserving import AllocatorWorld
+from gpuscale.api.allocator import v1 as api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common import wire
 from gpuscale.common.errors import (
@@ -74,22 +75,11 @@ ANSWER = 10.0
 """Seconds to wait for the result of an order."""
 
 
-@dataclass(frozen=True, slots=True)
-class KillOrder:
-    """An order to end a process on a GPU, by resource name, at most `grace` seconds after asking it to."""
-
-    id: str
-    gpu: str
-    pid: int
-    start_ticks: int
-    grace: float
-
-
 @dataclass(eq=False, slots=True)
 class _Pending:
     """An order that waits for its answer, and whether an agent took it."""
 
-    order: KillOrder
+    order: api.KillOrder
     node: str
     answer: "asyncio.Future[str]"
     handed: bool = False
@@ -104,12 +94,15 @@ class KillOrders:
     _heard: dict[str, float] = field(default_factory=dict[str, float], init=False)
 
     async def kill(self, gpu: str, process: tuple[int, int], grace: float) -> tuple[StageOutcome, str]:
-        """End a process on a GPU: DONE, or REFUSED or ASKED with the reason."""
+        """End a process on a GPU, given by its resource name: DONE, or REFUSED or ASKED with the reason."""
         node, loop = gpu.split("/")[1], asyncio.get_running_loop()
         agent = f"the agent of {node_name(node)}"
         if self._heard.get(node, float("-inf")) < loop.time() - HEARD:
             return StageOutcome.REFUSED, f"{node_name(node)} has no gpuscale-killer, or its agent is silent"
-        order = KillOrder(uuid4().hex, gpu, *process, grace)
+        pid, ticks = process
+        order = api.KillOrder(
+            id=uuid4().hex, gpu=gpu, pid=pid, start_ticks=ticks, grace=wire.to_duration(grace)
+        )
         one = self._pending[order.id] = _Pending(order, node, loop.create_future())
         try:
             async with asyncio.timeout(ANSWER):
@@ -123,7 +116,7 @@ class KillOrders:
         finally:
             del self._pending[order.id]
 
-    def take(self, node: str, results: Sequence[tuple[str, str]]) -> list[KillOrder]:
+    def take(self, node: str, results: Sequence[tuple[str, str]]) -> list[api.KillOrder]:
         """Take results of orders (id, problem); returns the node's pending orders. Raises NotFoundError for an unknown node."""
         if self.view.get(node) is None:
             raise NotFoundError(f"there is no {node_name(node)}", metadata={"name": node_name(node)})

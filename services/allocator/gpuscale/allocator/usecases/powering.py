@@ -18,6 +18,8 @@ from gpuscale.allocator.state.commits import Changes
 from gpuscale.allocator.state.policies import ACTS_KEPT, PolicyStore, PowerChange
 from gpuscale.allocator.usecases.declarations import Declarations
 from gpuscale.allocator.usecases.leases import Records
+from gpuscale.api.allocator import v1 as api
+from gpuscale.common import wire
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, NotFoundError
 from gpuscale.common.names import gpu_name, node_name
 from gpuscale.common.runtime.logs import Attempts, get_logger
@@ -32,18 +34,6 @@ _MOST_UNWRITTEN = 1000
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ToldGpu:
-    """An agent's report on a GPU, in watts: see `GpuPower` of the contract."""
-
-    watts: float | None
-    lowest: float | None
-    limit: float | None
-    cap: float | None
-    activity: float | None
-    problem: str
-
-
 @dataclass(eq=False)
 class Powering:
     """Maintains power budgets. `open_powering` makes one; then `run` must run."""
@@ -54,8 +44,8 @@ class Powering:
     placer: Placer
     room: Changes
     _governor: Governor = field(default_factory=Governor, init=False)
-    _told: dict[str, tuple[float, Mapping[str, ToldGpu]]] = field(
-        default_factory=dict[str, tuple[float, Mapping[str, ToldGpu]]], init=False
+    _told: dict[str, tuple[float, Mapping[str, api.GpuPower]]] = field(
+        default_factory=dict[str, tuple[float, Mapping[str, api.GpuPower]]], init=False
     )
     _handed: dict[str, Mapping[str, float]] = field(
         default_factory=dict[str, Mapping[str, float]], init=False
@@ -90,7 +80,7 @@ class Powering:
         """Changes of caps, newest first, each with its number."""
         return list(reversed(self._changes))
 
-    def take(self, node: str, told: Mapping[str, ToldGpu]) -> Mapping[str, float]:
+    def take(self, node: str, told: Mapping[str, api.GpuPower]) -> Mapping[str, float]:
         """Take an agent's report on a node; returns the caps to set. Raises NotFoundError for an unknown node."""
         if self.records.view.get(node) is None:
             raise NotFoundError(f"there is no {node_name(node)}", metadata={"name": node_name(node)})
@@ -170,30 +160,32 @@ class Powering:
         ]
 
     def _of(
-        self, gpu: Gpu, node: str, told: ToldGpu | None, handed: float | None, *, fresh: bool
+        self, gpu: Gpu, node: str, told: api.GpuPower | None, handed: float | None, *, fresh: bool
     ) -> PoweredGpu:
         use = self.records.ledger.use
         holders = [use.live(one) for one in use.on(gpu).reservations]
         wishes = [one.labels.get(POWER_LABEL, "") for one in holders]
         held, priority = bool(holders), max((one.priority for one in holders), default=0)
-        if not (told and fresh) or told.lowest is None or told.limit is None or told.problem:
-            seen = gpu.power_watts if gpu.fresh_until >= self._now() else None
-            watts = told.watts if told and fresh else seen
-            limits = (gpu.power_limit_watts, told.limit if told else None)  # a cap may be taken back there
+        limit: float | None = wire.or_else(told, "limit_watts", None) if told else None
+        watts: float | None = wire.or_else(told, "watts", None) if told else None
+        if not (told and fresh and told.HasField("lowest_watts")) or limit is None or told.problem:
+            if not (told and fresh):
+                watts = gpu.power_watts if gpu.fresh_until >= self._now() else None
+            limits = (gpu.power_limit_watts, limit)  # a cap may be taken back there
             high = max((one for one in limits if one is not None), default=None)
             return PoweredGpu(gpu.uuid, node, high=high, watts=watts, held=held, priority=priority)
         return PoweredGpu(
             gpu.uuid,
             node,
             helped=True,
-            low=told.lowest,
-            high=told.limit,
-            watts=told.watts,
-            cap=None if told.cap is None else max(told.cap, handed or 0.0),
+            low=told.lowest_watts,
+            high=limit,
+            watts=watts,
+            cap=max(told.cap_watts, handed or 0.0) if told.HasField("cap_watts") else None,
             held=held,
             priority=priority,
             wish=max(map(float, wishes)) if all(wishes) and wishes else None,
-            activity=told.activity,
+            activity=wire.or_else(told, "sm_activity_percent", None),
         )
 
 
