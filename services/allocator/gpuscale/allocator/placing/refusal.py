@@ -151,11 +151,6 @@ class NodeSurvey:
     in_the_way: tuple[tuple[Obstacle, Gpu], ...]
     outsiders: tuple[tuple[str, int], ...] = ()
 
-    @property
-    def counts(self) -> Counter[Obstacle]:
-        """How many GPUs each obstacle rules out."""
-        return Counter(found for found, _ in self.in_the_way)
-
 
 class Survey:
     """All nodes for one ask at `now`, by an up-to-date shape."""
@@ -181,16 +176,18 @@ class Survey:
         found = listed(np.bincount(self._codes.ravel() - ABSENT, minlength=len(ORDER) + 2))
         return Counter({one: count for one, count in zip(ORDER, found[2:], strict=True) if count})
 
+    def _those(self, mask: Bools) -> list[Node]:
+        return [self._columns.nodes[row] for row in listed(np.flatnonzero(self._candidates & mask))]
+
     @property
     def candidates(self) -> list[Node]:
         """The nodes that the ask admits by name."""
-        return [self._columns.nodes[row] for row in listed(np.flatnonzero(self._candidates))]
+        return self._those(self._candidates)
 
     @property
-    def unreported(self) -> list[str]:
+    def unreported(self) -> list[Node]:
         """The candidates that have not reported yet."""
-        silent = self._candidates & ~self._columns.reported[: len(self._columns)]
-        return [self._columns.nodes[row].id for row in listed(np.flatnonzero(silent))]
+        return self._those(~self._columns.reported[: len(self._columns)])
 
     @property
     def unread(self) -> list[Node]:
@@ -199,8 +196,7 @@ class Survey:
             return []
         size = len(self._columns)
         other = self._shape.node_codes[:size] == CODES[Obstacle.LABELS_DIFFER]
-        blind = self._candidates & self._columns.reported[:size] & self._columns.unread[:size] & ~other
-        return [self._columns.nodes[row] for row in listed(np.flatnonzero(blind))]
+        return self._those(self._columns.reported[:size] & self._columns.unread[:size] & ~other)
 
     @property
     def unreachable(self) -> bool:
@@ -237,32 +233,39 @@ class Survey:
         """How many members each candidate would take if all of it were free."""
         return np.where(self._candidates, self._shape.room_ever(), 0)
 
-    def largest(self) -> tuple[int, int, int]:
-        """The most that any candidate has: CPU, main memory, and memory of a GPU; 0 if none reports it."""
+    def unsatisfiable(self) -> str:
+        """Why no node would serve the ask even if all of it were free."""
+        ask, columns, constraints = self.ask, self._columns, self._shape.constraints
+        said = f"{asked(ask)} can never be granted:"
+        most = max(self.candidates, key=lambda node: len(node.gpus), default=None)
+        if most is None or (not most.gpus and ask.gpu_count):
+            return (
+                f"{said} no node here has a GPU. Start an agent on a host with GPUs, or choose other nodes."
+            )
+        if len(most.gpus) < ask.gpu_count:
+            return f"{said} the largest node, {most.id}, has {counted(len(most.gpus), 'GPU')}. Ask for fewer."
         rows = np.flatnonzero(self._candidates)
-        found = (self._columns.cpu[rows], self._columns.memory[rows], self._columns.total[rows])
+        if constraints.suited(rows).sum(1).max() < ask.gpu_count:
+            lasting = [(one, count) for one, count in self.counts.most_common() if one in LASTING]
+            excluded = ", ".join(f"{count} {WORDS[one]}" for one, count in lasting)
+            return f"{said} no node has so many suitable GPUs: {excluded}. Ask for others or fewer."
+        found = (columns.cpu[rows], columns.memory[rows], columns.total[rows])
         cpu, memory, gpu_memory = (max(0, int(one.max(initial=0))) for one in found)
-        return cpu, memory, gpu_memory
-
-    def widest(self) -> Node | None:
-        """The candidate with the most GPUs; None if there is none."""
-        if not self._candidates.any():
-            return None
-        return self._columns.nodes[int(np.argmax(np.where(self._candidates, self._gpus, -1)))]
-
-    def large_enough(self) -> tuple[Node, int]:
-        """The candidate with the most GPUs that could serve if all were free and nothing else were asked for; how many."""
-        counts = np.where(self._candidates, self._shape.constraints.ever(self._rows).sum(1), 0)
-        row = int(np.argmax(counts))
-        return self._columns.nodes[row], int(counts[row])
-
-    def suited(self) -> int:
-        """The most such GPUs of a candidate, whatever their memory."""
-        return int(np.where(self._candidates, self._shape.constraints.suited(self._rows).sum(1), 0).max())
-
-    def lasting(self) -> list[tuple[Obstacle, int]]:
-        """How many GPUs of the candidates each lasting obstacle rules out, most first."""
-        return [(one, count) for one, count in self.counts.most_common() if one in LASTING]
+        enough = constraints.ever(rows).sum(1)
+        if enough.max() < ask.gpu_count:
+            return (
+                f"{said} {columns.nodes[rows[enough.argmax()]].id} has {enough.max()} of that memory size,"
+                f" and the largest GPU known has {mib(gpu_memory)}. Ask for less memory or fewer GPUs."
+            )
+        room = self.room_ever()
+        if ask.member_count > 1 and room.any():
+            each = 1 if ask.gang_strategy is GangStrategy.STRICT_SPREAD else ask.member_count
+            taken = {GangStrategy.STRICT_PACK: f"the roomiest node takes {int(room.max())}"}.get(
+                ask.gang_strategy, f"all nodes together take {int(np.minimum(room, each).sum())}"
+            )
+            return f"{said} {taken} of its {ask.member_count} members. Ask for fewer."
+        most_of_all = f"{counted(cpu / WHOLE, 'core')} and {mib(memory)} of main memory are the most"
+        return f"{said} no such node has so much: {most_of_all}. Ask for less."
 
 
 class RefusalKind(StrEnum):
@@ -321,7 +324,7 @@ def refuse(survey: Survey, placed: int) -> Refusal:
     ask, closest = survey.ask, survey.closest()
     unknown: list[str] = []  # of the nodes that may have GPUs for the ask
     if silent := survey.unreported:
-        unknown.append(f"not heard of since the allocator started: {names(silent)}")
+        unknown.append(f"not heard of since the allocator started: {names([node.id for node in silent])}")
     if unread := [f"{node.id} ({node.gpu_problem})" for node in survey.unread]:
         unknown.append(f"GPUs cannot be read on {names(unread)}")
     if ask.nodes and survey.unreachable:
@@ -332,7 +335,7 @@ def refuse(survey: Survey, placed: int) -> Refusal:
         kind = RefusalKind.NODE_NOT_ONLINE
         message = f"nothing can be reserved on the chosen nodes: {'; '.join(said)}. Choose other nodes or start the agent."
     elif closest is None or (not unknown and not suffice(ask, survey.room_ever())):
-        kind, message = RefusalKind.UNSATISFIABLE, _unsatisfiable(survey)
+        kind, message = RefusalKind.UNSATISFIABLE, survey.unsatisfiable()
     else:
         kind, message = RefusalKind.NO_CAPACITY, _no_capacity(closest, unknown, ask, placed)
     obstacles = survey.counts
@@ -376,43 +379,15 @@ def refuse_for_power(ask: Ask, kept: Kept, found: Refusal, nodes: Mapping[str, N
     return Refusal(kind, message, obstacles, metadata)
 
 
-def _unsatisfiable(survey: Survey) -> str:
-    """No node would serve the ask even if all of it were free."""
-    ask = survey.ask
-    said = f"{asked(ask)} can never be granted:"
-    most, (cpu, memory, gpu_memory) = survey.widest(), survey.largest()
-    if most is None or (not most.gpus and ask.gpu_count):
-        return f"{said} no node here has a GPU. Start an agent on a host with GPUs, or choose other nodes."
-    if len(most.gpus) < ask.gpu_count:
-        return f"{said} the largest node, {most.id}, has {counted(len(most.gpus), 'GPU')}. Ask for fewer."
-    if survey.suited() < ask.gpu_count:
-        excluded = ", ".join(f"{count} {WORDS[one]}" for one, count in survey.lasting())
-        return f"{said} no node has so many suitable GPUs: {excluded}. Ask for others or fewer."
-    node, enough = survey.large_enough()
-    if enough < ask.gpu_count:
-        return (
-            f"{said} {node.id} has {enough} of that memory size,"
-            f" and the largest GPU known has {mib(gpu_memory)}. Ask for less memory or fewer GPUs."
-        )
-    room = survey.room_ever()
-    if ask.member_count > 1 and room.any():
-        each = 1 if ask.gang_strategy is GangStrategy.STRICT_SPREAD else ask.member_count
-        taken = {GangStrategy.STRICT_PACK: f"the roomiest node takes {int(room.max())}"}.get(
-            ask.gang_strategy, f"all nodes together take {int(np.minimum(room, each).sum())}"
-        )
-        return f"{said} {taken} of its {ask.member_count} members. Ask for fewer."
-    most_of_all = f"{counted(cpu / WHOLE, 'core')} and {mib(memory)} of main memory are the most"
-    return f"{said} no such node has so much: {most_of_all}. Ask for less."
-
-
 def _no_capacity(closest: NodeSurvey, unknown: Sequence[str], ask: Ask, placed: int) -> str:
     """Some node could serve the ask, but not now."""
     said: list[str] = []
     if ask.member_count > 1:
         said.append(f"{placed} of {ask.member_count} members {'finds' if placed == 1 else 'find'} room")
+    counts = Counter(found for found, _ in closest.in_the_way)
     if closest.node.gpus:
         others: list[str] = []
-        for reason, count in closest.counts.most_common():
+        for reason, count in counts.most_common():
             found = [gpu for obstacle, gpu in closest.in_the_way if obstacle is reason]
             others.append(f"{count} {WORDS[reason]}{extent(reason, found)}")
         rest = f" (the rest: {', '.join(others)})" if others else ""
@@ -421,7 +396,6 @@ def _no_capacity(closest: NodeSurvey, unknown: Sequence[str], ask: Ask, placed: 
         used = [f"{who} uses {mib(size)}" for who, size in closest.outsiders]
         said.append(f"processes of no reservation there: {names(used)}")
     said += unknown
-    counts = closest.counts
     advice = [words for reason, words in HELP.items() if counts[reason] and reason not in FOR_EVER]
     quarantined = [gpu for obstacle, gpu in closest.in_the_way if obstacle is Obstacle.QUARANTINED]
     if quarantined:
