@@ -15,10 +15,11 @@ that was read, each multiplied by the share.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
+from operator import add
 from typing import TypeVar
 
 from gpuscale.allocator.domain.ledger import RETENTION
@@ -123,24 +124,26 @@ class Hardware:
         if seen.sm_clock_mhz is not None:
             self.clock += piece * seen.sm_clock_mhz
             self.clocked += piece
-            self.lowest_clock = known_min(self.lowest_clock, seen.sm_clock_mhz)
+            self.lowest_clock = of_known(min, self.lowest_clock, seen.sm_clock_mhz)
         for reason in seen.throttled_by:
             self.throttled[reason] = self.throttled.get(reason, 0) + piece
 
     def errors(self, before: HardwareLook, after: HardwareLook) -> None:
         """Add the errors between two samples."""
-        self.corrected = known_sum(self.corrected, _more(before.ecc_corrected, after.ecc_corrected))
-        self.uncorrected = known_sum(self.uncorrected, _more(before.ecc_uncorrected, after.ecc_uncorrected))
+        self.corrected = of_known(add, self.corrected, _more(before.ecc_corrected, after.ecc_corrected))
+        self.uncorrected = of_known(
+            add, self.uncorrected, _more(before.ecc_uncorrected, after.ecc_uncorrected)
+        )
 
     def plus(self, other: "Hardware") -> "Hardware":
         """The sum of both."""
         return Hardware(
             self.clock + other.clock,
             self.clocked + other.clocked,
-            known_min(self.lowest_clock, other.lowest_clock),
+            of_known(min, self.lowest_clock, other.lowest_clock),
             dict(Counter(self.throttled) + Counter(other.throttled)),
-            known_sum(self.corrected, other.corrected),
-            known_sum(self.uncorrected, other.uncorrected),
+            of_known(add, self.corrected, other.corrected),
+            of_known(add, self.uncorrected, other.uncorrected),
         )
 
 
@@ -178,14 +181,12 @@ class Tally:
         if seen is None:
             return
         self.hardware.add(piece, seen.hardware)
-        used, memory = seen.utilization_percent, seen.memory_bytes
+        used = seen.utilization_percent
         if used is not None:
             self.read += piece
             self.utilization += used * piece
-            if self.peak_utilization is None or used > self.peak_utilization:
-                self.peak_utilization = used
-        if memory is not None and (self.peak_memory is None or memory > self.peak_memory):
-            self.peak_memory = memory
+        self.peak_utilization = of_known(max, self.peak_utilization, used)
+        self.peak_memory = of_known(max, self.peak_memory, seen.memory_bytes)
 
     def count(self, piece: int, seen: GpuUsage | None) -> None:
         """Like `add`, for the time alone."""
@@ -205,9 +206,9 @@ class Tally:
             self.idle + other.idle,
             self.read + other.read,
             self.utilization + other.utilization,
-            known_max(self.peak_utilization, other.peak_utilization),
-            known_max(self.peak_memory, other.peak_memory),
-            known_sum(self.energy, other.energy),
+            of_known(max, self.peak_utilization, other.peak_utilization),
+            of_known(max, self.peak_memory, other.peak_memory),
+            of_known(add, self.energy, other.energy),
             self.hardware.plus(other.hardware),
         )
 
@@ -308,11 +309,6 @@ class Account:
         tally.energy = max(0.0, (tally.energy or 0.0) + joules * self.milli[uuid] / WHOLE)
 
 
-def known_max(one: _N | None, other: _N | None) -> _N | None:
-    """The larger of the known values."""
-    return max((value for value in (one, other) if value is not None), default=None)
-
-
 def resumed(before: Reservation, after: Reservation, until: int | None, part: int, wall: int) -> Account:
     """The account of a live reservation after a restart: `before` is what was on disk, `after` the same in this boot.
 
@@ -327,14 +323,9 @@ def resumed(before: Reservation, after: Reservation, until: int | None, part: in
     return account
 
 
-def known_min(one: float | None, other: float | None) -> float | None:
-    """The smaller of the known values."""
-    return min((value for value in (one, other) if value is not None), default=None)
-
-
-def known_sum(one: _N | None, other: _N | None) -> _N | None:
-    """The sum of the known values."""
-    return other if one is None else one if other is None else one + other
+def of_known(pick: Callable[[_N, _N], _N], one: _N | None, other: _N | None) -> _N | None:
+    """What `pick` makes of both values, or the known one."""
+    return other if one is None else one if other is None else pick(one, other)
 
 
 def _more(before: int | None, after: int | None) -> int | None:
