@@ -198,6 +198,16 @@ UNANSWERED = (UnavailableError, DeadlineExceededError, UnimplementedError)
 """Errors after which another server, or a later call, may still answer."""
 
 
+def request_id_reused(request_id: str) -> AlreadyExistsError:
+    """The error for a request id that came before with other arguments, or from another caller."""
+    return AlreadyExistsError(
+        f"request_id {request_id} was used before with other arguments or by another caller;"
+        " use a new UUID for each new request",
+        reason="REQUEST_ID_REUSED",
+        metadata={"request_id": request_id},
+    )
+
+
 def expect_etag(name: str, etag: str, current: str) -> None:
     """Raise AbortedError (ETAG_MISMATCH) unless `etag` is empty or the current one."""
     if etag and etag != current:

@@ -21,7 +21,7 @@ from operator import attrgetter
 from typing import ClassVar
 
 from gpuscale.allocator.domain.model import WHOLE, Ask
-from gpuscale.common.errors import AlreadyExistsError, NotFoundError
+from gpuscale.common.errors import AlreadyExistsError, NotFoundError, request_id_reused
 from gpuscale.common.names import booking_name
 
 NOTICE = 600.0
@@ -129,12 +129,7 @@ class Bookings:
         if known is not None and known.fingerprint == wish.fingerprint:
             return known
         if known is not None:
-            message = (
-                f"request_id {wish.request_id} was used before with other arguments or by another caller"
-            )
-            raise AlreadyExistsError(
-                message, reason="REQUEST_ID_REUSED", metadata={"request_id": wish.request_id}
-            )
+            raise request_id_reused(wish.request_id)
         if wish.id in self._all and self._all[wish.id].open:
             raise AlreadyExistsError(f"{wish.name} already exists", metadata={"name": wish.name})
         return None

@@ -35,10 +35,10 @@ from gpuscale.allocator.domain.model import (
     moved,
 )
 from gpuscale.common.errors import (
-    AlreadyExistsError,
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
+    request_id_reused,
 )
 from gpuscale.common.names import reservation_name
 
@@ -168,12 +168,7 @@ class Ledger:
             return None
         found = self._reservations[known]
         if found.fingerprint != fingerprint:
-            raise AlreadyExistsError(
-                f"request_id {request_id} was used before with other arguments or by another caller;"
-                " use a new UUID for each new grant",
-                reason="REQUEST_ID_REUSED",
-                metadata={"request_id": request_id},
-            )
+            raise request_id_reused(request_id)
         return found
 
     def grant(

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Generic, TypeVar
 
 from gpuscale.allocator.state.policies import Declaration, PolicyStore
-from gpuscale.common.errors import AlreadyExistsError, NotFoundError, expect_etag
+from gpuscale.common.errors import AlreadyExistsError, NotFoundError, expect_etag, request_id_reused
 from gpuscale.common.runtime.tasks import Clock, uninterrupted
 
 Spec = TypeVar("Spec")
@@ -68,10 +68,7 @@ class Declarations(Generic[Spec]):
             if known is not None and known.fingerprint == fingerprint:
                 return known
             if known is not None:
-                text = f"request_id {request_id} was used for {self.collection}/{known.id}, or for another spec of it"
-                raise AlreadyExistsError(
-                    text, reason="REQUEST_ID_REUSED", metadata={"request_id": request_id}
-                )
+                raise request_id_reused(request_id)
             if key in self._stored:
                 raise AlreadyExistsError(f"{name} exists", metadata={"name": name})
             one = Declaration(key, body, etag, self.clock.wall().timestamp(), request_id, fingerprint)

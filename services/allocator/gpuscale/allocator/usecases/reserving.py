@@ -40,11 +40,11 @@ from gpuscale.allocator.state.archive import Archive
 from gpuscale.allocator.state.commits import Commits
 from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
 from gpuscale.common.errors import (
-    AlreadyExistsError,
     FailedPreconditionError,
     GpuscaleError,
     NotFoundError,
     ResourceExhaustedError,
+    request_id_reused,
 )
 from gpuscale.common.runtime import tasks
 from gpuscale.common.runtime.tasks import Clock
@@ -287,12 +287,7 @@ class Waiting:
         """Whether the request waits; AlreadyExistsError if it waits with other arguments or for another caller."""
         entry = self._entries.get(order.request_id)
         if entry is not None and entry.waiter.order.fingerprint != order.fingerprint:
-            raise AlreadyExistsError(
-                f"request_id {order.request_id} waits already with other arguments or for another caller;"
-                " use a new UUID for each new grant",
-                reason="REQUEST_ID_REUSED",
-                metadata={"request_id": order.request_id},
-            )
+            raise request_id_reused(order.request_id)
         return entry is not None
 
     def keep(self, one: Reservation) -> None:
