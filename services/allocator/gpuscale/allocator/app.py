@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 
 from gpuscale.allocator.domain.ledger import Ledger, Tokens, rebased
-from gpuscale.allocator.domain.model import Node, Reservation
+from gpuscale.allocator.domain.model import Node
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.queueing.queue import Queue
 from gpuscale.allocator.servicers.booking_servicer import BookingServicer
@@ -38,7 +38,7 @@ from gpuscale.allocator.usecases.accounting import Accounting, FairShare
 from gpuscale.allocator.usecases.booking import Calendar
 from gpuscale.allocator.usecases.capacity import Capacity
 from gpuscale.allocator.usecases.draining import Maintenance
-from gpuscale.allocator.usecases.endings import BATCH, Forgetting, Losses, Sweeper
+from gpuscale.allocator.usecases.endings import Forgetting, Losses, Sweeper
 from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
 from gpuscale.allocator.usecases.leases import Leases, Records
 from gpuscale.allocator.usecases.notifying import open_notifying
@@ -55,7 +55,6 @@ from gpuscale.common.rpc.meter import CallMeter
 from gpuscale.common.rpc.server import Registration
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.lifecycle import DirectoryLock
-from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.metrics_text import Family, MetricsPage, labels
 from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
 from gpuscale.common.store.store import add_store
@@ -79,7 +78,6 @@ SERVICES = tuple(
 """All services of the allocator."""
 KNOWN_INTERVAL = 0.01
 """Seconds between checks of whether it knows nodes."""
-_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +133,7 @@ async def open_parts(
     async with _open_state(settings, clock, term) as store, TaskScope() as tasks:
         # State: reservations, ended reservations, the fleet.
         saved = await store.load()
-        accounting = await _restore(saved, settings, store, clock, tasks)
+        accounting = await _restore(saved, settings, store, clock)
         ledger, view = accounting.ledger, accounting.view
         tokens = Tokens(await store.lease_key())
         limits = ArchiveLimits(settings.ended_max_records, settings.ended_max_mib << 20)
@@ -251,11 +249,11 @@ def _open_state(
 
 
 async def _restore(
-    saved: Saved, settings: AllocatorSettings, store: AllocatorStore, clock: Clock, tasks: TaskScope
+    saved: Saved, settings: AllocatorSettings, store: AllocatorStore, clock: Clock
 ) -> Accounting:
-    """Restore the ledger and its accounts from disk; deadlines of an earlier boot restart, and are written back.
+    """Restore the ledger and its accounts from disk; leases of an earlier boot restart, and are written back.
 
-    Those of ended reservations, which can be many, are written in the background.
+    Ended reservations of an earlier boot are kept as if they had just ended: their number and size are bounded.
     """
     ledger = Ledger(max(saved.fence, settings.fences_above))
     view, keep = FleetView(saved.ranks), settings.usage_keep_days
@@ -264,23 +262,11 @@ async def _restore(
     current = [one if boot == boot_id else rebased(one, now) for one, boot in saved.reservations]
     await accounting.restore(saved.reservations, current)
     store.beside = accounting.beside
-    moved = [one for one, (old, _) in zip(current, saved.reservations, strict=True) if one is not old]
-    if live := [one for one in moved if one.live]:
-        await store.save([], live)
-    if ended := [one for one in moved if not one.live]:
-        tasks.start("write when records are forgotten", _write_anew(store, ended))
+    pairs = zip(current, saved.reservations, strict=True)
+    if moved := [one for one, (old, _) in pairs if one is not old and one.live]:
+        await store.save([], moved)
     ledger.restore(current)
     return accounting
-
-
-async def _write_anew(store: AllocatorStore, ended: Sequence[Reservation]) -> None:
-    """Write back records in batches; if a write fails, the next start repeats it."""
-    for start in range(0, len(ended), BATCH):
-        try:
-            await store.save([], ended[start : start + BATCH])
-        except UnavailableError as error:
-            _log.warning("cannot write the expiry of ended reservations", problem=error.message)
-            return
 
 
 _PREFIX = "gpuscale_allocator"
