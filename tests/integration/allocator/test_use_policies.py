@@ -1,8 +1,7 @@
 """Use policies on a real allocator, its time moved by the test: who is noted, told and sent away, and who never is."""
 
-import sqlite3
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from gpuscale.common.rpc.status import rpc_errors
 from tests.support import policies
 from tests.support.allocator import Client, Reservation, allocator, calling
 from tests.support.clock import ManualClock
-from tests.support.fake_fleet import FakeFleet, NodeState, gpu_message, node_message, serving
+from tests.support.fake_fleet import FakeFleet, gpu_message, node_message, serving
 from tests.support.policies import NOTE, NOTIFY, REVOKE, Admin, idle_policy
 from tests.support.waiting import calls_of, eventually
 from tests.support.webhook import Hook, webhook
@@ -167,25 +166,6 @@ async def test_what_a_target_does_not_take_is_sent_again_and_then_a_dead_letter_
         )
         await eventually(lambda: _gone(admin))
         assert len({one["id"] for one in hook.events}) == 1
-
-
-async def test_after_an_upgrade_only_nodes_that_go_down_then_are_told(tmp_path: Path) -> None:
-    fleet, clock = FakeFleet(node_message("n0", count=1), node_message("retired", count=1)), ManualClock()
-    async with lab(tmp_path, fleet, clock):
-        pass
-    with closing(sqlite3.connect(tmp_path / "allocator.db", isolation_level=None)) as database:
-        database.execute("DELETE FROM toldtrouble")  # as the release before, which did not have it
-    fleet.forget("retired")
-    async with webhook() as hook, lab(tmp_path, fleet, clock) as (_, admin):
-        await admin.target(hook.address)
-        fleet.put(node_message("n0", count=1, state=NodeState.NODE_STATE_OFFLINE))
-
-        async def told() -> list[str]:
-            clock.advance(10)
-            return hook.texts("node_down")
-
-        texts = await eventually(told)
-        assert [text.partition(":")[0] for text in texts] == ["nodes/n0 is down"]
 
 
 async def test_a_dry_run_of_what_is_not_on_record_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from gpuscale.allocator.domain.notifications import NotifiedEvent
 from gpuscale.allocator.domain.use_policies import PolicyAct, Track
 from gpuscale.allocator.state.schema import Table
 from gpuscale.allocator.state.store import AllocatorStore
-from gpuscale.common.names import node_name
 from gpuscale.common.store.store import Prepared, Whole
 
 
@@ -70,7 +69,7 @@ class PendingLetter(Table, table=True):
 
 
 class ToldTrouble(Table, table=True):
-    """A node that is down or a GPU in quarantine, as reported to targets. A row with an empty name always exists."""
+    """A node that is down or a GPU in quarantine, as reported to targets."""
 
     name: str = Field(primary_key=True)
 
@@ -78,7 +77,7 @@ class ToldTrouble(Table, table=True):
 _TABLES = Table.metadata.tables
 _DECLARED, _TRACK = _TABLES["declaredpolicy"], _TABLES["policytrack"]
 _ACTED, _OUTBOX, _TOLD = _TABLES["policyacted"], _TABLES["pendingletter"], _TABLES["toldtrouble"]
-_RANK, _POWER = _TABLES["rank"], _TABLES["powerchanged"]
+_POWER = _TABLES["powerchanged"]
 _PUT_DECLARED, _PUT_TRACK = Prepared.replacing(_DECLARED), Prepared.replacing(_TRACK)
 _DROP_TRACK = Prepared(
     delete(_TRACK).where(_TRACK.c.policy == bindparam("policy"), _TRACK.c.subject == bindparam("subject"))
@@ -260,15 +259,10 @@ class PolicyStore:
         ]
 
     async def told(self) -> set[str]:
-        """The nodes and GPUs whose trouble was reported to targets, and that are not known to have recovered.
-
-        Earlier releases reported every node that was down without recording it, so at first every node counts as reported.
-        """
-        found = {row["name"] for row in await self._all(select(_TOLD))}
-        if not found:
-            found = {"", *(node_name(row["node"]) for row in await self._all(select(_RANK)))}
-            await self.post([], found, [])
-        return found - {""}
+        """The nodes and GPUs whose trouble was reported to targets, and that are not known to have recovered."""
+        return {row["name"] for row in await self._all(select(_TOLD))} - {
+            ""
+        }  # earlier versions wrote one without a name
 
     async def post(self, letters: Sequence[Letter], told: Iterable[str], over: Iterable[str]) -> None:
         """Store letters to send, whose trouble they report, and whose is over."""
