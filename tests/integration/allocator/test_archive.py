@@ -16,7 +16,7 @@ from gpuscale.allocator.app import DATABASE
 from gpuscale.allocator.domain.ledger import RETENTION, Ledger
 from gpuscale.allocator.domain.model import State
 from gpuscale.allocator.state import archive
-from gpuscale.allocator.state.archive import Archive, ArchiveLimits, EndedStore, RecordFilter, Totals
+from gpuscale.allocator.state.archive import Archive, EndedStore, RecordFilter, Totals
 from gpuscale.allocator.state.store import AllocatorStore, open_store
 from gpuscale.allocator.usecases import leases
 from gpuscale.api.allocator import v1 as api
@@ -234,9 +234,7 @@ async def test_there_are_no_more_than_the_settings_say(tmp_path: Path, database:
 
 
 @asynccontextmanager
-async def archived(
-    path: Path, count: int, limits: ArchiveLimits
-) -> AsyncGenerator[tuple[Archive, AllocatorStore]]:
+async def archived(path: Path, count: int, limits: Totals) -> AsyncGenerator[tuple[Archive, AllocatorStore]]:
     """An archive whose ledger has so many that ended."""
     numbers = count_from(1)
     ledger, clock = Ledger(new_id=lambda: f"r{next(numbers)}"), ManualClock()
@@ -255,18 +253,18 @@ async def archived(
 
 
 async def test_they_take_no_more_bytes_than_the_settings_say(tmp_path: Path) -> None:
-    async with archived(tmp_path / DATABASE, 200, ArchiveLimits(1000, 20_000)) as (found, store):
+    async with archived(tmp_path / DATABASE, 200, Totals(1000, 20_000)) as (found, store):
         await found.tidy()
         totals = await EndedStore(store, BOOT, 0.0).totals()
         assert 10_000 < totals.bytes <= 20_000
-        kept, _ = await found.page(RecordFilter(), after=0, most=1000)
+        kept, _ = await found.store.page(RecordFilter(), after=0, most=1000)
         assert len(kept) == totals.records < 100
         assert max(one.fence for one in kept) == 198  # the last two are in memory
 
 
 async def test_the_file_shrinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuscale.common.store.sqlite_store.MOST_FREE_PAGES", 4)
-    async with archived(tmp_path / DATABASE, 600, ArchiveLimits(1000, 1 << 30)) as (found, _):
+    async with archived(tmp_path / DATABASE, 600, Totals(1000, 1 << 30)) as (found, _):
         await found.tidy()
     large = (tmp_path / DATABASE).stat().st_size
     async with open_store(tmp_path / DATABASE, BOOT) as store:
@@ -278,7 +276,7 @@ async def test_the_file_shrinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_a_damaged_record_is_refused_when_it_is_read(tmp_path: Path) -> None:
-    async with archived(tmp_path / DATABASE, 5, ArchiveLimits(1000, 1 << 30)) as (found, _):
+    async with archived(tmp_path / DATABASE, 5, Totals(1000, 1 << 30)) as (found, _):
         await found.tidy()
     with closing(sqlite3.connect(tmp_path / DATABASE)) as connection, connection:
         connection.execute("UPDATE ended SET holder = 'eve' WHERE fence = 2")
@@ -295,7 +293,7 @@ async def test_on_a_full_disk_records_go_before_their_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with small_disk(tmp_path / "disk") as disk:
-        async with archived(disk / DATABASE, 150, ArchiveLimits(1000, 1 << 30)) as (found, store):
+        async with archived(disk / DATABASE, 150, Totals(1000, 1 << 30)) as (found, store):
             await found.tidy()
             assert (await found.store.totals()).records == 148
             fill(disk)

@@ -27,7 +27,7 @@ from gpuscale.allocator.servicers.policy_servicers import (
 from gpuscale.allocator.servicers.servicer import AllocatorServicer
 from gpuscale.allocator.servicers.usage_servicer import UsageServicer
 from gpuscale.allocator.settings import AllocatorSettings
-from gpuscale.allocator.state.archive import Archive, ArchiveLimits, EndedStore
+from gpuscale.allocator.state.archive import Archive, EndedStore, Totals
 from gpuscale.allocator.state.bookings import BookingStore
 from gpuscale.allocator.state.commits import Changes, Commits
 from gpuscale.allocator.state.cordons_and_quotas import CordonStore, QuotaStore
@@ -136,13 +136,13 @@ async def open_parts(
         accounting = await _restore(saved, settings, store, clock)
         ledger, view = accounting.ledger, accounting.view
         tokens = Tokens(await store.lease_key())
-        limits = ArchiveLimits(settings.ended_max_records, settings.ended_max_mib << 20)
+        limits = Totals(settings.ended_max_records, settings.ended_max_mib << 20)
         archive = Archive(ledger, EndedStore(store, clock.boot_id, clock.now()), limits, clock)
         await archive.open()
         placer, changes, kept = Placer(ledger.use), Changes(), PolicyStore(store, clock.boot_id)
         changes.on_change(accounting.note)
         notifying = await open_notifying(kept, to_target, clock, settings.notify_networks)
-        commits = Commits(ledger, store, changes, notifying)
+        commits = Commits(ledger, store, changes, notifying.of_changes, notifying.posted)
 
         # The queue and its quotas. Reservations that keep their place rejoin it now; other waiting callers ask again.
         quota_store, booking_store = QuotaStore(store), BookingStore(store)

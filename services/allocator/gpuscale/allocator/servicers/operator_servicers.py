@@ -110,21 +110,21 @@ class CapacityServicer(api.CapacityServiceServicer):
     async def ExplainPlacement(
         self, request: api.ExplainPlacementRequest, context: Context
     ) -> api.ExplainPlacementResponse:
-        found = await self.capacity.explain(
+        answer, outlook, remedies = await self.capacity.explain(
             to_ask(request.ask, self.settings), current_principal().tenants[0]
         )
         return api.ExplainPlacementResponse(
-            available=found.answer.available,
-            message=found.answer.message,
-            reason=reason_to_wire(found.answer.reason),
-            gpus=[from_gpu(gpu) for gpu in found.answer.gpus],
+            available=answer.available,
+            message=answer.message,
+            reason=reason_to_wire(answer.reason),
+            gpus=[from_gpu(gpu) for gpu in answer.gpus],
             constraints=[
                 api.ConstraintEffect(
                     constraint=_OBSTACLES[one.obstacle],
                     removed_in_order_count=one.removed_in_order,
                     removed_alone_count=one.removed_alone,
                 )
-                for one in found.outlook.effects
+                for one in outlook.effects
             ],
             nodes=[
                 api.NodeOutlook(
@@ -144,10 +144,10 @@ class CapacityServicer(api.CapacityServiceServicer):
                         for gpu in one.gpus
                     ],
                 )
-                for one in found.outlook.nodes
+                for one in outlook.nodes
             ],
-            node_count=found.outlook.node_count,
-            remedies=found.remedies,
+            node_count=outlook.node_count,
+            remedies=remedies,
         )
 
     async def EstimateRequirements(

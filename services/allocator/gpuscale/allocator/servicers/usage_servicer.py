@@ -89,10 +89,11 @@ class UsageServicer(api.UsageServiceServicer):
     async def GetReservationUsage(
         self, request: api.GetReservationUsageRequest, context: Context
     ) -> api.GetReservationUsageResponse:
-        found = await self.accounting.statistics(names.id_of(names.RESERVATION, request.name, "name"))
+        reservation_id = names.id_of(names.RESERVATION, request.name, "name")
+        outcome, gpus = await self.accounting.statistics(reservation_id)
         return api.GetReservationUsageResponse(
-            name=names.reservation_name(found.id),
-            end_cause=_CAUSES.get(found.outcome, api.Reservation.EndCause.END_CAUSE_UNSPECIFIED),
+            name=names.reservation_name(reservation_id),
+            end_cause=_CAUSES.get(outcome, api.Reservation.EndCause.END_CAUSE_UNSPECIFIED),
             gpus=[
                 api.GpuStatistics(
                     name=names.gpu_name(one.node, one.uuid),
@@ -114,7 +115,7 @@ class UsageServicer(api.UsageServiceServicer):
                     ecc_corrected_count=one.tally.hardware.corrected,
                     ecc_uncorrected_count=one.tally.hardware.uncorrected,
                 )
-                for one in found.gpus
+                for one in gpus
             ],
         )
 

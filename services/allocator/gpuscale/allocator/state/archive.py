@@ -66,7 +66,7 @@ class RecordFilter:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """The number of rows in the table, and roughly their bytes on disk."""
+    """A number of rows of the table, and roughly their bytes on disk."""
 
     records: int = 0
     bytes: int = 0
@@ -223,21 +223,13 @@ BATCH = 1024
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ArchiveLimits:
-    """The most ended reservations to keep, and the most bytes of disk for them."""
-
-    records: int
-    bytes: int
-
-
 @dataclass(eq=False)
 class Archive:
-    """The records that are not in memory. `run` must run."""
+    """The records that are not in memory, `limits` the most that are kept of all ended ones. `run` must run."""
 
     ledger: Ledger
     store: EndedStore
-    limits: ArchiveLimits
+    limits: Totals
     clock: Clock
     _totals: Totals = field(default_factory=Totals, init=False)
     _due_again: float = field(default=0.0, init=False)
@@ -254,12 +246,6 @@ class Archive:
         requests = [one for one in requests if not self.ledger.knows(request_id=one)]
         if ids or requests:
             self.ledger.restore(await self.store.find(ids=ids, requests=requests))
-
-    async def page(self, wanted: RecordFilter, *, after: int, most: int) -> tuple[Sequence[Reservation], int]:
-        """Like `EndedStore.page`. Raises like `recall`."""
-        if not self._totals.records:
-            return (), 0
-        return await self.store.page(wanted, after=after, most=most)
 
     async def run(self) -> NoReturn:
         """Enforce the limits, for ever."""

@@ -17,7 +17,7 @@ from enum import Enum
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn
 
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation
@@ -27,6 +27,7 @@ from gpuscale.common.errors import UnavailableError
 from gpuscale.common.runtime import tasks
 
 _Error = UnavailableError | None
+_Pair = tuple[Reservation | None, Reservation]
 _TOLD = attrgetter("fence", "ttl", "revoke_at", "job")
 """Changes of a live reservation that are reported to watchers and targets: a renewal alone is not."""
 
@@ -108,18 +109,6 @@ _FALLING: Final = 0.5
 _FIRST_WRITE: Final = 0.001
 
 
-class Outbox(Protocol):
-    """Writes notifications of changed reservations, each with its earlier value (None if it ends)."""
-
-    def of_changes(self, pairs: Sequence[tuple[Reservation | None, Reservation]]) -> Sequence[Letter]:
-        """What to write with the changes."""
-        ...
-
-    def posted(self, letters: Sequence[Letter]) -> None:
-        """The letters are on disk."""
-        ...
-
-
 class GroupWindow:
     """How long a group stays open for others. Pure; times in seconds.
 
@@ -173,13 +162,22 @@ class _Unit:
 
 
 class Commits:
-    """Writes what the ledger granted, changed or closed and reports the outcome to the ledger; `run` must run."""
+    """Writes what the ledger granted, changed or closed and reports the outcome to the ledger; `run` must run.
+
+    `letters` says what to tell targets of changed reservations, each with its earlier value (None if it ends); that is written
+    with them, and then `posted`.
+    """
 
     def __init__(
-        self, ledger: Ledger, store: AllocatorStore, changes: Changes, outbox: Outbox | None = None
+        self,
+        ledger: Ledger,
+        store: AllocatorStore,
+        changes: Changes,
+        letters: Callable[[Sequence[_Pair]], Sequence[Letter]] = lambda _: (),
+        posted: Callable[[Sequence[Letter]], None] = lambda _: None,
     ) -> None:
         self._ledger = ledger
-        self._outbox = outbox
+        self._letters, self._posted = letters, posted
         self._store = store
         self._changes = changes
         self._waiting: list[_Unit] = []
@@ -303,13 +301,13 @@ class Commits:
             for was, now in zip(unit.before or repeat(None), unit.reservations, strict=False)
             if was is None or _TOLD(was) != _TOLD(now)
         ]
-        told = self._outbox.of_changes(news) if self._outbox is not None and news else ()
+        told = self._letters(news) if news else ()
         try:
             await self._store.save(added, changed, begun, partial(post, letters=told) if told else None)
         except UnavailableError as error:
             return error
-        if self._outbox is not None and told:
-            self._outbox.posted(told)
+        if told:
+            self._posted(told)
         return None
 
     def _settle(self, unit: _Unit, error: UnavailableError | None) -> None:

@@ -78,15 +78,6 @@ class GpuStatistics:
     tally: Tally
 
 
-@dataclass(frozen=True, slots=True)
-class ReservationStatistics:
-    """The use of a reservation's GPUs, so far or until it ended with this outcome."""
-
-    id: str
-    outcome: str
-    gpus: Sequence[GpuStatistics]
-
-
 @dataclass(eq=False)
 class Accounting:
     """The accounts of all live reservations. `run` must run, after `restore`.
@@ -247,8 +238,8 @@ class Accounting:
                 await self.checkpoint()
         return await self.usage.query(first, last, dimensions)
 
-    async def statistics(self, reservation_id: str) -> ReservationStatistics:
-        """The use of each GPU by a reservation, until now or its end. NotFoundError if nothing is known of it any more."""
+    async def statistics(self, reservation_id: str) -> tuple[str, Sequence[GpuStatistics]]:
+        """How a reservation ended, empty if it lives, and its use of each GPU. NotFoundError if nothing is known any more."""
         if (fresh := self._fresh.get(reservation_id)) and not self.ledger.closing(reservation_id):
             self._opened(fresh)
         account = self._accounts.get(reservation_id)
@@ -269,7 +260,7 @@ class Accounting:
                 f" than {ROLL_AFTER} days ago",
                 metadata={"name": reservation_name(reservation_id)},
             )
-        return ReservationStatistics(reservation_id, outcome, [*found.values()])
+        return outcome, [*found.values()]
 
     def _all(self) -> list[Account]:
         """The accounts of live reservations, also of those granted since the last look, unless their end is being written."""

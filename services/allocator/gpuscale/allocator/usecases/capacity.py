@@ -47,15 +47,6 @@ class CapacityAnswer:
     final: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """What an ask would find, and what would make room."""
-
-    answer: CapacityAnswer
-    outlook: Outlook
-    remedies: Sequence[str]
-
-
 @dataclass(eq=False)
 class Capacity:
     """Read-only queries.
@@ -116,8 +107,8 @@ class Capacity:
             self._waits -= 1
         return answer, loop.time() - began
 
-    async def explain(self, ask: Ask, tenant: str) -> Explanation:
-        """What each constraint does to the ask, what the nearest nodes are like, and what would help."""
+    async def explain(self, ask: Ask, tenant: str) -> tuple[CapacityAnswer, Outlook, Sequence[str]]:
+        """The answer to the ask, what each constraint and the nearest nodes do to it, and what would make room."""
         answer = await self.check(ask, tenant)
         now = self.clock.now()
         outlook = self.placer.explain(ask, now)
@@ -129,7 +120,7 @@ class Capacity:
             cordons=self.maintenance.cordons,
             now=now,
         )
-        return Explanation(answer, outlook, found)
+        return answer, outlook, found
 
     def kinds(self) -> list[GpuKind]:
         """The known kinds of whole GPUs in the fleet, those with most memory last."""

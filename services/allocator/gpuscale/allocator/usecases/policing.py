@@ -456,8 +456,8 @@ class DryRuns:
         elif one.wanted is None:
             begin = one.created.timestamp()
         else:  # it waited first: the ledger knows for how long it held something
-            used = await self.accounting.statistics(one.id)
-            begin = end - max((gpu.tally.granted for gpu in used.gpus), default=0) / 1000
+            _, used = await self.accounting.statistics(one.id)
+            begin = end - max((gpu.tally.granted for gpu in used), default=0) / 1000
         gpus = tuple(dict.fromkeys(gpu.uuid for gpu in one.gpus))
         shared = frozenset(gpu.uuid for gpu in one.gpus if gpu.milli < WHOLE)
         return RecordedHold(subject_of(reservation_name(one.id), [one]), gpus, shared, begin, end)
