@@ -6,24 +6,22 @@ from dataclasses import replace
 
 import pytest
 
+from gpuscale.allocator.domain.cordons import Cordon, Cordons, Spot
+from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Gpu, Node, NodeState
 from gpuscale.allocator.domain.ranking import Idleness, RankedNode, best_first, rank
-from tests.support.allocator_values import NOW, gpu, node
+from tests.support.allocator_values import NOW, WALL, gpu, node, order, reserved
 
 ANY = Idleness()
 
 
 def ranked(
-    *nodes: Node, idleness: Idleness = ANY, held: Collection[str] = (), cordoned: Collection[str] = ()
+    *nodes: Node, idleness: Idleness = ANY, held: Collection[str] = (), cordoned: Collection[Spot] = ()
 ) -> list[RankedNode]:
-    found = rank(
-        nodes,
-        idleness,
-        held=lambda gpu: gpu.uuid in held,
-        cordoned=lambda node, gpu: node.id in cordoned or (gpu is not None and gpu.uuid in cordoned),
-        now=NOW,
-    )
-    return sorted(found, key=best_first)
+    ledger, cordons = Ledger(), Cordons(Cordon(spot, "", "ann", WALL) for spot in cordoned)
+    for uuid in held:
+        ledger.grant(order(), [reserved(uuid)], now=NOW, wall=WALL)
+    return sorted(rank(nodes, idleness, ledger.use, cordons, NOW), key=best_first)
 
 
 def with_gpus(name: str, *gpus: Gpu, rank: int = 0) -> Node:
@@ -73,7 +71,7 @@ def test_what_cannot_be_had_is_not_idle(how: str) -> None:
     [found] = ranked(
         node("a", one, state=state),
         held={"g"} if how == "held" else (),
-        cordoned={"g"} if how == "cordoned" else (),
+        cordoned=[Spot("a", "g")] if how == "cordoned" else (),
     )
     assert (found.idle_count, found.sufficient, found.fallback) == (0, False, True)
 
@@ -98,7 +96,7 @@ def test_of_the_rest_those_one_can_count_on_go_first() -> None:
     cordoned = node("cordoned", used("c", 0.0), rank=2)
     unmeasured = node("unmeasured", used("d", None), rank=3)
     busy = node("busy", used("e", 99.0), rank=4)
-    found = ranked(offline, stale, cordoned, unmeasured, busy, cordoned={"cordoned"})
+    found = ranked(offline, stale, cordoned, unmeasured, busy, cordoned=[Spot("cordoned")])
     assert [one.node.id for one in found] == ["busy", "unmeasured", "cordoned", "stale", "offline"]
     assert found[2].message == "it is cordoned"
 

@@ -6,12 +6,13 @@ callers set the thresholds, held or cordoned GPUs are not idle, and an unmeasure
 GPUs of a node without metrics counted as idle and it won.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from statistics import fmean
 
-from gpuscale.allocator.domain.model import Gpu, Node, NodeState
+from gpuscale.allocator.domain.cordons import Cordons
+from gpuscale.allocator.domain.model import Gpu, Node, NodeState, Use
 from gpuscale.common.sizes import counted
 
 IDLE_UTILIZATION_PERCENT = 30.0
@@ -71,17 +72,9 @@ _WORST_PERCENT = 101.0
 
 
 def rank(
-    nodes: Iterable[Node],
-    idleness: Idleness,
-    *,
-    held: Callable[[Gpu], bool],
-    cordoned: Callable[[Node, Gpu | None], bool],
-    now: float,
+    nodes: Iterable[Node], idleness: Idleness, use: Use, cordons: Cordons, now: float
 ) -> Iterator[RankedNode]:
-    """Rank the nodes that have at least `gpu_count` GPUs; sort them with `best_first`.
-
-    `held` says whether a GPU is reserved, `cordoned` whether it takes no new work; with None for the GPU, of the whole node.
-    """
+    """Rank the nodes that have at least `gpu_count` GPUs; sort them with `best_first`."""
     for node in nodes:
         if len(node.gpus) < idleness.gpu_count:
             continue
@@ -91,8 +84,14 @@ def rank(
             for gpu in node.gpus
             if online and now <= gpu.fresh_until and not gpu.trouble and not gpu.quarantine
         ]
-        idle = sum(1 for gpu in fresh if not held(gpu) and not cordoned(node, gpu) and idleness.admits(gpu))
-        standing = _standing(node, fresh, cordoned=cordoned(node, None), now=now)
+        idle = sum(
+            1
+            for gpu in fresh
+            if not use.on(gpu).milli
+            and not cordons.covering(node.id, gpu.uuid, gpu.parent)
+            and idleness.admits(gpu)
+        )
+        standing = _standing(node, fresh, cordoned=cordons.covering(node.id) is not None, now=now)
         message = f"{idle} of {counted(len(node.gpus), 'GPU')} idle" if idle else _WORDS[standing]
         wanted = max(idleness.gpu_count, 1)
         if 0 < idle < wanted:

@@ -136,19 +136,11 @@ class Capacity:
     async def rank(self, idleness: Idleness) -> list[RankedNode]:
         """Nodes by how many idle GPUs they have, best first; other calls run between slices of a large fleet."""
         self.expect_telemetry()
-        cordons, use = self.maintenance.cordons, self.ledger.use
         nodes, now = self.view.nodes, self.clock.now()
         found: list[RankedNode] = []
         for start in range(0, len(nodes), RANK_SLICE):
-            found += rank(
-                nodes[start : start + RANK_SLICE],
-                idleness,
-                held=lambda gpu: use.on(gpu).milli > 0,
-                cordoned=lambda node, gpu: (
-                    cordons.covering(node.id, *((gpu.uuid, gpu.parent) if gpu else ())) is not None
-                ),
-                now=now,
-            )
+            some = nodes[start : start + RANK_SLICE]
+            found += rank(some, idleness, self.ledger.use, self.maintenance.cordons, now)
             await asyncio.sleep(0)
         return sorted(found, key=best_first)
 
