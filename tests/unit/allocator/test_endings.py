@@ -4,16 +4,17 @@ On virtual time, with a store that keeps nothing.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from gpuscale.allocator.domain.ledger import RETENTION, Ledger
 from gpuscale.allocator.domain.model import Node, NodeState, Reservation, State
 from gpuscale.allocator.state.commits import Changes, Commits
-from gpuscale.allocator.usecases.endings import BATCH, LATE, START_DELAY, TICK, Sweeper, Vanishing
+from gpuscale.allocator.usecases.endings import BATCH, LATE, START_DELAY, TICK, Losses, Sweeper
 from gpuscale.common.errors import NotFoundError
 from gpuscale.common.runtime.tasks import TaskScope
 from tests.support.allocator_values import NOW, WALL, gpu, node, order, reserved
@@ -148,6 +149,22 @@ BOTH = node("n0", gpu("GPU-a"), gpu("GPU-b", index=1))
 ONE = node("n0", gpu("GPU-a"))
 
 
+class Vanishing:
+    """Losses at the moments that a test says."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.now = NOW
+        self.losses = Losses(ledger, None, SimpleNamespace(now=lambda: self.now), AFTER)
+
+    def observe(self, node: Node, now: float) -> None:
+        self.now = now
+        self.losses.seen([node])
+
+    def lost(self, now: float) -> Mapping[str, set[str]]:
+        self.now = now
+        return self.losses.lost()
+
+
 @pytest.fixture
 def ledger() -> Ledger:
     return Ledger()
@@ -160,26 +177,26 @@ def held(ledger: Ledger) -> Reservation:
 
 
 def test_a_gpu_that_stays_away_is_lost(ledger: Ledger, held: Reservation) -> None:
-    vanishing = Vanishing(AFTER)
-    vanishing.observe(BOTH, ledger.use, NOW)
-    vanishing.observe(ONE, ledger.use, NOW + 1)
-    vanishing.observe(ONE, ledger.use, NOW + 5)
-    assert vanishing.lost(ledger.use, NOW + 10.9) == {}
-    assert vanishing.lost(ledger.use, NOW + 11) == {held.id: {"GPU-b"}}
+    vanishing = Vanishing(ledger)
+    vanishing.observe(BOTH, NOW)
+    vanishing.observe(ONE, NOW + 1)
+    vanishing.observe(ONE, NOW + 5)
+    assert vanishing.lost(NOW + 10.9) == {}
+    assert vanishing.lost(NOW + 11) == {held.id: {"GPU-b"}}
 
 
 def test_a_gpu_that_fell_off_its_bus_is_lost_although_it_is_named(ledger: Ledger, held: Reservation) -> None:
-    vanishing = Vanishing(AFTER)
-    vanishing.observe(node("n0", gpu("GPU-a"), gpu("GPU-b", index=1, trouble="LOST")), ledger.use, NOW)
-    assert vanishing.lost(ledger.use, NOW + 10) == {held.id: {"GPU-b"}}
+    vanishing = Vanishing(ledger)
+    vanishing.observe(node("n0", gpu("GPU-a"), gpu("GPU-b", index=1, trouble="LOST")), NOW)
+    assert vanishing.lost(NOW + 10) == {held.id: {"GPU-b"}}
 
 
 def test_a_gpu_that_was_split_into_instances_is_lost_as_a_whole(ledger: Ledger, held: Reservation) -> None:
     """Its instances are given to others once the lease has ended."""
-    vanishing = Vanishing(AFTER)
+    vanishing = Vanishing(ledger)
     split = node("n0", gpu("GPU-a"), gpu("GPU-b", index=1), replace(gpu("MIG-b", index=2), parent="GPU-b"))
-    vanishing.observe(split, ledger.use, NOW)
-    assert vanishing.lost(ledger.use, NOW + 10) == {held.id: {"GPU-b"}}
+    vanishing.observe(split, NOW)
+    assert vanishing.lost(NOW + 10) == {held.id: {"GPU-b"}}
 
 
 @pytest.mark.parametrize(
@@ -196,27 +213,27 @@ def test_a_gpu_that_was_split_into_instances_is_lost_as_a_whole(ledger: Ledger, 
 def test_a_gpu_that_came_back_or_cannot_be_seen_is_not(
     ledger: Ledger, held: Reservation, other: Node
 ) -> None:
-    vanishing = Vanishing(AFTER)
-    vanishing.observe(ONE, ledger.use, NOW)
-    vanishing.observe(other, ledger.use, NOW + 9)
-    assert vanishing.lost(ledger.use, NOW + 100) == {}
-    vanishing.observe(ONE, ledger.use, NOW + 20)
-    assert vanishing.lost(ledger.use, NOW + 29) == {}, "its time begins anew"
-    assert vanishing.lost(ledger.use, NOW + 30) == {held.id: {"GPU-b"}}
+    vanishing = Vanishing(ledger)
+    vanishing.observe(ONE, NOW)
+    vanishing.observe(other, NOW + 9)
+    assert vanishing.lost(NOW + 100) == {}
+    vanishing.observe(ONE, NOW + 20)
+    assert vanishing.lost(NOW + 29) == {}, "its time begins anew"
+    assert vanishing.lost(NOW + 30) == {held.id: {"GPU-b"}}
 
 
 def test_a_gpu_that_nobody_holds_any_more_is_nobodys_loss(ledger: Ledger, held: Reservation) -> None:
-    vanishing = Vanishing(AFTER)
-    vanishing.observe(ONE, ledger.use, NOW)
+    vanishing = Vanishing(ledger)
+    vanishing.observe(ONE, NOW)
     ledger.settle(ledger.close(held, State.RELEASED, now=NOW, wall=WALL))
-    assert vanishing.lost(ledger.use, NOW + 10) == {}
+    assert vanishing.lost(NOW + 10) == {}
 
 
 def test_a_node_that_is_gone_for_good_has_lost_all_its_gpus(ledger: Ledger, held: Reservation) -> None:
-    vanishing = Vanishing(AFTER)
+    vanishing = Vanishing(ledger)
     gone = replace(BOTH, state=NodeState.OFFLINE, gpus=(), forgotten=True)
-    vanishing.observe(gone, ledger.use, NOW)
-    assert vanishing.lost(ledger.use, NOW + 9.9) == {}
-    assert vanishing.lost(ledger.use, NOW + 10) == {held.id: {"GPU-a", "GPU-b"}}
-    vanishing.observe(BOTH, ledger.use, NOW + 11)
-    assert vanishing.lost(ledger.use, NOW + 30) == {}, "it reports again"
+    vanishing.observe(gone, NOW)
+    assert vanishing.lost(NOW + 9.9) == {}
+    assert vanishing.lost(NOW + 10) == {held.id: {"GPU-a", "GPU-b"}}
+    vanishing.observe(BOTH, NOW + 11)
+    assert vanishing.lost(NOW + 30) == {}, "it reports again"

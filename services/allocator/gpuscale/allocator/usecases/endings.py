@@ -14,12 +14,12 @@ named since the allocator started may have been forgotten while it was down: it 
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 from gpuscale.allocator.domain.ledger import Ledger
-from gpuscale.allocator.domain.model import Node, NodeState, Reservation, State, Use
+from gpuscale.allocator.domain.model import Node, NodeState, Reservation, State
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.state.commits import Commits
 from gpuscale.allocator.state.store import AllocatorStore
@@ -31,34 +31,6 @@ from gpuscale.common.runtime.tasks import Clock
 
 LOST = "LOST"
 """Trouble of a GPU that fell off its bus."""
-
-
-class Vanishing:
-    """How long held GPUs have been missing; after `after` seconds they are lost."""
-
-    def __init__(self, after: float) -> None:
-        self._after = after
-        self._missing: dict[str, dict[str, float]] = defaultdict(dict)
-
-    def observe(self, node: Node, use: Use, now: float) -> None:
-        """Take in a node's current state."""
-        since = self._missing.pop(node.id, {})
-        if not node.forgotten and not (node.state is NodeState.ONLINE and node.names_gpus):
-            return
-        there = {gpu.uuid for gpu in node.gpus if gpu.trouble != LOST} - {gpu.parent for gpu in node.gpus}
-        held = {gpu.uuid for one in use.reservations(node.id) for gpu in one.gpus if gpu.node == node.id}
-        if missing := held - there:
-            self._missing[node.id] = {uuid: since.get(uuid, now) for uuid in missing}
-
-    def lost(self, use: Use, now: float) -> Mapping[str, set[str]]:
-        """The lost GPUs, by the reservations that hold them."""
-        found: dict[str, set[str]] = defaultdict(set)
-        for missing in self._missing.values():
-            for uuid, since in missing.items():
-                if now - since >= self._after:
-                    for reservation in use.gpu(uuid).reservations:
-                        found[reservation].add(uuid)
-        return found
 
 
 TICK = 0.5
@@ -147,32 +119,46 @@ PERIOD = 0.5
 """Seconds between two looks."""
 
 
+@dataclass(eq=False)
 class Losses:
-    """Watches the nodes' reports for held GPUs; one that is missing for `after` seconds is lost."""
+    """Watches the nodes' reports for held GPUs; one that is missing for `after` seconds is lost. `run` must run."""
 
-    def __init__(self, ledger: Ledger, leases: Leases, clock: Clock, after: float) -> None:
-        self._ledger = ledger
-        self._leases = leases
-        self._clock = clock
-        self._vanishing = Vanishing(after)
+    ledger: Ledger
+    leases: Leases
+    clock: Clock
+    after: float
+    _missing: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]], init=False)
+    """Since when GPUs are missing, by their nodes."""
 
-    def seen(self, nodes: Sequence[Node]) -> None:
+    def seen(self, nodes: Iterable[Node]) -> None:
         """The view has taken in nodes."""
-        now = self._clock.now()
+        now, use = self.clock.now(), self.ledger.use
         for node in nodes:
-            self._vanishing.observe(node, self._ledger.use, now)
+            since = self._missing.pop(node.id, {})
+            if not node.forgotten and not (node.state is NodeState.ONLINE and node.names_gpus):
+                continue
+            there = {gpu.uuid for gpu in node.gpus if gpu.trouble != LOST} - {gpu.parent for gpu in node.gpus}
+            held = {gpu.uuid for one in use.reservations(node.id) for gpu in one.gpus if gpu.node == node.id}
+            if missing := held - there:
+                self._missing[node.id] = {uuid: since.get(uuid, now) for uuid in missing}
+
+    def lost(self) -> Mapping[str, set[str]]:
+        """The lost GPUs, by the reservations that hold them."""
+        found: dict[str, set[str]] = defaultdict(set)
+        due = self.clock.now() - self.after
+        for uuid in (uuid for of_node in self._missing.values() for uuid, at in of_node.items() if at <= due):
+            for reservation in self.ledger.use.gpu(uuid).reservations:
+                found[reservation].add(uuid)
+        return found
 
     async def run(self, following: Callable[[], bool]) -> NoReturn:
         """End what is lost, for ever, while the fleet is followed."""
         while True:
             await asyncio.sleep(PERIOD)
-            if not following():
-                continue
-            lost = self._vanishing.lost(self._ledger.use, self._clock.now())
-            if not lost:
+            if not (following() and (lost := self.lost())):
                 continue
             try:
-                await self._leases.lose(lost)
+                await self.leases.lose(lost)
             except UnavailableError as error:
                 _log.warning("cannot write the end of lost reservations", problem=error.message)
             else:
