@@ -236,7 +236,7 @@ class Ledger:
     def leave(self, reservation_id: str, ended: JobMember, wait: float, now: float) -> Reservation:
         """Let a reservation whose job `ended` an attempt wait again for what it wanted, under a new fence.
 
-        Its GPUs stay held until `left`, once that is on disk. A time limit keeps its remainder. FailedPreconditionError if it
+        Its GPUs stay held until the caller frees them in `use`, once that is on disk. A time limit keeps its remainder. FailedPreconditionError if it
         has ended.
         """
         before = self.expect_open(self.get(reservation_id))
@@ -249,10 +249,6 @@ class Ledger:
         after.revoke_at, after.until, after.end_reason, after.job = None, None, "", before.job.again(ended)
         del self._reservations[after.id], self._live[after.id]
         return self._put(after)
-
-    def left(self, reservation_id: str) -> None:
-        """Free what a reservation that waits again held."""
-        self._use.free(reservation_id)
 
     def _hold_instead(self, after: Reservation) -> None:
         """Replace a reservation and make it the newest: they are ordered by fence."""

@@ -162,20 +162,10 @@ class Preemption:
     pick: Pick
 
 
-def candidates(leases: Sequence[LeaseTerms], priority: int) -> list[LeaseTerms]:
-    """Leases that may be ended for a request with this priority, however long they have run."""
-    return [one for one in leases if one.preemptible and not one.revoked and one.priority < priority]
-
-
-def ripens_at(leases: Sequence[LeaseTerms], min_runtime: float, now: float) -> float | None:
-    """When the next candidate will have run long enough; None when all have."""
-    return min((ripe for one in leases if (ripe := one.since + min_runtime) > now), default=None)
-
-
 def choose(
     ask: Ask, leases: Sequence[LeaseTerms], ripe: Sequence[LeaseTerms], world: QueueWorld, now: float
 ) -> Preemption | None:
-    """Choose victims among the ripe candidates; None if ending all of them does not admit the ask.
+    """Choose victims among the ripe leases, which may be ended for it; None if ending all of them does not admit the ask.
 
     Leases that were already revoked count as ended.
     """

@@ -15,6 +15,7 @@ for it.
 """
 
 import heapq
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -25,11 +26,11 @@ from operator import attrgetter
 from gpuscale.allocator.domain.bookings import Booking, local, milli
 from gpuscale.allocator.domain.model import WHOLE, Ask, Order, Pick
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind, unpartitioned
-from gpuscale.allocator.queueing import backfill as preemption
 from gpuscale.allocator.queueing.backfill import (
     Kept,
     Promise,
     beside,
+    choose,
     clear_of,
     fewest,
     make_promise,
@@ -124,21 +125,6 @@ def _soonest(
     return promise_of(waiter, pick, last.ends), Foreseen(last.ends, last.earliest, last.latest)
 
 
-def share(world: QueueWorld, tenant: str) -> float:
-    """A tenant's dominant share: thousandths of GPUs held per weight, plus past use if that counts."""
-    return (world.gpu_milli_held(tenant) + world.gpu_milli_past(tenant)) / world.quota(tenant).weight
-
-
-def factors(world: QueueWorld, order: Order) -> str:
-    """What decides the place of an order, for people: lower shares come first within a priority."""
-    held, past = world.gpu_milli_held(order.tenant) / WHOLE, world.gpu_milli_past(order.tenant) / WHOLE
-    weight = world.quota(order.tenant).weight
-    return (
-        f"priority {order.priority}, then by share: tenant {order.tenant} has {(held + past) / weight:.2f} = ({held:g} GPUs held"
-        f" + {past:.2f} in the past, decayed) / weight {weight:g}"
-    )
-
-
 def asked_milli(ask: Ask) -> int:
     """Thousandths of GPUs that an ask holds at least: the share of a memory size depends on the GPU."""
     by_memory = ask.gpu_memory_bytes is not None and ask.gpu_milli >= WHOLE
@@ -209,8 +195,11 @@ def in_turn(waiters: Collection[Waiter], promised: Collection[Waiter], world: Qu
 
 
 def _share_of(group: tuple[int, bool, str], world: QueueWorld) -> float:
+    """A tenant's dominant share: thousandths of GPUs held per weight, plus past use if that counts; 0 with a promise."""
     _, unpromised, tenant = group
-    return share(world, tenant) if unpromised else 0.0
+    if not unpromised:
+        return 0.0
+    return (world.gpu_milli_held(tenant) + world.gpu_milli_past(tenant)) / world.quota(tenant).weight
 
 
 def _gpus(milli: int) -> str:
@@ -300,8 +289,16 @@ class Queue:
         return Counter(waiter.order.tenant for waiter in self._waiters.values())
 
     def factors(self, order: Order) -> str:
-        """What decides the place of an order, in words; empty if past use does not count."""
-        return factors(self._world, order) if self._rules.past_counts else ""
+        """What decides the place of an order, in words, lower shares first; empty if past use does not count."""
+        if not self._rules.past_counts:
+            return ""
+        tenant, world = order.tenant, self._world
+        held, past = world.gpu_milli_held(tenant) / WHOLE, world.gpu_milli_past(tenant) / WHOLE
+        weight = world.quota(tenant).weight
+        return (
+            f"priority {order.priority}, then by share: tenant {tenant} has {(held + past) / weight:.2f} = ({held:g} GPUs held"
+            f" + {past:.2f} in the past, decayed) / weight {weight:g}"
+        )
 
     def longest_wait(self, now: float) -> float:
         """Seconds that the oldest request has waited; 0 if none waits."""
@@ -490,14 +487,17 @@ class Queue:
         if now + self._rules.grace > waiter.until or (ask, waiter.priority) in self._hopeless:
             return None
         leases = self._world.revocable()
-        possible = preemption.candidates(leases, waiter.priority)
-        ripe = [lease for lease in possible if lease.since + self._rules.min_runtime <= now]
-        found = preemption.choose(ask, leases, ripe, self._world, now)
+        possible = [
+            (lease, lease.since + self._rules.min_runtime)
+            for lease in leases
+            if lease.preemptible and not lease.revoked and lease.priority < waiter.priority
+        ]
+        ripe = [lease for lease, at in possible if at <= now]
+        found = choose(ask, leases, ripe, self._world, now)
         if found is None:
             self._hopeless.add((ask, waiter.priority))
-            ripens = preemption.ripens_at(possible, self._rules.min_runtime, now)
-            self.look_again = min(filter(None, (self.look_again, ripens)), default=None)
-            if ripens is not None:
+            if later := [at for _, at in possible if at > now]:
+                self.look_again = min(self.look_again or math.inf, *later)
                 self._ripening.add(waiter.priority)
             return None
         victims = (lease.id for lease in found.victims)

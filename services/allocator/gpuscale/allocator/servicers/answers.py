@@ -192,26 +192,21 @@ def _put_gpu(message: api.ReservedGpu, gpu: ReservedGpu) -> None:
     setattr(message, _NODE, gpu.node)
     message.uuid, message.index = gpu.uuid, gpu.index
     message.model, message.simulated = gpu.model, gpu.simulated
-    _put_score(message.score, gpu.score)
+    put_score(message.score, gpu.score)
     message.milli, message.member, message.lost = gpu.milli, gpu.member, gpu.lost
     if gpu.memory_bytes is not None:
         message.memory_bytes = gpu.memory_bytes
 
 
-def from_score(score: Score) -> api.GpuScore:
-    """The message of a score, with its parts."""
-    message = api.GpuScore()
-    _put_score(message, score)
-    return message
-
-
-def _put_score(message: api.GpuScore, score: Score) -> None:
+def put_score(message: api.GpuScore, score: Score) -> api.GpuScore:
+    """Fill the message of a score, with its parts."""
     message.total, message.note = score.total, score.note
     for part in score.parts:
         of = message.parts.add()
         of.name, of.weight = part.name, part.weight
         if part.value is not None:
             of.value = part.value
+    return message
 
 
 def reason_to_wire(reason: str) -> api.NoRoomReason.ValueType:

@@ -13,7 +13,7 @@ from gpuscale.allocator.domain.estimate import Estimate, ModelWish, estimate, si
 from gpuscale.allocator.domain.ranking import IDLE_MEMORY_PERCENT, IDLE_UTILIZATION_PERCENT, Idleness
 from gpuscale.allocator.placing.constraints import Obstacle
 from gpuscale.allocator.placing.rebalance import NoMoves
-from gpuscale.allocator.servicers.answers import from_gpu, from_reservation, from_score, reason_to_wire
+from gpuscale.allocator.servicers.answers import from_gpu, from_reservation, put_score, reason_to_wire
 from gpuscale.allocator.servicers.servicer import to_ask
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.usecases.capacity import DEFAULT_TIMEOUT, Capacity
@@ -138,7 +138,7 @@ class CapacityServicer(api.CapacityServiceServicer):
                             uuid=gpu.gpu.uuid,
                             obstacle=_OBSTACLES[gpu.obstacle],
                             message=gpu.message,
-                            score=None if gpu.score is None else from_score(gpu.score),
+                            score=put_score(api.GpuScore(), gpu.score) if gpu.score else None,
                             reservations=map(names.reservation_name, gpu.reservations),
                         )
                         for gpu in one.gpus

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, TypeVar
 from zoneinfo import ZoneInfo
 
 from google.protobuf.json_format import MessageToJson, Parse
@@ -27,7 +27,7 @@ from gpuscale.allocator.domain.use_policies import (
     problems,
 )
 from gpuscale.allocator.state.policies import Declaration, Letter, PowerChange
-from gpuscale.allocator.usecases.declarations import Declarations, created
+from gpuscale.allocator.usecases.declarations import Declarations
 from gpuscale.allocator.usecases.notifying import Notifying, url_problem
 from gpuscale.allocator.usecases.policing import DryRuns, Policing, PolicyStanding
 from gpuscale.allocator.usecases.powering import Powering
@@ -56,6 +56,7 @@ _EVENT_OF = {one: number for number, one in _EVENTS.items()}
 _SHARES = {api.PowerShare.Value(f"POWER_SHARE_{one.name}"): one for one in PowerShare}
 _TIME = re.compile(r"([01]\d|2[0-4]):([0-5]\d)")
 _Given = api.UsePolicy | api.NotificationTarget | api.PowerBudget
+_Resource = TypeVar("_Resource", api.UsePolicy, api.NotificationTarget, api.PowerBudget)
 
 
 def to_policy(body: str) -> UsePolicy:
@@ -382,9 +383,6 @@ class PowerServicer(api.PowerServiceServicer):
     def _budget(self, one: Declaration) -> api.PowerBudget:
         found, caps = self.powering.found, self.powering.found.caps
         message = api.PowerBudget(
-            name=f"budgets/{one.id}",
-            etag=one.etag,
-            create_time=wire.to_timestamp(created(one)),
             sums=[
                 api.PowerSum(
                     name=of.name,
@@ -399,8 +397,7 @@ class PowerServicer(api.PowerServiceServicer):
                 if of.budget == one.id
             ],
         )
-        Parse(one.body, message.spec)
-        return message
+        return _declared(message, one, "budgets")
 
 
 def expect_own_node(name: str, what: str) -> str:
@@ -453,19 +450,19 @@ def _body(given: _Given) -> str:
     return MessageToJson(given.spec, indent=None, sort_keys=True)
 
 
-def _policy(one: Declaration) -> api.UsePolicy:
-    message = api.UsePolicy(
-        name=f"policies/{one.id}", etag=one.etag, create_time=wire.to_timestamp(created(one))
-    )
+def _declared(message: _Resource, one: Declaration, collection: str) -> _Resource:
+    message.name, message.etag = f"{collection}/{one.id}", one.etag
+    wire.put_timestamp(message.create_time, datetime.fromtimestamp(one.create_time, UTC))
     Parse(one.body, message.spec)
     return message
 
 
+def _policy(one: Declaration) -> api.UsePolicy:
+    return _declared(api.UsePolicy(), one, "policies")
+
+
 def _target(one: Declaration) -> api.NotificationTarget:
-    message = api.NotificationTarget(
-        name=f"targets/{one.id}", etag=one.etag, create_time=wire.to_timestamp(created(one))
-    )
-    Parse(one.body, message.spec)
+    message = _declared(api.NotificationTarget(), one, "targets")
     message.host = message.spec.url.split("/")[2]
     message.signed = bool(message.spec.secret)
     message.spec.ClearField("url")

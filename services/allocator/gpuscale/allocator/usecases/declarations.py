@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from typing import Generic, TypeVar
 
 from gpuscale.allocator.state.policies import Declaration, PolicyStore
@@ -107,8 +106,3 @@ class Declarations(Generic[Spec]):
 def etag_of(body: str) -> str:
     """A hash of a body."""
     return hashlib.sha256(body.encode()).hexdigest()[:16]
-
-
-def created(one: Declaration) -> datetime:
-    """When it was declared."""
-    return datetime.fromtimestamp(one.create_time, UTC)

@@ -53,11 +53,6 @@ class FleetView:
         """A node by its id."""
         return self._nodes.get(node)
 
-    def saved(self, ranks: Mapping[str, int]) -> None:
-        """These ranks are now on disk."""
-        for node in ranks:
-            self.unsaved.pop(node, None)
-
     def _update(self, nodes: Mapping[str, Node]) -> None:
         self._nodes.update(nodes)
         self.complete = self._named_all and any(node.reported for node in self._nodes.values())
@@ -202,7 +197,8 @@ class FleetFollower:
                 if unsaved := self.view.unsaved.copy():
                     with saving:  # again with the next message; a grant would fail on the same disk
                         await self.save_ranks(unsaved)
-                        self.view.saved(unsaved)
+                        for node_id in unsaved:
+                            self.view.unsaved.pop(node_id, None)
 
 
 def node_of(message: monitor_api.Node, view: FleetView, now: float) -> Node | None:

@@ -586,7 +586,11 @@ class Reserving:
             for order in orders:
                 known = self.ledger.replay(order.request_id, order.fingerprint)
                 if known is None:
-                    known = self.grant(order)
+                    self.waiting.knows(order)
+                    pick = self._look(order)
+                    if not isinstance(pick, Pick):
+                        raise self._refused(pick)
+                    known = self._hold(order, pick)
                     granted.append(known)
                 found.append(known.id)
         except GpuscaleError:
@@ -596,14 +600,6 @@ class Reserving:
         if granted:
             self.commits.grant(granted)
         return found
-
-    def grant(self, order: Order) -> Reservation:
-        """Choose GPUs and hold them, or raise like `reserve`; PENDING until `Commits.grant` stores it."""
-        self.waiting.knows(order)
-        found = self._look(order)
-        if not isinstance(found, Pick):
-            raise self._refused(found)
-        return self._hold(order, found)
 
     async def _begin(self, order: Order, wait: float) -> str | None:
         """The id of what is granted at once, or was before; None if the request is to wait.

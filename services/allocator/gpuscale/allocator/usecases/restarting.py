@@ -104,7 +104,7 @@ class Restarting:
             return
         hit("allocator.restart.before_grant")
         ledger, order = self.leases.ledger, after.order()
-        ledger.left(before.id)
+        ledger.use.free(before.id)
         if kept is not None:
             self.queue.remove(kept[0])
         pick = self._place(before, order.ask, kept and kept[1])
