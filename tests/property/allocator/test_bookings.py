@@ -13,11 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from gpuscale.allocator.domain.bookings import NOTICE, Booking, Bookings
 from gpuscale.allocator.domain.ledger import Ledger, due_at
 from gpuscale.allocator.domain.model import BOOKING_LABEL, Order, Pick, State
-from gpuscale.allocator.queueing.model import QueueObstacle, Rules
+from gpuscale.allocator.queueing.model import QueueObstacle, QueueWorld, Rules
 from gpuscale.allocator.queueing.queue import Queue
 from gpuscale.allocator.state.commits import Changes
 from gpuscale.allocator.usecases.booking import Calendar
-from gpuscale.allocator.usecases.reserving import AllocatorWorld
 from gpuscale.common.errors import ResourceExhaustedError
 from gpuscale.common.security.auth import Principal, Role
 from tests.support.allocator_values import ask
@@ -77,7 +76,9 @@ class BookingMachine(RuleBasedStateMachine):
         self.bookings = Bookings(HORIZON)
         for one in self.disk.values():
             self.bookings.put(one)
-        world = AllocatorWorld(self.ledger, FirstFit(self.ledger, SIZES), {}, self.bookings, self.clock)  # type: ignore[arg-type]
+        world = QueueWorld(
+            self.ledger, FirstFit(self.ledger, SIZES), {}, self.bookings, self.clock.now, self.clock.wall
+        )  # type: ignore[arg-type]
         self.queue, self.told = Queue(world, Rules()), Told(self.ledger)
         changes: Any = Changes()
         self.calendar = Calendar(

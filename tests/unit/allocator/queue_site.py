@@ -8,11 +8,11 @@ from gpuscale.allocator.domain.bookings import Bookings
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Ask, Node, Order, Pick, Reservation, State
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
-from gpuscale.allocator.queueing.model import Quota, Rules
+from gpuscale.allocator.queueing.model import QueueWorld, Quota, Rules
 from gpuscale.allocator.queueing.queue import Queue
 from gpuscale.allocator.state.commits import Changes, Commits
 from gpuscale.allocator.usecases.endings import Sweeper
-from gpuscale.allocator.usecases.reserving import AllocatorWorld, Waiting
+from gpuscale.allocator.usecases.reserving import Waiting
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.runtime.tasks import TaskScope
 from tests.support.allocator_values import plain_node, reserved
@@ -86,7 +86,9 @@ class QueueSite:
         self.commits = Commits(self.ledger, self.disk, self.changes)
         self.placer = FirstFit(self.ledger, sizes)
         self.quotas: dict[str, Quota] = {}
-        world = AllocatorWorld(self.ledger, self.placer, self.quotas, Bookings(86_400.0), self.clock)
+        world = QueueWorld(
+            self.ledger, self.placer, self.quotas, Bookings(86_400.0), self.clock.now, self.clock.wall
+        )
         self.queue = Queue(world, rules)
         self.waiting = Waiting(
             self.queue, ledger=self.ledger, commits=self.commits, grace=rules.grace, clock=self.clock

@@ -9,9 +9,8 @@ from gpuscale.allocator.domain.bookings import Bookings
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Ask, Gpu, Node, NodeState, Order, Pick, Reservation, State
 from gpuscale.allocator.placing.placer import Placer
-from gpuscale.allocator.queueing.model import Grant, QueueObstacle, Quota, Reason, Revoke, Rules
+from gpuscale.allocator.queueing.model import Grant, QueueObstacle, QueueWorld, Quota, Reason, Revoke, Rules
 from gpuscale.allocator.queueing.queue import BEHIND_OTHERS, Queue
-from gpuscale.allocator.usecases.reserving import AllocatorWorld
 from tests.support.allocator_values import MIB, WALL, ask, gpu
 from tests.support.clock import ManualClock
 from tests.support.queue_world import wish
@@ -29,7 +28,9 @@ class Site:
         for node in nodes:
             self.placer.apply_node(node)
         self.quotas: dict[str, Quota] = {}
-        world = AllocatorWorld(self.ledger, self.placer, self.quotas, Bookings(86_400.0), self.clock)
+        world = QueueWorld(
+            self.ledger, self.placer, self.quotas, Bookings(86_400.0), self.clock.now, self.clock.wall
+        )
         self.queue = Queue(world, rules or Rules())
 
     def look(self, order: Order) -> str:

@@ -13,7 +13,7 @@ from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Ask, Pick, State
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
-from gpuscale.allocator.queueing.model import QueuePlace, Rules
+from gpuscale.allocator.queueing.model import ORDER_KEPT, QueuePlace, QueueWorld, Rules
 from gpuscale.allocator.state.commits import Changes
 from gpuscale.allocator.usecases import capacity as capacity_module
 from gpuscale.allocator.usecases import reserving as waiting
@@ -146,14 +146,14 @@ async def test_those_who_come_together_share_a_forecast(monkeypatch: pytest.Monk
 
 async def test_leases_are_sorted_by_their_ends_now_and_then() -> None:
     async with queue_site(n0=400) as site:
-        world = waiting.AllocatorWorld(site.ledger, site.placer, {}, Bookings(86_400.0), site.clock)
+        world = QueueWorld(site.ledger, site.placer, {}, Bookings(86_400.0), site.clock.now, site.clock.wall)
         held = [await site.grant(wish(f"held-{number}", ttl=1000 - number)) for number in range(300)]
         assert [one.id for one in world.ending_first()] == [one.id for one in reversed(held)]
         await site.release(held.pop())
         late = await site.grant(wish("late", ttl=5))
         kept = [one.id for one in world.ending_first()]
         assert kept == [*(one.id for one in reversed(held)), late.id], "it is sorted anew a second later"
-        await asyncio.sleep(waiting.ORDER_KEPT)
+        await asyncio.sleep(ORDER_KEPT)
         assert next(world.ending_first()).id == late.id
 
 

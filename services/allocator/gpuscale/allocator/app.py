@@ -13,6 +13,7 @@ import grpc
 from gpuscale.allocator.domain.ledger import Ledger, Tokens, rebased
 from gpuscale.allocator.domain.model import Node
 from gpuscale.allocator.placing.placer import Placer
+from gpuscale.allocator.queueing.model import QueueWorld
 from gpuscale.allocator.queueing.queue import Queue
 from gpuscale.allocator.servicers.booking_servicer import BookingServicer
 from gpuscale.allocator.servicers.operator_servicers import CapacityServicer, NodeServicer, QuotaServicer
@@ -46,7 +47,7 @@ from gpuscale.allocator.usecases.policing import DryRuns, KillOrders, open_polic
 from gpuscale.allocator.usecases.powering import Powering, open_powering
 from gpuscale.allocator.usecases.quotas import Quotas
 from gpuscale.allocator.usecases.rebalancing import Rebalancing
-from gpuscale.allocator.usecases.reserving import AllocatorWorld, Reserving, Waiting
+from gpuscale.allocator.usecases.reserving import Reserving, Waiting
 from gpuscale.allocator.usecases.restarting import Restarting
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.config.settings import run_program, serve_stateful
@@ -149,8 +150,8 @@ async def open_parts(
         by_tenant = {quota.tenant: quota for quota in await quota_store.load()}
         bookings = await booking_store.load(settings.booking_horizon_seconds)
         fair = FairShare(accounting.usage, clock, settings.past_use_half_life_days)
-        months, durations = accounting.months, accounting.durations
-        world = AllocatorWorld(ledger, placer, by_tenant, bookings, clock, fair.past, months, durations)
+        world = QueueWorld(ledger, placer, by_tenant, bookings, clock.now, clock.wall, fair.past)
+        world.months, world.durations = accounting.months, accounting.durations
         queue = Queue(world, settings.queue_rules())
         held, waits, grace = ledger.use.tenants, queue.waiting, settings.preemption_grace_seconds
         quotas = Quotas(quota_store, by_tenant, changes, held, waits, fair.past, world.month)

@@ -1,15 +1,20 @@
-"""Values of the queue: waiting requests, what it knows of leases and quotas, and its decisions. Pure.
+"""Values of the queue: waiting requests, what it knows of leases and quotas, and its decisions; and its view of the rest. Pure.
 
 Times are seconds of CLOCK_BOOTTIME; GPUs are counted in thousandths (`model.WHOLE` is one).
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from enum import StrEnum
-from typing import Protocol
+from itertools import takewhile
 
-from gpuscale.allocator.domain.bookings import Booking
-from gpuscale.allocator.domain.model import Ask, Order, Pick
+from gpuscale.allocator.domain.accounting import DAY, GPU_HOUR, MonthlyUse, month_of
+from gpuscale.allocator.domain.bookings import Booking, Bookings, local
+from gpuscale.allocator.domain.durations import Durations, kin_of, kin_of_order
+from gpuscale.allocator.domain.ledger import Ledger, due_at, leaves_at
+from gpuscale.allocator.domain.model import Ask, Order, Pick, Reservation, State
+from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.refusal import Refusal
 
 
@@ -55,62 +60,6 @@ class LeaseTerms:
         return max(0.0, now - self.since) * self.gpu_milli
 
 
-class QueueWorld(Protocol):
-    """What the queue asks of the fleet and the ledger; every answer is as of now."""
-
-    def place(self, ask: Ask, now: float, *, again: bool) -> Pick | Refusal:
-        """Which GPUs serve the ask, or why none do; `again` marks an ask that was placed before."""
-        ...
-
-    def place_after(self, ask: Ask, now: float, freed: Collection[str]) -> Pick | Refusal:
-        """The same, if the reservations with these ids held nothing; those that hold nothing are ignored."""
-        ...
-
-    def leases(self, nodes: Collection[str]) -> Sequence[LeaseTerms]:
-        """The leases that hold something of these nodes."""
-        ...
-
-    def ending_first(self) -> Iterator[LeaseTerms]:
-        """All leases by their end. Consume it at once: leases that come or go meanwhile are not followed."""
-        ...
-
-    def revocable(self) -> Sequence[LeaseTerms]:
-        """The leases that are preemptible or revoked."""
-        ...
-
-    def gpu_milli_held(self, tenant: str) -> int:
-        """What the tenant holds."""
-        ...
-
-    def gpu_milli_past(self, tenant: str) -> float:
-        """The tenant's past use as a decayed mean; 0 if past use does not count."""
-        ...
-
-    def quota(self, tenant: str) -> Quota:
-        """The quota of the tenant; one without limits if none is set."""
-        ...
-
-    def expected(self, lease: LeaseTerms, now: float) -> LeaseTerms:
-        """The lease with its likely end; unchanged if nothing is known of its kind."""
-        ...
-
-    def lasts(self, order: Order) -> float:
-        """How many seconds a lease of this order probably lasts; as if not renewed if nothing is known."""
-        ...
-
-    def month(self, tenant: str) -> MonthStanding:
-        """The tenant's use of this calendar month."""
-        ...
-
-    def booked(self, order: Order) -> Sequence[Booking]:
-        """The bookings that the order would run into."""
-        ...
-
-    def claim(self, order: Order) -> "Ask | QueueObstacle":
-        """The ask of an order that claims a booking, limited by it; or why it cannot claim it now."""
-        ...
-
-
 class Reason(StrEnum):
     """Why a request is not served yet."""
 
@@ -128,6 +77,165 @@ class QueueObstacle:
     reason: Reason
     message: str
     lasting: bool = False
+
+
+ORDER_KEPT, ORDER_REST, ORDER_PART = 1.0, 400.0, 100
+"""Seconds for which the order of leases by end is cached, or this many times the time it took if that is longer; and the part of
+the leases from which a full sort is cheaper."""
+_UNLIMITED = Quota("")
+
+
+@dataclass(eq=False)
+class QueueWorld:
+    """Answers the queue's questions about the fleet and the ledger, as of now; `quotas` has the tenants for which one was set.
+
+    `now` tells the seconds of CLOCK_BOOTTIME, `wall` the date.
+    """
+
+    ledger: Ledger
+    placer: Placer
+    quotas: Mapping[str, Quota]
+    bookings: Bookings
+    now: Callable[[], float]
+    wall: Callable[[], datetime]
+    past: Mapping[str, float] = field(default_factory=dict[str, float])
+    months: MonthlyUse = field(default_factory=MonthlyUse)
+    durations: Durations = field(default_factory=Durations)
+    _since: dict[str, float] = field(default_factory=dict[str, float], init=False)
+    _order: Sequence[str] = field(default=(), init=False)
+    _order_until: float = field(default=0.0, init=False)
+    _order_uses: int = field(default=0, init=False)
+    _order_fence: int = field(default=0, init=False)
+
+    def place(self, ask: Ask, now: float, *, again: bool) -> Pick | Refusal:
+        """Which GPUs serve the ask, or why none do; `again` marks an ask that was placed before."""
+        return self.placer.place(ask, now, again=again)
+
+    def place_after(
+        self, ask: Ask, now: float, freed: Collection[str], *, told: bool = False
+    ) -> Pick | Refusal:
+        """The same, if the reservations with these ids held nothing; those that hold nothing are ignored."""
+        live = self.ledger.live
+        return self.placer.place_after(ask, now, [one for one in freed if one in live], told=told)
+
+    def leases(self, nodes: Collection[str]) -> Sequence[LeaseTerms]:
+        """The leases that hold something of these nodes."""
+        held = dict.fromkeys(one.id for node in nodes for one in self.ledger.use.reservations(node))
+        return [self._terms(self.ledger.live[one]) for one in held]
+
+    def ending_first(self) -> Iterator[LeaseTerms]:
+        """All leases by their end. Consume it at once: leases that come or go meanwhile are not followed.
+
+        For many leases the order may be up to `ORDER_KEPT` old: no end is certain, so they need not be sorted each time. Those
+        granted since come last.
+        """
+        live, now = self.ledger.live, self.now()
+        if now >= self._order_until or not self._order_uses:
+            self._order = sorted(
+                (one for one in live if not live[one].waiting), key=lambda one: due_at(live[one])
+            )
+            took = self.now() - now
+            self._order_until = now + max(ORDER_KEPT, ORDER_REST * took)
+            self._order_uses = 1 + len(live) // ORDER_PART
+            self._order_fence = self.ledger.fence
+        self._order_uses -= 1
+        yield from (self._terms(live[one]) for one in self._order if one in live)
+        since = takewhile(lambda one: one.fence > self._order_fence, reversed(list(live.values())))
+        yield from (self._terms(one) for one in sorted(since, key=due_at) if not one.waiting)
+
+    def revocable(self) -> Sequence[LeaseTerms]:
+        """The leases that are preemptible or revoked."""
+        terms = [
+            self._terms(one)
+            for one in self.ledger.live.values()
+            if (one.preemptible or one.revoke_at is not None or self.ledger.closing(one.id))
+            and not one.waiting
+        ]
+        since = {lease.id for lease in terms}
+        self._since = {key: value for key, value in self._since.items() if key in since}
+        return terms
+
+    def _terms(self, one: Reservation) -> LeaseTerms:
+        return LeaseTerms(
+            id=one.id,
+            priority=one.priority,
+            # A lease not on disk yet cannot be revoked, and one whose end is being written need not be.
+            preemptible=one.preemptible and one.state is not State.PENDING,
+            gpu_milli=sum(gpu.milli for gpu in one.gpus),
+            since=self.granted_at(one),
+            ends=due_at(one),
+            revoked=one.revoke_at is not None or self.ledger.closing(one.id),
+        )
+
+    def gpu_milli_held(self, tenant: str) -> int:
+        """What the tenant holds."""
+        return self.ledger.use.tenants.get(tenant, 0)
+
+    def gpu_milli_past(self, tenant: str) -> float:
+        """The tenant's past use as a decayed mean; 0 if past use does not count."""
+        return self.past.get(tenant, 0)
+
+    def quota(self, tenant: str) -> Quota:
+        """The quota of the tenant; one without limits if none is set."""
+        return self.quotas.get(tenant, _UNLIMITED)
+
+    def expected(self, lease: LeaseTerms, now: float) -> LeaseTerms:
+        """The lease with its likely end; unchanged if nothing is known of its kind, or its end is certain."""
+        one = self.ledger.live.get(lease.id)
+        span = (
+            None if one is None or lease.revoked else self.durations.remaining(kin_of(one), now - lease.since)
+        )
+        if one is None or span is None:
+            return lease
+        low, likely, high = (min(now + left, leaves_at(one)) for left in (span.low, span.early, span.high))
+        return replace(lease, ends=likely, earliest=low, latest=high)
+
+    def lasts(self, order: Order) -> float:
+        """How many seconds a lease of this order probably lasts; as if not renewed if nothing is known."""
+        span = self.durations.remaining(kin_of_order(order))
+        return min(order.ttl if span is None else span.early, order.lasts or float("inf"))
+
+    def month(self, tenant: str, at: float | None = None) -> MonthStanding:
+        """The tenant's use of this calendar month, or of that of a time; with bookings after it."""
+        at = self.wall().timestamp() if at is None else at
+        day = int(at) * 1000 // DAY
+        used, ends = self.months.granted(tenant, day) / GPU_HOUR, month_of(day)[1] * DAY / 1000
+        return MonthStanding(used, self.bookings.hours(tenant, at, ends), ends)
+
+    def booked(self, order: Order) -> Sequence[Booking]:
+        """The bookings that the order would run into."""
+        if not self.bookings.open:
+            return ()
+        wall = self.wall().timestamp()
+        return self.bookings.in_the_way(order.limit, wall, preemptible=order.preemptible)
+
+    def claim(self, order: Order) -> Ask | QueueObstacle:
+        """The ask of an order that claims a booking, limited by it; or why it cannot claim it now."""
+        booking, wall = self.bookings.get(order.booking), self.wall().timestamp()
+        ask, left = booking.restricted(order.ask), min(booking.end - wall, booking.end - booking.start)
+        if not booking.open or left <= 0 or ask is None:
+            why = f"{booking.name} is {booking.state}" if not booking.open else f"{booking.name} is over"
+            why = why if ask is not None else f"{booking.name} has other GPUs than those requested"
+            return QueueObstacle(Reason.BOOKING_NOT_OPEN, why, lasting=True)
+        if not self.bookings.begun(booking, wall):
+            return QueueObstacle(Reason.BOOKING_NOT_OPEN, f"{booking.name} begins {local(booking.start)}")
+        order.booked = left
+        return ask
+
+    def granted_at(self, one: Reservation) -> float:
+        """When it was granted, on the boot clock.
+
+        For one from an earlier run only the date is known, and for one that waited, when its job began: computed once, so that
+        later steps of the wall clock do not matter.
+        """
+        known = self.ledger.granted_at(one.id)
+        if known is not None:
+            return known
+        if one.id not in self._since:
+            began = [member.started for member in one.job.members if member.started] if one.job else []
+            age = (self.wall() - min(began if one.wanted and began else [one.created])).total_seconds()
+            self._since[one.id] = self.now() - max(0.0, age)
+        return self._since[one.id]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,13 +26,13 @@ from gpuscale.allocator.domain.ledger import leaves_at
 from gpuscale.allocator.domain.model import BOOKING_LABEL, WHOLE, Ask, Order, Pick, Reservation
 from gpuscale.allocator.placing.refusal import Refusal
 from gpuscale.allocator.queueing.backfill import beside
-from gpuscale.allocator.queueing.model import Quota
+from gpuscale.allocator.queueing.model import QueueWorld, Quota
 from gpuscale.allocator.queueing.queue import asked_milli
 from gpuscale.allocator.state.bookings import BookingStore
 from gpuscale.allocator.state.commits import Changes
 from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.allocator.usecases.leases import Leases
-from gpuscale.allocator.usecases.reserving import AllocatorWorld, refusal_error
+from gpuscale.allocator.usecases.reserving import refusal_error
 from gpuscale.common.errors import (
     FailedPreconditionError,
     GpuscaleError,
@@ -62,7 +62,7 @@ class Calendar:
 
     bookings: Bookings
     store: BookingStore
-    world: AllocatorWorld
+    world: QueueWorld
     view: FleetView
     leases: Leases
     changes: Changes

@@ -45,6 +45,7 @@ from gpuscale.allocator.domain.use_policies import (
     moment,
     notice,
 )
+from gpuscale.allocator.queueing.model import QueueWorld
 from gpuscale.allocator.state.archive import RecordFilter
 from gpuscale.allocator.state.policies import ACTS_KEPT, FollowedTrack, Key, PolicyStore
 from gpuscale.allocator.usecases.accounting import Accounting
@@ -53,7 +54,6 @@ from gpuscale.allocator.usecases.draining import Maintenance
 from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.allocator.usecases.leases import Records, every
 from gpuscale.allocator.usecases.notifying import Notifying
-from gpuscale.allocator.usecases.reserving import AllocatorWorld
 from gpuscale.api.allocator import v1 as api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common import wire
@@ -157,7 +157,7 @@ class Policing:
     policies: Declarations[UsePolicy]
     store: PolicyStore
     records: Records
-    world: AllocatorWorld
+    world: QueueWorld
     maintenance: Maintenance
     notifying: Notifying
     orders: KillOrders
@@ -350,7 +350,7 @@ async def open_policing(
     store: PolicyStore,
     decode: Callable[[str], UsePolicy],
     records: Records,
-    world: AllocatorWorld,
+    world: QueueWorld,
     maintenance: Maintenance,
     notifying: Notifying,
     orders: KillOrders,
@@ -404,7 +404,7 @@ class DryRuns:
     """Runs one at a time, since it reads a lot."""
 
     records: Records
-    world: AllocatorWorld
+    world: QueueWorld
     accounting: Accounting
     fleet: grpc.aio.Channel
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)

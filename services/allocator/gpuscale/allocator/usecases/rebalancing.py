@@ -31,13 +31,12 @@ from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.rebalance import MovePlan, NoMoves, rebalance
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind, unpartitioned
 from gpuscale.allocator.queueing.backfill import Kept, beside
-from gpuscale.allocator.queueing.model import Reason, Waiter
+from gpuscale.allocator.queueing.model import QueueWorld, Reason, Waiter
 from gpuscale.allocator.queueing.queue import Queue
 from gpuscale.allocator.usecases.capacity import Capacity
 from gpuscale.allocator.usecases.leases import Leases
 from gpuscale.allocator.usecases.partitioning import Partitioning
 from gpuscale.allocator.usecases.powering import Powering
-from gpuscale.allocator.usecases.reserving import AllocatorWorld
 from gpuscale.allocator.usecases.restarting import Restarting, only, restarts
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError
 from gpuscale.common.names import gpu_name, node_name, reservation_name
@@ -100,7 +99,7 @@ class Rebalancing:
     """
 
     capacity: Capacity
-    world: AllocatorWorld
+    world: QueueWorld
     queue: Queue
     leases: Leases
     restarting: Restarting
