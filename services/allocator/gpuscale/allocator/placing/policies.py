@@ -60,8 +60,6 @@ def scored(gpu: Gpu, weights: Weights, free_bytes: int | None, note: str = "") -
 
 POPULARITY = 0.95
 """Typical asks are the most frequent ones that make up this share of all."""
-CHUNK = 2048
-"""Rows evaluated together, which bounds memory use."""
 _STEPS = [-1000.0 * math.log(100.0 / score - 1.0) for score in range(1, 100)]
 
 AskClass = tuple[int, int, int, tuple[str, ...]]
@@ -105,19 +103,6 @@ def gradients(now: Typical, cpu: Ints, free: Ints, model: Ints, ask: Ask, fits: 
     `cpu` is what is free of it on each node, `free` the free share of each GPU, `model` that of each node. An ask for
     several GPUs, or none, is the same on all of them: it takes the fullest that fit.
     """
-    parts = [np.zeros((0, fits.shape[1]))]
-    for start in range(0, len(cpu), CHUNK):
-        at = slice(start, start + CHUNK)
-        parts.append(_gradients(now, cpu[at], free[at], model[at], ask, fits[at]))
-    return np.concatenate(parts)
-
-
-def integer_scores(gradient: Floats) -> Ints:
-    """floor(100 / (1 + exp(-gradient / 1000))), by a table, so that it is the same everywhere."""
-    return np.searchsorted(_STEPS, gradient, side="right").astype(np.int64)
-
-
-def _gradients(now: Typical, cpu: Ints, free: Ints, model: Ints, ask: Ask, fits: Bools) -> Floats:
     reachable = now.admits[:, model].T
     state = _state(now, cpu, free, reachable)
     left = cpu - ask.cpu_milli
@@ -143,6 +128,11 @@ def _gradients(now: Typical, cpu: Ints, free: Ints, model: Ints, ask: Ask, fits:
         np.put_along_axis(after_all, fullest, np.maximum(taken, 0), 1)
     whole_after = _state(now, left, after_all, reachable)[0]
     return np.where(fits, ((state[0] - whole_after) / weight)[:, None], gradient)
+
+
+def integer_scores(gradient: Floats) -> Ints:
+    """floor(100 / (1 + exp(-gradient / 1000))), by a table, so that it is the same everywhere."""
+    return np.searchsorted(_STEPS, gradient, side="right").astype(np.int64)
 
 
 def _state(now: Typical, cpu: Ints, free: Ints, reachable: Bools) -> tuple[Ints, Ints, Ints]:
