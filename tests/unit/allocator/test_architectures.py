@@ -146,13 +146,13 @@ def test_kv_heads_are_repeated_where_there_are_fewer_than_gpus() -> None:
 
 def test_the_fleet_that_is_there_answers_and_what_is_given_is_kept() -> None:
     kinds = [GpuKind("A", 24 * GIB, 4, 2), GpuKind("B", 80 * GIB, 8, 8)]
-    found = sized(ModelWish("llama-3-70b"), known("llama-3-70b"), 4096, 1, kinds)
-    assert (found.estimate.gpu_count, [fit.kind.model for fit in found.fits]) == (2, ["B", "A"])
-    assert found.fits[0].text == "2 of your 8 B (80 GiB each), tensor parallel 2"
-    assert found.fits[1].text == "all of your 4 A (24 GiB each) are too few"
-    assert found.needs.least < 2 * found.estimate.memory_bytes == pytest.approx(found.needs.most, rel=1e-6)
-    given = sized(ModelWish("x", {"tp": 4}, dtype="int4"), known("llama-3-70b"), 4096, 1, kinds)
-    assert (given.estimate.gpu_count, [fit.split for fit in given.fits]) == (4, [Split(4), None])
-    nothing = sized(ModelWish("x"), known("llama-3.1-405b"), 4096, 1, [])
-    assert nothing.estimate.gpu_count == 16
-    assert "no GPUs are known in this fleet: with 80 GiB each, 16 would" in nothing.estimate.notes[-1]
+    found, needs, fits = sized(ModelWish("llama-3-70b"), known("llama-3-70b"), 4096, 1, kinds)
+    assert (found.gpu_count, [fit.kind.model for fit in fits]) == (2, ["B", "A"])
+    assert fits[0].text == "2 of your 8 B (80 GiB each), tensor parallel 2"
+    assert fits[1].text == "all of your 4 A (24 GiB each) are too few"
+    assert needs.least < 2 * found.memory_bytes == pytest.approx(needs.most, rel=1e-6)
+    given, _, fits = sized(ModelWish("x", {"tp": 4}, dtype="int4"), known("llama-3-70b"), 4096, 1, kinds)
+    assert (given.gpu_count, [fit.split for fit in fits]) == (4, [Split(4), None])
+    nothing, _, _ = sized(ModelWish("x"), known("llama-3.1-405b"), 4096, 1, [])
+    assert nothing.gpu_count == 16
+    assert "no GPUs are known in this fleet: with 80 GiB each, 16 would" in nothing.notes[-1]

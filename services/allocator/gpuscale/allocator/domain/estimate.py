@@ -226,15 +226,6 @@ class GpuFit:
         return f"{self.split.gpu_count} of {of}, tensor parallel {self.split.tensor}{deep}"
 
 
-@dataclass(frozen=True, slots=True)
-class Sized:
-    """An estimate by architecture, with its parts."""
-
-    estimate: Estimate
-    needs: Footprint
-    fits: Sequence[GpuFit]
-
-
 def estimate(wish: ModelWish) -> Estimate:
     """Estimate what a model needs; InvalidArgumentError like `parallelism`, or if a value is missing."""
     gpus, size = parallelism(wish.parameters), size_in(wish.model)
@@ -256,8 +247,10 @@ def estimate(wish: ModelWish) -> Estimate:
     )
 
 
-def sized(wish: ModelWish, of: Architecture, context: int, batch: int, kinds: Sequence[GpuKind]) -> Sized:
-    """Estimate from a known architecture, and list the GPUs of the fleet that fit, fewest first.
+def sized(
+    wish: ModelWish, of: Architecture, context: int, batch: int, kinds: Sequence[GpuKind]
+) -> tuple[Estimate, Footprint, Sequence[GpuFit]]:
+    """Estimate from a known architecture: what the model needs, and the GPUs of the fleet that fit, fewest first.
 
     Raises:
         InvalidArgumentError: like `parallelism`, or the data type is unknown.
@@ -282,7 +275,7 @@ def sized(wish: ModelWish, of: Architecture, context: int, batch: int, kinds: Se
         notes.append(f"{there}: with 80 GiB each, {split.gpu_count} would, tensor parallel {split.tensor}")
     memory = math.ceil(needs.of_each(split))
     found = Estimate(split.gpu_count, memory, tuple(notes), gpus.ignored, float(of.parameter_count))
-    return Sized(found, needs, fits)
+    return found, needs, fits
 
 
 def _fitting(needs: Footprint, kind: GpuKind, given: Split | None) -> Split | None:

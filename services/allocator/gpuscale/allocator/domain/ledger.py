@@ -54,9 +54,6 @@ class Deadlines:
         self._heap: list[tuple[float, str]] = []
         self._queued: dict[str, float] = {}
 
-    def __len__(self) -> int:
-        return len(self._heap)
-
     def add(self, key: str, deadline: float) -> None:
         """Queue the key for `deadline`, unless it is already queued earlier."""
         if deadline < self._queued.get(key, float("inf")):

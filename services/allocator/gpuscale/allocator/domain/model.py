@@ -505,10 +505,6 @@ class Use:
         self._changed: defaultdict[str, set[str]] = defaultdict(set)
         self.newly: dict[str, str] = {}
 
-    def __contains__(self, uuid: object) -> bool:
-        """Whether any part of a GPU is held."""
-        return uuid in self._gpus
-
     def __len__(self) -> int:
         """The number of GPUs of which any part is held."""
         return len(self._gpus)

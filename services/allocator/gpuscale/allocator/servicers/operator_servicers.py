@@ -165,12 +165,14 @@ class CapacityServicer(api.CapacityServiceServicer):
             return _from_estimate(estimate(wish))
         given = request.HasField("config")
         of = from_config(MessageToDict(request.config)) if given else known(request.model)
-        found = sized(wish, of, request.context_tokens, request.batch_size or 1, self.capacity.kinds())
-        needs, answer = found.needs, _from_estimate(found.estimate)
+        found, needs, fits = sized(
+            wish, of, request.context_tokens, request.batch_size or 1, self.capacity.kinds()
+        )
+        answer = _from_estimate(found)
         answer.weights_bytes, answer.kv_cache_bytes = round(needs.weights), round(needs.kv_cache)
         answer.activation_bytes = round(needs.activations)
         answer.least_memory_bytes, answer.most_memory_bytes = round(needs.least), round(needs.most)
-        for fit in found.fits:
+        for fit in fits:
             answer.fits.add(
                 model=fit.kind.model,
                 memory_total_bytes=fit.kind.memory_bytes,

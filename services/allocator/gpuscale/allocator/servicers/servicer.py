@@ -106,7 +106,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         self.leases = self.restarting.leases
         self.feed = ResourceFeed(
             api.WatchReservationsResponse,
-            lambda one, kind: self._report(one, fenced=bool(kind)),
+            lambda one, kind: self._told(one, fenced=bool(kind)).reservation,
             shared=SHARED,
             kept=IN_MEMORY,
         )
@@ -146,8 +146,15 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     async def BatchReserve(
         self, request: api.BatchReserveRequest, context: Context
     ) -> api.BatchReserveResponse:
-        orders = to_orders(request, current_principal(), self.settings)
-        granted = await self.reserving.reserve_all(orders)
+        for index, one in enumerate(request.requests):
+            if wire.optional_seconds(one, "wait"):
+                raise InvalidArgumentError("a batch cannot wait", field=f"requests[{index}].wait")
+        granted = await self.reserving.reserve_all(
+            [
+                to_order(one, current_principal(), self.settings, f"requests[{index}].")
+                for index, one in enumerate(request.requests)
+            ]
+        )
         return self._add(api.BatchReserveResponse(lease_tokens=map(self.tokens.of_lease, granted)), granted)
 
     async def RenewReservation(
@@ -268,13 +275,11 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         return answer
 
     def _shown(self, reservation: Reservation) -> api.Reservation:
-        return self._report(reservation, fenced=_is_shown_fence(reservation, current_principal()))
-
-    def _report(self, reservation: Reservation, *, fenced: bool) -> api.Reservation:
+        fenced = _is_shown_fence(reservation, current_principal())
         return self._told(reservation, fenced=fenced).reservation
 
     def _told(self, one: Reservation, *, fenced: bool, own: bool = False) -> api.GetReservationResponse:
-        """What `_report` says, with the lease token for its maker; rebuilt only if more than times has changed."""
+        """A reservation as a caller sees it, with the lease token for its maker; rebuilt only if more than times has changed."""
         usage, notes = self.records.usage(one), self.notes.get(one.id, ()) if one.live else ()
         known = self.told.get((one.id, fenced, own))
         if known is not None and known[0] is one and known[1] is usage and known[2] == notes:
@@ -498,18 +503,6 @@ def check_tenant(caller: Principal, tenant: str, field: str) -> None:
             reason="OTHER_TENANT",
             metadata={"field": field, "tenant": tenant},
         )
-
-
-def to_orders(
-    request: api.BatchReserveRequest, caller: Principal, defaults: AllocatorSettings
-) -> list[Order]:
-    """The orders of a valid batch, none of which waits; raises like `to_order`."""
-    for index, one in enumerate(request.requests):
-        if wire.optional_seconds(one, "wait"):
-            raise InvalidArgumentError("a batch cannot wait", field=f"requests[{index}].wait")
-    return [
-        to_order(one, caller, defaults, f"requests[{index}].") for index, one in enumerate(request.requests)
-    ]
 
 
 def to_lease(
