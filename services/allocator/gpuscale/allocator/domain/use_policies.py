@@ -149,7 +149,6 @@ class UsePolicy:
     all_gpus: bool = True
     exemptions: tuple[Exemption, ...] = ()
     shadow: bool = True
-    description: str = ""
 
     def exemption(self, subject: PolicySubject, wall: datetime) -> Exemption | None:
         """The exemption that applies to a subject now."""

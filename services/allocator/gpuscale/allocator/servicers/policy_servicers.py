@@ -87,7 +87,6 @@ def to_policy(body: str) -> UsePolicy:
             for one in spec.exemptions
         ),
         shadow=not spec.active,
-        description=spec.description,
     )
     if found := problems(policy):
         violations = [FieldViolation(f"use_policy.spec.{path}", what) for path, what in found]

@@ -8,7 +8,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, takewhile
 from typing import NoReturn
 
 from gpuscale.allocator.domain.model import POWER_LABEL, Gpu, Node, NodeState
@@ -30,7 +30,6 @@ HEARD = 15.0
 """Seconds after which an agent that did not ask for caps is silent."""
 SLICE = 64
 """Nodes that are looked at before other calls come."""
-_MOST_UNWRITTEN = 1000
 _log = get_logger(__name__)
 
 
@@ -53,9 +52,8 @@ class Powering:
     _changes: deque[tuple[int, PowerChange]] = field(
         default_factory=lambda: deque[tuple[int, PowerChange]](maxlen=ACTS_KEPT), init=False
     )
-    _unwritten: list[tuple[int, PowerChange]] = field(
-        default_factory=list[tuple[int, PowerChange]], init=False
-    )
+    _written: int = field(default=0, init=False)
+    """The number of the last change on disk."""
     _problems: dict[str, str] = field(default_factory=dict[str, str], init=False)
     found: PowerLook = field(default_factory=PowerLook, init=False)
     """As of the last look."""
@@ -64,6 +62,7 @@ class Powering:
         """Load what is on disk."""
         await self.budgets.load()
         self._changes.extend(await self.store.power_changes())
+        self._written = self._changes[-1][0] if self._changes else 0
 
     async def run(self) -> NoReturn:
         """Look for ever."""
@@ -72,9 +71,10 @@ class Powering:
             await asyncio.sleep(LOOK)
             await self.look()
             with writing:  # else they are written with the next
-                if written := list(self._unwritten):
-                    await self.store.save_power_changes(written)
-                    self._unwritten = [one for one in self._unwritten if one not in written]
+                new = [*takewhile(lambda one: one[0] > self._written, reversed(self._changes))][::-1]
+                if new:
+                    await self.store.save_power_changes(new)
+                    self._written = new[-1][0]
 
     def changes(self) -> list[tuple[int, PowerChange]]:
         """Changes of caps, newest first, each with its number."""
@@ -144,7 +144,6 @@ class Powering:
     def record(self, change: PowerChange) -> None:
         """Keep what was changed; it is written with the next look."""
         self._changes.append((self._changes[-1][0] + 1 if self._changes else 1, change))
-        self._unwritten = [*self._unwritten, self._changes[-1]][-_MOST_UNWRITTEN:]
 
     def _now(self) -> float:
         return self.records.clock.now()
