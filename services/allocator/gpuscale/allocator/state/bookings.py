@@ -38,6 +38,9 @@ class Booking(Table, table=True):
 
 _BOOKING = Table.metadata.tables["booking"]
 _PUT = Prepared.replacing(_BOOKING)
+_TEXTS = ("id", "request_id", "fingerprint", "owner", "tenant", "title", "note")
+_TIMES = {"start": "start", "end": "end", "created": "create"}
+"""Columns of the same name as what they hold, and the first words of those of times."""
 _ASK, _SPOTS = TypeAdapter(Ask), TypeAdapter(tuple[tuple[str, str], ...])
 
 
@@ -65,29 +68,14 @@ class BookingStore:
 
     async def save(self, one: bookings.Booking) -> None:
         """Write a booking, replacing its earlier value."""
-        row = sealed(
-            {
-                "id": one.id,
-                "request_id": one.request_id,
-                "fingerprint": one.fingerprint,
-                "owner": one.owner,
-                "tenant": one.tenant,
-                "title": one.title,
-                "ask": to_json(one.ask).decode(),
-                "spots": to_json(one.spots).decode(),
-                "start_time": float(one.start),
-                "end_time": float(one.end),
-                "create_time": float(one.created),
-                "state": str(one.state),
-                "note": one.note,
-            }
-        )
-        await self.store.change(lambda connection: _PUT.run(connection, [row]))
+        row: dict[str, object] = {name: getattr(one, name) for name in _TEXTS}
+        row |= {f"{column}_time": float(getattr(one, name)) for name, column in _TIMES.items()}
+        row |= {"state": str(one.state)} | {
+            name: to_json(getattr(one, name)).decode() for name in ("ask", "spots")
+        }
+        await self.store.change(lambda connection: _PUT.run(connection, [sealed(row)]))
 
     async def remove(self, ids: Iterable[str]) -> None:
         """Delete bookings."""
         gone = delete(_BOOKING).where(_BOOKING.c.id.in_([*ids]))
         await self.store.change(lambda connection: connection.execute(gone))
-
-
-_TIMES = {"start": "start", "end": "end", "created": "create"}
