@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from datetime import datetime, timedelta
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -112,18 +112,24 @@ def from_job(job: ReservedJob, of: Reservation) -> api.Job:
     )
 
 
+_OF_MEMBER = ("member", "node", "pid", "exit_code", "end_reason", "last_lines")
+_MEMBER_TIMES = {"started": "start_time", "ended": "end_time", "signalled": "signal_time"}
+"""Fields of a member of the same name in its message, and those that are times there."""
+
+
 def _from_member(one: JobMember) -> api.JobMember:
-    return api.JobMember(
-        member=one.member,
-        node=one.node,
-        pid=one.pid,
-        start_time=wire.optional_timestamp(one.started),
-        end_time=wire.optional_timestamp(one.ended),
-        exit_code=one.exit_code,
-        end_reason=one.end_reason,
-        signal_time=wire.optional_timestamp(one.signalled),
-        last_lines=one.last_lines,
-    )
+    times = {told: wire.optional_timestamp(getattr(one, name)) for name, told in _MEMBER_TIMES.items()}
+    fields: dict[str, Any] = {name: getattr(one, name) for name in _OF_MEMBER} | times
+    return api.JobMember(**fields)
+
+
+def to_member(message: api.JobMember) -> JobMember:
+    """The state of a job member."""
+    fields: dict[str, Any] = {name: getattr(message, name) for name in _OF_MEMBER}
+    for name, told in _MEMBER_TIMES.items():
+        fields[name] = wire.to_datetime(getattr(message, told)) if message.HasField(told) else None
+    fields["exit_code"] = wire.or_else(message, "exit_code", None)
+    return JobMember(**fields | {"last_lines": tuple(message.last_lines)})
 
 
 def _put_seconds(duration: Duration, seconds: float) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-from gpuscale.allocator.domain.jobs import JobMember, ReservedJob
+from gpuscale.allocator.domain.jobs import ReservedJob
 from gpuscale.allocator.domain.ledger import Tokens
 from gpuscale.allocator.domain.model import (
     BOOKING_LABEL,
@@ -35,6 +35,7 @@ from gpuscale.allocator.servicers.answers import (
     put_estimate,
     put_reservation,
     put_times,
+    to_member,
 )
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.state.archive import IN_MEMORY, RecordFilter
@@ -476,21 +477,6 @@ def to_order(
         else None,
         limit=wire.optional_seconds(request, "time_limit") or 0.0,
         booking=booking,
-    )
-
-
-def to_member(message: api.JobMember) -> JobMember:
-    """The state of a job member."""
-    return JobMember(
-        member=message.member,
-        node=message.node,
-        pid=message.pid,
-        started=wire.to_datetime(message.start_time) if message.HasField("start_time") else None,
-        ended=wire.to_datetime(message.end_time) if message.HasField("end_time") else None,
-        exit_code=wire.or_else(message, "exit_code", None),
-        end_reason=message.end_reason,
-        signalled=wire.to_datetime(message.signal_time) if message.HasField("signal_time") else None,
-        last_lines=tuple(message.last_lines),
     )
 
 
