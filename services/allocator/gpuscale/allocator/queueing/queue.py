@@ -22,6 +22,7 @@ from dataclasses import replace
 from heapq import nsmallest
 from itertools import islice
 from operator import attrgetter
+from typing import TypeAlias
 
 from gpuscale.allocator.domain.bookings import Booking, local, milli
 from gpuscale.allocator.domain.model import WHOLE, Ask, Order, Pick
@@ -224,27 +225,15 @@ def in_the_way(pick: Pick, others: Iterable[Kept]) -> QueueObstacle:
     return BEHIND_OTHERS
 
 
-class QueueChanges:
-    """Where room may have appeared since the last round: on some nodes, or anywhere."""
+Changed: TypeAlias = set[str] | None
+"""The nodes on which room may have appeared; None for anywhere."""
 
-    def __init__(self) -> None:
-        self._nodes: set[str] = set()
-        self._anywhere = False
 
-    def add(self, nodes: Iterable[str] | None) -> None:
-        """Room may have appeared on these nodes; None for anywhere."""
-        if nodes is None:
-            self._anywhere = True
-        else:
-            self._nodes.update(nodes)
-
-    def could_help(self, ask: Ask) -> bool:
-        """Whether the ask may be possible now: a cheap check that errs towards yes."""
-        if self._anywhere:
-            return True
-        if ask.nodes:
-            return not self._nodes.isdisjoint(ask.nodes)
-        return not self._nodes <= ask.excluded_nodes
+def _could_help(changed: Changed, ask: Ask) -> bool:
+    """Whether the ask may be possible now: a cheap check that errs towards yes."""
+    if changed is None:
+        return True
+    return not changed.isdisjoint(ask.nodes) if ask.nodes else not changed <= ask.excluded_nodes
 
 
 class Queue:
@@ -255,7 +244,7 @@ class Queue:
         self._rules = rules
         self._waiters: dict[str, Waiter] = {}
         self._promises: dict[Waiter, Promise] = {}
-        self._changes = QueueChanges()
+        self._changed: Changed = set()
         self._number = 0
         self._due = self._pressing = False
         self.look_again: float | None = None
@@ -365,7 +354,10 @@ class Queue:
 
     def changed(self, nodes: Iterable[str] | None = None) -> None:
         """Room may have appeared on these nodes, or anywhere."""
-        self._changes.add(nodes)
+        if nodes is None:
+            self._changed = None
+        elif self._changed is not None:
+            self._changed.update(nodes)
         self._due = self._pressing = True
 
     def round(self, now: float) -> Iterator[Step]:
@@ -373,7 +365,7 @@ class Queue:
 
         Waiters may come, go and change between two steps; new ones are looked at in the next round.
         """
-        changes, self._changes = self._changes, QueueChanges()
+        changed, self._changed = self._changed, set()
         self.look_again, self._due, self._pressing = None, False, False
         self._hopeless, self._ripening = set(), set[int]()
         refused: dict[Ask, QueueObstacle] = {}
@@ -382,11 +374,11 @@ class Queue:
         for waiter in in_turn(list(self._waiters.values()), self._promises.copy(), self._world):
             if not self._waits(waiter):
                 continue
-            found = self._find(waiter, refused, changes, now)
+            found = self._find(waiter, refused, changed, now)
             if isinstance(found, Pick):
                 # Nobody was passed over, so what the first waiter leaves of its promise needs no round of its own.
                 if not position and (kept := self._promises.pop(waiter, None)):
-                    changes.add(kept.nodes)
+                    changed = None if changed is None else changed | kept.nodes
                     refused.clear()
                 self.remove(waiter)
                 self._spends(waiter.order)
@@ -396,7 +388,7 @@ class Queue:
                 self._give_up(waiter)
             elif not waiter.order.booking:  # bookings are kept in any case
                 if head is None or waiter.order.may_preempt or waiter in self._promises:
-                    yield from self._keep(waiter, changes, now, first=head is None)
+                    yield from self._keep(waiter, changed, now, first=head is None)
                     if not self._waits(waiter):
                         continue
                 head = head or waiter
@@ -426,12 +418,12 @@ class Queue:
         )
 
     def _find(
-        self, waiter: Waiter, refused: dict[Ask, QueueObstacle], changes: QueueChanges, now: float
+        self, waiter: Waiter, refused: dict[Ask, QueueObstacle], changed: Changed, now: float
     ) -> Pick | QueueObstacle:
         if obstacle := over_quota(self._world, waiter.order):
             waiter.obstacle = None
             return obstacle
-        if waiter.obstacle is not None and not changes.could_help(waiter.order.ask):
+        if waiter.obstacle is not None and not _could_help(changed, waiter.order.ask):
             return waiter.obstacle
         if isinstance(ask := self._asked(waiter.order), QueueObstacle):
             waiter.obstacle = None
@@ -457,7 +449,7 @@ class Queue:
             return refused[ask]
         return found
 
-    def _keep(self, waiter: Waiter, changes: QueueChanges, now: float, *, first: bool) -> Iterator[Revoke]:
+    def _keep(self, waiter: Waiter, changed: Changed, now: float, *, first: bool) -> Iterator[Revoke]:
         """Keep a promise for a request that does not fit, if it is the first or leases end for it."""
         promise = self._promises.get(waiter)
         ask = beside(waiter.order.ask, self._kept_from(waiter.order, waiter))
@@ -473,7 +465,7 @@ class Queue:
             for owner, promised in list(self._promises.items()):
                 if owner is not waiter and not promised.victims:
                     self._give_up(owner)
-            if promise is None and (self._unpromised != (waiter, ask) or changes.could_help(ask)):
+            if promise is None and (self._unpromised != (waiter, ask) or _could_help(changed, ask)):
                 promise = make_promise(waiter, ask, self._world, now)
                 self._unpromised = None if promise else (waiter, ask)
         elif promise is not None and not promise.victims:
