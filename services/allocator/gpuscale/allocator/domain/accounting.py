@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from operator import add
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from gpuscale.allocator.domain.ledger import RETENTION
 from gpuscale.allocator.domain.model import WHOLE, HardwareLook, Reservation
@@ -38,8 +38,6 @@ HOLD = 30_000
 """Milliseconds for which a look stands."""
 PARTS = 1 << 20
 """More parts than an account has."""
-MOST_MONTHS = 24
-"""Calendar months for which grants are known."""
 
 
 def millis(seconds: float) -> int:
@@ -80,23 +78,8 @@ def month_of(day: int) -> tuple[int, int]:
     return round(first.timestamp()) * 1000 // DAY, round(after.timestamp()) * 1000 // DAY
 
 
-class MonthlyUse:
-    """What tenants were granted per calendar month (UTC), in milliseconds x thousandths of GPUs: sums of the usage ledger."""
-
-    def __init__(self) -> None:
-        self._granted: dict[int, dict[str, int]] = {}
-
-    def add(self, tenant: str, day: int, granted: int) -> None:
-        """Add what was granted on a day."""
-        first = month_of(day)[0]
-        if first not in self._granted and len(self._granted) >= MOST_MONTHS:
-            del self._granted[max(self._granted, key=lambda one: abs(one - first))]
-        of_month = self._granted.setdefault(first, {})
-        of_month[tenant] = of_month.get(tenant, 0) + granted
-
-    def granted(self, tenant: str, day: int) -> int:
-        """What a tenant was granted in the month of a day."""
-        return self._granted.get(month_of(day)[0], {}).get(tenant, 0)
+MonthlyUse: TypeAlias = Counter[tuple[int, str]]
+"""What was granted, in milliseconds x thousandths of GPUs, by the first day of a calendar month (UTC) and the tenant."""
 
 
 @dataclass(slots=True)
@@ -301,7 +284,8 @@ class Account:
                 if self.total is not None:
                     self.total.count(part * self.milli[uuid], usage)
             if self.months is not None:
-                self.months.add(self.reservation.tenant, day, part * sum(self.milli.values()))
+                month = month_of(day)[0]
+                self.months[month, self.reservation.tenant] += part * sum(self.milli.values())
         self.until += piece
 
     def _meter(self, uuid: str, joules: float) -> None:

@@ -199,7 +199,8 @@ class QueueWorld:
         """The tenant's use of this calendar month, or of that of a time; with bookings after it."""
         at = self.wall().timestamp() if at is None else at
         day = int(at) * 1000 // DAY
-        used, ends = self.months.granted(tenant, day) / GPU_HOUR, month_of(day)[1] * DAY / 1000
+        month, next_month = month_of(day)
+        used, ends = self.months[month, tenant] / GPU_HOUR, next_month * DAY / 1000
         return MonthStanding(used, self.bookings.hours(tenant, at, ends), ends)
 
     def booked(self, order: Order) -> Sequence[Booking]:

@@ -112,7 +112,7 @@ class Accounting:
         month = month_of(month_of(self._today)[0] - 1)
         for _ in range(3):  # the wall clock may be set back a little
             for used in await self.usage.query(*month, ["tenant"]):
-                self.months.add(used.tenant, month[0], used.tally.granted)
+                self.months[month[0], used.tenant] += used.tally.granted
             month = month_of(month[1])
         for owner, tenant, number, milli, lasts in await self.usage.lasted(self._today - LEARNED_DAYS):
             self.durations.add(Kin(owner, tenant, number, milli), lasts / 1000)
@@ -169,7 +169,7 @@ class Accounting:
             day, granted = self._unread.pop(one.id, (0, 0))
             if self._fresh.pop(one.id, None) is not None:
                 self._total(one.tenant).granted += granted
-                self.months.add(one.tenant, day, granted)
+                self.months[month_of(day)[0], one.tenant] += granted
             self._accounts.pop(one.id, None)
             if (seconds := lasted(one)) is not None:
                 self.durations.add(kin_of(one), seconds)
@@ -282,7 +282,7 @@ class Accounting:
         account.total = self._total(one.tenant)
         for entry in account.entries:
             granted = sum(tally.granted * account.milli[uuid] for uuid, tally in entry.gpus.items())
-            self.months.add(one.tenant, entry.day, granted)
+            self.months[month_of(entry.day)[0], one.tenant] += granted
         account.months = self.months
         self._accounts[one.id] = account
         return account
