@@ -22,6 +22,7 @@ from gpuscale.allocator.domain.use_policies import (
     PolicyStage,
     Scope,
     StageOutcome,
+    Track,
     UsePolicy,
     WeeklyHours,
     problems,
@@ -29,7 +30,7 @@ from gpuscale.allocator.domain.use_policies import (
 from gpuscale.allocator.state.policies import Declaration, Letter, PowerChange
 from gpuscale.allocator.usecases.declarations import Declarations
 from gpuscale.allocator.usecases.notifying import Notifying, url_problem
-from gpuscale.allocator.usecases.policing import DryRuns, Policing, PolicyStanding
+from gpuscale.allocator.usecases.policing import DryRuns, Policing
 from gpuscale.allocator.usecases.powering import Powering
 from gpuscale.allocator.usecases.rebalancing import Rebalancing
 from gpuscale.api.allocator import v1 as api
@@ -164,8 +165,9 @@ class PolicyServicer(api.PolicyServiceServicer):
         self, request: api.GetUsePolicyRequest, context: Context
     ) -> api.GetUsePolicyResponse:
         key = names.parse(names.POLICY, request.name)["policy"]
-        found = self.policing.policies.get(key)
-        standings = map(self._standing, self.policing.standings(key)[:MOST_STANDINGS])
+        found, policy = self.policing.policies.get(key), self.policing.policies.spec(key)
+        tracks = self.policing.standings(key)[:MOST_STANDINGS]
+        standings = [self._standing(policy, one) for one in tracks] if policy else []
         return api.GetUsePolicyResponse(use_policy=_policy(found), standings=standings)
 
     async def ListUsePolicies(
@@ -230,8 +232,8 @@ class PolicyServicer(api.PolicyServiceServicer):
         results = [(one.order, one.problem) for one in request.results]
         return api.TakeKillOrdersResponse(orders=self.policing.orders.take(node, results))
 
-    def _standing(self, one: PolicyStanding) -> api.PolicyStanding:
-        track = one.track
+    def _standing(self, policy: UsePolicy, track: Track) -> api.PolicyStanding:
+        due = track.next_due(policy)
         message = api.PolicyStanding(
             subject=track.subject.name,
             message=track.what,
@@ -239,11 +241,12 @@ class PolicyServicer(api.PolicyServiceServicer):
             held=wire.to_duration(track.held),
             paused=not track.counting,
             done_count=track.done,
-            next_actions=_actions(one.next_actions),
+            next_actions=[] if due is None else _actions(policy.stages[track.done].actions),
             exempt=track.spared,
         )
-        if one.next_in is not None:
-            wire.put_timestamp(message.next_time, self.clock.wall() + timedelta(seconds=one.next_in))
+        if due is not None:
+            left = max(0.0, due - (self.clock.now() - track.seen))
+            wire.put_timestamp(message.next_time, self.clock.wall() + timedelta(seconds=left))
         return message
 
 

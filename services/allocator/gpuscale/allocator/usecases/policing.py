@@ -141,15 +141,6 @@ _MARK = "policy {}: "
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyStanding:
-    """A policy's track for a subject as of the last look, seconds until the next stage, and that stage."""
-
-    track: Track
-    next_in: float | None
-    next_actions: tuple[Action, ...]
-
-
 @dataclass(eq=False)
 class Policing:
     """Carries out use policies. `open_policing` makes one; then `run` must run."""
@@ -191,17 +182,10 @@ class Policing:
         """What policies did, and nearly did, newest first, each with its number."""
         return list(reversed(self._acts))
 
-    def standings(self, policy_id: str) -> list[PolicyStanding]:
-        """The subjects for which the condition of a policy holds, longest first."""
-        policy, now = self.policies.spec(policy_id), self.records.clock.now()
-        found: list[PolicyStanding] = []
-        for (of, _), one in self._tracks.items():
-            if of == policy_id and policy is not None:
-                due = one.track.next_due(policy)
-                left = None if due is None else max(0.0, due - (now - one.track.seen))
-                actions = () if due is None else policy.stages[one.track.done].actions
-                found.append(PolicyStanding(one.track, left, actions))
-        return sorted(found, key=lambda one: -one.track.held)
+    def standings(self, policy_id: str) -> list[Track]:
+        """The tracks of the subjects for which the condition of a policy holds, as of the last look, longest first."""
+        found = [one.track for (of, _), one in self._tracks.items() if of == policy_id]
+        return sorted(found, key=lambda one: -one.held)
 
     async def look(self) -> list[Reservation]:
         """Look once at all subjects of policies; returns the reservations whose notes have changed."""
