@@ -196,21 +196,34 @@ class Placer:
 
         A refusal has a message only if `told`, which costs more than finding that there is no room.
         """
-        gone = [self.use.live(one) for one in freed]
-        with without(self._arrange(), self.use, gone):
+        with self.imagine(freed):
             return self._place(ask, now, again=True, told=told)[0]
 
     @contextmanager
     def imagine(self, freed: Iterable[str] = (), held: Sequence[Reservation] = ()) -> Generator[None]:
-        """Place within the block as if these reservations, which hold some, were free, and stand-ins held theirs."""
-        with without(self._arrange(), self.use, [self.use.live(one) for one in freed]):
-            try:
-                for one in held:
-                    self.use.hold(one)
-                yield
-            finally:
-                for one in held:
-                    self.use.free(one.id)
+        """Place within the block as if these reservations, which hold some, were gone, and stand-ins held theirs.
+
+        What the reservations hold and their processes use is free. Blocks may nest.
+        """
+        columns, leaving = self._arrange().columns, [self.use.live(one) for one in freed]
+        before = columns.gone
+        gone = {uuid: list(those) for uuid, those in before.items()}
+        for one in leaving:
+            for gpu in one.gpus:
+                gone.setdefault(gpu.uuid, []).append(one)
+        columns.gone = gone
+        try:
+            for one in leaving:
+                self.use.free(one.id)
+            for one in held:
+                self.use.hold(one)
+            yield
+        finally:
+            for one in held:
+                self.use.free(one.id)
+            columns.gone = before
+            for one in leaving:
+                self.use.hold(one)
 
     def free_on(self, ask: Ask, now: float) -> dict[str, int]:
         """How many GPUs per node serve the ask, or would with more CPU, for nodes that ever could."""
@@ -315,25 +328,6 @@ def place_gang(index: Index, use: Use, ask: Ask, now: float) -> list[Member]:
         if len(most) == ask.member_count:
             break
     return most
-
-
-@contextmanager
-def without(index: Index, use: Use, reservations: Sequence[Reservation]) -> Generator[None]:
-    """Imagine reservations gone within the block: what they hold and their processes use is free. Blocks may nest."""
-    before = index.columns.gone
-    gone = {uuid: list(those) for uuid, those in before.items()}
-    for reservation in reservations:
-        for gpu in reservation.gpus:
-            gone.setdefault(gpu.uuid, []).append(reservation)
-    index.columns.gone = gone
-    try:
-        for reservation in reservations:
-            use.free(reservation.id)
-        yield
-    finally:
-        index.columns.gone = before
-        for reservation in reservations:
-            use.hold(reservation)
 
 
 class _Scratch:
