@@ -11,7 +11,7 @@ strict variants allow one node, or one member per node.
 """
 
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -285,22 +285,6 @@ class Placer:
         return self._index
 
 
-Fill = Callable[[int, int], int]
-"""Places up to so many members on a row, and tells how many."""
-
-
-def packed(room: Ints, value: Floats, members: int, fill: Fill) -> int:
-    """Fill as few nodes as possible; returns how many members were placed."""
-    room, placed = room.copy(), 0
-    while placed < members and room.any():
-        missing = members - placed
-        most = min(missing, int(room.max()))
-        row = int(np.argmax(np.where(room >= most, value, -np.inf)))
-        room[row] = 0
-        placed += fill(row, most)
-    return placed
-
-
 def best_first(value: Floats) -> Ints:
     """The rows that fit, best first, ties by rank."""
     order = np.argsort(-value, kind="stable")
@@ -358,7 +342,12 @@ class _Scratch:
         room = capacities(ask, index.columns, shape.constraints, index.free(shape))
         room[~np.isfinite(value)] = 0
         if ask.gang_strategy is GangStrategy.PACK:
-            packed(room, value, ask.member_count, self._fill)
+            # First the nodes that take most members, then the best one that takes the rest.
+            while (missing := ask.member_count - len(self._placed)) and room.any():
+                many = min(missing, int(room.max()))
+                row = int(np.argmax(np.where(room >= many, value, -np.inf)))
+                room[row] = 0
+                self._fill(row, many)
             return self._placed
         most: list[Member] = []
         for row in best_first(np.where(room >= ask.member_count, value, -np.inf)).tolist():
@@ -375,14 +364,13 @@ class _Scratch:
             self._use.free(_name(member))
         self._placed = self._placed[:kept]
 
-    def _fill(self, row: int, members: int) -> int:
-        """Place up to `members` members on a row; returns how many fit."""
+    def _fill(self, row: int, members: int) -> None:
+        """Place up to `members` members on a row."""
         kept = len(self._placed)
         placed = self._take_each(row, members, roomiest=self._roomiest)
         if 0 < placed < members and _shares_several(self._ask):
             self.undo(kept)
-            placed = self._take_each(row, members, roomiest=True)
-        return placed
+            self._take_each(row, members, roomiest=True)
 
     def _take_each(self, row: int, members: int, *, roomiest: bool) -> int:
         for placed in range(members):
