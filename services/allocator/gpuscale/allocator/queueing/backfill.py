@@ -154,12 +154,8 @@ def _ids(leases: Iterable[LeaseTerms]) -> frozenset[str]:
     return frozenset(lease.id for lease in leases)
 
 
-@dataclass(frozen=True, slots=True)
-class Preemption:
-    """The leases to end, and what the request gets afterwards."""
-
-    victims: tuple[LeaseTerms, ...]
-    pick: Pick
+Preemption: TypeAlias = tuple[Sequence[LeaseTerms], Pick]
+"""The leases to end, and what the request gets afterwards."""
 
 
 def choose(
@@ -183,7 +179,7 @@ def choose(
     found = (_shortest(ask, ending, sorted(ripe, key=key), world, now) for key in keys)
     return min(
         filter(None, found),
-        key=lambda one: (len(one.victims), sum(victim.attained(now) for victim in one.victims)),
+        key=lambda one: (len(one[0]), sum(victim.attained(now) for victim in one[0])),
         default=None,
     )
 
@@ -203,4 +199,4 @@ def _shortest(
         without = world.place_after(ask, now, [*ending, *(lease.id for lease in rest)])
         if isinstance(without, Pick):
             pick, needed = without, rest
-    return Preemption(tuple(needed), pick)
+    return needed, pick

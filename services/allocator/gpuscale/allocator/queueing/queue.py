@@ -492,8 +492,8 @@ class Queue:
                 self.look_again = min(self.look_again or math.inf, *later)
                 self._ripening.add(waiter.priority)
             return None
-        victims = (lease.id for lease in found.victims)
-        return promise_of(waiter, found.pick, now + self._rules.grace, victims)
+        victims, pick = found
+        return promise_of(waiter, pick, now + self._rules.grace, [lease.id for lease in victims])
 
     def _preempting(self, waiter: Waiter, promise: Promise | None, found: QueueObstacle) -> QueueObstacle:
         """The obstacle of a request that may preempt: who leaves for it, or when somebody may have to."""
