@@ -7,7 +7,6 @@ in between, the job waits and holds nothing, and whoever starts it keeps asking.
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from gpuscale.allocator.domain.jobs import JobMember
 from gpuscale.allocator.domain.model import BOOKING_LABEL, MOVABLE_LABEL, MOVED_FOR, Ask, Pick, Reservation
@@ -84,37 +83,32 @@ class Restarting:
         after = ledger.leave(lease.id, ended, LONGEST_WAIT, clock.now())
         kept = self._kept.pop(lease.id, None)
         written = self.leases.commits.change([before], [after])
-        written.on_settled(partial(self._left, before, after, kept))
+
+        def settled(error: GpuscaleError | None) -> None:
+            """Continue once the disk says that the job waits again, or the write failed."""
+            if error is not None:
+                if kept is not None:
+                    self._kept[before.id] = kept
+                return
+            hit("allocator.restart.before_grant")
+            order = after.order()
+            ledger.use.free(before.id)
+            if kept is not None:
+                self.queue.remove(kept[0])
+            pick = self._place(before, order.ask, kept and kept[1])
+            if pick is None or BOOKING_LABEL in before.labels:
+                self.waiting.keep(after)
+            else:
+                self.waiting.grant(order, pick)
+            nodes = {gpu.node for gpu in before.gpus}
+            _log.info("a job restarts", reservation=before.id, left=sorted(nodes), waits=pick is None)
+            self.changes.room(nodes)
+
+        written.on_settled(settled)
         error = await written
         if error is not None:
             raise error
         return after
-
-    def _left(
-        self,
-        before: Reservation,
-        after: Reservation,
-        kept: tuple[Waiter, Pick] | None,
-        error: GpuscaleError | None,
-    ) -> None:
-        """Continue once the disk says that a job waits again, or the write failed."""
-        if error is not None:
-            if kept is not None:
-                self._kept[before.id] = kept
-            return
-        hit("allocator.restart.before_grant")
-        ledger, order = self.leases.ledger, after.order()
-        ledger.use.free(before.id)
-        if kept is not None:
-            self.queue.remove(kept[0])
-        pick = self._place(before, order.ask, kept and kept[1])
-        if pick is None or BOOKING_LABEL in before.labels:
-            self.waiting.keep(after)
-        else:
-            self.waiting.grant(order, pick)
-        nodes = {gpu.node for gpu in before.gpus}
-        _log.info("a job restarts", reservation=before.id, left=sorted(nodes), waits=pick is None)
-        self.changes.room(nodes)
 
     def _place(self, before: Reservation, ask: Ask, kept: Pick | None) -> Pick | None:
         """Where a job continues: at the place kept for it, or where it was unless it had to leave; else None."""
