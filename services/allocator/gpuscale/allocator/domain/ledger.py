@@ -90,31 +90,19 @@ class Ledger:
     """All reservations in memory, live and ended, and the highest fence ever given: new ones are higher than `fence`."""
 
     def __init__(self, fence: int = 0, new_id: Callable[[], str] = random_id) -> None:
-        self._fence = fence
+        self.fence = fence
         self._new_id = new_id
         self._reservations: dict[str, Reservation] = {}
         self._live: dict[str, Reservation] = {}
+        self.live: Mapping[str, Reservation] = MappingProxyType(self._live)
+        """The reservations that hold GPUs, by id, including those not on disk yet."""
         self._by_request: dict[str, str] = {}
         self._ended: dict[str, None] = {}
-        self._use = Use()
+        self.use = Use()
+        """What live reservations hold of GPUs and nodes; always current."""
         self._closing: dict[str, str] = {}  # why each ends
         self._granted_at: dict[str, float] = {}
         self._deadlines = Deadlines()
-
-    @property
-    def fence(self) -> int:
-        """The highest fence given so far."""
-        return self._fence
-
-    @property
-    def use(self) -> Use:
-        """What live reservations hold of GPUs and nodes; always current."""
-        return self._use
-
-    @property
-    def live(self) -> Mapping[str, Reservation]:
-        """The reservations that hold GPUs, by id, including those not on disk yet."""
-        return MappingProxyType(self._live)
 
     def get(self, reservation_id: str) -> Reservation:
         """Look up a reservation; NotFoundError if there is none, or none yet, or it was forgotten."""
@@ -178,7 +166,7 @@ class Ledger:
         wait: float | None = None,
     ) -> Reservation:
         """Hold free GPUs under a new fence, PENDING until it is on disk; with `wait`, keep a place for these seconds."""
-        fence = self._fence + 1
+        fence = self.fence + 1
         lease = order.ttl if wait is None else wait
         granted = Reservation(
             id=self._new_id(),
@@ -208,7 +196,7 @@ class Ledger:
             until=now + lasts if wait is None and (lasts := order.lasts) else None,
         )
         self._add(granted)
-        self._fence = fence  # a refused one spends none
+        self.fence = fence  # a refused one spends none
         self._granted_at[granted.id] = now
         return granted
 
@@ -224,10 +212,10 @@ class Ledger:
         if not before.waiting or before.wanted is None:
             raise ValueError(f"reservation {reservation_id} does not wait")
         ttl = before.wanted.ttl
-        after = replace(before, fence=self._fence + 1, gpus=tuple(gpus), ttl=ttl, deadline=now + ttl)
+        after = replace(before, fence=self.fence + 1, gpus=tuple(gpus), ttl=ttl, deadline=now + ttl)
         after.until = now + limit if limit else None
         self._hold_instead(after)
-        self._fence, self._granted_at[after.id] = after.fence, now
+        self.fence, self._granted_at[after.id] = after.fence, now
         return after
 
     def leave(self, reservation_id: str, ended: JobMember, wait: float, now: float) -> Reservation:
@@ -240,17 +228,17 @@ class Ledger:
         if before.waiting or before.wanted is None or before.job is None:
             raise ValueError(f"reservation {reservation_id} cannot restart")
         limit = 0.0 if before.until is None else max(1.0, before.until - now)
-        self._fence += 1
-        wanted = replace(before.wanted, fence=self._fence, first=before.first_fence, limit=limit)
-        after = replace(before, fence=self._fence, gpus=(), ttl=wait, deadline=now + wait, wanted=wanted)
+        self.fence += 1
+        wanted = replace(before.wanted, fence=self.fence, first=before.first_fence, limit=limit)
+        after = replace(before, fence=self.fence, gpus=(), ttl=wait, deadline=now + wait, wanted=wanted)
         after.revoke_at, after.until, after.end_reason, after.job = None, None, "", before.job.again(ended)
         del self._reservations[after.id], self._live[after.id]
         return self._put(after)
 
     def _hold_instead(self, after: Reservation) -> None:
         """Replace a reservation and make it the newest: they are ordered by fence."""
-        self._use.free(after.id)
-        self._use.hold(after)
+        self.use.free(after.id)
+        self.use.hold(after)
         del self._reservations[after.id], self._live[after.id]
         self._put(after)
 
@@ -341,7 +329,7 @@ class Ledger:
         self._closing.pop(closed.id, None)
         self._live.pop(closed.id, None)
         self._granted_at.pop(closed.id, None)
-        self._use.free(closed.id)
+        self.use.free(closed.id)
         self._put(closed)
 
     def closing(self, reservation_id: str) -> bool:
@@ -383,7 +371,7 @@ class Ledger:
         """Load the reservations on disk, oldest first; ValueError if more of a GPU is held than there is."""
         for reservation in reservations:
             if reservation.id not in self._reservations:
-                self._fence = max(self._fence, reservation.fence)
+                self.fence = max(self.fence, reservation.fence)
                 self._add(reservation)
 
     def expect(self, reservation_id: str, fence: int) -> Reservation:
@@ -413,7 +401,7 @@ class Ledger:
 
     def _add(self, reservation: Reservation) -> None:
         if reservation.live:
-            self._use.hold(reservation)
+            self.use.hold(reservation)
         self._by_request[reservation.request_id] = reservation.id
         self._put(reservation)
 
@@ -432,7 +420,7 @@ class Ledger:
         self._live.pop(reservation_id, None)
         self._ended.pop(reservation_id, None)
         self._granted_at.pop(reservation_id, None)
-        self._use.free(reservation_id)
+        self.use.free(reservation_id)
 
 
 def due_at(reservation: Reservation) -> float:

@@ -502,6 +502,8 @@ class Use:
         self._live: dict[str, Reservation] = {}
         self._instances: dict[str, set[str]] = {}
         self._tenants: dict[str, int] = {}
+        self.tenants: Mapping[str, int] = MappingProxyType(self._tenants)
+        """Thousandths of GPUs per tenant that holds any."""
         self._changed: defaultdict[str, set[str]] = defaultdict(set)
         self.newly: dict[str, str] = {}
 
@@ -514,7 +516,8 @@ class Use:
         twin = Use()
         twin._gpus, twin._nodes, twin._live = self._gpus.copy(), self._nodes.copy(), self._live.copy()
         twin._instances = {parent: held.copy() for parent, held in self._instances.items()}
-        twin._tenants, twin.newly = self._tenants.copy(), self.newly.copy()
+        twin._tenants.update(self._tenants)
+        twin.newly = self.newly.copy()
         return twin
 
     def gpu(self, uuid: str) -> GpuUse:
@@ -535,11 +538,6 @@ class Use:
     def node(self, node: str) -> NodeUse:
         """What is held of a node."""
         return self._nodes.get(node, FREE_NODE)
-
-    @property
-    def tenants(self) -> Mapping[str, int]:
-        """Thousandths of GPUs per tenant that holds any."""
-        return MappingProxyType(self._tenants)
 
     def live(self, reservation_id: str) -> Reservation:
         """The reservation with this id, as it was when it was held. Raises KeyError if it holds nothing."""

@@ -246,7 +246,8 @@ class Queue:
         self._promises: dict[Waiter, Promise] = {}
         self._changed: Changed = set()
         self._number = 0
-        self._due = self._pressing = False
+        self.due = self._pressing = False
+        """Whether a round is due, and whether it may do more than set places."""
         self.look_again: float | None = None
         """When a round is due even without changes, because a lease becomes preemptible; None: never."""
         self._hopeless: set[tuple[Ask, int]] = set()
@@ -257,17 +258,12 @@ class Queue:
         return len(self._waiters)
 
     @property
-    def due(self) -> bool:
-        """Whether a round is due."""
-        return self._due
-
-    @property
     def pressing(self) -> bool:
         """Whether that round may do more than set places: not if all that happened is that others joined the queue.
 
         Those were looked at as they joined, and the first has its promise.
         """
-        return self._due and self._pressing
+        return self.due and self._pressing
 
     def get(self, request_id: str) -> Waiter | None:
         """The waiter of a request; None if it does not wait."""
@@ -310,7 +306,7 @@ class Queue:
         if not order.reservation_id:
             self.expect_room()
         self._number += 1
-        self._due = True
+        self.due = True
         waiter = Waiter(order, self._number, now, until)
         behind = any(one.priority >= waiter.priority for one in self._promises)
         self._pressing = self._pressing or order.may_preempt or not behind
@@ -358,7 +354,7 @@ class Queue:
             self._changed = None
         elif self._changed is not None:
             self._changed.update(nodes)
-        self._due = self._pressing = True
+        self.due = self._pressing = True
 
     def round(self, now: float) -> Iterator[Step]:
         """Go through the queue in turn. Carry out each decision before asking for the next one.
@@ -366,7 +362,7 @@ class Queue:
         Waiters may come, go and change between two steps; new ones are looked at in the next round.
         """
         changed, self._changed = self._changed, set()
-        self.look_again, self._due, self._pressing = None, False, False
+        self.look_again, self.due, self._pressing = None, False, False
         self._hopeless, self._ripening = set(), set[int]()
         refused: dict[Ask, QueueObstacle] = {}
         head: Waiter | None = None
