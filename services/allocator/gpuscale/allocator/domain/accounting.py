@@ -260,11 +260,6 @@ class Account:
             if usage.power_watts is not None:
                 self._meter(uuid, usage.power_watts * gap / 1000)
 
-    def written(self, parts: int) -> None:
-        """All entries up to this part are on disk; the last one keeps growing."""
-        self.kept = True
-        self.entries = [one for one in self.entries[:-1] if one.part > parts] + self.entries[-1:]
-
     def rebase(self, now: int) -> None:
         """Continue from here, on the clock of another boot."""
         self.until = self._seen_at = now

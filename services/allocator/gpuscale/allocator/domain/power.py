@@ -117,7 +117,7 @@ class PowerSum:
     """The state of one sum of a budget.
 
     `drawn` is the draw, with limits in place of unknown draws; None if those are unknown too. `room` is the least that may be
-    added. `loose` counts GPUs without a helper.
+    added.
     """
 
     budget: str
@@ -128,11 +128,6 @@ class PowerSum:
     drawn: float | None
     room: float
     emergency: bool
-
-    @property
-    def loose(self) -> int:
-        """How many GPUs nobody can cap."""
-        return sum(not gpu.helped for gpu in self.gpus)
 
 
 @dataclass(frozen=True, slots=True)

@@ -392,7 +392,7 @@ class PowerServicer(api.PowerServiceServicer):
                     room_watts=of.room,
                     gpu_count=len(of.gpus),
                     capped_count=sum(gpu.uuid in caps for gpu in of.gpus),
-                    loose_count=of.loose,
+                    loose_count=sum(not gpu.helped for gpu in of.gpus),
                     emergency=of.emergency,
                 )
                 for of in found.sums

@@ -229,7 +229,8 @@ class Accounting:
             parts = [one.part for one in batch]
             await self.usage.put([row for one in batch for row in rows_of(one, self.clock.boot_id)])
             for one, part in zip(batch, parts, strict=True):
-                one.written(part)
+                one.kept = True  # of the entries on disk, the last one keeps growing
+                one.entries = [entry for entry in one.entries[:-1] if entry.part > part] + one.entries[-1:]
 
     async def query(self, first: int, last: int, dimensions: Collection[str]) -> list[Used]:
         """Use in the UTC days from `first` to before `last`; for live reservations, up to LOOK seconds ago."""
