@@ -499,7 +499,6 @@ def service(world: World) -> Service:
         "ExplainPlacement": lambda r, c: OUTLOOK,
         "EstimateRequirements": lambda r, c: ESTIMATE,
         "RankNodes": lambda r, c: a.RankNodesResponse(nodes=[RANKED]),
-        "RankGpus": lambda r, c: a.RankGpusResponse(gpus=RESERVATION.gpus, free_count=2),
         "ApplyRebalance": lambda r, c: a.ApplyRebalanceResponse(
             plan=a.RebalancePlan(available=True, moves=[MOVE], partitions=PARTITIONED.partitions)
         ),

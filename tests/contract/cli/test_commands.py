@@ -57,7 +57,6 @@ COMMANDS: list[tuple[str, ...]] = [
     ("check", "--gpus", "2", "--wait", "5s"),
     ("estimate", "llama-3-70b", "-p", "tp-size=[1,2,4]", "--dtype", "bf16"),
     ("rank", "nodes", "--gpus", "2"),
-    ("rank", "gpus", "--min-memory", "20GiB"),
     ("explain", "placement", "--gpus", "2"),
     ("explain", "reservation", "r1"),
     ("get", "cordons"),
@@ -277,7 +276,7 @@ backtest --trace - | backtest --preset keda --trace - --cold-start 60s..10s |
 backtest --preset keda --trace no-such-file.csv | reserve --gpus 0 | reserve --gpus 1 --min-memory 8Gibi |
 reserve --gpus 1 --share 1.5 | reserve --gpus 1 --share half | reserve --gpus 1 --nvlink --balanced |
 reserve --gpus 1 --label team | reserve --gpus 1 --gpu no-node | run --gpus 1 | check | estimate x -p tp |
-cordon | cordon a/b/c | drain host-1 --grace soon | rank gpus --limit 0 | get nodes A/B |
+cordon | cordon a/b/c | drain host-1 --grace soon | get nodes A/B |
 delete endpoint jobs | forget adapter process-1 | apply -f /no/such/file |
 --request-timeout never get nodes | --token-file /no/such/file get nodes |
 --ca-file /no/such/file get nodes | check --gpus 99999999999 | check --gpus 1 --members 99999999999 |

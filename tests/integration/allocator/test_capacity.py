@@ -184,35 +184,3 @@ async def test_nodes_are_ranked_by_what_is_idle_and_free(tmp_path: Path) -> None
         await client.nodes.CordonNode(api.CordonNodeRequest(name="nodes/n1"))
         strict = await client.capacity.RankNodes(api.RankNodesRequest(gpu_count=2, max_utilization_percent=0))
         assert (strict.fallback, [one.idle_gpu_count for one in strict.nodes]) == (True, [0, 0, 0])
-
-
-async def free(client: AsyncClient, **fields: object) -> tuple[list[tuple[str, int]], int]:
-    found = await client.capacity.RankGpus(api.RankGpusRequest(**fields))  # pyright: ignore[reportArgumentType]
-    totals = [one.score.total for one in found.gpus]
-    assert totals == sorted(totals, reverse=True)
-    assert all(one.score.parts for one in found.gpus)
-    return [(one.node, one.index) for one in found.gpus], found.free_count
-
-
-async def test_free_gpus_come_best_first_by_the_seeds_score(tmp_path: Path) -> None:
-    """0.6 x free memory + 0.4 x idle; of equals the node that was seen first, then the index; 50 % is too much."""
-    busy = node_message(
-        "n0",
-        gpu_message("n0-0", 0, free=40_000),
-        gpu_message("n0-1", 1, utilization=40.0),
-        gpu_message("n0-2", 2, utilization=50.0),
-    )
-    seen = FakeFleet(
-        busy, node_message("n1", count=2), node_message("n2", count=1, state=NodeState.NODE_STATE_STALE)
-    )
-    async with allocator_client(tmp_path, seen) as client:
-        everyone = [("n1", 0), ("n1", 1), ("n0", 1), ("n0", 0)]
-        assert await free(client) == (everyone, 4)
-        assert await free(client, max_count=2) == (everyone[:2], 4)
-        roomy = api.Ask(gpu_count=1, min_memory_bytes=50_000 * MIB)
-        assert await free(client, ask=roomy) == (everyone[:3], 3)
-        held = await client.reserve(1, "me", nodes=["nodes/n1"])
-        await client.nodes.CordonNode(api.CordonNodeRequest(name="nodes/n0"))
-        assert await free(client) == ([("n1", 1 - held.gpus[0].index)], 1)
-        with pytest.raises(NotFoundError, match="n9"):
-            await free(client, ask=api.Ask(gpu_count=1, nodes=["nodes/n9"]))

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from gpuscale.allocator.domain.model import Ask, Node, Pick, Policy, Use
-from gpuscale.allocator.placing import index as members
 from gpuscale.allocator.placing.columns import Build
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.policies import (
@@ -182,7 +181,6 @@ def test_of_equal_nodes_pack_takes_the_one_with_most_gpus_to_a_kilowatt() -> Non
     [taken] = picked(of, wish(Policy.PACK)).gpus
     part = taken.score.parts[-1]
     assert (taken.uuid, part.name, part.value, part.weight) == ("cool-0", "gpus_per_kw", 4.0, 1 / 1024)
-    assert [one.uuid for one in of.free(wish(Policy.PACK), NOW, 3)[0]] == ["cool-0", "hot-0", "mute-0"]
     [unread] = picked(placer([rated("a", None), rated("b", 0.0, rank=1)]), wish(Policy.PACK)).gpus
     assert unread.uuid == "a-0"
     assert "gpus_per_kw" not in [one.name for one in unread.score.parts]
@@ -337,39 +335,6 @@ def test_a_gpu_that_no_node_has_is_named_also_where_no_node_is() -> None:
     found = of.place(Ask(1, 0, 100.0, gpus=frozenset({"a-7"})), NOW)
     assert isinstance(found, Refusal)
     assert found.kind is RefusalKind.NOT_FOUND
-
-
-@pytest.mark.parametrize("policy", Policy)
-def test_free_gpus_come_by_the_score_of_each_and_only_those_shown_are_made(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A list of all of a large fleet would keep the event loop from everything else."""
-    made: list[str] = []
-    reserved_gpu = members.ReservedGpu
-    monkeypatch.setattr(members, "ReservedGpu", lambda *a, **b: (made.append(a[1]), reserved_gpu(*a, **b))[1])
-    nodes = [
-        replace(
-            node(
-                f"n{n}",
-                *(gpu(f"n{n}-{i}", index=i, free=9_000 * ((n + i) % 7 + 1)) for i in range(4)),
-                rank=n,
-            ),
-            cpu_milli=1000 * (n % 5 + 1),
-        )
-        for n in range(30)
-    ]
-    of = placer(nodes)
-    one = wish(policy, cpu_milli=500)
-    shown, count = of.free(one, NOW, 10)
-    assert (len(shown), count, len(made)) == (10, 120, 10)
-    everyone, _ = of.free(one, NOW, 1000)
-    totals = [one.score.total for one in everyone]
-    assert everyone[:10] == shown
-    assert totals == sorted(totals, reverse=True)
-    for found in shown:
-        alone = of.place(replace(one, gpus=frozenset({found.uuid.lower()})), NOW, again=True)
-        assert isinstance(alone, Pick)
-        assert alone.gpus[0].score.total == pytest.approx(found.score.total)
 
 
 RARE, COMMON = ("a", 2, 32, 64), ("b", 8, 96, 512)

@@ -86,9 +86,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "probe": CommandEntry("Find faulty GPUs, by what is known of them and by a test.", "probe:probe"),
     "check": CommandEntry("Check whether GPUs are free, and which.", "capacity:check"),
     "estimate": CommandEntry("Estimate how many GPUs a model needs.", "capacity:estimate"),
-    "rank": CommandEntry(
-        "Rank nodes by idle GPUs, and free GPUs by score.", _of("capacity", "nodes gpus", "rank_{}")
-    ),
+    "rank": CommandEntry("Rank nodes by idle GPUs.", {"nodes": "capacity:rank_nodes"}),
     "plan": CommandEntry("Plan moves that make room.", {"rebalance": "capacity:plan_rebalance"}),
     "cordon": CommandEntry("Close nodes or GPUs to new work; what runs there stays.", "maintenance:cordon"),
     "uncordon": CommandEntry("Open nodes or GPUs to new work again.", "maintenance:uncordon"),

@@ -143,8 +143,6 @@ _MODULES = {
     "Quota": "quota_service_pb2",
     "QuotaServiceServicer": "quota_service_pb2_grpc",
     "QuotaServiceStub": "quota_service_pb2_grpc",
-    "RankGpusRequest": "capacity_service_pb2",
-    "RankGpusResponse": "capacity_service_pb2",
     "RankNodesRequest": "capacity_service_pb2",
     "RankNodesResponse": "capacity_service_pb2",
     "RankedNode": "capacity_service_pb2",

@@ -67,8 +67,6 @@ from gpuscale.api.allocator.v1.capacity_service_pb2 import NodeOutlook as NodeOu
 from gpuscale.api.allocator.v1.capacity_service_pb2 import Obstacle as Obstacle
 from gpuscale.api.allocator.v1.capacity_service_pb2 import PlanRebalanceRequest as PlanRebalanceRequest
 from gpuscale.api.allocator.v1.capacity_service_pb2 import PlanRebalanceResponse as PlanRebalanceResponse
-from gpuscale.api.allocator.v1.capacity_service_pb2 import RankGpusRequest as RankGpusRequest
-from gpuscale.api.allocator.v1.capacity_service_pb2 import RankGpusResponse as RankGpusResponse
 from gpuscale.api.allocator.v1.capacity_service_pb2 import RankNodesRequest as RankNodesRequest
 from gpuscale.api.allocator.v1.capacity_service_pb2 import RankNodesResponse as RankNodesResponse
 from gpuscale.api.allocator.v1.capacity_service_pb2 import RankedNode as RankedNode
@@ -354,8 +352,6 @@ __all__ = [
     "Quota",
     "QuotaServiceServicer",
     "QuotaServiceStub",
-    "RankGpusRequest",
-    "RankGpusResponse",
     "RankNodesRequest",
     "RankNodesResponse",
     "RankedNode",

@@ -763,62 +763,6 @@ class RankNodesResponse(_message.Message):
 Global___RankNodesResponse: _TypeAlias = RankNodesResponse  # noqa: Y015
 
 @_typing.final
-class RankGpusRequest(_message.Message):
-    """Asks for free GPUs in order of their scores."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ASK_FIELD_NUMBER: _builtins.int
-    MAX_COUNT_FIELD_NUMBER: _builtins.int
-    max_count: _builtins.int
-    """Most GPUs in the answer; 100 when 0."""
-    @_builtins.property
-    def ask(self) -> _ask_pb2.Ask:
-        """What each GPU must be; one GPU with any free memory when absent. Its counts and strategies do not matter here."""
-
-    def __init__(
-        self,
-        *,
-        ask: _ask_pb2.Ask | None = ...,
-        max_count: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ask", b"ask", "max_count", b"max_count"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RankGpusRequest: _TypeAlias = RankGpusRequest  # noqa: Y015
-
-@_typing.final
-class RankGpusResponse(_message.Message):
-    """Free GPUs, best first; of equals those of the node that was seen first, then by index."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    GPUS_FIELD_NUMBER: _builtins.int
-    FREE_COUNT_FIELD_NUMBER: _builtins.int
-    free_count: _builtins.int
-    """How many are free, those left out included."""
-    @_builtins.property
-    def gpus(self) -> _containers.RepeatedCompositeFieldContainer[_reservation_pb2.ReservedGpu]:
-        """The GPUs, each as it would be reserved."""
-
-    def __init__(
-        self,
-        *,
-        gpus: _abc.Iterable[_reservation_pb2.ReservedGpu] | None = ...,
-        free_count: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_count", b"free_count", "gpus", b"gpus"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RankGpusResponse: _TypeAlias = RankGpusResponse  # noqa: Y015
-
-@_typing.final
 class PlanRebalanceRequest(_message.Message):
     """Asks what would have to move."""
 

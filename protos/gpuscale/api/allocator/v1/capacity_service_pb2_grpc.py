@@ -60,11 +60,6 @@ class CapacityServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.RankNodesRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.RankNodesResponse.FromString,
                 _registered_method=True)
-        self.RankGpus = channel.unary_unary(
-                '/gpuscale.api.allocator.v1.CapacityService/RankGpus',
-                request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.RankGpusRequest.SerializeToString,
-                response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.RankGpusResponse.FromString,
-                _registered_method=True)
         self.PlanRebalance = channel.unary_unary(
                 '/gpuscale.api.allocator.v1.CapacityService/PlanRebalance',
                 request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.PlanRebalanceRequest.SerializeToString,
@@ -122,14 +117,6 @@ class CapacityServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RankGpus(self, request, context):
-        """Lists the GPUs that are free for an ask, best first, each with its score; nothing is reserved. No telemetry yet:
-        UNAVAILABLE. A node that was never seen: NOT_FOUND.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def PlanRebalance(self, request, context):
         """Says what would have to move elsewhere for an ask to fit, or for the first requests that wait, each by itself, at the
         lowest cost. That there is no way is an answer, not an error. No telemetry yet: UNAVAILABLE.
@@ -176,11 +163,6 @@ def add_CapacityServiceServicer_to_server(servicer, server):
                     servicer.RankNodes,
                     request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.RankNodesRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.RankNodesResponse.SerializeToString,
-            ),
-            'RankGpus': grpc.unary_unary_rpc_method_handler(
-                    servicer.RankGpus,
-                    request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.RankGpusRequest.FromString,
-                    response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.RankGpusResponse.SerializeToString,
             ),
             'PlanRebalance': grpc.unary_unary_rpc_method_handler(
                     servicer.PlanRebalance,
@@ -329,33 +311,6 @@ class CapacityService(object):
             '/gpuscale.api.allocator.v1.CapacityService/RankNodes',
             gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.RankNodesRequest.SerializeToString,
             gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.RankNodesResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RankGpus(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/gpuscale.api.allocator.v1.CapacityService/RankGpus',
-            gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.RankGpusRequest.SerializeToString,
-            gpuscale_dot_api_dot_allocator_dot_v1_dot_capacity__service__pb2.RankGpusResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,10 +53,6 @@ class CapacityServiceStub:
     """
     RankNodes: _grpc.UnaryUnaryMultiCallable[_capacity_service_pb2.RankNodesRequest, _capacity_service_pb2.RankNodesResponse]
     """Ranks nodes by how many idle GPUs they have, best first. No telemetry yet: UNAVAILABLE."""
-    RankGpus: _grpc.UnaryUnaryMultiCallable[_capacity_service_pb2.RankGpusRequest, _capacity_service_pb2.RankGpusResponse]
-    """Lists the GPUs that are free for an ask, best first, each with its score; nothing is reserved. No telemetry yet:
-    UNAVAILABLE. A node that was never seen: NOT_FOUND.
-    """
     PlanRebalance: _grpc.UnaryUnaryMultiCallable[_capacity_service_pb2.PlanRebalanceRequest, _capacity_service_pb2.PlanRebalanceResponse]
     """Says what would have to move elsewhere for an ask to fit, or for the first requests that wait, each by itself, at the
     lowest cost. That there is no way is an answer, not an error. No telemetry yet: UNAVAILABLE.
@@ -94,10 +90,6 @@ class CapacityServiceAsyncStub(CapacityServiceStub):
     """
     RankNodes: _aio.UnaryUnaryMultiCallable[_capacity_service_pb2.RankNodesRequest, _capacity_service_pb2.RankNodesResponse]  # type: ignore[assignment]
     """Ranks nodes by how many idle GPUs they have, best first. No telemetry yet: UNAVAILABLE."""
-    RankGpus: _aio.UnaryUnaryMultiCallable[_capacity_service_pb2.RankGpusRequest, _capacity_service_pb2.RankGpusResponse]  # type: ignore[assignment]
-    """Lists the GPUs that are free for an ask, best first, each with its score; nothing is reserved. No telemetry yet:
-    UNAVAILABLE. A node that was never seen: NOT_FOUND.
-    """
     PlanRebalance: _aio.UnaryUnaryMultiCallable[_capacity_service_pb2.PlanRebalanceRequest, _capacity_service_pb2.PlanRebalanceResponse]  # type: ignore[assignment]
     """Says what would have to move elsewhere for an ask to fit, or for the first requests that wait, each by itself, at the
     lowest cost. That there is no way is an answer, not an error. No telemetry yet: UNAVAILABLE.
@@ -162,16 +154,6 @@ class CapacityServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_capacity_service_pb2.RankNodesResponse, _abc.Awaitable[_capacity_service_pb2.RankNodesResponse]]:
         """Ranks nodes by how many idle GPUs they have, best first. No telemetry yet: UNAVAILABLE."""
-
-    @_abc_1.abstractmethod
-    def RankGpus(
-        self,
-        request: _capacity_service_pb2.RankGpusRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_capacity_service_pb2.RankGpusResponse, _abc.Awaitable[_capacity_service_pb2.RankGpusResponse]]:
-        """Lists the GPUs that are free for an ask, best first, each with its score; nothing is reserved. No telemetry yet:
-        UNAVAILABLE. A node that was never seen: NOT_FOUND.
-        """
 
     @_abc_1.abstractmethod
     def PlanRebalance(

@@ -265,8 +265,8 @@ class Members:
         score = self._scoring(shape, row)
         return {one.gpu.uuid: score(one) for one in found}
 
-    def best(self, shape: Shape, fits: Bools, most: int) -> tuple[list[ReservedGpu], int]:
-        """The fitting GPUs with the highest scores, each as if taken alone; and how many fit in all."""
+    def best(self, shape: Shape, fits: Bools, most: int) -> list[ReservedGpu]:
+        """The fitting GPUs with the highest scores, each as if taken alone; ties in order of nodes and indices."""
         rows, columns = np.nonzero(fits)
         order = np.argsort(-self._totals(shape, rows, columns), kind="stable")[:most]
         found: list[ReservedGpu] = []
@@ -276,7 +276,7 @@ class Members:
                 scores[row] = self._scoring(shape, row)
             one = self._candidate(row, self._columns.row(row), column, 0.0)
             found.append(self._reserved(shape.ask, row, one, scores[row](one), 0))
-        return found, len(rows)
+        return found
 
     def _totals(self, shape: Shape, rows: Ints, columns: Ints) -> Floats:
         ask, where = shape.ask, self._columns

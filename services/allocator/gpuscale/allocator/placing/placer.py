@@ -238,10 +238,11 @@ class Placer:
 
     def places(self, ask: Ask, now: float, most: int) -> list[tuple[ReservedGpu, ...]]:
         """What one member would get, node by node, best first; for a single GPU, GPU by GPU."""
-        if ask.gpu_count == 1:
-            return [(gpu,) for gpu in self.free(ask, now, most)[0]]
         index = self._arrange()
         shape = index.shape(ask, now)
+        if ask.gpu_count == 1:
+            free = index.free(shape) & (index.value(shape) > -np.inf)[:, None]
+            return [(gpu,) for gpu in index.members.best(shape, free, most)]
         rows = best_first(index.value(shape))[:most].tolist()
         return [index.members.take(shape, row, 0) for row in rows]
 
@@ -259,12 +260,6 @@ class Placer:
             for one in found.nodes
         )
         return replace(found, nodes=tuple(views))
-
-    def free(self, ask: Ask, now: float, most: int) -> tuple[list[ReservedGpu], int]:
-        """The fitting GPUs with the highest scores, ties in order of nodes and indices; and how many fit in all."""
-        index = self._arrange()
-        shape = index.shape(ask, now)
-        return index.members.best(shape, index.free(shape) & (index.value(shape) > -np.inf)[:, None], most)
 
     def fitting(self, ask: Ask, now: float) -> list[str]:
         """The ids of the nodes that would serve one member, in order of rank."""

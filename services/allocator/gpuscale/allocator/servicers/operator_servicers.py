@@ -33,8 +33,6 @@ _OBSTACLES: Mapping[Obstacle | None, api.Obstacle.ValueType] = {
     None: api.Obstacle.Value("OBSTACLE_UNSPECIFIED"),
     **{one: api.Obstacle.Value(f"OBSTACLE_{one}") for one in Obstacle},
 }
-MOST_FREE = 100
-"""Default number of free GPUs in an answer."""
 
 
 def _from_estimate(found: Estimate) -> api.EstimateRequirementsResponse:
@@ -220,15 +218,6 @@ class CapacityServicer(api.CapacityServiceServicer):
     ) -> api.ApplyRebalanceResponse:
         found, notes = await self.rebalancing.apply()
         return api.ApplyRebalanceResponse(plan=_from_proposal(found) if found else None, notes=notes)
-
-    async def RankGpus(self, request: api.RankGpusRequest, context: Context) -> api.RankGpusResponse:
-        asked = api.Ask(min_memory_bytes=0)
-        if request.HasField("ask"):
-            asked.CopyFrom(request.ask)
-        asked.gpu_count = 1
-        asked.ClearField("member_count")
-        found, count = self.capacity.free(to_ask(asked, self.settings), request.max_count or MOST_FREE)
-        return api.RankGpusResponse(gpus=map(from_gpu, found), free_count=count)
 
 
 CordonStanding = tuple[Cordon, tuple[str, ...]]

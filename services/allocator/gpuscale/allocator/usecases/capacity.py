@@ -144,13 +144,6 @@ class Capacity:
             await asyncio.sleep(0)
         return sorted(found, key=best_first)
 
-    def free(self, ask: Ask, most: int) -> tuple[list[ReservedGpu], int]:
-        """The best GPUs for which such an ask could be granted now, best first; and how many there are in all."""
-        self.expect_telemetry()
-        now = self.clock.now()
-        _answer(self.placer.place(ask, now, again=True))  # raises for an unknown node
-        return self.placer.free(ask, now, most)
-
     def changed(self, _nodes: object = None) -> None:
         """Room may have appeared: whoever waits checks again, as an ask may look anywhere."""
         change, self._change = self._change, asyncio.Event()

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpuscale import client as library
 from gpuscale.api.allocator import v1 as api
-from gpuscale.cli.commands.reserve import ANSWER_SECONDS, WHOLE, Asking, Preferring
+from gpuscale.cli.commands.reserve import ANSWER_SECONDS, WHOLE, Asking
 from gpuscale.cli.console import cells, lookup
 from gpuscale.cli.console.bulk import Done, confirm, say_each
 from gpuscale.cli.console.command import FILE, Session, command, names, one_name
@@ -164,44 +163,12 @@ def rank_nodes(session: Session, gpus: int, max_utilization: float | None, max_m
     )
     with session.connect() as client:
         found = client.capacity.RankNodes(request)
-    _write_ranked(
-        session,
-        found,
-        found.nodes,
-        views.RANKED_NODES,
-        "No node has enough idle GPUs: choose one yourself." if found.fallback else "",
-    )
-
-
-@command("rank gpus --min-memory 20GiB --model A100")
-@takes("wanted", Preferring)
-@option("--limit", type=click.IntRange(1, 1000), default=100, metavar="N", help="Most GPUs to show.")
-def rank_gpus(session: Session, wanted: Preferring, limit: int) -> None:
-    """List free GPUs with their scores, best first, without reserving them."""
-    options = library.AskOptions(
-        min_memory_bytes=wanted.min_memory or 0,
-        max_utilization_percent=wanted.max_utilization,
-        models=wanted.model,
-    )
-    with session.connect() as client:
-        found = client.capacity.RankGpus(api.RankGpusRequest(ask=library.ask(1, options), max_count=limit))
-    more = found.free_count - len(found.gpus)
-    _write_ranked(
-        session,
-        found,
-        found.gpus,
-        views.RESERVED_GPUS,
-        f"{more} more are free: raise --limit to see them." if more > 0 else "",
-    )
-
-
-def _write_ranked(session: Session, found: Any, items: Any, view: "cells.View[Any]", remark: str) -> None:
     if session.output.format in {Format.JSON, Format.YAML, Format.JSONPATH}:
         session.output.write_data(to_dict(found))
         return
-    session.output.write_list(items, view)
-    if session.output.human and remark:
-        write_lines(["", remark])
+    session.output.write_list(found.nodes, views.RANKED_NODES)
+    if session.output.human and found.fallback:
+        write_lines(["", "No node has enough idle GPUs: choose one yourself."])
 
 
 @command("explain placement --gpus 8 --min-memory 40GiB")

@@ -51,8 +51,8 @@ TTL_HELP = "How long the lease lasts, such as 60s or 5m."
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preferring:
-    """Requirements on each GPU, as typed."""
+class Asking:
+    """Which GPUs to reserve, as typed."""
 
     min_memory: int | None = shared(
         type=SIZE, help="Least free memory, such as 8GiB; the server's default is 8000 MiB."
@@ -61,12 +61,6 @@ class Preferring:
         type=PERCENT, help="Utilization must be lower, in percent; the server's default is 50."
     )
     model: Names = shared(many=True, metavar="TEXT", help="Only GPUs of this model, such as A100.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asking(Preferring):
-    """Which GPUs to reserve, as typed."""
-
     gpus: int | None = shared(type=POSITIVE, metavar="N", help="How many GPUs, all on one node.")
     allow_unknown_utilization: bool | None = shared(
         "--allow-unknown-utilization/--refuse-unknown-utilization",
