@@ -127,7 +127,8 @@ def to_member(message: api.JobMember) -> JobMember:
     """The state of a job member."""
     fields: dict[str, Any] = {name: getattr(message, name) for name in _OF_MEMBER}
     for name, told in _MEMBER_TIMES.items():
-        fields[name] = wire.to_datetime(getattr(message, told)) if message.HasField(told) else None
+        moment: Timestamp | None = wire.or_else(message, told, None)
+        fields[name] = None if moment is None else wire.to_datetime(moment)
     fields["exit_code"] = wire.or_else(message, "exit_code", None)
     return JobMember(**fields | {"last_lines": tuple(message.last_lines)})
 
