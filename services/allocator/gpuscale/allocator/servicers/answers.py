@@ -130,7 +130,8 @@ def to_member(message: api.JobMember) -> JobMember:
         moment: Timestamp | None = wire.or_else(message, told, None)
         fields[name] = None if moment is None else wire.to_datetime(moment)
     fields["exit_code"] = wire.or_else(message, "exit_code", None)
-    return JobMember(**fields | {"last_lines": tuple(message.last_lines)})
+    fields["last_lines"] = tuple(message.last_lines)
+    return JobMember(**fields)
 
 
 def _put_seconds(duration: Duration, seconds: float) -> None:
