@@ -7,7 +7,7 @@ order.
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations, compress, count
 from math import comb
 from operator import not_
@@ -42,14 +42,12 @@ from gpuscale.allocator.placing.policies import (
     Demand,
     Tariff,
     Typical,
-    facts,
     facts_of,
     fragmentation_gradients,
     fragmentation_scores,
     more_waste,
     parts,
     scored,
-    spread_scores,
     typical,
     value,
     value_of,
@@ -251,8 +249,7 @@ class Members:
                 )
             one = self._candidate(row, of_row, first, values[first])
             return (self._reserved(ask, row, one, score(one), member),)
-        found = self._candidates(shape, row)
-        candidates = sorted(found, key=best_first) if _by_score(ask) else sorted(found, key=tightest_first)
+        candidates = self._candidates(shape, row)
         if roomiest:
             candidates.sort(key=lambda one: -_room(ask, one))
         chosen = choose(candidates, ask.gpu_count, GpuSet.BEST if roomiest else ask.gpu_set)
@@ -265,40 +262,20 @@ class Members:
         score = self._scoring(shape, row)
         return {one.gpu.uuid: score(one) for one in found}
 
-    def best(self, shape: Shape, fits: Bools, most: int) -> list[ReservedGpu]:
-        """The fitting GPUs with the highest scores, each as if taken alone; ties in order of nodes and indices."""
-        rows, columns = np.nonzero(fits)
-        order = np.argsort(-self._totals(shape, rows, columns), kind="stable")[:most]
-        found: list[ReservedGpu] = []
-        scores: dict[int, Callable[[NodeCandidate], Score]] = {}
-        for row, column in zip(listed(rows[order]), listed(columns[order]), strict=True):
-            if row not in scores:
-                scores[row] = self._scoring(shape, row)
-            one = self._candidate(row, self._columns.row(row), column, 0.0)
-            found.append(self._reserved(shape.ask, row, one, scores[row](one), 0))
-        return found
-
-    def _totals(self, shape: Shape, rows: Ints, columns: Ints) -> Floats:
-        ask, where = shape.ask, self._columns
-        if ask.policy is _SPREAD:
-            return spread_scores(ask, where, rows)[np.arange(len(rows)), columns]
-        if ask.policy is Policy.FIRSTFIT:
-            ranks: Floats = -np.array([node.rank for node in where.nodes], np.float64)
-            return ranks[rows]
-        nodes, back = np.unique(rows, return_inverse=True)
-        if ask.policy is Policy.FGD:
-            fits = shape.gpu_codes[nodes] == 0
-            return fragmentation_scores(ask, where, nodes, fits, self._typical())[back, columns]
-        tariff = self._demand.tariff
-        known = facts(where, nodes, shape.gpu_codes[nodes] == 0, shape.constraints, ask, tariff)
-        total: Floats = np.sum([value * weight for _, value, weight in parts(ask, known, tariff)], axis=0)
-        return total[back]
+    def each(self, shape: Shape, row: int) -> Iterator[ReservedGpu]:
+        """The fitting GPUs of a row, best first, each as if taken alone."""
+        score = self._scoring(shape, row)
+        for one in self._candidates(shape, row):
+            yield self._reserved(shape.ask, row, one, score(one), 0)
 
     def _candidates(self, shape: Shape, at: int) -> list[NodeCandidate]:
-        """The fitting GPUs of a row, in order of index."""
+        """The fitting GPUs of a row, best first."""
         row = self._columns.row(at)
         values = self._values(shape, at, row)
-        return [self._candidate(at, row, column, values[column]) for column in _fitting(shape, at)]
+        found = [self._candidate(at, row, column, values[column]) for column in _fitting(shape, at)]
+        if _by_score(shape.ask):
+            return sorted(found, key=best_first)
+        return sorted(found, key=tightest_first)
 
     def _candidate(self, at: int, row: Row, column: int, value: float) -> NodeCandidate:
         gpu = self._columns.gpus[at][column]

@@ -15,6 +15,7 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import islice
 
 import numpy as np
 
@@ -237,13 +238,12 @@ class Placer:
         }
 
     def places(self, ask: Ask, now: float, most: int) -> list[tuple[ReservedGpu, ...]]:
-        """What one member would get, node by node, best first; for a single GPU, GPU by GPU."""
+        """What one member would get, node by node, best first; for a single GPU, each of a node."""
         index = self._arrange()
         shape = index.shape(ask, now)
-        if ask.gpu_count == 1:
-            free = index.free(shape) & (index.value(shape) > -np.inf)[:, None]
-            return [(gpu,) for gpu in index.members.best(shape, free, most)]
         rows = best_first(index.value(shape))[:most].tolist()
+        if ask.gpu_count == 1:
+            return [*islice(((gpu,) for row in rows for gpu in index.members.each(shape, row)), most)]
         return [index.members.take(shape, row, 0) for row in rows]
 
     def explain(self, ask: Ask, now: float) -> Outlook:
