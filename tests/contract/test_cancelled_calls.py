@@ -149,14 +149,6 @@ def target(number: int, path: str = "") -> Fields:
     return {"name": f"targets/t{number}", "spec": {"url": f"http://192.0.2.1/{path}"}}
 
 
-async def a_letter(room: Room, number: int) -> Fields:
-    await made(room, "CreateNotificationTarget", number)
-    await made(room, "DrainNode", number)
-    path = MUTATING["ResendNotification"].replace("ResendNotification", "ListNotifications")
-    request = allocator_api.ListNotificationsRequest(filter=f'name = "targets/t{number}/*"')
-    return {"name": (await room.call(path, request)).notifications[0].name}
-
-
 # The autoscaler.
 
 
@@ -301,7 +293,6 @@ PREPARED: Mapping[str, tuple[Opening, Prepare]] = {
     "ReleaseReservation": (an_allocator, a_release),
     "BatchRelease": (an_allocator, a_batch_release),
     "DrainNode": (an_allocator, a_drain),
-    "ResendNotification": (an_allocator, a_letter),
     "CreateEndpoint": (an_autoscaler, an_endpoint),
     "ForgetAdapter": (an_autoscaler, no_adapter),
 }

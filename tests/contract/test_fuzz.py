@@ -43,7 +43,6 @@ UNREACHED = {
     "GetDecision": "needs a decision",
     "GetReplica": "needs a replica, and so a template",
     "GetHealthEvent": "nothing is wrong",
-    "ResendNotification": "needs a notification that was not taken",
     "ForgetNode": "the only node is up",
     "RenewCertificate": "needs a client certificate",
     "FollowFiles": "needs a client certificate",

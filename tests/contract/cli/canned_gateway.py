@@ -529,7 +529,6 @@ def service(world: World) -> Service:
         "UpdateNotificationTarget": lambda r, c: a.UpdateNotificationTargetResponse(
             notification_target=a.NotificationTarget(name=r.notification_target.name, etag="other")
         ),
-        "ResendNotification": lambda r, c: a.ResendNotificationResponse(notification=LETTER),
         "QueryUsage": lambda r, c: a.QueryUsageResponse(rows=[USED], total=USED),
         "GetReservationUsage": lambda r, c: a.GetReservationUsageResponse(name=r.name, gpus=[STATISTICS]),
         "SetQuota": lambda r, c: a.SetQuotaResponse(quota=r.quota),

@@ -114,7 +114,6 @@ COMMANDS: list[tuple[str, ...]] = [
     ("delete", "policy", "idle", "--yes"),
     ("delete", "target", "lab", "--yes"),
     ("delete", "budget", "rack", "--yes"),
-    ("resend", "lab/1"),
     ("forget", "node", "host-1"),
     ("version",),
     ("api-resources",),

@@ -128,7 +128,6 @@ COMMANDS: Mapping[str, CommandEntry] = {
         },
         DeleteGroup,
     ),
-    "resend": CommandEntry("Send notifications again.", "policies:resend"),
     "forget": CommandEntry(
         "Forget adapters or nodes that will never come back.", _of("maintenance", "adapter node", "forget_{}")
     ),

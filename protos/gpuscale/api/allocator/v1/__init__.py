@@ -152,8 +152,6 @@ _MODULES = {
     "ReleaseReservationResponse": "allocator_service_pb2",
     "RenewReservationRequest": "allocator_service_pb2",
     "RenewReservationResponse": "allocator_service_pb2",
-    "ResendNotificationRequest": "notification_service_pb2",
-    "ResendNotificationResponse": "notification_service_pb2",
     "Reservation": "reservation_pb2",
     "ReservationUsage": "reservation_pb2",
     "ReserveAndWatchRequest": "allocator_service_pb2",

@@ -109,8 +109,6 @@ from gpuscale.api.allocator.v1.notification_service_pb2 import Notification as N
 from gpuscale.api.allocator.v1.notification_service_pb2 import NotificationEvent as NotificationEvent
 from gpuscale.api.allocator.v1.notification_service_pb2 import NotificationTarget as NotificationTarget
 from gpuscale.api.allocator.v1.notification_service_pb2 import NotificationTargetSpec as NotificationTargetSpec
-from gpuscale.api.allocator.v1.notification_service_pb2 import ResendNotificationRequest as ResendNotificationRequest
-from gpuscale.api.allocator.v1.notification_service_pb2 import ResendNotificationResponse as ResendNotificationResponse
 from gpuscale.api.allocator.v1.notification_service_pb2 import UpdateNotificationTargetRequest as UpdateNotificationTargetRequest
 from gpuscale.api.allocator.v1.notification_service_pb2 import UpdateNotificationTargetResponse as UpdateNotificationTargetResponse
 from gpuscale.api.allocator.v1.notification_service_pb2_grpc import NotificationServiceAsyncStub as NotificationServiceAsyncStub
@@ -361,8 +359,6 @@ __all__ = [
     "ReleaseReservationResponse",
     "RenewReservationRequest",
     "RenewReservationResponse",
-    "ResendNotificationRequest",
-    "ResendNotificationResponse",
     "Reservation",
     "ReservationUsage",
     "ReserveAndWatchRequest",

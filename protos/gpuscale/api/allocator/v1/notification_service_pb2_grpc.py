@@ -66,11 +66,6 @@ class NotificationServiceStub(object):
                 request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_notification__service__pb2.ListNotificationsRequest.SerializeToString,
                 response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_notification__service__pb2.ListNotificationsResponse.FromString,
                 _registered_method=True)
-        self.ResendNotification = channel.unary_unary(
-                '/gpuscale.api.allocator.v1.NotificationService/ResendNotification',
-                request_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_notification__service__pb2.ResendNotificationRequest.SerializeToString,
-                response_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_notification__service__pb2.ResendNotificationResponse.FromString,
-                _registered_method=True)
 
 
 class NotificationServiceServicer(object):
@@ -124,14 +119,6 @@ class NotificationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ResendNotification(self, request, context):
-        """Sends a notification again that is a dead letter, or waits. Unknown, or delivered meanwhile: NOT_FOUND. State that cannot
-        be written: UNAVAILABLE.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_NotificationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -164,11 +151,6 @@ def add_NotificationServiceServicer_to_server(servicer, server):
                     servicer.ListNotifications,
                     request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_notification__service__pb2.ListNotificationsRequest.FromString,
                     response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_notification__service__pb2.ListNotificationsResponse.SerializeToString,
-            ),
-            'ResendNotification': grpc.unary_unary_rpc_method_handler(
-                    servicer.ResendNotification,
-                    request_deserializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_notification__service__pb2.ResendNotificationRequest.FromString,
-                    response_serializer=gpuscale_dot_api_dot_allocator_dot_v1_dot_notification__service__pb2.ResendNotificationResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -335,33 +317,6 @@ class NotificationService(object):
             '/gpuscale.api.allocator.v1.NotificationService/ListNotifications',
             gpuscale_dot_api_dot_allocator_dot_v1_dot_notification__service__pb2.ListNotificationsRequest.SerializeToString,
             gpuscale_dot_api_dot_allocator_dot_v1_dot_notification__service__pb2.ListNotificationsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ResendNotification(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/gpuscale.api.allocator.v1.NotificationService/ResendNotification',
-            gpuscale_dot_api_dot_allocator_dot_v1_dot_notification__service__pb2.ResendNotificationRequest.SerializeToString,
-            gpuscale_dot_api_dot_allocator_dot_v1_dot_notification__service__pb2.ResendNotificationResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,10 +55,6 @@ class NotificationServiceStub:
     """Lists notifications that are not delivered, oldest first: those that wait to be sent, and dead letters, of which the last
     1,000 are kept.
     """
-    ResendNotification: _grpc.UnaryUnaryMultiCallable[_notification_service_pb2.ResendNotificationRequest, _notification_service_pb2.ResendNotificationResponse]
-    """Sends a notification again that is a dead letter, or waits. Unknown, or delivered meanwhile: NOT_FOUND. State that cannot
-    be written: UNAVAILABLE.
-    """
 
 @_typing.type_check_only
 class NotificationServiceAsyncStub(NotificationServiceStub):
@@ -86,10 +82,6 @@ class NotificationServiceAsyncStub(NotificationServiceStub):
     ListNotifications: _aio.UnaryUnaryMultiCallable[_notification_service_pb2.ListNotificationsRequest, _notification_service_pb2.ListNotificationsResponse]  # type: ignore[assignment]
     """Lists notifications that are not delivered, oldest first: those that wait to be sent, and dead letters, of which the last
     1,000 are kept.
-    """
-    ResendNotification: _aio.UnaryUnaryMultiCallable[_notification_service_pb2.ResendNotificationRequest, _notification_service_pb2.ResendNotificationResponse]  # type: ignore[assignment]
-    """Sends a notification again that is a dead letter, or waits. Unknown, or delivered meanwhile: NOT_FOUND. State that cannot
-    be written: UNAVAILABLE.
     """
 
 class NotificationServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -151,16 +143,6 @@ class NotificationServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_notification_service_pb2.ListNotificationsResponse, _abc.Awaitable[_notification_service_pb2.ListNotificationsResponse]]:
         """Lists notifications that are not delivered, oldest first: those that wait to be sent, and dead letters, of which the last
         1,000 are kept.
-        """
-
-    @_abc_1.abstractmethod
-    def ResendNotification(
-        self,
-        request: _notification_service_pb2.ResendNotificationRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_notification_service_pb2.ResendNotificationResponse, _abc.Awaitable[_notification_service_pb2.ResendNotificationResponse]]:
-        """Sends a notification again that is a dead letter, or waits. Unknown, or delivered meanwhile: NOT_FOUND. State that cannot
-        be written: UNAVAILABLE.
         """
 
 def add_NotificationServiceServicer_to_server(servicer: NotificationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -306,14 +306,6 @@ class NotificationServicer(api.NotificationServiceServicer):
         )
         return api.ListNotificationsResponse(notifications=found, next_page_token=token)
 
-    async def ResendNotification(
-        self, request: api.ResendNotificationRequest, context: Context
-    ) -> api.ResendNotificationResponse:
-        ids = names.parse(names.NOTIFICATION, request.name)
-        number = int(ids["notification"]) if ids["notification"].isdecimal() else 0
-        letter = await self.notifying.resend(ids["target"], number)
-        return api.ResendNotificationResponse(notification=_notification(letter))
-
 
 @dataclass(frozen=True, slots=True)
 class PowerServicer(api.PowerServiceServicer):

@@ -29,10 +29,10 @@ from gpuscale.allocator.domain.notifications import (
 )
 from gpuscale.allocator.state.policies import Letter, PolicyStore
 from gpuscale.allocator.usecases.declarations import Declarations
-from gpuscale.common.errors import GpuscaleError, NotFoundError
+from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.names import gpu_name, node_name
 from gpuscale.common.runtime.logs import Attempts, get_logger
-from gpuscale.common.runtime.tasks import Clock, TaskScope, hit_async, uninterrupted
+from gpuscale.common.runtime.tasks import Clock, TaskScope, hit_async
 
 if TYPE_CHECKING:
     import httpx
@@ -122,18 +122,6 @@ class Notifying:
     def every(self) -> list[Letter]:
         """The undelivered letters, oldest first."""
         return [self._letters[number] for number in sorted(self._letters)]
-
-    @uninterrupted
-    async def resend(self, target: str, number: int) -> Letter:
-        """Send a letter now. Raises NotFoundError if it was delivered, or never existed."""
-        found = self._letters.get(number)
-        if found is None or found.target != target:
-            name = f"targets/{target}/notifications/{number}"
-            raise NotFoundError(f"no {name} waits or is dead", metadata={"name": name})
-        again = replace(found, attempts=0, dead=False)
-        await self.store.settle([], [again])
-        self.posted([again])
-        return again
 
     def seen(self, nodes: Sequence[Node]) -> None:
         """The view has taken in nodes: `run` reports their new problems."""

@@ -374,7 +374,7 @@ notifications = _listing(
     "notifications",
     "notifications -l dead=true",
     lambda: allocator.NOTIFICATIONS,
-    "Notifications that are not delivered yet, and those that only `resend` sends again.",
+    "Notifications that are not delivered yet, and those that are given up.",
 )
 budgets = _listing(
     "budgets",

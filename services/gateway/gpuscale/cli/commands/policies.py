@@ -1,11 +1,11 @@
-"""`gpuscalectl` for use policies, notifications and power budgets: explain, delete and resend."""
+"""`gpuscalectl` for use policies, notifications and power budgets: explain and delete."""
 
 from datetime import datetime
 from typing import TYPE_CHECKING
 
 from gpuscale.api.allocator import v1 as api
 from gpuscale.cli.console import lookup
-from gpuscale.cli.console.bulk import delete_each, show_each
+from gpuscale.cli.console.bulk import delete_each
 from gpuscale.cli.console.command import Session, command, names, one_name
 from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.terminal import note, write_lines
@@ -14,7 +14,7 @@ from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import MOMENT, YES, format_duration, local_text, option
 from gpuscale.cli.views import allocator as views
 from gpuscale.common import wire
-from gpuscale.common.names import BUDGET, NOTIFICATION, POLICY, TARGET
+from gpuscale.common.names import BUDGET, POLICY, TARGET
 from gpuscale.common.sizes import counted
 
 if TYPE_CHECKING:
@@ -98,14 +98,3 @@ def delete_target(session: Session, name: Names, yes: bool) -> None:
 def delete_budget(session: Session, name: Names, yes: bool) -> None:
     """Delete power budgets and restore the limits of their GPUs, unless something else caps them."""
     delete_each(session, "budgets", BUDGET, name, api.DeletePowerBudgetRequest, yes=yes)
-
-
-@command("resend lab/12")
-@names("notifications")
-def resend(session: Session, name: Names) -> None:
-    """Send failed notifications again. A NAME is TARGET/NUMBER."""
-
-    def send(client: "Client", full: str) -> api.Notification:
-        return client.notifications.ResendNotification(api.ResendNotificationRequest(name=full)).notification
-
-    show_each(session, views.NOTIFICATIONS, [full_name(NOTIFICATION, one) for one in name], send)
