@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import ssl
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -210,10 +209,8 @@ class DockerDouble:
             self._listeners.discard(queue)
 
     @asynccontextmanager
-    async def served(
-        self, socket: Path, port: int = 0, tls: ssl.SSLContext | None = None
-    ) -> AsyncGenerator[None]:
-        """Answer on this socket, or on that port with TLS, until the block ends; may be entered again."""
+    async def served(self, socket: Path) -> AsyncGenerator[None]:
+        """Answer on this socket until the block ends; may be entered again."""
         app = web.Application(middlewares=[self._misbehave])
         base = "/{version:v[0-9.]+}"
         app.add_routes(
@@ -232,10 +229,7 @@ class DockerDouble:
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         try:
-            if tls is None:
-                await web.UnixSite(runner, str(socket)).start()
-            else:
-                await web.TCPSite(runner, "127.0.0.1", port, ssl_context=tls).start()
+            await web.UnixSite(runner, str(socket)).start()
             yield
         finally:
             await runner.cleanup()

@@ -1,7 +1,6 @@
 """The container adapter's engine against Docker's API: started once, nothing foreign touched, and silence told from nothing."""
 
 import asyncio
-import ssl
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -33,11 +32,8 @@ from gpuscale.autoscaler.adapters.engines.container.engine import (
 )
 from gpuscale.autoscaler.adapters.settings import Host
 from gpuscale.autoscaler.adapters.templates import Launch
-from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.runtime.tasks import SystemClock
-from tests.support.certificates import Authority
 from tests.support.docker_double import Container, DockerDouble
-from tests.support.ports import free_port
 from tests.support.waiting import eventually
 
 ORDER = ReplicaOrder("endpoints/e/replicas/one", "endpoints/e", {})
@@ -92,7 +88,7 @@ async def adapting(
     admission = ScriptedAdmission()
     address = f"unix://{folder / 'docker.sock'}"
     async with (
-        open_docker_api(address, "here", ca_file=None, cert_file=None, key_file=None) as api,
+        open_docker_api(address, "here") as api,
         open_container_engine(settings, admission, api, finishing) as made,
     ):
         yield Site(double, made, admission)
@@ -348,31 +344,6 @@ async def test_a_refused_create_is_final_and_says_why(tmp_path: Path) -> None:
         at.double.create_fault = 400
         assert await at.engine.apply([START]) == {ONE: "its container cannot be created: cannot make it"}
         assert (await at.engine.apply([Start(ORDER, "none")]))[ONE] == "this adapter has no template none"
-
-
-async def test_an_engine_on_another_host_is_asked_over_tls(tmp_path: Path) -> None:
-    """Both sides show a certificate; an engine that shows another one is not believed, nor is a caller without one."""
-    authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
-    files, client, port = authority.server(), authority.client(), free_port()
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=authority.file)
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.load_cert_chain(files.cert_file, files.key_file)
-
-    async def listed(ca: Path, cert: Path | None, key: Path | None) -> int:
-        address = f"tcp://127.0.0.1:{port}"
-        async with open_docker_api(address, "here", ca_file=ca, cert_file=cert, key_file=key) as api:
-            return len(await api.containers())
-
-    double = DockerDouble()
-    double.add(NAME, {"Labels": labels("here", ORDER)})
-    async with double.served(tmp_path, port, context):
-        assert await listed(client.ca_file, client.cert_file, client.key_file) == 1
-        with pytest.raises(EngineUnavailableError):
-            await listed(client.ca_file, None, None)
-        with pytest.raises(EngineUnavailableError):
-            await listed(stranger.file, client.cert_file, client.key_file)
-    with pytest.raises(FailedPreconditionError, match="cannot be used"):
-        await listed(tmp_path / "absent.pem", None, None)
 
 
 async def test_an_event_ends_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,7 @@ async def opened(podman: Podman, folder: Path) -> AsyncGenerator[ContainerEngine
     settings = load_table(ContainerSettings, tables(podman, folder, "x:1"), environ={})
     admission = Admission(None, required=False)
     async with (
-        open_docker_api(settings.engine, "here", ca_file=None, cert_file=None, key_file=None) as api,
+        open_docker_api(settings.engine, "here") as api,
         open_container_engine(settings, admission, api) as engine,
     ):
         yield engine

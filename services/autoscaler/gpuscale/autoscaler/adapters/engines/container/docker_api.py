@@ -5,10 +5,8 @@ Docker and Podman's service implement this API. Answers are validated.
 
 import asyncio
 import json
-import ssl
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import aiodocker
 import aiohttp
@@ -22,7 +20,6 @@ from gpuscale.autoscaler.adapters.engines.container.containers import (
     Json,
     Labels,
 )
-from gpuscale.common.errors import FailedPreconditionError
 
 UNIX = "unix://"
 CALL_TIMEOUT = 30.0
@@ -129,36 +126,14 @@ class DockerApi:
 
 
 @asynccontextmanager
-async def open_docker_api(
-    address: str, adapter: str, *, ca_file: Path | None, cert_file: Path | None, key_file: Path | None
-) -> AsyncGenerator[DockerApi]:
-    """A connection to the engine at `address`: unix:///PATH, or tcp://HOST:PORT, with TLS if `ca_file` is given.
-
-    Raises:
-        FailedPreconditionError: a certificate or key cannot be read, or they do not match.
-    """
-    connector: aiohttp.BaseConnector
-    if address.startswith(UNIX):
-        url, connector = f"{UNIX}localhost", aiohttp.UnixConnector(address.removeprefix(UNIX))
-    else:
-        context = None
-        try:
-            if ca_file:
-                context = ssl.create_default_context(cafile=ca_file)
-            if context and cert_file:
-                context.load_cert_chain(cert_file, key_file)
-        except (OSError, ssl.SSLError) as error:
-            raise FailedPreconditionError(
-                f"the certificates for the container engine cannot be used: {error.strerror or error}",
-                reason="TLS_FILES",
-            ) from error
-        url = address.replace("tcp", "https" if context else "http", 1)
-        connector = aiohttp.TCPConnector(ssl=context or True)
+async def open_docker_api(address: str, adapter: str) -> AsyncGenerator[DockerApi]:
+    """A connection to the engine at `address`: unix:///PATH."""
+    connector = aiohttp.UnixConnector(address.removeprefix(UNIX))
     limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
     # Created here, so that the library does not read Docker's variables and files.
     async with (
         aiohttp.ClientSession(connector=connector, timeout=limit) as session,
-        aiodocker.Docker(url, connector, session, limit) as docker,
+        aiodocker.Docker(f"{UNIX}localhost", connector, session, limit) as docker,
     ):
         yield DockerApi(docker, adapter)
 

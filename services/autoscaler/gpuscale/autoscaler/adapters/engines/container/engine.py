@@ -9,9 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
-from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -49,7 +47,6 @@ from gpuscale.autoscaler.adapters.engines.container.containers import (
 from gpuscale.autoscaler.adapters.served import with_free_port
 from gpuscale.autoscaler.adapters.settings import Host, NodeEngineSettings, OpenEngine
 from gpuscale.autoscaler.adapters.templates import template_named
-from gpuscale.common.rpc.channel import is_local
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff, TaskScope, hit_async, wait_at_most
 from gpuscale.common.secrets import environment
@@ -143,11 +140,9 @@ class ContainerSettings(NodeEngineSettings):
 
     engine: str = Field(
         "unix:///run/docker.sock",
-        description="address of the engine: unix:///PATH, or tcp://HOST:PORT, which needs TLS on another host",
+        pattern=r"^unix:///",
+        description="address of the engine, which runs on this host: unix:///PATH",
     )
-    engine_ca_file: Path | None = Field(None, description="CA certificate of the engine, PEM")
-    engine_cert_file: Path | None = Field(None, description="client certificate to show the engine, PEM")
-    engine_key_file: Path | None = Field(None, description="key of that certificate, PEM")
     allowed_images: tuple[str, ...] = Field(
         (), description="patterns of allowed images, with * for any text without a slash; none when empty"
     )
@@ -155,19 +150,6 @@ class ContainerSettings(NodeEngineSettings):
     container_templates: dict[str, ContainerTemplate] = Field(
         default_factory=dict[str, ContainerTemplate], description="container templates by name"
     )
-
-    @model_validator(mode="after")
-    def _check_engine(self) -> Self:
-        where = urlsplit(self.engine)
-        if where.scheme == "unix" and not where.netloc and where.path.startswith("/"):
-            return self
-        if where.scheme != "tcp" or not where.hostname or not where.port or where.path:
-            raise ValueError("engine must be unix:///PATH or tcp://HOST:PORT")
-        if (self.engine_cert_file is None) != (self.engine_key_file is None):
-            raise ValueError("engine_cert_file and engine_key_file go together")
-        if self.engine_ca_file is None and not is_local(f"{where.hostname}:{where.port}"):
-            raise ValueError("engine on another host needs engine_ca_file: whoever reaches it owns that host")
-        return self
 
     @model_validator(mode="after")
     def _check_images(self) -> Self:
@@ -188,13 +170,7 @@ class ContainerSettings(NodeEngineSettings):
             picks_victims=True, drains=True, probes=any(check and check.command for check in checks)
         )
         async with (
-            open_docker_api(
-                self.engine,
-                self.adapter,
-                ca_file=self.engine_ca_file,
-                cert_file=self.engine_cert_file,
-                key_file=self.engine_key_file,
-            ) as docker,
+            open_docker_api(self.engine, self.adapter) as docker,
             open_container_engine(self, admission, docker, finishing) as engine,
         ):
             yield OpenEngine(engine, capabilities, self.node)
