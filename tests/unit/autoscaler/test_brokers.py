@@ -25,13 +25,6 @@ def test_a_broker_of_the_file() -> None:
     assert "canary" not in repr(broker) + repr(settings) + settings.model_dump_json()
 
 
-def test_urls_come_from_the_variables_that_the_file_names() -> None:
-    settings = BrokerSettings(amqp_url_env="MY_AMQP", management_url_env="MY_HTTP")
-    broker = resolve({"default": settings}, {"MY_AMQP": URL, "MY_HTTP": "https://user:word@host"})["default"]
-    assert broker.amqp.reveal() == URL
-    assert broker.tls is not None
-
-
 def test_the_environment_defines_and_overrides_brokers() -> None:
     environment = {
         "GPUSCALE_BROKER_DEFAULT_AMQP_URL": URL,
@@ -59,16 +52,15 @@ def test_urls_come_from_files_that_the_file_or_the_environment_names(tmp_path: P
         "GPUSCALE_BROKER_DEFAULT_AMQP_URL_FILE": str(one),
         "GPUSCALE_BROKER_DEFAULT_MANAGEMENT_URL_FILE": str(two),
     }
-    for told in ({}, {"default": BrokerSettings(amqp_url_env="MY_AMQP", management_url_env="MY_HTTP")}):
+    for told in ({}, {"default": BrokerSettings(amqp_url_file=two, management_url_file=one)}):
         assert resolve(told, environment)["default"] == broker
 
 
 @pytest.mark.parametrize(
     ("table", "environment", "says"),
     [
-        ({}, {}, "broker default has neither amqp_url nor amqp_url_env nor amqp_url_file"),
-        ({"amqp_url_env": "MY_AMQP"}, {}, "the environment variable MY_AMQP is not set"),
-        ({"amqp_url_env": "MY_AMQP"}, {"MY_AMQP": "amqp://user:p@canary/x@host"}, "the URL in MY_AMQP"),
+        ({}, {}, "broker default has neither amqp_url nor amqp_url_file"),
+        ({}, {"GPUSCALE_BROKER_DEFAULT_AMQP_URL": "amqp://user:p@canary/x@host"}, "the URL in GPUSCALE_"),
         ({"amqp_url_file": "/no/such"}, {}, "cannot read its URL from /no/such: No such file or directory"),
         ({"amqp_url_file": "/dev/null"}, {}, "the URL in /dev/null must look like"),
         ({}, {"GPUSCALE_BROKER_DEFAULT_AMQP_URL_FILE": ""}, "cannot read its URL from .: Is a directory"),
@@ -112,10 +104,8 @@ def test_what_is_wrong_is_named_and_no_url_is_shown(
 @pytest.mark.parametrize(
     "table",
     [
-        {"amqp_url": URL, "amqp_url_env": "X"},
-        {"amqp_url_file": "x", "amqp_url_env": "X"},
+        {"amqp_url": URL, "amqp_url_file": "x"},
         {"amqp_url": URL, "management_url": "http://a:b@h", "management_url_file": "x"},
-        {"amqp_url": URL, "management_url": "http://a:b@h", "management_url_env": "X"},
         {"amqp_url": URL, "password": "canary"},
         {"amqp_url": "canary"},
     ],

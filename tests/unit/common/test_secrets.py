@@ -170,13 +170,10 @@ def test_what_starts_programs_of_others_has_no_secret_in_its_environment_and_its
 ) -> None:
     """The environment is cleared by what begins every service; `up` alone begins by itself."""
     config = tmp_path / "gpuscale.toml"
-    config.write_text(
-        '[templates.t]\ncommand = ["/bin/true"]\npass_env = ["OF_WORKERS"]\n[brokers.b]\namqp_url_env = "OF_B"\n'
-    )
+    config.write_text('[templates.t]\ncommand = ["/bin/true"]\npass_env = ["OF_WORKERS"]\n')
     config.chmod(0o600)
     variables = {
         "GPUSCALE_BROKER_C_AMQP_URL": "amqp://u:canary@mq/",
-        "OF_B": "amqp://u:canary@mq/",
         "OF_WORKERS": "canary",
     }
     flags = (f"--config={config}", f"--data-dir={tmp_path / 'data'}")

@@ -24,7 +24,7 @@ period_seconds = 2.0
 [allocator]
 default_ttl_seconds = 99
 [brokers.default]
-amqp_url_env = "SOME_URL"
+amqp_url_file = "some.url"
 [templates.worker]
 command = ["{python}", "-c", "pass"]
 """

@@ -1,8 +1,8 @@
 """Locations of brokers: from the configuration file and the environment, never from the API.
 
     [brokers.default]
-    amqp_url = "amqp://user:password@host:5672/"        or  amqp_url_env = "NAME"        or  amqp_url_file = "PATH"
-    management_url = "http://user:password@host:15672"  or  management_url_env = "NAME"  or  management_url_file = "PATH"
+    amqp_url = "amqp://user:password@host:5672/"        or  amqp_url_file = "PATH"
+    management_url = "http://user:password@host:15672"  or  management_url_file = "PATH"
 
 The management API is optional. GPUSCALE_BROKER_<NAME>_AMQP_URL and GPUSCALE_BROKER_<NAME>_MANAGEMENT_URL define or override the
 broker <name>, in lower case; with _FILE at their end they name files that hold the URLs.
@@ -13,7 +13,7 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, TypeAlias
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -28,10 +28,6 @@ _PREFIX = "GPUSCALE_BROKER_"
 _ROOT_PATHS = frozenset({"", "/", "/%2F", "/%2f"})
 
 
-Source: TypeAlias = tuple[SecretUrl | None, str | None, Path | None]
-"""The source of a URL: given, in a variable of that name, or in a file; at most one of them."""
-
-
 class BrokerSettings(BaseModel):
     """A table [brokers.NAME] of the configuration."""
 
@@ -39,14 +35,10 @@ class BrokerSettings(BaseModel):
 
     amqp_url: SecretUrl | None = None
     """amqp:// or amqps:// with user and password, without a virtual host: watchers name theirs."""
-    amqp_url_env: str | None = None
-    """Name of the environment variable that holds the URL, instead of `amqp_url`."""
     amqp_url_file: Path | None = None
     """File that holds the URL, instead."""
     management_url: SecretUrl | None = None
     """http:// or https:// of the management API; without it, unacknowledged messages are unknown."""
-    management_url_env: str | None = None
-    """Name of the environment variable that holds the URL, instead of `management_url`."""
     management_url_file: Path | None = None
     """File that holds the URL, instead."""
     ca_file: Path | None = None
@@ -54,18 +46,10 @@ class BrokerSettings(BaseModel):
 
     @model_validator(mode="after")
     def _one_source_each(self) -> Self:
-        for name, source in (("amqp_url", self.amqp()), ("management_url", self.management())):
-            if sum(one is not None for one in source) > 1:
-                raise ValueError(f"{name}, {name}_env and {name}_file exclude each other")
+        for name in ("amqp_url", "management_url"):
+            if getattr(self, name) and getattr(self, f"{name}_file"):
+                raise ValueError(f"{name} and {name}_file exclude each other")
         return self
-
-    def amqp(self) -> Source:
-        """The source of its AMQP URL."""
-        return self.amqp_url, self.amqp_url_env, self.amqp_url_file
-
-    def management(self) -> Source:
-        """The source of its management API URL."""
-        return self.management_url, self.management_url_env, self.management_url_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +115,11 @@ def resolve(brokers: Mapping[str, BrokerSettings], environment: Mapping[str, str
         if not is_id(name):
             raise _unusable(f"{name!r} cannot be the name of a broker: it must be an id")
         where, settings, own = f"broker {name}", brokers.get(name, BrokerSettings()), overrides.get(name, {})
-        amqp = _url(where, _source("AMQP_URL", settings.amqp(), own, environment), environment)
+        amqp = _url(where, "AMQP_URL", settings.amqp_url or settings.amqp_url_file, own, environment)
         if amqp is None:
-            raise _unusable(f"{where} has neither amqp_url nor amqp_url_env nor amqp_url_file")
-        source = _source("MANAGEMENT_URL", settings.management(), own, environment)
-        management = _url(where, source, environment)
+            raise _unusable(f"{where} has neither amqp_url nor amqp_url_file")
+        told = settings.management_url or settings.management_url_file
+        management = _url(where, "MANAGEMENT_URL", told, own, environment)
         _check(f"amqp_url of {where}", amqp, ("amqp", "amqps"))
         if amqp.path not in _ROOT_PATHS:
             raise _unusable(f"amqp_url of {where} must not name a virtual host: each watcher names its own")
@@ -152,33 +136,31 @@ def resolve(brokers: Mapping[str, BrokerSettings], environment: Mapping[str, str
     return found
 
 
-def _source(kind: str, told: Source, overrides: Mapping[str, str], environment: Mapping[str, str]) -> Source:
-    """The source of a URL, from the environment or else from the settings."""
+def _url(
+    where: str,
+    kind: str,
+    told: SecretUrl | Path | None,
+    overrides: Mapping[str, str],
+    environment: Mapping[str, str],
+) -> SecretUrl | None:
+    """A URL from the environment, or else as `told` by the settings, which may name its file."""
     variable, of_file = overrides.get(kind), overrides.get(f"{kind}_FILE")
     if variable and of_file:
         raise _unusable(f"the environment variables {variable} and {of_file} exclude each other")
-    if of_file:
-        return None, None, Path(environment[of_file])
-    return (None, variable, None) if variable else told
-
-
-def _url(where: str, source: Source, environment: Mapping[str, str]) -> SecretUrl | None:
-    url, variable, file = source
+    found = Path(environment[of_file]) if of_file else told
     if variable:
-        text = environment.get(variable, "")
-        if not text:
-            raise _unusable(f"{where}: the environment variable {variable} is not set")
-    elif file:
+        text = environment[variable]
+    elif isinstance(found, Path):
         try:
-            text = read_secret(file, "its URL from")
+            text = read_secret(found, "its URL from")
         except ValueError as error:
             raise _unusable(f"{where}: {error}") from None
     else:
-        return url
+        return found
     try:
         return SecretUrl(text)
     except ValueError as error:
-        raise _unusable(f"{where}: the URL in {variable or file} {error}") from None
+        raise _unusable(f"{where}: the URL in {variable or found} {error}") from None
 
 
 def _check(what: str, url: SecretUrl, schemes: tuple[str, ...]) -> None:

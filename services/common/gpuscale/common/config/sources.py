@@ -168,11 +168,11 @@ def secret_variables(*settings: Settings) -> set[str]:
 
 
 def _named_variables(value: object) -> Iterator[str]:
-    """Values of keys that name variables: `amqp_url_env = "NAME"`, `pass_env = ["NAME"]`."""
+    """Values of keys that name variables: `pass_env = ["NAME"]`."""
     if not is_table(value):
         return
     for key, item in value.items():
-        if key == "pass_env" or key.endswith("_env"):
+        if key == "pass_env":
             yield from _texts(item)
         else:
             yield from _named_variables(item)
