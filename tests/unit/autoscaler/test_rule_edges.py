@@ -30,7 +30,7 @@ from gpuscale.autoscaler.domain.rules.targets import (
 from gpuscale.autoscaler.domain.signals import EndpointPast, Sample, observe
 from gpuscale.autoscaler.domain.spec import Combine, Pace, PushedSignal, RateLimit, Signal
 from gpuscale.autoscaler.domain.validate import violations
-from gpuscale.autoscaler.domain.whatif import Live, Stated, StatedSignal, question
+from gpuscale.autoscaler.domain.whatif import Stated, StatedSignal, hypothetical, question
 from tests.support.autoscaler_values import AT, NOW, inputs, seen, signal, spec
 
 LOADED = Signal("load", PushedSignal("load"))
@@ -167,7 +167,7 @@ def test_points_that_are_stated_of_one_moment_are_one() -> None:
     points = ((30.0, 1.0), (20.0, 2.0), (20.0, 3.0), (10.0, math.inf), (5.0, 4.0))
     stated = Stated({"queue": StatedSignal(5.0, 0.0, points=points)})
     rule = Rule("f", "queue", ForecastRule(1.0, horizon=10.0))
-    asked = question(spec(rule), stated, Live(1, 1), AT)
+    asked = question(hypothetical(spec(rule), AT), spec(rule), stated)
     series = asked.inputs.series["queue"]
     assert series == series_of([(NOW - 30, 1.0), (NOW - 20, 3.0), (NOW - 5, 4.0), (NOW, 5.0)])
     assert apply_rule(rule, asked.inputs).step.code is Code.FIRED

@@ -1,16 +1,16 @@
 """What would be otherwise, when that may change, and how stated values are laid over live ones."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from gpuscale.autoscaler.domain.decisions import Code
-from gpuscale.autoscaler.domain.engine import Memory
-from gpuscale.autoscaler.domain.inputs import ObservationStatus, series_of
+from gpuscale.autoscaler.domain.engine import Memory, Question
+from gpuscale.autoscaler.domain.inputs import Inputs, Observation, ObservationStatus, series_of
 from gpuscale.autoscaler.domain.rules.rule import Rule
 from gpuscale.autoscaler.domain.rules.targets import DrainRule, TargetRule
-from gpuscale.autoscaler.domain.signals import EndpointPast, Sample
 from gpuscale.autoscaler.domain.spec import (
     Combine,
     EndpointSpec,
@@ -23,25 +23,29 @@ from gpuscale.autoscaler.domain.spec import (
 from gpuscale.autoscaler.domain.whatif import (
     ALWAYS,
     Answer,
-    Live,
     Stated,
     StatedSignal,
     answer,
+    hypothetical,
     question,
-    replaced_spec,
 )
 from tests.support.autoscaler_values import AT, NOW, down, signal, spec, up
 
 
+def asked(wanted: EndpointSpec, before: int, signals: Mapping[str, StatedSignal], **stated: Any) -> Question:
+    inputs = {"before": before} | {one: stated.pop(one) for one in ("last_changes",) if one in stated}
+    return question(hypothetical(wanted, AT), wanted, Stated(signals, inputs, **stated))
+
+
 def ask(wanted: EndpointSpec, before: int, value: float | None, **stated: Any) -> Answer:
-    signals = {one.id: StatedSignal(value) for one in wanted.signals}
-    return answer(question(wanted, Stated(signals, before=before, **stated), Live(before, before), AT))
+    return answer(asked(wanted, before, {one.id: StatedSignal(value) for one in wanted.signals}, **stated))
 
 
 def others(found: Answer) -> dict[Code, int]:
     return {one.code: one.wanted for one in found.alternatives}
 
 
+OK = ObservationStatus.OK
 TARGET = Rule("t", "queue", TargetRule(10.0))
 
 
@@ -69,8 +73,7 @@ def test_what_the_count_would_be_without_what_holds_it_back(
 
 def test_a_signal_that_holds_is_told_with_what_would_come_without_it() -> None:
     wanted = spec(down("a"), down("b", signal="other"))
-    asked = Stated({"queue": StatedSignal(1.0), "other": StatedSignal()}, before=3)
-    found = answer(question(wanted, asked, Live(3, 3), AT))
+    found = answer(asked(wanted, 3, {"queue": StatedSignal(1.0), "other": StatedSignal()}))
     assert (found.result.evaluation.wanted, others(found)) == (3, {Code.SIGNAL_MISSING: 2})
     [one] = found.alternatives
     assert one.text == "rule b did not hold: other: it is given as missing"
@@ -78,7 +81,7 @@ def test_a_signal_that_holds_is_told_with_what_would_come_without_it() -> None:
 
 def test_of_several_rules_that_hold_it_is_told_what_would_come_without_all_of_them() -> None:
     wanted = spec(down("a"), down("b", signal="other"), down("c", signal="third"))
-    found = answer(question(wanted, Stated({"queue": StatedSignal(1.0)}, before=3), Live(3, 3), AT))
+    found = answer(asked(wanted, 3, {"queue": StatedSignal(1.0)}))
     assert [(one.code, one.text, one.wanted) for one in found.alternatives] == [
         (Code.HELD, "none of b, c held", 2)
     ]
@@ -146,41 +149,44 @@ def test_nothing_may_change_where_nothing_waits() -> None:
     ],
 )
 def test_a_stated_value_is_judged_as_any_other(stated: StatedSignal, status: ObservationStatus) -> None:
-    found = question(spec(up()), Stated({"queue": stated}), Live(1, 1), AT)
+    found = asked(spec(up()), 1, {"queue": stated})
     assert found.inputs.observations["queue"].status is status
 
 
 def test_a_stated_signal_that_is_missing_is_what_the_signal_says_of_that() -> None:
     wanted = spec(up(), signals=[signal(on_missing=OnMissing.ZERO)])
-    found = question(wanted, Stated({"queue": StatedSignal()}), Live(1, 1), AT)
+    found = asked(wanted, 1, {"queue": StatedSignal()})
     assert found.inputs.observations["queue"].value == 0.0
 
 
 def test_what_is_not_stated_is_live_and_what_is_not_live_is_missing() -> None:
     wanted = spec(up(), up("b", signal="other"), up("c", signal="third"))
-    live = Live(
+    inputs = Inputs(
         4,
         3,
-        2,
-        samples={"queue": Sample((7.0,), NOW), "other": Sample((8.0,), NOW)},
-        past=EndpointPast(memory=Memory(5.0), series={"queue": series_of([(0.0, 1.0)])}),
+        NOW,
+        AT.wall,
+        observations={
+            name: Observation(name, OK, value) for name, value in {"queue": 7.0, "other": 8.0}.items()
+        },
         last_changes={"up": 1.0},
     )
-    found = question(wanted, Stated({"other": StatedSignal(9.0)}), live, AT)
+    live = Question(wanted, inputs, Memory(5.0), 2)
+    found = question(live, wanted, Stated({"other": StatedSignal(9.0)}))
     values = {name: one.value for name, one in found.inputs.observations.items()}
     assert values == {"queue": 7.0, "other": 9.0, "third": None}
     assert (found.inputs.before, found.inputs.ready, found.unknown_replicas) == (4, 3, 2)
     assert (found.memory.since, found.inputs.last_changes) == (5.0, {"up": 1.0})
-    assert question(wanted, Stated(before=9), live, AT).inputs.ready == 9
+    assert question(live, wanted, Stated(inputs={"before": 9})).inputs.ready == 9
 
 
 def test_a_stated_value_has_always_been_there_unless_its_past_is_stated() -> None:
     """So a rule that needs a window can be asked about, and one can also state how it came to that."""
     wanted = spec(Rule("d", "queue", DrainRule(10.0, service_time=5.0, slots=1.0, utilization=1.0)))
-    steady = answer(question(wanted, Stated({"queue": StatedSignal(8.0)}, before=8), Live(8, 8), AT))
+    steady = answer(asked(wanted, 8, {"queue": StatedSignal(8.0)}))
     assert steady.result.evaluation.wanted == 8
     rising = StatedSignal(8.0, points=((60.0, 2.0), (30.0, 5.0)))
-    found = question(wanted, Stated({"queue": rising}, before=2), Live(2, 2), AT)
+    found = asked(wanted, 2, {"queue": rising})
     assert found.inputs.series["queue"] == series_of([(NOW - 60, 2.0), (NOW - 30, 5.0), (NOW, 8.0)])
 
 
@@ -201,17 +207,19 @@ def test_that_no_work_is_left_follows_from_what_is_stated(
 ) -> None:
     counts = {"total": QueueCount.TOTAL, "ready": QueueCount.READY, "unacked": QueueCount.UNACKED}
     wanted = spec(signals=[signal(name, count=counts[name]) for name in shows], combine=Combine.SAFEST)
-    found = question(wanted, Stated(shows), Live(1, 1), AT)
+    found = asked(wanted, 1, shows)
     assert all(one.proven_empty == empty for one in found.inputs.observations.values())
 
 
 def test_another_spec_sees_the_signals_that_are_the_same() -> None:
     own = spec(up(), up("b", signal="other"))
     changed = spec(up(), up("b", signal="other"), signals=[signal(), signal("other", watcher="more")])
-    live = Live(1, 1, samples={"queue": Sample((1.0,), NOW), "other": Sample((2.0,), NOW)})
-    assert set(replaced_spec(own, changed, live).samples) == {"queue"}
+    seen = {name: Observation(name, OK, 1.0) for name in ("queue", "other")}
+    live = Question(own, Inputs(1, 1, NOW, AT.wall, seen), ALWAYS)
+    found = question(live, changed, Stated()).inputs.observations
+    assert {name: one.value for name, one in found.items()} == {"queue": 1.0, "other": None}
 
 
 def test_without_an_endpoint_windows_are_full() -> None:
-    assert Live(1, 1).past.memory == ALWAYS
+    assert hypothetical(spec(TARGET), AT).memory == ALWAYS
     assert ask(spec(TARGET, down=Pace(300.0)), 5, 20.0).result.evaluation.wanted == 2

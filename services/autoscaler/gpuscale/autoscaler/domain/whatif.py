@@ -9,29 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
-from typing import Any, TypeVar
+from typing import Any
 
 from gpuscale.autoscaler.domain.decisions import Code, Stage, Step
 from gpuscale.autoscaler.domain.engine import Memory, Question, Result, asked, regrets
 from gpuscale.autoscaler.domain.inputs import (
     LARGEST,
     NO_SETS,
-    GiveWay,
     Inputs,
     InputSeries,
     ObservationStatus,
-    ReplicaWeights,
     SetState,
     TaskReport,
     series_of,
 )
+from gpuscale.autoscaler.domain.planning import capacity_of
 from gpuscale.autoscaler.domain.replicas import Moment
 from gpuscale.autoscaler.domain.rules.targets import ForecastRule, ScheduleRule
-from gpuscale.autoscaler.domain.signals import EndpointPast, Sample, kept_seconds, observe
+from gpuscale.autoscaler.domain.signals import Sample, kept_seconds, observe
 from gpuscale.autoscaler.domain.spec import EndpointSpec, QueueCount, QueueSignal, ScalingMode, Signal
-
-T = TypeVar("T")
 
 NO_BOUND = 100_000
 """More replicas than any endpoint may have."""
@@ -231,73 +227,46 @@ class StatedSignal:
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """Given inputs of an evaluation; None, and absent signals, are not given."""
+    """Given inputs of an evaluation: signals by id, capability sets by id, and other `inputs` by name; the rest is not given."""
 
     signals: Mapping[str, StatedSignal] = field(default_factory=dict[str, StatedSignal])
-    before: int | None = None
-    ready: int | None = None
+    inputs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    sets: Mapping[str, SetState] = field(default_factory=lambda: NO_SETS)
     unknown: int | None = None
     memory: Memory | None = None
-    last_changes: Mapping[str, float] | None = None
-    startup: float | None = None
-    wall: datetime | None = None
-    gpu_limit: int | None = None
-    sets: Mapping[str, SetState] = field(default_factory=lambda: NO_SETS)
 
 
-@dataclass(frozen=True, slots=True)
-class Live:
-    """Defaults for what is not given: of a live endpoint, or of a hypothetical one."""
-
-    before: int
-    ready: int
-    unknown: int = 0
-    samples: Mapping[str, Sample] = field(default_factory=dict[str, Sample])
-    past: EndpointPast = field(default_factory=lambda: EndpointPast(memory=ALWAYS))
-    last_changes: Mapping[str, float] = field(default_factory=dict[str, float])
-    startup: float | None = None
-    gpu_limit: int | None = None
-    sets: Mapping[str, SetState] = field(default_factory=lambda: NO_SETS)
-    gives_way: GiveWay | None = None
-    capacity: ReplicaWeights | None = None
+def hypothetical(spec: EndpointSpec, at: Moment) -> Question:
+    """The question of an endpoint that does not exist: at its min, without signals and limits."""
+    inputs = Inputs(spec.min_replicas, spec.min_replicas, at.now, at.wall, capacity=capacity_of(spec, (), {}))
+    return Question(spec, inputs, ALWAYS)
 
 
-def question(spec: EndpointSpec, stated: Stated, live: Live, at: Moment) -> Question:
-    """All inputs of an evaluation of the spec."""
-    samples, series = dict(live.samples), dict(live.past.series)
+def question(live: Question, spec: EndpointSpec, stated: Stated) -> Question:
+    """All inputs of an evaluation of the spec: what is not given is `live`, except signals of another source."""
+    now, same = live.inputs.now, {one.id for one in spec.measured if one in live.spec.measured}
+    observations = {name: one for name, one in live.inputs.observations.items() if name in same}
+    series = {name: one for name, one in live.inputs.series.items() if name in same}
     drained = _drained(spec.signals, stated.signals)
     for signal in spec.measured:
+        sample = Sample(problem="it is not stated")
         if (one := stated.signals.get(signal.id)) is not None:
-            samples[signal.id] = _sample(signal, one, at.now, drained)
-            series[signal.id] = _series(one, at.now, kept_seconds(spec))
-        samples.setdefault(signal.id, Sample(problem="it is not stated"))
-    observations = {
-        signal.id: observe(signal, samples[signal.id], at.now, series.get(signal.id))
-        for signal in spec.measured
-    }
-    sets = {**live.sets, **stated.sets}
-    before = _or(stated.before, live.before)
-    inputs = Inputs(
-        before=before,
-        ready=_or(stated.ready, live.ready if stated.before is None else before),
-        now=at.now,
-        wall=stated.wall or at.wall,
+            sample = _sample(signal, one, now, drained)
+            series[signal.id] = _series(one, now, kept_seconds(spec))
+        if one is not None or signal.id not in observations:
+            observations[signal.id] = observe(signal, sample, now, series.get(signal.id))
+    given, sets = dict(stated.inputs), {**live.inputs.sets, **stated.sets}
+    if "before" in given:
+        given.setdefault("ready", given["before"])
+    inputs = replace(
+        live.inputs,
         observations=observations,
         series=series,
-        last_changes=_or(stated.last_changes, live.last_changes),
-        bursts=live.past.bursts,
-        startup=_or(stated.startup, live.startup),
-        gpu_limit=_or(stated.gpu_limit, live.gpu_limit),
         sets={one.id: sets[one.id] for one in spec.capability_sets if one.id in sets},
-        gives_way=live.gives_way,
-        capacity=live.capacity,
+        **given,
     )
-    memory = _or(_or(stated.memory, live.past.memory), Memory(at.now))
-    return Question(spec, inputs, memory, _or(stated.unknown, live.unknown))
-
-
-def _or(stated: T | None, otherwise: T) -> T:
-    return otherwise if stated is None else stated
+    unknown = live.unknown_replicas if stated.unknown is None else stated.unknown
+    return Question(spec, inputs, stated.memory or live.memory, unknown)
 
 
 def _sample(signal: Signal, stated: StatedSignal, now: float, drained: Collection[str]) -> Sample:
@@ -315,7 +284,8 @@ def _sample(signal: Signal, stated: StatedSignal, now: float, drained: Collectio
         return Sample(problem="it is given as missing")
     none_left = stated.value == 0 and not stated.silent_count and signal.counts_work
     none_left |= isinstance(signal.source, QueueSignal) and signal.source.watcher in drained
-    none_left = _or(stated.proven_empty, none_left) or (stated.tasks is not None and not stated.tasks.total)
+    none_left = none_left if stated.proven_empty is None else stated.proven_empty
+    none_left |= stated.tasks is not None and not stated.tasks.total
     return Sample((stated.value,), at, "", stated.silent_count, none_left, stated.tasks)
 
 
@@ -338,11 +308,3 @@ def _drained(signals: Sequence[Signal], stated: Mapping[str, StatedSignal]) -> s
             zero.setdefault(one.source.watcher, set()).add(one.source.count)
     whole = {QueueCount.READY, QueueCount.UNACKED}
     return {watcher for watcher, counts in zero.items() if QueueCount.TOTAL in counts or whole <= counts}
-
-
-def replaced_spec(own: EndpointSpec, spec: EndpointSpec, live: Live) -> Live:
-    """A live endpoint's state for another spec: signals that differ from its own are not read."""
-    same = {one.id for one in spec.measured if one in own.measured}
-    samples = {name: one for name, one in live.samples.items() if name in same}
-    series = {name: one for name, one in live.past.series.items() if name in same}
-    return replace(live, samples=samples, past=replace(live.past, series=series))

@@ -246,7 +246,7 @@ class EndpointLoop:
         if known is None or changed or deps.clock.now() >= self._read_due:
             self._read_due = deps.clock.now() + KNOWN_FOR
             self._endpoint = known.endpoint if known is not None else self._endpoint
-            known = await deps.store.read(partial(found, endpoint_id=self._id, before=self._endpoint))
+            known = await deps.store.read(partial(read_known, endpoint_id=self._id, before=self._endpoint))
         if known is not None and not self._recalled:
             # What replicas carry was learned over days: it survives a restart.
             if any(rule.kind.learns for rule in known.endpoint.spec.rules):
@@ -319,26 +319,14 @@ class EndpointLoop:
             return PassFacts(at, self.past, evaluate=self._asked, repeated=deps.repetitions.of(self._id))
         endpoint, replicas = known.endpoint, known.replicas
         deps.sources.keep(endpoint.id, replicas)
-        samples = deps.sources.sample(endpoint, replicas)
-        self.past = self.past.with_samples(endpoint.spec, samples)
-        given = deps.precedence.given.get(self._id)
         granted = sum(one.granted for one in replicas)
         if granted != self._granted[0]:
             self._granted = granted, at.now
         leaving = (one.revocation for one in replicas if one.leaving)
         self._leave_times = tuple(one.leave_at for one in leaving if one)
-        return PassFacts(
-            at=at,
-            past=self.past,
-            evaluate=self._asked,
-            live=frozenset(filter(deps.hub.live, {one.adapter for one in replicas})),
-            observations=self.past.observations(endpoint.spec, samples, at.now),
-            endpoint=endpoint,
-            busy=deps.sources.busy(endpoint),
-            room=deps.sources.more(endpoint.spec, deps.hub.facts, self._granted[1]),
-            repeated=deps.repetitions.of(self._id),
-            gives_way=given.way(at.now) if given else None,
-        )
+        facts = gathered(deps, known, self.past, at, evaluate=self._asked, since=self._granted[1])
+        self.past = facts.past
+        return facts
 
     async def _note(
         self,
@@ -445,7 +433,7 @@ class Known:
         return [one for one in self.kept if not one.ended]
 
 
-def found(connection: Connection, endpoint_id: str, before: Endpoint | None) -> Known | None:
+def read_known(connection: Connection, endpoint_id: str, before: Endpoint | None) -> Known | None:
     """The state of an endpoint; None if there is none. Its spec is reused from `before` if that has the same etag."""
     endpoint = store.endpoint(connection, endpoint_id, before)
     if endpoint is None:
@@ -460,7 +448,7 @@ def found(connection: Connection, endpoint_id: str, before: Endpoint | None) -> 
 
 def every_found(connection: Connection) -> dict[str, Known]:
     """The state of every endpoint, by its id."""
-    each = ((one.id, found(connection, one.id, one)) for one in store.endpoints(connection))
+    each = ((one.id, read_known(connection, one.id, one)) for one in store.endpoints(connection))
     return {endpoint_id: known for endpoint_id, known in each if known is not None}
 
 
@@ -524,6 +512,27 @@ class Pass:
         )
 
 
+def gathered(
+    deps: Dependencies, known: Known, past: EndpointPast, at: Moment, *, evaluate: bool, since: float = 0.0
+) -> PassFacts:
+    """The inputs of a pass now, for a known state; `since`: when the last replica got GPUs."""
+    endpoint, replicas = known.endpoint, known.replicas
+    samples = deps.sources.sample(endpoint, replicas)
+    past, given = past.with_samples(endpoint.spec, samples), deps.precedence.given.get(endpoint.id)
+    return PassFacts(
+        at=at,
+        past=past,
+        evaluate=evaluate,
+        live=frozenset(filter(deps.hub.live, {one.adapter for one in replicas})),
+        observations=past.observations(endpoint.spec, samples, at.now),
+        endpoint=endpoint,
+        busy=deps.sources.busy(endpoint),
+        room=deps.sources.more(endpoint.spec, deps.hub.facts, since),
+        repeated=deps.repetitions.of(endpoint.id),
+        gives_way=given.way(at.now) if given else None,
+    )
+
+
 def run_pass(
     connection: Connection, endpoint_id: str, facts: PassFacts, tried: Pass | None = None
 ) -> Pass | None:
@@ -531,7 +540,7 @@ def run_pass(
 
     `tried`: the result for these facts on the last known state; it is used if that is what is on disk.
     """
-    known = found(connection, endpoint_id, facts.endpoint)
+    known = read_known(connection, endpoint_id, facts.endpoint)
     if known is None:
         return None
     passed = tried if tried is not None and tried.known == known else come_to(known, facts)
@@ -556,7 +565,9 @@ def run_pass(
         recorded = decision_log.record(
             connection, passed.decision, wall, passed.question, before=before, quiet=not passed.acts
         )
-    return replace(passed, known=found(connection, endpoint_id, passed.endpoint) or known, recorded=recorded)
+    return replace(
+        passed, known=read_known(connection, endpoint_id, passed.endpoint) or known, recorded=recorded
+    )
 
 
 def come_to(known: Known, facts: PassFacts) -> Pass:
@@ -580,7 +591,7 @@ def come_to(known: Known, facts: PassFacts) -> Pass:
     rows = [one for one in kept if not one.ended]
     silent = frozenset(one.adapter for one in rows if one.adapter) - facts.live
     owing = any(one.owes_release for one in kept)
-    question = _question(known, kept, rows, silent, facts)
+    question = question_of(known, kept, rows, silent, facts) if facts.reads_rules(before) else None
     endpoint, result = _evaluated(before, question)
     plans = Plans.of(endpoint, kept, rows, silent, facts.busy, facts.at.now, starts=facts.starts)
     stopped = plans.stopped(endpoint, facts.at)
@@ -612,14 +623,11 @@ def come_to(known: Known, facts: PassFacts) -> Pass:
     )
 
 
-def _question(
+def question_of(
     known: Known, kept: Sequence[Replica], rows: Sequence[Replica], silent: frozenset[str], facts: PassFacts
-) -> Question | None:
-    """The inputs of the rules; None if they are not evaluated."""
-    endpoint = known.endpoint
-    if not facts.reads_rules(endpoint):
-        return None
-    memory = facts.past.memory
+) -> Question:
+    """The inputs of the rules; `rows` are those of `kept` that have not ended, `silent` ids of adapters."""
+    endpoint, memory = known.endpoint, facts.past.memory
     inputs = Inputs(
         before=endpoint.desired,
         ready=sum(one.state is ReplicaState.READY for one in rows),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -12,17 +13,15 @@ from google.protobuf.message import Message
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.decisions import DecisionOutcome, compose
-from gpuscale.autoscaler.domain.engine import asked
-from gpuscale.autoscaler.domain.planning import capacity_of, secured, set_states, startup_seconds
-from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaState
+from gpuscale.autoscaler.domain.engine import Question, asked
+from gpuscale.autoscaler.domain.planning import capacity_of, secured
+from gpuscale.autoscaler.domain.replicas import Moment
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
-from gpuscale.autoscaler.domain.whatif import Live, answer, question, replaced_spec
-from gpuscale.autoscaler.loop.reconciler import Dependencies, Reconciler
+from gpuscale.autoscaler.domain.whatif import answer, hypothetical, question
+from gpuscale.autoscaler.loop.reconciler import Dependencies, Reconciler, gathered, question_of, read_known
 from gpuscale.autoscaler.servicers.endpoints import find_endpoint
 from gpuscale.autoscaler.servicers.feeds import Feeds
-from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.decision_log import DecisionLog, inputs_of, to_wire
-from gpuscale.autoscaler.state.store import Connection
 from gpuscale.autoscaler.wire.decisions import (
     decision_body,
     evaluation_to_wire,
@@ -32,8 +31,8 @@ from gpuscale.autoscaler.wire.decisions import (
     stated_from_wire,
 )
 from gpuscale.autoscaler.wire.specs import spec_from_wire, spec_violations
-from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
-from gpuscale.common.names import DECISION, ENDPOINT, parse
+from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from gpuscale.common.names import DECISION, ENDPOINT, endpoint_name, parse
 from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import asked_period, optional_timestamp
 from gpuscale.internal.autoscaler import v1 as internal
@@ -132,8 +131,14 @@ class DecisionServicer(api.DecisionServiceServicer):
             raise InvalidArgumentError.of(found)
         at = Moment(self._deps.clock.now(), self._deps.clock.wall())
         endpoint_id = parse(ENDPOINT, request.name)["endpoint"] if request.name else ""
-        endpoint, live, granted = await self._live(endpoint_id, spec, at)
-        made = question(endpoint.spec, stated_from_wire(request, endpoint.spec, at.now), live, at)
+        if endpoint_id:
+            endpoint, live, granted = await self._live(endpoint_id, spec, at)
+        elif spec is not None:
+            live, granted = hypothetical(spec, at), spec.min_replicas
+            endpoint = Endpoint("", spec, "", granted, at.wall, at.wall)
+        else:
+            raise InvalidArgumentError("name must be set, or spec", field="name")
+        made = question(live, endpoint.spec, stated_from_wire(request, endpoint.spec, at.now))
         # Every alternative is a separate evaluation: off the loop, since a spec may have many rules.
         found_answer = await asyncio.to_thread(answer, made)
         decision = compose(endpoint, found_answer.result.evaluation, DecisionOutcome(granted))
@@ -141,41 +146,20 @@ class DecisionServicer(api.DecisionServiceServicer):
 
     async def _live(
         self, endpoint_id: str, spec: EndpointSpec | None, at: Moment
-    ) -> tuple[Endpoint, Live, int]:
+    ) -> tuple[Endpoint, Question, int]:
         """The endpoint with the spec to evaluate, its current state, and its replicas that have their GPUs."""
-        if not endpoint_id:
-            if spec is None:
-                raise InvalidArgumentError("name must be set, or spec", field="name")
-            made = Endpoint("", spec, "", spec.min_replicas, at.wall, at.wall)
-            live = Live(spec.min_replicas, spec.min_replicas, capacity=capacity_of(spec, (), {}))
-            return made, live, spec.min_replicas
-
-        def found(connection: Connection) -> tuple[Endpoint, list[Replica], dict[str, float]]:
-            known = find_endpoint(connection, endpoint_id)
-            kept = store.replicas(connection, endpoint_id, show_ended=True)
-            return known, kept, store.rule_changes(connection, endpoint_id)
-
-        endpoint, kept, changes = await self._deps.store.read(found)
-        rows = [one for one in kept if not one.ended]
-        samples = self._deps.sources.sample(endpoint, rows)
+        deps = self._deps
+        known = await deps.store.read(partial(read_known, endpoint_id=endpoint_id, before=None))
+        if known is None:
+            raise NotFoundError.of(endpoint_name(endpoint_id))
+        facts = gathered(deps, known, self._reconciler.past(endpoint_id), at, evaluate=True)
+        rows = known.replicas
+        silent = frozenset(one.adapter for one in rows if one.adapter) - facts.live
+        live = question_of(known, known.kept, rows, silent, facts)
         granted = sum(one.granted for one in rows)
-        room = self._deps.sources.more(spec or endpoint.spec, self._deps.hub.facts)
-        given = self._deps.precedence.given.get(endpoint_id)
-        busy = self._deps.sources.busy(endpoint)
-        live = Live(
-            before=endpoint.desired,
-            ready=sum(one.state is ReplicaState.READY for one in rows),
-            unknown=sum(not self._deps.hub.live(one.adapter) for one in rows if one.adapter),
-            samples=samples,
-            past=self._reconciler.past(endpoint_id).with_samples(endpoint.spec, samples),
-            last_changes=changes,
-            startup=startup_seconds(kept, at),
-            gpu_limit=None if room is None else secured(rows) + room,
-            sets=set_states(endpoint, kept, at.now, busy),
-            gives_way=given.way(at.now) if given else None,
-            capacity=capacity_of(spec or endpoint.spec, rows, busy),
-        )
         if spec is None:
-            return endpoint, live, granted
-        changed = Endpoint(endpoint_id, spec, endpoint.etag, endpoint.desired, at.wall, at.wall)
-        return changed, replaced_spec(endpoint.spec, spec, live), granted
+            return known.endpoint, live, granted
+        room, capacity = deps.sources.more(spec, deps.hub.facts), capacity_of(spec, rows, facts.busy)
+        limit = None if room is None else secured(rows) + room
+        inputs = replace(live.inputs, gpu_limit=limit, capacity=capacity)
+        return replace(known.endpoint, spec=spec), replace(live, inputs=inputs), granted
