@@ -145,16 +145,11 @@ def endpoint(connection: Connection, endpoint_id: str, known: Endpoint | None = 
 def save_endpoint(connection: Connection, one: Endpoint) -> None:
     """Insert or replace an endpoint."""
     values: Mapping[str, Any] = {
-        "id": one.id,
+        **{name: getattr(one, name) for name in ("id", "etag", "desired", "deleting", "tenant", "creator")},
         "spec": _spec_bytes(one.spec),
-        "etag": one.etag,
-        "desired": one.desired,
         "create_time": one.create_time.timestamp(),
         "update_time": one.update_time.timestamp(),
-        "deleting": one.deleting,
         "sets": json.dumps(dict(one.sets)) if one.sets else "",
-        "tenant": one.tenant,
-        "creator": one.creator,
         "delete_time": None if one.delete_time is None else one.delete_time.timestamp(),
     }
     _PUT_ENDPOINT.run(connection, [values])
@@ -333,6 +328,13 @@ _CHANGE_REPLICA: Final = Prepared(
 )
 
 
+_SAME: Final = (
+    *("endpoint", "id", "request_id", "adapter", "node"),
+    *("pid", "exit_code", "reason", "ready_at", "ended_at"),
+)
+"""Fields of a replica that are columns as they are."""
+
+
 def replicas_of(connection: Connection, endpoint: str) -> list[Replica]:
     """All stored replicas of an endpoint, in the order they were decided."""
     rows = _REPLICAS.all(connection, {"key": endpoint})
@@ -439,16 +441,12 @@ def _values(one: Replica) -> Mapping[str, Any]:
     if one.revocation is not None:
         revocation = json.dumps({**asdict(one.revocation), "time": one.revocation.time.timestamp()})
     return {
-        "endpoint": one.endpoint,
-        "id": one.id,
-        "request_id": one.request_id,
+        **{name: getattr(one, name) for name in _SAME},
         "template": template_to_wire(one.template).SerializeToString(deterministic=True),
         "create_time": one.create_time.timestamp(),
         "state": one.state.value,
         "goal": one.goal.value,
         "nodes": _SEPARATOR.join(one.nodes),
-        "adapter": one.adapter,
-        "node": one.node,
         "reservation": lease.reservation,
         "fence": lease.fence,
         "gpu_uuids": _SEPARATOR.join(lease.gpu_uuids),
@@ -456,11 +454,6 @@ def _values(one: Replica) -> Mapping[str, Any]:
         "ended": one.ended,
         "owes_release": one.owes_release,
         "hurry": one.hurry,
-        "pid": one.pid,
-        "exit_code": one.exit_code,
-        "reason": one.reason,
-        "ready_at": one.ready_at,
-        "ended_at": one.ended_at,
         "end_time": None if one.end_time is None else one.end_time.timestamp(),
         "worker_group": group,
         "revocation": revocation,
@@ -488,24 +481,15 @@ def _replica(row: Mapping[Any, Any]) -> Replica:
         told = json.loads(row["revocation"])
         revocation = Revocation(told["at"], told["leave_at"], moment(told["time"]), told["reason"])
     return Replica(
-        endpoint=row["endpoint"],
-        id=row["id"],
-        request_id=row["request_id"],
+        **{name: row[name] for name in _SAME},
         template=_template(row["template"]),
         create_time=moment(row["create_time"]),
         state=ReplicaState(row["state"]),
         goal=Goal(row["goal"]),
         nodes=tuple(row["nodes"].split()),
-        adapter=row["adapter"],
-        node=row["node"],
         lease=lease if lease.reservation else None,
         owes_release=bool(row["owes_release"]),
         hurry=bool(row["hurry"]),
-        pid=row["pid"],
-        exit_code=row["exit_code"],
-        reason=row["reason"],
-        ready_at=row["ready_at"],
-        ended_at=row["ended_at"],
         end_time=None if row["end_time"] is None else moment(row["end_time"]),
         group=group,
         revocation=revocation,
