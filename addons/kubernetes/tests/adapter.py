@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from gpuscale.autoscaler.adapters.crew import EngineCrew
-from gpuscale.autoscaler.adapters.engine import Desired, ReplicaOrder, WorkerGoal
+from gpuscale.autoscaler.adapters.engine import Desired, ReplicaOrder
 from gpuscale.autoscaler.adapters.journal import Journal
-from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
+from gpuscale.autoscaler.domain.replicas import Goal, ReplicaReport, ReplicaState
 from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
 from gpuscale_kubernetes.cluster import Cluster, open_cluster
 from gpuscale_kubernetes.engine import KubernetesEngine, RankNodes
@@ -29,7 +29,7 @@ def name(replica: str) -> str:
 
 def desired(
     replica: str,
-    goal: WorkerGoal = WorkerGoal.RUN,
+    goal: Goal = Goal.RUN,
     *,
     template: str = "worker",
     drain: float | None = None,

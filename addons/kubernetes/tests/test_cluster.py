@@ -26,8 +26,7 @@ from addons.kubernetes.tests.site import (
     pods_asked_for,
     site,
 )
-from gpuscale.autoscaler.adapters.engine import WorkerGoal
-from gpuscale.autoscaler.domain.replicas import ReplicaState
+from gpuscale.autoscaler.domain.replicas import Goal, ReplicaState
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale_kubernetes.engine import check_templates
 from tests.support.waiting import eventually
@@ -78,9 +77,7 @@ async def test_up_to_three_and_down_to_the_one_that_should_stay(
         before = by_replica(await kubelet.pods())
         assert set(before) == {name(replica) for replica in "abc"}
         kubelet.lingering = True
-        one.want(
-            [desired("a", WorkerGoal.STOP, drain=120), desired("b", WorkerGoal.STOP, drain=120), desired("c")]
-        )
+        one.want([desired("a", Goal.STOP, drain=120), desired("b", Goal.STOP, drain=120), desired("c")])
         await eventually(lambda: pods_going(kubelet, 2), timeout=SLOW)
         left = by_replica(await kubelet.pods())
         await one.state("a", ReplicaState.DRAINING)

@@ -7,8 +7,8 @@ import pytest
 
 from addons.kubernetes.tests.adapter import TEMPLATES, Site, desired, name, running
 from addons.kubernetes.tests.fake_cluster import ADAPTER, FakeKubernetes, deployment, serving
-from gpuscale.autoscaler.adapters.engine import EngineUnavailableError, WorkerGoal
-from gpuscale.autoscaler.domain.replicas import ReplicaState
+from gpuscale.autoscaler.adapters.engine import EngineUnavailableError
+from gpuscale.autoscaler.domain.replicas import Goal, ReplicaState
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale_kubernetes.bare import pod_name
 from gpuscale_kubernetes.engine import check_templates
@@ -72,9 +72,7 @@ async def test_up_from_one_to_three_and_down_to_the_one_that_was_asked_to_stay(
     for one in "abc":
         await site.state(one, READY)
     kept = fake.pod_of(name("a"))
-    site.want(
-        [desired("a"), desired("b", WorkerGoal.STOP, drain=20), desired("c", WorkerGoal.STOP, drain=20)]
-    )
+    site.want([desired("a"), desired("b", Goal.STOP, drain=20), desired("c", Goal.STOP, drain=20)])
     await eventually(lambda: len(fake.going()) == 2)
     assert kept not in fake.going(), "of two that are alike this cluster ends the older one, but for the cost"
     await site.state("b", DRAINING)
@@ -83,7 +81,7 @@ async def test_up_from_one_to_three_and_down_to_the_one_that_was_asked_to_stay(
     for one in "bc":
         assert (await site.state(one, STOPPED)).reason == ""
     assert site.report("a").state is READY
-    site.want([desired("a"), desired("b", WorkerGoal.FORGET), desired("c", WorkerGoal.FORGET)])
+    site.want([desired("a"), desired("b", Goal.FORGET), desired("c", Goal.FORGET)])
     await eventually(lambda: set(site.crew.reports() or {}) == {name("a")})
     assert wanted(fake) == 1
     assert {fake.pods[one]["metadata"]["labels"]["gpuscale.endpoint"] for one in fake.pods} == {"e"}
@@ -157,7 +155,7 @@ async def test_why_a_pod_is_not_ready_is_told(fake: FakeKubernetes, site: Site) 
     assert (await site.state("c", FAILED)).reason == "Evicted: the node was low on memory"
     assert site.report("a").state is STARTING
     # Its Deployment made another pod already; the replacement that the autoscaler asks for takes it.
-    site.want([desired("a"), desired("b"), desired("c", WorkerGoal.FORGET), desired("d")])
+    site.want([desired("a"), desired("b"), desired("c", Goal.FORGET), desired("d")])
     await site.state("d", STARTING)
     await eventually(lambda: name("d") in map(fake.replica, fake.pods))
     assert wanted(fake) == 3
@@ -172,7 +170,7 @@ async def test_another_pod_than_the_one_asked_to_finish_is_ended_and_the_right_r
     kept = fake.pod_of(name("a"))
     fake.run(kept)
     await site.state("a", READY)
-    site.want([desired("a", WorkerGoal.STOP, drain=20), desired("b")])
+    site.want([desired("a", Goal.STOP, drain=20), desired("b")])
     await eventually(lambda: len(fake.going()) == 1)
     (struck,) = fake.going()
     assert struck != kept
@@ -194,7 +192,7 @@ async def test_a_pod_without_a_node_that_is_ended_instead_is_gone_at_once_and_it
         kept = fake.pod_of(name("a"))
         fake.run(kept)
         await site.state("a", READY)
-        site.want([desired("a", WorkerGoal.STOP, drain=20), desired("b")])
+        site.want([desired("a", Goal.STOP, drain=20), desired("b")])
         await site.state("a", STOPPED)
         await site.state("b", READY)
     assert list(fake.pods) == [kept]
@@ -267,7 +265,7 @@ async def test_a_pod_of_its_own_prefers_the_best_nodes_and_gets_its_values(
         await eventually(lambda: own in fake.pods)
         fake.run(own)
         await site.state("a", READY)
-        site.want([desired("a", WorkerGoal.STOP, template="pod", drain=300)])
+        site.want([desired("a", Goal.STOP, template="pod", drain=300)])
         await eventually(lambda: own in fake.going())
         assert fake.pods[own]["metadata"]["deletionGracePeriodSeconds"] == 300
         await site.state("a", DRAINING)
@@ -298,7 +296,7 @@ async def test_a_pod_of_its_own_that_ends_is_a_failure_with_its_exit_code_and_is
     fake.status(own, {"phase": "Failed", "containerStatuses": [{**status, "state": {"terminated": ended}}]})
     assert (await site.state("a", FAILED)).exit_code == 3
     assert own not in fake.going()
-    site.want([desired("a", WorkerGoal.FORGET, template="pod")])
+    site.want([desired("a", Goal.FORGET, template="pod")])
     await eventually(lambda: own in fake.going())
     assert fake.calls["POST /pods"] == 1
 

@@ -19,12 +19,11 @@ from gpuscale.autoscaler.adapters.engine import (
     Remove,
     ReplicaOrder,
     Start,
-    WorkerGoal,
     WorkerLife,
 )
 from gpuscale.autoscaler.adapters.journal import Journal
 from gpuscale.autoscaler.adapters.steps import KILLED
-from gpuscale.autoscaler.domain.replicas import ENDED, ReplicaReport, ReplicaState
+from gpuscale.autoscaler.domain.replicas import ENDED, Goal, ReplicaReport, ReplicaState
 from gpuscale.common.runtime.tasks import SystemClock, TaskScope
 from gpuscale_ray.engine import RayDriver, RayEngine, RayTemplate
 from gpuscale_ray.messages import RayLaunch, RayOrder, RayQuestion, Verb
@@ -71,7 +70,7 @@ def template(notes: Path, **fields: object) -> RayTemplate:
 
 
 def desired(
-    name: str, goal: WorkerGoal = WorkerGoal.RUN, *, how: str = "well", gpus: int = 1, of: str = "worker"
+    name: str, goal: Goal = Goal.RUN, *, how: str = "well", gpus: int = 1, of: str = "worker"
 ) -> Desired:
     parameters = {} if of == "absent" else {"how": how}
     order = ReplicaOrder(f"endpoints/e/replicas/{name}", "endpoints/e", parameters, gpu_count=gpus)
@@ -117,11 +116,11 @@ async def told(crew: EngineCrew, name: str, state: ReplicaState, words: str = ""
 
 async def emptied(crew: EngineCrew, *names: str) -> None:
     """Have these ended and forgotten, so that their GPUs are free."""
-    crew.apply([desired(name, WorkerGoal.STOP, how="stubborn") for name in names])
+    crew.apply([desired(name, Goal.STOP, how="stubborn") for name in names])
     await eventually(
         lambda: all(one.state in ENDED for one in (crew.reports() or {"": UNKNOWN}).values()), timeout=LONG
     )
-    crew.apply([desired(name, WorkerGoal.FORGET) for name in names])
+    crew.apply([desired(name, Goal.FORGET) for name in names])
     await eventually(lambda: crew.reports() == {}, timeout=LONG)
 
 
@@ -139,10 +138,10 @@ async def test_the_fifth_on_four_gpus_waits_is_said_to_wait_and_is_placed_once_o
         await told(crew, "e", ReplicaState.STARTING, "waits for Ray (NO_RESOURCES)")
     async with working(cluster, notes, "five") as crew:  # the next one finds them, the one that waits too
         await told(crew, "e", ReplicaState.STARTING, "waits for Ray")
-        crew.apply([*(desired(name) for name in names[1:]), desired("a", WorkerGoal.STOP)])
+        crew.apply([*(desired(name) for name in names[1:]), desired("a", Goal.STOP)])
         ended = await told(crew, "a", ReplicaState.STOPPED)
         assert ended.exit_code == 0  # it was asked, and finished
-        crew.apply([*(desired(name) for name in names[1:]), desired("a", WorkerGoal.FORGET)])
+        crew.apply([*(desired(name) for name in names[1:]), desired("a", Goal.FORGET)])
         await told(crew, "e", ReplicaState.READY)
         await eventually(lambda: (notes / "e").exists() and (notes / "e").read_text(), timeout=LONG)
         assert (notes / "e").read_text() == (notes / "a").read_text()  # the very GPU that became free
@@ -174,8 +173,8 @@ async def test_how_a_command_ends_is_told(cluster: RayCluster, notes: Path) -> N
         assert (notes / "stubborn").read_text() == " ;"  # no GPU, and no secret
         crew.apply(
             [
-                desired("stubborn", WorkerGoal.STOP, how="stubborn"),
-                desired("huge", WorkerGoal.STOP, of="huge"),
+                desired("stubborn", Goal.STOP, how="stubborn"),
+                desired("huge", Goal.STOP, of="huge"),
             ]
         )
         assert (await told(crew, "stubborn", ReplicaState.STOPPED, KILLED)).exit_code == -9

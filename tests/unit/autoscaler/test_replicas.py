@@ -10,7 +10,6 @@ from gpuscale.autoscaler.domain.replicas import (
     EndReason,
     Goal,
     Replica,
-    ReplicaOrder,
     ReplicaReport,
     ReplicaState,
     asked_to_stop,
@@ -115,15 +114,15 @@ ALIVE, GONE = ReplicaReport(S.READY), ReplicaReport(S.STOPPED)
 
 def told(
     own: dict[str, Replica], reported: dict[str, ReplicaReport], *strays: str
-) -> dict[str, ReplicaOrder]:
-    return {line.replica: line.order for line in desired_state(own, reported, strays)}
+) -> dict[str, Goal]:
+    return {line.replica: line.goal for line in desired_state(own, reported, strays)}
 
 
 def test_run_and_stop() -> None:
     running = replica(0, S.READY)
     assert told({"a": running, "b": asked_to_stop(running, "", AT)}, {}) == {
-        "a": ReplicaOrder.RUN,
-        "b": ReplicaOrder.STOP,
+        "a": Goal.RUN,
+        "b": Goal.STOP,
     }
 
 
@@ -131,7 +130,7 @@ def test_a_line_carries_what_the_adapter_needs() -> None:
     template = ReplicaTemplate("w", parameters={"queue": "q"}, gpu_count=1, drain_timeout=9.0)
     [line] = desired_state({"a": replica(0, S.READY, template=template, lease=lease(4))}, {}, ())
     assert line == DesiredReplica(
-        "a", ReplicaOrder.RUN, "w", {"queue": "q"}, ("GPU-4",), 4, 9.0, 1, "reservations/v4", "token of v4"
+        "a", Goal.RUN, "w", {"queue": "q"}, ("GPU-4",), 4, 9.0, 1, "reservations/v4", "token of v4"
     )
     assert "token of v4" not in repr(line)
 
@@ -139,17 +138,17 @@ def test_a_line_carries_what_the_adapter_needs() -> None:
 def test_one_that_lost_its_gpus_may_not_take_its_time() -> None:
     patient = replica(0, S.READY, template=ReplicaTemplate("w", drain_timeout=None))
     [line] = desired_state({"a": asked_to_stop(patient, "", AT, hurry=True)}, {}, ())
-    assert (line.order, line.drain_timeout) == (ReplicaOrder.STOP, HURRIED_DRAIN)
+    assert (line.goal, line.drain_timeout) == (Goal.STOP, HURRIED_DRAIN)
 
 
 def test_what_ended_and_was_noted_is_forgotten() -> None:
-    assert told({}, {"a": GONE}) == {"a": ReplicaOrder.FORGET}
-    assert told({"a": replica(0, S.READY)}, {"a": GONE}) == {"a": ReplicaOrder.RUN}, "not noted yet"
+    assert told({}, {"a": GONE}) == {"a": Goal.FORGET}
+    assert told({"a": replica(0, S.READY)}, {"a": GONE}) == {"a": Goal.RUN}, "not noted yet"
 
 
 def test_strangers_are_stopped_only_once_they_are_strays() -> None:
     assert told({}, {"a": ALIVE}) == {}
-    assert told({}, {"a": ALIVE}, "a") == {"a": ReplicaOrder.STOP}
+    assert told({}, {"a": ALIVE}, "a") == {"a": Goal.STOP}
 
 
 def test_since_when_strangers_are_known_as_such() -> None:

@@ -18,12 +18,11 @@ from gpuscale.autoscaler.adapters.engine import (
     Sighting,
     Start,
     Step,
-    WorkerGoal,
     WorkerLife,
 )
 from gpuscale.autoscaler.adapters.journal import Journal, JournalRecord, Phase
 from gpuscale.autoscaler.adapters.steps import KILLED
-from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
+from gpuscale.autoscaler.domain.replicas import Goal, ReplicaReport, ReplicaState
 from gpuscale.common.runtime.tasks import TaskScope
 from tests.support.clock import LoopClock, ManualClock
 from tests.support.fake_engine import FakeEngine
@@ -45,7 +44,7 @@ def _journal_without_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asyncio, "to_thread", here)
 
 
-def desired(name: str = ONE, goal: WorkerGoal = WorkerGoal.RUN, drain: float | None = None) -> Desired:
+def desired(name: str = ONE, goal: Goal = Goal.RUN, drain: float | None = None) -> Desired:
     return Desired(ReplicaOrder(name, "endpoints/e", {}), goal, "worker", drain)
 
 
@@ -75,13 +74,13 @@ async def test_a_life_from_start_to_being_forgotten(tmp_path: Path) -> None:
         await state(crew, ReplicaState.STARTING)
         engine.show(ONE, Sighting(WorkerLife.READY))
         await state(crew, ReplicaState.READY)
-        crew.apply([desired(goal=WorkerGoal.STOP, drain=5.0)])
+        crew.apply([desired(goal=Goal.STOP, drain=5.0)])
         await state(crew, ReplicaState.DRAINING)
         assert engine.of(Finish) == [Finish(ONE, 5.0)]
         ended = await state(crew, ReplicaState.STOPPED)
         assert (ended.exit_code, ended.reason) == (-9, KILLED)
         assert len(engine.of(Kill)) == 1
-        crew.apply([desired(goal=WorkerGoal.FORGET)])
+        crew.apply([desired(goal=Goal.FORGET)])
         await eventually(lambda: crew.reports() == {})
     assert engine.of(Remove) == [Remove(ONE)]
     assert not any(tmp_path.iterdir())
@@ -109,7 +108,7 @@ async def test_a_drain_that_is_over_between_two_looks_at_the_clock_is_ended_at_o
         engine.show(ONE, Sighting(WorkerLife.READY))
         await state(crew, ReplicaState.READY)
         began = asyncio.get_running_loop().time()
-        crew.apply([desired(goal=WorkerGoal.STOP, drain=5.0)])
+        crew.apply([desired(goal=Goal.STOP, drain=5.0)])
         await eventually(lambda: bool(engine.of(Kill)))
         assert asyncio.get_running_loop().time() - began < 5.5
 
@@ -194,7 +193,7 @@ async def test_on_a_full_disk_nothing_starts_and_what_should_stop_stops(tmp_path
         crew.apply([desired()])
         await state(crew, ReplicaState.STARTING)
         journal.full = True
-        crew.apply([desired(goal=WorkerGoal.STOP, drain=30.0), desired(TWO)])
+        crew.apply([desired(goal=Goal.STOP, drain=30.0), desired(TWO)])
         await asyncio.sleep(25)
         assert engine.of(Finish) == [Finish(ONE, 30.0)]
         assert engine.of(Kill) == []
@@ -224,7 +223,7 @@ async def test_what_many_replicas_do_at_once_is_written_at_once(tmp_path: Path) 
         await state(crew, ReplicaState.STARTING, names[-1])
         await asyncio.sleep(1)
         before = journal.writes
-        crew.apply([desired(name, WorkerGoal.STOP) for name in names])
+        crew.apply([desired(name, Goal.STOP) for name in names])
         await state(crew, ReplicaState.DRAINING, names[-1])
         assert (len(engine.of(Finish)), journal.writes - before) == (AT_A_TIME, 1)
 
@@ -262,36 +261,34 @@ async def test_what_an_engine_takes_and_does_not_do_is_counted_by_reason(tmp_pat
         await eventually(lambda: crew.failures["observe", "UNAVAILABLE"] >= 2)
         assert sum(crew.spent["observe"].counts) >= looks + 2
         engine.away, engine.stuck = "", {ONE: "it hangs"}
-        crew.apply([desired(goal=WorkerGoal.STOP, drain=5.0)])
+        crew.apply([desired(goal=Goal.STOP, drain=5.0)])
         await eventually(lambda: crew.failures["apply", "STEP_FAILED"] >= 1)
         engine.stuck, engine.refuses = {}, "no such image"
         crew.apply([desired(TWO)])
         await eventually(lambda: crew.failures["apply", "REFUSED"] == 1)
 
 
-@pytest.mark.parametrize("stuck", [WorkerGoal.RUN, WorkerGoal.STOP], ids=["start", "stop"])
+@pytest.mark.parametrize("stuck", [Goal.RUN, Goal.STOP], ids=["start", "stop"])
 async def test_the_others_are_asked_once_killed_in_time_started_and_forgotten(
-    tmp_path: Path, stuck: WorkerGoal
+    tmp_path: Path, stuck: Goal
 ) -> None:
     engine = FakeEngine()
     async with running(engine, tmp_path) as crew:
-        wanted = [desired(TWO), *([desired(ONE)] if stuck is WorkerGoal.STOP else [])]
+        wanted = [desired(TWO), *([desired(ONE)] if stuck is Goal.STOP else [])]
         crew.apply(wanted)
         await eventually(lambda: len(engine.has) == len(wanted))
         engine.stuck[ONE] = "its device is hung"
-        crew.apply([desired(ONE, stuck, 1.0), desired(TWO, WorkerGoal.STOP, 5.0), desired(THREE)])
+        crew.apply([desired(ONE, stuck, 1.0), desired(TWO, Goal.STOP, 5.0), desired(THREE)])
         await eventually(lambda: engine.of(Kill), timeout=60)
         assert engine.of(Finish).count(Finish(TWO, 5.0)) == 1
         await eventually(lambda: THREE in engine.starts, timeout=60)
-        crew.apply([desired(ONE, stuck, 1.0), desired(TWO, WorkerGoal.FORGET), desired(THREE)])
+        crew.apply([desired(ONE, stuck, 1.0), desired(TWO, Goal.FORGET), desired(THREE)])
         await eventually(lambda: TWO not in (crew.reports() or (TWO,)), timeout=60)
         assert Remove(TWO) in engine.taken
         assert not any(isinstance(step, Kill) and step.replica == ONE for step in engine.taken)
         engine.stuck.clear()
         at_last = (
-            (lambda: Kill(ONE) in engine.taken)
-            if stuck is WorkerGoal.STOP
-            else (lambda: ONE in engine.starts)
+            (lambda: Kill(ONE) in engine.taken) if stuck is Goal.STOP else (lambda: ONE in engine.starts)
         )
         await eventually(at_last, timeout=60)
 
@@ -313,7 +310,7 @@ async def test_what_is_reported_stays_fresh_while_many_steps_are_taken_and_ends_
         crew.apply([desired(TWO)])
         await eventually(lambda: TWO in engine.has)
         many = [f"endpoints/e/replicas/r{number:02}" for number in range(60)]
-        crew.apply([desired(TWO, WorkerGoal.STOP, 5.0), *(desired(name) for name in many)])
+        crew.apply([desired(TWO, Goal.STOP, 5.0), *(desired(name) for name in many)])
         while len(engine.has) <= len(many):
             assert crew.reports() is not None
             await asyncio.sleep(1)

@@ -18,12 +18,11 @@ from gpuscale.autoscaler.adapters.engine import (
     ReplicaOrder,
     Sighting,
     Step,
-    WorkerGoal,
     WorkerLife,
 )
 from gpuscale.autoscaler.adapters.journal import Journal, JournalRecord, Phase
 from gpuscale.autoscaler.adapters.steps import VANISHED_AFTER
-from gpuscale.autoscaler.domain.replicas import ENDED
+from gpuscale.autoscaler.domain.replicas import ENDED, Goal
 from tests.support.clock import ManualClock
 from tests.support.fake_engine import FakeEngine
 
@@ -75,7 +74,7 @@ class CrewMachine(RuleBasedStateMachine):
         self.elapsed = 0.0
         self.engine = LossyEngine()
         self.journal = MemoryJournal()
-        self.goals: dict[str, WorkerGoal] = {}
+        self.goals: dict[str, Goal] = {}
         self.finish_asked: dict[str, float] = {}
         self.boots = 0
 
@@ -85,20 +84,20 @@ class CrewMachine(RuleBasedStateMachine):
 
     @rule(name=NAME)
     def want(self, name: str) -> None:
-        self.goals.setdefault(name, WorkerGoal.RUN)
+        self.goals.setdefault(name, Goal.RUN)
         self.tell()
 
     @rule(name=NAME)
     def stop(self, name: str) -> None:
-        if self.goals.get(name) is WorkerGoal.RUN:
-            self.goals[name] = WorkerGoal.STOP
+        if self.goals.get(name) is Goal.RUN:
+            self.goals[name] = Goal.STOP
             self.tell()
 
     @rule(name=NAME)
     def forget(self, name: str) -> None:
         report = (self.crew.reports() or {}).get(name)
         if name in self.goals and report is not None and report.state in ENDED:
-            self.goals[name] = WorkerGoal.FORGET
+            self.goals[name] = Goal.FORGET
             self.tell()
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 3.0]))
@@ -178,7 +177,7 @@ class CrewMachine(RuleBasedStateMachine):
             self.loop.run_until_complete(self.crew._round())
         for step in self.engine.taken[before:]:
             if isinstance(step, Finish):
-                assert self.goals[step.replica] is WorkerGoal.STOP
+                assert self.goals[step.replica] is Goal.STOP
                 self.finish_asked.setdefault(step.replica, self.elapsed)
             elif isinstance(step, Kill):
                 assert self.elapsed - self.finish_asked[step.replica] >= DRAIN
@@ -189,9 +188,9 @@ class CrewMachine(RuleBasedStateMachine):
             # What was forgotten and is still reported is a stray to the autoscaler, which stops it too.
             kept = (self.crew.reports() or {}).keys() | self.journal.records.keys()
             self.goals = {
-                name: WorkerGoal.STOP
+                name: Goal.STOP
                 for name, goal in self.goals.items()
-                if goal is not WorkerGoal.FORGET or name in kept
+                if goal is not Goal.FORGET or name in kept
             }
             for _ in range(int(DRAIN + VANISHED_AFTER) + 3):
                 self.tell()
@@ -200,7 +199,7 @@ class CrewMachine(RuleBasedStateMachine):
             reports = self.crew.reports() or {}
             assert {name for name, one in reports.items() if one.state not in ENDED} == set()
             assert reports.keys() >= self.goals.keys()
-            self.goals = dict.fromkeys(reports, WorkerGoal.FORGET)
+            self.goals = dict.fromkeys(reports, Goal.FORGET)
             self.tell()
             self.round()
             self.round()

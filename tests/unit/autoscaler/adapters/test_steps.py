@@ -18,7 +18,6 @@ from gpuscale.autoscaler.adapters.engine import (
     Start,
     StepsFailedError,
     StepwiseEngine,
-    WorkerGoal,
     WorkerLife,
     split_duplicates,
 )
@@ -35,7 +34,7 @@ from gpuscale.autoscaler.adapters.steps import (
     refused,
     reports,
 )
-from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
+from gpuscale.autoscaler.domain.replicas import Goal, ReplicaReport, ReplicaState
 
 ONE, TWO = "endpoints/e/replicas/one", "endpoints/e/replicas/two"
 NOW = 1000.0
@@ -44,9 +43,7 @@ OVER = Sighting(WorkerLife.ENDED, 3, "exit code 3")
 WAITS = Sighting(WorkerLife.WAITING, reason="pulling its image")
 
 
-def wanted(
-    name: str = ONE, goal: WorkerGoal = WorkerGoal.RUN, drain: float | None = None
-) -> dict[str, Desired]:
+def wanted(name: str = ONE, goal: Goal = Goal.RUN, drain: float | None = None) -> dict[str, Desired]:
     return {name: Desired(ReplicaOrder(name, "endpoints/e", {}), goal, "worker", drain)}
 
 
@@ -88,15 +85,15 @@ def test_what_runs_is_noted_once_and_left_alone() -> None:
     assert plan_steps(situation(wanted(), RUNS, record())) == StepPlan()
 
 
-@pytest.mark.parametrize(("goal", "reason"), [(WorkerGoal.RUN, GONE), (WorkerGoal.STOP, ENDED_ASKED)])
-def test_what_the_engine_lost_counts_as_ended_only_after_a_while(goal: WorkerGoal, reason: str) -> None:
+@pytest.mark.parametrize(("goal", "reason"), [(Goal.RUN, GONE), (Goal.STOP, ENDED_ASKED)])
+def test_what_the_engine_lost_counts_as_ended_only_after_a_while(goal: Goal, reason: str) -> None:
     """A listing that is a moment late must neither free GPUs nor start a second one."""
     early = situation(wanted(goal=goal), kept=record(), missing=VANISHED_AFTER - 0.1)
     assert plan_steps(early) == StepPlan()
     plan = plan_steps(situation(wanted(goal=goal), kept=record(), missing=VANISHED_AFTER))
     assert plan.steps == plan.starts == []
     assert [(one.phase, one.failed, one.reason) for one in plan.write] == [
-        (Phase.ENDED, goal is WorkerGoal.RUN, reason)
+        (Phase.ENDED, goal is Goal.RUN, reason)
     ]
 
 
@@ -111,20 +108,20 @@ def test_one_that_ran_is_not_started_again_where_the_engine_has_it_back_at_the_b
 
 
 def test_what_was_never_started_and_should_stop_has_stopped() -> None:
-    plan = plan_steps(situation(wanted(goal=WorkerGoal.STOP)))
+    plan = plan_steps(situation(wanted(goal=Goal.STOP)))
     assert [(one.phase, one.failed, one.reason) for one in plan.write] == [
         (Phase.ENDED, False, NEVER_STARTED)
     ]
 
 
 def test_a_stop_waits_while_its_start_may_be_under_way() -> None:
-    plan = plan_steps(situation(wanted(goal=WorkerGoal.STOP), kept=record(Phase.INTENT), missing=1.0))
+    plan = plan_steps(situation(wanted(goal=Goal.STOP), kept=record(Phase.INTENT), missing=1.0))
     assert plan == StepPlan()
 
 
 def test_it_is_asked_to_finish_before_that_is_written_down() -> None:
     """A crash in between asks twice; the other way round it might never be asked."""
-    plan = plan_steps(situation(wanted(goal=WorkerGoal.STOP, drain=30.0), RUNS, record()))
+    plan = plan_steps(situation(wanted(goal=Goal.STOP, drain=30.0), RUNS, record()))
     assert plan == StepPlan(steps=[Finish(ONE, 30.0)], done=[record(asked=NOW)])
 
 
@@ -141,9 +138,7 @@ def test_it_is_asked_to_finish_before_that_is_written_down() -> None:
 def test_it_is_killed_when_its_time_is_over(
     drain: float | None, asked: float, boot: str, steps: list[Kill]
 ) -> None:
-    plan = plan_steps(
-        situation(wanted(goal=WorkerGoal.STOP, drain=drain), RUNS, record(asked=asked, boot=boot))
-    )
+    plan = plan_steps(situation(wanted(goal=Goal.STOP, drain=drain), RUNS, record(asked=asked, boot=boot)))
     assert plan.steps == steps
     assert plan.done == []  # which is written after a step alone
     assert [one.asked_to_stop_at for one in plan.write] == ([NOW] if boot != "boot" else [])
@@ -152,28 +147,28 @@ def test_it_is_killed_when_its_time_is_over(
 def test_what_ended_is_kept_until_the_autoscaler_has_noted_it() -> None:
     [kept] = plan_steps(situation(wanted(), OVER, record())).write
     assert plan_steps(situation(wanted(), OVER, kept)) == StepPlan()
-    plan = plan_steps(situation(wanted(goal=WorkerGoal.FORGET), OVER, kept))
+    plan = plan_steps(situation(wanted(goal=Goal.FORGET), OVER, kept))
     assert plan == StepPlan(steps=[Remove(ONE)], forget=[ONE])
 
 
 @pytest.mark.parametrize("asked", [None, 5.0])
 def test_how_it_ended_is_known_when_the_engine_has_forgotten_it(asked: float | None) -> None:
     """Slurm forgets a job within minutes, and an autoscaler may be away for longer."""
-    goal = WorkerGoal.RUN if asked is None else WorkerGoal.STOP
+    goal = Goal.RUN if asked is None else Goal.STOP
     [kept] = plan_steps(situation(wanted(goal=goal), OVER, record(asked=asked))).write
     assert plan_steps(situation(wanted(goal=goal), None, kept, missing=100.0)) == StepPlan()
     assert reports({}, {ONE: kept}, ()) == reports({ONE: OVER}, {ONE: record(asked=asked)}, ())
 
 
 def test_what_runs_is_never_forgotten() -> None:
-    assert plan_steps(situation(wanted(goal=WorkerGoal.FORGET), RUNS, record())) == StepPlan()
-    assert plan_steps(situation(wanted(goal=WorkerGoal.FORGET), None, record())) == StepPlan()
+    assert plan_steps(situation(wanted(goal=Goal.FORGET), RUNS, record())) == StepPlan()
+    assert plan_steps(situation(wanted(goal=Goal.FORGET), None, record())) == StepPlan()
 
 
 def test_a_refused_one_is_not_tried_again_and_can_be_forgotten() -> None:
     no = refused(ONE, "no such image", "boot")
     assert plan_steps(situation(wanted(), kept=no)) == StepPlan()
-    assert plan_steps(situation(wanted(goal=WorkerGoal.FORGET), kept=no)) == StepPlan(forget=[ONE])
+    assert plan_steps(situation(wanted(goal=Goal.FORGET), kept=no)) == StepPlan(forget=[ONE])
 
 
 def test_no_more_than_the_adapter_may_run() -> None:
@@ -229,13 +224,13 @@ def test_what_is_written_down_alone() -> None:
     assert reports({}, {ONE: record(Phase.INTENT)}, ())[ONE] == ReplicaReport(ReplicaState.STARTING)
 
 
-def waiting(goal: WorkerGoal, kept: JournalRecord | None, most: int = 0) -> StepPlan:
+def waiting(goal: Goal, kept: JournalRecord | None, most: int = 0) -> StepPlan:
     return plan_steps(replace(situation(wanted(goal=goal), WAITS, kept, most=most), missing_since={}))
 
 
 @pytest.mark.parametrize("most", [0, 1])
 def test_the_start_of_one_that_waits_is_repeated_and_counts_once(most: int) -> None:
-    assert waiting(WorkerGoal.RUN, record(Phase.INTENT), most) == StepPlan(
+    assert waiting(Goal.RUN, record(Phase.INTENT), most) == StepPlan(
         starts=[Start(wanted()[ONE].order, "worker")]
     )
 
@@ -244,13 +239,13 @@ def test_the_start_of_one_that_waits_is_repeated_and_counts_once(most: int) -> N
 def test_one_that_waits_and_should_stop_is_dropped_and_was_never_started(kept: JournalRecord | None) -> None:
     """What was prepared of it goes first: a crash in between drops it again, and leaves nothing behind."""
     stopped = JournalRecord(ONE, Phase.ENDED, "boot", reason=NEVER_STARTED)
-    assert waiting(WorkerGoal.STOP, kept) == StepPlan(steps=[Remove(ONE)], done=[stopped])
-    assert waiting(WorkerGoal.FORGET, kept) == StepPlan(steps=[Remove(ONE)], forget=[ONE])
+    assert waiting(Goal.STOP, kept) == StepPlan(steps=[Remove(ONE)], done=[stopped])
+    assert waiting(Goal.FORGET, kept) == StepPlan(steps=[Remove(ONE)], forget=[ONE])
 
 
 def test_what_is_left_of_one_that_was_refused_is_removed_and_not_reported() -> None:
     no = refused(ONE, "no such runtime", "boot")
-    assert waiting(WorkerGoal.RUN, no) == StepPlan(steps=[Remove(ONE)])
+    assert waiting(Goal.RUN, no) == StepPlan(steps=[Remove(ONE)])
     assert reports({ONE: WAITS}, {ONE: no}, ())[ONE].state is ReplicaState.FAILED
 
 

@@ -8,9 +8,9 @@ import grpc
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.adapters.crew import EngineCrew
-from gpuscale.autoscaler.adapters.engine import Desired, ReplicaOrder, WorkerGoal
+from gpuscale.autoscaler.adapters.engine import Desired, ReplicaOrder
 from gpuscale.autoscaler.adapters.served import ServedPage, ServedPages
-from gpuscale.autoscaler.domain.replicas import MOST_AT_ONCE, LogPart, ReplicaReport
+from gpuscale.autoscaler.domain.replicas import MOST_AT_ONCE, Goal, LogPart, ReplicaReport
 from gpuscale.autoscaler.wire.specs import Codec
 from gpuscale.common import names, wire
 from gpuscale.common.errors import GpuscaleError, UnavailableError
@@ -24,7 +24,7 @@ from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 REPORT_PERIOD = 5.0
 MAX_REASON = 1024
 """Most characters of a reason in the contract."""
-_GOALS = {autoscaler_internal.DesiredReplica.Goal.Value(f"GOAL_{one.name}"): one for one in WorkerGoal}
+_GOALS = {autoscaler_internal.DesiredReplica.Goal.Value(f"GOAL_{one.name}"): one for one in Goal}
 _CODEC = Codec((), {}, {})
 _Call = grpc.aio.StreamStreamCall[autoscaler_internal.ConnectRequest, autoscaler_internal.ConnectResponse]
 _log = get_logger(__name__)

@@ -15,12 +15,11 @@ from gpuscale.autoscaler.adapters.engine import (
     Sighting,
     Step,
     StepsFailedError,
-    WorkerGoal,
     WorkerLife,
 )
 from gpuscale.autoscaler.adapters.journal import Journal, JournalRecord, Phase
 from gpuscale.autoscaler.adapters.steps import NEVER_STARTED, Situation, plan_steps, refused, reports
-from gpuscale.autoscaler.domain.replicas import ReplicaReport
+from gpuscale.autoscaler.domain.replicas import Goal, ReplicaReport
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.metrics_text import Histogram
 from gpuscale.common.runtime.tasks import Backoff, Clock, hit_async
@@ -117,7 +116,7 @@ class EngineCrew:
             self._wanted = {
                 name: Desired(
                     ReplicaOrder(name, "", {}),
-                    WorkerGoal.STOP,
+                    Goal.STOP,
                     drain_timeout=drain and now - asked.get(name, now) + drain,
                 )
                 for name in self._living()
@@ -284,7 +283,7 @@ class EngineCrew:
         kills = [
             max(0.0, asked_at + desired.drain_timeout - now)
             for name, desired in self._wanted.items()
-            if desired.goal is WorkerGoal.STOP and desired.drain_timeout is not None and name in self._records
+            if desired.goal is Goal.STOP and desired.drain_timeout is not None and name in self._records
             # A timeout that had expired when the round was planned was handled; one that expired since was not.
             if (asked_at := self._records[name].asked_to_stop_at) is not None
             and self._planned_at - asked_at < desired.drain_timeout

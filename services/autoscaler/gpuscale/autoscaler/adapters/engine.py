@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from pydantic import JsonValue
 
 from gpuscale.autoscaler.domain.inputs import ANY
+from gpuscale.autoscaler.domain.replicas import Goal
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +57,12 @@ class ReplicaOrder:
         }
 
 
-class WorkerGoal(Enum):
-    """The desired state of a replica."""
-
-    RUN = "run"
-    STOP = "stop"
-    FORGET = "forget"
-
-
 @dataclass(frozen=True, slots=True)
 class Desired:
     """What the autoscaler wants of one replica."""
 
     order: ReplicaOrder  # which replica, and how to start it
-    goal: WorkerGoal  # its goal
+    goal: Goal  # its goal
     template: str = ""  # name of its template
     drain_timeout: float | None = None  # seconds to finish its work; None for no limit
 

@@ -14,11 +14,10 @@ from gpuscale.autoscaler.adapters.engine import (
     Sighting,
     Start,
     Step,
-    WorkerGoal,
     WorkerLife,
 )
 from gpuscale.autoscaler.adapters.journal import JournalRecord, Phase
-from gpuscale.autoscaler.domain.replicas import ReplicaReport, ReplicaState
+from gpuscale.autoscaler.domain.replicas import Goal, ReplicaReport, ReplicaState
 from gpuscale.common.sizes import counted
 
 VANISHED_AFTER = 10.0
@@ -85,7 +84,7 @@ def plan_steps(at: Situation) -> StepPlan:
     for name in sorted(at.wanted):
         desired, sighting, record = at.wanted[name], at.seen.get(name), at.records.get(name)
         phase = record.phase if record else None
-        if desired.goal is WorkerGoal.FORGET:  # once nothing of it runs
+        if desired.goal is Goal.FORGET:  # once nothing of it runs
             if sighting is None and phase is Phase.ENDED:
                 plan.forget.append(name)
             elif sighting is not None and sighting.life in {WorkerLife.ENDED, WorkerLife.WAITING}:
@@ -93,7 +92,7 @@ def plan_steps(at: Situation) -> StepPlan:
                 plan.forget.append(name)
         elif sighting is not None and sighting.life is not WorkerLife.WAITING:
             _tend(at, desired, sighting, record, plan)
-        elif phase is Phase.ENDED or desired.goal is WorkerGoal.STOP:
+        elif phase is Phase.ENDED or desired.goal is Goal.STOP:
             _end_absent(at, name, record, plan)
         elif phase is Phase.INTENT:
             plan.starts.append(Start(desired.order, desired.template))
@@ -149,7 +148,7 @@ def _tend(
             exit_code=sighting.exit_code,
             reason=sighting.reason,
         )
-    elif desired.goal is WorkerGoal.STOP:
+    elif desired.goal is Goal.STOP:
         asked_now = replace(record, boot_id=at.boot_id, asked_to_stop_at=at.now)
         if asked_at is None:
             plan.steps.append(Finish(name, desired.drain_timeout))

@@ -59,10 +59,11 @@ class EndReason(Enum):
 
 
 class Goal(Enum):
-    """The desired state of a replica."""
+    """The desired state of a replica; FORGET is only told to adapters, of one that has ended."""
 
     RUN = "RUN"
     STOP = "STOP"
+    FORGET = "FORGET"
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,20 +256,12 @@ HURRIED_DRAIN = 1.0
 """Seconds for a replica whose GPUs may have been granted to others."""
 
 
-class ReplicaOrder(Enum):
-    """The order for a replica."""
-
-    RUN = "RUN"
-    STOP = "STOP"
-    FORGET = "FORGET"
-
-
 @dataclass(frozen=True, slots=True)
 class DesiredReplica:
     """One line of the desired state; `replica` is `endpoints/{endpoint}/replicas/{replica}`."""
 
     replica: str
-    order: ReplicaOrder
+    goal: Goal
     template: str = ""
     parameters: Mapping[str, str] = field(default_factory=dict[str, str])
     gpu_uuids: tuple[str, ...] = ()
@@ -288,7 +281,7 @@ def desired_state(
     lines = [
         DesiredReplica(
             replica=name,
-            order=ReplicaOrder.RUN if replica.goal is Goal.RUN else ReplicaOrder.STOP,
+            goal=replica.goal,
             template=replica.template.template,
             parameters=replica.template.parameters,
             gpu_uuids=lease.gpu_uuids if (lease := replica.lease) else (),
@@ -304,9 +297,9 @@ def desired_state(
     ]
     for name, report in reported.items():
         if name not in own and report.state in ENDED:
-            lines.append(DesiredReplica(name, ReplicaOrder.FORGET))
+            lines.append(DesiredReplica(name, Goal.FORGET))
         elif name not in own and name in strays:
-            lines.append(DesiredReplica(name, ReplicaOrder.STOP))
+            lines.append(DesiredReplica(name, Goal.STOP))
     return tuple(sorted(lines, key=lambda line: line.replica))
 
 
@@ -320,7 +313,7 @@ def unknown_to(
 
 def stopped(lines: Sequence[DesiredReplica]) -> frozenset[str]:
     """Names of the replicas that are told to stop."""
-    return frozenset(line.replica for line in lines if line.order is ReplicaOrder.STOP)
+    return frozenset(line.replica for line in lines if line.goal is Goal.STOP)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from gpuscale.autoscaler.domain.inputs import WorkerGroup
 from gpuscale.autoscaler.domain.planning import DEFAULT_CAPABILITIES, AdapterFacts, Capabilities
 from gpuscale.autoscaler.domain.replicas import (
     DesiredReplica,
+    Goal,
     LogPart,
-    ReplicaOrder,
     ReplicaReport,
     ReplicaState,
 )
@@ -18,7 +18,7 @@ from gpuscale.autoscaler.domain.serving import ServerReading
 from gpuscale.autoscaler.loop.hub import AdapterHub, AdapterSession, AdapterView, LogQuestion
 from gpuscale.autoscaler.servicers.feeds import Feeds
 from gpuscale.autoscaler.signals.sources import ReplicaServers
-from gpuscale.autoscaler.wire.specs import from_wire
+from gpuscale.autoscaler.wire.specs import from_wire, to_wire
 from gpuscale.common.errors import (
     FailedPreconditionError,
     GpuscaleError,
@@ -31,7 +31,7 @@ from gpuscale.common.names import ADAPTER, REPLICA, adapter_name, endpoint_name,
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import TaskScope, hit_async
 from gpuscale.common.security.auth import Context, Principal, Role, current_principal
-from gpuscale.common.wire import absence_allowed, seconds, to_duration, to_timestamp
+from gpuscale.common.wire import absence_allowed, seconds, to_timestamp
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
 _Messages: TypeAlias = AsyncIterator[autoscaler_internal.ConnectRequest]
@@ -182,23 +182,7 @@ def _update(
         asked = autoscaler_internal.LogQuestion(number=number, replica=replica, offset=offset, max_bytes=most)
         return autoscaler_internal.ConnectResponse(log_question=asked)
     revision, lines = update
-    replicas = [
-        autoscaler_internal.DesiredReplica(
-            replica=line.replica,
-            goal=autoscaler_internal.DesiredReplica.Goal.Value(f"GOAL_{line.order.value}"),
-            template=line.template,
-            parameters=line.parameters,
-            gpu_uuids=line.gpu_uuids,
-            gpu_count=line.gpu_count,
-            fence=line.fence,
-            reservation=line.reservation,
-            lease_token=line.lease_token,
-            drain_timeout=None if line.drain_timeout is None else to_duration(line.drain_timeout),
-            capability_set=line.capability_set,
-            capabilities=line.capabilities,
-        )
-        for line in lines
-    ]
+    replicas = [to_wire(autoscaler_internal.DesiredReplica(), line) for line in lines]
     # How many groups of each capability set should run; those with other capabilities are counted separately.
     sets: dict[tuple[str, ...], autoscaler_internal.DesiredCapabilitySet] = {}
     for line in lines:
@@ -211,7 +195,7 @@ def _update(
                     endpoint=endpoint, capability_set=line.capability_set, capabilities=line.capabilities
                 ),
             )
-            one.replicas += line.order is ReplicaOrder.RUN
+            one.replicas += line.goal is Goal.RUN
     return autoscaler_internal.ConnectResponse(
         revision=revision, replicas=replicas, capability_sets=sets.values()
     )

@@ -53,6 +53,7 @@ Write = Callable[[Any, Any], None]
 """Sets a message, the second argument, or one of its fields, to a value."""
 Scalar = tuple[Read, Callable[[Any], Any]]
 """How to read and make a value that is not a message."""
+_AS_IT_IS: Scalar = (lambda value, _: value, lambda value: value)
 _ABSENT = object()
 
 
@@ -181,7 +182,8 @@ def _scalars(field: FieldDescriptor, default: object, container: Any, scalar: Sc
         )
 
     def write_all(values: Any, wire: Any) -> None:
-        getattr(wire, name).extend(make(one) for one in sorted(values))
+        ordered = values if container is tuple else sorted(values)
+        getattr(wire, name).extend(map(make, ordered))
 
     def read_set(wire: Any, path: str) -> Any:
         held = getattr(wire, name)
@@ -216,7 +218,7 @@ def _scalar(field: FieldDescriptor, kind: Any) -> Scalar:
         return read, numbers.__getitem__
     resource = rules_of(field).resource
     if not resource:
-        return (lambda value, _: value), (lambda value: value)
+        return _AS_IT_IS
     collection, variable = resource.rstrip("}").split("{")
     return (
         lambda name, path: names.parse(resource, name, path)[variable] if name else "",
@@ -439,6 +441,8 @@ CODEC = Codec(
     scalars={
         "capabilities": (_amounts, dict),
         "parameters": (lambda values, _: dict(sorted(values.items())), dict),
+        "replica": _AS_IT_IS,
+        "reservation": _AS_IT_IS,
         "start": (_minutes, _clock),
         "end": (_minutes, _clock),
     },
