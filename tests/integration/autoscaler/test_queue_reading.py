@@ -7,7 +7,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from gpuscale.autoscaler.domain.queues import PENDING, Declared, QueueFailure, QueueState, QueueTarget
+from gpuscale.autoscaler.domain.queues import PENDING, QueueFailure, QueueState, QueueTarget
 from gpuscale.autoscaler.signals.brokers import Broker, VirtualHostError
 from gpuscale.autoscaler.signals.rabbitmq import AmqpSession, Counted, ManagementClient, Measured
 from gpuscale.autoscaler.signals.watchers import BrokerSweeps
@@ -124,7 +124,7 @@ async def test_no_rates_are_told_while_the_management_api_is_away(monkeypatch: p
     """Those of the time before are as old as it is away, and the counts beside them are fresh."""
     Asked(monkeypatch, statistics_seconds=0.1)
     target, away = QueueTarget("default", "/", "jobs", rates=True), VirtualHostError(AWAY)
-    monkeypatch.setattr(AmqpSession, "declare", AsyncMock(return_value=Declared(ready=4, consumers=1)))
+    monkeypatch.setattr(AmqpSession, "declare", AsyncMock(return_value=(4, 1)))
     async with sweeping({target: 1.0}) as sweeps:
         await asyncio.sleep(10)
         assert sweeps.reading(target).rates is not None

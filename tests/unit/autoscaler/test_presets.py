@@ -127,8 +127,8 @@ def test_no_parameter_is_too_large_for_a_spec(value: float) -> None:
 
 
 def test_what_a_wish_does_not_state_is_the_default() -> None:
-    made = render(wished("hpa", parameters={"target_average_value": 7.0}), "wish", WISH)
-    assert (made.preset, made.spec.max_replicas) == ("hpa", 8)
-    assert made.spec == expand(
+    preset, made = render(wished("hpa", parameters={"target_average_value": 7.0}), "wish", WISH)
+    assert (preset.name, made.max_replicas) == ("hpa", 8)
+    assert made == expand(
         "hpa", Wish("jobs", 1, 8, WISH.template, parameters={"target_average_value": 7.0}), "p"
     )

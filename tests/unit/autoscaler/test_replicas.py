@@ -112,9 +112,7 @@ def test_granted_means_gpus_held_or_none_needed() -> None:
 ALIVE, GONE = ReplicaReport(S.READY), ReplicaReport(S.STOPPED)
 
 
-def told(
-    own: dict[str, Replica], reported: dict[str, ReplicaReport], *strays: str
-) -> dict[str, Goal]:
+def told(own: dict[str, Replica], reported: dict[str, ReplicaReport], *strays: str) -> dict[str, Goal]:
     return {line.replica: line.goal for line in desired_state(own, reported, strays)}
 
 

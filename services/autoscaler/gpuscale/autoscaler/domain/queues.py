@@ -193,14 +193,6 @@ class Watcher:
     create_time: datetime
 
 
-@dataclass(frozen=True, slots=True)
-class Declared:
-    """The result of a passive declare: messages that no consumer has taken, and consumers."""
-
-    ready: int
-    consumers: int
-
-
 def of_totals(ready: int, unacked: int, observed_at: float, consumers: int | str) -> QueueReading:
     """The reading if the management API answered; `consumers` is their number, or why it is unknown."""
     if isinstance(consumers, int):

@@ -164,7 +164,7 @@ def _specs(policies: Sequence[api.BacktestPolicy], default: Wish) -> list[Endpoi
         if kind is None:
             raise InvalidArgumentError(f"{path}.spec must be set, or preset", field=f"{path}.spec")
         if kind == "preset":
-            spec = render(one.preset, f"{path}.preset", default).spec
+            _, spec = render(one.preset, f"{path}.preset", default)
         else:
             spec = spec_from_wire(one.spec, f"{path}.spec")
             if not spec.template.template:

@@ -1,9 +1,9 @@
 """PresetService on the wire: the spec that a preset makes for a wish."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.domain.presets import PARAMETERS, PRESETS, Wish, about, expand, named
+from gpuscale.autoscaler.domain.presets import PARAMETERS, PRESETS, Named, Wish, about, expand, named
 from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaTemplate
 from gpuscale.autoscaler.wire.specs import CODEC, spec_to_wire, spec_violations
 from gpuscale.common.errors import FieldViolation, InvalidArgumentError, NotFoundError
@@ -19,17 +19,8 @@ WITH_SETS = "opengris_capability"
 """The preset that scales capability sets."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """A spec, the name of the preset that made it, and notes on it."""
-
-    preset: str
-    spec: EndpointSpec
-    notes: tuple[str, ...] = ()
-
-
-def render(wire: api.PresetWish, path: str, default: Wish) -> Rendered:
-    """The spec that a preset makes for the message at `path`; InvalidArgumentError if it contradicts itself."""
+def render(wire: api.PresetWish, path: str, default: Wish) -> tuple[Named, EndpointSpec]:
+    """The preset of the message at `path`, and the spec that it makes; InvalidArgumentError if it contradicts itself."""
     preset = named(wire.preset.removeprefix("presets/"), f"{path}.preset")
     if wire.watcher and wire.metric:
         raise InvalidArgumentError(f"{path}.metric cannot be combined with a watcher", field=f"{path}.metric")
@@ -58,7 +49,7 @@ def render(wire: api.PresetWish, path: str, default: Wish) -> Rendered:
     found = [_wished(one, path) for one in (*validation.violations(spec_to_wire(spec)), *own)]
     if found:
         raise InvalidArgumentError.of(found)
-    return Rendered(preset.name, spec, preset.notes)
+    return preset, spec
 
 
 def _wished(one: FieldViolation, path: str) -> FieldViolation:
@@ -100,7 +91,7 @@ class PresetServicer(api.PresetServiceServicer):
     async def RenderPreset(
         self, request: api.RenderPresetRequest, context: Context
     ) -> api.RenderPresetResponse:
-        made = render(request.wish, "wish", _NOTHING)
+        preset, spec = render(request.wish, "wish", _NOTHING)
         return api.RenderPresetResponse(
-            preset=preset_name(made.preset), spec=spec_to_wire(made.spec), notes=made.notes
+            preset=preset_name(preset.name), spec=spec_to_wire(spec), notes=preset.notes
         )

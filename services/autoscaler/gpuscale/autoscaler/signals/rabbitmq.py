@@ -43,7 +43,7 @@ from aiormq.exceptions import ChannelAccessRefused
 from pamqp.common import FieldTable
 from pydantic import Field, TypeAdapter, ValidationError
 
-from gpuscale.autoscaler.domain.queues import LARGEST_COUNT, Declared, QueueFailure, QueueState, Rates
+from gpuscale.autoscaler.domain.queues import LARGEST_COUNT, QueueFailure, QueueState, Rates
 from gpuscale.autoscaler.signals.brokers import Broker, RetryGate, VirtualHostError
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.secrets import SecretUrl
@@ -71,8 +71,8 @@ class AmqpSession:
         # It logs each failed attempt as an error, with a stack; the sweep reports it once.
         logging.getLogger("aiormq").setLevel(logging.CRITICAL)
 
-    async def declare(self, queue: str) -> Declared | QueueFailure:
-        """The counts of one queue, or why it alone cannot be read; VirtualHostError if none can be read now."""
+    async def declare(self, queue: str) -> tuple[int, int] | QueueFailure:
+        """The ready messages and consumers of one queue, or why it alone cannot be read; VirtualHostError if none can be read now."""
         channel = await self._open_channel()
         async with self._limits():
             try:
@@ -87,7 +87,7 @@ class AmqpSession:
                     case _:  # a queue whose node is down, or one that is exclusive to another connection
                         text = f"queue {queue!r} cannot be read: {type(error).__name__}"
                         return QueueFailure(QueueState.ERROR, text)
-        return Declared(ready=found.message_count or 0, consumers=found.consumer_count or 0)
+        return found.message_count or 0, found.consumer_count or 0
 
     async def close(self) -> None:
         """Close the connection, cleanly if the broker answers in time."""

@@ -204,8 +204,9 @@ class VirtualHostReader:
             if isinstance(found, QueueFailure):
                 publish(left.pop(0), found)
             else:
-                counts = (found.ready, None, found.consumers)
-                publish(left.pop(0), QueueReading(QueueState.OK, *counts, observed_at, unacked_unknown))
+                ready, consumers = found
+                reading = QueueReading(QueueState.OK, ready, None, consumers, observed_at, unacked_unknown)
+                publish(left.pop(0), reading)
 
     def _say(self, way: str, failure: QueueFailure | None) -> None:
         """Log the first failure of a way to the broker, each different one after it, and its recovery."""
@@ -348,10 +349,7 @@ class QueueWatchers:
 
         FailedPreconditionError if the configuration does not name the broker, or it cannot count what is requested.
         """
-        parts = (watcher_id, spec.broker, spec.virtual_host, *spec.queues, repr(spec.interval))
-        if spec.pattern or spec.rates:
-            parts = (*parts, repr(spec.pattern), repr(spec.rates))
-        fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+        fingerprint = hashlib.sha256(f"{watcher_id} {spec!r}".encode()).hexdigest()
         async with self._changing:
             known = next((one for one in self._stored.values() if one.request_id == request_id), None)
             if known is not None:
