@@ -1,7 +1,7 @@
 """What is on disk outlives the program, is bounded, and does not trust the clock of another boot."""
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -161,6 +161,10 @@ def decided(says: str, endpoint: str = "e") -> Decision:
     return Decision(endpoint, says, 1, 1, 1, (), (), None, f"stays: {says}")
 
 
+def numbers(found: Sequence[api.Decision]) -> list[int]:
+    return [int(one.name.rpartition("/")[2]) for one in found]
+
+
 async def test_decisions_and_replicas_of_a_time(state: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A decision holds until the next one of its endpoint, however seldom it was taken."""
     monkeypatch.setattr(decision_log, "KEPT", 3)
@@ -175,9 +179,9 @@ async def test_decisions_and_replicas_of_a_time(state: Store, monkeypatch: pytes
 
     async def ids(since: float | None, until: float | None, of: str = "") -> list[int]:
         times = [None if one is None else hour(one) for one in (since, until)]
-        found, _, kept = await log.list(of, 10, "", TimeRange(*times))
+        found, _, kept = await log.list(of, api.ListDecisionsRequest(), TimeRange(*times))
         assert kept == (hour(0) if of != "f" else None), "as many as are kept of e"
-        return [one.id for one in found]
+        return numbers(found)
 
     assert await ids(2.5, 2.5) == [3, 2], "one of each endpoint"
     assert await ids(0.5, 2, "e") == [3, 1]
@@ -213,7 +217,7 @@ async def test_decisions_stay_in_order_and_complete_where_the_wall_clock_is_set_
         period = TimeRange(
             *(None if one is None else WALL + timedelta(minutes=one) for one in (since, until))
         )
-        return [one.id for one in (await log.list("e", 10, "", period))[0]]
+        return numbers((await log.list("e", api.ListDecisionsRequest(), period))[0])
 
     assert await ids(None, None) == [8, 7, 6, 5, 4, 3, 2, 1]
     assert await ids(15, None) == [8, 7, 6, 5, 4, 3, 2], "what came later is later, whatever the clock said"
@@ -264,7 +268,7 @@ class Noted:
     async def shown(self, *, disk: bool = False) -> list[tuple[str, int, int]]:
         """Summary, count and seconds until the last time of each, newest first; `disk`: as a restart would find them."""
         log = DecisionLog(self.state, Repetitions(self.state) if disk else self.repetitions)
-        found = [decision_log.to_wire(one) for one in (await log.list("e", 10, ""))[0]]
+        found, _, _ = await log.list("e", api.ListDecisionsRequest())
         seconds = (one.last_time.ToDatetime(WALL.tzinfo) - WALL for one in found)
         return [
             (one.summary, one.count, round(at.total_seconds()))
@@ -328,7 +332,6 @@ async def test_a_page_of_decisions_reads_no_more_than_it_may_need(
     state: Store, endpoint: str, wanted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many endpoints there are, and however far the list was read."""
-    monkeypatch.setattr(decision_log, "MAX_PAGE_SIZE", 2)
     for number in range(6):
         decision = decided(str(number), "ba"[number % 2])
         await state.write(partial(decision_log.record, decision=decision, wall=WALL))
@@ -343,8 +346,9 @@ async def test_a_page_of_decisions_reads_no_more_than_it_may_need(
     monkeypatch.setattr(decision_log, "decision_ids", counted)
     log, token, shown = DecisionLog(state, Repetitions(state)), "", list[int]()
     for _ in range(4):
-        some, token, _ = await log.list(endpoint, 2, token)
-        shown += [one.id for one in some]
+        request = api.ListDecisionsRequest(page_size=2, page_token=token)
+        some, token, _ = await log.list(endpoint, request)
+        shown += numbers(some)
         if not token:
             break
     assert shown == wanted

@@ -4,12 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import InvalidArgumentError
-from gpuscale.common.wire import page
+from gpuscale.common.filters import listed
 
 KEYS = st.lists(
     st.text(min_size=1, max_size=8).filter(lambda text: text.isprintable()), unique=True, max_size=40
 )
+
+
+def quota(tenant: str) -> api.Quota:
+    return api.Quota(tenant=tenant)
 
 
 @given(keys=KEYS, size=st.integers(1, 12), descending=st.booleans())
@@ -20,9 +25,10 @@ def test_walking_the_pages_shows_every_item_once_and_in_order(
     seen: list[str] = []
     token = ""
     for _ in range(len(items) + 1):
-        shown, token = page(items, key=str, page_size=size, page_token=token, descending=descending)
+        request = api.ListQuotasRequest(page_size=size, page_token=token)
+        shown, token = listed(items, request, api.Quota, key=str, encode=quota, descending=descending)
         assert len(shown) <= size
-        seen += shown
+        seen += [one.tenant for one in shown]
         if not token:
             break
     assert seen == items
@@ -31,5 +37,5 @@ def test_walking_the_pages_shows_every_item_once_and_in_order(
 @given(token=st.text(max_size=40).filter(bool))
 def test_no_text_but_a_token_is_taken(token: str) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
-        page(["a", "b"], key=str, page_size=1, page_token=token)
+        listed(["a", "b"], api.ListQuotasRequest(page_token=token), api.Quota, key=str, encode=quota)
     assert caught.value.violations[0].field == "page_token"

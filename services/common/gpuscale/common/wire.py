@@ -159,28 +159,6 @@ _CHECKSUM_BYTES = 6
 _SEAL_LENGTH = 8
 
 
-def page(
-    items: Sequence[T], *, key: Callable[[T], str], page_size: int, page_token: str, descending: bool = False
-) -> tuple[list[T], str]:
-    """The items after `page_token`, and the token of the next page ("" on the last).
-
-    Args:
-        items: sorted by `key`, whose values are unique; descending if `descending`.
-        key: the sort key.
-        page_size: 0 means 100; more than 1000 means 1000.
-        page_token: "" for the first page, else the token of the previous page.
-        descending: whether the largest key comes first.
-
-    Raises:
-        InvalidArgumentError: negative size, or a token that this list did not return.
-    """
-    size = page_limit(page_size)
-    start = first_beyond(items, key, last_key(page_token, descending=descending), descending=descending)
-    end = start + size
-    token = to_token(key(items[end - 1]), descending=descending) if end < len(items) else ""
-    return list(items[start:end]), token
-
-
 def first_beyond(items: Sequence[T], key: Callable[[T], str], last: str, *, descending: bool) -> int:
     """Index of the first item after the key `last` ("" is before all); unlike `bisect`, also in descending order."""
     start, high = 0, len(items) if last else 0
@@ -201,7 +179,7 @@ def page_limit(page_size: int) -> int:
     return min(page_size or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
 
 
-def last_key(page_token: str, *, descending: bool = False) -> str:
+def last_key(page_token: str) -> str:
     """The key in a token of `to_token` ("" for ""); InvalidArgumentError for any other token."""
     if not page_token:
         return ""
@@ -210,7 +188,7 @@ def last_key(page_token: str, *, descending: bool = False) -> str:
         last = raw[_CHECKSUM_BYTES:].decode()
     except (binascii.Error, ValueError):
         raise forged_token() from None
-    if to_token(last, descending=descending) != page_token:
+    if to_token(last) != page_token:
         raise forged_token()
     return last
 
@@ -234,10 +212,10 @@ def open_page(request: Any) -> str:
     return seal
 
 
-def to_token(last: str, *, descending: bool = False) -> str:
+def to_token(last: str) -> str:
     """The page token for what follows the key `last`."""
     payload = last.encode()
-    checksum = hashlib.sha256((b"page>" if descending else b"page<") + payload).digest()[:_CHECKSUM_BYTES]
+    checksum = hashlib.sha256(b"page<" + payload).digest()[:_CHECKSUM_BYTES]
     return base64.urlsafe_b64encode(checksum + payload).decode().rstrip("=")
 
 

@@ -95,14 +95,7 @@ class DecisionServicer(api.DecisionServiceServicer):
         self, request: api.ListDecisionsRequest, context: Context
     ) -> api.ListDecisionsResponse:
         endpoint = parse(ENDPOINT, request.parent, "parent")["endpoint"] if request.parent else ""
-        period = asked_period(request)
-        if request.filter or request.order_by:
-            decisions, token, since = await self._log.search(endpoint, request, period)
-        else:
-            stored, token, since = await self._log.list(
-                endpoint, request.page_size, request.page_token, period
-            )
-            decisions = [to_wire(one) for one in stored]
+        decisions, token, since = await self._log.list(endpoint, request, asked_period(request))
         return api.ListDecisionsResponse(
             decisions=decisions, next_page_token=token, kept_since=optional_timestamp(since)
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -32,13 +32,13 @@ from gpuscale.common.filters import ListRequest, listed
 from gpuscale.common.names import decision_name
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.store.store import Prepared, Store, Whole
-from gpuscale.common.wire import ANY_TIME, MAX_PAGE_SIZE, TimeRange, last_key, page
+from gpuscale.common.wire import ANY_TIME, TimeRange, page_limit
 from gpuscale.internal.autoscaler import v1 as internal
 
 KEPT: Final = 1_000
 """Decisions kept per endpoint."""
 SEARCHED: Final = 5_000
-"""Decisions that a filter or an order examines."""
+"""Decisions that a page examines."""
 KEPT_IN_ALL: Final = 200_000
 """Decisions kept in all, beside the last of each endpoint: about 100 MB."""
 _RECALLED: Final = 20
@@ -495,34 +495,23 @@ class DecisionLog:
         return self._repetitions.shown(stored)
 
     async def list(
-        self, endpoint: str, page_size: int, page_token: str, period: TimeRange = ANY_TIME
-    ) -> tuple[list[StoredDecision], str, datetime | None]:
-        """A page of decisions of one endpoint or all, newest first; with `kept_since` if a period is given."""
-        last = last_key(page_token, descending=True)
-
-        def read(connection: Connection) -> tuple[list[StoredDecision], str, datetime | None]:
-            below = int(last) if _is_id(last) else None
-            ids = decision_ids(connection, endpoint, below, MAX_PAGE_SIZE + 1, period)
-            some, token = page(ids, key=id_text, page_size=page_size, page_token=page_token, descending=True)
-            return decisions(connection, some), token, kept_since(connection, endpoint) if period else None
-
-        found, token, since = await self._store.read(read)
-        return [self._repetitions.shown(one) for one in found], token, since
-
-    async def search(
-        self, endpoint: str, request: ListRequest, period: TimeRange
+        self, endpoint: str, request: ListRequest, period: TimeRange = ANY_TIME
     ) -> tuple[Sequence[api.Decision], str, datetime | None]:
-        """Like `list`, by filter and order, over the newest `SEARCHED` decisions."""
+        """A page of decisions of one endpoint or all, newest first by default; with `kept_since` if a period is given.
+
+        A filter, or another order, examines `SEARCHED` decisions.
+        """
+        most = page_limit(request.page_size) + 1
 
         def read(connection: Connection) -> tuple[Sequence[api.Decision], str, datetime | None]:
-            some = decisions(connection, decision_ids(connection, endpoint, None, SEARCHED, period))
+            def older(last: str) -> Iterator[StoredDecision]:
+                below, left = int(last) if _is_id(last) else None, SEARCHED
+                while ids := decision_ids(connection, endpoint, below, min(most, left), period):
+                    yield from map(self._repetitions.shown, decisions(connection, ids))
+                    below, left = ids[-1], left - len(ids)
+
             found, token = listed(
-                [*map(self._repetitions.shown, some)],
-                request,
-                api.Decision,
-                key=lambda one: id_text(one.id),
-                encode=to_wire,
-                descending=True,
+                older, request, api.Decision, key=lambda one: id_text(one.id), encode=to_wire, descending=True
             )
             return found, token, kept_since(connection, endpoint) if period else None
 
