@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
-from google.protobuf.message import Message
-
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.rules.rule import Rule, in_order
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
@@ -121,7 +119,8 @@ class EndpointServicer(api.EndpointServiceServicer):
     ) -> api.ListReplicasResponse:
         endpoint = _id(request.parent, "parent") if request.parent else ""
         found, token = await self._endpoints.replicas(endpoint, request)
-        since = await self._endpoints.replicas_kept_since(endpoint) if request.show_ended else None
+        forgotten = partial(store.replicas_kept_since, endpoint=endpoint)
+        since = await self._deps.store.read(forgotten) if request.show_ended else None
         return api.ListReplicasResponse(
             replicas=found, next_page_token=token, kept_since=optional_timestamp(since)
         )
@@ -198,25 +197,6 @@ def _rule(endpoint: str, spec: EndpointSpec, rule_id: str) -> Rule:
     raise NotFoundError.of(rule_name(endpoint, rule_id))
 
 
-def _take(parts: list[str], source: Message, target: Message, where: str) -> None:
-    """Copy the field at this path, which leads through no list, from `source` to `target`, or clear it there."""
-    name, *rest = parts
-    known = source.DESCRIPTOR.fields_by_name.get(name)
-    if known is None or (rest and (known.message_type is None or known.is_repeated)):
-        raise InvalidArgumentError(f"{where} is no field", field=where.partition(":")[0])
-    if rest:
-        _take(rest, getattr(source, name), getattr(target, name), where)
-        return
-    target.ClearField(name)
-    if known.is_repeated:
-        getattr(target, name).extend(getattr(source, name))
-    elif known.message_type is not None:
-        if source.HasField(name):
-            getattr(target, name).CopyFrom(getattr(source, name))
-    elif not known.has_presence or source.HasField(name):
-        setattr(target, name, getattr(source, name))
-
-
 class RuleServicer(api.RuleServiceServicer):
     """Rules by endpoint; every change of one is an `Endpoints.update`."""
 
@@ -274,11 +254,12 @@ class RuleServicer(api.RuleServiceServicer):
             before = _rule(ids["endpoint"], spec, ids["rule"])
             if request.rule.id != before.id:
                 raise InvalidArgumentError("rule.id must be the one in name", field="rule.id")
-            wire = request.rule
-            if request.update_mask.paths:
+            wire, mask = request.rule, request.update_mask
+            if mask.paths:
+                if not mask.IsValidForDescriptor(wire.DESCRIPTOR):
+                    raise InvalidArgumentError("update_mask must name fields of a rule", field="update_mask")
                 wire = to_wire(api.Rule(), before)
-                for path in request.update_mask.paths:
-                    _take(path.split("."), request.rule, wire, f"update_mask: {path}")
+                mask.MergeMessage(request.rule, wire, replace_message_field=True, replace_repeated_field=True)
                 validation.validate(api.UpdateRuleRequest(name=request.name, rule=wire))
             new = _rule_of(wire)
             return replace(spec, rules=tuple(new if one is before else one for one in spec.rules))

@@ -347,10 +347,6 @@ class Endpoints:
 
         return await self.deps.store.read(read)
 
-    async def replicas_kept_since(self, endpoint_id: str) -> datetime | None:
-        """The time from which no ended replica of an endpoint, or of all, was forgotten; None if none was."""
-        return await self.deps.store.read(partial(store.replicas_kept_since, endpoint=endpoint_id))
-
     async def _check(self, endpoint_id: str, spec: EndpointSpec) -> None:
         found = spec_violations(spec)
         if spec.follows:
