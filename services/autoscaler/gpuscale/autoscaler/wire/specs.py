@@ -13,6 +13,7 @@ An absent value on one side is absent, or the default, on the other. Defaults ar
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from dataclasses import Field as DataclassField
@@ -228,7 +229,7 @@ def _scalar(field: FieldDescriptor, kind: Any) -> Scalar:
 
 M = TypeVar("M", bound=Message)
 HasSpec = TypeVar("HasSpec", api.Endpoint, api.QueueWatcher)
-_MINUTES_A_DAY = 24 * 60
+_TIME = re.compile(r"(?:[01][0-9]|2[0-3]):[0-5][0-9]|24:00")
 _NOT_ASKED = {
     "member_count": "each replica is one member",
     "gang_strategy": "each replica is one member",
@@ -416,17 +417,9 @@ def set_state_to_wire(set_id: str, state: SetState) -> autoscaler_internal.Decis
 
 def _minutes(text: str, path: str) -> int:
     """Minutes after midnight of a time as HH:MM; 24:00 is the end of the day."""
-    hours, colon, minutes = text.partition(":")
-    if (
-        colon
-        and len(hours) == len(minutes) == 2
-        and (hours + minutes).isascii()
-        and (hours + minutes).isdigit()
-    ):
-        found = int(hours) * 60 + int(minutes)
-        if int(minutes) < 60 and found <= _MINUTES_A_DAY:
-            return found
-    raise InvalidArgumentError(f"{path} must be a time as HH:MM", field=path)
+    if not _TIME.fullmatch(text):
+        raise InvalidArgumentError(f"{path} must be a time as HH:MM", field=path)
+    return int(text[:2]) * 60 + int(text[3:])
 
 
 def _clock(minutes: int) -> str:
