@@ -8,7 +8,7 @@ import pytest
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.planning import AdapterFacts
 from gpuscale.autoscaler.domain.replicas import MOST_AT_ONCE, LogPart, ReplicaState
-from gpuscale.autoscaler.loop.hub import RESEND, AdapterSession, Followers, LogQuestions, Wake
+from gpuscale.autoscaler.loop.hub import RESEND, AdapterSession, Followers, LogQuestion, Wake
 from gpuscale.autoscaler.servicers.endpoint_servicer import DEFAULT_BYTES, EndpointServicer
 from gpuscale.common.errors import ResourceExhaustedError, UnavailableError
 from tests.support.autoscaler_values import replica
@@ -63,33 +63,33 @@ FACTS = AdapterFacts("a", "process", "n", frozenset({"worker"}), 0, live=False)
 
 async def test_who_gives_up_leaves_nothing_to_be_sent() -> None:
     """Over a stream that takes nothing, callers who come and go must not fill the memory."""
-    logs = LogQuestions()
+    session = AdapterSession(FACTS, lambda: 1)
     for _ in range(100):
-        asking = asyncio.create_task(logs.answer(logs.put(NAME, None, 10)))
+        asking = asyncio.create_task(session.read_log(NAME, None, 10))
         await asyncio.sleep(0)
         asking.cancel()
         await asyncio.wait([asking])
-    assert logs._unsent == []
-    waits = logs.put(NAME, None, 10)
-    asking = asyncio.create_task(logs.answer(waits))
-    assert logs.unsent() == [waits]
-    assert logs.unsent() == []
-    logs.heard(1, LogPart(b"late"))
-    logs.heard(waits.number, LogPart(b"in time"))
-    logs.heard(waits.number, LogPart(b"twice"))
+    asking = asyncio.create_task(session.read_log(NAME, None, 10))
+    await asyncio.sleep(0)
+    updates = session.updates()
+    assert await anext(updates) == LogQuestion(101, NAME, None, 10)
+    session.answer(1, LogPart(b"late"))
+    session.answer(101, LogPart(b"in time"))
+    session.answer(101, LogPart(b"twice"))
     assert (await asking).content == b"in time"
+    session.close()
+    assert [update async for update in updates] == []
 
 
 async def test_no_more_than_some_wait_and_all_hear_of_the_end() -> None:
-    logs = LogQuestions()
-    waiting = [asyncio.create_task(logs.answer(logs.put(NAME, None, 10))) for _ in range(MOST_AT_ONCE)]
-    with pytest.raises(ResourceExhaustedError):
-        logs.put(NAME, None, 10)
+    session = AdapterSession(FACTS, lambda: 1)
+    waiting = [asyncio.create_task(session.read_log(NAME, None, 10)) for _ in range(MOST_AT_ONCE)]
     await asyncio.sleep(0)
-    logs.fail(UnavailableError("gone", reason="GONE"))
+    with pytest.raises(ResourceExhaustedError):
+        await session.read_log(NAME, None, 10)
+    session.close()
     ends = await asyncio.gather(*waiting, return_exceptions=True)
-    assert [getattr(end, "reason", end) for end in ends] == ["GONE"] * MOST_AT_ONCE
-    logs.put(NAME, None, 10)
+    assert [getattr(end, "reason", end) for end in ends] == ["ADAPTER_DISCONNECTED"] * MOST_AT_ONCE
 
 
 async def test_a_connection_that_has_ended_is_not_asked() -> None:

@@ -175,56 +175,6 @@ class LogQuestion(NamedTuple):
     most: int
 
 
-class LogQuestions:
-    """The questions to one adapter over one connection."""
-
-    def __init__(self) -> None:
-        self._number = 0
-        self._unsent: list[LogQuestion] = []
-        self._answers: dict[int, asyncio.Future[LogPart]] = {}
-
-    def put(self, replica: str, offset: int | None, most: int) -> LogQuestion:
-        """Add a question, to be awaited. Raises ResourceExhaustedError if too many are pending."""
-        if len(self._answers) >= MOST_AT_ONCE:
-            text = f"{MOST_AT_ONCE} parts of logs are being read from this adapter: try again"
-            raise ResourceExhaustedError(text, reason="LOGS_BUSY", retry_after=1.0)
-        self._number += 1
-        question = LogQuestion(self._number, replica, offset, most)
-        self._answers[question.number] = asyncio.get_running_loop().create_future()
-        self._unsent.append(question)
-        return question
-
-    async def answer(self, question: LogQuestion) -> LogPart:
-        """Wait for the answer to a question. Raises UnavailableError without one."""
-        try:
-            async with asyncio.timeout(TIMEOUT):
-                return await self._answers[question.number]
-        except TimeoutError:
-            text = f"the adapter of {question.replica} did not answer within {TIMEOUT:g} s"
-            raise UnavailableError(text, reason="ADAPTER_SILENT") from None
-        finally:
-            del self._answers[question.number]
-            if question in self._unsent:  # over a blocked stream they could accumulate
-                self._unsent.remove(question)
-
-    def unsent(self) -> list[LogQuestion]:
-        """The unsent questions, which are then sent; except those that nobody awaits any more."""
-        taken, self._unsent = self._unsent, []
-        return [question for question in taken if question.number in self._answers]
-
-    def heard(self, number: int, part: LogPart) -> None:
-        """Take an answer; it is dropped if nobody awaits it any more."""
-        future = self._answers.get(number)
-        if future is not None and not future.done():
-            future.set_result(part)
-
-    def fail(self, error: GpuscaleError) -> None:
-        """Fail all pending questions."""
-        for future in self._answers.values():
-            if not future.done():
-                future.set_exception(error)
-
-
 RESEND = 2.0
 """Seconds after which an unacknowledged state is sent again."""
 
@@ -241,7 +191,9 @@ class AdapterSession:
         self._acknowledged = 0
         self._lines: Sequence[DesiredReplica] | None = None
         self._stop_told: dict[str, int] = {}
-        self.logs = LogQuestions()
+        self._asked = 0
+        self._unsent: dict[int, LogQuestion] = {}
+        self._answers: dict[int, asyncio.Future[LogPart]] = {}
         self._changed = asyncio.Event()
         self._closed = False
         self._error: GpuscaleError | None = None
@@ -266,23 +218,44 @@ class AdapterSession:
         """Ask the adapter for part of a replica's log; ResourceExhaustedError, UnavailableError."""
         if self._closed:
             raise _disconnected()
-        question = self.logs.put(replica, offset, most)
+        if len(self._answers) >= MOST_AT_ONCE:
+            text = f"{MOST_AT_ONCE} parts of logs are being read from this adapter: try again"
+            raise ResourceExhaustedError(text, reason="LOGS_BUSY", retry_after=1.0)
+        self._asked = number = self._asked + 1
+        self._unsent[number] = LogQuestion(number, replica, offset, most)
+        self._answers[number] = asyncio.get_running_loop().create_future()
         self._changed.set()
-        return await self.logs.answer(question)
+        try:
+            async with asyncio.timeout(TIMEOUT):
+                return await self._answers[number]
+        except TimeoutError:
+            text = f"the adapter of {replica} did not answer within {TIMEOUT:g} s"
+            raise UnavailableError(text, reason="ADAPTER_SILENT") from None
+        finally:
+            del self._answers[number]
+            self._unsent.pop(number, None)  # over a blocked stream they could accumulate
+
+    def answer(self, number: int, part: LogPart) -> None:
+        """Take part of a log; it is dropped if nobody awaits it any more."""
+        future = self._answers.get(number)
+        if future is not None and not future.done():
+            future.set_result(part)
 
     def close(self, error: GpuscaleError | None = None) -> None:
         """End `updates`, with an optional error. Only the first call counts."""
         if not self._closed:
             self._closed, self._error = True, error
-            self.logs.fail(_disconnected())
+            for future in self._answers.values():
+                if not future.done():
+                    future.set_exception(_disconnected())
             self._changed.set()
 
     async def updates(self) -> AsyncGenerator[tuple[int, Sequence[DesiredReplica]] | LogQuestion]:
         """Changes of the state, repeated until acknowledged, and log questions; raises the error given to `close`."""
         while not self._closed:
             self._changed.clear()
-            for question in self.logs.unsent():
-                yield question
+            while self._unsent:
+                yield self._unsent.pop(next(iter(self._unsent)))
             if self._lines is not None and self._acknowledged < self._revision:
                 yield self._revision, self._lines
                 if self._changed.is_set():

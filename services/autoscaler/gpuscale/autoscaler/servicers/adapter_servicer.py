@@ -85,7 +85,7 @@ class AdapterServicer(api.AdapterServiceServicer, autoscaler_internal.AdapterStr
                         self._take_served(message.report.served)
                     case "log_part":
                         part = message.log_part
-                        session.logs.heard(part.question, LogPart(part.content, part.offset, part.problem))
+                        session.answer(part.question, LogPart(part.content, part.offset, part.problem))
                     case None if message.ByteSize():
                         pass  # a kind that only later adapters know
                     case _:
