@@ -205,7 +205,7 @@ def _mean(reports: Sequence[Report]) -> Figures:
     return Figures(
         statistics.fmean(one.violation_percent for one in reports),
         statistics.fmean(one.gpu_hours for one in reports),
-        statistics.fmean(one.flaps for one in reports),
+        statistics.fmean(one.flap_count for one in reports),
     )
 
 

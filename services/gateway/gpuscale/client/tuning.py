@@ -24,9 +24,9 @@ POLICY_FIELDS = (
 class Window:
     """A part of a run: the requests that arrived, how many were late, and GPU hours."""
 
-    requests: int
-    late: int
-    hours: float
+    request_count: int
+    late_count: int
+    gpu_hours: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Trial:
     @property
     def hours(self) -> float:
         """GPU hours."""
-        return sum(one.hours for one in self.windows)
+        return sum(one.gpu_hours for one in self.windows)
 
     @property
     def late(self) -> float:
@@ -78,12 +78,16 @@ class Trial:
     @property
     def most_late(self) -> float:
         """Upper bound on the percent of late requests, with a confidence of 90 %, from the variance between windows."""
-        over = _margin([one.late - self._share * one.requests for one in self.windows])
-        return min(100.0, self.late + 100 * over / max(1, sum(one.requests for one in self.windows)))
+        over = _margin([one.late_count - self._share * one.request_count for one in self.windows])
+        return min(100.0, self.late + 100 * over / self._came)
+
+    @property
+    def _came(self) -> int:
+        return max(1, sum(one.request_count for one in self.windows))
 
     @property
     def _share(self) -> float:
-        return sum(one.late for one in self.windows) / max(1, sum(one.requests for one in self.windows))
+        return sum(one.late_count for one in self.windows) / self._came
 
     def rank(self, goal: TuningGoal) -> tuple[float, ...]:
         """Sort key, smaller is better: late requests beyond the goal, then GPU hours."""
@@ -112,7 +116,7 @@ class Trial:
 
 def _cost(one: Window, price: float) -> float:
     """GPU hours of a window, including the price of late requests."""
-    return one.hours + one.late * price / 3600
+    return one.gpu_hours + one.late_count * price / 3600
 
 
 def _margin(values: Sequence[float]) -> float:

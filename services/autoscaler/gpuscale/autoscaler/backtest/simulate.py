@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from operator import attrgetter
@@ -38,70 +38,57 @@ FLAP_SECONDS = 600.0
 """Opposite changes within this many seconds are a flap."""
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedMoment:
-    """A point of a run: replicas wanted, replicas ready, and requests waiting."""
+@dataclass
+class Timeline:
+    """Points of a run, thinned out evenly: replicas wanted and ready, and most requests waiting up to the next point."""
 
-    at: float
-    wanted: int
-    ready: int
-    waiting: int
+    seconds: list[float] = field(default_factory=list[float])
+    wanted: list[int] = field(default_factory=list[int])
+    ready: list[int] = field(default_factory=list[int])
+    waiting: list[int] = field(default_factory=list[int])
 
+    def __post_init__(self) -> None:
+        self._each, self._seen = 1, 0
 
-class SimulatedTimeline:
-    """The points of a run, thinned out evenly, each with the longest queue up to the next."""
-
-    def __init__(self) -> None:
-        self.moments: list[SimulatedMoment] = []
-        self._each = 1
-        self._seen = 0
-
-    def add(self, moment: SimulatedMoment) -> None:
+    def add(self, at: float, wanted: int, ready: int, waiting: int) -> None:
         """Add a point, later than all before."""
-        _put(self.moments, self._seen // self._each, moment)
+        if self._seen % self._each:
+            self.waiting[-1] = max(self.waiting[-1], waiting)
+        else:
+            self.seconds.append(at)
+            self.wanted.append(wanted)
+            self.ready.append(ready)
+            self.waiting.append(waiting)
         self._seen += 1
-        if len(self.moments) > MOST_MOMENTS:
-            thinned: list[SimulatedMoment] = []
-            for index, one in enumerate(self.moments):
-                _put(thinned, index // 2, one)
-            self.moments = thinned
+        if len(self.seconds) > MOST_MOMENTS:
+            self.waiting = [max(self.waiting[at : at + 2]) for at in range(0, len(self.waiting), 2)]
+            del self.seconds[1::2], self.wanted[1::2], self.ready[1::2]
             self._each *= 2
-
-
-def _put(moments: list[SimulatedMoment], index: int, moment: SimulatedMoment) -> None:
-    """Add a point, or merge it into the last one."""
-    if index == len(moments):
-        moments.append(moment)
-    else:
-        moments[index] = replace(moments[index], waiting=max(moments[index].waiting, moment.waiting))
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Figures of a run."""
+    """Figures of a run, named as in the contract."""
 
-    requests: int  # how many there were
-    unserved: int  # how many were never started
+    request_count: int  # how many there were
+    unserved_count: int  # how many were never started
     violation_percent: float  # share that waited longer than the goal, or for ever
-    wait_p50: float  # seconds of waiting
-    wait_p95: float
-    wait_p99: float
+    wait_p50_seconds: float  # seconds of waiting
+    wait_p95_seconds: float
+    wait_p99_seconds: float
     backlog_hours: float  # the queue's length, integrated over time
     gpu_hours: float  # from grant to release, start-up included
     pending_replica_hours: float  # replicas wanted and not granted, integrated over time
-    flaps: int  # changes in the opposite direction of the previous one, within ten minutes of it
-    scale_ops: int  # changes of the count
-    killed: int  # requests interrupted
-    wasted_starts: int  # replicas stopped before they had been ready for twice their start-up time
+    flap_count: int  # changes in the opposite direction of the previous one, within ten minutes of it
+    change_count: int  # changes of the count
+    killed_count: int  # requests interrupted
+    wasted_start_count: int  # replicas stopped before they had been ready for twice their start-up time
     most_replicas: int  # the largest count
-    changes: tuple[tuple[float, int], ...]  # when the count changed, and to what
-    timeline: tuple[SimulatedMoment, ...] = ()  # the run at its evaluations, thinned out
+    timeline: Timeline = field(default_factory=Timeline)  # the run at its evaluations, thinned out
     windows: tuple[Window, ...] = ()  # the same, per equal part of the time
 
 
-def measure(
-    world: World, requests: int, goal: float, last: float, timeline: Sequence[SimulatedMoment] = ()
-) -> Report:
+def measure(world: World, requests: int, goal: float, last: float) -> Report:
     """The figures of a finished world."""
     tally = world.tally
     waits = sorted(tally.waits)
@@ -110,25 +97,23 @@ def measure(
     changes = tuple(one for one in tally.changes if one[0] <= last)
     moves = [(at, after - before) for (_, before), (at, after) in pairwise(changes)]
     return Report(
-        requests=requests,
-        unserved=unserved,
+        request_count=requests,
+        unserved_count=unserved,
         violation_percent=100.0 * late / requests,
-        wait_p50=_quantile(waits, 0.50),
-        wait_p95=_quantile(waits, 0.95),
-        wait_p99=_quantile(waits, 0.99),
+        wait_p50_seconds=_quantile(waits, 0.50),
+        wait_p95_seconds=_quantile(waits, 0.95),
+        wait_p99_seconds=_quantile(waits, 0.99),
         backlog_hours=tally.backlog_seconds / 3600,
         gpu_hours=tally.gpu_seconds / 3600,
         pending_replica_hours=tally.pending_seconds / 3600,
-        flaps=sum(
+        flap_count=sum(
             (one > 0) != (other > 0) and later - earlier <= FLAP_SECONDS
             for (earlier, one), (later, other) in pairwise(moves)
         ),
-        scale_ops=len(changes) - 1,
-        killed=tally.killed,
-        wasted_starts=tally.wasted,
+        change_count=len(changes) - 1,
+        killed_count=tally.killed,
+        wasted_start_count=tally.wasted,
         most_replicas=max(count for _, count in changes),
-        changes=changes,
-        timeline=tuple(timeline),
     )
 
 
@@ -192,7 +177,7 @@ class Replay:
         pool: SimulatedPool | None = None,
     ) -> None:
         self.world = World(setting, spec.min_replicas, pool)
-        self.timeline = SimulatedTimeline()
+        self.timeline = Timeline()
         self._spec = spec
         self._requests = requests
         self._begin = begin
@@ -234,7 +219,7 @@ class Replay:
     def report(self, goal: float) -> Report:
         """The figures of the run, and of each part of the time; requests are started in order of arrival."""
         last, windows = self._requests[-1].arrival, list[Window]()
-        report = measure(self.world, len(self._requests), goal, last, self.timeline.moments)
+        report = measure(self.world, len(self._requests), goal, last)
         waits, held = self.world.tally.waits, [0.0, *self._held[: WINDOWS - 1]]
         held += [self.world.tally.gpu_seconds] * (WINDOWS + 1 - len(held))
         ends = [
@@ -246,7 +231,7 @@ class Replay:
         ):
             late = sum(wait > goal for wait in waits[begin:end]) + max(0, end - max(begin, len(waits)))
             windows.append(Window(end - begin, late, (after - before) / 3600))
-        return replace(report, windows=tuple(windows))
+        return replace(report, timeline=self.timeline, windows=tuple(windows))
 
     def tick(self, moment: float) -> None:
         """Evaluate the policy, and carry out the result."""
@@ -273,7 +258,7 @@ class Replay:
         self._past = replace(self._past, memory=result.memory, bursts=result.bursts)
         self._changes |= dict.fromkeys(result.evaluation.effective, world.now)
         world.scale(result.evaluation.wanted)
-        self.timeline.add(SimulatedMoment(world.now, world.wanted, world.ready, world.waiting))
+        self.timeline.add(world.now, world.wanted, world.ready, world.waiting)
 
     def _sample(self, signal: Signal) -> Sample:
         world, source = self.world, signal.source

@@ -4,7 +4,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import chain, pairwise
 
@@ -108,35 +108,7 @@ def least_gpu_hours(job: BacktestJob) -> float:
 
 def report_to_wire(name: str, spec: EndpointSpec, report: Report) -> api.BacktestReport:
     """The message of a report."""
-    timeline = report.timeline
-    return api.BacktestReport(
-        name=name,
-        request_count=report.requests,
-        unserved_count=report.unserved,
-        violation_percent=report.violation_percent,
-        wait_p50_seconds=report.wait_p50,
-        wait_p95_seconds=report.wait_p95,
-        wait_p99_seconds=report.wait_p99,
-        backlog_hours=report.backlog_hours,
-        gpu_hours=report.gpu_hours,
-        pending_replica_hours=report.pending_replica_hours,
-        flap_count=report.flaps,
-        change_count=report.scale_ops,
-        killed_count=report.killed,
-        wasted_start_count=report.wasted_starts,
-        most_replicas=report.most_replicas,
-        timeline=api.BacktestTimeline(
-            seconds=[one.at for one in timeline],
-            wanted=[one.wanted for one in timeline],
-            ready=[one.ready for one in timeline],
-            waiting=[one.waiting for one in timeline],
-        ),
-        spec=spec_to_wire(spec),
-        windows=[
-            api.BacktestWindow(request_count=one.requests, late_count=one.late, gpu_hours=one.hours)
-            for one in report.windows
-        ],
-    )
+    return api.BacktestReport(name=name, spec=spec_to_wire(spec), **asdict(report))
 
 
 def requests_from_wire(wire: api.BacktestRequest | api.Workload, path: str = "") -> list[Request]:
