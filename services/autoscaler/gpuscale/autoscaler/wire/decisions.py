@@ -204,6 +204,8 @@ _CODES: Mapping[Code | None, api.DecisionCode.ValueType] = {
 
 _STATUSES = {api.Observation.Status.Value(f"STATUS_{one.value}"): one for one in ObservationStatus}
 _AGGREGATIONS = {api.Aggregation.Value(f"AGGREGATION_{one.name}"): one for one in Aggregation}
+_EXACT = ("value", "age", "proven_empty", "ignored", "silent_count", "told_count")
+"""What inputs hold of an observation to the bit."""
 _Signal = autoscaler_internal.DecisionInputs.Signal
 _Count = autoscaler_internal.DecisionInputs.Count
 _GiveWay = autoscaler_internal.DecisionInputs.GiveWay
@@ -216,15 +218,10 @@ def question_to_wire(question: Question) -> autoscaler_internal.DecisionInputs:
     signals = [
         _Signal(
             observation=observation_to_wire(one),
-            value=one.value,
-            age=one.age,
-            proven_empty=one.proven_empty,
-            ignored=one.ignored,
-            silent_count=one.silent_count,
-            told_count=one.told_count,
             across=api.Aggregation.Value(f"AGGREGATION_{one.across.name}"),
             times=past.times,
             values=past.values,
+            **{field: getattr(one, field) for field in _EXACT},
         )
         for name, one in inputs.observations.items()
         for past in [inputs.history(name)]
@@ -276,17 +273,12 @@ def question_from_wire(wire: autoscaler_internal.DecisionInputs) -> Question:
             one.observation.signal: Observation(
                 signal=one.observation.signal,
                 status=_STATUSES[one.observation.status],
-                value=one.value if one.HasField("value") else None,
-                age=one.age if one.HasField("age") else None,
                 detail=one.observation.detail,
-                proven_empty=one.proven_empty,
-                ignored=one.ignored,
-                silent_count=one.silent_count,
-                told_count=one.told_count,
                 across=_AGGREGATIONS[one.across],
                 tasks=from_wire(TaskReport, one.observation.tasks, "tasks")
                 if one.observation.HasField("tasks")
                 else None,
+                **{field.name: held for field, held in one.ListFields() if field.name in _EXACT},
             )
             for one in wire.signals
             if not one.absent
