@@ -151,28 +151,6 @@ async def test_a_pattern_that_an_earlier_version_took_fails_alone(monkeypatch: p
     assert sweeps.reading(other).ready == 3
 
 
-async def test_a_count_beyond_64_bits_is_the_trouble_of_its_queue_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def totals(_client: object, _virtual_host: str) -> dict[str, Counted]:
-        return {
-            "jobs": Counted("jobs", 3, 1),
-            "ready": Counted("ready", 2**63, 0),
-            "held": Counted("held", 0, 2**70),
-        }
-
-    monkeypatch.setattr(ManagementClient, "totals", totals)
-    monkeypatch.setattr(ManagementClient, "statistics", AsyncMock(return_value={}))
-    one, *wrong = targets = [QueueTarget("default", "/", name) for name in ("jobs", "ready", "held")]
-    pattern = QueueTarget("default", "/", ".*", pattern=True)
-    sweeps = await swept([*targets, pattern], 2)
-    assert sweeps.reading(one).total == 4
-    for target in (*wrong, pattern):
-        reading = sweeps.reading(target)
-        assert (reading.state, reading.ready, reading.unacked) == (QueueState.ERROR, None, None)
-        assert "more messages than 64 bits can" in reading.message
-
-
 @pytest.mark.parametrize("virtual_host", [".", ".."])
 async def test_no_virtual_host_is_a_way_to_another_page_of_the_api(
     virtual_host: str, monkeypatch: pytest.MonkeyPatch

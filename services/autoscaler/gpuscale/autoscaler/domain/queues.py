@@ -90,12 +90,6 @@ def failed(previous: QueueReading, failure: QueueFailure) -> QueueReading:
     return QueueReading(failure.state, observed_at=previous.observed_at, message=failure.message)
 
 
-def uncountable(ready: int | None, unacked: int | None) -> str:
-    """Why these counts cannot be represented; empty if they can."""
-    beyond = max(ready or 0, unacked or 0) > LARGEST_COUNT
-    return "the broker counts more messages than 64 bits can" if beyond else ""
-
-
 def combined(readings: Sequence[QueueReading]) -> QueueReading:
     """The sum of one or more readings: each sum is known if all of its parts are."""
     if not readings:
@@ -111,16 +105,13 @@ def combined(readings: Sequence[QueueReading]) -> QueueReading:
     lost = [one for one in readings if one.state is not QueueState.OK]
     if lost:
         return whole._replace(state=lost[0].state, message=lost[0].message)
-    ready, unacked = _total(one.ready for one in readings), _total(one.unacked for one in readings)
-    if wrong := uncountable(ready, unacked):
-        return whole._replace(state=QueueState.ERROR, message=wrong)
     rates = _known(one.rates for one in readings)
     # The oldest message is known if it is known of each queue that has one.
     ages = _known(one.rates.oldest_age for one in readings if one.rates is not None and one.ready != 0)
     said = filter(None, (one.message for one in readings))
     return whole._replace(
-        ready=ready,
-        unacked=unacked,
+        ready=_total(one.ready for one in readings),
+        unacked=_total(one.unacked for one in readings),
         consumers=_total(one.consumers for one in readings),
         message=next(said, ""),
         rates=Rates(
@@ -145,9 +136,9 @@ def _known(values: Iterable[T | None]) -> list[T]:
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
-    """The sum of one or more counts, if all are known."""
+    """The sum of one or more counts, if all are known; no more than 64 bits hold."""
     known = _known(counts)
-    return sum(known) if known else None
+    return min(sum(known), LARGEST_COUNT) if known else None
 
 
 class QueueTarget(NamedTuple):

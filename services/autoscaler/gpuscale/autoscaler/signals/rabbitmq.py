@@ -180,13 +180,16 @@ _DOTS = frozenset({".", ".."})
 """In a path these mean another directory, in any encoding."""
 
 
+_Count = Annotated[int, Field(le=LARGEST_COUNT)]
+
+
 @dataclass(frozen=True, slots=True)
 class Counted:
     """A queue in the API's list, with the API's field names; a queue whose node is down has no counts."""
 
     name: str
-    messages_ready: int | None = None
-    messages_unacknowledged: int | None = None
+    messages_ready: _Count | None = None
+    messages_unacknowledged: _Count | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +217,7 @@ class _QueueStatistics:
 
     name: str
     messages: int | None = None
-    consumers: Annotated[int, Field(le=LARGEST_COUNT)] = 0
+    consumers: _Count = 0
     message_stats: _Stats = _NO_STATS
     head_message_timestamp: int | str | None = None
     """Seconds since 1970; null or empty if no message waits, or the first has no timestamp."""

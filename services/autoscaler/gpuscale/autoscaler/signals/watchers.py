@@ -29,7 +29,6 @@ from gpuscale.autoscaler.domain.queues import (
     next_sweep,
     of_totals,
     pattern_problem,
-    uncountable,
 )
 from gpuscale.autoscaler.signals import rabbitmq
 from gpuscale.autoscaler.signals.brokers import Broker, BrokerSettings, RetryGate, VirtualHostError, resolve
@@ -136,8 +135,6 @@ class VirtualHostReader:
             ready, unacked = totals[queue].messages_ready, totals[queue].messages_unacknowledged
             if ready is None or unacked is None:
                 return QueueFailure(QueueState.ERROR, f"the broker does not count queue {queue!r} now")
-            if wrong := uncountable(ready, unacked):
-                return QueueFailure(QueueState.ERROR, f"queue {queue!r}: {wrong}")
             reading = of_totals(ready, unacked, observed_at, "consumers are not counted for a pattern")
             readings.append(self._rated(queue, reading) if target.rates else reading)
         if not readings:
@@ -180,8 +177,6 @@ class VirtualHostReader:
                 unacked := found.messages_unacknowledged
             ) is None:
                 uncounted.append(queue)
-            elif wrong := uncountable(ready, unacked):
-                publish(queue, QueueFailure(QueueState.ERROR, f"queue {queue!r}: {wrong}"))
             else:
                 consumers = self._statistics.consumers(queue) if self._statistics else "consumers unknown"
                 publish(queue, of_totals(ready, unacked, observed_at, consumers))
