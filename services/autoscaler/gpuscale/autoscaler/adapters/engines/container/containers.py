@@ -249,13 +249,6 @@ def check_source(path: str) -> str:
     return path
 
 
-def check_signal(name: str) -> str:
-    """The name of a signal that can ask a container to finish; ValueError for others, and those that cannot be handled."""
-    if name and (name not in signal.Signals.__members__ or name in {"SIGKILL", "SIGSTOP"}):
-        raise ValueError("must be the name of a signal that can be handled, such as SIGTERM")
-    return name
-
-
 def check_program(command: tuple[str, ...]) -> tuple[str, ...]:
     """Return a command whose first argument, possibly the program, is fixed; ValueError otherwise."""
     parsed = parse_arguments(command)
@@ -338,8 +331,6 @@ class ContainerTemplate(BaseModel):
     """Variables to set."""
     pass_env: tuple[str, ...] = ()
     """Variables to pass on from the adapter's own environment, such as one with a password."""
-    working_dir: str = ""
-    """The working directory; the image's when empty."""
     user: User = ""
     """The user, as USER or USER:GROUP; the image's when empty."""
     memory: Size = ""
@@ -352,8 +343,6 @@ class ContainerTemplate(BaseModel):
     """The limit of processes and threads; 0 for the engine's default."""
     network: Word = "bridge"
     """A network of the engine, host, or none."""
-    stop_signal: Annotated[str, AfterValidator(check_signal)] = ""
-    """The signal that asks it to finish its work; the image's, or SIGTERM, when empty."""
     init: bool = False
     """Whether the engine's init is its first process, which forwards signals and reaps."""
     read_only: bool = False
@@ -372,8 +361,8 @@ class ContainerTemplate(BaseModel):
         check_image(self.image)
         check_variables(self.env, self.pass_env)
         check_program(self.command)
-        if not (self.working_dir + "".join(self.entrypoint)).isprintable():
-            raise ValueError("working_dir and entrypoint must be printable")
+        if not "".join(self.entrypoint).isprintable():
+            raise ValueError("entrypoint must be printable")
         check_after(self.entrypoint, self.command)
         return self
 
@@ -435,9 +424,7 @@ def container_request(
     given: dict[str, Json] = {
         "Entrypoint": template.entrypoint,
         "Cmd": command,
-        "WorkingDir": template.working_dir,
         "User": template.user,
-        "StopSignal": template.stop_signal,
     }
     return request | {name: value for name, value in given.items() if value}
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -115,10 +115,8 @@ class ProbeSettings(BaseModel):
 class ProcessTemplate(CommandTemplate):
     """A table [templates.NAME]: how replicas of endpoints that name it are started."""
 
-    ready: Literal["started"] = "started"
-    """When a replica without a probe counts as ready: after a moment of running."""
     probe: ProbeSettings | None = None
-    """When a replica counts as ready, and as failed although its process runs."""
+    """When a replica counts as ready, and as failed although it runs; without one it is ready after a moment of running."""
     metrics: ServedMetrics | None = None
     """Where its server exposes metrics for signals `llm:...`, on 127.0.0.1."""
 
