@@ -11,7 +11,6 @@ from lightkube.resources.apps_v1 import Deployment
 from gpuscale.autoscaler.adapters.engine import ReplicaOrder
 from gpuscale.autoscaler.adapters.engines.container.containers import (
     ContainerTemplate,
-    Logs,
     container_request,
 )
 from gpuscale.autoscaler.adapters.templates import CommandTemplate, launch
@@ -29,7 +28,7 @@ def process(order: ReplicaOrder) -> Mapping[str, str]:
 
 
 def container(order: ReplicaOrder) -> Mapping[str, str]:
-    found = container_request("a", "w", ContainerTemplate(image="w:1"), order, {}, Logs("", 0))["Env"]
+    found = container_request("a", "w", ContainerTemplate(image="w:1"), order, {}, 4096)["Env"]
     assert isinstance(found, list)
     return dict(str(one).split("=", 1) for one in found)
 

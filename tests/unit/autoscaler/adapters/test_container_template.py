@@ -11,7 +11,6 @@ from gpuscale.autoscaler.adapters.engine import LaunchRefusedError, ReplicaOrder
 from gpuscale.autoscaler.adapters.engines.container.containers import (
     ContainerTemplate,
     Json,
-    Logs,
     container_request,
     is_allowed,
 )
@@ -23,11 +22,11 @@ ON_GPUS = replace(ORDER, gpu_uuids=GPUS, gpu_count=2, fence=7)
 IMAGE = "registry.example/llm/worker:1"
 
 
-def request(order: ReplicaOrder = ORDER, driver: str = "json-file", **table: object) -> dict[str, Json]:
+def request(order: ReplicaOrder = ORDER, **table: object) -> dict[str, Json]:
     template = ContainerTemplate.model_validate(
         {"image": IMAGE, "command": ["worker", "--queue", "{queue}"], **table}
     )
-    return container_request("here", "worker", template, order, {"TOKEN": "t"}, Logs(driver, 4096))
+    return container_request("here", "worker", template, order, {"TOKEN": "t"}, 4096)
 
 
 def host(**table: object) -> dict[str, Json]:
@@ -138,7 +137,6 @@ def test_everything_that_a_template_may_ask_for() -> None:
 
 def test_an_image_can_be_kept_from_asking_about_its_health() -> None:
     assert request(health_check={"command": []})["Healthcheck"] == {"Test": ["NONE"]}
-    assert "LogConfig" not in host(driver=""), "logs may be left to the engine"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import posixpath
 import re
 import signal
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Literal, Self, TypeAlias
 
 import re2
@@ -374,21 +373,13 @@ class ContainerTemplate(BaseModel):
         return (*self.command, *asked, shown)
 
 
-@dataclass(frozen=True, slots=True)
-class Logs:
-    """How the engine keeps a container's output; an empty `driver` is the engine's default, without our limit."""
-
-    driver: str
-    max_bytes: int
-
-
 def container_request(
     adapter: str,
     name: str,
     template: ContainerTemplate,
     order: ReplicaOrder,
     environment: Mapping[str, str],
-    logs: Logs,
+    log_bytes: int,
 ) -> dict[str, Json]:
     """The request that creates a replica's container from a template; LaunchRefusedError if a value does not fit."""
     check = template.health_check
@@ -409,7 +400,7 @@ def container_request(
         "Image": template.image,
         "Env": [f"{variable}={value}" for variable, value in variables.items()] + hidden,
         "Labels": labels(adapter, order, metrics),
-        "HostConfig": _host_config(template, order, logs),
+        "HostConfig": _host_config(template, order, log_bytes),
     }
     if check is not None and not test:
         request["Healthcheck"] = {"Test": ["NONE"]}
@@ -429,7 +420,7 @@ def container_request(
     return request | {name: value for name, value in given.items() if value}
 
 
-def _host_config(template: ContainerTemplate, order: ReplicaOrder, logs: Logs) -> dict[str, Json]:
+def _host_config(template: ContainerTemplate, order: ReplicaOrder, log_bytes: int) -> dict[str, Json]:
     """The container's access to its host: limited, unprivileged, and kept until the adapter removes it."""
     host: dict[str, Json] = {
         "Privileged": False,
@@ -439,6 +430,7 @@ def _host_config(template: ContainerTemplate, order: ReplicaOrder, logs: Logs) -
         "RestartPolicy": {"Name": "no"},
         "AutoRemove": False,
         "Init": template.init,
+        "LogConfig": {"Type": "json-file", "Config": {"max-size": str(log_bytes), "max-file": "2"}},
     }
     given: dict[str, Json] = {
         "Memory": parse_size(template.memory or "0"),
@@ -460,9 +452,6 @@ def _host_config(template: ContainerTemplate, order: ReplicaOrder, logs: Logs) -
     host |= {name: value for name, value in given.items() if value}
     if template.read_only:
         host |= {"ReadonlyRootfs": True, "Tmpfs": {"/tmp": ""}}  # noqa: S108 - the container's own
-    if logs.driver:
-        options: dict[str, Json] = {"max-size": str(logs.max_bytes), "max-file": "2"}
-        host["LogConfig"] = {"Type": logs.driver, "Config": options}
     if order.gpu_uuids:
         host["DeviceRequests"] = [
             {"Driver": "nvidia", "DeviceIDs": list(order.gpu_uuids), "Capabilities": [["gpu"]]}

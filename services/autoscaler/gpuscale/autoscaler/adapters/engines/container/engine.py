@@ -34,8 +34,6 @@ from gpuscale.autoscaler.adapters.engines.container.containers import (
     Details,
     EngineRefusedError,
     Json,
-    Logs,
-    Word,
     container_name,
     container_request,
     is_allowed,
@@ -146,7 +144,6 @@ class ContainerSettings(NodeEngineSettings):
     allowed_images: tuple[str, ...] = Field(
         (), description="patterns of allowed images, with * for any text without a slash; none when empty"
     )
-    log_driver: Word = Field("json-file", description="log driver of the engine; its default when empty")
     container_templates: dict[str, ContainerTemplate] = Field(
         default_factory=dict[str, ContainerTemplate], description="container templates by name"
     )
@@ -249,8 +246,8 @@ class ContainerEngine(StepwiseEngine):
         name = step.template
         template = template_named(self._settings.container_templates, name)
         order = with_free_port(step.order, template.arguments)
-        logs = Logs(self._settings.log_driver, self._settings.replica_log_max_bytes)
-        request = container_request(self._adapter, name, template, order, self._environment, logs)
+        log_bytes = self._settings.replica_log_max_bytes
+        request = container_request(self._adapter, name, template, order, self._environment, log_bytes)
         try:
             container = await self._create(order, request)
         except EngineRefusedError as error:
