@@ -58,17 +58,14 @@ _WORDS.update({"max_items": "max_items", "max_pairs": "max_items", "unique": "un
 def rules_of(field: FieldDescriptor) -> FieldRules:
     """The rules of a field; KeyError for an unsupported one."""
     owner: Any = field.containing_type  # optional in the stubs
-    return read_rules(field.GetOptions(), owner.GetOptions())
-
-
-def read_rules(options: Message, owner: Message) -> FieldRules:
-    """As `rules_of`, from the options of a field and of its message."""
     known = annotations()
-    said = known.field.FromString(options.SerializeToString())
+    said = known.field.FromString(field.GetOptions().SerializeToString())
     found = dict(_read(said.Extensions[known.rules]))
     kind = said.Extensions[known.reference].type
     if known.identifier in said.Extensions[known.behavior]:
-        kind = known.message.FromString(owner.SerializeToString()).Extensions[known.resource].type
+        kind = (
+            known.message.FromString(owner.GetOptions().SerializeToString()).Extensions[known.resource].type
+        )
     found["resource"] = PATTERNS.get(kind.rpartition("/")[2], "")
     return FieldRules(**found)
 
