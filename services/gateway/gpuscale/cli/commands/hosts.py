@@ -40,6 +40,7 @@ from gpuscale.cli.commands.units import (
 )
 from gpuscale.cli.commands.units import plan as plan_of_units
 from gpuscale.cli.console.command import FILE, Session, command, one_name
+from gpuscale.cli.console.errors import writing
 from gpuscale.cli.console.terminal import TYPED, folded, note
 from gpuscale.cli.grammar.parameters import option, repeated
 from gpuscale.common.errors import (
@@ -202,7 +203,7 @@ def init(
         return
     if under_systemd:
         make_users(names)
-    try:
+    with writing("HOST_FILES"):
         if is_written(file, text):
             _name_server(folder / "pki", hosts)
         else:
@@ -212,10 +213,6 @@ def init(
                 hand_over(url)
             write_private(file, text.encode())
             hand_over(file)
-    except OSError as error:
-        raise FailedPreconditionError(
-            f"cannot write {error.filename}: {error.strerror}", reason="HOST_FILES"
-        ) from error
     address = ",".join(f"{one}:{GATEWAY_PORT}" for one in (hosts[0], *standby))
     local = f"127.0.0.1:{GATEWAY_PORT}"
     who = f"--ca-file {folder / 'pki' / 'ca.crt'} --token-file {folder / 'admin.token'}"
@@ -654,13 +651,10 @@ def leave(session: Session, directory: Path | None) -> None:
             f"this host has not joined: no certificate is in {state / 'host'}", reason="NOT_JOINED"
         )
     units = stop_units(programs)
-    try:
+    with writing("HOST_FILES", what="remove"):
         if (settings / "gpuscale.toml").exists():  # its owner may have edited it
             (settings / "gpuscale.toml").replace(settings / "gpuscale.toml.left")
         with as_units_user():
             for file in kept:  # last, since it tells what has joined
                 file.unlink()
-    except OSError as error:
-        message = f"cannot remove {error.filename}: {error.strerror}"
-        raise FailedPreconditionError(message, reason="HOST_FILES") from error
     session.output.write_records("removed", [{"file": str(file)} for file in (*kept, *units)])

@@ -12,8 +12,8 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +27,7 @@ from gpuscale.cli.commands.config import read_all, write_all
 from gpuscale.cli.commands.hosts import read_secret, trusted, trusting
 from gpuscale.cli.commands.tokens import MAX_PRIORITY, TENANTS
 from gpuscale.cli.console.command import FILE, Session, command, context_names, names, one_name
+from gpuscale.cli.console.errors import writing
 from gpuscale.cli.console.terminal import TYPED, note
 from gpuscale.cli.grammar.parameters import DURATION, local_text, option
 from gpuscale.client.kept_login import find_provider
@@ -116,7 +117,7 @@ def login(
     folder = contexts_file().parent
     token_file, ca_file, login_file = (folder / f"{context}.{kind}" for kind in ("token", "ca.crt", "login"))
     there = next(one for one in (folder, *folder.parents) if one.is_dir())
-    with _writing(folder), tempfile.TemporaryFile(dir=there) as probe:  # before a code is spent
+    with writing("LOGIN_FILES", folder), tempfile.TemporaryFile(dir=there) as probe:  # before a code is spent
         probe.write(bytes(8192))
     with ExitStack() as stack:
         authority = session.ca_file
@@ -137,7 +138,7 @@ def login(
             role = types_api.Role.Name(answer.role).removeprefix("ROLE_").lower()
             until = local_text(_moment(answer.expire_time.seconds))
             who, token, kept = f"logged in as {answer.name} ({role}) until {until}", answer.token, b""
-        with _writing(folder):
+        with writing("LOGIN_FILES", folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_private(token_file, f"{token}\n".encode())
             if authority is not None:
@@ -153,17 +154,6 @@ def login(
     with mine.connect() as client:
         client.fleet.ListNodes(api.ListNodesRequest(page_size=1))
     session.output.write_said(f"{who}\nthe current context is {context}", {"name": context}, context)
-
-
-@contextmanager
-def _writing(folder: Path) -> Generator[None]:
-    """Tell where a login cannot be kept."""
-    try:
-        yield
-    except OSError as error:
-        raise FailedPreconditionError(
-            f"cannot write {folder}: {error.strerror}", reason="LOGIN_FILES"
-        ) from error
 
 
 @command("logout lab")

@@ -26,6 +26,7 @@ from gpuscale.cli.commands.hosts import (
 from gpuscale.cli.commands.units import as_units_user, hand_over, make_users, start_units, systemctl
 from gpuscale.cli.commands.units import plan as plan_of_units
 from gpuscale.cli.console.command import Session
+from gpuscale.cli.console.errors import writing
 from gpuscale.cli.console.terminal import note
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.rpc import renewal
@@ -79,7 +80,7 @@ class ServicesHost:
                 if under_systemd:
                     make_users(programs)
                 self.database.check()
-                try:
+                with writing("HOST_FILES"):
                     if not self._was_cut_off(ca_hash):
                         self._join(trusting(session, address, authority), secret())
                     if not written:
@@ -87,9 +88,6 @@ class ServicesHost:
                             hand_over(url)
                         write_private(file, text.encode())
                         hand_over(file)
-                except OSError as error:
-                    message = f"cannot write {error.filename}: {error.strerror}"
-                    raise FailedPreconditionError(message, reason="HOST_FILES") from error
         local = f"127.0.0.1:{GATEWAY_PORT}"
         own = replace(trusting(session, local, self._place / "pki" / "ca.crt"), dial_timeout=2.0)
 

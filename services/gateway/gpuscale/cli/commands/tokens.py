@@ -25,6 +25,7 @@ from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.cli.commands.certs import ROLES
 from gpuscale.cli.console.command import FILE, Session, command, names, one_name
+from gpuscale.cli.console.errors import writing
 from gpuscale.cli.console.terminal import TYPED, folded, note
 from gpuscale.cli.grammar.jsonpath import Format, is_list
 from gpuscale.cli.grammar.nouns import full_name
@@ -396,10 +397,8 @@ def _hand_out(
 
 def _replace(file: Path, text: str) -> None:
     """Replace a file atomically, so that no server reads half of it."""
-    try:
+    with writing("TOKENS_FILE", file):
         write_private(file, text.encode())
-    except OSError as error:
-        raise _unusable(f"cannot write {file}: {error.strerror}") from error
 
 
 def _unusable(message: str) -> FailedPreconditionError:

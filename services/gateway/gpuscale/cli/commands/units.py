@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
 
+from gpuscale.cli.console.errors import writing
 from gpuscale.cli.console.terminal import note
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 
@@ -128,13 +129,10 @@ def start_units(programs: Sequence[str], settings: Path, state: Path, ready: Cal
         FailedPreconditionError: a unit cannot be written or started (reason SYSTEMD).
         UnavailableError: one ends again and again, or they are not ready within two minutes.
     """
-    try:
+    with writing("SYSTEMD"):
         folder().mkdir(mode=0o755, parents=True, exist_ok=True)
         for file, text in unit_files(programs, settings, state).items():
             file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        message = f"cannot write {error.filename}: {error.strerror}"
-        raise FailedPreconditionError(message, reason="SYSTEMD") from error
     for words in commands(programs)[-2:]:
         _must(words)
     before = {unit: ends for unit, ends in _ends(programs).items() if ends < FAILED}

@@ -3,8 +3,10 @@
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from enum import IntEnum
+from pathlib import Path
 from typing import NoReturn
 
 import click
@@ -239,6 +241,16 @@ def _write_json(reason: str, message: str, code: ExitCode, more: Mapping[str, ob
         **(more or {}),
     }
     sys.stderr.write(json.dumps({"error": error}) + "\n")
+
+
+@contextmanager
+def writing(reason: str, place: Path | None = None, *, what: str = "write") -> Generator[None]:
+    """Tell which file of a block, or which `place`, cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        message = f"cannot {what} {place or error.filename}: {error.strerror}"
+        raise errors.FailedPreconditionError(message, reason=reason) from error
 
 
 def leave(code: int) -> NoReturn:
