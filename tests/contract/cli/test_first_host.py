@@ -32,12 +32,11 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_first_host_is_set_up_once(tmp_path: Path) -> None:
-    folder, url = tmp_path / "gpuscale", tmp_path / "url"
-    url.write_text("postgresql://u:secret@db/gpuscale")
-    typed = ("init", "--dir", str(folder), "--host", "gpus.example", "--database-file", str(url))
+    folder, url = tmp_path / "gpuscale", "postgresql://u:secret@db/gpuscale\n"
+    typed = ("init", "--dir", str(folder), "--host", "gpus.example", "--postgresql", "-")
     planned = run_cli(*typed, "--plan")
     assert (planned.code, folder.exists()) == (0, False)
-    made = run_cli(*typed)
+    made = run_cli(*typed, stdin=url)
     assert made.code == 0, made.err
     written = (folder / "gpuscale.toml").read_text()
     assert planned.out == f"# {folder / 'gpuscale.toml'}\n{written}"
@@ -57,7 +56,7 @@ def test_a_first_host_is_set_up_once(tmp_path: Path) -> None:
         settings.write("[brokers.default]\namqp_url = 'amqp://h'\n")
     before = content(folder)
     assert run_cli(*typed).code == 0
-    other = run_cli(*typed, "--host", "other", "--dir", str(folder), "--database-file", "elsewhere")
+    other = run_cli(*typed, "--standby", "other")
     assert (other.code, "with other settings" in other.err) == (4, True)
     assert content(folder) == before
 
@@ -155,7 +154,7 @@ def test_what_hinders_a_join_is_said_in_words(tmp_path: Path) -> None:
     assert (away.code, away.err.endswith(": Connection refused\n")) == (7, True), away.err
 
 
-def test_a_database_is_typed_or_in_a_file(tmp_path: Path) -> None:
+def test_a_database_is_typed_or_read_from_standard_input(tmp_path: Path) -> None:
     folder, typed = tmp_path / "gpuscale", "postgresql://u:secret@db/gpuscale"
     words = ("init", "--dir", str(folder), "--postgresql")
     made = run_cli(*words, typed)
@@ -167,9 +166,9 @@ def test_a_database_is_typed_or_in_a_file(tmp_path: Path) -> None:
     assert AllocatorSettings.model_validate(settings).database is not None
     for wrong in ("mysql://db/x", "db.internal"):
         assert "--postgresql must be a URL" in run_cli(*words, wrong).err
-    assert "pass either" in run_cli(*words, typed, "--database-file", "x").err
-    assert Database(None, typed).option == "--postgresql URL"
-    assert Database(None, "postgresql://u@db/x").option == "--postgresql postgresql://u@db/x"
+    assert "--postgresql must be a URL" in run_cli(*words, "-", "--dir", str(tmp_path / "b"), stdin="x\n").err
+    assert Database(typed).option == "--postgresql URL"
+    assert Database("postgresql://u@db/x").option == "--postgresql postgresql://u@db/x"
 
 
 @pytest.fixture
@@ -206,22 +205,6 @@ def test_services_read_what_root_wrote_and_change_none_of_it(
     assert {kept(name) for name in files} == {(*theirs, "0o640")}
     assert kept("admin.token") == (0, 0, "0o600")
     assert kept("state") == (nobody.pw_uid, nobody.pw_gid, "0o700")
-
-
-def test_a_database_file_that_services_cannot_use_is_refused_first(
-    reachable: Path, nobody: pwd.struct_passwd
-) -> None:
-    del nobody  # the services' user
-    (url := reachable / "url").write_text("gpuscale")
-    typed = ("init", "--dir", str(reachable / "made"), "--host", "gpus.example", "--database-file", str(url))
-    assert "--database-file, read as services do: must look like scheme://" in run_cli(*typed).err
-    url.write_text("postgresql://u:secret@db/gpuscale")
-    url.chmod(0o600)
-    refused = run_cli(*typed)
-    assert (refused.code, [*reachable.iterdir()]) == (2, [url])
-    assert f"cannot read the file {url}: Permission denied (to leave" in refused.err
-    url.chmod(0o644)
-    assert run_cli(*typed).code == 0
 
 
 def test_root_follows_no_link_of_a_service(reachable: Path, nobody: pwd.struct_passwd) -> None:

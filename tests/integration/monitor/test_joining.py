@@ -452,9 +452,9 @@ async def test_what_was_killed_on_its_way_is_typed_again(
     assert "templates.mine" in (folder / "gpuscale.toml.left").read_text()
 
     made = await site.as_admin("join-token", "create", "--kind", "standby", "--node", "second", "-o", "json")
-    (url := tmp_path / "url").write_text("postgresql://u@db/gpuscale")
     folder = tmp_path / "second"
-    names = ("--role", "standby", "--node", "second", "--host", "second", "--database-file", str(url))
+    url = "postgresql://u@db/gpuscale"
+    names = ("--role", "standby", "--node", "second", "--host", "second", "--postgresql", url)
     typed = ("join", where, *digest, *names, "--dir", str(folder))
     joined = await site.ctl(*typed, "--token", json.loads(made.out)["token"])
     assert joined.code == 0, joined.err

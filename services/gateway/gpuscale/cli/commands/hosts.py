@@ -23,7 +23,7 @@ import psutil
 from cryptography import x509
 
 from gpuscale.api.monitor import v1 as api
-from gpuscale.cli.commands.database import DATABASE_FILE, POSTGRESQL, Database
+from gpuscale.cli.commands.database import POSTGRESQL, Database
 from gpuscale.cli.commands.processes import start
 from gpuscale.cli.commands.units import (
     STATE,
@@ -162,7 +162,6 @@ def run_programs(
     metavar="NAME",
     help="Name or address by which other hosts reach this one, the best first; by default its names.",
 )
-@DATABASE_FILE
 @POSTGRESQL
 @repeated(
     "--standby",
@@ -176,7 +175,6 @@ def init(
     session: Session,
     host: tuple[str, ...],
     standby: tuple[str, ...],
-    database_file: Path | None,
     postgresql: str | None,
     directory: Path | None,
     plan: bool,
@@ -189,11 +187,9 @@ def init(
     hosts = tuple(dict.fromkeys(host or (socket.getfqdn(), socket.gethostname())))
     folder, state = directories(directory and directory.absolute())
     names = [f"gpuscale-{name}" for name in (*PORTS, "gateway")]
-    database = Database(database_file, postgresql)
-    if standby and not database:
-        raise InvalidArgumentError(
-            "--standby needs --postgresql or --database-file: both hosts use one PostgreSQL"
-        )
+    database = Database(postgresql)
+    if standby and postgresql is None:
+        raise InvalidArgumentError("--standby needs --postgresql: both hosts use one PostgreSQL")
     shared = (hosts[0], *standby) if standby else ()
     text = settings_text(settings_of_services(folder, state, database.place(folder), shared))
     file = folder / "gpuscale.toml"
@@ -207,10 +203,8 @@ def init(
         if is_written(file, text):
             _name_server(folder / "pki", hosts)
         else:
-            database.check()
             _write(folder, state, hosts)
-            if (url := database.write(folder)) is not None:
-                hand_over(url)
+            database.write(folder)
             write_private(file, text.encode())
             hand_over(file)
     address = ",".join(f"{one}:{GATEWAY_PORT}" for one in (hosts[0], *standby))
@@ -393,7 +387,6 @@ PROGRAMS_OF_SERVICES = ("gpuscale-allocator", "gpuscale-autoscaler", "gpuscale-g
 @repeated(
     "--host", metavar="NAME", help="Name by which others reach a standby or gateway; --node by default."
 )
-@DATABASE_FILE
 @POSTGRESQL
 @PLACE
 @repeated(
@@ -412,7 +405,6 @@ def join(
     node: str | None,
     role: str,
     host: tuple[str, ...],
-    database_file: Path | None,
     postgresql: str | None,
     directory: Path | None,
     at: tuple[str, ...],
@@ -429,7 +421,7 @@ def join(
     if role != "gpu-host":
         from gpuscale.cli.commands.standby import ServicesHost
 
-        database = Database(database_file, postgresql)
+        database = Database(postgresql)
         place = ServicesHost(role, node, host or (node,), database, settings, state)
         place.join(session, name, ca_hash, partial(_secret, token, token_file), plan=plan, run=run)
         return

@@ -79,13 +79,11 @@ class ServicesHost:
                     return
                 if under_systemd:
                     make_users(programs)
-                self.database.check()
                 with writing("HOST_FILES"):
                     if not self._was_cut_off(ca_hash):
                         self._join(trusting(session, address, authority), secret())
                     if not written:
-                        if (url := self.database.write(self.folder)) is not None:
-                            hand_over(url)
+                        self.database.write(self.folder)
                         write_private(file, text.encode())
                         hand_over(file)
         local = f"127.0.0.1:{GATEWAY_PORT}"
@@ -109,9 +107,9 @@ class ServicesHost:
 
     def _settings(self, address: str, names: list[str]) -> str:
         """The settings of its programs: those of the first host with its own addresses."""
-        if (self.role == "standby") != bool(self.database):
+        if (self.role == "standby") != (self.database.url is not None):
             raise InvalidArgumentError(
-                "--postgresql or --database-file names the PostgreSQL of the first host, for --role standby alone"
+                "--postgresql names the PostgreSQL of the first host, for --role standby alone"
             )
         known = [one.rpartition(":")[0] for one in split_addresses(address)]
         own = next((nth for nth, one in enumerate(known) if one in self.hosts), len(known))
