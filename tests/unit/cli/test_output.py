@@ -13,7 +13,6 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.api.monitor.v1 import Node, RecordedGpu
 from gpuscale.api.types.v1 import Gpu, GpuReading
 from gpuscale.cli.commands.describe import described
-from gpuscale.cli.commands.top import bar
 from gpuscale.cli.console import cells, output
 from gpuscale.cli.console.cells import Column, View, counted_models
 from gpuscale.cli.console.output import Output
@@ -246,9 +245,6 @@ def test_an_absent_reading_is_a_dash_and_zero_is_zero() -> None:
     assert cells.duration(Reservation(), "remaining") == "-"
     assert cells.duration(Reservation(remaining=Duration()), "remaining") == "0ms"
     assert cells.since(Reservation(), "create_time") == "-"
-    assert bar(None).strip() == "-"
-    assert bar(0).strip() == ""
-    assert bar(2.0) == "|" * 10
 
 
 def test_enum_values_lose_their_prefix_and_unknown_ones_are_shown() -> None:

@@ -2,30 +2,24 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from google.protobuf.message import Message
-
 from gpuscale.api.monitor.v1 import ListNodesRequest
-from gpuscale.api.types.v1 import Gpu
 from gpuscale.cli.console import lookup
-from gpuscale.cli.console.cells import Column, View, gpu_model
 from gpuscale.cli.console.command import NOBODY, Session, command
 from gpuscale.cli.console.errors import ExitCode, leave
-from gpuscale.cli.console.output import ABSENT, to_dict
+from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.terminal import TERMINAL, note, write_lines
 from gpuscale.cli.grammar.parameters import option
 from gpuscale.cli.views import monitor
 from gpuscale.cli.views.allocator import RESERVATIONS
 from gpuscale.cli.views.autoscaler import ENDPOINTS
 from gpuscale.client import Client
-from gpuscale.client.states import Marks, gpu_state, marks, node_state
+from gpuscale.client.states import gpu_state, marks, node_state
 from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.rpc.status import PROBLEM_KEY
 from gpuscale.common.sizes import counted
-
-BAR_WIDTH = 10
 
 
 @command("top")
@@ -94,7 +88,7 @@ def show_status(session: Session) -> None:
     tables = (
         (events, output.table(events or (), monitor.HEALTH)),
         (nodes, output.table(nodes, monitor.nodes(marked, problems=ill))),
-        (gpus, output.table(gpus, _gpus(holders, marked))),
+        (gpus, output.table(gpus, monitor.gpus(holders, marked))),
         (reservations, output.table(reservations or (), RESERVATIONS)),
         (endpoints, output.table(endpoints or (), ENDPOINTS)),
     )
@@ -116,33 +110,3 @@ def _known(client: Client, what: str, read: Callable[[Client], list[Any]]) -> li
     except UnavailableError as error:
         note(f"{what} are unknown: {error.message}")
         return None
-
-
-def bar(share: float | None) -> str:
-    """`|||       ` for a share from 0 to 1; `-` if unknown."""
-    if share is None:
-        return ABSENT.ljust(BAR_WIDTH)
-    return ("|" * round(min(max(share, 0.0), 1.0) * BAR_WIDTH)).ljust(BAR_WIDTH)
-
-
-def gauge(reading: Message, field: str, whole: float) -> str:
-    """`[||        ]  20%`: a field of a reading as a share of the whole."""
-    share = getattr(reading, field) / whole if reading.HasField(field) and whole > 0 else None
-    return f"[{bar(share)}] " + (ABSENT if share is None else f"{share:4.0%}")
-
-
-def _gpus(holders: Mapping[str, str], marked: Marks) -> View[Gpu]:
-    as_listed = {one.heading: one for one in monitor.gpus(holders, marked).columns}
-    return View(
-        "gpus",
-        (
-            *(as_listed[heading] for heading in ("NODE", "GPU", "STATE")),
-            Column("UTILIZATION", lambda gpu: gauge(gpu.reading, "utilization_percent", 100)),
-            Column(
-                "MEMORY", lambda gpu: gauge(gpu.reading, "memory_used_bytes", gpu.reading.memory_total_bytes)
-            ),
-            as_listed["HOLDER"],
-            Column("MODEL", gpu_model, spare=True),
-            *(as_listed[heading] for heading in ("TEMP", "POWER", "AGE")),
-        ),
-    )
