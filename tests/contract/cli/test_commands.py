@@ -86,7 +86,6 @@ COMMANDS: list[tuple[str, ...]] = [
     ("explain", "endpoint", "jobs"),
     ("explain", "decision", "jobs/d1"),
     ("explain", "policy", "idle"),
-    ("explain", "policy", "idle", "--dry-run"),
     ("explain", "exit-codes"),
     ("explain", "endpoint.spec"),
     ("wait", "endpoint", "jobs", "--for", "status.desired_replicas=3"),

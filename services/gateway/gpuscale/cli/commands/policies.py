@@ -28,17 +28,11 @@ DRY_RUN_SECONDS = 300.0
 """Time limit of a dry run, which takes seconds for a week of 100 GPUs."""
 
 
-@command("explain policy idle --dry-run --since 2d")
+@command("explain policy idle")
 @one_name("policies")
-@option("--dry-run", is_flag=True, help="Show what it would have done in the recorded past.")
-@SINCE
-def explain_policy(session: Session, name: str, dry_run: bool, since: datetime | None) -> None:
+def explain_policy(session: Session, name: str) -> None:
     """Explain a use policy: what it watches, what it does next and when, and what it did last."""
     with session.connect() as client:
-        if dry_run:
-            [policy] = lookup.READERS["policies"](client, [name])
-            show_past(session, client, policy, since)
-            return
         found = client.policies.GetUsePolicy(api.GetUsePolicyRequest(name=full_name(POLICY, name)))
         done = lookup.acts(client, [name], limit=20) if session.output.human else []
     output = session.output
