@@ -33,7 +33,7 @@ def main() -> None:
             reveal_type(page.nodes[0].snapshot.host_reading.cpu_percent)
         for update in client.fleet.WatchNodes(monitor_api.WatchNodesRequest()):
             reveal_type(update.full)
-        reveal_type(client.reserve(2, "me", ttl=60, min_memory_bytes=8 << 30).fence)
+        reveal_type(client.reserve(2, "me", ttl=60, min_memory=8 << 30).fence)
         with client.reserve(gpus=2, min_memory="8GiB") as lease:
             reveal_type(lease)
             reveal_type(lease.cuda_visible_devices)

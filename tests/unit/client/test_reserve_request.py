@@ -32,7 +32,7 @@ def test_what_was_said_is_sent() -> None:
         "me",
         {
             "ttl": 1.5,
-            "min_memory_bytes": 0,
+            "min_memory": 0,
             "max_utilization_percent": 100.0,
             "allow_unknown_utilization": True,
             "nodes": ["nodes/a"],
@@ -60,7 +60,6 @@ def test_sizes_and_durations_may_be_text() -> None:
     assert (said.ttl.seconds, said.wait.nanos) == (90, 250_000_000)
     assert (said.ask.min_memory_bytes, said.ask.gpu_memory_bytes) == (8 << 30, 10**9)
     assert said.ask.host_memory_bytes == 7
-    assert ask(1, {"min_memory_bytes": "1KiB"}).min_memory_bytes == 1024
     assert reserve_timeout({"wait": "1m"}) == 70
 
 
@@ -69,7 +68,6 @@ def test_sizes_and_durations_may_be_text() -> None:
     [
         ({"ttl": "30 seconds"}, ValueError, "ttl: '30 seconds' is not a duration; write it like 60s"),
         ({"gpu_memory": "many"}, ValueError, "gpu_memory: 'many' is not a size"),
-        ({"host_memory": 1, "host_memory_bytes": 2}, TypeError, "host_memory and host_memory_bytes exclude"),
     ],
 )
 def test_what_is_no_size_or_duration_is_named(options: Any, error: type[Exception], says: str) -> None:
@@ -82,15 +80,15 @@ def test_every_field_of_the_contract_can_be_said() -> None:
     said = ask(
         2,
         {
-            "min_memory_bytes": 1,
+            "min_memory": 1,
             "max_utilization_percent": 9.0,
             "allow_unknown_utilization": True,
             "gpu_milli": 500,
-            "gpu_memory_bytes": 3,
+            "gpu_memory": 3,
             "mig_profile": "1g.10gb",
             "models": ["A100"],
             "cpu_milli": 4000,
-            "host_memory_bytes": 5,
+            "host_memory": 5,
             "nodes": ["nodes/a"],
             "excluded_nodes": ["nodes/b"],
             "only_gpus": ["nodes/a/gpus/g"],

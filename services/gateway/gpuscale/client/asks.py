@@ -28,8 +28,6 @@ class AskOptions(TypedDict, total=False):
 
     min_memory: int | str | None
     """Least free memory of each GPU: bytes, or a text such as `8GiB`, like every size here."""
-    min_memory_bytes: int | str | None
-    """The same, by the name in the API. Sizes take either name, not both."""
     max_utilization_percent: float | None
     """Each GPU's utilization must be below this; 100 admits any."""
     allow_unknown_utilization: bool | None
@@ -38,8 +36,6 @@ class AskOptions(TypedDict, total=False):
     """Share of each GPU in thousandths; below 1000 others may get the rest."""
     gpu_memory: int | str | None
     """Memory of each GPU to set aside for a share."""
-    gpu_memory_bytes: int | str | None
-    """The same."""
     mig_profile: str
     """MIG instances of this profile, such as `1g.10gb`."""
     models: Sequence[str]
@@ -48,8 +44,6 @@ class AskOptions(TypedDict, total=False):
     """CPU of the node that each member takes, in thousandths of a core."""
     host_memory: int | str | None
     """Main memory of the node that each member takes."""
-    host_memory_bytes: int | str | None
-    """The same."""
     nodes: Sequence[str]
     """Only these nodes, as `host-1` or `nodes/host-1`."""
     excluded_nodes: Sequence[str]
@@ -138,16 +132,15 @@ def ask(gpu_count: int, options: AskOptions) -> allocator_api.Ask:
 def _ask(gpu_count: int, options: AskOptions) -> allocator_api.Ask:
     return allocator_api.Ask(
         gpu_count=gpu_count,
-        min_memory_bytes=_bytes("min_memory", options.get("min_memory"), options.get("min_memory_bytes")),
+        min_memory_bytes=_bytes("min_memory", options.get("min_memory")),
         max_utilization_percent=options.get("max_utilization_percent"),
         allow_unknown_utilization=options.get("allow_unknown_utilization"),
         gpu_milli=options.get("gpu_milli"),
-        gpu_memory_bytes=_bytes("gpu_memory", options.get("gpu_memory"), options.get("gpu_memory_bytes")),
+        gpu_memory_bytes=_bytes("gpu_memory", options.get("gpu_memory")),
         mig_profile=options.get("mig_profile", ""),
         models=options.get("models", ()),
         cpu_milli=options.get("cpu_milli", 0),
-        host_memory_bytes=_bytes("host_memory", options.get("host_memory"), options.get("host_memory_bytes"))
-        or 0,
+        host_memory_bytes=_bytes("host_memory", options.get("host_memory")) or 0,
         nodes=map(_node, options.get("nodes", ())),
         excluded_nodes=map(_node, options.get("excluded_nodes", ())),
         gpus=options.get("only_gpus", ()),
@@ -266,13 +259,9 @@ def _node(name: str) -> str:
     return name if "/" in name else node_name(name)
 
 
-def _bytes(name: str, size: int | str | None, in_bytes: int | str | None) -> int | None:
-    """The bytes of an option that has two names."""
-    if size is not None and in_bytes is not None:
-        raise TypeError(f"{name} and {name}_bytes exclude each other")
-    found = in_bytes if size is None else size
+def _bytes(name: str, size: int | str | None) -> int | None:
     try:
-        return None if found is None else to_bytes(found)
+        return None if size is None else to_bytes(size)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 

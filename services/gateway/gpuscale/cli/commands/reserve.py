@@ -119,15 +119,15 @@ class Asking:
             return lookup.spots(lambda: lookup.nodes(client), typed, "gpus") if typed else []
 
         return library.AskOptions(
-            min_memory_bytes=self.min_memory,
+            min_memory=self.min_memory,
             max_utilization_percent=self.max_utilization,
             allow_unknown_utilization=self.allow_unknown_utilization,
             gpu_milli=self.share,
-            gpu_memory_bytes=self.gpu_memory,
+            gpu_memory=self.gpu_memory,
             models=self.model,
             mig_profile=self.mig_profile,
             cpu_milli=round(self.cpus * WHOLE),
-            host_memory_bytes=self.host_memory,
+            host_memory=self.host_memory,
             nodes=[full_name(NODE, name) for name in self.node],
             excluded_nodes=[full_name(NODE, name) for name in self.exclude_node],
             only_gpus=gpus(self.gpu),
