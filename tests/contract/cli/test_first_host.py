@@ -14,7 +14,7 @@ import pytest
 from cryptography import x509
 
 from gpuscale.allocator.settings import AllocatorSettings
-from gpuscale.cli.commands import hosts, units
+from gpuscale.cli.commands import hosts, joining, units
 from gpuscale.cli.commands.database import Database
 from gpuscale.cli.commands.units import demoted
 from gpuscale.cli.console.command import Session
@@ -112,13 +112,13 @@ def test_a_host_that_is_slow_to_start_is_waited_for() -> None:
     """A late answer ended all programs that `init --run` and `join --run` had just started."""
     with FakeServer() as server:
         session = Session(address=server.address)
-        assert hosts._online(session, "node-0") == "node-0 is ONLINE"
+        assert joining._online(session, "node-0") == "node-0 is ONLINE"
         server.fail("GetNode", DeadlineExceededError("busy"))
-        assert hosts._online(session, "node-0") is None
+        assert joining._online(session, "node-0") is None
         revoked = "CERTIFICATE_REVOKED"
         server.fail("GetNode", UnauthenticatedError("the client certificate was revoked", reason=revoked))
         with pytest.raises(UnauthenticatedError):  # its token was not asked for, and nobody would say why
-            hosts._online(session, "node-0")
+            joining._online(session, "node-0")
 
 
 @pytest.mark.parametrize(

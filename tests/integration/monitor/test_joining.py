@@ -22,7 +22,7 @@ from pydantic import SecretStr
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types.v1 import options_pb2
-from gpuscale.cli.commands import hosts, standby
+from gpuscale.cli.commands import hosts, joining
 from gpuscale.cli.commands.hosts import settings_text
 from gpuscale.common import errors
 from gpuscale.common.rpc import renewal
@@ -463,7 +463,7 @@ async def test_what_was_killed_on_its_way_is_typed_again(
     assert (await site.ctl(*typed, "--host", "third")).code != 0
     assert (await site.ctl(*typed)).code == 0
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    for module in (hosts, standby):  # it has been away for longer than its certificate lasts
+    for module in (hosts, joining):  # it has been away for longer than its certificate lasts
         monkeypatch.setattr(module, "counts", lambda file: file.name == "authority.pem")
     refused = await site.ctl(*typed)
     assert "has expired; for another, pass a token of: join-token create --kind standby --node" in refused.err

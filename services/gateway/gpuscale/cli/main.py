@@ -172,11 +172,11 @@ COMMANDS: Mapping[str, CommandEntry] = {
             "delete": "tokens:delete_join_token",
         },
     ),
-    "join": CommandEntry("Get a certificate and settings for this host.", "hosts:join"),
+    "join": CommandEntry("Get a certificate and settings for this host.", "joining:join"),
     "login-code": CommandEntry("Let people log in once.", {"create": "login:create"}),
     "login": CommandEntry("Log in to a server, with a code or through an OIDC provider.", "login:login"),
     "logout": CommandEntry("Delete what login wrote.", "login:logout"),
-    "leave": CommandEntry("Remove what join wrote on this host.", "hosts:leave"),
+    "leave": CommandEntry("Remove what join wrote on this host.", "joining:leave"),
     "upgrade": CommandEntry("Restart this host's units in order, after an update.", "upgrade:upgrade"),
     "doctor": CommandEntry(
         "Find what is wrong with this host and the fleet, and what to do.", "doctor:doctor"

@@ -9,7 +9,6 @@ import socket
 import ssl
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import tomllib
@@ -18,7 +17,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import click
 import psutil
 from cryptography import x509
 
@@ -26,20 +24,16 @@ from gpuscale.api.monitor import v1 as api
 from gpuscale.cli.commands.database import POSTGRESQL, Database
 from gpuscale.cli.commands.processes import start
 from gpuscale.cli.commands.units import (
-    STATE,
     USER,
-    as_units_user,
     demoted,
     hand_over,
-    make_runtime_directory,
     make_users,
     start_units,
-    stop_units,
     systemctl,
     units_user,
 )
 from gpuscale.cli.commands.units import plan as plan_of_units
-from gpuscale.cli.console.command import FILE, Session, command, one_name
+from gpuscale.cli.console.command import FILE, Session, command
 from gpuscale.cli.console.errors import writing
 from gpuscale.cli.console.terminal import TYPED, folded, note
 from gpuscale.cli.grammar.parameters import option, repeated
@@ -51,8 +45,8 @@ from gpuscale.common.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from gpuscale.common.names import node_name, to_id
-from gpuscale.common.rpc import channel, renewal
+from gpuscale.common.names import to_id
+from gpuscale.common.rpc import channel
 from gpuscale.common.runtime.lifecycle import stop_signals
 from gpuscale.common.secrets import write_private
 from gpuscale.common.security import authority as issuing
@@ -358,177 +352,12 @@ def settings_of_services(
     return found
 
 
-PROGRAMS = ("gpuscale-agent", "gpuscale-adapter")
-PROGRAMS_OF_SERVICES = ("gpuscale-allocator", "gpuscale-autoscaler", "gpuscale-gateway")
-"""Services of a joining host: the fleet runs only on the first."""
-
-
-@command("join gpus.example:7070 --token-file - --ca-hash sha256:5f9d…")
-@one_name(metavar="ADDRESS")
-@option(
-    "--token",
-    metavar="TEXT",
-    help="The join token. Other users of the host can see it, so it should be good for one use.",
-)
-@option("--token-file", type=FILE, help="File with the join token; - for standard input.")
-@option(
-    "--ca-hash",
-    required=True,
-    metavar="DIGEST",
-    help="Digest of the authority, printed by join-token create.",
-)
-@option("--node", metavar="NAME", help="Name of this host; by default its hostname.")
-@option(
-    "--role",
-    type=click.Choice(("gpu-host", "standby", "gateway")),
-    default="gpu-host",
-    help="What to run here: agent and adapter; or standby services of the first host; or a gateway.",
-)
-@repeated(
-    "--host", metavar="NAME", help="Name by which others reach a standby or gateway; --node by default."
-)
-@POSTGRESQL
-@PLACE
-@repeated(
-    "--at",
-    metavar="SERVICE=ADDRESS",
-    help="Address of the fleet, allocator or autoscaler; by default ports 7072-7074 of ADDRESS.",
-)
-@option("--plan", is_flag=True, help="Show the files without writing them.")
-@option("--run", is_flag=True, help="Run agent and adapter, until Ctrl-C or SIGTERM.")
-def join(
-    session: Session,
-    name: str,
-    token: str | None,
-    token_file: Path | None,
-    ca_hash: str,
-    node: str | None,
-    role: str,
-    host: tuple[str, ...],
-    postgresql: str | None,
-    directory: Path | None,
-    at: tuple[str, ...],
-    plan: bool,
-    run: bool,
-) -> None:
-    """Get a certificate for this host, write settings and units of its agent and adapter, and start them with systemd.
-
-    Checks the digest of the authority before it sends the token. The agent renews the certificate by itself. A joined host
-    needs no further token.
-    """
-    node = node or to_id(socket.gethostname())
-    settings, state = directories(directory and directory.absolute())
-    if role != "gpu-host":
-        from gpuscale.cli.commands.standby import ServicesHost
-
-        database = Database(postgresql)
-        place = ServicesHost(role, node, host or (node,), database, settings, state)
-        place.join(session, name, ca_hash, partial(_secret, token, token_file), plan=plan, run=run)
-        return
-    files = {
-        "settings": settings / "gpuscale.toml",
-        "ca": state / "host/ca.crt",
-        "pair": state / "host/host.pem",
-    }
-    services = _addresses(name, at)
-    under_systemd = not run and bool(systemctl())
-    if under_systemd and not plan:
-        make_users(PROGRAMS)
-    work_socket = channel.AGENT_SOCKET if state == STATE else state / "agent.sock"
-    text = _settings_of_host(node, services, files, state, work_socket)
-    written = is_written(files["settings"], text)
-    joined = counts(files["pair"]) and (written or was_cut_off(files, node, ca_hash))
-    if plan or not joined:
-        with tempfile.TemporaryDirectory() as passing:
-            authority = trusted(session, name, ca_hash, Path(passing))
-            if plan:
-                note(f"the authority at {name} has this digest; {node} would get {files['pair']}")
-                units = plan_of_units(PROGRAMS, files["settings"], state) if under_systemd else ""
-                sys.stdout.write(f"# {files['settings']}\n{text}{units}")
-                return
-            has_expired(files["pair"], node)
-            _join(
-                session, channel.split_addresses(name)[0], authority, _secret(token, token_file), node, files
-            )
-    if not written:
-        files["settings"].parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        write_private(files["settings"], text.encode(), public=True)
-    if not run and not under_systemd:
-        session.output.write_records("files", [{"file": str(file)} for file in files.values()])
-        note(
-            f"{node} has joined; to start it, repeat the command with --run, or: systemctl enable --now {' '.join(PROGRAMS)}",
-            TYPED,
-        )
-        return
-    known = trusting(session, services["fleet"], files["ca"])
-    own = replace(known, cert_file=files["pair"], key_file=files["pair"])
-    if under_systemd:
-        say(session, start_units(PROGRAMS, files["settings"], state, partial(_online, own, node)))
-    else:
-        if state == STATE:
-            make_runtime_directory(work_socket.parent)
-        run_programs(session, PROGRAMS, files["settings"], partial(_online, own, node))
-
-
 def counts(pair: Path) -> bool:
     """Whether a certificate exists and has not expired."""
     try:
         return certificates.read_certificate(pair.read_bytes()).ends > time.time()
     except (OSError, ValueError):
         return False
-
-
-def has_expired(pair: Path, node: str, kind: str = "") -> bool:
-    """Whether a host's certificate exists and has expired; says what gets it another."""
-    if expired := pair.exists() and not counts(pair):
-        note(
-            f"the certificate of {node} has expired; for another, pass a token of: join-token create {kind}--node {node}"
-        )
-    return expired
-
-
-def was_cut_off(files: Mapping[str, Path], name: str, ca_hash: str, hosts: Sequence[str] = ()) -> bool:
-    """Whether an earlier `join` with the same authority stopped after getting the certificate."""
-    # The authority is written before the certificate.
-    authorities = x509.load_pem_x509_certificates(files["ca"].read_bytes())
-    subject = issuing.subject_of(x509.load_pem_x509_certificate(files["pair"].read_bytes()))
-    return (
-        subject.name == name
-        and {*hosts} <= {*subject.hosts}
-        and ca_hash in map(issuing.digest_of, authorities)
-    )
-
-
-def _online(session: Session, node: str) -> str | None:
-    try:
-        with session.connect(quickly=2.0) as client:
-            found = client.fleet.GetNode(api.GetNodeRequest(name=node_name(node))).node
-    except NOT_YET as error:
-        if error.reason == "CERTIFICATE_REVOKED":  # which no wait mends
-            raise
-        return None
-    return f"{node} is ONLINE" if found.state == api.NodeState.NODE_STATE_ONLINE else None
-
-
-def _join(
-    session: Session, address: str, authority: Path, token: str, node: str, files: Mapping[str, Path]
-) -> None:
-    key, csr = issuing.make_request()
-    try:
-        state = files["pair"].parent.parent
-        state.mkdir(mode=0o700, parents=True, exist_ok=True)
-        hand_over(state, own=True)
-        with as_units_user():
-            files["pair"].parent.mkdir(mode=0o700, exist_ok=True)
-        with trusting(session, address, authority).connect() as client:
-            answer = client.joining.Join(api.JoinRequest(token=token, node=node, csr=csr))
-        with as_units_user():
-            renewal.write_host_files(
-                files["pair"], files["ca"], key, answer.certificate_pem, answer.authority_pem
-            )
-    except OSError as error:
-        message = f"cannot write {error.filename or files['pair']}: {error.strerror}"
-        raise FailedPreconditionError(message, reason="HOST_FILES") from error
 
 
 def trusting(session: Session, address: str, authority: Path | None) -> Session:
@@ -580,12 +409,6 @@ def trusted(session: Session, address: str, digest: str, folder: Path) -> Path:
     )
 
 
-def _secret(token: str | None, file: Path | None) -> str:
-    if (token is None) == (file is None):
-        raise InvalidArgumentError("pass either --token or --token-file", field="token")
-    return read_secret(file, reason="TOKEN_FILE") if token is None else token
-
-
 def read_secret(file: Path | None, *, reason: str) -> str:
     """The secret in a file; on the first line of standard input without one, or for `-`."""
     try:
@@ -594,59 +417,3 @@ def read_secret(file: Path | None, *, reason: str) -> str:
         said = getattr(error, "strerror", "it is no text in ASCII")
         raise FailedPreconditionError(f"cannot read {file}: {said}", reason=reason) from error
     return text.strip()
-
-
-def _addresses(address: str, at: tuple[str, ...]) -> Mapping[str, str]:
-    hosts = [one.rpartition(":")[0] for one in channel.split_addresses(address)]
-    found = {name: ",".join(f"{host}:{port}" for host in hosts) for name, port in PORTS.items()}
-    found["fleet"] = f"{hosts[0]}:{PORTS['fleet']}"
-    for one in at:
-        name, equals, where = one.partition("=")
-        if name not in found or not equals:
-            raise InvalidArgumentError(f"--at: {one!r} must be one of {', '.join(found)}, = and its address")
-        found[name] = ",".join(channel.split_addresses(where))
-    return found
-
-
-def _settings_of_host(
-    node: str, services: Mapping[str, str], files: Mapping[str, Path], state: Path, work_socket: Path
-) -> str:
-    common = {"ca_file": str(files["ca"]), "cert_file": str(files["pair"]), "key_file": str(files["pair"])}
-    upstreams = {"fleet_address": services["fleet"], "allocator_address": services["allocator"]}
-    kept: dict[str, str | bool] = {"state_dir": str(state / "agent"), "renew_certificate": True}
-    adapter = {"autoscaler_address": services["autoscaler"], "data_dir": str(state / "adapter")}
-    return settings_text(
-        {
-            "agent": {"node": node, **upstreams, **common, **kept, "work_socket": str(work_socket)},
-            "adapter": {"node": node, **adapter, **common, "agent_address": f"unix:{work_socket}"},
-        }
-    )
-
-
-@command("leave")
-@PLACE
-def leave(session: Session, directory: Path | None) -> None:
-    """Stop and remove what join set up on this host: its units and its certificate. Stop --run first.
-
-    The settings are kept in gpuscale.toml.left.
-
-    To remove the host for good: `gpuscalectl forget node NAME` and `gpuscalectl certs revoke NAME`.
-    """
-    settings, state = directories(directory)
-    of_gpus = (state / "host" / "host.pem").exists()
-    programs = PROGRAMS if of_gpus else PROGRAMS_OF_SERVICES
-    own = [state / "host" / name for name in (("ca.crt", "host.pem") if of_gpus else renewal.SERVICES_FILES)]
-    with as_units_user():
-        kept = [file for file in own if file.exists()]
-    if not kept:
-        raise FailedPreconditionError(
-            f"this host has not joined: no certificate is in {state / 'host'}", reason="NOT_JOINED"
-        )
-    units = stop_units(programs)
-    with writing("HOST_FILES", what="remove"):
-        if (settings / "gpuscale.toml").exists():  # its owner may have edited it
-            (settings / "gpuscale.toml").replace(settings / "gpuscale.toml.left")
-        with as_units_user():
-            for file in kept:  # last, since it tells what has joined
-                file.unlink()
-    session.output.write_records("removed", [{"file": str(file)} for file in (*kept, *units)])

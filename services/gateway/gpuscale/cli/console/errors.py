@@ -249,7 +249,7 @@ def writing(reason: str, place: Path | None = None, *, what: str = "write") -> G
     try:
         yield
     except OSError as error:
-        message = f"cannot {what} {place or error.filename}: {error.strerror}"
+        message = f"cannot {what} {place or error.filename or 'its files'}: {error.strerror}"
         raise errors.FailedPreconditionError(message, reason=reason) from error
 
 
