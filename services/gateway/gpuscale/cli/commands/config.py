@@ -1,14 +1,15 @@
 """`gpuscalectl config`: named servers in the user's contexts file (see `gpuscale.client.connection`)."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+import tomlkit
 
 from gpuscale.cli.console.command import Session, command, context_names
+from gpuscale.cli.console.errors import writing
 from gpuscale.cli.grammar.selecting import near
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 from gpuscale.common.rpc.channel import split_addresses
@@ -125,19 +126,8 @@ def _texts(context: "Context") -> dict[str, str]:
 
 def write_all(path: Path, current: str, by_name: "Mapping[str, Context]") -> None:
     """Replace the file atomically, readable only by the user."""
-    lines = [f"current_context = {_quoted(current)}", ""]
-    for name, one in sorted(by_name.items()):
-        values = [f"{key} = {_quoted(value)}" for key, value in _texts(one).items()]
-        lines += [f"[contexts.{_quoted(name)}]", *values, ""]
-    try:
+    contexts = {name: _texts(one) for name, one in sorted(by_name.items())}
+    text = tomlkit.dumps({"current_context": current, "contexts": contexts})
+    with writing("CONTEXTS", path):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_private(path, "\n".join(lines).encode())
-    except OSError as error:
-        raise InvalidArgumentError(f"{path}: {error.strerror}") from error
-
-
-def _quoted(text: str) -> str:
-    """A basic TOML string: as in JSON, except for control characters, which are refused."""
-    if any(ord(one) < ord(" ") or ord(one) == 0x7F for one in text):
-        raise InvalidArgumentError(f"{text!r} has a control character")
-    return json.dumps(text, ensure_ascii=False)
+        write_private(path, text.encode())

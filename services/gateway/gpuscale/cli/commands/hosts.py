@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import psutil
+import tomlkit
 from cryptography import x509
 
 from gpuscale.api.monitor import v1 as api
@@ -83,11 +84,8 @@ def directories(given: Path | None) -> tuple[Path, Path]:
 
 
 def settings_text(tables: Mapping[str, Table]) -> str:
-    """The text of a settings file. JSON strings are TOML strings."""
-    lines = ["# Written by gpuscalectl; docs/settings.md has every key."]
-    for name, values in tables.items():
-        lines += ["", f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
-    return "\n".join(lines) + "\n"
+    """The text of a settings file."""
+    return f"# Written by gpuscalectl; docs/settings.md has every key.\n\n{tomlkit.dumps(tables)}"
 
 
 def is_written(file: Path, text: str) -> bool:
