@@ -283,16 +283,12 @@ class Job:
             try:
                 found = self.until_ended(STOP_SECONDS)
             except DeadlineExceededError as error:
-                raise self._late(error) from None
+                asked = allocator_api.GetReservationRequest(name=self.name)
+                _, call = self._client.allocator.GetReservation.with_call(asked)
+                problem = dict(call.trailing_metadata() or ()).get(PROBLEM_KEY)
+                message = f"{error.message}: {problem!s}" if problem else error.message
+                raise DeadlineExceededError(message, reason=error.reason, metadata=error.metadata) from None
         return found
-
-    def _late(self, error: DeadlineExceededError) -> DeadlineExceededError:
-        """The error of a stop that took too long, with what the allocator tells of itself."""
-        request = allocator_api.GetReservationRequest(name=self.name)
-        _, call = self._client.allocator.GetReservation.with_call(request)
-        problem = dict(call.trailing_metadata() or ()).get(PROBLEM_KEY)
-        message = f"{error.message}: {problem!s}" if problem else error.message
-        return DeadlineExceededError(message, reason=error.reason, metadata=error.metadata)
 
     def write(
         self,

@@ -63,8 +63,8 @@ def describe(session: Session, words: tuple[str, ...]) -> None:
     with session.connect() as client:
         context.obj = session
         if not session.output.human:
-            found = GetGroup("get", kinds).get_command(context, noun)
-            context.invoke(found, name=tuple(names)) if found else None
+            shown = GetGroup("get", kinds).get_command(context, noun)
+            context.invoke(shown, name=tuple(names)) if shown else None
             return
         for index, item in enumerate(lookup.READERS[noun](client, names)):
             write_lines([""] * bool(index))
@@ -77,20 +77,19 @@ def describe(session: Session, words: tuple[str, ...]) -> None:
             write_lines(_printable([] if noun == "decisions" else described(item)))
             if gpus:
                 write_lines(["", *session.output.table(gpus, monitor.gpus(holders_known(client)))])
-            happened = list(_printable(_events(client, noun, item)))
+            uuid = item.uuid if isinstance(item, types_api.Gpu) else ""
+            about = lookup.About(uuid, wire.TimeRange(datetime.now(UTC) - SINCE))
+            found = sorted(set(events.found_events(client, _EVENTS.get(noun, ()), about, set(), first=False)))
+            happened = _printable(
+                f"  {local_text(one.time)}  {one.name}: {one.what}"
+                for one in found
+                if uuid or one.concerns(str(getattr(item, "name", "")))
+            )
             write_lines(["", "events of the last hour:", *happened] if happened else [])
 
 
 def _printable(lines: Iterable[str]) -> list[str]:
     return [_UNPRINTABLE.sub("?", line) for line in lines]
-
-
-def _events(client: Any, noun: str, item: Message) -> Iterator[str]:
-    gpu = item.uuid if isinstance(item, types_api.Gpu) else ""
-    about = lookup.About(gpu, wire.TimeRange(datetime.now(UTC) - SINCE))
-    for one in sorted(set(events.found_events(client, _EVENTS.get(noun, ()), about, set(), first=False))):
-        if gpu or one.concerns(str(getattr(item, "name", ""))):
-            yield f"  {local_text(one.time)}  {one.name}: {one.what}"
 
 
 def described(message: Message, indent: str = "") -> Iterator[str]:
