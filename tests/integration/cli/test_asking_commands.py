@@ -105,7 +105,7 @@ async def test_a_backtest_is_left_to_the_server_looked_at_stopped_and_deleted(
 async def test_tune_writes_a_policy_that_can_be_applied(asked: Asking, trace: str, tmp_path: Path) -> None:
     written = tmp_path / "policy.yaml"
     begun = await ctl(asked, "tune", "-d", "--trace", trace, *LOAD, "--gpus", "0", "-o", "name")
-    arguments = ("tune", "--of", begun.strip(), "--late", "20", "--write", str(written))
+    arguments = ("tune", "--of", begun.strip(), "--goal", "late<=20%", "--write", str(written))
     data = json.loads(await ctl(asked, *arguments, "-o", "json"))
     front = data["pareto"]
     assert data["chosen"] in [one["name"] for one in front]

@@ -22,7 +22,6 @@ from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import (
     COUNT,
     DURATION,
-    PERCENT,
     POSITIVE,
     YES,
     Parsed,
@@ -302,9 +301,6 @@ def backtest(
 @command('tune jobs --slo 5s --goal "late<=1%" --write policy.yaml')
 @one_name("endpoints", metavar="ENDPOINT", required=False)
 @takes("workload", Workload)
-@option(
-    "--late", type=PERCENT, help="Percent of requests that may wait longer; the same as --goal late<=PERCENT."
-)
 @option("--watcher", default="jobs", metavar="NAME", help="Queue watcher of the policy's signals.")
 @option("--template", default="worker", metavar="NAME", help="Command template of a replica.")
 @option("--gpus", type=COUNT, default=1, metavar="N", help="GPUs of each replica.")
@@ -330,7 +326,6 @@ def tune(
     session: Session,
     name: str,
     workload: Workload,
-    late: float | None,
     watcher: str,
     template: str,
     gpus: int,
@@ -349,7 +344,7 @@ def tune(
 
     from gpuscale.cli.commands.preset import manifest
 
-    goal = workload.chosen_by or TuningGoal(1.0 if late is None else late)
+    goal = workload.chosen_by or TuningGoal()
     wish = api.PresetWish(
         watcher=full_name(WATCHER, watcher),
         min_replicas=min_replicas,
