@@ -8,8 +8,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-import click
-
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.command import Session, command, names, one_name
@@ -34,8 +32,8 @@ if TYPE_CHECKING:
 
 PERIOD: Final = 1.0
 """Seconds between reads of --follow."""
-ATTACHED_BYTES: Final = 8192
-"""Bytes of earlier output that `attach` shows."""
+LAST_BYTES, ATTACHED_BYTES = 65_536, 8192
+"""Bytes of earlier output that `logs` and `attach` show."""
 _PART: Final = 262_144
 _UNSAFE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -44,15 +42,13 @@ _UNSAFE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 @names("endpoints", "jobs", metavar="[replica|endpoint|job] NAME")
 @option("--follow", "-f", is_flag=True, help="Follow the output until they end.")
 @option(
-    "--bytes",
-    "last",
-    type=click.IntRange(1, _PART),
-    default=65_536,
+    "--tail",
+    "lines",
+    type=COUNT,
     metavar="N",
-    help="Most bytes from the end of each.",
+    help="Most lines from the end of each; by default as many as 64 KiB hold.",
 )
-@option("--tail", "lines", type=COUNT, metavar="N", help="Most lines from the end of each.")
-def logs(session: Session, name: tuple[str, ...], follow: bool, last: int, lines: int | None) -> None:
+def logs(session: Session, name: tuple[str, ...], follow: bool, lines: int | None) -> None:
     """Show the output of replicas, as far as their adapters keep it, or of a detached job. It may contain secrets.
 
     NAME is ENDPOINT/REPLICA, or ENDPOINT for all its current replicas, or the name or title of a job. With several
@@ -63,9 +59,11 @@ def logs(session: Session, name: tuple[str, ...], follow: bool, last: int, lines
     with session.connect() as client:
         if (job := _job(client, name)) is not None:
             with telling() as (tell, end):
-                Job(client, job.name).write(1, follow=follow, last=last, lines=lines, tell=tell, on_start=end)
+                Job(client, job.name).write(
+                    1, follow=follow, last=LAST_BYTES, lines=lines, tell=tell, on_start=end
+                )
             return
-        found = [_Tail(client, one, last, lines) for one in _replicas(client, name)]
+        found = [_Tail(client, one, LAST_BYTES, lines) for one in _replicas(client, name)]
         parts = _parts(found, follow=follow)
         for tail, part in _named_lines(parts) if len(found) > 1 else parts:
             tail.write(part)
@@ -207,7 +205,7 @@ class _Tail:
         if found.offset and not request.HasField("offset") and len(content) >= request.max_bytes:
             content = content[content.find(b"\n", 0, -1) + 1 or 1 :]
             if self._lines is None:
-                note(f"earlier output of {self.name} is left out; --bytes and --tail show more")
+                note(f"earlier output of {self.name} is left out; --tail shows more")
         self._request = api.ReadReplicaLogRequest(name=self.name, offset=found.next_offset, max_bytes=_PART)
         if self._lines is None:
             return content
