@@ -176,11 +176,9 @@ async def test_an_async_client_that_is_told_where_asks_nothing() -> None:
         assert lists(world) == 0
 
 
-@pytest.mark.parametrize(
-    "this_node", [(), ("--this-node", "near")], ids=["no agent here", "granted elsewhere"]
-)
+@pytest.mark.parametrize("this_node", ["", "near"], ids=["no agent here", "granted elsewhere"])
 def test_a_command_does_not_start_beside_gpus_of_another_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, this_node: tuple[str, ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, this_node: str
 ) -> None:
     """It goes where they are, by ssh; what was granted is given back where that fails."""
     ssh = tmp_path / "bin" / "ssh"
@@ -188,11 +186,12 @@ def test_a_command_does_not_start_beside_gpus_of_another_host(
     ssh.write_text(f'#!/bin/sh\necho "$*" > {tmp_path}/called\nexit 255\n')
     ssh.chmod(0o700)
     monkeypatch.setenv("PATH", f"{ssh.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("GPUSCALE_NODE", this_node)
     with canned_gateway() as (address, world):
         nodes = [node("far", boot_id=ELSEWHERE)]
         world.overrides["ListNodes"] = lambda request, context: monitor_api.ListNodesResponse(nodes=nodes)
         command = ("touch", str(tmp_path / "ran"))
-        ran = run_cli("--address", address, "run", *this_node, "--gpus", "1", "--wait", "0s", "--", *command)
+        ran = run_cli("--address", address, "run", "--gpus", "1", "--wait", "0s", "--", *command)
     assert (ran.code, "no supervisor came up on host-1, so nothing was started there" in ran.err) == (
         7,
         True,

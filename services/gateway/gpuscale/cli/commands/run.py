@@ -59,11 +59,6 @@ def _ports(text: str) -> str:
     "--env", metavar="NAME[=VALUE]", help="Set a variable for the command; by default to your own value."
 )
 @option(
-    "--this-node",
-    metavar="NAME",
-    help="This host's node; by default $GPUSCALE_NODE, or found out from the agents.",
-)
-@option(
     "--on-member-failure",
     type=click.Choice(("stop", "continue")),
     default="stop",
@@ -97,7 +92,6 @@ def run(
     user: str,
     directory: str | None,
     env: tuple[str, ...],
-    this_node: str | None,
     on_member_failure: str,
     on_move: dict[str, Any],
     via: str,
@@ -124,13 +118,13 @@ def run(
     if detach and (record or forward):
         raise click.UsageError("--detach excludes --record and --forward")
     with ExitStack() as stack:
-        early = None
-        if len({*asking.node} - {this_node, os.uname().nodename}) == 1 and not (detach or asking.members):
+        early, elsewhere = None, {*asking.node} - {os.environ.get("GPUSCALE_NODE"), os.uname().nodename}
+        if len(elsewhere) == 1 and not (detach or asking.members):
             early = stack.enter_context(EarlyStart(asking.node[0], user, forward))
         from gpuscale.cli.commands.reserve import grant  # only now, since all of these take long
         from gpuscale.client import asks, jobs
 
-        client = stack.enter_context(session.connect(node=this_node))
+        client = stack.enter_context(session.connect())
         waiting = requesting if requesting.wait is not None else replace(requesting, wait=asks.LONGEST_WAIT)
         request = asks.of_a_job(waiting.message(asking, client), title, command, user, on_move)
         here = jobs.place(client, request.ask, anywhere=anywhere or bool(requesting.booking))

@@ -77,8 +77,8 @@ class Session:
         return [f"--{name.replace('_', '-')}={value}" for name, value in named.items() if value is not None]
 
     @contextmanager
-    def connect(self, *, quickly: float | None = None, node: str | None = None) -> Generator[library.Client]:
-        """A client of the gateway; `quickly`: most seconds to connect and for each call; `node`: this host's, if known.
+    def connect(self, *, quickly: float | None = None) -> Generator[library.Client]:
+        """A client of the gateway; `quickly`: most seconds to connect and for each call.
 
         Raises:
             UnavailableError: nothing answers; the message says how to start a server.
@@ -89,7 +89,7 @@ class Session:
         timeout, dial = quickly or self.request_timeout, quickly or self.dial_timeout
         began = time.monotonic()
         with ExitStack() as stack:
-            dialed = partial(library.connect, **self._where(), timeout=timeout, dial_timeout=dial, node=node)
+            dialed = partial(library.connect, **self._where(), timeout=timeout, dial_timeout=dial)
             client = stack.enter_context(dialed(self.address))
             for name, address in self.apart.items():
                 setattr(client, name, getattr(stack.enter_context(dialed(address)), name))
