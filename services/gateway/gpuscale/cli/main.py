@@ -236,34 +236,19 @@ class Root(Group):
     of_other_tools = OF_OTHER_TOOLS
 
 
-def _print_version(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
-    if wanted and not context.resilient_parsing:
-        from importlib.metadata import version
-
-        sys.stdout.write(f"{PROGRAM} {version('gpuscale')}\n")
-        context.exit()
-
-
 @cache
 def root() -> Group:
     """The group of all commands, made once."""
-    return Root(
+    program = Root(
         PROGRAM,
         COMMANDS,
         help=HELP,
         epilog="Exit codes: gpuscalectl explain exit-codes",
         context_settings={"help_option_names": ["-h", "--help"]},
-        params=[
-            click.Option(
-                ["--version"],
-                is_flag=True,
-                is_eager=True,
-                expose_value=False,
-                callback=_print_version,
-                help="Print the version and exit.",
-            )
-        ],
     )
+    message, said = "%(prog)s %(version)s", "Print the version and exit."
+    version = click.version_option(package_name="gpuscale", prog_name=PROGRAM, message=message, help=said)
+    return version(program)
 
 
 def run_command(arguments: Sequence[str]) -> int:
