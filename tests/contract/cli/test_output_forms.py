@@ -127,7 +127,7 @@ NAMES = {
 
 NAMED_FIRST = {
     **{("get", noun): noun for noun in LISTS},
-    **{one: "reservations" for one in COMMANDS if one[0] in {"reserve", "renew", "release"}},
+    **{one: "reservations" for one in COMMANDS if one[0] == "reserve"},
     ("reserve", "--gpus", "2", "--at", "Mon 14:00", "--for", "2h", "--name", "demo"): "bookings",
     ("explain", "reservation", "r1"): "reservations",
     ("rank", "nodes", "--gpus", "2"): "nodes",

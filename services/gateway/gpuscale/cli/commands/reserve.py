@@ -10,9 +10,10 @@ import click
 
 from gpuscale import client as library
 from gpuscale.api.allocator import v1 as api
-from gpuscale.cli.console import lookup
-from gpuscale.cli.console.bulk import delete_each, show_each
+from gpuscale.cli.console import cells, lookup
+from gpuscale.cli.console.bulk import Done, delete_each, say_each
 from gpuscale.cli.console.command import Session, command, names, names_of
+from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.terminal import Progress, note, write_lines
 from gpuscale.cli.grammar.nouns import full_name, without_noun
 from gpuscale.cli.grammar.parameters import (
@@ -286,15 +287,16 @@ def delete_booking(session: Session, name: tuple[str, ...], yes: bool) -> None:
 def renew(session: Session, name: tuple[str, ...], ttl: float | None, fence: int | None) -> None:
     """Renew the leases of reservations, counted from now."""
 
-    def restart(client: "Client", full: str) -> "api.Reservation":
+    def restart(client: "Client", full: str) -> Done:
         request = api.RenewReservationRequest(
             name=full,
             fence=fence or _find(client, full).fence,
             ttl=None if ttl is None else wire.to_duration(ttl),
         )
-        return client.allocator.RenewReservation(request).reservation
+        found = client.allocator.RenewReservation(request).reservation
+        return Done(full, f"{full} renewed for {cells.duration(found, 'remaining')}", to_dict(found))
 
-    show_each(session, views.RESERVATIONS, _full(session, name, fence), restart, _find)
+    say_each(session, "reservations", _full(session, name, fence), restart, _find)
 
 
 @command("release r3fa7kq2vnb4d r9xw5tbe7zca2")
@@ -303,11 +305,12 @@ def renew(session: Session, name: tuple[str, ...], ttl: float | None, fence: int
 def release(session: Session, name: tuple[str, ...], fence: int | None) -> None:
     """Release reservations. Releasing one twice is harmless."""
 
-    def give_back(client: "Client", full: str) -> "api.Reservation":
+    def give_back(client: "Client", full: str) -> Done:
         request = api.ReleaseReservationRequest(name=full, fence=fence or _find(client, full).fence)
-        return client.allocator.ReleaseReservation(request).reservation
+        found = client.allocator.ReleaseReservation(request).reservation
+        return Done(full, f"{full} released", to_dict(found))
 
-    show_each(session, views.RESERVATIONS, _full(session, name, fence), give_back, _find)
+    say_each(session, "reservations", _full(session, name, fence), give_back, _find)
 
 
 def _full(session: Session, typed: tuple[str, ...], fence: int | None) -> list[str]:

@@ -16,14 +16,9 @@ from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
 
 if TYPE_CHECKING:
-    from google.protobuf.message import Message
-
-    from gpuscale.cli.console.cells import View
+    from gpuscale.cli.console.output import Output
     from gpuscale.client import Client
 
-    M = TypeVar("M", bound=Message)
-
-T = TypeVar("T")
 R = TypeVar("R")
 
 
@@ -102,52 +97,13 @@ def say_each(
     act: "Callable[[Client, str], Done]",
     check: "Check | None" = None,
 ) -> None:
-    """Do something to each resource, and say so; lists of data have the key `key`.
+    """Do something to each resource, and say what was done, even after a failure; lists of data have the key `key`.
 
     Raises:
         GpuscaleError: it failed, for the only name or since nothing answers.
         click.exceptions.Exit: it failed for one of several names.
     """
-    output = session.output
-
-    def write(done: list[Done]) -> None:
-        if output.human:
-            write_lines([one.line for one in done])
-        elif output.format is Format.NAME:
-            write_lines([one.name for one in done])
-        else:
-            output.write_data(done[0].data if len(names) == 1 else {key: [one.data for one in done]})
-
-    _each(session, names, act, write, check)
-
-
-def show_each(
-    session: Session,
-    view: "View[M]",
-    names: Sequence[str],
-    act: "Callable[[Client, str], M]",
-    check: "Check | None" = None,
-) -> None:
-    """Do something to each resource, and write the results. Raises the same as `say_each`."""
-
-    def write(done: "list[M]") -> None:
-        if len(names) == 1:
-            session.output.write_one(done[0], view)
-        else:
-            session.output.write_list(done, view)
-
-    _each(session, names, act, write, check)
-
-
-def _each(
-    session: Session,
-    names: Sequence[str],
-    act: "Callable[[Client, str], T]",
-    write: Callable[[list[T]], None],
-    check: "Check | None",
-) -> None:
-    """Act on each name, and write what was done, even after a failure."""
-    done: list[T] = []
+    done: list[Done] = []
     failures: list[ExitCode] = []
 
     def attempt(what: "Callable[[Client, str], R]", client: "Client", name: str) -> "list[R]":
@@ -175,6 +131,16 @@ def _each(
         report(error)
     finally:
         if done:
-            write(done)
+            _write(session.output, done, key if len(names) > 1 else "")
     if failures:
         leave(failures[0])
+
+
+def _write(output: "Output", done: Sequence[Done], key: str) -> None:
+    """Write what was done; as data as a list of this key, or only the first without one."""
+    if output.human:
+        write_lines([one.line for one in done])
+    elif output.format is Format.NAME:
+        write_lines([one.name for one in done])
+    else:
+        output.write_data({key: [one.data for one in done]} if key else done[0].data)
