@@ -38,7 +38,7 @@ MOST_MESSAGES = 3
 ELSEWHERE = {
     "UNSATISFIABLE": "FailedPreconditionError",
     "NODE_NOT_ONLINE": "FailedPreconditionError",
-    "CODE_FILE": "FailedPreconditionError",
+    **dict.fromkeys(("CODE_FILE", "HOST_FILES", "LOGIN_FILES"), "FailedPreconditionError"),
     "LEASE_NOT_CHECKED": "UnavailableError",
     **dict.fromkeys(
         (

@@ -128,6 +128,6 @@ def write_all(path: Path, current: str, by_name: "Mapping[str, Context]") -> Non
     """Replace the file atomically, readable only by the user."""
     contexts = {name: _texts(one) for name, one in sorted(by_name.items())}
     text = tomlkit.dumps({"current_context": current, "contexts": contexts})
-    with writing("CONTEXTS", path):
+    with writing(path, reason="CONTEXTS"):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_private(path, text.encode())

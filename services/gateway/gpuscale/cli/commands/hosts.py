@@ -191,7 +191,7 @@ def init(
         return
     if under_systemd:
         make_users(names)
-    with writing("HOST_FILES"):
+    with writing(reason="HOST_FILES"):
         if is_written(file, text):
             _name_server(folder / "pki", hosts)
         else:

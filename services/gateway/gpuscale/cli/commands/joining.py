@@ -284,7 +284,7 @@ def _serves(session: Session, line: str) -> str | None:
 def _get_certificate(session: Session, address: str, authority: Path, host: JoiningHost, token: str) -> None:
     where = address if host.hosts else channel.split_addresses(address)[0]
     key, csr = issuing.make_request()
-    with writing("HOST_FILES"):
+    with writing(reason="HOST_FILES"):
         host.state.mkdir(mode=0o700, parents=True, exist_ok=True)
         hand_over(host.state, own=True)
         with as_units_user():
@@ -309,7 +309,7 @@ def _get_certificate(session: Session, address: str, authority: Path, host: Join
 def _write_settings(host: JoiningHost, database: Database) -> None:
     """Write the settings; those of services are theirs alone."""
     folder, text = host.file.parent, host.text.encode()
-    with writing("HOST_FILES"):
+    with writing(reason="HOST_FILES"):
         if not host.hosts:
             folder.mkdir(mode=0o755, parents=True, exist_ok=True)
             write_private(host.file, text, public=True)
@@ -359,7 +359,7 @@ def leave(session: Session, directory: Path | None) -> None:
             f"this host has not joined: no certificate is in {state / 'host'}", reason="NOT_JOINED"
         )
     units = stop_units(programs)
-    with writing("HOST_FILES", what="remove"):
+    with writing(reason="HOST_FILES", what="remove"):
         if (settings / "gpuscale.toml").exists():  # its owner may have edited it
             (settings / "gpuscale.toml").replace(settings / "gpuscale.toml.left")
         with as_units_user():

@@ -117,8 +117,8 @@ def login(
     folder = contexts_file().parent
     token_file, ca_file, login_file = (folder / f"{context}.{kind}" for kind in ("token", "ca.crt", "login"))
     there = next(one for one in (folder, *folder.parents) if one.is_dir())
-    with writing("LOGIN_FILES", folder), tempfile.TemporaryFile(dir=there) as probe:  # before a code is spent
-        probe.write(bytes(8192))
+    with writing(folder, reason="LOGIN_FILES"), tempfile.TemporaryFile(dir=there) as probe:
+        probe.write(bytes(8192))  # before a code is spent
     with ExitStack() as stack:
         authority = session.ca_file
         if ca_hash is not None:
@@ -138,7 +138,7 @@ def login(
             role = types_api.Role.Name(answer.role).removeprefix("ROLE_").lower()
             until = local_text(_moment(answer.expire_time.seconds))
             who, token, kept = f"logged in as {answer.name} ({role}) until {until}", answer.token, b""
-        with writing("LOGIN_FILES", folder):
+        with writing(folder, reason="LOGIN_FILES"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_private(token_file, f"{token}\n".encode())
             if authority is not None:

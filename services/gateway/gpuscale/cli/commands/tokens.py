@@ -397,7 +397,7 @@ def _hand_out(
 
 def _replace(file: Path, text: str) -> None:
     """Replace a file atomically, so that no server reads half of it."""
-    with writing("TOKENS_FILE", file):
+    with writing(file, reason="TOKENS_FILE"):
         write_private(file, text.encode())
 
 

@@ -129,7 +129,7 @@ def start_units(programs: Sequence[str], settings: Path, state: Path, ready: Cal
         FailedPreconditionError: a unit cannot be written or started (reason SYSTEMD).
         UnavailableError: one ends again and again, or they are not ready within two minutes.
     """
-    with writing("SYSTEMD"):
+    with writing(reason="SYSTEMD"):
         folder().mkdir(mode=0o755, parents=True, exist_ok=True)
         for file, text in unit_files(programs, settings, state).items():
             file.write_text(text, encoding="utf-8")

@@ -244,7 +244,7 @@ def _write_json(reason: str, message: str, code: ExitCode, more: Mapping[str, ob
 
 
 @contextmanager
-def writing(reason: str, place: Path | None = None, *, what: str = "write") -> Generator[None]:
+def writing(place: Path | None = None, *, reason: str, what: str = "write") -> Generator[None]:
     """Tell which file of a block, or which `place`, cannot be written."""
     try:
         yield
