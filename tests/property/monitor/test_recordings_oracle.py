@@ -1,4 +1,4 @@
-"""Each recording comes to what it would alone, however many of a GPU there are, and the cost of a sample does not grow."""
+"""Each recording comes to what it would alone, however many of a GPU there are."""
 
 from dataclasses import dataclass, field
 from math import isnan
@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS, Sample
-from gpuscale.monitor.recording import Figures, Recording, RecordingOrder, Recordings, RecordingState, Target
+from gpuscale.monitor.recording import Recording, RecordingOrder, Recordings, RecordingState, Target
 from gpuscale.monitor.state.saver import recording_from_text
 from tests.support.monitor_values import recorded_text
 
@@ -40,8 +40,8 @@ class Alone:
     def check(self, found: Recording) -> None:
         assert found.sample_count == max(len(self.taken[one.uuid]) for one in self.order.targets)
         for gpu in found.gpus:
-            figures, taken = gpu.figures(), self.taken[gpu.target.uuid]
-            assert gpu.sample_count == figures.sample_count == len(taken)
+            figures, taken = gpu.figures, self.taken[gpu.target.uuid]
+            assert figures.sample_count == len(taken)
             assert figures.last_at == (taken[-1][0] if taken else float("-inf"))
             stats = dict(figures.stats())
             for place, metric in enumerate(GPU_METRICS):
@@ -140,53 +140,14 @@ def test_each_comes_to_what_it_would_alone(seed: int) -> None:
     site.check()
 
 
-def test_a_sample_is_counted_once_for_all_that_take_it_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where they began one after the other, and are not joined anew with each; those that wait otherwise are apart."""
-    counted: list[float] = []
-    joined: list[float] = []
-    add, with_later = Figures.add, Figures.with_later
-
-    def count(self: Figures, at: float, sample: Sample) -> None:
-        counted.append(at)
-        add(self, at, sample)
-
-    def join(self: Figures, later: Figures) -> Figures:
-        joined.append(later.last_at)
-        return with_later(self, later)
-
-    monkeypatch.setattr(Figures, "add", count)
-    monkeypatch.setattr(Figures, "with_later", join)
-    recordings = Recordings()
-    for number in range(100):
-        recordings.start(
-            order(f"r{number}", 2.0 if number % 10 == 9 else 1.0, 1e6, ("GPU-A",)), float(number)
-        )
-        recordings.add("gpu-a", number + 0.5, (1.0,) * 7)
-    assert len(counted) + len(joined) < 100 * 20
-    for second in range(100, 200):
-        recordings.add("gpu-a", second + 0.5, (1.0,) * 7)
-    counted.clear()
-    for second in range(200, 300):
-        recordings.add("gpu-a", second + 0.5, (1.0,) * 7)
-    assert len(counted) == 100 + 50
-    assert [one.sample_count for one in recordings.all(300.0)] == [
-        (301 - number) // 2 if number % 10 == 9 else 300 - number
-        for number in sorted(range(100), key=lambda number: f"r{number}")
-    ]
-
-
-def test_nothing_is_kept_of_gpus_whose_recordings_are_gone() -> None:
-    """Whether they take in a sample after that or not."""
+def test_nothing_is_kept_of_gpus_whose_recordings_are_over() -> None:
     recordings = Recordings()
     for number in range(6):
         recordings.start(order(f"r{number}", 1.0, 10.0, GPUS), 0.0)
         recordings.add("gpu-a", 0.5 + number, (1.0,) * 7)
     recordings.stop("r0", 7.0)
-    recordings.all(100.0)
-    recordings.add("gpu-a", 101.0, (1.0,) * 7)
-    assert recordings._spans.keys() == {"gpu-b", "gpu-c"}
-    assert recordings.nodes == frozenset()
-    for number in range(6):
-        assert recordings.get(f"r{number}", 101.0).gpus[0].sample_count == 6 - number
-        recordings.delete(f"r{number}", 101.0)
-    assert not recordings._spans
+    recordings.delete("r1", 7.0)
+    assert recordings._taking.keys() == {"gpu-a", "gpu-b", "gpu-c"}
+    found = recordings.all(100.0)
+    assert (recordings._taking, recordings.nodes) == ({}, frozenset())
+    assert [one.sample_count for one in found] == [6, 4, 3, 2, 1]

@@ -80,6 +80,17 @@ def test_the_one_that_ended_first_makes_room_and_running_ones_never_do() -> None
     assert [one.order.id for one in recordings.all(4.0)] == ["a", "c"]
 
 
+def test_running_recordings_have_a_limited_number_of_gpus_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuscale.monitor.recording.MOST_RECORDED", 5)
+    recordings = Recordings()
+    for key in ("a", "b"):
+        recordings.start(order(key), 1.0)
+    with pytest.raises(ResourceExhaustedError):
+        recordings.start(order("c"), 2.0)
+    recordings.stop("a", 3.0)
+    recordings.start(order("c"), 4.0)
+
+
 async def test_a_page_ends_before_it_has_too_many_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few recordings that are; and one is there at least."""
     monkeypatch.setattr(servicer, "MOST_GPUS_OF_A_PAGE", 5)

@@ -68,15 +68,6 @@ class MetricTally:
         self.total += mean * count
         self.count += count
 
-    def joined(self, other: "MetricTally") -> "MetricTally":
-        """The tally of both; neither is modified."""
-        return MetricTally(
-            min(self.min, other.min),
-            max(self.max, other.max),
-            self.total + other.total,
-            self.count + other.count,
-        )
-
     def stats(self) -> Stats | None:
         """The statistics; None without a sample."""
         if not self.count:

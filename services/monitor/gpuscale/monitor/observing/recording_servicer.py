@@ -196,7 +196,7 @@ def _without_gpus(recording: Recording, dates: Dates) -> api.Recording:
 
 def _add(message: api.Recording, gpus: Sequence[RecordedGpu]) -> None:
     for gpu in gpus:
-        target, figures = gpu.target, gpu.figures()
+        target, figures = gpu.target, gpu.figures
         message.gpus.add(
             name=target.name,
             uuid=target.uuid,

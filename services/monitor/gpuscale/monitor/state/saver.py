@@ -280,7 +280,7 @@ def recording_to_text(recording: Recording, shift: float) -> Iterator[str]:
     for start in range(0, len(gpus), GPUS_AT_ONCE):
         texts: list[str] = []
         for gpu in gpus[start : start + GPUS_AT_ONCE]:
-            figures = gpu.figures()
+            figures = gpu.figures
             fields = {
                 "sample_count": figures.sample_count,
                 "last_at": figures.last_at + shift if figures.sample_count else None,
