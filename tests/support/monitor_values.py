@@ -19,8 +19,6 @@ from gpuscale.monitor.model.readings import (
     HostReading,
     Snapshot,
 )
-from gpuscale.monitor.recording import Recording
-from gpuscale.monitor.state.saver import recording_to_text
 
 GIB = 1024**3
 DEFAULT_TIERS = FleetSettings.model_construct().history_tiers()
@@ -46,11 +44,6 @@ def snapshot_read(at: float, **more: Any) -> Snapshot:
         "host_reading": HostReading(),
     }  # fmt: skip
     return Snapshot(**(fields | more))
-
-
-def recorded_text(recording: Recording, shift: float) -> str:
-    """A recording as it stands on disk."""
-    return "".join(recording_to_text(recording, shift))
 
 
 def epoch_id(number: int) -> str:

@@ -20,10 +20,10 @@ from gpuscale.monitor.health.checks import Event, HealthCheck
 from gpuscale.monitor.health.events import Events, xid_finding
 from gpuscale.monitor.history.history import History, Tier
 from gpuscale.monitor.recording import RecordingOrder, Recordings, RecordingState, Target
-from gpuscale.monitor.state.saver import Saver, open_saver
+from gpuscale.monitor.state.saver import Saver, open_saver, recording_to_text
 from gpuscale.monitor.state.store import DATABASE, FleetStore, Saving
 from tests.support.clock import ManualClock
-from tests.support.monitor_values import DEFAULT_TIERS, recorded_text
+from tests.support.monitor_values import DEFAULT_TIERS
 from tests.support.promtool import value
 
 SAMPLE = (10.0, 20.0, 5.0, 50.0, 40.0, 300.0, 900.0)
@@ -99,7 +99,9 @@ async def test_a_stop_keeps_history_and_recordings(tmp_path: Path, clock: Manual
         seen = fleet.samples()
     async with run(tmp_path, clock) as fleet:
         assert seen - 3 <= fleet.samples() <= seen
-        assert recorded_text(fleet.recordings.get("r2", clock.now()), 0.0) == recorded_text(ended, 0.0)
+        assert recording_to_text(fleet.recordings.get("r2", clock.now()), 0.0) == recording_to_text(
+            ended, 0.0
+        )
         running = fleet.recordings.get("r1", clock.now())
         assert (running.state, running.sample_count) == (RecordingState.RUNNING, 200)
         fleet.pass_time(100)

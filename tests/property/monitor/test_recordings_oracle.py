@@ -8,8 +8,7 @@ import pytest
 
 from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS, Sample
 from gpuscale.monitor.recording import Recording, RecordingOrder, Recordings, RecordingState, Target
-from gpuscale.monitor.state.saver import recording_from_text
-from tests.support.monitor_values import recorded_text
+from gpuscale.monitor.state.saver import recording_from_text, recording_to_text
 
 GPUS = ("GPU-A", "GPU-B", "GPU-C")
 
@@ -81,7 +80,7 @@ class Site:
             del self.alone[key]
         if self.source.random() < 0.02:
             self.end_those_over()
-            texts = [recorded_text(one, 50.0) for one in self.recordings.all(self.now)]
+            texts = [recording_to_text(one, 50.0) for one in self.recordings.all(self.now)]
             self.recordings = Recordings()
             for text in texts:
                 self.recordings.restore(recording_from_text(text, 50.0))

@@ -122,7 +122,9 @@ class Recordings:
     def __init__(self, most_kept: int = MOST_KEPT) -> None:
         self._most_kept = most_kept
         self._all: dict[str, Recording] = {}
-        self._taking: dict[str, dict[str, RecordedGpu]] = {}  # by lower-case UUID, in running recordings by id
+        self._taking: dict[
+            str, dict[str, RecordedGpu]
+        ] = {}  # by lower-case UUID, in running recordings by id
         self._nodes_of: dict[str, frozenset[str]] = {}
         self.nodes: frozenset[str] = frozenset()
 

@@ -3,7 +3,7 @@
 import asyncio
 import uuid
 from bisect import bisect_right
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from itertools import accumulate
 from typing import Any
 
@@ -17,12 +17,12 @@ from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import fingerprint, optional_seconds, to_duration
 from gpuscale.monitor.fleet.nodes import Directory
 from gpuscale.monitor.observing.samples import Dates, to_stats
-from gpuscale.monitor.recording import RecordedGpu, Recording, RecordingOrder, Recordings, RecordingState
+from gpuscale.monitor.recording import Recording, RecordingOrder, Recordings, RecordingState
 
 DEFAULT_INTERVAL_SECONDS = 1.0
 DEFAULT_MAX_DURATION_SECONDS = 3_600.0
-MOST_GPUS_OF_A_PAGE = 4_096
-"""Maximum number of GPUs in a page of recordings; a message has room for some 8,000."""
+MOST_GPUS_OF_A_PAGE = 1_024
+"""Maximum number of GPUs in a page of several recordings, as in one recording: other tasks wait for it."""
 
 Keep = Callable[[str], Awaitable[None]]
 """Stores a recording, by id, after it began, ended or was deleted."""
@@ -36,13 +36,10 @@ class RecordingFeed:
     """The feed of recordings. Call `tell` after each change, and now and then for expired ones."""
 
     def __init__(self, recordings: Recordings, clock: Clock) -> None:
-        def show(recording: Recording, _: str) -> api.Recording:
-            message = _without_gpus(recording, Dates.of(clock))
-            _add(message, recording.gpus)
-            return message
-
         self.recordings = recordings
-        self.feed: ResourceFeed[Recording] = ResourceFeed(api.WatchRecordingsResponse, show, shared=1.0)
+        self.feed: ResourceFeed[Recording] = ResourceFeed(
+            api.WatchRecordingsResponse, lambda one, _: to_recording(one, Dates.of(clock)), shared=1.0
+        )
         self._clock = clock
         self._told: dict[str, RecordingState] = {}
 
@@ -92,7 +89,7 @@ class RecordingServicer(api.RecordingServiceServicer):
         recording = self._recordings.start(order, dates.now)
         self._told.tell()
         await self._keep(recording.order.id)
-        return api.StartRecordingResponse(recording=await to_recording(recording, dates))
+        return api.StartRecordingResponse(recording=to_recording(recording, dates))
 
     @uninterrupted
     async def StopRecording(
@@ -102,14 +99,14 @@ class RecordingServicer(api.RecordingServiceServicer):
         recording = self._recordings.stop(_id(request.name), dates.now)
         self._told.tell()
         await self._keep(recording.order.id)
-        return api.StopRecordingResponse(recording=await to_recording(recording, dates))
+        return api.StopRecordingResponse(recording=to_recording(recording, dates))
 
     async def GetRecording(
         self, request: api.GetRecordingRequest, context: Context
     ) -> api.GetRecordingResponse:
         dates = Dates.of(self._clock)
         recording = self._recordings.get(_id(request.name), dates.now)
-        return api.GetRecordingResponse(recording=await to_recording(recording, dates))
+        return api.GetRecordingResponse(recording=to_recording(recording, dates))
 
     async def ListRecordings(
         self, request: api.ListRecordingsRequest, context: Context
@@ -118,7 +115,8 @@ class RecordingServicer(api.RecordingServiceServicer):
         found = {f"recordings/{one.order.id}": one for one in self._recordings.all(dates.now)}
         made = dict[str, api.Recording]()
         for name, one in found.items() if request.filter or request.order_by else ():
-            made[name] = await to_recording(one, dates)
+            made[name] = to_recording(one, dates)
+            await asyncio.sleep(0)  # let other tasks run: there may be thousands of GPUs
 
         def list_page() -> tuple[list[api.Recording], str]:
             return listed(
@@ -136,7 +134,7 @@ class RecordingServicer(api.RecordingServiceServicer):
             request.page_size = few
             shown, token = list_page()
         return api.ListRecordingsResponse(
-            recordings=[made.get(one.name) or await to_recording(found[one.name], dates) for one in shown],
+            recordings=[made.get(one.name) or to_recording(found[one.name], dates) for one in shown],
             next_page_token=token,
         )
 
@@ -167,21 +165,8 @@ def _id(name: str) -> str:
     return parse(RECORDING, name)["recording"]
 
 
-GPUS_AT_ONCE = 64
-"""GPUs written into a message before other tasks can run."""
-
-
-async def to_recording(recording: Recording, dates: Dates) -> api.Recording:
+def to_recording(recording: Recording, dates: Dates) -> api.Recording:
     """A recording as a message."""
-    message = _without_gpus(recording, dates)
-    for start in range(0, len(recording.gpus), GPUS_AT_ONCE):
-        if start:
-            await asyncio.sleep(0)
-        _add(message, recording.gpus[start : start + GPUS_AT_ONCE])
-    return message
-
-
-def _without_gpus(recording: Recording, dates: Dates) -> api.Recording:
     ended = recording.ended_at
     return api.Recording(
         name=f"recordings/{recording.order.id}",
@@ -191,18 +176,16 @@ def _without_gpus(recording: Recording, dates: Dates) -> api.Recording:
         start_time=dates.timestamp(recording.started_at),
         end_time=None if ended is None else dates.timestamp(ended),
         duration=to_duration(recording.duration(dates.now)),
+        sample_count=recording.sample_count,
+        gpus=[
+            api.RecordedGpu(
+                name=gpu.target.name,
+                uuid=gpu.target.uuid,
+                index=gpu.target.index,
+                model=gpu.target.model,
+                sample_count=gpu.figures.sample_count,
+                stats=[to_stats(metric, stats) for metric, stats in gpu.figures.stats()],
+            )
+            for gpu in recording.gpus
+        ],
     )
-
-
-def _add(message: api.Recording, gpus: Sequence[RecordedGpu]) -> None:
-    for gpu in gpus:
-        target, figures = gpu.target, gpu.figures
-        message.gpus.add(
-            name=target.name,
-            uuid=target.uuid,
-            index=target.index,
-            model=target.model,
-            sample_count=figures.sample_count,
-            stats=[to_stats(metric, stats) for metric, stats in figures.stats()],
-        )
-        message.sample_count = max(message.sample_count, figures.sample_count)

@@ -7,9 +7,9 @@ up to a step of the second coarsest tier. Times in the JSON of recordings and ev
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -126,12 +126,11 @@ class Saver:
 
     async def save(self) -> None:
         """Write what has changed. UnavailableError if that fails."""
-        recordings = self._recordings.all(self._clock.now())
-        texts = [
-            await self._text(recording)
-            for recording in recordings
-            if self._final.get(recording.order.id) is not recording
-        ]
+        texts: list[_Text] = []
+        for recording in self._recordings.all(self._clock.now()):
+            if self._final.get(recording.order.id) is not recording:
+                texts.append(self._text(recording))
+                await asyncio.sleep(0)
         coarsest, finer = list[Chunk](), list[Chunk]()
         newest, newest_finer = dict[str, _Newest](), dict[str, _Newest]()
         every_series = self._history.all()
@@ -148,18 +147,11 @@ class Saver:
         """Write one recording, or its deletion. Raises as `save`."""
         recordings = self._recordings.all(self._clock.now())
         await self._write(
-            [await self._text(recording) for recording in recordings if recording.order.id == key], ()
+            [self._text(recording) for recording in recordings if recording.order.id == key], ()
         )
 
-    async def _text(self, recording: Recording) -> _Text:
-        """A recording as JSON, made again if it ends meanwhile, since other tasks can run."""
-        while True:
-            state, made = recording.state, list[str]()
-            for piece in recording_to_text(recording, self._timeline.offset):
-                made.append(piece)
-                await asyncio.sleep(0)
-            if recording.state is state:
-                return recording, state, "".join(made)
+    def _text(self, recording: Recording) -> _Text:
+        return recording, recording.state, recording_to_text(recording, self._timeline.offset)
 
     def _note_final(self, recording: Recording, state: RecordingState) -> None:
         if state is not RecordingState.RUNNING:
@@ -251,48 +243,32 @@ async def open_saver(
         await saver.try_to_save()
 
 
-GPUS_AT_ONCE = 64
-
-_ORDER_FIELDS = ("id", "request_id", "fingerprint", "interval", "max_duration")
-_TARGET_FIELDS = ("name", "uuid", "index", "model", "period")
-_TALLY_FIELDS = ("min", "max", "total", "count")
 _EVENT_FIELDS = ("id", "node", "uuid", "xid", "count", "cleared", "boot_id")
 
 
-def recording_to_text(recording: Recording, shift: float) -> Iterator[str]:
-    """A recording as JSON with `shift` seconds added to its times, in pieces: a large one has a megabyte."""
-    targets, gpus = recording.order.targets, recording.gpus
+def recording_to_text(recording: Recording, shift: float) -> str:
+    """A recording as JSON with `shift` seconds added to its times."""
     ended = recording.ended_at
-    yield json.dumps(
+    return json.dumps(
         {
             "state": recording.state.name,
             "started_at": recording.started_at + shift,
             "ended_at": None if ended is None else ended + shift,
+            "order": asdict(recording.order),
+            "gpus": [
+                {
+                    "sample_count": figures.sample_count,
+                    "last_at": figures.last_at + shift if figures.sample_count else None,
+                    "tallies": {
+                        metric.name: asdict(tally)
+                        for metric, tally in zip(GPU_METRICS, figures.tallies, strict=False)
+                        if tally.count
+                    },
+                }
+                for figures in (gpu.figures for gpu in recording.gpus)
+            ],
         }
-    ).removesuffix("}")
-    yield f', "order": {json.dumps(_fields(recording.order, _ORDER_FIELDS)).removesuffix("}")}, "targets": ['
-    for start in range(0, len(targets), GPUS_AT_ONCE):
-        part = targets[start : start + GPUS_AT_ONCE]
-        yield (", " if start else "") + ", ".join(
-            json.dumps(_fields(target, _TARGET_FIELDS)) for target in part
-        )
-    yield ']}, "gpus": ['
-    for start in range(0, len(gpus), GPUS_AT_ONCE):
-        texts: list[str] = []
-        for gpu in gpus[start : start + GPUS_AT_ONCE]:
-            figures = gpu.figures
-            fields = {
-                "sample_count": figures.sample_count,
-                "last_at": figures.last_at + shift if figures.sample_count else None,
-                "tallies": {
-                    metric.name: _fields(tally, _TALLY_FIELDS)
-                    for metric, tally in zip(GPU_METRICS, figures.tallies, strict=False)
-                    if tally.count
-                },
-            }
-            texts.append(json.dumps(fields))
-        yield (", " if start else "") + ", ".join(texts)
-    yield "]}"
+    )
 
 
 def recording_from_text(text: str, shift: float) -> Recording:
@@ -319,16 +295,12 @@ def recording_from_text(text: str, shift: float) -> Recording:
         raise ValueError(f"invalid recording: {error}") from error
 
 
-def _fields(value: object, names: Iterable[str]) -> dict[str, object]:
-    return {name: getattr(value, name) for name in names}
-
-
 def event_to_text(event: Event, shift: float) -> str:
     """An event as JSON with `shift` seconds added to its times."""
     finding, resolved = event.finding, event.resolved_at
     return json.dumps(
         {
-            **_fields(event, _EVENT_FIELDS),
+            **{name: getattr(event, name) for name in _EVENT_FIELDS},
             "check": event.check.name,
             "severity": finding.severity.name,
             "action": finding.action.name,
