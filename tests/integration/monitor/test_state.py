@@ -148,9 +148,7 @@ async def test_the_file_stays_within_the_retention(tmp_path: Path, clock: Manual
             await fleet.saver.save()
     async with FleetStore.open(tmp_path) as store:
         chunks = [chunk async for part in store.chunks() for chunk in part]
-        finer = [chunk async for part in store.chunks(finer=True) for chunk in part]
     assert 4 <= len(chunks) <= 6
-    assert 2 <= len(finer) <= 4
     clock.advance(3 * HOUR)
     async with run(tmp_path, clock, tiers=tiers) as fleet:
         assert len(fleet.history) == 0
@@ -205,11 +203,10 @@ async def test_a_recording_that_is_stopped_while_all_are_written_has_ended_on_di
         ("UPDATE recording SET body='{}'", "STATE_UNREADABLE"),
         ("UPDATE historychunk SET body=x'0102030405'", "STATE_UNREADABLE"),
         (f"UPDATE historychunk SET body=x'{'80' * 102}'", "STATE_UNREADABLE"),
-        ("UPDATE finerchunk SET body=x'0102030405'", "STATE_UNREADABLE"),
         ("INSERT INTO healthevent VALUES ('a-1', '{}')", "STATE_UNREADABLE"),
         ("INSERT INTO healthevent VALUES ('a-1', '{\"id\":')", "STATE_UNREADABLE"),
     ],
-    ids=["version", "recording", "rows", "numbers", "finer rows", "event", "torn event"],
+    ids=["version", "recording", "rows", "numbers", "event", "torn event"],
 )
 async def test_a_file_of_another_version_or_with_nonsense_is_refused_and_stays(
     tmp_path: Path, clock: ManualClock, damage: str, reason: str
@@ -336,8 +333,8 @@ async def test_only_what_is_new_is_written_also_after_a_restart(
         monkeypatch.setattr(FleetStore, "save", save)
         await fleet.saver.save()
         await fleet.saver.save()
-    assert [(len(one.chunks) <= 2, len(one.finer) <= 2) for one in written] == [(True, True)] * 2
-    assert (written[1].chunks, written[1].finer) == ([], [])
+    assert len(written[0].chunks) <= 2
+    assert written[1].chunks == []
 
 
 async def test_every_series_comes_back_however_many_reads_it_takes(
@@ -360,17 +357,21 @@ async def test_every_series_comes_back_however_many_reads_it_takes(
 
 
 async def test_a_file_of_the_first_version_is_taken_over(tmp_path: Path, clock: ManualClock) -> None:
-    """It kept no health events."""
+    """It kept no health events; the second kept history in steps of 10 s too."""
     async with run(tmp_path, clock) as fleet:
         fleet.recordings.start(order(), clock.now())
     with closing(sqlite3.connect(tmp_path / DATABASE)) as connection, connection:
         connection.execute("DROP TABLE healthevent")
+        connection.execute("CREATE TABLE finerchunk (key, number, body)")
         connection.execute("PRAGMA user_version=1")
     async with run(tmp_path, clock) as fleet:
         assert fleet.recordings.get("r1", clock.now()).state is RecordingState.RUNNING
         fault(fleet, 79)
     async with run(tmp_path, clock) as fleet:
         assert len(fleet.events) == 1
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as connection:
+        names = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+    assert ("finerchunk",) not in names
 
 
 async def test_nothing_is_kept_in_memory_of_series_that_ended(tmp_path: Path, clock: ManualClock) -> None:
@@ -378,9 +379,8 @@ async def test_nothing_is_kept_in_memory_of_series_that_ended(tmp_path: Path, cl
     async with run(tmp_path, clock) as fleet:
         fleet.pass_time(300)
         await fleet.saver.save()
-        assert fleet.saver._coarsest.saved.keys() == fleet.saver._finer.saved.keys() == {"gpu-1"}
+        assert fleet.saver._saved.keys() == {"gpu-1"}
         clock.advance(8 * DAY)
         fleet.history.forget_ended(clock.now())
         await fleet.saver.save()
-        assert not fleet.saver._coarsest.saved
-        assert not fleet.saver._finer.saved
+        assert not fleet.saver._saved

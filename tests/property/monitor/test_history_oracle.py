@@ -52,18 +52,16 @@ class Told:
     def restart(self) -> None:
         """The fleet ends and another run brings back what was on disk: what the finer steps had not passed on is lost."""
         shift = self.source.choice((0, 7, 28_000_000))
-        coarsest, finer = Rows.empty(), Rows.empty()
+        coarsest = Rows.empty()
         for _, body in chunks(self.series.coarsest(ALL), WIDTH, shift):
             coarsest.extend(unpack(body, WIDTH, shift))
-        for _, body in chunks(self.series.finer(ALL), WIDTH, shift * 6):
-            finer.extend(unpack(body, WIDTH, shift * 6))
-        if not coarsest.numbers:
+        last = self.series._rings[-2].last
+        if not coarsest.numbers or last is None:
             return
-        self._saved_until = max(self._saved_until, (finer.numbers[-1] + 1) * 10.0)
+        self._saved_until = max(self._saved_until, (last + 1) * 10.0)
         self.samples = [one for one in self.samples if one[0] < self._saved_until]
         self.series = HistorySeries(WIDTH, self.tiers)
         self.series.restore(coarsest)
-        self.series.restore_finer(finer)
         self.restored_until = coarsest.numbers[-1] * MINUTE
         self._open = round(self.restored_until)
 

@@ -146,7 +146,11 @@ class HistorySeries:
         self._settle()
         found: list[Point] = []
         if tier < len(self._rings) - 1 and start < self._restored_until:
-            found, start = self._restored_points(metric, tier, start, end)
+            until, ring, step = self._restored_until, self._rings[-2], self._tiers[-2].step
+            found = self._rings[-1].points(metric, self._tiers[-1].step, start, min(end, until))
+            start = max(start, until)
+            if tier < len(self._rings) - 2:  # the last restored bucket, stored under its first step
+                found += ring.points(metric, step, start, min(end, until + step))
         for index in range(tier, -1, -1):
             ring, step = self._rings[index], self._tiers[index].step
             found += ring.points(metric, step, start, end)
@@ -158,35 +162,6 @@ class HistorySeries:
                 values = bucket.mins[metric], bucket.means[metric], bucket.maxs[metric]
                 found.append(Point(self.newest(), *values, bucket.counts[metric]))
         return found
-
-    def _restored_points(self, metric: int, tier: int, start: float, end: float) -> tuple[list[Point], float]:
-        """Restored points, in the finest restored tier that is not finer than `tier`, and the time up to which they reach."""
-        ring, step, coarse = self._rings[-2], self._tiers[-2].step, self._tiers[-1].step
-        begin = self._restored_until
-        if ring.first is not None:  # coarse buckets whose start this ring lacks
-            begin = min(begin, ceil(ring.first * step / coarse) * coarse)
-        found = self._rings[-1].points(metric, self._tiers[-1].step, start, min(end, begin))
-        if tier == len(self._rings) - 2:
-            return found, max(start, begin)
-        last_minute = self._restored_until + step  # stored under its first step
-        found += ring.points(metric, step, max(start, begin), min(end, last_minute))
-        return found, self._restored_until
-
-    def finer(self, first: int) -> Rows:
-        """The buckets of the second coarsest tier from number `first` on."""
-        self._settle()
-        return self._rings[-2].rows(first)
-
-    def restore_finer(self, rows: Rows) -> None:
-        """Add buckets of the second coarsest tier, after `restore` and before the first sample.
-
-        Those within the last bucket of the coarsest tier are left out, since that has them already and may still grow.
-        """
-        kept = self._rings[-2].rows(_ALL)
-        older = rows.part(0, bisect_left(rows.numbers, kept.numbers[0]), self._width)
-        older.extend(kept)
-        self._rings[-2] = Ring(self._width, self._tiers[-2].capacity)
-        self._rings[-2].restore(older)
 
     def coarsest(self, first: int) -> Rows:
         """The buckets of the coarsest tier from number `first` on, including the incomplete one."""
@@ -351,13 +326,6 @@ class History:
         if series is not None:
             series.restore(rows)
         return series is not None
-
-    def restore_finer(self, key: str, rows: Rows) -> None:
-        """Add buckets of the second coarsest tier to a restored series."""
-        found = self._series.get(key)
-        if found is not None:
-            found.shorten(self.kept)
-            found.restore_finer(rows)
 
     def _begin(self, key: str, width: int) -> HistorySeries | None:
         """A new series of `width` metrics; None if there is no memory for it."""

@@ -1,6 +1,6 @@
 """Stores recordings, health events and history across runs of the fleet.
 
-The two coarsest tiers of history, changed health events and running recordings are written every `SAVE_SECONDS`; a recording also
+The coarsest tier of history, changed health events and running recordings are written every `SAVE_SECONDS`; a recording also
 when it begins, ends or is deleted, before the answer. A crash loses less than a minute: what was read since the last write, and
 up to a step of the second coarsest tier. Times in the JSON of recordings and events are of the stored timeline.
 """
@@ -9,7 +9,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, TaskScope
 from gpuscale.monitor.health.checks import Event, Finding, HealthAction, HealthCheck, HealthSeverity
 from gpuscale.monitor.health.events import Events
-from gpuscale.monitor.history.history import History, HistorySeries, Tier, metrics_of
+from gpuscale.monitor.history.history import History, metrics_of
 from gpuscale.monitor.history.ring import CHUNK, Rows, chunks, unpack
 from gpuscale.monitor.model.metrics import GPU_METRICS, MetricTally
 from gpuscale.monitor.recording import (
@@ -41,22 +41,10 @@ SERIES_AT_ONCE = 100
 _Text = tuple[Recording, RecordingState, str]
 """A recording, its state, and its JSON in that state."""
 _Newest = tuple[int, int]
-"""The number of a series' newest saved bucket, and its sample count if it may still grow, else 0."""
+"""The number of a series' newest saved bucket, and its sample count: it may still grow."""
 _LOWEST_NUMBER = -(2**31)
 
 _log = get_logger(__name__)
-
-
-@dataclass(slots=True)
-class _SavedTier:
-    """What is saved of the coarsest tier, or of the second coarsest (`finer`), whose buckets never change."""
-
-    tier: Tier
-    finer: bool
-    saved: dict[str, _Newest] = field(default_factory=dict[str, _Newest])
-
-    def newest(self, rows: Rows, width: int) -> _Newest:
-        return rows.numbers[-1], 0 if self.finer else sum(rows.counts[-width:])
 
 
 class Saver:
@@ -72,8 +60,8 @@ class Saver:
         self._clock = clock
         self._timeline = BootTimeline("", 0.0)
         self._final: dict[str, Recording] = {}  # recordings whose end is on disk
-        self._coarsest = _SavedTier(history.tiers[-1], finer=False)
-        self._finer = _SavedTier(history.tiers[-2], finer=True)
+        self._tier = history.tiers[-1]
+        self._saved: dict[str, _Newest] = {}  # by series
         self._failing = False
         self.failed = 0
 
@@ -90,12 +78,9 @@ class Saver:
                 self._note_final(recording, recording.state)
             offset = self._timeline.offset
             self._events.restore([event_from_text(text, offset) for text in await self._store.events()])
-            async for key, rows in self._series(self._coarsest):
+            async for key, rows in self._series():
                 if self._history.restore(key, rows):
-                    self._coarsest.saved[key] = self._coarsest.newest(rows, len(metrics_of(key)))
-            async for key, rows in self._series(self._finer):
-                self._history.restore_finer(key, rows)
-                self._finer.saved[key] = self._finer.newest(rows, len(metrics_of(key)))
+                    self._saved[key] = _newest(rows, len(metrics_of(key)))
         except ValueError as error:
             raise FailedPreconditionError(
                 f"cannot read {DATABASE} ({error}); it is unchanged", reason="STATE_UNREADABLE"
@@ -131,17 +116,20 @@ class Saver:
             if self._final.get(recording.order.id) is not recording:
                 texts.append(self._text(recording))
                 await asyncio.sleep(0)
-        coarsest, finer = list[Chunk](), list[Chunk]()
-        newest, newest_finer = dict[str, _Newest](), dict[str, _Newest]()
+        changed, newest = list[Chunk](), dict[str, _Newest]()
         every_series = self._history.all()
         while part := list(islice(every_series, SERIES_AT_ONCE)):
             for key, series in part:
-                self._collect(self._coarsest, key, series, coarsest, newest)
-                self._collect(self._finer, key, series, finer, newest_finer)
+                shift, width, last = self._shift(), len(metrics_of(key)), self._saved.get(key)
+                # From the start of the chunk of the last saved bucket.
+                first = _LOWEST_NUMBER if last is None else (last[0] + shift) // CHUNK * CHUNK - shift
+                rows = series.coarsest(first)
+                if rows.numbers and _newest(rows, width) != last:
+                    newest[key] = _newest(rows, width)
+                    changed += [(key, number, body) for number, body in chunks(rows, width, shift)]
             await asyncio.sleep(0)
-        await self._write(texts, coarsest, finer)
-        for tier, now in ((self._coarsest, newest), (self._finer, newest_finer)):
-            tier.saved = {key: last for key, last in (tier.saved | now).items() if self._history.get(key)}
+        await self._write(texts, changed)
+        self._saved = {key: last for key, last in (self._saved | newest).items() if self._history.get(key)}
 
     async def save_recording(self, key: str) -> None:
         """Write one recording, or its deletion. Raises as `save`."""
@@ -157,24 +145,19 @@ class Saver:
         if state is not RecordingState.RUNNING:
             self._final[recording.order.id] = recording
 
-    async def _write(
-        self, texts: Sequence[_Text], found: Sequence[Chunk], finer: Sequence[Chunk] = ()
-    ) -> None:
+    async def _write(self, texts: Sequence[_Text], found: Sequence[Chunk]) -> None:
         """Write; skips recordings that ended or were deleted meanwhile, as that call writes them."""
         kept = {recording.order.id: recording for recording in self._recordings.all(self._clock.now())}
         texts = [text for text in texts if text[0].state is text[1] and kept.get(text[0].order.id) is text[0]]
         timeline, now = self._timeline, self._timeline.stored(self._clock.now())
         changed, self._events.unsaved = self._events.unsaved, set()
-        finest, coarsest = self._history.tiers[-2:]
         saving = Saving(
             timeline=timeline,
             newest=now,
             recordings={recording.order.id: text for recording, _, text in texts},
             chunks=found,
-            finer=finer,
             kept=list(kept),
-            oldest_chunk=int((now - coarsest.retention) // (coarsest.step * CHUNK)),
-            oldest_finer=int((now - finest.retention) // (finest.step * CHUNK)),
+            oldest_chunk=int((now - self._tier.retention) // (self._tier.step * CHUNK)),
             events={
                 key: event_to_text(event, timeline.offset) if (event := self._events.get(key)) else ""
                 for key in changed
@@ -189,41 +172,29 @@ class Saver:
         for recording, state, _ in texts:
             self._note_final(recording, state)
 
-    def _collect(
-        self,
-        saved: _SavedTier,
-        key: str,
-        series: HistorySeries,
-        found: list[Chunk],
-        newest: dict[str, _Newest],
-    ) -> None:
-        """Add the chunks of a series that changed since it was last saved."""
-        shift, width = round(self._timeline.offset / saved.tier.step), len(metrics_of(key))
-        last = saved.saved.get(key)
-        # From the start of the chunk of the last saved bucket.
-        first = _LOWEST_NUMBER if last is None else (last[0] + shift) // CHUNK * CHUNK - shift
-        rows = series.finer(first) if saved.finer else series.coarsest(first)
-        if rows.numbers and saved.newest(rows, width) != last:
-            newest[key] = saved.newest(rows, width)
-            found += [(key, number, body) for number, body in chunks(rows, width, shift)]
+    def _shift(self) -> int:
+        """What is added to the number of a bucket where it is stored."""
+        return round(self._timeline.offset / self._tier.step)
 
-    async def _series(self, saved: _SavedTier) -> AsyncGenerator[tuple[str, Rows], None]:
+    async def _series(self) -> AsyncGenerator[tuple[str, Rows], None]:
         """The stored rows of each series, without expired ones and those from the future."""
-        tier = saved.tier
-        shift = round(self._timeline.offset / tier.step)
-        now, oldest = self._clock.now(), self._clock.now() - tier.retention
+        shift, now = self._shift(), self._clock.now()
         key, rows = "", Rows.empty()
-        async for part in self._store.chunks(finer=saved.finer):
+        async for part in self._store.chunks():
             for name, _, body in part:
                 if name != key and rows.numbers:
                     yield key, rows
                 if name != key:
                     key, rows = name, Rows.empty()
                 found = unpack(body, len(metrics_of(name)), shift)
-                if found.numbers and oldest <= found.numbers[-1] * tier.step <= now:
+                if found.numbers and now - self._tier.retention <= found.numbers[-1] * self._tier.step <= now:
                     rows.extend(found)
         if rows.numbers:
             yield key, rows
+
+
+def _newest(rows: Rows, width: int) -> _Newest:
+    return rows.numbers[-1], sum(rows.counts[-width:])
 
 
 @asynccontextmanager

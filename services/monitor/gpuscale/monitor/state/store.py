@@ -1,4 +1,4 @@
-"""The fleet's database: recordings and health events as JSON, and history in chunks of the two coarsest tiers.
+"""The fleet's database: recordings and health events as JSON, and history in chunks of the coarsest tier.
 
 Stored times are on a timeline that spans boots: seconds of the clock, which restarts with each boot, plus an offset that is
 constant within a boot. The first run of a boot takes the offset from the wall clock, unless that is behind the newest stored
@@ -48,7 +48,7 @@ def continued(
     return BootTimeline(boot_id, (least // STEP_SECONDS) * STEP_SECONDS)
 
 
-VERSION = 2
+VERSION = 3
 DATABASE = "fleet.db"
 _CHUNKS_PER_READ = 2_000
 
@@ -82,14 +82,6 @@ class HistoryChunk(_Table, table=True):
     body: bytes
 
 
-class FinerChunk(_Table, table=True):
-    """A chunk of a series in the second coarsest tier."""
-
-    key: str = Field(primary_key=True)
-    number: int = Field(primary_key=True, index=True)
-    body: bytes
-
-
 class Boot(_Table, table=True):
     """The timeline of the last run, and its newest time."""
 
@@ -99,10 +91,13 @@ class Boot(_Table, table=True):
     newest_seconds: float
 
 
-_RECORDING, _CHUNK, _FINER, _BOOT, _EVENT = (
-    _Table.metadata.tables[name]
-    for name in ("recording", "historychunk", "finerchunk", "boot", "healthevent")
+_RECORDING, _CHUNK, _BOOT, _EVENT = (
+    _Table.metadata.tables[name] for name in ("recording", "historychunk", "boot", "healthevent")
 )
+
+
+def _to_3(connection: Connection) -> None:
+    connection.exec_driver_sql("DROP TABLE IF EXISTS finerchunk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +107,9 @@ class Saving:
     timeline: BootTimeline
     newest: float  # the current time on the timeline
     recordings: Mapping[str, str]  # bodies by id
-    chunks: Sequence[Chunk]  # changed chunks of the coarsest tier
-    finer: Sequence[Chunk]  # changed chunks of the second coarsest tier
+    chunks: Sequence[Chunk]  # changed chunks of history
     kept: Sequence[str]  # ids of all recordings; others are deleted
     oldest_chunk: int  # chunks with a lower number are deleted
-    oldest_finer: int  # the same for `finer`
     events: Mapping[str, str]  # bodies of changed health events by id; empty for dropped ones
 
 
@@ -131,7 +124,7 @@ class FleetStore:
     async def open(cls, directory: Path) -> AsyncGenerator[Self]:
         """Open or create the file in a directory. Raises as `open_saver`."""
         # Version 1 lacks tables, which the store creates.
-        file = Sqlite(directory / DATABASE, _Table.metadata, VERSION, {1: lambda _: None})
+        file = Sqlite(directory / DATABASE, _Table.metadata, VERSION, {1: lambda _: None, 2: _to_3})
         async with Store.open(file, name="fleet") as store:
             yield cls(store)
 
@@ -154,14 +147,14 @@ class FleetStore:
         """The bodies of all health events."""
         return await self._bodies(_EVENT)
 
-    async def chunks(self, *, finer: bool = False) -> AsyncGenerator[list[Chunk], None]:
-        """All chunks of the coarsest tier, or of the second coarsest (`finer`), by series and time, in parts."""
-        table, after = _FINER if finer else _CHUNK, ("", 0)
+    async def chunks(self) -> AsyncGenerator[list[Chunk], None]:
+        """All chunks of history, by series and time, in parts."""
+        after = ("", 0)
         while True:
 
             def work(connection: Connection, after: tuple[str, int] = after) -> list[Chunk]:
-                place = tuple_(table.c.key, table.c.number)
-                rows = select(table).where(place > after).order_by(table.c.key, table.c.number)
+                place = tuple_(_CHUNK.c.key, _CHUNK.c.number)
+                rows = select(_CHUNK).where(place > after).order_by(_CHUNK.c.key, _CHUNK.c.number)
                 found = connection.execute(rows.limit(_CHUNKS_PER_READ))
                 return [(row.key, row.number, row.body) for row in found]
 
@@ -179,17 +172,13 @@ class FleetStore:
             "offset_seconds": saving.timeline.offset,
             "newest_seconds": saving.newest,
         }
-        chunks, finer = (
-            [{"key": key, "number": number, "body": body} for key, number, body in found]
-            for found in (saving.chunks, saving.finer)
-        )
+        chunks = [{"key": key, "number": number, "body": body} for key, number, body in saving.chunks]
         gone = [{"gone": key} for key, body in saving.events.items() if not body]
         new: tuple[tuple[Table, list[dict[str, Any]]], ...] = (
             (_BOOT, [boot]),
             (_RECORDING, [{"id": key, "body": body} for key, body in saving.recordings.items()]),
             (_EVENT, [{"id": key, "body": body} for key, body in saving.events.items() if body]),
             (_CHUNK, chunks),
-            (_FINER, finer),
         )
 
         def work(connection: Connection) -> None:
@@ -200,9 +189,8 @@ class FleetStore:
                 connection.execute(delete(_EVENT).where(_EVENT.c.id == bindparam("gone")), gone)
             connection.execute(delete(_RECORDING).where(_RECORDING.c.id.not_in(saving.kept)))
             connection.execute(delete(_CHUNK).where(_CHUNK.c.number < saving.oldest_chunk))
-            connection.execute(delete(_FINER).where(_FINER.c.number < saving.oldest_finer))
 
-        await self._store.write(work, frees=not (saving.recordings or saving.chunks or saving.finer))
+        await self._store.write(work, frees=not (saving.recordings or saving.chunks))
 
     async def _bodies(self, table: Table) -> list[str]:
         def work(connection: Connection) -> list[str]:
