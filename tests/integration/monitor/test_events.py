@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-from datetime import UTC, datetime
 
 import pytest
 
@@ -12,7 +11,7 @@ from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.monitor.agent.events import MOST_FAULTS, FaultLog, Listener
 from gpuscale.monitor.agent.sources import GpuSourceError
 from gpuscale.monitor.app import agent as agent_app
-from gpuscale.monitor.model.readings import DriverEvent, GpuEvent, GpuEventKind, GpuReading, GpuState, GpuView
+from gpuscale.monitor.model.readings import DriverEvent, GpuReading, GpuState, GpuView
 from tests.support.monitor import FakeGpus, RunningFleet, running_agent
 from tests.support.monitor_values import identity
 from tests.support.waiting import eventually
@@ -33,7 +32,7 @@ async def test_a_fault_is_a_health_event_before_the_next_snapshot(
         async with asyncio.timeout(30):
             await watch.read()
             uuid = node.snapshot.gpus[0].uuid
-            driver.happened.put(DriverEvent(uuid, GpuEventKind.XID, 48))
+            driver.happened.put(DriverEvent(uuid, 48))
             told = await watch.read()
         assert isinstance(told, api.WatchHealthResponse)
         [event] = told.health_events
@@ -71,15 +70,6 @@ def test_few_faults_are_kept_and_their_ages_are_told() -> None:
         faults.add("GPU-1", 31, float(number))
     assert numbers(faults) == list(range(10, MOST_FAULTS + 10))
     assert faults.message(-1, 100.0).faults[0].age.seconds == 90
-
-
-async def test_only_xid_events_of_the_driver_are_faults() -> None:
-    faults, when = FaultLog(), datetime(2026, 1, 1, tzinfo=UTC)
-    faults.note(GpuEvent("GPU-1", GpuEventKind.ECC_CORRECTED, None, 1.0, when))
-    faults.note(GpuEvent("GPU-1", GpuEventKind.XID, 13, 2.0, when))
-    async with asyncio.timeout(30):
-        await faults.after(-1)
-    assert [fault.xid for fault in faults.message(-1, 3.0).faults] == [13]
 
 
 class TakenAway(FakeGpus):

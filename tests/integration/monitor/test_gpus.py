@@ -12,7 +12,6 @@ from gpuscale.monitor.agent.threads import ThreadDiedError
 from gpuscale.monitor.model.readings import (
     DriverEvent,
     GpuEvent,
-    GpuEventKind,
     GpuReading,
     GpuSample,
     GpuState,
@@ -243,7 +242,7 @@ async def test_events_reach_every_observer_in_order() -> None:
         one.gpus.observers += (first.append, second.put_nowait)
         await one.refresh()
         for xid in range(3):
-            source.happened.put(DriverEvent(FIRST, GpuEventKind.XID, xid))
+            source.happened.put(DriverEvent(FIRST, xid))
         async with asyncio.timeout(30.0):
             assert [(await second.get()).xid for _ in range(3)] == [0, 1, 2]
         assert [event.xid for event in first] == [0, 1, 2]

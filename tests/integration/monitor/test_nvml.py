@@ -22,7 +22,6 @@ from gpuscale.monitor.model.readings import (
     Absent,
     DriverEvent,
     GpuEvent,
-    GpuEventKind,
     GpuSample,
     GpuState,
     MissingGpu,
@@ -299,7 +298,6 @@ def test_process_lists_that_are_not_to_be_had_are_absent_and_not_empty(rig: Rig)
     assert reading.absent == (Absent("processes", ReadingStatus.NO_PERMISSION, "Insufficient Permissions"),)
 
 
-ECC_UNCORRECTED_EVENT = 0x2
 PSTATE_EVENT = 0x4
 
 
@@ -444,13 +442,11 @@ def test_a_gpu_and_a_network_card_say_where_they_hang_on_pcie(rig: Rig) -> None:
     )
 
 
-def test_events_are_told_with_their_gpu_and_kind(rig: Rig) -> None:
+def test_xid_errors_are_told_with_their_gpu_and_no_other_events(rig: Rig) -> None:
     assert rig.source.open().has_events
     uuids = [gpu.uuid for gpu in rig.double.gpus]
     rig.double.raise_event(gpu=1, data=79)
-    rig.double.raise_event(gpu=0, data=0, event_type=ECC_UNCORRECTED_EVENT)
-    assert rig.source.wait_event(5.0) == DriverEvent(uuids[1], GpuEventKind.XID, 79)
-    assert rig.source.wait_event(5.0) == DriverEvent(uuids[0], GpuEventKind.ECC_UNCORRECTED)
+    assert rig.source.wait_event(5.0) == DriverEvent(uuids[1], 79)
     rig.double.raise_event(gpu=0, data=0, event_type=PSTATE_EVENT)
     assert rig.source.wait_event(0.05) is None
 

@@ -17,7 +17,6 @@ from gpuscale.monitor.model.prometheus import Style
 from gpuscale.monitor.model.readings import (
     Absent,
     GpuEvent,
-    GpuEventKind,
     GpuReading,
     GpuState,
     GpuView,
@@ -176,8 +175,7 @@ async def test_xids_are_counted_by_code_and_the_last_is_dcgms() -> None:
     for xid in (79, 31, 79):
         agent.clock.advance(1.0)
         now, wall = agent.clock.now(), agent.clock.wall()
-        agent.xids.note(GpuEvent(uuid, GpuEventKind.XID, xid, now, wall))
-        agent.xids.note(GpuEvent(uuid, GpuEventKind.ECC_CORRECTED, None, now, wall))
+        agent.xids.note(GpuEvent(uuid, xid, now, wall))
     text = await agent.text()
     assert value(text, "gpuscale_gpu_xid_errors_total", uuid=uuid, xid="79") == 2
     assert value(text, "gpuscale_gpu_xid_errors_total", uuid=uuid, xid="31") == 1

@@ -10,7 +10,7 @@ from gpuscale.common.wire import to_duration
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.agent.sources import GpuSource
 from gpuscale.monitor.agent.threads import CallThread
-from gpuscale.monitor.model.readings import GpuEvent, GpuEventKind, GpuState, GpuView
+from gpuscale.monitor.model.readings import GpuEvent, GpuState, GpuView
 
 
 class Listener:
@@ -66,7 +66,7 @@ class Listener:
         while not self._paused.is_set():
             found = self._source.wait_event(self._wait)
             if found is not None:
-                event = GpuEvent(found.uuid, found.kind, found.xid, self._clock.now(), self._clock.wall())
+                event = GpuEvent(found.uuid, found.xid, self._clock.now(), self._clock.wall())
                 try:
                     for observe in self._observers:
                         loop.call_soon_threadsafe(observe, event)
@@ -88,9 +88,8 @@ class FaultLog:
         self._arrived = asyncio.Event()
 
     def note(self, event: GpuEvent) -> None:
-        """Add an event if it is an XID fault."""
-        if event.kind is GpuEventKind.XID and event.xid is not None:
-            self.add(event.uuid, event.xid, event.seen_at)
+        """Add an event of the driver."""
+        self.add(event.uuid, event.xid, event.seen_at)
 
     def add(self, uuid: str, xid: int, at: float) -> None:
         """Add a fault reported at `at`, in seconds of the clock."""

@@ -114,10 +114,9 @@ class Xids:
             page.add(DCGM_LAST, dcgm_labels(snapshot, gpus[uuid], style, held), xid)
 
     def note(self, event: GpuEvent) -> None:
-        """Count an event if it is an XID error."""
-        if event.xid is not None:
-            self._counts[event.uuid, event.xid] += 1
-            self._last[event.uuid, event.xid] = event.seen_time.timestamp()
+        """Count an event of the driver."""
+        self._counts[event.uuid, event.xid] += 1
+        self._last[event.uuid, event.xid] = event.seen_time.timestamp()
 
 
 INFO = gauge("gpuscale_agent_info", "The agent of a node; always 1.")

@@ -257,33 +257,20 @@ class Timed(Generic[T]):
     read_at: float
 
 
-class GpuEventKind(Enum):
-    """The kind of a driver event."""
-
-    XID = auto()
-    ECC_CORRECTED = auto()
-    ECC_UNCORRECTED = auto()
-
-
 @dataclass(frozen=True, slots=True)
 class DriverEvent:
-    """An event of a GPU source; fields are those of `GpuEvent`."""
+    """An XID error of a GPU source; fields are those of `GpuEvent`."""
 
     uuid: str
-    kind: GpuEventKind
-    xid: int | None = None
+    xid: int
 
 
 @dataclass(frozen=True, slots=True)
 class GpuEvent:
-    """A driver event, with the time when the agent received it, as NVML's events have none.
-
-    `uuid`: the MIG instance if known, else the GPU. `xid`: NVIDIA's number of the fault, None for other kinds.
-    """
+    """An XID error, by NVIDIA's number, with the time when the agent received it, as NVML's events have none."""
 
     uuid: str
-    kind: GpuEventKind
-    xid: int | None
+    xid: int
     seen_at: float
     seen_time: datetime
 

@@ -24,7 +24,6 @@ from gpuscale.monitor.agent.pci import Bus, find_gpus, pci_address, pci_place
 from gpuscale.monitor.agent.processes import ProcessNames
 from gpuscale.monitor.model.readings import (
     DriverEvent,
-    GpuEventKind,
     GpuIdentity,
     GpuReading,
     GpuSample,
@@ -32,15 +31,11 @@ from gpuscale.monitor.model.readings import (
     MissingGpu,
 )
 
-_KINDS = {
-    pynvml.nvmlEventTypeXidCriticalError: GpuEventKind.XID,
-    pynvml.nvmlEventTypeSingleBitEccError: GpuEventKind.ECC_CORRECTED,
-    pynvml.nvmlEventTypeDoubleBitEccError: GpuEventKind.ECC_UNCORRECTED,
-}
+_XID = pynvml.nvmlEventTypeXidCriticalError
 
 
 class EventSet:
-    """The event set of an NVML session; free it before the session ends."""
+    """The XID errors of an NVML session; free it before the session ends."""
 
     def __init__(self, devices: Iterable[NvmlDevice]) -> None:
         """Register every whole GPU. NVMLError if the driver has no event sets."""
@@ -50,10 +45,8 @@ class EventSet:
             if device.identity.parent_uuid:
                 continue
             with suppress(pynvml.NVMLError):
-                offered = pynvml.nvmlDeviceGetSupportedEventTypes(device.handle)
-                wanted = sum(kind for kind in _KINDS if offered & kind)
-                if wanted:
-                    pynvml.nvmlDeviceRegisterEvents(device.handle, wanted, self._set)
+                if pynvml.nvmlDeviceGetSupportedEventTypes(device.handle) & _XID:
+                    pynvml.nvmlDeviceRegisterEvents(device.handle, _XID, self._set)
                     self._uuids[_address(device.handle)] = device.identity.uuid
 
     def __bool__(self) -> bool:
@@ -67,10 +60,8 @@ class EventSet:
             if error.value != pynvml.NVML_ERROR_TIMEOUT:
                 time.sleep(timeout)  # it fails at once: do not spin
             return None
-        kind, uuid = _KINDS.get(found.eventType), self._uuids.get(_address(found.device))
-        if kind is None or uuid is None:
-            return None
-        return DriverEvent(uuid, kind, found.eventData if kind is GpuEventKind.XID else None)
+        uuid = self._uuids.get(_address(found.device))
+        return DriverEvent(uuid, found.eventData) if uuid is not None and found.eventType == _XID else None
 
     def free(self) -> None:
         """Free the set. A failure is ignored: the session ends next."""
@@ -156,7 +147,7 @@ class NvmlSource:
             raise_if_driver_gone(error)
 
     def wait_event(self, timeout: float) -> DriverEvent | None:
-        """Wait for an XID or ECC error of any GPU."""
+        """Wait for an XID error of any GPU."""
         return self._events.wait(timeout) if self._events is not None else None
 
     def interrupt(self) -> bool:
