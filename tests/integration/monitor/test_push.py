@@ -18,7 +18,6 @@ from gpuscale.common.security.auth import Authenticator
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.agent import push
 from tests.support.certificates import Authority
-from tests.support.clock import ManualClock
 from tests.support.monitor import running_agent, running_fleet, serve
 from tests.support.ports import free_port
 from tests.support.promtool import named
@@ -99,43 +98,6 @@ async def scripted(fleet: ScriptedFleet) -> AsyncGenerator[str, None]:
 @pytest.fixture
 def quick_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(push, "Backoff", partial(push.Backoff, initial=0.02, cap=0.05))
-
-
-async def test_an_agent_whose_snapshots_are_all_refused_sends_them_less_and_less_often(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As where another node claims its GPUs. It sent a whole one each second, for ever."""
-    sent, refusals, clock = list[bool](), list[bool](), ManualClock()
-
-    class Refusing(ScriptedFleet):
-        async def StreamTelemetry(self, request_iterator: Any, context: Any) -> AsyncGenerator[Answer, None]:
-            async for request in request_iterator:
-                if not request.HasField("hello"):
-                    self.snapshots.append(request.snapshot.seq)
-                yield Answer(acked_seq=-1, resync=True, rejected_count=len(self.snapshots))
-
-    class Watched(push.RefusalBackoff):
-        def answered(self, now: float, *, refused: bool) -> None:
-            super().answered(now, refused=refused)
-            refusals.extend([True] * refused)
-
-        def waits(self, now: float) -> bool:
-            sent.append(not super().waits(now))
-            return not sent[-1]
-
-    monkeypatch.setattr(push, "RefusalBackoff", Watched)
-    monkeypatch.setattr(push, "LONGEST_REFUSED_SECONDS", 3600.0)
-    read = monitor_api.GetSnapshotRequest(max_age={"seconds": 0})
-    fleet = Refusing()
-    async with scripted(fleet) as address, running_agent(address, clock=clock, period_seconds=60) as agent:
-        await eventually(lambda: sent, timeout=60)
-        for minute in range(1, 17):
-            await eventually(lambda: len(refusals) == sum(sent), timeout=60)
-            clock.advance(60)
-            await agent.GetSnapshot(read, timeout=30)
-            await eventually(partial(lambda count: len(sent) > count, minute), timeout=60)
-    assert [minute for minute, one in enumerate(sent) if one] == [0, 1, 3, 7, 15]
-    assert len(fleet.snapshots) == 5
 
 
 async def test_a_fleet_that_refuses_a_change_gets_whole_snapshots() -> None:

@@ -7,7 +7,6 @@ then and when the fleet asks. Only the newest snapshot waits to be sent.
 import asyncio
 from collections import Counter
 from random import SystemRandom
-from typing import Final
 
 import grpc
 
@@ -25,31 +24,6 @@ from gpuscale.monitor.agent.deltas import DeadBands, Deltas
 from gpuscale.monitor.agent.events import FaultLog
 from gpuscale.monitor.model.readings import Quarantine
 from gpuscale.monitor.wire import to_snapshot
-
-LONGEST_REFUSED_SECONDS: Final = 30.0
-
-
-class RefusalBackoff:
-    """Waits one period after a second refusal in a row, and twice as long after each further one."""
-
-    def __init__(self, period: float) -> None:
-        self._period = period
-        self._refused = 0
-        self._until = float("-inf")
-
-    def answered(self, now: float, *, refused: bool) -> None:
-        """Take in an answer of the fleet."""
-        if not refused:
-            self._refused = 0
-            return
-        self._refused += 1
-        if self._refused > 1:
-            self._until = now + min(LONGEST_REFUSED_SECONDS, self._period * 2 ** min(self._refused - 1, 10))
-
-    def waits(self, now: float) -> bool:
-        """Whether it is too soon for another snapshot."""
-        return now < self._until
-
 
 # The fleet acknowledges at least every 20 s of snapshots; after a longer silence the stream is dead.
 SILENCE_SECONDS = 45.0
@@ -87,8 +61,6 @@ class FleetPush:
         self._collector = collector
         self._silence = SILENCE_SECONDS + SILENCE_PERIODS * collector.period
         self._explain = explain
-        self._period = collector.period
-        self._refusals = RefusalBackoff(collector.period)
         self._backoff = Backoff()
         self.connected = False
         self.failures: Counter[str] = Counter()
@@ -104,7 +76,6 @@ class FleetPush:
         while True:
             call = self._stub.StreamTelemetry()
             self._deltas.reset()
-            self._refusals = RefusalBackoff(self._period)
             welcome = asyncio.Event()
             try:
                 async with asyncio.TaskGroup() as group:
@@ -139,8 +110,6 @@ class FleetPush:
                 await self._sampler.get(max_age=0.0)
                 while True:
                     snapshot, _ = await subscription.get()
-                    if self._refusals.waits(self._clock.now()):
-                        continue
                     async with self._writing:
                         now = self._clock.now()
                         delta = self._deltas.next(snapshot, now)
@@ -168,7 +137,7 @@ class FleetPush:
 
     async def _read(self, call: _Call, welcome: asyncio.Event) -> GpuscaleError:
         """Read acknowledgements until the stream ends; returns why it did. The first one sets `welcome`."""
-        rejected = 0
+        rejected, reason = 0, ""
         try:
             with rpc_errors():
                 while True:
@@ -186,15 +155,15 @@ class FleetPush:
                     self.connected = True
                     refused = answer.rejected_count > rejected
                     rejected = answer.rejected_count
-                    self._refusals.answered(self._clock.now(), refused=refused)
                     if answer.acked_seq < 0:
                         _log.info("streaming to the fleet", node=self._hello.node)
                     else:
                         self._backoff.reset()
                     if refused:
                         self._deltas.refused(self._clock.now())
-                        reason = answer.rejected_reason
-                        _log.warning("the fleet rejects snapshots", count=rejected, reason=reason)
+                        if answer.rejected_reason != reason:
+                            reason = answer.rejected_reason
+                            _log.warning("the fleet rejects snapshots", reason=reason)
         except TimeoutError:
             return DeadlineExceededError("the fleet acknowledges nothing", reason="NO_ACKNOWLEDGEMENT")
         except GpuscaleError as error:
