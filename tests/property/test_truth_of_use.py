@@ -352,7 +352,7 @@ class Agent:
         gpus = Gpus(NvmlSource(clock.now, sys=self._proc), clock, deadlines, node=NODE)
         work = Work(gpus.knows, Granted(None, NODE))
         one = Collector(
-            NODE, 2 * PATIENCE, gpus, self, here, clock, deadlines, admitted=lambda: work.admissions
+            NODE, 2 * PATIENCE, gpus, HostReading, here, clock, deadlines, admitted=lambda: work.admissions
         )
         try:
             self._show(host.before)
@@ -366,13 +366,6 @@ class Agent:
             return to_snapshot(await one.collect(), clock.now())
         finally:
             await one.close()
-
-    def identity(self) -> HostIdentity:
-        raise NotImplementedError
-
-    def read(self) -> HostReading:
-        """Of the host itself nothing is asked."""
-        return HostReading()
 
     def _show(self, processes: dict[int, Process]) -> None:
         for old in self._proc.glob("[0-9]*"):

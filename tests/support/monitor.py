@@ -130,7 +130,7 @@ async def collected(
     """A snapshot of these GPUs, by a collector with `more` that it takes."""
     clock, host = SystemClock(), FakeHost()
     gpus = Gpus(source, clock, ReadDeadlines())
-    collector = Collector("alpha", 1.0, gpus, host, host.identity(), clock, ReadDeadlines(), **more)
+    collector = Collector("alpha", 1.0, gpus, host.read, host.identity(), clock, ReadDeadlines(), **more)
     collector.quarantines = quarantines or {}
     try:
         return await collector.collect()

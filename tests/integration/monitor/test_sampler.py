@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -120,20 +120,32 @@ async def test_readings_on_demand_do_not_shift_the_rhythm() -> None:
 
 async def test_subscribers_get_every_snapshot_or_the_newest_and_a_count() -> None:
     async with sampling(Readings()) as sampler:
-        with sampler.snapshots.subscribe() as quick, sampler.snapshots.subscribe() as slow:
-            seen = [(await quick.get())[0].seq for _ in range(5)]
-            assert seen == [1, 2, 3, 4, 5]
-            snapshot, dropped = await slow.get()
-            assert (snapshot.seq, dropped) == (5, 4)
-            snapshot, dropped = await slow.get()
-            assert (snapshot.seq, dropped) == (6, 0)
+        quick, slow = sampler.snapshots.follow(), sampler.snapshots.follow()
+        for number in range(1, 6):
+            assert (await anext(quick))[0].seq == number
+            if number == 1:
+                await anext(slow)
+        for told in ((5, 3), (6, 0)):
+            snapshot, dropped = await anext(slow)
+            assert (snapshot.seq, dropped) == told
 
 
 async def test_a_subscriber_begins_with_the_newest_value_and_leaves_nothing_behind() -> None:
     broadcast: Broadcast[int] = Broadcast()
     broadcast.publish(1)
     broadcast.publish(2)
-    with broadcast.subscribe() as subscription:
-        assert await subscription.get() == (2, 0)
-        assert len(broadcast) == 1
-    assert len(broadcast) == 0
+    async with aclosing(broadcast.follow()) as values:
+        assert await anext(values) == (2, 0)
+        assert broadcast.followers == 1
+    assert broadcast.followers == 0
+
+
+async def test_what_comes_within_the_interval_of_a_subscriber_is_not_missed() -> None:
+    broadcast: Broadcast[int] = Broadcast()
+    values = broadcast.follow(1.0)
+    broadcast.publish(1)
+    assert await anext(values) == (1, 0)
+    for value in (2, 3, 4):
+        broadcast.publish(value)
+    assert await anext(values) == (4, 0)
+    assert broadcast.dropped == 0

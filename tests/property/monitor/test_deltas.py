@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gpuscale.api.types import v1 as types_api
 from gpuscale.internal.monitor import v1 as monitor_internal
-from gpuscale.monitor.agent.deltas import DeadBands, Deltas
+from gpuscale.monitor.agent.deltas import AGE_BAND, Deltas, bands_of
 from gpuscale.monitor.fleet.validation import refuse_change
 from gpuscale.monitor.model.readings import (
     Absent,
@@ -30,7 +30,6 @@ from gpuscale.monitor.model.readings import (
 from gpuscale.monitor.wire import Change, Picture, to_snapshot
 from tests.support.monitor_values import GIB, snapshot_read
 
-BANDS = DeadBands()
 STATUSES = st.sampled_from([ReadingStatus.TIMEOUT, ReadingStatus.LOST])
 
 
@@ -104,9 +103,9 @@ def assert_near(told: Message, meant: Message) -> None:
     have = {field.name: value for field, value in told.ListFields()}
     want = {field.name: value for field, value in meant.ListFields()}
     assert have.keys() == want.keys()
-    for (name, value), band in zip(want.items(), BANDS.of(want), strict=True):
+    for (name, value), band in zip(want.items(), bands_of(want), strict=True):
         if isinstance(value, Duration):
-            assert abs(have[name].ToNanoseconds() - value.ToNanoseconds()) <= BANDS.age_seconds * 1e9
+            assert abs(have[name].ToNanoseconds() - value.ToNanoseconds()) <= AGE_BAND * 1e9
         elif band:
             assert math.isclose(have[name], value, rel_tol=0.0, abs_tol=band)
         else:
@@ -116,7 +115,7 @@ def assert_near(told: Message, meant: Message) -> None:
 @settings(max_examples=25, deadline=None)
 @given(values=st.lists(snapshots(), min_size=2, max_size=5), every=st.sampled_from([3.0, 100.0]))
 def test_changes_lead_to_what_the_agent_meant(values: list[Snapshot], every: float) -> None:
-    deltas = Deltas(BANDS, full_every=every)
+    deltas = Deltas(full_every=every)
     picture = Picture(types_api.Snapshot())
     readings: dict[str, list[types_api.GpuReading]] = {}
     for seq, value in enumerate(values):

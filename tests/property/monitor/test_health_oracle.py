@@ -8,7 +8,7 @@ from typing import TypeVar
 import pytest
 
 from gpuscale.internal.monitor import v1 as monitor_internal
-from gpuscale.monitor.agent.deltas import DeadBands, Deltas
+from gpuscale.monitor.agent.deltas import Deltas
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.model.readings import GpuIdentity, GpuReading, GpuState, GpuView, RecoveryAction
 from gpuscale.monitor.observing.health_servicer import HealthWatch
@@ -120,7 +120,7 @@ class Site:
         self.gpus = [
             Gpu(source.choice(AS_NVML_SPELLS).format(n=number)) for number in range(source.randrange(1, 4))
         ]
-        self.deltas = Deltas(DeadBands(), full_every=source.choice((5.0, 30.0, 60.0)))
+        self.deltas = Deltas(full_every=source.choice((5.0, 30.0, 60.0)))
         self.seq = self.silent = 0
         self.start([])
 

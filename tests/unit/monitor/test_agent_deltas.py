@@ -9,7 +9,7 @@ import pytest
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration, to_timestamp
 from gpuscale.internal.monitor import v1 as monitor_internal
-from gpuscale.monitor.agent.deltas import DeadBands, Deltas
+from gpuscale.monitor.agent.deltas import Deltas
 from gpuscale.monitor.model.readings import GpuIdentity, GpuReading, GpuState, GpuView, HostReading, Snapshot
 from tests.support.monitor_values import GIB, snapshot_read
 
@@ -40,7 +40,7 @@ def reading(**fields: Any) -> Snapshot:
 
 def change(before: Snapshot, after: Snapshot) -> monitor_internal.SnapshotDelta:
     """What is sent of `after` to a receiver that has `before`, both at the moment when they were taken."""
-    deltas = Deltas(DeadBands(), full_every=60.0)
+    deltas = Deltas(full_every=60.0)
     assert deltas.next(replace(before, seq=5), now=TAKEN_AT) is None
     delta = deltas.next(replace(after, seq=7), now=TAKEN_AT)
     assert delta is not None
@@ -114,7 +114,7 @@ def test_what_only_one_of_the_changed_gpus_has_is_told_of_that_one() -> None:
     ids=["other gpus", "other model", "other host", "a problem", "other epoch"],
 )
 def test_what_is_no_reading_is_told_by_a_whole_snapshot(changes: dict[str, Any]) -> None:
-    deltas = Deltas(DeadBands(), full_every=60.0)
+    deltas = Deltas(full_every=60.0)
     assert deltas.next(reading(), now=0.0) is None
     altered = replace(reading(), **changes)
     assert deltas.next(altered, now=1.0) is None
@@ -122,7 +122,7 @@ def test_what_is_no_reading_is_told_by_a_whole_snapshot(changes: dict[str, Any])
 
 
 def test_a_whole_snapshot_comes_now_and_then_and_when_asked_for() -> None:
-    deltas = Deltas(DeadBands(), full_every=3.0)
+    deltas = Deltas(full_every=3.0)
     sent = [deltas.next(reading(), now=float(second)) is None for second in range(7)]
     assert sent == [True, False, False, True, False, False, True]
     assert deltas.next(reading(), now=7.0) is not None
@@ -132,7 +132,7 @@ def test_a_whole_snapshot_comes_now_and_then_and_when_asked_for() -> None:
 
 def test_snapshots_are_whole_for_a_time_after_a_change_was_refused() -> None:
     """A fleet of an earlier version refuses each change of a number that it does not know."""
-    deltas = Deltas(DeadBands(), full_every=60.0)
+    deltas = Deltas(full_every=60.0)
     assert deltas.next(taken(), now=TAKEN_AT) is None
     deltas.refused(TAKEN_AT)
     assert deltas.next(taken(), now=TAKEN_AT + 59.0) is None

@@ -158,12 +158,13 @@ async def test_failed_readings_are_counted_by_reason_and_unsupported_ones_are_no
 
 async def test_subscribers_are_counted_and_what_they_missed() -> None:
     agent = Agent()
-    with agent.snapshots.subscribe() as slow, agent.snapshots.subscribe() as quick:
-        for _ in range(3):
-            agent.snapshots.publish(await agent.meter.collect())
-            await quick.get()
-        text = await agent.text()
-        await slow.get()
+    slow, quick = agent.snapshots.follow(), agent.snapshots.follow()
+    for number in range(4):
+        agent.snapshots.publish(await agent.meter.collect())
+        await anext(quick)
+        if number in {0, 3}:
+            await anext(slow)
+    text = await agent.text()
     assert value(text, "gpuscale_watch_subscribers") == 2
     assert value(text, "gpuscale_watch_dropped_total") == 2
 

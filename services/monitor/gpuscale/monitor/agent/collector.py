@@ -1,12 +1,11 @@
 """Snapshots of the host and its GPUs, taken every period and on demand.
 
 A snapshot orders a reading of the host and of each GPU, waits a moment, and shows what is known then. The sampler takes one at a
-time, which concurrent callers share. Of a broadcast, a subscriber that never reads holds one value at most.
+time, which concurrent callers share.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Generic, TypeVar
 from uuid import uuid4
@@ -14,7 +13,6 @@ from uuid import uuid4
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.gpus import Gpus
-from gpuscale.monitor.agent.sources import HostSource
 from gpuscale.monitor.agent.threads import CallThread, Reader, wait_until
 from gpuscale.monitor.model.admission import Admissions, Holders
 from gpuscale.monitor.model.readings import (
@@ -40,7 +38,7 @@ class Collector:
         node: str,
         period: float,
         gpus: Gpus,
-        host: HostSource,
+        read_host: Callable[[], HostReading],
         identity: HostIdentity,
         clock: Clock,
         deadlines: ReadDeadlines,
@@ -55,7 +53,7 @@ class Collector:
         self.node = node
         self.period = period
         self._gpus = gpus
-        self._host = Reader(host.read, clock)
+        self._host = Reader(read_host, clock)
         self._host_worker = CallThread("host")
         self._identity = identity
         self._clock = clock
@@ -170,60 +168,35 @@ class Sampler:
 T = TypeVar("T")
 
 
-class BroadcastSubscription(Generic[T]):
-    """Holds the newest unread value for one subscriber."""
-
-    def __init__(self) -> None:
-        self._values: list[T] = []
-        self._dropped = 0
-        self._arrived = asyncio.Event()
-
-    def put(self, value: T) -> int:
-        """Replace the unread value; returns how many were replaced, 0 or 1."""
-        replaced = len(self._values)
-        self._dropped += replaced
-        self._values = [value]
-        self._arrived.set()
-        return replaced
-
-    def forgive(self) -> None:
-        """Reset the count of replaced values."""
-        self._dropped = 0
-
-    async def get(self) -> tuple[T, int]:
-        """Wait for an unread value; returns it and how many were replaced since the last call."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        value, dropped = self._values.pop(), self._dropped
-        self._dropped = 0
-        return value, dropped
-
-
 class Broadcast(Generic[T]):
-    """Hands each value to every subscription, and the newest one to a new subscription. `dropped` counts unread values."""
+    """Hands the newest value to each of its `followers` as fast as that reads. `dropped` counts values that they missed."""
 
     def __init__(self) -> None:
-        self._subscriptions: set[BroadcastSubscription[T]] = set()
-        self._latest: list[T] = []
-        self.dropped = 0
-
-    def __len__(self) -> int:
-        return len(self._subscriptions)
-
-    @contextmanager
-    def subscribe(self) -> Generator[BroadcastSubscription[T]]:
-        """Subscribe until the block ends."""
-        subscription = BroadcastSubscription[T]()
-        for value in self._latest:
-            subscription.put(value)
-        self._subscriptions.add(subscription)
-        try:
-            yield subscription
-        finally:
-            self._subscriptions.discard(subscription)
+        self._newest: list[T] = []
+        self._published = 0
+        self._changed = asyncio.Event()
+        self.followers = self.dropped = 0
 
     def publish(self, value: T) -> None:
-        """Hand the value to every subscription."""
-        self._latest = [value]
-        for subscription in self._subscriptions:
-            self.dropped += subscription.put(value)
+        """Hand a value to every follower."""
+        changed, self._changed = self._changed, asyncio.Event()
+        self._newest = [value]
+        self._published += 1
+        changed.set()
+
+    async def follow(self, interval: float = 0.0) -> AsyncGenerator[tuple[T, int]]:
+        """The newest value, then each later one, with how many were missed; those within `interval` seconds are left out."""
+        seen = self._published - len(self._newest)
+        self.followers += 1
+        try:
+            while True:
+                while seen == self._published:
+                    await self._changed.wait()
+                missed, seen = self._published - seen - 1, self._published
+                self.dropped += missed
+                yield self._newest[0], missed
+                if interval:
+                    await asyncio.sleep(interval)
+                    seen = max(seen, self._published - 1)
+        finally:
+            self.followers -= 1

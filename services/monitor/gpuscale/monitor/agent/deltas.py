@@ -21,22 +21,22 @@ Bands = tuple[float, ...]
 """The dead-band of each field of a reading, in order; 0 sends every change."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeadBands:
-    """How far a reading may move before it is sent, by its unit, the last word of its name. Others always are."""
+BANDS = {
+    "percent": 0.5,
+    "bytes": 1024.0 * 1024.0,
+    "celsius": 0.5,
+    "watts": 1.0,
+    "mhz": 15.0,
+    "joules": 1000.0,
+}
+"""How far a reading may move before it is sent, by its unit, the last word of its name. Others always are."""
+AGE_BAND = 0.25
+"""The same of the age of readings, in seconds."""
 
-    percent: float = 0.5
-    bytes: float = 1024.0 * 1024.0
-    celsius: float = 0.5
-    watts: float = 1.0
-    mhz: float = 15.0
-    joules: float = 1000.0
-    age_seconds: float = 0.25
 
-    def of(self, fields: Iterable[str]) -> Bands:
-        """The bands of these fields."""
-        units = {name: float(getattr(self, name)) for name in self.__slots__}
-        return tuple(units.get(name.rpartition("_")[2], 0.0) for name in fields)
+def bands_of(fields: Iterable[str]) -> Bands:
+    """The bands of these fields."""
+    return tuple(BANDS.get(name.rpartition("_")[2], 0.0) for name in fields)
 
 
 def moves(before: Sequence[object], after: Sequence[object], bands: Bands) -> list[int]:
@@ -100,10 +100,9 @@ _Change = tuple[monitor_internal.GpuDelta, GpuReading, Sequence[int]]
 class Deltas:
     """Computes what to send one receiver; a whole snapshot every `full_every` seconds."""
 
-    def __init__(self, bands: DeadBands, full_every: float) -> None:
-        self._host_bands = bands.of(HostReading._fields)
-        self._gpu_bands = bands.of(GpuReading._fields)
-        self._age_band = bands.age_seconds
+    def __init__(self, full_every: float) -> None:
+        self._host_bands = bands_of(HostReading._fields)
+        self._gpu_bands = bands_of(GpuReading._fields)
         self._full_every = full_every
         self._full_at = 0.0
         self._full_until = float("-inf")
@@ -164,7 +163,7 @@ class Deltas:
     ) -> _SentHost:
         reading, age = snapshot.host_reading, _age(snapshot.host_read_at, now)
         differ = moves(sent.reading, reading, self._host_bands)
-        aged = not is_near(sent.age, age, self._age_band)
+        aged = not is_near(sent.age, age, AGE_BAND)
         if not differ and not aged:
             return sent
         delta.host.reading.SetInParent()
@@ -178,7 +177,7 @@ class Deltas:
     def _gpu(self, changes: list[_Change], place: int, sent: _SentGpu, view: GpuView, now: float) -> _SentGpu:
         reading, age = view.reading, _age(view.read_at, now)
         differ = moves(sent.reading, reading, self._gpu_bands)
-        aged = not is_near(sent.age, age, self._age_band)
+        aged = not is_near(sent.age, age, AGE_BAND)
         same = sent.state is view.state and sent.quarantine == view.quarantine
         if not differ and not aged and same:
             return sent

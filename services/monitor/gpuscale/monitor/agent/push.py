@@ -6,6 +6,7 @@ then and when the fleet asks. Only the newest snapshot waits to be sent.
 
 import asyncio
 from collections import Counter
+from contextlib import aclosing
 from random import SystemRandom
 
 import grpc
@@ -20,7 +21,7 @@ from gpuscale.common.runtime.tasks import Backoff, Clock, pause_before_retry
 from gpuscale.common.wire import to_datetime, to_timestamp
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.agent.collector import Collector, Sampler
-from gpuscale.monitor.agent.deltas import DeadBands, Deltas
+from gpuscale.monitor.agent.deltas import Deltas
 from gpuscale.monitor.agent.events import FaultLog
 from gpuscale.monitor.model.readings import Quarantine
 from gpuscale.monitor.wire import to_snapshot
@@ -56,7 +57,7 @@ class FleetPush:
         self._sampler = sampler
         self._faults = faults
         self._writing = asyncio.Lock()  # gRPC takes one write at a time
-        self._deltas = Deltas(DeadBands(), full_every * _random.uniform(0.75, 1.25))
+        self._deltas = Deltas(full_every * _random.uniform(0.75, 1.25))
         self._clock = clock
         self._collector = collector
         self._silence = SILENCE_SECONDS + SILENCE_PERIODS * collector.period
@@ -106,10 +107,9 @@ class FleetPush:
         try:
             await send(call, monitor_internal.StreamTelemetryRequest(hello=self._hello))
             await welcome.wait()
-            with self._sampler.snapshots.subscribe() as subscription:
-                await self._sampler.get(max_age=0.0)
-                while True:
-                    snapshot, _ = await subscription.get()
+            await self._sampler.get(max_age=0.0)
+            async with aclosing(self._sampler.snapshots.follow()) as snapshots:
+                async for snapshot, _ in snapshots:
                     async with self._writing:
                         now = self._clock.now()
                         delta = self._deltas.next(snapshot, now)

@@ -1,7 +1,7 @@
 """AgentService, DriverService and WorkService on the wire. A snapshot becomes a message once, for all who ask or watch."""
 
-import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from datetime import timedelta
 from typing import Any
 
@@ -57,18 +57,13 @@ class SnapshotFeed:
 
     async def stream(self, request: api.WatchSnapshotsRequest) -> AsyncGenerator[bytes, None]:
         """Encoded WatchSnapshotsResponses: the newest snapshot, then each as fast as the subscriber reads."""
-        interval = seconds(request.min_interval)
-        with self._snapshots.subscribe() as subscription:
-            while True:
-                snapshot, dropped = await subscription.get()
+        async with aclosing(self._snapshots.follow(seconds(request.min_interval))) as snapshots:
+            async for snapshot, dropped in snapshots:
                 now = self._clock.now()
                 message = self.shared(snapshot, now).encoded(now)
                 if dropped:
                     message += api.WatchSnapshotsResponse(dropped_count=dropped).SerializeToString()
                 yield message
-                if interval:
-                    await asyncio.sleep(interval)
-                    subscription.forgive()
 
     def shared(self, snapshot: Snapshot, now: float) -> _SharedSnapshot:
         """The message of a snapshot, for all who ask at `now` or later."""

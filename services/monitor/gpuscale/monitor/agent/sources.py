@@ -20,8 +20,6 @@ from gpuscale.monitor.model.readings import (
     GpuReading,
     GpuSample,
     GpuState,
-    HostIdentity,
-    HostReading,
     Inventory,
     RecoveryAction,
 )
@@ -76,18 +74,6 @@ class GpuSource(Protocol):
 
     def close(self) -> None:
         """Release the driver. Never raises."""
-
-
-class HostSource(Protocol):
-    """Reads the host."""
-
-    def identity(self) -> HostIdentity:
-        """The identity of the host."""
-        ...
-
-    def read(self) -> HostReading:
-        """Read the host; failed readings are absent."""
-        ...
 
 
 GIB = 1024**3

@@ -76,7 +76,7 @@ async def open_agent(
         node=settings.node,
         period=settings.period_seconds,
         gpus=gpus,
-        host=host,
+        read_host=host.read,
         identity=await asyncio.to_thread(host.identity),
         clock=clock,
         deadlines=deadlines,

@@ -187,7 +187,7 @@ class AgentPage:
         page.add(DRIVER_ERRORS, "", collection.refusals)
         page.add(OPENINGS, "", collection.openings)
         page.add(INTERRUPTIONS, "", collection.interruptions)
-        page.add(SUBSCRIBERS, "", len(self.snapshots))
+        page.add(SUBSCRIBERS, "", self.snapshots.followers)
         page.add(DROPPED, "", self.snapshots.dropped)
         if snapshot is not None:
             now = self.clock.now()
