@@ -37,29 +37,8 @@ LEASE_KEY = "gpuscale-lease-token"
 """Metadata key of a lease token, which authenticates a caller."""
 PATTERNS = {
     pattern.rpartition("{")[2].rstrip("}").title().replace("_", ""): pattern
-    for pattern in (
-        NODE,
-        GPU,
-        RESERVATION,
-        ENDPOINT,
-        REPLICA,
-        RULE,
-        DECISION,
-        WATCHER,
-        ADAPTER,
-        HEALTH_EVENT,
-        RECORDING,
-        BOOKING,
-        JOINING,
-        PRESET,
-        BACKTEST,
-        POLICY,
-        ACT,
-        TARGET,
-        NOTIFICATION,
-        BUDGET,
-        CHANGE,
-    )
+    for name, pattern in tuple(globals().items())
+    if name.isupper() and pattern.endswith("}")
 }
 """Pattern by the last part of the google.api.resource type, for types with a single pattern of ids."""
 

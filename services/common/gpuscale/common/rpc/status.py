@@ -27,21 +27,9 @@ LEADER_KEY = "gpuscale-leader"
 PROBLEM_KEY = "gpuscale-problem"
 """Trailing metadata of the allocator while it cannot write its state; why, for admins."""
 
+# By the default reason of each error, which is the name of its code.
 _CODES: Mapping[type[errors.GpuscaleError], grpc.StatusCode] = {
-    errors.InvalidArgumentError: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.OutOfRangeError: grpc.StatusCode.OUT_OF_RANGE,
-    errors.UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
-    errors.PermissionDeniedError: grpc.StatusCode.PERMISSION_DENIED,
-    errors.NotFoundError: grpc.StatusCode.NOT_FOUND,
-    errors.AlreadyExistsError: grpc.StatusCode.ALREADY_EXISTS,
-    errors.FailedPreconditionError: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.AbortedError: grpc.StatusCode.ABORTED,
-    errors.ResourceExhaustedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors.UnavailableError: grpc.StatusCode.UNAVAILABLE,
-    errors.DeadlineExceededError: grpc.StatusCode.DEADLINE_EXCEEDED,
-    errors.CancelledCallError: grpc.StatusCode.CANCELLED,
-    errors.UnimplementedError: grpc.StatusCode.UNIMPLEMENTED,
-    errors.InternalError: grpc.StatusCode.INTERNAL,
+    error: grpc.StatusCode[error.default_reason] for error in errors.GpuscaleError.__subclasses__()
 }
 # Codes without an error here (UNKNOWN, DATA_LOSS) become InternalError.
 _ERRORS = {code: error for error, code in _CODES.items()}

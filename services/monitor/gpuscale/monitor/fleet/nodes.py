@@ -8,7 +8,6 @@ epoch only a higher seq is accepted. So no order of arrival moves a node back in
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
@@ -252,15 +251,6 @@ def _forget_quarantine(gpu: types_api.Gpu | monitor_internal.GpuDelta) -> None:
 MOST_GPUS = 1_024
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """A node or GPU with history. `uuid` is empty for a node, `key` is that of its series."""
-
-    name: str
-    uuid: str
-    key: str
-
-
 class Directory:
     """Finds GPUs and nodes in the index."""
 
@@ -276,16 +266,15 @@ class Directory:
             raise InvalidArgumentError(f"must name at most {MOST_GPUS} GPUs", field="names")
         return list(found.values())
 
-    def subjects(self, names: Sequence[str], uuids: Sequence[str]) -> list[Subject]:
-        """The nodes and GPUs of these names and UUIDs, without duplicates. NotFoundError if unknown."""
+    def subjects(self, names: Sequence[str], uuids: Sequence[str]) -> dict[str, str]:
+        """The UUIDs of the nodes (empty) and GPUs of these names and UUIDs, by name. NotFoundError if unknown."""
         nodes = [name for name in names if match(NODE, name) is not None]
+        found = {node_name(self._record(name).node): "" for name in nodes}
         gpus = [name for name in names if name not in nodes]
-        found = {name: Subject(name, "", node_name(self._record(name).node)) for name in nodes}
-        for target in self._targets(gpus, uuids):
-            found[target.name] = Subject(target.name, target.uuid, target.uuid.lower())
+        found |= {target.name: target.uuid for target in self._targets(gpus, uuids)}
         if not found:
             raise _nothing()
-        return list(found.values())
+        return found
 
     def _targets(self, names: Sequence[str], uuids: Sequence[str]) -> Iterator[Target]:
         for name in names:

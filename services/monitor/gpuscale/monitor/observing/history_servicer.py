@@ -1,7 +1,7 @@
 """HistoryService on the wire."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from math import inf, nextafter
 
 from gpuscale.api.monitor import v1 as api
@@ -9,7 +9,7 @@ from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import optional_seconds, seconds, to_duration
-from gpuscale.monitor.fleet.nodes import Directory, Subject
+from gpuscale.monitor.fleet.nodes import Directory
 from gpuscale.monitor.history.history import History, metrics_of, plan, spread, trend
 from gpuscale.monitor.history.ring import Point
 from gpuscale.monitor.model.metrics import Metric
@@ -38,16 +38,16 @@ class HistoryServicer(api.HistoryServiceServicer):
         dates = Dates.of(self._clock)
         start, end = span = _span(request, dates)
         subjects = self._directory.subjects(request.names, request.uuids)
-        count = sum(len(_metrics(subject, request.metrics)) for subject in subjects)
+        count = sum(len(_metrics(_key(*one), request.metrics)) for one in subjects.items())
         most = MOST_POINTS // max(count, 1)
         step = optional_seconds(request, "step") or 0.0
         planned = plan(self._history.kept, end - start, dates.now - start, step, most)
         response = api.QueryHistoryResponse(step=to_duration(planned.step))
         self._describe(response, subjects, span, dates)
-        async for subject, metric, points in self._points(subjects, request.metrics, planned.tier, span):
+        async for name, metric, points in self._points(subjects, request.metrics, planned.tier, span):
             response.series.add(
-                name=subject.name,
-                uuid=subject.uuid,
+                name=name,
+                uuid=subjects[name],
                 metric=api.Metric.Value(f"METRIC_{metric.name}"),
                 points=[
                     api.HistoryPoint(
@@ -69,12 +69,12 @@ class HistoryServicer(api.HistoryServiceServicer):
         planned = plan(self._history.kept, end - start, dates.now - start, 0.0, MOST_POINTS)
         response = api.QueryTrendsResponse()
         self._describe(response, subjects, span, dates)
-        async for subject, metric, points in self._points(subjects, request.metrics, planned.tier, span):
+        async for name, metric, points in self._points(subjects, request.metrics, planned.tier, span):
             found = trend(points)
             if found is not None:
                 response.trends.add(
-                    name=subject.name,
-                    uuid=subject.uuid,
+                    name=name,
+                    uuid=subjects[name],
                     stats=to_stats(metric, found.stats),
                     slope_per_hour=found.slope_per_hour,
                 )
@@ -83,14 +83,14 @@ class HistoryServicer(api.HistoryServiceServicer):
     def _describe(
         self,
         response: api.QueryHistoryResponse | api.QueryTrendsResponse,
-        subjects: Sequence[Subject],
+        subjects: Mapping[str, str],
         span: _Span,
         dates: Dates,
     ) -> None:
         """Set the span, the oldest time that is kept, and the subjects without history."""
         response.start_time.CopyFrom(dates.timestamp(span[0]))
         response.end_time.CopyFrom(dates.timestamp(span[1]))
-        kept = {subject.name: self._history.get(subject.key) for subject in subjects}
+        kept = {name: self._history.get(_key(name, uuid)) for name, uuid in subjects.items()}
         response.not_kept.extend(name for name, series in kept.items() if series is None)
         begins = [series.oldest() for series in kept.values() if series is not None]
         oldest = min((begin for begin in begins if begin is not None), default=None)
@@ -98,23 +98,29 @@ class HistoryServicer(api.HistoryServiceServicer):
             response.oldest_time.CopyFrom(dates.timestamp(oldest))
 
     async def _points(
-        self, subjects: Sequence[Subject], wanted: Sequence[int], tier: int, span: _Span
-    ) -> AsyncGenerator[tuple[Subject, Metric, list[Point]], None]:
+        self, subjects: Mapping[str, str], wanted: Sequence[int], tier: int, span: _Span
+    ) -> AsyncGenerator[tuple[str, Metric, list[Point]], None]:
         """The points of each metric of each subject, if any."""
-        for subject in subjects:
-            series = self._history.get(subject.key)
+        for name, uuid in subjects.items():
+            key = _key(name, uuid)
+            series = self._history.get(key)
             if series is None:
                 continue
-            for metric in _metrics(subject, wanted):
-                points = series.points(metrics_of(subject.key).index(metric), tier, *span)
+            for metric in _metrics(key, wanted):
+                points = series.points(metrics_of(key).index(metric), tier, *span)
                 if points:
-                    yield subject, metric, points
+                    yield name, metric, points
                 await asyncio.sleep(0)
 
 
-def _metrics(subject: Subject, wanted: Sequence[int]) -> list[Metric]:
+def _key(name: str, uuid: str) -> str:
+    """The key of the series of a node or GPU."""
+    return uuid.lower() or name
+
+
+def _metrics(key: str, wanted: Sequence[int]) -> list[Metric]:
     """The wanted metrics of a node or GPU; all if none is named."""
-    return [metric for metric in metrics_of(subject.key) if not wanted or metric.value in wanted]
+    return [metric for metric in metrics_of(key) if not wanted or metric.value in wanted]
 
 
 def _span(request: api.QueryHistoryRequest | api.QueryTrendsRequest, dates: Dates) -> _Span:
