@@ -20,8 +20,7 @@ from pathlib import Path
 import grpc
 import uvloop
 
-from gpuscale.api.monitor import v1 as api
-from gpuscale.common.rpc.server import SERVER_ARGUMENTS, Registration, Server, ServerOptions
+from gpuscale.common.rpc.server import SERVER_ARGUMENTS, Server, ServerOptions, registrations
 from gpuscale.common.runtime.lifecycle import collecting_what_is_new
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.security.auth import Authenticator
@@ -90,12 +89,7 @@ async def _fleet(counts: Counts, *, history_mib: int | None = None) -> None:
     server = Server(ServerOptions(), Authenticator())
     address = server.bind()
     one = servicer.FleetServicer(nodes, Joined(None), clock)
-    server.add(
-        Registration(servicer.FLEET_SERVICE, partial(api.add_FleetServiceServicer_to_server, one)),
-        Registration(
-            servicer.TELEMETRY_SERVICE, partial(monitor_internal.add_TelemetryServiceServicer_to_server, one)
-        ),
-    )
+    server.add(*registrations(one))
     async with server:
         answering = asyncio.create_task(_answer(address, counts))
         while not answering.done():

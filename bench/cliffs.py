@@ -31,7 +31,6 @@ import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 from uuid import uuid4
@@ -48,7 +47,7 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.cli.console.lookup import NODES_MILLIS
 from gpuscale.cli.views.monitor import GPU_FIELDS
 from gpuscale.common.rpc.feed import MESSAGE_BYTES
-from gpuscale.common.rpc.server import Registration
+from gpuscale.common.rpc.server import registrations
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.wire import to_duration
 from gpuscale.internal.monitor import v1 as internal
@@ -57,7 +56,7 @@ from gpuscale.monitor.exposition.snapshots import Style
 from gpuscale.monitor.fleet.join_servicer import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
 from gpuscale.monitor.fleet.record import AgentStream
-from gpuscale.monitor.fleet.servicer import FLEET_SERVICE, FleetServicer
+from gpuscale.monitor.fleet.servicer import FleetServicer
 from tests.support.autoscaler_app import FakeWatchers, running, scaling
 from tests.support.monitor import serve
 
@@ -292,8 +291,7 @@ async def _busy_fleet(count: int, index: Nodes | None = None) -> AsyncIterator[s
     """A fleet in this process: its address."""
     source = random.Random(1)
     index = index or Nodes(SystemClock(), count)
-    add = monitor_api.add_FleetServiceServicer_to_server
-    served = Registration(FLEET_SERVICE, partial(add, FleetServicer(index, Joined(None), SystemClock())))
+    served = registrations(FleetServicer(index, Joined(None), SystemClock()))
     fields = [
         number for number, one in types_api.GpuReading.DESCRIPTOR.fields_by_number.items() if one.name in BUSY
     ]
@@ -323,7 +321,7 @@ async def _busy_fleet(count: int, index: Nodes | None = None) -> AsyncIterator[s
                         due = begin + seq - 1 + at / count
                         await asyncio.sleep(max(0.0, due - time.perf_counter()))
 
-        async with serve(served) as address, asyncio.TaskGroup() as group:
+        async with serve(*served) as address, asyncio.TaskGroup() as group:
             task = group.create_task(report())
             yield address
             task.cancel()

@@ -6,7 +6,7 @@ Also listen addresses, the standard health service (grpc.health.v1), and the reg
 import asyncio
 import errno
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -131,6 +131,17 @@ class Registration:
     add: Callable[[grpc.aio.Server], None]
 
 
+def registrations(*servicers: object) -> Iterator[Registration]:
+    """The registrations of servicers, by the generated classes that they extend."""
+    for servicer in servicers:
+        for base in type(servicer).__mro__:
+            package, _, module = base.__module__.rpartition(".")
+            if module.endswith("_pb2_grpc") and base.__name__.endswith("Servicer"):
+                add = getattr(import_module(base.__module__), f"add_{base.__name__}_to_server")
+                service = f"{package}.{base.__name__.removesuffix('Servicer')}"
+                yield Registration(service, partial(add, servicer))
+
+
 class HandlerCollector:
     """Stands in for a server when services are added: stores their handlers by path, and passes them on as generic ones.
 
@@ -234,11 +245,9 @@ class Server:
         self._serving = True
         _health_grpc.add_HealthServicer_to_server(self._health, self._handlers)
         if options.audit is not None:
-            from gpuscale.api.audit import v1 as audit_api
             from gpuscale.common.rpc.audit_servicer import AuditServicer  # 0.4 MB with its filters
 
-            add = partial(audit_api.add_AuditServiceServicer_to_server, AuditServicer(options.audit))
-            self.add(Registration("gpuscale.api.audit.v1.AuditService", add))
+            self.add(*registrations(AuditServicer(options.audit)))
 
     def add(self, *registrations: Registration) -> None:
         """Add services, before `start`."""

@@ -73,7 +73,6 @@ class SnapshotFeed:
 
 
 ALLOCATOR_SERVICE = "gpuscale.api.allocator.v1.AllocatorService"
-AGENT_SERVICE = "gpuscale.api.monitor.v1.AgentService"
 DEFAULT_MAX_AGE_SECONDS = 5.0
 
 

@@ -9,10 +9,9 @@ from functools import partial
 
 import grpc
 
-from gpuscale.api.monitor import v1 as api
 from gpuscale.common.config.frame import run_apart
 from gpuscale.common.rpc.meter import CallMeter
-from gpuscale.common.rpc.server import Registration, Server
+from gpuscale.common.rpc.server import Registration, Server, registrations
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
 from gpuscale.common.security.auth import Role
@@ -25,7 +24,6 @@ from gpuscale.monitor.agent.host import Pods, ProcHost
 from gpuscale.monitor.agent.pci import Bus, find_gpus
 from gpuscale.monitor.agent.push import FleetPush
 from gpuscale.monitor.agent.servicers import (
-    AGENT_SERVICE,
     ALLOCATOR_SERVICE,
     AgentServicer,
     DriverServicer,
@@ -39,9 +37,6 @@ from gpuscale.monitor.app.frame import AgentFrame, by_name
 from gpuscale.monitor.exposition.agent import AgentPage, CollectionMeter, Xids, add_push
 from gpuscale.monitor.exposition.snapshots import HolderLabels
 from gpuscale.monitor.model.admission import Holders
-
-DRIVER_SERVICE = "gpuscale.api.monitor.v1.DriverService"
-WORK_SERVICE = "gpuscale.api.monitor.v1.WorkService"
 
 
 @asynccontextmanager
@@ -102,7 +97,6 @@ async def open_agent(
         calls,
         holders,
     )
-    servicer = AgentServicer(sampler, SnapshotFeed(sampler.snapshots, clock), clock)
     try:
         async with (
             work.kept_in(settings.state_dir, clock.boot_id),
@@ -126,12 +120,8 @@ async def open_agent(
             if allocator is not None and settings.power_socket is not None:
                 capping = Capping(allocator, settings.power_socket, settings.node, sampler, gpus)
                 tasks.spawn("agent power caps", capping.run())
-            driver, worker = DriverServicer(gpus, clock), WorkServicer(work)
-            yield (
-                Registration(AGENT_SERVICE, partial(api.add_AgentServiceServicer_to_server, servicer)),
-                Registration(DRIVER_SERVICE, partial(api.add_DriverServiceServicer_to_server, driver)),
-                Registration(WORK_SERVICE, partial(api.add_WorkServiceServicer_to_server, worker)),
-            )
+            agent = AgentServicer(sampler, SnapshotFeed(sampler.snapshots, clock), clock)
+            yield tuple(registrations(agent, DriverServicer(gpus, clock), WorkServicer(work)))
     finally:
         await collector.close()
 

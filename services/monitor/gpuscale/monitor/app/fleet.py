@@ -1,30 +1,23 @@
 """The program `gpuscale-fleet`: receives the streams of all agents, serves their nodes, history, recordings and health."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 
 import grpc
 
-from gpuscale.api.monitor import v1 as api
 from gpuscale.common.config.settings import run_program
 from gpuscale.common.rpc.meter import CallMeter
-from gpuscale.common.rpc.server import Registration, Server
+from gpuscale.common.rpc.server import Registration, Server, registrations
 from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
 from gpuscale.common.security.auth import TokenFile
-from gpuscale.internal.monitor import v1 as internal
-from gpuscale.internal.monitor.v1 import add_ServicesHostServiceServicer_to_server as add_services_host
 from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.exposition.fleet import FleetPage, add_history
 from gpuscale.monitor.exposition.snapshots import HolderLabels
 from gpuscale.monitor.fleet.join_servicer import (
-    CERTIFICATE_SERVICE,
-    JOIN_SERVICE,
-    LOGIN_SERVICE,
-    SERVICES_HOST_SERVICE,
     CertificateServicer,
     Joined,
     JoinServicer,
@@ -32,7 +25,7 @@ from gpuscale.monitor.fleet.join_servicer import (
     ServicesHostServicer,
 )
 from gpuscale.monitor.fleet.nodes import Directory, Nodes
-from gpuscale.monitor.fleet.servicer import FLEET_SERVICE, TELEMETRY_SERVICE, FleetServicer
+from gpuscale.monitor.fleet.servicer import FleetServicer
 from gpuscale.monitor.history.history import History, Tier
 from gpuscale.monitor.observing.health_servicer import HealthServicer, HealthWatch
 from gpuscale.monitor.observing.history_servicer import HistoryServicer
@@ -41,9 +34,6 @@ from gpuscale.monitor.observing.samples import SampleObserver
 from gpuscale.monitor.recording import Recordings
 from gpuscale.monitor.state.saver import open_saver
 
-RECORDING_SERVICE = "gpuscale.api.monitor.v1.RecordingService"
-HISTORY_SERVICE = "gpuscale.api.monitor.v1.HistoryService"
-HEALTH_SERVICE = "gpuscale.api.monitor.v1.HealthService"
 TICK_SECONDS = 1.0
 _log = get_logger(__name__)
 
@@ -80,16 +70,13 @@ class Observing:
         """Resume unresolved events of the last run. Call it once, after restoring the events."""
         self._health.resume()
 
-    def registrations(self, keep: Keep) -> tuple[Registration, ...]:
+    def registrations(self, keep: Keep) -> Iterator[Registration]:
         """The three services. `keep` stores a recording, by id, before its caller is answered."""
         directory = Directory(self._nodes)
-        recording = RecordingServicer(self._recorded, directory, self._clock, keep)
-        history = HistoryServicer(self.history, directory, self._clock)
-        health = HealthServicer(self._health, directory, self._clock)
-        return (
-            Registration(RECORDING_SERVICE, partial(api.add_RecordingServiceServicer_to_server, recording)),
-            Registration(HISTORY_SERVICE, partial(api.add_HistoryServiceServicer_to_server, history)),
-            Registration(HEALTH_SERVICE, partial(api.add_HealthServiceServicer_to_server, health)),
+        return registrations(
+            RecordingServicer(self._recorded, directory, self._clock, keep),
+            HistoryServicer(self.history, directory, self._clock),
+            HealthServicer(self._health, directory, self._clock),
         )
 
 
@@ -142,22 +129,15 @@ async def open_fleet(
         tasks.spawn("fleet health", observing.run())
         signer = settings.signer()
         joined = Joined(None if signer is None or settings.data_dir is None else settings.data_dir / "joined")
-        fleet = FleetServicer(nodes, joined, clock)
-        joining = JoinServicer(signer, nodes, joined, clock)
-        renewing = CertificateServicer(signer, joined)
         tokens = None if settings.tokens_file is None else TokenFile(settings.tokens_file)
-        logging_in = LoginServicer(signer, tokens, nodes, joined, clock)
         yield (
-            Registration(FLEET_SERVICE, partial(api.add_FleetServiceServicer_to_server, fleet)),
-            Registration(TELEMETRY_SERVICE, partial(internal.add_TelemetryServiceServicer_to_server, fleet)),
-            Registration(JOIN_SERVICE, partial(api.add_JoinServiceServicer_to_server, joining)),
-            Registration(
-                CERTIFICATE_SERVICE, partial(api.add_CertificateServiceServicer_to_server, renewing)
+            *registrations(
+                FleetServicer(nodes, joined, clock),
+                JoinServicer(signer, nodes, joined, clock),
+                CertificateServicer(signer, joined),
+                ServicesHostServicer(signer, joined),
+                LoginServicer(signer, tokens, nodes, joined, clock),
             ),
-            Registration(
-                SERVICES_HOST_SERVICE, partial(add_services_host, ServicesHostServicer(signer, joined))
-            ),
-            Registration(LOGIN_SERVICE, partial(api.add_LoginServiceServicer_to_server, logging_in)),
             *observing.registrations(keep),
         )
 

@@ -129,12 +129,8 @@ def _key(request: Any) -> tuple[str, str]:
     return current_principal().name, request.request_id.lower()
 
 
-JOIN_SERVICE: Final = "gpuscale.api.monitor.v1.JoinService"
-SERVICES_HOST_SERVICE: Final = "gpuscale.internal.monitor.v1.ServicesHostService"
 LOOK_PERIOD, LOOKS = 1.0, 60
 """Seconds between checks of the files, and checks per call: the host then calls again, with a certificate that is still valid."""
-CERTIFICATE_SERVICE: Final = "gpuscale.api.monitor.v1.CertificateService"
-LOGIN_SERVICE: Final = "gpuscale.api.monitor.v1.LoginService"
 DEFAULT_TTL: Final = 3600.0
 """Default lifetime of a join token or login code, in seconds."""
 TOKEN_TTL: Final = 30 * 86400.0

@@ -84,8 +84,6 @@ def _superseded() -> AbortedError:
     return AbortedError("another stream reports for this node now", reason="STREAM_SUPERSEDED")
 
 
-FLEET_SERVICE = "gpuscale.api.monitor.v1.FleetService"
-TELEMETRY_SERVICE = "gpuscale.internal.monitor.v1.TelemetryService"
 HELLO_SECONDS = 10.0
 # Acknowledging costs about as much as accepting a snapshot, so it is rare; agents wait much longer.
 ACKNOWLEDGE_SECONDS = 20.0
