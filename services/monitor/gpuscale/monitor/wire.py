@@ -18,8 +18,6 @@ from gpuscale.common.names import gpu_name
 from gpuscale.common.wire import seconds, to_duration, to_timestamp
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.model.readings import (
-    GPU_FIELDS,
-    HOST_FIELDS,
     Absent,
     GpuProcess,
     GpuReading,
@@ -37,9 +35,6 @@ GPU_STATES = {state: types_api.GpuState.Value(f"GPU_STATE_{state.name}") for sta
 _RECOVERY = {
     action: types_api.RecoveryAction.Value(f"RECOVERY_ACTION_{action.name}") for action in RecoveryAction
 }
-
-GPU_NUMBERS = tuple(name for name in GPU_FIELDS if name not in {"processes", "recovery_action"})
-"""Readings of a GPU that are copied to the field of the same name, like all of HOST_FIELDS."""
 
 # The contract allows no control characters in text, but users can put them in names of processes.
 _LONGEST_TEXT = 1024
@@ -73,9 +68,7 @@ def to_snapshot(snapshot: Snapshot, now: float) -> types_api.Snapshot:
                 for one in snapshot.host.adapters
             ],
         ),
-        host_reading=_filled(
-            types_api.HostReading(), snapshot.host_reading, HOST_FIELDS, snapshot.host_read_at, now
-        ),
+        host_reading=_filled(types_api.HostReading(), snapshot.host_reading, snapshot.host_read_at, now),
         gpus=[_gpu(snapshot.node, gpu, now) for gpu in snapshot.gpus],
         gpu_problem=text(snapshot.gpu_problem),
         simulated=snapshot.simulated,
@@ -83,14 +76,7 @@ def to_snapshot(snapshot: Snapshot, now: float) -> types_api.Snapshot:
 
 
 def _gpu(node: str, gpu: GpuView, now: float) -> types_api.Gpu:
-    identity, reading = gpu.identity, gpu.reading
-    message = _filled(types_api.GpuReading(), reading, GPU_NUMBERS, gpu.read_at, now)
-    if reading.processes:
-        message.processes.extend(map(_process, reading.processes))
-    if reading.throttle_reason_mask:
-        message.throttle_reasons.extend(throttle_reasons(reading.throttle_reason_mask))
-    if reading.recovery_action is not None:
-        message.recovery_action = _RECOVERY[reading.recovery_action]
+    identity = gpu.identity
     return types_api.Gpu(
         name=gpu_name(node, identity.uuid),
         uuid=identity.uuid,
@@ -99,7 +85,7 @@ def _gpu(node: str, gpu: GpuView, now: float) -> types_api.Gpu:
         simulated=identity.simulated,
         pci_bus_id=identity.pci_bus_id,
         state=GPU_STATES[gpu.state],
-        reading=message,
+        reading=_filled(types_api.GpuReading(), gpu.reading, gpu.read_at, now),
         mig_profile=identity.mig_profile,
         parent_uuid=identity.parent_uuid,
         numa_node=identity.place.numa_node,
@@ -115,28 +101,21 @@ def _gpu(node: str, gpu: GpuView, now: float) -> types_api.Gpu:
 
 
 def _filled(
-    message: _Reading,
-    reading: GpuReading | HostReading,
-    names: Iterable[str],
-    read_at: float | None,
-    now: float,
+    message: _Reading, reading: GpuReading | HostReading, read_at: float | None, now: float
 ) -> _Reading:
-    """Set these readings, absent ones, and the age in a message."""
-    for name in names:
-        value = getattr(reading, name)
+    """Put all readings that are not absent, and their age, into a message."""
+    for name, value in zip(reading._fields, reading, strict=True):
         if value is not None:
-            setattr(message, name, value)
-    if reading.absent:
-        message.absent_readings.extend(_absent(reading.absent))
+            put(message, name, value)
     if read_at is not None:
-        message.age.CopyFrom(to_duration(now - read_at))
+        put(message, "age", now - read_at)
     return message
 
 
 def put(message: Any, name: str, value: Any) -> tuple[int, ...]:
-    """Set one reading, or its `age` in seconds, in a GpuReading or HostReading of a delta.
+    """Set one reading, or its `age` in seconds, in a GpuReading or HostReading.
 
-    Returns the field numbers to clear before merging it: those now absent, lists and messages.
+    Returns the field numbers to clear before merging it as a change: those now absent, lists and messages.
     """
     fields = message.DESCRIPTOR.fields_by_name
     if name == "absent":

@@ -15,7 +15,7 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration, to_timestamp
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.model.readings import GpuReading, GpuState, GpuView, HostReading, Quarantine, Snapshot
-from gpuscale.monitor.wire import GPU_NUMBERS, GPU_STATES, put, text
+from gpuscale.monitor.wire import GPU_STATES, put, text
 
 Bands = tuple[float, ...]
 """The dead-band of each field of a reading, in order; 0 sends every change."""
@@ -63,7 +63,7 @@ _GPU_FIELDS = types_api.GpuReading.DESCRIPTOR.fields_by_name
 _NUMBERS = {
     place: _GPU_FIELDS[name].number
     for place, name in enumerate(GpuReading._fields)
-    if name in GPU_NUMBERS and name != "throttle_reason_mask"
+    if name not in {"processes", "recovery_action", "throttle_reason_mask", "absent"}
 }
 # Above this, a double does not hold every integer.
 _LARGEST_INTEGER = 2**53
