@@ -68,20 +68,6 @@ class FleetPage:
         page.add(STREAMS, "", sum(1 for record in records if record.stream is not None))
         page.add(WATCHERS, "", self.nodes.feed.reader_count)
         page.add(LEFT_OUT, "", 0 if shown else gpus)
-        self._add_events(page)
-        held = await self.holders() if shown and self.holders is not None else NOBODY
-        for record in records:
-            self._add_node(page, record, held, gpus=shown)
-            await asyncio.sleep(0)
-        add_process(page)
-        add_connections(page, "fleet")
-        if self.calls is not None:
-            await self.calls.add(page)
-        for chunk in page.chunks():
-            yield chunk
-
-    def _add_events(self, page: MetricsPage) -> None:
-        """Add unresolved health events; those with equal labels share a series."""
         kinds = {
             labels(
                 {
@@ -96,8 +82,18 @@ class FleetPage:
             )
             for event in self.lasting_events()
         }
-        for kind in sorted(kinds):
+        for kind in sorted(kinds):  # those with equal labels share a series
             page.add(HEALTH, kind, 1)
+        held = await self.holders() if shown and self.holders is not None else NOBODY
+        for record in records:
+            self._add_node(page, record, held, gpus=shown)
+            await asyncio.sleep(0)
+        add_process(page)
+        add_connections(page, "fleet")
+        if self.calls is not None:
+            await self.calls.add(page)
+        for chunk in page.chunks():
+            yield chunk
 
     def _add_node(self, page: MetricsPage, record: NodeRecord, held: Held, *, gpus: bool) -> None:
         now = self.clock.now()

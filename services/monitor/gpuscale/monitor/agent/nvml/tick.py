@@ -175,7 +175,21 @@ class Tick:
             high=_HIGHEST_CELSIUS,
         )
         power = self._watts("power_watts", pynvml.nvmlDeviceGetPowerUsage)
-        self._read_tiers()
+        tiers: list[tuple[str, float, float | None, Callable[[], Values]]] = [
+            ("engines", ENGINES_EVERY_SECONDS, None, self._ask_engines),
+            ("slow", SLOW_EVERY_SECONDS, _FIRST_SLOW_SECONDS, self._ask_slow),
+            ("board", SLOW_EVERY_SECONDS, _FIRST_BOARD_SECONDS, self._ask_board),
+            ("settings", SETTINGS_EVERY_SECONDS, _FIRST_SETTINGS_SECONDS, self._ask_settings),
+        ]
+        if device.activity is not None:
+            ask_activity = partial(device.activity.ask, queries)
+            tiers.append(("activity", ACTIVITY_EVERY_SECONDS, _FIRST_ACTIVITY_SECONDS, ask_activity))
+        before = dict(device.kept)
+        for tier, every, first, ask_tier in tiers:
+            device.kept[tier] = queries.kept(before.get(tier), every, ask_tier, first=first)
+        if any(answer is not before.get(tier) for tier, answer in device.kept.items()):
+            found = (answer.value or {} for answer in device.kept.values())
+            device.base = GpuReading(**{name: value for one in found for name, value in one.items()})
         sm_clock = self._clock("sm_clock_mhz", pynvml.NVML_CLOCK_SM)
         memory_clock = self._clock("memory_clock_mhz", pynvml.NVML_CLOCK_MEM)
         throttle_reasons = self._throttle_reasons()
@@ -197,27 +211,6 @@ class Tick:
             processes=device.processes.value,
             absent=queries.absent,
         )
-
-    def _read_tiers(self) -> None:
-        """Read the slower tiers that are due into `base`."""
-        device, queries = self._device, self._queries
-        tiers: list[tuple[str, float, float | None, Callable[[], Values]]] = [
-            ("engines", ENGINES_EVERY_SECONDS, None, self._ask_engines),
-            ("slow", SLOW_EVERY_SECONDS, _FIRST_SLOW_SECONDS, self._ask_slow),
-            ("board", SLOW_EVERY_SECONDS, _FIRST_BOARD_SECONDS, self._ask_board),
-            ("settings", SETTINGS_EVERY_SECONDS, _FIRST_SETTINGS_SECONDS, self._ask_settings),
-        ]
-        if device.activity is not None:
-            ask_activity = partial(device.activity.ask, queries)
-            tiers.append(("activity", ACTIVITY_EVERY_SECONDS, _FIRST_ACTIVITY_SECONDS, ask_activity))
-        changed = False
-        for tier, every, first, ask_tier in tiers:
-            before = device.kept.get(tier)
-            answer = device.kept[tier] = queries.kept(before, every, ask_tier, first=first)
-            changed = changed or answer is not before
-        if changed:
-            found = (answer.value or {} for answer in device.kept.values())
-            device.base = GpuReading(**{name: value for one in found for name, value in one.items()})
 
     def _memory(self) -> _Memory:
         """Total, used, free and reserved, preferably from the v2 record, since v1 counts reserved memory as used."""
