@@ -29,6 +29,8 @@ from gpuscale.monitor.wire import to_snapshot
 # The fleet acknowledges at least every 20 s of snapshots; after a longer silence the stream is dead.
 SILENCE_SECONDS = 45.0
 SILENCE_PERIODS = 3
+FULL_EVERY_SECONDS = 60.0
+"""About how often a whole snapshot is sent; with jitter."""
 _Call = grpc.aio.StreamStreamCall[
     monitor_internal.StreamTelemetryRequest, monitor_internal.StreamTelemetryResponse
 ]
@@ -39,8 +41,7 @@ _random = SystemRandom()
 class FleetPush:
     """Streams the snapshots of a sampler and the driver's faults to the fleet.
 
-    A whole snapshot is sent about every `full_every` seconds, with jitter. `explain` finds out why the fleet cannot be
-    reached. `failures` counts ended streams by reason.
+    `explain` finds out why the fleet cannot be reached. `failures` counts ended streams by reason.
     """
 
     def __init__(
@@ -49,7 +50,6 @@ class FleetPush:
         sampler: Sampler,
         collector: Collector,
         clock: Clock,
-        full_every: float,
         faults: FaultLog,
         explain: Explain,
     ) -> None:
@@ -57,7 +57,7 @@ class FleetPush:
         self._sampler = sampler
         self._faults = faults
         self._writing = asyncio.Lock()  # gRPC takes one write at a time
-        self._deltas = Deltas(full_every * _random.uniform(0.75, 1.25))
+        self._deltas = Deltas(FULL_EVERY_SECONDS * _random.uniform(0.75, 1.25))
         self._clock = clock
         self._collector = collector
         self._silence = SILENCE_SECONDS + SILENCE_PERIODS * collector.period

@@ -110,7 +110,7 @@ async def open_agent(
                 faults = FaultLog()
                 gpus.observers.append(faults.note)
                 why = partial(settings.why_unavailable, settings.fleet_address)
-                push = FleetPush(fleet, sampler, collector, clock, settings.full_every_seconds, faults, why)
+                push = FleetPush(fleet, sampler, collector, clock, faults, why)
                 tasks.spawn("agent stream to the fleet", push.run())
                 if calls is not None:
                     stack.enter_context(calls.showing(partial(add_push, push)))

@@ -39,7 +39,6 @@ class AgentFrame(ExpositionFrame, UpstreamFrame):
     power_socket: Path | None
     pod_resources_socket: Path | None
     processes_by_user: bool
-    full_every_seconds: float
     fleet_address: str
     allocator_address: str
     renew_certificate: bool

@@ -86,9 +86,6 @@ class AgentSettings(AgentFrame, ExpositionSettings, UpstreamSettings):
         default=False,
         description="assign a process to a reservation if that is the only one with work of its Unix user on the GPU",
     )
-    full_every_seconds: float = Field(
-        60.0, ge=1.0, le=3600.0, description="seconds between whole snapshots in a stream of changes"
-    )
     fleet_address: str = Field("", description="fleet to stream to, HOST:PORT; none when empty")
     allocator_address: str = Field(
         "",
