@@ -1,4 +1,4 @@
-"""Stubs made of KEDA's contract, in the process that has ours: they call what is served, and reflection tells of it."""
+"""Stubs made of KEDA's contract, in the process that has ours: they call what is served."""
 
 import importlib
 import sys
@@ -8,9 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.json_format import ParseDict
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.api.keda import v1 as ours
@@ -86,10 +84,3 @@ def test_kedas_own_stubs_are_loaded_beside_ours_and_answered(stubs: tuple[Any, A
             ).metricValues
             assert (value.metricName, value.metricValue) == ("desired", 2)
             assert stub.IsActive(ref, timeout=60).result
-        asked = reflection_pb2.ServerReflectionRequest(file_containing_symbol="externalscaler.ExternalScaler")
-        [answer] = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
-            iter([asked]), timeout=60
-        )
-        files = map(FileDescriptorProto.FromString, answer.file_descriptor_response.file_descriptor_proto)
-        [told] = [file for file in files if file.package == "externalscaler"]
-        assert told.service[0].method[0].input_type == ".externalscaler.ScaledObjectRef"

@@ -12,7 +12,6 @@ from importlib import import_module
 from typing import Any, Final, TypeVar
 
 from google.protobuf import descriptor_pool
-from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -43,21 +42,6 @@ def find_method(path: str) -> Any:
     """The descriptor of a method by its path, `/package.Service/Method`; KeyError if unknown."""
     service, _, method = path.removeprefix("/").partition("/")
     return find_service(service).methods_by_name[method]
-
-
-def find_file(symbol: str) -> Any:
-    """The descriptor of the file that defines a symbol, for reflection, with KEDA's names for KEDA. KeyError if unknown."""
-    found: Any = descriptor_pool.Default().FindFileContainingSymbol(symbol.replace(*KEDA, 1))
-    if not symbol.startswith(KEDA[0]):
-        return found
-    described, own = FileDescriptorProto(), descriptor_pool.DescriptorPool()
-    found.CopyToProto(described)
-    for needed in (*found.dependencies[0].dependencies, *found.dependencies):
-        own.AddSerializedFile(needed.serialized_pb)
-    from google.protobuf.json_format import MessageToJson, Parse
-
-    renamed = Parse(MessageToJson(described).replace(KEDA[1], KEDA[0]), FileDescriptorProto())
-    return own.AddSerializedFile(renamed.SerializeToString())
 
 
 def to_duration(seconds: float) -> Duration:

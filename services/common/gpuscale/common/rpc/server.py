@@ -12,13 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final, Self, cast
 
 import grpc
-from google.protobuf import descriptor_pool
 
-from gpuscale.common import wire
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
 from gpuscale.common.rpc.audit import AuditLog, AuditOptions
 from gpuscale.common.rpc.calls import Connections, RateLimits
@@ -309,12 +306,12 @@ class Server:
         if self._options.reflection:
             reflection: Any = import_module("grpc_reflection.v1alpha.reflection")  # has no types
             messages: Any = import_module("grpc_reflection.v1alpha.reflection_pb2")
-            default = descriptor_pool.Default()
-            found = {name: getattr(default, name) for name in dir(default) if name.startswith("Find")}
-            pool = SimpleNamespace(**found | {"FindFileContainingSymbol": wire.find_file})
-            names = [*self._services, _health.SERVICE_NAME, reflection.SERVICE_NAME]
+            ours = (
+                one for one in self._services if one.startswith("gpuscale.")
+            )  # KEDA's has other names here
+            names = [*ours, _health.SERVICE_NAME, reflection.SERVICE_NAME]
             handler = grpc.stream_stream_rpc_method_handler(
-                reflection.aio.ReflectionServicer(names, pool).ServerReflectionInfo,
+                reflection.aio.ReflectionServicer(names).ServerReflectionInfo,
                 messages.ServerReflectionRequest.FromString,
                 messages.ServerReflectionResponse.SerializeToString,
             )
