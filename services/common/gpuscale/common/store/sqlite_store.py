@@ -29,7 +29,6 @@ _FULL = 2
 MOST_FREE_PAGES = 1024
 """Free pages of 4 KiB that a file keeps for later writes."""
 _VACUUM_PAGES = 64
-_WAL_RESET_FIXED = (3, 51, 3)
 _WRITER_PRAGMAS = (
     "temp_store=MEMORY",  # a full disk must not fail work that needs no space
     "journal_mode=WAL",
@@ -192,10 +191,6 @@ class Sqlite(Backend):
                             self.migrations[step](connection)
                         self.metadata.create_all(connection)
                         connection.exec_driver_sql(f"PRAGMA user_version={self.version}")
-            if sqlite3.sqlite_version_info < _WAL_RESET_FIXED:
-                _log.debug(
-                    "sqlite has the wal-reset bug, which one writer avoids", version=sqlite3.sqlite_version
-                )
             self._room.look()
             yield connection
 
