@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from gpuscale.common.rpc.meter import ProgramMeter
 from gpuscale.common.wire import to_duration
 from gpuscale.monitor.agent.collector import Broadcast
 from gpuscale.monitor.agent.gpus import Collection
@@ -53,7 +54,9 @@ class Agent:
         self._seq = 0
 
     async def text(self) -> str:
-        return b"".join([chunk async for chunk in self.page.render()]).decode()
+        meter = ProgramMeter("agent")
+        with meter.showing(self.page.add):
+            return b"".join([chunk async for chunk in meter.render()]).decode()
 
     async def _collect(self) -> Snapshot:
         self._seq += 1
@@ -285,7 +288,9 @@ class Fleet:
         self.page = FleetPage(self.nodes, lambda: self.events, self.clock, style, most_gpus)
 
     async def text(self) -> str:
-        return b"".join([chunk async for chunk in self.page.render()]).decode()
+        meter = ProgramMeter("fleet")
+        with meter.showing(self.page.add):
+            return b"".join([chunk async for chunk in meter.render()]).decode()
 
 
 async def test_the_fleet_shows_every_node_in_its_state() -> None:

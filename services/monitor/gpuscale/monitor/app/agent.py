@@ -10,7 +10,7 @@ from functools import partial
 import grpc
 
 from gpuscale.common.config.frame import run_apart
-from gpuscale.common.rpc.meter import CallMeter
+from gpuscale.common.rpc.meter import CallMeter, ProgramMeter
 from gpuscale.common.rpc.server import Registration, Server, registrations
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
@@ -94,16 +94,17 @@ async def open_agent(
         lambda: collector.quarantines,
         clock,
         settings.style(),
-        calls,
         holders,
     )
+    metrics = calls or ProgramMeter("agent")
     try:
         async with (
             work.kept_in(settings.state_dir, clock.boot_id),
-            settings.open_metrics(page.render),
-            TaskScope() as tasks,
             AsyncExitStack() as stack,
+            settings.open_metrics(metrics.render),
+            TaskScope() as tasks,
         ):
+            stack.enter_context(metrics.showing(page.add))
             tasks.spawn("agent sampler", sampler.run())
             tasks.start("agent pods", pods.run())
             if fleet is not None:
@@ -112,8 +113,7 @@ async def open_agent(
                 why = partial(settings.why_unavailable, settings.fleet_address)
                 push = FleetPush(fleet, sampler, collector, clock, faults, why)
                 tasks.spawn("agent stream to the fleet", push.run())
-                if calls is not None:
-                    stack.enter_context(calls.showing(partial(add_push, push)))
+                stack.enter_context(metrics.showing(partial(add_push, push)))
             if allocator is not None and settings.killer_socket is not None:
                 killing = Killing(allocator, settings.killer_socket, settings.node, sampler, work)
                 tasks.spawn("agent kill orders", killing.run())

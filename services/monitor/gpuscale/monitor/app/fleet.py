@@ -8,7 +8,7 @@ from functools import partial
 import grpc
 
 from gpuscale.common.config.settings import run_program
-from gpuscale.common.rpc.meter import CallMeter
+from gpuscale.common.rpc.meter import CallMeter, ProgramMeter
 from gpuscale.common.rpc.server import Registration, Server, registrations
 from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.logs import get_logger
@@ -102,7 +102,8 @@ async def open_fleet(
     observing = Observing(nodes, clock, settings.history_tiers(), settings.history_memory_mib * MIB)
     style = settings.style(many_nodes=True)
     holders = HolderLabels(allocator, clock).ask if settings.metrics_holders else None
-    page = FleetPage(nodes, observing.events.lasting, clock, style, settings.metrics_max_gpus, calls, holders)
+    page = FleetPage(nodes, observing.events.lasting, clock, style, settings.metrics_max_gpus, holders)
+    metrics = calls or ProgramMeter("fleet")
     async with AsyncExitStack() as stack:
         keep: Keep = forget
         saver = None
@@ -114,10 +115,9 @@ async def open_fleet(
             )
             observing.resume()
             keep = saver.save_recording
-        if calls is not None:
-            shown = partial(add_history, observing.history, saver)
-            stack.enter_context(calls.showing(shown))
-        await stack.enter_async_context(settings.open_metrics(page.render))
+        stack.enter_context(metrics.showing(page.add))
+        stack.enter_context(metrics.showing(partial(add_history, observing.history, saver)))
+        await stack.enter_async_context(settings.open_metrics(metrics.render))
         tasks = await stack.enter_async_context(TaskScope())
 
         async def sweep() -> None:

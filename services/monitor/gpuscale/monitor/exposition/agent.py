@@ -2,12 +2,11 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Container
+from collections.abc import Awaitable, Callable, Container
 from dataclasses import dataclass
 
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common import VERSION
-from gpuscale.common.rpc.meter import CallMeter, add_connections, add_process
 from gpuscale.common.runtime.metrics_text import MetricsPage, labels
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.monitor.agent.collector import Broadcast
@@ -159,7 +158,7 @@ async def add_push(push: FleetPush, page: MetricsPage) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AgentPage:
-    """Makes the agent's page."""
+    """What is on the agent's page beside the process and its calls."""
 
     meter: CollectionMeter
     snapshots: Broadcast[Snapshot]
@@ -168,13 +167,11 @@ class AgentPage:
     quarantined: Callable[[], Container[str] | None]  # lower-case UUIDs; None until the fleet reports them
     clock: Clock
     style: Style
-    calls: CallMeter | None = None
     holders: Callable[[], Awaitable[Held]] | None = None
 
-    async def render(self) -> AsyncGenerator[bytes]:
-        """The current page."""
-        page, meter = MetricsPage(), self.meter
-        snapshot = meter.newest
+    async def add(self, page: MetricsPage) -> None:
+        """Add the current series."""
+        meter, snapshot = self.meter, self.meter.newest
         page.add(SUCCESS, "", int(meter.succeeded()))
         page.add(LAST_SUCCESS, "", meter.last_success)
         page.add(DURATION, "", meter.duration)
@@ -201,9 +198,3 @@ class AgentPage:
             quarantined = self.quarantined()
             add_snapshot(page, message, self.style, fresh=fresh, quarantined=quarantined, held=held)
             self.xids.add_to(page, message, self.style, held)
-        add_process(page)
-        add_connections(page, "agent")
-        if self.calls is not None:
-            await self.calls.add(page)
-        for chunk in page.chunks():
-            yield chunk

@@ -2,10 +2,9 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
-from gpuscale.common.rpc.meter import CallMeter, add_connections, add_process
 from gpuscale.common.runtime.metrics_text import MetricsPage, labels
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.monitor.exposition.snapshots import NOBODY, Held, add_snapshot, with_pods
@@ -44,19 +43,17 @@ async def add_history(history: History, saver: Saver | None, page: MetricsPage) 
 
 @dataclass(frozen=True, slots=True)
 class FleetPage:
-    """Makes the fleet's page. With more GPUs than `most_gpus`, there are no series of single GPUs."""
+    """What is on the fleet's page beside the process and its calls. With more GPUs than `most_gpus`, there are no series of single GPUs."""
 
     nodes: Nodes
     lasting_events: Callable[[], Iterable[Event]]
     clock: Clock
     style: Style
     most_gpus: int
-    calls: CallMeter | None = None
     holders: Callable[[], Awaitable[Held]] | None = None
 
-    async def render(self) -> AsyncGenerator[bytes]:
-        """The current page, node by node, so that other tasks can run."""
-        page = MetricsPage()
+    async def add(self, page: MetricsPage) -> None:
+        """Add the current series, node by node, so that other tasks can run."""
         records = self.nodes.all()
         gpus = sum(len(record.picture.uuids) for record in records if record.picture is not None)
         shown = gpus <= self.most_gpus
@@ -88,12 +85,6 @@ class FleetPage:
         for record in records:
             self._add_node(page, record, held, gpus=shown)
             await asyncio.sleep(0)
-        add_process(page)
-        add_connections(page, "fleet")
-        if self.calls is not None:
-            await self.calls.add(page)
-        for chunk in page.chunks():
-            yield chunk
 
     def _add_node(self, page: MetricsPage, record: NodeRecord, held: Held, *, gpus: bool) -> None:
         now = self.clock.now()
