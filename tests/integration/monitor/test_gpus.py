@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from gpuscale.monitor.agent.gpus import Gpus
 from gpuscale.monitor.agent.sources import GpuSourceError
 from gpuscale.monitor.agent.threads import ThreadDiedError
 from gpuscale.monitor.model.readings import (
@@ -21,6 +22,11 @@ from tests.support.gpus_rig import FIRST, SECOND, Rig, rig
 from tests.support.monitor import FakeGpus
 from tests.support.monitor_values import identity, sample
 from tests.support.waiting import eventually
+
+
+def hung(gpus: Gpus) -> int:
+    """How many threads are stuck in the driver."""
+    return sum(device.hung for device in gpus._devices.values())
 
 
 async def test_the_first_round_opens_the_source_and_reads_every_gpu() -> None:
@@ -219,11 +225,11 @@ async def test_a_gpu_that_answers_too_late_is_asked_a_question_before_it_is_read
         await one.refresh()
         [gate] = await one.silent(FIRST)
         one.clock.ahead = 30.0
-        assert one.gpus.collection().hung_threads == 1
+        assert hung(one.gpus) == 1
         gate.set()
         one.source.gates.clear()
         question = one.source.block(f"probe {FIRST}")
-        await eventually(lambda: one.gpus.collection().hung_threads == 0)
+        await eventually(lambda: hung(one.gpus) == 0)
         assert one.view(FIRST).state is GpuState.HUNG, "an answer that took 30 s proves nothing"
         one.clock.ahead = 60.0
         reads = one.source.reads[FIRST]
@@ -290,7 +296,7 @@ async def test_a_driver_that_is_silent_as_a_whole_is_interrupted_and_its_gpus_ha
         await one.refresh(wait=0.1)
         one.source.gates.clear()
         one.source.block("open")
-        await eventually(lambda: one.gpus.collection().hung_threads == 0)
+        await eventually(lambda: hung(one.gpus) == 0)
         await one.refresh(wait=0.1)
         assert [view.state for view in one.gpus.views()] == [GpuState.HUNG] * 2, "neither lost nor well"
         told = one.view(FIRST).reading.absent[0].detail
@@ -298,7 +304,7 @@ async def test_a_driver_that_is_silent_as_a_whole_is_interrupted_and_its_gpus_ha
         one.source.gates.pop("open").set()
         await one.until(FIRST, GpuState.OK)
         await one.until(SECOND, GpuState.OK)
-        assert one.gpus.collection().interruptions == 1
+        assert one.gpus.collection.interruptions == 1
 
 
 async def test_a_driver_is_not_interrupted_while_one_gpu_answers() -> None:
@@ -309,7 +315,7 @@ async def test_a_driver_is_not_interrupted_while_one_gpu_answers() -> None:
         for _ in range(3):
             await one.refresh()
         assert one.view(FIRST).state is GpuState.HUNG
-        assert one.gpus.collection().interruptions == 0
+        assert one.gpus.collection.interruptions == 0
 
 
 async def test_an_opening_that_hangs_is_interrupted_and_tried_again_soon() -> None:
@@ -320,7 +326,7 @@ async def test_an_opening_that_hangs_is_interrupted_and_tried_again_soon() -> No
             one.clock.ahead = ahead
             await one.refresh(wait=0.1)
             assert one.gpus.problem()
-        assert one.gpus.collection().interruptions == 1
+        assert one.gpus.collection.interruptions == 1
         await eventually(lambda: one.gpus.problem() == "interrupted")
         one.clock.ahead = 10.5 + 5.5
         await one.until(FIRST, GpuState.OK)

@@ -481,7 +481,7 @@ async def test_events_go_on_after_a_driver_reload(nvml_double: NvmlDouble) -> No
         await gpus.refresh(loop.time() + 5.0)
         nvml_double.reload_driver()
         async with asyncio.timeout(20.0):
-            while gpus.collection().openings < 2 or gpus.problem():
+            while gpus.collection.openings < 2 or gpus.problem():
                 await gpus.refresh(loop.time() + 1.0)
                 await asyncio.sleep(0.05)
             nvml_double.raise_event(gpu=0, data=63)

@@ -8,7 +8,7 @@ import pytest
 from gpuscale.common.rpc.meter import ProgramMeter
 from gpuscale.common.wire import to_duration
 from gpuscale.monitor.agent.collector import Broadcast
-from gpuscale.monitor.agent.gpus import Collection
+from gpuscale.monitor.agent.device import Collection
 from gpuscale.monitor.agent.pci import Bus, find_gpus
 from gpuscale.monitor.exposition.agent import AgentPage, CollectionMeter, Xids
 from gpuscale.monitor.exposition.fleet import FleetPage
@@ -47,9 +47,9 @@ class Agent:
         self.snapshots: Broadcast[Snapshot] = Broadcast()
         bus = Bus([sys / f"0000:{index:02x}:00.0" for index in range(on_bus)])
         self.meter = CollectionMeter(self._collect, self.clock, bus)
-        self.collection = Collection(hung_threads=0, openings=3, interruptions=2, calls=80, refusals=4)
+        self.collection = Collection(openings=3, interruptions=2, calls=80, refusals=4)
         self.page = AgentPage(
-            self.meter, self.snapshots, self.xids, lambda: self.collection, lambda: None, self.clock, Style()
+            self.meter, self.snapshots, self.xids, self.collection, lambda: None, self.clock, Style()
         )
         self._seq = 0
 

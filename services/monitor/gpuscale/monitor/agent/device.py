@@ -89,11 +89,26 @@ class Breaker:
             self.backoff.reset()
 
 
+@dataclass(slots=True)
+class Collection:
+    """Statistics of reading the driver, of all GPUs since the start."""
+
+    openings: int = 0  # attempts to open the source
+    interruptions: int = 0  # interruptions of a hung driver
+    calls: int = 0  # driver calls that read GPUs
+    refusals: int = 0  # of these, calls that failed, also because a GPU does not support them
+
+
 class Device:
-    """A GPU that was found at least once; `present` if the newest inventory has it. Counts driver `calls` and `refusals`."""
+    """A GPU that was found at least once; `present` if the newest inventory has it. Counts in `collection`."""
 
     def __init__(
-        self, identity: GpuIdentity, source: GpuSource, clock: Clock, deadlines: ReadDeadlines
+        self,
+        identity: GpuIdentity,
+        source: GpuSource,
+        clock: Clock,
+        deadlines: ReadDeadlines,
+        collection: Collection,
     ) -> None:
         self.identity = identity
         self.present = True
@@ -104,8 +119,7 @@ class Device:
         self._reader = Reader(partial(source.read, identity.uuid), clock)
         self._prober = Reader(partial(source.probe, identity.uuid), clock)
         self._judged: tuple[object, object] = (None, None)
-        self.calls = 0
-        self.refusals = 0
+        self._collection = collection
 
     @property
     def ordered_at(self) -> float | None:
@@ -197,8 +211,8 @@ class Device:
         read, probed = self._reader.last, self._prober.last
         if read is not None and read is not self._judged[0]:
             self._breaker.answered(read.read_at - read.ordered_at, self._clock.now(), probe=False)
-            self.calls += read.value.calls
-            self.refusals += read.value.refusals
+            self._collection.calls += read.value.calls
+            self._collection.refusals += read.value.refusals
         if probed is not None and probed is not self._judged[1]:
             self._breaker.answered(probed.read_at - probed.ordered_at, self._clock.now(), probe=True)
         self._judged = (read, probed)

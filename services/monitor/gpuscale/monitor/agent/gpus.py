@@ -14,7 +14,7 @@ from uuid import NAMESPACE_URL, uuid5
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Backoff, Clock
-from gpuscale.monitor.agent.device import QUICK_SECONDS, Device, ReadDeadlines
+from gpuscale.monitor.agent.device import QUICK_SECONDS, Collection, Device, ReadDeadlines
 from gpuscale.monitor.agent.events import Listener
 from gpuscale.monitor.agent.pci import pci_address
 from gpuscale.monitor.agent.sources import GpuSource, GpuSourceError
@@ -29,33 +29,19 @@ from gpuscale.monitor.model.readings import (
     ReadingStatus,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class Collection:
-    """Statistics of reading the driver."""
-
-    hung_threads: int  # threads stuck in the driver, at most one per GPU
-    openings: int  # attempts to open the source
-    interruptions: int  # interruptions of a hung driver
-    calls: int  # driver calls that read GPUs
-    refusals: int  # of these, calls that failed, also because a GPU does not support them
-
-
 # The longest pause before reopening an interrupted driver: it may have recovered.
 LONGEST_PAUSE_SECONDS = 5.0
 
 
 class Interruptions:
-    """Counts interruptions, and keeps since when the driver is silent, so that HUNG GPUs stay HUNG until they are read."""
+    """Keeps since when an interrupted driver is silent, so that HUNG GPUs stay HUNG until they are read."""
 
     def __init__(self) -> None:
-        self.count = 0
         self._since: float | None = None
         self._at = 0.0
 
     def note(self, since: float, now: float) -> None:
         """Note that the driver, silent since `since`, was interrupted at `now`."""
-        self.count += 1
         self._since = since if self._since is None else min(self._since, since)
         self._at = now
 
@@ -141,7 +127,6 @@ class Gpus:
         self._problem = "the GPUs have not been looked for yet"
         self._opening_since: float | None = None
         self._opened_at = 0.0
-        self._openings = 0
         self._retry_at = 0.0
         self._backoff = Backoff(REOPEN_INITIAL_SECONDS, REOPEN_CAP_SECONDS)
         self._window: _Window | None = None
@@ -149,8 +134,7 @@ class Gpus:
         self._alone: set[asyncio.Future[None]] = set()
         self._link_ends: dict[str, tuple[str | None, ...]] = {}
         self._interruptions = Interruptions()
-        self._calls_of_gone = 0
-        self._refusals_of_gone = 0
+        self.collection = Collection()
         self._bug: BaseException | None = None
 
     @property
@@ -167,17 +151,6 @@ class Gpus:
     def simulated(self) -> bool:
         """Whether the GPUs are simulated."""
         return self._source.simulated
-
-    def collection(self) -> Collection:
-        """Current statistics."""
-        devices = self._devices.values()
-        return Collection(
-            hung_threads=sum(device.hung for device in devices),
-            openings=self._openings,
-            interruptions=self._interruptions.count,
-            calls=self._calls_of_gone + sum(device.calls for device in devices),
-            refusals=self._refusals_of_gone + sum(device.refusals for device in devices),
-        )
 
     def problem(self) -> str:
         """Why GPUs cannot be read; empty if they can."""
@@ -232,7 +205,7 @@ class Gpus:
                     return self._source.open()
 
                 self._opening_since = self._clock.now()
-                self._openings += 1
+                self.collection.openings += 1
                 self._control_call = self._control.call(reopen)
                 self._control_call.add_done_callback(self._opened)
                 await wait_until([self._control_call], deadline)
@@ -352,7 +325,8 @@ class Gpus:
         if silent and self._source.interrupt():
             waiting = (opening, *(device.ordered_at for device in self._devices.values()))
             self._interruptions.note(min((at for at in waiting if at is not None), default=now), now)
-            _log.warning("driver does not answer and is interrupted", count=self._interruptions.count)
+            self.collection.interruptions += 1
+            _log.warning("driver does not answer and is interrupted", count=self.collection.interruptions)
 
     def _opened(self, future: asyncio.Future[Inventory]) -> None:
         began, self._opening_since = self._opening_since, None
@@ -374,14 +348,14 @@ class Gpus:
             # A missing GPU stays and is LOST; a missing MIG instance was removed on purpose.
             if not device.present and device.identity.parent_uuid:
                 del self._devices[uuid]
-                self._calls_of_gone += device.calls
-                self._refusals_of_gone += device.refusals
                 device.stop()
         for uuid, identity in found.items():
             if uuid in self._devices:
                 self._devices[uuid].identity = identity
             else:
-                self._devices[uuid] = Device(identity, self._source, self._clock, self._deadlines)
+                self._devices[uuid] = Device(
+                    identity, self._source, self._clock, self._deadlines, self.collection
+                )
         self._link_ends = {}  # the new identities have no links yet
         if inventory.has_events and self._window is None:
             self._listener.start()

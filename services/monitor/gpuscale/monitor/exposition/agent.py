@@ -10,7 +10,7 @@ from gpuscale.common import VERSION
 from gpuscale.common.runtime.metrics_text import MetricsPage, labels
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.monitor.agent.collector import Broadcast
-from gpuscale.monitor.agent.gpus import Collection
+from gpuscale.monitor.agent.device import Collection
 from gpuscale.monitor.agent.pci import Bus, pci_address
 from gpuscale.monitor.agent.push import FleetPush
 from gpuscale.monitor.exposition.snapshots import (
@@ -163,7 +163,7 @@ class AgentPage:
     meter: CollectionMeter
     snapshots: Broadcast[Snapshot]
     xids: Xids
-    collection: Callable[[], Collection]
+    collection: Collection
     quarantined: Callable[[], Container[str] | None]  # lower-case UUIDs; None until the fleet reports them
     clock: Clock
     style: Style
@@ -179,7 +179,7 @@ class AgentPage:
         page.add(SNAPSHOTS, "", 0 if snapshot is None else snapshot.seq)
         for reason, count in sorted(meter.failures.items(), key=lambda item: item[0].name):
             page.add(ERRORS, labels({"reason": reason.name}), count)
-        collection = self.collection()
+        collection = self.collection
         page.add(DRIVER_CALLS, "", collection.calls)
         page.add(DRIVER_ERRORS, "", collection.refusals)
         page.add(OPENINGS, "", collection.openings)
