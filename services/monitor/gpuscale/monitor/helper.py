@@ -45,10 +45,11 @@ async def ask_helper(place: Path, order: Mapping[str, object], patience: float) 
 
 
 def keep(file: Path, value: object) -> None:
-    """Atomically replace a file with JSON and sync it to disk. Raises OSError."""
+    """Atomically replace a private file with JSON and sync it, in the room of `FILE.new` if that is there. Raises OSError."""
     draft = file.with_suffix(".new")
-    with draft.open("w", encoding="utf-8") as out:
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT, 0o600), "w", encoding="utf-8") as out:
         json.dump(value, out)
+        out.truncate()
         out.flush()
         os.fsync(out.fileno())
     draft.replace(file)

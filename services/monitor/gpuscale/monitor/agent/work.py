@@ -30,6 +30,7 @@ from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.tasks import hit, require_uninterrupted, uninterrupted
 from gpuscale.common.security.auth import Principal, Role
 from gpuscale.monitor.agent.processes import ProcessNames
+from gpuscale.monitor.helper import keep
 from gpuscale.monitor.model.admission import Admissions, AdmittedProcess, FenceTooLow
 from gpuscale.monitor.model.readings import GpuProcess, ProcessKey
 
@@ -91,20 +92,9 @@ class AdmissionFile:
             for worker in admissions.workers
         ]
         stored = {"boot_id": self._boot_id, "fences": dict(admissions.fences), "workers": workers}
-        text = json.dumps({"version": _VERSION} | stored, separators=(",", ":"))
         hit("agent.admit.before_write")
         try:
-            with os.fdopen(os.open(self._draft, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
-                file.write(text.encode("utf-8"))
-                file.truncate()
-                file.flush()
-                os.fsync(file.fileno())
-            self._draft.replace(self._path)
-            directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
+            keep(self._path, {"version": _VERSION} | stored)
         except OSError as error:
             raise UnavailableError(
                 f"cannot write the fence: {error.strerror}", reason="STATE_UNAVAILABLE"
