@@ -53,7 +53,7 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.common.config.settings import run_program, serve_stateful
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from gpuscale.common.rpc.meter import CallMeter
-from gpuscale.common.rpc.server import Registration
+from gpuscale.common.rpc.server import Registration, registrations
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.metrics_text import Family, MetricsPage, labels
@@ -207,8 +207,8 @@ async def open_parts(
             tasks.spawn(f"tell of changes to {type(of).__name__}", of.feed.run())
         of_room = CapacityServicer(capacity, moves, settings)
         all_of_them = (of_leases, of_quotas, of_nodes, of_room, of_bookings, of_policies, of_targets)
-        served = _registered(*all_of_them, PowerServicer(powering, moves), UsageServicer(accounting))
-        yield Allocator(served, leases, partial(add_figures, accounting, queue, powering))
+        served = registrations(*all_of_them, PowerServicer(powering, moves), UsageServicer(accounting))
+        yield Allocator(tuple(served), leases, partial(add_figures, accounting, queue, powering))
 
 
 def _eyes(
@@ -228,12 +228,6 @@ def _eyes(
             changes.room(eased)
 
     return seen, renewed
-
-
-def _registered(*servicers: object) -> tuple[Registration, ...]:
-    adds = (f"add_{name.rpartition('.')[2]}Servicer_to_server" for name in SERVICES)
-    of_all = zip(SERVICES, adds, servicers, strict=True)
-    return tuple(Registration(name, partial(getattr(api, add), one)) for name, add, one in of_all)
 
 
 def _open_state(

@@ -2,15 +2,13 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import grpc
 
-from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.loop.hub import AdapterHub, Followers, Wakes
 from gpuscale.autoscaler.loop.leases import Actor, LeaseKeeper, Reservations
 from gpuscale.autoscaler.loop.precedence import Precedence
@@ -38,14 +36,13 @@ from gpuscale.autoscaler.state.decision_log import DecisionLog, Repetitions
 from gpuscale.common.config.settings import run_program, serve_stateful
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.rpc.meter import CallMeter
-from gpuscale.common.rpc.server import Registration
+from gpuscale.common.rpc.server import Registration, registrations
 from gpuscale.common.runtime.lifecycle import DirectoryLock
 from gpuscale.common.runtime.metrics_text import Family, MetricsPage, labels
 from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
 from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Store, add_store
 from gpuscale.common.store.term import Term
-from gpuscale.internal.autoscaler import v1 as internal
 
 DATABASE = "autoscaler.db"
 _NAME = "autoscaler"
@@ -57,7 +54,6 @@ _OF_PACKAGE = (
 _STREAM_SERVICE = "gpuscale.internal.autoscaler.v1.AdapterStreamService"
 SERVICES = (*(f"{_PACKAGE}.{name}" for name in _OF_PACKAGE), _STREAM_SERVICE, KEDA_SERVICE)
 """All services of the autoscaler."""
-_Servicer = TypeVar("_Servicer")
 _PREFIX = "gpuscale_autoscaler"
 _DESIRED = Family(f"{_PREFIX}_endpoint_desired", "gauge", "Wanted replicas of an endpoint.")
 _GRANTED = Family(f"{_PREFIX}_endpoint_granted", "gauge", "Replicas of an endpoint that have their GPUs.")
@@ -123,34 +119,24 @@ async def open_autoscaler(
             await backtests.load()
             scope.spawn("run backtests", backtests.run())
             scope.spawn("choose policies", Adapting(deps, endpoints, backtests).run())
-            rules = RuleServicer(endpoints, state, clock)
-            metrics = MetricServicer(sources.reported, state, clock)
             feeds = Feeds(
                 deps, lambda: map(adapter_to_wire, hub.views()), partial(watchers_to_wire, watchers, clock)
             )
             scope.spawn("tell watchers", feeds.run())
-            decisions = DecisionServicer(deps, reconciler, DecisionLog(state, repetitions), feeds)
-            adapters = AdapterServicer(hub, scope, feeds, sources.servers)
             if meter is not None:
                 database = settings.data_dir / DATABASE if settings.database is None else None
                 figures = partial(add_figures, reconciler, hub, watchers, sources, database)
                 shown.enter_context(meter.showing(figures))
             yield (
-                _registration(
-                    api.add_EndpointServiceServicer_to_server, EndpointServicer(endpoints, deps, feeds)
-                ),
-                _registration(api.add_RuleServiceServicer_to_server, rules),
-                _registration(api.add_PresetServiceServicer_to_server, PresetServicer()),
-                _registration(api.add_BacktestServiceServicer_to_server, BacktestServicer(backtests)),
-                _registration(
-                    api.add_QueueWatcherServiceServicer_to_server,
+                *registrations(
+                    EndpointServicer(endpoints, deps, feeds),
+                    RuleServicer(endpoints, state, clock),
+                    PresetServicer(),
+                    BacktestServicer(backtests),
                     QueueWatcherServicer(watchers, clock, feeds),
-                ),
-                _registration(api.add_MetricServiceServicer_to_server, metrics),
-                _registration(api.add_DecisionServiceServicer_to_server, decisions),
-                _registration(api.add_AdapterServiceServicer_to_server, adapters),
-                Registration(
-                    _STREAM_SERVICE, partial(internal.add_AdapterStreamServiceServicer_to_server, adapters)
+                    MetricServicer(sources.reported, state, clock),
+                    DecisionServicer(deps, reconciler, DecisionLog(state, repetitions), feeds),
+                    AdapterServicer(hub, scope, feeds, sources.servers),
                 ),
                 keda_registration(state, followers),
             )
@@ -180,11 +166,6 @@ async def _begin(state: Store, clock: Clock, uses: WatcherUses) -> int:
     for endpoint in await state.read(store.endpoints):
         uses.set(endpoint.id, endpoint.spec.watchers)
     return starts
-
-
-def _registration(add: Callable[[_Servicer, grpc.aio.Server], None], servicer: _Servicer) -> Registration:
-    service = add.__name__.removeprefix("add_").removesuffix("Servicer_to_server")
-    return Registration(f"{_PACKAGE}.{service}", partial(add, servicer))
 
 
 async def add_figures(
