@@ -1,20 +1,4 @@
-"""The error tree: every failure that a caller can act on.
-
-    GpuscaleError
-    ├── InvalidArgumentError      the request is wrong in any state; names the fields
-    ├── OutOfRangeError           the requested position no longer exists
-    ├── UnauthenticatedError      no valid identity
-    ├── PermissionDeniedError     a valid identity without the permission
-    ├── NotFoundError             no such resource
-    ├── AlreadyExistsError        the resource, or the request id with other arguments, exists
-    ├── FailedPreconditionError   the state forbids it; repeating it unchanged will not help
-    ├── AbortedError              changed by somebody else meanwhile; read again, retry
-    ├── ResourceExhaustedError    none left now; the same request may succeed later
-    ├── UnavailableError          unreachable, stopping, or failing disk; retry
-    ├── DeadlineExceededError     no answer in time; the call may have taken effect
-    ├── CancelledCallError        the caller gave up
-    ├── UnimplementedError        this server has no such method
-    └── InternalError             a bug in the program; the log has more
+"""The error tree: every failure that a caller can act on is a `GpuscaleError`, of one of the classes below.
 
 `gpuscale.common.rpc.status` maps each class to a gRPC status code and back. Rooms raise these, or subclasses of them.
 """
