@@ -33,32 +33,6 @@ from gpuscale.monitor.model.readings import (
 LONGEST_PAUSE_SECONDS = 5.0
 
 
-class Interruptions:
-    """Keeps since when an interrupted driver is silent, so that HUNG GPUs stay HUNG until they are read."""
-
-    def __init__(self) -> None:
-        self._since: float | None = None
-        self._at = 0.0
-
-    def note(self, since: float, now: float) -> None:
-        """Note that the driver, silent since `since`, was interrupted at `now`."""
-        self._since = since if self._since is None else min(self._since, since)
-        self._at = now
-
-    def silent_since(self, read_at: float) -> float | None:
-        """Since when a GPU last read at `read_at` is silent; None if it was read after the interruption."""
-        return self._since if read_at < self._at else None
-
-    def pause(self, usual: float) -> float:
-        """Seconds to wait before reopening the source."""
-        return usual if self._since is None else min(usual, LONGEST_PAUSE_SECONDS)
-
-    def refused(self, asked_at: float) -> None:
-        """Take in that opening, begun at `asked_at`, failed: the driver answers again, unless it was interrupted since."""
-        if asked_at > self._at:
-            self._since = None
-
-
 def wire(ends: Mapping[str, tuple[str | None, ...]]) -> dict[str, tuple[tuple[str, int], ...]]:
     """The NVLinks between GPUs as (UUID, count), from the other ends of each GPU's links (None is a switch).
 
@@ -133,7 +107,9 @@ class Gpus:
         self._control_call: asyncio.Future[Any] | None = None
         self._alone: set[asyncio.Future[None]] = set()
         self._link_ends: dict[str, tuple[str | None, ...]] = {}
-        self._interruptions = Interruptions()
+        # Since when an interrupted driver is silent, and when it was interrupted: HUNG GPUs stay HUNG until they are read.
+        self._silent_since: float | None = None
+        self._interrupted_at = 0.0
         self.collection = Collection()
         self._bug: BaseException | None = None
 
@@ -323,19 +299,24 @@ class Gpus:
         else:
             silent = any(device.hung for device in present) and not any(device.answers for device in present)
         if silent and self._source.interrupt():
-            waiting = (opening, *(device.ordered_at for device in self._devices.values()))
-            self._interruptions.note(min((at for at in waiting if at is not None), default=now), now)
+            waiting = (opening, self._silent_since, *(device.ordered_at for device in self._devices.values()))
+            self._silent_since = min((at for at in waiting if at is not None), default=now)
+            self._interrupted_at = now
             self.collection.interruptions += 1
             _log.warning("driver does not answer and is interrupted", count=self.collection.interruptions)
 
     def _opened(self, future: asyncio.Future[Inventory]) -> None:
         began, self._opening_since = self._opening_since, None
         self._opened_at = self._clock.now()
-        self._retry_at = self._opened_at + self._interruptions.pause(self._backoff.next())
+        pause = self._backoff.next()
+        if self._silent_since is not None:
+            pause = min(pause, LONGEST_PAUSE_SECONDS)
+        self._retry_at = self._opened_at + pause
         error = future.exception()
         if isinstance(error, GpuSourceError):
             self._inventory = None
-            self._interruptions.refused(self._opened_at if began is None else began)
+            if began is None or began > self._interrupted_at:
+                self._silent_since = None  # it answers again
             self._say(error.problem)
             return
         if error is not None:
@@ -390,7 +371,7 @@ class Gpus:
                 _log.info("GPUs can be read", count=len(self._devices), driver=self.driver_version)
 
     def _view(self, device: Device) -> GpuView:
-        silent_since = self._interruptions.silent_since(device.read_at)
+        silent_since = self._silent_since if device.read_at < self._interrupted_at else None
         if silent_since is not None and device.present:
             return device.view(opening_since=silent_since, lost=None, released=self._window is not None)
         lost = None
