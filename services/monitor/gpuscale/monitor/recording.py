@@ -138,7 +138,7 @@ class Recordings:
         self._expire(now)
         found = self._all.get(key)
         if found is None:
-            raise NotFoundError(f"there is no recordings/{key}", metadata={"name": f"recordings/{key}"})
+            raise NotFoundError.of(f"recordings/{key}")
         return found
 
     def start(self, order: RecordingOrder, now: float) -> Recording:

@@ -20,6 +20,7 @@ from gpuscale.common.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
     InvalidArgumentError,
+    NotFoundError,
     PermissionDeniedError,
     ResourceExhaustedError,
     UnauthenticatedError,
@@ -33,7 +34,7 @@ from gpuscale.common.secrets import write_private
 from gpuscale.common.security.auth import RESERVED_NAMES, Context, Limits, Role, TokenFile, current_principal
 from gpuscale.common.wire import fingerprint, optional_seconds, to_timestamp
 from gpuscale.internal.monitor import v1 as internal
-from gpuscale.monitor.fleet.nodes import Nodes, unknown
+from gpuscale.monitor.fleet.nodes import Nodes
 
 if TYPE_CHECKING:
     from gpuscale.common.security.authority import Signer
@@ -211,7 +212,7 @@ class JoinServicer(api.JoinServiceServicer):
     ) -> api.GetJoinTokenResponse:
         found = self._valid().get(parse(JOINING, request.name)["join_token"])
         if found is None:
-            raise unknown(request.name)
+            raise NotFoundError.of(request.name)
         return api.GetJoinTokenResponse(join_token=self._message(found))
 
     async def ListJoinTokens(
@@ -231,7 +232,7 @@ class JoinServicer(api.JoinServiceServicer):
     ) -> api.DeleteJoinTokenResponse:
         key = id_of(JOINING, request.name)
         if key not in self._valid() and not request.allow_missing:
-            raise unknown(f"joinTokens/{key}")
+            raise NotFoundError.of(f"joinTokens/{key}")
         self._tokens.pop(key, None)
         return api.DeleteJoinTokenResponse()
 

@@ -74,7 +74,7 @@ class Nodes:
         """A node by id. NotFoundError if it never reported."""
         record = self._records.get(node)
         if record is None:
-            raise NotFoundError(f"there is no {node_name(node)}", metadata={"name": node_name(node)})
+            raise NotFoundError.of(node_name(node))
         return record
 
     def owner(self, uuid: str) -> NodeRecord | None:
@@ -288,7 +288,7 @@ class Directory:
         for uuid in uuids:
             owner = self._nodes.owner(uuid)
             if owner is None:
-                raise unknown(f"GPU {uuid}")
+                raise NotFoundError.of(f"GPU {uuid}")
             yield _named(owner, gpu_name(owner.node, uuid))
 
     def _record(self, name: str) -> NodeRecord:
@@ -299,7 +299,7 @@ def _named(record: NodeRecord, name: str) -> Target:
     for gpu in _gpus(record):
         if gpu.name == name:
             return _target(record, gpu)
-    raise unknown(name)
+    raise NotFoundError.of(name)
 
 
 def _gpus(record: NodeRecord) -> Sequence[types_api.Gpu]:
@@ -310,11 +310,6 @@ def _gpus(record: NodeRecord) -> Sequence[types_api.Gpu]:
 def _target(record: NodeRecord, gpu: types_api.Gpu) -> Target:
     period = record.picture.period if record.picture is not None else 0.0
     return Target(gpu.name, gpu.uuid, gpu.index, gpu.model, period)
-
-
-def unknown(what: str) -> NotFoundError:
-    """The error for a name that nothing has."""
-    return NotFoundError(f"there is no {what}", metadata={"name": what})
 
 
 def _nothing() -> InvalidArgumentError:

@@ -279,7 +279,7 @@ class HealthServicer(api.HealthServiceServicer):
     ) -> api.GetHealthEventResponse:
         found = self._health.register.events.get(parse(HEALTH_EVENT, request.name)["health_event"])
         if found is None:
-            raise NotFoundError(f"there is no {request.name}", metadata={"name": request.name})
+            raise NotFoundError.of(request.name)
         return api.GetHealthEventResponse(health_event=to_event(found, Dates.of(self._clock)))
 
     async def WatchHealth(self, request: api.WatchHealthRequest, context: Context) -> AsyncGenerator[Any]:
