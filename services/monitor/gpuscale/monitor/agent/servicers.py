@@ -15,7 +15,7 @@ from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context, current_principal
 from gpuscale.common.wire import optional_seconds, seconds, to_timestamp
-from gpuscale.monitor.agent.collector import Broadcast, Sampler
+from gpuscale.monitor.agent.collector import Sampler
 from gpuscale.monitor.agent.gpus import Gpus
 from gpuscale.monitor.agent.work import HeldLease, Work
 from gpuscale.monitor.model.readings import Snapshot
@@ -47,31 +47,6 @@ class _SharedSnapshot:
         return response
 
 
-class SnapshotFeed:
-    """Streams the snapshots of a broadcast."""
-
-    def __init__(self, snapshots: Broadcast[Snapshot], clock: Clock) -> None:
-        self._snapshots = snapshots
-        self._clock = clock
-        self._newest: _SharedSnapshot | None = None
-
-    async def stream(self, request: api.WatchSnapshotsRequest) -> AsyncGenerator[bytes, None]:
-        """Encoded WatchSnapshotsResponses: the newest snapshot, then each as fast as the subscriber reads."""
-        async with aclosing(self._snapshots.follow(seconds(request.min_interval))) as snapshots:
-            async for snapshot, dropped in snapshots:
-                now = self._clock.now()
-                message = self.shared(snapshot, now).encoded(now)
-                if dropped:
-                    message += api.WatchSnapshotsResponse(dropped_count=dropped).SerializeToString()
-                yield message
-
-    def shared(self, snapshot: Snapshot, now: float) -> _SharedSnapshot:
-        """The message of a snapshot, for all who ask at `now` or later."""
-        if self._newest is None or self._newest.values is not snapshot:
-            self._newest = _SharedSnapshot(snapshot, now)
-        return self._newest
-
-
 ALLOCATOR_SERVICE = "gpuscale.api.allocator.v1.AllocatorService"
 DEFAULT_MAX_AGE_SECONDS = 5.0
 
@@ -79,22 +54,33 @@ DEFAULT_MAX_AGE_SECONDS = 5.0
 class AgentServicer(api.AgentServiceServicer):
     """Answers from snapshots. No caller causes a driver call of its own."""
 
-    def __init__(self, sampler: Sampler, feed: SnapshotFeed, clock: Clock) -> None:
+    def __init__(self, sampler: Sampler, clock: Clock) -> None:
         self._sampler = sampler
         self._clock = clock
-        self.feed = feed
+        self._newest: _SharedSnapshot | None = None
 
     async def GetSnapshot(self, request: api.GetSnapshotRequest, context: Context) -> api.GetSnapshotResponse:
         max_age = optional_seconds(request, "max_age")
         snapshot = await self._sampler.get(DEFAULT_MAX_AGE_SECONDS if max_age is None else max_age)
         now = self._clock.now()
-        return self.feed.shared(snapshot, now).answer(now)
+        return self._shared(snapshot, now).answer(now)
 
     async def WatchSnapshots(
         self, request: api.WatchSnapshotsRequest, context: Context
     ) -> AsyncGenerator[Any]:
-        async for message in self.feed.stream(request):
-            yield message
+        async with aclosing(self._sampler.snapshots.follow(seconds(request.min_interval))) as snapshots:
+            async for snapshot, dropped in snapshots:
+                now = self._clock.now()
+                message = self._shared(snapshot, now).encoded(now)
+                if dropped:
+                    message += api.WatchSnapshotsResponse(dropped_count=dropped).SerializeToString()
+                yield message
+
+    def _shared(self, snapshot: Snapshot, now: float) -> _SharedSnapshot:
+        """The message of a snapshot, for all who ask at `now` or later."""
+        if self._newest is None or self._newest.values is not snapshot:
+            self._newest = _SharedSnapshot(snapshot, now)
+        return self._newest
 
 
 class DriverServicer(api.DriverServiceServicer):

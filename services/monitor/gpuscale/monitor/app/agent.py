@@ -28,7 +28,6 @@ from gpuscale.monitor.agent.servicers import (
     AgentServicer,
     DriverServicer,
     LeaseRelay,
-    SnapshotFeed,
     WorkServicer,
 )
 from gpuscale.monitor.agent.sources import make_source
@@ -120,7 +119,7 @@ async def open_agent(
             if allocator is not None and settings.power_socket is not None:
                 capping = Capping(allocator, settings.power_socket, settings.node, sampler, gpus)
                 tasks.spawn("agent power caps", capping.run())
-            agent = AgentServicer(sampler, SnapshotFeed(sampler.snapshots, clock), clock)
+            agent = AgentServicer(sampler, clock)
             yield tuple(registrations(agent, DriverServicer(gpus, clock), WorkServicer(work)))
     finally:
         await collector.close()
