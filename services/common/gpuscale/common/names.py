@@ -124,6 +124,16 @@ preset_name = _maker(PRESET)
 quota_name = _maker("quotas/{tenant}")
 
 
+def _maker_of_two(pattern: str) -> Callable[[str, str], str]:
+    """Makes names of a pattern with two variables."""
+    return re.sub(r"\{\w+\}", "{}", pattern).format
+
+
+replica_name = _maker_of_two(REPLICA)
+rule_name = _maker_of_two(RULE)
+decision_name = _maker_of_two(DECISION)
+
+
 @lru_cache(4096)
 def gpu_name(node: str, uuid: str) -> str:
     """`nodes/{node}/gpus/{gpu}`, where the GPU's id is its UUID made an id."""
@@ -134,21 +144,6 @@ def node_of(gpu: Any) -> str:
     """Id of the node of a ReservedGpu message; `node_name` is empty from allocators before 1.0."""
     name: str = gpu.node_name or gpu.node
     return name.removeprefix("nodes/")
-
-
-def replica_name(endpoint: str, replica: str) -> str:
-    """`endpoints/{endpoint}/replicas/{replica}`."""
-    return f"endpoints/{endpoint}/replicas/{replica}"
-
-
-def rule_name(endpoint: str, rule: str) -> str:
-    """`endpoints/{endpoint}/rules/{rule}`."""
-    return f"endpoints/{endpoint}/rules/{rule}"
-
-
-def decision_name(endpoint: str, decision: str) -> str:
-    """`endpoints/{endpoint}/decisions/{decision}`."""
-    return f"endpoints/{endpoint}/decisions/{decision}"
 
 
 def cordon_name(target: str) -> str:
