@@ -1,9 +1,10 @@
 """TLS of servers (gRPC and `/metrics`) and clients, from files that are reloaded when they change."""
 
 import ssl
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -14,44 +15,8 @@ from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.security.followed import Followed, cause
 
-_ROUNDS: Final = 4  # more than a handshake needs
-
-
-def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> ssl.SSLObject:
-    """Do a handshake in memory; returns the client's side.
-
-    Raises:
-        ssl.SSLError: it fails; `SSLCertVerificationError` if one side rejects the certificate of the other.
-    """
-    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    sides = (client.wrap_bio(back, there), server.wrap_bio(there, back, server_side=True))
-    for _ in range(_ROUNDS):
-        for side in sides:
-            try:
-                side.do_handshake()
-            except ssl.SSLWantReadError:
-                continue
-    return sides[0]
-
-
-def end_of(cert_file: Path, key_file: Path) -> datetime | None:
-    """When a certificate expires; None if it has expired or is not valid yet. Raises OSError for unusable files."""
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(cert_file, key_file)
-    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    client.check_hostname = False
-    client.load_verify_locations(cert_file)
-    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trust the certificate itself
-    try:
-        shown = shake_hands(client, server).getpeercert()
-    except ssl.SSLCertVerificationError:
-        return None
-    end = (shown or {}).get("notAfter")
-    return datetime.fromtimestamp(ssl.cert_time_to_seconds(end), UTC) if isinstance(end, str) else None
-
-
-SOON = timedelta(days=2)
-"""At a start or change, a certificate that expires this soon is logged as a warning."""
+SOON = 2 * 86_400.0
+"""At a start or change, a certificate that expires within this many seconds is logged as a warning."""
 
 CLIENT_PERIOD: Final = 1.0
 """Minimum seconds between two checks of the TLS files of a client."""
@@ -137,11 +102,14 @@ def _context(tls: ServerTls) -> ssl.SSLContext:
 def _configuration(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
     """Check the files and load them for gRPC; warns of a certificate that is or soon will be invalid."""
     _context(tls)
-    file, end = str(tls.cert_file), end_of(tls.cert_file, tls.key_file)
-    if end is None:
+    from gpuscale.common.security.certificates import read_certificate  # loads cryptography: 16 MB
+
+    file, own = str(tls.cert_file), read_certificate(tls.cert_file.read_bytes())
+    if not own.begins <= time.time() < own.ends:
         _log.warning("the certificate has expired or is not valid yet: clients reject it", file=file)
-    elif (left := end - datetime.now(UTC)) < SOON:
-        _log.warning("the certificate ends soon", file=file, days_left=left.days, ends=end.isoformat())
+    elif (left := own.ends - time.time()) < SOON:
+        ends = datetime.fromtimestamp(own.ends, UTC).isoformat()
+        _log.warning("the certificate ends soon", file=file, days_left=int(left // 86_400), ends=ends)
     client_ca = None if tls.client_ca_file is None else tls.client_ca_file.read_bytes()
     pair = (tls.key_file.read_bytes(), tls.cert_file.read_bytes())
     return grpc.ssl_server_certificate_configuration([pair], root_certificates=client_ca)
