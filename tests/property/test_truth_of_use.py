@@ -38,7 +38,7 @@ from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.gpus import Gpus
 from gpuscale.monitor.agent.nvml import NvmlSource
 from gpuscale.monitor.agent.processes import ProcessNames, Program
-from gpuscale.monitor.agent.work import HeldLease, LeaseChecks, Work
+from gpuscale.monitor.agent.work import LeaseChecks, Work
 from gpuscale.monitor.model.admission import Admissions, Holders
 from gpuscale.monitor.model.readings import (
     Absent,
@@ -328,8 +328,8 @@ def double(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NvmlDouble]:
 class Granted(LeaseChecks):
     """Every lease holds its GPUs."""
 
-    async def check(self, lease: HeldLease, caller: Principal) -> dict[str, int]:
-        return dict.fromkeys(lease.gpu_uuids, 1)
+    async def check(self, work: monitor_api.AdmitWorkRequest, caller: Principal) -> dict[str, int]:
+        return dict.fromkeys(work.gpu_uuids, 1)
 
 
 class Agent:
@@ -358,8 +358,10 @@ class Agent:
             self._show(host.before)
             await one.collect()
             for number, pid in enumerate(host.admitted):
-                lease = HeldLease(reservation(number), number + 1, (GPU,))
-                await work.admit(lease, pid, Principal("root", Role.ADMIN, "local"))
+                asked = monitor_api.AdmitWorkRequest(
+                    reservation=reservation(number), fence=number + 1, gpu_uuids=(GPU,), pid=pid
+                )
+                await work.admit(asked, Principal("root", Role.ADMIN, "local"))
             await one.collect()
             self._show(host.after)
             clock.advance(10.0)

@@ -35,7 +35,7 @@ from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.security.auth import Authenticator, Principal, Role
 from gpuscale.monitor.agent.sources import simulated_uuid
-from gpuscale.monitor.agent.work import TIMEOUT, HeldLease, LeaseChecks
+from gpuscale.monitor.agent.work import TIMEOUT, LeaseChecks
 from gpuscale.monitor.app.agent import open_agent
 from gpuscale.monitor.app.fleet import open_fleet
 from gpuscale.monitor.app.settings import AgentSettings, FleetSettings
@@ -326,7 +326,9 @@ async def checking(allocator: LosesConnections) -> AsyncGenerator[LeaseChecks]:
         yield LeaseChecks(channel, "alpha")
 
 
-LEASE = HeldLease("reservations/r1", 7, ("GPU-1",), "token")
+LEASE = monitor_api.AdmitWorkRequest(
+    reservation="reservations/r1", fence=7, gpu_uuids=("GPU-1",), lease_token="token"
+)
 CALLER = Principal("ann", Role.OPERATOR, "token")
 
 

@@ -17,7 +17,7 @@ from gpuscale.common.security.auth import Context, current_principal
 from gpuscale.common.wire import optional_seconds, seconds, to_timestamp
 from gpuscale.monitor.agent.collector import Sampler
 from gpuscale.monitor.agent.gpus import Gpus
-from gpuscale.monitor.agent.work import HeldLease, Work
+from gpuscale.monitor.agent.work import Work
 from gpuscale.monitor.model.readings import Snapshot
 from gpuscale.monitor.wire import count_on, to_snapshot
 
@@ -112,10 +112,7 @@ class WorkServicer(api.WorkServiceServicer):
         self._work = work
 
     async def AdmitWork(self, request: api.AdmitWorkRequest, context: Context) -> api.AdmitWorkResponse:
-        pid = request.pid if request.HasField("pid") else None
-        lease = HeldLease(request.reservation, request.fence, tuple(request.gpu_uuids), request.lease_token)
-        namespace = request.pid_namespace if request.HasField("pid_namespace") else None
-        await self._work.admit(lease, pid, current_principal(), namespace)
+        await self._work.admit(request, current_principal())
         return api.AdmitWorkResponse()
 
     async def ResetFences(self, request: api.ResetFencesRequest, context: Context) -> api.ResetFencesResponse:

@@ -9,13 +9,13 @@ import json
 import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import grpc
 
 from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.errors import (
     FailedPreconditionError,
     GpuscaleError,
@@ -128,16 +128,6 @@ _REASONS_OF_LEASES: Final = frozenset(
 """Reasons that the lease itself is refused."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeldLease:
-    """A lease as its caller shows it: `reservations/{reservation}`, fence, GPUs, and the token that proves it."""
-
-    reservation: str
-    fence: int
-    gpu_uuids: tuple[str, ...]
-    token: str = field(default="", repr=False)
-
-
 class LeaseChecks:
     """Checks leases on this node; `allocator` is None if no address is set."""
 
@@ -145,14 +135,14 @@ class LeaseChecks:
         self._stub = None if allocator is None else allocator_api.AllocatorServiceStub(allocator)
         self._node = node
 
-    async def check(self, lease: HeldLease, caller: Principal) -> dict[str, int]:
-        """The lowest fence that holds each of the lease's GPUs on this node.
+    async def check(self, work: monitor_api.AdmitWorkRequest, caller: Principal) -> dict[str, int]:
+        """The lowest fence that holds each GPU of the work's lease on this node.
 
         Refuses with LEASE_TOKEN_MISSING, LEASE_TOKEN_INVALID, LEASE_NOT_CHECKED without an answer, or the allocator's reason.
         """
-        if not lease.token and caller.role < Role.ADMIN:
+        if not work.lease_token and caller.role < Role.ADMIN:
             raise PermissionDeniedError(
-                f"lease_token is empty: only an admin may admit work for {lease.reservation} without its token",
+                f"lease_token is empty: only an admin may admit work for {work.reservation} without its token",
                 reason="LEASE_TOKEN_MISSING",
             )
         if self._stub is None:
@@ -160,11 +150,11 @@ class LeaseChecks:
                 FailedPreconditionError, "set allocator_address in the settings of this node's agent"
             )
         request = allocator_api.CheckLeaseRequest(
-            name=lease.reservation,
-            fence=lease.fence,
+            name=work.reservation,
+            fence=work.fence,
             node=self._node,
-            gpu_uuids=lease.gpu_uuids,
-            lease_token=lease.token,
+            gpu_uuids=work.gpu_uuids,
+            lease_token=work.lease_token,
         )
         try:
             with rpc_errors():
@@ -180,7 +170,7 @@ class LeaseChecks:
             ) from error
         except GpuscaleError as error:
             raise _unchecked(UnavailableError, f"the allocator does not answer: {error.message}") from error
-        return dict(zip(lease.gpu_uuids, answer.lowest_fences, strict=False))
+        return dict(zip(work.gpu_uuids, answer.lowest_fences, strict=False))
 
     @staticmethod
     async def _ask(
@@ -227,16 +217,13 @@ class Work:
             self.admissions = await asyncio.to_thread(self._file.load)
             yield
 
-    async def admit(
-        self, lease: HeldLease, pid: int | None, caller: Principal, pid_namespace: int | None = None
-    ) -> None:
+    async def admit(self, work: monitor_api.AdmitWorkRequest, caller: Principal) -> None:
         """Admit work of a lease on its GPUs, and remember its process if given.
 
         Raises as `check`, and refuses with FENCE_TOO_LOW, PROCESS_GONE, NotFoundError for a GPU, or STATE_UNAVAILABLE.
         """
-        self._expect(lease.gpu_uuids)
-        lowest = await self._leases.check(lease, caller)
-        await self._admit(lease, pid, pid_namespace, lowest)
+        self._expect(work.gpu_uuids)
+        await self._admit(work, await self._leases.check(work, caller))
 
     @uninterrupted
     async def reset(self, uuids: Sequence[str]) -> None:
@@ -257,19 +244,17 @@ class Work:
                 raise NotFoundError(f"this host has no GPU {uuid}", metadata={"name": gpu_name("-", uuid)})
 
     @uninterrupted
-    async def _admit(
-        self, lease: HeldLease, pid: int | None, pid_namespace: int | None, lowest: dict[str, int]
-    ) -> None:
+    async def _admit(self, work: monitor_api.AdmitWorkRequest, lowest: dict[str, int]) -> None:
         async with self._turn:
-            found = None if pid is None else await asyncio.to_thread(self._find, pid, pid_namespace)
+            found = await asyncio.to_thread(self._find, work) if work.HasField("pid") else None
             lineage = self._processes.lineage
             living = await asyncio.to_thread(
                 self.admissions.without_dead, lambda process: lineage(process.pid)[:1] == (process,)
             )
             decided = living.admit(
-                lease.gpu_uuids,
-                lease.reservation,
-                lease.fence,
+                work.gpu_uuids,
+                work.reservation,
+                work.fence,
                 found.lineage[0] if found else None,
                 container=found.container if found and self._processes.leads(found) else "",
                 user=found.user if found else None,
@@ -278,7 +263,7 @@ class Work:
             if isinstance(decided, FenceTooLow):
                 highest = max(self.admissions.fences.values())
                 raise FailedPreconditionError(
-                    f"{decided.uuid} is held under fence {decided.lowest} or higher, and {lease.fence} is lower: the reservation is"
+                    f"{decided.uuid} is held under fence {decided.lowest} or higher, and {work.fence} is lower: the reservation is"
                     f" over; if the allocator lost its state, set its fences_above to {highest} or more, as the agents of all hosts ask",
                     reason="FENCE_TOO_LOW",
                     metadata={"gpu": decided.uuid, "highest_fence": str(decided.lowest)},
@@ -292,9 +277,10 @@ class Work:
             await asyncio.to_thread(self._file.save, decided)
         self.admissions = decided
 
-    def _find(self, pid: int, pid_namespace: int | None) -> GpuProcess:
-        own = self._processes.in_namespace(pid, pid_namespace)
+    def _find(self, work: monitor_api.AdmitWorkRequest) -> GpuProcess:
+        namespace = work.pid_namespace if work.HasField("pid_namespace") else None
+        own = self._processes.in_namespace(work.pid, namespace)
         found = None if own is None else self._processes.find(own)
         if found is None:
-            raise NotFoundError(f"this host has no process {pid}", reason="PROCESS_GONE")
+            raise NotFoundError(f"this host has no process {work.pid}", reason="PROCESS_GONE")
         return found
