@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,7 @@ async def open_saver(
         await saver.try_to_save()
 
 
-_EVENT_FIELDS = ("id", "node", "uuid", "xid", "count", "cleared", "boot_id")
+_EVENT_TIMES = ("started_at", "last_at", "resolved_at")
 
 
 def recording_to_text(recording: Recording, shift: float) -> str:
@@ -258,45 +259,20 @@ def recording_from_text(text: str, shift: float) -> Recording:
 
 def event_to_text(event: Event, shift: float) -> str:
     """An event as JSON with `shift` seconds added to its times."""
-    finding, resolved = event.finding, event.resolved_at
-    return json.dumps(
-        {
-            **{name: getattr(event, name) for name in _EVENT_FIELDS},
-            "check": event.check.name,
-            "severity": finding.severity.name,
-            "action": finding.action.name,
-            "message": finding.message,
-            "fatal": finding.fatal,
-            "started_at": event.started_at + shift,
-            "last_at": event.last_at + shift,
-            "resolved_at": None if resolved is None else resolved + shift,
-        }
-    )
+    fields = asdict(event)
+    fields |= fields.pop("finding")
+    fields |= {name: fields[name] + shift for name in _EVENT_TIMES if fields[name] is not None}
+    return json.dumps(fields, default=attrgetter("name"))  # of enums
 
 
 def event_from_text(text: str, shift: float) -> Event:
     """Parse an event, subtracting `shift` seconds from its times. ValueError if it is invalid."""
     try:
-        found: dict[str, Any] = json.loads(text)
-        resolved = found["resolved_at"]
-        return Event(
-            id=found["id"],
-            check=HealthCheck[found["check"]],
-            node=found["node"],
-            uuid=found["uuid"],
-            finding=Finding(
-                HealthSeverity[found["severity"]],
-                HealthAction[found["action"]],
-                found["message"],
-                found["fatal"],
-            ),
-            started_at=found["started_at"] - shift,
-            last_at=found["last_at"] - shift,
-            xid=found["xid"],
-            resolved_at=None if resolved is None else resolved - shift,
-            count=found["count"],
-            cleared=found["cleared"],
-            boot_id=found.get("boot_id", ""),
-        )
+        found: dict[str, Any] = {"boot_id": ""} | json.loads(text)
+        found |= {name: found[name] - shift for name in _EVENT_TIMES if found[name] is not None}
+        found["check"] = HealthCheck[found["check"]]
+        severity, action = HealthSeverity[found.pop("severity")], HealthAction[found.pop("action")]
+        found["finding"] = Finding(severity, action, found.pop("message"), found.pop("fatal"))
+        return Event(**found)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"invalid health event: {error}") from error
