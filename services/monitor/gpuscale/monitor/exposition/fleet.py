@@ -9,7 +9,6 @@ from gpuscale.common.runtime.metrics_text import MetricsPage, labels
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.monitor.exposition.snapshots import NOBODY, Held, add_snapshot, with_pods
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.fleet.record import NodeRecord
 from gpuscale.monitor.health.checks import Event
 from gpuscale.monitor.history.history import History
 from gpuscale.monitor.model.nodes import NodeState
@@ -83,26 +82,21 @@ class FleetPage:
             page.add(HEALTH, kind, 1)
         held = await self.holders() if shown and self.holders is not None else NOBODY
         for record in records:
-            self._add_node(page, record, held, gpus=shown)
+            now, node, snapshot = self.clock.now(), labels({"node": record.node}), record.snapshot
+            state = record.state(now)
+            page.add(NODE_STATE, labels({"node": record.node, "state": state.name}), 1)
+            page.add(NODE_REJECTED, node, record.rejected_count)
+            if record.sample is not None:
+                page.add(NODE_AGE, node, round(now - record.sample.sampled_at, 3))
+            if snapshot is not None:
+                add_snapshot(
+                    page,
+                    snapshot,
+                    self.style,
+                    fresh=state is NodeState.ONLINE,
+                    elapsed=now - record.received_at,
+                    gpus=shown,
+                    quarantined=record.quarantines,
+                    held=held if self.holders is None else with_pods(held, snapshot.gpus),
+                )
             await asyncio.sleep(0)
-
-    def _add_node(self, page: MetricsPage, record: NodeRecord, held: Held, *, gpus: bool) -> None:
-        now = self.clock.now()
-        state = record.state(now)
-        node = labels({"node": record.node})
-        page.add(NODE_STATE, labels({"node": record.node, "state": state.name}), 1)
-        page.add(NODE_REJECTED, node, record.rejected_count)
-        if record.sample is not None:
-            page.add(NODE_AGE, node, round(now - record.sample.sampled_at, 3))
-        snapshot = record.snapshot
-        if snapshot is not None:
-            add_snapshot(
-                page,
-                snapshot,
-                self.style,
-                fresh=state is NodeState.ONLINE,
-                elapsed=now - record.received_at,
-                gpus=gpus,
-                quarantined=record.quarantines,
-                held=held if self.holders is None else with_pods(held, snapshot.gpus),
-            )
