@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from math import ceil, isnan
 
-from gpuscale.monitor.history.ring import MOST_COUNTED, Bucket, Point, Ring, Rows
+from gpuscale.monitor.history.ring import MOST_COUNTED, Bucket, Point, Ring, Rows, row_bytes
 from gpuscale.monitor.model.metrics import (
     ABSENT,
     GPU_METRICS,
@@ -24,9 +24,6 @@ from gpuscale.monitor.model.metrics import (
     Stats,
 )
 
-BYTES_OF_NUMBER = 4
-BYTES_OF_METRIC = 3 * 4 + 2
-"""Minimum, mean and maximum as 32-bit floats, and a count of 16 bits."""
 _ARRAY_SLACK = 1.125
 """How much more memory an array takes than its content, at most."""
 _MOST_WAITING = 16
@@ -56,9 +53,8 @@ class Tier:
 
 def most_bytes(width: int, tiers: Sequence[Tier]) -> int:
     """The most memory that a series of `width` metrics can take."""
-    row = BYTES_OF_NUMBER + width * BYTES_OF_METRIC
-    waiting = _MOST_WAITING * BYTES_OF_NUMBER * (1 + width)
-    return ceil((sum(tier.capacity for tier in tiers) * row + waiting) * _ARRAY_SLACK)
+    waiting = _MOST_WAITING * 4 * (1 + width)
+    return ceil((sum(tier.capacity for tier in tiers) * row_bytes(width) + waiting) * _ARRAY_SLACK)
 
 
 def shorter(tiers: Sequence[Tier]) -> Iterator[Sequence[Tier]]:

@@ -3,11 +3,10 @@
 A bucket's number is its start on the clock divided by the step, negative before boot. A step without samples has no bucket. Values
 are 32-bit floats, exact to 1 part in 16 million.
 
-On disk, a chunk is the little-endian bytes of its arrays: numbers (32 bits), minima, means and maxima (32-bit floats), counts
-(16 bits).
+On disk, a chunk is the bytes of its arrays, little-endian on all machines with GPUs: numbers (32 bits), minima, means and maxima
+(32-bit floats), counts (16 bits).
 """
 
-import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import compress
@@ -239,7 +238,11 @@ def _merged_column(
 
 CHUNK = 30
 """Steps per stored chunk: half an hour of the coarsest tier."""
-_BYTES_OF_NUMBER, _BYTES_OF_METRIC = 4, 3 * 4 + 2
+
+
+def row_bytes(width: int) -> int:
+    """Bytes of a bucket of `width` metrics: its number, and of each metric three 32-bit floats and a count of 16 bits."""
+    return 4 + width * (3 * 4 + 2)
 
 
 def chunks(rows: Rows, width: int, shift: int) -> Iterator[tuple[int, bytes]]:
@@ -250,13 +253,13 @@ def chunks(rows: Rows, width: int, shift: int) -> Iterator[tuple[int, bytes]]:
         chunk = stored[begin] // CHUNK
         end = begin + sum(number // CHUNK == chunk for number in stored[begin : begin + CHUNK])
         part = rows._replace(numbers=stored).part(begin, end, width)
-        yield chunk, b"".join(_ordered(column).tobytes() for column in part)
+        yield chunk, b"".join(column.tobytes() for column in part)
         begin = end
 
 
 def unpack(body: bytes, width: int, shift: int) -> Rows:
     """The rows of a chunk, with `shift` subtracted from their numbers. ValueError if it is not of that many metrics."""
-    count, rest = divmod(len(body), _BYTES_OF_NUMBER + width * _BYTES_OF_METRIC)
+    count, rest = divmod(len(body), row_bytes(width))
     if rest:
         raise ValueError(f"{len(body)} bytes are not rows of {width} metrics")
     rows = Rows.empty()
@@ -264,16 +267,8 @@ def unpack(body: bytes, width: int, shift: int) -> Rows:
     for column in rows:
         size = (count if column is rows.numbers else count * width) * column.itemsize
         column.frombytes(body[at : at + size])
-        _ordered(column)
         at += size
     try:
         return rows._replace(numbers=array("i", [number - shift for number in rows.numbers]))
     except OverflowError as error:
         raise ValueError(f"a row has an invalid number: {error}") from error
-
-
-def _ordered(numbers: "array[int] | array[float]") -> "array[int] | array[float]":
-    """Swap bytes to or from the stored order, in place."""
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers
