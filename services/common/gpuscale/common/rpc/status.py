@@ -101,11 +101,10 @@ def from_rpc_error(error: grpc.RpcError) -> errors.GpuscaleError:
         metadata["request_id"] = request_id
         if request_id not in message:
             message += f", request {request_id}"
-    if cls is errors.InvalidArgumentError:
-        return errors.InvalidArgumentError(
-            message, violations=violations, reason=reason, metadata=metadata, retry_after=retry_after
-        )
-    return cls(message, reason=reason, metadata=metadata, retry_after=retry_after)
+    failure = cls(message, reason=reason, metadata=metadata, retry_after=retry_after)
+    if isinstance(failure, errors.InvalidArgumentError):
+        failure.violations = tuple(violations)
+    return failure
 
 
 @contextmanager
