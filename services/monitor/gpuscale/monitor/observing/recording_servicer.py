@@ -1,10 +1,7 @@
 """RecordingService on the wire."""
 
-import asyncio
 import uuid
-from bisect import bisect_right
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from itertools import accumulate
 from typing import Any
 
 from gpuscale.api.monitor import v1 as api
@@ -14,7 +11,7 @@ from gpuscale.common.names import RECORDING, parse
 from gpuscale.common.rpc.feed import FeedView, ResourceFeed
 from gpuscale.common.runtime.tasks import Clock, uninterrupted
 from gpuscale.common.security.auth import Context
-from gpuscale.common.wire import fingerprint, optional_seconds, to_duration
+from gpuscale.common.wire import fingerprint, optional_seconds, page_limit, to_duration
 from gpuscale.monitor.fleet.nodes import Directory
 from gpuscale.monitor.observing.samples import Dates, to_stats
 from gpuscale.monitor.recording import Recording, RecordingOrder, Recordings, RecordingState
@@ -112,31 +109,17 @@ class RecordingServicer(api.RecordingServiceServicer):
         self, request: api.ListRecordingsRequest, context: Context
     ) -> api.ListRecordingsResponse:
         dates = Dates.of(self._clock)
-        found = {f"recordings/{one.order.id}": one for one in self._recordings.all(dates.now)}
-        made = dict[str, api.Recording]()
-        for name, one in found.items() if request.filter or request.order_by else ():
-            made[name] = to_recording(one, dates)
-            await asyncio.sleep(0)  # let other tasks run: there may be thousands of GPUs
-
-        def list_page() -> tuple[list[api.Recording], str]:
-            return listed(
-                list(found),
-                request,
-                api.Recording,
-                key=str,
-                encode=lambda name: made.get(name) or api.Recording(name=name),
-            )
-
-        shown, token = list_page()
-        gpus = list(accumulate(len(found[one.name].gpus) for one in shown))
-        few = max(bisect_right(gpus, MOST_GPUS_OF_A_PAGE), 1)
-        if few < len(shown):
-            request.page_size = few
-            shown, token = list_page()
-        return api.ListRecordingsResponse(
-            recordings=[made.get(one.name) or to_recording(found[one.name], dates) for one in shown],
-            next_page_token=token,
+        recordings = self._recordings.all(dates.now)
+        largest = max((len(one.gpus) for one in recordings), default=1)
+        request.page_size = min(page_limit(request.page_size), max(MOST_GPUS_OF_A_PAGE // largest, 1))
+        shown, token = listed(
+            recordings,
+            request,
+            api.Recording,
+            key=lambda one: one.order.id,
+            encode=lambda one: to_recording(one, dates),
         )
+        return api.ListRecordingsResponse(recordings=shown, next_page_token=token)
 
     async def WatchRecordings(
         self, request: api.WatchRecordingsRequest, context: Context
