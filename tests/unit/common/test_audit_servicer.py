@@ -157,13 +157,13 @@ def test_half_a_line_and_what_is_none_are_left_out(options: AuditOptions) -> Non
 def test_the_loop_does_not_read(options: AuditOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     write(options, range(1))
     readers = list[threading.Thread]()
-    lines_before = audit_servicer._lines_before
+    event = audit_servicer._event
 
     def noted(*arguments: Any) -> Any:
         readers.append(threading.current_thread())
-        return lines_before(*arguments)
+        return event(*arguments)
 
-    monkeypatch.setattr(audit_servicer, "_lines_before", noted)
+    monkeypatch.setattr(audit_servicer, "_event", noted)
     read(AuditServicer(options), api.ListAuditEventsRequest())
     assert len(readers) == 1
     assert readers[0] is not threading.current_thread()

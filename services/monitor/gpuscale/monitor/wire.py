@@ -18,7 +18,6 @@ from gpuscale.common.names import gpu_name
 from gpuscale.common.wire import seconds, to_duration, to_timestamp
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.model.readings import (
-    Absent,
     GpuProcess,
     GpuReading,
     GpuState,
@@ -119,7 +118,10 @@ def put(message: Any, name: str, value: Any) -> tuple[int, ...]:
     """
     fields = message.DESCRIPTOR.fields_by_name
     if name == "absent":
-        message.absent_readings.extend(_absent(value))
+        message.absent_readings.extend(
+            types_api.AbsentReading(field=one.field, status=_STATUS[one.status], detail=text(one.detail))
+            for one in value
+        )
         return (fields["absent_readings"].number,)
     if name == "processes":
         message.processes.extend(map(_process, value or ()))
@@ -161,15 +163,6 @@ def _process(process: GpuProcess) -> types_api.GpuProcess:
         decoder_utilization_percent=process.decoder_utilization_percent,
         start_ticks=process.lineage[0].started if process.lineage else None,
     )
-
-
-def _absent(absent: Iterable[Absent]) -> list[types_api.AbsentReading]:
-    return [
-        types_api.AbsentReading(
-            field=reading.field, status=_STATUS[reading.status], detail=text(reading.detail)
-        )
-        for reading in absent
-    ]
 
 
 def text(text: str) -> str:

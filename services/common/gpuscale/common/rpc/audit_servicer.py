@@ -43,20 +43,6 @@ def _event(line: bytes) -> api.AuditEvent | None:
         return None
 
 
-def _lines_before(end: int, file: BinaryIO) -> tuple[list[tuple[int, bytes]], int]:
-    """The complete lines before the offset `end`, newest first, each with its offset; and the offset of the first."""
-    start = max(0, end - READ_BYTES)
-    file.seek(start)
-    read = file.read(end - start)
-    cut = read.find(b"\n") + 1 if start else 0
-    start, found = start + cut, list[tuple[int, bytes]]()
-    at = start
-    for line in read[cut : read.rfind(b"\n") + 1].splitlines(keepends=True):
-        found.append((at, line))
-        at += len(line)
-    return found[::-1], start
-
-
 class AuditServicer(api.AuditServiceServicer):
     """Lists audit events, newest first. A page token is an inode, which survives rotation, and an offset."""
 
@@ -93,8 +79,8 @@ class AuditServicer(api.AuditServiceServicer):
             files: dict[int, BinaryIO] = {}
             for number in range(FILES_KEPT + 1):
                 with suppress(FileNotFoundError):
-                    file = stack.enter_context(self._options.numbered(number).open("rb"))
-                    files[os.fstat(file.fileno()).st_ino] = file
+                    opened = stack.enter_context(self._options.numbered(number).open("rb"))
+                    files[os.fstat(opened.fileno()).st_ino] = opened
             left = [*files]
             if any(after):
                 left = left[left.index(after[0]) :] if after[0] in files else []
@@ -103,9 +89,18 @@ class AuditServicer(api.AuditServiceServicer):
                 del left[0]
             if not left:
                 return api.ListAuditEventsResponse()
-            lines, start = _lines_before(ends[left[0]], files[left[0]])
+            end, file = ends[left[0]], files[left[0]]
+            start = max(0, end - READ_BYTES)
+            file.seek(start)
+            read = file.read(end - start)
+        cut = read.find(b"\n") + 1 if start else 0
+        at = start = start + cut
+        lines: list[tuple[int, bytes]] = []  # complete ones, each with its offset
+        for line in read[cut : read.rfind(b"\n") + 1].splitlines(keepends=True):
+            lines.append((at, line))
+            at += len(line)
         older = len(left) > 1
-        for at, event in ((at, _event(line)) for at, line in lines):
+        for at, event in ((at, _event(line)) for at, line in reversed(lines)):
             if event is None:
                 continue
             time = wire.to_datetime(event.end_time)

@@ -195,20 +195,20 @@ class Provider:
         await asyncio.shield(self._begin())
 
     def _begin(self) -> "asyncio.Task[None]":
+        async def look() -> None:
+            try:
+                await asyncio.to_thread(self.load)
+                self._failed = False
+            except UnavailableError as error:
+                self._failed = True
+                _log.warning("cannot fetch the keys of the OIDC provider", problem=error.message)
+            finally:
+                self._fetching = None
+
         if self._fetching is None:
             self._looked = time.monotonic()
-            self._fetching = asyncio.get_running_loop().create_task(self._look())
+            self._fetching = asyncio.get_running_loop().create_task(look())
         return self._fetching
-
-    async def _look(self) -> None:
-        try:
-            await asyncio.to_thread(self.load)
-            self._failed = False
-        except UnavailableError as error:
-            self._failed = True
-            _log.warning("cannot fetch the keys of the OIDC provider", problem=error.message)
-        finally:
-            self._fetching = None
 
     def load(self) -> None:
         """Fetch the keys. Blocks. Raises UnavailableError: no valid answer of the provider (reason OIDC_PROVIDER)."""

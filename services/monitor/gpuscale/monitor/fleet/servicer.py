@@ -104,13 +104,22 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
     ) -> AsyncGenerator[monitor_internal.StreamTelemetryResponse, None]:
         """Receive an agent's stream; acknowledge the first snapshot, each rejection, and others now and then."""
         requests = Requests(context.read)
-        with self._nodes.connected(_hello(await requests.first(HELLO_SECONDS)), requests.end) as stream:
+        first, principal = await requests.first(HELLO_SECONDS), current_principal()
+        if first is None or not first.HasField("hello"):
+            raise FailedPreconditionError("the first message must be hello", reason="HELLO_EXPECTED")
+        validate(first)
+        if principal.role is Role.AGENT and principal.name != first.hello.node:
+            raise PermissionDeniedError(
+                f"{principal.name} may only report for the node of that name", reason="NOT_YOUR_NODE"
+            )
+        with self._nodes.connected(first.hello, requests.end) as stream:
+            del first  # free it: there are thousands of streams
             yield _acknowledgement(stream)
             due = float("-inf")
             while (request := await requests.next()) is not None:
                 whole = stream.base_seq is None
                 taken = self._nodes.take(stream, request)
-                del request  # free it: there are thousands of streams
+                del request  # as the first one
                 now = stream.record.received_at
                 resumed = whole and stream.base_seq is not None
                 if now >= due or not taken or resumed or stream.told != stream.record.quarantines:
@@ -211,18 +220,6 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
 
 def _process_key(one: api.NodeProcess) -> str:
     return f"{one.gpu.partition('/gpus/')[0]} {one.gpu_index:05} {one.gpu} {one.process.pid:010}"
-
-
-def _hello(request: monitor_internal.StreamTelemetryRequest | None) -> monitor_internal.Hello:
-    if request is None or not request.HasField("hello"):
-        raise FailedPreconditionError("the first message must be hello", reason="HELLO_EXPECTED")
-    validate(request)
-    principal = current_principal()
-    if principal.role is Role.AGENT and principal.name != request.hello.node:
-        raise PermissionDeniedError(
-            f"{principal.name} may only report for the node of that name", reason="NOT_YOUR_NODE"
-        )
-    return request.hello
 
 
 def _acknowledgement(stream: AgentStream) -> monitor_internal.StreamTelemetryResponse:

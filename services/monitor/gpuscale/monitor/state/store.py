@@ -96,7 +96,8 @@ _RECORDING, _CHUNK, _BOOT, _EVENT = (
 )
 
 
-def _to_3(connection: Connection) -> None:
+def to_3(connection: Connection) -> None:
+    """Drop what version 2 kept: history in steps of 10 s."""
     connection.exec_driver_sql("DROP TABLE IF EXISTS finerchunk")
 
 
@@ -124,7 +125,7 @@ class FleetStore:
     async def open(cls, directory: Path) -> AsyncGenerator[Self]:
         """Open or create the file in a directory. Raises as `open_saver`."""
         # Version 1 lacks tables, which the store creates.
-        file = Sqlite(directory / DATABASE, _Table.metadata, VERSION, {1: lambda _: None, 2: _to_3})
+        file = Sqlite(directory / DATABASE, _Table.metadata, VERSION, {1: lambda _: None, 2: to_3})
         async with Store.open(file, name="fleet") as store:
             yield cls(store)
 

@@ -313,24 +313,25 @@ class Tick:
         queries, handle = self._queries, self._handle
         readings: Values = {}
         most = partial(pynvml.nvmlDeviceGetMaxClockInfo, handle)
+
+        def licensed() -> bool | Failure:
+            found = pynvml.nvmlDeviceGetGridLicensableFeatures(handle)
+            for feature in found.gridLicensableFeatures[: found.licensableFeaturesCount]:
+                if found.isGridLicenseSupported and feature.featureCode == _VGPU:
+                    return feature.featureState > 0
+            return _NO_LICENCE
+
         for name, ask_one, high, kind in (
             ("sm_clock_max_mhz", partial(most, pynvml.NVML_CLOCK_SM), _HIGHEST_MHZ, float),
             ("memory_clock_max_mhz", partial(most, pynvml.NVML_CLOCK_MEM), _HIGHEST_MHZ, float),
             ("compute_mode", partial(pynvml.nvmlDeviceGetComputeMode, handle), _HIGHEST_MODE, int),
             ("persistence_mode", partial(pynvml.nvmlDeviceGetPersistenceMode, handle), 1, bool),
-            ("vgpu_licensed", self._licensed, 1, bool),
+            ("vgpu_licensed", licensed, 1, bool),
         ):
             found = queries.number(name, ask_one, high=high)
             if found is not None:
                 readings[name] = kind(found)
         return readings
-
-    def _licensed(self) -> bool | Failure:
-        found = pynvml.nvmlDeviceGetGridLicensableFeatures(self._handle)
-        for feature in found.gridLicensableFeatures[: found.licensableFeaturesCount]:
-            if found.isGridLicenseSupported and feature.featureCode == _VGPU:
-                return feature.featureState > 0
-        return _NO_LICENCE
 
     def _ask_processes(self) -> tuple[GpuProcess, ...] | None:
         """Compute and graphics processes; only one kind if the GPU does not support the other."""
