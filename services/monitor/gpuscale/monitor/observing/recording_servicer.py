@@ -5,13 +5,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from gpuscale.api.monitor import v1 as api
-from gpuscale.common.errors import FailedPreconditionError, NotFoundError
+from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.filters import compile_filter, listed
 from gpuscale.common.names import RECORDING, parse
 from gpuscale.common.rpc.feed import FeedView, ResourceFeed
 from gpuscale.common.runtime.tasks import Clock, uninterrupted
 from gpuscale.common.security.auth import Context
-from gpuscale.common.wire import fingerprint, optional_seconds, page_limit, to_duration
+from gpuscale.common.wire import absence_allowed, fingerprint, optional_seconds, page_limit, to_duration
 from gpuscale.monitor.fleet.nodes import Directory
 from gpuscale.monitor.observing.samples import Dates, to_stats
 from gpuscale.monitor.recording import Recording, RecordingOrder, Recordings, RecordingState
@@ -134,11 +134,8 @@ class RecordingServicer(api.RecordingServiceServicer):
         self, request: api.DeleteRecordingRequest, context: Context
     ) -> api.DeleteRecordingResponse:
         key = _id(request.name)
-        try:
+        with absence_allowed(request):
             self._recordings.delete(key, self._clock.now())
-        except NotFoundError:
-            if not request.allow_missing:
-                raise
         self._told.tell()
         await self._keep(key)  # even if it is gone, since an earlier call may have failed to write
         return api.DeleteRecordingResponse()
