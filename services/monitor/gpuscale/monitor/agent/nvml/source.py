@@ -99,31 +99,29 @@ class NvmlSource:
 
     def open(self) -> Inventory:
         """Start NVML and list its GPUs; `problem` names those that cannot be identified."""
-        survey = NvmlSurvey(self._sys)
         try:
             pynvml.nvmlInit()
             self._initialised = True
             version, cuda = pynvml.nvmlSystemGetDriverVersion(), 0
             with suppress(pynvml.NVMLError):
                 cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
-            survey.look()
+            devices, missing = find_devices(self._sys)
         except pynvml.NVMLError as error:
             raise source_error(error) from error
         self._outdated = False
-        self._devices = survey.devices
+        self._devices = devices
         with suppress(pynvml.NVMLError):
             self._events = EventSet(self._devices.values())
         problems = [
-            f"GPU {gpu.index}{gpu.pci_bus_id and f' at {gpu.pci_bus_id}'}: {gpu.problem}"
-            for gpu in survey.missing
-        ] or ([] if survey.devices else ["no GPU found"])
+            f"GPU {gpu.index}{gpu.pci_bus_id and f' at {gpu.pci_bus_id}'}: {gpu.problem}" for gpu in missing
+        ] or ([] if devices else ["no GPU found"])
         return Inventory(
-            gpus=[device.identity for device in survey.devices.values()],
+            gpus=[device.identity for device in devices.values()],
             driver_version=version,
             cuda_version=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else "",
             problem=f"NVML: {'; '.join(problems)}" if problems else "",
             has_events=bool(self._events),
-            missing=tuple(survey.missing),
+            missing=tuple(missing),
         )
 
     def read(self, uuid: str) -> GpuSample:
@@ -195,62 +193,60 @@ _PROFILE_UNKNOWN = "unknown"
 T = TypeVar("T")
 
 
-class NvmlSurvey:
-    """Finds the GPUs of a new NVML session: `devices` by UUID in the driver's order, and `missing` ones."""
+def find_devices(sys: Path) -> tuple[dict[str, NvmlDevice], list[MissingGpu]]:
+    """The GPUs of a new NVML session, by UUID in the driver's order, and missing ones.
 
-    def __init__(self, sys: Path) -> None:
-        self._sys = sys
-        self.devices: dict[str, NvmlDevice] = {}
-        self.missing: list[MissingGpu] = []
-
-    def look(self) -> None:
-        """Find the GPUs. NVMLError if the driver fails as a whole, GpuSourceError if NVML is gone."""
-        whole: list[NvmlDevice] = []
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            address = ""
-            try:
-                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-                address = pynvml.nvmlDeviceGetPciInfo(handle).busId
-                uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
-            except pynvml.NVMLError as error:
-                raise_if_driver_gone(error)
-                self.missing.append(MissingGpu(index, address, str(error)))
-                continue
-            place = pci_place(self._sys / "bus/pci/devices" / pci_address(address))
-            divided = mig_enabled(handle) or False
-            identity = GpuIdentity(
-                uuid,
-                index,
-                name,
-                address,
-                divided=divided,
-                place=place,
-                serial=_answer(pynvml.nvmlDeviceGetSerial, handle) or "",
-                vbios_version=_answer(pynvml.nvmlDeviceGetVbiosVersion, handle) or "",
-            )
-            whole.append(NvmlDevice(handle, identity, None if identity.divided else Activity(handle, None)))
-        self._look_at_bus({device.identity.pci_bus_id for device in whole})
-        by_address = {device.identity.pci_bus_id: device.identity.uuid for device in whole}
-        for device in whole:
-            device.by_address = by_address
-            self.devices[device.identity.uuid] = device
-            for part in mig_parts(device):
-                self.devices[part.identity.uuid] = part
-
-    def _look_at_bus(self, known: AbstractSet[str]) -> None:
-        """Find GPUs that the driver does not list, and the addresses of those that did not answer, both in address order."""
-        bus = Bus(find_gpus(self._sys / "bus/pci/devices"))
-        bus.look()
-        named = {pci_address(address) for address in (*known, *(lost.pci_bus_id for lost in self.missing))}
-        others = sorted(bus.gpus - bus.given_away - named)
-        for place, missing in enumerate(self.missing):
-            if not missing.pci_bus_id and others:
-                self.missing[place] = replace(missing, pci_bus_id=others.pop(0))
-        after = len(known) + len(self.missing)
-        self.missing.extend(
-            MissingGpu(after + number, address, "the driver does not list it")
-            for number, address in enumerate(others)
+    NVMLError if the driver fails as a whole, GpuSourceError if NVML is gone.
+    """
+    whole, missing = list[NvmlDevice](), list[MissingGpu]()
+    for index in range(pynvml.nvmlDeviceGetCount()):
+        address = ""
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            address = pynvml.nvmlDeviceGetPciInfo(handle).busId
+            uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
+        except pynvml.NVMLError as error:
+            raise_if_driver_gone(error)
+            missing.append(MissingGpu(index, address, str(error)))
+            continue
+        place = pci_place(sys / "bus/pci/devices" / pci_address(address))
+        divided = mig_enabled(handle) or False
+        identity = GpuIdentity(
+            uuid,
+            index,
+            name,
+            address,
+            divided=divided,
+            place=place,
+            serial=_answer(pynvml.nvmlDeviceGetSerial, handle) or "",
+            vbios_version=_answer(pynvml.nvmlDeviceGetVbiosVersion, handle) or "",
         )
+        whole.append(NvmlDevice(handle, identity, None if identity.divided else Activity(handle, None)))
+    _look_at_bus({device.identity.pci_bus_id for device in whole}, missing, sys)
+    by_address = {device.identity.pci_bus_id: device.identity.uuid for device in whole}
+    devices: dict[str, NvmlDevice] = {}
+    for device in whole:
+        device.by_address = by_address
+        devices[device.identity.uuid] = device
+        for part in mig_parts(device):
+            devices[part.identity.uuid] = part
+    return devices, missing
+
+
+def _look_at_bus(known: AbstractSet[str], missing: list[MissingGpu], sys: Path) -> None:
+    """Add GPUs that the driver does not list, and the addresses of those that did not answer, both in address order."""
+    bus = Bus(find_gpus(sys / "bus/pci/devices"))
+    bus.look()
+    named = {pci_address(address) for address in (*known, *(lost.pci_bus_id for lost in missing))}
+    others = sorted(bus.gpus - bus.given_away - named)
+    for place, lost in enumerate(missing):
+        if not lost.pci_bus_id and others:
+            missing[place] = replace(lost, pci_bus_id=others.pop(0))
+    after = len(known) + len(missing)
+    missing.extend(
+        MissingGpu(after + number, address, "the driver does not list it")
+        for number, address in enumerate(others)
+    )
 
 
 def mig_parts(parent: NvmlDevice) -> Iterator[NvmlDevice]:
