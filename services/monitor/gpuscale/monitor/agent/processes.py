@@ -176,10 +176,7 @@ class ProcessNames:
         if process not in self._traces:  # read once, since that takes longest
             if len(self._traces) >= _TRACES_KEPT:
                 self._traces.clear()
-            mark = ""  # without access to its environment
-            with suppress(psutil.Error, OSError):
-                mark = psutil.Process(pid).environ().get("GPUSCALE_RESERVATION", "")
-            self._traces[process] = self._container(pid), mark if _MARK.fullmatch(mark) else ""
+            self._traces[process] = self._container(pid), self._mark(pid)
         container, mark = self._traces[process]
         return GpuProcess(
             pid,
@@ -198,6 +195,14 @@ class ProcessNames:
         """The cgroup path of the container or pod of a process; empty without one."""
         found = _CONTAINER.search(self._text(pid, "cgroup"))
         return found[0] if found else ""
+
+    def _mark(self, pid: int) -> str:
+        """The reservation in the environment of a process; empty without one or without access."""
+        try:
+            named = psutil.Process(pid).environ().get("GPUSCALE_RESERVATION", "")
+        except (psutil.Error, OSError):
+            return ""
+        return named if _MARK.fullmatch(named) else ""
 
     def _ids(self, pid: int) -> list[int]:
         """The ids of a process, from this program's PID namespace down to its own."""
