@@ -1,6 +1,7 @@
 """Each rule of the contract, and each default, at its edges. Messages are those of the contract itself."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.rpc.validation import (
     MAX_VIOLATIONS,
     annotations,
-    read_rules,
     rules_of,
     validate,
     value_check,
@@ -189,8 +189,11 @@ def test_an_annotation_that_is_not_enforced_is_an_error_and_not_passed_over() ->
     known = annotations()
     options = known.field()
     options.Extensions[known.rules].string.prefix = "a"
+    field: Any = SimpleNamespace(
+        GetOptions=lambda: options, containing_type=SimpleNamespace(GetOptions=known.message)
+    )
     with pytest.raises(KeyError, match="prefix"):
-        read_rules(options, known.message())
+        rules_of(field)
 
 
 def test_max_items() -> None:
