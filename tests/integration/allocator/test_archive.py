@@ -4,6 +4,7 @@ import asyncio
 import sqlite3
 from collections.abc import AsyncGenerator, Collection
 from contextlib import asynccontextmanager, closing
+from dataclasses import replace
 from datetime import timedelta
 from itertools import count as count_from
 from pathlib import Path
@@ -20,7 +21,7 @@ from gpuscale.allocator.state.archive import Archive, EndedStore, RecordFilter, 
 from gpuscale.allocator.state.store import AllocatorStore, open_store
 from gpuscale.allocator.usecases import leases
 from gpuscale.api.allocator import v1 as api
-from gpuscale.common.errors import AlreadyExistsError, FailedPreconditionError, InvalidArgumentError
+from gpuscale.common import errors
 from gpuscale.common.runtime import tasks
 from gpuscale.common.secrets import SecretUrl
 from gpuscale.common.wire import to_timestamp
@@ -112,11 +113,11 @@ async def test_what_left_memory_is_found_as_before(
         assert [one.name for one in await client.live()] == [live.name]
         assert await client.get(first.name) == first
         assert await client.release(others[0]) == others[0]
-        with pytest.raises(FailedPreconditionError) as caught:
+        with pytest.raises(errors.FailedPreconditionError) as caught:
             await client.renew(others[1])
         assert caught.value.reason == "RESERVATION_ENDED"
         assert (await client.reserve(request_id=request_id)).name == first.name
-        with pytest.raises(AlreadyExistsError):
+        with pytest.raises(errors.AlreadyExistsError):
             await client.reserve(request_id=request_id, ttl=77)
         assert await listed(client) == names
 
@@ -161,7 +162,7 @@ async def test_who_held_a_gpu_is_found_on_disk_too(
 
         await eventually(forgotten)
         assert (await listed(client))[:2] == named(made[3], made[4])
-        with pytest.raises(InvalidArgumentError) as caught:
+        with pytest.raises(errors.InvalidArgumentError) as caught:
             await client.page(since=at(2), until=at(1))
         assert "until" in caught.value.message
 
@@ -279,14 +280,32 @@ async def test_a_damaged_record_is_refused_when_it_is_read(tmp_path: Path) -> No
     async with archived(tmp_path / DATABASE, 5, Totals(1000, 1 << 30)) as (found, _):
         await found.tidy()
     with closing(sqlite3.connect(tmp_path / DATABASE)) as connection, connection:
-        connection.execute("UPDATE ended SET holder = 'eve' WHERE fence = 2")
+        connection.execute("UPDATE reservation SET holder = 'eve' WHERE fence = 2")
     async with open_store(tmp_path / DATABASE, BOOT) as store:
         await store.load()
         ended = EndedStore(store, BOOT, 0.0)
         assert len(await ended.find(ids=["r1", "r3"])) == 2
-        with pytest.raises(FailedPreconditionError) as caught:
+        with pytest.raises(errors.FailedPreconditionError) as caught:
             await ended.find(ids=["r2"])
         assert caught.value.reason == "STATE_INCONSISTENT"
+
+
+async def test_what_is_archived_is_left_as_it_is(tmp_path: Path) -> None:
+    """By what comes late, or twice; and what is live is not archived."""
+    async with archived(tmp_path / DATABASE, 5, ArchiveLimits(1000, 1 << 30)) as (found, store):
+        live = found.ledger.grant(order(), [reserved("GPU-b")], now=NOW, wall=WALL)
+        await store.save([live], [])
+        await found.tidy()
+        old = await found.store.find(ids=["r1", "r2", "r3"])
+        await store.save([], [replace(one, end_reason="again") for one in old])
+        await store.forget(old, 6)
+        assert (await found.store.retire([1, 2, 3, live.fence], 6)).records == 3
+        assert await found.store.find(ids=["r1", "r2", "r3", "r6"]) == old
+        assert [one.id for one, _ in (await store.load()).reservations] == ["r4", "r5", "r6"]
+        again = Ledger(100).grant(order(live.request_id), [], now=NOW, wall=WALL)
+        with pytest.raises(errors.UnavailableError) as caught:
+            await store.save([again], [])
+        assert caught.value.reason == "STATE_CONFLICT"
 
 
 async def test_on_a_full_disk_records_go_before_their_time(

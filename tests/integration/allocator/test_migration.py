@@ -1,6 +1,5 @@
 """A data directory of the version before: it opens, everything in it is as it was, and what is new in it works."""
 
-import shutil
 import sqlite3
 import time
 from contextlib import closing
@@ -20,17 +19,17 @@ from gpuscale.allocator.state.integrity import sealed
 from gpuscale.allocator.state.schema import VERSION
 from gpuscale.allocator.state.store import open_store
 from gpuscale.allocator.state.usage_ledger import UsageLedger, tally_of
-from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.errors import FailedPreconditionError, UnavailableError
 from tests.support.allocator_values import MIB, NOW, WALL, order, reserved
 
 VERSION_1 = Path(__file__).with_name("state_v1.sql")
 """A dump of a file that version 1 wrote: one live reservation of two GPUs, one that was released."""
 VERSION_2 = Path(__file__).with_name("state_v2.sql")
 """One that version 2 wrote: two live reservations, of two GPUs and of half of one that is drained, and one released."""
-
-
-def make_version_1(path: Path) -> None:
-    make(VERSION_1, path)
+VERSION_8 = Path(__file__).with_name("state_v8.sql")
+"""One that version 8 wrote, which archived two (r1-aa, r2-aa) in a table of their own: one released, and one live of two GPUs."""
+REQUEST = "111111-1111-4111-8111-111111111111"
+"""How the ids of its requests end."""
 
 
 def make(dump: Path, path: Path) -> None:
@@ -39,22 +38,15 @@ def make(dump: Path, path: Path) -> None:
 
 
 async def test_a_file_of_version_1_is_migrated_in_place(tmp_path: Path) -> None:
-    make_version_1(tmp_path / DATABASE)
+    make(VERSION_1, tmp_path / DATABASE)
     for _ in range(2):
         async with open_store(tmp_path / DATABASE, "boot-2") as store:
             saved = await store.load()
         (live, boot), (over, _) = saved.reservations
-        assert (live.id, live.fence, live.state, live.deadline, boot) == (
-            "r1-aa",
-            1,
-            State.ACTIVE,
-            4600.0,
-            "boot-1",
-        )
-        assert [(gpu.uuid, gpu.milli, gpu.member) for gpu in live.gpus] == [
-            ("n0-0", 1000, 0),
-            ("n0-1", 1000, 0),
-        ]
+        assert (live.id, live.fence, live.state) == ("r1-aa", 1, State.ACTIVE)
+        assert (live.deadline, boot) == (4600.0, "boot-1")
+        gpus = [(gpu.uuid, gpu.milli, gpu.member) for gpu in live.gpus]
+        assert gpus == [("n0-0", 1000, 0), ("n0-1", 1000, 0)]
         assert (live.tenant, live.owner, live.priority, live.member_count) == ("ann", "ann", 0, 1)
         assert (over.id, over.state) == ("r2-aa", State.RELEASED)
         assert saved.ranks == {"n0": 0}
@@ -82,32 +74,42 @@ async def test_a_file_of_version_2_is_migrated_in_place(tmp_path: Path) -> None:
         assert cordons == [Cordon(Spot("n0"), "fans", "bob", WALL, NOW + 600, 600.0)]
 
 
-async def test_what_version_4_archived_is_found_by_its_id(tmp_path: Path) -> None:
-    """Its ids are made of their fences, which later ones do not tell; there was no index of them."""
-    path = tmp_path / DATABASE
-    async with open_store(path, "boot") as store:
-        await store.load()
-        ledger = Ledger(new_id=lambda: "r1-aa")
-        one = ledger.confirm(ledger.grant(order(), [reserved("GPU-a")], now=NOW, wall=WALL))
-        await store.save([one], [])
-        await store.save([], [ledger.close(one, State.RELEASED, now=NOW, wall=WALL)])
-        await EndedStore(store, "boot", NOW).retire([one.fence], ledger.fence)
+@pytest.mark.parametrize("version", [4, 7, 8])
+async def test_what_an_earlier_version_archived_stays_archived(tmp_path: Path, version: int) -> None:
+    """It is found, dropped and counted, and nothing is granted again for its request. Up to version 7 holds were counted."""
+    make(VERSION_8, path := tmp_path / DATABASE)
+    counted = sealed({"name": "rows", "value": 2 if version == 8 else 4})
     with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("DROP INDEX ended_by_id")
-        connection.execute("DROP TABLE usage")
-        connection.execute("PRAGMA user_version = 4")
-    async with open_store(path, "boot") as store:
-        await store.load()
-        assert [found.id for found in await EndedStore(store, "boot", NOW).find(ids=["r1-aa"])] == ["r1-aa"]
-    with closing(sqlite3.connect(path)) as connection:
-        plan = connection.execute("EXPLAIN QUERY PLAN SELECT * FROM ended WHERE id IN ('x')").fetchall()
-    assert "ended_by_id" in plan[0][-1]
+        connection.execute(f"PRAGMA user_version = {version}")
+        connection.execute("REPLACE INTO counter VALUES (:name, :value, :checksum)", counted)
+        for old in ("DROP INDEX ended_by_id", "DROP TABLE usage") if version == 4 else ():
+            connection.execute(old)
+    for _ in range(2):
+        async with open_store(path, "boot-1") as store:
+            (over, _), (live, _) = (await store.load()).reservations
+            ended = EndedStore(store, "boot-1", NOW)
+            first, second = await ended.find(ids=["r1-aa"], requests=[f"22{REQUEST}", over.request_id])
+            assert [one.id for one in (first, second, over, live)] == ["r1-aa", "r2-aa", "r3-aa", "r4-aa"]
+            again = Ledger(4).grant(order(f"11{REQUEST}"), [reserved("GPU-a")], now=NOW, wall=WALL)
+            with pytest.raises(UnavailableError) as caught:
+                await store.save([again], [])
+            assert caught.value.metadata == {"request_ids": f"11{REQUEST}"}
+    async with open_store(path, "boot-1") as store:
+        await store.save([], [Ledger().close(live, State.RELEASED, now=NOW, wall=WALL)])
+        ended = EndedStore(store, "boot-1", NOW)
+        assert (await ended.retire([3, 4], 4)).records == 4
+        assert (await ended.drop_first(3, 4)).records == 1
+        assert (await store.load()).reservations == []
+    with closing(sqlite3.connect(path)) as connection, connection:
+        assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
+        connection.execute("DELETE FROM reservation")
+    async with open_store(path, "boot-1") as store:
+        with pytest.raises(FailedPreconditionError, match="0 rows of archived reservation, but 1 were"):
+            await store.load()
 
 
 async def test_of_what_version_6_knew_the_use_nothing_is_said_of_the_hardware(tmp_path: Path) -> None:
-    path = tmp_path / DATABASE
-    async with open_store(path, "boot"):
-        pass
+    make(VERSION_8, path := tmp_path / DATABASE)
     row = {"reservation_id": "r1", "part": 1, "gpu_uuid": "GPU-a", "day": 1, "milli": 1000, "granted": 5000}
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("ALTER TABLE usage DROP COLUMN hardware")
@@ -119,35 +121,6 @@ async def test_of_what_version_6_knew_the_use_nothing_is_said_of_the_hardware(tm
         [found] = await UsageLedger(store).of_reservation("r1")
     tally = tally_of(found)
     assert (tally.granted, tally.hardware) == (5, Hardware())
-
-
-async def test_of_what_version_7_counted_its_holds_are_left_out(tmp_path: Path) -> None:
-    """A row that went missing before is missed all the same, and so is one that goes later."""
-    path, earlier, ledger = tmp_path / DATABASE, tmp_path / "earlier.db", Ledger()
-    over, live = [
-        ledger.confirm(ledger.grant(order(), [reserved(gpu)], now=NOW, wall=WALL))
-        for gpu in ("GPU-a", "GPU-b")
-    ]
-    async with open_store(path, "boot") as store:
-        await store.load()
-        await store.save([over], [])
-        await store.save([], [ledger.close(over, State.RELEASED, now=NOW, wall=WALL)])
-        await store.save([live], [])
-    counted = sealed({"name": "rows", "value": 3})  # two reservations and a hold
-    with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute(
-            "UPDATE counter SET value = :value, checksum = :checksum WHERE name = :name", counted
-        )
-        connection.execute("PRAGMA user_version = 7")
-    shutil.copy(path, earlier)
-    async with open_store(path, "boot") as store:
-        assert len((await store.load()).reservations) == 2
-    for file in (earlier, path):
-        with closing(sqlite3.connect(file)) as connection, connection:
-            connection.execute("DELETE FROM reservation WHERE state = 'released'")
-        async with open_store(file, "boot") as store:
-            with pytest.raises(FailedPreconditionError, match="1 rows of reservation, but 2 were written"):
-                await store.load()
 
 
 @pytest.mark.parametrize(("dump", "forgot"), [(VERSION_1, False), (VERSION_2, True)], ids=["1", "2"])
@@ -166,19 +139,7 @@ async def test_what_an_older_ledger_forgot_without_a_note_is_not_denied(
     assert begun <= seen[0] <= time.time() + 1 if forgot else seen[0] == 0
 
 
-@pytest.mark.parametrize("dump", [VERSION_1, VERSION_2], ids=["1", "2"])
-async def test_what_was_migrated_is_sealed(tmp_path: Path, dump: Path) -> None:
-    make(dump, tmp_path / DATABASE)
-    async with open_store(tmp_path / DATABASE, "boot"):
-        pass
-    with closing(sqlite3.connect(tmp_path / DATABASE)) as connection, connection:
-        connection.execute("UPDATE reservation SET owner = 'eve' WHERE fence = 1")
-    with pytest.raises(FailedPreconditionError, match="the stored reservations does not match its checksum"):
-        async with open_store(tmp_path / DATABASE, "boot"):
-            pass
-
-
-@pytest.mark.parametrize("dump", [VERSION_1, VERSION_2], ids=["1", "2"])
+@pytest.mark.parametrize("dump", [VERSION_1, VERSION_2, VERSION_8], ids=["1", "2", "8"])
 async def test_a_migrated_file_refuses_what_a_new_one_does(tmp_path: Path, dump: Path) -> None:
     """The tables of both are the same, to the letter but for names and blanks; so are the refusals."""
     make(dump, tmp_path / DATABASE)
@@ -189,32 +150,28 @@ async def test_a_migrated_file_refuses_what_a_new_one_does(tmp_path: Path, dump:
     columns, guards = [], []
     for path in (tmp_path / DATABASE, tmp_path / "new.db"):
         with closing(sqlite3.connect(path)) as connection:
-            tables = sorted(
-                row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type='table'")
-            )
-            columns.append(
-                {
-                    table: sorted(
-                        row[1:4] + row[5:] for row in connection.execute(f"PRAGMA table_info({table})")
-                    )
-                    for table in tables
-                }
-            )
+            of_all = "FROM sqlite_master AS one, pragma_table_info(one.name) AS its WHERE one.type = 'table'"
+            kinds = f'SELECT one.name, its.name, its.type, "notnull", pk {of_all}'
+            columns.append(sorted(connection.execute(kinds)))
             kinds = "SELECT type, name, tbl_name FROM sqlite_master WHERE type != 'table' AND sql IS NOT NULL"
             guards.append(sorted(connection.execute(kinds)))
+    with closing(sqlite3.connect(tmp_path / DATABASE)) as connection, pytest.raises(sqlite3.IntegrityError):
+        connection.execute("UPDATE reservation SET archived = 1 WHERE state = 'active'")
     assert columns[0] == columns[1]
     assert guards[0] == guards[1]
 
 
-async def test_a_migration_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
-    path = tmp_path / DATABASE
-    make_version_1(path)
+@pytest.mark.parametrize("dump", [VERSION_1, VERSION_8], ids=["1", "8"])
+async def test_a_migration_that_fails_leaves_the_file_as_it_was(tmp_path: Path, dump: Path) -> None:
+    path, version = tmp_path / DATABASE, int(dump.stem[-1])
+    make(dump, path)
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("CREATE TABLE hold_before (x)")
     with pytest.raises(FailedPreconditionError, match="cannot be used"):
         async with open_store(path, "boot"):
             pass
     with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("PRAGMA user_version").fetchone() == (1,)
+        assert connection.execute("PRAGMA user_version").fetchone() == (version,)
         assert connection.execute("SELECT count(*) FROM hold").fetchone() == (2,)
-        assert "tenant" not in [row[1] for row in connection.execute("PRAGMA table_info(reservation)")]
+        columns = [row[1] for row in connection.execute("PRAGMA table_info(reservation)")]
+        assert ("tenant" in columns, "archived" in columns) == (version == 8, False)

@@ -18,6 +18,7 @@ from gpuscale.allocator.domain.model import State
 from gpuscale.allocator.queueing.model import Quota
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.state import schema as schema_store
+from gpuscale.allocator.state.archive import EndedStore
 from gpuscale.allocator.state.cordons_and_quotas import CordonStore, QuotaStore
 from gpuscale.allocator.state.integrity import check_seals, sealed
 from gpuscale.allocator.state.store import SERVICE, AllocatorStore, open_shared_store, open_store
@@ -36,6 +37,8 @@ from tests.support.postgresql import PostgresServer, program
 pytestmark = pytest.mark.usefixtures("lead_outlasts_stalls")
 
 BOOT = "boot"
+VERSION_8 = Path(__file__).with_name("state_v8_postgresql.sql")
+"""What state_v8.sql holds, as version 8 wrote it to PostgreSQL."""
 LARGE = 1 << 40
 """More than an integer of PostgreSQL holds."""
 
@@ -170,23 +173,29 @@ async def test_a_row_that_is_not_as_it_was_written_is_refused(
 async def test_of_what_version_7_counted_its_holds_are_left_out_there_too(
     url: SecretUrl, postgresql: PostgresServer
 ) -> None:
-    """As in a file: what goes missing afterwards is missed."""
+    """As in a file: what goes missing afterwards is missed, and what was archived stays so."""
     database = url.path.strip("/")
-    async with opened(url) as store:
-        await grants(store, Ledger(), 2, ended=1)
-    counted = sealed({"name": "rows", "value": 3})  # two reservations and a hold
+    postgresql.run(VERSION_8.read_text(), database)
+    counted = sealed({"name": "rows", "value": 4})  # two reservations and two holds
     postgresql.run(
-        f"UPDATE allocator.counter SET value = 3, checksum = {counted['checksum']} WHERE name = 'rows';"
+        f"UPDATE allocator.counter SET value = 4, checksum = {counted['checksum']} WHERE name = 'rows';"
         "UPDATE allocator.alembic_version SET version_num = '7'",
         database,
     )
     async with opened(url) as store:
         assert len((await store.load()).reservations) == 2
+        ended = EndedStore(store, BOOT, NOW)
+        [old] = await ended.find(ids=["r1-aa"])
+        again = Ledger(4).grant(order(old.request_id), [reserved("GPU-x")], now=NOW, wall=WALL)
+        with pytest.raises(UnavailableError, match="what was granted for the request has ended"):
+            await store.save([again], [])
+        assert (await ended.retire([1, 3, 4], 4)).records == 3, "the last one is live"
+        assert (await ended.drop_first(1, 4)).records == 2
     found = postgresql.run("SELECT version_num FROM allocator.alembic_version", database)
     assert found == [(str(schema_store.VERSION),)]
-    postgresql.run("DELETE FROM allocator.reservation WHERE state = 'released'", database)
+    postgresql.run("DELETE FROM allocator.reservation WHERE archived = 1", database)
     async with opened(url) as store:
-        with pytest.raises(FailedPreconditionError, match="1 rows of reservation, but 2 were written"):
+        with pytest.raises(FailedPreconditionError, match="0 rows of archived reservation, but 2 were"):
             await store.load()
 
 

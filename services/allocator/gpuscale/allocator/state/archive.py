@@ -1,8 +1,8 @@
-"""Archive: ended reservations move from memory to a table of their own, and leave the disk when there are too many.
+"""Archive: ended reservations leave memory, and leave the disk when there are too many.
 
-Memory keeps those that ended last; older records are read on demand, or when their request is repeated. No start reads the
-table: a row is checked when it is read, and refused if it is damaged. The table is bounded by time, number and bytes; records
-that expire first go first.
+Memory keeps those that ended last; the rows of older ones are archived where they are, and read on demand, or when their
+request is repeated. No start reads them: a row is checked when it is read, and refused if it is damaged. They are bounded by
+time, number and bytes; records that expire first go first.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from sqlalchemy import ColumnElement, Connection, Text, and_, cast, delete, func, insert, or_, select
+from sqlalchemy import ColumnElement, Connection, Text, and_, cast, delete, func, literal, or_, select, update
 
 from gpuscale.allocator.domain.ledger import RETENTION, Ledger, rebased
 from gpuscale.allocator.domain.model import Reservation, State
@@ -27,25 +27,18 @@ from gpuscale.common.store.sqlite_store import give_back
 from gpuscale.common.wire import ANY_TIME, TimeRange
 
 ROW_BYTES = 200
-"""Bytes of a row on disk beyond its texts: numbers, and its entries in five indexes."""
+"""Bytes of a row on disk beyond its texts: numbers, and its entries in four indexes."""
 
-_TABLES = schema.Table.metadata.tables
-_RESERVATION = _TABLES["reservation"]
-_ENDED = _TABLES["ended"]
-_NAMES = [column.name for column in _ENDED.columns]
+_RESERVATION = schema.RESERVATION
 _TEXTS = (
-    "id",
-    "request_id",
-    "fingerprint",
-    "holder",
-    "owner",
-    "labels",
-    "policy",
-    "gpus",
-    "tenant",
+    *("id", "request_id", "fingerprint", "holder", "owner", "labels", "policy", "gpus", "tenant"),
     "end_reason",
 )
-_SEALED = [as_sealed(column) for column in _ENDED.columns]
+_length: ColumnElement[Any] = literal(0)
+for _name in _TEXTS:
+    _length += func.length(cast(_RESERVATION.c[_name], Text))
+_SIZE = select(func.count(), func.coalesce(func.sum(_length), 0))
+_SEALED = [as_sealed(column) for column in _RESERVATION.columns]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +59,7 @@ class RecordFilter:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """A number of rows of the table, and roughly their bytes on disk."""
+    """A number of archived rows, and roughly their bytes on disk."""
 
     records: int = 0
     bytes: int = 0
@@ -74,7 +67,7 @@ class Totals:
 
 @dataclass(eq=False)
 class EndedStore:
-    """Reads and writes ended reservations. Every method raises like `Store.write` and `Store.read`.
+    """Reads and writes archived reservations. Every method raises like `Store.write` and `Store.read`.
 
     Times written by an earlier boot count from `opened`, when this process opened the state.
     """
@@ -84,7 +77,7 @@ class EndedStore:
     opened: float
 
     async def totals(self) -> Totals:
-        """The size of the table."""
+        """The size of the archive."""
         names = {schema.ENDED_RECORDS: 0, schema.ENDED_BYTES: 0}
         return _totals(await self.store.read(lambda connection: count(connection, names)))
 
@@ -98,15 +91,13 @@ class EndedStore:
         return self.store.short and await self.store.look_for_room()
 
     async def retire(self, fences: Collection[int], fence: int) -> Totals:
-        """Move ended reservations here, by their fences, and record the highest `fence`."""
-        # By id they would be read and written in a random order.
-        chosen = and_(_RESERVATION.c.fence.in_(fences), _RESERVATION.c.state != State.ACTIVE.value)
+        """Archive ended reservations, by their fences, and record the highest `fence`."""
+        ended = _RESERVATION.c.state != State.ACTIVE.value
+        chosen = and_(_RESERVATION.c.fence.in_(fences), schema.KEPT, ended)
 
         def work(connection: Connection) -> dict[str, int]:
-            rows, size = _size(connection, _RESERVATION.c, chosen)
-            moved = select(*(_RESERVATION.c[name] for name in _NAMES)).where(chosen)
-            connection.execute(insert(_ENDED).from_select(_NAMES, moved))
-            connection.execute(delete(_RESERVATION).where(chosen))
+            rows, size = _size(connection, chosen)
+            connection.execute(update(_RESERVATION).where(chosen).values(archived=1))
             changes = {schema.ENDED_RECORDS: rows, schema.ENDED_BYTES: size, schema.ROWS: -rows}
             return count(connection, changes)
 
@@ -114,8 +105,9 @@ class EndedStore:
 
     async def drop_first(self, most: int, fence: int) -> Totals:
         """Forget the `most` records that expire first."""
-        boot = _ENDED.c.boot_id
-        first = select(_ENDED.c.fence).order_by(boot, _ENDED.c.deadline_seconds)
+        boot = _RESERVATION.c.boot_id
+        first = select(_RESERVATION.c.fence).where(schema.ARCHIVED)
+        first = first.order_by(boot, _RESERVATION.c.deadline_seconds, _RESERVATION.c.fence)
         # Index ranges one after the other: "another boot" would scan the whole index.
         ranges = (boot < self.boot_id, boot > self.boot_id, boot == self.boot_id)
 
@@ -130,10 +122,10 @@ class EndedStore:
 
     async def drop_due(self, now: float, most: int, fence: int) -> Totals:
         """Forget at most `most` expired records."""
-        due = and_(_ENDED.c.boot_id == self.boot_id, _ENDED.c.deadline_seconds <= now)
+        due = and_(_RESERVATION.c.boot_id == self.boot_id, _RESERVATION.c.deadline_seconds <= now)
         if now - self.opened >= RETENTION:
-            due = or_(due, _ENDED.c.boot_id != self.boot_id)
-        first = select(_ENDED.c.fence).where(due).limit(most)
+            due = or_(due, _RESERVATION.c.boot_id != self.boot_id)
+        first = select(_RESERVATION.c.fence).where(due, schema.ARCHIVED).limit(most)
         fences = await self.store.read(lambda connection: connection.execute(first).scalars().all())
         if not fences:
             return await self.totals()
@@ -141,7 +133,7 @@ class EndedStore:
 
     async def find(self, *, ids: Collection[str] = (), requests: Collection[str] = ()) -> list[Reservation]:
         """Find records by id and by request id."""
-        wanted = or_(_ENDED.c.id.in_(ids), _ENDED.c.request_id.in_(requests))
+        wanted = or_(_RESERVATION.c.id.in_(ids), _RESERVATION.c.request_id.in_(requests))
         return await self._read(wanted, len(ids) + len(requests))
 
     async def page(self, wanted: RecordFilter, *, after: int, most: int) -> tuple[list[Reservation], int]:
@@ -149,24 +141,24 @@ class EndedStore:
 
         No index leads from a GPU or a time to its records, so at most `LOOKED_AT` are examined.
         """
-        fence, last = _ENDED.c.fence, 0
+        fence, last = _RESERVATION.c.fence, 0
         where = [fence > after]
         if wanted.holder:
-            where.append(_ENDED.c.holder == wanted.holder)
+            where.append(_RESERVATION.c.holder == wanted.holder)
         if wanted.gpu_uuid or wanted.period:
-            ends = select(fence).where(*where).order_by(fence).offset(LOOKED_AT - 1).limit(1)
+            ends = select(fence).where(*where, schema.ARCHIVED).order_by(fence).offset(LOOKED_AT - 1).limit(1)
             last = await self.store.read(lambda connection: int(connection.execute(ends).scalar() or 0))
             where += [fence <= last] if last else []
         if wanted.gpu_uuid:
-            where.append(cast(_ENDED.c.gpus, Text).contains(f'"{wanted.gpu_uuid}"', autoescape=True))
+            where.append(cast(_RESERVATION.c.gpus, Text).contains(f'"{wanted.gpu_uuid}"', autoescape=True))
         if wanted.period.since is not None:
-            where.append(_ENDED.c.end_time >= wanted.period.since.timestamp())
+            where.append(_RESERVATION.c.end_time >= wanted.period.since.timestamp())
         if wanted.period.until is not None:
-            where.append(_ENDED.c.create_time <= wanted.period.until.timestamp())
+            where.append(_RESERVATION.c.create_time <= wanted.period.until.timestamp())
         return await self._read(and_(*where), most), last
 
     async def _read(self, wanted: ColumnElement[bool], most: int) -> list[Reservation]:
-        query = select(*_SEALED).where(wanted).order_by(_ENDED.c.fence).limit(most)
+        query = select(*_SEALED).where(wanted, schema.ARCHIVED).order_by(_RESERVATION.c.fence).limit(most)
         rows = await self.store.read(lambda connection: connection.execute(query).mappings().all())
         found: list[Reservation] = []
         for row in rows:
@@ -186,22 +178,17 @@ class EndedStore:
 
 
 def _drop(connection: Connection, fences: Sequence[int]) -> dict[str, int]:
-    chosen = _ENDED.c.fence.in_(fences)
-    rows, size = _size(connection, _ENDED.c, chosen)
-    if youngest := connection.execute(select(func.max(_ENDED.c.end_time)).where(chosen)).scalar():
+    chosen = and_(_RESERVATION.c.fence.in_(fences), schema.ARCHIVED)
+    rows, size = _size(connection, chosen)
+    if youngest := connection.execute(select(func.max(_RESERVATION.c.end_time)).where(chosen)).scalar():
         note_forgotten(connection, youngest)
-    connection.execute(delete(_ENDED).where(chosen))
+    connection.execute(delete(_RESERVATION).where(chosen))
     give_back(connection)
     return count(connection, {schema.ENDED_RECORDS: -rows, schema.ENDED_BYTES: -size})
 
 
-def _size(connection: Connection, columns: Any, chosen: ColumnElement[bool]) -> tuple[int, int]:
-    length: ColumnElement[Any] = func.length(cast(columns[_TEXTS[0]], Text))
-    for name in _TEXTS[1:]:
-        length = length + func.length(cast(columns[name], Text))
-    rows, size = connection.execute(
-        select(func.count(), func.coalesce(func.sum(length), 0)).where(chosen)
-    ).one()
+def _size(connection: Connection, chosen: ColumnElement[bool]) -> tuple[int, int]:
+    rows, size = connection.execute(_SIZE.where(chosen)).one()
     return int(rows), int(size) + ROW_BYTES * int(rows)
 
 
@@ -235,7 +222,7 @@ class Archive:
     _due_again: float = field(default=0.0, init=False)
 
     async def open(self) -> None:
-        """Load the table's size. Raises UnavailableError if the state cannot be read."""
+        """Load the archive's size. Raises UnavailableError if the state cannot be read."""
         self._totals = await self.store.totals()
 
     async def recall(self, *, ids: Collection[str] = (), requests: Collection[str] = ()) -> None:
@@ -249,7 +236,7 @@ class Archive:
 
     async def run(self) -> NoReturn:
         """Enforce the limits, for ever."""
-        what = "cannot move records of ended reservations"
+        what = "cannot archive records of ended reservations"
         tidying = Attempts(_log, what, UnavailableError, FailedPreconditionError)
         while True:
             await asyncio.sleep(PERIOD)
@@ -257,7 +244,7 @@ class Archive:
                 await self.tidy()
 
     async def tidy(self) -> None:
-        """Move surplus records from memory to disk, and drop surplus from disk."""
+        """Drop surplus records from memory, and from disk."""
         while await self.store.short() and self._totals.records and await self._drop(BATCH):
             _log.warning("the disk is full: dropped records of ended reservations early")
         while (over := self.ledger.ended_count - min(IN_MEMORY, self.limits.records)) > 0:

@@ -25,6 +25,7 @@ from zlib import crc32
 
 from sqlalchemy import JSON, Boolean, Column, ColumnElement, Connection, Integer, Table, Text, cast, select
 
+from gpuscale.allocator.state.schema import KEPT
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.store.sqlite_store import check
@@ -186,13 +187,19 @@ _log = get_logger(__name__)
 
 SEALED_SINCE = 3
 """The first schema version whose rows have checksums."""
-UNCHECKED = frozenset({"ended", "usage"})
-"""Tables too large to check at each start; rows of `ended` are checked when read."""
+UNCHECKED = frozenset({"ended", "reservation", "usage"})
+"""Tables too large to check at each start; archived reservations are checked when read."""
 LAST_WRITE = "write"
 """The counter with the number of the last write without reservations."""
 
 _SEALED = ("reservation", "counter", "rank", "quota", "cordon")
-"""Tables whose rows are all checked when a file is opened."""
+"""Tables whose rows are all checked when a file is opened, but for archived reservations."""
+_UNLISTED = (
+    f"SELECT count(*) FROM reservation AS one WHERE {KEPT}"  # noqa: S608 - a condition of the schema
+    " AND (fence IS NOT (SELECT fence FROM reservation WHERE id = one.id)"
+    " OR fence IS NOT (SELECT fence FROM reservation WHERE request_id = one.request_id))"
+)
+"""The rows that an index lacks: of a large file no other check would tell."""
 
 
 class Numbering:
@@ -225,14 +232,19 @@ class StateGuard(Numbering):
         """Read everything once; STATE_INCONSISTENT if anything differs from what was acknowledged."""
         if version >= SEALED_SINCE:
             check(connection, "integrity_check", UNCHECKED)
+            kept = f" WHERE {KEPT}" if version > 8 else ""  # archived ones had a table of their own
             for table in _SEALED:
-                cursor = connection.execute(f"SELECT rowid, * FROM {table} NOT INDEXED")  # noqa: S608 - a name of this file
+                chosen = kept if kept and table == "reservation" else " NOT INDEXED"
+                cursor = connection.execute(f"SELECT rowid, * FROM {table}{chosen}")  # noqa: S608 - a name of this file
                 columns = [column[0] for column in cursor.description][1:]
                 for rowid, *values in cursor:
-                    if not is_whole(dict(zip(columns, values, strict=True))):
+                    row = dict(zip(columns, values, strict=True))
+                    if not is_whole(row) or row.get("archived"):  # its index says that it is not
                         raise damaged(f"row {rowid} of the stored {table}s")
+            if kept and connection.execute(_UNLISTED).fetchone() != (0,):
+                raise damaged("an index of the stored reservations")
             last = (
-                "SELECT max((SELECT coalesce(max(write_number), 0) FROM reservation),"
+                f"SELECT max((SELECT coalesce(max(write_number), 0) FROM reservation{kept}),"  # noqa: S608 - as above
                 " (SELECT coalesce(max(value), 0) FROM counter WHERE name = ?))"
             )
             self._number = connection.execute(last, (LAST_WRITE,)).fetchone()[0]
@@ -262,11 +274,12 @@ def damaged(what: str) -> FailedPreconditionError:
 
 
 def check_seals(connection: Connection, tables: Iterable[Table]) -> None:
-    """Read every row of the tables that have checksums; STATE_INCONSISTENT if one is damaged."""
+    """Read the rows of the tables that have checksums, but for archived ones; STATE_INCONSISTENT if one is damaged."""
     for table in tables:
         if not {"life_sum", "checksum"} & set(table.columns.keys()):
             continue
-        for row in connection.execute(select(*map(as_sealed, table.columns))).mappings():
+        rows = select(*map(as_sealed, table.columns))
+        for row in connection.execute(rows.where(KEPT) if "archived" in table.columns else rows).mappings():
             if not is_whole(dict(row)):
                 key = ", ".join(str(row[column.name]) for column in table.primary_key)
                 raise damaged(f"the stored {table.name} {key}")

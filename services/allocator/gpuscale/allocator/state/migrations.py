@@ -3,12 +3,11 @@
 Versions 1 and 2 only existed in SQLite.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from time import time
 
 from alembic.operations import Operations
-from sqlalchemy import Connection, text
+from sqlalchemy import Column, Connection, PrimaryKeyConstraint, UniqueConstraint, inspect, text
 
 from gpuscale.allocator.state import integrity, schema
 from gpuscale.common.store.sqlite_store import raw
@@ -32,61 +31,42 @@ def to_2(op: Operations) -> None:
     for column in _COLUMNS_OF_SHARES:
         connection.exec_driver_sql(f"ALTER TABLE reservation ADD COLUMN {column}")
     connection.exec_driver_sql("UPDATE reservation SET tenant = owner")
-    connection.exec_driver_sql("DROP INDEX ix_hold_reservation_id")
-    connection.exec_driver_sql("ALTER TABLE hold RENAME TO hold_before")
-    connection.exec_driver_sql(
-        "CREATE TABLE hold (gpu_uuid VARCHAR NOT NULL, reservation_id VARCHAR NOT NULL, milli INTEGER NOT NULL,"
-        " PRIMARY KEY (gpu_uuid, reservation_id), FOREIGN KEY(reservation_id) REFERENCES reservation (id))"
-    )
-    connection.exec_driver_sql("INSERT INTO hold SELECT gpu_uuid, reservation_id, 1000 FROM hold_before")
-    connection.exec_driver_sql("DROP TABLE hold_before")
-    connection.exec_driver_sql("CREATE INDEX ix_hold_reservation_id ON hold (reservation_id)")
-    schema.guard_holds(None, connection)
+    for statement in _HOLDS_APART:
+        connection.exec_driver_sql(statement)
+    _put_holds_back(connection, "1000", "INTEGER")
 
 
 def to_3(op: Operations) -> None:
     """Checksums of rows, and write numbers."""
-    connection = op.get_bind()
-    columns = ("write_number", "lasting_sum", "life_sum")
-    _seal(
-        connection,
-        "reservation",
-        columns,
-        lambda row: {
-            "write_number": 0,
-            "lasting_sum": integrity.lasting_sum(row),
-            "life_sum": integrity.life_sum(row),
-        },
-    )
-    there = connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'table'").scalars().all()
-    for table in ("counter", "rank", "quota", "cordon"):
-        if table in there:  # versions 1 and 2 had no other tables at first
-            _seal(
-                connection, table, ("checksum",), lambda row: {"checksum": integrity.sealed(row)["checksum"]}
-            )
-
-
-def _seal(
-    connection: Connection,
-    table: str,
-    columns: Sequence[str],
-    sums: Callable[[Mapping[str, object]], dict[str, object]],
-) -> None:
-    for column in columns:
-        connection.exec_driver_sql(f"ALTER TABLE {table} ADD COLUMN {column} INTEGER NOT NULL DEFAULT 0")
-    driver = raw(connection)
-    cursor = driver.execute(f"SELECT rowid, * FROM {table}")  # noqa: S608 - a name of this file
-    names = [column[0] for column in cursor.description][1:]
-    values = ", ".join(f"{column} = :{column}" for column in columns)
-    change = f"UPDATE {table} SET {values} WHERE rowid = :rowid"  # noqa: S608 - as above
-    for rowid, *found in cursor.fetchall():
-        row = dict(zip(names, found, strict=True))
-        driver.execute(change, {"rowid": rowid} | sums(row))
+    driver = raw(op.get_bind())
+    tables = driver.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+    for table in ("reservation", "counter", "rank", "quota", "cordon"):
+        if (table,) not in tables:  # versions 1 and 2 had no other tables at first
+            continue
+        sums = ("write_number", "lasting_sum", "life_sum") if table == "reservation" else ("checksum",)
+        for column in sums:
+            driver.execute(f"ALTER TABLE {table} ADD COLUMN {column} INTEGER NOT NULL DEFAULT 0")
+        cursor = driver.execute(f"SELECT *, rowid AS at FROM {table}")  # noqa: S608 - a name of this file
+        names = [column[0] for column in cursor.description]
+        for values in cursor.fetchall():
+            row = dict(zip(names, values, strict=True))
+            at = row.pop("at")
+            if table == "reservation":
+                row |= {"lasting_sum": integrity.lasting_sum(row), "life_sum": integrity.life_sum(row)}
+            else:
+                row = integrity.sealed(row)
+            changes = ", ".join(f"{column} = :{column}" for column in sums)
+            driver.execute(f"UPDATE {table} SET {changes} WHERE rowid = :at", {**row, "at": at})  # noqa: S608 - as above
 
 
 def to_4(op: Operations) -> None:
-    """A table of ended reservations, and the count of rows outside it. The allocator moves the ended ones."""
+    """A table of ended reservations, and the count of rows outside it."""
     connection = op.get_bind()
+    columns = (
+        Column(one["name"], one["type"], nullable=one["nullable"], autoincrement=False)
+        for one in inspect(connection).get_columns("reservation")
+    )
+    op.create_table("ended", *columns, PrimaryKeyConstraint("fence"), UniqueConstraint("request_id"))
     rows = sum(
         connection.exec_driver_sql(f"SELECT count(*) FROM {table}").scalar_one()  # noqa: S608 - names of this file
         for table in ("reservation", "hold")
@@ -95,10 +75,7 @@ def to_4(op: Operations) -> None:
 
 
 def to_5(op: Operations) -> None:
-    """An index of ended reservations by id, since ids no longer contain the fence."""
-    connection = op.get_bind()
-    if connection.dialect.has_table(connection, "ended"):
-        connection.exec_driver_sql("CREATE INDEX ended_by_id ON ended (id)")
+    """An index of ended reservations by id, which version 9 makes anew."""
 
 
 def to_6(op: Operations) -> None:
@@ -128,3 +105,40 @@ def to_8(op: Operations) -> None:
     rows = connection.execute(text("SELECT value FROM counter WHERE name = 'rows'")).scalar() or 0
     connection.execute(text("DELETE FROM counter WHERE name = 'rows'"))
     connection.execute(_ADD_COUNTER, integrity.sealed({"name": "rows", "value": rows - holds}))
+
+
+def to_9(op: Operations) -> None:
+    """Ended reservations stay in their table: the rows of `reservation` join the many of `ended`, which takes its name."""
+    connection = op.get_bind()
+    columns = ", ".join(connection.exec_driver_sql("SELECT * FROM ended LIMIT 0").keys())
+    whole = "BIGINT" if connection.dialect.name == "postgresql" else "INTEGER"
+    for statement in (
+        *(f"DROP INDEX IF EXISTS ended_by_{one}" for one in ("id", "deadline", "holder")),
+        f"ALTER TABLE ended ADD COLUMN archived {whole} NOT NULL DEFAULT 1 CHECK (archived = 0 OR state <> 'active')",
+        f"INSERT INTO ended ({columns}, archived) SELECT {columns}, 0 FROM reservation ORDER BY fence",  # noqa: S608 - names of the schema
+        *_HOLDS_APART,
+        "DROP TABLE reservation",
+        "ALTER TABLE ended RENAME TO reservation",
+        "CREATE UNIQUE INDEX ix_reservation_id ON reservation (id)",
+    ):
+        connection.exec_driver_sql(statement)
+    _put_holds_back(connection, "milli", whole)
+    schema.guard(schema.RESERVATION, connection)
+
+
+_HOLDS_APART = ("CREATE TABLE hold_before AS SELECT * FROM hold", "DROP TABLE hold")
+"""While holds refer to a table, it cannot be replaced."""
+
+
+def _put_holds_back(connection: Connection, milli: str, whole: str) -> None:
+    connection.exec_driver_sql(
+        f"CREATE TABLE hold (gpu_uuid VARCHAR NOT NULL, reservation_id VARCHAR NOT NULL, milli {whole} NOT NULL,"
+        " PRIMARY KEY (gpu_uuid, reservation_id), FOREIGN KEY(reservation_id) REFERENCES reservation (id))"
+    )
+    for statement in (
+        f"INSERT INTO hold SELECT gpu_uuid, reservation_id, {milli} FROM hold_before",  # noqa: S608 - a value of this file
+        "DROP TABLE hold_before",
+        "CREATE INDEX ix_hold_reservation_id ON hold (reservation_id)",
+    ):
+        connection.exec_driver_sql(statement)
+    schema.guard(schema.HOLD, connection)

@@ -2,42 +2,47 @@
 
 from typing import Any
 
-from sqlalchemy import JSON, Connection, Index, event
+from sqlalchemy import JSON, CheckConstraint, Connection, event, text
+from sqlalchemy import Table as SchemaTable
 from sqlalchemy.orm import registry
 from sqlmodel import Field, SQLModel
 
 from gpuscale.allocator.domain import model
 from gpuscale.common.store.store import Whole
 
-VERSION = 8
+VERSION = 9
 FENCE = "fence"
 """The counter that keeps the highest fence when records are forgotten."""
 LEASE_KEY = "lease_key"
 """Prefix of the counters of the lease-token key, followed by their number."""
 ROWS = "rows"
-"""The counter of rows of reservations: it reveals rows that were deleted by hand at the next start. Holds must match them."""
+"""The counter of rows that are not archived: it reveals rows that were deleted by hand at the next start. Holds must match them."""
 
 ENDED_RECORDS = "ended_records"
 ENDED_BYTES = "ended_bytes"
-"""The counters of the rows of `Ended`."""
+"""The counters of archived rows."""
 FORGOTTEN = "forgotten"
 """The counter of when the youngest forgotten reservation ended, in seconds since 1970."""
+KEPT, ARCHIVED = text("archived = 0"), text("archived = 1")
+"""The rows that memory has, and those that it dropped. No parameters: partial indexes would not be used."""
 
 
 class Table(SQLModel, registry=registry()):
     """A table of this state, apart from those of other services in the process."""
 
 
-class _Record(Table):
-    """The stored form of a reservation.
+class Reservation(Table, table=True):
+    """A reservation that is live or has ended; `archived` is 1 once it is no longer in memory (`gpuscale.allocator.state.archive`).
 
     `deadline_seconds` and `revoke_seconds` are of CLOCK_BOOTTIME and only valid within `boot_id`; `create_time` and `end_time`
     are seconds since 1970. `write_number` is the last write of the row and the sums are its checksums
     (`gpuscale.allocator.state.integrity`).
     """
 
-    id: str
-    fence: int = Field(sa_type=Whole)
+    __table_args__ = (CheckConstraint(f"archived = 0 OR state <> '{model.State.ACTIVE.value}'"),)
+
+    fence: int = Field(primary_key=True, sa_type=Whole, sa_column_kwargs={"autoincrement": False})
+    id: str = Field(unique=True, index=True)
     request_id: str = Field(unique=True)
     fingerprint: str
     holder: str
@@ -62,25 +67,7 @@ class _Record(Table):
     write_number: int = Field(default=0, sa_type=Whole)
     lasting_sum: int = Field(default=0, sa_type=Whole)
     life_sum: int = Field(default=0, sa_type=Whole)
-
-
-class Reservation(_Record, table=True):
-    """A reservation that is live, or ended recently."""
-
-    id: str = Field(primary_key=True)
-    fence: int = Field(unique=True, sa_type=Whole)
-
-
-class Ended(_Record, table=True):
-    """An ended reservation that is no longer in memory. `gpuscale.allocator.state.archive` moves it here."""
-
-    __table_args__ = (
-        Index("ended_by_deadline", "boot_id", "deadline_seconds"),
-        Index("ended_by_holder", "holder", "fence"),
-        Index("ended_by_id", "id"),
-    )
-
-    fence: int = Field(primary_key=True, sa_type=Whole, sa_column_kwargs={"autoincrement": False})
+    archived: int = Field(default=0, sa_type=Whole)
 
 
 class Hold(Table, table=True):
@@ -95,8 +82,12 @@ class Hold(Table, table=True):
     milli: int = Field(default=model.WHOLE, sa_type=Whole)
 
 
-_HOLD = Table.metadata.tables["hold"]
 # As text: an Index for both databases loads SQLAlchemy's support for both, 2 MB.
+_PARTIAL_INDEXES = (
+    f"CREATE INDEX reservation_kept ON reservation (fence) WHERE {KEPT}",
+    f"CREATE INDEX archived_by_deadline ON reservation (boot_id, deadline_seconds) WHERE {ARCHIVED}",
+    f"CREATE INDEX archived_by_holder ON reservation (holder, fence) WHERE {ARCHIVED}",
+)
 _WHOLE_INDEX = f"CREATE UNIQUE INDEX one_whole_hold ON hold (gpu_uuid) WHERE milli = {model.WHOLE}"
 _SHARES_TRIGGER = (
     "CREATE TRIGGER shares_fit BEFORE INSERT ON hold"
@@ -104,7 +95,7 @@ _SHARES_TRIGGER = (
     " BEGIN SELECT RAISE(ABORT, 'the GPU is held already'); END"
 )
 _SHARES_FUNCTION = (
-    "CREATE FUNCTION shares_fit() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
+    "CREATE OR REPLACE FUNCTION shares_fit() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
     " IF NEW.milli + (SELECT coalesce(sum(milli), 0) FROM hold WHERE gpu_uuid = NEW.gpu_uuid) > 1000"
     " THEN RAISE EXCEPTION 'the GPU is held already' USING ERRCODE = 'check_violation'; END IF;"
     " RETURN NEW; END $$"
@@ -113,18 +104,20 @@ _SHARES_TRIGGER_OF_FUNCTION = (
     "CREATE TRIGGER shares_fit BEFORE INSERT ON hold FOR EACH ROW EXECUTE FUNCTION shares_fit()"
 )
 _GUARDS = {
-    "sqlite": (_WHOLE_INDEX, _SHARES_TRIGGER),
-    "postgresql": (_WHOLE_INDEX, _SHARES_FUNCTION, _SHARES_TRIGGER_OF_FUNCTION),
+    ("hold", "sqlite"): (_WHOLE_INDEX, _SHARES_TRIGGER),
+    ("hold", "postgresql"): (_WHOLE_INDEX, _SHARES_FUNCTION, _SHARES_TRIGGER_OF_FUNCTION),
 }
 
 
-def guard_holds(_target: object, connection: Connection, **_: object) -> None:
-    """Create the index and the trigger; called when the table is created."""
-    for statement in _GUARDS[connection.dialect.name]:
+def guard(table: SchemaTable, connection: Connection, **_: object) -> None:
+    """Create indexes and triggers of a table; called when it is created."""
+    for statement in _GUARDS.get((table.name, connection.dialect.name), _PARTIAL_INDEXES):
         connection.exec_driver_sql(statement)
 
 
-event.listen(_HOLD, "after_create", guard_holds)
+RESERVATION, HOLD = (Table.metadata.tables[name] for name in ("reservation", "hold"))
+for _table in (RESERVATION, HOLD):
+    event.listen(_table, "after_create", guard)
 
 
 class Rank(Table, table=True):

@@ -74,43 +74,36 @@ T = TypeVar("T")
 
 _JOB, _WANTED = TypeAdapter(ReservedJob), TypeAdapter(Wanted)
 _TABLES = schema.Table.metadata.tables
-_RESERVATION = _TABLES["reservation"]
-_HOLD = _TABLES["hold"]
-_RANK = _TABLES["rank"]
-_COUNTER = _TABLES["counter"]
-_ENDED = _TABLES["ended"]
+_RESERVATION, _HOLD = schema.RESERVATION, schema.HOLD
+_RANK, _COUNTER = _TABLES["rank"], _TABLES["counter"]
 
 _CHANGING = (*(column for column in LIFE if column != "id"), "life_sum")
 _WRITTEN = {one: str(State.ACTIVE if one is State.PENDING else one) for one in State}
 _ACTIVE: ColumnElement[str] = literal_column(f"'{State.ACTIVE.value}'")
-_ADD = Prepared(insert(_RESERVATION))
+_COLUMNS: dict[str, Any] = {column.name: bindparam(column.name) for column in _RESERVATION.columns}
+_ADD = Prepared(insert(_RESERVATION).values({**_COLUMNS, "archived": literal_column("0")}))
 _HOLD_GPUS = Prepared(insert(_HOLD))
 _FREE_GPUS = Prepared(delete(_HOLD).where(_HOLD.c.reservation_id == bindparam("key")))
 # An ended reservation never lives again, whatever a late write says.
 _CHANGE = Prepared(
     update(_RESERVATION)
-    .where(_RESERVATION.c.id == bindparam("id"))
+    .where(_RESERVATION.c.fence == bindparam("fence"), schema.KEPT)
     .where(or_(_RESERVATION.c.state == _ACTIVE, _RESERVATION.c.state == bindparam("state")))
     .values({column: bindparam(column) for column in _CHANGING})
 )
 _CHANGE_GPUS = Prepared(
     update(_RESERVATION)
-    .where(_RESERVATION.c.id == bindparam("id"))
+    .where(_RESERVATION.c.id == bindparam("id"), schema.KEPT)
     .values(gpus=bindparam("gpus"), lasting_sum=bindparam("lasting_sum"))
 )
 _BEGIN = Prepared(
     update(_RESERVATION)
-    .where(_RESERVATION.c.id == bindparam("id"))
+    .where(_RESERVATION.c.id == bindparam("id"), schema.KEPT)
     .values(gpus=bindparam("gpus"), fence=bindparam("fence"), lasting_sum=bindparam("lasting_sum"))
 )
-_FORGET = Prepared(delete(_RESERVATION).where(_RESERVATION.c.id == bindparam("key")))
+_FORGET = Prepared(delete(_RESERVATION).where(_RESERVATION.c.fence == bindparam("fence"), schema.KEPT))
 _COUNT = Prepared.replacing(_COUNTER)
 _COUNTED = Prepared(select(_COUNTER.c.value).where(_COUNTER.c.name == bindparam("name")))
-_ASKED = [f"request_{nth}" for nth in range(16)]
-_KNOWN = {
-    many: Prepared(select(_ENDED.c.request_id).where(_ENDED.c.request_id.in_(map(bindparam, _ASKED[:many]))))
-    for many in (1, len(_ASKED))
-}
 _PUT_RANKS = Prepared.replacing(_RANK)
 
 
@@ -173,7 +166,7 @@ class AllocatorStore:
         return self._store.short
 
     async def load(self) -> Saved:
-        """Read everything except the `archive`, and start to record acknowledged writes.
+        """Read everything except archived reservations, and start to record acknowledged writes.
 
         STATE_INCONSISTENT if the holds do not match the live reservations, or the file is damaged.
         """
@@ -184,14 +177,9 @@ class AllocatorStore:
     async def lease_key(self) -> Sequence[int]:
         """The key of lease tokens, created and written if there is none yet."""
         names = [f"{schema.LEASE_KEY}_{number}" for number in range(KEY_PARTS)]
-
-        def look(connection: Connection) -> list[int]:
-            kept = select(_COUNTER.c.name, _COUNTER.c.value).where(_COUNTER.c.name.in_(names))
-            found: dict[str, int] = {row.name: row.value for row in connection.execute(kept)}
-            return [found[name] for name in names if name in found]
-
-        key = await self.read(look)
-        if len(key) < KEY_PARTS:
+        found = await self.read(lambda connection: count(connection, dict.fromkeys(names, 0)))
+        key = [*found.values()]
+        if not all(key):
             key = [secrets.randbits(63) for _ in names]
             rows = [sealed({"name": name, "value": part}) for name, part in zip(names, key, strict=True)]
 
@@ -224,23 +212,17 @@ class AllocatorStore:
             if beside is not None:
                 beside(connection)
             if added:
-                if known := _known(connection, [one.request_id for one in added]):
-                    raise AbortedError(
-                        "what was granted for the request has ended",
-                        reason="REQUEST_ENDED",
-                        metadata={"request_ids": ",".join(known)},
-                    )
                 _ADD.run(connection, [to_row(one, self._boot_id, number) for one in added])
                 _HOLD_GPUS.run(connection, [hold for one in added for hold in to_holds(one)])
                 count(connection, {schema.ROWS: len(added)})
-            if changed:
-                rows = [to_changes(one, self._boot_id, number) for one in changed]
-                if _CHANGE.run(connection, rows) < len(changed) and not added:
-                    self._note(connection, number)  # no row may have it: they had ended
-            if begun:
+            if begun:  # first, since they are changed under their new fences
                 _BEGIN.run(connection, [{**to_lost(one), "fence": one.fence} for one in begun])
                 _FREE_GPUS.run(connection, [{"key": one.id} for one in begun])
                 _HOLD_GPUS.run(connection, [hold for one in begun for hold in to_holds(one)])
+            if changed:
+                rows = [{**to_changes(one, self._boot_id, number), "fence": one.fence} for one in changed]
+                if _CHANGE.run(connection, rows) < len(changed) and not added:
+                    self._note(connection, number)  # no row may have it: they had ended
             if ended := [{"key": one.id} for one in changed if not one.live]:
                 _FREE_GPUS.run(connection, ended)
             if lost := [one for one in changed if one.state is State.LOST]:
@@ -249,13 +231,14 @@ class AllocatorStore:
                 also(connection)
             self._guard.wrote(number)
 
-        await self._write(work)
+        await self._write(work, [one.request_id for one in added])
 
     async def forget(self, ended: Sequence[Reservation], fence: int) -> None:
         """Delete records of ended reservations, and record the highest `fence`."""
 
         def work(connection: Connection) -> None:
-            count(connection, {schema.ROWS: -_FORGET.run(connection, [{"key": one.id} for one in ended])})
+            gone = _FORGET.run(connection, [{"fence": one.fence} for one in ended])
+            count(connection, {schema.ROWS: -gone})
             ends = (one.ended.timestamp() for one in ended if one.ended is not None)
             note_forgotten(connection, max(ends, default=0.0))
 
@@ -282,9 +265,13 @@ class AllocatorStore:
         """Record a write number that no reservation has."""
         _COUNT.run(connection, [sealed({"name": LAST_WRITE, "value": number})])
 
-    async def _write(self, work: Callable[[Connection], None]) -> None:
+    async def _write(self, work: Callable[[Connection], None], requests: Sequence[str] = ()) -> None:
         try:
-            await self._store.write(work, frees=True)  # `commits` refuses what takes room
+            try:
+                await self._store.write(work, frees=True)  # `commits` refuses what takes room
+            except AbortedError:
+                await self._store.read(partial(_refuse_ended, requests))
+                raise
         except UnavailableError:
             raise
         except GpuscaleError as error:
@@ -293,14 +280,16 @@ class AllocatorStore:
             ) from error
 
 
-def _known(connection: Connection, requests: Sequence[str]) -> list[str]:
-    """Those of these requests of which what was granted has ended."""
-    found: list[str] = []
-    many = 1 if len(requests) == 1 else len(_ASKED)
-    for start in range(0, len(requests), many):
-        asked = dict.fromkeys(_ASKED, requests[start]) | dict(zip(_ASKED, requests[start:], strict=False))
-        found += [one for (one,) in _KNOWN[many].all(connection, asked)]
-    return found
+def _refuse_ended(requests: Sequence[str], connection: Connection) -> None:
+    """Raise REQUEST_ENDED if what was granted for some of the requests has ended and is archived."""
+    request_id = _RESERVATION.c.request_id
+    known = connection.execute(select(request_id).where(request_id.in_(requests), schema.ARCHIVED))
+    if found := known.scalars().all():
+        raise AbortedError(
+            "what was granted for the request has ended",
+            reason="REQUEST_ENDED",
+            metadata={"request_ids": ",".join(found)},
+        )
 
 
 def count(connection: Connection, changes: Mapping[str, int]) -> dict[str, int]:
@@ -321,7 +310,7 @@ def note_forgotten(connection: Connection, end_time: float) -> None:
 
 
 def _load(connection: Connection) -> Saved:
-    rows = connection.execute(select(_RESERVATION).order_by(_RESERVATION.c.fence))
+    rows = connection.execute(select(_RESERVATION).where(schema.KEPT).order_by(_RESERVATION.c.fence)).all()
     reservations = [(from_row(row), row.boot_id) for row in rows]
     # The holds match the live reservations: otherwise another program wrote them.
     expected = {
@@ -340,19 +329,20 @@ def _load(connection: Connection) -> Saved:
             reason="STATE_INCONSISTENT",
         )
     # All written rows are there: one that was deleted by hand may have been a grant.
-    for name, table in {schema.ROWS: _RESERVATION, schema.ENDED_RECORDS: _ENDED}.items():
-        found = connection.execute(select(func.count()).select_from(table)).scalar_one()
-        count = connection.execute(select(_COUNTER.c.value).where(_COUNTER.c.name == name)).scalar() or 0
-        if found != count:
+    known = count(connection, {schema.ROWS: 0, schema.ENDED_RECORDS: 0, schema.FENCE: 0})
+    archived = connection.execute(select(func.count()).select_from(_RESERVATION)).scalar_one() - len(rows)
+    for kind, found, name in (
+        ("reservation", len(rows), schema.ROWS),
+        ("archived reservation", archived, schema.ENDED_RECORDS),
+    ):
+        if found != known[name]:
             raise FailedPreconditionError(
-                f"the state has {found} rows of {table.name}, but {count} were written; nothing is granted and"
+                f"the state has {found} rows of {kind}, but {known[name]} were written; nothing is granted and"
                 " nothing was changed: restore a copy",
                 reason="STATE_INCONSISTENT",
             )
-    kept = select(_COUNTER.c.value).where(_COUNTER.c.name == schema.FENCE)
-    fence: int | None = connection.execute(kept).scalar()
     ranks = {row["node"]: row["rank"] for row in connection.execute(select(_RANK)).mappings()}
-    return Saved(reservations, fence or 0, ranks)
+    return Saved(reservations, known[schema.FENCE], ranks)
 
 
 def to_row(reservation: Reservation, boot_id: str, number: int) -> dict[str, object]:
@@ -450,7 +440,7 @@ def to_holds(reservation: Reservation) -> Sequence[dict[str, object]]:
 
 
 def from_row(row: Any) -> Reservation:
-    """The reservation of a row of `Reservation` or `Ended`, with its JSON columns parsed."""
+    """The reservation of a row, with its JSON columns parsed."""
     owner, _, made_by = row.owner.partition(MADE_BY)
     life, _, until = row.end_reason.partition(UNTIL)
     rest, _, wanted = life.partition(WANTED)
@@ -531,13 +521,11 @@ async def open_shared_store(url: SecretUrl, term: Term, boot_id: str) -> AsyncGe
 
     backend = Postgres(url, SERVICE, schema.Table.metadata, schema.VERSION, MIGRATIONS, term)
     async with Store.open(backend, name=SERVICE) as store:
-        tables = [table for table in schema.Table.metadata.sorted_tables if table.name not in UNCHECKED]
-        await store.read(partial(check_seals, tables=tables))
-        of_reservations = select(func.coalesce(func.max(_RESERVATION.c.write_number), 0))
-        of_others = select(_COUNTER.c.value).where(_COUNTER.c.name == LAST_WRITE)
+        await store.read(partial(check_seals, tables=schema.Table.metadata.sorted_tables))
+        of_reservations = select(func.coalesce(func.max(_RESERVATION.c.write_number), 0)).where(schema.KEPT)
 
         def last_write(connection: Connection) -> int:
             highest: int = connection.execute(of_reservations).scalar_one()
-            return max(highest, connection.execute(of_others).scalar() or 0)
+            return max(highest, count(connection, {LAST_WRITE: 0})[LAST_WRITE])
 
         yield AllocatorStore(store, Numbering(await store.read(last_write)), boot_id)

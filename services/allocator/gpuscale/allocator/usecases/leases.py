@@ -243,7 +243,7 @@ class Records:
         kept = self.ledger.reservations(ended=ended)
         chosen = {one.id: one for one in kept if one.fence > after and one in wanted}
         last = 0
-        if ended:  # read after memory: what moves meanwhile is in both
+        if ended:  # read after memory: what leaves it meanwhile is in both
             looked_at = most + 1 if keep is None else MAX_PAGE_SIZE
             old, last = await self.archive.store.page(wanted, after=after, most=looked_at)
             if keep is not None and len(old) == looked_at:
