@@ -65,6 +65,13 @@ def test_a_log_that_was_not_is_refused(tmp_path: Path, salt: int) -> None:
         found(database, 7)
 
 
+def test_a_log_that_a_start_began_before_it_was_killed_is_accepted(tmp_path: Path) -> None:
+    database = begun(tmp_path, 7, salt=1000)
+    for salt in (0, 5):  # none was left, and then a migration began one
+        begin_log(tmp_path, salt)
+        found(database, 7)
+
+
 def test_a_witness_that_was_made_when_the_power_failed_knows_nothing(tmp_path: Path) -> None:
     database = begun(tmp_path, 7)
     (tmp_path / f"{DATABASE}-witness").write_bytes(b"")

@@ -5,8 +5,8 @@
 - The witness, a small file beside the database, records the last acknowledged write. SQLite ends the replay of its
   write-ahead log at the first damaged or missing frame, and silently loses what came after it, acknowledged grants
   included. Every write has a number, stored in the database with its rows; a database that knows of fewer writes than
-  the witness has lost some. The witness is written after each commit and never synced: after a power failure it may be
-  older than the database, which proves nothing and is accepted. It also holds the first salt of the log, which SQLite
+  the witness has lost some. The witness is written after each commit and only synced at starts: after a power failure it may
+  be older than the database, which proves nothing and is accepted. It also holds the first salt of the log, which SQLite
   draws for a new log and increments on each restart of it: that reveals the log of another database, or an earlier log
   that was put back, before it is replayed.
 
@@ -114,10 +114,13 @@ class Witness:
 
     def check_after(self, number: int) -> None:
         """Compare with the last write in the database; STATE_INCONSISTENT if one is lost."""
-        if self._seen is not None and number < (acknowledged := self._seen[0]):
-            raise self._inconsistent(
-                f"it ends with write {number}, and write {acknowledged} was acknowledged"
-            )
+        known = self._seen[0] if self._seen else 0
+        if number < known:
+            raise self._inconsistent(f"it ends with write {number}, and write {known} was acknowledged")
+        if self._seen and not _salt(self._wal):  # the next log is ours, even if we are killed before `open`
+            self._write(known, NO_SALT)
+            with suppress(OSError):
+                os.fsync(self._file)
 
     def open(self, number: int) -> None:
         """Record commits from now on."""
@@ -251,7 +254,7 @@ class StateGuard(Numbering):
         self.witness.check_after(self._number)
 
     def accepted(self) -> None:
-        """Write the witness; until here it and the database are left untouched."""
+        """Write the witness; until here the database is left untouched."""
         self.witness.open(self._number)
 
     def wrote(self, number: int) -> None:
