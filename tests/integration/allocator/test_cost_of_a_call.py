@@ -101,7 +101,7 @@ async def test_a_call_takes_no_more_frames_than_it_did(tmp_path: Path, what: str
     assert 0 < found <= most, found
 
 
-@pytest.mark.parametrize(("change", "most"), [(asked_and_released, 130), (shares_asked_and_released, 342)])
+@pytest.mark.parametrize(("change", "most"), [(asked_and_released, 121), (shares_asked_and_released, 334)])
 async def test_a_change_takes_no_more_frames_of_the_threads_beside_than_it_did(
     tmp_path: Path, change: Callable[[Client], Awaitable[None]], most: int
 ) -> None:
