@@ -238,10 +238,17 @@ def estimate(wish: ModelWish) -> Estimate:
     memory, notes = _computed(wish, size, gpus) if wish.dtype else _by_table(wish, size, gpus)
     if memory > _LARGEST:
         raise InvalidArgumentError("this is more memory than any GPU can have", field="parameter_count")
+    if size is None:
+        counted = "parameters: the model's name has no number" if wish.model else "no model named"
+    elif not size.text:
+        counted = f"parameters: {_count(size)}, as given"
+    else:
+        note = f" ({size.note})" if size.note else ""
+        counted = f"parameters: {_count(size)}, from {size.text!r} in the name{note}"
     return Estimate(
         gpu_count=gpus.world_size,
         memory_bytes=memory,
-        notes=(f"GPUs: {gpus.note}", _told(wish, size), *notes),
+        notes=(f"GPUs: {gpus.note}", counted, *notes),
         ignored_parameters=gpus.ignored,
         parameter_count=size.parameter_count if size else None,
     )
@@ -258,7 +265,14 @@ def sized(
     gpus, of_type = parallelism(wish.parameters), _bytes_of(wish.dtype or "bf16")
     given = Split(gpus.tp, gpus.pp) if {"tp", "pp"} & {_kind(name) for name in wish.parameters} else None
     needs = footprint(of, of_type, context, batch)
-    fits = [GpuFit(kind, _fitting(needs, kind, given)) for kind in kinds]
+    fits: list[GpuFit] = []
+    for kind in kinds:
+        if given is None:
+            fitting = needs.split_over(kind)
+        else:
+            over = given.tensor > kind.on_one_node or given.gpu_count > kind.count
+            fitting = None if over or needs.of_each(given) > kind.memory_bytes else given
+        fits.append(GpuFit(kind, fitting))
     fits.sort(key=lambda fit: fit.split.gpu_count if fit.split else MOST_GPUS)
     usual = GpuKind("", 80 * 1024 * MIB, MOST_GPUS, 8)
     best = next((fit.split for fit in fits if fit.split), None)
@@ -276,22 +290,6 @@ def sized(
     memory = math.ceil(needs.of_each(split))
     found = Estimate(split.gpu_count, memory, tuple(notes), gpus.ignored, float(of.parameter_count))
     return found, needs, fits
-
-
-def _fitting(needs: Footprint, kind: GpuKind, given: Split | None) -> Split | None:
-    if given is None:
-        return needs.split_over(kind)
-    fits = given.tensor <= kind.on_one_node and given.gpu_count <= kind.count
-    return given if fits and needs.of_each(given) <= kind.memory_bytes else None
-
-
-def _told(wish: ModelWish, size: ModelSize | None) -> str:
-    if size is None:
-        return "parameters: the model's name has no number" if wish.model else "no model named"
-    if not size.text:
-        return f"parameters: {_count(size)}, as given"
-    note = f" ({size.note})" if size.note else ""
-    return f"parameters: {_count(size)}, from {size.text!r} in the name{note}"
 
 
 def _by_table(wish: ModelWish, size: ModelSize | None, gpus: Parallelism) -> tuple[int, list[str]]:

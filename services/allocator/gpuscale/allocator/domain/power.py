@@ -200,7 +200,16 @@ class Governor:
         by_key, sums = dict(budgets), list[PowerSum]()
         for (key, name), ids in sorted(of_nodes.items(), key=lambda one: (len(one[1]), one[0])):
             of_sum = tuple(gpu for node in sorted(ids) for gpu in gpus.get(node, ()))
-            found = self._sum(key, name, by_key[key], frozenset(ids), of_sum, now)
+            watts = by_key[key].watts
+            drawn = _total(gpu.limit if gpu.watts is None else gpu.watts for gpu in of_sum)
+            if drawn is not None and drawn <= watts:
+                self._above.pop((key, name), None)
+            elif now - self._above.setdefault((key, name), now) >= EMERGENCY:
+                self._calm[key, name] = now + CALM
+            emergency = self._calm.get((key, name), -math.inf) > now
+            least = _total(gpu.low if gpu.helped and gpu.held else gpu.counted for gpu in of_sum)
+            room = 0.0 if least is None or emergency else max(0.0, watts - least)
+            found = PowerSum(key, name, watts, frozenset(ids), of_sum, drawn, room, emergency)
             _share(found, by_key[key].share, chosen)
             sums.append(found)
         for found in sums:  # nothing is raised while others of the sum have yet to be lowered
@@ -213,25 +222,6 @@ class Governor:
         high = {gpu.uuid: gpu.high or 0.0 for of_node in gpus.values() for gpu in of_node}
         caps = {uuid: cap for uuid, cap in chosen.items() if cap.watts < high[uuid]}
         return PowerLook(caps, sums, _room(sums, gpus))
-
-    def _sum(
-        self,
-        key: str,
-        name: str,
-        budget: PowerBudget,
-        nodes: frozenset[str],
-        gpus: tuple[PoweredGpu, ...],
-        now: float,
-    ) -> PowerSum:
-        drawn = _total(gpu.limit if gpu.watts is None else gpu.watts for gpu in gpus)
-        if drawn is not None and drawn <= budget.watts:
-            self._above.pop((key, name), None)
-        elif now - self._above.setdefault((key, name), now) >= EMERGENCY:
-            self._calm[key, name] = now + CALM
-        emergency = self._calm.get((key, name), -math.inf) > now
-        least = _total(gpu.low if gpu.helped and gpu.held else gpu.counted for gpu in gpus)
-        room = 0.0 if least is None or emergency else max(0.0, budget.watts - least)
-        return PowerSum(key, name, budget.watts, nodes, gpus, drawn, room, emergency)
 
 
 def _total(watts: Iterable[float | None]) -> float | None:

@@ -6,7 +6,7 @@ callers set the thresholds, held or cordoned GPUs are not idle, and an unmeasure
 GPUs of a node without metrics counted as idle and it won.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from statistics import fmean
@@ -91,7 +91,17 @@ def rank(
             and not cordons.covering(node.id, gpu.uuid, gpu.parent)
             and idleness.admits(gpu)
         )
-        standing = _standing(node, fresh, cordoned=cordons.covering(node.id) is not None, now=now)
+        if node.state is NodeState.OFFLINE:
+            standing = RankStanding.OFFLINE
+        elif node.state is NodeState.STALE or (node.gpus and all(now > gpu.fresh_until for gpu in node.gpus)):
+            standing = RankStanding.STALE
+        elif cordons.covering(node.id) is not None:
+            standing = RankStanding.CORDONED
+        else:
+            measured = any(
+                gpu.utilization_percent is not None and memory_percent(gpu) is not None for gpu in fresh
+            )
+            standing = RankStanding.MEASURED if measured else RankStanding.UNMEASURED
         message = f"{idle} of {counted(len(node.gpus), 'GPU')} idle" if idle else _WORDS[standing]
         wanted = max(idleness.gpu_count, 1)
         if 0 < idle < wanted:
@@ -130,17 +140,6 @@ def memory_percent(gpu: Gpu) -> float | None:
             return None
         used = gpu.memory_total_bytes - gpu.memory_free_bytes
     return 100 * used / gpu.memory_total_bytes
-
-
-def _standing(node: Node, fresh: Sequence[Gpu], *, cordoned: bool, now: float) -> RankStanding:
-    if node.state is NodeState.OFFLINE:
-        return RankStanding.OFFLINE
-    if node.state is NodeState.STALE or (node.gpus and all(now > gpu.fresh_until for gpu in node.gpus)):
-        return RankStanding.STALE
-    if cordoned:
-        return RankStanding.CORDONED
-    measured = any(gpu.utilization_percent is not None and memory_percent(gpu) is not None for gpu in fresh)
-    return RankStanding.MEASURED if measured else RankStanding.UNMEASURED
 
 
 def _or_worst(percent: float | None) -> float:
