@@ -184,7 +184,34 @@ class Columns:
         self._soonest = np.inf
         self._read: dict[int, Row] = {}
         self.width = max((len(node.gpus) for node in nodes), default=1) or 1
-        self._allocate(max(room, len(nodes) * 5 // 4))
+        rows = max(room, len(nodes) * 5 // 4)
+        shape = rows, self.width
+        self.state = np.zeros(rows, np.int8)
+        self.build = np.zeros(rows, np.int32)
+        self.reported = np.zeros(rows, np.bool_)
+        self.unread = np.zeros(rows, np.bool_)
+        self.gpu_count = np.zeros(rows, np.int64)
+        self.cpu = np.full(rows, UNKNOWN, np.int64)
+        self.memory = np.full(rows, UNKNOWN, np.int64)
+        self.node_cordoned = np.zeros(rows, np.bool_)
+        self.cpu_free = np.full(rows, UNKNOWN, np.int64)
+        self.memory_free = np.full(rows, UNKNOWN, np.int64)
+        self.free_milli = np.zeros(rows, np.int64)
+        self.expiry = np.full(rows, np.inf)
+        self.changed = np.zeros(rows, np.int64)
+        self.kind = np.full(shape, NO_GPU, np.int16)
+        self.model = np.zeros(shape, np.int32)
+        self.fresh_until = np.zeros(shape)
+        self.trouble = np.zeros(shape, np.bool_)
+        self.quarantined = np.zeros(shape, np.bool_)
+        self.cordoned = np.zeros(shape, np.bool_)
+        self.held = np.zeros(shape, np.int64)
+        self.size = np.zeros(shape, np.int32)
+        self.total = np.full(shape, UNKNOWN, np.int64)
+        self.available = np.full(shape, UNKNOWN, np.int64)
+        self.utilization = np.full(shape, UNKNOWN_USE)
+        self.watts = np.full(shape, np.inf)
+        self.spare = np.zeros(shape, np.int64)
         for node in nodes:
             self.append(node)
 
@@ -441,35 +468,6 @@ class Columns:
         self._touched.append((row, columns))
         if len(self._touched) > 2 * MOST_TOLD:
             del self._touched[:MOST_TOLD]
-
-    def _allocate(self, rows: int) -> None:
-        shape = (rows, self.width)
-        self.state = np.zeros(rows, np.int8)
-        self.build = np.zeros(rows, np.int32)
-        self.reported = np.zeros(rows, np.bool_)
-        self.unread = np.zeros(rows, np.bool_)
-        self.gpu_count = np.zeros(rows, np.int64)
-        self.cpu = np.full(rows, UNKNOWN, np.int64)
-        self.memory = np.full(rows, UNKNOWN, np.int64)
-        self.node_cordoned = np.zeros(rows, np.bool_)
-        self.cpu_free = np.full(rows, UNKNOWN, np.int64)
-        self.memory_free = np.full(rows, UNKNOWN, np.int64)
-        self.free_milli = np.zeros(rows, np.int64)
-        self.expiry = np.full(rows, np.inf)
-        self.changed = np.zeros(rows, np.int64)
-        self.kind = np.full(shape, NO_GPU, np.int16)
-        self.model = np.zeros(shape, np.int32)
-        self.fresh_until = np.zeros(shape)
-        self.trouble = np.zeros(shape, np.bool_)
-        self.quarantined = np.zeros(shape, np.bool_)
-        self.cordoned = np.zeros(shape, np.bool_)
-        self.held = np.zeros(shape, np.int64)
-        self.size = np.zeros(shape, np.int32)
-        self.total = np.full(shape, UNKNOWN, np.int64)
-        self.available = np.full(shape, UNKNOWN, np.int64)
-        self.utilization = np.full(shape, UNKNOWN_USE)
-        self.watts = np.full(shape, np.inf)
-        self.spare = np.zeros(shape, np.int64)
 
 
 def listed(numbers: "NDArray[np.integer]") -> list[int]:

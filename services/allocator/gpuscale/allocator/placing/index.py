@@ -195,7 +195,15 @@ def choose(candidates: Sequence[NodeCandidate], count: int, wanted: GpuSet) -> l
 def _best_linked(candidates: Sequence[NodeCandidate], count: int) -> list[NodeCandidate]:
     """The set with the most NVLink connections inside; ties by PCIe distance, then preference."""
     gpus = [one.gpu for one in candidates]
-    links = [[_closeness(one, other) for other in gpus] for one in gpus]
+    # How close two GPUs are: by NVLink connections, each of which outweighs PCIe in the largest set.
+    links = [
+        [
+            max(one.nvlinks.get(other.uuid, 0), other.nvlinks.get(one.uuid, 0)) * _LINK
+            + (nearness(one.place, other.place) or 0)
+            for other in gpus
+        ]
+        for one in gpus
+    ]
     everyone = range(len(candidates))
 
     def inside(chosen: Sequence[int]) -> int:
@@ -208,12 +216,6 @@ def _best_linked(candidates: Sequence[NodeCandidate], count: int) -> list[NodeCa
         rest = [one for one in everyone if one not in chosen]
         chosen.append(max(rest, key=lambda one: inside([*chosen, one]) if chosen else max(links[one])))
     return [candidates[one] for one in sorted(chosen)]
-
-
-def _closeness(one: Gpu, other: Gpu) -> int:
-    """How close two GPUs are: by NVLink connections, each of which outweighs PCIe in the largest set."""
-    links = max(one.nvlinks.get(other.uuid, 0), other.nvlinks.get(one.uuid, 0))
-    return links * _LINK + (nearness(one.place, other.place) or 0)
 
 
 FGD_NOTE = "score = floor(100 / (1 + exp(-gradient / 1000))), gradient in thousandths of a GPU"
@@ -405,16 +407,6 @@ class Index:
     def shape(self, ask: Ask, now: float, *, new: bool = False) -> Shape:
         """The up-to-date shape of an ask; a `new` one is recorded."""
         self.follow(now)
-        shape = self._known(ask)
-        if new:
-            columns, gpus = self.columns, self.columns.gpus_beside_cpu
-            self._demand.expect(columns.cpu_beside_gpus / (WHOLE * gpus) if gpus else 0.0)
-            self._demand.observe(ask, shape.served_by(), columns.supply, columns.free_of)
-        shape.update(now, self._demand.tariff, self.typical)  # drawn up for those alone who reckon with it
-        return shape
-
-    def _known(self, ask: Ask) -> Shape:
-        """The shape of an ask, as of its last use."""
         shape = self._last
         if shape is None or shape.ask is not ask:
             shape = self._last = self._shapes.get(ask)
@@ -424,6 +416,11 @@ class Index:
                 while len(self._shapes) > 1 and (len(self._shapes) > MOST_SHAPES or self._bytes > MOST_BYTES):
                     self._bytes -= self._shapes.popitem(last=False)[1].bytes
             self._shapes.move_to_end(ask)
+        if new:
+            columns, gpus = self.columns, self.columns.gpus_beside_cpu
+            self._demand.expect(columns.cpu_beside_gpus / (WHOLE * gpus) if gpus else 0.0)
+            self._demand.observe(ask, shape.served_by(), columns.supply, columns.free_of)
+        shape.update(now, self._demand.tariff, self.typical)  # drawn up for those alone who reckon with it
         return shape
 
     def value(self, shape: Shape) -> Floats:

@@ -87,6 +87,19 @@ def sentence(text: str) -> str:
 
 def asked(ask: Ask) -> str:
     """What an ask asks for."""
+    what = counted(ask.gpu_count, "GPU")
+    if ask.mig_profile:
+        what = f"{counted(ask.gpu_count, 'MIG instance')} {ask.mig_profile}"
+    elif ask.gpu_memory_bytes is not None:
+        what = f"{mib(ask.gpu_memory_bytes)} of {what}"
+    elif not ask.exclusive:
+        what = f"{ask.gpu_milli / WHOLE:g} of {what}"
+    if not ask.gpu_count:
+        what = "room without a GPU"
+    elif ask.member_count > 1:
+        what = f"{ask.member_count} x {what} ({ask.gang_strategy.value.replace('_', ' ')})"
+    elif ask.gpu_count > 1:
+        what = f"{what} of one node"
     each = "each " if ask.gpu_count > 1 or ask.member_count > 1 else ""
     labels = names([f"{key}={value}" for key, value in ask.node_labels])
     wishes = {
@@ -100,7 +113,7 @@ def asked(ask: Ask) -> str:
         f"on nodes with {labels}": labels,
         f"on {names(sorted(ask.nodes))}": ask.nodes,
     }
-    return ", ".join([_what(ask), *(text for text, wanted in wishes.items() if wanted)])
+    return ", ".join([what, *(text for text, wanted in wishes.items() if wanted)])
 
 
 def mib(size: int) -> str:
@@ -116,21 +129,6 @@ def extent(reason: Obstacle, found: Sequence[Gpu]) -> str:
         return f" ({min(gpu.utilization_percent or 0 for gpu in found):g} % at least)"
     told = _TOLD.get(reason)
     return "" if told is None else f" ({names(sorted({told(gpu) for gpu in found}))})"
-
-
-def _what(ask: Ask) -> str:
-    if not ask.gpu_count:
-        return "room without a GPU"
-    what = counted(ask.gpu_count, "GPU")
-    if ask.mig_profile:
-        what = f"{counted(ask.gpu_count, 'MIG instance')} {ask.mig_profile}"
-    elif ask.gpu_memory_bytes is not None:
-        what = f"{mib(ask.gpu_memory_bytes)} of {what}"
-    elif not ask.exclusive:
-        what = f"{ask.gpu_milli / WHOLE:g} of {what}"
-    if ask.member_count > 1:
-        return f"{ask.member_count} x {what} ({ask.gang_strategy.value.replace('_', ' ')})"
-    return f"{what} of one node" if ask.gpu_count > 1 else what
 
 
 def lifting(node: str, quarantined: Sequence[Gpu]) -> str:
