@@ -27,7 +27,7 @@ from gpuscale.allocator.domain.use_policies import (
     WeeklyHours,
     problems,
 )
-from gpuscale.allocator.state.policies import Declaration, Letter, PowerChange
+from gpuscale.allocator.state.policies import Declaration, PowerChange
 from gpuscale.allocator.usecases.declarations import Declarations
 from gpuscale.allocator.usecases.notifying import Notifying, url_problem
 from gpuscale.allocator.usecases.policing import DryRuns, Policing
@@ -63,14 +63,16 @@ _Resource = TypeVar("_Resource", api.UsePolicy, api.NotificationTarget, api.Powe
 def to_policy(body: str) -> UsePolicy:
     """The policy of a stored spec. Raises InvalidArgumentError if it contradicts itself."""
     spec = Parse(body, api.UsePolicySpec())
+    stages: list[PolicyStage] = []
+    for one in spec.stages:
+        grace = DEFAULT_KILL_GRACE if api.PolicyAction.POLICY_ACTION_KILL in one.actions else DEFAULT_GRACE
+        if one.HasField("grace"):
+            grace = wire.seconds(one.grace)
+        actions = tuple(_ACTIONS[action] for action in one.actions)
+        stages.append(PolicyStage(wire.seconds(one.after), actions, grace))
     policy = UsePolicy(
         condition=_CONDITIONS[spec.condition],
-        stages=tuple(
-            PolicyStage(
-                wire.seconds(one.after), tuple(_ACTIONS[action] for action in one.actions), _grace(one)
-            )
-            for one in spec.stages
-        ),
+        stages=tuple(stages),
         scope=Scope(
             tenants=tuple(spec.scope.tenants),
             holders=tuple(spec.scope.holders),
@@ -94,12 +96,6 @@ def to_policy(body: str) -> UsePolicy:
         path, what = found[0]
         raise InvalidArgumentError(f"use_policy.spec.{path} {what}", violations=violations)
     return policy
-
-
-def _grace(stage: api.PolicyStage) -> float:
-    if stage.HasField("grace"):
-        return wire.seconds(stage.grace)
-    return DEFAULT_KILL_GRACE if api.PolicyAction.POLICY_ACTION_KILL in stage.actions else DEFAULT_GRACE
 
 
 def _hours(message: api.WeeklyHours, path: str) -> WeeklyHours:
@@ -302,7 +298,16 @@ class NotificationServicer(api.NotificationServiceServicer):
             request,
             api.Notification,
             key=lambda one: f"{one.number:020}",
-            encode=_notification,
+            encode=lambda one: api.Notification(
+                name=f"targets/{one.target}/notifications/{one.number}",
+                event=_EVENT_OF[one.event.kind],
+                text=one.event.text,
+                subject=one.event.subject,
+                time=wire.to_timestamp(one.event.time),
+                attempt_count=one.attempts,
+                problem=one.problem,
+                dead=one.dead,
+            ),
         )
         return api.ListNotificationsResponse(notifications=found, next_page_token=token)
 
@@ -485,19 +490,6 @@ def _act(one: PolicyAct) -> api.PolicyAct:
         held=wire.to_duration(one.held),
         reason=one.reason,
         time=wire.to_timestamp(one.time),
-    )
-
-
-def _notification(one: Letter) -> api.Notification:
-    return api.Notification(
-        name=f"targets/{one.target}/notifications/{one.number}",
-        event=_EVENT_OF[one.event.kind],
-        text=one.event.text,
-        subject=one.event.subject,
-        time=wire.to_timestamp(one.event.time),
-        attempt_count=one.attempts,
-        problem=one.problem,
-        dead=one.dead,
     )
 
 

@@ -360,16 +360,8 @@ def to_ask(request: api.Ask, defaults: AllocatorSettings, path: str = "ask.") ->
     if problems := list(contradictions(request, path)):
         first = problems[0]
         raise InvalidArgumentError(f"{first.field} {first.description}", violations=problems)
-    ask = _translated(request, defaults)
-    _asks[key] = defaults, ask
-    if len(_asks) > _ASKS_KEPT:
-        _asks.popitem(last=False)
-    return ask
-
-
-def _translated(request: api.Ask, defaults: AllocatorSettings) -> Ask:
     gpus = [names.parse(names.GPU, name) for name in request.gpus]
-    return Ask(
+    ask = Ask(
         gpu_count=request.gpu_count,
         min_memory_bytes=_min_memory(request, defaults),
         max_utilization_percent=wire.or_else(
@@ -400,6 +392,10 @@ def _translated(request: api.Ask, defaults: AllocatorSettings) -> Ask:
         gang_strategy=_STRATEGIES.get(request.gang_strategy, GangStrategy.PACK),
         power_limit_watts=wire.or_else(request, "power_limit_watts", None),
     )
+    _asks[key] = defaults, ask
+    if len(_asks) > _ASKS_KEPT:
+        _asks.popitem(last=False)
+    return ask
 
 
 def _min_memory(request: api.Ask, defaults: AllocatorSettings) -> int:

@@ -67,7 +67,11 @@ class UsageServicer(api.UsageServiceServicer):
         for one in used:
             if request.filter and not meets(_row(one)):
                 continue
-            row = _row_of(one, of, request.label_key)
+            row, label = NOTHING, request.label_key
+            if of == "labels":
+                row = replace(NOTHING, labels={label: one.labels[label]} if label in one.labels else {})
+            elif of:
+                row = replace(NOTHING, **{of: getattr(one, of)})
             key = "\0".join((row.owner, row.tenant, row.node, row.model, *row.labels.values()))
             groups[key] = groups.get(key, row).plus(one)
         rest = _Request(page_size=request.page_size, page_token=request.page_token, order_by=request.order_by)
@@ -118,13 +122,6 @@ class UsageServicer(api.UsageServiceServicer):
                 for one in gpus
             ],
         )
-
-
-def _row_of(one: Used, dimension: str, key: str) -> Used:
-    """The row, still empty, to which something used is added."""
-    if dimension == "labels":
-        return replace(NOTHING, labels={key: one.labels[key]} if key in one.labels else {})
-    return replace(NOTHING, **{dimension: getattr(one, dimension)}) if dimension else NOTHING
 
 
 def _midnight(day: int) -> datetime:
