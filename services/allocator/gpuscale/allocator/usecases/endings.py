@@ -84,10 +84,14 @@ class Sweeper:
         if expired:
             now, wall = self.clock.now(), self.clock.wall()
             ends = [(one, State.EXPIRED if one.deadline <= now else State.CANCELLED) for one in expired]
-            closed = [
-                self.ledger.close(one, state, now=now, wall=wall, reason=_why(one, now))
-                for one, state in ends
-            ]
+            closed: list[Reservation] = []
+            for one, state in ends:
+                reason = ""  # what it says itself
+                if one.waiting:
+                    reason = "it was not served in time"
+                elif one.until is not None and one.until <= now < one.deadline and not one.end_reason:
+                    reason = "its time limit is over"
+                closed.append(self.ledger.close(one, state, now=now, wall=wall, reason=reason))
             problem = await self.commits.end(closed)
             if problem is None:
                 _log.info("reservations ended", states={one.id: state.value for one, state in ends})
@@ -105,14 +109,6 @@ class Sweeper:
             _log.warning("cannot write the end of leases", problem=problem.message)
         self._failing = problem is not None
         return 0 if self._failing else len(due)
-
-
-def _why(one: Reservation, now: float) -> str:
-    """Why a due reservation ends, if it does not say so itself."""
-    if one.waiting:
-        return "it was not served in time"
-    over = one.until is not None and one.until <= now < one.deadline
-    return "its time limit is over" if over and not one.end_reason else ""
 
 
 PERIOD = 0.5

@@ -112,30 +112,29 @@ class Partitioning:
         """Hand out orders, and close those that have ended. Call it again and again."""
         for order in [*self._orders.values()]:
             try:
-                await self._look(order)
+                cordon = self.maintenance.cordons.get(order.spot)
+                if cordon is None or cordon.author != _AUTHOR:
+                    problem = self._ended.get(order.id, "its cordon was lifted, or is somebody else's")
+                    await self._end(order, problem, lift=False)
+                elif order.id not in self._handed:
+                    if holders := self.maintenance.holders(order.spot):
+                        await self._end(
+                            order, f"{reservation_name(holders[0].id)} holds a part of it", lift=True
+                        )
+                    else:
+                        self._handed.add(order.id)
+                else:
+                    end = (self._told.get(order.node, (0.0, None))[1] or {}).get(order.id)
+                    node = self.maintenance.view.get(order.node)
+                    if end is None or node is None:
+                        continue
+                    if end.unsettled:  # it may have been left half done
+                        problem = f"{end.problem}. It stays cordoned: look at it, then uncordon it"
+                        await self._end(order, problem, lift=False)
+                    elif {*end.instances} == {gpu.uuid for gpu in node.gpus if gpu.parent == order.uuid}:
+                        await self._end(order, end.problem, lift=True)
             except GpuscaleError as error:
                 _log.warning("cannot look after an order", gpu=order.spot.name, problem=error.message)
-
-    async def _look(self, order: OrderedPartition) -> None:
-        cordon = self.maintenance.cordons.get(order.spot)
-        if cordon is None or cordon.author != _AUTHOR:
-            problem = self._ended.get(order.id, "its cordon was lifted, or is somebody else's")
-            await self._end(order, problem, lift=False)
-        elif order.id not in self._handed:
-            if holders := self.maintenance.holders(order.spot):
-                await self._end(order, f"{reservation_name(holders[0].id)} holds a part of it", lift=True)
-            else:
-                self._handed.add(order.id)
-        else:
-            end = (self._told.get(order.node, (0.0, None))[1] or {}).get(order.id)
-            node = self.maintenance.view.get(order.node)
-            if end is None or node is None:
-                return
-            if end.unsettled:  # it may have been left half done
-                problem = f"{end.problem}. It stays cordoned: look at it, then uncordon it"
-                await self._end(order, problem, lift=False)
-            elif {*end.instances} == {gpu.uuid for gpu in node.gpus if gpu.parent == order.uuid}:
-                await self._end(order, end.problem, lift=True)
 
     async def _end(self, order: OrderedPartition, problem: str, *, lift: bool) -> None:
         if lift:

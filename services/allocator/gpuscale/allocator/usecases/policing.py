@@ -448,13 +448,23 @@ class DryRuns:
 
     async def _use(self, use: RecordedUse, uuids: list[str]) -> RecordedUse:
         """The fleet's history of the GPUs. Its steps follow the fleet's clock: ours are aligned to them."""
-        aligned = False
+        stub, aligned = monitor_api.HistoryServiceStub(self.fleet), False
         for uuid in uuids:
             states = use.gpus.setdefault(uuid, bytearray(use.count))
             points: list[monitor_api.HistoryPoint] = []
             for index in range(0, use.count, WINDOW):
                 begin, end = (use.start + one * STEP for one in (index, min(index + WINDOW, use.count)))
-                points += await self._points(uuid, begin, end)
+                request = monitor_api.QueryHistoryRequest(
+                    uuids=[uuid],
+                    metrics=[monitor_api.Metric.METRIC_UTILIZATION_PERCENT],
+                    span=monitor_api.HistorySpan(
+                        start_time=wire.to_timestamp(moment(begin)), end_time=wire.to_timestamp(moment(end))
+                    ),
+                    step=wire.to_duration(STEP),
+                )
+                with suppress(NotFoundError), rpc_errors():  # no agent reports it any more
+                    found = await stub.QueryHistory(request, timeout=RPC_TIMEOUT)
+                    points += [point for series in found.series for point in series.points]
             if points and not aligned:
                 begin = use.start + (_seconds(points[0]) - use.start) % STEP  # aligned to the history
                 count = int((use.start + use.count * STEP - begin) // STEP)
@@ -465,24 +475,6 @@ class DryRuns:
                 if 0 <= place < use.count and 2 * one.sample_count >= mean:  # half a step is none
                     states[place] = IDLE if one.max < IDLE_PERCENT and states[place] != BUSY else BUSY
         return use
-
-    async def _points(self, uuid: str, start: float, end: float) -> list[monitor_api.HistoryPoint]:
-        span = monitor_api.HistorySpan(
-            start_time=wire.to_timestamp(moment(start)), end_time=wire.to_timestamp(moment(end))
-        )
-        request = monitor_api.QueryHistoryRequest(
-            uuids=[uuid],
-            metrics=[monitor_api.Metric.METRIC_UTILIZATION_PERCENT],
-            span=span,
-            step=wire.to_duration(STEP),
-        )
-        try:
-            with rpc_errors():
-                stub = monitor_api.HistoryServiceStub(self.fleet)
-                found = await stub.QueryHistory(request, timeout=RPC_TIMEOUT)
-        except NotFoundError:  # no agent reports it any more
-            return []
-        return [point for series in found.series for point in series.points]
 
 
 def _seconds(point: monitor_api.HistoryPoint) -> float:

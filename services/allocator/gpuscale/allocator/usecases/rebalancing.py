@@ -195,31 +195,28 @@ class Rebalancing:
         while True:
             await self.partitioning.look()
             with supervising:
-                await self._look()
+                # Cancel moves that came to nothing or are no longer needed; start others if wanted.
+                now, live = self.capacity.clock.now(), self.capacity.ledger.live
+                self._moving = {
+                    one for one in self._moving if one in live and live[one].end_reason.startswith(MOVED_FOR)
+                }
+                self.restarting.give_up(self._moving)
+                if self._moving:
+                    waits = self._for is not None and self.queue.get(self._for.order.request_id) is self._for
+                    if not waits or now >= self._until:
+                        told = sorted(one for one in self._moving if MOVABLE_LABEL in live[one].labels)
+                        self.restarting.give_up(())
+                        await self.leases.revoke(told, None, "")
+                        self._moving.clear()
+                        self.capacity.waiting.changed(())
+                        _log.info("moves are cancelled", reservations=told, needed=waits)
+                elif self.hourly and len(self.queue) and now >= self._again:
+                    self._again = now + AGAIN
+                    while self._made and self._made[0] <= now - _HOUR:
+                        self._made.popleft()
+                    if left := self.hourly - len(self._made):
+                        await self.apply(min(left, MOST_MOVES), itself=True)
             await asyncio.sleep(LOOK)
-
-    async def _look(self) -> None:
-        """Cancel moves that came to nothing or are no longer needed; start others if wanted."""
-        now, live = self.capacity.clock.now(), self.capacity.ledger.live
-        self._moving = {
-            one for one in self._moving if one in live and live[one].end_reason.startswith(MOVED_FOR)
-        }
-        self.restarting.give_up(self._moving)
-        if self._moving:
-            waits = self._for is not None and self.queue.get(self._for.order.request_id) is self._for
-            if not waits or now >= self._until:
-                told = sorted(one for one in self._moving if MOVABLE_LABEL in live[one].labels)
-                self.restarting.give_up(())
-                await self.leases.revoke(told, None, "")
-                self._moving.clear()
-                self.capacity.waiting.changed(())
-                _log.info("moves are cancelled", reservations=told, needed=waits)
-        elif self.hourly and len(self.queue) and now >= self._again:
-            self._again = now + AGAIN
-            while self._made and self._made[0] <= now - _HOUR:
-                self._made.popleft()
-            if left := self.hourly - len(self._made):
-                await self.apply(min(left, MOST_MOVES), itself=True)
 
     async def _begin(self, waiter: Waiter, plan: MovePlan) -> bool:
         """Notify the movers, and keep the GPUs for the waiter; False if things have changed since the plan was made."""

@@ -93,9 +93,14 @@ class Restarting:
             hit("allocator.restart.before_grant")
             order = after.order()
             ledger.use.free(before.id)
+            # It continues at the place kept for it, or where it was unless it had to leave.
+            pick = None
             if kept is not None:
                 self.queue.remove(kept[0])
-            pick = self._place(before, order.ask, kept and kept[1])
+                found = self.placer.place(only(order.ask, kept[1]), clock.now(), again=True)
+                pick = found if isinstance(found, Pick) else None
+            if pick is None and (before.revoke_at is None or before.end_reason.startswith(MOVED_FOR)):
+                pick = Pick(before.gpus)
             if pick is None or BOOKING_LABEL in before.labels:
                 self.waiting.keep(after)
             else:
@@ -109,13 +114,3 @@ class Restarting:
         if error is not None:
             raise error
         return after
-
-    def _place(self, before: Reservation, ask: Ask, kept: Pick | None) -> Pick | None:
-        """Where a job continues: at the place kept for it, or where it was unless it had to leave; else None."""
-        if kept is not None:
-            found = self.placer.place(only(ask, kept), self.leases.clock.now(), again=True)
-            if isinstance(found, Pick):
-                return found
-        if before.revoke_at is not None and not before.end_reason.startswith(MOVED_FOR):
-            return None
-        return Pick(before.gpus)
