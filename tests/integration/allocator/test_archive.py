@@ -292,7 +292,7 @@ async def test_a_damaged_record_is_refused_when_it_is_read(tmp_path: Path) -> No
 
 async def test_what_is_archived_is_left_as_it_is(tmp_path: Path) -> None:
     """By what comes late, or twice; and what is live is not archived."""
-    async with archived(tmp_path / DATABASE, 5, ArchiveLimits(1000, 1 << 30)) as (found, store):
+    async with archived(tmp_path / DATABASE, 5, Totals(1000, 1 << 30)) as (found, store):
         live = found.ledger.grant(order(), [reserved("GPU-b")], now=NOW, wall=WALL)
         await store.save([live], [])
         await found.tidy()
