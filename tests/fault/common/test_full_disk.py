@@ -11,7 +11,7 @@ import pytest
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.store.store import Store
 from tests.contract.cancelling import copied
-from tests.contract.test_cancelled_calls import CASES, MUTATING, answers
+from tests.contract.test_cancelled_calls import CASES, answers, call
 from tests.support.autoscaler_app import TIMEOUT, api, endpoint, reason, running
 from tests.support.clock import ManualClock
 from tests.support.fake_adapter import FakeAdapter
@@ -35,8 +35,8 @@ async def test_what_gives_something_back_goes_on(
         async with opening(state, clock) as room:
             asked = [await prepare(room, number) for number in range(CALLS)]
             fill(disk)
-            for requests in asked:
-                await room.call(MUTATING[method], *requests)
+            for fields in asked:
+                await call(room, method, **fields)
             if method == "ReleaseReservation":
                 assert "only what gives something back is written" in caplog.text
             kill = copied(state, tmp_path / "kill")

@@ -176,7 +176,7 @@ async def test_what_holds_a_gpu_is_told_and_ended_from_its_row_once_that_is_conf
             assert len(top.screen_stack) == 1, "no command was run"
             assert state(client, held.name) == Reservation.STATE_ACTIVE
             await pilot.press("x", "y")
-            await eventually(lambda: "RELEASED" in answer(top))
+            await eventually(lambda: "released" in answer(top))
             assert state(client, held.name) == Reservation.STATE_RELEASED
             await pilot.press("escape")
             await eventually(lambda: "night run" not in [row[HELD] for row in gpus(top)])
