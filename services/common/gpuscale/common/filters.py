@@ -327,18 +327,17 @@ def listed(
     for item in beyond:
         message = encode(item)
         place = (*order(message), SortValue(key(item), descending))
-        if keep(message) and (not ordered or _beyond(seen, place)):
-            found.append((place, message))
+        if not keep(message):
+            continue
+        try:
+            if ordered and not seen < place:
+                continue
+        except TypeError:
+            raise forged_token() from None
+        found.append((place, message))
         if not ordered and len(found) > most:
             break
     found.sort(key=lambda one: one[0])
     more = len(found) > most
     token = to_token(json.dumps([[rank.value, rank.down] for rank in found[most - 1][0]])) if more else ""
     return [message for _, message in found[:most]], token
-
-
-def _beyond(last: tuple[SortValue, ...], place: tuple[SortValue, ...]) -> bool:
-    try:
-        return last < place
-    except TypeError:
-        raise forged_token() from None

@@ -159,7 +159,15 @@ class Connections:
         beyond = sorted(nth, key=nth.__getitem__)[share:]  # ordered round-robin over the owners
         late = (one for one in oldest if one not in by_path and now - self._since[one] >= PATIENCE)
         for inode in {*beyond, *late}:
-            Connections.cut += _cut(there[inode][0], inode)
+            fd = there[inode][0]
+            with suppress(OSError):
+                if os.fstat(fd).st_ino == inode:
+                    opened = socket.socket(fileno=fd)
+                    try:
+                        opened.shutdown(socket.SHUT_RDWR)  # its server then closes it
+                    finally:
+                        opened.detach()
+                    Connections.cut += 1
 
     def _note_shortage(self, unknown: int) -> None:
         """Count a check without a free descriptor (EMFILE, ENFILE), and log the first in a row."""
@@ -226,20 +234,6 @@ def _peer(fd: int, ports: Container[int]) -> str | None:
         return None
     finally:
         opened.detach()
-
-
-def _cut(fd: int, inode: int) -> bool:
-    """Shut down a connection; its server then closes it."""
-    with suppress(OSError):
-        if os.fstat(fd).st_ino != inode:
-            return False
-        opened = socket.socket(fileno=fd)
-        try:
-            opened.shutdown(socket.SHUT_RDWR)
-        finally:
-            opened.detach()
-        return True
-    return False
 
 
 def _key(peer: str) -> str:

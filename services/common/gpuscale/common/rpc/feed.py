@@ -170,7 +170,17 @@ class ResourceFeed(Generic[V]):
         try:
             reset = request.resume_token and since is None
             begin = self.response(reset=True).SerializeToString() if reset else b""
-            told = self._told(since, seen)
+            # Names that a filtered reader may know: those it saw when it left off, or may have seen.
+            told: set[str] | None = None
+            if seen.of is not None or seen.matches is not None:
+                told = set()
+                if since is not None:
+                    told.update(self._since(since))
+                    told.update(
+                        name
+                        for name, one in self._live.items()
+                        if one.revision <= since and self._is_seen(one, seen)
+                    )
             tail = self.response(full=True, resume_token=self._token(seal)).SerializeToString()
             for message in self._messages(
                 list(self._live) if since is None else self._since(since), seen, told, tail, reader.known
@@ -200,17 +210,6 @@ class ResourceFeed(Generic[V]):
         """Names changed after a revision, in order."""
         changed = [one for one in (*self._live.items(), *self._gone.items()) if one[1].revision > revision]
         return [name for name, _ in sorted(changed, key=lambda one: one[1].revision)]
-
-    def _told(self, since: int | None, view: FeedView[V]) -> set[str] | None:
-        """Names that a filtered reader may know: those it saw when it left off, or may have seen."""
-        if view.of is None and view.matches is None:
-            return None
-        if since is None:
-            return set()
-        unchanged = (
-            name for name, one in self._live.items() if one.revision <= since and self._is_seen(one, view)
-        )
-        return {*self._since(since), *unchanged}
 
     def _messages(
         self,

@@ -335,7 +335,14 @@ class Guard:
         if in_time:
             response = await self._behavior(message, context)
         else:
-            seconds = self._default_deadline(message)
+            # A call that waits has longer; one that waits upstream of a gateway has no deadline here.
+            seconds: float | None = self._settings.default_deadline
+            wait = self._info.wait if self._info is not None else None
+            if wait is not None and self._deserialize is None:
+                seconds = None
+            elif wait is not None:
+                asked = wire.optional_seconds(message, wait.field)
+                seconds += wait.default if asked is None else asked
             limit = asyncio.timeout(seconds)
             try:
                 async with limit:
@@ -349,16 +356,6 @@ class Guard:
         if seal and response.next_page_token:
             response.next_page_token += seal
         return response if self._serialize is None else self._serialize(response)
-
-    def _default_deadline(self, message: Any) -> float | None:
-        """Deadline in seconds for a call without one: longer for a call that waits; None if it waits upstream of a gateway."""
-        seconds, wait = self._settings.default_deadline, self._info.wait if self._info is not None else None
-        if wait is None:
-            return seconds
-        if self._deserialize is None:
-            return None
-        asked = wire.optional_seconds(message, wait.field)
-        return seconds + (wait.default if asked is None else asked)
 
     async def _stream(self, request: Any, context: Context, task: _Task, principal: Principal | None) -> Any:
         """Handle a call with a stream in either direction; returns the response unless it is a stream."""

@@ -161,7 +161,15 @@ def value_check(field: FieldDescriptor, rules: FieldRules) -> ValueCheck | None:
         )
         return lambda value: None if value in defined else problem
     if field.message_type is Duration.DESCRIPTOR:
-        return _duration_check(rules)
+        bounds = _number_check(rules, duration_text)
+
+        def duration_problem(value: Duration) -> str | None:
+            seconds, nanos = value.seconds, value.nanos
+            if abs(seconds) > _MAX_DURATION_SECONDS or abs(nanos) > _MAX_NANOS or seconds * nanos < 0:
+                return "must be a duration within 10,000 years, with seconds and nanos of one sign"
+            return bounds(seconds + nanos / 1e9)
+
+        return duration_problem
     if field.message_type is Timestamp.DESCRIPTOR:
         return lambda value: (
             None
@@ -266,18 +274,6 @@ def _number_check(rules: FieldRules, shown: Callable[[float], str] = "{:.15g}".f
         return f"must be greater than {shown(above)}"
 
     return number_problem
-
-
-def _duration_check(rules: FieldRules) -> ValueCheck:
-    bounds = _number_check(rules, duration_text)
-
-    def duration_problem(value: Duration) -> str | None:
-        seconds, nanos = value.seconds, value.nanos
-        if abs(seconds) > _MAX_DURATION_SECONDS or abs(nanos) > _MAX_NANOS or seconds * nanos < 0:
-            return "must be a duration within 10,000 years, with seconds and nanos of one sign"
-        return bounds(seconds + nanos / 1e9)
-
-    return duration_problem
 
 
 MAX_VIOLATIONS: Final = 16
@@ -403,9 +399,14 @@ class _MessageChecks:
                     self._screens[field] = plain or make(field, rules, quick=True)
             else:
                 self._add_scalar(field, rules)
-                within = _range_with_0(field, rules)
-                if within is not None:
-                    ranges[field.name] = within
+                within = number_range(field, rules)
+                if within is None:
+                    continue
+                low, high = within
+                if field.cpp_type not in _FLOATS:  # numbers of its own kind are compared faster
+                    low, high = math.ceil(max(low, -(2**63))), math.floor(min(high, 2**64))
+                if low <= 0 <= high:
+                    ranges[field.name] = low, high
         self._numbers: tuple[Callable[[Any], Sequence[float]], Sequence[float], Sequence[float]] | None = None
         self._others: list[_Scalar] = []
         if len(ranges) >= MANY_NUMBERS:
@@ -457,17 +458,6 @@ class _MessageChecks:
             self._screens[field] = lambda value: not value or (check is not None and check(value))
         elif check is not None and not (field.has_presence or text) and check(0) is not None:
             self._needed.add(field)  # unset counts as 0, which is invalid
-
-
-def _range_with_0(field: FieldDescriptor, rules: FieldRules) -> Range | None:
-    """The range of a number that may be 0, in numbers of its own kind, which are compared faster; None of another field."""
-    within = number_range(field, rules)
-    if within is None:
-        return None
-    low, high = within
-    if field.cpp_type not in _FLOATS:
-        low, high = math.ceil(max(low, -(2**63))), math.floor(min(high, 2**64))
-    return (low, high) if low <= 0 <= high else None
 
 
 _compiled: dict[Descriptor, _MessageChecks] = {}
