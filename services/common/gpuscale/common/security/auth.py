@@ -392,9 +392,16 @@ class Authenticator:
         sent = dict(metadata)
         lease = _values(metadata, LEASE_KEY) if LEASE_KEY in sent else ()
         if peer.startswith("unix"):  # unix:, or unix-abstract: if the client named its end
-            if lease and self._socket_caller is not None:
-                return _holder(lease)
-            return self._socket_caller or self._own_part(_values(metadata, "authorization"))
+            if self._socket_caller is not None:
+                return _holder(lease) if lease else self._socket_caller
+            headers = _values(metadata, "authorization")
+            header = headers[0] if len(headers) == 1 else ""
+            given = header.encode() if isinstance(header, str) else header
+            if self._internal is None or not compare_digest(given, self._internal):
+                raise UnauthenticatedError(
+                    "this socket is only for parts of the process that created it", reason="TOKEN_INVALID"
+                )
+            return LOCAL
         if self.open_forwarded is not None and FORWARDED_KEY in sent:
             shown = next(iter((context.auth_context() or _NO_AUTH).get("x509_pem_cert", ())), None)
             if shown is not None and self._certificates is not None:
@@ -419,15 +426,6 @@ class Authenticator:
             )
         )
 
-    def _own_part(self, headers: Sequence[str | bytes]) -> Principal:
-        header = headers[0] if len(headers) == 1 else ""
-        given = header.encode() if isinstance(header, str) else header
-        if self._internal is None or not compare_digest(given, self._internal):
-            raise UnauthenticatedError(
-                "this socket is only for parts of the process that created it", reason="TOKEN_INVALID"
-            )
-        return LOCAL
-
     def recognise(self, caller: Caller) -> Principal:
         """The caller, of gRPC or HTTP. Raises UnauthenticatedError as `identify`."""
         if caller.loopback and self._trusts_loopback:
@@ -445,26 +443,23 @@ class Authenticator:
                 )
             return self._tokens.principal(found["token"])
         if self._accept_certificates and caller.secure:
-            return self._by_certificate(caller)
+            found = _SPIFFE_ID.fullmatch(caller.spiffe_id or "")
+            if found is None or not is_id(found["name"]) or found["name"] in RESERVED_NAMES:
+                raise UnauthenticatedError(
+                    "the client certificate has no URI spiffe://<trust domain>/gpuscale/<role>/<name>",
+                    reason="CERTIFICATE_WITHOUT_IDENTITY",
+                )
+            if found["role"] == "gateway":
+                return self._named_by(found["name"], caller.forwarded)
+            if caller.forwarded:
+                raise UnauthenticatedError(
+                    f"only a certificate of role gateway may call for others; {found['name']} has role {found['role']}",
+                    reason="NOT_A_GATEWAY",
+                )
+            return Principal(found["name"], _role(found), "certificate", self._limits(found["name"]))
         if self._trusts_loopback and not caller.secure:
             return self._named_by(ANONYMOUS.name, caller.forwarded) if caller.forwarded else ANONYMOUS
         raise UnauthenticatedError("a bearer token is required", reason="TOKEN_MISSING")
-
-    def _by_certificate(self, caller: Caller) -> Principal:
-        found = _SPIFFE_ID.fullmatch(caller.spiffe_id or "")
-        if found is None or not is_id(found["name"]) or found["name"] in RESERVED_NAMES:
-            raise UnauthenticatedError(
-                "the client certificate has no URI spiffe://<trust domain>/gpuscale/<role>/<name>",
-                reason="CERTIFICATE_WITHOUT_IDENTITY",
-            )
-        if found["role"] == "gateway":
-            return self._named_by(found["name"], caller.forwarded)
-        if caller.forwarded:
-            raise UnauthenticatedError(
-                f"only a certificate of role gateway may call for others; {found['name']} has role {found['role']}",
-                reason="NOT_A_GATEWAY",
-            )
-        return Principal(found["name"], _role(found), "certificate", self._limits(found["name"]))
 
     def _named_by(self, gateway: str, forwarded: Sequence[str | bytes]) -> Principal:
         value = forwarded[0] if len(forwarded) == 1 else ""
