@@ -125,27 +125,22 @@ class Candidate:
         """Start a term; None if another process leads."""
         async with asyncio.timeout(ANSWER_LIMIT):
             if not await _ask(connection, "SELECT pg_try_advisory_lock(%s)", lock_key(self._service)):
-                self.other = await self._look(connection)
+                latest = in_schema(
+                    "SELECT concat_ws(' ', epoch, secret, address) FROM {0}.leadership JOIN {0}.forwarding USING (epoch)",
+                    self._service,
+                ).as_string()
+                other: Lead | None = None
+                missing = (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName)
+                with suppress(*missing):  # before the first term
+                    if (found := await _ask(connection, latest)) is not None:
+                        epoch, secret, address = str(found).split(" ", 2)
+                        other = Lead(address, int(epoch), secret)
+                self.other = other
                 return None
             lead = await self._begin(connection)
             asked = now()
             await _ask(connection, "SELECT 1")
         return Term(lead, connection.fileno(), LEASE, asked)
-
-    async def _look(self, connection: _Connection) -> Lead | None:
-        latest = in_schema(
-            "SELECT concat_ws(' ', epoch, secret, address) FROM {0}.leadership JOIN {0}.forwarding USING (epoch)",
-            self._service,
-        ).as_string()
-        found = None
-        with suppress(
-            psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName
-        ):  # before the first term
-            found = await _ask(connection, latest)
-        if found is None:
-            return None
-        epoch, secret, address = str(found).split(" ", 2)
-        return Lead(address, int(epoch), secret)
 
     async def _connect(self) -> _Connection:
         try:

@@ -294,7 +294,20 @@ class Postgres(Backend):
         The server ends a transaction that is idle for `idle` seconds (0: never).
         """
         with self.opening():
-            driver = self._connect(idle)
+            try:
+                driver: Driver = psycopg.connect(
+                    conninfo(self.url, store_application(self.service)), autocommit=True
+                )
+            except psycopg.Error as error:
+                raise connect_error(self.url, error) from None
+            values: dict[str, Any] = {
+                "idle_in_transaction_session_timeout": str(int(idle * 1000)),
+                "statement_timeout": str(int(STATEMENT_LIMIT * 1000)),
+                "client_min_messages": "warning",  # `_commit` reads them
+                "search_path": in_schema("{}", self.service).as_string(driver),
+            }
+            for name, value in values.items():
+                driver.execute("SELECT set_config(%s, %s, false)", (name, value))
             # Parameters would appear in errors and so in logs.
             engine = create_engine(
                 "postgresql+psycopg://",
@@ -320,23 +333,6 @@ class Postgres(Backend):
                 event.listen(engine, "begin", on_begin)
         with closing(driver), closing(connection):
             yield connection
-
-    def _connect(self, idle: float) -> Driver:
-        try:
-            driver: Driver = psycopg.connect(
-                conninfo(self.url, store_application(self.service)), autocommit=True
-            )
-        except psycopg.Error as error:
-            raise connect_error(self.url, error) from None
-        values: dict[str, Any] = {
-            "idle_in_transaction_session_timeout": str(int(idle * 1000)),
-            "statement_timeout": str(int(STATEMENT_LIMIT * 1000)),
-            "client_min_messages": "warning",  # `_commit` reads them
-            "search_path": in_schema("{}", self.service).as_string(driver),
-        }
-        for name, value in values.items():
-            driver.execute("SELECT set_config(%s, %s, false)", (name, value))
-        return driver
 
 
 def _setting(driver: Driver, name: str) -> str:

@@ -169,7 +169,16 @@ class Sqlite(Backend):
         with self.opening():
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
-            found = self._check()
+            # Check it without changing it; its version is 0 if it has no tables.
+            uri = f"file:{quote(str(self.path))}?mode=ro"
+            with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_SECONDS)) as reader:
+                check(reader, "quick_check", self.unchecked)
+                found: int = reader.execute("PRAGMA user_version").fetchone()[0]
+                tables: int = reader.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+                if found or tables:  # else new, as after a crash during its creation
+                    self.check_version(found)
+                if self.guard is not None:
+                    self.guard.inspect(reader, found)
             pragmas = _WRITER_PRAGMAS if found else (*_NEW_PRAGMAS, *_WRITER_PRAGMAS)
             connection = _connect(self.path, pragmas, "BEGIN IMMEDIATE")
         with closing(self._room), closing(connection):
@@ -262,19 +271,6 @@ class Sqlite(Backend):
         if self.guard is not None:
             self.guard.ended(committed=committed)
         self._room.look()
-
-    def _check(self) -> int:
-        """Check the file without changing it; returns its version, 0 if it has no tables."""
-        uri = f"file:{quote(str(self.path))}?mode=ro"
-        with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_SECONDS)) as connection:
-            check(connection, "quick_check", self.unchecked)
-            found: int = connection.execute("PRAGMA user_version").fetchone()[0]
-            tables: int = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-            if found or tables:  # else new, as after a crash during its creation
-                self.check_version(found)
-            if self.guard is not None:
-                self.guard.inspect(connection, found)
-        return found
 
 
 def raw(connection: Connection) -> sqlite3.Connection:
