@@ -209,22 +209,20 @@ class Pods:
         until, asking = 0.0, Attempts(_log, "cannot ask the kubelet which pods have GPUs", GpuscaleError)
         while self._place is not None:
             with asking, rpc_errors():
-                self.by_gpu, until = await self._ask(), self._clock.now() + KEPT_SECONDS
+                # One connection per poll: an open one costs keepalive pings on both ends.
+                async with open_channel(f"unix:{self._place}") as channel:
+                    ask: grpc.aio.UnaryUnaryMultiCallable[bytes, PodResourcesList] = channel.unary_unary(
+                        METHOD, response_deserializer=PodResourcesList.FromString
+                    )
+                    answer = await ask(b"", timeout=PATIENCE_SECONDS)
+                found: defaultdict[str, set[str]] = defaultdict(set)
+                for pod in answer.pod_resources:
+                    for container in pod.containers:
+                        for devices in container.devices:
+                            for device in devices.device_ids:  # "GPU-…::2" is a share of a GPU
+                                found[device.partition("::")[0]].add(f"{pod.namespace}/{pod.name}")
+                self.by_gpu = {uuid: tuple(sorted(names)[:_MOST_PODS]) for uuid, names in found.items()}
+                until = self._clock.now() + KEPT_SECONDS
             if asking.failing and self._clock.now() >= until:
                 self.by_gpu = {}
             await asyncio.sleep(LOOK_SECONDS)
-
-    async def _ask(self) -> Mapping[str, tuple[str, ...]]:
-        # One connection per poll: an open one costs keepalive pings on both ends.
-        async with open_channel(f"unix:{self._place}") as channel:
-            ask: grpc.aio.UnaryUnaryMultiCallable[bytes, PodResourcesList] = channel.unary_unary(
-                METHOD, response_deserializer=PodResourcesList.FromString
-            )
-            answer = await ask(b"", timeout=PATIENCE_SECONDS)
-        found: defaultdict[str, set[str]] = defaultdict(set)
-        for pod in answer.pod_resources:
-            for container in pod.containers:
-                for devices in container.devices:
-                    for device in devices.device_ids:  # "GPU-…::2" is a share of a GPU
-                        found[device.partition("::")[0]].add(f"{pod.namespace}/{pod.name}")
-        return {uuid: tuple(sorted(names)[:_MOST_PODS]) for uuid, names in found.items()}

@@ -126,26 +126,19 @@ class HealthWatch:
             early = 0 if node in self._turns else len(self._turns) % EVERY_SECONDS
             self._turns[node] = now + EVERY_SECONDS - early
         if every or register.eventful(node) or change is None or change.touches(WATCHED_FIELDS):
-            facts = self._facts(node, picture, change, every=every)
+            # Of every GPU, or of changed ones that do not look well or have events.
+            places = None if every or change is None else change.changed_places()
+            gpus = picture.snapshot.gpus
+            changed = gpus if places is None else [gpus[place] for place in places]
+            eventful = register.eventful(node)
+            facts = {
+                gpu.uuid: facts_of(gpu)
+                for gpu in changed
+                if every or not looks_well(gpu) or (eventful and gpu.uuid.lower() in eventful)
+            }
             if facts:
                 register.observe(node, facts, now)
             self._tell()
-
-    def _facts(
-        self, node: str, picture: Picture, change: Change | None, *, every: bool
-    ) -> dict[str, HealthFacts]:
-        """Facts by UUID, of every GPU or of changed ones that do not look well or have events."""
-        gpus = picture.snapshot.gpus
-        if every:
-            return {gpu.uuid: facts_of(gpu) for gpu in gpus}
-        places = None if change is None else change.changed_places()
-        changed = gpus if places is None else [gpus[place] for place in places]
-        eventful = self.register.eventful(node)
-        return {
-            gpu.uuid: facts_of(gpu)
-            for gpu in changed
-            if not looks_well(gpu) or (eventful and gpu.uuid.lower() in eventful)
-        }
 
     def hear(self, node: str, faults: monitor_internal.ReportedFaults, now: float) -> None:
         """Take in reported faults, ignoring repeated ones."""

@@ -9,7 +9,6 @@ import ctypes
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -222,7 +221,20 @@ def find_devices(sys: Path) -> tuple[dict[str, NvmlDevice], list[MissingGpu]]:
             vbios_version=_answer(pynvml.nvmlDeviceGetVbiosVersion, handle) or "",
         )
         whole.append(NvmlDevice(handle, identity, None if identity.divided else Activity(handle, None)))
-    _look_at_bus({device.identity.pci_bus_id for device in whole}, missing, sys)
+    # GPUs that the driver does not list, and the addresses of those that did not answer, both in address order.
+    bus = Bus(find_gpus(sys / "bus/pci/devices"))
+    bus.look()
+    known = {device.identity.pci_bus_id for device in whole}
+    named = {pci_address(address) for address in (*known, *(lost.pci_bus_id for lost in missing))}
+    others = sorted(bus.gpus - bus.given_away - named)
+    for number, lost in enumerate(missing):
+        if not lost.pci_bus_id and others:
+            missing[number] = replace(lost, pci_bus_id=others.pop(0))
+    after = len(known) + len(missing)
+    missing.extend(
+        MissingGpu(after + number, address, "the driver does not list it")
+        for number, address in enumerate(others)
+    )
     by_address = {device.identity.pci_bus_id: device.identity.uuid for device in whole}
     devices: dict[str, NvmlDevice] = {}
     for device in whole:
@@ -231,22 +243,6 @@ def find_devices(sys: Path) -> tuple[dict[str, NvmlDevice], list[MissingGpu]]:
         for part in mig_parts(device):
             devices[part.identity.uuid] = part
     return devices, missing
-
-
-def _look_at_bus(known: AbstractSet[str], missing: list[MissingGpu], sys: Path) -> None:
-    """Add GPUs that the driver does not list, and the addresses of those that did not answer, both in address order."""
-    bus = Bus(find_gpus(sys / "bus/pci/devices"))
-    bus.look()
-    named = {pci_address(address) for address in (*known, *(lost.pci_bus_id for lost in missing))}
-    others = sorted(bus.gpus - bus.given_away - named)
-    for place, lost in enumerate(missing):
-        if not lost.pci_bus_id and others:
-            missing[place] = replace(lost, pci_bus_id=others.pop(0))
-    after = len(known) + len(missing)
-    missing.extend(
-        MissingGpu(after + number, address, "the driver does not list it")
-        for number, address in enumerate(others)
-    )
 
 
 def mig_parts(parent: NvmlDevice) -> Iterator[NvmlDevice]:
