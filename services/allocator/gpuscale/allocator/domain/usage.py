@@ -161,8 +161,19 @@ def _usage(gpu: Gpu, held: ReservedGpu, own_id: str, use: Use) -> GpuUsage:
     others = [one for one in gpu.processes if one.reservation not in holders and not one.unknown]
     memory = gpu.memory_used_bytes if held.milli >= WHOLE else _own_memory(gpu, own_id, holders)
     granted = held.memory_bytes
+    listed = gpu.processes_known and gpu.processes
+    if gpu.utilization_percent is None:
+        state = UseState.UNKNOWN
+    elif gpu.utilization_percent < IDLE_PERCENT:
+        state = UseState.IDLE
+    elif any(one.reservation == own_id for one in gpu.processes):
+        state = UseState.BUSY
+    elif listed and all(one.reservation and not one.unknown for one in gpu.processes):
+        state = UseState.IDLE  # others' work
+    else:
+        state = UseState.BUSY if held.milli >= WHOLE else UseState.UNKNOWN
     return GpuUsage(
-        state=_state(gpu, own_id, whole=held.milli >= WHOLE),
+        state=state,
         memory_bytes=memory,
         outsider_memory_bytes=_total(others) if gpu.processes_known else None,
         outsiders=tuple(one.pid for one in others),
@@ -174,19 +185,6 @@ def _usage(gpu: Gpu, held: ReservedGpu, own_id: str, use: Use) -> GpuUsage:
         hardware=gpu.hardware,
         read_at=gpu.read_at,
     )
-
-
-def _state(gpu: Gpu, own_id: str, *, whole: bool) -> UseState:
-    if gpu.utilization_percent is None:
-        return UseState.UNKNOWN
-    if gpu.utilization_percent < IDLE_PERCENT:
-        return UseState.IDLE
-    if any(one.reservation == own_id for one in gpu.processes):
-        return UseState.BUSY
-    listed = gpu.processes_known and gpu.processes
-    if listed and all(one.reservation and not one.unknown for one in gpu.processes):
-        return UseState.IDLE  # others' work
-    return UseState.BUSY if whole else UseState.UNKNOWN
 
 
 def _own_memory(gpu: Gpu, own_id: str, holders: Collection[str]) -> int | None:

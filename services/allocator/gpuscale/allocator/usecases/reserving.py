@@ -269,7 +269,17 @@ class Waiting:
                 entry.granted.set_result(self.grant(waiter.order, pick))
                 entry.ring()
             case Revoke(waiter, leases):
-                self._revoke(waiter, leases)
+                # Victims are told when they have to leave. A failed write is undone; the next round chooses again.
+                at, order = self._clock.now() + self._grace, waiter.order
+                reason = f"{PREEMPTED_FOR}a request of {order.tenant} with priority {order.priority}"
+                before = [self._ledger.get(lease) for lease in leases]
+                after = [self._ledger.revoke(one.id, at, reason) for one in before]
+
+                def settled(error: GpuscaleError | None) -> None:
+                    if error is not None:
+                        asyncio.get_running_loop().call_later(REVOKE_AGAIN, self.changed, ())
+
+                self._commits.change(before, after).on_settled(settled)
             case Looked(waiter, moved):
                 waits = self._entries.get(waiter.order.request_id) if moved else None
                 if waits and waiter.place and _is_news(waiter.place, waits.rung):
@@ -293,20 +303,6 @@ class Waiting:
 
             self._commits.change([before], [after]).on_settled(settled)
         return order.reservation_id
-
-    def _revoke(self, waiter: Waiter, leases: Iterable[str]) -> None:
-        """Tell victims when they have to leave. A failed write is undone; the next round chooses again."""
-        at = self._clock.now() + self._grace
-        order = waiter.order
-        reason = f"{PREEMPTED_FOR}a request of {order.tenant} with priority {order.priority}"
-        before = [self._ledger.get(lease) for lease in leases]
-        after = [self._ledger.revoke(one.id, at, reason) for one in before]
-
-        def settled(error: GpuscaleError | None) -> None:
-            if error is not None:
-                asyncio.get_running_loop().call_later(REVOKE_AGAIN, self.changed, ())
-
-        self._commits.change(before, after).on_settled(settled)
 
     def _join(self, order: Order, seconds: float) -> _Entry:
         now = self._clock.now()
