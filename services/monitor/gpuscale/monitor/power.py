@@ -49,7 +49,18 @@ class PowerLimits:
         try:
             for uuid, watts in {**caps, **back}.items():
                 try:
-                    self._change(uuid, watts)
+                    handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+                    if watts is None:
+                        self._set(uuid, handle, self._found[uuid])
+                        continue
+                    low, high = pynvml.nvmlDeviceGetPowerManagementLimitConstraints(handle)
+                    limit = round(watts * _MILLI)
+                    if not low <= limit <= high:
+                        problems[uuid] = f"{watts:g} W is not within {low / _MILLI:g} and {high / _MILLI:g} W"
+                        continue
+                    if uuid not in self._found:
+                        self._write(self._found | {uuid: pynvml.nvmlDeviceGetPowerManagementLimit(handle)})
+                    self._set(uuid, handle, min(limit, self._found[uuid]))
                 except (pynvml.NVMLError, ValueError) as error:
                     problems[uuid] = str(error)
         finally:
@@ -57,19 +68,6 @@ class PowerLimits:
         if done := set(back) - set(problems):
             self._write({uuid: limit for uuid, limit in self._found.items() if uuid not in done})
         return problems
-
-    def _change(self, uuid: str, watts: float | None) -> None:
-        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        if watts is None:
-            self._set(uuid, handle, self._found[uuid])
-            return
-        low, high = pynvml.nvmlDeviceGetPowerManagementLimitConstraints(handle)
-        limit = round(watts * _MILLI)
-        if not low <= limit <= high:
-            raise ValueError(f"{watts:g} W is not within {low / _MILLI:g} and {high / _MILLI:g} W")
-        if uuid not in self._found:
-            self._write(self._found | {uuid: pynvml.nvmlDeviceGetPowerManagementLimit(handle)})
-        self._set(uuid, handle, min(limit, self._found[uuid]))
 
     @staticmethod
     def _set(uuid: str, handle: pynvml.c_nvmlDevice_t, limit: int) -> None:

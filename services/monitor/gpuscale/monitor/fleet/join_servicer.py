@@ -259,27 +259,22 @@ class JoinServicer(api.JoinServiceServicer):
         from gpuscale.common.security.authority import CertificateSubject
 
         if token.kind:
-            return await self._join_services(signer, token, request, node)
+            # A host of services also gets the tokens and revocations.
+            if not request.hosts or not all(map(_HOST.fullmatch, request.hosts)):
+                raise InvalidArgumentError("hosts must be names or addresses of the host", field="hosts")
+            hosts = tuple(dict.fromkeys((*request.hosts, "localhost", "127.0.0.1")))
+            what = api.HostKind.Name(token.kind).removeprefix("HOST_KIND_").lower()
+            answer = _signed(signer, what, node, hosts, request.csr)
+            await self._spend(token, what, node, answer.certificate_pem)
+            answer.tokens, answer.revoked = await asyncio.to_thread(signer.shared_files)
+            _log.info("a host of services joined", node=node, hosts=hosts, join_token=token.id)
+            return answer
         role = token.role.name.lower()
         subject = CertificateSubject(node, uri=signer.identity(role, node))
         certificate = signer.sign(request.csr, subject)
         await self._spend(token, role, node, certificate)
         _log.info("a host joined", node=node, role=role, join_token=token.id)
         return api.JoinResponse(certificate_pem=certificate, authority_pem=signer.bundle)
-
-    async def _join_services(
-        self, signer: "Signer", token: _JoinToken, request: api.JoinRequest, node: str
-    ) -> api.JoinResponse:
-        """Sign for a services host, and send it the tokens and revocations."""
-        if not request.hosts or not all(map(_HOST.fullmatch, request.hosts)):
-            raise InvalidArgumentError("hosts must be names or addresses of the host", field="hosts")
-        hosts = tuple(dict.fromkeys((*request.hosts, "localhost", "127.0.0.1")))
-        what = api.HostKind.Name(token.kind).removeprefix("HOST_KIND_").lower()
-        answer = _signed(signer, what, node, hosts, request.csr)
-        await self._spend(token, what, node, answer.certificate_pem)
-        answer.tokens, answer.revoked = await asyncio.to_thread(signer.shared_files)
-        _log.info("a host of services joined", node=node, hosts=hosts, join_token=token.id)
-        return answer
 
     async def _spend(self, token: _JoinToken, what: str, node: str, certificate: str) -> None:
         """Use a token for a host, and store that; if that fails, give back the use and the name."""

@@ -132,7 +132,19 @@ class NvmlSource:
         if silence is not None:
             reading = GpuReading.nothing(silence.status, silence.detail)
         elif not device.identity.parent_uuid:
-            self._look_at_parts(device)
+            # Now and then, compare the MIG mode and instances of a GPU with the inventory, and ask again for what was
+            # unsupported, as that may depend on the MIG mode.
+            now = self._now()
+            if now >= self._parts_until.setdefault(uuid, now + FIRST_PARTS_SECONDS):
+                self._parts_until[uuid] = now + SLOW_EVERY_SECONDS
+                divided = mig_enabled(device.handle)
+                if divided is not None:
+                    device.unsupported.clear()
+                    known = {part for part, one in self._devices.items() if one.identity.parent_uuid == uuid}
+                    if divided != device.identity.divided or known != {
+                        part.identity.uuid for part in mig_parts(device)
+                    }:
+                        self._outdated = True
         ends = device.links.ends
         return GpuSample(queries.state(), reading, ends, queries.calls, queries.refusals)
 
@@ -166,24 +178,6 @@ class NvmlSource:
         self._initialised = False
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
-
-    def _look_at_parts(self, parent: NvmlDevice) -> None:
-        """Now and then, compare the MIG mode and instances of a GPU with the inventory.
-
-        Then also ask again for what was unsupported, as that may depend on the MIG mode.
-        """
-        uuid, now = parent.identity.uuid, self._now()
-        due = self._parts_until.setdefault(uuid, now + FIRST_PARTS_SECONDS)
-        if now < due:
-            return
-        self._parts_until[uuid] = now + SLOW_EVERY_SECONDS
-        divided = mig_enabled(parent.handle)
-        if divided is None:
-            return
-        parent.unsupported.clear()
-        known = {part for part, device in self._devices.items() if device.identity.parent_uuid == uuid}
-        if divided != parent.identity.divided or {part.identity.uuid for part in mig_parts(parent)} != known:
-            self._outdated = True
 
 
 _MIG_PROFILE = re.compile(r"\bMIG (\S+)$")
