@@ -195,7 +195,10 @@ def number_range(field: FieldDescriptor, rules: FieldRules) -> Range | None:
 
 def _text_check(rules: FieldRules) -> ValueCheck:
     longest = MAX_LENGTH if rules.max_length is None else rules.max_length
-    shape = _shape_check(rules)
+    pattern = rules.resource
+    is_name = expression(pattern).fullmatch if pattern else None
+    or_id = rules.format == "name_or_id"  # from older clients
+    fits, problem = _SHAPES.get(rules.format, (None, ""))
     plain = rules.format != "any"
 
     def text_problem(value: str) -> str | None:
@@ -206,20 +209,11 @@ def _text_check(rules: FieldRules) -> ValueCheck:
                 return "must not hold control characters"
             if any(category(character) in _INVISIBLE for character in value):
                 return "must not hold invisible characters"
-        return None if shape is None else shape(value)
+        if is_name is not None:
+            return None if is_name(value) or (or_id and is_id(value)) else misfit(pattern, value)
+        return None if fits is None or fits(value) else problem
 
     return text_problem
-
-
-def _shape_check(rules: FieldRules) -> ValueCheck | None:
-    if rules.resource:
-        pattern, is_name = rules.resource, expression(rules.resource).fullmatch
-        or_id = rules.format == "name_or_id"  # from older clients
-        return lambda value: None if is_name(value) or (or_id and is_id(value)) else misfit(pattern, value)
-    if rules.format not in _SHAPES:
-        return None
-    fits, problem = _SHAPES[rules.format]
-    return lambda value: None if fits(value) else problem
 
 
 _SHAPES: Final[Mapping[str, tuple[Callable[[str], object], str]]] = {

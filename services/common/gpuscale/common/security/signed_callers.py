@@ -95,7 +95,20 @@ class SignedCallers:
         digest = hashlib.sha256(token.encode()).digest()
         found = self._kept.get(digest)
         if found is None:
-            found = self._checked(token)
+            issuer = unchecked(token).get("iss")
+            if self._logins is not None and issuer == LOGIN_ISSUER:
+                signed = self._logins.check(token)
+                try:
+                    says = LoginClaims.model_validate(signed.claims)
+                except ValidationError:
+                    raise invalid("it has no valid subject and role") from None
+                limits = Limits(says.tenants, says.max_priority)
+                found = Principal(says.sub, says.role, "token", limits), signed
+            elif self.provider is not None and self._oidc is not None and issuer == self.provider.issuer:
+                signed = self.provider.check(token)
+                found = _by_groups(self._oidc, signed.claims), signed
+            else:
+                raise invalid("its issuer is unknown")
             while len(self._kept) >= MOST_KEPT:
                 self._kept.pop(next(iter(self._kept)))
             self._kept[digest] = found
@@ -105,20 +118,6 @@ class SignedCallers:
         if signed.begins <= self._revoked.get(principal.name, float("-inf")):
             raise UnauthenticatedError("the token was revoked: log in again", reason="TOKEN_REVOKED")
         return principal
-
-    def _checked(self, token: str) -> tuple[Principal, SignedToken]:
-        issuer = unchecked(token).get("iss")
-        if self._logins is not None and issuer == LOGIN_ISSUER:
-            signed = self._logins.check(token)
-            try:
-                says = LoginClaims.model_validate(signed.claims)
-            except ValidationError:
-                raise invalid("it has no valid subject and role") from None
-            return Principal(says.sub, says.role, "token", Limits(says.tenants, says.max_priority)), signed
-        if self.provider is not None and self._oidc is not None and issuer == self.provider.issuer:
-            signed = self.provider.check(token)
-            return _by_groups(self._oidc, signed.claims), signed
-        raise invalid("its issuer is unknown")
 
 
 def _by_groups(oidc: OidcSettings, claims: Mapping[str, object]) -> Principal:
