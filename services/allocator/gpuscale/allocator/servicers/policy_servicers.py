@@ -196,7 +196,7 @@ class PolicyServicer(api.PolicyServiceServicer):
             request,
             api.PolicyAct,
             key=lambda one: f"{one[0]:020}",
-            encode=_numbered,
+            encode=lambda one: _act(one[1], one[0]),
             descending=True,
         )
         return api.ListPolicyActsResponse(policy_acts=found, next_page_token=token)
@@ -473,14 +473,9 @@ def _actions(actions: Sequence[Action]) -> list[api.PolicyAction.ValueType]:
     return [_ACTION_OF[one] for one in actions]
 
 
-def _numbered(numbered: tuple[int, PolicyAct]) -> api.PolicyAct:
-    message = _act(numbered[1])
-    message.name = f"{message.policy}/acts/{numbered[0]}"
-    return message
-
-
-def _act(one: PolicyAct) -> api.PolicyAct:
+def _act(one: PolicyAct, number: int | None = None) -> api.PolicyAct:
     return api.PolicyAct(
+        name="" if number is None else f"policies/{one.policy}/acts/{number}",
         policy=f"policies/{one.policy}",
         subject=one.subject,
         reservations=map(names.reservation_name, one.reservations),

@@ -216,7 +216,15 @@ class Policing:
             elif name not in seen:
                 acts += ended(key, policies[key][1], before.track, "it ended", wall, gone=True)
         await self._carry_out(after, acts, now)
-        return self._note(after, policies)
+        notes, live = self.notes.copy(), self.records.ledger.live
+        self.notes.clear()  # in place, for whoever answers with them
+        for (key, _), one in after.items():
+            said = notice(key, policies[key][1], one.track)
+            for reservation in one.track.subject.reservations if said else ():
+                self.notes[reservation] = (*self.notes.get(reservation, ()), said)
+        both = {*notes, *self.notes}
+        changed = {one for one in both if len(notes.get(one, ())) != len(self.notes.get(one, ()))}
+        return [live[one] for one in changed if one in live]
 
     async def _carry_out(
         self, after: dict[Key, FollowedTrack], acts: Sequence[PolicyAct], now: float
@@ -237,9 +245,16 @@ class Policing:
             kills = [group.create_task(self._kill(act, after)) for act in acts]
         acts = [one.result() for one in kills]
         changed: dict[Key, FollowedTrack | None] = {key: None for key in self._tracks if key not in after}
+        marks = attrgetter("counting", "done", "spared", "subject.reservations")
         for key, one in after.items():
-            before = self._tracks.get(key)
-            if before is None or before.etag != one.etag or _told_apart(before.track, one.track):
+            before, track = self._tracks.get(key), one.track
+            if (
+                before is None
+                or before.etag != one.etag
+                # or it would lead to another time than the one on disk
+                or marks(before.track) != marks(track)
+                or abs(before.track.foreseen(track.seen) - track.held) > 1e-3
+            ):
                 changed[key] = one
         if changed or acts or (after and now - self._said >= SAID_EVERY):
             number = self._acts[-1][0] if self._acts else 0
@@ -265,20 +280,6 @@ class Policing:
         outcome, problem = await self.orders.kill(act.subject.partition("/processes/")[0], process, act.grace)
         reason = f"{act.reason}; not known to have ended: {problem}" if problem else act.reason
         return replace(act, outcome=outcome, reason=reason)
-
-    def _note(
-        self, after: Mapping[Key, FollowedTrack], policies: Mapping[str, tuple[str, UsePolicy]]
-    ) -> list[Reservation]:
-        """Set the notes; returns the reservations whose notes have changed."""
-        before, found, live = self.notes.copy(), dict[str, tuple[str, ...]](), self.records.ledger.live
-        for (key, _), one in after.items():
-            said = notice(key, policies[key][1], one.track)
-            for reservation in one.track.subject.reservations if said else ():
-                found[reservation] = (*found.get(reservation, ()), said)
-        self.notes.clear()  # in place, for whoever answers with them
-        self.notes |= found
-        changed = {one for one in {*before, *found} if len(before.get(one, ())) != len(found.get(one, ()))}
-        return [live[one] for one in changed if one in live]
 
     async def _sightings(self, policies: Iterable[UsePolicy]) -> dict[bool, list[SeenSubject]]:
         """What is seen of reservations (False) and of processes on GPUs (True), if a policy covers them."""
@@ -368,12 +369,6 @@ def subject_of(
 
 def _outsider(gpu: Gpu, pid: int | None) -> GpuSighting:
     return GpuSighting(gpu.uuid, None, None, None if pid is None else (pid,), None)
-
-
-def _told_apart(before: Track, after: Track) -> bool:
-    """Whether the track on disk would lead to another time than the current one."""
-    marks = attrgetter("counting", "done", "spared", "subject.reservations")
-    return marks(before) != marks(after) or abs(before.foreseen(after.seen) - after.held) > 1e-3
 
 
 STEP = 60.0
