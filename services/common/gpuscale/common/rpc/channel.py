@@ -189,27 +189,24 @@ def split_addresses(text: str) -> tuple[str, ...]:
             f"{text!r} must name different addresses, with commas between", field="address"
         )
     for address in addresses:
-        problem = _problem(address)
+        if address.startswith(_OTHER_WAYS):
+            continue
+        problem = ""
+        scheme, found, rest = address.partition("://")
+        host, colon, port = address.rpartition(":")
+        if found:
+            problem = f"has {scheme}:// before it: write {rest.rstrip('/')}"
+        elif not colon or address.endswith("]"):
+            problem = f"has no port: write HOST:PORT, such as {address or '127.0.0.1'}:{_USUAL_PORT}"
+        elif ":" in host and not (host.startswith("[") and host.endswith("]")):
+            problem = f"is ambiguous: write an IPv6 address in brackets, such as [::1]:{_USUAL_PORT}"
+        elif not (re.fullmatch("[0-9]+", port) and 0 < int(port) <= _HIGHEST_PORT):
+            problem = f"has the port {port!r}: a port is a number from 1 to {_HIGHEST_PORT}"
+        elif not host:
+            problem = f"has no host: write HOST:PORT, such as 127.0.0.1:{port}"
         if problem:
             raise InvalidArgumentError(f"the address {address!r} {problem}")
     return addresses
-
-
-def _problem(address: str) -> str:
-    """Why an address to connect to is malformed; empty if it is not."""
-    if address.startswith(_OTHER_WAYS):
-        return ""
-    scheme, found, rest = address.partition("://")
-    if found:
-        return f"has {scheme}:// before it: write {rest.rstrip('/')}"
-    host, colon, port = address.rpartition(":")
-    if not colon or address.endswith("]"):
-        return f"has no port: write HOST:PORT, such as {address or '127.0.0.1'}:{_USUAL_PORT}"
-    if ":" in host and not (host.startswith("[") and host.endswith("]")):
-        return f"is ambiguous: write an IPv6 address in brackets, such as [::1]:{_USUAL_PORT}"
-    if not (re.fullmatch("[0-9]+", port) and 0 < int(port) <= _HIGHEST_PORT):
-        return f"has the port {port!r}: a port is a number from 1 to {_HIGHEST_PORT}"
-    return "" if host else f"has no host: write HOST:PORT, such as 127.0.0.1:{port}"
 
 
 def is_local(address: str) -> bool:
