@@ -49,7 +49,19 @@ class Listener:
         self._paused.clear()
         if self.listening is None:
             loop = asyncio.get_running_loop()
-            self._listening = self._worker.call(lambda: self._listen(loop))
+
+            def listen() -> None:
+                while not self._paused.is_set():
+                    found = self._source.wait_event(self._wait)
+                    if found is not None:
+                        event = GpuEvent(found.uuid, found.xid, self._clock.now(), self._clock.wall())
+                        try:
+                            for observe in self._observers:
+                                loop.call_soon_threadsafe(observe, event)
+                        except RuntimeError:
+                            return  # the loop is closed
+
+            self._listening = self._worker.call(listen)
             # Retrieve the error, so that asyncio does not log it: the GPUs report a source that ended.
             self._listening.add_done_callback(lambda ended: ended.exception())
 
@@ -61,17 +73,6 @@ class Listener:
         """Stop listening for good."""
         self._paused.set()
         self._worker.stop()
-
-    def _listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        while not self._paused.is_set():
-            found = self._source.wait_event(self._wait)
-            if found is not None:
-                event = GpuEvent(found.uuid, found.xid, self._clock.now(), self._clock.wall())
-                try:
-                    for observe in self._observers:
-                        loop.call_soon_threadsafe(observe, event)
-                except RuntimeError:
-                    return  # the loop is closed
 
 
 MOST_FAULTS = 64
