@@ -194,27 +194,26 @@ class Notifying:
                 continue
             problem = await self._send(target, letter)
             try:
-                await self._settle(letter, problem)
+                if not problem:
+                    await self.store.settle([letter.number], [])
+                    self._letters.pop(letter.number, None)
+                    continue
+                _log.warning("a target did not accept a notification", target=key, problem=problem)
+                attempts = letter.attempts + 1
+                failed = replace(letter, attempts=attempts, problem=problem, dead=attempts >= MOST_ATTEMPTS)
+                dead = (
+                    [one.number for one in self.every() if one.dead][: -MOST_DEAD + 1] if failed.dead else []
+                )
+                await self.store.settle(dead, [failed])
+                for one in dead:
+                    del self._letters[one]
+                self._letters[letter.number] = failed
+                if not failed.dead:
+                    self._put(failed, min(LONGEST_WAIT, FIRST_WAIT * 2.0**letter.attempts))
             except GpuscaleError as error:
                 _log.warning("cannot write the results of notifications", problem=error.message)
                 self._put(letter, LONGEST_WAIT if not problem else FIRST_WAIT)
         self._wake.set()
-
-    async def _settle(self, letter: Letter, problem: str) -> None:
-        if not problem:
-            await self.store.settle([letter.number], [])
-            self._letters.pop(letter.number, None)
-            return
-        _log.warning("a target did not accept a notification", target=letter.target, problem=problem)
-        attempts = letter.attempts + 1
-        failed = replace(letter, attempts=attempts, problem=problem, dead=attempts >= MOST_ATTEMPTS)
-        dead = [one.number for one in self.every() if one.dead][: -MOST_DEAD + 1] if failed.dead else []
-        await self.store.settle(dead, [failed])
-        for number in dead:
-            del self._letters[number]
-        self._letters[letter.number] = failed
-        if not failed.dead:
-            self._put(failed, min(LONGEST_WAIT, FIRST_WAIT * 2.0**letter.attempts))
 
     def _put(self, letter: Letter, wait: float) -> None:
         at = asyncio.get_running_loop().time() + wait
