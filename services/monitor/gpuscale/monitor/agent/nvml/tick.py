@@ -284,20 +284,16 @@ class Tick:
         else:
             queries.note((*(field.name for field in NVLINK), NVLINK_COUNT, _NVLINK_RATE), _NO_LINKS)
         readings |= ask(queries, self._handle, "slow fields", fields)
-        readings[_NVLINK_RATE] = self._link_rate(readings) if links else None
+        if links:
+            sent, received = (readings.get(name) for name in ("nvlink_sent_bytes", "nvlink_received_bytes"))
+            if sent is None or received is None:
+                queries.note((_NVLINK_RATE,), _NO_COUNTERS)
+            else:  # bytes per second since the last reading: none at first and after a reset of counters
+                now, total = queries.now, sent + received
+                before, device.over_links = device.over_links, (total, now)
+                if before is not None and now > before[1] and total >= before[0]:
+                    readings[_NVLINK_RATE] = float(total - before[0]) / (now - before[1])
         return {name: value for name, value in readings.items() if value is not None}
-
-    def _link_rate(self, readings: Values) -> float | None:
-        """Bytes per second over NVLinks since the last reading; None at first and after a reset of counters."""
-        sent, received = (readings.get(name) for name in ("nvlink_sent_bytes", "nvlink_received_bytes"))
-        if sent is None or received is None:
-            self._queries.note((_NVLINK_RATE,), _NO_COUNTERS)
-            return None
-        now, total = self._queries.now, sent + received
-        before, self._device.over_links = self._device.over_links, (total, now)
-        if before is None or now <= before[1] or total < before[0]:
-            return None
-        return float(total - before[0]) / (now - before[1])
 
     def _ask_board(self) -> Values:
         queries = self._queries
