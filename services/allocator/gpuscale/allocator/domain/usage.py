@@ -106,14 +106,39 @@ def gpus_of(
     found: dict[str, GpuUsage] = {}
     for held in reservation.gpus:
         node = node_of(held.node)
-        found[held.uuid] = UNREAD
-        for gpu in node.gpus if node else ():
-            if gpu.uuid == held.uuid:
-                if gpu.fresh_until >= now and (
-                    since is None or (gpu.read_at is not None and gpu.read_at >= since)
-                ):
-                    found[held.uuid] = _usage(gpu, held, reservation.id, use)
-                break
+        gpu = next((one for one in node.gpus if one.uuid == held.uuid), None) if node else None
+        early = since is not None and gpu is not None and (gpu.read_at is None or gpu.read_at < since)
+        if gpu is None or early or gpu.fresh_until < now:
+            found[held.uuid] = UNREAD
+            continue
+        holders = use.gpu(held.uuid).reservations
+        others = [one for one in gpu.processes if one.reservation not in holders and not one.unknown]
+        whole, granted = held.milli >= WHOLE, held.memory_bytes
+        memory = gpu.memory_used_bytes if whole else _own_memory(gpu, reservation.id, holders)
+        listed = gpu.processes_known and gpu.processes
+        if gpu.utilization_percent is None:
+            state = UseState.UNKNOWN
+        elif gpu.utilization_percent < IDLE_PERCENT:
+            state = UseState.IDLE
+        elif any(one.reservation == reservation.id for one in gpu.processes):
+            state = UseState.BUSY
+        elif listed and all(one.reservation and not one.unknown for one in gpu.processes):
+            state = UseState.IDLE  # others' work
+        else:
+            state = UseState.BUSY if whole else UseState.UNKNOWN
+        found[held.uuid] = GpuUsage(
+            state=state,
+            memory_bytes=memory,
+            outsider_memory_bytes=_total(others) if gpu.processes_known else None,
+            outsiders=tuple(one.pid for one in others),
+            utilization_percent=gpu.utilization_percent,
+            over_used=None if granted is None or memory is None else memory > granted,
+            quarantine=gpu.quarantine,
+            power_watts=gpu.power_watts,
+            energy_joules=gpu.energy_joules,
+            hardware=gpu.hardware,
+            read_at=gpu.read_at,
+        )
     return found
 
 
@@ -154,37 +179,6 @@ class UsageJudge:
         if len(self._known) > MOST_JUDGED:
             self._known.popitem(last=False)
         return found
-
-
-def _usage(gpu: Gpu, held: ReservedGpu, own_id: str, use: Use) -> GpuUsage:
-    holders = use.gpu(held.uuid).reservations
-    others = [one for one in gpu.processes if one.reservation not in holders and not one.unknown]
-    memory = gpu.memory_used_bytes if held.milli >= WHOLE else _own_memory(gpu, own_id, holders)
-    granted = held.memory_bytes
-    listed = gpu.processes_known and gpu.processes
-    if gpu.utilization_percent is None:
-        state = UseState.UNKNOWN
-    elif gpu.utilization_percent < IDLE_PERCENT:
-        state = UseState.IDLE
-    elif any(one.reservation == own_id for one in gpu.processes):
-        state = UseState.BUSY
-    elif listed and all(one.reservation and not one.unknown for one in gpu.processes):
-        state = UseState.IDLE  # others' work
-    else:
-        state = UseState.BUSY if held.milli >= WHOLE else UseState.UNKNOWN
-    return GpuUsage(
-        state=state,
-        memory_bytes=memory,
-        outsider_memory_bytes=_total(others) if gpu.processes_known else None,
-        outsiders=tuple(one.pid for one in others),
-        utilization_percent=gpu.utilization_percent,
-        over_used=None if granted is None or memory is None else memory > granted,
-        quarantine=gpu.quarantine,
-        power_watts=gpu.power_watts,
-        energy_joules=gpu.energy_joules,
-        hardware=gpu.hardware,
-        read_at=gpu.read_at,
-    )
 
 
 def _own_memory(gpu: Gpu, own_id: str, holders: Collection[str]) -> int | None:
