@@ -190,7 +190,9 @@ def _edit(session: Session, name: str, of: Callable[..., Sequence[manifests.Reso
             text = edited
             try:
                 wanted = manifests.declared(text, "manifest")
-                _expect_only(before.name, wanted)
+                if [one.resource.name for one in wanted] != [before.name]:
+                    problem = InvalidArgumentError(f"the manifest must be that of {before.name} alone")
+                    continue
                 check(wanted)
                 [step] = plan(client, wanted, prune=False)
                 after, action = take(client, step)
@@ -210,11 +212,6 @@ def _keep(text: str) -> None:
     with tempfile.NamedTemporaryFile("w", prefix="gpuscale-edit-", suffix=".yaml", delete=False) as file:
         file.write(text)
     note(f"what you typed is in {file.name}")
-
-
-def _expect_only(name: str, wanted: Sequence[manifests.DeclaredDocument]) -> None:
-    if [one.resource.name for one in wanted] != [name]:
-        raise InvalidArgumentError(f"the manifest must be that of {name} alone")
 
 
 def _yaml(data: object) -> list[str]:

@@ -81,7 +81,21 @@ def findings(session: Session, config: Path | None, only: str | None = None) -> 
             why = f"no {USUAL}, as where nothing or `up` runs"
             found.append(host.Diagnosis("settings", "this host", "WARN", why, "name the file: --config FILE"))
     if only != "host":
-        found += _fleet(of_host(session, config))
+        session = of_host(session, config)
+        server, advice = "fleet" if session.apart else "gateway", "docs/operations.md#nothing-answers"
+        try:
+            with session.connect() as client:
+                for part, look in _LOOKS.items():
+                    try:
+                        found += look(client)
+                    except GpuscaleError as error:
+                        if error.reason == NO_ANSWER:
+                            raise
+                        found.append(host.Diagnosis("service", part, "FAIL", error.message, advice))
+                found.append(host.Diagnosis("service", server, "OK", f"{client.address} answers"))
+        except GpuscaleError as error:
+            first = error.message.partition("\n")[0]
+            found.append(host.Diagnosis("service", server, "FAIL", first, advice))
     return sorted(found, key=lambda one: ("FAIL", "WARN", "OK").index(one.state))
 
 
@@ -106,25 +120,6 @@ def of_host(session: Session, config: Path | None) -> Session:
         return session
     own = {name: getattr(agent, name) for name in ("ca_file", "cert_file", "key_file", "token_file")}
     return replace(session, address=fleet, apart=apart, without_token=own["token_file"] is None, **own)
-
-
-def _fleet(session: Session) -> "Iterator[host.Diagnosis]":
-    server = "fleet" if session.apart else "gateway"
-    try:
-        with session.connect() as client:
-            for part, look in _LOOKS.items():
-                try:
-                    yield from look(client)
-                except GpuscaleError as error:
-                    if error.reason == NO_ANSWER:
-                        raise
-                    yield host.Diagnosis(
-                        "service", part, "FAIL", error.message, "docs/operations.md#nothing-answers"
-                    )
-            yield host.Diagnosis("service", server, "OK", f"{client.address} answers")
-    except GpuscaleError as error:
-        first = error.message.partition("\n")[0]
-        yield host.Diagnosis("service", server, "FAIL", first, "docs/operations.md#nothing-answers")
 
 
 def _nodes(client: "Client") -> "Iterator[host.Diagnosis]":

@@ -127,7 +127,10 @@ def join(
                 units = plan_of_units(one.programs, one.file, state) if under_systemd else ""
                 sys.stdout.write(f"# {one.file}\n{one.text}{units}")
                 return
-            _get_certificate(session, name, authority, one, _secret(token, token_file))
+            if (token is None) == (token_file is None):
+                raise InvalidArgumentError("pass either --token or --token-file", field="token")
+            secret = read_secret(token_file, reason="TOKEN_FILE") if token is None else token
+            _get_certificate(session, name, authority, one, secret)
     if not written:
         _write_settings(one, database)
     if under_systemd:
@@ -319,12 +322,6 @@ def _write_settings(host: JoiningHost, database: Database) -> None:
         database.write(folder)
         write_private(host.file, text)
         hand_over(host.file)
-
-
-def _secret(token: str | None, file: Path | None) -> str:
-    if (token is None) == (file is None):
-        raise InvalidArgumentError("pass either --token or --token-file", field="token")
-    return read_secret(file, reason="TOKEN_FILE") if token is None else token
 
 
 def _addresses(address: str, at: tuple[str, ...]) -> Mapping[str, str]:

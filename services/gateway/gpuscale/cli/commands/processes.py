@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, MappingProxyType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import psutil
 
@@ -55,7 +55,23 @@ class WaitingChild:
         self.pid: int = os.fork()
         if self.pid == 0:
             self._ours.close()
-            _become(theirs, parent)
+            try:
+                _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                _, outputs, _, _ = socket.recv_fds(theirs, 1, 2, socket.MSG_CMSG_CLOEXEC)
+                words, environment, directory = json.loads(theirs.makefile("rb").read())
+                os.chdir(directory)
+                for number, output in enumerate(outputs, 1):
+                    os.dup2(output, number)
+                os.closerange(3, theirs.fileno())  # such as the lock of the supervisor
+                os.closerange(theirs.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+                for number in (signal.SIGPIPE, signal.SIGXFSZ):  # undo what Python changed
+                    signal.signal(number, signal.SIG_DFL)
+                if os.getppid() == parent:  # otherwise it ended before the first call
+                    os.execvpe(words[0], words, environment)  # noqa: S606
+            except OSError as error:
+                theirs.send(str(error.errno).encode())
+            finally:
+                os._exit(NOT_RUN)  # also if it gets no command
         theirs.close()
 
     def become(
@@ -75,27 +91,6 @@ class WaitingChild:
     def wait(self) -> int:
         """Like `Popen.wait`."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-
-def _become(told: socket.socket, parent: int) -> NoReturn:
-    """The code of the child of `WaitingChild`."""
-    try:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        _, outputs, _, _ = socket.recv_fds(told, 1, 2, socket.MSG_CMSG_CLOEXEC)
-        words, environment, directory = json.loads(told.makefile("rb").read())
-        os.chdir(directory)
-        for number, output in enumerate(outputs, 1):
-            os.dup2(output, number)
-        os.closerange(3, told.fileno())  # such as the lock of the supervisor
-        os.closerange(told.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # undo what Python changed
-            signal.signal(number, signal.SIG_DFL)
-        if os.getppid() == parent:  # otherwise it ended before the first call
-            os.execvpe(words[0], words, environment)  # noqa: S606
-    except OSError as error:
-        told.send(str(error.errno).encode())
-    finally:
-        os._exit(NOT_RUN)  # also if it gets no command
 
 
 Started = subprocess.Popen[bytes] | WaitingChild

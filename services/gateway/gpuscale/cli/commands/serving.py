@@ -49,23 +49,21 @@ def dashboard(context: click.Context, session: Session) -> None:
         raise GpuscaleError(message, reason="NOT_INSTALLED")
     from gpuscale.dashboard.main import main as run_dashboard
 
-    leave(
-        run_dashboard([*([] if "--help" in context.args else _gateway(session, context.args)), *context.args])
-    )
+    typed = context.args
+    if "--help" not in typed:
+        from gpuscale.client.connection import find_context
 
-
-def _gateway(session: Session, typed: list[str]) -> list[str]:
-    """The dashboard's arguments for the gateway of this command line's options, or of the context, where nothing else names one."""
-    from gpuscale.client.connection import find_context
-
-    address = session.address or os.environ.get("GPUSCALE_ADDRESS")
-    named = any(one.startswith(("--config", "--gateway-address")) for one in typed) or (
-        {"GPUSCALE_CONFIG", "GPUSCALE_DASHBOARD_GATEWAY_ADDRESS"} & {*os.environ}
-    )
-    if session.context or not (address or named):
-        known = find_context(session.context)  # its token is not for whoever looks at the page
-        files = ("ca_file", "cert_file", "key_file")
-        session = replace(session, **{one: getattr(session, one) or getattr(known, one) for one in files})
-        address = address or known.address
-    options = replace(session, address=address or None, context=None).options()
-    return [f"--gateway-{one[2:]}" if one.startswith("--address=") else one for one in options]
+        # Its gateway is that of this command line's options, or of the context, where nothing else names one.
+        address = session.address or os.environ.get("GPUSCALE_ADDRESS")
+        named = any(one.startswith(("--config", "--gateway-address")) for one in typed) or (
+            {"GPUSCALE_CONFIG", "GPUSCALE_DASHBOARD_GATEWAY_ADDRESS"} & {*os.environ}
+        )
+        if session.context or not (address or named):
+            known = find_context(session.context)  # its token is not for whoever looks at the page
+            files = ("ca_file", "cert_file", "key_file")
+            session = replace(session, **{one: getattr(session, one) or getattr(known, one) for one in files})
+            address = address or known.address
+        options = replace(session, address=address or None, context=None).options()
+        of_gateway = (f"--gateway-{one[2:]}" if one.startswith("--address=") else one for one in options)
+        typed = [*of_gateway, *typed]
+    leave(run_dashboard(typed))

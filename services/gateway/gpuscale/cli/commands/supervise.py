@@ -480,20 +480,6 @@ class Keeper:
         note(f"gpuscalectl run: stopping the command: {why}")
         self._stop_by(time.monotonic() + self._grace)
 
-    def _watch_limit(self) -> None:
-        now = time.monotonic()
-        if now < min(self._warning, self._limit):
-            return
-        from gpuscale.cli.grammar.parameters import format_duration
-
-        limit = format_duration(self._holder.orders.time_limit)
-        if now >= self._warning:
-            self._warning = float("inf")
-            self._tell(f"the time limit of {limit} ends the command in {format_duration(self._limit - now)}")
-        if now >= self._limit:
-            self._limit = float("inf")
-            self._stop(f"its time limit of {limit} is over")
-
     def _keep(self) -> None:
         pause = 0.0 if self._holder.member else self._pause  # at once if there is something to report
         due = time.monotonic() + pause
@@ -501,7 +487,17 @@ class Keeper:
             next_at = min(due, self._ends - self._grace, self._warning, self._limit, self._move_by)
             if self._done.wait(max(0.0, next_at - time.monotonic())):
                 return
-            self._watch_limit()
+            now = time.monotonic()
+            if now >= min(self._warning, self._limit):
+                from gpuscale.cli.grammar.parameters import format_duration
+
+                limit, left = format_duration(self._holder.orders.time_limit), self._limit - now
+                if now >= self._warning:
+                    self._warning = float("inf")
+                    self._tell(f"the time limit of {limit} ends the command in {format_duration(left)}")
+                if now >= self._limit:
+                    self._limit = float("inf")
+                    self._stop(f"its time limit of {limit} is over")
             if time.monotonic() >= self._move_by:
                 self._move_by = float("inf")
                 self._stop("it did not end in the grace of --on-move", moves=True)
@@ -533,7 +529,14 @@ class Keeper:
             return False
         self._ends = self._holder.asked_at + self._ttl
         self._revoked = ""
-        self._look_at_others(renewed)
+        orders = self._holder.orders
+        if orders.member is not None and orders.stop_together and not (self.stopped or self._done.is_set()):
+            for one in renewed.job.members:
+                silent = one.end_reason and not one.HasField("exit_code")
+                if one.member != orders.member and (one.exit_code or silent):
+                    does = f": {one.end_reason}" if silent else f" ended with {one.exit_code}"
+                    self._stop(f"member {one.member}{does}")
+                    break
         if len(renewed.notes) > self._notes_told:
             self._tell(renewed.notes[-1])
         self._notes_told = len(renewed.notes)
@@ -594,17 +597,6 @@ class Keeper:
             self._holder.member.signal_time.GetCurrentTime()
         self._leaves_by = time.monotonic() + (orders.move_grace or LONGEST_MOVE)
         self._move_by = self._leaves_by if orders.move_grace else float("inf")
-
-    def _look_at_others(self, renewed: "Reservation") -> None:
-        orders = self._holder.orders
-        if orders.member is None or not orders.stop_together or self.stopped or self._done.is_set():
-            return
-        for one in renewed.job.members:
-            silent = one.end_reason and not one.HasField("exit_code")
-            if one.member != orders.member and (one.exit_code or silent):
-                does = f": {one.end_reason}" if silent else f" ended with {one.exit_code}"
-                self._stop(f"member {one.member}{does}")
-                return
 
     def end(self) -> None:
         """Stop what the command left running, before its GPUs are released."""
