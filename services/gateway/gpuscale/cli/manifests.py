@@ -240,25 +240,22 @@ def fill(message: Message, table: Entries) -> None:
         taken: str | None = message.WhichOneof(oneof.name) if oneof is not None else None
         if taken is not None:
             raise key.place.error(f"{key.text} excludes {taken}")
-        if not (isinstance(value, Scalar) and value.null):
-            _set(message, field, value)
-
-
-def _set(message: Message, field: "Field", value: Tree) -> None:
-    of = field.message_type
-    if of is None or of.full_name in _TEXT_MESSAGES:
-        plain = [_leaf(field, item) for item in _items(value)] if field.is_repeated else _leaf(field, value)
-        _parse(message, field, value, plain)
-    elif of.GetOptions().map_entry:
-        leaf = of.fields_by_name["value"]
-        _parse(message, field, value, {key.text: _leaf(leaf, item) for key, item in _entries(value).entries})
-    elif field.is_repeated:
-        for item in _items(value):
-            fill(getattr(message, field.name).add(), _entries(item))
-    else:
-        part: Message = getattr(message, field.name)
-        part.SetInParent()
-        fill(part, _entries(value))
+        if isinstance(value, Scalar) and value.null:
+            continue
+        of = field.message_type
+        if of is None or of.full_name in _TEXT_MESSAGES:
+            plain = [_leaf(field, one) for one in _items(value)] if field.is_repeated else _leaf(field, value)
+            _parse(message, field, value, plain)
+        elif of.GetOptions().map_entry:
+            leaf = of.fields_by_name["value"]
+            _parse(message, field, value, {at.text: _leaf(leaf, one) for at, one in _entries(value).entries})
+        elif field.is_repeated:
+            for item in _items(value):
+                fill(getattr(message, field.name).add(), _entries(item))
+        else:
+            part: Message = getattr(message, field.name)
+            part.SetInParent()
+            fill(part, _entries(value))
 
 
 def _parse(message: Message, field: "Field", value: Tree, plain: object) -> None:

@@ -119,7 +119,21 @@ class Chosen:
                 if (column := view.column(one.key)) and one not in others:
                     kept = [item for item in kept if one.holds(cell_of(column, item))]
         if self.sort_by:
-            kept = self._sorted(kept, view)
+            wanted = self.sort_by.removeprefix(_DESCENDING)
+            column = view.column(wanted)
+            try:
+                path = () if column else parse_path(wanted)
+            except ValueError as error:
+                raise InvalidArgumentError(f"--sort-by: {error}") from error
+            values = [
+                column.cell(one) if column else next(iter(find(path, to_dict(one))), None) for one in kept
+            ]
+            ranked = [(order(value), item) for value, item in zip(values, kept, strict=True)]
+            known = [pair for pair in ranked if pair[0][0] != _NOWHERE]
+            if column is None and ranked and not known:
+                check_path(path, kept[0].DESCRIPTOR, "--sort-by", [one.heading for one in view.columns])
+            known.sort(key=lambda pair: pair[0], reverse=self.sort_by.startswith(_DESCENDING))
+            kept = [item for _, item in known] + [item for key, item in ranked if key[0] == _NOWHERE]
         if self.watched is None:
             return kept, []
         still = [column for column in view.columns if not column.moving]
@@ -127,22 +141,6 @@ class Chosen:
         cells = [tuple(column.cell(item) for column in still) for item in kept]
         changed, gone = self.watched.changes(dict(zip(keys, cells, strict=True)))
         return [item for key, item in zip(keys, kept, strict=True) if key in changed], gone
-
-    def _sorted(self, items: "list[M]", view: "View[M]") -> "list[M]":
-        descending = self.sort_by.startswith(_DESCENDING)
-        wanted = self.sort_by.removeprefix(_DESCENDING)
-        column = view.column(wanted)
-        try:
-            path = () if column else parse_path(wanted)
-        except ValueError as error:
-            raise InvalidArgumentError(f"--sort-by: {error}") from error
-        values = [column.cell(one) if column else next(iter(find(path, to_dict(one))), None) for one in items]
-        keys = [(order(value), item) for value, item in zip(values, items, strict=True)]
-        known = [pair for pair in keys if pair[0][0] != _NOWHERE]
-        if column is None and keys and not known:
-            check_path(path, items[0].DESCRIPTOR, "--sort-by", [one.heading for one in view.columns])
-        known.sort(key=lambda pair: pair[0], reverse=descending)
-        return [item for _, item in known] + [item for key, item in keys if key[0] == _NOWHERE]
 
 
 def heading_of(key: str) -> str:
