@@ -30,7 +30,7 @@ from gpuscale.common.filters import listed
 from gpuscale.common.names import ADAPTER, REPLICA, adapter_name, endpoint_name, match, node_name, parse
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import TaskScope, hit_async
-from gpuscale.common.security.auth import Context, Principal, Role, current_principal
+from gpuscale.common.security.auth import Context, Role, current_principal
 from gpuscale.common.wire import absence_allowed, seconds, to_timestamp
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
@@ -56,8 +56,31 @@ class AdapterServicer(api.AdapterServiceServicer, autoscaler_internal.AdapterStr
     async def Connect(
         self, request_iterator: _Messages, context: Context
     ) -> AsyncGenerator[autoscaler_internal.ConnectResponse]:
-        facts = _register(
-            await anext(request_iterator, autoscaler_internal.ConnectRequest()), current_principal()
+        message = await anext(request_iterator, autoscaler_internal.ConnectRequest())
+        if message.WhichOneof("message") != "register":
+            raise FailedPreconditionError("the first message must be register", reason="NOT_REGISTERED")
+        validate(message)
+        wire, caller = message.register, current_principal()
+        if caller.role <= Role.AGENT and not wire.adapter == wire.node == caller.name:
+            raise PermissionDeniedError(
+                f"{caller.name} may only be the adapter of the node of that name", reason="OTHER_ADAPTER"
+            )
+        can = wire.capabilities
+        own = Capabilities(can.gives_gpus, can.picks_victims, can.drains, can.probes, can.logs)
+        facts = AdapterFacts(
+            wire.adapter,
+            wire.kind,
+            wire.node,
+            frozenset(wire.templates),
+            wire.max_replicas,
+            live=False,
+            # An earlier version does not say; it is a process adapter.
+            capabilities=own if wire.HasField("capabilities") else DEFAULT_CAPABILITIES,
+            workers={
+                name: from_wire(WorkerGroup, one, f"register.workers[{name}]")
+                for name, one in wire.workers.items()
+            },
+            version=wire.version,
         )
         session = self._hub.connect(facts)
         reader = self._scope.start(f"reports of adapter {facts.id}", self._read(session, request_iterator))
@@ -129,35 +152,6 @@ class AdapterServicer(api.AdapterServiceServicer, autoscaler_internal.AdapterStr
         with absence_allowed(request):
             replicas = await self._hub.forget(adapter)
         return api.ForgetAdapterResponse(replicas=replicas)
-
-
-def _register(message: autoscaler_internal.ConnectRequest, caller: Principal) -> AdapterFacts:
-    """The connecting adapter; an agent may only be the adapter of its own node."""
-    if message.WhichOneof("message") != "register":
-        raise FailedPreconditionError("the first message must be register", reason="NOT_REGISTERED")
-    validate(message)
-    wire = message.register
-    if caller.role <= Role.AGENT and not wire.adapter == wire.node == caller.name:
-        raise PermissionDeniedError(
-            f"{caller.name} may only be the adapter of the node of that name", reason="OTHER_ADAPTER"
-        )
-    can = wire.capabilities
-    own = Capabilities(can.gives_gpus, can.picks_victims, can.drains, can.probes, can.logs)
-    return AdapterFacts(
-        wire.adapter,
-        wire.kind,
-        wire.node,
-        frozenset(wire.templates),
-        wire.max_replicas,
-        live=False,
-        # An earlier version does not say; it is a process adapter.
-        capabilities=own if wire.HasField("capabilities") else DEFAULT_CAPABILITIES,
-        workers={
-            name: from_wire(WorkerGroup, one, f"register.workers[{name}]")
-            for name, one in wire.workers.items()
-        },
-        version=wire.version,
-    )
 
 
 def _reports(wire: autoscaler_internal.Report) -> Mapping[str, ReplicaReport]:

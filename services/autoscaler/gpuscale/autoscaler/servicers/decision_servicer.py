@@ -13,10 +13,10 @@ from google.protobuf.message import Message
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.decisions import DecisionOutcome, compose
-from gpuscale.autoscaler.domain.engine import Question, asked
+from gpuscale.autoscaler.domain.engine import asked
 from gpuscale.autoscaler.domain.planning import capacity_of, secured
 from gpuscale.autoscaler.domain.replicas import Moment
-from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
+from gpuscale.autoscaler.domain.spec import Endpoint
 from gpuscale.autoscaler.domain.whatif import answer, hypothetical, question
 from gpuscale.autoscaler.loop.reconciler import Dependencies, Reconciler, gathered, question_of, read_known
 from gpuscale.autoscaler.servicers.endpoints import find_endpoint
@@ -125,7 +125,20 @@ class DecisionServicer(api.DecisionServiceServicer):
         at = Moment(self._deps.clock.now(), self._deps.clock.wall())
         endpoint_id = parse(ENDPOINT, request.name)["endpoint"] if request.name else ""
         if endpoint_id:
-            endpoint, live, granted = await self._live(endpoint_id, spec, at)
+            deps = self._deps
+            known = await deps.store.read(partial(read_known, endpoint_id=endpoint_id, before=None))
+            if known is None:
+                raise NotFoundError.of(endpoint_name(endpoint_id))
+            facts = gathered(deps, known, self._reconciler.past(endpoint_id), at, evaluate=True)
+            endpoint, rows = known.endpoint, known.replicas
+            silent = frozenset(one.adapter for one in rows if one.adapter) - facts.live
+            live = question_of(known, known.kept, rows, silent, facts)
+            granted = sum(one.granted for one in rows)
+            if spec is not None:
+                room, capacity = deps.sources.more(spec, deps.hub.facts), capacity_of(spec, rows, facts.busy)
+                limit = None if room is None else secured(rows) + room
+                live = replace(live, inputs=replace(live.inputs, gpu_limit=limit, capacity=capacity))
+                endpoint = replace(endpoint, spec=spec)
         elif spec is not None:
             live, granted = hypothetical(spec, at), spec.min_replicas
             endpoint = Endpoint("", spec, "", granted, at.wall, at.wall)
@@ -136,23 +149,3 @@ class DecisionServicer(api.DecisionServiceServicer):
         found_answer = await asyncio.to_thread(answer, made)
         decision = compose(endpoint, found_answer.result.evaluation, DecisionOutcome(granted))
         return response_to_wire(found_answer, decision_body(decision))
-
-    async def _live(
-        self, endpoint_id: str, spec: EndpointSpec | None, at: Moment
-    ) -> tuple[Endpoint, Question, int]:
-        """The endpoint with the spec to evaluate, its current state, and its replicas that have their GPUs."""
-        deps = self._deps
-        known = await deps.store.read(partial(read_known, endpoint_id=endpoint_id, before=None))
-        if known is None:
-            raise NotFoundError.of(endpoint_name(endpoint_id))
-        facts = gathered(deps, known, self._reconciler.past(endpoint_id), at, evaluate=True)
-        rows = known.replicas
-        silent = frozenset(one.adapter for one in rows if one.adapter) - facts.live
-        live = question_of(known, known.kept, rows, silent, facts)
-        granted = sum(one.granted for one in rows)
-        if spec is None:
-            return known.endpoint, live, granted
-        room, capacity = deps.sources.more(spec, deps.hub.facts), capacity_of(spec, rows, facts.busy)
-        limit = None if room is None else secured(rows) + room
-        inputs = replace(live.inputs, gpu_limit=limit, capacity=capacity)
-        return replace(known.endpoint, spec=spec), replace(live, inputs=inputs), granted
