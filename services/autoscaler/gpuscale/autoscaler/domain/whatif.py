@@ -7,7 +7,7 @@ its signal, and is judged like any other.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -247,7 +247,13 @@ def question(live: Question, spec: EndpointSpec, stated: Stated) -> Question:
     now, same = live.inputs.now, {one.id for one in spec.measured if one in live.spec.measured}
     observations = {name: one for name, one in live.inputs.observations.items() if name in same}
     series = {name: one for name, one in live.inputs.series.items() if name in same}
-    drained = _drained(spec.signals, stated.signals)
+    zero: dict[str, set[QueueCount]] = {}  # by watcher, to find those whose counts are all given as 0
+    for signal in spec.signals:
+        one = stated.signals.get(signal.id)
+        if isinstance(signal.source, QueueSignal) and one is not None and one.value == 0:
+            zero.setdefault(signal.source.watcher, set()).add(signal.source.count)
+    whole = {QueueCount.READY, QueueCount.UNACKED}
+    drained = {watcher for watcher, counts in zero.items() if QueueCount.TOTAL in counts or whole <= counts}
     for signal in spec.measured:
         sample = Sample(problem="it is not stated")
         if (one := stated.signals.get(signal.id)) is not None:
@@ -298,13 +304,3 @@ def _series(stated: StatedSignal, now: float, keep: float) -> InputSeries:
         if not stated.points:
             past = [(at - keep, stated.value), *past]
     return series_of(past)
-
-
-def _drained(signals: Sequence[Signal], stated: Mapping[str, StatedSignal]) -> set[str]:
-    """Ids of the watchers whose counts are all given as 0."""
-    zero: dict[str, set[QueueCount]] = {}
-    for one in signals:
-        if isinstance(one.source, QueueSignal) and one.id in stated and stated[one.id].value == 0:
-            zero.setdefault(one.source.watcher, set()).add(one.source.count)
-    whole = {QueueCount.READY, QueueCount.UNACKED}
-    return {watcher for watcher, counts in zero.items() if QueueCount.TOTAL in counts or whole <= counts}

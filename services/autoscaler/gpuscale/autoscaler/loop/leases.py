@@ -514,17 +514,36 @@ class LeaseKeeper:
 
     async def _leased(self) -> list[Replica] | None:
         """The replicas that hold a lease, after recording who will lose it; None if the state cannot be read now."""
+
+        def note(connection: Connection) -> list[Replica]:
+            changed = [after for one in store.leased(connection) if (after := self._noted(one)) is not one]
+            store.save_replicas(connection, changed)
+            return changed
+
         try:
             live = await self._store.read(store.leased)
         except GpuscaleError as error:
             _log.warning("cannot read which leases to renew", error=error.message)
             return None
         try:
-            if any(self._noted(one) is not one for one in live):
-                await self._note_revocations()
+            changed = (
+                await self._store.write(note, frees=True)
+                if any(self._noted(one) is not one for one in live)
+                else []
+            )
         except GpuscaleError as error:
             _log.warning("cannot record planned revocations", error=error.message)
             asyncio.get_running_loop().call_later(RETRY_RENEWAL, self._renew.set)
+            return live
+        for one in changed:
+            name, why = replica_name(one.endpoint, one.id), one.revocation
+            if why is None:
+                _log.info("a replica may keep its GPUs", replica=name)
+            else:
+                _log.info(
+                    "a replica will lose its GPUs", replica=name, at=f"{why.time:%FT%TZ}", why=why.reason
+                )
+        self._wakes.call_each({one.endpoint for one in changed})  # they find replacements
         return live
 
     def _noted(self, replica: Replica) -> Replica:
@@ -533,24 +552,6 @@ class LeaseKeeper:
             return replica
         at, time, reason = self._revoked.get(replica.lease.reservation, (None, NEVER, ""))
         return revoked(replica, at, time, reason, self._clock.now())
-
-    async def _note_revocations(self) -> None:
-        """Record who will lose its GPUs and who may keep them, and have their endpoints find replacements."""
-
-        def note(connection: Connection) -> list[Replica]:
-            changed = [after for one in store.leased(connection) if (after := self._noted(one)) is not one]
-            store.save_replicas(connection, changed)
-            return changed
-
-        for one in (changed := await self._store.write(note, frees=True)):
-            name, why = replica_name(one.endpoint, one.id), one.revocation
-            if why is None:
-                _log.info("a replica may keep its GPUs", replica=name)
-            else:
-                _log.info(
-                    "a replica will lose its GPUs", replica=name, at=f"{why.time:%FT%TZ}", why=why.reason
-                )
-        self._wakes.call_each({one.endpoint for one in changed})
 
     async def follow_revocations(self) -> NoReturn:
         """Follow revocations, across broken streams and restarts of the allocator."""

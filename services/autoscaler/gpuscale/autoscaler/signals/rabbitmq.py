@@ -73,7 +73,16 @@ class AmqpSession:
 
     async def declare(self, queue: str) -> tuple[int, int] | QueueFailure:
         """The ready messages and consumers of one queue, or why it alone cannot be read; VirtualHostError if none can be read now."""
-        channel = await self._open_channel()
+        if self._connection is None or not self._connection.connected.is_set():
+            await self.close()
+            await self._connect()
+        transport = self._connection.transport if self._connection else None
+        if transport is None:
+            raise RuntimeError("a session has one caller at a time")
+        if self._channel is None or self._channel.is_closed:
+            async with self._limits():
+                self._channel = await transport.connection.channel(publisher_confirms=False)
+        channel = self._channel
         async with self._limits():
             try:
                 found = await channel.queue_declare(queue, passive=True)
@@ -100,18 +109,6 @@ class AmqpSession:
                     await connection.close()
         except _LOST:
             pass  # it is already closed, or its broker is frozen
-
-    async def _open_channel(self) -> AbstractChannel:
-        if self._connection is None or not self._connection.connected.is_set():
-            await self.close()
-            await self._connect()
-        transport = self._connection.transport if self._connection else None
-        if transport is None:
-            raise RuntimeError("a session has one caller at a time")
-        if self._channel is None or self._channel.is_closed:
-            async with self._limits():
-                self._channel = await transport.connection.channel(publisher_confirms=False)
-        return self._channel
 
     async def _connect(self) -> None:
         loop = asyncio.get_running_loop()

@@ -400,17 +400,16 @@ class SignalSources:
                 asked = InstantQuery(query, signal.oldest)
                 return prometheus_sample(self.prometheus[server].ask(asked, often))
             case EndpointSignal(other):
-                return self._aimed(other)
+                count = self.aims.get(other)
+                return (
+                    Sample(problem=f"there is no {endpoint_name(other)}")
+                    if count is None
+                    else Sample((float(count),), self.clock.now(), proven_empty=not count)
+                )
             case TaskSignal():
                 return self.reported.tasks_of(endpoint.id)
             case WaitingSignal() as source:
                 return waiting_sample(source, self.waiting.ask(None, often))
-
-    def _aimed(self, endpoint: str) -> Sample:
-        count = self.aims.get(endpoint)
-        if count is None:
-            return Sample(problem=f"there is no {endpoint_name(endpoint)}")
-        return Sample((float(count),), self.clock.now(), proven_empty=not count)
 
 
 @asynccontextmanager
