@@ -592,7 +592,12 @@ def come_to(known: Known, facts: PassFacts) -> Pass:
     silent = frozenset(one.adapter for one in rows if one.adapter) - facts.live
     owing = any(one.owes_release for one in kept)
     question = question_of(known, kept, rows, silent, facts) if facts.reads_rules(before) else None
-    endpoint, result = _evaluated(before, question)
+    endpoint, result = before, None if question is None else asked(question)
+    if result is not None:
+        wanted, sets = result.evaluation.wanted, result.evaluation.sets
+        counts = {one: count.wanted for one, count in sets.items()}
+        if wanted != before.desired or (before.spec.capability_sets and counts != before.targets):
+            endpoint = replace(before, desired=wanted, sets=counts)
     plans = Plans.of(endpoint, kept, rows, silent, facts.busy, facts.at.now, starts=facts.starts)
     stopped = plans.stopped(endpoint, facts.at)
     now = [set_id for set_id, delay in plans.delays.items() if not delay]
@@ -645,19 +650,6 @@ def question_of(
     )
     unknown = sum(one.adapter in silent for one in rows)
     return Question(endpoint.spec, inputs, Memory(facts.at.now) if memory is None else memory, unknown)
-
-
-def _evaluated(endpoint: Endpoint, question: Question | None) -> tuple[Endpoint, Result | None]:
-    """The endpoint with the count that the rules want; the same one if that is unchanged."""
-    if question is None:
-        return endpoint, None
-    result = asked(question)
-    evaluation = result.evaluation
-    sets = {one: count.wanted for one, count in evaluation.sets.items()}
-    same_sets = not endpoint.spec.capability_sets or sets == endpoint.targets
-    if evaluation.wanted == endpoint.desired and same_sets:
-        return endpoint, result
-    return replace(endpoint, desired=evaluation.wanted, sets=sets), result
 
 
 def _decided(endpoint: Endpoint, set_id: str, at: Moment) -> Replica:
