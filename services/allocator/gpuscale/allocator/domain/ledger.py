@@ -221,8 +221,8 @@ class Ledger:
     def leave(self, reservation_id: str, ended: JobMember, wait: float, now: float) -> Reservation:
         """Let a reservation whose job `ended` an attempt wait again for what it wanted, under a new fence.
 
-        Its GPUs stay held until the caller frees them in `use`, once that is on disk. A time limit keeps its remainder. FailedPreconditionError if it
-        has ended.
+        Its GPUs stay held until the caller frees them in `use`, once that is on disk. A time limit keeps its remainder.
+        FailedPreconditionError if it has ended.
         """
         before = self.expect_open(self.get(reservation_id))
         if before.waiting or before.wanted is None or before.job is None:

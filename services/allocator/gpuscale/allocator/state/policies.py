@@ -260,9 +260,8 @@ class PolicyStore:
 
     async def told(self) -> set[str]:
         """The nodes and GPUs whose trouble was reported to targets, and that are not known to have recovered."""
-        return {row["name"] for row in await self._all(select(_TOLD))} - {
-            ""
-        }  # earlier versions wrote one without a name
+        # Earlier versions wrote one without a name.
+        return {row["name"] for row in await self._all(select(_TOLD)) if row["name"]}
 
     async def post(self, letters: Sequence[Letter], told: Iterable[str], over: Iterable[str]) -> None:
         """Store letters to send, whose trouble they report, and whose is over."""
