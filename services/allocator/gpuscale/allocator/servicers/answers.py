@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from datetime import datetime, timedelta
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -112,26 +112,33 @@ def from_job(job: ReservedJob, of: Reservation) -> api.Job:
     )
 
 
-_OF_MEMBER = ("member", "node", "pid", "exit_code", "end_reason", "last_lines")
-_MEMBER_TIMES = {"started": "start_time", "ended": "end_time", "signalled": "signal_time"}
-"""Fields of a member of the same name in its message, and those that are times there."""
-
-
 def _from_member(one: JobMember) -> api.JobMember:
-    times = {told: wire.optional_timestamp(getattr(one, name)) for name, told in _MEMBER_TIMES.items()}
-    fields: dict[str, Any] = {name: getattr(one, name) for name in _OF_MEMBER} | times
-    return api.JobMember(**fields)
+    return api.JobMember(
+        member=one.member,
+        node=one.node,
+        pid=one.pid,
+        start_time=wire.optional_timestamp(one.started),
+        end_time=wire.optional_timestamp(one.ended),
+        exit_code=one.exit_code,
+        end_reason=one.end_reason,
+        signal_time=wire.optional_timestamp(one.signalled),
+        last_lines=one.last_lines,
+    )
 
 
 def to_member(message: api.JobMember) -> JobMember:
     """The state of a job member."""
-    fields: dict[str, Any] = {name: getattr(message, name) for name in _OF_MEMBER}
-    for name, told in _MEMBER_TIMES.items():
-        moment: Timestamp | None = wire.or_else(message, told, None)
-        fields[name] = None if moment is None else wire.to_datetime(moment)
-    fields["exit_code"] = wire.or_else(message, "exit_code", None)
-    fields["last_lines"] = tuple(message.last_lines)
-    return JobMember(**fields)
+    return JobMember(
+        member=message.member,
+        node=message.node,
+        pid=message.pid,
+        started=wire.to_datetime(message.start_time) if message.HasField("start_time") else None,
+        ended=wire.to_datetime(message.end_time) if message.HasField("end_time") else None,
+        exit_code=wire.or_else(message, "exit_code", None),
+        end_reason=message.end_reason,
+        signalled=wire.to_datetime(message.signal_time) if message.HasField("signal_time") else None,
+        last_lines=tuple(message.last_lines),
+    )
 
 
 def _put_seconds(duration: Duration, seconds: float) -> None:
