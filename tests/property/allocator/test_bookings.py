@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gpuscale.allocator.domain.bookings import NOTICE, Booking, Bookings
+from gpuscale.allocator.domain.bookings import NOTICE, Booking, Bookings, BookingState
 from gpuscale.allocator.domain.ledger import Ledger, due_at
 from gpuscale.allocator.domain.model import BOOKING_LABEL, Order, Pick, State
 from gpuscale.allocator.queueing.model import QueueObstacle, QueueWorld, Rules
@@ -185,6 +185,31 @@ class BookingMachine(RuleBasedStateMachine):
                 name for name in holders if self.ledger.live[name].labels.get(BOOKING_LABEL) != one.id
             ]
             assert of_others == [], (one, [replace(self.ledger.live[name]) for name in of_others])
+
+
+class RequestId(str):
+    """A request id that counts what it is compared with."""
+
+    __slots__ = ()
+    compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        RequestId.compared += 1
+        return str.__eq__(self, other)
+
+
+def test_a_request_is_looked_up_among_any_number_of_bookings() -> None:
+    """Those that are over stay for two weeks, however many."""
+    bookings, wish = Bookings(HORIZON), Booking("x", "x", "x", "ann", "ann", "", ask(), 0.0, 1.0, 0.0)
+    for number in range(1000):
+        over = replace(wish, id=f"x{number}", request_id=RequestId(number), state=BookingState.ENDED)
+        bookings.put(over)
+    assert bookings.replay(wish) is None
+    assert bookings.replay(replace(wish, request_id="999")) is over
+    bookings.remove(over.id)
+    assert bookings.replay(replace(wish, request_id="999")) is None
+    assert RequestId.compared < 10
 
 
 TestBookings = BookingMachine.TestCase

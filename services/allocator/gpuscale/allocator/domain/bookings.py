@@ -111,6 +111,7 @@ class Bookings:
     opened: dict[str, float] = field(default_factory=dict[str, float], init=False)
     _all: dict[str, Booking] = field(default_factory=dict[str, Booking], init=False)
     open: tuple[Booking, ...] = field(default=(), init=False)
+    _by_request: dict[str, str] = field(default_factory=dict[str, str], init=False)
 
     def __iter__(self) -> Iterator[Booking]:
         """By id."""
@@ -124,7 +125,7 @@ class Bookings:
 
     def replay(self, wish: Booking) -> Booking | None:
         """What an identical request booked; AlreadyExistsError if it differed, or an open booking has the id."""
-        known = next((one for one in self._all.values() if one.request_id == wish.request_id), None)
+        known = self._all.get(self._by_request.get(wish.request_id, ""))
         if known is not None and known.fingerprint == wish.fingerprint:
             return known
         if known is not None:
@@ -137,6 +138,7 @@ class Bookings:
         """Add or replace a booking."""
         self.remove(one.id)
         self._all[one.id] = one
+        self._by_request[one.request_id] = one.id
         if one.open:
             self.open = tuple(sorted((*self.open, one), key=attrgetter("start", "id")))
         else:
@@ -144,7 +146,8 @@ class Bookings:
 
     def remove(self, booking_id: str) -> None:
         """Remove a booking, if it is known."""
-        if self._all.pop(booking_id, None) is not None:
+        if (known := self._all.pop(booking_id, None)) is not None:
+            self._by_request.pop(known.request_id)
             self.open = tuple(one for one in self.open if one.id != booking_id)
 
     def begun(self, one: Booking, wall: float) -> bool:
