@@ -1,5 +1,6 @@
 """The values of the policies, and what is learnt from asks: CPU per GPU, how scarce builds are, and what is typical."""
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,7 @@ from gpuscale.allocator.domain.model import Ask, Node, Pick, Policy, Use
 from gpuscale.allocator.placing.columns import Build
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.policies import (
+    CHUNK,
     CPU_PRIOR,
     FIRST_DRAWN,
     HALF_LIFE,
@@ -298,6 +300,25 @@ def test_the_gradient_is_that_of_the_paper() -> None:
     assert found.tolist() == [[1000.0 - 1000.0, 1000.0 - 500.0]]
     whole = gradients(drawn, np.array([10_000]), free, np.array([0]), ask(), np.array([[True, False]]))
     assert whole.tolist() == [[1000.0 - 500.0, -np.inf]]
+
+
+def test_gradients_of_a_large_fleet_take_no_more_memory_at_once() -> None:
+    """On each of 8 GPUs a node another share is free, and there are 25 typical asks."""
+    drawn = typical({(0, 1, milli, ()): 1 for milli in range(100, 600, 20)}, lambda _: np.array([True]))
+    peaks, quarter = list[int](), replace(ask(), gpu_milli=250)
+    for count in (CHUNK, 8 * CHUNK):
+        cpu, free = np.full(count, 10_000), 300 + np.arange(count * 8).reshape(count, 8) % 700
+        of = cpu, free, np.zeros(count, np.int64), quarter, free > 0
+        tracemalloc.start()
+        found = gradients(drawn, *of)
+        peaks.append(tracemalloc.get_traced_memory()[1] - found.nbytes)
+        tracemalloc.stop()
+        parts = [
+            gradients(drawn, cpu[at : at + 1], free[at : at + 1], of[2][:1], quarter, free[at : at + 1] > 0)
+            for at in (0, count - 1)
+        ]
+        assert found[[0, -1]].tolist() == np.concatenate(parts).tolist()
+    assert peaks[1] < 2 * peaks[0]
 
 
 @pytest.mark.parametrize("gradient", [-5000.0, -300.0, 0.0, 12.5, 700.0, 4000.0])

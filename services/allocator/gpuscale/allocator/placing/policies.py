@@ -60,6 +60,8 @@ def scored(gpu: Gpu, weights: Weights, free_bytes: int | None, note: str = "") -
 
 POPULARITY = 0.95
 """Typical asks are the most frequent ones that make up this share of all."""
+CHUNK = 2048
+"""Most rows evaluated together, which bounds memory use."""
 _STEPS = [-1000.0 * math.log(100.0 / score - 1.0) for score in range(1, 100)]
 
 AskClass = tuple[int, int, int, tuple[str, ...]]
@@ -103,6 +105,9 @@ def gradients(now: Typical, cpu: Ints, free: Ints, model: Ints, ask: Ask, fits: 
     `cpu` is what is free of it on each node, `free` the free share of each GPU, `model` that of each node. An ask for
     several GPUs, or none, is the same on all of them: it takes the fullest that fit.
     """
+    if len(cpu) > CHUNK:
+        halves = slice(len(cpu) // 2), slice(len(cpu) // 2, None)
+        return np.concatenate([gradients(now, cpu[at], free[at], model[at], ask, fits[at]) for at in halves])
     reachable = now.admits[:, model].T
     state = _state(now, cpu, free, reachable)
     left = cpu - ask.cpu_milli
