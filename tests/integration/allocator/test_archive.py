@@ -253,6 +253,12 @@ async def archived(path: Path, count: int, limits: Totals) -> AsyncGenerator[tup
         yield found, store
 
 
+async def test_what_is_not_on_disk_is_not_asked_for(tmp_path: Path) -> None:
+    async with archived(tmp_path / DATABASE, 2, Totals(1000, 20_000)) as (found, _):
+        await found.tidy()
+    assert await found.page(RecordFilter(), after=0, most=10) == ((), 0), "of a file that is closed"
+
+
 async def test_they_take_no_more_bytes_than_the_settings_say(tmp_path: Path) -> None:
     async with archived(tmp_path / DATABASE, 200, Totals(1000, 20_000)) as (found, store):
         await found.tidy()

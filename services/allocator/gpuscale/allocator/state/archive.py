@@ -234,6 +234,12 @@ class Archive:
         if ids or requests:
             self.ledger.restore(await self.store.find(ids=ids, requests=requests))
 
+    async def page(self, wanted: RecordFilter, *, after: int, most: int) -> tuple[Sequence[Reservation], int]:
+        """Like `EndedStore.page`, without a read while nothing is archived. Raises like `recall`."""
+        if not self._totals.records:
+            return (), 0
+        return await self.store.page(wanted, after=after, most=most)
+
     async def run(self) -> NoReturn:
         """Enforce the limits, for ever."""
         what = "cannot archive records of ended reservations"

@@ -245,7 +245,7 @@ class Records:
         last = 0
         if ended:  # read after memory: what leaves it meanwhile is in both
             looked_at = most + 1 if keep is None else MAX_PAGE_SIZE
-            old, last = await self.archive.store.page(wanted, after=after, most=looked_at)
+            old, last = await self.archive.page(wanted, after=after, most=looked_at)
             if keep is not None and len(old) == looked_at:
                 last = old[-1].fence
             chosen = {one.id: one for one in old} | chosen
