@@ -1,5 +1,6 @@
 """What becomes of a reservation: renewed, released, listed, run out, kept over restarts and reboots, forgotten."""
 
+import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from gpuscale.common.errors import (
     PermissionDeniedError,
 )
 from gpuscale.common.security.auth import Context, Metadata, Principal, Role
+from gpuscale.common.wire import last_key, open_page
 from tests.support.allocator import Client, Reservation, allocator, running
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet, node_message, serving
@@ -55,6 +57,19 @@ async def test_lists_come_in_pages_filtered_and_sorted_and_their_tokens_are_boun
         with pytest.raises(InvalidArgumentError) as caught:
             await client.page(filter="colour = red")
         assert caught.value.violations[0].field == "filter"
+
+
+async def test_a_page_token_tells_no_fence(tmp_path: Path) -> None:
+    """But what a viewer is shown: the holder, the time and the id."""
+    async with running(tmp_path, FakeFleet(node_message("n0", count=2))) as client:
+        one = await client.reserve()
+        await client.reserve()
+        token = (await client.page(order_by="holder", page_size=1)).next_page_token
+    request = allocator_api.ListReservationsRequest(order_by="holder", page_token=token)
+    open_page(request)
+    created, its_id = one.create_time.ToMicroseconds() / 1e6, one.name.removeprefix("reservations/")
+    place = [["test", False], [f"{created:020.6f} {its_id}", False]]
+    assert json.loads(last_key(request.page_token)) == place
 
 
 async def test_an_ended_reservation_is_forgotten_two_weeks_later_and_its_fence_is_not(tmp_path: Path) -> None:

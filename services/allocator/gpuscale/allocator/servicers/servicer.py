@@ -235,7 +235,12 @@ class AllocatorServicer(api.AllocatorServiceServicer):
             all_of_them = await every(list_page)
             await self.reserving.waiting.foresee(one for one in all_of_them if one.waiting)
             reservations, token = listed(
-                all_of_them, request, api.Reservation, key=lambda one: f"{one.fence:020}", encode=self._shown
+                all_of_them,
+                request,
+                api.Reservation,
+                # Not by fence: page tokens tell it, also to viewers.
+                key=lambda one: f"{one.created.timestamp():020.6f} {one.id}",
+                encode=self._shown,
             )
         else:
             found, token = await list_page(page_size=request.page_size, page_token=request.page_token)
