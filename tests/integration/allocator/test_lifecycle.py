@@ -72,6 +72,21 @@ async def test_a_page_token_tells_no_fence(tmp_path: Path) -> None:
     assert json.loads(last_key(request.page_token)) == place
 
 
+async def test_what_ended_before_a_reboot_is_kept_for_two_weeks_after_it(tmp_path: Path) -> None:
+    """However often the allocator is started."""
+    clock = ManualClock()
+    fleet = FakeFleet(node_message("n0", count=1, period=10 * RETENTION))
+    async with running(tmp_path, fleet, clock=clock) as client:
+        over = await client.release(await client.reserve())
+    clock.reboot()
+    for _ in range(2):
+        async with running(tmp_path, fleet, clock=clock) as client:
+            assert await client.get(over.name) == over
+        clock.advance(RETENTION / 2)
+    async with running(tmp_path, fleet, clock=clock) as client:
+        await eventually(lambda: _gone(client, over))
+
+
 async def test_an_ended_reservation_is_forgotten_two_weeks_later_and_its_fence_is_not(tmp_path: Path) -> None:
     clock = ManualClock()
     fleet = FakeFleet(node_message("n0", count=1, period=10 * RETENTION))

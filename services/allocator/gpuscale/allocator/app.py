@@ -246,10 +246,7 @@ def _open_state(
 async def _restore(
     saved: Saved, settings: AllocatorSettings, store: AllocatorStore, clock: Clock
 ) -> Accounting:
-    """Restore the ledger and its accounts from disk; leases of an earlier boot restart, and are written back.
-
-    Ended reservations of an earlier boot are kept as if they had just ended: their number and size are bounded.
-    """
+    """Restore the ledger and its accounts from disk; deadlines of an earlier boot restart, once, and are written back."""
     ledger = Ledger(max(saved.fence, settings.fences_above))
     view, keep = FleetView(saved.ranks), settings.usage_keep_days
     accounting = Accounting(ledger, view, UsageLedger(store), clock, keep)
@@ -257,8 +254,7 @@ async def _restore(
     current = [one if boot == boot_id else rebased(one, now) for one, boot in saved.reservations]
     await accounting.restore(saved.reservations, current)
     store.beside = accounting.beside
-    pairs = zip(current, saved.reservations, strict=True)
-    if moved := [one for one, (old, _) in pairs if one is not old and one.live]:
+    if moved := [one for one, (_, boot) in zip(current, saved.reservations, strict=True) if boot != boot_id]:
         await store.save([], moved)
     ledger.restore(current)
     return accounting
