@@ -155,7 +155,7 @@ def refuse_unused(
 
 
 def secret_variables(*settings: Settings) -> set[str]:
-    """Environment variables with secrets: of secret fields, named in tables (`..._env`), or URLs with a password."""
+    """Environment variables with secrets: of secret fields, named in tables (`pass_env`), or URLs with a password."""
     names = {
         f"{PREFIX}{part.section}_{field}".upper()
         for part in settings

@@ -1,4 +1,4 @@
-"""The fleet's state on disk: recordings, health events, and the two coarsest tiers of history.
+"""The fleet's state on disk: recordings, health events, and the coarsest tier of history.
 
 Only `store` speaks SQL. Begin with `saver`.
 """
