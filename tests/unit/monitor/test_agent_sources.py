@@ -30,8 +30,11 @@ def auto(real: FakeGpus) -> AutoSource:
 def test_a_host_without_a_driver_gets_simulated_gpus_for_good() -> None:
     real = FakeGpus(problem=GpuSourceError("no library", no_driver=True))
     source = auto(real)
+    read = source.read  # as by a thread that took it just before the choice
     assert [gpu.index for gpu in source.open().gpus] == [9]
     assert source.simulated
+    read(identity(9).uuid)
+    assert not real.reads
     real.problem = None
     source.close()
     assert [gpu.index for gpu in source.open().gpus] == [9]

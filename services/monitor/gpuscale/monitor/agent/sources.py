@@ -226,13 +226,8 @@ class AutoSource:
 
     def __init__(self, real: GpuSource, simulated: GpuSource) -> None:
         self._simulated = simulated
+        self._source = real  # replaced in one step: other threads call it meanwhile
         self._chosen = False
-        self._use(real)
-
-    def _use(self, source: GpuSource) -> None:
-        self._source = source
-        self.read, self.probe, self.wait_event = source.read, source.probe, source.wait_event
-        self.interrupt, self.close = source.interrupt, source.close
 
     @property
     def simulated(self) -> bool:
@@ -253,8 +248,28 @@ class AutoSource:
             if not first or not error.no_driver:
                 raise
         self._source.close()
-        self._use(self._simulated)
+        self._source = self._simulated
         return self._source.open()
+
+    def read(self, uuid: str) -> GpuSample:
+        """Read a GPU."""
+        return self._source.read(uuid)
+
+    def probe(self, uuid: str) -> None:
+        """Probe a GPU."""
+        self._source.probe(uuid)
+
+    def wait_event(self, timeout: float) -> DriverEvent | None:
+        """Wait for an event."""
+        return self._source.wait_event(timeout)
+
+    def interrupt(self) -> bool:
+        """Interrupt the chosen source."""
+        return self._source.interrupt()
+
+    def close(self) -> None:
+        """Release the driver."""
+        self._source.close()
 
 
 def make_source(
