@@ -105,6 +105,8 @@ async def open_agent(
         ):
             stack.enter_context(metrics.showing(page.add))
             tasks.spawn("agent sampler", sampler.run())
+            if calls is None and settings.metrics_listen:  # else their server watches it
+                tasks.spawn("agent event loop", metrics.watch_loop())
             tasks.start("agent pods", pods.run())
             if fleet is not None:
                 faults = FaultLog()

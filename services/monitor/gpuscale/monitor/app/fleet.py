@@ -126,6 +126,8 @@ async def open_fleet(
                 nodes.sweep()
 
         tasks.spawn("fleet sweep", sweep())
+        if calls is None and settings.metrics_listen:  # else their server watches it
+            tasks.spawn("fleet event loop", metrics.watch_loop())
         tasks.spawn("fleet health", observing.run())
         signer = settings.signer()
         joined = Joined(None if signer is None or settings.data_dir is None else settings.data_dir / "joined")
