@@ -235,7 +235,7 @@ async def test_a_second_fleet_on_the_directory_is_refused(tmp_path: Path) -> Non
 async def test_a_disk_that_fails_ends_nothing_and_is_tried_again(
     tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is counted, and said once."""
+    """It is counted, and said once, as is that it works again."""
     caplog.set_level("INFO", "gpuscale.monitor.state.saver")
     async with run(tmp_path, clock) as fleet:
         fleet.recordings.start(order(), clock.now())
@@ -253,8 +253,16 @@ async def test_a_disk_that_fails_ends_nothing_and_is_tried_again(
         assert value(b"".join(page.chunks()).decode(), "gpuscale_fleet_saves_failed_total") == 2
         await fleet.saver.try_to_save()
         fleet.pass_time(600)
-    told = [line["event"] for record in caplog.records if isinstance(line := record.msg, dict)]
-    assert told == ["recordings, health events and history cannot be saved"]
+    told = [
+        (line["level"], line["event"], line.get("reason"))
+        for record in caplog.records
+        if isinstance(line := record.msg, dict)
+    ]
+    what = "recordings, health events and history"
+    assert told == [
+        ("error", f"{what} cannot be saved", "DISK_FULL"),
+        ("info", f"{what} are saved again", None),
+    ]
     async with run(tmp_path, clock) as fleet:
         assert fleet.samples() >= 117
         assert fleet.recordings.get("r1", clock.now()).sample_count == 120

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
-from gpuscale.common.runtime.logs import Attempts, get_logger
+from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, TaskScope
 from gpuscale.monitor.health.checks import Event, Finding, HealthAction, HealthCheck, HealthSeverity
 from gpuscale.monitor.health.events import Events
@@ -63,8 +63,7 @@ class Saver:
         self._final: dict[str, Recording] = {}  # recordings whose end is on disk
         self._tier = history.tiers[-1]
         self._saved: dict[str, _Newest] = {}  # by series
-        what = "recordings, health events and history cannot be saved"
-        self._saving = Attempts(_log, what, UnavailableError, FailedPreconditionError)
+        self._failing = False
         self.failed = 0
 
     async def restore(self) -> None:
@@ -95,10 +94,18 @@ class Saver:
             await self.try_to_save()
 
     async def try_to_save(self) -> None:
-        """Save; the first failure in a row is logged."""
-        with self._saving:
+        """Save; failures are logged once, and once when saving works again."""
+        try:
             await self.save()
-        self.failed += self._saving.failing
+            if self._failing:
+                _log.info("recordings, health events and history are saved again")
+            self._failing = False
+        except (UnavailableError, FailedPreconditionError) as error:
+            self.failed += 1
+            if not self._failing:
+                what = "recordings, health events and history cannot be saved"
+                _log.error(what, reason=error.reason, message=error.message)
+            self._failing = True
 
     async def save(self) -> None:
         """Write what has changed. UnavailableError if that fails."""
