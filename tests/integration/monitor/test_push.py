@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,37 @@ async def scripted(fleet: ScriptedFleet) -> AsyncGenerator[str, None]:
 @pytest.fixture
 def quick_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(push, "Backoff", partial(push.Backoff, initial=0.02, cap=0.05))
+
+
+async def test_an_agent_whose_snapshots_are_all_refused_sends_them_less_and_less_often() -> None:
+    """As where another node claims its GPUs. It sent a whole one each second, for ever."""
+
+    class Refusing(ScriptedFleet):
+        async def StreamTelemetry(self, request_iterator: Any, context: Any) -> AsyncGenerator[Answer, None]:
+            async for request in request_iterator:
+                if request.HasField("snapshot"):
+                    self.snapshots.append(request.snapshot.seq)
+                yield Answer(acked_seq=-1, resync=True, rejected_count=len(self.snapshots))
+
+    fleet = Refusing()
+    async with scripted(fleet) as address, running_agent(address, period_seconds=0.1):
+        await eventually(
+            lambda: any(later - one >= 4 for one, later in pairwise(fleet.snapshots)), timeout=60
+        )
+
+
+def test_the_wait_after_refusals_has_a_bound_and_one_that_is_taken_ends_it() -> None:
+    backoff, now, waits = push.RefusalBackoff(1.0), 0.0, list[float]()
+    for _ in range(40):
+        backoff.answered(now, refused=True)
+        began = now
+        while backoff.waits(now):
+            now += 1.0
+        waits.append(now - began)
+    assert waits == [0.0, 2.0, 4.0, 8.0, 16.0, *[push.LONGEST_REFUSED_SECONDS] * 35]
+    backoff.answered(now, refused=False)
+    backoff.answered(now, refused=True)
+    assert not backoff.waits(now)
 
 
 async def test_a_fleet_that_refuses_a_change_gets_whole_snapshots() -> None:

@@ -8,6 +8,7 @@ import asyncio
 from collections import Counter
 from contextlib import aclosing
 from random import SystemRandom
+from typing import Final
 
 import grpc
 
@@ -31,11 +32,30 @@ SILENCE_SECONDS = 45.0
 SILENCE_PERIODS = 3
 FULL_EVERY_SECONDS = 60.0
 """About how often a whole snapshot is sent; with jitter."""
+LONGEST_REFUSED_SECONDS: Final = 30.0
+"""Maximum wait after a refused snapshot; below the silence that ends a stream."""
 _Call = grpc.aio.StreamStreamCall[
     monitor_internal.StreamTelemetryRequest, monitor_internal.StreamTelemetryResponse
 ]
 _log = get_logger(__name__)
 _random = SystemRandom()
+
+
+class RefusalBackoff:
+    """Leaves out a snapshot after a second refusal in a row, and waits twice as long after each further one."""
+
+    def __init__(self, period: float) -> None:
+        self._period, self._refused, self._until = period, 0, 0.0
+
+    def answered(self, now: float, *, refused: bool) -> None:
+        """Take in an answer of the fleet."""
+        self._refused = self._refused + 1 if refused else 0
+        wait = self._period * 2 ** min(self._refused - 1, 10) if self._refused > 1 else 0.0
+        self._until = now + min(LONGEST_REFUSED_SECONDS, wait)
+
+    def waits(self, now: float) -> bool:
+        """Whether it is too soon for another snapshot."""
+        return now < self._until
 
 
 class FleetPush:
@@ -63,6 +83,7 @@ class FleetPush:
         self._silence = SILENCE_SECONDS + SILENCE_PERIODS * collector.period
         self._explain = explain
         self._backoff = Backoff()
+        self._refusals = RefusalBackoff(collector.period)
         self.connected = False
         self.failures: Counter[str] = Counter()
         self._hello = monitor_internal.Hello(
@@ -77,6 +98,7 @@ class FleetPush:
         while True:
             call = self._stub.StreamTelemetry()
             self._deltas.reset()
+            self._refusals.answered(self._clock.now(), refused=False)
             welcome = asyncio.Event()
             try:
                 async with asyncio.TaskGroup() as group:
@@ -110,6 +132,8 @@ class FleetPush:
             await self._sampler.get(max_age=0.0)
             async with aclosing(self._sampler.snapshots.follow()) as snapshots:
                 async for snapshot, _ in snapshots:
+                    if self._refusals.waits(self._clock.now()):
+                        continue
                     async with self._writing:
                         now = self._clock.now()
                         delta = self._deltas.next(snapshot, now)
@@ -155,6 +179,7 @@ class FleetPush:
                     self.connected = True
                     refused = answer.rejected_count > rejected
                     rejected = answer.rejected_count
+                    self._refusals.answered(self._clock.now(), refused=refused)
                     if answer.acked_seq < 0:
                         _log.info("streaming to the fleet", node=self._hello.node)
                     else:
