@@ -80,7 +80,7 @@ class Site:
             del self.alone[key]
         if self.source.random() < 0.02:
             self.end_those_over()
-            texts = [recording_to_text(one, 50.0) for one in self.recordings.all(self.now)]
+            texts = ["".join(recording_to_text(one, 50.0)) for one in self.recordings.all(self.now)]
             self.recordings = Recordings()
             for text in texts:
                 self.recordings.restore(recording_from_text(text, 50.0))

@@ -1,7 +1,10 @@
 """Recordings: which samples they take in, what they come to, and how they stand on disk."""
 
+import asyncio
+from collections.abc import Awaitable
 from dataclasses import replace
-from unittest.mock import Mock
+from typing import TypeVar
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -9,6 +12,7 @@ from gpuscale.api.monitor import v1 as api
 from gpuscale.common.errors import AlreadyExistsError, ResourceExhaustedError
 from gpuscale.common.rpc.channel import MAX_MESSAGE_BYTES
 from gpuscale.monitor.fleet.nodes import MOST_GPUS, Directory, Nodes
+from gpuscale.monitor.health.events import Events
 from gpuscale.monitor.model.metrics import ABSENT, Sample
 from gpuscale.monitor.observing import recording_servicer as servicer
 from gpuscale.monitor.observing.recording_servicer import (
@@ -19,9 +23,11 @@ from gpuscale.monitor.observing.recording_servicer import (
 )
 from gpuscale.monitor.observing.samples import Dates
 from gpuscale.monitor.recording import RecordingOrder, Recordings, RecordingState, Target
-from gpuscale.monitor.state.saver import recording_from_text, recording_to_text
+from gpuscale.monitor.state.saver import Saver, recording_from_text, recording_to_text
 from tests.support.clock import ManualClock
+from tests.support.monitor_values import DEFAULT_TIERS
 
+T = TypeVar("T")
 NOTHING: Sample = (ABSENT,) * 7
 
 
@@ -115,15 +121,45 @@ async def test_a_page_has_as_many_recordings_as_there_is_room_for_the_largest(
     assert await pages() == [1] * 6
 
 
-def test_a_page_has_room_for_its_recordings() -> None:
+async def turns_during(work: Awaitable[T]) -> tuple[int, T]:
+    """How often another task had its turn meanwhile, and what came of it."""
+    turns = 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count())
+    found = await work
+    counting.cancel()
+    return turns, found
+
+
+def large() -> Recordings:
+    """A recording `r1` of as many GPUs as there can be."""
     recordings = Recordings()
     targets = [
         Target(f"nodes/{'a' * 60}/gpus/{i}", f"GPU-{i:036}", i, "T" * 64, 1.0) for i in range(MOST_GPUS)
     ]
-    recording = recordings.start(replace(order(), targets=targets), 1.0)
+    recordings.start(replace(order(), targets=targets), 1.0)
     for target in targets:
         recordings.add(target.uuid.lower(), 1.5, (100 / 3,) * 7)
-    message = to_recording(recording, Dates.of(ManualClock(1.0)))
+    return recordings
+
+
+async def test_other_work_has_its_turn_while_a_large_recording_is_saved() -> None:
+    store = AsyncMock()
+    saver = Saver(store, Mock(tiers=DEFAULT_TIERS), large(), Events("1"), ManualClock(2.0))
+    turns, _ = await turns_during(saver.save_recording("r1"))
+    assert turns >= MOST_GPUS / 64 - 1
+    [saving] = store.save.await_args.args
+    assert len(recording_from_text(saving.recordings["r1"], 0.0).gpus) == MOST_GPUS
+
+
+def test_a_page_has_room_for_its_recordings() -> None:
+    message = to_recording(large().get("r1", 1.0), Dates.of(ManualClock(1.0)))
     assert (len(message.gpus), message.sample_count) == (MOST_GPUS, 1)
     assert message.ByteSize() * 2 < MAX_MESSAGE_BYTES
     assert servicer.MOST_GPUS_OF_A_PAGE <= MOST_GPUS
@@ -136,7 +172,7 @@ ORDER = RecordingOrder("r1", "id", "print", 1.0, 600.0, TARGETS)
 def test_a_request_that_is_repeated_after_a_restart_begins_nothing_new() -> None:
     before, after = Recordings(), Recordings()
     before.start(ORDER, 100.0)
-    after.restore(recording_from_text(recording_to_text(before.get("r1", 100.0), 0.0), 0.0))
+    after.restore(recording_from_text("".join(recording_to_text(before.get("r1", 100.0), 0.0)), 0.0))
     assert after.start(ORDER, 130.0).started_at == 100.0
 
 

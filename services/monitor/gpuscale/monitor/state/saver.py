@@ -7,7 +7,7 @@ up to a step of the second coarsest tier. Times in the JSON of recordings and ev
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from itertools import islice
@@ -109,11 +109,11 @@ class Saver:
 
     async def save(self) -> None:
         """Write what has changed. UnavailableError if that fails."""
-        texts: list[_Text] = []
-        for recording in self._recordings.all(self._clock.now()):
-            if self._final.get(recording.order.id) is not recording:
-                texts.append(self._text(recording))
-                await asyncio.sleep(0)
+        texts = [
+            await self._text(recording)
+            for recording in self._recordings.all(self._clock.now())
+            if self._final.get(recording.order.id) is not recording
+        ]
         changed, newest = list[Chunk](), dict[str, _Newest]()
         every_series = self._history.all()
         while part := list(islice(every_series, SERIES_AT_ONCE)):
@@ -133,11 +133,15 @@ class Saver:
         """Write one recording, or its deletion. Raises as `save`."""
         recordings = self._recordings.all(self._clock.now())
         await self._write(
-            [self._text(recording) for recording in recordings if recording.order.id == key], ()
+            [await self._text(recording) for recording in recordings if recording.order.id == key], ()
         )
 
-    def _text(self, recording: Recording) -> _Text:
-        return recording, recording.state, recording_to_text(recording, self._timeline.offset)
+    async def _text(self, recording: Recording) -> _Text:
+        state, pieces = recording.state, list[str]()
+        for piece in recording_to_text(recording, self._timeline.offset):
+            pieces.append(piece)
+            await asyncio.sleep(0)
+        return recording, state, "".join(pieces)
 
     def _note_final(self, recording: Recording, state: RecordingState) -> None:
         if state is not RecordingState.RUNNING:
@@ -212,32 +216,40 @@ async def open_saver(
         await saver.try_to_save()
 
 
+GPUS_AT_ONCE = 64
+"""GPUs of a recording written before other tasks can run."""
 _EVENT_TIMES = ("started_at", "last_at", "resolved_at")
 
 
-def recording_to_text(recording: Recording, shift: float) -> str:
-    """A recording as JSON with `shift` seconds added to its times."""
+def recording_to_text(recording: Recording, shift: float) -> Iterator[str]:
+    """A recording as JSON with `shift` seconds added to its times, in pieces: a large one has a megabyte."""
     ended = recording.ended_at
-    return json.dumps(
-        {
-            "state": recording.state.name,
-            "started_at": recording.started_at + shift,
-            "ended_at": None if ended is None else ended + shift,
-            "order": asdict(recording.order),
-            "gpus": [
-                {
-                    "sample_count": figures.sample_count,
-                    "last_at": figures.last_at + shift if figures.sample_count else None,
-                    "tallies": {
-                        metric.name: asdict(tally)
-                        for metric, tally in zip(GPU_METRICS, figures.tallies, strict=False)
-                        if tally.count
-                    },
-                }
-                for figures in (gpu.figures for gpu in recording.gpus)
-            ],
-        }
-    )
+    head = {
+        "state": recording.state.name,
+        "started_at": recording.started_at + shift,
+        "ended_at": None if ended is None else ended + shift,
+        "order": recording.order,
+    }
+    yield json.dumps(head, default=_fields).removesuffix("}") + ', "gpus": ['
+    for start in range(0, len(recording.gpus), GPUS_AT_ONCE):
+        part = [
+            {
+                "sample_count": figures.sample_count,
+                "last_at": figures.last_at + shift if figures.sample_count else None,
+                "tallies": {
+                    metric.name: tally
+                    for metric, tally in zip(GPU_METRICS, figures.tallies, strict=False)
+                    if tally.count
+                },
+            }
+            for figures in (gpu.figures for gpu in recording.gpus[start : start + GPUS_AT_ONCE])
+        ]
+        yield (", " if start else "") + json.dumps(part, default=_fields)[1:-1]
+    yield "]}"
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__slots__}
 
 
 def recording_from_text(text: str, shift: float) -> Recording:
