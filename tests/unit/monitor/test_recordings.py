@@ -15,13 +15,7 @@ from gpuscale.monitor.fleet.nodes import MOST_GPUS, Directory, Nodes
 from gpuscale.monitor.health.events import Events
 from gpuscale.monitor.model.metrics import ABSENT, Sample
 from gpuscale.monitor.observing import recording_servicer as servicer
-from gpuscale.monitor.observing.recording_servicer import (
-    RecordingFeed,
-    RecordingServicer,
-    forget,
-    to_recording,
-)
-from gpuscale.monitor.observing.samples import Dates
+from gpuscale.monitor.observing.recording_servicer import RecordingFeed, RecordingServicer, forget
 from gpuscale.monitor.recording import RecordingOrder, Recordings, RecordingState, Target
 from gpuscale.monitor.state.saver import Saver, recording_from_text, recording_to_text
 from tests.support.clock import ManualClock
@@ -95,13 +89,17 @@ def test_running_recordings_have_a_limited_number_of_gpus_together(monkeypatch: 
     recordings.start(order("c"), 4.0)
 
 
+def recorder(recordings: Recordings, clock: ManualClock) -> RecordingServicer:
+    return RecordingServicer(RecordingFeed(recordings, clock), Directory(Nodes(clock, 1)), clock, forget)
+
+
 async def test_a_page_has_as_many_recordings_as_there_is_room_for_the_largest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And one at least."""
     monkeypatch.setattr(servicer, "MOST_GPUS_OF_A_PAGE", 5)
-    clock, recordings = ManualClock(1.0), Recordings()
-    service = RecordingServicer(RecordingFeed(recordings, clock), Directory(Nodes(clock, 1)), clock, forget)
+    recordings = Recordings()
+    service = recorder(recordings, ManualClock(1.0))
 
     async def pages() -> list[int]:
         """How many recordings each page has."""
@@ -158,11 +156,35 @@ async def test_other_work_has_its_turn_while_a_large_recording_is_saved() -> Non
     assert len(recording_from_text(saving.recordings["r1"], 0.0).gpus) == MOST_GPUS
 
 
-def test_a_page_has_room_for_its_recordings() -> None:
-    message = to_recording(large().get("r1", 1.0), Dates.of(ManualClock(1.0)))
+@pytest.mark.parametrize("matching", ["", "state = RUNNING", 'gpus.index:"3"'])
+async def test_other_work_has_its_turn_while_a_large_recording_is_shown(matching: str) -> None:
+    """And a page has room for it, and for others."""
+    service = recorder(large(), ManualClock(2.0))
+    got, answer = await turns_during(
+        service.GetRecording(api.GetRecordingRequest(name="recordings/r1"), Mock())
+    )
+    request = api.ListRecordingsRequest(filter=matching)
+    listing, page = await turns_during(service.ListRecordings(request, Mock()))
+    assert min(got, listing) >= MOST_GPUS / 64 - 1
+    message = answer.recording
+    assert page.recordings == [message]
     assert (len(message.gpus), message.sample_count) == (MOST_GPUS, 1)
-    assert message.ByteSize() * 2 < MAX_MESSAGE_BYTES
-    assert servicer.MOST_GPUS_OF_A_PAGE <= MOST_GPUS
+    assert message.ByteSize() * servicer.MOST_GPUS_OF_A_PAGE / MOST_GPUS < MAX_MESSAGE_BYTES
+
+
+async def test_recordings_listed_by_time_are_each_on_one_page() -> None:
+    """The clocks are read one after the other, so that dates differed by microseconds from page to page."""
+    clock, recordings = ManualClock(), Recordings()
+    for number in range(3):
+        recordings.start(order(f"r{number}"), clock.now() - number)
+    service, seen, token = recorder(recordings, clock), list[str](), ""
+    for _ in range(3):
+        clock.step_wall(1e-6)
+        request = api.ListRecordingsRequest(page_size=1, page_token=token, order_by="start_time")
+        answer = await service.ListRecordings(request, Mock())
+        seen += [one.name for one in answer.recordings]
+        token = answer.next_page_token
+    assert (seen, token) == ([f"recordings/r{number}" for number in (2, 1, 0)], "")
 
 
 TARGETS = tuple(Target(f"nodes/a/gpus/gpu-{one}", f"GPU-{one}", one, "H100", 1.0) for one in (1, 2))

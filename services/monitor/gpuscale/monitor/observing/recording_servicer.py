@@ -1,7 +1,8 @@
 """RecordingService on the wire."""
 
+import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 from gpuscale.api.monitor import v1 as api
@@ -14,12 +15,14 @@ from gpuscale.common.security.auth import Context
 from gpuscale.common.wire import absence_allowed, fingerprint, optional_seconds, page_limit, to_duration
 from gpuscale.monitor.fleet.nodes import Directory
 from gpuscale.monitor.observing.samples import Dates, to_stats
-from gpuscale.monitor.recording import Recording, RecordingOrder, Recordings, RecordingState
+from gpuscale.monitor.recording import RecordedGpu, Recording, RecordingOrder, Recordings, RecordingState
 
 DEFAULT_INTERVAL_SECONDS = 1.0
 DEFAULT_MAX_DURATION_SECONDS = 3_600.0
-MOST_GPUS_OF_A_PAGE = 1_024
-"""Maximum number of GPUs in a page of several recordings, as in one recording: other tasks wait for it."""
+MOST_GPUS_OF_A_PAGE = 4_096
+"""Maximum number of GPUs in a page of recordings; a message has room for some 8,000."""
+GPUS_AT_ONCE = 64
+"""GPUs written into a message before other tasks can run."""
 
 Keep = Callable[[str], Awaitable[None]]
 """Stores a recording, by id, after it began, ended or was deleted."""
@@ -35,7 +38,9 @@ class RecordingFeed:
     def __init__(self, recordings: Recordings, clock: Clock) -> None:
         self.recordings = recordings
         self.feed: ResourceFeed[Recording] = ResourceFeed(
-            api.WatchRecordingsResponse, lambda one, _: to_recording(one, Dates.of(clock)), shared=1.0
+            api.WatchRecordingsResponse,
+            lambda one, _: to_recording(one, Dates.of(clock), one.gpus),
+            shared=1.0,
         )
         self._clock = clock
         self._told: dict[str, RecordingState] = {}
@@ -61,6 +66,7 @@ class RecordingServicer(api.RecordingServiceServicer):
         self._told = told
         self._directory = directory
         self._clock = clock
+        self._dates = Dates.of(clock)
 
     @uninterrupted
     async def StartRecording(
@@ -86,7 +92,7 @@ class RecordingServicer(api.RecordingServiceServicer):
         recording = self._recordings.start(order, dates.now)
         self._told.tell()
         await self._keep(recording.order.id)
-        return api.StartRecordingResponse(recording=to_recording(recording, dates))
+        return api.StartRecordingResponse(recording=await _whole(recording, dates))
 
     @uninterrupted
     async def StopRecording(
@@ -96,29 +102,29 @@ class RecordingServicer(api.RecordingServiceServicer):
         recording = self._recordings.stop(_id(request.name), dates.now)
         self._told.tell()
         await self._keep(recording.order.id)
-        return api.StopRecordingResponse(recording=to_recording(recording, dates))
+        return api.StopRecordingResponse(recording=await _whole(recording, dates))
 
     async def GetRecording(
         self, request: api.GetRecordingRequest, context: Context
     ) -> api.GetRecordingResponse:
         dates = Dates.of(self._clock)
         recording = self._recordings.get(_id(request.name), dates.now)
-        return api.GetRecordingResponse(recording=to_recording(recording, dates))
+        return api.GetRecordingResponse(recording=await _whole(recording, dates))
 
     async def ListRecordings(
         self, request: api.ListRecordingsRequest, context: Context
     ) -> api.ListRecordingsResponse:
-        dates = Dates.of(self._clock)
-        recordings = self._recordings.all(dates.now)
-        largest = max((len(one.gpus) for one in recordings), default=1)
+        self._dates = dates = Dates.of(self._clock, self._dates)
+        recordings = {f"recordings/{one.order.id}": one for one in self._recordings.all(dates.now)}
+        by_gpus, found = "gpus" in request.filter.replace("\\", ""), list[api.Recording]()
+        for one in recordings.values():
+            found.append(to_recording(one, dates, ()))
+            await (_add_gpus(found[-1], one) if by_gpus else asyncio.sleep(0))
+        largest = max((len(one.gpus) for one in recordings.values()), default=1)
         request.page_size = min(page_limit(request.page_size), max(MOST_GPUS_OF_A_PAGE // largest, 1))
-        shown, token = listed(
-            recordings,
-            request,
-            api.Recording,
-            key=lambda one: one.order.id,
-            encode=lambda one: to_recording(one, dates),
-        )
+        shown, token = listed(found, request, api.Recording, key=lambda one: one.name, encode=lambda one: one)
+        for message in () if by_gpus else shown:
+            await _add_gpus(message, recordings[message.name])
         return api.ListRecordingsResponse(recordings=shown, next_page_token=token)
 
     async def WatchRecordings(
@@ -145,8 +151,33 @@ def _id(name: str) -> str:
     return parse(RECORDING, name)["recording"]
 
 
-def to_recording(recording: Recording, dates: Dates) -> api.Recording:
-    """A recording as a message."""
+async def _whole(recording: Recording, dates: Dates) -> api.Recording:
+    message = to_recording(recording, dates, ())
+    await _add_gpus(message, recording)
+    return message
+
+
+async def _add_gpus(message: api.Recording, recording: Recording) -> None:
+    """Add the GPUs to a message without them; other tasks can run meanwhile."""
+    for start in range(0, len(recording.gpus), GPUS_AT_ONCE):
+        await asyncio.sleep(0)
+        message.gpus.extend(map(_gpu, recording.gpus[start : start + GPUS_AT_ONCE]))
+    message.sample_count = max((gpu.sample_count for gpu in message.gpus), default=0)
+
+
+def _gpu(gpu: RecordedGpu) -> api.RecordedGpu:
+    return api.RecordedGpu(
+        name=gpu.target.name,
+        uuid=gpu.target.uuid,
+        index=gpu.target.index,
+        model=gpu.target.model,
+        sample_count=gpu.figures.sample_count,
+        stats=[to_stats(metric, stats) for metric, stats in gpu.figures.stats()],
+    )
+
+
+def to_recording(recording: Recording, dates: Dates, gpus: Sequence[RecordedGpu]) -> api.Recording:
+    """A recording as a message, with these of its GPUs."""
     ended = recording.ended_at
     return api.Recording(
         name=f"recordings/{recording.order.id}",
@@ -157,15 +188,5 @@ def to_recording(recording: Recording, dates: Dates) -> api.Recording:
         end_time=None if ended is None else dates.timestamp(ended),
         duration=to_duration(recording.duration(dates.now)),
         sample_count=recording.sample_count,
-        gpus=[
-            api.RecordedGpu(
-                name=gpu.target.name,
-                uuid=gpu.target.uuid,
-                index=gpu.target.index,
-                model=gpu.target.model,
-                sample_count=gpu.figures.sample_count,
-                stats=[to_stats(metric, stats) for metric, stats in gpu.figures.stats()],
-            )
-            for gpu in recording.gpus
-        ],
+        gpus=map(_gpu, gpus),
     )

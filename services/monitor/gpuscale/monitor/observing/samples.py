@@ -178,30 +178,36 @@ def _age(reading: types_api.GpuReading | types_api.HostReading) -> float | None:
     return seconds(age) if reading.HasField("age") else None
 
 
+SET_BY = timedelta(seconds=1)
+"""By how much the date of a host changes at least where it was set; the clocks are read one after the other."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dates:
-    """The same moment on both clocks."""
+    """The current moment on the clock, and the date of its time 0."""
 
     now: float
-    wall: datetime
+    zero: datetime
 
     @classmethod
-    def of(cls, clock: Clock) -> Self:
-        """The current moment."""
-        return cls(clock.now(), clock.wall())
+    def of(cls, clock: Clock, before: Self | None = None) -> Self:
+        """The current moment. A time has the same date as `before`, to the microsecond, unless the host's date was set since."""
+        now = clock.now()
+        zero = clock.wall() - timedelta(seconds=now)
+        return cls(now, before.zero if before and abs(zero - before.zero) < SET_BY else zero)
 
     def timestamp(self, at: float) -> Timestamp:
         """The date of a time on the clock."""
-        return to_timestamp(self.wall - timedelta(seconds=self.now - at))
+        return to_timestamp(self.zero + timedelta(seconds=at))
 
     def span(self, start: float, end: float | None) -> tuple[datetime, datetime | None]:
         """The dates of two times on the clock."""
-        began = self.wall - timedelta(seconds=self.now - start)
+        began = self.zero + timedelta(seconds=start)
         return began, None if end is None else began + timedelta(seconds=end - start)
 
     def seconds(self, timestamp: Timestamp) -> float:
         """The time on the clock of a date."""
-        return self.now - (self.wall - to_datetime(timestamp)).total_seconds()
+        return (to_datetime(timestamp) - self.zero).total_seconds()
 
 
 _METRICS = {metric: api.Metric.Value(f"METRIC_{metric.name}") for metric in Metric}
