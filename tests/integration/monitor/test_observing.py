@@ -308,8 +308,12 @@ async def test_events_of_a_time_and_of_a_gpu(site: Site) -> None:
     await site.call.write(faults(48, seq=1))
     [newest, oldest] = await eventually(lambda: _both(site))
     assert (newest.xid, oldest.xid) == (48, 119)
-    by_age = await site.events(show_resolved=True, order_by="start_time")
-    assert [one.xid for one in by_age] == [119, 48]
+    by_age = api.ListHealthEventsRequest(show_resolved=True, order_by="start_time", page_size=1)
+    for xid, late in ((119, -1e-6), (48, 1e-6)):
+        site.clock.step_wall(late)  # the clocks are read one after the other
+        page = await site.health.ListHealthEvents(by_age, timeout=30)
+        assert [one.xid for one in page.health_events] == [xid]
+        by_age.page_token = page.next_page_token
     stale = [api.HealthCheck.HEALTH_CHECK_COLLECTION_STALE]
     assert not await site.events(show_resolved=True, checks=stale)
     lasts = await site.events(show_resolved=True, filter='NOT resolved_time:* AND node = "nodes/alpha"')

@@ -237,11 +237,13 @@ class HealthServicer(api.HealthServiceServicer):
         self._health = health
         self._directory = directory
         self._clock = clock
+        self._dates = Dates.of(clock)
 
     async def ListHealthEvents(
         self, request: api.ListHealthEventsRequest, context: Context
     ) -> api.ListHealthEventsResponse:
-        node, events, dates = _node(request.parent), self._health.register.events, Dates.of(self._clock)
+        node, events = _node(request.parent), self._health.register.events
+        self._dates = dates = Dates.of(self._clock, self._dates)
         checks = {HealthCheck(check) for check in request.checks}
         period = asked_period(request)
         found = [
