@@ -353,6 +353,12 @@ async def test_a_page_of_decisions_reads_no_more_than_it_may_need(
             break
     assert shown == wanted
     assert max(read) <= 3
+    monkeypatch.setattr(decision_log, "SEARCHED", 3)
+    for narrow in ('summary = "none"', ""), ("", "count"):
+        read.clear()
+        request = api.ListDecisionsRequest(page_size=1, filter=narrow[0], order_by=narrow[1])
+        await log.list(endpoint, request)
+        assert read == [len(wanted[:3])], "what a filter or an order examines is read at once"
 
 
 async def test_a_cooldown_outlives_the_program_and_begins_anew_after_a_reboot(tmp_path: Path) -> None:

@@ -499,16 +499,16 @@ class DecisionLog:
     ) -> tuple[Sequence[api.Decision], str, datetime | None]:
         """A page of decisions of one endpoint or all, newest first by default; with `kept_since` if a period is given.
 
-        A filter, or another order, examines `SEARCHED` decisions.
+        A filter, or another order, examines `SEARCHED` decisions, read at once.
         """
-        most = page_limit(request.page_size) + 1
+        narrow = request.filter.strip() or request.order_by.strip()
+        most = SEARCHED if narrow else page_limit(request.page_size) + 1
 
         def read(connection: Connection) -> tuple[Sequence[api.Decision], str, datetime | None]:
             def older(last: str) -> Iterator[StoredDecision]:
-                below, left = int(last) if _is_id(last) else None, SEARCHED
-                while ids := decision_ids(connection, endpoint, below, min(most, left), period):
-                    yield from map(self._repetitions.shown, decisions(connection, ids))
-                    below, left = ids[-1], left - len(ids)
+                below = int(last) if _is_id(last) else None
+                ids = decision_ids(connection, endpoint, below, most, period)
+                return map(self._repetitions.shown, decisions(connection, ids))
 
             found, token = listed(
                 older, request, api.Decision, key=lambda one: id_text(one.id), encode=to_wire, descending=True
