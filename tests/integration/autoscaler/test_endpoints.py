@@ -126,6 +126,10 @@ async def test_an_update_takes_what_the_mask_names_and_tells_unset_from_zero(aut
     assert not cleared.spec.template.HasField("min_memory_bytes"), "unset clears"
     assert not cleared.spec.template.HasField("drain_timeout")
     assert [rule.id for rule in cleared.spec.rules] == ["up"]
+    await autoscaler.update(scaling(drain_timeout=to_duration(9)))
+    changed.spec.ClearField("template")
+    without = await autoscaler.update(changed, "spec.template.drain_timeout")
+    assert not without.spec.template.HasField("drain_timeout"), "also where all around it is unset"
     whole = await autoscaler.update(endpoint(high=7))
     assert whole.spec == endpoint(high=7).spec, "without a mask all of it is replaced"
     same = await autoscaler.update(endpoint(high=7), "spec")

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
+from google.protobuf.field_mask_pb2 import FieldMask
+
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.rules.rule import Rule, in_order
 from gpuscale.autoscaler.domain.spec import Endpoint, EndpointSpec
@@ -15,7 +17,7 @@ from gpuscale.autoscaler.servicers.feeds import Feeds
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.autoscaler.wire.decisions import endpoint_to_wire
-from gpuscale.autoscaler.wire.specs import from_wire, merged, spec_from_wire, spec_to_wire, to_wire
+from gpuscale.autoscaler.wire.specs import from_wire, merge, merged, spec_from_wire, spec_to_wire, to_wire
 from gpuscale.common.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -256,10 +258,11 @@ class RuleServicer(api.RuleServiceServicer):
                 raise InvalidArgumentError("rule.id must be the one in name", field="rule.id")
             wire, mask = request.rule, request.update_mask
             if mask.paths:
-                if not mask.IsValidForDescriptor(wire.DESCRIPTOR):
-                    raise InvalidArgumentError("update_mask must name fields of a rule", field="update_mask")
+                for path in mask.paths:
+                    if not FieldMask(paths=[path]).IsValidForDescriptor(wire.DESCRIPTOR):
+                        raise InvalidArgumentError(f"update_mask: {path} is no field", field="update_mask")
                 wire = to_wire(api.Rule(), before)
-                mask.MergeMessage(request.rule, wire, replace_message_field=True, replace_repeated_field=True)
+                merge(request.rule, wire, mask)
                 validation.validate(api.UpdateRuleRequest(name=request.name, rule=wire))
             new = _rule_of(wire)
             return replace(spec, rules=tuple(new if one is before else one for one in spec.rules))

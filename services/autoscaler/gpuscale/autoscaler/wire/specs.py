@@ -333,9 +333,22 @@ def merged(current: HasSpec, changed: HasSpec, mask: FieldMask | None) -> HasSpe
         path == "spec" or path.startswith("spec.") for path in mask.paths
     ):
         raise InvalidArgumentError("update_mask must name spec or fields of it", field="update_mask")
-    mask.MergeMessage(changed, current, replace_message_field=True, replace_repeated_field=True)
+    merge(changed, current, mask)
     validation.validate(current)
     return current
+
+
+def merge(source: Message, target: Message, mask: FieldMask) -> None:
+    """Take what a valid mask names from `source`; cleared first, since `MergeMessage` passes over what lies in an unset message."""
+    for path in mask.paths:
+        above, inner = path.split("."), target
+        for name in above[:-1]:
+            if not inner.HasField(name):
+                break
+            inner = getattr(inner, name)
+        else:
+            inner.ClearField(above[-1])
+    mask.MergeMessage(source, target, replace_message_field=True, replace_repeated_field=True)
 
 
 def template_from_wire(wire: api.ReplicaTemplate, path: str = f"{SPEC}.template") -> ReplicaTemplate:
