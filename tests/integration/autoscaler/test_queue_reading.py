@@ -1,6 +1,7 @@
 """Sweeps in virtual time: what the counts of queues wait for, and how often a broker is asked for more than counts."""
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import asynccontextmanager
 from unittest.mock import AsyncMock
@@ -149,6 +150,26 @@ async def test_a_pattern_that_an_earlier_version_took_fails_alone(monkeypatch: p
     assert sweeps.reading(stored).state is QueueState.ERROR
     assert "invalid perl operator" in sweeps.reading(stored).message
     assert sweeps.reading(other).ready == 3
+
+
+async def test_a_count_beyond_64_bits_is_the_trouble_of_its_queue_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts = {"jobs": (3, 1), "ready": (2**63, 0), "held": (0, 2**70)}
+    queues = [
+        {"name": name, "messages_ready": ready, "messages_unacknowledged": unacked}
+        for name, (ready, unacked) in counts.items()
+    ]
+    monkeypatch.setattr(ManagementClient, "_get", AsyncMock(return_value=json.dumps(queues).encode()))
+    broken = QueueFailure(QueueState.ERROR, "it counts without end")
+    monkeypatch.setattr(AmqpSession, "declare", AsyncMock(return_value=broken))
+    one, *wrong = targets = [QueueTarget("default", "/", name) for name in counts]
+    pattern = QueueTarget("default", "/", ".*", pattern=True)
+    sweeps = await swept([*targets, pattern], 2)
+    assert sweeps.reading(one).total == 4
+    for target in (*wrong, pattern):
+        reading = sweeps.reading(target)
+        assert (reading.state, reading.ready, reading.unacked) == (QueueState.ERROR, None, None)
 
 
 @pytest.mark.parametrize("virtual_host", [".", ".."])

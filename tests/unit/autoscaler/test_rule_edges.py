@@ -60,10 +60,10 @@ def test_what_64_bits_do_not_hold_is_invalid_and_remembered_nowhere(value: float
     assert observe(LOADED, Sample((LARGEST,), NOW), NOW).status is ObservationStatus.OK
 
 
-def test_of_more_messages_than_64_bits_count_as_many_are_told() -> None:
+def test_more_messages_than_64_bits_count_cannot_be_told() -> None:
     half = QueueReading(QueueState.OK, LARGEST_QUEUE // 2 + 1, 0, 1, NOW)
     found = combined([half, half])
-    assert (found.state, found.ready) == (QueueState.OK, LARGEST_QUEUE)
+    assert (found.ready, found.unacked, found.total) == (None, 0, None)
 
 
 def test_no_rule_keeps_what_is_not_there() -> None:

@@ -136,9 +136,14 @@ def _known(values: Iterable[T | None]) -> list[T]:
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
-    """The sum of one or more counts, if all are known; no more than 64 bits hold."""
+    """The sum of one or more counts, if all are known."""
     known = _known(counts)
-    return min(sum(known), LARGEST_COUNT) if known else None
+    return countable(sum(known)) if known else None
+
+
+def countable(count: int | None) -> int | None:
+    """A count that 64 bits hold; of a larger one nothing is known."""
+    return None if count is not None and count > LARGEST_COUNT else count
 
 
 class QueueTarget(NamedTuple):

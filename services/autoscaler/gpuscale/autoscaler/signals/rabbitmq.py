@@ -41,9 +41,9 @@ from aio_pika.exceptions import (
 from aiormq.abc import AbstractChannel
 from aiormq.exceptions import ChannelAccessRefused
 from pamqp.common import FieldTable
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from gpuscale.autoscaler.domain.queues import LARGEST_COUNT, QueueFailure, QueueState, Rates
+from gpuscale.autoscaler.domain.queues import LARGEST_COUNT, QueueFailure, QueueState, Rates, countable
 from gpuscale.autoscaler.signals.brokers import Broker, RetryGate, VirtualHostError
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.secrets import SecretUrl
@@ -177,7 +177,7 @@ _DOTS = frozenset({".", ".."})
 """In a path these mean another directory, in any encoding."""
 
 
-_Count = Annotated[int, Field(le=LARGEST_COUNT)]
+_Count = Annotated[int | None, AfterValidator(countable)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +185,8 @@ class Counted:
     """A queue in the API's list, with the API's field names; a queue whose node is down has no counts."""
 
     name: str
-    messages_ready: _Count | None = None
-    messages_unacknowledged: _Count | None = None
+    messages_ready: _Count = None
+    messages_unacknowledged: _Count = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class _QueueStatistics:
 
     name: str
     messages: int | None = None
-    consumers: _Count = 0
+    consumers: Annotated[int, Field(le=LARGEST_COUNT)] = 0
     message_stats: _Stats = _NO_STATS
     head_message_timestamp: int | str | None = None
     """Seconds since 1970; null or empty if no message waits, or the first has no timestamp."""
