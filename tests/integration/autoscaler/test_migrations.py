@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from gpuscale.autoscaler.backtest.world import RecordedReading
+from gpuscale.autoscaler.signals.watchers import QueueWatchers
 from gpuscale.autoscaler.state import backtest_store, store, watcher_store
+from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.store.sqlite_store import Sqlite
 from gpuscale.common.store.store import Store
 from tests.support.autoscaler_values import endpoint, lease, replica, spec
@@ -28,6 +30,9 @@ DROPPED = {
     11: ("backtestrow", "backtestreportrow"),
 }
 """Tables, columns and indexes that a version lacks and the next one has."""
+PLAIN = "62e8e41e71323853210c366dabbee2686573de31ae51268211a4ee1b03afcc36"
+WITH_RATES = "6c263d394c7c7f08e8aa33b45deb2442cd3aa7aa693631877ebaf30732838425"
+"""What earlier versions stored of the request that made the watcher."""
 
 
 def opened(path: Path) -> AbstractAsyncContextManager[Store]:
@@ -47,7 +52,7 @@ def make_old(path: Path, version: int) -> None:
                 old.execute(f"DROP {found[0]} {table}" if found else "SELECT 1")
         columns = "id, broker, virtual_host, queue, interval_seconds, etag, create_time_us, request_id, request_fingerprint"
         more, stated = ("", "") if version == 1 else (", pattern, rates", ", 1, 1")
-        values = "'jobs', 'default', '/', 'q', 2.5, 'e', 0, 'r', 'f'"
+        values = f"'jobs', 'default', '/', 'q', 2.5, 'e', 0, 'r', '{WITH_RATES if stated else PLAIN}'"
         old.execute(f"INSERT INTO watcherrow ({columns}{more}) VALUES ({values}{stated})")
         old.execute(f"PRAGMA user_version={version}")
 
@@ -74,6 +79,10 @@ async def test_a_file_of_an_earlier_version_is_taken_over_with_all_that_it_has(
         async with opened(path) as state:
             [watcher] = await state.read(watcher_store.load)
             assert (watcher.watcher.spec.pattern, watcher.watcher.spec.rates) == (version > 1,) * 2
+            watchers = QueueWatchers(state, {}, SystemClock(), lambda _: ())
+            await watchers.load()
+            again = await watchers.create("jobs", watcher.watcher.spec, request_id="r")
+            assert again == watcher.watcher, "a request that is repeated across an upgrade is known"
             assert await state.read(store.endpoints) == [made]
             assert await state.read(store.replicas) == [waits, expected]
             await state.write(partial(watcher_store.keep, readings=[("e", measured)]))

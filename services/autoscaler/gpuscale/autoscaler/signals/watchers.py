@@ -344,7 +344,11 @@ class QueueWatchers:
 
         FailedPreconditionError if the configuration does not name the broker, or it cannot count what is requested.
         """
-        fingerprint = hashlib.sha256(f"{watcher_id} {spec!r}".encode()).hexdigest()
+        # Stored ones are compared after an upgrade: a field that is added must not change what was known without it.
+        parts = (watcher_id, spec.broker, spec.virtual_host, *spec.queues, repr(spec.interval))
+        if spec.pattern or spec.rates:
+            parts = (*parts, repr(spec.pattern), repr(spec.rates))
+        fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()
         async with self._changing:
             known = next((one for one in self._stored.values() if one.request_id == request_id), None)
             if known is not None:
