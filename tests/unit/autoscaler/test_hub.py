@@ -92,6 +92,23 @@ async def test_no_more_than_some_wait_and_all_hear_of_the_end() -> None:
     assert [getattr(end, "reason", end) for end in ends] == ["ADAPTER_DISCONNECTED"] * MOST_AT_ONCE
 
 
+async def test_no_number_of_questions_holds_up_the_state() -> None:
+    """One whose caller gave up while those before it were sent is not sent."""
+    session = AdapterSession(FACTS, lambda: 7)
+    session.tell([])
+    asking = [asyncio.create_task(session.read_log(NAME, None, 10)) for _ in range(3)]
+    await asyncio.sleep(0)
+    updates, sent = session.updates(), list[object]()
+    for _ in range(3):
+        sent.append(await anext(updates))
+        asking.append(asyncio.create_task(session.read_log(NAME, None, 10)))
+        asking[2].cancel()
+        await asyncio.sleep(0)
+    assert [getattr(one, "number", one) for one in sent] == [1, 2, (7, [])]
+    session.close()
+    await asyncio.gather(*asking, return_exceptions=True)
+
+
 async def test_a_connection_that_has_ended_is_not_asked() -> None:
     """Else each call would wait for an answer that cannot come."""
     session = AdapterSession(FACTS, lambda: 1)

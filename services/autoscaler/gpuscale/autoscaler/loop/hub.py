@@ -254,8 +254,9 @@ class AdapterSession:
         """Changes of the state, repeated until acknowledged, and log questions; raises the error given to `close`."""
         while not self._closed:
             self._changed.clear()
-            while self._unsent:
-                yield self._unsent.pop(next(iter(self._unsent)))
+            for number in tuple(self._unsent):  # later ones come after the state
+                if (question := self._unsent.pop(number, None)) is not None:
+                    yield question
             if self._lines is not None and self._acknowledged < self._revision:
                 yield self._revision, self._lines
                 if self._changed.is_set():
