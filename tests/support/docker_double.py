@@ -159,7 +159,7 @@ class DockerDouble:
                     "Health": {"Status": one.health} if one.health else None,
                 },
                 "HostConfig": one.config.get("HostConfig", {}),
-                "Config": {"Labels": one.config.get("Labels"), "StopSignal": "SIGINT"},
+                "Config": {"Labels": one.config.get("Labels"), "StopSignal": one.config.get("StopSignal")},
             }
         )
 

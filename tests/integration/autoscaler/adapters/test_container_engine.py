@@ -79,7 +79,8 @@ async def adapting(
 ) -> AsyncGenerator[Site]:
     """A run of the adapter's engine."""
     templates = {
-        name: {"image": f"{name}:1", "pull": "missing" if pull else "never"} for name in ("worker", "far")
+        name: {"image": f"{name}:1", "pull": "missing" if pull else "never", "stop_signal": "SIGINT"}
+        for name in ("worker", "far")
     }
     settings = ContainerSettings.model_validate(
         {"adapter": "here", "data_dir": "d", "allowed_images": ["*"], "container_templates": templates}

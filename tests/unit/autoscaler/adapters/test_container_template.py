@@ -91,6 +91,7 @@ def test_everything_that_a_template_may_ask_for() -> None:
         env={"COLOR": "green"},
         pass_env=["TOKEN"],
         user="1000:1000",
+        stop_signal="SIGINT",
         health_check={"command": ["probe", "{queue}"], "period": 2, "timeout": 1, "failures": 4},
         memory="2GiB",
         cpus=1.5,
@@ -105,7 +106,7 @@ def test_everything_that_a_template_may_ask_for() -> None:
     assert found["Entrypoint"] == ("/usr/bin/env",)
     assert isinstance(found["Env"], list)
     assert {"COLOR=green", "TOKEN=t"} <= set(found["Env"])
-    assert found["User"] == "1000:1000"
+    assert (found["User"], found["StopSignal"]) == ("1000:1000", "SIGINT")
     assert found["Healthcheck"] == {
         "Test": ["CMD", "probe", "jobs"],
         "Interval": 2_000_000_000,
@@ -169,6 +170,7 @@ def test_what_cannot_be_started_says_why(order: ReplicaOrder, table: dict[str, o
         {"health_check": {"command": ["{program}"]}},
         {"image": "bad image"},
         {"user": "root --privileged"},
+        {"stop_signal": "SIGKILL"},
         {"memory": "much"},
         {"shm_size": "-1"},
         *(

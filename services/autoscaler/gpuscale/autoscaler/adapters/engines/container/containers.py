@@ -342,6 +342,10 @@ class ContainerTemplate(BaseModel):
     """The limit of processes and threads; 0 for the engine's default."""
     network: Word = "bridge"
     """A network of the engine, host, or none."""
+    stop_signal: (
+        Literal["SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGWINCH"] | None
+    ) = None
+    """The signal that asks it to finish its work; the image's, or SIGTERM, by default."""
     init: bool = False
     """Whether the engine's init is its first process, which forwards signals and reaps."""
     read_only: bool = False
@@ -416,6 +420,7 @@ def container_request(
         "Entrypoint": template.entrypoint,
         "Cmd": command,
         "User": template.user,
+        "StopSignal": template.stop_signal,
     }
     return request | {name: value for name, value in given.items() if value}
 
