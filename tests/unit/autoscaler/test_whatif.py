@@ -33,8 +33,7 @@ from tests.support.autoscaler_values import AT, NOW, down, signal, spec, up
 
 
 def asked(wanted: EndpointSpec, before: int, signals: Mapping[str, StatedSignal], **stated: Any) -> Question:
-    inputs = {"before": before} | {one: stated.pop(one) for one in ("last_changes",) if one in stated}
-    return question(hypothetical(wanted, AT), wanted, Stated(signals, inputs, **stated))
+    return question(hypothetical(wanted, AT), wanted, Stated(signals, before, **stated))
 
 
 def ask(wanted: EndpointSpec, before: int, value: float | None, **stated: Any) -> Answer:
@@ -177,7 +176,7 @@ def test_what_is_not_stated_is_live_and_what_is_not_live_is_missing() -> None:
     assert values == {"queue": 7.0, "other": 9.0, "third": None}
     assert (found.inputs.before, found.inputs.ready, found.unknown_replicas) == (4, 3, 2)
     assert (found.memory.since, found.inputs.last_changes) == (5.0, {"up": 1.0})
-    assert question(live, wanted, Stated(inputs={"before": 9})).inputs.ready == 9
+    assert question(live, wanted, Stated(before=9)).inputs.ready == 9
 
 
 def test_a_stated_value_has_always_been_there_unless_its_past_is_stated() -> None:

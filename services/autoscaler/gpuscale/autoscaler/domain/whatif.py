@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from datetime import datetime
+from typing import Any, TypeVar
 
 from gpuscale.autoscaler.domain.decisions import Code, Stage, Step
 from gpuscale.autoscaler.domain.engine import Memory, Question, Result, asked, regrets
@@ -28,6 +29,8 @@ from gpuscale.autoscaler.domain.replicas import Moment
 from gpuscale.autoscaler.domain.rules.targets import ForecastRule, ScheduleRule
 from gpuscale.autoscaler.domain.signals import Sample, kept_seconds, observe
 from gpuscale.autoscaler.domain.spec import EndpointSpec, QueueCount, QueueSignal, ScalingMode, Signal
+
+T = TypeVar("T")
 
 NO_BOUND = 100_000
 """More replicas than any endpoint may have."""
@@ -227,13 +230,18 @@ class StatedSignal:
 
 @dataclass(frozen=True, slots=True)
 class Stated:
-    """Given inputs of an evaluation: signals by id, capability sets by id, and other `inputs` by name; the rest is not given."""
+    """Given inputs of an evaluation; None, and absent signals and capability sets, are not given."""
 
     signals: Mapping[str, StatedSignal] = field(default_factory=dict[str, StatedSignal])
-    inputs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    sets: Mapping[str, SetState] = field(default_factory=lambda: NO_SETS)
+    before: int | None = None
+    ready: int | None = None
     unknown: int | None = None
     memory: Memory | None = None
+    last_changes: Mapping[str, float] | None = None
+    startup: float | None = None
+    wall: datetime | None = None
+    gpu_limit: int | None = None
+    sets: Mapping[str, SetState] = field(default_factory=lambda: NO_SETS)
 
 
 def hypothetical(spec: EndpointSpec, at: Moment) -> Question:
@@ -261,18 +269,24 @@ def question(live: Question, spec: EndpointSpec, stated: Stated) -> Question:
             series[signal.id] = _series(one, now, kept_seconds(spec))
         if one is not None or signal.id not in observations:
             observations[signal.id] = observe(signal, sample, now, series.get(signal.id))
-    given, sets = dict(stated.inputs), {**live.inputs.sets, **stated.sets}
-    if "before" in given:
-        given.setdefault("ready", given["before"])
+    known, sets = live.inputs, {**live.inputs.sets, **stated.sets}
     inputs = replace(
-        live.inputs,
+        known,
+        before=_or(stated.before, known.before),
+        ready=_or(stated.ready, _or(stated.before, known.ready)),
+        wall=_or(stated.wall, known.wall),
         observations=observations,
         series=series,
+        last_changes=_or(stated.last_changes, known.last_changes),
+        startup=_or(stated.startup, known.startup),
+        gpu_limit=_or(stated.gpu_limit, known.gpu_limit),
         sets={one.id: sets[one.id] for one in spec.capability_sets if one.id in sets},
-        **given,
     )
-    unknown = live.unknown_replicas if stated.unknown is None else stated.unknown
-    return Question(spec, inputs, stated.memory or live.memory, unknown)
+    return Question(spec, inputs, stated.memory or live.memory, _or(stated.unknown, live.unknown_replicas))
+
+
+def _or(stated: T | None, otherwise: T) -> T:
+    return otherwise if stated is None else stated
 
 
 def _sample(signal: Signal, stated: StatedSignal, now: float, drained: Collection[str]) -> Sample:
@@ -290,7 +304,7 @@ def _sample(signal: Signal, stated: StatedSignal, now: float, drained: Collectio
         return Sample(problem="it is given as missing")
     none_left = stated.value == 0 and not stated.silent_count and signal.counts_work
     none_left |= isinstance(signal.source, QueueSignal) and signal.source.watcher in drained
-    none_left = none_left if stated.proven_empty is None else stated.proven_empty
+    none_left = _or(stated.proven_empty, none_left)
     none_left |= stated.tasks is not None and not stated.tasks.total
     return Sample((stated.value,), at, "", stated.silent_count, none_left, stated.tasks)
 

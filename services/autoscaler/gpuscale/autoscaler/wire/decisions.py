@@ -320,23 +320,20 @@ def stated_from_wire(wire: api.EvaluateRequest, spec: EndpointSpec, now: float) 
     signals = _named(wire.signals, "signal", spec.measured, "signals", "signal")
     sets = _named(wire.capability_sets, "id", spec.capability_sets, "capability_sets", "capability set")
     rules = _named(wire.past.rule_changes, "rule", spec.rules, "past.rule_changes", "rule")
-    given = {
-        "before": wire.before if wire.HasField("before") else None,
-        "ready": wire.ready_replicas if wire.HasField("ready_replicas") else None,
-        "last_changes": None if past is None else {name: now - seconds(one.age) for name, one, _ in rules},
-        "startup": optional_seconds(wire, "startup"),
-        "wall": to_datetime(wire.time) if wire.HasField("time") else None,
-        "gpu_limit": wire.gpu_limit if wire.HasField("gpu_limit") else None,
-    }
     return Stated(
         {name: _stated_signal(one, path) for name, one, path in signals},
-        {name: one for name, one in given.items() if one is not None},
-        {
+        before=wire.before if wire.HasField("before") else None,
+        ready=wire.ready_replicas if wire.HasField("ready_replicas") else None,
+        unknown=wire.unknown_replicas if wire.HasField("unknown_replicas") else None,
+        memory=memory,
+        last_changes=None if past is None else {name: now - seconds(one.age) for name, one, _ in rules},
+        startup=optional_seconds(wire, "startup"),
+        wall=to_datetime(wire.time) if wire.HasField("time") else None,
+        gpu_limit=wire.gpu_limit if wire.HasField("gpu_limit") else None,
+        sets={
             name: replace(SetState(one.before), **CODEC.stated(SetState, one, path))
             for name, one, path in sets
         },
-        wire.unknown_replicas if wire.HasField("unknown_replicas") else None,
-        memory,
     )
 
 
