@@ -16,7 +16,7 @@ from sqlmodel import SQLModel
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.decisions import Decision
 from gpuscale.autoscaler.domain.queues import QueueReading
-from gpuscale.autoscaler.domain.replicas import Replica, ReplicaState, revoked
+from gpuscale.autoscaler.domain.replicas import Goal, Replica, ReplicaState, revoked
 from gpuscale.autoscaler.loop import reconciler
 from gpuscale.autoscaler.loop.hub import Wakes
 from gpuscale.autoscaler.servicers import endpoints as endpoint_changes
@@ -119,6 +119,9 @@ async def test_replicas_as_they_were_written(state: Store) -> None:
     assert await state.read(partial(store.of_adapter, adapter="a")) == [ready]
     assert await state.read(store.loads) == {"a": 1}
     assert await state.read(store.leased) == [ready]
+    await state.write(partial(store.save_replica, one=replica(0, goal=Goal.FORGET)))
+    with pytest.raises(KeyError, match="FORGET"):  # only adapters are told so
+        await state.read(store.replicas)
 
 
 async def test_ended_replicas_are_kept_for_a_while_and_those_that_owe_a_release_until_it_is_done(

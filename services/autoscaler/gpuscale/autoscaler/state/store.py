@@ -333,6 +333,7 @@ _SAME: Final = (
     *("pid", "exit_code", "reason", "ready_at", "ended_at"),
 )
 """Fields of a replica that are columns as they are."""
+_GOALS: Final = {one.value: one for one in (Goal.RUN, Goal.STOP)}
 
 
 def replicas_of(connection: Connection, endpoint: str) -> list[Replica]:
@@ -485,7 +486,7 @@ def _replica(row: Mapping[Any, Any]) -> Replica:
         template=_template(row["template"]),
         create_time=moment(row["create_time"]),
         state=ReplicaState(row["state"]),
-        goal=Goal(row["goal"]),
+        goal=_GOALS[row["goal"]],
         nodes=tuple(row["nodes"].split()),
         lease=lease if lease.reservation else None,
         owes_release=bool(row["owes_release"]),
