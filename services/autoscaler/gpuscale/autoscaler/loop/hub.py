@@ -219,8 +219,8 @@ class AdapterSession:
         if self._closed:
             raise _disconnected()
         if len(self._answers) >= MOST_AT_ONCE:
-            text = f"{MOST_AT_ONCE} parts of logs are being read from this adapter: try again"
-            raise ResourceExhaustedError(text, reason="LOGS_BUSY", retry_after=1.0)
+            busy = f"{MOST_AT_ONCE} parts of logs are being read from this adapter: try again"
+            raise ResourceExhaustedError(busy, reason="LOGS_BUSY", retry_after=1.0)
         self._asked = number = self._asked + 1
         self._unsent[number] = LogQuestion(number, replica, offset, most)
         self._answers[number] = asyncio.get_running_loop().create_future()
