@@ -166,9 +166,34 @@ def test_a_database_is_typed_or_read_from_standard_input(tmp_path: Path) -> None
     assert AllocatorSettings.model_validate(settings).database is not None
     for wrong in ("mysql://db/x", "db.internal"):
         assert "--postgresql must be a URL" in run_cli(*words, wrong).err
-    assert "--postgresql must be a URL" in run_cli(*words, "-", "--dir", str(tmp_path / "b"), stdin="x\n").err
     assert Database(typed).option == "--postgresql URL"
     assert Database("postgresql://u@db/x").option == "--postgresql postgresql://u@db/x"
+
+
+def test_a_wrong_database_is_refused_first_and_a_right_one_taken_later(tmp_path: Path) -> None:
+    """It stayed what it was, with exit code 0, or was refused once the authority was made."""
+    folder, before = tmp_path / "gpuscale", "postgresql://u@elsewhere/gpuscale"
+    typed = ("init", "--dir", str(folder), "--host", "gpus.example", "--postgresql", "-")
+    for wrong, why in {"x": "must be a URL", "postgresql://u:p/a@db/x": "has a", "": "must"}.items():
+        refused = run_cli(*typed, stdin=f"{wrong}\n")
+        assert (refused.code, f"--postgresql {why}" in refused.err, folder.exists()) == (2, True, False)
+    for url in (before, before.replace("elsewhere", "db")):
+        assert run_cli(*typed, stdin=f"{url}\n").code == 0
+        assert (folder / "database.url").read_text() == url
+
+
+def test_a_database_file_of_an_earlier_release_is_kept(tmp_path: Path) -> None:
+    """Its host could not be set up again, such as for a standby."""
+    typed = ("init", "--dir", str(tmp_path), "--host", "gpus.example", "--postgresql", "-")
+    url, settings = "postgresql://u@db/gpuscale", tmp_path / "gpuscale.toml"
+    assert run_cli(*typed, stdin=url).code == 0
+    own = (tmp_path / "database.url").rename(tmp_path / "own.url")
+    settings.write_text(settings.read_text().replace("database.url", own.name))
+    before = content(tmp_path)
+    assert run_cli(*typed, stdin=url).code == 0
+    other = run_cli(*typed, stdin=f"{url}-2")
+    assert (other.code, f"names {own}, which has another URL: change it there" in other.err) == (4, True)
+    assert content(tmp_path) == before
 
 
 @pytest.fixture

@@ -463,6 +463,9 @@ async def test_what_was_killed_on_its_way_is_typed_again(
     assert (await site.ctl(*typed, "--host", "third")).code != 0
     assert (await site.ctl(*typed)).code == 0
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    moved = (*typed[:-3], f"{url}-2", *typed[-2:])
+    assert (await site.ctl(*moved)).code == 0
+    assert (folder / "database.url").read_text() == f"{url}-2"
     for module in (hosts, joining):  # it has been away for longer than its certificate lasts
         monkeypatch.setattr(module, "counts", lambda file: file.name == "authority.pem")
     refused = await site.ctl(*typed)

@@ -1,14 +1,16 @@
 """The PostgreSQL URL of `init` and `join --role standby`: typed, or on standard input."""
 
 import sys
+import tomllib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from gpuscale.cli.commands.units import hand_over
 from gpuscale.cli.grammar.parameters import option
-from gpuscale.common.errors import InvalidArgumentError
-from gpuscale.common.secrets import write_private
+from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
+from gpuscale.common.secrets import SecretUrl, write_private
 
 POSTGRESQL = option(
     "--postgresql",
@@ -17,6 +19,7 @@ POSTGRESQL = option(
     " Without it, state is kept in files.",
 )
 _STDIN = "-"
+_FILE = "database.url"
 
 
 @dataclass(frozen=True)
@@ -27,19 +30,37 @@ class Database:
 
     def __post_init__(self) -> None:
         if self.url not in {None, _STDIN}:
-            _expect_postgresql(self.url or "")
+            _check(self.url or "")
 
     def place(self, folder: Path) -> Path | None:
-        """The file with the URL, which the settings refer to."""
-        return None if self.url is None else folder / "database.url"
+        """The file with the URL, which the settings refer to; those of earlier releases may name one of their owner's."""
+        if self.url is None:
+            return None
+        with suppress(OSError, ValueError, KeyError, TypeError):  # no settings yet
+            settings = tomllib.loads((folder / "gpuscale.toml").read_text("utf-8"))
+            return Path(settings["allocator"]["database_file"])
+        return folder / _FILE
 
-    def write(self, folder: Path) -> None:
-        """Write the URL to its file, for services alone. Raises OSError: it cannot be written."""
-        if (place := self.place(folder)) is not None and self.url is not None:
-            url = sys.stdin.readline().strip() if self.url == _STDIN else self.url
-            _expect_postgresql(url)
-            write_private(place, url.encode())
-            hand_over(place)
+    def new(self, folder: Path) -> str:
+        """The URL if its file lacks it, else nothing, as where standard input is empty on a repeat.
+
+        Raises:
+            InvalidArgumentError: services could not use it.
+            FailedPreconditionError: its file is the owner's (SETTINGS_EXIST).
+        """
+        place, kept = self.place(folder), ""
+        if place is None or self.url is None:
+            return ""
+        with suppress(OSError, ValueError):
+            kept = place.read_text("ascii").strip()
+        url = sys.stdin.readline().strip() if self.url == _STDIN else self.url
+        if kept and url in {"", kept}:
+            return ""
+        _check(url)
+        if place != folder / _FILE:
+            message = f"gpuscale.toml names {place}, which has another URL: change it there"
+            raise FailedPreconditionError(message, reason="SETTINGS_EXIST")
+        return url
 
     @property
     def option(self) -> str:
@@ -48,7 +69,20 @@ class Database:
         return f"--postgresql {'URL' if parts.password or 'password' in parts.query else self.url}"
 
 
-def _expect_postgresql(url: str) -> None:
-    if urlsplit(url).scheme not in {"postgresql", "postgres"}:
-        message = "--postgresql must be a URL such as postgresql://gpuscale@db.internal/gpuscale"
-        raise InvalidArgumentError(message, field="postgresql")
+def write_url(folder: Path, url: str) -> None:
+    """Write a new URL to its file, for services alone. Raises OSError: it cannot be written."""
+    if url:
+        write_private(folder / _FILE, url.encode())
+        hand_over(folder / _FILE)
+
+
+def _check(url: str) -> None:
+    problem = "must be a URL such as postgresql://gpuscale@db.internal/gpuscale"
+    if url.partition("://")[0].lower() in {"postgresql", "postgres"}:
+        try:
+            SecretUrl(url)
+        except ValueError as error:
+            problem = str(error)
+        else:
+            return
+    raise InvalidArgumentError(f"--postgresql {problem}", field="postgresql")

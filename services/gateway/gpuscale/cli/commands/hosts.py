@@ -22,7 +22,7 @@ import tomlkit
 from cryptography import x509
 
 from gpuscale.api.monitor import v1 as api
-from gpuscale.cli.commands.database import POSTGRESQL, Database
+from gpuscale.cli.commands.database import POSTGRESQL, Database, write_url
 from gpuscale.cli.commands.processes import start
 from gpuscale.cli.commands.units import (
     USER,
@@ -189,6 +189,7 @@ def init(
     if plan:
         sys.stdout.write(f"# {file}\n{text}{plan_of_units(names, file, state) if under_systemd else ''}")
         return
+    url = database.new(folder)
     if under_systemd:
         make_users(names)
     with writing(reason="HOST_FILES"):
@@ -196,9 +197,9 @@ def init(
             _name_server(folder / "pki", hosts)
         else:
             _write(folder, state, hosts)
-            database.write(folder)
             write_private(file, text.encode())
             hand_over(file)
+        write_url(folder, url)
     address = ",".join(f"{one}:{GATEWAY_PORT}" for one in (hosts[0], *standby))
     local = f"127.0.0.1:{GATEWAY_PORT}"
     who = f"--ca-file {folder / 'pki' / 'ca.crt'} --token-file {folder / 'admin.token'}"

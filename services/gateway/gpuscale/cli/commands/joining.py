@@ -12,7 +12,7 @@ import click
 from cryptography import x509
 
 from gpuscale.api.monitor import v1 as api
-from gpuscale.cli.commands.database import POSTGRESQL, Database
+from gpuscale.cli.commands.database import POSTGRESQL, Database, write_url
 from gpuscale.cli.commands.hosts import (
     GATEWAY_PORT,
     NOT_YET,
@@ -110,7 +110,7 @@ def join(
     """
     node = node or to_id(socket.gethostname())
     folder, state = directories(directory and directory.absolute())
-    database = Database(postgresql)
+    database = Database(None if role == "gpu-host" else postgresql)
     if role == "gpu-host":
         one = _gpu_host(session, node, _addresses(name, at), folder, state)
     else:
@@ -130,9 +130,14 @@ def join(
             if (token is None) == (token_file is None):
                 raise InvalidArgumentError("pass either --token or --token-file", field="token")
             secret = read_secret(token_file, reason="TOKEN_FILE") if token is None else token
+            url = database.new(folder)
             _get_certificate(session, name, authority, one, secret)
-    if not written:
-        _write_settings(one, database)
+    else:
+        url = database.new(folder)
+    with writing(reason="HOST_FILES"):
+        if not written:
+            _write_settings(one)
+        write_url(folder, url)
     if under_systemd:
         say(session, start_units(one.programs, one.file, state, one.ready))
     elif run:
@@ -309,19 +314,17 @@ def _get_certificate(session: Session, address: str, authority: Path, host: Join
                 )
 
 
-def _write_settings(host: JoiningHost, database: Database) -> None:
+def _write_settings(host: JoiningHost) -> None:
     """Write the settings; those of services are theirs alone."""
     folder, text = host.file.parent, host.text.encode()
-    with writing(reason="HOST_FILES"):
-        if not host.hosts:
-            folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-            write_private(host.file, text, public=True)
-            return
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        hand_over(folder)
-        database.write(folder)
-        write_private(host.file, text)
-        hand_over(host.file)
+    if not host.hosts:
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        write_private(host.file, text, public=True)
+        return
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    hand_over(folder)
+    write_private(host.file, text)
+    hand_over(host.file)
 
 
 def _addresses(address: str, at: tuple[str, ...]) -> Mapping[str, str]:
