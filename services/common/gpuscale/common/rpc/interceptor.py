@@ -336,14 +336,12 @@ class Guard:
             response = await self._behavior(message, context)
         else:
             # A call that waits has longer; one that waits upstream of a gateway has no deadline here.
-            seconds: float | None = self._settings.default_deadline
+            seconds = self._settings.default_deadline
             wait = self._info.wait if self._info is not None else None
-            if wait is not None and self._deserialize is None:
-                seconds = None
-            elif wait is not None:
+            if wait is not None and self._deserialize is not None:
                 asked = wire.optional_seconds(message, wait.field)
                 seconds += wait.default if asked is None else asked
-            limit = asyncio.timeout(seconds)
+            limit = asyncio.timeout(seconds if wait is None or self._deserialize is not None else None)
             try:
                 async with limit:
                     response = await self._behavior(message, context)
