@@ -559,6 +559,13 @@ async def test_only_gateways_that_joined_follow_the_files_of_the_fleet(site: Sit
     joined = await site.ctl(*line, "--node", "edge", "--host", "127.0.0.1", "--dir", str(place))
     assert joined.code == 0, joined.err
     own = place / "state/host/pki/gate.pem"
+    assert _days(own) > 390, "it could not start weeks after it joined"
+    async with (
+        open_channel(site.fleet, tls=ClientTls(site.pki / "ca.crt", own, own)) as fleet,
+        TaskScope() as tasks,
+    ):
+        tasks.spawn("files", renewal.follow_fleet(fleet, place / "state/host"))
+        await eventually(lambda: _days(own) < 8)
     assert await outcome(site.fleet, own, own) == "spiffe://gpuscale.local/gpuscale/gateway/edge"
     assert await outcome(site.gateway, own, own) == "UNIMPLEMENTED"
     assert await outcome(site.fleet, *issued) == "NOT_RENEWABLE", "it names no host"
@@ -569,6 +576,11 @@ async def test_only_gateways_that_joined_follow_the_files_of_the_fleet(site: Sit
     assert await outcome(site.fleet, own, own) == "CERTIFICATE_REVOKED"
     assert (await site.ctl("leave", "--dir", str(place))).code == 0
     assert [file.name for file in place.rglob("*") if file.is_file()] == ["gpuscale.toml.left"]
+
+
+def _days(file: Path) -> int:
+    found = _read(file.read_text())
+    return (found.not_valid_after_utc - found.not_valid_before_utc).days
 
 
 def _read(pem: str) -> x509.Certificate:

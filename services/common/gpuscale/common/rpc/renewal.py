@@ -55,20 +55,23 @@ async def renew_certificate(fleet: grpc.aio.Channel, file: Path, ca_file: Path) 
 
 
 async def follow_fleet(fleet: grpc.aio.Channel, place: Path) -> NoReturn:
-    """Keep the files of a services host in sync with the fleet until cancelled: certificates, tokens file, deny list."""
-    stub = internal.ServicesHostServiceStub(fleet)
+    """Keep the files of a services host in sync with the fleet until cancelled: certificates, tokens file, deny list.
+
+    The first certificates have a long validity, so they are renewed at once.
+    """
+    stub, renewed = internal.ServicesHostServiceStub(fleet), False
     own, pause = place / SERVICES_FILES[1], Backoff(initial=1.0, cap=LOOK_PERIOD)
     while True:
         try:
             shown = await asyncio.to_thread(own.read_bytes)
             due = await asyncio.to_thread(is_due, own, place / SERVICES_FILES[2])
-            key, csr = make_request() if due else (None, b"")
+            key, csr = make_request() if due or not renewed else (None, b"")
             caller = ((CALLER_KEY, f"operator/{read_certificate(shown).name}"),)
             request = internal.FollowFilesRequest(csr=csr)
             with rpc_errors():
                 async for answer in stub.FollowFiles(request, metadata=caller, timeout=2 * LOOK_PERIOD):
                     await asyncio.to_thread(write_services_files, place, answer.files, key)
-                    key = None
+                    key, renewed = None, True
                     pause.reset()
         except (GpuscaleError, OSError, ValueError) as error:
             problem = await _problem(error, own, "--kind KIND ")

@@ -294,7 +294,7 @@ class Signer:
             ) from error
         return found[0], found[1]
 
-    def sign(self, request: bytes, subject: CertificateSubject) -> str:
+    def sign(self, request: bytes, subject: CertificateSubject, days: float | None = None) -> str:
         """Sign the key in a DER request; returns a PEM certificate.
 
         Raises:
@@ -316,7 +316,7 @@ class Signer:
         self._file.newer()
         authority, _, _, revoked = self._file.current
         begins = revoked.names.get(subject.uri.rpartition("/")[2])
-        signed = sign(authority, subject, key, self.days, begins=begins)
+        signed = sign(authority, subject, key, days or self.days, begins=begins)
         return signed.public_bytes(serialization.Encoding.PEM).decode("ascii")
 
     def sign_token(self, name: str, role: Role, limits: Limits, seconds: float) -> tuple[str, datetime]:

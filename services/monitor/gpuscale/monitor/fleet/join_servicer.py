@@ -136,6 +136,8 @@ DEFAULT_TTL: Final = 3600.0
 """Default lifetime of a join token or login code, in seconds."""
 TOKEN_TTL: Final = 30 * 86400.0
 """Default lifetime of a login's token, in seconds."""
+SERVICE_DAYS: Final = 397.0
+"""Validity of a services host's first certificates, which it renews once it runs: it may join long before."""
 _HOST: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:_-]{0,252}|::1")
 
 _log = get_logger(__name__)
@@ -264,7 +266,7 @@ class JoinServicer(api.JoinServiceServicer):
                 raise InvalidArgumentError("hosts must be names or addresses of the host", field="hosts")
             hosts = tuple(dict.fromkeys((*request.hosts, "localhost", "127.0.0.1")))
             what = api.HostKind.Name(token.kind).removeprefix("HOST_KIND_").lower()
-            answer = _signed(signer, what, node, hosts, request.csr)
+            answer = _signed(signer, what, node, hosts, request.csr, SERVICE_DAYS)
             await self._spend(token, what, node, answer.certificate_pem)
             answer.tokens, answer.revoked = await asyncio.to_thread(signer.shared_files)
             _log.info("a host of services joined", node=node, hosts=hosts, join_token=token.id)
@@ -473,13 +475,15 @@ class ServicesHostServicer(internal.ServicesHostServiceServicer):
             await asyncio.sleep(LOOK_PERIOD)
 
 
-def _signed(signer: "Signer", what: str, name: str, hosts: Sequence[str], csr: bytes) -> api.JoinResponse:
+def _signed(
+    signer: "Signer", what: str, name: str, hosts: Sequence[str], csr: bytes, days: float | None = None
+) -> api.JoinResponse:
     from gpuscale.common.security.authority import CertificateSubject
 
     uris = [signer.identity("gateway", name)]
     if what == "standby":
         uris.append(signer.identity("operator", "services"))
-    found = [signer.sign(csr, CertificateSubject(hosts[0], tuple(hosts), uri)) for uri in uris]
+    found = [signer.sign(csr, CertificateSubject(hosts[0], tuple(hosts), uri), days) for uri in uris]
     return api.JoinResponse(
         certificate_pem=found[-1],
         gateway_certificate_pem=found[0] if found[1:] else "",
