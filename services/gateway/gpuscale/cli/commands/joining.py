@@ -141,7 +141,7 @@ def join(
     if under_systemd:
         say(session, start_units(one.programs, one.file, state, one.ready))
     elif run:
-        if state == STATE and not one.hosts:
+        if state == STATE and not one.of_services:
             make_runtime_directory(channel.AGENT_SOCKET.parent)
         run_programs(session, one.programs, one.file, one.ready)
     else:
@@ -157,7 +157,8 @@ def join(
 class JoiningHost:
     """A host that joins: its programs, their settings, and its certificate with its key.
 
-    `files` are all that it gets from the fleet, `hosts` the names by which others reach a host of services. `ready` says once all is well.
+    `files` are all that it gets from the fleet, the pair first; `hosts` are the names by which others reach a host of services.
+    `ready` says once all is well.
     """
 
     role: str
@@ -166,11 +167,24 @@ class JoiningHost:
     file: Path
     text: str
     state: Path
-    pair: Path
-    authority: Path
     files: Sequence[Path]
     ready: Callable[[], str | None]
     hosts: Sequence[str] = ()
+
+    @property
+    def of_services(self) -> bool:
+        """Whether it is a standby or a gateway."""
+        return self.role != "gpu-host"
+
+    @property
+    def pair(self) -> Path:
+        """Its certificate with its key."""
+        return self.files[0]
+
+    @property
+    def authority(self) -> Path:
+        """The authorities, beside the pair on both kinds of hosts."""
+        return self.pair.with_name("ca.crt")
 
 
 def _gpu_host(
@@ -196,8 +210,6 @@ def _gpu_host(
         file=folder / "gpuscale.toml",
         text=text,
         state=state,
-        pair=pair,
-        authority=authority,
         files=(pair, authority),
         ready=partial(_online, own, node),
     )
@@ -240,8 +252,6 @@ def _services_host(
         file=folder / "gpuscale.toml",
         text=settings_text({name: found[name] for name in names}),
         state=state,
-        pair=files[0],
-        authority=files[2],
         files=files,
         ready=partial(_serves, gateway, f"{node} serves as {role}"),
         hosts=hosts,
@@ -253,7 +263,7 @@ def _has_joined(host: JoiningHost, ca_hash: str, written: bool) -> bool:
     with as_units_user():
         if not counts(host.pair):
             if host.pair.exists():
-                kind = f"--kind {host.role} " if host.hosts else ""
+                kind = f"--kind {host.role} " if host.of_services else ""
                 note(
                     f"the certificate of {host.node} has expired; for another, pass a token of: join-token create {kind}--node {host.node}"
                 )
@@ -263,7 +273,7 @@ def _has_joined(host: JoiningHost, ca_hash: str, written: bool) -> bool:
         authorities = x509.load_pem_x509_certificates(host.authority.read_bytes())
         subject = issuing.subject_of(x509.load_pem_x509_certificate(host.pair.read_bytes()))
     return (
-        subject.name == (host.hosts[0] if host.hosts else host.node)
+        subject.name == (host.hosts[0] if host.of_services else host.node)
         and {*host.hosts} <= {*subject.hosts}
         and ca_hash in map(issuing.digest_of, authorities)
     )
@@ -290,7 +300,7 @@ def _serves(session: Session, line: str) -> str | None:
 
 
 def _get_certificate(session: Session, address: str, authority: Path, host: JoiningHost, token: str) -> None:
-    where = address if host.hosts else channel.split_addresses(address)[0]
+    where = address if host.of_services else channel.split_addresses(address)[0]
     key, csr = issuing.make_request()
     with writing(reason="HOST_FILES"):
         host.state.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -301,12 +311,12 @@ def _get_certificate(session: Session, address: str, authority: Path, host: Join
         with trusting(session, where, authority).connect() as client:
             request = api.JoinRequest(token=token, node=host.node, csr=csr, hosts=host.hosts)
             answer = client.joining.Join(request)
-        if host.hosts and not answer.tokens:
+        if host.of_services and not answer.tokens:
             raise FailedPreconditionError(
                 "the join token is for a GPU host: join-token create --kind", reason="JOIN_TOKEN_KIND"
             )
         with as_units_user():
-            if host.hosts:
+            if host.of_services:
                 renewal.write_services_files(host.state / "host", answer, key)
             else:
                 renewal.write_host_files(
@@ -316,15 +326,11 @@ def _get_certificate(session: Session, address: str, authority: Path, host: Join
 
 def _write_settings(host: JoiningHost) -> None:
     """Write the settings; those of services are theirs alone."""
-    folder, text = host.file.parent, host.text.encode()
-    if not host.hosts:
-        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-        write_private(host.file, text, public=True)
-        return
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    hand_over(folder)
-    write_private(host.file, text)
-    hand_over(host.file)
+    folder = host.file.parent
+    folder.mkdir(mode=0o700 if host.of_services else 0o755, parents=True, exist_ok=True)
+    write_private(host.file, host.text.encode(), public=not host.of_services)
+    if host.of_services:
+        hand_over(folder, host.file)
 
 
 def _addresses(address: str, at: tuple[str, ...]) -> Mapping[str, str]:
