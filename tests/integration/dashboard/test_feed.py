@@ -62,6 +62,10 @@ async def test_it_streams_while_somebody_looks_and_asks_nothing(monkeypatch: pyt
                 monkeypatch.setattr(feeding, "LINGER", 0.0)
                 feed.look()
                 await only(set())
+                assert facts.problems == dict.fromkeys(feeding.SOURCES, "connecting"), "they are old"
+                monkeypatch.setattr(feeding, "LINGER", 60.0)
+                feed.look()
+                await eventually(lambda: not facts.problems)
 
 
 async def test_what_an_operator_has_to_do_is_told_where_the_dashboard_has_no_token() -> None:

@@ -19,7 +19,9 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.client import UnavailableError
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.security.auth import Role
+from gpuscale.dashboard import frame
 from gpuscale.dashboard.facts import Facts
+from gpuscale.dashboard.feed import CONNECTING
 from gpuscale.dashboard.frame import DashboardSite
 from gpuscale.dashboard.pages import audit, endpoints, reservations
 from gpuscale.dashboard.visitors import VisitorActions, VisitorSession
@@ -96,6 +98,21 @@ async def test_what_a_role_may_not_read_is_not_offered(role: Role, monkeypatch: 
         await eventually(lambda: (table.visible, log.visible) == (role is Role.ADMIN,) * 2)
         labels = [one.text for one in found if isinstance(one, ui.label)]
         assert any(one.startswith("sign in as an admin") for one in labels) == (role is Role.VIEWER)
+
+
+@pytest.mark.parametrize(
+    ("problem", "badge"), [(None, "live"), (CONNECTING, "connecting"), ("refused", "connection lost")]
+)
+async def test_what_nobody_has_looked_at_is_not_live(
+    monkeypatch: pytest.MonkeyPatch, problem: str | None, badge: str
+) -> None:
+    """After a weekend its first visitor saw Friday's GPUs as live."""
+    facts = Facts(problems={} if problem is None else {"bookings": CONNECTING, "nodes": problem})
+    with opened(monkeypatch) as shown:
+        with frame.page(DashboardSite(facts, Mock(), "", lambda: None, Mock()), "Fleet"):
+            pass
+        labels = {one.text for one in shown.elements.values() if isinstance(one, ui.label)}
+    assert badge in labels
 
 
 SLOWLY = """

@@ -19,6 +19,8 @@ INTERVAL = 1.0
 """Least seconds between updates of the nodes: agents read once a second, at different moments."""
 ADVICE = "; the operator starts the dashboard with --token-file and a viewer's token"
 """What to do where the gateway wants a token of the dashboard itself."""
+CONNECTING = "connecting"
+"""The problem of what nobody has looked at for a while."""
 LINGER = 10.0
 """Seconds for which watches outlast the last look, so that moving between pages restarts none."""
 SOURCES: dict[str, tuple[str, str, str, type[Any]]] = {
@@ -72,7 +74,7 @@ class Feed:
                         self._looked.clear()
                         await asyncio.wait_for(self._looked.wait(), LINGER)
             for source in SOURCES:
-                self._facts.heard(source)  # no longer watched
+                self._facts.lost(source, CONNECTING)  # until it is heard again, its facts are old
 
     async def _again(self, source: str) -> None:
         """Watch, and reopen the stream whenever it ends: each stream begins with the full state."""

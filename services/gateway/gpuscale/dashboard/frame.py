@@ -20,7 +20,7 @@ from gpuscale.common.wire import to_duration
 from gpuscale.dashboard import humanize
 from gpuscale.dashboard.charts import NIGHT, Options
 from gpuscale.dashboard.facts import Facts
-from gpuscale.dashboard.feed import LINGER
+from gpuscale.dashboard.feed import CONNECTING, LINGER
 from gpuscale.dashboard.rows import GPUS, Columns, Row, ordered
 from gpuscale.dashboard.visitors import VisitorActions
 
@@ -113,7 +113,8 @@ def page(site: DashboardSite, title: str) -> Generator[None]:
             client.remove_all_elements()  # and its timers
             return
         problems = site.facts.problems
-        badge.text = "live" if not problems else "connection lost"
+        lost = "connection lost" if {*problems.values()} - {CONNECTING} else CONNECTING
+        badge.text = lost if problems else "live"
         warning.text = humanize.problems(problems)
         warning.set_visibility(bool(problems))
         body.classes(add="gs-stale") if problems else body.classes(remove="gs-stale")
