@@ -152,6 +152,13 @@ def test_a_certificate_that_clients_will_refuse_is_warned_of(
     assert said != "ends soon" or "1" in told[0]
 
 
+def test_a_certificate_that_openssl_alone_reads_is_not_warned_of(tmp_path: Path) -> None:
+    tls = Authority(tmp_path).server()
+    text = tls.cert_file.read_text()
+    tls.cert_file.write_text(text.replace(" CERTIFICATE-", " TRUSTED CERTIFICATE-"))
+    server_credentials(tls)
+
+
 @pytest.mark.parametrize("missing", ["cert_file", "key_file", "client_ca_file"])
 def test_files_that_cannot_be_used_at_the_start(tmp_path: Path, missing: str) -> None:
     authority = Authority(tmp_path)

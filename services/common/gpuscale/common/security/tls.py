@@ -1,10 +1,10 @@
 """TLS of servers (gRPC and `/metrics`) and clients, from files that are reloaded when they change."""
 
 import ssl
-import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -15,8 +15,8 @@ from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.security.followed import Followed, cause
 
-SOON = 2 * 86_400.0
-"""At a start or change, a certificate that expires within this many seconds is logged as a warning."""
+SOON = timedelta(days=2)
+"""At a start or change, a certificate that expires this soon is logged as a warning."""
 
 CLIENT_PERIOD: Final = 1.0
 """Minimum seconds between two checks of the TLS files of a client."""
@@ -102,14 +102,15 @@ def _context(tls: ServerTls) -> ssl.SSLContext:
 def _configuration(tls: ServerTls) -> grpc.ServerCertificateConfiguration:
     """Check the files and load them for gRPC; warns of a certificate that is or soon will be invalid."""
     _context(tls)
-    from gpuscale.common.security.certificates import read_certificate  # loads cryptography: 16 MB
+    from cryptography import x509  # 16 MB
 
-    file, own = str(tls.cert_file), read_certificate(tls.cert_file.read_bytes())
-    if not own.begins <= time.time() < own.ends:
-        _log.warning("the certificate has expired or is not valid yet: clients reject it", file=file)
-    elif (left := own.ends - time.time()) < SOON:
-        ends = datetime.fromtimestamp(own.ends, UTC).isoformat()
-        _log.warning("the certificate ends soon", file=file, days_left=int(left // 86_400), ends=ends)
+    with suppress(ValueError):  # OpenSSL reads more than cryptography
+        own = x509.load_pem_x509_certificate(tls.cert_file.read_bytes())
+        file, now, end = str(tls.cert_file), datetime.now(UTC), own.not_valid_after_utc
+        if not own.not_valid_before_utc <= now < end:
+            _log.warning("the certificate has expired or is not valid yet: clients reject it", file=file)
+        elif (left := end - now) < SOON:
+            _log.warning("the certificate ends soon", file=file, days_left=left.days, ends=end.isoformat())
     client_ca = None if tls.client_ca_file is None else tls.client_ca_file.read_bytes()
     pair = (tls.key_file.read_bytes(), tls.cert_file.read_bytes())
     return grpc.ssl_server_certificate_configuration([pair], root_certificates=client_ca)
