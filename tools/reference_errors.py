@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpuscale.allocator.placing.constraints import Obstacle
-from gpuscale.cli.console.errors import exit_code
+from gpuscale.cli.console.errors import exit_code, writing
 from gpuscale.common import errors
 from gpuscale.common.rpc.status import status_code
 from gpuscale.common.secrets import DatabaseUnavailableError
@@ -34,11 +34,11 @@ happens. The exit code is that of `gpuscalectl`.
 | --- | --- | --- | --- | --- |
 """
 REASON = re.compile(r"[A-Z]+(?:_[A-Z]+)*")
-MOST_MESSAGES = 3
+MOST_MESSAGES = 4
 ELSEWHERE = {
     "UNSATISFIABLE": "FailedPreconditionError",
     "NODE_NOT_ONLINE": "FailedPreconditionError",
-    **dict.fromkeys(("CODE_FILE", "HOST_FILES", "LOGIN_FILES"), "FailedPreconditionError"),
+    "CODE_FILE": "FailedPreconditionError",
     "LEASE_NOT_CHECKED": "UnavailableError",
     **dict.fromkeys(
         (
@@ -134,26 +134,49 @@ def _from_call(node: ast.Call, constants: Mapping[str, str], found: dict[str, Re
             _add(found, text).kinds.add(name)
         else:
             _add(found, text)
+    if (error := _made(node)) is not None:
+        reason = _add(found, error.reason)
+        reason.kinds.add(type(error).__name__)
+        reason.metadata |= error.metadata.keys()
+        reason.messages += [error.message] if error.message not in reason.messages else []
     if len(node.args) > 1 and isinstance(first := node.args[0], ast.Constant) and first.value in ELSEWHERE:
         reason = _add(found, str(first.value))
         reason.messages += [text for text in [_said(node.args[1])] if text and text not in reason.messages]
+
+
+def _made(call: ast.Call) -> errors.GpuscaleError | None:
+    """The error of a call of a function that makes one, with a word in braces for each thing that is filled in."""
+    name = getattr(call.func, "id", "")
+    if name == errors.request_id_reused.__name__:
+        return errors.request_id_reused("{request_id}")
+    if name == writing.__name__:
+        place = Path("{" + _word(call.args[0]) + "}") if call.args else None
+        try:
+            with writing(place, **{one.arg: _said(one.value) for one in call.keywords if one.arg}):
+                raise OSError(0, "{strerror}", "{filename}")
+        except errors.FailedPreconditionError as error:
+            return error
+    return None
 
 
 def _messages(
     scope: ast.FunctionDef | ast.AsyncFunctionDef, constants: Mapping[str, str], found: dict[str, Reason]
 ) -> None:
     """What the errors that a function makes say; a message may have a name there."""
-    named = {
-        target.id: node.value
+    named = [
+        (node.lineno, target.id, node.value)
         for node in ast.walk(scope)
         if isinstance(node, ast.Assign)
         for target in node.targets
         if isinstance(target, ast.Name)
-    }
+    ]
     for node in ast.walk(scope):
         if isinstance(node, ast.Call) and _class_of(node) is not None and node.args:
             first = node.args[0]
-            text = _said(named.get(first.id, first) if isinstance(first, ast.Name) else first)
+            if isinstance(first, ast.Name):  # what it was given last
+                before = [one for one in named if one[1] == first.id and one[0] < node.lineno]
+                first = max(before, key=lambda one: one[0])[2] if before else first
+            text = _said(first)
             for reason in _reasons_of(node, constants):
                 if text and text not in (told := _add(found, reason).messages):
                     told.append(text)

@@ -123,6 +123,10 @@ def test_every_reason_has_a_status_and_most_have_their_message() -> None:
     assert len(found) > 100
     assert found["NO_CAPACITY"][1:3] == ["RESOURCE_EXHAUSTED", "5"]
     assert "{name}" in found["ETAG_MISMATCH"][4]
+    assert "parts of logs" in found["LOGS_BUSY"][4]
+    assert "cannot remove {filename}: {strerror}" in found["HOST_FILES"][4]
+    assert found["LOGIN_FILES"][4] == "cannot write {folder}: {strerror}"
+    assert "use a new UUID" in found["REQUEST_ID_REUSED"][4]
     without = [reason for reason, (_, status, *_) in found.items() if not status]
     assert set(without) <= {"NOT_INSTALLED", "UNKNOWN", "UNWELL"}
     assert sum(1 for cells in found.values() if cells[4]) > 80
