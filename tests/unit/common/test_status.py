@@ -1,7 +1,9 @@
 """Errors survive the way over the wire, and what others send is read with care."""
 
 import copy
+import gc
 import pickle
+import runpy
 
 import grpc
 import pytest
@@ -50,6 +52,13 @@ def test_every_status_code_but_ok_unknown_and_data_loss_is_in_the_table() -> Non
     assert len(codes) == len(TREE), "no two errors share one"
     left = set(grpc.StatusCode) - codes
     assert left == {grpc.StatusCode.OK, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS}
+
+
+def test_an_error_of_a_room_takes_no_code_of_the_tree_although_imported_before() -> None:
+    stray = type("Stray", (errors.GpuscaleError,), {"default_reason": "NOT_FOUND"})
+    assert runpy.run_path(status.__file__)["_ERRORS"][grpc.StatusCode.NOT_FOUND] is errors.NotFoundError
+    del stray
+    gc.collect()  # other tests ask for all subclasses
 
 
 def test_field_violations_travel_with_their_paths() -> None:

@@ -27,9 +27,11 @@ LEADER_KEY = "gpuscale-leader"
 PROBLEM_KEY = "gpuscale-problem"
 """Trailing metadata of the allocator while it cannot write its state; why, for admins."""
 
-# By the default reason of each error, which is the name of its code.
+# By the default reason of each error of the tree, which is the name of its code.
 _CODES: Mapping[type[errors.GpuscaleError], grpc.StatusCode] = {
-    error: grpc.StatusCode[error.default_reason] for error in errors.GpuscaleError.__subclasses__()
+    error: grpc.StatusCode[error.default_reason]
+    for error in errors.GpuscaleError.__subclasses__()
+    if error.__module__ == errors.__name__
 }
 # Codes without an error here (UNKNOWN, DATA_LOSS) become InternalError.
 _ERRORS = {code: error for error, code in _CODES.items()}
