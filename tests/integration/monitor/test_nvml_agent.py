@@ -6,11 +6,11 @@ import grpc
 import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.api.types.v1 import GpuState
+from gpuscale.api.types.v1 import GpuState, ReadingStatus
 from gpuscale.common.wire import to_duration
 from gpuscale.monitor.agent.nvml import NvmlSource
 from tests.support.nvml_double import GIB, DoubleProcess, NvmlDouble, wired_gpus
-from tests.support.nvml_site import HUNG, OK, ages, site
+from tests.support.nvml_site import FRESH_SECONDS, HUNG, OK, ages, site
 
 
 async def test_the_driver_can_be_released_and_taken_again(eight: NvmlDouble) -> None:
@@ -55,6 +55,28 @@ async def test_a_driver_that_holds_a_call_is_not_released(
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         await one.until(lambda snapshot: snapshot.gpus[1].state == OK)
         eight.release_all()
+
+
+async def test_a_hung_call_keeps_no_other_gpu_waiting_is_the_last_one_and_is_recovered_from(
+    eight: NvmlDouble,
+) -> None:
+    async with site(eight) as one:
+        await one.until_all(OK)
+        eight.hold(eight.gpus[0].rules, "nvmlDeviceGetPowerUsage")
+        eight.gpus[1].utilization_percent = 77
+        eight.write()
+        hung = await one.until(lambda found: [gpu.state for gpu in found.gpus] == [HUNG, *[OK] * 7])
+        assert not hung.gpus[0].reading.HasField("memory_free_bytes")
+        assert hung.gpus[0].reading.absent_readings[0].status == ReadingStatus.READING_STATUS_TIMEOUT
+        calls = eight.calls(gpu=0)
+        later = await one.until(lambda found: found.seq > hung.seq + 10)
+        assert later.gpus[1].reading.utilization_percent == 77
+        assert max(ages(later)[1:]) < FRESH_SECONDS < ages(later)[0]
+        assert eight.calls(gpu=0) == calls
+        eight.gpus[0].rules.holds.clear()
+        eight.write()
+        eight.release_all()
+        await one.until_all(OK)
 
 
 def test_eight_gpus_cost_at_most_a_hundred_calls_per_tick(nvml_double: NvmlDouble) -> None:
