@@ -316,18 +316,25 @@ async def test_what_a_forgotten_adapter_had_ends_as_failed_and_another_takes_ove
 async def test_an_adapter_that_an_earlier_life_knew_can_be_forgotten(
     tmp_path: Path, allocator: FakeAllocator
 ) -> None:
-    """It has not been heard of in this one: its replicas are neither taken for gone nor given up before."""
+    """It has not been heard of in this one: its replicas are neither taken for gone, nor lowered, nor given up before."""
     adapter = FakeAdapter()
     async with serving(allocator) as address:
         async with running(tmp_path, address) as first, adapter.connected(first.address):
-            await first.create(endpoint(low=1, high=1, gpus=1))
-            await eventually(lambda: adapter.alive)
-        async with running(tmp_path, address) as second:
-            await shows(second, "UNKNOWN")
+            first.watchers.queues["jobs"] = (100, 0)
+            await first.create(scaling(high=2, gpus=1))
+            await eventually(lambda: len(adapter.alive) == 2)
+        async with running(tmp_path, address) as second:  # where the queue is empty
+
+            async def kept() -> bool:
+                return "REPLICAS_UNKNOWN" in [enum_word(one, "code") for one in (await second.latest()).steps]
+
+            await shows(second, "UNKNOWN", "UNKNOWN")
+            await eventually(kept)
             renewals = allocator.calls["RenewReservation"]
             await eventually(lambda: allocator.calls["RenewReservation"] > renewals)
             assert allocator.calls["ReleaseReservation"] == 0
-            assert len(await forget(second)) == 1
+            assert await kept()
+            assert len(await forget(second)) == 2
             await eventually(lambda: not allocator.held)
 
 
