@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -368,6 +368,49 @@ def test_a_port_is_forwarded_while_the_command_runs(lab: Lab) -> None:
     ask = "import socket; print(socket.create_connection(('127.0.0.1', 8123)).recv(9).decode(), end='')"
     eventually_sync(lambda: lab.hosts.run(LAPTOP, sys.executable, "-c", ask).out == "here", interval=0.2)
     assert running.wait(30) == 0
+
+
+TTL = 24.0
+SERVED = f"""kind: Endpoint
+name: served
+spec: {{minReplicas: 1, maxReplicas: 1, template: {{template: worker, gpuCount: 1, leaseTtl: {TTL:g}s}}}}
+"""
+TEMPLATE = '\n[templates.worker]\ncommand = ["/bin/sleep", "7491"]\n'
+
+
+def test_a_replica_lives_on_that_was_cut_off_for_longer_than_its_lease_and_was_not_replaced(lab: Lab) -> None:
+    """The allocator is killed meanwhile, and another host has the template and free GPUs."""
+
+    def replicas(state: str) -> list[list[str]]:
+        """Node, lease, name and process of each, if there is one, and in this state."""
+        ran = lab.ctl("get", "replicas", "-o", "json")
+        found = json.loads(ran.out)["replicas"] if ran.code == 0 else []
+        facts = [[one.get(key, "") for key in ("node", "reservation", "name", "pid")] for one in found]
+        return facts if [one["state"] for one in found] == [f"STATE_{state}"] else []
+
+    for one in ("beta", "gamma"):
+        lab.hosts.run(one, *SHELL, "cat >> /etc/gpuscale/gpuscale.toml", stdin=TEMPLATE)
+        lab.kill(one, "gpuscale-adapter")
+    told = ("get", "adapters", "-o", "json")
+    eventually_sync(lambda: lab.must(*told).count('"worker"') == 2, timeout=60.0, interval=0.5)
+    (manifest := lab.hosts.folder / "served.yaml").write_text(SERVED)
+    lab.must("apply", "-f", str(manifest))
+    before = eventually_sync(lambda: replicas("READY"), timeout=90.0, interval=0.5)
+    [[node, lease, *_]] = before
+    over = datetime.now(UTC) + timedelta(seconds=2 * TTL)  # of a lease that is renewed one lease after this
+
+    def renewed() -> bool:
+        [ends] = [one["expireTime"] for one in lab.held() if one["name"] == lease]
+        return datetime.fromisoformat(ends) > over
+
+    lab.hosts.cut(node.removeprefix("nodes/"))
+    lab.kill("alpha", "gpuscale-allocator")
+    assert eventually_sync(lambda: replicas("UNKNOWN"), timeout=90.0, interval=0.5) == before
+    eventually_sync(renewed, timeout=90.0, interval=0.5)
+    assert replicas("UNKNOWN") == before
+    lab.hosts.mend(node.removeprefix("nodes/"))
+    assert eventually_sync(lambda: replicas("READY"), timeout=90.0, interval=0.5) == before
+    lab.must("delete", "endpoint", "served", "--yes")
 
 
 ROUNDS = int(os.environ.get("GPUSCALE_KILL_ROUNDS", "1"))  # half a minute each; 20 by hand
