@@ -135,10 +135,7 @@ class Connections:
     def look(self, ports: Container[int], now: float) -> None:
         """Cut connections without an identity that are too old or exceed their share."""
         # First: then each of these connections is found below, or has ended.
-        raw: dict[str, str] = {}  # the peers of gRPC and the HTTP server as HOST:PORT
-        for name in tuple(self.vouched):
-            host, _, port = unquote(name.removeprefix("ipv4:").removeprefix("ipv6:")).rpartition(":")
-            raw[name] = f"{_plain(host)}:{port}"
+        raw = {peer: _key(peer) for peer in tuple(self.vouched)}
         sockets, known = tuple(_sockets()), self._known
         self._known = {inode: known[inode] if inode in known else _peer(fd, ports) for fd, inode in sockets}
         there = {inode: (fd, peer) for fd, inode in sockets if (peer := self._known[inode]) is not None}
@@ -237,6 +234,12 @@ def _peer(fd: int, ports: Container[int]) -> str | None:
         return None
     finally:
         opened.detach()
+
+
+def _key(peer: str) -> str:
+    """Normalize a peer of gRPC or an HTTP server to HOST:PORT."""
+    host, _, port = unquote(peer.removeprefix("ipv4:").removeprefix("ipv6:")).rpartition(":")
+    return f"{_plain(host)}:{port}"
 
 
 def _plain(host: str) -> str:
