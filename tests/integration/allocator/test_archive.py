@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
+from sqlalchemy.exc import IntegrityError
 
 from gpuscale.allocator.app import DATABASE
 from gpuscale.allocator.domain.ledger import RETENTION, Ledger
@@ -312,6 +313,9 @@ async def test_what_is_archived_is_left_as_it_is(tmp_path: Path) -> None:
         with pytest.raises(errors.UnavailableError) as caught:
             await store.save([again], [])
         assert caught.value.reason == "STATE_CONFLICT"
+        by_hand = "UPDATE reservation SET archived = 1 WHERE state = 'active'"
+        with pytest.raises(IntegrityError):
+            await store.change(lambda connection: connection.exec_driver_sql(by_hand))
 
 
 async def test_on_a_full_disk_records_go_before_their_time(
