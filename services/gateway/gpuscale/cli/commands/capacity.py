@@ -65,12 +65,8 @@ def check(session: Session, asking: Asking, wait: float) -> None:
         finally:
             progress.end()
         found = client.capacity.CheckAvailability(api.CheckAvailabilityRequest(ask=ask))
-    if not output.human:
-        output.write_data(to_dict(found))
-    else:
-        write_lines(
-            [found.message, *(["", *output.table(found.gpus, views.RESERVED_GPUS)] if found.gpus else [])]
-        )
+    table = ["", *output.table(found.gpus, views.RESERVED_GPUS)] if found.gpus else []
+    output.write_said([found.message, *table], found)
     if not found.available:
         leave(ExitCode.NO_CAPACITY)
 
@@ -142,14 +138,11 @@ def estimate(
             raise InvalidArgumentError(f"{from_config}: {reason}") from error
     with session.connect() as client:
         found = client.capacity.EstimateRequirements(request)
-    if not session.output.human:
-        session.output.write_data(to_dict(found))
-        return
     lines = [f"{counted(found.gpu_count, 'GPU')} with {format_size(found.memory_bytes)} each"]
     lines += [f"  {note}" for note in found.notes]
     if found.ignored_parameters:
         lines.append(f"  ignored: {', '.join(found.ignored_parameters)}")
-    write_lines(lines)
+    session.output.write_said(lines, found)
 
 
 @command("rank nodes --gpus 2")
@@ -177,10 +170,6 @@ def explain_placement(session: Session, asking: Asking) -> None:
     """Show what a request would find: what each constraint removes, the nearest nodes, and what would help."""
     with session.connect() as client:
         found = client.capacity.ExplainPlacement(api.ExplainPlacementRequest(ask=asking.message(client)))
-    if not session.output.human:
-        session.output.write_data(to_dict(found))
-        return
-
     lines = [found.message]
     if found.remedies:
         lines += ["", "What would help:", *(f"  {remedy}" for remedy in found.remedies)]
@@ -202,7 +191,7 @@ def explain_placement(session: Session, asking: Asking) -> None:
             if gpu.obstacle:
                 why = f"{cells.word(gpu, 'obstacle')}: {gpu.message}"
             lines.append(f"    {gpu.uuid or gpu.name.rpartition('/')[2]}   {why}")
-    write_lines(lines)
+    session.output.write_said(lines, found)
 
 
 @command("plan rebalance --gpus 8")
@@ -234,22 +223,19 @@ def plan_rebalance(session: Session, asking: Asking, apply: bool, yes: bool) -> 
             ask = asking.message(client) if typed else None
             found = client.capacity.PlanRebalance(api.PlanRebalanceRequest(ask=ask))
     output = session.output
-    if not output.human:
-        output.write_data(to_dict(found))
-    else:
-        lines: list[str] = []
-        for plan in found.plans:
-            lines += [": ".join(filter(None, (plan.reservation or plan.holder, plan.message)))]
-            lines += [*output.table(plan.moves, views.MOVES), ""] if plan.moves else [""]
-            for part in plan.partitions:
-                told = f"{part.gpu} gets {', '.join(part.profiles)}: gpuscalectl get power-changes"
-                lines += [*([told] if apply else _by_hand(part)), ""]
-        if found.notes:
-            lines += ["Not moved:", *(f"  {note}" for note in found.notes)]
-        nobody = "nobody waits"
-        if apply:
-            nobody = "nothing begun: nobody waits, or no moves help; without --apply it says why"
-        write_lines(lines if found.plans else [nobody, *lines])
+    lines: list[str] = []
+    for plan in found.plans:
+        lines += [": ".join(filter(None, (plan.reservation or plan.holder, plan.message)))]
+        lines += [*output.table(plan.moves, views.MOVES), ""] if plan.moves else [""]
+        for part in plan.partitions:
+            told = f"{part.gpu} gets {', '.join(part.profiles)}: gpuscalectl get power-changes"
+            lines += [*([told] if apply else _by_hand(part)), ""]
+    if found.notes:
+        lines += ["Not moved:", *(f"  {note}" for note in found.notes)]
+    nobody = "nobody waits"
+    if apply:
+        nobody = "nothing begun: nobody waits, or no moves help; without --apply it says why"
+    output.write_said(lines if found.plans else [nobody, *lines], found)
     if ask is not None and not found.plans[0].available:
         leave(ExitCode.NO_CAPACITY)
 

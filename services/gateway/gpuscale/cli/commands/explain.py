@@ -11,7 +11,6 @@ from gpuscale.cli.commands.apply import read
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.command import Session, command, one_name
 from gpuscale.cli.console.errors import MEANINGS
-from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.terminal import write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import NOUNS, full_name, plural
@@ -145,11 +144,9 @@ def explain_reservation(session: Session, name: str) -> None:
 @command("explain exit-codes")
 def explain_exit_codes(session: Session) -> None:
     """List the exit codes of gpuscalectl and their meaning."""
-    if session.output.human:
-        write_lines([f"{code.value:>4}   {meaning}" for code, meaning in MEANINGS.items()])
-        return
     listed = [{"code": code.value, "meaning": text} for code, text in MEANINGS.items()]
-    session.output.write_data({"exitCodes": listed})
+    lines = [f"{code.value:>4}   {meaning}" for code, meaning in MEANINGS.items()]
+    session.output.write_said(lines, {"exitCodes": listed})
 
 
 @command("explain endpoint.spec.min_replicas")
@@ -234,7 +231,4 @@ def evaluate_endpoint(
     )
     with session.connect() as client:
         found = client.decisions.Evaluate(request)
-    if session.output.human:
-        write_lines(autoscaler_views.evaluation_lines(found))
-    else:
-        session.output.write_data(to_dict(found))
+    session.output.write_said(autoscaler_views.evaluation_lines(found), found)

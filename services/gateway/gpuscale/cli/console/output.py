@@ -242,14 +242,16 @@ class Output:
                 lines += wrap(text, most, subsequent_indent=" " * (width + 2), break_on_hyphens=False)
         write_lines([re.sub(_UNPRINTABLE, "?", line) for line in lines])
 
-    def write_said(self, line: str, data: Mapping[str, object], name: str = "") -> None:
-        """Write a result: a line for a person, the name with `-o name`, else data."""
+    def write_said(
+        self, lines: str | Sequence[str], data: "Mapping[str, object] | Message", name: str = ""
+    ) -> None:
+        """Write a result: a line or lines for a person, the name with `-o name`, else data."""
         if self.human:
-            write_lines([line])
+            write_lines([lines] if isinstance(lines, str) else lines)
         elif self.format is Format.NAME and name:
             write_lines([name])
         else:
-            self.write_data(data)
+            self.write_data(data if isinstance(data, Mapping) else to_dict(data))
 
     def table(self, items: "Sequence[M]", view: "View[M]") -> list[str]:
         """The lines of a table, without colour."""
