@@ -6,9 +6,10 @@
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self, TypeVar
 
 _NO_METADATA: Mapping[str, str] = MappingProxyType({})
+T = TypeVar("T")
 
 
 class FieldViolation(NamedTuple):
@@ -122,6 +123,13 @@ class NotFoundError(GpuscaleError):
     def of(cls, name: str) -> Self:
         """The error of a resource name that nothing has."""
         return cls(f"there is no {name}", metadata={"name": name})
+
+    @classmethod
+    def unless(cls, found: T | None, name: str) -> T:
+        """What was found by a resource name; raises if that is nothing."""
+        if found is None:
+            raise cls.of(name)
+        return found
 
 
 class AlreadyExistsError(GpuscaleError):

@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import isnan
 
-from gpuscale.common.errors import AlreadyExistsError, NotFoundError, ResourceExhaustedError
+from gpuscale.common.errors import (
+    AlreadyExistsError,
+    NotFoundError,
+    ResourceExhaustedError,
+    request_id_reused,
+)
 from gpuscale.monitor.model.metrics import GPU_METRICS, Metric, MetricTally, Sample, Stats
 
 NEVER = float("-inf")
@@ -136,10 +141,7 @@ class Recordings:
     def get(self, key: str, now: float) -> Recording:
         """A recording by id. NotFoundError without one."""
         self._expire(now)
-        found = self._all.get(key)
-        if found is None:
-            raise NotFoundError.of(f"recordings/{key}")
-        return found
+        return NotFoundError.unless(self._all.get(key), f"recordings/{key}")
 
     def start(self, order: RecordingOrder, now: float) -> Recording:
         """Start a recording, or return the one of a repeated request. Drops the recording that ended first if there are too many."""
@@ -148,9 +150,7 @@ class Recordings:
             if recording.order.request_id != order.request_id:
                 continue
             if recording.order.fingerprint != order.fingerprint:
-                raise AlreadyExistsError(
-                    "request_id was used with other arguments", reason="REQUEST_ID_REUSED"
-                )
+                raise request_id_reused(order.request_id)
             return recording
         if order.id in self._all:
             raise AlreadyExistsError(f"recordings/{order.id} already exists", reason="RECORDING_EXISTS")

@@ -51,9 +51,8 @@ class Declarations(Generic[Spec]):
 
     def get(self, key: str, etag: str = "") -> Declaration:
         """Look one up. Raises NotFoundError, or AbortedError (ETAG_MISMATCH) if `etag` is given and differs."""
-        name, found = f"{self.collection}/{key}", self._stored.get(key)
-        if found is None:
-            raise NotFoundError(f"there is no {name}", metadata={"name": name})
+        name = f"{self.collection}/{key}"
+        found = NotFoundError.unless(self._stored.get(key), name)
         expect_etag(name, etag, found.etag)
         return found
 

@@ -118,8 +118,7 @@ class KillOrders:
 
     def take(self, node: str, results: Sequence[tuple[str, str]]) -> list[api.KillOrder]:
         """Take results of orders (id, problem); returns the node's pending orders. Raises NotFoundError for an unknown node."""
-        if self.view.get(node) is None:
-            raise NotFoundError(f"there is no {node_name(node)}", metadata={"name": node_name(node)})
+        NotFoundError.unless(self.view.get(node), node_name(node))
         for order, problem in results:
             one = self._pending.get(order)
             if one is not None and one.node == node and not one.answer.done():

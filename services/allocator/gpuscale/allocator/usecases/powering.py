@@ -82,8 +82,7 @@ class Powering:
 
     def take(self, node: str, told: Mapping[str, api.GpuPower]) -> Mapping[str, float]:
         """Take an agent's report on a node; returns the caps to set. Raises NotFoundError for an unknown node."""
-        if self.records.view.get(node) is None:
-            raise NotFoundError(f"there is no {node_name(node)}", metadata={"name": node_name(node)})
+        NotFoundError.unless(self.records.view.get(node), node_name(node))
         self._told[node] = self._now(), told
         for uuid, one in told.items():
             if one.problem and one.problem != self._problems.get(uuid):

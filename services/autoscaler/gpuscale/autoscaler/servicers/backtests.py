@@ -37,6 +37,7 @@ from gpuscale.common.errors import (
     InvalidArgumentError,
     NotFoundError,
     ResourceExhaustedError,
+    request_id_reused,
 )
 from gpuscale.common.filters import compile_filter, listed
 from gpuscale.common.names import BACKTEST, ENDPOINT, parse
@@ -237,9 +238,7 @@ class Backtests:
         """The reports so far, in the order of the policies; NotFoundError if there is no backtest."""
         for place in range(self._find(name).message.done_count):
             found = await self._store.read(partial(backtest_store.report, name=name, place=place))
-            if found is None:
-                raise NotFoundError.of(name)
-            yield found
+            yield NotFoundError.unless(found, name)
 
     async def cancel(self, name: str) -> api.Backtest:
         """Stop a backtest, if it has not ended; NotFoundError if there is none."""
@@ -344,10 +343,7 @@ class Backtests:
 
     def _find(self, name: str) -> StoredBacktest:
         parse(BACKTEST, name)
-        found = self._stored.get(name)
-        if found is None:
-            raise NotFoundError.of(name)
-        return found
+        return NotFoundError.unless(self._stored.get(name), name)
 
     def _known(self, request_id: str, digest: str) -> api.Backtest | None:
         """What a request with this id created, if it is kept; AlreadyExistsError for a different request."""
@@ -355,11 +351,7 @@ class Backtests:
         if known is None:
             return None
         if known.fingerprint != digest:
-            raise AlreadyExistsError(
-                "the request id was used for another backtest",
-                reason="REQUEST_ID_REUSED",
-                metadata={"request_id": request_id},
-            )
+            raise request_id_reused(request_id)
         return known.message
 
     def _too_many(self) -> Iterator[str]:

@@ -120,15 +120,14 @@ class DecisionServicer(api.DecisionServiceServicer):
 
     async def Evaluate(self, request: api.EvaluateRequest, context: Context) -> api.EvaluateResponse:
         spec = spec_from_wire(request.spec, "spec") if request.HasField("spec") else None
-        if spec is not None and (found := spec_violations(spec, "spec")):
-            raise InvalidArgumentError.of(found)
+        if spec is not None and (wrong := spec_violations(spec, "spec")):
+            raise InvalidArgumentError.of(wrong)
         at = Moment(self._deps.clock.now(), self._deps.clock.wall())
         endpoint_id = parse(ENDPOINT, request.name)["endpoint"] if request.name else ""
         if endpoint_id:
             deps = self._deps
-            known = await deps.store.read(partial(read_known, endpoint_id=endpoint_id, before=None))
-            if known is None:
-                raise NotFoundError.of(endpoint_name(endpoint_id))
+            found = await deps.store.read(partial(read_known, endpoint_id=endpoint_id, before=None))
+            known = NotFoundError.unless(found, endpoint_name(endpoint_id))
             facts = gathered(deps, known, self._reconciler.past(endpoint_id), at, evaluate=True)
             endpoint, rows = known.endpoint, known.replicas
             silent = frozenset(one.adapter for one in rows if one.adapter) - facts.live

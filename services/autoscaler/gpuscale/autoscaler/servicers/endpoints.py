@@ -30,6 +30,7 @@ from gpuscale.common.errors import (
     NotFoundError,
     OutOfRangeError,
     expect_etag,
+    request_id_reused,
 )
 from gpuscale.common.filters import ListRequest, listed
 from gpuscale.common.names import decision_name, endpoint_name, replica_name, watcher_name
@@ -47,10 +48,7 @@ class AskedOnce(NamedTuple):
 
 def find_endpoint(connection: Connection, endpoint_id: str) -> Endpoint:
     """The endpoint; NotFoundError if there is none with that id."""
-    found = store.endpoint(connection, endpoint_id)
-    if found is None:
-        raise NotFoundError.of(endpoint_name(endpoint_id))
-    return found
+    return NotFoundError.unless(store.endpoint(connection, endpoint_id), endpoint_name(endpoint_id))
 
 
 def find_replica(connection: Connection, endpoint_id: str, replica_id: str) -> Replica:
@@ -67,11 +65,7 @@ def repeated(connection: Connection, request_id: str, fingerprint: str) -> Endpo
     if known is None:
         return None
     if known[0] != fingerprint:
-        raise AlreadyExistsError(
-            "the request id was used for a different request",
-            reason="REQUEST_ID_REUSED",
-            metadata={"request_id": request_id},
-        )
+        raise request_id_reused(request_id)
     return known[1]
 
 

@@ -40,6 +40,7 @@ from gpuscale.common.errors import (
     InvalidArgumentError,
     NotFoundError,
     expect_etag,
+    request_id_reused,
 )
 from gpuscale.common.names import watcher_name
 from gpuscale.common.runtime.logs import get_logger
@@ -353,8 +354,7 @@ class QueueWatchers:
             known = next((one for one in self._stored.values() if one.request_id == request_id), None)
             if known is not None:
                 if known.request_fingerprint != fingerprint:
-                    text = "the request id was used for another watcher"
-                    raise AlreadyExistsError(text, reason="REQUEST_ID_REUSED")
+                    raise request_id_reused(request_id)
                 return known.watcher
             if watcher_id in self._stored:
                 name = watcher_name(watcher_id)
@@ -433,9 +433,8 @@ class QueueWatchers:
         return Counter(reading.state.name for reading in readings if reading is not None)
 
     def _find(self, watcher_id: str, etag: str = "") -> StoredWatcher:
-        name, found = watcher_name(watcher_id), self._stored.get(watcher_id)
-        if found is None:
-            raise NotFoundError.of(name)
+        name = watcher_name(watcher_id)
+        found = NotFoundError.unless(self._stored.get(watcher_id), name)
         expect_etag(name, etag, found.watcher.etag)
         return found
 

@@ -490,9 +490,7 @@ class DecisionLog:
             stored = await self._store.read(
                 partial(find_decision, endpoint=endpoint, decision_id=int(decision))
             )
-        if stored is None:
-            raise NotFoundError.of(decision_name(endpoint, decision))
-        return self._repetitions.shown(stored)
+        return self._repetitions.shown(NotFoundError.unless(stored, decision_name(endpoint, decision)))
 
     async def list(
         self, endpoint: str, request: ListRequest, period: TimeRange = ANY_TIME

@@ -25,6 +25,7 @@ from gpuscale.common.errors import (
     ResourceExhaustedError,
     UnauthenticatedError,
     UnavailableError,
+    request_id_reused,
 )
 from gpuscale.common.filters import listed
 from gpuscale.common.names import JOINING, NODE, id_of, node_name, parse
@@ -115,7 +116,7 @@ class Repeats(Generic[A]):
         if found is None:
             return None
         if found[0] != fingerprint(request):
-            raise AlreadyExistsError("request_id was used with other arguments", reason="REQUEST_ID_REUSED")
+            raise request_id_reused(request.request_id)
         return found[1]
 
     def keep(self, request: Any, answer: A, expires: float) -> None:
@@ -213,9 +214,8 @@ class JoinServicer(api.JoinServiceServicer):
         self, request: api.GetJoinTokenRequest, context: Context
     ) -> api.GetJoinTokenResponse:
         found = self._valid().get(parse(JOINING, request.name)["join_token"])
-        if found is None:
-            raise NotFoundError.of(request.name)
-        return api.GetJoinTokenResponse(join_token=self._message(found))
+        token = NotFoundError.unless(found, request.name)
+        return api.GetJoinTokenResponse(join_token=self._message(token))
 
     async def ListJoinTokens(
         self, request: api.ListJoinTokensRequest, context: Context

@@ -72,10 +72,7 @@ class Nodes:
 
     def get(self, node: str) -> NodeRecord:
         """A node by id. NotFoundError if it never reported."""
-        record = self._records.get(node)
-        if record is None:
-            raise NotFoundError.of(node_name(node))
-        return record
+        return NotFoundError.unless(self._records.get(node), node_name(node))
 
     def owner(self, uuid: str) -> NodeRecord | None:
         """The node that reports a GPU; None without one."""
@@ -286,9 +283,7 @@ class Directory:
             else:
                 raise InvalidArgumentError(f"names must look like {NODE} or {GPU}", field="names")
         for uuid in uuids:
-            owner = self._nodes.owner(uuid)
-            if owner is None:
-                raise NotFoundError.of(f"GPU {uuid}")
+            owner = NotFoundError.unless(self._nodes.owner(uuid), f"GPU {uuid}")
             yield _named(owner, gpu_name(owner.node, uuid))
 
     def _record(self, name: str) -> NodeRecord:

@@ -273,9 +273,8 @@ class HealthServicer(api.HealthServiceServicer):
         self, request: api.GetHealthEventRequest, context: Context
     ) -> api.GetHealthEventResponse:
         found = self._health.register.events.get(parse(HEALTH_EVENT, request.name)["health_event"])
-        if found is None:
-            raise NotFoundError.of(request.name)
-        return api.GetHealthEventResponse(health_event=to_event(found, Dates.of(self._clock)))
+        event = to_event(NotFoundError.unless(found, request.name), Dates.of(self._clock))
+        return api.GetHealthEventResponse(health_event=event)
 
     async def WatchHealth(self, request: api.WatchHealthRequest, context: Context) -> AsyncGenerator[Any]:
         node = _node(request.parent)
