@@ -65,8 +65,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
     "explain": CommandEntry(
         "Explain decisions, placements, fields and exit codes.",
         {
-            **_of("explain", "endpoint decision exit-codes field reservation", "explain_{}"),
-            "policy": "policies:explain_policy",
+            **_of("explain", "endpoint decision exit-codes field reservation policy", "explain_{}"),
             "placement": "capacity:explain_placement",
         },
         ExplainGroup,
@@ -122,7 +121,7 @@ COMMANDS: Mapping[str, CommandEntry] = {
             "recording": "recordings:delete_recording",
             "quota": "capacity:delete_quota",
             "booking": "reserve:delete_booking",
-            **_of("policies", "policy target budget", "delete_{}"),
+            **_of("endpoints", "policy target budget", "delete_{}"),
             "rule": "endpoints:delete_rule",
             "backtest": "backtest:delete_backtest",
         },

@@ -19,7 +19,6 @@ import click
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli import manifests
-from gpuscale.cli.commands.policies import SINCE, show_past
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.bulk import confirm
 from gpuscale.cli.console.command import Session, command, one_name
@@ -27,14 +26,19 @@ from gpuscale.cli.console.errors import ExitCode, leave, report
 from gpuscale.cli.console.output import dump_yaml, to_dict
 from gpuscale.cli.console.terminal import note, write_lines
 from gpuscale.cli.grammar.jsonpath import Format, is_list, is_mapping
-from gpuscale.cli.grammar.parameters import YES, option, repeated
+from gpuscale.cli.grammar.parameters import MOMENT, YES, format_duration, local_text, option, repeated
+from gpuscale.cli.views import allocator as views
 from gpuscale.client import Client
+from gpuscale.common import wire
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError, NotFoundError
 from gpuscale.common.rpc import validation
+from gpuscale.common.sizes import counted
 
 SUFFIXES = frozenset({".yaml", ".yml", ".json"})
 DIFFERS = 1
 """Exit code of `diff` if something differs; failures are higher, like diff(1)."""
+DRY_RUN_SECONDS = 300.0
+"""Time limit of a dry run, which takes seconds for a week of 100 GPUs."""
 
 
 FILES = repeated(
@@ -44,6 +48,7 @@ FILES = repeated(
     type=click.Path(allow_dash=True),
     help="A YAML file, a folder of them, or - for standard input.",
 )
+SINCE = option("--since", type=MOMENT, help="With --dry-run, how far to go back; 7 days by default.")
 PRUNE = option("--prune", is_flag=True, help="Delete watchers and endpoints that the files do not declare.")
 
 
@@ -98,6 +103,33 @@ def apply(
         _write(session, done)
 
 
+def _past_of(
+    session: Session, client: Client, policy: allocator_api.UsePolicy, since: datetime | None
+) -> None:
+    """Show what a policy would have done since a time, and how much of that time is not recorded."""
+    request = allocator_api.DryRunUsePolicyRequest(
+        use_policy=policy, start_time=wire.optional_timestamp(since)
+    )
+    found = client.policies.DryRunUsePolicy(request, timeout=DRY_RUN_SECONDS)
+    output = session.output
+    if not output.human:
+        output.write_data(to_dict(found))
+        return
+    write_lines(
+        output.table(found.policy_acts, views.PAST) if found.policy_acts else ["it would have done nothing"]
+    )
+    begin, end = (local_text(wire.to_datetime(one)) for one in (found.start_time, found.end_time))
+    known, unknown = (wire.seconds(one) for one in (found.known, found.unknown))
+    share = f"{unknown / (known + unknown):.0%}" if unknown else "none"
+    note(
+        f"{policy.name} from {begin} to {end}, in steps of {format_duration(wire.seconds(found.step))}: {counted(found.act_count, 'act')},"
+        f" {counted(found.subject_count, 'reservation')}; unknown of the time they were held: {share}"
+    )
+    if found.HasField("complete_since"):
+        forgotten = local_text(wire.to_datetime(found.complete_since))
+        note(f"not all reservations that ended before {forgotten} are on record")
+
+
 def _show_past(
     session: Session, client: Client, wanted: Sequence[manifests.DeclaredDocument], since: datetime | None
 ) -> None:
@@ -105,7 +137,7 @@ def _show_past(
         if not isinstance(one.resource, allocator_api.UsePolicy):
             raise InvalidArgumentError(f"{one.resource.name}: --dry-run past is for use policies")
         try:
-            show_past(session, client, one.resource, since)
+            _past_of(session, client, one.resource, since)
         except InvalidArgumentError as error:
             raise manifests.placed(error, one.tree, "use_policy.") from error
 

@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.cli.commands import events, explain, policies
+from gpuscale.cli.commands import events, explain
 from gpuscale.cli.commands.get import holders_known
 from gpuscale.cli.commands.watching import GetGroup
 from gpuscale.cli.console import lookup
@@ -28,7 +28,7 @@ EXPLAINED: Mapping[str, Command] = {
     "endpoints": explain.explain_endpoint,
     "reservations": explain.explain_reservation,
     "decisions": explain.explain_decision,
-    "policies": policies.explain_policy,
+    "policies": explain.explain_policy,
 }
 _EVENTS: Mapping[str, Sequence[str]] = {
     "nodes": ["health"],

@@ -1,4 +1,4 @@
-"""`gpuscalectl scale`, `delete`, and `create` and `update rule`: changes to endpoints, their rules, and queue watchers.
+"""`gpuscalectl scale`, `delete`, and `create` and `update rule`: changes to endpoints, their rules, and other declared resources.
 
 Parts of a rule are field paths: `--set step.threshold=10`. Values are parsed as in manifests.
 """
@@ -6,6 +6,7 @@ Parts of a rule are field paths: `--set step.threshold=10`. Values are parsed as
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli import manifests
 from gpuscale.cli.console.bulk import delete_each
@@ -14,7 +15,7 @@ from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import COUNT, YES, option, repeated
 from gpuscale.cli.views import autoscaler as views
 from gpuscale.common.errors import InvalidArgumentError
-from gpuscale.common.names import ENDPOINT, RULE, WATCHER, endpoint_name
+from gpuscale.common.names import BUDGET, ENDPOINT, POLICY, RULE, TARGET, WATCHER, endpoint_name
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -70,6 +71,30 @@ def delete_endpoint(session: Session, name: tuple[str, ...], yes: bool) -> None:
 def delete_watcher(session: Session, name: tuple[str, ...], yes: bool) -> None:
     """Delete queue watchers that no endpoint reads."""
     delete_each(session, "queueWatchers", WATCHER, name, api.DeleteQueueWatcherRequest, yes=yes)
+
+
+@command("delete policy idle")
+@names("policies")
+@YES
+def delete_policy(session: Session, name: tuple[str, ...], yes: bool) -> None:
+    """Delete use policies; reservations they were about to revoke stay."""
+    delete_each(session, "policies", POLICY, name, allocator_api.DeleteUsePolicyRequest, yes=yes)
+
+
+@command("delete notification-target lab")
+@names("targets")
+@YES
+def delete_target(session: Session, name: tuple[str, ...], yes: bool) -> None:
+    """Delete notification targets and their undelivered notifications."""
+    delete_each(session, "targets", TARGET, name, allocator_api.DeleteNotificationTargetRequest, yes=yes)
+
+
+@command("delete budget rack")
+@names("budgets")
+@YES
+def delete_budget(session: Session, name: tuple[str, ...], yes: bool) -> None:
+    """Delete power budgets and restore the limits of their GPUs, unless something else caps them."""
+    delete_each(session, "budgets", BUDGET, name, allocator_api.DeletePowerBudgetRequest, yes=yes)
 
 
 @command("create rule jobs/night --set signal=depth --set 'step.comparator=<' --set step.step=-1")

@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.cli import manifests
 from gpuscale.cli.commands.apply import read
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.command import Session, command, one_name
 from gpuscale.cli.console.errors import MEANINGS
+from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.terminal import write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.nouns import NOUNS, full_name, plural
@@ -31,7 +33,7 @@ from gpuscale.cli.views import autoscaler as autoscaler_views
 from gpuscale.cli.views import contract_docs
 from gpuscale.common import wire
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
-from gpuscale.common.names import ENDPOINT
+from gpuscale.common.names import ENDPOINT, POLICY
 from gpuscale.common.sizes import to_seconds
 
 if TYPE_CHECKING:
@@ -139,6 +141,25 @@ def explain_reservation(session: Session, name: str) -> None:
     write_lines(
         ["", *output.table(reservation.gpus, allocator_views.RESERVED_GPUS), *(["", *lines] if lines else ())]
     )
+
+
+@command("explain policy idle")
+@one_name("policies")
+def explain_policy(session: Session, name: str) -> None:
+    """Explain a use policy: what it watches, what it does next and when, and what it did last."""
+    with session.connect() as client:
+        found = client.policies.GetUsePolicy(allocator_api.GetUsePolicyRequest(name=full_name(POLICY, name)))
+        done = lookup.acts(client, [name], limit=20) if session.output.human else []
+    output = session.output
+    if not output.human and output.format is not Format.NAME:
+        output.write_data(to_dict(found))
+        return
+    output.write_one(found.use_policy, allocator_views.POLICIES)
+    if not output.human:
+        return
+    standing = output.table(found.standings, allocator_views.STANDINGS) if found.standings else ["nobody"]
+    write_lines(["", "its condition holds for:", *standing])
+    write_lines(["", *output.table(done, allocator_views.ACTS)] if done else [])
 
 
 @command("explain exit-codes")
