@@ -15,7 +15,7 @@ from cryptography import x509
 
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.cli.commands import hosts, joining, units
-from gpuscale.cli.commands.database import Database
+from gpuscale.cli.commands.hosts import Database
 from gpuscale.cli.commands.units import demoted
 from gpuscale.cli.console.command import Session
 from gpuscale.common.errors import DeadlineExceededError, UnauthenticatedError, UnavailableError

@@ -15,8 +15,12 @@ from gpuscale.allocator.domain.model import Node
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.queueing.model import QueueWorld
 from gpuscale.allocator.queueing.queue import Queue
-from gpuscale.allocator.servicers.booking_servicer import BookingServicer
-from gpuscale.allocator.servicers.operator_servicers import CapacityServicer, NodeServicer, QuotaServicer
+from gpuscale.allocator.servicers.operator_servicers import (
+    BookingServicer,
+    CapacityServicer,
+    NodeServicer,
+    QuotaServicer,
+)
 from gpuscale.allocator.servicers.policy_servicers import (
     NotificationServicer,
     PolicyServicer,

@@ -13,16 +13,17 @@ import threading
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import tomlkit
 from cryptography import x509
 
 from gpuscale.api.monitor import v1 as api
-from gpuscale.cli.commands.database import POSTGRESQL, Database, write_url
 from gpuscale.cli.commands.processes import start
 from gpuscale.cli.commands.units import (
     USER,
@@ -49,7 +50,7 @@ from gpuscale.common.errors import (
 from gpuscale.common.names import to_id
 from gpuscale.common.rpc import channel
 from gpuscale.common.runtime.lifecycle import stop_signals
-from gpuscale.common.secrets import write_private
+from gpuscale.common.secrets import SecretUrl, write_private
 from gpuscale.common.security import authority as issuing
 from gpuscale.common.security import certificates
 
@@ -67,10 +68,84 @@ PLACE = option(
     type=FILE,
     help="Directory of all files; by default that of the units, or ~/.config/gpuscale without root.",
 )
+POSTGRESQL = option(
+    "--postgresql",
+    metavar="URL",
+    help="The PostgreSQL that standbys share; - reads the URL from standard input, which other users of the host cannot see."
+    " Without it, state is kept in files.",
+)
+_URL_ON_STDIN = "-"
+_URL_FILE = "database.url"
 OWNERS = frozenset({"work_socket", "agent_address"})
 """Settings that an owner may have changed, or that files of earlier versions lack."""
 
 Table = Mapping[str, str | bool]
+
+
+@dataclass(frozen=True)
+class Database:
+    """The URL as typed; None if state is kept in files."""
+
+    url: str | None
+
+    def __post_init__(self) -> None:
+        if self.url not in {None, _URL_ON_STDIN}:
+            _check_url(self.url or "")
+
+    def place(self, folder: Path) -> Path | None:
+        """The file with the URL, which the settings refer to; those of earlier releases may name one of their owner's."""
+        if self.url is None:
+            return None
+        with suppress(OSError, ValueError, KeyError, TypeError):  # no settings yet
+            settings = tomllib.loads((folder / "gpuscale.toml").read_text("utf-8"))
+            return Path(settings["allocator"]["database_file"])
+        return folder / _URL_FILE
+
+    def new(self, folder: Path) -> str:
+        """The URL if its file lacks it, else nothing, as where standard input is empty on a repeat.
+
+        Raises:
+            InvalidArgumentError: services could not use it.
+            FailedPreconditionError: its file is the owner's (SETTINGS_EXIST).
+        """
+        place, kept = self.place(folder), ""
+        if place is None or self.url is None:
+            return ""
+        with suppress(OSError, ValueError):
+            kept = place.read_text("ascii").strip()
+        url = sys.stdin.readline().strip() if self.url == _URL_ON_STDIN else self.url
+        if kept and url in {"", kept}:
+            return ""
+        _check_url(url)
+        if place != folder / _URL_FILE:
+            message = f"gpuscale.toml names {place}, which has another URL: change it there"
+            raise FailedPreconditionError(message, reason="SETTINGS_EXIST")
+        return url
+
+    @property
+    def option(self) -> str:
+        """The same option for another host, without the password."""
+        parts = urlsplit(self.url or "")
+        return f"--postgresql {'URL' if parts.password or 'password' in parts.query else self.url}"
+
+
+def write_url(folder: Path, url: str) -> None:
+    """Write a new URL to its file, for services alone. Raises OSError: it cannot be written."""
+    if url:
+        write_private(folder / _URL_FILE, url.encode())
+        hand_over(folder / _URL_FILE)
+
+
+def _check_url(url: str) -> None:
+    problem = "must be a URL such as postgresql://gpuscale@db.internal/gpuscale"
+    if url.partition("://")[0].lower() in {"postgresql", "postgres"}:
+        try:
+            SecretUrl(url)
+        except ValueError as error:
+            problem = str(error)
+        else:
+            return
+    raise InvalidArgumentError(f"--postgresql {problem}", field="postgresql")
 
 
 def directories(given: Path | None) -> tuple[Path, Path]:

@@ -12,12 +12,13 @@ import click
 from cryptography import x509
 
 from gpuscale.api.monitor import v1 as api
-from gpuscale.cli.commands.database import POSTGRESQL, Database, write_url
 from gpuscale.cli.commands.hosts import (
     GATEWAY_PORT,
     NOT_YET,
     PLACE,
     PORTS,
+    POSTGRESQL,
+    Database,
     counts,
     directories,
     is_written,
@@ -28,6 +29,7 @@ from gpuscale.cli.commands.hosts import (
     settings_text,
     trusted,
     trusting,
+    write_url,
 )
 from gpuscale.cli.commands.units import (
     STATE,
