@@ -34,7 +34,7 @@ def test_a_write_that_a_crash_interrupted_leaves_the_record_before(tmp_path: Pat
     journal = Journal(tmp_path)
     record = JournalRecord(ONE, Phase.RUNNING, "boot", kept={"process": {"pid": 56}, "ready": True})
     journal.write([record])
-    (tmp_path / "jobs~r1.json.new").write_text('{"replica": "endp')
+    (tmp_path / ".jobs~r1.json.x7k2").write_text('{"replica": "endp')
     assert journal.load() == [record]
     assert [path.name for path in tmp_path.iterdir()] == ["jobs~r1.json"]
 
@@ -60,10 +60,10 @@ def test_many_records_are_flushed_once_each_and_their_directory_once(
 
 def test_one_record_that_cannot_be_written_holds_up_no_other(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
-    (tmp_path / "jobs~r1.json.new").mkdir()
+    (tmp_path / "jobs~r1.json").mkdir()
     records = [JournalRecord(name, Phase.INTENT, "boot") for name in (ONE, TWO)]
     assert journal.write(records).keys() == {ONE}
-    (tmp_path / "jobs~r1.json.new").rmdir()
+    (tmp_path / "jobs~r1.json").rmdir()
     assert journal.load() == records[1:]
 
 

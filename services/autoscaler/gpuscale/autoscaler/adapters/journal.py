@@ -14,6 +14,7 @@ from pydantic import JsonValue, TypeAdapter
 from pydantic_core import from_json
 
 from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.common.secrets import write_private
 
 
 class Phase(StrEnum):
@@ -58,7 +59,7 @@ class Journal:
         """Every record, by replica; FailedPreconditionError if one cannot be read: nothing must be started then."""
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for left in self._directory.glob(f"*{_SUFFIX}.new"):
+            for left in self._directory.glob(f".*{_SUFFIX}.*"):
                 left.unlink()
             contents = {path: path.read_bytes() for path in self._directory.glob(f"*{_SUFFIX}")}
         except OSError as error:
@@ -86,15 +87,8 @@ class Journal:
         replicas: list[str] = []
         for record in records:
             replicas.append(record.replica)
-            path = self._path(record.replica)
-            beside = path.with_name(f"{path.name}.new")
-            data = _RECORD.dump_json(record)
             try:
-                with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                beside.replace(path)
+                write_private(self._path(record.replica), _RECORD.dump_json(record))
             except OSError as error:
                 failed[record.replica] = error
         try:
