@@ -13,7 +13,7 @@ from gpuscale.allocator.domain.cordons import Cordon, Spot
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation, State
 from gpuscale.allocator.queueing.model import Quota
-from gpuscale.allocator.state.cordons_and_quotas import CordonStore, QuotaStore
+from gpuscale.allocator.state.operators import CordonStore, QuotaStore
 from gpuscale.allocator.state.store import AllocatorStore, open_store
 from tests.support.allocator_values import NOW, WALL, order, reserved
 

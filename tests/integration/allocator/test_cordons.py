@@ -11,7 +11,7 @@ import pytest
 
 from gpuscale.allocator.app import DATABASE
 from gpuscale.allocator.domain.cordons import Cordon, Spot
-from gpuscale.allocator.state.cordons_and_quotas import CordonStore
+from gpuscale.allocator.state.operators import CordonStore
 from gpuscale.allocator.state.store import open_store
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import (

@@ -14,8 +14,8 @@ from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import State
 from gpuscale.allocator.queueing.model import Quota
 from gpuscale.allocator.state.archive import EndedStore
-from gpuscale.allocator.state.cordons_and_quotas import CordonStore, QuotaStore
 from gpuscale.allocator.state.integrity import sealed
+from gpuscale.allocator.state.operators import CordonStore, QuotaStore
 from gpuscale.allocator.state.schema import VERSION
 from gpuscale.allocator.state.store import open_store
 from gpuscale.allocator.state.usage_ledger import UsageLedger, tally_of

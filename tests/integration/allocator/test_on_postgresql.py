@@ -19,8 +19,8 @@ from gpuscale.allocator.queueing.model import Quota
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.state import schema as schema_store
 from gpuscale.allocator.state.archive import EndedStore
-from gpuscale.allocator.state.cordons_and_quotas import CordonStore, QuotaStore
 from gpuscale.allocator.state.integrity import check_seals, sealed
+from gpuscale.allocator.state.operators import CordonStore, QuotaStore
 from gpuscale.allocator.state.store import SERVICE, AllocatorStore, open_shared_store, open_store
 from gpuscale.allocator.state.usage_ledger import UsageLedger, rows_of
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError

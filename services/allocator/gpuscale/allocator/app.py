@@ -33,9 +33,8 @@ from gpuscale.allocator.servicers.servicer import AllocatorServicer
 from gpuscale.allocator.servicers.usage_servicer import UsageServicer
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.state.archive import Archive, EndedStore, Totals
-from gpuscale.allocator.state.bookings import BookingStore
 from gpuscale.allocator.state.commits import Changes, Commits
-from gpuscale.allocator.state.cordons_and_quotas import CordonStore, QuotaStore
+from gpuscale.allocator.state.operators import BookingStore, CordonStore, QuotaStore
 from gpuscale.allocator.state.policies import PolicyStore
 from gpuscale.allocator.state.store import AllocatorStore, Saved, open_shared_store, open_store
 from gpuscale.allocator.state.usage_ledger import UsageLedger

@@ -28,8 +28,8 @@ from gpuscale.allocator.placing.refusal import Refusal
 from gpuscale.allocator.queueing.backfill import beside
 from gpuscale.allocator.queueing.model import QueueWorld, Quota
 from gpuscale.allocator.queueing.queue import asked_milli
-from gpuscale.allocator.state.bookings import BookingStore
 from gpuscale.allocator.state.commits import Changes
+from gpuscale.allocator.state.operators import BookingStore
 from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.allocator.usecases.leases import Leases
 from gpuscale.allocator.usecases.reserving import refusal_error

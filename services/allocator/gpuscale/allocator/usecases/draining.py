@@ -14,7 +14,7 @@ from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Node, Reservation
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.state.commits import Changes, Commits
-from gpuscale.allocator.state.cordons_and_quotas import CordonStore
+from gpuscale.allocator.state.operators import CordonStore
 from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.allocator.usecases.leases import Leases
 from gpuscale.common.errors import GpuscaleError, NotFoundError

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from gpuscale.allocator.queueing.model import MonthStanding, Quota
 from gpuscale.allocator.state.commits import Changes
-from gpuscale.allocator.state.cordons_and_quotas import QuotaStore
+from gpuscale.allocator.state.operators import QuotaStore
 from gpuscale.common.errors import NotFoundError, expect_etag
 from gpuscale.common.names import quota_name
 from gpuscale.common.runtime.tasks import uninterrupted
