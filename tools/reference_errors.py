@@ -149,6 +149,8 @@ def _made(call: ast.Call) -> errors.GpuscaleError | None:
     name = getattr(call.func, "id", "")
     if name == errors.request_id_reused.__name__:
         return errors.request_id_reused("{request_id}")
+    if ast.unparse(call.func) in {"NotFoundError.of", "NotFoundError.unless"}:
+        return errors.NotFoundError.of("{name}")
     if name == writing.__name__:
         place = Path("{" + _word(call.args[0]) + "}") if call.args else None
         try:
