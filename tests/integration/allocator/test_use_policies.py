@@ -184,6 +184,17 @@ async def test_a_dry_run_of_what_is_not_on_record_is_refused(tmp_path: Path) -> 
                 await admin.policies.DryRunUsePolicy(request, timeout=60)
 
 
+async def test_an_update_clears_what_its_mask_names_in_a_message_that_is_not_set(tmp_path: Path) -> None:
+    async with lab(tmp_path, FakeFleet(node_message("n0")), ManualClock()) as (_, admin):
+        made = await admin.put(idle_policy(scope={"models": ["H100"], "nodes": ["nodes/n0"]}))
+        request = api.UpdateUsePolicyRequest(
+            use_policy=idle_policy(), update_mask={"paths": ["spec.scope.models"]}
+        )
+        changed = (await admin.policies.UpdateUsePolicy(request, timeout=60)).use_policy
+        made.spec.scope.ClearField("models")
+        assert changed.spec == made.spec
+
+
 async def test_private_addresses_are_refused_unless_they_are_allowed(tmp_path: Path) -> None:
     fleet = FakeFleet(node_message("n0", count=1))
     async with webhook() as hook, lab(tmp_path, fleet, ManualClock(), ()) as (client, admin):

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 
 from google.protobuf import descriptor_pool
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -216,6 +217,19 @@ def absence_allowed(request: Any) -> Generator[None]:
     except NotFoundError:
         if not request.allow_missing:
             raise
+
+
+def merge(source: Message, target: Message, mask: FieldMask) -> None:
+    """Take what a valid mask names from `source`; cleared first, since `MergeMessage` passes over what lies in an unset message."""
+    for path in mask.paths:
+        above, inner = path.split("."), target
+        for name in above[:-1]:
+            if not inner.HasField(name):
+                break
+            inner = getattr(inner, name)
+        else:
+            inner.ClearField(above[-1])
+    mask.MergeMessage(source, target, replace_message_field=True, replace_repeated_field=True)
 
 
 def enum_word(message: Message, field: str) -> str:

@@ -433,7 +433,7 @@ async def update_declared(of: Declarations[Any], given: _Given, request: Any) ->
         elif mask.IsValidForDescriptor(given.DESCRIPTOR) and all(
             path.partition(".")[0] == "spec" for path in mask.paths
         ):
-            mask.MergeMessage(given, current, replace_message_field=True, replace_repeated_field=True)
+            wire.merge(given, current, mask)
             validate(current)
         else:
             raise InvalidArgumentError("update_mask must name spec or fields of it", field="update_mask")

@@ -17,7 +17,7 @@ from gpuscale.autoscaler.servicers.feeds import Feeds
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.autoscaler.wire.decisions import endpoint_to_wire
-from gpuscale.autoscaler.wire.specs import from_wire, merge, merged, spec_from_wire, spec_to_wire, to_wire
+from gpuscale.autoscaler.wire.specs import from_wire, merged, spec_from_wire, spec_to_wire, to_wire
 from gpuscale.common.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -37,7 +37,7 @@ from gpuscale.common.security.auth import (
     require_priority,
 )
 from gpuscale.common.store.store import Store
-from gpuscale.common.wire import absence_allowed, fingerprint, optional_timestamp, to_duration
+from gpuscale.common.wire import absence_allowed, fingerprint, merge, optional_timestamp, to_duration
 
 DEFAULT_BYTES: Final = 65_536
 """Default number of bytes of a part."""

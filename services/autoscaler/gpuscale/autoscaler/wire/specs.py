@@ -44,7 +44,7 @@ from gpuscale.common import names
 from gpuscale.common.errors import FieldViolation, InvalidArgumentError
 from gpuscale.common.rpc import validation
 from gpuscale.common.rpc.validation import contradictions, rules_of
-from gpuscale.common.wire import seconds, to_duration
+from gpuscale.common.wire import merge, seconds, to_duration
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
 T = TypeVar("T")
@@ -336,19 +336,6 @@ def merged(current: HasSpec, changed: HasSpec, mask: FieldMask | None) -> HasSpe
     merge(changed, current, mask)
     validation.validate(current)
     return current
-
-
-def merge(source: Message, target: Message, mask: FieldMask) -> None:
-    """Take what a valid mask names from `source`; cleared first, since `MergeMessage` passes over what lies in an unset message."""
-    for path in mask.paths:
-        above, inner = path.split("."), target
-        for name in above[:-1]:
-            if not inner.HasField(name):
-                break
-            inner = getattr(inner, name)
-        else:
-            inner.ClearField(above[-1])
-    mask.MergeMessage(source, target, replace_message_field=True, replace_repeated_field=True)
 
 
 def template_from_wire(wire: api.ReplicaTemplate, path: str = f"{SPEC}.template") -> ReplicaTemplate:
