@@ -166,6 +166,7 @@ async def test_hours_of_the_month_outlast_a_restart_and_let_nobody_in_until_it_e
         with pytest.raises(ResourceExhaustedError) as refused:
             await ann.reserve(1)
         assert refused.value.reason == "QUOTA_EXCEEDED"
+        assert 13 * DAY < (refused.value.retry_after or 0) < 17 * DAY, "as long as the month lasts"
         assert "tenant ann has used 8.0 and booked 2.0 of the 10 GPU-hours" in refused.value.message
         await (await bob.reserve(1)).release()
         # Nothing but the month is to end from here on.

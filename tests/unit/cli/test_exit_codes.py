@@ -64,6 +64,7 @@ TOO_SHORT = errors.FieldViolation("ttl", "must be at least 2 s")
             ["  ttl: must be at least 2 s"],
         ),
         (errors.ResourceExhaustedError("no room now", retry_after=2.88263), ["  try again in 2.9 s"]),
+        (errors.ResourceExhaustedError("of a month", retry_after=1_300_021.5), ["  try again in 15d1h8m"]),
         (errors.NotFoundError("x", metadata={"name": "nodes/a"}), ["to list all: gpuscalectl get nodes"]),
         (errors.NotFoundError("x", metadata={"name": "host-1"}), []),
         (

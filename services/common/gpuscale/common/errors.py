@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple, Self, TypeVar
 
+from gpuscale.common.sizes import duration_text
+
 _NO_METADATA: Mapping[str, str] = MappingProxyType({})
 T = TypeVar("T")
 
@@ -51,11 +53,11 @@ class GpuscaleError(Exception):
     def lines(self) -> list[str]:
         """Lines for people: the message, the invalid fields, when to retry."""
         fields = self.violations if isinstance(self, InvalidArgumentError) else ()
-        again = (
-            []
-            if self.retry_after is None
-            else [f"  try again in {math.ceil(10 * self.retry_after) / 10:g} s"]
-        )
+        again, after = list[str](), self.retry_after
+        if after is not None:
+            long = after >= 600
+            when = duration_text(60 * math.ceil(after / 60)) if long else f"{math.ceil(10 * after) / 10:g} s"
+            again = [f"  try again in {when}"]
         told = [
             f"  {one.field}: {one.description}"
             for one in fields

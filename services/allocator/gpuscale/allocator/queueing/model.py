@@ -72,11 +72,12 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class QueueObstacle:
-    """Why a request is not served yet, as a code and in words; `lasting` if waiting does not help."""
+    """Why a request is not served yet, as a code and in words; `lasting` if waiting does not help, or until a time since 1970."""
 
     reason: Reason
     message: str
     lasting: bool = False
+    until: float | None = None
 
 
 ORDER_KEPT, ORDER_REST, ORDER_PART = 1.0, 400.0, 100

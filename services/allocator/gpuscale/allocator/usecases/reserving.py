@@ -497,15 +497,17 @@ class Reserving:
                 found.message,
                 reason="QUOTA_EXCEEDED" if over else "NO_CAPACITY",
                 metadata={} if over else {found.reason.lower(): "true"},
-                retry_after=None if found.lasting else self._retry_after(),
+                retry_after=None if found.lasting else self._retry_after(found.until),
             )
         if self.follower.problem:
             problem = f" The fleet cannot be followed at the moment: {self.follower.problem}."
             found = replace(found, message=found.message + problem)
         return refusal_error(found, self._retry_after())
 
-    def _retry_after(self) -> float:
-        """Seconds until a lease may run out, within reason."""
+    def _retry_after(self, until: float | None = None) -> float:
+        """Seconds until a lease may run out, within reason; or until a time since 1970."""
+        if until is not None:
+            return max(1.0, until - self.clock.wall().timestamp())
         due = self.ledger.next_deadline()
         least, most = _RETRY_LIMITS
         return _RETRY_EMPTY if due is None else min(max(due - self.clock.now(), least), most)
