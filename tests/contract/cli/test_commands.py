@@ -476,10 +476,11 @@ def test_who_holds_a_gpu_is_told_where_it_is_known(ctl: Any) -> None:
     assert "HOLDER" not in ctl("snapshot").out, "an agent does not know"
 
 
-def test_the_allocator_away_does_not_hide_the_gpus(ctl: Any, world: canned.World) -> None:
-    world.refuse["ListReservations"] = errors.UnavailableError(
-        "the allocator does not answer", reason="UPSTREAM_UNAVAILABLE"
-    )
+@pytest.mark.parametrize("kind", [errors.UnavailableError, errors.DeadlineExceededError])
+def test_the_allocator_away_or_frozen_does_not_hide_the_gpus(
+    ctl: Any, world: canned.World, kind: type[errors.GpuscaleError]
+) -> None:
+    world.refuse["ListReservations"] = kind("the allocator does not answer")
     ran = ctl("get", "gpus")
     assert ran.code == 0
     assert "holders are unknown: the allocator does not answer" in ran.err

@@ -76,6 +76,10 @@ TOO_SHORT = errors.FieldViolation("ttl", "must be at least 2 s")
             ["or log in by the digest that an admin gives you: gpuscalectl login ADDRESS --ca-hash DIGEST"],
         ),
         (
+            errors.DeadlineExceededError("no answer within 10 s"),
+            ["a service runs but hangs, is stopped or overloaded; to see which: gpuscalectl doctor"],
+        ),
+        (
             errors.UnimplementedError("Method not found!"),
             ["this may be the address of another service: driver and snapshot ask an agent, at port 7071"],
         ),

@@ -19,7 +19,7 @@ from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, When, option, takes
 from gpuscale.cli.views import allocator, autoscaler, monitor
 from gpuscale.common import wire
-from gpuscale.common.errors import InvalidArgumentError, UnavailableError
+from gpuscale.common.errors import UNANSWERED, InvalidArgumentError
 from gpuscale.common.names import ENDPOINT
 
 if TYPE_CHECKING:
@@ -149,10 +149,10 @@ def gpus(session: Session, name: Names, node: str) -> None:
 
 
 def holders_known(client: "Client", about: "lookup.About | None" = None) -> Mapping[str, str]:
-    """The holder of each reserved GPU; of none, with a note, while the allocator is down."""
+    """The holder of each reserved GPU; of none, with a note, while the allocator is down or hangs."""
     try:
         return lookup.holders(lookup.reservations(client, (), about or lookup.EVERYTHING))
-    except UnavailableError as error:
+    except UNANSWERED as error:
         note(f"holders are unknown: {error.message}")
         return {}
 
@@ -171,7 +171,7 @@ def _marks(session: Session, client: "Client") -> "Marks":
 
     try:
         return marks(lookup.cordons(client, (), _about(session)))
-    except UnavailableError as error:
+    except UNANSWERED as error:
         note(f"cordons are unknown: {error.message}")
         return {}
 

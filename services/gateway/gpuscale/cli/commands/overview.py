@@ -20,7 +20,7 @@ from gpuscale.cli.grammar.nouns import NOUNS, with_noun
 from gpuscale.cli.grammar.parameters import option
 from gpuscale.cli.grammar.selecting import near
 from gpuscale.cli.views import contract_docs
-from gpuscale.common.errors import GpuscaleError, InvalidArgumentError, UnavailableError
+from gpuscale.common.errors import UNANSWERED, GpuscaleError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -81,7 +81,7 @@ def get_all(session: Session, kinds: str) -> None:
             found = group.get_command(context, one)
             try:
                 context.invoke(found) if found else None
-            except UnavailableError as error:  # show the others even if one service is down
+            except UNANSWERED as error:  # show the others even if one service is down or hangs
                 if error.reason in NOBODY:
                     raise
                 note(f"{one} are unknown: {error.message}")

@@ -17,7 +17,7 @@ from gpuscale.cli.views.allocator import RESERVATIONS
 from gpuscale.cli.views.autoscaler import ENDPOINTS
 from gpuscale.client import Client
 from gpuscale.client.states import gpu_state, marks, node_state
-from gpuscale.common.errors import GpuscaleError, UnavailableError
+from gpuscale.common.errors import UNANSWERED, GpuscaleError, UnavailableError
 from gpuscale.common.rpc.status import PROBLEM_KEY
 from gpuscale.common.sizes import counted
 
@@ -104,9 +104,9 @@ def _count(items: Sequence[object] | None, noun: str) -> str:
 
 
 def _known(client: Client, what: str, read: Callable[[Client], list[Any]]) -> list[Any] | None:
-    """The answer of a service; None while it is down."""
+    """The answer of a service; None while it is down or hangs."""
     try:
         return read(client)
-    except UnavailableError as error:
+    except UNANSWERED as error:
         note(f"{what} are unknown: {error.message}")
         return None

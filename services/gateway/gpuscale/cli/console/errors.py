@@ -132,6 +132,7 @@ def _as_typed(line: str, fields: Iterable[str]) -> str:
 
 _REMEDIES: Mapping[str, str] = {
     "CERTIFICATE_REVOKED": "to let a host in again, on it: gpuscalectl leave, and join with a new token",
+    "DEADLINE_EXCEEDED": "a service runs but hangs, is stopped or overloaded; to see which: gpuscalectl doctor",
     "JOIN_TOKEN_INVALID": "an admin makes another: gpuscalectl join-token create",
     "LOGIN_CODE_INVALID": "an admin makes another: gpuscalectl login-code create NAME",
     "ROLE_TOO_LOW": "an admin can do it, or give you the role: gpuscalectl login-code create NAME --role ROLE",
