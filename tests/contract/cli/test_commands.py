@@ -547,6 +547,18 @@ def test_text_that_is_not_utf_8_is_refused(ctl: Any) -> None:
     assert (ran.code, ran.err) == (2, "error: 'b\\udcff' is not UTF-8: write it in another way\n")
 
 
+def test_other_letters_are_sent_from_a_locale_without_utf_8(ctl: Any, world: canned.World) -> None:
+    """Python reads a typed ö as two surrogates there."""
+    for words in (("--label", "a=b\udcc3\udcb6"), ("--holder", "b\udcc3\udcb6")):
+        assert ctl("reserve", "--gpus", "1", *words).code == 0
+    labelled, held = [one for one in world.requests if hasattr(one, "labels")]
+    assert (labelled.labels["a"], held.holder) == ("bö", "bö")
+    titles = [one for _, command in leaves() for one in command.params if one.name == "title"]
+    assert {one.type.convert("b\udcc3\udcb6", one, None) for one in titles} == {"bö"}
+    ctl("cordon", "host-1", "--reason", "b\udcc3\udcb6")
+    assert world.requests[-1].reason == "bö"
+
+
 def test_nothing_is_reserved_from_a_directory_that_was_deleted(
     ctl: Any, world: canned.World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

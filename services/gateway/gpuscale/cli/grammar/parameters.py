@@ -29,9 +29,14 @@ class Parsed(click.ParamType[Any]):
         if not isinstance(value, str):
             return value
         try:
-            return self._read(value)
+            return self._read(typed(value))
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+def typed(text: str) -> str:
+    """Text of the command line, which Python reads as surrogates in a locale without UTF-8; bytes that are not UTF-8 stay so."""
+    return text.encode(errors="surrogateescape").decode(errors="surrogateescape")
 
 
 def _size(typed: str) -> int:
@@ -83,6 +88,8 @@ SHARE = Parsed("0-1", _share)
 """A share of a GPU in thousandths, such as 0.5."""
 GPU_NAME = Parsed("gpu", _gpu_name)
 """A GPU by any of its names."""
+TEXT = Parsed("text", str)
+"""Text for people to read, in any letters."""
 LABEL = Parsed("key=value", pair)
 FORM = Parsed("format", parse_form)
 """A format of output."""
