@@ -18,7 +18,7 @@ import trustme
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.cli.commands import doctor, doctor_host
+from gpuscale.cli.commands import doctor, doctor_host, units
 from gpuscale.common.security.authority import CertificateSubject, issue, make_authority
 from gpuscale.testing import FakeServer
 from tests.support.cli import Ran, run_cli
@@ -117,6 +117,28 @@ def test_a_certificate_of_a_host_that_joined_is_no_admins_to_renew(host: Host) -
     joined = shutil.copy(host.folder / "server.crt", host.folder / "server.pem")
     host.settings["allocator"]["tls_cert_file"] = joined
     assert "join again" in host.findings()["certificate", "allocator tls_cert_file"]["advice"]
+
+
+def test_a_directory_that_only_the_flags_of_a_unit_name_is_looked_at(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in units that were installed by hand."""
+    folder = host.settings["allocator"].pop("data_dir")
+    monkeypatch.setattr(units, "SYSTEM", host.folder)
+    assert host.findings("--only", "host")["settings", "allocator"]["found"] == "data_dir: Field required"
+    shipped = Path("deploy/systemd/gpuscale-allocator.service").read_text()
+    unit = host.folder / "gpuscale-allocator.service"
+    unit.write_text(shipped.replace("/etc/gpuscale/gpuscale.toml", str(host.write())))
+    change = host.folder / "gpuscale-allocator.service.d" / "override.conf"
+    change.parent.mkdir()
+    change.write_text(f"[Service]\nExecStart=\nExecStart=/x/gpuscale-allocator --data-dir={folder}\n")
+    assert host.findings("--only", "host")["disk", "allocator data_dir"]["found"].endswith(
+        f"left at {folder}"
+    )
+    change.unlink()
+    flags = units.flags("gpuscale-allocator", host.write())
+    assert flags == {"data_dir": "/var/lib/gpuscale/allocator"}
+    assert not units.flags("gpuscale-allocator", host.folder), "it reads other settings"
 
 
 def test_a_host_that_is_well(host: Host) -> None:

@@ -31,7 +31,7 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.cli.commands.certs import JOINED, ends_soon
-from gpuscale.cli.commands.units import USER
+from gpuscale.cli.commands.units import USER, flags
 from gpuscale.common.config.settings import DatabaseSettings, ListenerSettings, UpstreamSettings
 from gpuscale.common.config.sources import Settings, load_table, read_config
 from gpuscale.common.errors import (
@@ -128,7 +128,8 @@ def read_settings(config: Path) -> Iterator[Settings | Diagnosis]:
     for section, kind in sorted(known.items()):
         if section in tables:
             try:
-                yield load_table(kind, tables)
+                typed = flags(f"gpuscale-{section.replace('_', '-')}", config).items()
+                yield load_table(kind, tables, {key: it for key, it in typed if key in kind.model_fields})
             except GpuscaleError as error:
                 yield _fail("settings", section, error.message, f"correct {config}: docs/settings.md")
 

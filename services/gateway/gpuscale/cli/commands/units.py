@@ -20,6 +20,8 @@ USER, WORKER_USER = "gpuscale", "gpuscale-worker"
 """The users of the programs and of workers."""
 STATE = Path("/var/lib/gpuscale")
 """`%S/gpuscale` in system units."""
+SYSTEM = Path("/etc/systemd/system")
+"""The directory of system units."""
 RENEWAL, AUTHORITY = "gpuscale-certificates", "gpuscale-fleet"
 """The units that renew certificates each month, and the program of the host with the authority."""
 READY_SECONDS, LOOK_SECONDS = 120.0, 0.5
@@ -62,8 +64,24 @@ def _run(words: Sequence[str]) -> "subprocess.CompletedProcess[str]":
 def folder() -> Path:
     """The directory of units."""
     if os.geteuid() == 0:
-        return Path("/etc/systemd/system")
+        return SYSTEM
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "systemd" / "user"
+
+
+def flags(program: str, settings: Path) -> Mapping[str, object]:
+    """The fields that flags of the system unit of a program set, with its drop-ins, if it reads these settings."""
+    unit = SYSTEM / f"{program}.service"
+    with suppress(OSError, UnicodeDecodeError):
+        parts = [unit, *sorted(unit.with_name(f"{unit.name}.d").glob("*.conf"))]
+        text = "\n".join(part.read_text(encoding="utf-8") for part in parts)
+        read = re.findall(r"(?m)^Environment=GPUSCALE_CONFIG=(.+)$", text)
+        if read and Path(read[-1]) == settings.absolute():
+            for specifier, place in {"%S": "/var/lib", "%t": "/run", "%L": "/var/log"}.items():
+                text = text.replace(specifier, place)
+            started = re.findall(r"(?m)^ExecStart=(.+)$", text)
+            words = re.findall(r" --([\w-]+)=(\S+)", started[-1] if started else "")
+            return {name.replace("-", "_"): value for name, value in words}
+    return {}
 
 
 def unit_files(programs: Sequence[str], settings: Path, state: Path) -> Mapping[Path, str]:
