@@ -242,6 +242,7 @@ def damaged_fleet(host: Host) -> None:
         (sets("allocator", "metrics_listen", "{free}"), "port", "allocator metrics_listen", "FAIL"),
         (sets("allocator", "data_dir", "{folder}/none"), "disk", "allocator data_dir", "FAIL"),
         (sets("allocator", "data_dri", "x"), "settings", "allocator", "FAIL"),
+        (sets("gateway", "ca_file", "{folder}/none"), "certificate", "gateway ca_file", "FAIL"),
         (open_token, "secret", "allocator token_file", "FAIL"),
         (sets("gateway", "fleet_address", "{free}"), "service", "gateway fleet_address", "FAIL"),
         (silent_upstream, "service", "gateway fleet_address", "FAIL"),

@@ -388,10 +388,9 @@ async def upstreams(settings: UpstreamSettings) -> list[Diagnosis]:
                     found.append(_fail("service", subject, why.message, "docs/operations.md#nothing-answers"))
                     continue
             except GpuscaleError as error:
-                revoked = error.reason == "CERTIFICATE_REVOKED"
-                found.append(
-                    _fail("service", subject, f"{address}: {error.message}", _READMIT if revoked else _ROTATE)
-                )
+                advice = _READMIT if error.reason == "CERTIFICATE_REVOKED" else _ROTATE
+                if error.reason != "TLS_FILES":  # which their own checks tell
+                    found.append(_fail("service", subject, f"{address}: {error.message}", advice))
                 continue
             found.append(Diagnosis("service", subject, "OK", f"{address} answers"))
     return found
