@@ -74,6 +74,19 @@ def test_ctrl_c_while_the_program_is_imported_shows_no_traceback() -> None:
     assert (ran.code, ran.err) == (-signal.SIGINT, "")
 
 
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [("apply -f -", "nothing to apply"), ("delete endpoint x", "standard input is not a terminal")],
+)
+def test_a_closed_standard_input_is_an_empty_one(words: str, problem: str) -> None:
+    """As of some schedulers of jobs; a socket of gRPC took its number."""
+    program = f"import sys, gpuscale.cli as cli; sys.argv = ['gpuscalectl', *{words.split()}]; cli.start()"
+    shell = ("sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-c", program)
+    ran = subprocess.run(shell, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode in {0, 2}, ran.stderr
+    assert problem in ran.stderr
+
+
 WITHOUT_PACKAGES = """
 import importlib, os, sys
 importlib.import_module("gpuscale.common.programs").import_grpc()  # once for all

@@ -1,5 +1,6 @@
 """`gpuscalectl`: the command line over the gateway's one address. This module is its entry, and imports nothing slow."""
 
+import os
 import signal
 import sys
 from importlib import import_module
@@ -14,6 +15,10 @@ def start() -> None:
 
     Ctrl-C during imports ends the process without a traceback.
     """
+    if sys.stdin is None:  # it is closed: nothing else may take its number
+        empty = os.open(os.devnull, os.O_RDONLY)
+        os.set_inheritable(empty, True)
+        sys.stdin = os.fdopen(empty, encoding="utf-8")
     default = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not so under nohup
     if default:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
