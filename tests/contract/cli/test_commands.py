@@ -486,6 +486,9 @@ def test_the_allocator_away_or_frozen_does_not_hide_the_gpus(
     assert "holders are unknown: the allocator does not answer" in ran.err
     status = ctl("status")
     assert status.code == 7, "as of get all"
+    assert "reservations are unknown: the allocator does not answer" in status.err
+    assert ("gpuscalectl doctor" in status.err) == (kind is errors.DeadlineExceededError)
+    assert "cordons are unknown" not in status.err, "each would be waited for"
     assert "2 GPUs: use unknown\n" in status.out
     assert "reservations unknown, 1 endpoint, " in status.out
     assert "reservations" not in json.loads(ctl("status", "-o", "json").out), "absent, and not none"

@@ -8,7 +8,7 @@ from typing import Any
 from gpuscale.api.monitor.v1 import ListNodesRequest
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.command import NOBODY, Session, command
-from gpuscale.cli.console.errors import ExitCode, leave
+from gpuscale.cli.console.errors import ExitCode, leave, remedy
 from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.terminal import TERMINAL, note, write_lines
 from gpuscale.cli.grammar.parameters import option
@@ -60,7 +60,7 @@ def show_status(session: Session) -> None:
         reservations = _known(client, "reservations", lookup.reservations)
         endpoints = _known(client, "endpoints", lookup.endpoints)
         events = _known(client, "health events", lookup.health)
-        cordons = _known(client, "cordons", lookup.cordons)
+        cordons = None if reservations is None else _known(client, "cordons", lookup.cordons)
         asked = output.human and reservations is not None
         wrong = lookup.told(client, "allocator").get(PROBLEM_KEY, "") if asked else ""
     marked = marks(cordons or ())
@@ -108,5 +108,6 @@ def _known(client: Client, what: str, read: Callable[[Client], list[Any]]) -> li
     try:
         return read(client)
     except UNANSWERED as error:
-        note(f"{what} are unknown: {error.message}")
+        for line in (f"{what} are unknown: {error.message}", *remedy(error)):
+            note(line)
         return None

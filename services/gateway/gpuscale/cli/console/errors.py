@@ -98,7 +98,7 @@ def report(error: GpuscaleError, name: str = "") -> ExitCode:
     if name and name not in error.message.split():
         first = f"error: {name}: {error.message}"
     named = [one.field for one in fields] or [error.metadata.get("field", "")]
-    for line in (*(_as_typed(one, named) for one in (first, *more)), *_remedy(error)):
+    for line in (*(_as_typed(one, named) for one in (first, *more)), *remedy(error)):
         note(line)
     if TERMINAL.verbose:
         facts = "".join(f", {key}={value}" for key, value in sorted(error.metadata.items()))
@@ -143,7 +143,7 @@ _REMEDIES: Mapping[str, str] = {
 """What to do, by the reason of an error."""
 
 
-def _remedy(error: GpuscaleError) -> list[str]:
+def remedy(error: GpuscaleError) -> list[str]:
     """A line with the command that helps, if one is known."""
     if error.reason in _REMEDIES:
         return [_REMEDIES[error.reason]]
