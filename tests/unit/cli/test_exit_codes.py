@@ -81,7 +81,9 @@ TOO_SHORT = errors.FieldViolation("ttl", "must be at least 2 s")
         ),
         (
             errors.UnimplementedError("Method not found!"),
-            ["this may be the address of another service: driver and snapshot ask an agent, at port 7071"],
+            [
+                "it is older than this program (gpuscalectl upgrade --plan), or another service: driver and snapshot ask an agent, at port 7071"
+            ],
         ),
         (
             errors.UnauthenticatedError("x", reason="JOIN_TOKEN_INVALID"),

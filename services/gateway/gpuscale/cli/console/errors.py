@@ -138,7 +138,7 @@ _REMEDIES: Mapping[str, str] = {
     "ROLE_TOO_LOW": "an admin can do it, or give you the role: gpuscalectl login-code create NAME --role ROLE",
     "TLS_SERVER": "or log in by the digest that an admin gives you: gpuscalectl login ADDRESS --ca-hash DIGEST",
     "TOKEN_MISSING": "to send one: --token-file PATH, or gpuscalectl login ADDRESS",
-    "UNIMPLEMENTED": "this may be the address of another service: driver and snapshot ask an agent, at port 7071",
+    "UNIMPLEMENTED": "it is older than this program (gpuscalectl upgrade --plan), or another service: driver and snapshot ask an agent, at port 7071",
 }
 """What to do, by the reason of an error."""
 
