@@ -26,6 +26,7 @@ from tests.support.certificates import Authority
 from tests.support.standby import Pair, two_servers
 from tests.support.throwaway import Allocator, Fleet, Served, registrations, serve
 from tests.support.tokens import token, write_tokens
+from tests.support.waiting import eventually
 
 ALICE = SecretStr(token("alice"))
 
@@ -344,3 +345,34 @@ async def test_a_stream_leaves_a_frozen_leader_as_soon_as_another_leads(pair: Pa
         pair.lead(pair.second)
         assert (await watch(channel).read()).full
     assert pair.second.calls == ["nodes"]
+
+
+async def test_a_server_of_the_first_release_is_pinged_less_often_once_it_has_called_that_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It permits a ping each 10 s: core only doubled the second between pings, and streams were cut four times."""
+    paces, open_insecure = list[tuple[str, int]](), grpc.aio.insecure_channel
+
+    def noted(target: str, options: Any) -> grpc.aio.Channel:
+        paces.append((target, dict(options)["grpc.keepalive_time_ms"]))
+        return open_insecure(target, options=options)
+
+    async def silence(request: bytes, context: Any) -> bytes:
+        await asyncio.Event().wait()
+        return request
+
+    old = grpc.aio.server(options=(("grpc.http2.min_ping_interval_without_data_ms", 10_000),))
+    methods: dict[str, Any] = {"Watch": grpc.unary_unary_rpc_method_handler(silence)}
+    old.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("old.Old", methods),))
+    address = f"127.0.0.1:{old.add_insecure_port('127.0.0.1:0')}"
+    await old.start()
+    monkeypatch.setattr(grpc.aio, "insecure_channel", noted)
+    async with open_channel(f"{address},127.0.0.2:1") as channel:
+        ask: Any = channel.unary_unary("/old.Old/Watch")
+        with pytest.raises(UnavailableError, match="Too many pings"), rpc_errors():
+            await ask(b"")
+        again = [asyncio.ensure_future(ask(b"", timeout=30)) for _ in range(2)]
+        assert await eventually(lambda: paces[2:]) == [(address, 20_000)]
+        for one in again:
+            one.cancel()
+    await old.stop(0)

@@ -221,8 +221,11 @@ async def test_an_address_that_was_silent_until_the_caller_gave_up_is_left(
 ) -> None:
     """The caller of a gateway gives up at the deadline that the gateway's own call has too, and mostly comes first."""
     called = list[str]()
-    channels: list[Any] = [Silent(name, called) for name in ("a", "b")]
-    method = following(("a:1", "b:1"), channels).unary_unary("/x")
+
+    def open_one(address: str, **_: object) -> Any:
+        return Silent(address[0], called)
+
+    method = following(("a:1", "b:1"), open_one).unary_unary("/x")
     for _ in range(2):
         call = asyncio.ensure_future(method(b"", timeout=timeout))
         await asyncio.sleep(0)

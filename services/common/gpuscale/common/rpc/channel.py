@@ -110,9 +110,9 @@ def open_channel(
         InvalidArgumentError: an address is malformed or listed twice, or the token has invalid characters.
     """
     addresses = split_addresses(address)
-    arguments = _arguments(tls, None, urgent=urgent, follows=len(addresses) > 1)
 
-    def open_one(one: str) -> grpc.aio.Channel:
+    def open_one(one: str, *, follows: bool = False) -> grpc.aio.Channel:
+        arguments = _arguments(tls, None, urgent=urgent, follows=follows)
         header = _header(token, one, tls)
         if tls is None:
             channel = grpc.aio.insecure_channel(one, options=arguments)
@@ -120,8 +120,7 @@ def open_channel(
             channel = grpc.aio.secure_channel(one, _credentials(tls, token), options=arguments)
         return channel if header is None else WrappedChannel([channel], header)
 
-    opened = [open_one(one) for one in addresses]
-    return following(addresses, opened) if len(opened) > 1 else opened[0]
+    return open_one(addresses[0]) if len(addresses) == 1 else following(addresses, open_one)
 
 
 def open_sync_channel(

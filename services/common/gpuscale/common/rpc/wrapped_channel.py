@@ -224,6 +224,8 @@ _FIRST_PAUSE: Final = 0.1
 _LONGEST_PAUSE: Final = 1.0
 _LEAST: Final = 0.5
 """Seconds for another round: one cut short would hide behind its deadline that nobody could be reached."""
+_TOO_MANY: Final = "Too many pings"
+"""Message of gRPC core for a call that was cut by a server of the first release, which permits one ping each 10 s."""
 # Messages of gRPC core for a call that was never sent. If they change one day, callers get the error instead of a
 # retry.
 _NEVER_SENT: Final = ("failed to connect to all addresses", "DNS resolution failed", "errors resolving ")
@@ -235,6 +237,8 @@ class Leader:
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses = tuple(addresses)
         self.index: int = 0
+        self.calm: set[int] = set()
+        """Indexes of the addresses that are not to be pinged each second."""
 
     @property
     def count(self) -> int:
@@ -283,6 +287,8 @@ class Trail:
         silent = isinstance(problem, DeadlineExceededError) and problem.reason == problem.default_reason
         if not (gone or silent):
             return None
+        if problem.message == _TOO_MANY:
+            self._leader.calm.add(self.index)
         self._leader.failed(self.index, problem.metadata.get("leader", ""))
         if not (self._again and (problem.reason == NOT_LEADER or never_sent(error))):
             return None
@@ -315,9 +321,21 @@ def never_sent(error: grpc.RpcError) -> bool:
     return (error.details() or "").startswith(_NEVER_SENT)
 
 
-def following(addresses: Sequence[str], channels: Sequence[grpc.aio.Channel]) -> grpc.aio.Channel:
+def following(addresses: Sequence[str], open_one: Callable[..., grpc.aio.Channel]) -> grpc.aio.Channel:
     """Combine channels, one for each address in the order to try, into one that follows the leader."""
     leader = Leader(addresses)
+
+    def paced(index: int, address: str) -> grpc.aio.Channel:
+        """A channel that pings each second, or as others do once the server has called that too many."""
+        calm = list[bool]()
+
+        def open_anew() -> grpc.aio.Channel:
+            calm.append(index in leader.calm)
+            return open_one(address, follows=not calm[-1])
+
+        return RenewedChannel(open_anew, lambda: None if calm[-1] == (index in leader.calm) else address)
+
+    channels = [paced(index, address) for index, address in enumerate(addresses)]
 
     def method(kind: str, methods: Sequence[Any]) -> Any:
         methods = [_HeaderMethod(one, FOLLOWS) for one in methods]
