@@ -20,6 +20,7 @@ from gpuscale.allocator.placing.refusal import (
     MOST_NAMES,
     WORDS,
     Refusal,
+    RefusalKind,
     Survey,
     extent,
     lifting,
@@ -154,8 +155,8 @@ def remedies(
 
     `room_after` says whether the ask could be granted if some reservations ended.
     """
-    if isinstance(outlook.answer, Pick):
-        return []
+    if isinstance(outlook.answer, Pick) or outlook.answer.kind is RefusalKind.UNSATISFIABLE:
+        return list(outlook.remedies)
     return [
         *_leases(room_after, live, now),
         *_cordons(outlook, cordons),
