@@ -62,19 +62,21 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-SLOW_FIRST = ("e2e", "fault", "integration", "")
+WAITING = ("e2e", "interop", "fault", "integration", "")
 """Folders of tests over real processes, servers and clocks, those with the longest files first; addons have no name here."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests over real processes, servers and clocks begin first.
+    """Files that mostly wait, the longest first, come evenly among those that compute.
 
-    Workers take one file after the other (`make test`), so a long one that came last would be waited for alone.
+    Workers take one file after the other (`make test`): no long one is waited for alone at the end.
     """
     here = Path(__file__).parent
-    ranks = {name: rank for rank, name in enumerate(SLOW_FIRST)}
-    items.sort(key=lambda item: ranks.get(_folder(item, here), len(ranks)))
-
-
-def _folder(item: pytest.Item, here: Path) -> str:
-    return item.path.relative_to(here).parts[0] if item.path.is_relative_to(here) else ""
+    paths = dict.fromkeys(item.path for item in items)
+    folders = {path: path.relative_to(here).parts[0] if path.is_relative_to(here) else "" for path in paths}
+    waiting = sorted(
+        (path for path in paths if folders[path] in WAITING), key=lambda path: WAITING.index(folders[path])
+    )
+    computing = [path for path in paths if folders[path] not in WAITING]
+    places = {path: place / len(group) for group in (waiting, computing) for place, path in enumerate(group)}
+    items.sort(key=lambda item: places[item.path])
