@@ -266,7 +266,7 @@ async def an_agent(state: Path, clock: ManualClock) -> AsyncGenerator[Room]:
 
 Opening: TypeAlias = Callable[[Path, ManualClock], Any]
 FIRST: Mapping[str, tuple[Opening, Callable[[int], Fields]]] = {
-    "Reserve": (an_allocator, lambda _: reserving()),
+    "Reserve": (an_allocator, lambda n: reserving(holder=f"me {n}")),
     "ReserveAndWatch": (an_allocator, lambda _: {"reserve": reserving(wait=timedelta(seconds=5))}),
     "BatchReserve": (an_allocator, lambda _: {"requests": [reserving(), reserving()]}),
     "SetQuota": (an_allocator, lambda n: {"quota": {"tenant": f"t{n}", "gpu_milli_limit": 500}}),
@@ -444,3 +444,32 @@ async def test_memory_is_what_a_restart_finds(tmp_path: Path, method: str) -> No
             if not cancelled:
                 break
     assert number > 1, "it never waited"
+
+
+REPEATED = [one for one in CASES if "request_id" in REQUESTS[one].DESCRIPTOR.fields_by_name]
+REPEATED.remove("CreateBacktest")  # which goes on meanwhile
+
+
+@pytest.mark.parametrize("method", REPEATED)
+async def test_a_repeated_request_makes_nothing_anew_and_what_differs_from_it_is_refused(
+    tmp_path: Path, method: str
+) -> None:
+    """Also after a kill. The same name is refused too, where the request has another id."""
+    opening, prepare = CASES[method]
+    clock, state, path = ManualClock(), tmp_path / "state", MUTATING[method]
+    state.mkdir(mode=0o700)
+    async with opening(state, clock) as room:
+        one, other = [REQUESTS[method](**await prepare(room, number)) for number in (1, 2)]
+        one.request_id = other.request_id = new_id()
+        told_of_it = [await room.call(path, one) for _ in range(2)]
+        kill, seen = copied(state, tmp_path / "kill"), await answers(room, 2)
+    async with opening(kill, clock) as restarted:
+        told_of_it.append(await restarted.call(path, one))
+        assert "ALREADY_EXISTS" in await told(restarted, method, other)
+        if method not in {"Reserve", "CreateRule"}:  # no name; the same rule is there already
+            one.request_id = new_id()
+            assert "ALREADY_EXISTS" in await told(restarted, method, one)
+        assert await answers(restarted, 2) == seen
+    for answer in told_of_it:
+        forget_volatile(answer)
+    assert told_of_it == told_of_it[:1] * 3

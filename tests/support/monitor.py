@@ -172,15 +172,6 @@ class RunningFleet:
         request = monitor_api.GetNodeRequest(name=f"nodes/{node}")
         return (await self.stub.GetNode(request, timeout=30)).node
 
-    async def until_up(self) -> None:
-        """Wait until the fleet answers; the first call after a kill may still find the dead connection."""
-
-        async def answers() -> bool:
-            await self.stub.ListNodes(monitor_api.ListNodesRequest(), timeout=20, wait_for_ready=True)
-            return True
-
-        await eventually(answers, timeout=120, retry_on=(grpc.aio.AioRpcError,))
-
     async def until(
         self, node: str, state: monitor_api.NodeState, *, above_seq: int = -1
     ) -> monitor_api.Node:

@@ -51,16 +51,12 @@ async def test_what_was_created_is_what_is_returned(autoscaler: Autoscaler) -> N
     assert not spec.HasField("tick")
 
 
-async def test_a_repeated_request_returns_what_it_made(autoscaler: Autoscaler) -> None:
+async def test_a_repeated_request_returns_what_it_made_whatever_became_of_it(autoscaler: Autoscaler) -> None:
     request_id = str(uuid.uuid4())
     made = await autoscaler.create(endpoint(), request_id)
     await autoscaler.update(endpoint(high=9))
     again = await autoscaler.create(endpoint(), request_id)
     assert (again.etag, again.spec) == (made.etag, made.spec)
-    error = await refused(autoscaler.create(endpoint(high=5), request_id))
-    assert reason(error) == ("ALREADY_EXISTS", "REQUEST_ID_REUSED")
-    error = await refused(autoscaler.create(endpoint()))
-    assert reason(error) == ("ALREADY_EXISTS", "ALREADY_EXISTS")
     assert (await autoscaler.get()).spec.max_replicas == 9
 
 

@@ -16,7 +16,6 @@ from gpuscale.autoscaler.signals.brokers import BrokerSettings
 from gpuscale.autoscaler.signals.watchers import open_watchers
 from gpuscale.common.errors import (
     AbortedError,
-    AlreadyExistsError,
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
@@ -47,13 +46,11 @@ class Watchers:
         with rpc_errors():
             return await getattr(self._stub, method)(request, timeout=TIMEOUT)
 
-    async def create(
-        self, name: str, queue: str = "jobs", request_id: str = "", **spec: object
-    ) -> api.QueueWatcher:
+    async def create(self, name: str, queue: str = "jobs", **spec: object) -> api.QueueWatcher:
         watcher = api.QueueWatcher(
             name=name, spec=api.QueueWatcherSpec(**{"broker": "default", "queue": queue, **spec})
         )
-        request = api.CreateQueueWatcherRequest(queue_watcher=watcher, request_id=request_id or str(uuid4()))
+        request = api.CreateQueueWatcherRequest(queue_watcher=watcher, request_id=str(uuid4()))
         return (await self.call("CreateQueueWatcher", request)).queue_watcher
 
     async def get(self, name: str) -> api.QueueWatcher:
@@ -116,24 +113,6 @@ async def test_a_watcher_is_created_with_its_defaults_and_its_failing_state(tmp_
 
         await eventually(unreachable)
     assert all(CANARY.encode() not in path.read_bytes() for path in tmp_path.iterdir())
-
-
-async def test_the_same_request_returns_the_same_watcher_even_after_a_restart(tmp_path: Path) -> None:
-    request_id = str(uuid4())
-    async with service(tmp_path) as watchers:
-        created = await watchers.create("watchers/jobs", request_id=request_id)
-        again = await watchers.create("watchers/jobs", request_id=request_id)
-        assert (again.etag, again.create_time) == (created.etag, created.create_time)
-    async with service(tmp_path) as watchers:
-        again = await watchers.create("watchers/jobs", request_id=request_id)
-        assert (again.etag, again.create_time) == (created.etag, created.create_time)
-        with pytest.raises(AlreadyExistsError) as caught:
-            await watchers.create("watchers/jobs", "another", request_id=request_id)
-        assert caught.value.reason == "REQUEST_ID_REUSED"
-        with pytest.raises(AlreadyExistsError) as caught:
-            await watchers.create("watchers/jobs")
-        assert caught.value.reason == "ALREADY_EXISTS"
-        assert len((await watchers.list()).queue_watchers) == 1
 
 
 async def test_an_update_needs_the_newest_etag_and_outlives_a_restart_and_its_broker(tmp_path: Path) -> None:
