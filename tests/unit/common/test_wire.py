@@ -89,12 +89,6 @@ def test_negative_page_size_is_refused() -> None:
     assert caught.value.violations[0].field == "page_size"
 
 
-def test_the_last_page_has_no_token() -> None:
-    assert pages_of(ITEMS[:100])[1] == ""
-    assert pages_of(ITEMS[:101])[1] != ""
-    assert pages_of([]) == ([], "")
-
-
 def test_items_that_come_and_go_between_pages_move_nothing() -> None:
     first, token = pages_of(["b", "d", "f"], 2)
     assert first == ["b", "d"]
