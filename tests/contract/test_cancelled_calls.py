@@ -307,7 +307,7 @@ AFTER: Mapping[str, tuple[str, Callable[[int], Fields]]] = {
     ),
     "DeleteRule": ("CreateEndpoint", lambda n: {"name": f"endpoints/e{n}/rules/up"}),
     "CancelBooking": ("CreateBooking", lambda n: {"name": f"bookings/b{n}"}),
-    "DeleteQuota": ("SetQuota", lambda n: {"tenant": f"t{n}"}),
+    "DeleteQuota": ("SetQuota", lambda n: {"name": f"quotas/t{n}"}),
     "UncordonNode": ("DrainNode", lambda n: {"name": f"nodes/{node_of(n)}"}),
     "UpdateUsePolicy": ("CreateUsePolicy", lambda n: {"use_policy": policy(n, active=True)}),
     "DeleteUsePolicy": ("CreateUsePolicy", lambda n: {"name": f"policies/p{n}"}),
@@ -336,6 +336,7 @@ LISTS = (
     "allocator.v1.BookingService/ListBookings",
     "allocator.v1.PolicyService/ListUsePolicies",
     "allocator.v1.NotificationService/ListNotificationTargets",
+    "allocator.v1.PowerService/ListPowerBudgets",
     "autoscaler.v1.QueueWatcherService/ListQueueWatchers",
     "autoscaler.v1.EndpointService/ListEndpoints",
     "autoscaler.v1.RuleService/ListRules",
@@ -366,20 +367,26 @@ CASES = {
 }
 
 
-async def answers(room: Room, count: int) -> list[str]:
-    """What a room answers of all that so many calls left: each list, and whether a watcher may go and a fence is high enough."""
-    found: list[str] = []
-    if MUTATING["DeleteEndpoint"] in room.handlers:
-        await eventually(partial(none_is_being_deleted, room))
+async def lists(room: Room) -> list[Any]:
+    """What a room has on disk, list by list."""
+    found: list[Any] = []
     for path in (f"/gpuscale.api.{one}" for one in LISTS):
         if path in room.handlers:
             request = next(rpc.request_class for rpc in rpcs() if rpc.path == path)()
             for field, value in (("page_size", 1000), ("show_ended", True)):
                 if field in request.DESCRIPTOR.fields_by_name:
                     setattr(request, field, value)
-            answer = await room.call(path, request)
-            forget_volatile(answer)
-            found.append(f"{path} {answer}")
+            found.append(await room.call(path, request))
+            forget_volatile(found[-1])
+    return found
+
+
+async def answers(room: Room, count: int) -> list[str]:
+    """What a room answers of all that so many calls left: each list, and whether a watcher may go and a fence is high enough."""
+    found: list[str] = []
+    if MUTATING["DeleteEndpoint"] in room.handlers:
+        await eventually(partial(none_is_being_deleted, room))
+    found += map(str, await lists(room))
     if MUTATING["DeleteBacktest"] in room.handlers:  # a restart cuts those that have not ended
         path = "/gpuscale.api.autoscaler.v1.BacktestService/ListBacktests"
         listed = (await room.call(path, autoscaler_api.ListBacktestsRequest())).backtests

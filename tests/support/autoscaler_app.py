@@ -79,8 +79,8 @@ class Autoscaler:
         request = api.UpdateEndpointRequest(endpoint=endpoint, update_mask=mask, **fields)
         return (await self.endpoints.UpdateEndpoint(request, timeout=TIMEOUT)).endpoint
 
-    async def delete(self, name: str = "endpoints/e", etag: str = "") -> None:
-        await self.endpoints.DeleteEndpoint(api.DeleteEndpointRequest(name=name, etag=etag), timeout=TIMEOUT)
+    async def delete(self, name: str = "endpoints/e") -> None:
+        await self.endpoints.DeleteEndpoint(api.DeleteEndpointRequest(name=name), timeout=TIMEOUT)
 
     async def set_replicas(self, replicas: int, current: int | None = None) -> api.Endpoint:
         request = api.SetReplicasRequest(name="endpoints/e", replicas=replicas, current_replicas=current)

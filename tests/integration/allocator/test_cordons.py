@@ -78,26 +78,14 @@ async def test_nothing_new_is_placed_on_what_is_cordoned(tmp_path: Path) -> None
         assert (await client.reserve(2, "me")).gpus[0].node == "n0"
 
 
-async def test_what_is_only_validated_changes_nothing(tmp_path: Path) -> None:
+async def test_what_is_not_there_is_neither_cordoned_nor_drained(tmp_path: Path) -> None:
     async with allocator_client(tmp_path, fleet()) as client:
-        held = await client.reserve(2, "me", nodes=[N0])
-        for name in (N0, GPU):
-            await client.nodes.CordonNode(api.CordonNodeRequest(name=name, validate_only=True))
-            await client.nodes.DrainNode(
-                api.DrainNodeRequest(name=name, grace=to_duration(0), validate_only=True)
-            )
-        assert await cordons(client) == []
-        assert not (await state_of(client, held.name)).HasField("revoke_time")
-        made = await cordon(client, N0, "fan")
-        asked = api.CordonNodeRequest(name=N0, reason="x", validate_only=True)
-        assert (await client.nodes.CordonNode(asked)).cordon == made
-        await client.nodes.UncordonNode(api.UncordonNodeRequest(name=N0, validate_only=True))
-        assert await cordons(client) == [made]
         for name in ("nodes/none", "nodes/n0/gpus/none", "nodes/n0/gpus/n1-0"):
-            with pytest.raises(NotFoundError):
-                await client.nodes.CordonNode(api.CordonNodeRequest(name=name, validate_only=True))
-            with pytest.raises(NotFoundError):
-                await client.nodes.DrainNode(api.DrainNodeRequest(name=name, validate_only=True))
+            for only in (True, False):
+                with pytest.raises(NotFoundError):
+                    await client.nodes.CordonNode(api.CordonNodeRequest(name=name, validate_only=only))
+                with pytest.raises(NotFoundError):
+                    await client.nodes.DrainNode(api.DrainNodeRequest(name=name, validate_only=only))
         with pytest.raises(NotFoundError):
             await client.nodes.UncordonNode(api.UncordonNodeRequest(name="nodes/none", validate_only=True))
 

@@ -151,8 +151,6 @@ async def test_they_wait_for_their_turn_and_each_can_be_ended(asked: Asking) -> 
             await call
         error = gone.value if isinstance(gone.value, GpuscaleError) else from_rpc_error(gone.value)
         assert (error.reason, error.metadata) == ("NOT_FOUND", {"name": third.name})
-    delete.allow_missing = True
-    await asked.backtests.DeleteBacktest(delete, timeout=TIMEOUT)
 
 
 async def test_a_restart_tells_what_it_cut_and_keeps_the_figures(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.common.rpc.status import from_rpc_error
-from gpuscale.common.wire import seconds, to_duration
+from gpuscale.common.wire import seconds
 from tests.support.autoscaler_app import GREATER, TIMEOUT, Autoscaler, reason, running, scaling, step
 from tests.support.waiting import eventually
 
@@ -41,8 +41,8 @@ class Rules:
         request = api.UpdateRuleRequest(name=UP, rule=rule, update_mask=mask, **fields)
         return (await self.stub.UpdateRule(request, timeout=TIMEOUT)).rule
 
-    async def delete(self, name: str = UP, etag: str = "") -> None:
-        await self.stub.DeleteRule(api.DeleteRuleRequest(name=name, etag=etag), timeout=TIMEOUT)
+    async def delete(self, name: str = UP) -> None:
+        await self.stub.DeleteRule(api.DeleteRuleRequest(name=name), timeout=TIMEOUT)
 
 
 @pytest.fixture
@@ -134,11 +134,7 @@ async def test_an_update_changes_what_it_names_and_tells_unset_cleared_and_zero_
     rule.ClearField("step")
     assert (await rules.update(rule, "step.threshold")).rule.step.threshold == 0
     rule.step.CopyFrom(cleared.step)
-    before = await rules.autoscaler.get()
     rule.disabled, rule.target.value = True, 9
-    assert (await rules.update(rule, validate_only=True)).rule.WhichOneof("kind") == "target"
-    assert (await rules.create(extra(), validate_only=True)).rule.id == "extra"
-    assert (await rules.autoscaler.get()).spec == before.spec, "it was only checked"
     other = (await rules.update(rule)).rule
     assert (other.disabled, other.WhichOneof("kind")) == (True, "target")
 
@@ -174,13 +170,3 @@ async def test_what_makes_no_sense_is_refused_with_the_field_of_the_rule(rules: 
     renamed = api.Rule(id="other")
     renamed.MergeFrom(api.Rule(signal="depth", step=rule.step))
     assert await refused(rules.update(renamed)) == ("INVALID_ARGUMENT", ["rule.id"])
-
-
-async def test_an_etag_that_is_old_is_refused(rules: Rules) -> None:
-    old = (await rules.autoscaler.get()).etag
-    rule = (await rules.create(extra())).rule
-    assert await refused(rules.create(step("more", GREATER, 90, 1), etag=old)) == ("ABORTED", [])
-    assert await refused(rules.delete(etag=old)) == ("ABORTED", [])
-    rule.id = "up"
-    rule.cooldown.CopyFrom(to_duration(9))
-    assert await refused(rules.update(rule, etag=old)) == ("ABORTED", [])
