@@ -9,7 +9,6 @@ import pytest
 from gpuscale.allocator.domain.ledger import RETENTION, Deadlines, Ledger, Tokens, rebased
 from gpuscale.allocator.domain.model import EndCause, Order, Reservation, State, moved
 from gpuscale.common.errors import (
-    AlreadyExistsError,
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
@@ -56,15 +55,6 @@ def test_an_id_tells_nothing_of_the_fence() -> None:
     assert len(set(ids)) == 100
     assert all(re.fullmatch("r[a-z2-7]{12}", one) for one in ids)
     assert sorted(ids[:50]) != ids[:50], "nor of the order"
-
-
-def test_a_request_id_with_other_arguments_is_refused_and_changes_nothing() -> None:
-    ledger = Ledger()
-    original = active(ledger, wish=order("id", fingerprint="one"))
-    with pytest.raises(AlreadyExistsError) as caught:
-        ledger.replay("id", "two")
-    assert caught.value.reason == "REQUEST_ID_REUSED"
-    assert ledger.get(original.id) is original
 
 
 def test_a_renewal_starts_the_lease_anew() -> None:

@@ -9,7 +9,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 
 from gpuscale.api.monitor import v1 as api
-from gpuscale.common.errors import AlreadyExistsError, ResourceExhaustedError
+from gpuscale.common.errors import ResourceExhaustedError
 from gpuscale.common.rpc.channel import MAX_MESSAGE_BYTES
 from gpuscale.monitor.fleet.nodes import MOST_GPUS, Directory, Nodes
 from gpuscale.monitor.health.events import Events
@@ -17,7 +17,7 @@ from gpuscale.monitor.model.metrics import ABSENT, Sample
 from gpuscale.monitor.observing import recording_servicer as servicer
 from gpuscale.monitor.observing.recording_servicer import RecordingFeed, RecordingServicer, forget
 from gpuscale.monitor.recording import RecordingOrder, Recordings, RecordingState, Target
-from gpuscale.monitor.state.saver import Saver, recording_from_text, recording_to_text
+from gpuscale.monitor.state.saver import Saver, recording_from_text
 from tests.support.clock import ManualClock
 from tests.support.monitor_values import DEFAULT_TIERS
 
@@ -28,13 +28,11 @@ NOTHING: Sample = (ABSENT,) * 7
 def order(
     key: str = "r1",
     *,
-    request: str | None = None,
-    fingerprint: str = "same",
     interval: float = 1.0,
     most: float = 100.0,
 ) -> RecordingOrder:
     targets = [Target(f"nodes/alpha/gpus/gpu-{i}", f"GPU-{i}", i, "Test GPU", period=1.0) for i in range(2)]
-    return RecordingOrder(key, request or f"request of {key}", fingerprint, interval, most, targets)
+    return RecordingOrder(key, f"request of {key}", "same", interval, most, targets)
 
 
 def busy(percent: float) -> Sample:
@@ -55,16 +53,6 @@ def test_stopping_twice_changes_nothing() -> None:
     recordings.start(order(), 10.0)
     assert recordings.stop("r1", 12.0).duration(12.0) == 2.0
     assert recordings.stop("r1", 50.0).duration(50.0) == 2.0
-
-
-def test_the_same_request_gives_the_same_recording_and_another_one_with_its_id_is_refused() -> None:
-    recordings = Recordings()
-    first = recordings.start(order("r1", request="one"), 10.0)
-    assert recordings.start(order("r2", request="one"), 11.0) is first
-    with pytest.raises(AlreadyExistsError):
-        recordings.start(order("r2", request="one", fingerprint="other"), 11.0)
-    with pytest.raises(AlreadyExistsError):
-        recordings.start(order("r1", request="two"), 11.0)
 
 
 def test_the_one_that_ended_first_makes_room_and_running_ones_never_do() -> None:
@@ -189,13 +177,6 @@ async def test_recordings_listed_by_time_are_each_on_one_page() -> None:
 
 TARGETS = tuple(Target(f"nodes/a/gpus/gpu-{one}", f"GPU-{one}", one, "H100", 1.0) for one in (1, 2))
 ORDER = RecordingOrder("r1", "id", "print", 1.0, 600.0, TARGETS)
-
-
-def test_a_request_that_is_repeated_after_a_restart_begins_nothing_new() -> None:
-    before, after = Recordings(), Recordings()
-    before.start(ORDER, 100.0)
-    after.restore(recording_from_text("".join(recording_to_text(before.get("r1", 100.0), 0.0)), 0.0))
-    assert after.start(ORDER, 130.0).started_at == 100.0
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"order": {}}', "7"])
