@@ -116,24 +116,6 @@ def test_a_quarantine_is_shown_everywhere_with_its_reason_and_the_command_that_l
     eventually_sync(lambda: "OK" in site.gpus()[SICK])
 
 
-def test_cordons_and_drains_are_shown_on_nodes_and_gpus(site: Site) -> None:
-    plain = site.double.gpus[PLAIN].uuid
-    site.ctl("cordon", f"alpha/{plain}")
-    assert "OK,CORDONED" in site.gpus()[PLAIN]
-    assert "OK" in site.gpus()[SICK]
-    assert "CORDONED" not in site.ctl("get", "nodes")
-    site.ctl("uncordon", f"alpha/{plain}")
-    site.ctl("cordon", "alpha")
-    assert "DEGRADED,CORDONED" in site.ctl("get", "nodes")
-    site.ctl("uncordon", "alpha")
-    site.ctl("drain", "alpha", "--grace", "10m")
-    assert "DEGRADED,DRAINING" in site.ctl("get", "nodes")
-    assert "OK,DRAINING" in site.gpus()[PLAIN]
-    assert site.ctl("status").count("DRAINING") == 5
-    site.ctl("uncordon", "alpha")
-    assert "DRAINING" not in site.ctl("status")
-
-
 def test_uuids_are_written_as_the_driver_writes_them(site: Site) -> None:
     uuid = site.double.gpus[PLAIN].uuid
     assert uuid != uuid.lower()

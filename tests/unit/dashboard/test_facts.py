@@ -64,6 +64,7 @@ def test_cordons_quarantines_and_trouble_are_shown_on_gpus_and_nodes() -> None:
     known = facts(one)
     known.cordons = [allocator_api.Cordon(name="nodes/a/gpus/a")]
     assert [gpu.state for gpu in known.gpus()] == ["OK,CORDONED", "QUARANTINED: XID 79, since noon", "LOST"]
+    assert rows.NODES.row((one, marks(known.cordons)))["state"] == "degraded"
     draining = allocator_api.Cordon(name="nodes/a")
     draining.drain_deadline.GetCurrentTime()
     shown = rows.NODES.row((one, marks([draining])))
