@@ -46,6 +46,8 @@ from gpuscale.common.runtime.metrics_text import Family, Histogram, MetricsPage
 from gpuscale.common.runtime.tasks import require_uninterrupted
 
 _log = get_logger(__name__)
+# Without one, the driver raises and drops an AttributeError for each NULL that it binds.
+sqlite3.register_adapter(type(None), dict[None, None]().get)
 
 MAX_WAITING = 10_000
 MAX_GROUP = 256
