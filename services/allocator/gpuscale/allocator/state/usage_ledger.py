@@ -72,16 +72,17 @@ class Usage(Table, table=True):
 
 _USAGE = Table.metadata.tables["usage"]
 _PUT = Prepared.replacing(_USAGE)
-_NAMES = [column.name for column in _USAGE.columns]
 Work: TypeAlias = Callable[[Connection], object]
-Rows: TypeAlias = list[dict[str, Any]]
+_Row: TypeAlias = dict[str, Any]
+Rows: TypeAlias = list[_Row]
 DIMENSIONS = ("owner", "tenant", "labels", "node", "model")
 SUMS = ("granted", "busy", "idle", "read", "utilization", "energy", "ends")
 PEAKS = ("peak_utilization", "peak_memory")
 _TIMES = ("granted", "busy", "idle", "read", "utilization")
 _UNREAD = Hardware()
-_NOT_READ = (0, 0, 0, 0.0, None, None, None)
-"""The columns from `busy` to `energy` where a GPU was never read."""
+_NEVER = {**dict.fromkeys(_TIMES, 0), **dict.fromkeys((*PEAKS, "energy"))}
+_NOT_READ: _Row = {**_NEVER, "boot_id": "", "hardware": "{}"}
+"""The columns where a GPU was never read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +110,12 @@ def rows_of(account: Account, boot_id: str, outcome: str = "") -> Rows:
         last = entry is account.entries[-1]
         for nth, (uuid, tally) in enumerate(entry.gpus.items()):
             milli = account.milli[uuid]
-            sums = (getattr(tally, name) * milli for name in _TIMES)
-            peaks = tally.peak_utilization, tally.peak_memory, tally.energy
-            end = int(bool(outcome and last and not nth)), outcome if last else "", account.until
-            boot = boot_id if last and not outcome else ""
-            hardware = "{}" if tally.hardware == _UNREAD else json.dumps(asdict(tally.hardware))
-            rest = *sums, *peaks, *end, boot, hardware
-            found.append(_row(one, first[uuid], milli, entry.part, entry.day, *rest))
+            rest: _Row = {name: getattr(tally, name) * milli for name in _TIMES}
+            rest |= {name: getattr(tally, name) for name in (*PEAKS, "energy")}
+            rest["ends"], rest["outcome"] = int(bool(outcome and last and not nth)), outcome if last else ""
+            rest["boot_id"] = boot_id if last and not outcome else ""
+            rest["hardware"] = "{}" if tally.hardware == _UNREAD else json.dumps(asdict(tally.hardware))
+            found.append(_row(one, first[uuid], milli, entry.part, entry.day, account.until, rest))
     return found
 
 
@@ -123,16 +123,18 @@ def unread_rows(one: Reservation, part: int, day: int, piece: int, until: int, o
     """The only rows of a reservation that ended with this `outcome` after a piece of a day, its GPUs never read."""
     found = Rows()
     for nth, gpu in enumerate(one.gpus):
-        end = int(not nth), outcome, until, "", "{}"
-        found.append(_row(one, gpu, gpu.milli, part, day, piece * gpu.milli, *_NOT_READ, *end))
+        rest: _Row = {**_NOT_READ, "granted": piece * gpu.milli, "ends": int(not nth), "outcome": outcome}
+        found.append(_row(one, gpu, gpu.milli, part, day, until, rest))
     return found
 
 
-def _row(one: Reservation, gpu: ReservedGpu, milli: int, part: int, day: int, *rest: Any) -> dict[str, Any]:
-    """A row, its values in the order of the columns."""
+def _row(one: Reservation, gpu: ReservedGpu, milli: int, part: int, day: int, until: int, rest: _Row) -> _Row:
+    """A row: `rest`, which has the other columns, with those of the reservation and the GPU."""
     labels = json.dumps(dict(sorted(one.labels.items())), ensure_ascii=False) if one.labels else "{}"
-    of = one.id, part, gpu.uuid, day, one.owner, one.tenant, one.holder, labels, gpu.node, gpu.model, milli
-    return dict(zip(_NAMES, (*of, *rest), strict=True))
+    rest |= {"reservation_id": one.id, "part": part, "gpu_uuid": gpu.uuid, "day": day, "owner": one.owner}
+    rest |= {"tenant": one.tenant, "holder": one.holder, "labels": labels, "node": gpu.node}
+    rest |= {"model": gpu.model, "milli": milli, "until_ms": until}
+    return rest
 
 
 def putting(rows: Sequence[Mapping[str, object]]) -> Work:
