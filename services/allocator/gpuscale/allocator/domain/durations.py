@@ -136,7 +136,7 @@ def lasted(one: Reservation) -> float | None:
     if not one.gpus or one.ended is None or one.end_cause not in LEARNED or BOOKING_LABEL in one.labels:
         return None
     began = [member.started for member in one.job.members if member.started] if one.wanted and one.job else []
-    return (one.ended - min(began, default=one.created)).total_seconds()
+    return (one.ended - (min(began) if began else one.created)).total_seconds()
 
 
 def _circles(kin: Kin) -> tuple[_Circle, ...]:

@@ -22,6 +22,7 @@ from dataclasses import replace
 from datetime import datetime
 from itertools import islice
 from types import MappingProxyType
+from typing import Final
 
 from gpuscale.allocator.domain.jobs import JobMember
 from gpuscale.allocator.domain.model import (
@@ -74,6 +75,7 @@ class Deadlines:
         return None
 
 
+_PENDING: Final = State.PENDING  # looked up in an enum, a member takes as long as a call
 RETENTION = 14 * 86_400.0
 """Seconds for which an ended reservation is kept, for late retries of its request and for look-ups."""
 
@@ -107,7 +109,7 @@ class Ledger:
     def get(self, reservation_id: str) -> Reservation:
         """Look up a reservation; NotFoundError if there is none, or none yet, or it was forgotten."""
         found = self._reservations.get(reservation_id)
-        if found is None or found.state is State.PENDING:
+        if found is None or found.state is _PENDING:
             raise NotFoundError(
                 f"no reservation {reservation_id}: it never existed, or ended so long ago that it was forgotten",
                 metadata={"name": reservation_name(reservation_id)},
@@ -180,7 +182,7 @@ class Ledger:
             policy=order.ask.policy,
             gpus=tuple(gpus),
             ttl=lease,
-            state=State.PENDING,
+            state=_PENDING,
             deadline=now + lease,
             created=wall,
             tenant=order.tenant,

@@ -236,7 +236,7 @@ class Order:
     @property
     def lasts(self) -> float:
         """Seconds after which it ends at the latest, by its own limit and its booking; 0 for no limit."""
-        return min(self.limit, self.booked) or self.limit or self.booked
+        return min(self.limit, self.booked) if self.limit and self.booked else self.limit or self.booked
 
 
 @dataclass(frozen=True, slots=True)

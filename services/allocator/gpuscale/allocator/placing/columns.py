@@ -256,7 +256,7 @@ class Columns:
         Each with the columns of the GPUs of which only what is held changed, or None if anything else did.
         """
         first = len(self._touched) - (self.sequence - sequence)
-        touched = self._touched[max(first, 0) :]
+        touched = self._touched[first:] if first > 0 else self._touched
         if first < 0 or (len(touched) > most and len({row for row, _ in touched}) > most):
             return None
         found: dict[int, set[int] | None] = {}
@@ -538,9 +538,10 @@ def available(gpu: Gpu, live: Iterable[Reservation], gone: Iterable[Reservation]
 def unused(gpu: Gpu, claimed_bytes: int, unsized: int) -> int | None:
     """Like `available`, for a GPU without processes: its holders claim these bytes, and `unsized` of them all of it."""
     free, total = gpu.memory_free_bytes, gpu.memory_total_bytes
-    return (
-        None if free is None or total is None else max(0, min(free - claimed_bytes - unsized * total, total))
-    )
+    if free is None or total is None:
+        return None
+    left = free - claimed_bytes - unsized * total
+    return total if left > total else left if left > 0 else 0
 
 
 def outsiders(gpu: Gpu, live: Iterable[Reservation]) -> list[tuple[str, int]]:

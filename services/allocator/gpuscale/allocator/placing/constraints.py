@@ -101,8 +101,8 @@ def floor_on(ask: Ask, total: int) -> int:
         return max(ask.min_memory_bytes, ask.gpu_memory_bytes)
     if ask.gpu_milli >= WHOLE:
         return ask.min_memory_bytes
-    numerator, denominator = SHARE_FLOOR
-    return max(ask.min_memory_bytes, total * ask.gpu_milli // WHOLE * numerator // denominator)
+    part = total * ask.gpu_milli // WHOLE * SHARE_FLOOR[0] // SHARE_FLOOR[1]
+    return part if part > ask.min_memory_bytes else ask.min_memory_bytes
 
 
 def milli_on(ask: Ask, total: int | None) -> int:
@@ -122,8 +122,10 @@ def memory_on(ask: Ask, total: int | None, available: int | None, free_milli: in
         return total
     if ask.gpu_memory_bytes is not None:
         return max(ask.min_memory_bytes, ask.gpu_memory_bytes)
-    nominal = total * ask.gpu_milli // WHOLE
-    return max(floor_on(ask, total), min(nominal, available * ask.gpu_milli // max(free_milli, 1)))
+    floor, nominal = floor_on(ask, total), total * ask.gpu_milli // WHOLE
+    part = available * ask.gpu_milli // (free_milli or 1)
+    part = part if part < nominal else nominal
+    return part if part > floor else floor
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +273,10 @@ class Constraints:
             if 0 < codes[column] < _HELD:
                 continue
             codes[column], gpu = node, row.gpus[column]
-            for obstacle, hit in of_use(ask, gpu, needs.milli[gpu.size], needs.floor[gpu.size]):  # in order
+            milli, floor = needs.milli[gpu.size], needs.floor[gpu.size]
+            if 0 < gpu.held <= WHOLE - milli and gpu.available >= floor:
+                continue  # shared, and with room: none is there
+            for obstacle, hit in of_use(ask, gpu, milli, floor):  # in order
                 if hit:
                     codes[column] = _before(node, CODES[obstacle])
                     break

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from operator import not_
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from gpuscale.allocator.placing.columns import (
 )
 from gpuscale.allocator.placing.constraints import Constraints
 
-_SPREAD: Final = Policy.SPREAD  # looked up in an enum, a member takes as long as a call
+_SPREAD, _PACK = Policy.SPREAD, Policy.PACK  # looked up in an enum, a member takes as long as a call
 UNKNOWN_UTILIZATION = "utilization is not reported: scored by memory alone"
 
 
@@ -265,8 +265,8 @@ class Demand:
             able = sum(supply.get(build, 0) for build in served_by)
             if 0 < able < SCARCE * sum(supply.values()):
                 self._constrained[served_by] = self._constrained.get(served_by, 0.0) + milli
-        self._packed += ask.policy is Policy.PACK
-        if ask.policy is Policy.PACK and self._packed % REPRICED == 1:
+        self._packed += ask.policy is _PACK
+        if ask.policy is _PACK and self._packed % REPRICED == 1:
             known, part = self.tariff, sum(free().values()) / WHOLE / max(sum(supply.values()), 1)
             if known.saves != (part > (SPENDS if known.saves else SAVES)):
                 self.tariff = replace(known, saves=not known.saves)
@@ -294,7 +294,7 @@ class Demand:
         # In quarters: how much of the cluster's CPU goes with all of its GPUs, from SCARCE_CPU on.
         cpu_beside = self._prior * (self._gpu + PRICE_PRIOR)
         over = self._cpu_of_all / cpu_beside - SCARCE_CPU if cpu_beside else 0.0
-        scarcity = round(4 * min(max(over / (1.0 - SCARCE_CPU), 0.0), 1.0)) / 4
+        scarcity = round(4 * min(over / (1.0 - SCARCE_CPU), 1.0)) / 4 if over > 0.0 else 0.0
         if (
             scarcity != known.cpu_scarcity
             or not math.isclose(ratio, known.cpu_per_gpu, rel_tol=STEP)

@@ -87,7 +87,7 @@ def put_reservation(message: api.Reservation, reservation: Reservation, now: flo
 def put_times(message: api.Reservation, reservation: Reservation, now: float, wall: datetime) -> None:
     """Set the fields that change with the clock alone."""
     if reservation.live:
-        remaining = max(0.0, reservation.deadline - now)
+        remaining = left if (left := reservation.deadline - now) > 0.0 else 0.0
         _put_seconds(message.remaining, remaining)
         wire.put_timestamp(message.expire_time, wall + timedelta(seconds=remaining))
     if reservation.revoke_at is not None:

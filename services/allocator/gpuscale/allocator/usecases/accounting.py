@@ -156,7 +156,7 @@ class Accounting:
     def _rows_unread(self, first: Reservation, one: Reservation, now: float, wall: int) -> Rows:
         """The rows of a reservation that ends on the day of its grant, if none of its GPUs was read since; else none."""
         since, end = granted_since(first), ended_at(one)
-        [(day, piece), *others] = by_day(max(0, end - since), wall)
+        [(day, piece), *others] = by_day(end - since if end > since else 0, wall)
         seen = gpus_of(first, self.view.get, self.ledger.use, now, since / 1000)
         if others or [*seen.values()].count(UNREAD) < len(first.gpus):
             return []
