@@ -5,8 +5,9 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
+from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
 
 from gpuscale.allocator.domain.jobs import ReservedJob
@@ -150,11 +151,9 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         for index, one in enumerate(request.requests):
             if wire.optional_seconds(one, "wait"):
                 raise InvalidArgumentError("a batch cannot wait", field=f"requests[{index}].wait")
+        caller, requests = current_principal(), enumerate(request.requests)
         granted = await self.reserving.reserve_all(
-            [
-                to_order(one, current_principal(), self.settings, f"requests[{index}].")
-                for index, one in enumerate(request.requests)
-            ]
+            [to_order(one, caller, self.settings, f"requests[{index}].") for index, one in requests]
         )
         return self._add(api.BatchReserveResponse(lease_tokens=map(self.tokens.of_lease, granted)), granted)
 
@@ -348,8 +347,8 @@ _STRATEGIES = {api.GangStrategy.Value(f"GANG_STRATEGY_{one.name}"): one for one 
 _SETS = {api.GpuSet.GPU_SET_NVLINK: GpuSet.NVLINK, api.GpuSet.GPU_SET_MEMORY_BALANCED: GpuSet.MEMORY_BALANCED}
 
 
-_ASKS_KEPT = 1024
-"""Cached asks: callers repeat the same ones."""
+_ASKS_KEPT, _ORDERS_KEPT = 1024, 256
+"""Cached asks and orders: callers repeat the same ones."""
 _asks: OrderedDict[tuple[bytes, int], tuple[AllocatorSettings, Ask]] = OrderedDict()
 
 
@@ -419,6 +418,11 @@ def _nodes(resources: Sequence[str]) -> frozenset[str]:
     return frozenset(names.parse(names.NODE, name)["node"] for name in resources)
 
 
+_REST = attrgetter(*(one.name for one in fields(Order)[1:]))
+_orders: OrderedDict[bytes, tuple[Principal, AllocatorSettings, Sequence[Any]]] = OrderedDict()
+"""Cached orders without their request id, by what else was sent: shares of a batch mostly differ in their ids alone."""
+
+
 def to_order(
     request: api.ReserveRequest, caller: Principal, defaults: AllocatorSettings, path: str = ""
 ) -> Order:
@@ -432,6 +436,22 @@ def to_order(
         PermissionDeniedError: the caller may not use the tenant's quota (OTHER_TENANT), reserve for the owner
             (OTHER_OWNER), or request the priority (PRIORITY_TOO_HIGH).
     """
+    request_id, request.request_id = request.request_id, ""
+    try:
+        sent = request.SerializeToString(deterministic=True)
+        if (known := _orders.get(sent)) is None or known[0] is not caller or known[1] is not defaults:
+            known = _orders[sent] = caller, defaults, _REST(_to_order(request, caller, defaults, path))
+            if len(_orders) > _ORDERS_KEPT:
+                _orders.popitem(last=False)
+    finally:
+        request.request_id = request_id
+    return Order(request_id.lower(), *known[2])
+
+
+def _to_order(
+    request: api.ReserveRequest, caller: Principal, defaults: AllocatorSettings, path: str
+) -> Order:
+    """The order of a request without its id."""
     tenant, owner = request.tenant or caller.tenants[0], request.owner or caller.name
     if caller.role < Role.ADMIN:
         check_tenant(caller, tenant, f"{path}tenant")
@@ -455,14 +475,10 @@ def to_order(
         labels[POWER_LABEL] = f"{request.ask.power_limit_watts:g}"
     if request.HasField("movable"):
         labels[MOVABLE_LABEL] = f"{wire.seconds(request.movable):g}"
-    request_id = request.request_id
-    request.request_id = ""
-    fingerprint = f"{wire.fingerprint(request)} {caller.name}"
-    request.request_id = request_id
     ttl = wire.optional_seconds(request, "ttl")
     return Order(
-        request_id=request_id.lower(),
-        fingerprint=fingerprint,
+        request_id="",
+        fingerprint=f"{wire.fingerprint(request)} {caller.name}",
         holder=request.holder,
         owner=owner,
         ttl=defaults.default_ttl_seconds if ttl is None else ttl,
