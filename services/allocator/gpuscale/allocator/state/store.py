@@ -220,7 +220,7 @@ class AllocatorStore:
                 _FREE_GPUS.run(connection, [{"key": one.id} for one in begun])
                 _HOLD_GPUS.run(connection, [hold for one in begun for hold in to_holds(one)])
             if changed:
-                rows = [{**to_changes(one, self._boot_id, number), "fence": one.fence} for one in changed]
+                rows = [to_changes(one, self._boot_id, number) for one in changed]
                 if _CHANGE.run(connection, rows) < len(changed) and not added:
                     self._note(connection, number)  # no row may have it: they had ended
             if ended := [{"key": one.id} for one in changed if not one.live]:
@@ -379,7 +379,7 @@ def to_lasting(reservation: Reservation) -> dict[str, object]:
 
 
 def to_changes(reservation: Reservation, boot_id: str, number: int) -> dict[str, object]:
-    """The columns that a write of this number changes: `integrity.LIFE`, and their sum."""
+    """The columns that a write of this number changes: `integrity.LIFE`, their sum, and the fence."""
     revoke_at, job = reservation.revoke_at, reservation.job
     row: dict[str, object] = {
         "id": reservation.id,
@@ -395,7 +395,7 @@ def to_changes(reservation: Reservation, boot_id: str, number: int) -> dict[str,
         + ("" if reservation.until is None else f"{UNTIL}{reservation.until}"),
         "write_number": number,
     }
-    row["life_sum"] = total(row.values())
+    row["life_sum"], row["fence"] = total(row.values()), reservation.fence
     return row
 
 
