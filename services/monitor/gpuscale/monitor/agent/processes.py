@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import dropwhile
 from pathlib import Path
 from typing import Any
@@ -45,20 +45,11 @@ _NAMESPACE_IDS = re.compile(r"^NSpid:\s+(.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
-    """What a process runs: the kernel's name, the effective user id, and `shown_program`."""
-
-    name: str
-    user: int
-    words: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class _Glance:
-    """A short-lived cache: processes and the pids of their parents by pid, and programs."""
+    """A short-lived cache by pid: processes and the pids of their parents, and fields of GpuProcess."""
 
     entries: dict[int, tuple[ProcessKey, int]] = field(default_factory=dict[int, tuple[ProcessKey, int]])
-    programs: dict[ProcessKey, Program] = field(default_factory=dict[ProcessKey, Program])
+    facts: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
 
 
 class UserNames:
@@ -88,7 +79,7 @@ class ProcessNames:
         self._now = now
         self._glance = _Glance()
         self._glance_until = now()
-        self._traces: dict[ProcessKey, tuple[str, str]] = {}
+        self._traces: dict[ProcessKey, tuple[psutil.Process, str, str]] = {}
         self._users = UserNames()
         try:
             self._host_ids = str((self._proc / "self/ns/pid").readlink()) == _INITIAL_PID_NAMESPACE
@@ -118,10 +109,9 @@ class ProcessNames:
         if now >= self._glance_until:
             self._glance, self._glance_until = _Glance(), now + _GLANCE_SECONDS
         for pid in sorted(memory):
-            seen = self._seen(pid, memory[pid], self._glance) if self._host_ids else None
             # One that has ended or cannot be seen has nothing but its memory.
-            process = seen or GpuProcess(pid, memory[pid], holder_unknown=True)
-            found.append(replace(process, **used[pid]) if used and pid in used else process)
+            facts = (self._host_ids and self._facts(pid, self._glance)) or {"holder_unknown": True}
+            found.append(GpuProcess(pid, memory[pid], **facts, **(used or {}).get(pid, {})))
         return tuple(found)
 
     @property
@@ -143,7 +133,8 @@ class ProcessNames:
 
     def find(self, pid: int) -> GpuProcess | None:
         """Describe a process; None if it does not exist."""
-        return self._seen(pid, None, _Glance())
+        facts = self._facts(pid, _Glance())
+        return GpuProcess(pid, **facts) if facts else None
 
     def leads(self, process: GpuProcess) -> bool:
         """Whether a process is the first of its container, rather than started in it later."""
@@ -164,45 +155,46 @@ class ProcessNames:
                 return found
         return None
 
-    def _seen(self, pid: int, memory: int | None, glance: _Glance) -> GpuProcess | None:
+    def _facts(self, pid: int, glance: _Glance) -> dict[str, Any]:
+        """The fields of a GpuProcess beside its memory and use; empty if it does not exist."""
+        if pid in glance.facts:
+            return glance.facts[pid]
         lineage = tuple(self._ancestry(pid, glance))
         if not lineage:
-            return None
+            return {}
         process = lineage[0]
-        program = glance.programs.get(process) or self._program(process)
-        if program is None:
-            return None
-        glance.programs[process] = program
-        if process not in self._traces:  # read once, since that takes longest
-            if len(self._traces) >= _TRACES_KEPT:
-                self._traces.clear()
-            self._traces[process] = self._container(pid), self._mark(pid)
-        container, mark = self._traces[process]
-        return GpuProcess(
-            pid,
-            memory,
-            program.name,
-            lineage=lineage,
-            container=container,
-            pod=found[1].replace("_", "-") if (found := _POD.search(container)) else "",
-            mark=mark,
-            user=program.user,
-            user_name=self._users.name(program.user),
-            program=program.words,
-        )
+        try:
+            if process not in self._traces:  # read once, since that takes longest
+                if len(self._traces) >= _TRACES_KEPT:
+                    self._traces.clear()
+                of_system = psutil.Process(pid)
+                self._traces[process] = of_system, self._container(pid), _mark(of_system)
+            of_system, container, mark = self._traces[process]
+            user, program = of_system.uids().effective, ""
+            name = of_system.name()
+            with suppress(psutil.AccessDenied, OSError):
+                program = shown_program(of_system.cmdline())
+        except psutil.Error:
+            return {}
+        now = self._entry(pid)
+        if now is None or now[0] != process:  # it has ended, and another may have its pid
+            return {}
+        facts = glance.facts[pid] = {
+            "command": name,
+            "lineage": lineage,
+            "container": container,
+            "pod": found[1].replace("_", "-") if (found := _POD.search(container)) else "",
+            "mark": mark,
+            "user": user,
+            "user_name": self._users.name(user),
+            "program": program,
+        }
+        return facts
 
     def _container(self, pid: int) -> str:
         """The cgroup path of the container or pod of a process; empty without one."""
         found = _CONTAINER.search(self._text(pid, "cgroup"))
         return found[0] if found else ""
-
-    def _mark(self, pid: int) -> str:
-        """The reservation in the environment of a process; empty without one or without access."""
-        try:
-            named = psutil.Process(pid).environ().get("GPUSCALE_RESERVATION", "")
-        except (psutil.Error, OSError):
-            return ""
-        return named if _MARK.fullmatch(named) else ""
 
     def _ids(self, pid: int) -> list[int]:
         """The ids of a process, from this program's PID namespace down to its own."""
@@ -245,17 +237,14 @@ class ProcessNames:
         words = self._text(pid, "stat").rpartition(")")[2].split()
         return (ProcessKey(pid, int(words[_STARTED])), int(words[1])) if len(words) > _STARTED else None
 
-    def _program(self, process: ProcessKey) -> Program | None:
-        """What a process runs; None if it has ended, even if its pid is reused."""
-        try:
-            found = psutil.Process(process.pid)
-            program = Program(found.name(), found.uids().effective)
-            with suppress(psutil.AccessDenied, OSError):
-                program = replace(program, words=shown_program(found.cmdline()))
-        except psutil.Error:
-            return None
-        now = self._entry(process.pid)
-        return program if now is not None and now[0] == process else None
+
+def _mark(process: psutil.Process) -> str:
+    """The reservation in the environment of a process; empty without one or without access."""
+    try:
+        named = process.environ().get("GPUSCALE_RESERVATION", "")
+    except (psutil.Error, OSError):
+        return ""
+    return named if _MARK.fullmatch(named) else ""
 
 
 def shown_program(arguments: Sequence[str]) -> str:
