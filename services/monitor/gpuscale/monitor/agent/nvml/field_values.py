@@ -10,7 +10,7 @@ samples (nvmlGpmMetricId_t). An error of GPM is no fault of the GPU, and GPM is 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from struct import Struct
 from typing import Any
 
 import pynvml
@@ -71,7 +71,7 @@ def ask(
         place += len(field.keys)
         if isinstance(value, Failure):
             _stand_in(queries, field, value, readings)
-        elif queries.within(field.name, value, high=field.high) is not None:
+        elif 0.0 <= value <= field.high or queries.within(field.name, value, high=field.high) is not None:
             readings[field.name] = field.convert(value)
     return readings
 
@@ -92,24 +92,20 @@ def _total(
 ) -> float | Failure:
     total: float = 0
     for value in values:
-        answer = queries.attempt(field.name, partial(_number, value), counted=False)
-        if isinstance(answer, Failure):
-            return answer
-        total += answer
+        member = None if value.nvmlReturn else _MEMBERS.get(value.valueType)
+        if member is None:
+            return queries.attempt(field.name, _refusal, value, counted=False)
+        total += getattr(value.value, member)
     return total
 
 
-def _number(value: pynvml.c_nvmlFieldValue_t) -> float | Failure:
+def _refusal(value: pynvml.c_nvmlFieldValue_t) -> Failure:
     code = value.nvmlReturn
     if code == pynvml.NVML_ERROR_INVALID_ARGUMENT:
         return Failure(ReadingStatus.NOT_SUPPORTED, "unknown to the driver")
     if code != pynvml.NVML_SUCCESS:
         raise pynvml.NVMLError(code)
-    member = _MEMBERS.get(value.valueType)
-    if member is None:
-        return Failure(ReadingStatus.ERROR, f"the driver gave a value of unknown type {value.valueType}")
-    number: float = getattr(value.value, member)
-    return number
+    return Failure(ReadingStatus.ERROR, f"the driver gave a value of unknown type {value.valueType}")
 
 
 ECC = (
@@ -225,6 +221,8 @@ GPM_METRICS = {
     "nvlink_received_bytes_per_second": pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC,
 }
 """GPM metrics by reading; GPM's units are percent and MiB/s."""
+_ANSWER = Struct("@Iid3P")
+"""An nvmlGpmMetric_t: the metric, a code, the value, and three names."""
 
 
 class Activity:
@@ -235,6 +233,10 @@ class Activity:
         self._instance = instance
         self._samples: list[pynvml.c_nvmlGpmSample_t] = []  # older, newer
         self._request = pynvml.c_nvmlGpmMetricsGet_t()
+        self._request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
+        self._request.numMetrics = len(GPM_METRICS)
+        for answer, metric in zip(self._request.metrics, GPM_METRICS.values(), strict=False):
+            answer.metricId = metric
         self._sampled = False
 
     def ask(self, queries: Queries) -> Values:
@@ -245,15 +247,13 @@ class Activity:
             return {}
         queries.calls += found  # nvmlGpmMetricsGet
         readings: Values = {}
-        for (name, metric), answer in zip(
-            GPM_METRICS.items() if found else (), self._request.metrics, strict=False
-        ):
-            if answer.nvmlReturn or not answer.value >= 0 or answer.metricId != metric:  # or NaN
-                detail = f"GPM said {answer.value:g} with code {answer.nvmlReturn}"
+        answers = _ANSWER.iter_unpack(memoryview(self._request.metrics).cast("B")) if found else ()
+        for (name, metric), (of_metric, code, value, *_) in zip(GPM_METRICS.items(), answers, strict=False):
+            if code or not value >= 0 or of_metric != metric:  # or NaN
+                detail = f"GPM said {value:g} with code {code}"
                 queries.note((name,), Failure(ReadingStatus.NOT_SUPPORTED, detail))
             else:
-                percent = name.endswith("_percent")
-                readings[name] = min(answer.value, _PERCENT) if percent else answer.value * _MIB
+                readings[name] = min(value, _PERCENT) if name.endswith("_percent") else value * _MIB
         return readings
 
     def close(self) -> None:
@@ -278,13 +278,7 @@ class Activity:
             if not self._sampled:
                 self._sampled = True
                 return False
-            self._request.version, self._request.numMetrics = (
-                pynvml.NVML_GPM_METRICS_GET_VERSION,
-                len(GPM_METRICS),
-            )
             self._request.sample1, self._request.sample2 = self._samples
-            for answer, metric in zip(self._request.metrics, GPM_METRICS.values(), strict=False):
-                answer.metricId = metric
             pynvml.nvmlGpmMetricsGet(self._request)
         except pynvml.NVMLError as error:
             failure = explain(error)

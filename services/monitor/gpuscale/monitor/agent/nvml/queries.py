@@ -6,7 +6,7 @@ readings are kept for a while. Every absent field is noted with its reason.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, TypeVarTuple
 
 import pynvml
 
@@ -14,6 +14,7 @@ from gpuscale.monitor.agent.sources import GpuSourceError
 from gpuscale.monitor.model.readings import EXCUSED, Absent, GpuState, ReadingStatus
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 # A tick may come slightly early; what is due then must not wait for the next one.
 _SLACK_SECONDS = 0.05
@@ -46,6 +47,7 @@ class Queries:
     def __init__(self, unsupported: dict[str, str], now: float) -> None:
         self._unsupported = unsupported
         self.now = now
+        self.soon = now + _SLACK_SECONDS
         self.calls = 0
         self.refusals = 0
         self._absent: list[Absent] = []
@@ -74,7 +76,9 @@ class Queries:
         detail = self._unsupported.get(question)
         return None if detail is None else Failure(ReadingStatus.NOT_SUPPORTED, detail)
 
-    def attempt(self, question: str, call: Callable[[], T | Failure], *, counted: bool = True) -> T | Failure:
+    def attempt(
+        self, question: str, call: Callable[[*Ts], T | Failure], *arguments: *Ts, counted: bool = True
+    ) -> T | Failure:
         """Make a call unless it is unsupported or the GPU is gone; `counted` is False for an answer that came with others."""
         if self._gone is not None:
             return self._gone
@@ -82,7 +86,7 @@ class Queries:
             return Failure(ReadingStatus.NOT_SUPPORTED, self._unsupported[question])
         self.calls += counted
         try:
-            answer = call()
+            answer = call(*arguments)
         except pynvml.NVMLError as error:
             self.refusals += counted
             answer = explain(error)
@@ -100,11 +104,19 @@ class Queries:
         self._absent.extend(Absent(name, failure.status, failure.detail) for name in fields)
 
     def number(
-        self, name: str, call: Callable[[], int | Failure], *, high: float, scale: float = 1.0
+        self,
+        name: str,
+        call: Callable[[*Ts], int | Failure],
+        *arguments: *Ts,
+        high: float,
+        scale: float = 1.0,
     ) -> float | None:
         """Make a call for the field of that name; the answer is divided by `scale`."""
-        answer = self.value((name,), self.attempt(name, call))
-        return None if answer is None else self.within(name, answer / scale, high=high)
+        answer = self.attempt(name, call, *arguments)
+        if isinstance(answer, Failure):
+            self.note((name,), answer)
+            return None
+        return self.within(name, answer / scale, high=high)
 
     def value(self, fields: Iterable[str], answer: T | Failure) -> T | None:
         """The answer; a failure makes these fields absent."""
@@ -120,6 +132,13 @@ class Queries:
         self.note((name,), Failure(ReadingStatus.ERROR, f"the driver said {value:g}"))
         return None
 
+    def serves(self, kept: KeptAnswer[Any]) -> bool:
+        """Whether a kept answer is not due yet, and may be shown again, as its absent fields then are."""
+        if kept.until <= self.soon:
+            return False
+        self._absent.extend(kept.absent)
+        return True
+
     def kept(
         self,
         kept: KeptAnswer[T] | None,
@@ -132,8 +151,7 @@ class Queries:
 
         The very first answer serves for `first` seconds, to spread expensive calls over ticks.
         """
-        if kept is not None and self.now < kept.until - _SLACK_SECONDS:
-            self._absent.extend(kept.absent)
+        if kept is not None and self.serves(kept):
             return kept
         before = len(self._absent)
         value = ask()

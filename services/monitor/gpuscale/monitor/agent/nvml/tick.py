@@ -11,6 +11,7 @@
 | settings  | 5 min  | highest clocks, compute and persistence mode, vGPU licence                                 |
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +33,7 @@ from gpuscale.monitor.agent.nvml.field_values import (
 )
 from gpuscale.monitor.agent.nvml.queries import Failure, KeptAnswer, Queries
 from gpuscale.monitor.agent.processes import ProcessNames
-from gpuscale.monitor.model.readings import GpuIdentity, GpuProcess, GpuReading, ReadingStatus, RecoveryAction
+from gpuscale.monitor.model.readings import GpuIdentity, GpuReading, ReadingStatus, RecoveryAction
 
 _RECOVERY = {
     pynvml.NVML_GPU_RECOVERY_ACTION_NONE: RecoveryAction.NONE,
@@ -144,10 +145,9 @@ class NvmlDevice:
     links: Links = field(default_factory=Links)
     unsupported: dict[str, str] = field(default_factory=dict[str, str])
     kept: dict[str, KeptAnswer[Values]] = field(default_factory=dict[str, KeptAnswer[Values]])  # by tier
+    base: KeptAnswer[Values] | None = None  # all that is kept, until the first of it is due
     over_links: tuple[int, float] | None = None  # total bytes over NVLinks, and when they were read
-    processes: KeptAnswer[tuple[GpuProcess, ...]] | None = None
     use_seen: int = 0  # driver time of the newest process sample, in microseconds
-    base: GpuReading = field(default_factory=GpuReading)
 
 
 class Tick:
@@ -161,61 +161,62 @@ class Tick:
 
     def read(self) -> GpuReading:
         """Read all tiers that are due. GpuSourceError if NVML is gone."""
-        device, queries = self._device, self._queries
+        device, queries, handle = self._device, self._queries, self._handle
         utilization = memory_utilization = None
-        ask_rates = partial(pynvml.nvmlDeviceGetUtilizationRates, self._handle)
-        rates = queries.value(_UTILIZATION_FIELDS, queries.attempt("utilization", ask_rates))
-        if rates is not None:
+        rates = queries.attempt("utilization", pynvml.nvmlDeviceGetUtilizationRates, handle)
+        if isinstance(rates, Failure):
+            queries.note(_UTILIZATION_FIELDS, rates)
+        else:
             utilization = queries.within(_UTILIZATION_FIELDS[0], rates.gpu, high=100.0)
             memory_utilization = queries.within(_UTILIZATION_FIELDS[1], rates.memory, high=100.0)
         total, used, free, reserved = self._memory()
         temperature = queries.number(
             "temperature_celsius",
-            partial(pynvml.nvmlDeviceGetTemperature, self._handle, pynvml.NVML_TEMPERATURE_GPU),
+            pynvml.nvmlDeviceGetTemperature,
+            handle,
+            pynvml.NVML_TEMPERATURE_GPU,
             high=_HIGHEST_CELSIUS,
         )
         power = self._watts("power_watts", pynvml.nvmlDeviceGetPowerUsage)
-        tiers: list[tuple[str, float, float | None, Callable[[], Values]]] = [
-            ("engines", ENGINES_EVERY_SECONDS, None, self._ask_engines),
-            ("slow", SLOW_EVERY_SECONDS, _FIRST_SLOW_SECONDS, self._ask_slow),
-            ("board", SLOW_EVERY_SECONDS, _FIRST_BOARD_SECONDS, self._ask_board),
-            ("settings", SETTINGS_EVERY_SECONDS, _FIRST_SETTINGS_SECONDS, self._ask_settings),
-        ]
-        if device.activity is not None:
-            ask_activity = partial(device.activity.ask, queries)
-            tiers.append(("activity", ACTIVITY_EVERY_SECONDS, _FIRST_ACTIVITY_SECONDS, ask_activity))
-        before = dict(device.kept)
-        for tier, every, first, ask_tier in tiers:
-            device.kept[tier] = queries.kept(before.get(tier), every, ask_tier, first=first)
-        if any(answer is not before.get(tier) for tier, answer in device.kept.items()):
-            found = (answer.value or {} for answer in device.kept.values())
-            device.base = GpuReading(**{name: value for one in found for name, value in one.items()})
-        sm_clock = self._clock("sm_clock_mhz", pynvml.NVML_CLOCK_SM)
-        memory_clock = self._clock("memory_clock_mhz", pynvml.NVML_CLOCK_MEM)
-        throttle_reasons = self._throttle_reasons()
-        device.processes = queries.kept(
-            device.processes, PROCESSES_EVERY_SECONDS, self._ask_processes, first=_FIRST_PROCESSES_SECONDS
-        )
-        return device.base._replace(
-            utilization_percent=utilization,
-            memory_utilization_percent=memory_utilization,
-            memory_total_bytes=total,
-            memory_used_bytes=used,
-            memory_free_bytes=free,
-            memory_reserved_bytes=reserved,
-            temperature_celsius=temperature,
-            power_watts=power,
-            sm_clock_mhz=sm_clock,
-            memory_clock_mhz=memory_clock,
-            throttle_reason_mask=throttle_reasons,
-            processes=device.processes.value,
-            absent=queries.absent,
-        )
+        base = device.base
+        if base is None or not queries.serves(base):
+            base = device.base = self._ask_tiers()
+        fresh = {
+            "utilization_percent": utilization,
+            "memory_utilization_percent": memory_utilization,
+            "memory_total_bytes": total,
+            "memory_used_bytes": used,
+            "memory_free_bytes": free,
+            "memory_reserved_bytes": reserved,
+            "temperature_celsius": temperature,
+            "power_watts": power,
+            "sm_clock_mhz": self._clock("sm_clock_mhz", pynvml.NVML_CLOCK_SM),
+            "memory_clock_mhz": self._clock("memory_clock_mhz", pynvml.NVML_CLOCK_MEM),
+            "throttle_reason_mask": self._throttle_reasons(),
+            "absent": queries.absent,
+        }
+        return GpuReading._make(map(((base.value or {}) | fresh).get, GpuReading._fields))
+
+    def _ask_tiers(self) -> KeptAnswer[Values]:
+        """What all tiers say, once those that are due are read; it serves until the next is due."""
+        device, queries, found = self._device, self._queries, Values()
+        before, until = len(queries.absent), math.inf
+        for tier, every, first, ask_tier in self._TIERS:
+            kept = device.kept.get(tier)
+            if kept is None or kept.until <= queries.soon or kept.absent:
+                kept = device.kept[tier] = queries.kept(kept, every, partial(ask_tier, self), first=first)
+            found |= kept.value or {}
+            until = min(until, kept.until)
+        return KeptAnswer(found, queries.absent[before:], until)
+
+    def _ask_activity(self) -> Values:
+        activity = self._device.activity
+        return {} if activity is None else activity.ask(self._queries)
 
     def _memory(self) -> _Memory:
         """Total, used, free and reserved, preferably from the v2 record, since v1 counts reserved memory as used."""
         found = self._queries.attempt(
-            "memory v2", lambda: pynvml.nvmlDeviceGetMemoryInfo(self._handle, pynvml.nvmlMemory_v2)
+            "memory v2", pynvml.nvmlDeviceGetMemoryInfo, self._handle, pynvml.nvmlMemory_v2
         )
         if not isinstance(found, Failure):
             return self._plausible(found.total, found.used, found.free, found.reserved)
@@ -239,11 +240,11 @@ class Tick:
     def _throttle_reasons(self) -> int | None:
         """The mask, by the older call if the driver lacks the newer one."""
         found = self._queries.attempt(
-            "event reasons", partial(pynvml.nvmlDeviceGetCurrentClocksEventReasons, self._handle)
+            "event reasons", pynvml.nvmlDeviceGetCurrentClocksEventReasons, self._handle
         )
         if isinstance(found, Failure) and found.status is ReadingStatus.NOT_SUPPORTED:
             found = self._queries.attempt(
-                "throttle reasons", partial(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, self._handle)
+                "throttle reasons", pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, self._handle
             )
         mask = self._queries.value(("throttle_reason_mask",), found)
         if mask is None or self._queries.within("throttle_reason_mask", mask, high=_HIGHEST_MASK) is None:
@@ -251,9 +252,7 @@ class Tick:
         return mask
 
     def _ask_engines(self) -> Values:
-        state = self._queries.attempt(
-            "performance state", partial(pynvml.nvmlDeviceGetPerformanceState, self._handle)
-        )
+        state = self._queries.attempt("performance state", pynvml.nvmlDeviceGetPerformanceState, self._handle)
         if not isinstance(state, Failure) and state > _HIGHEST_PERFORMANCE_STATE:
             state = _UNKNOWN_STATE
         readings: Values = {
@@ -262,7 +261,7 @@ class Tick:
             **ask(self._queries, self._handle, "meter fields", METERS),
         }
         for name, call in _ENGINES.items():
-            found = self._queries.value((name,), self._queries.attempt(name, partial(call, self._handle)))
+            found = self._queries.value((name,), self._queries.attempt(name, call, self._handle))
             readings[name] = None if found is None else self._queries.within(name, found[0], high=100.0)
         return {name: value for name, value in readings.items() if value is not None}
 
@@ -273,7 +272,7 @@ class Tick:
         limit = self._watts("power_limit_watts", pynvml.nvmlDeviceGetEnforcedPowerLimit)
         readings: Values = {"power_limit_watts": limit}
         for name, call in _PCIE_LINK.items():
-            found = queries.number(name, partial(call, self._handle), high=_HIGHEST_LINK)
+            found = queries.number(name, call, self._handle, high=_HIGHEST_LINK)
             readings[name] = None if found is None else int(found)
         fields: tuple[FieldReading, ...] = SLOW
         links = range(device.links.count)
@@ -297,10 +296,10 @@ class Tick:
 
     def _ask_board(self) -> Values:
         queries = self._queries
-        fan = partial(pynvml.nvmlDeviceGetFanSpeed, self._handle)
-        speed = queries.number("fan_speed_percent", fan, high=_MOST_FAN_PERCENT)
+        fan = pynvml.nvmlDeviceGetFanSpeed
+        speed = queries.number("fan_speed_percent", fan, self._handle, high=_MOST_FAN_PERCENT)
         readings: Values = {} if speed is None else {"fan_speed_percent": speed}
-        memory = queries.attempt("BAR1", partial(pynvml.nvmlDeviceGetBAR1MemoryInfo, self._handle))
+        memory = queries.attempt("BAR1", pynvml.nvmlDeviceGetBAR1MemoryInfo, self._handle)
         if queries.value(_BAR1, memory) is not None:
             readings |= {name: getattr(memory, member) for name, member in _BAR1.items()}
         return readings
@@ -329,7 +328,7 @@ class Tick:
                 readings[name] = kind(found)
         return readings
 
-    def _ask_processes(self) -> tuple[GpuProcess, ...] | None:
+    def _ask_processes(self) -> Values:
         """Compute and graphics processes; only one kind if the GPU does not support the other."""
         kinds = (
             self._listed(
@@ -348,9 +347,9 @@ class Tick:
         failures.sort(key=lambda failure: failure.status is ReadingStatus.NOT_SUPPORTED)
         if failures and (not lists or failures[0].status is not ReadingStatus.NOT_SUPPORTED):
             self._queries.note(("processes",), failures[0])
-            return None
+            return {}
         found = [(process.pid, process.usedGpuMemory) for found in lists for process in found]
-        return self._names.merge(found, self._use_by_process() if found else None)
+        return {"processes": self._names.merge(found, self._use_by_process() if found else None)}
 
     def _use_by_process(self) -> dict[int, dict[str, float]]:
         """Mean utilization of processes since the last call, by id and field; empty if unsupported."""
@@ -393,8 +392,17 @@ class Tick:
         return found
 
     def _watts(self, name: str, call: Callable[[pynvml.c_nvmlDevice_t], int]) -> float | None:
-        return self._queries.number(name, partial(call, self._handle), scale=_MILLI, high=_HIGHEST_WATTS)
+        return self._queries.number(name, call, self._handle, scale=_MILLI, high=_HIGHEST_WATTS)
 
     def _clock(self, name: str, clock: int) -> float | None:
-        ask_clock = partial(pynvml.nvmlDeviceGetClockInfo, self._handle, clock)
-        return self._queries.number(name, ask_clock, high=_HIGHEST_MHZ)
+        ask_clock = pynvml.nvmlDeviceGetClockInfo
+        return self._queries.number(name, ask_clock, self._handle, clock, high=_HIGHEST_MHZ)
+
+    _TIERS = (
+        ("engines", ENGINES_EVERY_SECONDS, None, _ask_engines),
+        ("slow", SLOW_EVERY_SECONDS, _FIRST_SLOW_SECONDS, _ask_slow),
+        ("board", SLOW_EVERY_SECONDS, _FIRST_BOARD_SECONDS, _ask_board),
+        ("settings", SETTINGS_EVERY_SECONDS, _FIRST_SETTINGS_SECONDS, _ask_settings),
+        ("activity", ACTIVITY_EVERY_SECONDS, _FIRST_ACTIVITY_SECONDS, _ask_activity),
+        ("processes", PROCESSES_EVERY_SECONDS, _FIRST_PROCESSES_SECONDS, _ask_processes),
+    )
