@@ -39,6 +39,7 @@ _RECOVERY = {
 _LONGEST_TEXT = 1024
 _TICKS = os.sysconf("SC_CLK_TCK")
 
+_NO_NUMBERS = ("processes", "recovery_action", "throttle_reason_mask", "absent")
 _Reading = TypeVar("_Reading", types_api.GpuReading, types_api.HostReading)
 
 
@@ -67,7 +68,7 @@ def to_snapshot(snapshot: Snapshot, now: float) -> types_api.Snapshot:
                 for one in snapshot.host.adapters
             ],
         ),
-        host_reading=_filled(types_api.HostReading(), snapshot.host_reading, snapshot.host_read_at, now),
+        host_reading=_filled(types_api.HostReading, snapshot.host_reading, snapshot.host_read_at, now),
         gpus=[_gpu(snapshot.node, gpu, now) for gpu in snapshot.gpus],
         gpu_problem=text(snapshot.gpu_problem),
         simulated=snapshot.simulated,
@@ -84,7 +85,7 @@ def _gpu(node: str, gpu: GpuView, now: float) -> types_api.Gpu:
         simulated=identity.simulated,
         pci_bus_id=identity.pci_bus_id,
         state=GPU_STATES[gpu.state],
-        reading=_filled(types_api.GpuReading(), gpu.reading, gpu.read_at, now),
+        reading=_filled(types_api.GpuReading, gpu.reading, gpu.read_at, now),
         mig_profile=identity.mig_profile,
         parent_uuid=identity.parent_uuid,
         numa_node=identity.place.numa_node,
@@ -100,12 +101,16 @@ def _gpu(node: str, gpu: GpuView, now: float) -> types_api.Gpu:
 
 
 def _filled(
-    message: _Reading, reading: GpuReading | HostReading, read_at: float | None, now: float
+    kind: type[_Reading], reading: GpuReading | HostReading, read_at: float | None, now: float
 ) -> _Reading:
-    """Put all readings that are not absent, and their age, into a message."""
-    for name, value in zip(reading._fields, reading, strict=True):
-        if value is not None:
-            put(message, name, value)
+    """A message with all readings that are not absent, and their age."""
+    found: dict[str, Any] = {
+        name: value for name, value in zip(reading._fields, reading, strict=True) if value is not None
+    }
+    others = {name: found.pop(name) for name in _NO_NUMBERS if name in found}
+    message = kind(**found)
+    for name, value in others.items():
+        put(message, name, value)
     if read_at is not None:
         put(message, "age", now - read_at)
     return message
@@ -116,28 +121,32 @@ def put(message: Any, name: str, value: Any) -> tuple[int, ...]:
 
     Returns the field numbers to clear before merging it as a change: those now absent, lists and messages.
     """
-    fields = message.DESCRIPTOR.fields_by_name
     if name == "absent":
         message.absent_readings.extend(
             types_api.AbsentReading(field=one.field, status=_STATUS[one.status], detail=text(one.detail))
             for one in value
         )
-        return (fields["absent_readings"].number,)
+        return (_number(message, "absent_readings"),)
     if name == "processes":
         message.processes.extend(map(_process, value or ()))
-        return (fields["processes"].number,)
+        return (_number(message, "processes"),)
     if name == "age":
         if value is not None:
             message.age.CopyFrom(to_duration(value))
-        return (fields["age"].number,)
+        return (_number(message, "age"),)
     cleared: tuple[int, ...] = ()
     if name == "throttle_reason_mask":
         message.throttle_reasons.extend(throttle_reasons(value or 0))
-        cleared = (fields["throttle_reasons"].number,)
+        cleared = (_number(message, "throttle_reasons"),)
     if value is None:
-        return (fields[name].number, *cleared)
+        return (_number(message, name), *cleared)
     setattr(message, name, _RECOVERY[value] if isinstance(value, RecoveryAction) else value)
     return cleared
+
+
+def _number(message: Any, name: str) -> int:
+    number: int = message.DESCRIPTOR.fields_by_name[name].number
+    return number
 
 
 def _process(process: GpuProcess) -> types_api.GpuProcess:

@@ -50,23 +50,22 @@ class MetricsPage:
     def add(self, family: Family, labels: str, value: float | None) -> None:
         """Add a sample, with the result of `labels` or ""; none for a value of None."""
         if value is not None:
-            self._of(family).append(f"{family.name}{labels} {value!r}\n")
+            lines = self._lines.get(family.name) or self._begun(family)
+            lines.append(f"{family.name}{labels} {value!r}\n")
 
     def add_histogram(self, family: Family, values: Mapping[str, str], histogram: Histogram) -> None:
         """Add a histogram."""
-        lines, name = self._of(family), family.name
+        lines, name = self._lines.get(family.name) or self._begun(family), family.name
         bounds = [*map(repr, SECONDS), "+Inf"]
         for bound, count in zip(bounds, accumulate(histogram.counts), strict=True):
             lines.append(f"{name}_bucket{labels({**values, 'le': bound})} {count}\n")
         lines.append(f"{name}_sum{labels(values)} {round(histogram.sum, 6)!r}\n")
         lines.append(f"{name}_count{labels(values)} {sum(histogram.counts)}\n")
 
-    def _of(self, family: Family) -> list[str]:
-        lines = self._lines.get(family.name)
-        if lines is None:
-            text = family.help.replace("\\", "\\\\").replace("\n", "\\n")
-            head = f"# HELP {family.name} {text}\n# TYPE {family.name} {family.kind}\n"
-            lines = self._lines[family.name] = [head]
+    def _begun(self, family: Family) -> list[str]:
+        text = family.help.replace("\\", "\\\\").replace("\n", "\\n")
+        lines = [f"# HELP {family.name} {text}\n# TYPE {family.name} {family.kind}\n"]
+        self._lines[family.name] = lines
         return lines
 
     def chunks(self) -> Iterator[bytes]:

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping
 from heapq import nlargest
 from operator import attrgetter
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf.message import Message
@@ -46,12 +46,18 @@ Held: TypeAlias = Mapping[str, Mapping[str, str]]
 """Labels that name the holders of GPUs, by UUID."""
 NOBODY: Held = {}
 
-_DCGM: Mapping[Names, tuple[ReadingSeries, ...]] = {
-    "checked": DCGM_CHECKED,
-    "all": DCGM,
-    "dcgm": DCGM,
-    "gpuscale": (),
-}
+_Table: TypeAlias = tuple[tuple[int, ReadingSeries], ...]
+
+
+def _table(kind: type[Message], series: Iterable[ReadingSeries]) -> _Table:
+    """Series by the numbers of their fields."""
+    return tuple((kind.DESCRIPTOR.fields_by_name[one.field].number, one) for one in series)
+
+
+_HOST, _GPU = _table(types_api.HostReading, HOST), _table(types_api.GpuReading, GPU)
+_PROCESS, _ALL = _table(types_api.GpuProcess, PROCESS), _table(types_api.GpuReading, DCGM)
+_CHECKED = _table(types_api.GpuReading, DCGM_CHECKED)
+_DCGM: Mapping[Names, _Table] = {"checked": _CHECKED, "all": _ALL, "dcgm": _ALL, "gpuscale": ()}
 _STATES = {number: name.removeprefix("GPU_STATE_") for name, number in types_api.GpuState.items()}
 _REASONS = {number: name.removeprefix("READING_STATUS_") for name, number in types_api.ReadingStatus.items()}
 _ACTIONS = {
@@ -85,7 +91,7 @@ def add_snapshot(
     unknown.
     """
     node = labels({"node": snapshot.node})
-    _add_readings(page, HOST, snapshot.host_reading if fresh else types_api.HostReading(), node)
+    _add_readings(page, _HOST, _values(snapshot.host_reading) if fresh else {}, node)
     for gpu in snapshot.gpus if gpus else ():
         _add_gpu(page, snapshot, gpu, style, held, fresh=fresh, elapsed=elapsed)
         for pod in gpu.pods:
@@ -147,15 +153,16 @@ def _add_gpu(
             "pod": pod,
             "reservation": process.reservation.removeprefix("reservations/"),
         }
-        _add_readings(page, PROCESS, process, labels(whose | of_process))
+        _add_readings(page, _PROCESS, _values(process), labels(whose | of_process))
     for reason in reading.throttle_reasons:
         page.add(GPU_THROTTLED, labels({**whose, "reason": reason}), 1)
     if reading.HasField("recovery_action"):
         action = _ACTIONS.get(reading.recovery_action, "UNSPECIFIED")
         page.add(GPU_RECOVERY, labels({**whose, "action": action}), 1)
+    values = _values(reading)
     if style.names != "dcgm":
-        _add_readings(page, GPU, reading, own)
-    _add_readings(page, _DCGM[style.names], reading, dcgm_labels(snapshot, gpu, style, held))
+        _add_readings(page, _GPU, values, own)
+    _add_readings(page, _DCGM[style.names], values, dcgm_labels(snapshot, gpu, style, held))
 
 
 def with_pods(held: Held, gpus: Iterable[types_api.Gpu]) -> Held:
@@ -172,11 +179,16 @@ def _pod_labels(pods: Iterable[str]) -> dict[str, str]:
     return {"namespace": ",".join(sorted({*spaces})), "pod": ",".join(names)}
 
 
-def _add_readings(page: MetricsPage, table: Iterable[ReadingSeries], reading: Message, text: str) -> None:
-    for series in table:
-        if reading.HasField(series.field):
-            value: float = getattr(reading, series.field)
+def _add_readings(page: MetricsPage, table: _Table, values: Mapping[int, Any], text: str) -> None:
+    for number, series in table:
+        value = values.get(number)
+        if value is not None:
             page.add(series.family, text, series.convert(value))
+
+
+def _values(reading: Message) -> dict[int, Any]:
+    """The fields that a message has, by number: sooner had than each by its name."""
+    return {field.number: value for field, value in reading.ListFields()}
 
 
 def own_labels(snapshot: types_api.Snapshot, gpu: types_api.Gpu, held: Held) -> dict[str, str]:

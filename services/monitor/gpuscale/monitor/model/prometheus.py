@@ -4,6 +4,7 @@ An absent reading has no series. Own names use base units. `DCGM` has the names,
 (its etc/default-counters.csv and dcgm_fields.h), `DCGM_CHECKED` those that promtool accepts.
 """
 
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -181,8 +182,7 @@ _DCGM_UNIT_NAMES = {
 }
 
 
-def _same(value: float) -> float:
-    return int(value) if isinstance(value, bool) else value
+_same = operator.pos  # of a bool it makes a number
 
 
 def _unit(field: str) -> str:
