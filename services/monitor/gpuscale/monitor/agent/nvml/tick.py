@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
+from typing import Any
 
 import pynvml
 
@@ -145,7 +146,8 @@ class NvmlDevice:
     links: Links = field(default_factory=Links)
     unsupported: dict[str, str] = field(default_factory=dict[str, str])
     kept: dict[str, KeptAnswer[Values]] = field(default_factory=dict[str, KeptAnswer[Values]])  # by tier
-    base: KeptAnswer[Values] | None = None  # all that is kept, until the first of it is due
+    base: KeptAnswer[None] | None = None  # what is absent in all tiers, until the first of them is due
+    readings: Values = field(default_factory=lambda: dict[str, Any].fromkeys(GpuReading._fields))
     over_links: tuple[int, float] | None = None  # total bytes over NVLinks, and when they were read
     use_seen: int = 0  # driver time of the newest process sample, in microseconds
 
@@ -181,7 +183,8 @@ class Tick:
         base = device.base
         if base is None or not queries.serves(base):
             base = device.base = self._ask_tiers()
-        fresh = {
+        readings = device.readings
+        readings |= {
             "utilization_percent": utilization,
             "memory_utilization_percent": memory_utilization,
             "memory_total_bytes": total,
@@ -195,19 +198,20 @@ class Tick:
             "throttle_reason_mask": self._throttle_reasons(),
             "absent": queries.absent,
         }
-        return GpuReading._make(map(((base.value or {}) | fresh).get, GpuReading._fields))
+        return GpuReading._make(readings.values())
 
-    def _ask_tiers(self) -> KeptAnswer[Values]:
-        """What all tiers say, once those that are due are read; it serves until the next is due."""
-        device, queries, found = self._device, self._queries, Values()
+    def _ask_tiers(self) -> KeptAnswer[None]:
+        """Read the tiers that are due; what all of them lack, until the next is due."""
+        device, queries = self._device, self._queries
         before, until = len(queries.absent), math.inf
         for tier, every, first, ask_tier in self._TIERS:
             kept = device.kept.get(tier)
             if kept is None or kept.until <= queries.soon or kept.absent:
+                device.readings |= dict.fromkeys(kept.value or () if kept else ())
                 kept = device.kept[tier] = queries.kept(kept, every, partial(ask_tier, self), first=first)
-            found |= kept.value or {}
+                device.readings |= kept.value or {}
             until = min(until, kept.until)
-        return KeptAnswer(found, queries.absent[before:], until)
+        return KeptAnswer(None, queries.absent[before:], until)
 
     def _ask_activity(self) -> Values:
         activity = self._device.activity
