@@ -53,6 +53,7 @@ from gpuscale.allocator.state.integrity import (
     check_seals,
     sealed,
     total,
+    total_of_life,
 )
 from gpuscale.common.errors import AbortedError, FailedPreconditionError, GpuscaleError, UnavailableError
 from gpuscale.common.secrets import SecretUrl
@@ -395,7 +396,7 @@ def to_changes(reservation: Reservation, boot_id: str, number: int) -> dict[str,
         + ("" if reservation.until is None else f"{UNTIL}{reservation.until}"),
         "write_number": number,
     }
-    row["life_sum"], row["fence"] = total(row.values()), reservation.fence
+    row["life_sum"], row["fence"] = total_of_life(row.values()), reservation.fence
     return row
 
 
