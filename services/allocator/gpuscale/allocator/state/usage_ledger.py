@@ -80,9 +80,9 @@ SUMS = ("granted", "busy", "idle", "read", "utilization", "energy", "ends")
 PEAKS = ("peak_utilization", "peak_memory")
 _TIMES = ("granted", "busy", "idle", "read", "utilization")
 _UNREAD = Hardware()
-_NEVER = {**dict.fromkeys(_TIMES, 0), **dict.fromkeys((*PEAKS, "energy"))}
-_NOT_READ: _Row = {**_NEVER, "boot_id": "", "hardware": "{}"}
-"""The columns where a GPU was never read."""
+_NEVER = {**dict.fromkeys(_TIMES[1:], "0"), **dict.fromkeys((*PEAKS, "energy"), "NULL")}
+_PUT_UNREAD = Prepared.replacing(_USAGE, {**_NEVER, "boot_id": "''", "hardware": "'{}'"})
+"""For a GPU that was never read: what is the same of each is part of the statement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +120,10 @@ def rows_of(account: Account, boot_id: str, outcome: str = "") -> Rows:
 
 
 def unread_rows(one: Reservation, part: int, day: int, piece: int, until: int, outcome: str) -> Rows:
-    """The only rows of a reservation that ended with this `outcome` after a piece of a day, its GPUs never read."""
+    """The only rows, `unread`, of a reservation that ended with this `outcome` after a piece of a day, its GPUs never read."""
     found = Rows()
     for nth, gpu in enumerate(one.gpus):
-        rest: _Row = {**_NOT_READ, "granted": piece * gpu.milli, "ends": int(not nth), "outcome": outcome}
+        rest: _Row = {"granted": piece * gpu.milli, "ends": int(not nth), "outcome": outcome}
         found.append(_row(one, gpu, gpu.milli, part, day, until, rest))
     return found
 
@@ -137,9 +137,11 @@ def _row(one: Reservation, gpu: ReservedGpu, milli: int, part: int, day: int, un
     return rest
 
 
-def putting(rows: Sequence[Mapping[str, object]]) -> Work:
+def putting(rows: Sequence[Mapping[str, object]], unread: Sequence[Mapping[str, object]] = ()) -> Work:
     """A work that writes rows."""
-    return partial(_PUT.run, rows=rows)
+    if not (rows and unread):
+        return partial((_PUT_UNREAD if unread else _PUT).run, rows=unread or rows)
+    return lambda connection: (_PUT.run(connection, rows), _PUT_UNREAD.run(connection, unread))
 
 
 def tally_of(row: Mapping[str, Any]) -> Tally:

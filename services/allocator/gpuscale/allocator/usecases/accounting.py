@@ -126,13 +126,13 @@ class Accounting:
 
     def beside(self, changed: Iterable[Reservation]) -> Work | None:
         """What to write with reservations that change: the last rows of ended ones, the first of continuing ones."""
-        rows = Rows()
+        rows, never_read = Rows(), Rows()
         now, wall = self.clock.now(), self._wall()
         for one in changed:
             live, first = one.live, self._fresh.get(one.id)
             if first is not None:
                 if not live and (unread := self._rows_unread(first, one, now, wall)):
-                    rows += unread
+                    never_read += unread
                     continue
                 self._opened(first)
             account = self._accounts.get(one.id)
@@ -151,7 +151,7 @@ class Accounting:
                 else:  # it was short: readings since it began cover all its time
                     self._look(account, now, wall, end, account.until / 1000)
                 rows += rows_of(account, "", "" if left else str(one.end_cause))
-        return putting(rows) if rows else None
+        return putting(rows, never_read) if rows or never_read else None
 
     def _rows_unread(self, first: Reservation, one: Reservation, now: float, wall: int) -> Rows:
         """The rows of a reservation that ends on the day of its grant, if none of its GPUs was read since; else none."""

@@ -23,9 +23,20 @@ from importlib import import_module
 from operator import itemgetter
 from pathlib import Path
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
-from sqlalchemy import BigInteger, Boolean, Connection, Dialect, Integer, Table, TypeDecorator
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Connection,
+    Dialect,
+    Integer,
+    Table,
+    TypeDecorator,
+    bindparam,
+    literal_column,
+)
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql.compiler import Compiled, SQLCompiler
@@ -493,14 +504,16 @@ class Prepared:
         self._constants: Mapping[str, object] = {}
 
     @classmethod
-    def replacing(cls, table: Table) -> Self:
-        """An upsert by primary key."""
+    def replacing(cls, table: Table, constants: Mapping[str, str] = MappingProxyType({})) -> Self:
+        """An upsert by primary key; `constants` are columns that have the same literal in each row."""
         keys = [column.name for column in table.primary_key]
         others = [column.name for column in table.columns if column.name not in keys]
+        literals = {name: literal_column(text) for name, text in constants.items()}
+        values = {column.name: bindparam(column.name) for column in table.columns} | literals
 
         def upsert(dialect: str) -> ClauseElement:
             # import only this dialect: PostgreSQL's takes 2 MB
-            into: Any = import_module(f"sqlalchemy.dialects.{dialect}").insert(table)
+            into: Any = import_module(f"sqlalchemy.dialects.{dialect}").insert(table).values(values)
             others_anew = {name: into.excluded[name] for name in others}
             statement: ClauseElement = into.on_conflict_do_update(index_elements=keys, set_=others_anew)
             return statement
