@@ -242,7 +242,7 @@ class Members:
             of_row, fitting = self._columns.row(row), _fitting(shape, row)
             values = self._values(shape, row, of_row)
             if _by_score(ask) and not ask.mig_profile:
-                scores = [values[column] for column in fitting]
+                scores = [*map(values.__getitem__, fitting)]
                 first = fitting[scores.index(max(scores))]
             else:
                 gpus = of_row.gpus

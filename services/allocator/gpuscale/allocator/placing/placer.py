@@ -183,8 +183,9 @@ class Placer:
             placed = place_gang(index, self.use, ask, now)
         else:
             row = int(shape.value.argmax())  # of rows that are no node's yet nothing is any good
-            fits = shape.value.item(row) != -math.inf
-            placed = [(index.columns.nodes[row].id, index.members.take(shape, row, 0))] if fits else []
+            if shape.value.item(row) != -math.inf:
+                return Pick(index.members.take(shape, row, 0), (index.columns.nodes[row].id,))
+            placed = []
         if len(placed) == ask.member_count:
             gpus = tuple([gpu for _, member in placed for gpu in member])
             return Pick(gpus, tuple([node for node, _ in placed]))
