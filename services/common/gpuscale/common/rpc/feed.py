@@ -24,6 +24,7 @@ from time import monotonic
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from google.protobuf.message import Message
+from google.protobuf.wrappers_pb2 import BytesValue
 
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.filters import compile_filter
@@ -94,7 +95,7 @@ class ResourceFeed(Generic[V]):
     """All resources of one type.
 
     Args:
-        response: class of the streamed responses: the list of resources first, then full, removed, resume_token, reset.
+        response: class of the streamed responses: the list of resources as field 1, full, removed, resume_token, reset.
         show: makes the message of a resource, in the form of `FeedView.kind`.
         shared: seconds for which an unchanged message is reused; for messages with ages.
         kept: number of removed resources that are kept.
@@ -106,7 +107,6 @@ class ResourceFeed(Generic[V]):
     kept: int = KEPT
 
     def __post_init__(self) -> None:
-        self._list = self.response().DESCRIPTOR.fields[0].name
         self._life = secrets.token_hex(8)
         self._revision = 0
         self._forgotten = 0
@@ -245,8 +245,9 @@ class ResourceFeed(Generic[V]):
             kind = view.kind(entry.value)
             made = entry.encoded.get(kind)
             if made is None or monotonic() - made[1] > self.shared:
-                message = self._message(entry, entry.value, view)
-                made = self.response(**{self._list: [message]}).SerializeToString(), monotonic()
+                message = self._message(entry, entry.value, view).SerializeToString()
+                # As a response with it alone, of which field 1 is the list, but without a copy of the message.
+                made = BytesValue(value=message).SerializeToString(), monotonic()
                 entry.encoded[kind] = made
             return made[0]
         known.pop(name, None)
