@@ -194,7 +194,7 @@ class Nodes:
             return reason
         held = [(gpu, gpu.reading) for gpu in snapshot.gpus]  # or protobuf makes both anew for each who looks
         for gpu, _ in held:
-            gpu.name = gpu_name(record.node, gpu.uuid)
+            gpu.name = gpu_name.__wrapped__(record.node, gpu.uuid)  # of more GPUs than its cache holds
             _forget_quarantine(gpu)
         picture = Picture(snapshot)
         reason = self._owners.refuse(record, picture, now)

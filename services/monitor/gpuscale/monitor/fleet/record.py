@@ -58,7 +58,8 @@ class Fit:
             self._host = host.cpu_count, host.memory_total_bytes
         if change is None or change.gpus:  # tables of numbers change none of this
             gpus = picture.snapshot.gpus
-            facts = [*map(_facts, gpus)]
+            same: dict[_Facts, _Facts] = {}  # most GPUs of a node share them
+            facts = [same.setdefault(one, one) for one in map(_facts, gpus)]
             if change is not None and facts != self._gpus:
                 self._relaxed = SETTLED
             self._gpus = facts
