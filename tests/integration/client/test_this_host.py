@@ -30,7 +30,7 @@ from gpuscale.client import (
     connect,
     connect_async,
 )
-from gpuscale.client.this_host import ThisHost, admit
+from gpuscale.client.this_host import ThisHost, admit, only_here
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.runtime.tasks import network_namespace, read_boot_id
 from gpuscale.common.security.auth import Authenticator, Role
@@ -110,6 +110,12 @@ def test_gpus_are_of_this_host_unless_it_is_said_otherwise(server: FakeServer) -
             assert len(traceback.format_exception(no.value)) == 4, "a refusal is the call and its message"
             assert {gpu.node for gpu in client.reserve(1, anywhere=True).gpus} == {"node-1"}
         assert client.this_node() == "node-0"
+
+
+@pytest.mark.parametrize(("obstacle", "elsewhere"), [("NO_CAPACITY", True), ("QUOTA_EXCEEDED", False)])
+def test_other_hosts_are_named_where_they_could_help(obstacle: str, elsewhere: bool) -> None:
+    late = ResourceExhaustedError("not served", reason="WAIT_TIMEOUT", metadata={"last_reason": obstacle})
+    assert ("only this host" in only_here(late, "a", "ask all").message) == elsewhere
 
 
 def refused(lease: Lease | AsyncLease) -> FailedPreconditionError:

@@ -106,7 +106,7 @@ def confine(ask: allocator_api.Ask, node: str) -> None:
 
 def only_here(error: GpuscaleError, node: str | None, remedy: str) -> GpuscaleError:
     """The error of a refused ask, with a fresh traceback; says so if only this host was asked and another might have room."""
-    if node and error.reason in _NO_ROOM:
+    if node and error.reason in _NO_ROOM and error.metadata.get("last_reason") != "QUOTA_EXCEEDED":
         error.message = f"{error.message.removesuffix('.')}; only this host, {node}, was asked: {remedy}"
         error.args = (error.message,)
     return error.with_traceback(None)
