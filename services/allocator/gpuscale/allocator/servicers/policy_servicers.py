@@ -5,6 +5,7 @@ Use policies, notification targets and power budgets are declared alike: `create
 
 import re
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
@@ -37,7 +38,7 @@ from gpuscale.api.allocator import v1 as api
 from gpuscale.common import names, wire
 from gpuscale.common.errors import FieldViolation, InvalidArgumentError, PermissionDeniedError
 from gpuscale.common.filters import listed
-from gpuscale.common.rpc.validation import validate
+from gpuscale.common.rpc.validation import merged
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context, Role, current_principal
 
@@ -424,22 +425,12 @@ async def update_declared(of: Declarations[Any], given: _Given, request: Any) ->
     """Update the resource of a request: masked fields change; address and secret stay if not given."""
 
     def change(body: str) -> str:
-        mask = request.update_mask
-        current: Any = type(given)(name=given.name)
-        Parse(body, current.spec)
-        kept: Any = Parse(body, type(given.spec)())
-        if not mask.paths:
-            current.CopyFrom(given)
-        elif mask.IsValidForDescriptor(given.DESCRIPTOR) and all(
-            path.partition(".")[0] == "spec" for path in mask.paths
-        ):
-            wire.merge(given, current, mask)
-            validate(current)
-        else:
-            raise InvalidArgumentError("update_mask must name spec or fields of it", field="update_mask")
+        stored: Any = type(given)(name=given.name)
+        Parse(body, stored.spec)
+        kept, current = deepcopy(stored), deepcopy(merged(stored, given, request.update_mask))
         if isinstance(current, api.NotificationTarget):
-            current.spec.url = current.spec.url or kept.url
-            current.spec.secret = current.spec.secret or kept.secret
+            current.spec.url = current.spec.url or kept.spec.url
+            current.spec.secret = current.spec.secret or kept.spec.secret
         return _body(current)
 
     return await of.update(_id(given.name), change, etag=given.etag, validate_only=request.validate_only)

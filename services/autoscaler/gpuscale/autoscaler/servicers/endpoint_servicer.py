@@ -17,7 +17,7 @@ from gpuscale.autoscaler.servicers.feeds import Feeds
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.autoscaler.wire.decisions import endpoint_to_wire
-from gpuscale.autoscaler.wire.specs import from_wire, merged, spec_from_wire, spec_to_wire, to_wire
+from gpuscale.autoscaler.wire.specs import from_wire, spec_from_wire, spec_to_wire, to_wire
 from gpuscale.common.errors import (
     AlreadyExistsError,
     FailedPreconditionError,
@@ -84,7 +84,7 @@ class EndpointServicer(api.EndpointServiceServicer):
 
         def changed(current: EndpointSpec) -> EndpointSpec:
             now = api.Endpoint(name=request.endpoint.name, spec=spec_to_wire(current))
-            spec = spec_from_wire(merged(now, request.endpoint, mask).spec)
+            spec = spec_from_wire(validation.merged(now, request.endpoint, mask).spec)
             if spec.priority != current.priority:
                 require_priority(current_principal(), spec.priority or 0, "endpoint.spec.priority")
             return spec

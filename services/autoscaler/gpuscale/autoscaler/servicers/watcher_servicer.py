@@ -19,11 +19,12 @@ from gpuscale.autoscaler.servicers.feeds import Feeds
 from gpuscale.autoscaler.signals.sources import ReportedMetrics, Subject, Value
 from gpuscale.autoscaler.signals.watchers import QueueWatchers
 from gpuscale.autoscaler.state import store
-from gpuscale.autoscaler.wire.specs import from_wire, merged
+from gpuscale.autoscaler.wire.specs import from_wire
 from gpuscale.common import names, wire
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError, PermissionDeniedError
 from gpuscale.common.filters import listed
 from gpuscale.common.names import ENDPOINT, REPLICA, endpoint_name, match, replica_name
+from gpuscale.common.rpc.validation import merged
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import Context, Principal, Role, current_principal
 from gpuscale.common.store.store import Store

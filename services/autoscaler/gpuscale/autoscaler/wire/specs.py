@@ -22,7 +22,6 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
-from google.protobuf.field_mask_pb2 import FieldMask
 from google.protobuf.message import Message
 
 from gpuscale.api.allocator import v1 as allocator_api
@@ -42,9 +41,8 @@ from gpuscale.autoscaler.domain.spec import (
 from gpuscale.autoscaler.domain.validate import SPEC, violations
 from gpuscale.common import names
 from gpuscale.common.errors import FieldViolation, InvalidArgumentError
-from gpuscale.common.rpc import validation
 from gpuscale.common.rpc.validation import contradictions, rules_of
-from gpuscale.common.wire import merge, seconds, to_duration
+from gpuscale.common.wire import seconds, to_duration
 from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 
 T = TypeVar("T")
@@ -228,7 +226,6 @@ def _scalar(field: FieldDescriptor, kind: Any) -> Scalar:
 
 
 M = TypeVar("M", bound=Message)
-HasSpec = TypeVar("HasSpec", api.Endpoint, api.QueueWatcher)
 _TIME = re.compile(r"(?:[01][0-9]|2[0-3]):[0-5][0-9]|24:00")
 _NOT_ASKED = {
     "member_count": "each replica is one member",
@@ -323,19 +320,6 @@ def to_wire(wire: M, value: object) -> M:
     """Fill an empty message with a value of the model."""
     CODEC.write(value, wire)
     return wire
-
-
-def merged(current: HasSpec, changed: HasSpec, mask: FieldMask | None) -> HasSpec:
-    """The message after an update: masked parts of spec come from `changed`, or are cleared; it must be valid."""
-    if mask is None or not mask.paths:
-        return changed
-    if not mask.IsValidForDescriptor(changed.DESCRIPTOR) or not all(
-        path == "spec" or path.startswith("spec.") for path in mask.paths
-    ):
-        raise InvalidArgumentError("update_mask must name spec or fields of it", field="update_mask")
-    merge(changed, current, mask)
-    validation.validate(current)
-    return current
 
 
 def template_from_wire(wire: api.ReplicaTemplate, path: str = f"{SPEC}.template") -> ReplicaTemplate:

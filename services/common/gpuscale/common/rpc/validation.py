@@ -19,7 +19,7 @@ from functools import cache
 from importlib import resources
 from operator import attrgetter, itemgetter, le
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from unicodedata import category
 
 from google.protobuf import descriptor_pb2, duration_pb2, field_mask_pb2, message_factory, timestamp_pb2
@@ -33,6 +33,9 @@ from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.common.errors import FieldViolation, InvalidArgumentError
 from gpuscale.common.names import ID_PATTERN, PATTERNS, expression, is_id, misfit
 from gpuscale.common.sizes import duration_text
+from gpuscale.common.wire import merge
+
+M = TypeVar("M", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +294,20 @@ def violations(message: Message) -> list[FieldViolation]:
     descriptor: Any = message.DESCRIPTOR  # the stubs have two classes for it
     found = _checks(descriptor).problems(message)
     return [FieldViolation(path.removeprefix("."), problem) for path, problem in found[:MAX_VIOLATIONS]]
+
+
+def merged(current: M, changed: M, mask: field_mask_pb2.FieldMask | None) -> M:
+    """The message after an update: masked parts of spec come from `changed`, or are cleared; it must be valid."""
+    if mask is None or not mask.paths:
+        return changed
+    descriptor: Any = changed.DESCRIPTOR
+    if not mask.IsValidForDescriptor(descriptor) or not all(
+        path == "spec" or path.startswith("spec.") for path in mask.paths
+    ):
+        raise InvalidArgumentError("update_mask must name spec or fields of it", field="update_mask")
+    merge(changed, current, mask)
+    validate(current)
+    return current
 
 
 def validate(message: Message) -> None:
