@@ -121,32 +121,28 @@ def put(message: Any, name: str, value: Any) -> tuple[int, ...]:
 
     Returns the field numbers to clear before merging it as a change: those now absent, lists and messages.
     """
+    fields = message.DESCRIPTOR.fields_by_name
     if name == "absent":
         message.absent_readings.extend(
             types_api.AbsentReading(field=one.field, status=_STATUS[one.status], detail=text(one.detail))
             for one in value
         )
-        return (_number(message, "absent_readings"),)
+        return (fields["absent_readings"].number,)
     if name == "processes":
         message.processes.extend(map(_process, value or ()))
-        return (_number(message, "processes"),)
+        return (fields["processes"].number,)
     if name == "age":
         if value is not None:
             message.age.CopyFrom(to_duration(value))
-        return (_number(message, "age"),)
+        return (fields["age"].number,)
     cleared: tuple[int, ...] = ()
     if name == "throttle_reason_mask":
         message.throttle_reasons.extend(throttle_reasons(value or 0))
-        cleared = (_number(message, "throttle_reasons"),)
+        cleared = (fields["throttle_reasons"].number,)
     if value is None:
-        return (_number(message, name), *cleared)
+        return (fields[name].number, *cleared)
     setattr(message, name, _RECOVERY[value] if isinstance(value, RecoveryAction) else value)
     return cleared
-
-
-def _number(message: Any, name: str) -> int:
-    number: int = message.DESCRIPTOR.fields_by_name[name].number
-    return number
 
 
 def _process(process: GpuProcess) -> types_api.GpuProcess:

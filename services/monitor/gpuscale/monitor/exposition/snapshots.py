@@ -46,18 +46,17 @@ Held: TypeAlias = Mapping[str, Mapping[str, str]]
 """Labels that name the holders of GPUs, by UUID."""
 NOBODY: Held = {}
 
-_Table: TypeAlias = tuple[tuple[int, ReadingSeries], ...]
-
-
-def _table(kind: type[Message], series: Iterable[ReadingSeries]) -> _Table:
-    """Series by the numbers of their fields."""
-    return tuple((kind.DESCRIPTOR.fields_by_name[one.field].number, one) for one in series)
-
-
-_HOST, _GPU = _table(types_api.HostReading, HOST), _table(types_api.GpuReading, GPU)
-_PROCESS, _ALL = _table(types_api.GpuProcess, PROCESS), _table(types_api.GpuReading, DCGM)
-_CHECKED = _table(types_api.GpuReading, DCGM_CHECKED)
-_DCGM: Mapping[Names, _Table] = {"checked": _CHECKED, "all": _ALL, "dcgm": _ALL, "gpuscale": ()}
+_DCGM: Mapping[Names, tuple[ReadingSeries, ...]] = {
+    "checked": DCGM_CHECKED,
+    "all": DCGM,
+    "dcgm": DCGM,
+    "gpuscale": (),
+}
+_FIELDS = {
+    field: field.name
+    for kind in (types_api.HostReading, types_api.GpuReading, types_api.GpuProcess)
+    for field in kind.DESCRIPTOR.fields
+}
 _STATES = {number: name.removeprefix("GPU_STATE_") for name, number in types_api.GpuState.items()}
 _REASONS = {number: name.removeprefix("READING_STATUS_") for name, number in types_api.ReadingStatus.items()}
 _ACTIONS = {
@@ -91,7 +90,7 @@ def add_snapshot(
     unknown.
     """
     node = labels({"node": snapshot.node})
-    _add_readings(page, _HOST, _values(snapshot.host_reading) if fresh else {}, node)
+    _add_readings(page, HOST, _values(snapshot.host_reading) if fresh else {}, node)
     for gpu in snapshot.gpus if gpus else ():
         _add_gpu(page, snapshot, gpu, style, held, fresh=fresh, elapsed=elapsed)
         for pod in gpu.pods:
@@ -153,7 +152,7 @@ def _add_gpu(
             "pod": pod,
             "reservation": process.reservation.removeprefix("reservations/"),
         }
-        _add_readings(page, _PROCESS, _values(process), labels(whose | of_process))
+        _add_readings(page, PROCESS, _values(process), labels(whose | of_process))
     for reason in reading.throttle_reasons:
         page.add(GPU_THROTTLED, labels({**whose, "reason": reason}), 1)
     if reading.HasField("recovery_action"):
@@ -161,7 +160,7 @@ def _add_gpu(
         page.add(GPU_RECOVERY, labels({**whose, "action": action}), 1)
     values = _values(reading)
     if style.names != "dcgm":
-        _add_readings(page, _GPU, values, own)
+        _add_readings(page, GPU, values, own)
     _add_readings(page, _DCGM[style.names], values, dcgm_labels(snapshot, gpu, style, held))
 
 
@@ -179,16 +178,17 @@ def _pod_labels(pods: Iterable[str]) -> dict[str, str]:
     return {"namespace": ",".join(sorted({*spaces})), "pod": ",".join(names)}
 
 
-def _add_readings(page: MetricsPage, table: _Table, values: Mapping[int, Any], text: str) -> None:
-    for number, series in table:
-        value = values.get(number)
-        if value is not None:
+def _add_readings(
+    page: MetricsPage, table: Iterable[ReadingSeries], values: Mapping[str, Any], text: str
+) -> None:
+    for series in table:
+        if (value := values.get(series.field)) is not None:
             page.add(series.family, text, series.convert(value))
 
 
-def _values(reading: Message) -> dict[int, Any]:
-    """The fields that a message has, by number: sooner had than each by its name."""
-    return {field.number: value for field, value in reading.ListFields()}
+def _values(reading: Message) -> dict[str, Any]:
+    """The fields that a message has: sooner had together than each by its name."""
+    return {_FIELDS[field]: value for field, value in reading.ListFields()}
 
 
 def own_labels(snapshot: types_api.Snapshot, gpu: types_api.Gpu, held: Held) -> dict[str, str]:

@@ -77,7 +77,7 @@ class Queries:
         return None if detail is None else Failure(ReadingStatus.NOT_SUPPORTED, detail)
 
     def attempt(
-        self, question: str, call: Callable[[*Ts], T | Failure], *arguments: *Ts, counted: bool = True
+        self, question: str, call: Callable[[*Ts], T | Failure], *given: *Ts, counted: bool = True
     ) -> T | Failure:
         """Make a call unless it is unsupported or the GPU is gone; `counted` is False for an answer that came with others."""
         if self._gone is not None:
@@ -86,7 +86,7 @@ class Queries:
             return Failure(ReadingStatus.NOT_SUPPORTED, self._unsupported[question])
         self.calls += counted
         try:
-            answer = call(*arguments)
+            answer = call(*given)
         except pynvml.NVMLError as error:
             self.refusals += counted
             answer = explain(error)
@@ -104,15 +104,10 @@ class Queries:
         self._absent.extend(Absent(name, failure.status, failure.detail) for name in fields)
 
     def number(
-        self,
-        name: str,
-        call: Callable[[*Ts], int | Failure],
-        *arguments: *Ts,
-        high: float,
-        scale: float = 1.0,
+        self, name: str, call: Callable[[*Ts], int | Failure], *given: *Ts, high: float, scale: float = 1.0
     ) -> float | None:
         """Make a call for the field of that name; the answer is divided by `scale`."""
-        answer = self.attempt(name, call, *arguments)
+        answer = self.attempt(name, call, *given)
         if isinstance(answer, Failure):
             self.note((name,), answer)
             return None

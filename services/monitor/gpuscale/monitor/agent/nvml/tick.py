@@ -165,13 +165,11 @@ class Tick:
         """Read all tiers that are due. GpuSourceError if NVML is gone."""
         device, queries, handle = self._device, self._queries, self._handle
         utilization = memory_utilization = None
-        rates = queries.attempt("utilization", pynvml.nvmlDeviceGetUtilizationRates, handle)
-        if isinstance(rates, Failure):
-            queries.note(_UTILIZATION_FIELDS, rates)
-        else:
+        found = queries.attempt("utilization", pynvml.nvmlDeviceGetUtilizationRates, handle)
+        if (rates := queries.value(_UTILIZATION_FIELDS, found)) is not None:
             utilization = queries.within(_UTILIZATION_FIELDS[0], rates.gpu, high=100.0)
             memory_utilization = queries.within(_UTILIZATION_FIELDS[1], rates.memory, high=100.0)
-        total, used, free, reserved = self._memory()
+        memory = self._memory()
         temperature = queries.number(
             "temperature_celsius",
             pynvml.nvmlDeviceGetTemperature,
@@ -183,14 +181,10 @@ class Tick:
         base = device.base
         if base is None or not queries.serves(base):
             base = device.base = self._ask_tiers()
-        readings = device.readings
-        readings |= {
+        device.readings |= zip(_MEMORY_FIELDS, memory, strict=True)
+        device.readings |= {
             "utilization_percent": utilization,
             "memory_utilization_percent": memory_utilization,
-            "memory_total_bytes": total,
-            "memory_used_bytes": used,
-            "memory_free_bytes": free,
-            "memory_reserved_bytes": reserved,
             "temperature_celsius": temperature,
             "power_watts": power,
             "sm_clock_mhz": self._clock("sm_clock_mhz", pynvml.NVML_CLOCK_SM),
@@ -198,7 +192,7 @@ class Tick:
             "throttle_reason_mask": self._throttle_reasons(),
             "absent": queries.absent,
         }
-        return GpuReading._make(readings.values())
+        return GpuReading._make(device.readings.values())
 
     def _ask_tiers(self) -> KeptAnswer[None]:
         """Read the tiers that are due; what all of them lack, until the next is due."""
