@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from datetime import datetime
 from itertools import islice
+from math import inf
 from os import urandom
 from types import MappingProxyType
 from typing import Final
@@ -57,7 +58,7 @@ class Deadlines:
 
     def add(self, key: str, deadline: float) -> None:
         """Queue the key for `deadline`, unless it is already queued earlier."""
-        if deadline < self._queued.get(key, float("inf")):
+        if deadline < self._queued.get(key, inf):
             self._queued[key] = deadline
             heapq.heappush(self._heap, (deadline, key))
 
@@ -435,7 +436,7 @@ def due_at(reservation: Reservation) -> float:
 def leaves_at(reservation: Reservation) -> float:
     """When a reservation ends at the latest, however often it is renewed: revoked or at its limit; inf if neither."""
     known = (reservation.revoke_at, reservation.until)
-    return min((one for one in known if one is not None), default=float("inf"))
+    return min((one for one in known if one is not None), default=inf)
 
 
 def rebased(reservation: Reservation, now: float) -> Reservation:

@@ -526,7 +526,7 @@ class Use:
 
     def on(self, gpu: Gpu) -> GpuUse:
         """What is held of a GPU, all of it if its parent GPU, or an instance of it, is held."""
-        use = self.gpu(gpu.uuid)
+        use = self._gpus.get(gpu.uuid, FREE_GPU)
         if not gpu.parent and gpu.uuid not in self._instances:
             return use
         kin = [self.gpu(one) for one in (gpu.parent, *sorted(self._instances.get(gpu.uuid, ())))]
@@ -556,7 +556,8 @@ class Use:
         """Add what a reservation holds; ValueError if a GPU is not free for it, or its shares exceed it."""
         asked: dict[str, int] = {}
         for gpu in reservation.gpus:
-            asked[gpu.uuid] = milli = asked.get(gpu.uuid, self.gpu(gpu.uuid).milli) + gpu.milli
+            held = self._gpus.get(gpu.uuid, FREE_GPU).milli
+            asked[gpu.uuid] = milli = asked.get(gpu.uuid, held) + gpu.milli
             if milli > WHOLE:
                 raise ValueError(
                     f"GPU {gpu.uuid} is held already by {', '.join(self.gpu(gpu.uuid).reservations)}"
