@@ -23,7 +23,6 @@ from itertools import islice
 from math import inf
 from os import urandom
 from types import MappingProxyType
-from typing import Final
 
 from gpuscale.allocator.domain.jobs import JobMember
 from gpuscale.allocator.domain.model import (
@@ -76,7 +75,7 @@ class Deadlines:
         return None
 
 
-_PENDING: Final = State.PENDING  # looked up in an enum, a member takes as long as a call
+_PENDING = State.PENDING  # looked up in an enum, a member takes as long as a call
 RETENTION = 14 * 86_400.0
 """Seconds for which an ended reservation is kept, for late retries of its request and for look-ups."""
 
@@ -461,10 +460,9 @@ _URL_SAFE = bytes.maketrans(b"+/", b"-_")
 
 
 class Tokens:
-    """Makes and verifies the tokens of one key, which consists of `KEY_PARTS` random numbers."""
+    """Makes and verifies the tokens of one key of `KEY_PARTS` random numbers, which is hashed once and not for each message."""
 
     def __init__(self, key: Sequence[int]) -> None:
-        # `hmac.digest` looks its hash up and hashes the key anew for each message.
         self._keyed = hmac.new(b"".join(part.to_bytes(8, "big") for part in key), digestmod="sha256")
 
     def of_lease(self, reservation: Reservation) -> str:

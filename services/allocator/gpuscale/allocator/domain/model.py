@@ -387,19 +387,10 @@ class Reservation:
         if self.wanted is None:
             raise ValueError(f"reservation {self.id} waits for nothing")
         return Order(
-            request_id=self.request_id,
-            fingerprint=self.fingerprint,
-            holder=self.holder,
-            owner=self.owner,
+            **{name: getattr(self, name) for name in _AS_ORDERED},
             ttl=self.wanted.ttl,
-            labels=self.labels,
             ask=self.wanted.ask,
-            tenant=self.tenant,
-            priority=self.priority,
-            preemptible=self.preemptible,
             may_preempt=self.wanted.may_preempt,
-            made_by=self.made_by,
-            job=self.job,
             keep=True,
             reservation_id=self.id,
             limit=self.wanted.limit,
@@ -442,6 +433,7 @@ class Life(TypedDict, total=False):
     job: ReservedJob | None
 
 
+_AS_ORDERED = {one.name for one in fields(Order)} & {one.name for one in fields(Reservation)} - {"ttl"}
 _FIELDS = attrgetter(*(one.name for one in fields(Reservation)))
 
 
@@ -556,8 +548,8 @@ class Use:
         """Add what a reservation holds; ValueError if a GPU is not free for it, or its shares exceed it."""
         asked: dict[str, int] = {}
         for gpu in reservation.gpus:
-            held = self._gpus.get(gpu.uuid, FREE_GPU).milli
-            asked[gpu.uuid] = milli = asked.get(gpu.uuid, held) + gpu.milli
+            held = asked.get(gpu.uuid, self._gpus.get(gpu.uuid, FREE_GPU).milli)
+            asked[gpu.uuid] = milli = held + gpu.milli
             if milli > WHOLE:
                 raise ValueError(
                     f"GPU {gpu.uuid} is held already by {', '.join(self.gpu(gpu.uuid).reservations)}"

@@ -335,7 +335,7 @@ class Queue:
         """
         if obstacle := over_quota(self._world, order):
             return obstacle
-        if isinstance(ask := self._asked(order), QueueObstacle):
+        if isinstance(ask := self._world.claim(order) if order.booking else order.ask, QueueObstacle):
             return ask
         found = self._world.place(ask, now, again=False)
         others = self._kept_from(order)
@@ -422,7 +422,8 @@ class Queue:
             return obstacle
         if waiter.obstacle is not None and not _could_help(changed, waiter.order.ask):
             return waiter.obstacle
-        if isinstance(ask := self._asked(waiter.order), QueueObstacle):
+        ask = self._world.claim(waiter.order) if waiter.order.booking else waiter.order.ask
+        if isinstance(ask, QueueObstacle):
             waiter.obstacle = None
             return ask
         found = self._place(ask, refused, now)
@@ -505,10 +506,6 @@ class Queue:
             return found
         ripe = f"{found.message} It may preempt others once they have run for {self._rules.min_runtime:g} s."
         return replace(found, message=ripe)
-
-    def _asked(self, order: Order) -> Ask | QueueObstacle:
-        """What an order asks for, or why it cannot claim its booking now."""
-        return self._world.claim(order) if order.booking else order.ask
 
     def _kept_from(self, order: Order, waiter: Waiter | None = None) -> Sequence[Kept]:
         """What is kept from an order: promised to others ahead of it, or booked. Nothing from one that claims a booking."""

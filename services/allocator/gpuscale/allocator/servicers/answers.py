@@ -164,11 +164,8 @@ def _lasting(reservation: Reservation) -> api.Reservation:
     message.request_id, message.policy = reservation.request_id, POLICIES[reservation.policy]
     message.holder, message.owner, message.tenant = reservation.holder, reservation.owner, reservation.tenant
     message.preemptible, message.member_count = reservation.preemptible, reservation.member_count
-    if reservation.priority:
-        message.priority = reservation.priority
-    if reservation.cpu_milli or reservation.host_memory_bytes:
-        message.cpu_milli = reservation.cpu_milli
-        message.host_memory_bytes = reservation.host_memory_bytes
+    message.priority, message.cpu_milli = reservation.priority, reservation.cpu_milli
+    message.host_memory_bytes = reservation.host_memory_bytes
     if reservation.labels:
         message.labels.update(reservation.labels)
     _put_seconds(message.ttl, reservation.ttl)

@@ -46,6 +46,7 @@ from gpuscale.allocator.domain.model import (
 from gpuscale.allocator.state import schema
 from gpuscale.allocator.state.integrity import (
     LAST_WRITE,
+    LASTING,
     LIFE,
     UNCHECKED,
     Numbering,
@@ -78,6 +79,7 @@ _TABLES = schema.Table.metadata.tables
 _RESERVATION, _HOLD = schema.RESERVATION, schema.HOLD
 _RANK, _COUNTER = _TABLES["rank"], _TABLES["counter"]
 
+_AS_WRITTEN = [column for column in LASTING if column not in {"owner", "policy", "create_time", "gpus"}]
 _CHANGING = (*(column for column in LIFE if column != "id"), "life_sum")
 _WRITTEN = {one: str(State.ACTIVE if one is State.PENDING else one) for one in State}
 _ACTIVE: ColumnElement[str] = literal_column(f"'{State.ACTIVE.value}'")
@@ -183,11 +185,7 @@ class AllocatorStore:
         if not all(key):
             key = [secrets.randbits(63) for _ in names]
             rows = [sealed({"name": name, "value": part}) for name, part in zip(names, key, strict=True)]
-
-            def put(connection: Connection) -> None:
-                _COUNT.run(connection, rows)
-
-            await self.change(put)
+            await self.change(lambda connection: _COUNT.run(connection, rows))
         return key
 
     async def save(
@@ -248,25 +246,18 @@ class AllocatorStore:
     async def save_ranks(self, ranks: Mapping[str, int]) -> None:
         """Write the ranks of new nodes, replacing any that could not be deleted."""
         rows = [sealed({"node": node, "rank": rank}) for node, rank in ranks.items()]
-
-        def work(connection: Connection) -> None:
-            _PUT_RANKS.run(connection, rows)
-
-        await self._write(work)
+        await self._write(lambda connection: _PUT_RANKS.run(connection, rows))
 
     async def forget_rank(self, node: str, rank: int) -> None:
         """Delete the rank of a node, unless it has a new one by now."""
-
-        def work(connection: Connection) -> None:
-            connection.execute(delete(_RANK).where(_RANK.c.node == node, _RANK.c.rank == rank))
-
-        await self._write(work)
+        gone = delete(_RANK).where(_RANK.c.node == node, _RANK.c.rank == rank)
+        await self._write(lambda connection: connection.execute(gone))
 
     def _note(self, connection: Connection, number: int) -> None:
         """Record a write number that no reservation has."""
         _COUNT.run(connection, [sealed({"name": LAST_WRITE, "value": number})])
 
-    async def _write(self, work: Callable[[Connection], None], requests: Sequence[str] = ()) -> None:
+    async def _write(self, work: Callable[[Connection], object], requests: Sequence[str] = ()) -> None:
         try:
             try:
                 await self._store.write(work, frees=True)  # `commits` refuses what takes room
@@ -447,22 +438,13 @@ def from_row(row: Any) -> Reservation:
     rest, _, wanted = life.partition(WANTED)
     end_reason, _, job = rest.partition(JOB)
     return Reservation(
-        id=row.id,
-        fence=row.fence,
-        request_id=row.request_id,
-        fingerprint=row.fingerprint,
-        holder=row.holder,
+        **{name: getattr(row, name) for name in _AS_WRITTEN},
         owner=owner,
         made_by=made_by,
-        labels=row.labels,
         policy=Policy(row.policy),
         gpus=tuple(
             ReservedGpu(
-                node=gpu["node"],
-                uuid=gpu["uuid"],
-                index=gpu["index"],
-                model=gpu["model"],
-                simulated=gpu["simulated"],
+                *(gpu[name] for name in ("node", "uuid", "index", "model", "simulated")),
                 score=Score(gpu["score"], tuple(ScorePart(*part) for part in gpu["parts"]), gpu["note"]),
                 # Rows of schema version 1 knew whole GPUs only.
                 milli=gpu.get("milli", WHOLE),
@@ -478,12 +460,6 @@ def from_row(row: Any) -> Reservation:
         deadline=row.deadline_seconds,
         created=datetime.fromtimestamp(row.create_time, UTC),
         ended=None if row.end_time is None else datetime.fromtimestamp(row.end_time, UTC),
-        tenant=row.tenant,
-        priority=row.priority,
-        preemptible=row.preemptible,
-        cpu_milli=row.cpu_milli,
-        host_memory_bytes=row.host_memory_bytes,
-        member_count=row.member_count,
         revoke_at=row.revoke_seconds,
         end_reason=end_reason,
         job=_JOB.validate_json(job) if job else None,

@@ -133,8 +133,7 @@ def _row(one: Reservation, gpu: ReservedGpu, milli: int, part: int, day: int, un
     labels = json.dumps(dict(sorted(one.labels.items())), ensure_ascii=False) if one.labels else "{}"
     rest |= {"reservation_id": one.id, "part": part, "gpu_uuid": gpu.uuid, "day": day, "owner": one.owner}
     rest |= {"tenant": one.tenant, "holder": one.holder, "labels": labels, "node": gpu.node}
-    rest |= {"model": gpu.model, "milli": milli, "until_ms": until}
-    return rest
+    return rest | {"model": gpu.model, "milli": milli, "until_ms": until}
 
 
 def putting(rows: Sequence[Mapping[str, object]], unread: Sequence[Mapping[str, object]] = ()) -> Work:

@@ -131,12 +131,6 @@ class Waiting:
         """Put a waiting reservation into the queue, until it is granted or ends."""
         self._join(one.order(), one.deadline - self._clock.now())
 
-    def keep_all(self) -> None:
-        """Put all reservations into the queue that waited when the program ended."""
-        for one in self._ledger.reservations(ended=False):
-            if one.waiting:
-                self.keep(one)
-
     def note(self, one: Reservation, _told: bool) -> None:
         """A reservation has ended; it may have waited."""
         if one.waiting and (entry := self._entries.get(one.request_id)):
@@ -423,7 +417,8 @@ class Reserving:
                     pick = self._look(order)
                     if not isinstance(pick, Pick):
                         raise self._refused(pick)
-                    known = self._hold(order, pick)
+                    now, wall = self.clock.now(), self.clock.wall()
+                    known = self.ledger.grant(order, pick.gpus, now=now, wall=wall)
                     granted.append(known)
                 found.append(known.id)
         except GpuscaleError:
@@ -447,7 +442,8 @@ class Reserving:
             return None
         found = self._look(order)
         if isinstance(found, Pick):
-            granted = self._hold(order, found)
+            now, wall = self.clock.now(), self.clock.wall()
+            granted = self.ledger.grant(order, found.gpus, now=now, wall=wall)
             self.commits.grant([granted])
             return granted.id
         await self.archive.recall(requests=[order.request_id])
@@ -461,10 +457,6 @@ class Reserving:
         if wait > 0 and not lasting:
             return None
         raise self._refused(found)
-
-    def _hold(self, order: Order, pick: Pick) -> Reservation:
-        """Hold a pick in this turn of the event loop, PENDING until `Commits.grant` has written it."""
-        return self.ledger.grant(order, pick.gpus, now=self.clock.now(), wall=self.clock.wall())
 
     def _look(self, order: Order) -> Pick | Refusal | QueueObstacle:
         if not self.view.complete:

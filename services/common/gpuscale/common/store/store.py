@@ -23,22 +23,12 @@ from importlib import import_module
 from operator import itemgetter
 from pathlib import Path
 from queue import SimpleQueue
-from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
-from sqlalchemy import (
-    BigInteger,
-    Boolean,
-    Connection,
-    Dialect,
-    Integer,
-    Table,
-    TypeDecorator,
-    bindparam,
-    literal_column,
-)
+from sqlalchemy import BigInteger, Boolean, Connection, Dialect, Integer, Table, TypeDecorator
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.sql import bindparam, literal_column
 from sqlalchemy.sql.compiler import Compiled, SQLCompiler
 from sqlalchemy.sql.elements import ClauseElement
 from sqlalchemy.types import TypeEngine
@@ -504,11 +494,11 @@ class Prepared:
         self._constants: Mapping[str, object] = {}
 
     @classmethod
-    def replacing(cls, table: Table, constants: Mapping[str, str] = MappingProxyType({})) -> Self:
+    def replacing(cls, table: Table, constants: Mapping[str, str] | None = None) -> Self:
         """An upsert by primary key; `constants` are columns that have the same literal in each row."""
         keys = [column.name for column in table.primary_key]
         others = [column.name for column in table.columns if column.name not in keys]
-        literals = {name: literal_column(text) for name, text in constants.items()}
+        literals = {name: literal_column(text) for name, text in (constants or {}).items()}
         values = {column.name: bindparam(column.name) for column in table.columns} | literals
 
         def upsert(dialect: str) -> ClauseElement:
