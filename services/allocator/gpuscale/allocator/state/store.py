@@ -444,7 +444,7 @@ def from_row(row: Any) -> Reservation:
         policy=Policy(row.policy),
         gpus=tuple(
             ReservedGpu(
-                *(gpu[name] for name in ("node", "uuid", "index", "model", "simulated")),
+                **{name: gpu[name] for name in ("node", "uuid", "index", "model", "simulated")},
                 score=Score(gpu["score"], tuple(ScorePart(*part) for part in gpu["parts"]), gpu["note"]),
                 # Rows of schema version 1 knew whole GPUs only.
                 milli=gpu.get("milli", WHOLE),
