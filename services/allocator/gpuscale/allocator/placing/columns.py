@@ -157,8 +157,8 @@ class Columns:
     `kind` is WHOLE_GPU, PARTED, NO_GPU, or the number of a MIG profile; `model` the number of a product name. `unread` marks
     nodes that cannot read all of their GPUs. `supply` counts the whole GPUs of each build; `cpu_beside_gpus` is the CPU of all
     nodes that report it and have whole GPUs, `gpus_beside_cpu` the number of those GPUs; `layout` counts changes of node
-    hardware; `free_milli` of a node counts its whole GPUs that work. `gone` has reservations to imagine gone, by the GPUs they
-    hold.
+    hardware; `free_milli` of a node counts its whole GPUs that work. `odd` marks rows with readings that are too old, and those with
+    anything unknown or out of use. `gone` has reservations to imagine gone, by the GPUs they hold.
     """
 
     def __init__(self, nodes: Sequence[Node], use: Use, cordons: frozenset[str], room: int = 64) -> None:
@@ -194,6 +194,7 @@ class Columns:
         self.cpu = np.full(rows, UNKNOWN, np.int64)
         self.memory = np.full(rows, UNKNOWN, np.int64)
         self.node_cordoned = np.zeros(rows, np.bool_)
+        self.odd = np.zeros((rows, 2), np.bool_)
         self.cpu_free = np.full(rows, UNKNOWN, np.int64)
         self.memory_free = np.full(rows, UNKNOWN, np.int64)
         self.free_milli = np.zeros(rows, np.int64)
@@ -256,15 +257,16 @@ class Columns:
         Each with the columns of the GPUs of which only what is held changed, or None if anything else did.
         """
         first = len(self._touched) - (self.sequence - sequence)
-        touched = self._touched[first:] if first > 0 else self._touched
-        if first < 0 or (len(touched) > most and len({row for row, _ in touched}) > most):
+        if first < 0:
             return None
         found: dict[int, set[int] | None] = {}
-        for row, columns in touched:
+        for row, columns in self._touched[first:]:
             if columns is None:
                 found[row] = None
             elif (known := found.setdefault(row, set())) is not None:
                 known.update(columns)
+            if len(found) > most:
+                return None
         return found
 
     def has_room(self, node: Node) -> bool:
@@ -344,10 +346,13 @@ class Columns:
         gpus, count = self.gpus[row], len(self.gpus[row])
         uses = [self._use.on(gpu) for gpu in gpus]
         self.held[row, :count] = [use.milli for use in uses]
-        self.available[row, :count] = [self._available(gpu, use) for gpu, use in zip(gpus, uses, strict=True)]
-        self.utilization[row, :count] = [self._utilization(gpu) for gpu in gpus]
+        self.available[row, :count] = left = [*map(self._available, gpus, uses)]
+        self.utilization[row, :count] = used = [self._utilization(gpu) for gpu in gpus]
         self.spare[row, :count] = self._spare(gpus)
-        working = (self.kind[row] == WHOLE_GPU) & ~self.out_of_use(row)
+        barred = self.out_of_use(row)
+        unread = UNKNOWN in left or UNKNOWN_USE in used
+        self.odd[row, 1] = unread or self.state[row] or self.node_cordoned[row] or barred.any()
+        working = (self.kind[row] == WHOLE_GPU) & ~barred
         self.free_milli[row] = int((WHOLE - self.held[row])[working].sum())
         self.cpu_free[row], self.memory_free[row] = self._left(row)
         self._touch(row)
@@ -365,6 +370,8 @@ class Columns:
             self.available[at, column] = known.available = self._available(gpu, use)
             if (used := self._utilization(gpu)) != known.utilization:
                 self.utilization[at, column] = known.utilization = used
+            if known.available == UNKNOWN or used == UNKNOWN_USE:
+                self.odd[at, 1] = True
             split = split or bool(gpu.parent)
             row.rescore(column)
             if known.kind == WHOLE_GPU and not known.out_of_use:
@@ -410,6 +417,7 @@ class Columns:
         """Compute when the readings become too old, and when the next one that is still fresh does."""
         fresh = [gpu.fresh_until for gpu in self.gpus[row]]
         self.fresh_until[row, : len(fresh)] = fresh
+        self.odd[row, 0] = bool(fresh) and min(fresh) < self._aged
         self._read.pop(row, None)
         expiry = min((until for until in fresh if until >= self._aged), default=np.inf)
         self.expiry[row] = expiry

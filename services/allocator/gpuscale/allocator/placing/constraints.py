@@ -149,11 +149,12 @@ def of_the_model(ask: Ask, gpu: GpuFacts, needs: Needs) -> Hits:
     yield Obstacle.MIG_PROFILE_DIFFERS, gpu.kind != needs.kind
 
 
-def of_the_node(ask: Ask, node: NodeFacts) -> Hits:
-    """Obstacles that rule out all GPUs of a node."""
-    yield Obstacle.NODE_NOT_ONLINE, node.state == IS_OFFLINE
-    yield Obstacle.STALE, node.state == IS_STALE
-    yield Obstacle.CORDONED, node.cordoned
+def of_the_node(ask: Ask, node: NodeFacts, *, odd: bool = True) -> Hits:
+    """Obstacles that rule out all GPUs of a node. Here and below, those of rows that are not `odd` are left out."""
+    if odd:
+        yield Obstacle.NODE_NOT_ONLINE, node.state == IS_OFFLINE
+        yield Obstacle.STALE, node.state == IS_STALE
+        yield Obstacle.CORDONED, node.cordoned
     if ask.cpu_milli:
         yield Obstacle.CPU_BELOW_MIN, node.cpu_free < ask.cpu_milli
     if ask.host_memory_bytes:
@@ -168,12 +169,13 @@ def of_the_gpu(gpu: GpuFacts, now: float) -> Hits:
     yield Obstacle.CORDONED, gpu.cordoned
 
 
-def of_use(ask: Ask, gpu: GpuFacts, milli: Any, floor: Any) -> Hits:
+def of_use(ask: Ask, gpu: GpuFacts, milli: Any, floor: Any, *, odd: bool = True) -> Hits:
     """Obstacles of what is held and used; the utilization limit does not apply on GPUs that are already shared."""
-    yield Obstacle.HELD, gpu.held + milli > WHOLE
-    yield Obstacle.MEMORY_UNKNOWN, gpu.available == UNKNOWN
+    yield Obstacle.HELD, gpu.held > WHOLE - milli
+    if odd:
+        yield Obstacle.MEMORY_UNKNOWN, gpu.available == UNKNOWN
     yield Obstacle.MEMORY_BELOW_MIN, (gpu.available != UNKNOWN) & (gpu.available < floor)
-    if not ask.allow_unknown_utilization:
+    if odd and not ask.allow_unknown_utilization:
         yield Obstacle.UTILIZATION_UNKNOWN, (gpu.held == 0) & (gpu.utilization < 0)
     if ask.max_utilization_percent < ADMITS_ALL_PERCENT:
         yield (
@@ -192,10 +194,10 @@ def first_of(hits: Hits) -> int:
 
 
 def _firsts(hits: Hits, shape: tuple[int, int]) -> Codes:
-    """Like `first_of`, of each in arrays."""
+    """Like `first_of`, of each in arrays of this shape."""
     found = np.zeros(shape, np.int8)
     for obstacle, hit in sorted(hits, key=lambda one: CODES[one[0]], reverse=True):
-        np.copyto(found, CODES[obstacle], where=hit)
+        np.putmask(found, hit, CODES[obstacle])  # in less than half the time of `copyto`
     return found
 
 
@@ -237,15 +239,17 @@ class Constraints:
     def codes(self, rows: Ints, now: float) -> tuple[Codes, Codes]:
         """The first obstacle of each node as a whole, and of each GPU, as numbers; missing GPUs are ABSENT."""
         ask, facts = self._ask, FactsOfRows(self._columns, rows)
+        odd = bool(self._columns.odd.take(rows, 0).any())
         chosen = [*self._lasting(rows, facts), *self._apart(rows)]
         of_nodes = [hit for hit in chosen if hit[0] in NODE_OBSTACLES]
         of_gpus = [hit for hit in chosen if hit[0] not in NODE_OBSTACLES]
-        nodes = _firsts(chain(of_nodes, of_the_node(ask, facts.node)), (len(rows), 1))
-        of_uses = of_use(ask, facts, self.milli(rows), self.floor(rows))
-        gpus = _firsts(chain(of_gpus, of_the_gpu(facts, now), of_uses), (len(rows), self._columns.width))
-        if nodes.any():
-            np.copyto(gpus, nodes, where=(nodes > 0) & ((gpus == 0) | (nodes < gpus)))
-        np.copyto(gpus, ABSENT, where=facts.kind == NO_GPU)
+        nodes = _firsts(chain(of_nodes, of_the_node(ask, facts.node, odd=odd)), (len(rows), 1))
+        of_uses = of_use(ask, facts, self.milli(rows), self.floor(rows), odd=odd)
+        hits = chain(of_gpus, of_the_gpu(facts, now) if odd else (), of_uses)
+        gpus = _firsts(hits, (len(rows), self._columns.width))
+        one = np.uint8(1)  # less one, no obstacle is the last
+        gpus = (np.minimum(gpus.view(np.uint8) - one, nodes.view(np.uint8) - one) + one).view(np.int8)
+        np.putmask(gpus, facts.kind == NO_GPU, ABSENT)
         return nodes[:, 0], gpus
 
     def codes_of(self, row: Row, now: float) -> tuple[int, list[int]]:
@@ -302,8 +306,7 @@ class Constraints:
 
     def milli(self, rows: Ints) -> Ints:
         """Thousandths that the ask takes of each GPU."""
-        found: Ints = self._needs()[1].milli.take(self._columns.size.take(rows, 0))
-        return found
+        return self._by_size(self._needs()[1].milli, rows)
 
     def milli_of(self, gpu: GpuFacts | None) -> int:
         """Thousandths that the ask takes of a GPU; None is a GPU of unknown size."""
@@ -312,8 +315,12 @@ class Constraints:
 
     def floor(self, rows: Ints) -> Ints:
         """Bytes that must be available on each GPU."""
-        found: Ints = self._needs()[1].floor.take(self._columns.size.take(rows, 0))
-        return found
+        return self._by_size(self._needs()[1].floor, rows)
+
+    def _by_size(self, of_sizes: Ints, rows: Ints) -> Ints:
+        """The figure of each GPU's size; a single one where all sizes have the same."""
+        sizes = self._columns.size
+        return of_sizes.take(sizes.take(rows, 0)) if len(of_sizes) > 1 else of_sizes[:, None]
 
     def _needs(self) -> tuple[Needs, Needs]:
         """As lists, and as arrays; rebuilt when columns know more models, profiles or sizes."""
@@ -324,9 +331,11 @@ class Constraints:
             barred = ~admitted(columns.models, ask.models)
             milli = [milli_on(ask, one) for one in sizes]
             floor = [min(floor_on(ask, one or 0), _MOST) for one in sizes]
+            floor[0] = floor[-1]  # of GPUs of unknown size nothing is known to be available
             kind = columns.profiles.get(self._profile, len(columns.profiles))
             self._plain = Needs(kind, barred.tolist(), milli, floor)
-            self._arrays = Needs(kind, barred, np.array(milli, np.int64), np.array(floor, np.int64))
+            same = [one[:1] if len({*one}) == 1 else one for one in (milli, floor)]
+            self._arrays = Needs(kind, barred, *(np.array(one, np.int64) for one in same))
         return self._plain, self._arrays
 
     def _lasting(self, rows: Ints, gpu: GpuFacts) -> Hits:
