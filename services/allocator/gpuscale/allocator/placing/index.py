@@ -44,7 +44,7 @@ from gpuscale.allocator.placing.policies import (
     Typical,
     facts_of,
     fragmentation_gradients,
-    fragmentation_scores,
+    integer_scores,
     more_waste,
     parts,
     scored,
@@ -290,11 +290,9 @@ class Members:
         if ask.policy is _SPREAD:
             return row.scores(ask.weights)
         if ask.policy is Policy.FGD:
-            rows = np.array([at])
-            fits = shape.gpu_codes[rows] == 0
-            values: list[float] = fragmentation_scores(
-                ask, self._columns, rows, fits, self._typical()
-            ).tolist()[0]
+            rows, now = np.array([at]), self._typical()
+            found = fragmentation_gradients(ask, self._columns, rows, shape.gpu_codes[rows] == 0, now)
+            values: list[float] = integer_scores(found[0]).tolist()
             return values
         if wastes(ask):
             left = WHOLE - self._columns.held[at, : len(row.gpus)]
@@ -334,7 +332,7 @@ class Members:
             rows = np.array([row])
             fits, now = shape.gpu_codes[rows] == 0, self._typical()
             gradients = fragmentation_gradients(ask, columns, rows, fits, now)[0]
-            compared = fragmentation_scores(ask, columns, rows, fits, now)[0]
+            compared = integer_scores(gradients)
 
             def scored_by_gradient(one: NodeCandidate) -> Score:
                 gradient, total = float(gradients[one.column]), float(compared[one.column])

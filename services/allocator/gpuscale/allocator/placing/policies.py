@@ -70,11 +70,12 @@ AskClass = tuple[int, int, int, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Typical:
-    """Typical asks, as arrays: CPU, GPUs, the share of each, their frequency, and whether each admits each model."""
+    """Typical asks, as arrays: CPU, GPUs, the place of the share of each in `milli`, frequency, whether each admits each model."""
 
     cpu: Ints
     count: Ints
     milli: Ints
+    share: Ints
     weight: Ints
     admits: Bools
 
@@ -96,7 +97,7 @@ def typical(seen: Mapping[AskClass, int], admits: Callable[[tuple[str, ...]], Bo
     )
     cpu, count, milli, weights = columns.reshape(-1, 4).T
     known = np.array([admits(models) for *_, models in kept], np.bool_).reshape(len(kept), len(admits(())))
-    return Typical(cpu, count, milli, weights, known)
+    return Typical(cpu, count, *np.unique(milli, return_inverse=True), weights, known)
 
 
 def gradients(now: Typical, cpu: Ints, free: Ints, model: Ints, ask: Ask, fits: Bools) -> Floats:
@@ -135,15 +136,15 @@ def gradients(now: Typical, cpu: Ints, free: Ints, model: Ints, ask: Ask, fits: 
     return np.where(fits, ((state[0] - whole_after) / weight)[:, None], gradient)
 
 
-def integer_scores(gradient: Floats) -> Ints:
-    """floor(100 / (1 + exp(-gradient / 1000))), by a table, so that it is the same everywhere."""
-    return np.searchsorted(_STEPS, gradient, side="right").astype(np.int64)
+def integer_scores(gradient: Floats) -> Floats:
+    """floor(100 / (1 + exp(-gradient / 1000))), by a table, so that it is the same everywhere; -inf where that is."""
+    return np.where(np.isneginf(gradient), gradient, np.searchsorted(_STEPS, gradient, side="right"))
 
 
 def _state(now: Typical, cpu: Ints, free: Ints, reachable: Bools) -> tuple[Ints, Ints, Ints]:
-    """The fragment of each node; and, for each typical ask, how many GPUs fit it, and what is free on the others."""
-    fitting = np.zeros(reachable.shape, np.int64)
-    useless = np.zeros(reachable.shape, np.int64)
+    """The fragment of each node; and, for each share, how many GPUs fit it, and what is free on the others."""
+    fitting = np.zeros((len(free), len(now.milli)), np.int64)
+    useless = np.zeros(fitting.shape, np.int64)
     for gpu in range(free.shape[1]):
         one = free[:, gpu, None]
         fitting += one >= now.milli
@@ -152,8 +153,9 @@ def _state(now: Typical, cpu: Ints, free: Ints, reachable: Bools) -> tuple[Ints,
 
 
 def _fragment(now: Typical, cpu: Ints, total: Ints, fitting: Ints, useless: Ints, reachable: Bools) -> Ints:
-    served = (cpu[:, None] >= now.cpu) & (fitting >= now.count) & (now.count > 0) & reachable
-    fragment: Ints = (np.where(served, useless, total[:, None]) * now.weight).sum(1)
+    enough = fitting.take(now.share, 1) >= now.count
+    served = (cpu[:, None] >= now.cpu) & enough & (now.count > 0) & reachable
+    fragment: Ints = np.where(served, useless.take(now.share, 1), total[:, None]) @ now.weight
     return fragment
 
 
@@ -350,7 +352,7 @@ def facts(
     columns: Columns, rows: Ints, fits: Bools, constraints: Constraints, ask: Ask, tariff: Tariff
 ) -> PolicyFacts:
     """Gather the facts of some rows; `fits` says which of their GPUs serve the ask."""
-    price = np.zeros(len(rows))
+    price: Any = 0.0
     if tariff.prices:
         price = np.array([tariff.prices.get(build, 0.0) for build in columns.builds])[columns.build[rows]]
     free, milli = columns.free_milli[rows], constraints.milli(rows)
@@ -359,11 +361,10 @@ def facts(
         free = np.where(working, WHOLE - columns.held[rows], 0).sum(1)
     taken = ask.gpu_count * milli[:, 0]  # where the size decides, that of the first GPU
     cpu = columns.cpu_free[rows].astype(np.float64)
-    waste = np.zeros(len(rows))
+    waste = spare = per_kw = 0.0
     if wastes(ask):
         left = WHOLE - columns.held.take(rows, 0)
         waste = np.where(fits, more_waste(left, milli, tariff), WHOLE).min(1)
-    spare, per_kw = np.zeros(len(rows)), np.zeros(len(rows))
     if ask.policy is Policy.PACK and ask.gpu_count:
         if tariff.saves:
             per_kw = KILOWATT / np.where(fits, columns.watts.take(rows, 0), np.inf).min(1)
@@ -418,20 +419,17 @@ def value(
     typical: Callable[[], Typical],
 ) -> Floats:
     """How good each row is, where it fits; `fits` says which of its GPUs do."""
-    if ask.policy is Policy.SPREAD:
-        if not ask.gpu_count:
-            return columns.cpu_free[rows].astype(np.float64)
-        scores = -np.sort(-np.where(fits, spread_scores(ask, columns, rows), -np.inf), axis=1)
-        total = np.zeros(len(rows))
-        for place in range(min(ask.gpu_count, scores.shape[1])):
-            total = total + scores[:, place]
-        return total / ask.gpu_count
-    if ask.policy is Policy.FIRSTFIT:
-        return np.zeros(len(rows))
-    if ask.policy is Policy.FGD:
-        best: Floats = fragmentation_scores(ask, columns, rows, fits, typical()).max(1)
-        return best
-    found: Floats = _rounded(ask, facts(columns, rows, fits, constraints, ask, tariff), tariff)
+    found: Floats = np.zeros(len(rows))
+    if ask.policy is Policy.SPREAD and not ask.gpu_count:
+        found = columns.cpu_free[rows].astype(np.float64)
+    elif ask.policy is Policy.SPREAD:
+        gpu = FactsOfRows(columns, rows)
+        scores = np.where(fits, ask.weights.score(gpu.free_memory, gpu.idle), -np.inf)
+        found = -np.sort(-scores, axis=1)[:, : ask.gpu_count].cumsum(1)[:, -1] / ask.gpu_count
+    elif ask.policy is Policy.FGD:
+        found = integer_scores(fragmentation_gradients(ask, columns, rows, fits, typical())).max(1)
+    elif ask.policy is not Policy.FIRSTFIT:
+        found = _rounded(ask, facts(columns, rows, fits, constraints, ask, tariff), tariff)
     return found
 
 
@@ -467,19 +465,6 @@ def parts(ask: Ask, known: PolicyFacts, tariff: Tariff) -> tuple[tuple[str, Any,
         return (*found, ("gpus_per_kw", known.per_kw, 1.0 / TIE)) if np.any(known.per_kw) else found
     cpu, gpu = _left(ask, known)
     return (("cpu_left", cpu, -50.0), ("gpu_left", gpu, -50.0))
-
-
-def spread_scores(ask: Ask, columns: Columns, rows: Ints) -> Floats:
-    """The seed's score of each GPU of the rows; meaningless where memory is not reported."""
-    gpu = FactsOfRows(columns, rows)
-    scores: Floats = ask.weights.score(gpu.free_memory, gpu.idle)
-    return scores
-
-
-def fragmentation_scores(ask: Ask, columns: Columns, rows: Ints, fits: Bools, now: Typical) -> Floats:
-    """The integer score of `fgd` of each GPU that fits, -inf on the others; of each node where no GPU is asked for."""
-    gradient = fragmentation_gradients(ask, columns, rows, fits, now)
-    return np.where(np.isneginf(gradient), -np.inf, integer_scores(gradient))
 
 
 def fragmentation_gradients(ask: Ask, columns: Columns, rows: Ints, fits: Bools, now: Typical) -> Floats:
