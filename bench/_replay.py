@@ -47,7 +47,10 @@ class HostUse(Use):
 
     def node(self, node: str) -> NodeUse:
         """What is held of a node."""
-        held, (cpu, memory) = super().node(node), self._taken.get(node, (0, 0))
+        held = super().node(node)
+        if node not in self._taken:
+            return held
+        cpu, memory = self._taken[node]
         return replace(held, cpu_milli=held.cpu_milli + cpu, memory_bytes=held.memory_bytes + memory)
 
     def hold(self, reservation: Reservation) -> None:
