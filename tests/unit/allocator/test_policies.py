@@ -275,8 +275,7 @@ def test_bestfit_leaves_least_and_firstfit_takes_the_first() -> None:
 
 def test_fgd_puts_a_share_where_it_spoils_least() -> None:
     """Typical asks are whole GPUs and halves: half a GPU belongs on the one that is broken already."""
-    use = Use()
-    demand = Demand({(0, 1, 1000, ()): 1, (0, 1, 500, ()): 1})
+    use, demand = Use(), Demand({(0, 1, 1000, ()): 1, (0, 1, 500, ()): 1})
     of = Placer(use, demand)
     of.apply_node(plain_node("n0", 2))
     one = picked(of, wish(Policy.FGD, gpu_milli=500, gpus=frozenset({"n0-1"})))
@@ -284,6 +283,7 @@ def test_fgd_puts_a_share_where_it_spoils_least() -> None:
     answer = picked(of, wish(Policy.FGD, gpu_milli=500))
     assert [gpu.uuid for gpu in answer.gpus] == ["n0-1"]
     assert [part.name for part in answer.gpus[0].score.parts] == ["gradient", "score"]
+    assert of.explain(wish(Policy.FGD, gpu_count=0, gpu_milli=500), NOW).nodes[0].fitting == 2
 
 
 def test_the_gradient_is_that_of_the_paper() -> None:

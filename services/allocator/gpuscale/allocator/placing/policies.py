@@ -473,7 +473,7 @@ def fragmentation_gradients(ask: Ask, columns: Columns, rows: Ints, fits: Bools,
     working = (columns.kind[rows] == WHOLE_GPU) & ~columns.out_of_use(rows)
     free = np.where(working, WHOLE - columns.held[rows], 0)
     known = np.where(cpu == UNKNOWN, np.iinfo(np.int64).max // 2, cpu)
-    wanted = fits if ask.gpu_count else np.ones((len(rows), 1), np.bool_)
+    wanted = fits if ask.gpu_count else np.ones(fits.shape, np.bool_)
     return gradients(now, known, free, columns.model[rows, 0].astype(np.int64), ask, wanted)
 
 
