@@ -161,10 +161,8 @@ async def open_parts(
         waiting = Waiting(queue, ledger=ledger, commits=commits, grace=grace, clock=clock)
         changes.on_room(waiting.changed)
         changes.on_change(waiting.note, ends=True)
-        for one in ledger.reservations(ended=False):
-            if one.waiting:
-                waiting.keep(one)
-
+        for one in [one for one in ledger.reservations(ended=False) if one.waiting]:
+            waiting.keep(one)
         # Background work, and the one place that passes fleet changes on.
         leases = Leases(ledger, commits, archive, clock, tokens)
         losses = Losses(ledger, leases, clock, settings.lost_after_seconds)

@@ -498,8 +498,8 @@ class Prepared:
         """An upsert by primary key; `constants` are columns that have the same literal in each row."""
         keys = [column.name for column in table.primary_key]
         others = [column.name for column in table.columns if column.name not in keys]
-        literals: dict[str, Any] = {name: literal_column(text) for name, text in (constants or {}).items()}
-        values: dict[str, Any] = {column.name: bindparam(column.name) for column in table.columns} | literals
+        values: dict[str, Any] = {column.name: bindparam(column.name) for column in table.columns}
+        values |= {name: literal_column(text) for name, text in (constants or {}).items()}
 
         def upsert(dialect: str) -> ClauseElement:
             # import only this dialect: PostgreSQL's takes 2 MB
