@@ -79,7 +79,7 @@ class c_nvmlProcessUtilizationSample_t:
 
 class c_nvmlGpmSample_t: ...
 
-class c_nvmlGpmMetric_t:
+class c_nvmlGpmMetric_t(ctypes.Structure):
     metricId: int
     nvmlReturn: int
     value: float
@@ -89,7 +89,7 @@ class c_nvmlGpmMetricsGet_t:
     numMetrics: int
     sample1: c_nvmlGpmSample_t
     sample2: c_nvmlGpmSample_t
-    metrics: Sequence[c_nvmlGpmMetric_t]
+    metrics: ctypes.Array[c_nvmlGpmMetric_t]
 
 class c_nvmlGpmSupport_t:
     isSupportedDevice: int

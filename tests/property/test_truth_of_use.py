@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 from uuid import UUID
@@ -37,7 +38,7 @@ from gpuscale.monitor.agent.collector import Collector
 from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.gpus import Gpus
 from gpuscale.monitor.agent.nvml import NvmlSource
-from gpuscale.monitor.agent.processes import ProcessNames, Program
+from gpuscale.monitor.agent.processes import ProcessNames
 from gpuscale.monitor.agent.work import LeaseChecks, Work
 from gpuscale.monitor.model.admission import Admissions, Holders
 from gpuscale.monitor.model.readings import (
@@ -236,17 +237,16 @@ class Names(ProcessNames):
         one = self._there.get(pid)
         return one and (ProcessKey(pid, one.started), one.parent)
 
-    def _program(self, process: ProcessKey) -> Program:
-        return Program("x", self._there[process.pid].user)
-
     def _text(self, pid: int, name: str) -> str:
         one = self._there.get(pid)
         if one is None:
             return ""
         return {"cgroup": one.cgroup, "status": f"Name:\tx\n{one.ids}\n"}[name]
 
-    def _mark(self, pid: int) -> str:
-        return self._there[pid].mark if pid in self._there else ""
+    def _of_system(self, pid: int) -> Any:
+        one = self._there[pid]
+        user, mark = SimpleNamespace(effective=one.user), {"GPUSCALE_RESERVATION": one.mark}
+        return SimpleNamespace(name=lambda: "x", uids=lambda: user, cmdline=list, environ=lambda: mark)
 
 
 @pytest.fixture(scope="module")

@@ -104,9 +104,8 @@ def _filled(
     kind: type[_Reading], reading: GpuReading | HostReading, read_at: float | None, now: float
 ) -> _Reading:
     """A message with all readings that are not absent, and their age."""
-    found: dict[str, Any] = {
-        name: value for name, value in zip(reading._fields, reading, strict=True) if value is not None
-    }
+    named = zip(reading._fields, reading, strict=True)
+    found: dict[str, Any] = {name: value for name, value in named if value is not None}
     others = {name: found.pop(name) for name in _NO_NUMBERS if name in found}
     message = kind(**found)
     for name, value in others.items():

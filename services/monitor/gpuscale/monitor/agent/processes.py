@@ -72,7 +72,7 @@ class UserNames:
 
 
 class ProcessNames:
-    """Checks process ids against this host and describes processes."""
+    """Checks process ids against this host and describes processes. `foreign`: whether the driver's ids are not ours."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._proc = Path(psutil.PROCFS_PATH)
@@ -82,9 +82,9 @@ class ProcessNames:
         self._traces: dict[ProcessKey, tuple[psutil.Process, str, str]] = {}
         self._users = UserNames()
         try:
-            self._host_ids = str((self._proc / "self/ns/pid").readlink()) == _INITIAL_PID_NAMESPACE
+            self.foreign = str((self._proc / "self/ns/pid").readlink()) != _INITIAL_PID_NAMESPACE
         except OSError:
-            self._host_ids = False
+            self.foreign = True
         self._pid_max = self._read_pid_max()
 
     def believable(self, pids: Iterable[int]) -> bool:
@@ -110,14 +110,9 @@ class ProcessNames:
             self._glance, self._glance_until = _Glance(), now + _GLANCE_SECONDS
         for pid in sorted(memory):
             # One that has ended or cannot be seen has nothing but its memory.
-            facts = (self._host_ids and self._facts(pid, self._glance)) or {"holder_unknown": True}
+            facts = (not self.foreign and self._facts(pid, self._glance)) or {"holder_unknown": True}
             found.append(GpuProcess(pid, memory[pid], **facts, **(used or {}).get(pid, {})))
         return tuple(found)
-
-    @property
-    def foreign(self) -> bool:
-        """Whether the driver's process ids differ from those that this program sees."""
-        return not self._host_ids
 
     def lineage(self, pid: int) -> tuple[ProcessKey, ...]:
         """The process and its ancestors, nearest first; empty if it does not exist."""
@@ -167,11 +162,10 @@ class ProcessNames:
             if process not in self._traces:  # read once, since that takes longest
                 if len(self._traces) >= _TRACES_KEPT:
                     self._traces.clear()
-                of_system = psutil.Process(pid)
+                of_system = self._of_system(pid)
                 self._traces[process] = of_system, self._container(pid), _mark(of_system)
             of_system, container, mark = self._traces[process]
-            user, program = of_system.uids().effective, ""
-            name = of_system.name()
+            name, user, program = of_system.name(), of_system.uids().effective, ""
             with suppress(psutil.AccessDenied, OSError):
                 program = shown_program(of_system.cmdline())
         except psutil.Error:
@@ -190,6 +184,9 @@ class ProcessNames:
             "program": program,
         }
         return facts
+
+    def _of_system(self, pid: int) -> psutil.Process:
+        return psutil.Process(pid)
 
     def _container(self, pid: int) -> str:
         """The cgroup path of the container or pod of a process; empty without one."""
@@ -225,7 +222,7 @@ class ProcessNames:
 
     def _read_pid_max(self) -> int:
         """The host's highest id: since Linux 6.14 a container has its own, which does not apply to the driver's ids."""
-        if not self._host_ids:
+        if self.foreign:
             return _PID_MAX_LIMIT
         try:
             return int((self._proc / "sys/kernel/pid_max").read_text(encoding="ascii"))

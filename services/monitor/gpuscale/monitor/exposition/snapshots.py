@@ -21,7 +21,6 @@ from gpuscale.monitor.model.prometheus import (
     GPU,
     HOST,
     PROCESS,
-    Names,
     ReadingSeries,
     Style,
     gauge,
@@ -46,17 +45,9 @@ Held: TypeAlias = Mapping[str, Mapping[str, str]]
 """Labels that name the holders of GPUs, by UUID."""
 NOBODY: Held = {}
 
-_DCGM: Mapping[Names, tuple[ReadingSeries, ...]] = {
-    "checked": DCGM_CHECKED,
-    "all": DCGM,
-    "dcgm": DCGM,
-    "gpuscale": (),
-}
-_FIELDS = {
-    field: field.name
-    for kind in (types_api.HostReading, types_api.GpuReading, types_api.GpuProcess)
-    for field in kind.DESCRIPTOR.fields
-}
+_DCGM = {"checked": DCGM_CHECKED, "all": DCGM, "dcgm": DCGM, "gpuscale": ()}
+_KINDS = types_api.HostReading, types_api.GpuReading, types_api.GpuProcess
+_FIELDS = {field: field.name for kind in _KINDS for field in kind.DESCRIPTOR.fields}
 _STATES = {number: name.removeprefix("GPU_STATE_") for name, number in types_api.GpuState.items()}
 _REASONS = {number: name.removeprefix("READING_STATUS_") for name, number in types_api.ReadingStatus.items()}
 _ACTIONS = {

@@ -170,17 +170,11 @@ class Tick:
             utilization = queries.within(_UTILIZATION_FIELDS[0], rates.gpu, high=100.0)
             memory_utilization = queries.within(_UTILIZATION_FIELDS[1], rates.memory, high=100.0)
         memory = self._memory()
-        temperature = queries.number(
-            "temperature_celsius",
-            pynvml.nvmlDeviceGetTemperature,
-            handle,
-            pynvml.NVML_TEMPERATURE_GPU,
-            high=_HIGHEST_CELSIUS,
-        )
+        ask_heat = partial(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
+        temperature = queries.number("temperature_celsius", ask_heat, high=_HIGHEST_CELSIUS)
         power = self._watts("power_watts", pynvml.nvmlDeviceGetPowerUsage)
-        base = device.base
-        if base is None or not queries.serves(base):
-            base = device.base = self._ask_tiers()
+        if device.base is None or not queries.serves(device.base):
+            device.base = self._ask_tiers()
         device.readings |= zip(_MEMORY_FIELDS, memory, strict=True)
         device.readings |= {
             "utilization_percent": utilization,
