@@ -84,7 +84,7 @@ async def shares_asked_and_released(client: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "most"), [("get", 41), ("reserve and release", 368), ("shares", 3544), ("get, forwarded", 97)]
+    ("what", "most"), [("get", 41), ("reserve and release", 368), ("shares", 3608), ("get, forwarded", 97)]
 )
 async def test_a_call_takes_no_more_frames_than_it_did(tmp_path: Path, what: str, most: int) -> None:
     """From the guard down; of a forwarded call in both servers."""
