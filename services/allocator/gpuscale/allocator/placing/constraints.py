@@ -133,7 +133,7 @@ class Needs:
     """What an ask requires, by the columns' model and size numbers: as lists for one GPU, as arrays for many.
 
     `kind` is the number of the MIG profile; `barred` says for each model whether the ask excludes it; `milli` and `floor` are
-    the thousandths that it takes of a GPU of each size, and the bytes that must be available there.
+    the thousandths that it takes of a GPU of each size, and the bytes that must be available there; floor 0 decides nothing.
     """
 
     kind: int
