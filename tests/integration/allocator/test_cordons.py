@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 
 from gpuscale.allocator.app import DATABASE
 from gpuscale.allocator.domain.cordons import Cordon, Spot
+from gpuscale.allocator.domain.model import Reservation
+from gpuscale.allocator.state import store
 from gpuscale.allocator.state.operators import CordonStore
 from gpuscale.allocator.state.store import open_store
 from gpuscale.api.allocator import v1 as api
@@ -142,6 +145,25 @@ async def test_a_cordon_of_a_gpu_covers_its_mig_instances(tmp_path: Path) -> Non
         await uncordon(client, PARENT)
         assert not (await state_of(client, held.name)).HasField("revoke_time")
         assert (await client.reserve(1, "me", mig_profile="1g.10gb", min_memory="0")).gpus
+
+
+async def test_a_drain_of_a_gpu_tells_who_holds_an_instance_of_it_since_before_that_was_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reservation names the instance alone; the node says of which GPU it is."""
+
+    def unrecorded(one: Reservation) -> str:
+        return to_gpus(replace(one, gpus=tuple(replace(gpu, parent="") for gpu in one.gpus)))
+
+    to_gpus = store.to_gpus
+    with monkeypatch.context() as earlier:
+        earlier.setattr(store, "to_gpus", unrecorded)
+        async with allocator_client(tmp_path, divided()) as client:
+            held = await client.reserve(1, "me", mig_profile="1g.10gb", min_memory="0")
+    async with allocator_client(tmp_path, divided()) as client:
+        answer = await drain(client, PARENT, grace=3600)
+        assert [one.name for one in answer.reservations] == [held.name]
+        assert (await state_of(client, held.name)).HasField("revoke_time")
 
 
 async def test_a_drain_ends_what_is_left_at_its_deadline(tmp_path: Path) -> None:

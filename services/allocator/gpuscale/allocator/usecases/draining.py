@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from gpuscale.allocator.domain.cordons import Cordon, Cordons, Spot, cordoned
 from gpuscale.allocator.domain.ledger import Ledger
-from gpuscale.allocator.domain.model import Node, Reservation
+from gpuscale.allocator.domain.model import Node, Reservation, ReservedGpu
 from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.state.commits import Changes, Commits
 from gpuscale.allocator.state.operators import CordonStore
@@ -160,10 +160,14 @@ class Maintenance:
         await self.leases.revoke(there, cordon.deadline, cordon.why)
 
     def _on(self, spot: Spot, reservations: Iterable[Reservation]) -> list[Reservation]:
-        """The reservations that are on a spot, or on a MIG instance of it."""
-        return [
-            one for one in reservations if any(spot.holds(gpu.node, gpu.uuid, gpu.parent) for gpu in one.gpus)
-        ]
+        """The reservations that are on a spot, or on a MIG instance of it: those of earlier versions do not record its GPU."""
+        node = self.view.get(spot.node)
+        parents = {gpu.uuid: gpu.parent for gpu in node.gpus} if node else {}
+
+        def there(gpu: ReservedGpu) -> bool:
+            return spot.holds(gpu.node, gpu.uuid, gpu.parent or parents.get(gpu.uuid, ""))
+
+        return [one for one in reservations if any(map(there, one.gpus))]
 
     async def reprieve(self, told: Sequence[str], lifted: Cordon | None = None) -> None:
         """Take back revocations; a drain of the same GPUs, except the `lifted` one, sets its own again."""
