@@ -1,6 +1,7 @@
 """Check, wait, explain, estimate and rank over real gRPC, with a real store and a fake fleet."""
 
 import asyncio
+import re
 from pathlib import Path
 from uuid import uuid4
 
@@ -143,8 +144,10 @@ async def test_an_explanation_names_what_stands_in_the_way_and_what_helps(tmp_pa
         helps = "\n".join(found.remedies)
         assert f"eservation {first.name.partition('/')[2]} of alice ends in" in helps
         assert "nodes/n1 is cordoned by local (fan): gpuscalectl uncordon nodes/n1" in helps
-        never = await explain(client, api.Ask(gpu_count=9))
-        assert not any("cordon" in remedy for remedy in never.remedies), "that would not help"
+        for ask in (api.Ask(gpu_count=9), api.Ask(gpu_count=1, member_count=9)):
+            never = await explain(client, ask)
+            assert enum_word(never, "reason") == "UNSATISFIABLE"
+            assert not re.search("cordon|reservation", "".join(never.remedies)), "that would not help"
         stranger = await explain(client, api.Ask(gpu_count=1, nodes=["nodes/n2"]))
         assert "79000 MiB of n2-0: python (123)" in "\n".join(stranger.remedies)
 

@@ -16,6 +16,7 @@ from gpuscale.allocator.placing.columns import NO_GPU, Bools, listed, outsiders
 from gpuscale.allocator.placing.constraints import NODE_OBSTACLES, ORDER, Obstacle
 from gpuscale.allocator.placing.index import Index, Shape
 from gpuscale.allocator.placing.refusal import (
+    FIRST_HELP,
     HELP,
     MOST_NAMES,
     WORDS,
@@ -100,8 +101,9 @@ def outlook(
         helped[obstacle] = int((short & fits).sum())
     remedies: list[str] = []  # the changes that alone make room, and on how many nodes
     if not isinstance(answer, Pick):
+        useful = FIRST_HELP if answer.kind is RefusalKind.UNSATISFIABLE else HELP.keys()
         for obstacle, count in helped.items():
-            if count and obstacle in HELP:
+            if count and obstacle in useful:
                 does = "node does" if count == 1 else "nodes do"
                 remedies.append(sentence(f"{HELP[obstacle]}: {count} {does} then"))
         if views and 0 < (fitting := views[0].fitting) < shape.ask.gpu_count:
@@ -153,7 +155,7 @@ def remedies(
 ) -> list[str]:
     """What would make room, in words, the surest first; empty for an ask that can be granted.
 
-    `room_after` says whether the ask could be granted if some reservations ended.
+    For one that never can, these are other asks alone. `room_after` says whether the ask could be granted if some reservations ended.
     """
     if isinstance(outlook.answer, Pick) or outlook.answer.kind is RefusalKind.UNSATISFIABLE:
         return list(outlook.remedies)

@@ -64,6 +64,8 @@ HELP = {obstacle: cure for obstacle, (_, cure) in _TEXTS.items() if cure}
 """Remedies for obstacles."""
 FOR_EVER = LASTING - {Obstacle.MIG_PROFILE_DIFFERS}
 """Choices of the caller: suggested only when asked what would help."""
+FIRST_HELP = FOR_EVER | {Obstacle.CPU_BELOW_MIN, Obstacle.HOST_MEMORY_BELOW_MIN, Obstacle.MEMORY_BELOW_MIN}
+"""What an ask that can never be granted has to change: the rest of it ends by itself, or is no help before."""
 
 
 _TOLD: Mapping[Obstacle, Callable[[Gpu], str]] = {
