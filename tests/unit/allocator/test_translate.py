@@ -9,10 +9,11 @@ from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import WHOLE, Reservation, Score, ScorePart
 from gpuscale.allocator.servicers import servicer
 from gpuscale.allocator.servicers import servicer as translate
-from gpuscale.allocator.servicers.servicer import to_ask
+from gpuscale.allocator.servicers.servicer import to_ask, to_order
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common import wire
+from gpuscale.common.security.auth import Principal, Role
 from tests.support.allocator_values import MIB, NOW, WALL, order, reserved
 
 SCORE = Score(0.54, (ScorePart("memory", 0.9, 0.6), ScorePart("utilization", None, 0.4)), "by memory alone")
@@ -115,3 +116,18 @@ def test_as_many_asks_are_kept_as_may_be(monkeypatch: pytest.MonkeyPatch) -> Non
     for count in range(1, before + 10):
         to_ask(api.Ask(gpu_count=count), SETTINGS)
     assert len(servicer._asks) <= max(before, 2)
+
+
+def test_a_request_that_differs_in_its_id_alone_is_translated_once_for_an_equal_caller() -> None:
+    """Each call makes another principal of a caller behind a gateway, or with a certificate."""
+    ann = Principal("ann", Role.OPERATOR, "gateway", via="front")
+    asked = api.ReserveRequest(holder="test_translate", ask=api.Ask(gpu_count=1))
+    fingerprint = wire.fingerprint(asked)
+    asked.request_id = "A1"
+    first = to_order(asked, ann, SETTINGS)
+    asked.request_id = "b2"
+    again, another = (to_order(asked, one, SETTINGS) for one in (replace(ann), replace(ann, name="bob")))
+    assert (first.request_id, first.owner, first.fingerprint) == ("a1", "ann", f"{fingerprint} ann")
+    assert again == replace(first, request_id="b2")
+    assert again.labels is first.labels
+    assert (another.owner, another.fingerprint) == ("bob", f"{fingerprint} bob")

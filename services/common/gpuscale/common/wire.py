@@ -128,14 +128,14 @@ def asked_period(request: Message) -> TimeRange:
     return TimeRange(since, until)
 
 
-def fingerprint(message: Message) -> str:
-    """SHA-256, in hex, of the type and content of a message.
+def fingerprint(message: Message, sent: bytes | None = None) -> str:
+    """SHA-256, in hex, of the type and content of a message; or of what was `sent` of it.
 
     Tells a retry from another request with the same request id. Stable within one build of the program only, as
     protobuf's serialization is.
     """
     kind = message.DESCRIPTOR.full_name.encode()
-    return hashlib.sha256(kind + b"\0" + message.SerializeToString(deterministic=True)).hexdigest()
+    return hashlib.sha256(kind + b"\0" + (sent or message.SerializeToString(deterministic=True))).hexdigest()
 
 
 DEFAULT_PAGE_SIZE = 100

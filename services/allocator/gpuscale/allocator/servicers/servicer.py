@@ -437,21 +437,21 @@ def to_order(
             (OTHER_OWNER), or request the priority (PRIORITY_TOO_HIGH).
     """
     request_id, request.request_id = request.request_id, ""
-    try:
-        sent = request.SerializeToString(deterministic=True)
-        if (known := _orders.get(sent)) is None or known[0] is not caller or known[1] is not defaults:
-            known = _orders[sent] = caller, defaults, _REST(_to_order(request, caller, defaults, path))
-            if len(_orders) > _ORDERS_KEPT:
-                _orders.popitem(last=False)
-    finally:
-        request.request_id = request_id
-    return Order(request_id.lower(), *known[2])
+    sent = request.SerializeToString(deterministic=True)
+    request.request_id = request_id
+    if (known := _orders.get(sent)) and known[1] is defaults and (known[0] is caller or known[0] == caller):
+        return Order(request_id.lower(), *known[2])
+    order = _to_order(request, caller, defaults, path, sent)
+    _orders[sent] = caller, defaults, _REST(order)
+    if len(_orders) > _ORDERS_KEPT:
+        _orders.popitem(last=False)
+    return order
 
 
 def _to_order(
-    request: api.ReserveRequest, caller: Principal, defaults: AllocatorSettings, path: str
+    request: api.ReserveRequest, caller: Principal, defaults: AllocatorSettings, path: str, sent: bytes
 ) -> Order:
-    """The order of a request without its id."""
+    """The order of a request; `sent` is all of it but its id."""
     tenant, owner = request.tenant or caller.tenants[0], request.owner or caller.name
     if caller.role < Role.ADMIN:
         check_tenant(caller, tenant, f"{path}tenant")
@@ -477,8 +477,8 @@ def _to_order(
         labels[MOVABLE_LABEL] = f"{wire.seconds(request.movable):g}"
     ttl = wire.optional_seconds(request, "ttl")
     return Order(
-        request_id="",
-        fingerprint=f"{wire.fingerprint(request)} {caller.name}",
+        request_id=request.request_id.lower(),
+        fingerprint=f"{wire.fingerprint(request, sent)} {caller.name}",
         holder=request.holder,
         owner=owner,
         ttl=defaults.default_ttl_seconds if ttl is None else ttl,
