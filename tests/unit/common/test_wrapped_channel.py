@@ -10,6 +10,7 @@ import pytest
 
 from gpuscale.common.errors import (
     DeadlineExceededError,
+    FailedPreconditionError,
     GpuscaleError,
     InvalidArgumentError,
     NotFoundError,
@@ -17,7 +18,7 @@ from gpuscale.common.errors import (
 )
 from gpuscale.common.rpc.channel import open_sync_channel, split_addresses
 from gpuscale.common.rpc.status import to_rpc_status
-from gpuscale.common.rpc.wrapped_channel import PATIENCE, Leader, Trail, following
+from gpuscale.common.rpc.wrapped_channel import LONGEST_CALL, PATIENCE, Leader, Trail, following
 
 NEVER_SENT = "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Connection refused"
 
@@ -200,19 +201,51 @@ def test_a_call_without_a_near_deadline_gives_up_too(
     assert call.after(not_leader()) is None
 
 
-class Silent:
-    """A channel whose server never answers; `called` has the names of those that were called."""
+TOO_MANY = of_grpc(UnavailableError("Too many pings"))
 
-    def __init__(self, name: str, called: list[str]) -> None:
+
+@pytest.mark.parametrize(
+    ("error", "later", "calm"),
+    [
+        (TOO_MANY, LONGEST_CALL - 1, True),
+        (TOO_MANY, LONGEST_CALL + 1, False),
+        (of_grpc(UnavailableError("Socket closed")), 1.0, True),
+        (answered(UnavailableError("stopping", reason="SHUTTING_DOWN")), 1.0, False),
+        (not_leader("b"), 1.0, False),
+    ],
+    ids=["soon", "an hour later", "closed", "stopping", "standing by"],
+)
+def test_an_address_is_pinged_less_often_until_a_later_release_may_be_there(
+    monkeypatch: pytest.MonkeyPatch, error: grpc.aio.AioRpcError, later: float, calm: bool
+) -> None:
+    leader, now = Leader(["a", "b"]), time.monotonic()
+    for one in (TOO_MANY, error):
+        leader.index = 0
+        trail(leader).after(one)
+    then = now + later
+    monkeypatch.setattr("gpuscale.common.rpc.wrapped_channel.time.monotonic", lambda: then)
+    assert (leader.is_calm(0), leader.is_calm(1)) == (calm, False)
+
+
+class Silent:
+    """A channel whose server never answers, or fails each call; `called` has the names of those that were called."""
+
+    def __init__(self, name: str, called: list[str], error: grpc.RpcError | None = None) -> None:
         self._name = name
         self._called = called
+        self._error = error
 
     def unary_unary(self, *_: object, **__: object) -> Callable[..., asyncio.Future[bytes]]:
         def call(*_: object, **__: object) -> asyncio.Future[bytes]:
             self._called.append(self._name)
-            return asyncio.get_running_loop().create_future()
+            made = asyncio.get_running_loop().create_future()
+            if self._error is not None:
+                made.set_exception(self._error)
+            return made
 
         return call
+
+    async def close(self, _grace: float) -> None: ...
 
 
 @pytest.mark.parametrize(("timeout", "next_one"), [(0.0, "b"), (60.0, "a"), (None, "a")])
@@ -233,3 +266,19 @@ async def test_an_address_that_was_silent_until_the_caller_gave_up_is_left(
         with pytest.raises(asyncio.CancelledError):
             await call
     assert called == ["a", next_one]
+
+
+async def test_a_channel_with_fewer_pings_that_cannot_be_opened_is_tried_again_by_the_next_call() -> None:
+    opened, called = list[str](), list[str]()
+
+    def open_one(address: str, *, follows: bool) -> Any:
+        opened.append(f"{address[0]} {follows}")
+        if len(opened) == 3:
+            raise FailedPreconditionError("the certificate is being replaced", reason="TLS_FILES")
+        return Silent(opened[-1], called, TOO_MANY)
+
+    method = following(("a:1", "b:1"), open_one).unary_unary("/x")
+    for error in (grpc.RpcError, grpc.RpcError, FailedPreconditionError, grpc.RpcError):
+        with pytest.raises(error):
+            await method(b"")
+    assert called == ["a True", "b True", "a False"]

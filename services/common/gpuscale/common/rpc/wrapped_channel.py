@@ -235,15 +235,14 @@ class Leader:
     """The address of the presumed leader, initially the first. Shared by all calls of a channel."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
-        self._addresses = tuple(addresses)
+        self.addresses: tuple[str, ...] = tuple(addresses)
         self.index: int = 0
-        self.calm: set[int] = set()
-        """Indexes of the addresses that are not to be pinged each second."""
+        self.calm: dict[int, float] = {}
+        """Until when addresses are not to be pinged each second, by index; a later release may be there then."""
 
-    @property
-    def count(self) -> int:
-        """Number of addresses."""
-        return len(self._addresses)
+    def is_calm(self, index: int) -> bool:
+        """Whether the address at `index` is not to be pinged each second."""
+        return time.monotonic() < self.calm.get(index, 0.0)
 
     def failed(self, index: int, hint: str = "") -> None:
         """Note that the address at `index` does not lead: switch to `hint` if known, else to the next.
@@ -252,8 +251,8 @@ class Leader:
         """
         if index != self.index:
             return
-        known = hint in self._addresses and self._addresses.index(hint) != index
-        self.index = self._addresses.index(hint) if known else (index + 1) % len(self._addresses)
+        known = hint in self.addresses and self.addresses.index(hint) != index
+        self.index = self.addresses.index(hint) if known else (index + 1) % len(self.addresses)
 
 
 class Trail:
@@ -288,14 +287,16 @@ class Trail:
         if not (gone or silent):
             return None
         if problem.message == _TOO_MANY:
-            self._leader.calm.add(self.index)
+            self._leader.calm[self.index] = time.monotonic() + LONGEST_CALL
+        elif problem.reason != problem.default_reason:  # it stands by or stops, perhaps for another release
+            self._leader.calm.pop(self.index, None)
         self._leader.failed(self.index, problem.metadata.get("leader", ""))
         if not (self._again and (problem.reason == NOT_LEADER or never_sent(error))):
             return None
         self.index = self._leader.index
         self._refusals += 1
         # Try each address once without a pause. After that there is no leader until a standby takes over.
-        pause = 0.0 if self._refusals % self._leader.count else self._backoff.next()
+        pause = 0.0 if self._refusals % len(self._leader.addresses) else self._backoff.next()
         latest = min(self._patience, self._deadline or self._patience)
         return pause if time.monotonic() + pause + (_LEAST if pause else 0.0) < latest else None
 
@@ -326,14 +327,17 @@ def following(addresses: Sequence[str], open_one: Callable[..., grpc.aio.Channel
     leader = Leader(addresses)
 
     def paced(index: int, address: str) -> grpc.aio.Channel:
-        """A channel that pings each second, or as others do once the server has called that too many."""
-        calm = list[bool]()
+        """A channel that pings each second, or for a time as others do once the server has called that too many."""
+        calm = False
 
         def open_anew() -> grpc.aio.Channel:
-            calm.append(index in leader.calm)
-            return open_one(address, follows=not calm[-1])
+            nonlocal calm
+            now = leader.is_calm(index)
+            channel = open_one(address, follows=not now)
+            calm = now
+            return channel
 
-        return RenewedChannel(open_anew, lambda: None if calm[-1] == (index in leader.calm) else address)
+        return RenewedChannel(open_anew, lambda: address if calm != leader.is_calm(index) else None)
 
     channels = [paced(index, address) for index, address in enumerate(addresses)]
 
