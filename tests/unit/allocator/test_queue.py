@@ -317,6 +317,7 @@ def test_hours_of_a_month_that_are_used_or_booked_let_nobody_of_the_tenant_in() 
     found = line.queue.look(wish("w", tenant="a"), NOW)
     assert isinstance(found, QueueObstacle)
     assert (found.reason, found.lasting) == (Reason.QUOTA_EXCEEDED, False)
+    assert found.until is None, "a booking may be cancelled"
     assert found.message.startswith("tenant a has used 60.0 and booked 40.0 of the 100 GPU-hours")
     assert "Wait until Fri 2027-01-15 08:00 UTC" in found.message
     line.ask(wish("w", tenant="a"), wish("b", tenant="b"))
@@ -325,7 +326,10 @@ def test_hours_of_a_month_that_are_used_or_booked_let_nobody_of_the_tenant_in() 
         Quota("c", gpu_hours_per_month=0.03),
         MonthStanding(0.0312, 0, 1e9),
     )
-    assert "has used 0.031 of the 0.03 GPU-hours" in str(line.queue.look(wish("x", tenant="c"), NOW))
+    used = line.queue.look(wish("x", tenant="c"), NOW)
+    assert isinstance(used, QueueObstacle)
+    assert "has used 0.031 of the 0.03 GPU-hours" in used.message
+    assert used.until == 1e9
     line.world.months["a"] = MonthStanding(0.0, 40.0, 1_900_000_000.0)
     line.queue.changed(())
     assert line.granted() == ["w"]

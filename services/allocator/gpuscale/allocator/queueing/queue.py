@@ -148,7 +148,7 @@ def over_quota(world: QueueWorld, order: Order, pick: Pick | None = None) -> Que
                 f"tenant {order.tenant} has used {hours_text(month.used)}{beside} of the {hours:g} GPU-hours that its quota has for this"
                 f" month. Wait until {local(month.ends)}, or have the quota raised.",
                 lasting=not hours,
-                until=month.ends,
+                until=month.ends if month.used >= hours else None,
             )
     if limit is None:
         return None
