@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -157,7 +157,7 @@ def watcher(number: int, queue: str = "q") -> Fields:
 
 
 def endpoint(number: int, reads: int) -> autoscaler_api.Endpoint:
-    found = scaling(name=f"e{number}", tick=60)
+    found = scaling(name=f"e{number}", low=1, tick=60)
     found.spec.signals[0].queue.watcher = f"watchers/w{reads}"
     return found
 
@@ -417,14 +417,14 @@ async def told(room: Room, method: str, request: Message) -> str:
         return str(refused)
 
 
-def forget_volatile(message: Any) -> None:
+def forget_volatile(message: Any, names: Collection[str] = VOLATILE) -> None:
     for field, value in message.ListFields():
-        if field.name in VOLATILE:
+        if field.name in names:
             message.ClearField(field.name)
         elif field.message_type and not field.message_type.GetOptions().map_entry:
             for one in value if field.is_repeated else [value]:
                 if not isinstance(one, duration_pb2.Duration | timestamp_pb2.Timestamp):
-                    forget_volatile(one)
+                    forget_volatile(one, names)
 
 
 def test_every_rpc_that_changes_something_has_a_case() -> None:
