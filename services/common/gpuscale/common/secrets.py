@@ -205,11 +205,11 @@ LINK_PATH = "/open/"
 """A sign-in link is the dashboard's address, this path and a secret."""
 
 
-def write_private(path: Path, content: bytes, *, public: bool = False) -> None:
+def write_private(path: Path, content: bytes, *, public: bool = False, keep_owner: bool = True) -> None:
     """Replace a file atomically, readable by its owner only, or by everyone if `public`.
 
-    An existing file keeps its owner, group and group-read bit: a service that runs as its own user can still read a
-    file that root replaced.
+    With `keep_owner`, an existing file keeps its owner, group and group-read bit: a service that runs as its own user can
+    still read a file that root replaced.
 
     Raises:
         OSError: it cannot be written, or is not a regular file (such as /dev/null); it stays unchanged. The error names
@@ -226,7 +226,7 @@ def write_private(path: Path, content: bytes, *, public: bool = False) -> None:
             new, mode = os.fstat(descriptor), 0o644 if public else 0o600
             with suppress(FileNotFoundError):
                 old = path.lstat()
-                if stat.S_ISREG(old.st_mode):
+                if keep_owner and stat.S_ISREG(old.st_mode):
                     mode |= old.st_mode & stat.S_IRGRP
                     # Only if needed: systemd units may forbid the call.
                     if (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):

@@ -44,6 +44,7 @@ class JournalRecord:
 
 
 _SUFFIX = ".json"
+_OLD_SUFFIX = f"{_SUFFIX}.new"  # of files that were being written, up to version 0.1
 _OF_PROCESSES = ("process", "probe", "ready")
 """Fields that stood beside `kept` up to version 0.1."""
 _RECORD: TypeAdapter[JournalRecord] = TypeAdapter(JournalRecord)
@@ -59,7 +60,7 @@ class Journal:
         """Every record, by replica; FailedPreconditionError if one cannot be read: nothing must be started then."""
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for left in self._directory.glob(f".*{_SUFFIX}.*"):
+            for left in (*self._directory.glob(f".*{_SUFFIX}.*"), *self._directory.glob(f"*{_OLD_SUFFIX}")):
                 left.unlink()
             contents = {path: path.read_bytes() for path in self._directory.glob(f"*{_SUFFIX}")}
         except OSError as error:
@@ -88,7 +89,7 @@ class Journal:
         for record in records:
             replicas.append(record.replica)
             try:
-                write_private(self._path(record.replica), _RECORD.dump_json(record))
+                write_private(self._path(record.replica), _RECORD.dump_json(record), keep_owner=False)
             except OSError as error:
                 failed[record.replica] = error
         try:
