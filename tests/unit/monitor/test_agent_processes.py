@@ -3,6 +3,7 @@
 import pwd
 import shutil
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,8 @@ import pytest
 from gpuscale.monitor.agent.processes import ProcessNames, UserNames, shown_program
 from gpuscale.monitor.model.readings import GpuProcess, ProcessKey
 from tests.support.clock import ManualClock
+
+POD, HEX = "0f8a6c52-1111-2222-3333-444455556666", "a" * 64
 
 
 @pytest.fixture
@@ -53,25 +56,11 @@ def test_ids_are_believed_once_the_operator_has_raised_the_highest(proc: Path) -
     assert names.believable([100_000])
 
 
-def test_in_a_container_the_highest_id_is_that_of_any_host(proc: Path) -> None:
-    """Its own, which newer kernels tell, is about other ids than the driver's."""
-    (proc / "self/ns/pid").unlink()
-    (proc / "self/ns/pid").symlink_to("pid:[4026532999]")
-    assert ProcessNames().believable([4_194_304])
-    assert not ProcessNames().believable([4_194_305])
-
-
 def test_a_program_that_computes_and_draws_is_one_process(proc: Path) -> None:
-    merged = ProcessNames().merge([(101, 5), (102, None), (101, 7), (102, 3)])
-    assert [(one.pid, one.memory_used_bytes, one.command) for one in merged] == [
-        (101, 7, "trainer"),
-        (102, 3, "a) b ("),
-    ]
-
-
-def test_memory_that_nobody_tells_stays_unknown(proc: Path) -> None:
-    [process] = ProcessNames().merge([(102, None), (102, None)])
-    assert process.memory_used_bytes is None
+    """And memory that nobody tells stays unknown."""
+    records = [(101, 5), (102, None), (101, 7), (102, 3), (50, None), (50, None)]
+    told = [(one.pid, one.memory_used_bytes, one.command) for one in ProcessNames().merge(records)]
+    assert told == [(50, None, "shell"), (101, 7, "trainer"), (102, 3, "a) b (")]
 
 
 def test_memory_of_a_process_that_is_not_there_has_an_unknown_holder(proc: Path) -> None:
@@ -84,12 +73,8 @@ def test_memory_of_a_process_that_is_not_there_has_an_unknown_holder(proc: Path)
 def test_the_lineage_of_a_process_tells_when_each_of_them_started(proc: Path) -> None:
     names = ProcessNames()
     [process] = names.merge([(102, 1)])
-    assert process.lineage == (
-        ProcessKey(102, 5678),
-        ProcessKey(101, 1234),
-        ProcessKey(50, 900),
-        ProcessKey(1, 0),
-    )
+    keys = [(102, 5678), (101, 1234), (50, 900), (1, 0)]
+    assert process.lineage == tuple(ProcessKey(*key) for key in keys)
     assert names.lineage(777) == ()
     assert not names.foreign
 
@@ -101,9 +86,7 @@ def test_a_process_is_known_by_its_effective_user_and_its_own_reservation_alone(
     assert (one.user, one.mark, other.mark) == (1001, "reservations/r1", "")
 
 
-def test_a_pid_that_another_process_has_by_now_names_neither(
-    proc: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pid_that_was_given_anew_names_neither(proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the reading of the start and of the name, the process ends and its pid is given anew."""
     own = psutil.Process.name
 
@@ -116,6 +99,15 @@ def test_a_pid_that_another_process_has_by_now_names_neither(
     monkeypatch.setattr(psutil.Process, "name", name)
     assert ProcessNames().merge([(101, 5)]) == (GpuProcess(101, 5, holder_unknown=True),)
     monkeypatch.undo()
+
+
+def test_nothing_of_psutil_is_kept_of_a_process(proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands come and go on a host."""
+    seen, own = weakref.WeakSet[psutil.Process](), psutil.Process.name
+    monkeypatch.setattr(psutil.Process, "name", lambda process: (seen.add(process), own(process))[1])
+    names = ProcessNames()
+    assert names.merge([(101, 5)])[0].command == "trainer"
+    assert not seen
 
 
 def test_what_all_gpus_have_in_common_is_read_once_a_moment_and_then_anew(proc: Path) -> None:
@@ -133,16 +125,17 @@ def test_what_all_gpus_have_in_common_is_read_once_a_moment_and_then_anew(proc: 
     assert [key.pid for key in child.lineage] == [102]
 
 
-def test_no_name_is_told_where_the_ids_are_of_another_namespace(proc: Path) -> None:
-    """In a container, the program with that number is another one."""
+def test_in_a_container_no_name_is_told_and_the_highest_id_is_that_of_any_host(proc: Path) -> None:
+    """The program with that number is another one, and the highest id that newer kernels tell is about its own ids."""
     (proc / "self/ns/pid").unlink()
     (proc / "self/ns/pid").symlink_to("pid:[4026532999]")
-    assert ProcessNames().merge([(101, 5)]) == (GpuProcess(101, 5, holder_unknown=True),)
+    names = ProcessNames()
+    assert names.merge([(101, 5)]) == (GpuProcess(101, 5, holder_unknown=True),)
+    assert names.believable([4_194_304])
+    assert not names.believable([4_194_305])
 
 
-def test_a_host_that_hides_its_proc_still_tells_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hidden_proc_still_tells_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
     names = ProcessNames()
     assert names.believable([4_194_304])
@@ -169,9 +162,7 @@ def test_of_a_command_line_only_what_runs_is_shown(line: str, shown: str) -> Non
     assert shown_program(line.split()) == shown
 
 
-def test_the_name_of_a_user_is_looked_up_once_and_nobody_waits_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_user_is_looked_up_once_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, answers = list[int](), threading.Event()
 
     def slow_directory(user: int) -> SimpleNamespace:
@@ -195,16 +186,9 @@ def test_the_name_of_a_user_is_looked_up_once_and_nobody_waits_for_it(
 @pytest.mark.parametrize(
     ("cgroup", "pod"),
     [
-        (
-            "0::/kubepods/burstable/pod0f8a6c52-1111-2222-3333-444455556666/" + "a" * 64,
-            "0f8a6c52-1111-2222-3333-444455556666",
-        ),
-        (
-            "0::/kubepods.slice/kubepods-pod0f8a6c52_1111_2222_3333_444455556666.slice/cri-containerd-"
-            + "a" * 64,
-            "0f8a6c52-1111-2222-3333-444455556666",
-        ),
-        ("0::/system.slice/docker-" + "a" * 64, ""),
+        (f"0::/kubepods/burstable/pod{POD}/{HEX}", POD),
+        (f"0::/kubepods.slice/kubepods-pod{POD.replace('-', '_')}.slice/cri-containerd-{HEX}", POD),
+        (f"0::/system.slice/docker-{HEX}", ""),
         ("0::/user.slice", ""),
     ],
 )

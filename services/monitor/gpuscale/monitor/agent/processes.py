@@ -79,7 +79,7 @@ class ProcessNames:
         self._now = now
         self._glance = _Glance()
         self._glance_until = now()
-        self._traces: dict[ProcessKey, tuple[psutil.Process, str, str]] = {}
+        self._traces: dict[ProcessKey, tuple[str, str]] = {}
         self._users = UserNames()
         try:
             self.foreign = str((self._proc / "self/ns/pid").readlink()) != _INITIAL_PID_NAMESPACE
@@ -159,12 +159,12 @@ class ProcessNames:
             return {}
         process = lineage[0]
         try:
+            of_system = self._of_system(pid)
             if process not in self._traces:  # read once, since that takes longest
                 if len(self._traces) >= _TRACES_KEPT:
                     self._traces.clear()
-                of_system = self._of_system(pid)
-                self._traces[process] = of_system, self._container(pid), _mark(of_system)
-            of_system, container, mark = self._traces[process]
+                self._traces[process] = self._container(pid), _mark(of_system)
+            container, mark = self._traces[process]
             name, user, program = of_system.name(), of_system.uids().effective, ""
             with suppress(psutil.AccessDenied, OSError):
                 program = shown_program(of_system.cmdline())
