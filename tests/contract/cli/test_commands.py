@@ -476,22 +476,49 @@ def test_who_holds_a_gpu_is_told_where_it_is_known(ctl: Any) -> None:
     assert "HOLDER" not in ctl("snapshot").out, "an agent does not know"
 
 
-@pytest.mark.parametrize("kind", [errors.UnavailableError, errors.DeadlineExceededError])
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.UnavailableError("the allocator is down", reason="UPSTREAM_UNAVAILABLE"),
+        errors.DeadlineExceededError("no answer within 10 s"),
+    ],
+    ids=["away", "frozen"],
+)
 def test_the_allocator_away_or_frozen_does_not_hide_the_gpus(
-    ctl: Any, world: canned.World, kind: type[errors.GpuscaleError]
+    ctl: Any, world: canned.World, error: errors.GpuscaleError
 ) -> None:
-    world.refuse["ListReservations"] = kind("the allocator does not answer")
-    ran = ctl("get", "gpus")
-    assert ran.code == 0
-    assert "holders are unknown: the allocator does not answer" in ran.err
-    status = ctl("status")
-    assert status.code == 7, "as of get all"
-    assert "reservations are unknown: the allocator does not answer" in status.err
-    assert ("gpuscalectl doctor" in status.err) == (kind is errors.DeadlineExceededError)
-    assert "cordons are unknown" not in status.err, "each would be waited for"
-    assert "2 GPUs: use unknown\n" in status.out
-    assert "reservations unknown, 1 endpoint, " in status.out
+    """It is waited for once, and each line is written once."""
+    world.refuse.update(dict.fromkeys(("ListReservations", "ListCordons"), error))
+    frozen = isinstance(error, errors.DeadlineExceededError)
+    for words, what, code in (
+        ("get gpus", "holders", 0),
+        ("get nodes", "cordons", 0),
+        ("get all", "reservations", 7),
+        ("status", "reservations and cordons", 7),
+    ):
+        world.requests.clear()
+        ran = ctl(*words.split())
+        lines = ran.err.splitlines()
+        assert ran.code == code
+        assert f"{what} are unknown: {error.message}" in lines
+        assert ran.err.count("gpuscalectl doctor") == frozen
+        assert len({*lines}) == len(lines)
+        asked = [one for one in world.requests if ".allocator." in type(one).DESCRIPTOR.full_name]
+        assert len(asked) == 1 or not frozen
+    assert "2 GPUs: use unknown\n" in ran.out
+    assert "reservations unknown, 1 endpoint, " in ran.out
     assert "reservations" not in json.loads(ctl("status", "-o", "json").out), "absent, and not none"
+
+
+def test_a_server_without_a_method_is_told_once(ctl: Any, world: canned.World) -> None:
+    """As an agent has none of `get all`, and an older server not each."""
+    error = errors.UnimplementedError("Method not found!")
+    world.refuse = dict.fromkeys(("ListNodes", "ListEndpoints", "ListReplicas"), error)
+    ran = ctl("get", "all")
+    assert (ran.code, ran.out, ran.err.count("not found!")) == (1, "", 1)
+    del world.refuse["ListNodes"]
+    ran = ctl("get", "all")
+    assert (ran.code, ran.err.count("not found!"), ran.err.count("upgrade --plan")) == (1, 2, 1)
 
 
 def test_an_empty_list_is_a_list(ctl: Any, world: canned.World) -> None:

@@ -41,14 +41,7 @@ from gpuscale.client.tuning import (
     choose,
     parse_goal,
 )
-from gpuscale.common import wire
-from gpuscale.common.errors import (
-    FailedPreconditionError,
-    InvalidArgumentError,
-    NotFoundError,
-    PermissionDeniedError,
-    UnimplementedError,
-)
+from gpuscale.common import errors, wire
 from gpuscale.common.names import BACKTEST, ENDPOINT, WATCHER
 from gpuscale.common.sizes import to_seconds
 
@@ -128,7 +121,7 @@ class Workload:
     def asked(self) -> "tuple[api.BacktestSpec, api.Workload]":
         """The backtest to run, without policies, and its workload. Raises InvalidArgumentError: the trace cannot be read."""
         if bool(self.trace) == bool(self.history):
-            raise InvalidArgumentError("pass either --trace or --history")
+            raise errors.InvalidArgumentError("pass either --trace or --history")
         trace = _read_trace(self.trace) if self.trace else api.Workload()
         least, most = map(wire.to_duration, self.cold_start)
         spec = api.BacktestSpec(
@@ -176,7 +169,7 @@ def _run(
             lambda: client.backtests.CreateBacktest(iter(messages), timeout=SENDING_SECONDS)
         ).backtest
     # Older than 1.0, or a viewer, who may not store backtests.
-    except (UnimplementedError, PermissionDeniedError):
+    except (errors.UnimplementedError, errors.PermissionDeniedError):
         if detach:
             raise
         return _run_within_a_call(client, spec, workloads)
@@ -218,7 +211,7 @@ def finished(client: "Client", name: str, *, cancels: bool = False) -> "api.Back
         request = api.WatchBacktestsRequest(filter=f'name = "{name}"')
         for update in library.watch(client.backtests.WatchBacktests, request, resume=True):
             if name in update.removed or (update.full and not last.name and not update.backtests):
-                raise NotFoundError(f"{name} was deleted")
+                raise errors.NotFoundError(f"{name} was deleted")
             for last in update.backtests:
                 total = len(last.spec.policies)
                 if 0 < last.done_count < total and not last.done_count % 8:
@@ -229,7 +222,7 @@ def finished(client: "Client", name: str, *, cancels: bool = False) -> "api.Back
         if cancels and not last.HasField("end_time"):
             client.backtests.CancelBacktest(api.CancelBacktestRequest(name=name))
     if last.state != api.Backtest.STATE_SUCCEEDED:
-        raise FailedPreconditionError(
+        raise errors.FailedPreconditionError(
             f"{name} was cut short: {last.message or 'cancelled'}", reason="BACKTEST_CUT"
         )
     return figures(client, last)
@@ -266,9 +259,9 @@ def backtest(
 ) -> None:
     """Run policies on a recorded workload; show late requests, GPU hours and flaps, and the GPU hours of the work itself."""
     if not file and not preset:
-        raise InvalidArgumentError("no policy: pass --file or --preset")
+        raise errors.InvalidArgumentError("no policy: pass --file or --preset")
     if workload.chosen_by:
-        raise InvalidArgumentError(f"--goal {workload.chosen_by} chooses a policy: use tune")
+        raise errors.InvalidArgumentError(f"--goal {workload.chosen_by} chooses a policy: use tune")
     policies = [
         one for name in file for text, source in read(name) for one in manifests.parse_policies(text, source)
     ]
@@ -281,7 +274,7 @@ def backtest(
         for text in trace_of:
             name, _, file_name = text.partition("=")
             if name not in known or not file_name:
-                raise InvalidArgumentError(
+                raise errors.InvalidArgumentError(
                     f"{text!r} does not name a policy and a trace; write it like POLICY=FILE"
                 )
             workloads[name] = _read_trace(file_name)
@@ -381,7 +374,7 @@ def tune(
             with write.open("w", encoding="utf-8") as file:
                 dump_yaml(made, file)
         except OSError as error:
-            raise InvalidArgumentError(f"{write}: {error.strerror}") from error
+            raise errors.InvalidArgumentError(f"{write}: {error.strerror}") from error
         note(f"{write} written; apply it with: gpuscalectl apply -f {write}")
     output = session.output
     if output.human:
@@ -406,7 +399,7 @@ def _endpoint(client: "Client", name: str, wish: "api.PresetWish") -> "api.Endpo
     found = client.endpoints.GetEndpoint(request).endpoint
     watchers = [one.queue.watcher for one in found.spec.signals if one.HasField("queue")]
     if not watchers:
-        raise InvalidArgumentError(f"{found.name} reads no queue, so there is no work to tune it for")
+        raise errors.InvalidArgumentError(f"{found.name} reads no queue, so there is no work to tune it for")
     wish.watcher = watchers[0]
     wish.min_replicas, wish.max_replicas = found.spec.min_replicas, found.spec.max_replicas
     wish.template.CopyFrom(found.spec.template)

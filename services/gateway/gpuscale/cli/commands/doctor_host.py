@@ -32,14 +32,9 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.cli.commands.certs import JOINED, ends_soon
 from gpuscale.cli.commands.units import USER, flags
+from gpuscale.common import errors
 from gpuscale.common.config.settings import DatabaseSettings, ListenerSettings, UpstreamSettings
 from gpuscale.common.config.sources import Settings, load_table, read_config
-from gpuscale.common.errors import (
-    DeadlineExceededError,
-    GpuscaleError,
-    PermissionDeniedError,
-    UnavailableError,
-)
 from gpuscale.common.rpc.channel import split_addresses
 from gpuscale.common.rpc.server import parse_listen
 from gpuscale.common.rpc.status import rpc_errors
@@ -130,7 +125,7 @@ def read_settings(config: Path) -> Iterator[Settings | Diagnosis]:
             try:
                 typed = flags(f"gpuscale-{section.replace('_', '-')}", config).items()
                 yield load_table(kind, tables, {key: it for key, it in typed if key in kind.model_fields})
-            except GpuscaleError as error:
+            except errors.GpuscaleError as error:
                 yield _fail("settings", section, error.message, f"correct {config}: docs/settings.md")
 
 
@@ -148,7 +143,7 @@ def examine(config: Path) -> Iterator[Diagnosis]:
 def _examine(config: Path) -> Iterator[Diagnosis]:
     try:
         found = list(read_settings(config))
-    except GpuscaleError as error:
+    except errors.GpuscaleError as error:
         yield _fail("settings", str(config), error.message, "correct the file: docs/settings.md")
         return
     if not found:
@@ -201,7 +196,7 @@ def listening(settings: ListenerSettings) -> Iterator[Diagnosis]:
         subject = f"{settings.section} {field}"
         try:
             address = parse_listen(text, field)
-        except GpuscaleError as error:
+        except errors.GpuscaleError as error:
             yield _fail("port", subject, error.message, "write HOST:PORT")
             continue
         if address.port == 0:
@@ -329,7 +324,7 @@ def database(settings: Settings) -> Iterator[Diagnosis]:
         from gpuscale.common.store.postgres import probe
 
         probe(settings.database)
-    except GpuscaleError as error:
+    except errors.GpuscaleError as error:
         yield _fail(
             "database", subject, error.message, "the server's log; its user, password and pg_hba.conf"
         )
@@ -376,18 +371,18 @@ async def upstreams(settings: UpstreamSettings) -> list[Diagnosis]:
                         untyped: Any = channel  # gRPC's types know no calls of bytes
                         call = untyped.unary_unary(method)
                         await call(request.SerializeToString(), timeout=SECONDS, metadata=caller)
-            except PermissionDeniedError:
+            except errors.PermissionDeniedError:
                 pass  # authenticated, but with another role
-            except DeadlineExceededError:
+            except errors.DeadlineExceededError:
                 silent = f"{address} does not answer within {SECONDS:.0f} s"
                 found.append(_fail("service", subject, silent, "docs/operations.md#nothing-answers"))
                 continue
-            except UnavailableError as error:
+            except errors.UnavailableError as error:
                 why = await asyncio.to_thread(settings.why_unavailable, address, error)
                 if why.reason != "NOT_LEADER":
                     found.append(_fail("service", subject, why.message, "docs/operations.md#nothing-answers"))
                     continue
-            except GpuscaleError as error:
+            except errors.GpuscaleError as error:
                 advice = _READMIT if error.reason == "CERTIFICATE_REVOKED" else _ROTATE
                 if error.reason != "TLS_FILES":  # which their own checks tell
                     found.append(_fail("service", subject, f"{address}: {error.message}", advice))

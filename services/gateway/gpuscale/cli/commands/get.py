@@ -1,6 +1,7 @@
 """`gpuscalectl get` and `snapshot`: resources as a table or as data."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,6 +13,7 @@ from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.cli.commands.watching import GetCommand
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.command import Session, command, names, names_of
+from gpuscale.cli.console.errors import known
 from gpuscale.cli.console.output import Chosen, name_of, to_dict
 from gpuscale.cli.console.terminal import note, terminal_width, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
@@ -19,7 +21,7 @@ from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, When, option, takes
 from gpuscale.cli.views import allocator, autoscaler, monitor
 from gpuscale.common import wire
-from gpuscale.common.errors import UNANSWERED, InvalidArgumentError
+from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.names import ENDPOINT
 
 if TYPE_CHECKING:
@@ -121,7 +123,7 @@ def _about(session: Session, view: "View[M] | None" = None, fields: Sequence[str
     """What the options choose of a view; of a watch only `fields`, where a table shows no others."""
     chosen = session.output.chosen
     table = session.output.human and chosen == Chosen(watched=chosen.watched)
-    return lookup.About(chosen=chosen, view=view, fields=fields if table else ())
+    return lookup.About(chosen=chosen, view=view, fields=fields if table else (), silent=session.silent)
 
 
 @get("nodes", "nodes -o wide")
@@ -150,11 +152,8 @@ def gpus(session: Session, name: Names, node: str) -> None:
 
 def holders_known(client: "Client", about: "lookup.About | None" = None) -> Mapping[str, str]:
     """The holder of each reserved GPU; of none, with a note, while the allocator is down or hangs."""
-    try:
-        return lookup.holders(lookup.reservations(client, (), about or lookup.EVERYTHING))
-    except UNANSWERED as error:
-        note(f"holders are unknown: {error.message}")
-        return {}
+    read = partial(lookup.reservations, client, (), about or lookup.EVERYTHING)
+    return lookup.holders(known("holders", read) or ())
 
 
 @get("", "processes --node host-1 --sort-by -MEMORY")
@@ -166,14 +165,10 @@ def processes(session: Session, name: Names, node: str, gpu: str) -> None:
 
 
 def _marks(session: Session, client: "Client") -> "Marks":
-    """The cordons; unknown while the allocator is down."""
+    """The cordons; none, with a note, while the allocator is down or hangs."""
     from gpuscale.client.states import marks
 
-    try:
-        return marks(lookup.cordons(client, (), _about(session)))
-    except UNANSWERED as error:
-        note(f"cordons are unknown: {error.message}")
-        return {}
+    return marks(known("cordons", partial(lookup.cordons, client, (), _about(session))) or ())
 
 
 @get("reservations", "reservations --holder me --watch")

@@ -31,17 +31,7 @@ from gpuscale.cli.console.errors import writing
 from gpuscale.cli.console.terminal import TYPED, note
 from gpuscale.cli.grammar.parameters import DURATION, local_text, option
 from gpuscale.client.kept_login import find_provider
-from gpuscale.common import wire
-from gpuscale.common.errors import (
-    DeadlineExceededError,
-    FailedPreconditionError,
-    GpuscaleError,
-    InvalidArgumentError,
-    NotFoundError,
-    PermissionDeniedError,
-    UnauthenticatedError,
-    UnavailableError,
-)
+from gpuscale.common import errors, wire
 from gpuscale.common.names import is_id
 from gpuscale.common.rpc import channel
 from gpuscale.common.secrets import write_private
@@ -111,7 +101,7 @@ def login(
     first = channel.split_addresses(name)[0]
     context = context or first.rpartition(":")[0].strip("[]").replace(":", "-").lower()
     if not is_id(context):
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"{context!r} is not a valid name of a context: pass --as NAME", field="as"
         )
     folder = contexts_file().parent
@@ -168,7 +158,7 @@ def logout(session: Session, context: str) -> None:
     token_file = path.parent / f"{context}.token"
     if context not in by_name or by_name[context].token_file != token_file:
         which = f"{context} is not a context" if context else "there is no current context"
-        raise NotFoundError(f"{which} that login wrote into {path}")
+        raise errors.NotFoundError(f"{which} that login wrote into {path}")
     login_file = token_file.with_suffix(".login")
     if login_file.exists():
         end_login(login_file)
@@ -202,18 +192,20 @@ def by_device(session: Session) -> tuple[str, str, bytes]:
     with session.connect() as client:
         found = client.logins.GetProvider(api.GetProviderRequest())
     if not found.issuer:
-        raise FailedPreconditionError(
+        raise errors.FailedPreconditionError(
             "this server has no OIDC provider: log in with a code", reason="NO_OIDC"
         )
     provider, nonce = find_provider(found.issuer, found.client_id), secrets.token_urlsafe(16)
     if not is_safe(provider.issuer):
-        raise FailedPreconditionError("the OIDC provider of this server does not use https", reason="NO_OIDC")
+        raise errors.FailedPreconditionError(
+            "the OIDC provider of this server does not use https", reason="NO_OIDC"
+        )
     told = provider.described("device_authorization_endpoint", "token_endpoint", "jwks_uri")
     form = {"client_id": found.client_id, "scope": found.scopes, "nonce": nonce}
     asked = _answer(provider.ask(told["device_authorization_endpoint"], form))
     where, code = str(asked.get("verification_uri", "")), str(asked.get("user_code", ""))
     if not is_safe(where) or not where.isprintable() or not code.isprintable():
-        raise UnavailableError("the OIDC provider names no page to log in at", reason="OIDC_PROVIDER")
+        raise errors.UnavailableError("the OIDC provider names no page to log in at", reason="OIDC_PROVIDER")
     note(f"open {where} in a browser, and enter {code}")
     answer = _wait(provider, told["token_endpoint"], asked)
     token = str(answer.get("id_token", ""))
@@ -221,7 +213,7 @@ def by_device(session: Session) -> tuple[str, str, bytes]:
     signed = provider.check(token)
     # Not every provider echoes the nonce in this flow; if it does, it must be ours.
     if signed.claims.get("nonce", nonce) != nonce:
-        raise UnauthenticatedError("the token belongs to another login", reason="TOKEN_INVALID")
+        raise errors.UnauthenticatedError("the token belongs to another login", reason="TOKEN_INVALID")
     kept = {
         "issuer": found.issuer,
         "client_id": found.client_id,
@@ -245,21 +237,21 @@ def _wait(provider: "Provider", endpoint: str, asked: Mapping[str, Any]) -> Mapp
         time.sleep(pause)
         try:
             answer = provider.ask(endpoint, form)
-        except UnavailableError:
+        except errors.UnavailableError:
             pause = min(pause * 2, 60.0)
             continue
         if (wrong := answer.get("error")) == "slow_down":
             pause += INTERVAL
         elif wrong != "authorization_pending":
             return _answer(answer)
-    raise DeadlineExceededError("the login was not approved in time", reason="LOGIN_TIMEOUT")
+    raise errors.DeadlineExceededError("the login was not approved in time", reason="LOGIN_TIMEOUT")
 
 
 def _answer(answer: Mapping[str, Any]) -> Mapping[str, Any]:
     if "error" in answer:
         # The description is untrusted text of any length.
         said = str(answer["error"])[:64]
-        raise PermissionDeniedError(f"the OIDC provider says {said!r}", reason="OIDC_REFUSED")
+        raise errors.PermissionDeniedError(f"the OIDC provider says {said!r}", reason="OIDC_REFUSED")
     return answer
 
 
@@ -271,5 +263,5 @@ def end_login(login_file: Path) -> None:
         endpoint = str(provider.described().get("revocation_endpoint", ""))
         if kept.get("refresh_token") and is_safe(endpoint):
             provider.ask(endpoint, {"token": str(kept["refresh_token"]), "client_id": provider.audience})
-    except (OSError, ValueError, KeyError, GpuscaleError) as error:
+    except (OSError, ValueError, KeyError, errors.GpuscaleError) as error:
         note(f"the refresh token was not revoked at the provider: {error}")

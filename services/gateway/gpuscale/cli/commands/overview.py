@@ -12,7 +12,7 @@ import click
 from gpuscale.cli.commands.watching import GetCommand, GetGroup
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.command import NOBODY, CommandEntry, Session, command, entries_above
-from gpuscale.cli.console.errors import ExitCode, exit_code, leave, report
+from gpuscale.cli.console.errors import ExitCode, exit_code, leave, report, unknown
 from gpuscale.cli.console.output import Output, heading_of
 from gpuscale.cli.console.terminal import note, write_lines
 from gpuscale.cli.grammar.jsonpath import Format, is_mapping
@@ -74,23 +74,24 @@ def get_all(session: Session, kinds: str) -> None:
     if output.format is Format.CSV and len(wanted) != 1:
         raise InvalidArgumentError("-o csv is of one kind: use -o jsonl for several")
     together = _Together(output.format, output.headers, output.form, output.chosen)
-    failed = ExitCode.OK
+    failed, answered = ExitCode.OK, False
     with session.connect() as client:
         context.obj = replace(session, kept=client, output=together)
         for one in wanted or [noun for noun in group.entries if noun not in NOT_OF_ALL]:
             found = group.get_command(context, one)
             try:
                 context.invoke(found) if found else None
+                answered = True
             except UNANSWERED as error:  # show the others even if one service is down or hangs
-                if error.reason in NOBODY:
-                    raise
-                note(f"{one} are unknown: {error.message}")
                 failed = exit_code(error)
+                if error.reason in NOBODY or (failed is ExitCode.OTHER and not answered):
+                    raise
+                unknown(one, error)
     if not output.human and together.parts:
         output.write_data(together.parts)
     elif output.human and not (together.parts or failed):
         note("none")
-    leave(failed)
+    leave(ExitCode.UNAVAILABLE if failed is ExitCode.TIMEOUT else failed)
 
 
 def programs(session: Session) -> Iterator[tuple[str, str, str]]:

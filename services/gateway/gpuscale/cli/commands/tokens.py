@@ -30,13 +30,7 @@ from gpuscale.cli.console.terminal import TYPED, folded, note
 from gpuscale.cli.grammar.jsonpath import Format, is_list
 from gpuscale.cli.grammar.nouns import full_name
 from gpuscale.cli.grammar.parameters import DURATION, option, repeated, utc_text
-from gpuscale.common import wire
-from gpuscale.common.errors import (
-    AlreadyExistsError,
-    FailedPreconditionError,
-    InvalidArgumentError,
-    NotFoundError,
-)
+from gpuscale.common import errors, wire
 from gpuscale.common.names import JOINING, is_id
 from gpuscale.common.secrets import write_private
 from gpuscale.common.security.auth import MAX_PREVIOUS, RESERVED_NAMES
@@ -97,17 +91,17 @@ def create(
 ) -> None:
     """Create a token and write it once, to standard output or a file; the tokens file keeps its digest."""
     if not is_id(name):
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"{name!r} is not a valid name: use lower-case letters, digits, '.', '_' and '-'", field="name"
         )
     if name in RESERVED_NAMES:
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"{name} stands for callers without a token: choose another name", field="name"
         )
     file = read(tokens_file, new=True)
     tokens = tables(file, "tokens")
     if name in tokens:
-        raise AlreadyExistsError(
+        raise errors.AlreadyExistsError(
             f"token {name} already exists: rotate it, or revoke it first", metadata={"name": name}
         )
     secret, described = _new_secret(label, expires_in)
@@ -139,7 +133,7 @@ def rotate(
     end = (now + timedelta(seconds=overlap)).replace(microsecond=0)
     kept = [one for one in _secrets(token) if not _over(one, now)]
     if len(kept) > MAX_PREVIOUS:
-        raise FailedPreconditionError(
+        raise errors.FailedPreconditionError(
             f"{name} has {MAX_PREVIOUS} earlier secrets that are still valid: revoke one with --label",
             reason="TOO_MANY_SECRETS",
         )
@@ -230,7 +224,7 @@ def revoke(session: Session, name: str, tokens_file: Path, label: str | None) ->
     found = _secrets(token)
     kept = [one for one in found if one.get("label") != label] if label is not None else []
     if len(kept) == len(found):
-        raise NotFoundError(f"token {name} has no secret labelled {label!r}", metadata={"name": name})
+        raise errors.NotFoundError(f"token {name} has no secret labelled {label!r}", metadata={"name": name})
     if kept:
         _set_secrets(token, kept)
         _replace(tokens_file, tomlkit.dumps(file))
@@ -284,7 +278,7 @@ def _is_table(value: object) -> TypeGuard[Table]:
 
 def _existing(tokens: MutableMapping[str, Table], name: str) -> Table:
     if name not in tokens:
-        raise NotFoundError(f"token {name} not found", metadata={"name": name})
+        raise errors.NotFoundError(f"token {name} not found", metadata={"name": name})
     return tokens[name]
 
 
@@ -310,7 +304,7 @@ def _new_secret(
     if label is None:
         label = next(text for text in (f"{now:%Y-%m-%d}", now.isoformat()) if text not in taken)
     elif label in taken or not (label.isprintable() and 0 < len(label) <= 63):
-        raise InvalidArgumentError(
+        raise errors.InvalidArgumentError(
             f"--label: {label!r} must be 1-63 printable characters not used by another secret of this name"
         )
     secret = secrets.token_urlsafe(TOKEN_BYTES)
@@ -363,7 +357,7 @@ def _over(secret: Table, now: datetime) -> bool:
 def _set_limits(table: Table, tenants: tuple[str, ...], max_priority: int) -> None:
     for one in tenants:
         if not (one.isprintable() and one.strip() == one and 0 < len(one) <= LONGEST_TENANT):
-            raise InvalidArgumentError(
+            raise errors.InvalidArgumentError(
                 f"--tenant: {one!r} must be 1-{LONGEST_TENANT} printable characters without spaces at the ends"
             )
     for key, value in (("tenants", list(dict.fromkeys(tenants))), ("max_priority", max_priority)):
@@ -401,8 +395,8 @@ def _replace(file: Path, text: str) -> None:
         write_private(file, text.encode())
 
 
-def _unusable(message: str) -> FailedPreconditionError:
-    return FailedPreconditionError(message, reason="TOKENS_FILE")
+def _unusable(message: str) -> errors.FailedPreconditionError:
+    return errors.FailedPreconditionError(message, reason="TOKENS_FILE")
 
 
 _OF_JOIN_TOKENS = ("id", "role", "node", "usesLeft", "expires")

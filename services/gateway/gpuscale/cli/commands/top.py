@@ -2,22 +2,21 @@
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 from gpuscale.api.monitor.v1 import ListNodesRequest
 from gpuscale.cli.console import lookup
 from gpuscale.cli.console.command import NOBODY, Session, command
-from gpuscale.cli.console.errors import ExitCode, leave, remedy
+from gpuscale.cli.console.errors import ExitCode, known, leave
 from gpuscale.cli.console.output import to_dict
-from gpuscale.cli.console.terminal import TERMINAL, note, write_lines
+from gpuscale.cli.console.terminal import TERMINAL, write_lines
 from gpuscale.cli.grammar.parameters import option
 from gpuscale.cli.views import monitor
 from gpuscale.cli.views.allocator import RESERVATIONS
 from gpuscale.cli.views.autoscaler import ENDPOINTS
-from gpuscale.client import Client
 from gpuscale.client.states import gpu_state, marks, node_state
-from gpuscale.common.errors import UNANSWERED, GpuscaleError, UnavailableError
+from gpuscale.common.errors import GpuscaleError, UnavailableError
 from gpuscale.common.rpc.status import PROBLEM_KEY
 from gpuscale.common.sizes import counted
 
@@ -46,21 +45,15 @@ def top(session: Session, once: bool) -> None:
     Top(session.connect_async, program, ascii_only=TERMINAL.ascii).run()
 
 
-@command("status")
-def status(session: Session) -> None:
-    """Show the fleet at a glance: free GPUs, holders, endpoints and problems."""
-    show_status(session)
-
-
 def show_status(session: Session) -> None:
-    """Write one screen: a summary line, and a table per kind of resource; exits with 7 if a service is away."""
+    """Show the fleet at a glance: free GPUs, holders, endpoints and problems."""
     output = session.output
     with session.connect() as client:
         nodes = lookup.nodes(client)
-        reservations = _known(client, "reservations", lookup.reservations)
-        endpoints = _known(client, "endpoints", lookup.endpoints)
-        events = _known(client, "health events", lookup.health)
-        cordons = None if reservations is None else _known(client, "cordons", lookup.cordons)
+        reservations = known("reservations and cordons", partial(lookup.reservations, client))
+        endpoints = known("endpoints", partial(lookup.endpoints, client))
+        events = known("health events", partial(lookup.health, client))
+        cordons = None if reservations is None else known("cordons", partial(lookup.cordons, client))
         asked = output.human and reservations is not None
         wrong = lookup.told(client, "allocator").get(PROBLEM_KEY, "") if asked else ""
     marked = marks(cordons or ())
@@ -99,15 +92,8 @@ def show_status(session: Session) -> None:
     leave(failed)
 
 
+status = command("status", name="status")(show_status)
+
+
 def _count(items: Sequence[object] | None, noun: str) -> str:
     return f"{noun}s unknown" if items is None else counted(len(items), noun)
-
-
-def _known(client: Client, what: str, read: Callable[[Client], list[Any]]) -> list[Any] | None:
-    """The answer of a service; None while it is down or hangs."""
-    try:
-        return read(client)
-    except UNANSWERED as error:
-        for line in (f"{what} are unknown: {error.message}", *remedy(error)):
-            note(line)
-        return None

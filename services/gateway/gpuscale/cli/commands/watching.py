@@ -12,7 +12,7 @@ import click
 
 from gpuscale.cli.console.command import Command, Group, Session, anywhere, typed_anywhere
 from gpuscale.cli.console.output import Chosen
-from gpuscale.cli.console.terminal import note
+from gpuscale.cli.console.terminal import TERMINAL, note
 from gpuscale.cli.grammar.parameters import DURATION, Parsed
 from gpuscale.cli.grammar.selecting import parse_selector
 from gpuscale.common.errors import InvalidArgumentError, UnavailableError
@@ -105,6 +105,8 @@ class GetCommand(Command):
             while True:
                 sys.stdout.flush()
                 streams.pause(watched.every, away=away)
+                session.silent.clear()
+                TERMINAL.noted.clear()
                 try:
                     click.Command.invoke(self, ctx)  # with the session that knows what was written
                     away = False

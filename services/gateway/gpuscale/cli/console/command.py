@@ -25,7 +25,7 @@ from gpuscale.cli.grammar.jsonpath import WITH_EXPRESSION, Form, Format
 from gpuscale.cli.grammar.nouns import is_field, plural, with_noun
 from gpuscale.cli.grammar.parameters import CLOCK, DURATION, FORM
 from gpuscale.cli.grammar.selecting import near
-from gpuscale.common.errors import InvalidArgumentError, UnavailableError
+from gpuscale.common.errors import GpuscaleError, InvalidArgumentError, UnavailableError
 from gpuscale.common.rpc import channel
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class Session:
         dial_timeout: most seconds to connect.
         apart: addresses of services, by the names of the client's stubs, where no gateway leads to them.
         kept: an open client to use instead of a new one.
+        silent: errors of services that gave no answer in time, by their packages; they are not asked again.
     """
 
     address: str | None = None
@@ -66,6 +67,7 @@ class Session:
     context: str | None = None
     apart: Mapping[str, str] = field(default_factory=dict[str, str])
     kept: library.Client | None = None
+    silent: dict[str, GpuscaleError] = field(default_factory=dict[str, GpuscaleError])
     output: Output = field(default_factory=Output)
 
     def options(self) -> list[str]:
@@ -190,7 +192,6 @@ def names_of(*kinds: str) -> Complete:
         from click.shell_completion import CompletionItem
 
         from gpuscale.cli.console.lookup import short_names
-        from gpuscale.common.errors import GpuscaleError
 
         try:
             with session_of(context).connect(quickly=COMPLETION_SECONDS) as client:
@@ -219,7 +220,6 @@ def context_names(_context: click.Context, _parameter: click.Parameter, part: st
     from click.shell_completion import CompletionItem
 
     from gpuscale.client.connection import contexts_file, read_contexts
-    from gpuscale.common.errors import GpuscaleError
 
     try:
         known = read_contexts(contexts_file()).by_name

@@ -3,18 +3,20 @@
 import json
 import re
 import sys
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import click
 
 from gpuscale.cli.console.terminal import TERMINAL, note
 from gpuscale.cli.grammar.nouns import NOUNS, plural
 from gpuscale.common import errors
-from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
+from gpuscale.common.errors import UNANSWERED, GpuscaleError, InvalidArgumentError
+
+V = TypeVar("V")
 
 
 class ExitCode(IntEnum):
@@ -153,6 +155,23 @@ def remedy(error: GpuscaleError) -> list[str]:
     if isinstance(error, errors.NotFoundError) and any(collection == noun.plural for noun in NOUNS):
         return [f"to list all: gpuscalectl get {collection}"]
     return []
+
+
+def unknown(what: str, error: GpuscaleError) -> None:
+    """Note what is not known for want of an answer, and what helps; each line once."""
+    for line in (f"{what} are unknown: {error.message}", *remedy(error)):
+        if line not in TERMINAL.noted:
+            note(line)
+            TERMINAL.noted.add(line)
+
+
+def known(what: str, read: Callable[[], V]) -> V | None:
+    """The answer of a service; None, with a note, while it is down or hangs."""
+    try:
+        return read()
+    except UNANSWERED as error:
+        unknown(what, error)
+        return None
 
 
 def report_usage(error: click.ClickException) -> ExitCode:

@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
@@ -30,7 +30,7 @@ from gpuscale.cli.grammar.parameters import local_text
 from gpuscale.client import Client, GpuscaleError, Mirror, pages, watch
 from gpuscale.client.asks import default_holder
 from gpuscale.common import names
-from gpuscale.common.errors import InvalidArgumentError, NotFoundError
+from gpuscale.common.errors import DeadlineExceededError, InvalidArgumentError, NotFoundError
 from gpuscale.common.filters import compile_filter, compile_order
 from gpuscale.common.wire import ANY_TIME, TimeRange, to_datetime, to_timestamp
 
@@ -41,7 +41,7 @@ M = TypeVar("M", bound=Message)
 class About:
     """What to list, by default everything: of the GPU with the UUID `gpu`, and of a time.
 
-    `chosen` is what the options of `get` choose of a `view`, `fields` all that a watch needs to send.
+    `chosen` is what the options of `get` choose of a `view`, `fields` all that a watch needs to send, `silent` that of the session.
     """
 
     gpu: str = ""
@@ -49,6 +49,7 @@ class About:
     chosen: Chosen = Chosen()
     view: View[Any] | None = None
     fields: Sequence[str] = ()
+    silent: dict[str, GpuscaleError] | None = None
     _told: set[str] = field(default_factory=set[str])
 
     def filter_of(self, kind: Any) -> str:
@@ -80,7 +81,7 @@ class About:
         if known is not None:
             return known
         found = list[Any]()
-        for page in pages(getattr(service, method), request):
+        for page in self._pages(getattr(service, method), request):
             kept = to_datetime(page.kept_since) if what and page.HasField("kept_since") else None
             if begin is not None and kept is not None and begin < kept and what not in self._told:
                 self._told.add(what)
@@ -89,6 +90,18 @@ class About:
             if limit and len(found) >= limit:
                 break
         return found[:limit]
+
+    def _pages(self, method: Any, request: Any) -> Iterator[Any]:
+        """The pages of a list. A service that was silent is not waited for again."""
+        package = request.DESCRIPTOR.file.package
+        if self.silent and package in self.silent:
+            raise self.silent[package]
+        try:
+            yield from pages(method, request)
+        except DeadlineExceededError as error:
+            if self.silent is not None:
+                self.silent[package] = error
+            raise
 
 
 EVERYTHING = About()

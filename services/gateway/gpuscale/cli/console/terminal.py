@@ -50,6 +50,7 @@ class Terminal:
         verbose: details are written too.
         options: those of the command that have a value, by their words and the names of their parameters.
         login: returns the command that renews the login whose token is sent; empty without one.
+        noted: notes that are written once.
         grpc_silenced: this process sets gRPC's verbosity, which its caller did not.
     """
 
@@ -59,12 +60,13 @@ class Terminal:
     verbose: bool = False
     options: Mapping[str, str] = field(default_factory=dict[str, str])
     login: Callable[[], str] = str
+    noted: set[str] = field(default_factory=set[str])
     grpc_silenced: bool = False
 
     def reset(self) -> None:
         """Forget the options of an earlier run in this process."""
         self.ascii = self.json = self.folds = self.verbose = False
-        self.options, self.login = {}, str
+        self.options, self.login, self.noted = {}, str, set()
 
     def silence_grpc(self) -> None:
         """Keep gRPC's core from writing to stderr, unless the caller set its verbosity: our errors are clearer.
