@@ -174,7 +174,7 @@ def test_the_first_failure_is_the_exit_code(
 
 
 def test_an_error_says_whose_it_is(ctl: Any, world: canned.World) -> None:
-    world.refuse["CordonNode"] = errors.AbortedError("too late")
+    world.refuse["CordonNode"] = errors.DeadlineExceededError("too late")
     ran = ctl("cordon", "host-1", "host-2")
     assert ran.err == "error: nodes/host-1: too late\nerror: nodes/host-2: too late\nnothing was changed\n"
 

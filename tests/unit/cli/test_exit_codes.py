@@ -79,6 +79,7 @@ TOO_SHORT = errors.FieldViolation("ttl", "must be at least 2 s")
             errors.DeadlineExceededError("no answer within 10 s"),
             ["a service runs but hangs, is stopped or overloaded; to see which: gpuscalectl doctor"],
         ),
+        *((errors.DeadlineExceededError(one), []) for one in ("it ran too long", "no answer within 0.05 s")),
         (
             errors.UnimplementedError("Method not found!"),
             [

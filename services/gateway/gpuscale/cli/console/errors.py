@@ -134,7 +134,6 @@ def _as_typed(line: str, fields: Iterable[str]) -> str:
 
 _REMEDIES: Mapping[str, str] = {
     "CERTIFICATE_REVOKED": "to let a host in again, on it: gpuscalectl leave, and join with a new token",
-    "DEADLINE_EXCEEDED": "a service runs but hangs, is stopped or overloaded; to see which: gpuscalectl doctor",
     "JOIN_TOKEN_INVALID": "an admin makes another: gpuscalectl join-token create",
     "LOGIN_CODE_INVALID": "an admin makes another: gpuscalectl login-code create NAME",
     "ROLE_TOO_LOW": "an admin can do it, or give you the role: gpuscalectl login-code create NAME --role ROLE",
@@ -143,6 +142,7 @@ _REMEDIES: Mapping[str, str] = {
     "UNIMPLEMENTED": "it is older than this program (gpuscalectl upgrade --plan), or another service: driver and snapshot ask an agent, at port 7071",
 }
 """What to do, by the reason of an error."""
+_SILENT = re.compile(r"no answer within [1-9]")  # less than a second is the user's own limit
 
 
 def remedy(error: GpuscaleError) -> list[str]:
@@ -151,6 +151,8 @@ def remedy(error: GpuscaleError) -> list[str]:
         return [_REMEDIES[error.reason]]
     if error.reason == "TOKEN_EXPIRED" and (again := TERMINAL.login()):
         return [f"to log in again{'' if '--oidc' in again else ', with a new code of an admin'}: {again}"]
+    if isinstance(error, errors.DeadlineExceededError) and _SILENT.match(error.message):
+        return ["a service runs but hangs, is stopped or overloaded; to see which: gpuscalectl doctor"]
     *_, collection, _ = ("", "", *error.metadata.get("name", "").split("/"))
     if isinstance(error, errors.NotFoundError) and any(collection == noun.plural for noun in NOUNS):
         return [f"to list all: gpuscalectl get {collection}"]
