@@ -587,6 +587,10 @@ def test_other_letters_are_sent_from_a_locale_without_utf_8(ctl: Any, world: can
     assert {one.type.convert("b\udcc3\udcb6", one, None) for one in titles} == {"bö"}
     ctl("cordon", "host-1", "--reason", "b\udcc3\udcb6")
     assert world.requests[-1].reason == "bö"
+    ctl("get", "reservations", "--holder", "b\udcc3\udcb6", "--filter", "holder = b\udcc3\udcb6")
+    ctl("report", "--filter", "user = b\udcc3\udcb6")
+    listed, reported = world.requests[-2:]
+    assert (listed.holder, listed.filter, reported.filter) == ("bö", "holder = bö", "user = bö")
 
 
 def test_nothing_is_reserved_from_a_directory_that_was_deleted(

@@ -10,7 +10,7 @@ from gpuscale.cli.commands.reserve import TTL_HELP
 from gpuscale.cli.console.command import Session, command
 from gpuscale.cli.console.errors import leave
 from gpuscale.cli.console.terminal import TERMINAL, note, write_lines
-from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, TEXT, option
+from gpuscale.cli.grammar.parameters import DURATION, POSITIVE, option
 from gpuscale.client.orders import Orders, shown
 from gpuscale.client.over_ssh import supervised
 from gpuscale.common.errors import FailedPreconditionError, NotFoundError, PermissionDeniedError
@@ -18,7 +18,7 @@ from gpuscale.common.errors import FailedPreconditionError, NotFoundError, Permi
 
 @command("adopt 41753 --name train")
 @click.argument("pids", nargs=-1, required=True, type=POSITIVE, metavar="PID...")
-@option("--name", "title", default="", type=TEXT, help="What to call the job.")
+@option("--name", "title", default="", help="What to call the job.")
 @option("--ttl", type=DURATION, help=TTL_HELP)
 def adopt(session: Session, pids: tuple[int, ...], title: str, ttl: float | None) -> None:
     """Reserve the GPUs that processes of yours already use on this host, until the last of them ends.

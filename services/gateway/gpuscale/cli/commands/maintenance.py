@@ -11,7 +11,7 @@ from gpuscale.cli.console.bulk import Done, confirm, say_each
 from gpuscale.cli.console.command import Session, command, names
 from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.grammar.nouns import full_name, without_noun
-from gpuscale.cli.grammar.parameters import DURATION, TEXT, YES, local_text, option
+from gpuscale.cli.grammar.parameters import DURATION, YES, local_text, option
 from gpuscale.common import wire
 from gpuscale.common.names import ADAPTER, NODE
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gpuscale.client import Client
 
 SPOTS = names("nodes", metavar="[node|gpu] NAME")
-REASON = option("--reason", default="", type=TEXT, help="Why, for others to read.")
+REASON = option("--reason", default="", help="Why, for others to read.")
 
 
 @command("cordon host-1 --reason 'a fan is broken'")
@@ -105,7 +105,7 @@ def clear_fence(session: Session, name: tuple[str, ...]) -> None:
 
 
 @command("--address host-1:7071 driver release --reason 'reset GPU 3' --for 10m")
-@option("--reason", required=True, type=TEXT, help="Why, for others to read.")
+@option("--reason", required=True, help="Why, for others to read.")
 @option("--for", "longest", type=DURATION, default="10m", help="For how long, at most 1h.")
 def driver_release(session: Session, reason: str, longest: float) -> None:
     """Make the agent at --address close the GPU driver, so that GPUs can be reset or the driver updated."""

@@ -25,7 +25,6 @@ from gpuscale.cli.grammar.parameters import (
     POSITIVE,
     SHARE,
     SIZE,
-    TEXT,
     WATTS,
     YES,
     local_text,
@@ -153,7 +152,7 @@ class Requesting:
         type=DURATION,
         help="How long to wait in the queue for free GPUs; up to 7d for run, otherwise not at all, by default.",
     )
-    holder: str = shared(default="", type=TEXT, metavar="NAME", help="Who holds them; USER@HOST by default.")
+    holder: str = shared(default="", metavar="NAME", help="Who holds them; USER@HOST by default.")
     label: Labels = shared(many=True, type=LABEL, help="A label of your own.")
     tenant: str = shared(default="", metavar="NAME", help="Tenant whose quota it counts against.")
     owner: str = shared(
@@ -218,7 +217,7 @@ ANSWER_SECONDS = 10.0
 )
 @option("--for", "length", type=DURATION, help="With --at, for how long.")
 @option("--name", "booking_id", default="", metavar="NAME", help="With --at, the name of the booking.")
-@option("--title", default="", type=TEXT, help="With --at, what it is for.")
+@option("--title", default="", help="With --at, what it is for.")
 def reserve(
     session: Session,
     asking: Asking,

@@ -18,7 +18,7 @@ from gpuscale.cli.commands.reserve import Asking, Requesting
 from gpuscale.cli.console.command import Session, command
 from gpuscale.cli.console.errors import leave
 from gpuscale.cli.console.terminal import TERMINAL, note, write_lines
-from gpuscale.cli.grammar.parameters import TEXT, Parsed, option, repeated, takes
+from gpuscale.cli.grammar.parameters import Parsed, option, repeated, takes
 from gpuscale.client.orders import Orders, expect_directory, when_moved
 from gpuscale.client.over_ssh import EarlyStart, supervised
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError
@@ -41,7 +41,7 @@ def _ports(text: str) -> str:
 @click.argument("command", nargs=-1, required=True, metavar="-- COMMAND...")
 @option("--record", is_flag=True, help="Record the GPUs, and print their readings at the end.")
 @option("--detach", "-d", is_flag=True, help="Print the job's name and return; the job keeps running.")
-@option("--name", "title", default="", type=TEXT, help="What to call the job.")
+@option("--name", "title", default="", help="What to call the job.")
 @repeated(
     "--forward",
     type=Parsed("port", _ports),

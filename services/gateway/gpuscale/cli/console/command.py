@@ -23,7 +23,7 @@ from gpuscale.cli.console.output import Output
 from gpuscale.cli.console.terminal import TERMINAL, detail
 from gpuscale.cli.grammar.jsonpath import WITH_EXPRESSION, Form, Format
 from gpuscale.cli.grammar.nouns import is_field, plural, with_noun
-from gpuscale.cli.grammar.parameters import CLOCK, DURATION, FORM
+from gpuscale.cli.grammar.parameters import CLOCK, DURATION, FORM, decoded
 from gpuscale.cli.grammar.selecting import near
 from gpuscale.common.errors import GpuscaleError, InvalidArgumentError, UnavailableError
 from gpuscale.common.rpc import channel
@@ -161,7 +161,8 @@ _TYPED = "gpuscale.cli.typed"
 def _keep(context: click.Context, parameter: click.Parameter, value: object) -> None:
     """Keep a common option; the last one typed counts."""
     if value is not None and parameter.name:
-        context.meta.setdefault(_TYPED, {})[parameter.name] = value
+        kept = decoded(value) if isinstance(value, str) else value
+        context.meta.setdefault(_TYPED, {})[parameter.name] = kept
 
 
 def anywhere(*names: str, **attributes: Any) -> click.Option:

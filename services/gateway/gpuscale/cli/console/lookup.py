@@ -26,7 +26,7 @@ from gpuscale.cli.console.cells import View, short
 from gpuscale.cli.console.output import Chosen
 from gpuscale.cli.console.terminal import note, pause
 from gpuscale.cli.grammar.nouns import canonical, full_name, is_uuid, tenant_of
-from gpuscale.cli.grammar.parameters import local_text
+from gpuscale.cli.grammar.parameters import decoded, local_text
 from gpuscale.client import Client, GpuscaleError, Mirror, pages, watch
 from gpuscale.client.asks import default_holder
 from gpuscale.common import names
@@ -333,7 +333,7 @@ def reservation_name(client: Client, typed: str) -> str:
 
 def _titled(client: Client, title: str) -> list[allocator_api.Reservation]:
     """The reservations of the jobs with a title, one's own if any: the open ones first, the newest first."""
-    title = title.encode(errors="surrogateescape").decode(errors="replace")  # typed in a locale without UTF-8
+    title = decoded(title)
     found = [one for one in jobs(client, ended=True) if one.job.title == title]
     own = [one for one in found if one.holder == default_holder()]
     return sorted(own or found, key=lambda one: (one.HasField("end_time"), -one.create_time.ToNanoseconds()))

@@ -29,12 +29,12 @@ class Parsed(click.ParamType[Any]):
         if not isinstance(value, str):
             return value
         try:
-            return self._read(typed(value))
+            return self._read(decoded(value))
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
 
-def typed(text: str) -> str:
+def decoded(text: str) -> str:
     """Text of the command line, which Python reads as surrogates in a locale without UTF-8; bytes that are not UTF-8 stay so."""
     return text.encode(errors="surrogateescape").decode(errors="surrogateescape")
 
@@ -89,7 +89,7 @@ SHARE = Parsed("0-1", _share)
 GPU_NAME = Parsed("gpu", _gpu_name)
 """A GPU by any of its names."""
 TEXT = Parsed("text", str)
-"""Text for people to read, in any letters."""
+"""Text in any letters."""
 LABEL = Parsed("key=value", pair)
 FORM = Parsed("format", parse_form)
 """A format of output."""
@@ -106,8 +106,10 @@ COUNT, POSITIVE = _Count(min=0), _Count(min=1)
 
 
 def option(*names: str, **attributes: Any) -> Callable[[Decorated], Decorated]:
-    """`click.option` whose help shows a default that is not empty."""
+    """`click.option` whose help shows a default that is not empty; text may have any letters."""
     attributes.setdefault("show_default", bool(attributes.get("default")))
+    if isinstance(attributes.get("default", ""), str) and "is_flag" not in attributes and "/" not in names[0]:
+        attributes.setdefault("type", TEXT)
     return click.option(*names, **attributes)
 
 
