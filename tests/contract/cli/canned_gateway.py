@@ -372,20 +372,8 @@ class World:
             thing.name: thing
             for thing in (
                 *(NODE, PROCESS, RESERVATION, ENDPOINT, WATCHER, REPLICA, DECISION, CORDON, RECORDING, EVENT),
-                *(
-                    ADAPTER,
-                    BACKTEST,
-                    QUOTA,
-                    BOOKING,
-                    POLICY,
-                    ACT,
-                    BUDGET,
-                    CHANGE,
-                    TARGET,
-                    LETTER,
-                    RULE,
-                    PRESET,
-                ),
+                *(ADAPTER, BACKTEST, QUOTA, BOOKING, POLICY, ACT),
+                *(BUDGET, CHANGE, TARGET, LETTER, RULE, PRESET),
             )
         }
 
@@ -439,15 +427,8 @@ PLAIN = (
     *("GetQueueWatcher", "GetDecision", "GetBacktest", "RenewReservation", "ReleaseReservation"),
     *("ListNodes", "ListProcesses", "ListReservations", "ListCordons", "ListBookings", "ListUsePolicies"),
     *("ListPowerBudgets", "ListPowerChanges", "ListPolicyActs", "ListNotificationTargets", "ListQuotas"),
-    *(
-        "ListNotifications",
-        "ListEndpoints",
-        "ListHealthEvents",
-        "ListRecordings",
-        "ListReplicas",
-        "ListRules",
-    ),
-    *("ListQueueWatchers", "ListDecisions", "ListPresets", "ListBacktests", "ListAdapters"),
+    *("ListNotifications", "ListEndpoints", "ListHealthEvents", "ListRecordings", "ListReplicas"),
+    *("ListRules", "ListQueueWatchers", "ListDecisions", "ListPresets", "ListBacktests", "ListAdapters"),
     *("ForgetNode", "UncordonNode", "DeleteUsePolicy", "DeletePowerBudget", "DeleteNotificationTarget"),
     *("DeleteQuota", "DeleteRule"),
 )

@@ -59,11 +59,8 @@ def test_a_dashboard_is_that_of_the_context(ctl: Any, monkeypatch: pytest.Monkey
     ctl("config", "set-context", "lab", "--address", "h:1", "--ca-file", "/ca.pem", "--token-file", "/mine")
     for typed in ("--sign-in", "--address x:2 --token-file /t--address", "--config c.toml"):
         ctl("dashboard", *typed.split())
-    lab, other = (
-        ["--gateway-address=h:1", "--ca-file=/ca.pem"],
-        ["--gateway-address=x:2", "--token-file=/t--address"],
-    )
-    assert told == [[*lab, "--sign-in"], other, ["--config", "c.toml"]]
+    lab = ["--gateway-address=h:1", "--ca-file=/ca.pem", "--sign-in"]
+    assert told == [lab, ["--gateway-address=x:2", "--token-file=/t--address"], ["--config", "c.toml"]]
 
 
 def test_a_code_is_not_spent_where_its_login_cannot_be_kept(ctl: Any, tmp_path: Path) -> None:
@@ -87,9 +84,8 @@ def test_a_login_that_expired_says_how_to_log_in_again(ctl: Any, file: Path) -> 
         mine = ctl("get", "nodes", "--context", "lab").err
         kept.with_suffix(".login").touch()
         at_provider = ctl("get", "nodes", "--context", "lab").err
-        others = [
-            ctl("get", "nodes", *more).err for more in (["--context", "other"], ["--token-file", str(kept)])
-        ]
+        typed = (["--context", "other"], ["--token-file", str(kept)])
+        others = [ctl("get", "nodes", *more).err for more in typed]
     again = f"gpuscalectl login {server.address}"
     assert mine.splitlines()[1:] == [f"to log in again, with a new code of an admin: {again} --as lab"]
     assert at_provider.splitlines()[1:] == [f"to log in again: {again} --oidc --as lab"]
@@ -101,19 +97,11 @@ def test_what_is_not_given_stays(ctl: Any, file: Path) -> None:
     ctl("config", "set-context", 'a"b', "--token-file", "/token")
     [one] = read_contexts(file).by_name.values()
     assert (one.address, str(one.ca_file), str(one.token_file)) == ("h:1", "/ca.pem", "/token")
-    listed = json.loads(ctl("config", "get-contexts", "-o", "json").out)
-    assert listed == {
-        "contexts": [
-            {"name": 'a"b', "current": "*", "address": "h:1", "token_file": "/token", "ca_file": "/ca.pem"}
-        ]
-    }
-    assert ctl("config", "get-contexts").out.splitlines()[1].split() == [
-        "*",
-        'a"b',
-        "h:1",
-        "/ca.pem",
-        "/token",
-    ]
+    [listed] = json.loads(ctl("config", "get-contexts", "-o", "json").out)["contexts"]
+    files = {"token_file": "/token", "ca_file": "/ca.pem"}
+    assert listed == {"name": 'a"b', "current": "*", "address": "h:1", **files}
+    row = ctl("config", "get-contexts").out.splitlines()[1]
+    assert row.split() == ["*", 'a"b', "h:1", "/ca.pem", "/token"]
     assert json.loads(ctl("config", "view", "-o", "json").out)["current_context"] == 'a"b'
 
 
@@ -143,8 +131,7 @@ def test_a_host_that_never_answers_is_given_up_on_in_time() -> None:
     """
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        ran = run_cli(
-            "--address", address, "--dial-timeout", "200ms", "--request-timeout", "4s", "get", "nodes"
-        )
+        limits = ("--dial-timeout", "200ms", "--request-timeout", "4s")
+        ran = run_cli("--address", address, *limits, "get", "nodes")
     assert (ran.code, ran.out) == (7, "")
     assert "nothing answers at" in ran.err

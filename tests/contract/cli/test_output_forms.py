@@ -55,11 +55,8 @@ def test_every_list_in_every_form(ctl: Any, noun: str) -> None:
     assert ctl("get", noun, "-o", f"jsonpath={{.{key}[*].{field}}}").out == " ".join(names) + "\n"
     rows = list(csv.DictReader(io.StringIO(ctl("get", noun, "-o", "csv").out)))
     assert [row.get("name") or row["tenant"] for row in rows] == names
-    columns = ctl("get", noun, "-o", f"custom-columns=WHO:.{field},NOTHING:.nothing")
-    assert [line.split() for line in columns.out.splitlines()] == [
-        ["WHO", "NOTHING"],
-        *([name, "-"] for name in names),
-    ]
+    columns = ctl("get", noun, "-o", f"custom-columns=WHO:.{field},NOTHING:.nothing").out.splitlines()
+    assert [line.split() for line in columns] == [["WHO", "NOTHING"], *([name, "-"] for name in names)]
     assert len(ctl("get", noun, "--no-headers").out.splitlines()) == len(names)
     assert {each.value for each in Format} == {
         "csv", "json", "jsonl", "name", "yaml", "jsonpath", "custom-columns", "table", "wide"
@@ -262,9 +259,8 @@ def test_several_kinds_are_one_result(ctl: Any, world: canned.World) -> None:
     assert re.findall("^[A-Z]+: .*", shown, re.MULTILINE) == ["GPUS: 2", "RESERVATIONS: 1"]
     assert "unknown kind 'nods'; did you mean nodes?" in ctl("get", "nods,ep").err
     assert ctl("get", "nodes,ep", "-w").code == ctl("get", "nodes,ep", "-o", "csv").code == 2
-    world.refuse["ListEndpoints"] = errors.UnavailableError(
-        "the autoscaler is down", reason="UPSTREAM_UNAVAILABLE"
-    )
+    down = errors.UnavailableError("the autoscaler is down", reason="UPSTREAM_UNAVAILABLE")
+    world.refuse["ListEndpoints"] = down
     ran = ctl("get", "ep,nodes", "-o", "name")
     assert (ran.code, ran.out) == (7, "nodes/host-1\n")
     assert "endpoints are unknown: the autoscaler is down" in ran.err
@@ -418,6 +414,16 @@ def test_a_watch_outlives_an_answer_that_fails(
     ran = ctl("get", "endpoints", "-w", "-o", "name")
     assert ran.out == "endpoints/jobs\n" * 2
     assert ran.err.count("it restarts") == 1
+
+
+def test_a_watch_asks_a_service_again_that_was_silent(
+    ctl: Any, world: canned.World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.refuse["ListCordons"] = errors.DeadlineExceededError("no answer within 10 s")
+    watch(world, monkeypatch, nothing, lambda world: world.refuse.clear())
+    ran = ctl("get", "nodes", "-w")
+    assert [line.split()[1] for line in ran.out.splitlines()] == ["STATE", "ONLINE", "ONLINE,DRAINING"]
+    assert ran.err.count("cordons are unknown: no answer") == 2
 
 
 @pytest.mark.parametrize("form", ["json", "csv"])

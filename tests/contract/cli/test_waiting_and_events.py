@@ -273,9 +273,7 @@ def test_what_happened_is_one_list_by_time(
     assert ctl("events", "--since", EVER, "--kind", "replica").out.splitlines()[1].split()[3] == "replica"
     monkeypatch.setattr("gpuscale.cli.console.output.terminal_width", lambda: 80)
     decided = ctl("events", "--since", EVER, "--kind", "decision", "--utc").out.splitlines()[1]
-    assert decided.split()[3] == "jobs/d1", (
-        "what commands take as its name, which leaves room for what happened"
-    )
+    assert decided.split()[3] == "jobs/d1", "what commands take as its name, which leaves room"
     about = ctl("events", "--since", EVER, "--about", "endpoints/jobs", "-o", "jsonl").out.splitlines()
     assert [json.loads(line)["kind"] for line in about] == ["decision", "replica"]
     assert ctl("events", "--kind", "decision").err == "none\n"
