@@ -1,5 +1,6 @@
 """kill -9 at the worst moments: what was acknowledged is kept, what was not is whole or gone, and repeats are safe."""
 
+import shutil
 import sqlite3
 from contextlib import closing
 from datetime import UTC, datetime
@@ -72,13 +73,16 @@ async def test_a_release_that_a_crash_interrupted_happened_or_did_not_and_may_be
             with pytest.raises(UnavailableError):
                 await place.client.release(one)
             assert (await dying.ended())[0] == -9
-        with closing(sqlite3.connect(tmp_path / "allocator.db")) as database:
+        # Of a copy: whoever closes the file last writes the log into it, which is for the successor to do.
+        copy = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-copy"))
+        with closing(sqlite3.connect(copy / "allocator.db")) as database:
             counted = database.execute(
                 "SELECT DISTINCT reservation_id FROM usage WHERE outcome <> ''"
             ).fetchall()
         assert [f"reservations/{one}" for [one] in counted] == [granted[1].name], (
             "used, in the same transaction"
         )
+        assert (tmp_path / "allocator.db-wal").stat().st_size
         await place.go(successor)
         assert [(await place.client.get(one.name)).state for one in granted] == list(states.values())
         assert {(await place.client.release(one)).state for one in granted} == {Reservation.STATE_RELEASED}
