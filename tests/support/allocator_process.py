@@ -30,9 +30,9 @@ START_DELAY = 0.5
 def main(arguments: list[str]) -> int:
     """Be an allocator with its own arguments, whose wall clock is off by the seconds that stand in the file WALL.
 
-    It looks at the use of what is granted, which writes, only after the call that is to meet a failpoint of the store.
+    It looks at the use of what is granted as seldom as it is told.
     """
-    wall, *words = arguments
+    wall, look, *words = arguments
     true_wall = SystemClock.wall
 
     def stepped(self: SystemClock) -> datetime:
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
 
     SystemClock.wall = stepped  # type: ignore[method-assign]
     sweeper.START_DELAY = START_DELAY
-    accounting.LOOK = 3600.0
+    accounting.LOOK, accounting.CHECKPOINT = float(look), 1
     notifying.LOOK, notifying.DOWN_AFTER = 0.2, 0.5
     return program.main([*words, "--log-level", "error"])
 
@@ -91,19 +91,24 @@ class AllocatorProcess:
 
 
 class Launcher:
-    """Prepares the processes, and steps their wall clock."""
+    """Prepares the processes, and steps their wall clock.
+
+    Each looks every `look` seconds at the use of what is granted, which writes: by default not before the call that is to meet a
+    failpoint of the store.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._numbers = count()
         self.lives: list[AllocatorProcess] = []
+        self.look = 3600.0
         self.wall = folder / "wall"
         self.wall.write_text("0")
 
     def prepare(self, arguments: list[str], failpoints: str = "") -> AllocatorProcess:
         """A process that has only to be let go."""
         log = self._folder / f"life-{next(self._numbers)}.log"
-        self.lives.append(AllocatorProcess([str(self.wall), *arguments], failpoints, log))
+        self.lives.append(AllocatorProcess([str(self.wall), str(self.look), *arguments], failpoints, log))
         return self.lives[-1]
 
     def step_wall(self, seconds: float) -> None:

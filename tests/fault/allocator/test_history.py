@@ -6,16 +6,20 @@ GPUSCALE_CHAOS_KILLS sets how often it is killed (for a long run, several hundre
 
 import asyncio
 import os
+import sqlite3
+from contextlib import closing
 from itertools import cycle
 from pathlib import Path
 from random import Random
 
 import pytest
 
+from gpuscale.allocator.domain.accounting import millis
+from gpuscale.allocator.domain.ledger import RETENTION
 from gpuscale.allocator.usecases.endings import TICK
 from gpuscale.common.errors import ResourceExhaustedError
 from tests.fault.allocator.reservation_history import History
-from tests.fault.allocator.reservation_traffic import Traffic
+from tests.fault.allocator.reservation_traffic import TTL, Traffic
 from tests.support.allocator_process import START_DELAY, Site, site
 from tests.support.waiting import eventually
 
@@ -30,18 +34,53 @@ POINTS = (
     "allocator.change.before_commit",
     "allocator.reserve.before_reply",
 )
+TRIGGERS = f"""
+CREATE TABLE history (id TEXT PRIMARY KEY, begun REAL, ended REAL, milli INTEGER, kept INTEGER DEFAULT 0);
+CREATE TRIGGER lease_begun AFTER INSERT ON reservation BEGIN
+    INSERT INTO history (id, begun, milli) SELECT NEW.id, NEW.deadline_seconds - NEW.ttl_seconds, sum(value ->> 'milli')
+        FROM json_each(NEW.gpus); END;
+CREATE TRIGGER lease_ended AFTER UPDATE OF state ON reservation WHEN NEW.state <> 'active' BEGIN
+    UPDATE history SET ended = NEW.deadline_seconds - {RETENTION} WHERE id = NEW.id; END;
+CREATE TRIGGER account_goes_on AFTER UPDATE ON usage WHEN NEW.outcome = '' BEGIN
+    UPDATE history SET kept = kept + 1 WHERE id = NEW.reservation_id; END;
+"""
+"""When each lease was granted and ended, noted by the database itself, whatever else is written."""
+ACCOUNTS = """
+SELECT id, begun, ended, history.milli, kept, coalesce(sum(granted), 0), coalesce(max(outcome), ''), max(until_ms)
+FROM history LEFT JOIN usage ON reservation_id = id GROUP BY id
+"""
 pytestmark = pytest.mark.timeout(360 + 20 * KILLS)
 
 
 async def test_promises_hold_through_kills_pauses_and_steps_of_the_wall_clock(tmp_path: Path) -> None:
-    """On PostgreSQL it is test_two_allocators.py that asks the same of the history."""
-    async with site(tmp_path / "data", gpus=4, nodes=2) as place:
+    """On PostgreSQL it is test_two_allocators.py that asks the same of the history.
+
+    And the usage ledger adds up, to the millisecond, to what each lease was granted.
+    """
+    database = tmp_path / "data" / "allocator.db"
+    async with site(database.parent, gpus=4, nodes=2) as place:
+        await (await place.start()).kill()
+        with closing(sqlite3.connect(database)) as opened:
+            opened.executescript(TRIGGERS)
+        place.launcher.look = 0.3
         history = await tormented(place, KILLS, Random(SEED))
         assert history.violations() == []
+        await eventually(
+            lambda: place.client.reserve(ttl=TTL), retry_on=(ResourceExhaustedError,)
+        )  # it runs out
         everything = await eventually(
             lambda: place.client.reserve(4, member_count=2), retry_on=(ResourceExhaustedError,)
         )
         assert len(everything.gpus) == 8
+        await place.launcher.lives[-1].kill()
+    with closing(sqlite3.connect(database)) as opened:
+        accounts = opened.execute(ACCOUNTS).fetchall()
+    for name, begun, end, milli, _, granted, outcome, until in accounts:
+        until = until or millis(begun) if end is None else millis(end)
+        assert granted == (until - millis(begun)) * milli, name
+        assert bool(outcome) is (end is not None), name
+    assert {row[6] for row in accounts} >= {"released", "expired"}
+    assert any(row[4] for row in accounts), "an account that was written while its lease went on"
 
 
 async def tormented(place: Site, kills: int, random: Random) -> History:

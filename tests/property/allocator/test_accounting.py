@@ -23,6 +23,7 @@ from tests.support.clock import ManualClock
 
 T = TypeVar("T")
 USAGE = Table.metadata.tables["usage"]
+ENDS = (State.RELEASED, State.EXPIRED, State.CANCELLED, State.LOST)
 SHARES = ((1000,), (250, 250), (333, 1000), (1,))
 STEPS = (
     *("pass", "grant", "renew", "end", "look", "checkpoint", "kill", "reboot", "step", "fail", "tidy"),
@@ -156,7 +157,7 @@ class Life:
 
     async def end(self, one: Reservation, number: int) -> None:
         now, wall = self.clock.now(), self.clock.wall()
-        closed = self.ledger.close(one, State.RELEASED, now=now, wall=wall)
+        closed = self.ledger.close(one, ENDS[number % len(ENDS)], now=now, wall=wall)
         self.clock.advance(number / 77_777)
         await self.accounting.look()  # while the end is on its way
         if await self.tried(self.write([closed])):
