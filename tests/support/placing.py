@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Container, Iterable, Sequence
+from dataclasses import replace
 from uuid import uuid4
 
 from gpuscale.allocator.domain.model import (
@@ -24,6 +25,7 @@ from gpuscale.allocator.placing.placer import Placer
 from gpuscale.allocator.placing.policies import scored
 from gpuscale.allocator.placing.refusal import Refusal
 from tests.support.allocator_values import WALL
+from tests.support.allocator_values import gpu as plain_gpu
 
 NOTHING: frozenset[str] = frozenset()
 
@@ -127,11 +129,18 @@ def free_memory(gpu: Gpu, use: Use) -> int:
 
 
 def best_node(nodes: Sequence[Node], use: Use, ask: Ask, now: float, cordons: frozenset[str]) -> str | None:
-    """The node that must be picked for one member, by `spread`, `bestfit` or `firstfit`, one node after the other."""
+    """The node that must be picked for one member, by `spread`, `bestfit` or `firstfit`, one node after the other.
+
+    Without GPUs only what is of the node is in the way, as for a GPU in whose way nothing is.
+    """
+    like = replace(
+        plain_gpu("any", fresh_until=math.inf), model=" ".join(ask.models), mig_profile=ask.mig_profile
+    )
     best: tuple[float, str] | None = None
     for node in sorted(nodes, key=lambda one: one.rank):
-        fitting = [gpu for gpu in node.gpus if obstacle(node, gpu, use, ask, now, cordons) is None]
-        if len(fitting) < ask.gpu_count:
+        looked = node.gpus if ask.gpu_count else (like,)
+        fitting = [one for one in looked if obstacle(node, one, use, ask, now, cordons) is None]
+        if len(fitting) < max(ask.gpu_count, 1):
             continue
         value = _value(node, fitting, use, ask, cordons)
         if best is None or value > best[0]:
@@ -140,6 +149,8 @@ def best_node(nodes: Sequence[Node], use: Use, ask: Ask, now: float, cordons: fr
 
 
 def _value(node: Node, fitting: list[Gpu], use: Use, ask: Ask, cordons: frozenset[str]) -> float:
+    if ask.policy is Policy.SPREAD and not ask.gpu_count:
+        return -math.inf if node.cpu_milli is None else node.cpu_milli - use.node(node.id).cpu_milli
     if ask.policy is Policy.SPREAD:
         scores = sorted((_spread(gpu, use, ask) for gpu in fitting), reverse=True)[: ask.gpu_count]
         return sum(scores) / ask.gpu_count

@@ -103,7 +103,7 @@ def asks(draw: st.DrawFn, policies: tuple[Policy, ...] = tuple(Policy)) -> Ask:
     """An ask with some wishes, most of them open."""
     milli = draw(st.sampled_from([WHOLE, WHOLE, 500, 300]))
     return Ask(
-        gpu_count=draw(st.integers(1, 3)),
+        gpu_count=draw(st.integers(0, 3)),
         min_memory_bytes=draw(st.sampled_from([0, 8_000 * MIB])),
         max_utilization_percent=draw(st.sampled_from([100.0, 50.0])),
         allow_unknown_utilization=draw(st.booleans()),
@@ -130,11 +130,14 @@ class World:
         self.placer = Placer(self.use)
         self.nodes: dict[str, Node] = {}
         self.cordons: frozenset[str] = frozenset()
+        self.now = NOW
 
     def step(self, data: st.DataObject) -> None:
         """Something happens."""
         what = data.draw(
-            st.sampled_from(["node", "node", "again", "renew", "place", "place", "free", "cordon", "remove"])
+            st.sampled_from(
+                ["node", "node", "again", "renew", "place", "place", "wait", "free", "cordon", "remove"]
+            )
         )
         if what == "node":
             node = data.draw(st.integers(0, 3).flatmap(nodes))
@@ -149,6 +152,8 @@ class World:
             self.renew(data.draw(st.sampled_from(sorted(self.nodes))), data.draw(st.sampled_from([2, 5])))
         elif what == "place":
             self.serve(data.draw(asks()), labels=data.draw(st.sampled_from([{}, {"job": "x"}])))
+        elif what == "wait":
+            self.now += data.draw(st.sampled_from([1, 3]))
         elif what == "free":
             live = sorted({one.id for node in self.nodes for one in self.use.reservations(node)})
             if live:
@@ -164,31 +169,34 @@ class World:
     def renew(self, node: str, seconds: float) -> bool:
         """What was read of a node counts for longer."""
         for one in self.nodes[node].gpus:
-            one.fresh_until = max(one.fresh_until, NOW + seconds)
+            one.fresh_until = max(one.fresh_until, self.now + seconds)
         return self.placer.renew_node(node)
 
     def serve(self, ask: Ask, **fields: object) -> None:
         """Place an ask and hold what it got: the books refuse what is given twice."""
-        found = self.placer.place(ask, NOW)
+        found = self.placer.place(ask, self.now)
         if isinstance(found, Pick):
             self.use.hold(reservation(found.gpus, name=f"r{id(found)}", ask=ask, **fields))
 
 
-@given(data=st.data(), ask=asks(PLAIN))
+@pytest.mark.parametrize("most", [3, 0])
+@given(data=st.data(), wish=asks(PLAIN))
 @settings(max_examples=settings().max_examples // 2)
-def test_whatever_happened_the_placer_answers_as_a_plain_look_does(data: st.DataObject, ask: Ask) -> None:
-    world = World()
+def test_whatever_happened_the_placer_answers_as_a_plain_look_does(
+    data: st.DataObject, wish: Ask, most: int
+) -> None:
+    world, ask = World(), replace(wish, gpu_count=min(wish.gpu_count, most))
     for _ in range(data.draw(st.integers(1, 10))):
         world.step(data)
     known = [world.nodes[name] for name in sorted(world.nodes)]
-    outlook = world.placer.explain(ask, NOW)
+    outlook = world.placer.explain(ask, world.now)
     for seen in outlook.nodes:
         for one in seen.gpus:
-            expected = obstacle(seen.node, one.gpu, world.use, ask, NOW, world.cordons)
+            expected = obstacle(seen.node, one.gpu, world.use, ask, world.now, world.cordons)
             assert one.obstacle is expected, one.gpu.uuid
     if ask.nodes <= set(world.nodes):
-        expected_node = best_node(known, world.use, ask, NOW, world.cordons)
-        answer = world.placer.place(ask, NOW)
+        expected_node = best_node(known, world.use, ask, world.now, world.cordons)
+        answer = world.placer.place(ask, world.now)
         assert (answer.nodes[0] if isinstance(answer, Pick) else None) == expected_node
 
 
@@ -201,12 +209,14 @@ def test_neither_history_nor_order_matters(data: st.DataObject, ask: Ask, shuffl
         world.step(data)
     fresh = list(world.nodes.values())
     shuffle.shuffle(fresh)
-    answer = world.placer.place(ask, NOW)  # first: those that come later are told of all changes in its place
+    answer = world.placer.place(
+        ask, world.now
+    )  # first: those that come later are told of all changes in its place
     other = placer(fresh, world.use, world.cordons)
     in_order = placer(world.nodes.values(), world.use, world.cordons)
-    assert other.place(ask, NOW) == in_order.place(ask, NOW)
+    assert other.place(ask, world.now) == in_order.place(ask, world.now)
     if ask.policy in PLAIN:
-        assert other.place(ask, NOW) == answer
+        assert other.place(ask, world.now) == answer
 
 
 WISHES = tuple(
@@ -256,7 +266,7 @@ def test_a_gang_is_whole_or_nothing_and_leaves_no_trace(
         world.step(data)
     ask = replace(wish, member_count=members, gang_strategy=strategy, gpu_set=gpu_set)
     before = [(gpu.uuid, world.use.gpu(gpu.uuid)) for node in world.nodes.values() for gpu in node.gpus]
-    found = world.placer.place(ask, NOW)
+    found = world.placer.place(ask, world.now)
     assert before == [
         (gpu.uuid, world.use.gpu(gpu.uuid)) for node in world.nodes.values() for gpu in node.gpus
     ]
@@ -286,12 +296,12 @@ def test_what_if_changes_nothing_and_is_what_comes_true(data: st.DataObject, ask
             world.nodes[node.id] = idle
             world.placer.apply_node(idle)
     live = sorted({one.id for node in world.nodes for one in world.use.reservations(node)})[:victims]
-    now_before = world.placer.place(ask, NOW, again=True)
-    imagined = world.placer.place_after(ask, NOW, live)
-    assert world.placer.place(ask, NOW, again=True) == now_before
+    now_before = world.placer.place(ask, world.now, again=True)
+    imagined = world.placer.place_after(ask, world.now, live)
+    assert world.placer.place(ask, world.now, again=True) == now_before
     for one in live:
         world.use.free(one)
-    assert isinstance(world.placer.place(ask, NOW, again=True), Pick) <= isinstance(imagined, Pick)
+    assert isinstance(world.placer.place(ask, world.now, again=True), Pick) <= isinstance(imagined, Pick)
 
 
 @given(
@@ -480,15 +490,22 @@ def test_a_report_by_which_an_ask_fits_that_did_not_is_told(data: st.DataObject,
     for _ in range(data.draw(st.integers(2, 6))):
         world.step(data)
     for name, node in sorted(world.nodes.items()):
-        before = world.placer.place(ask, NOW, again=True)
+        before = world.placer.place(ask, world.now, again=True)
         report = turns if data.draw(st.booleans()) else reports
         if data.draw(st.booleans()):
             told = world.renew(name, 5)
         else:
             gpus_of = tuple(data.draw(report(gpu)) for gpu in node.gpus)
             told = world.placer.apply_node(replace(node, gpus=gpus_of))
-        after = world.placer.place(ask, NOW, again=True)
+        after = world.placer.place(ask, world.now, again=True)
         assert told or isinstance(before, Pick) or not isinstance(after, Pick), name
+
+
+def test_a_reading_counts_no_more_for_any_ask_once_it_is_too_old() -> None:
+    of = placer([Node("n0", 0, NodeState.ONLINE, (gpu(fresh_until=NOW),))])
+    assert isinstance(of.place(Ask(1, 0, 100.0), NOW), Pick)
+    for policy in Policy:  # each looks at all nodes for the first time
+        assert not isinstance(of.place(Ask(1, 0, 100.0, policy=policy), NOW + 1), Pick)
 
 
 def test_a_report_that_helps_no_ask_is_not_told() -> None:
