@@ -16,17 +16,19 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 from google.protobuf import message_factory
 from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
 
 from gpuscale.common import wire
 from gpuscale.common.rpc.interceptor import Guard, GuardSettings, OpenCalls
 from gpuscale.common.rpc.server import HandlerCollector, Registration
+from gpuscale.common.rpc.status import DETAILS_KEY
 from gpuscale.common.security.auth import Authenticator, find_method
 
 Opened: TypeAlias = AbstractAsyncContextManager[tuple[Registration, ...]]
 
 
 class RefusedError(Exception):
-    """A call ended with a status."""
+    """A call ended with a status: its code, reason and message."""
 
 
 class Context:
@@ -59,7 +61,9 @@ class Context:
         await asyncio.sleep(0)
 
     async def abort_with_status(self, status: Any) -> NoReturn:
-        raise RefusedError(f"{status.code}: {status.details}")
+        info, sent = error_details_pb2.ErrorInfo(), dict(status.trailing_metadata)[DETAILS_KEY]
+        status_pb2.Status.FromString(sent).details[0].Unpack(info)
+        raise RefusedError(f"{status.code}: {info.reason}: {status.details}")
 
 
 class Room:

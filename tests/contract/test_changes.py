@@ -67,7 +67,7 @@ async def test_only_what_has_the_etag_is_changed(tmp_path: Path, method: str) ->
         parts = (request, *(value for field, value in request.ListFields() if field.message_type))
         part = next(one for one in parts if "etag" in one.DESCRIPTOR.fields_by_name)
         part.etag = "0" * 32
-        assert "StatusCode.ABORTED" in await told(room, method, request)
+        assert "StatusCode.ABORTED: ETAG_MISMATCH: " in await told(room, method, request)
         assert await lists(room) == before
         name = request.parent if method == "CreateRule" else part.name.partition("/rules/")[0]
         found = (one for answer in before for _, all_ in answer.ListFields() for one in all_)
