@@ -39,7 +39,11 @@ _RECOVERY = {
 _LONGEST_TEXT = 1024
 _TICKS = os.sysconf("SC_CLK_TCK")
 
-_NO_NUMBERS = ("processes", "recovery_action", "throttle_reason_mask", "absent")
+_FIELDS = types_api.GpuReading.DESCRIPTOR.fields
+PUT_ALONE = {"absent", "throttle_reason_mask"} | {
+    one.name for one in _FIELDS if one.is_repeated or one.cpp_type > FieldDescriptor.CPPTYPE_BOOL
+}
+"""Readings that are no numbers (above BOOL are enums, texts and messages), and the mask, which is sent with its reasons."""
 _Reading = TypeVar("_Reading", types_api.GpuReading, types_api.HostReading)
 
 
@@ -106,7 +110,7 @@ def _filled(
     """A message with all readings that are not absent, and their age."""
     named = zip(reading._fields, reading, strict=True)
     found: dict[str, Any] = {name: value for name, value in named if value is not None}
-    others = {name: found.pop(name) for name in _NO_NUMBERS if name in found}
+    others = {name: found.pop(name) for name in found.keys() & PUT_ALONE}
     message = kind(**found)
     for name, value in others.items():
         put(message, name, value)
@@ -179,13 +183,10 @@ _NANOS = 1_000_000_000
 _NOT_TOLD = float("nan")
 MOST_FIELDS = 256
 """Most fields of a reading that a delta changes; agents of later versions have more than this one."""
-_GPU_FIELDS = {field.number: field.name for field in types_api.GpuReading.DESCRIPTOR.fields}
+_GPU_FIELDS = {field.number: field.name for field in _FIELDS}
 _HOST_FIELDS = {field.number: field.name for field in types_api.HostReading.DESCRIPTOR.fields}
-_FLOATS = frozenset(
-    field.number
-    for field in types_api.GpuReading.DESCRIPTOR.fields
-    if field.cpp_type in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
-)
+_REALS = (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT)
+_FLOATS = frozenset(field.number for field in _FIELDS if field.cpp_type in _REALS)
 
 
 class Stamp(NamedTuple):

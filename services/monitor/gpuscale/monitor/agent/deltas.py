@@ -15,7 +15,7 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration, to_timestamp
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.model.readings import GpuReading, GpuState, GpuView, HostReading, Quarantine, Snapshot
-from gpuscale.monitor.wire import GPU_STATES, put, text
+from gpuscale.monitor.wire import GPU_STATES, PUT_ALONE, put, text
 
 Bands = tuple[float, ...]
 """The dead-band of each field of a reading, in order; 0 sends every change."""
@@ -59,11 +59,9 @@ def is_near(before: object, after: object, band: float) -> bool:
 
 
 _GPU_FIELDS = types_api.GpuReading.DESCRIPTOR.fields_by_name
-# Field numbers of numeric readings by index; the mask is sent with the list of its reasons.
+# Field numbers of numeric readings by index.
 _NUMBERS = {
-    place: _GPU_FIELDS[name].number
-    for place, name in enumerate(GpuReading._fields)
-    if name not in {"processes", "recovery_action", "throttle_reason_mask", "absent"}
+    place: _GPU_FIELDS[name].number for place, name in enumerate(GpuReading._fields) if name not in PUT_ALONE
 }
 # Above this, a double does not hold every integer.
 _LARGEST_INTEGER = 2**53
