@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from datetime import UTC, datetime
+from typing import Any
 
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.rpc.validation import violations
@@ -35,6 +36,10 @@ SNAPSHOT = snapshot_read(
 )
 
 
+def sent_with(**changes: Any) -> types_api.Snapshot:
+    return to_snapshot(replace(SNAPSHOT, **changes), now=100.0)
+
+
 def test_ages_are_those_of_the_moment_of_sending() -> None:
     message = to_snapshot(SNAPSHOT, now=102.0)
     assert seconds(message.age) == 2.0
@@ -44,7 +49,7 @@ def test_ages_are_those_of_the_moment_of_sending() -> None:
 
 
 def test_zero_is_sent_and_what_is_unknown_is_not() -> None:
-    reading = to_snapshot(SNAPSHOT, now=100.0).gpus[0].reading
+    reading = sent_with().gpus[0].reading
     assert reading.HasField("utilization_percent")
     assert reading.utilization_percent == 0.0
     assert not reading.HasField("memory_free_bytes")
@@ -52,10 +57,8 @@ def test_zero_is_sent_and_what_is_unknown_is_not() -> None:
 
 
 def test_a_gpu_that_was_never_read_has_no_age() -> None:
-    view = GpuView(
-        identity(), GpuState.SLOW, GpuReading.nothing(ReadingStatus.TIMEOUT, "no answer yet"), None
-    )
-    message = to_snapshot(replace(SNAPSHOT, gpus=(view,)), now=100.0).gpus[0]
+    nothing = GpuReading.nothing(ReadingStatus.TIMEOUT, "no answer yet")
+    message = sent_with(gpus=(GpuView(identity(), GpuState.SLOW, nothing, None),)).gpus[0]
     assert message.state == types_api.GpuState.GPU_STATE_SLOW
     assert not message.reading.HasField("age")
     assert [absent.field for absent in message.reading.absent_readings] == list(GPU_FIELDS)
@@ -66,9 +69,7 @@ def test_every_reading_reaches_the_wire() -> None:
     others = {"processes": (GpuProcess(1),), "recovery_action": RecoveryAction.GPU_RESET}
     full = GpuReading(**dict.fromkeys(GPU_FIELDS, 3) | others)
     host = HostReading(**dict.fromkeys(HOST_FIELDS, 3))
-    message = to_snapshot(
-        replace(SNAPSHOT, host_reading=host, gpus=(GpuView(identity(), GpuState.OK, full, 1.0),)), now=100.0
-    )
+    message = sent_with(host_reading=host, gpus=(GpuView(identity(), GpuState.OK, full, 1.0),))
     sent = {field.name for field, _ in message.gpus[0].reading.ListFields()}
     assert sent == {*GPU_FIELDS, "age", "throttle_reasons"}
     assert {field.name for field, _ in message.host_reading.ListFields()} == {*HOST_FIELDS, "age"}
@@ -76,8 +77,7 @@ def test_every_reading_reaches_the_wire() -> None:
 
 def test_what_users_and_drivers_wrote_keeps_to_the_rules_of_the_contract() -> None:
     """Any user can name a process with control characters; the node must not be refused for it."""
-    long = replace(SNAPSHOT, gpu_problem="x" * 5000 + "\n")
-    message = to_snapshot(long, now=100.0)
+    message = sent_with(gpu_problem="x" * 5000 + "\n")
     assert violations(message) == []
     assert message.gpus[0].reading.processes[0].command == "a?[2Jb?"
     assert len(message.gpu_problem) == 1024
@@ -85,9 +85,7 @@ def test_what_users_and_drivers_wrote_keeps_to_the_rules_of_the_contract() -> No
 
 def test_gpus_are_named_by_uuid_and_simulated_ones_flagged() -> None:
     simulated = replace(identity(), simulated=True)
-    message = to_snapshot(
-        replace(SNAPSHOT, simulated=True, gpus=(GpuView(simulated, GpuState.OK, READING, 1.0),)), now=100.0
-    )
+    message = sent_with(simulated=True, gpus=(GpuView(simulated, GpuState.OK, READING, 1.0),))
     assert message.gpus[0].name == "nodes/alpha/gpus/gpu-00000000"
     assert message.gpus[0].uuid == "GPU-00000000"
     assert message.simulated
@@ -95,24 +93,15 @@ def test_gpus_are_named_by_uuid_and_simulated_ones_flagged() -> None:
 
 
 def test_what_a_gpu_is_and_what_the_operator_says_of_its_node_reaches_the_wire() -> None:
-    part = replace(
-        identity(1),
-        mig_profile="1g.10gb",
-        parent_uuid="GPU-0",
-        place=PciPlace("pci0000:16/0000:17:00.0", 1),
-        nvlinks=(("GPU-7", 4), ("GPU-8", 2)),
-    )
+    place, nvlinks = PciPlace("pci0000:16/0000:17:00.0", 1), (("GPU-7", 4), ("GPU-8", 2))
+    part = replace(identity(1), mig_profile="1g.10gb", parent_uuid="GPU-0", place=place, nvlinks=nvlinks)
     process = GpuProcess(7, reservation="reservations/r3")
     quarantine = Quarantine("XID 79", datetime(2026, 1, 1, tzinfo=UTC))
     view = GpuView(part, GpuState.OK, GpuReading(processes=(process,)), 1.0, quarantine=quarantine)
-    message = to_snapshot(replace(SNAPSHOT, gpus=(view,), labels=(("zone", "a"),)), now=100.0)
+    message = sent_with(gpus=(view,), labels=(("zone", "a"),))
     gpu = message.gpus[0]
-    assert (gpu.mig_profile, gpu.parent_uuid, gpu.numa_node, gpu.quarantine) == (
-        "1g.10gb",
-        "GPU-0",
-        1,
-        "XID 79",
-    )
+    told = (gpu.mig_profile, gpu.parent_uuid, gpu.numa_node, gpu.quarantine)
+    assert told == ("1g.10gb", "GPU-0", 1, "XID 79")
     assert gpu.quarantine_time.ToDatetime(UTC) == datetime(2026, 1, 1, tzinfo=UTC)
     assert {peer.uuid: peer.link_count for peer in gpu.nvlinks} == {"GPU-7": 4, "GPU-8": 2}
     assert gpu.reading.processes[0].reservation == "reservations/r3"

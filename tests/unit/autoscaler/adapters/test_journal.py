@@ -62,9 +62,7 @@ def test_many_records_are_flushed_once_each_and_their_directory_once(
         flushed.append(stat.S_ISDIR(os.fstat(descriptor).st_mode))
 
     monkeypatch.setattr(os, "fsync", flush)
-    records = [
-        JournalRecord(f"endpoints/jobs/replicas/r{number:02}", Phase.INTENT, "boot") for number in range(20)
-    ]
+    records = [JournalRecord(f"endpoints/jobs/replicas/r{n:02}", Phase.INTENT, "boot") for n in range(20)]
     assert journal.write(records) == {}
     assert flushed == [False] * 20 + [True]
     assert journal.load() == records
