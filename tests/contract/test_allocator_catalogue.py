@@ -1,16 +1,17 @@
 """The catalogue of bad inputs (research: reliability and security, chapter 5), its rows from Reserve to Drain, one by one.
 
 Each is answered with the status that is listed there, names the field or the reason, and leaves everything as it was.
-Where the contract departs from the catalogue the row says so. Rows for any RPC, and for a field alone against its own rule, are those
-of test_every_rpc.py (15, 16, 19, 21, 28, 34, parts of 30 and 33) and tests/unit/common/test_validation.py (27); row 31 (another's
-lease) needs two callers, 58 a GPU that is not there, 59 a full disk: tests/integration/allocator/test_lifecycle.py, test_cordons.py
-and test_disk.py.
+Where the contract departs from the catalogue the row says so. test_every_rpc.py takes the limits of fields from the annotations that
+the services enforce, so what the comments promise is written down here once more; rows for any RPC are there alone (16, 28). Row 31
+(another's lease) needs two callers, 58 a GPU that is not there, 59 a full disk: tests/integration/allocator/test_lifecycle.py,
+test_cordons.py and test_disk.py.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
-from uuid import UUID
+from typing import Any, NamedTuple
+from uuid import UUID, uuid4
 
 import pytest
 
@@ -62,7 +63,56 @@ async def empty_ask(client: Client, _: Reservation) -> object:
         return await client.stub.Reserve(api.ReserveRequest(request_id=USED, holder="me"), timeout=60)
 
 
+MANY, TWICE = {str(index): "" for index in range(65)}, ["nodes/n0", "nodes/n0"]
+LIMITS: Mapping[str, tuple[object, ...]] = {
+    "request_id": ("", "1"),  # row 19
+    "holder": ("", "a\u202eb"),  # row 21
+    "ttl": (timedelta(seconds=1.999), timedelta(days=7, seconds=1)),  # row 15, which says 5 s
+    "labels": (MANY, {"": "x"}),  # row 27
+    "wait": (timedelta(seconds=-1), timedelta(days=7, seconds=1)),
+    "tenant": ("a\u202eb",),
+    "priority": (-1001, 1001),
+    "owner": ("a\u202eb",),
+    "time_limit": (timedelta(seconds=0.999), timedelta(days=365, seconds=1)),
+    "booking": ("b1",),
+    "ask.gpu_count": (0, 4097),
+    "ask.min_memory_bytes": (-1,),
+    "ask.max_utilization_percent": (0, 100.1),
+    "ask.gpu_milli": (0, 1001),
+    "ask.gpu_memory_bytes": (0,),
+    "ask.mig_profile": ("x" * 65,),
+    "ask.models": (["A100"] * 2, [*MANY][:33]),
+    "ask.cpu_milli": (-1, 10_000_001),
+    "ask.host_memory_bytes": (-1,),
+    "ask.nodes": (TWICE, ["n0"]),
+    "ask.excluded_nodes": (TWICE, ["n0"]),
+    "ask.gpus": (["gpus/a"],),
+    "ask.excluded_gpus": (["nodes/n0/gpus/a"] * 2, ["gpus/a"]),
+    "ask.node_labels": (MANY, {"": "x"}),
+    "ask.apart_from": (MANY, {"": "x"}),
+    "ask.gpu_set": (9,),
+    "ask.member_count": (0, 1001),
+    "ask.weights": ({"memory": -1}, {"memory": 1001}, {"utilization": -1}, {"utilization": 1001}),
+    "ask.power_limit_watts": (0, 100_001),
+}
+"""What a field of Reserve may not be; rows without another number are not in the catalogue."""
+
+
+def beyond(field: str, value: object) -> Row:
+    """A case of Reserve with one value that its field may not have."""
+
+    async def call(client: Client, _: Reservation) -> object:
+        ask: dict[str, Any] = {"gpu_count": 1}
+        fields = {"request_id": str(uuid4()), "holder": "me", "ask": ask}
+        (ask if field.startswith("ask.") else fields)[field.removeprefix("ask.")] = value
+        with rpc_errors():
+            return await client.stub.Reserve(api.ReserveRequest(**fields), timeout=60)
+
+    return Row(0, f"{field} {str(value)[:40]}", call, InvalidArgumentError, field)
+
+
 ROWS = (
+    *(beyond(field, value) for field, values in LIMITS.items() for value in values),
     # Row 12 wants INVALID_ARGUMENT or OUT_OF_RANGE; the fleet may grow, so it is a precondition (DESIGN, chapter 10).
     reserve(12, "more than there are", FailedPreconditionError, "UNSATISFIABLE", count=9),
     reserve(14, "what is taken", ResourceExhaustedError, "NO_CAPACITY", count=4),
@@ -82,7 +132,13 @@ ROWS = (
     reserve(26, "a cordoned node", ResourceExhaustedError, "NO_CAPACITY", nodes=["nodes/shut"]),
     reserve(26, "a hung GPU", ResourceExhaustedError, "NO_CAPACITY", nodes=["nodes/hung"]),
     Row(30, "Renew with a higher fence", lambda c, one: c.renew(one, fence=one.fence + 1), FailedPreconditionError, "FENCE_MISMATCH"),
+    # Rows 30 and 33 want FAILED_PRECONDITION: a fence below 0 breaks a rule of the contract before it is compared.
+    Row(30, "Renew with a negative fence", lambda c, one: c.renew(one, fence=-1), InvalidArgumentError, "fence"),
+    Row(30, "Renew with too short a lease", lambda c, one: c.renew(one, ttl=1.999), InvalidArgumentError, "ttl"),
+    Row(30, "Renew with too long a lease", lambda c, one: c.renew(one, ttl=604_801), InvalidArgumentError, "ttl"),
     Row(33, "Release with a wrong fence", lambda c, one: c.release(one, fence=one.fence + 1), FailedPreconditionError, "FENCE_MISMATCH"),
+    Row(33, "Release with a negative fence", lambda c, one: c.release(one, fence=-1), InvalidArgumentError, "fence"),
+    Row(34, "a negative page", lambda c, _: c.page(page_size=-1), InvalidArgumentError, "page_size"),
 )  # fmt: skip
 
 

@@ -94,9 +94,8 @@ async def test_gpus_that_do_not_answer_or_are_stale_are_not_granted(tmp_path: Pa
 
 
 async def test_wrong_arguments_are_named_and_change_nothing(tmp_path: Path) -> None:
-    """Fields against each other; one field alone is for tests/contract/test_every_rpc.py."""
+    """Fields against each other; one field alone is for tests/contract/test_allocator_catalogue.py."""
     wrong: list[tuple[str, dict[str, object]]] = [
-        ("ask.gpu_set", {"gpu_set": 9}),
         ("ask.gpus[1]", {"gpus": ["nodes/n0/gpus/a", "nodes/n0/gpus/A"]}),
         ("ask.gpus[0]", {"gpus": ["nodes/n0/gpus/a"], "excluded_gpus": ["nodes/n0/gpus/a"]}),
         ("ask.gpus[0]", {"gpus": ["nodes/n0/gpus/a"], "excluded_nodes": ["nodes/n0"]}),
