@@ -328,6 +328,7 @@ def test_a_row_alone_is_worth_what_it_is_worth_among_many(
     if wish.policy is Policy.FGD:
         return
     columns = Columns(list(world.nodes.values()), world.use, world.cordons)
+    columns.age(NOW)
     constraints, every = Constraints(columns, world.use, wish), np.arange(len(columns))
     scarcity = data.draw(st.sampled_from([0.0, 0.5])) if cpu_per_gpu else 0.0
     shares = {(0, 1, milli, ()): 1 for milli in data.draw(st.sets(st.integers(1, 999), max_size=3))}
