@@ -319,8 +319,7 @@ class Constraints:
 
     def _by_size(self, of_sizes: Ints, rows: Ints) -> Ints:
         """The figure of each GPU's size; a single one where all sizes have the same."""
-        sizes = self._columns.size
-        return of_sizes.take(sizes.take(rows, 0)) if len(of_sizes) > 1 else of_sizes[:, None]
+        return of_sizes.take(self._columns.size.take(rows, 0)) if len(of_sizes) > 1 else of_sizes[:, None]
 
     def _needs(self) -> tuple[Needs, Needs]:
         """As lists, and as arrays; rebuilt when columns know more models, profiles or sizes."""

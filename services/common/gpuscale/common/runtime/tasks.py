@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
@@ -195,9 +196,9 @@ class TaskScope:
 async def _named(name: str, work: Coroutine[Any, Any, T], *, endless: bool = False) -> T:
     try:
         result = await work
-    except Exception as error:
-        error.add_note(f"in task {name}")
-        raise
+    finally:
+        if isinstance(error := sys.exception(), Exception):
+            error.add_note(f"in task {name}")
     if endless:
         raise InternalError(f"task {name} ended, which it never should", reason="TASK_ENDED")
     return result
