@@ -20,7 +20,7 @@ import uvloop
 
 from bench._reserve_site import pin
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
+from gpuscale.autoscaler.domain.signals import QueueReading, QueueState
 from gpuscale.autoscaler.loop import reconciler
 from gpuscale.common.runtime.lifecycle import collecting_what_is_new
 from gpuscale.common.runtime.tasks import SystemClock

@@ -36,7 +36,7 @@ import httpx
 import psutil
 import uvloop
 
-from gpuscale.autoscaler.domain.queues import QueueTarget
+from gpuscale.autoscaler.domain.signals import QueueTarget
 from gpuscale.autoscaler.signals.brokers import Broker, BrokerSettings, RetryGate, resolve
 from gpuscale.autoscaler.signals.rabbitmq import ManagementClient, Measured
 from gpuscale.autoscaler.signals.watchers import BrokerSweeps, Publish, VirtualHostReader

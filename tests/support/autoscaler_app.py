@@ -12,7 +12,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler import app
-from gpuscale.autoscaler.domain.queues import QueueReading, QueueState, Watcher, WatchSpec
+from gpuscale.autoscaler.domain.signals import QueueReading, QueueState, Watcher, WatchSpec
 from gpuscale.autoscaler.settings import AutoscalerSettings
 from gpuscale.autoscaler.signals.prometheus import PrometheusSettings
 from gpuscale.common.rpc.channel import open_channel

@@ -9,9 +9,9 @@ from gpuscale.autoscaler.domain import engine, signals
 from gpuscale.autoscaler.domain.decisions import Evaluation
 from gpuscale.autoscaler.domain.engine import Memory
 from gpuscale.autoscaler.domain.inputs import Inputs, Observation, ObservationStatus
-from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
 from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaLease, ReplicaState, Revocation
 from gpuscale.autoscaler.domain.rules.rule import Comparator, Rule, StepRule
+from gpuscale.autoscaler.domain.signals import QueueReading, QueueState
 from gpuscale.autoscaler.domain.spec import (
     Endpoint,
     EndpointSpec,

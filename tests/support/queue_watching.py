@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlmodel import SQLModel
 
-from gpuscale.autoscaler.domain.queues import QueueReading, QueueState, WatchSpec
+from gpuscale.autoscaler.domain.signals import QueueReading, QueueState, WatchSpec
 from gpuscale.autoscaler.signals.brokers import BrokerSettings
 from gpuscale.autoscaler.signals.watchers import QueueWatchers, open_watchers
 from gpuscale.common.runtime.tasks import SystemClock

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from gpuscale.autoscaler.domain.queues import QueueState, QueueTarget
+from gpuscale.autoscaler.domain.signals import QueueState, QueueTarget
 from gpuscale.autoscaler.signals.brokers import BrokerSettings, resolve
 from gpuscale.autoscaler.signals.watchers import BrokerSweeps, Publish, VirtualHostReader
 from gpuscale.common.runtime.tasks import SystemClock

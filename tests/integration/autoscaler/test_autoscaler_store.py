@@ -15,8 +15,8 @@ from sqlmodel import SQLModel
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.decisions import Decision
-from gpuscale.autoscaler.domain.queues import QueueReading
 from gpuscale.autoscaler.domain.replicas import Goal, Replica, ReplicaState, revoked
+from gpuscale.autoscaler.domain.signals import QueueReading
 from gpuscale.autoscaler.loop import reconciler
 from gpuscale.autoscaler.loop.hub import Wakes
 from gpuscale.autoscaler.servicers import endpoints as endpoint_changes

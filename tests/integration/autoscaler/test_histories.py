@@ -12,8 +12,8 @@ from sqlmodel import func, select
 
 from gpuscale.autoscaler.backtest import world
 from gpuscale.autoscaler.backtest.world import KEPT, SPACING, UNKNOWN, RecordedReading
-from gpuscale.autoscaler.domain.queues import QueueReading, QueueState, Rates
 from gpuscale.autoscaler.domain.replicas import Moment
+from gpuscale.autoscaler.domain.signals import QueueReading, QueueState, Rates
 from gpuscale.autoscaler.domain.spec import EndpointSpec
 from gpuscale.autoscaler.signals.sources import Histories
 from gpuscale.autoscaler.state import store as autoscaler_store

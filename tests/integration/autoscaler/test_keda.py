@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from gpuscale.api.keda import v1 as api
-from gpuscale.autoscaler.domain.queues import QueueState
+from gpuscale.autoscaler.domain.signals import QueueState
 from gpuscale.autoscaler.loop import reconciler
 from gpuscale.common.errors import InvalidArgumentError, NotFoundError
 from gpuscale.common.rpc.channel import open_channel

@@ -17,8 +17,7 @@ from pydantic import ValidationError
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.inputs import ObservationStatus
-from gpuscale.autoscaler.domain.queues import QueueState
-from gpuscale.autoscaler.domain.signals import observe
+from gpuscale.autoscaler.domain.signals import QueueState, observe
 from gpuscale.autoscaler.domain.spec import PrometheusSignal, Signal
 from gpuscale.autoscaler.signals import prometheus as module
 from gpuscale.autoscaler.signals.brokers import Broker, VirtualHostError

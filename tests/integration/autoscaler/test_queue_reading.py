@@ -8,7 +8,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from gpuscale.autoscaler.domain.queues import PENDING, QueueFailure, QueueState, QueueTarget
+from gpuscale.autoscaler.domain.signals import PENDING, QueueFailure, QueueState, QueueTarget
 from gpuscale.autoscaler.signals.brokers import Broker, VirtualHostError
 from gpuscale.autoscaler.signals.rabbitmq import AmqpSession, Counted, ManagementClient, Measured
 from gpuscale.autoscaler.signals.watchers import BrokerSweeps

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
 from gpuscale.autoscaler.domain.replicas import ReplicaState
+from gpuscale.autoscaler.domain.signals import QueueReading, QueueState
 from gpuscale.autoscaler.domain.spec import (
     GpuSignal,
     HostSignal,

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from aio_pika.abc import AbstractIncomingMessage
 
-from gpuscale.autoscaler.domain.queues import QueueState, Rates
+from gpuscale.autoscaler.domain.signals import QueueState, Rates
 from gpuscale.autoscaler.signals.brokers import Broker, BrokerSettings
 from gpuscale.autoscaler.signals.rabbitmq import ManagementClient, QueueStatistics
 from gpuscale.common.secrets import SecretUrl

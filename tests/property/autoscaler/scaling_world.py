@@ -17,7 +17,7 @@ from uuid import UUID
 from sqlalchemy import Connection, StaticPool, create_engine
 
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
+from gpuscale.autoscaler.domain.signals import QueueReading, QueueState
 from gpuscale.autoscaler.domain.spec import EndpointSpec
 from gpuscale.autoscaler.loop import reconciler
 from gpuscale.autoscaler.loop.hub import AdapterHub, Followers, Wakes

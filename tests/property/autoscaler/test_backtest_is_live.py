@@ -10,7 +10,6 @@ import pytest
 from gpuscale.autoscaler.backtest.simulate import Replay
 from gpuscale.autoscaler.backtest.world import Setting
 from gpuscale.autoscaler.domain.engine import Question, Result, asked
-from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
 from gpuscale.autoscaler.domain.rules.rule import (
     BandRule,
     Comparator,
@@ -20,7 +19,7 @@ from gpuscale.autoscaler.domain.rules.rule import (
     ThresholdRule,
 )
 from gpuscale.autoscaler.domain.rules.targets import PanicRule, TargetRule
-from gpuscale.autoscaler.domain.signals import Sample, queue_sample
+from gpuscale.autoscaler.domain.signals import QueueReading, QueueState, Sample, queue_sample
 from gpuscale.autoscaler.domain.spec import (
     Combine,
     EndpointSpec,

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from gpuscale.autoscaler.domain.decisions import Code, Stage
 from gpuscale.autoscaler.domain.inputs import Observation, ObservationStatus, ReplicaWeights
-from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
 from gpuscale.autoscaler.domain.rules.formula import FormulaRule
 from gpuscale.autoscaler.domain.rules.rule import (
     BandRule,
@@ -19,6 +18,7 @@ from gpuscale.autoscaler.domain.rules.rule import (
     ThresholdRule,
 )
 from gpuscale.autoscaler.domain.rules.targets import TargetRule, TargetType
+from gpuscale.autoscaler.domain.signals import QueueReading, QueueState
 from gpuscale.autoscaler.domain.spec import EndpointSpec, Pace, ReplicaTemplate
 from tests.support.autoscaler_values import NOW, evaluate, observe, observed, signal
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from gpuscale.autoscaler.domain.queues import QueueFailure, QueueState
+from gpuscale.autoscaler.domain.signals import QueueFailure, QueueState
 from gpuscale.autoscaler.signals.brokers import BrokerSettings, RetryGate, VirtualHostError, resolve
 from gpuscale.common.errors import InvalidArgumentError
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.inputs import ObservationStatus
-from gpuscale.autoscaler.domain.queues import (
+from gpuscale.autoscaler.domain.signals import (
     PENDING,
     NamePattern,
     QueueFailure,

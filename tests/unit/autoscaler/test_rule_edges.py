@@ -8,8 +8,6 @@ import pytest
 from gpuscale.autoscaler.domain.decisions import Code
 from gpuscale.autoscaler.domain.engine import Memory, evaluate
 from gpuscale.autoscaler.domain.inputs import LARGEST, Burst, InputSeries, ObservationStatus, series_of
-from gpuscale.autoscaler.domain.queues import LARGEST_COUNT as LARGEST_QUEUE
-from gpuscale.autoscaler.domain.queues import QueueReading, QueueState, combined
 from gpuscale.autoscaler.domain.rules.formula import FormulaRule
 from gpuscale.autoscaler.domain.rules.rule import (
     LARGEST_COUNT,
@@ -27,7 +25,15 @@ from gpuscale.autoscaler.domain.rules.targets import (
     ScheduleRule,
     TargetRule,
 )
-from gpuscale.autoscaler.domain.signals import EndpointPast, Sample, observe
+from gpuscale.autoscaler.domain.signals import LARGEST_COUNT as LARGEST_QUEUE
+from gpuscale.autoscaler.domain.signals import (
+    EndpointPast,
+    QueueReading,
+    QueueState,
+    Sample,
+    combined,
+    observe,
+)
 from gpuscale.autoscaler.domain.spec import Combine, Pace, PushedSignal, RateLimit, Signal
 from gpuscale.autoscaler.domain.validate import violations
 from gpuscale.autoscaler.domain.whatif import Stated, StatedSignal, hypothetical, question

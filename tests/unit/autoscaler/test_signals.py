@@ -5,8 +5,16 @@ import math
 import pytest
 
 from gpuscale.autoscaler.domain.inputs import Aggregation, Observation, ObservationStatus
-from gpuscale.autoscaler.domain.queues import QueueReading, QueueState
-from gpuscale.autoscaler.domain.signals import SAMPLES_KEPT, EndpointPast, Sample, Samples, Shown, noted
+from gpuscale.autoscaler.domain.signals import (
+    SAMPLES_KEPT,
+    EndpointPast,
+    QueueReading,
+    QueueState,
+    Sample,
+    Samples,
+    Shown,
+    noted,
+)
 from gpuscale.autoscaler.domain.signals import observe as observe_sample
 from gpuscale.autoscaler.domain.spec import (
     GpuSignal,

@@ -103,7 +103,7 @@ def test_every_file_in_the_tables_of_a_room_exists(room: str) -> None:
         ("allocation.md", "allocator.placing.refusal", "RefusalKind"),
         ("reference/api-autoscaler.md", "autoscaler.domain.decisions", "Code"),
         ("autoscaling.md", "autoscaler.domain.replicas", "ReplicaState"),
-        ("autoscaling.md", "autoscaler.domain.queues", "QueueState"),
+        ("autoscaling.md", "autoscaler.domain.signals", "QueueState"),
         ("monitoring.md", "monitor.model.readings", "GpuState"),
         ("reference/api-types.md", "monitor.model.readings", "ReadingStatus"),
         ("monitoring.md", "monitor.model.nodes", "NodeState"),

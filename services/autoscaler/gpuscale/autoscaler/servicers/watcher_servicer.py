@@ -6,7 +6,7 @@ from typing import Any
 
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.inputs import TaskReport
-from gpuscale.autoscaler.domain.queues import (
+from gpuscale.autoscaler.domain.signals import (
     DEFAULT_INTERVAL,
     DEFAULT_VIRTUAL_HOST,
     PENDING,

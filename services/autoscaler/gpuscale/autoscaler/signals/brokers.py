@@ -17,7 +17,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from gpuscale.autoscaler.domain.queues import QueueFailure
+from gpuscale.autoscaler.domain.signals import QueueFailure
 from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.names import is_id
 from gpuscale.common.runtime.tasks import Backoff

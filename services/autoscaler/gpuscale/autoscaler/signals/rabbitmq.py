@@ -43,7 +43,7 @@ from aiormq.exceptions import ChannelAccessRefused
 from pamqp.common import FieldTable
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from gpuscale.autoscaler.domain.queues import LARGEST_COUNT, QueueFailure, QueueState, Rates, countable
+from gpuscale.autoscaler.domain.signals import LARGEST_COUNT, QueueFailure, QueueState, Rates, countable
 from gpuscale.autoscaler.signals.brokers import Broker, RetryGate, VirtualHostError
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.secrets import SecretUrl

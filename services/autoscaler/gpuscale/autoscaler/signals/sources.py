@@ -22,7 +22,6 @@ from gpuscale.autoscaler.backtest import world
 from gpuscale.autoscaler.backtest.world import UNKNOWN, NoWorkloadError, RecordedReading, workload
 from gpuscale.autoscaler.domain.inputs import TaskReport
 from gpuscale.autoscaler.domain.planning import AdapterFacts, gpus_elsewhere, nodes_of
-from gpuscale.autoscaler.domain.queues import QueueReading, combined
 from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaState
 from gpuscale.autoscaler.domain.serving import (
     LEVELS,
@@ -37,7 +36,7 @@ from gpuscale.autoscaler.domain.serving import (
     percentile_of,
     restarted,
 )
-from gpuscale.autoscaler.domain.signals import Sample, queue_sample
+from gpuscale.autoscaler.domain.signals import QueueReading, Sample, combined, queue_sample
 from gpuscale.autoscaler.domain.spec import (
     ASKS_FOR_ROOM,
     DEFAULT_MAX_AGE,

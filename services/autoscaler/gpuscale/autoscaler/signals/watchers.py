@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapp
 from contextlib import asynccontextmanager, suppress
 from uuid import uuid4
 
-from gpuscale.autoscaler.domain.queues import (
+from gpuscale.autoscaler.domain.signals import (
     PENDING,
     NamePattern,
     QueueFailure,

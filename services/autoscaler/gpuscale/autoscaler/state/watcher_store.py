@@ -8,7 +8,7 @@ from sqlmodel import Field, SQLModel, col, delete, insert, select, update
 
 from gpuscale.autoscaler.backtest import world
 from gpuscale.autoscaler.backtest.world import RecordedReading
-from gpuscale.autoscaler.domain.queues import Watcher, WatchSpec
+from gpuscale.autoscaler.domain.signals import Watcher, WatchSpec
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.common.store.store import Prepared, Whole
 
