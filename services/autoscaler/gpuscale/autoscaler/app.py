@@ -92,7 +92,13 @@ async def open_autoscaler(
             watchers.reading, settings.prometheus, fleet=fleet, allocator=allocator, clock=clock
         ) as sources,
     ):
-        hub = AdapterHub(state, clock, await _begin(state, clock, uses), wakes)
+        starts, rebooted = await state.write(partial(store.begin, boot_id=clock.boot_id), frees=True)
+        if rebooted:  # measurements on the clock of an earlier boot are dropped
+            await state.write(partial(store.restart_rests, now=clock.now()), frees=True)
+            await state.write(store.forget_boot, frees=True)
+        for endpoint in await state.read(store.endpoints):
+            uses.set(endpoint.id, endpoint.spec.watchers)
+        hub = AdapterHub(state, clock, starts, wakes)
         histories, repetitions = Histories(watchers.reading, state), Repetitions(state)
         reservations = Reservations(allocator, wakes)
         keeper = LeaseKeeper(state, reservations, clock, hub, wakes)
@@ -155,17 +161,6 @@ def _open_state(settings: AutoscalerSettings, term: Term | None) -> AbstractAsyn
 
     backend = Postgres(settings.database, _NAME, store.METADATA, store.VERSION, store.MIGRATIONS, term)
     return Store.open(backend, name=_NAME)
-
-
-async def _begin(state: Store, clock: Clock, uses: WatcherUses) -> int:
-    """Record this start; returns how many there were. Measurements on the clock of an earlier boot are dropped."""
-    starts, rebooted = await state.write(partial(store.begin, boot_id=clock.boot_id), frees=True)
-    if rebooted:
-        await state.write(partial(store.restart_rests, now=clock.now()), frees=True)
-        await state.write(store.forget_boot, frees=True)
-    for endpoint in await state.read(store.endpoints):
-        uses.set(endpoint.id, endpoint.spec.watchers)
-    return starts
 
 
 async def add_figures(

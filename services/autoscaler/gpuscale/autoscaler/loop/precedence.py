@@ -176,7 +176,14 @@ class Precedence:
             claim.paid[whom] = frozenset(one.replica for one in victims), now + SETTLES
             for one in victims:
                 spare[one.endpoint] -= 1
-                self._give(one, spare[one.endpoint], endpoint)
+                given = self.given.get(one.endpoint)
+                if given is None or given.until <= now:
+                    recent = [] if given is None else [at for at in given.times if at > now - RECENT]
+                    given = self.given[one.endpoint] = Given([*recent, now])
+                given.most = spare[one.endpoint] + one.least
+                given.to[endpoint.id] = f"{endpoint_name(endpoint.id)} (priority {endpoint.spec.priority})"
+                given.replicas.add(one.replica)
+                given.holds(now)
         for id_ in sorted({holders[one].endpoint for one in frozenset[str]().union(*chosen)}):
             _log.info("an endpoint gives way", endpoint=id_, to=endpoint.id)
             self._wakes.call(id_, evaluate=True, changed=False)
@@ -196,14 +203,3 @@ class Precedence:
                     least = one.spec.min_replicas
                     holders[row.lease.reservation] = Holder(one.id, row.id, lower, rank, least)
         return holders, spare
-
-    def _give(self, holder: Holder, spare: int, endpoint: Endpoint) -> None:
-        now = self._clock.now()
-        before = self.given.get(holder.endpoint)
-        if before is None or before.until <= now:
-            recent = [] if before is None else [at for at in before.times if at > now - RECENT]
-            before = self.given[holder.endpoint] = Given([*recent, now])
-        before.most = spare + holder.least
-        before.to[endpoint.id] = f"{endpoint_name(endpoint.id)} (priority {endpoint.spec.priority})"
-        before.replicas.add(holder.replica)
-        before.holds(now)

@@ -1,6 +1,6 @@
 """AdapterService and AdapterStreamService on the wire."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeAlias
 
@@ -105,7 +105,13 @@ class AdapterServicer(api.AdapterServiceServicer, autoscaler_internal.AdapterStr
                 match message.WhichOneof("message"):
                     case "report":
                         await self._hub.report(session, message.report.revision, _reports(message.report))
-                        self._take_served(message.report.served)
+                        for one in message.report.served:
+                            if (ids := match(REPLICA, one.replica)) is None:
+                                continue
+                            read = one.HasField("reading")
+                            reading = from_wire(ServerReading, one.reading, "served") if read else None
+                            age, problem = seconds(one.age), one.problem
+                            self._servers.heard(ids["endpoint"], ids["replica"], age, reading, problem)
                     case "log_part":
                         part = message.log_part
                         session.answer(part.question, LogPart(part.content, part.offset, part.problem))
@@ -117,13 +123,6 @@ class AdapterServicer(api.AdapterServiceServicer, autoscaler_internal.AdapterStr
             failure = error
         finally:
             session.close(failure)
-
-    def _take_served(self, served: Iterable[autoscaler_internal.ServedReplica]) -> None:
-        for one in served:
-            ids = match(REPLICA, one.replica)
-            if ids is not None:
-                reading = from_wire(ServerReading, one.reading, "served") if one.HasField("reading") else None
-                self._servers.heard(ids["endpoint"], ids["replica"], seconds(one.age), reading, one.problem)
 
     async def GetAdapter(self, request: api.GetAdapterRequest, context: Context) -> api.GetAdapterResponse:
         adapter = parse(ADAPTER, request.name)["adapter"]

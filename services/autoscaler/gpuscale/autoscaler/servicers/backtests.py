@@ -7,7 +7,7 @@ not: what runs or waits when the autoscaler ends has failed at its next start, w
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, TypeVar, cast
@@ -263,7 +263,14 @@ class Backtests:
             name = one.message.name
             if name in self._stored:
                 raise AlreadyExistsError(f"{name} exists", metadata={"name": name})
-            old = list(self._too_many())
+            over = [one for one in self._stored.values() if one.message.HasField("end_time")]
+            over.sort(key=lambda one: one.message.end_time.ToNanoseconds(), reverse=True)
+            size = sum(one.message.ByteSize() + one.report_bytes for one in self._stored.values())
+            old: list[str] = []
+            while over and (len(over) >= KEPT or size > KEPT_BYTES):
+                first = over.pop()
+                old.append(first.message.name)
+                size -= first.message.ByteSize() + first.report_bytes
 
             def put(connection: Connection) -> None:
                 backtest_store.remove(connection, old)
@@ -353,18 +360,6 @@ class Backtests:
         if known.fingerprint != digest:
             raise request_id_reused(request_id)
         return known.message
-
-    def _too_many(self) -> Iterator[str]:
-        """The backtests to remove for another one, those that ended first."""
-        over = [one for one in self._stored.values() if one.message.HasField("end_time")]
-        count = len(over)
-        size = sum(one.message.ByteSize() + one.report_bytes for one in self._stored.values())
-        for one in sorted(over, key=lambda one: one.message.end_time.ToNanoseconds()):
-            if count < KEPT and size <= KEPT_BYTES:
-                return
-            yield one.message.name
-            count -= 1
-            size -= one.message.ByteSize() + one.report_bytes
 
     def _stop(self, name: str) -> None:
         run = self._runs.pop(name, None)

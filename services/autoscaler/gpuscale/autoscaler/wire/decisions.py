@@ -71,10 +71,42 @@ class EndpointView:
 def endpoint_to_wire(view: EndpointView) -> api.Endpoint:
     """The message of an endpoint with its status."""
     one = view.endpoint
+    shown = [(replica, shown_state(replica, replica.adapter in view.silent)) for replica in view.replicas]
+    count = Counter(state for _, state in shown)
+    summary = view.summary or "not evaluated yet"
+    if one.deleting:
+        summary = f"deleted once its {counted(len(view.replicas), 'replica has', 'replicas have')} finished and stopped"
+    if unknown := count[ReplicaState.UNKNOWN]:
+        summary += f" ({counted(unknown, 'replica has', 'replicas have')} not been heard of)"
+    sets: list[api.CapabilitySetStatus] = []
+    for name in (each.id for each in one.spec.capability_sets):
+        members = [pair for pair in shown if pair[0].group.set == name]
+        ready = [replica for replica, state in members if state is ReplicaState.READY]
+        sets.append(
+            api.CapabilitySetStatus(
+                id=name,
+                desired_replicas=one.targets[name],
+                granted_replicas=sum(replica.granted for replica, _ in members),
+                ready_replicas=len(ready),
+                ready_workers=sum(replica.group.actual.workers for replica in ready),
+            )
+        )
+    template, granted = one.spec.template, [replica for replica in view.replicas if replica.granted]
+    weights = (template.weight(replica.template) for replica in granted)
     return api.Endpoint(
         name=endpoint_name(one.id),
         spec=spec_to_wire(one.spec),
-        status=_status(view),
+        status=api.EndpointStatus(
+            desired_replicas=one.desired,
+            granted_replicas=len(granted),
+            granted_capacity=sum(weights) if template.models else None,
+            starting_replicas=count[ReplicaState.PENDING] + count[ReplicaState.STARTING],
+            ready_replicas=count[ReplicaState.READY],
+            draining_replicas=count[ReplicaState.DRAINING],
+            latest_decision=view.latest,
+            summary=summary,
+            capability_sets=sets,
+        ),
         etag=one.etag,
         create_time=to_timestamp(one.create_time),
         update_time=to_timestamp(one.update_time),
@@ -82,41 +114,6 @@ def endpoint_to_wire(view: EndpointView) -> api.Endpoint:
         creator=one.creator,
         state=api.Endpoint.STATE_DELETING if one.deleting else api.Endpoint.STATE_ACTIVE,
         delete_time=optional_timestamp(one.delete_time),
-    )
-
-
-def _status(view: EndpointView) -> api.EndpointStatus:
-    shown = [(one, shown_state(one, one.adapter in view.silent)) for one in view.replicas]
-    count = Counter(state for _, state in shown)
-    summary = view.summary or "not evaluated yet"
-    if view.endpoint.deleting:
-        summary = f"deleted once its {counted(len(view.replicas), 'replica has', 'replicas have')} finished and stopped"
-    if unknown := count[ReplicaState.UNKNOWN]:
-        summary += f" ({counted(unknown, 'replica has', 'replicas have')} not been heard of)"
-    sets: list[api.CapabilitySetStatus] = []
-    for name in (one.id for one in view.endpoint.spec.capability_sets):
-        members = [pair for pair in shown if pair[0].group.set == name]
-        ready = [one for one, state in members if state is ReplicaState.READY]
-        sets.append(
-            api.CapabilitySetStatus(
-                id=name,
-                desired_replicas=view.endpoint.targets[name],
-                granted_replicas=sum(one.granted for one, _ in members),
-                ready_replicas=len(ready),
-                ready_workers=sum(one.group.actual.workers for one in ready),
-            )
-        )
-    template, granted = view.endpoint.spec.template, [one for one in view.replicas if one.granted]
-    return api.EndpointStatus(
-        desired_replicas=view.endpoint.desired,
-        granted_replicas=len(granted),
-        granted_capacity=sum(template.weight(one.template) for one in granted) if template.models else None,
-        starting_replicas=count[ReplicaState.PENDING] + count[ReplicaState.STARTING],
-        ready_replicas=count[ReplicaState.READY],
-        draining_replicas=count[ReplicaState.DRAINING],
-        latest_decision=view.latest,
-        summary=summary,
-        capability_sets=sets,
     )
 
 

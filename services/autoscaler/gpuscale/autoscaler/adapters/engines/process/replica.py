@@ -341,10 +341,14 @@ class LocalReplica:
             process.kill()
         code = await process.ended
         await self._clean_up(process.id)
-        if self._given_up and not self.finishing:
-            self._ended(code, self._given_up)
+        if code is None:
+            how = "its exit code is unknown, since the adapter was restarted meanwhile"
         else:
-            self._ended(code, _why_ended(code, asked=self.finishing))
+            how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        if not self.finishing:
+            self._ended(code, self._given_up or f"it ended by itself, {how}")
+        else:
+            self._ended(code, "" if code == 0 else f"it ended when it was asked to, {how}")
 
     async def _watch(self, probe: Probe, over: Callable[[], bool]) -> None:
         """Probe it until it ends: READY at the first success, given up after too many consecutive failures."""
@@ -408,18 +412,6 @@ class LocalReplica:
         self._end = Sighting(WorkerLife.ENDED, exit_code, reason)
         self._wake.set()
         self.context.changed()
-
-
-def _why_ended(code: int | None, *, asked: bool) -> str:
-    if code is None:
-        how = "its exit code is unknown, since the adapter was restarted meanwhile"
-    elif code < 0:
-        how = f"by signal {-code}"
-    else:
-        how = f"with exit code {code}"
-    if not asked:
-        return f"it ended by itself, {how}"
-    return "" if code == 0 else f"it ended when it was asked to, {how}"
 
 
 KEPT = 50
