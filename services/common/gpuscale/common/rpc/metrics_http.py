@@ -32,7 +32,6 @@ ANSWER_SECONDS = 20.0
 
 _GZIP = re.compile(rb"(?i)(^|,)\s*gzip\s*(,|$|;(?!\s*q=0(\.0*)?\s*(,|$)))")
 _PLAIN = "text/plain; charset=utf-8"
-_RETRY = (("retry-after", "1"),)
 
 Render = Callable[[], AsyncGenerator[bytes]]
 """Makes the page of a scrape in pieces; other tasks run between two pieces."""
@@ -107,11 +106,16 @@ class _Site:
         self, connection: h11.Connection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         send = partial(_send, connection, writer)
+        if self._open > MOST_CONNECTIONS:
+            busy = _once("too many scrapes at once\n")
+            await send(HTTPStatus.SERVICE_UNAVAILABLE, _PLAIN, busy, ("retry-after", "1"))
+            return
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
-                request = await self._request(connection, reader)
-            if request is None:
-                return
+                while not isinstance(request := connection.next_event(), h11.Request):  # its body is not read
+                    if request is not h11.NEED_DATA:
+                        return  # the client is gone
+                    connection.receive_data(await reader.read(LARGEST_REQUEST_BYTES))
             try:
                 self._admit(request, writer)
             except KeysNeededError as needed:
@@ -129,18 +133,6 @@ class _Site:
                 await send(HTTPStatus.OK, CONTENT_TYPE, _gzipped(page), ("content-encoding", "gzip"))
             else:
                 await send(HTTPStatus.OK, CONTENT_TYPE, page)
-
-    async def _request(self, connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request | None:
-        """Read the head of the request; None if the client is gone. Bodies are not read."""
-        if self._open > MOST_CONNECTIONS:
-            raise _RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "too many scrapes at once", _RETRY)
-        while True:
-            event = connection.next_event()
-            if isinstance(event, h11.Request):
-                return event
-            if event is not h11.NEED_DATA:
-                return None
-            connection.receive_data(await reader.read(LARGEST_REQUEST_BYTES))
 
     def _admit(self, request: h11.Request, writer: asyncio.StreamWriter, *, again: bool = False) -> None:
         """Authorize a request, or raise `_RefusedError`."""

@@ -248,7 +248,21 @@ async def serve_by_turns(
                     await relay.end()
                     async with act(term) as registrations:
                         backoff.reset()
-                        await _hold(server, methods, term, registrations)
+                        methods.begin(term, registrations)
+                        await server.report(serving=True)
+                        try:
+                            await term.over.wait()
+                        finally:
+                            methods.end()
+                            server.end_calls(
+                                UnavailableError(
+                                    "this process no longer leads; the call may have been executed",
+                                    reason="LEAD_LOST",
+                                    retry_after=LOOK_PERIOD,
+                                )
+                            )
+                            await server.report(serving=False)
+                        _log.warning("no longer leading", epoch=term.epoch)
             except UnavailableError as error:
                 _log.warning("the term ended", problem=error.message, reason=error.reason)
             except FailedPreconditionError as error:
@@ -270,23 +284,3 @@ async def serve_by_turns(
         await asyncio.wait((leading, stopped), return_when=asyncio.FIRST_COMPLETED)
         if leading.done():
             raise leading.result()
-
-
-async def _hold(
-    server: Server, methods: LeaderMethods, term: Term, registrations: Sequence[Registration]
-) -> None:
-    methods.begin(term, registrations)
-    await server.report(serving=True)
-    try:
-        await term.over.wait()
-    finally:
-        methods.end()
-        server.end_calls(
-            UnavailableError(
-                "this process no longer leads; the call may have been executed",
-                reason="LEAD_LOST",
-                retry_after=LOOK_PERIOD,
-            )
-        )
-        await server.report(serving=False)
-    _log.warning("no longer leading", epoch=term.epoch)
