@@ -103,43 +103,35 @@ def apply(
         _write(session, done)
 
 
-def _past_of(
-    session: Session, client: Client, policy: allocator_api.UsePolicy, since: datetime | None
-) -> None:
-    """Show what a policy would have done since a time, and how much of that time is not recorded."""
-    request = allocator_api.DryRunUsePolicyRequest(
-        use_policy=policy, start_time=wire.optional_timestamp(since)
-    )
-    found = client.policies.DryRunUsePolicy(request, timeout=DRY_RUN_SECONDS)
-    output = session.output
-    if not output.human:
-        output.write_data(to_dict(found))
-        return
-    write_lines(
-        output.table(found.policy_acts, views.PAST) if found.policy_acts else ["it would have done nothing"]
-    )
-    begin, end = (local_text(wire.to_datetime(one)) for one in (found.start_time, found.end_time))
-    known, unknown = (wire.seconds(one) for one in (found.known, found.unknown))
-    share = f"{unknown / (known + unknown):.0%}" if unknown else "none"
-    note(
-        f"{policy.name} from {begin} to {end}, in steps of {format_duration(wire.seconds(found.step))}: {counted(found.act_count, 'act')},"
-        f" {counted(found.subject_count, 'reservation')}; unknown of the time they were held: {share}"
-    )
-    if found.HasField("complete_since"):
-        forgotten = local_text(wire.to_datetime(found.complete_since))
-        note(f"not all reservations that ended before {forgotten} are on record")
-
-
 def _show_past(
     session: Session, client: Client, wanted: Sequence[manifests.DeclaredDocument], since: datetime | None
 ) -> None:
+    """Show what each policy would have done since a time, and how much of that time is not recorded."""
+    output, start = session.output, wire.optional_timestamp(since)
     for one in wanted:
-        if not isinstance(one.resource, allocator_api.UsePolicy):
-            raise InvalidArgumentError(f"{one.resource.name}: --dry-run past is for use policies")
+        policy = one.resource
+        if not isinstance(policy, allocator_api.UsePolicy):
+            raise InvalidArgumentError(f"{policy.name}: --dry-run past is for use policies")
+        request = allocator_api.DryRunUsePolicyRequest(use_policy=policy, start_time=start)
         try:
-            _past_of(session, client, one.resource, since)
+            found = client.policies.DryRunUsePolicy(request, timeout=DRY_RUN_SECONDS)
         except InvalidArgumentError as error:
             raise manifests.placed(error, one.tree, "use_policy.") from error
+        if not output.human:
+            output.write_data(to_dict(found))
+            continue
+        acts = found.policy_acts
+        write_lines(output.table(acts, views.PAST) if acts else ["it would have done nothing"])
+        begin, end = (local_text(wire.to_datetime(at)) for at in (found.start_time, found.end_time))
+        known, unknown = (wire.seconds(part) for part in (found.known, found.unknown))
+        share = f"{unknown / (known + unknown):.0%}" if unknown else "none"
+        note(
+            f"{policy.name} from {begin} to {end}, in steps of {format_duration(wire.seconds(found.step))}: {counted(found.act_count, 'act')},"
+            f" {counted(found.subject_count, 'reservation')}; unknown of the time they were held: {share}"
+        )
+        if found.HasField("complete_since"):
+            forgotten = local_text(wire.to_datetime(found.complete_since))
+            note(f"not all reservations that ended before {forgotten} are on record")
 
 
 def _write(session: Session, done: Sequence[manifests.Resource]) -> None:

@@ -228,8 +228,19 @@ def plan_rebalance(session: Session, asking: Asking, apply: bool, yes: bool) -> 
         lines += [": ".join(filter(None, (plan.reservation or plan.holder, plan.message)))]
         lines += [*output.table(plan.moves, views.MOVES), ""] if plan.moves else [""]
         for part in plan.partitions:
-            told = f"{part.gpu} gets {', '.join(part.profiles)}: gpuscalectl get power-changes"
-            lines += [*([told] if apply else _by_hand(part)), ""]
+            if apply:
+                lines += [f"{part.gpu} gets {', '.join(part.profiles)}: gpuscalectl get power-changes", ""]
+                continue
+            ids, smi = parse(GPU, part.gpu), f"nvidia-smi mig -i {part.index}"
+            spot = f"{ids['node']}/{ids['gpu']}"
+            lines += [
+                f"gpuscalectl cordon {spot}",
+                f"then, as root on {ids['node']}:",
+                f"  {smi} -dci; {smi} -dgi",
+                f"  {smi} -cgi {','.join(part.profiles)} -C",
+                f"gpuscalectl uncordon {spot}",
+                "",
+            ]
     if found.notes:
         lines += ["Not moved:", *(f"  {note}" for note in found.notes)]
     nobody = "nobody waits"
@@ -238,19 +249,6 @@ def plan_rebalance(session: Session, asking: Asking, apply: bool, yes: bool) -> 
     output.write_said(lines if found.plans else [nobody, *lines], found)
     if ask is not None and not found.plans[0].available:
         leave(ExitCode.NO_CAPACITY)
-
-
-def _by_hand(part: api.GpuPartition) -> list[str]:
-    """What an operator types to partition a GPU."""
-    ids, smi = parse(GPU, part.gpu), f"nvidia-smi mig -i {part.index}"
-    spot = f"{ids['node']}/{ids['gpu']}"
-    return [
-        f"gpuscalectl cordon {spot}",
-        f"then, as root on {ids['node']}:",
-        f"  {smi} -dci; {smi} -dgi",
-        f"  {smi} -cgi {','.join(part.profiles)} -C",
-        f"gpuscalectl uncordon {spot}",
-    ]
 
 
 def _gpu_count(text: str) -> int:

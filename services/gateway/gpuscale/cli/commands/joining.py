@@ -138,7 +138,10 @@ def join(
         url = database.new(folder)
     with writing(reason="HOST_FILES"):
         if not written:
-            _write_settings(one)
+            folder.mkdir(mode=0o700 if one.of_services else 0o755, parents=True, exist_ok=True)
+            write_private(one.file, one.text.encode(), public=not one.of_services)
+            if one.of_services:  # they are theirs alone
+                hand_over(folder, one.file)
         write_url(folder, url)
     if under_systemd:
         say(session, start_units(one.programs, one.file, state, one.ready))
@@ -324,15 +327,6 @@ def _get_certificate(session: Session, address: str, authority: Path, host: Join
                 renewal.write_host_files(
                     host.pair, host.authority, key, answer.certificate_pem, answer.authority_pem
                 )
-
-
-def _write_settings(host: JoiningHost) -> None:
-    """Write the settings; those of services are theirs alone."""
-    folder = host.file.parent
-    folder.mkdir(mode=0o700 if host.of_services else 0o755, parents=True, exist_ok=True)
-    write_private(host.file, host.text.encode(), public=not host.of_services)
-    if host.of_services:
-        hand_over(folder, host.file)
 
 
 def _addresses(address: str, at: tuple[str, ...]) -> Mapping[str, str]:

@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from typing import Generic, Protocol, TypeVar
 
 from google.protobuf.message import Message
-from google.protobuf.timestamp_pb2 import Timestamp
 
 from gpuscale.cli.console.output import ABSENT
 from gpuscale.cli.grammar.jsonpath import Field, Path
@@ -138,12 +137,13 @@ def duration(message: Message, field: str) -> str:
     return ABSENT if seconds is None else format_duration(seconds)
 
 
-def since(message: Message, field: str) -> str:
-    """The age of the Timestamp in a field, by this host's clock; `-` if absent."""
-    value: object = getattr(message, field)
-    if not message.HasField(field) or not isinstance(value, Timestamp):
+def since(message: Message, field: str, until: str = "") -> str:
+    """The age of the Timestamp in a field, by this host's clock or, where it is set, at that in `until`; `-` if absent."""
+    if not message.HasField(field):
         return ABSENT
-    return format_duration((datetime.now(UTC) - wire.to_datetime(value)).total_seconds())
+    ended = until and message.HasField(until)
+    end = wire.to_datetime(getattr(message, until)) if ended else datetime.now(UTC)
+    return format_duration((end - wire.to_datetime(getattr(message, field))).total_seconds())
 
 
 def moment(message: Message, field: str) -> str:

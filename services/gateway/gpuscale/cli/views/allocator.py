@@ -127,11 +127,6 @@ JOB_MEMBERS = View[api.JobMember](
 )
 
 
-def _lasted(reservation: api.Reservation) -> str:
-    end = wire.to_datetime(reservation.end_time) if reservation.HasField("end_time") else datetime.now(UTC)
-    return format_duration((end - wire.to_datetime(reservation.create_time)).total_seconds())
-
-
 HELD_THEN = View[api.Reservation](
     "reservations",
     (
@@ -140,7 +135,7 @@ HELD_THEN = View[api.Reservation](
         Column("STATE", lambda one: word(one, "state")),
         Column("FROM", lambda one: moment(one, "create_time")),
         Column("UNTIL", lambda one: moment(one, "end_time")),
-        Column("LASTED", _lasted, moving=True),
+        Column("LASTED", lambda one: since(one, "create_time", until="end_time"), moving=True),
         Column("GPUS", lambda one: text(",".join(f"{node_of(gpu)}/{gpu.index}" for gpu in one.gpus))),
         Column("UUIDS", lambda one: text(",".join(gpu.uuid for gpu in one.gpus)), wide=True),
         Column("TENANT", lambda one: text(one.tenant), wide=True),
