@@ -221,7 +221,17 @@ class Governor:
         self._calm = {one: until for one, until in self._calm.items() if one in of_nodes}
         high = {gpu.uuid: gpu.high or 0.0 for of_node in gpus.values() for gpu in of_node}
         caps = {uuid: cap for uuid, cap in chosen.items() if cap.watts < high[uuid]}
-        return PowerLook(caps, sums, _room(sums, gpus))
+        by_node: dict[str, list[PowerSum]] = {}
+        for one in sums:
+            for node_id in one.nodes:
+                by_node.setdefault(node_id, []).append(one)
+        costs = {gpu.uuid: gpu.start for node in by_node for gpu in gpus.get(node, ()) if not gpu.held}
+        ranges = {
+            node: (max(gpu.low for gpu in found), min(gpu.high or 0.0 for gpu in found))
+            for node, found in gpus.items()
+            if found and all(gpu.helped for gpu in found)
+        }
+        return PowerLook(caps, sums, PowerRoom(by_node, costs, ranges))
 
 
 def _total(watts: Iterable[float | None]) -> float | None:
@@ -299,17 +309,3 @@ def _level(caps: dict[str, float], goals: Mapping[str, float], left: float) -> N
             if caps[uuid] >= goals[uuid]:
                 del rising[uuid]
         left -= step * len(lowest)
-
-
-def _room(sums: Sequence[PowerSum], gpus: Mapping[str, Sequence[PoweredGpu]]) -> PowerRoom:
-    by_node: dict[str, list[PowerSum]] = {}
-    for one in sums:
-        for node in one.nodes:
-            by_node.setdefault(node, []).append(one)
-    costs = {gpu.uuid: gpu.start for node in by_node for gpu in gpus.get(node, ()) if not gpu.held}
-    ranges = {
-        node: (max(gpu.low for gpu in found), min(gpu.high or 0.0 for gpu in found))
-        for node, found in gpus.items()
-        if found and all(gpu.helped for gpu in found)
-    }
-    return PowerRoom(by_node, costs, ranges)
