@@ -182,7 +182,7 @@ class Commits:
         self._changes = changes
         self._waiting: list[_Unit] = []
         self._size = 0
-        self._some = asyncio.Event()
+        self._bell: asyncio.Future[None] | None = None
         self._window = GroupWindow()
         self._all = asyncio.Event()
         self._under_way: dict[str, Outcome] = {}
@@ -202,15 +202,19 @@ class Commits:
     async def wait(self, *reservation_ids: str) -> UnavailableError | None:
         """Wait until no grant or end of any of them is being written; the error of the last one, if it failed."""
         error = None
-        while writes := [self._under_way[key] for key in reservation_ids if key in self._under_way]:
+        under_way = self._under_way
+        while under_way and (writes := [under_way[key] for key in reservation_ids if key in under_way]):
             error = await writes[0]
         return error
 
     async def run(self) -> NoReturn:
         """Write for ever."""
-        clock = asyncio.get_running_loop().time
+        loop = asyncio.get_running_loop()
+        clock = loop.time
         while True:
-            await self._some.wait()
+            if not self._waiting:
+                self._bell = loop.create_future()
+                await self._bell
             opened, seen = clock(), 0  # a group grows for as long as that pays
             while seen < self._size and (pause := self._window.pause(self._size, clock() - opened)):
                 seen = self._size
@@ -219,12 +223,10 @@ class Commits:
                     async with asyncio.timeout(pause):
                         await self._all.wait()
             group, self._waiting = self._waiting[:MAX_GROUP], self._waiting[MAX_GROUP:]
-            size, began = sum(len(unit.reservations) for unit in group), clock()
+            size, began = sum([len(unit.reservations) for unit in group]), clock()
             self._size = left = self._size - size
             await self._write(group)
             self._window.wrote(size, self._size - left, clock() - began)
-            if not self._waiting:
-                self._some.clear()
 
     def _begin(
         self, kind: _Kind, reservations: Sequence[Reservation], before: Sequence[Reservation] = ()
@@ -232,8 +234,9 @@ class Commits:
         outcome = Outcome()
         self._waiting.append(_Unit(kind, reservations, outcome, before))
         self._size += len(reservations)
-        self._some.set()
-        if self._size >= self._window.expected:
+        if (bell := self._bell) is not None and not bell.done():
+            bell.set_result(None)
+        elif self._size >= self._window.expected:
             self._all.set()
         if kind is not _Kind.CHANGE:
             for one in reservations:
@@ -286,21 +289,20 @@ class Commits:
     async def _save(self, group: Sequence[_Unit]) -> UnavailableError | None:
         if not group:  # all was refused; an empty write would be witnessed, and missed at the next start
             return None
-        added = [one for unit in group if unit.kind is _Kind.GRANT for one in unit.reservations]
-        changed = [one for unit in group if unit.kind is not _Kind.GRANT for one in unit.reservations]
-        begun = [
-            now
-            for unit in group
-            for was, now in zip(unit.before, unit.reservations, strict=False)
-            if was.fence != now.fence
-        ]
-        news = [
-            (was, now)
-            for unit in group
-            if unit.kind is not _Kind.GRANT
-            for was, now in zip(unit.before or repeat(None), unit.reservations, strict=False)
-            if was is None or _TOLD(was) != _TOLD(now)
-        ]
+        added: list[Reservation] = []
+        changed: list[Reservation] = []
+        begun: list[Reservation] = []
+        news: list[_Pair] = []
+        for unit in group:
+            if unit.kind is _Kind.GRANT:
+                added += unit.reservations
+                continue
+            changed += unit.reservations
+            for was, now in zip(unit.before or repeat(None), unit.reservations, strict=False):
+                if was is None or _TOLD(was) != _TOLD(now):
+                    news.append((was, now))
+                    if was is not None and was.fence != now.fence:
+                        begun.append(now)
         told = self._letters(news) if news else ()
         try:
             await self._store.save(added, changed, begun, partial(post, letters=told) if told else None)
@@ -319,9 +321,12 @@ class Commits:
             if unit.kind is _Kind.END:
                 for one in unit.reservations:
                     self._ledger.settle(one)
-            pairs = zip(unit.before, unit.reservations, strict=False)
-            renewed = {now.id for was, now in pairs if _TOLD(was) == _TOLD(now)}
-            self._changes.publish(unit.reservations, renewed)
+                self._changes.publish(unit.reservations)
+            else:
+                pairs = zip(unit.before, unit.reservations, strict=True)
+                self._changes.publish(
+                    unit.reservations, {now.id for was, now in pairs if _TOLD(was) == _TOLD(now)}
+                )
         if unit.kind is not _Kind.CHANGE:
             for one in unit.reservations:
                 self._under_way.pop(one.id, None)

@@ -231,11 +231,15 @@ def _commit(name: str, backend: Backend, connection: Connection, group: Sequence
     """Run jobs in one transaction. If it fails, so does each job that had not failed already."""
     committed, began = False, time.monotonic()
     trouble: Exception | None = None
-    caught: tuple[type[Exception], ...] = (*backend.errors, GpuscaleError)
     try:
         with backend.transaction(connection):
-            for job in group:
-                _run_alone(backend, connection, job, shared=len(group) > 1)
+            if len(group) == 1:
+                group[0].run(connection)
+                if group[0].error is not None:
+                    raise _UndoneError from group[0].error
+            else:
+                for job in group:
+                    _run_alone(backend, connection, job)
             tasks.hit(f"{name}.before_commit")
         committed = True
         tasks.hit(f"{name}.after_commit")
@@ -244,7 +248,7 @@ def _commit(name: str, backend: Backend, connection: Connection, group: Sequence
             failure = job.error and backend.failure(job.error)
             trouble = None if failure is job.error else failure
             job.error = failure
-    except caught as error:
+    except (*backend.errors, GpuscaleError) as error:
         trouble = backend.failure(error)
         for job in group:
             job.error = job.error or trouble
@@ -254,32 +258,32 @@ def _commit(name: str, backend: Backend, connection: Connection, group: Sequence
         Store.commits.observe(took)
         if took > SLOW:
             Store.slow = ended, took
-    if committed or trouble is not None:
-        Store.failures += trouble is not None
-        before = Store.problem
-        # While the disk is short, a transaction that took no room tells nothing.
-        Store.problem = str(trouble or "") or (before if backend.short else "")
-        if Store.problem and Store.problem != before:
-            _log.error("the state cannot be written", state=name, problem=Store.problem)
-        elif before and not Store.problem:
-            _log.info("the state is written again", state=name)
+    if trouble is not None or (committed and Store.problem):
+        _tell(name, trouble, short=backend.short)
+
+
+def _tell(name: str, trouble: Exception | None, *, short: bool) -> None:
+    """Note the trouble of a transaction, or that there is none any more."""
+    Store.failures += trouble is not None
+    before = Store.problem
+    # While the disk is short, a transaction that took no room tells nothing.
+    Store.problem = str(trouble or "") or (before if short else "")
+    if Store.problem and Store.problem != before:
+        _log.error("the state cannot be written", state=name, problem=Store.problem)
+    elif before and not Store.problem:
+        _log.info("the state is written again", state=name)
 
 
 class _UndoneError(Exception):
     """The only job of a transaction failed."""
 
 
-def _run_alone(backend: Backend, connection: Connection, job: "_Job[Any]", *, shared: bool) -> None:
-    """Run a job in a savepoint of the driver (SQLAlchemy's cost 50 times as much), or without one if not `shared`.
+def _run_alone(backend: Backend, connection: Connection, job: "_Job[Any]") -> None:
+    """Run a job of several in a savepoint of the driver (SQLAlchemy's cost 50 times as much).
 
     Raises:
         GpuscaleError: the storage failed, or the job ended the transaction of the whole group.
     """
-    if not shared:
-        job.run(connection)
-        if job.error is not None:
-            raise _UndoneError from job.error
-        return
     driver: Any = connection.connection.dbapi_connection
     driver.execute("SAVEPOINT job")
     job.run(connection)
@@ -518,7 +522,7 @@ class Prepared:
         """
         driver = connection.connection.dbapi_connection
         if isinstance(driver, sqlite3.Connection):
-            text, values = self._of_sqlite()
+            text, values = self._sqlite or self._of_sqlite()
             try:  # by position: the driver would look up each parameter by name
                 return driver.executemany(text, map(values, rows)).rowcount
             except sqlite3.IntegrityError as error:
@@ -542,7 +546,7 @@ class Prepared:
         """Query in the open transaction; the rows, with values in the order of the columns."""
         driver = connection.connection.dbapi_connection
         if isinstance(driver, sqlite3.Connection):
-            text, values = self._of_sqlite()
+            text, values = self._sqlite or self._of_sqlite()
             found: Sequence[Sequence[Any]] = driver.execute(text, values(row)).fetchall()
             return found
         from gpuscale.common.store.postgres import raw
@@ -552,16 +556,15 @@ class Prepared:
             return cursor.execute(query, {**self._constants, **row}).fetchall()
 
     def _of_sqlite(self) -> "tuple[str, _Values]":
-        if self._sqlite is None:
-            compiled = self._build("sqlite").compile(dialect=sqlite.dialect(paramstyle="qmark"))
-            names = (compiled.positiontup or ()) if isinstance(compiled, SQLCompiler) else ()
-            # Positional, with repetitions. An itemgetter of one name would return a bare value.
-            in_order: _Values = (
-                itemgetter(*names) if len(names) > 1 else lambda row: [row[name] for name in names]
-            )
-            constants = self._constants = _constants(compiled)
-            with_constants: _Values = lambda row: in_order({**constants, **row})  # noqa: E731
-            self._sqlite = str(compiled), with_constants if constants else in_order
+        compiled = self._build("sqlite").compile(dialect=sqlite.dialect(paramstyle="qmark"))
+        names = (compiled.positiontup or ()) if isinstance(compiled, SQLCompiler) else ()
+        # Positional, with repetitions. An itemgetter of one name would return a bare value.
+        in_order: _Values = (
+            itemgetter(*names) if len(names) > 1 else lambda row: [row[name] for name in names]
+        )
+        constants = self._constants = _constants(compiled)
+        with_constants: _Values = lambda row: in_order({**constants, **row})  # noqa: E731
+        self._sqlite = str(compiled), with_constants if constants else in_order
         return self._sqlite
 
     def _of_postgresql(self, connection: Connection) -> str:
