@@ -7,6 +7,7 @@ import pytest
 
 from gpuscale.allocator.app import DATABASE
 from gpuscale.allocator.domain.ledger import Ledger
+from gpuscale.allocator.domain.model import State
 from gpuscale.allocator.state.integrity import MOST_RESETS, StateGuard, Witness
 from gpuscale.allocator.state.store import open_store
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
@@ -115,3 +116,27 @@ async def test_writes_that_fail_accuse_nobody_at_the_next_start(
             await store.save([], [refused])  # no such row
     async with open_store(tmp_path / DATABASE, "boot") as store:
         assert [one for one, _ in (await store.load()).reservations] == [kept]
+
+
+async def test_rows_are_counted_over_a_write_that_failed_and_what_was_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger()
+    first, second, third = [
+        ledger.confirm(ledger.grant(order(request), [reserved(f"GPU-{request}")], now=NOW, wall=WALL))
+        for request in "abc"
+    ]
+    async with open_store(tmp_path / DATABASE, "boot") as store:
+        await store.load()
+        await store.save([first], [])
+        points = tasks.parse_failpoints("allocator.store.before_commit=error")
+        with monkeypatch.context() as failing, pytest.raises(UnavailableError):
+            failing.setattr(tasks, "_points", points)
+            await store.save([second], [])
+        await store.save([second], [])
+        first = ledger.close(first, State.RELEASED, now=NOW, wall=WALL)
+        await store.save([], [first])
+        await store.forget([first], first.fence)
+        await store.save([third], [])
+    async with open_store(tmp_path / DATABASE, "boot") as store:
+        assert [one for one, _ in (await store.load()).reservations] == [second, third]

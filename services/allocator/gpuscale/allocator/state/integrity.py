@@ -217,7 +217,9 @@ _UNLISTED = (
 
 
 class Numbering:
-    """Numbers the writes, continuing from the last; for the writer thread."""
+    """Numbers the writes, continuing from the last; for the writer thread. `rows` is the counter of that name, if known."""
+
+    rows: int | None = None
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -227,8 +229,8 @@ class Numbering:
         self._number += 1
         return self._number
 
-    def wrote(self, number: int) -> None:
-        """The rows of a write are in the open transaction, with its number."""
+    def wrote(self, number: int, rows: int | None = None) -> None:
+        """The rows of a write are in the open transaction, with its number, and the counter of them if it is known."""
 
     def accepted(self) -> None:
         """All that was read is as acknowledged."""
@@ -268,13 +270,15 @@ class StateGuard(Numbering):
         """Write the witness; until here the database is left untouched."""
         self.witness.open(self._number)
 
-    def wrote(self, number: int) -> None:
-        """Keep the number until the transaction ends."""
-        self._staged = number
+    def wrote(self, number: int, rows: int | None = None) -> None:
+        """Keep the number until the transaction ends, and the counter until one fails."""
+        self._staged, self.rows = number, rows
 
     def ended(self, *, committed: bool) -> None:
         """A transaction has ended; nobody has been answered yet."""
-        if committed and self._staged:
+        if not committed:
+            self.rows = None
+        elif self._staged:
             self.witness.put(self._staged)
         self._staged = 0
 

@@ -207,20 +207,21 @@ class AllocatorStore:
         beside = self.beside(changed) if changed else None
 
         def work(connection: Connection) -> None:
-            number = self._guard.next()
+            number, rows = self._guard.next(), self._guard.rows
             if beside is not None:
                 beside(connection)
             if added:
                 _ADD.run(connection, [to_row(one, self._boot_id, number) for one in added])
                 _HOLD_GPUS.run(connection, [hold for one in added for hold in to_holds(one)])
-                count(connection, {schema.ROWS: len(added)})
+                known = None if rows is None else {schema.ROWS: rows}
+                rows = count(connection, {schema.ROWS: len(added)}, known)[schema.ROWS]
             if begun:  # first, since they are changed under their new fences
                 _BEGIN.run(connection, [{**to_lost(one), "fence": one.fence} for one in begun])
                 _FREE_GPUS.run(connection, [{"key": one.id} for one in begun])
                 _HOLD_GPUS.run(connection, [hold for one in begun for hold in to_holds(one)])
             if changed:
-                rows = [to_changes(one, self._boot_id, number) for one in changed]
-                if _CHANGE.run(connection, rows) < len(changed) and not added:
+                lives = [to_changes(one, self._boot_id, number) for one in changed]
+                if _CHANGE.run(connection, lives) < len(changed) and not added:
                     self._note(connection, number)  # no row may have it: they had ended
             if ended := [{"key": one.id} for one in changed if not one.live]:
                 _FREE_GPUS.run(connection, ended)
@@ -228,7 +229,7 @@ class AllocatorStore:
                 _CHANGE_GPUS.run(connection, [to_lost(one) for one in lost])
             if also is not None:
                 also(connection)
-            self._guard.wrote(number)
+            self._guard.wrote(number, rows)
 
         await self._write(work, [one.request_id for one in added])
 
@@ -284,12 +285,17 @@ def _refuse_ended(requests: Sequence[str], connection: Connection) -> None:
         )
 
 
-def count(connection: Connection, changes: Mapping[str, int]) -> dict[str, int]:
-    """Add to counters inside the open transaction; returns their values."""
+def count(
+    connection: Connection, changes: Mapping[str, int], known: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Add to counters inside the open transaction; returns their values. `known` ones are not read."""
     values: dict[str, int] = {}
     for name, change in changes.items():
-        found = _COUNTED.first(connection, {"name": name})
-        values[name] = change + (int(str(found[0])) if found else 0)
+        if known is None:
+            found = _COUNTED.first(connection, {"name": name})
+            values[name] = change + (int(str(found[0])) if found else 0)
+        else:
+            values[name] = change + known[name]
         if change:
             _COUNT.run(connection, [sealed({"name": name, "value": values[name]})])
     return values
