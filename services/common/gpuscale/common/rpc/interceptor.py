@@ -105,7 +105,8 @@ class OpenCalls:
 
     def enter_unary(self, task: _Task) -> None:
         """Register a unary call. Raises ResourceExhaustedError (OVERLOADED) or UnavailableError (SHUTTING_DOWN)."""
-        self._refuse_when_stopping()
+        if self._stopping is not None:
+            self._refuse_when_stopping()
         if len(self.unary) >= self._max_unary:
             raise ResourceExhaustedError(
                 f"{self._max_unary} calls are already under way",
@@ -250,9 +251,7 @@ class Guard:
                 await needed.fetch()
                 principal = self._admit(context, metadata)
             forwarded_metadata.set(metadata)
-            self._name_answer(context, named, principal)
-            remaining: Any = context.time_remaining()  # None without a deadline, unlike in gRPC's stub
-            self._expect(remaining)
+            remaining = self._accept(context, principal, named)
             if self._unary_responses:
                 return await self._unary(request, context, task, principal, in_time=remaining is not None)
             return await self._stream(request, context, task, principal)
@@ -280,17 +279,17 @@ class Guard:
             await context.abort_with_status(replace(status, trailing_metadata=trailing))
         return None
 
-    def _name_answer(self, context: Context, named: _Named, principal: Principal | None) -> None:
-        if self._deserialize is None:
-            return  # the answer to a forwarded call brings metadata of its own
-        told = _TOLD[principal.role] if self._tells and principal is not None else ()
-        context.set_trailing_metadata((*named, *told))
-
-    def _expect(self, remaining: float | None) -> None:
+    def _accept(self, context: Context, principal: Principal | None, named: _Named) -> float | None:
+        """Name the answer of a call that can still be served; returns the seconds left, None without a deadline."""
+        if self._deserialize is not None:  # the answer to a forwarded call brings metadata of its own
+            told = _TOLD[principal.role] if self._tells and principal is not None else ()
+            context.set_trailing_metadata((*named, *told))
+        remaining: float | None = context.time_remaining()  # None without a deadline, unlike in gRPC's stub
         if remaining is not None and remaining <= 0:
             raise DeadlineExceededError("the deadline passed before the call started")
         if not self._implemented:
             raise UnimplementedError(f"{self._path} is not implemented here")
+        return remaining
 
     def _admit(self, context: Context, metadata: Metadata, *, again: bool = False) -> Principal | None:
         """The authorized caller; None in public methods for an unknown one. `again` for an open stream."""

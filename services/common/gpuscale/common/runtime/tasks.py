@@ -97,9 +97,8 @@ T = TypeVar("T")
 _interruptible: ContextVar[bool] = ContextVar("gpuscale_interruptible", default=False)
 
 
-def begin_call() -> None:
-    """Called by the interceptor: from here on a caller may cancel the task at any await."""
-    _interruptible.set(True)
+begin_call = partial(_interruptible.set, True)  # noqa: FBT003 - a value
+"""Called by the interceptor: from here on a caller may cancel the task at any await."""
 
 
 def require_uninterrupted() -> None:

@@ -9,7 +9,7 @@ import errno
 import os
 import sqlite3
 from collections.abc import Generator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol

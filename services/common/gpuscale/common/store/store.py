@@ -231,15 +231,11 @@ def _commit(name: str, backend: Backend, connection: Connection, group: Sequence
     """Run jobs in one transaction. If it fails, so does each job that had not failed already."""
     committed, began = False, time.monotonic()
     trouble: Exception | None = None
+    caught: tuple[type[Exception], ...] = (*backend.errors, GpuscaleError)
     try:
         with backend.transaction(connection):
-            if len(group) == 1:
-                group[0].run(connection)
-                if group[0].error is not None:
-                    raise _UndoneError from group[0].error
-            else:
-                for job in group:
-                    _run_alone(backend, connection, job)
+            for job in group:
+                _run_alone(backend, connection, job, shared=len(group) > 1)
             tasks.hit(f"{name}.before_commit")
         committed = True
         tasks.hit(f"{name}.after_commit")
@@ -248,7 +244,7 @@ def _commit(name: str, backend: Backend, connection: Connection, group: Sequence
             failure = job.error and backend.failure(job.error)
             trouble = None if failure is job.error else failure
             job.error = failure
-    except (*backend.errors, GpuscaleError) as error:
+    except caught as error:
         trouble = backend.failure(error)
         for job in group:
             job.error = job.error or trouble
@@ -278,12 +274,17 @@ class _UndoneError(Exception):
     """The only job of a transaction failed."""
 
 
-def _run_alone(backend: Backend, connection: Connection, job: "_Job[Any]") -> None:
-    """Run a job of several in a savepoint of the driver (SQLAlchemy's cost 50 times as much).
+def _run_alone(backend: Backend, connection: Connection, job: "_Job[Any]", *, shared: bool) -> None:
+    """Run a job in a savepoint of the driver (SQLAlchemy's cost 50 times as much), or without one if not `shared`.
 
     Raises:
         GpuscaleError: the storage failed, or the job ended the transaction of the whole group.
     """
+    if not shared:
+        job.run(connection)
+        if job.error is not None:
+            raise _UndoneError from job.error
+        return
     driver: Any = connection.connection.dbapi_connection
     driver.execute("SAVEPOINT job")
     job.run(connection)
