@@ -105,10 +105,8 @@ def gpus_of(
     """The `gpus` of `usage_of`, from readings since `since`."""
     found: dict[str, GpuUsage] = {}
     for held in reservation.gpus:
-        node = node_of(held.node)
-        gpu = next((one for one in node.gpus if one.uuid == held.uuid), None) if node else None
-        early = since is not None and gpu is not None and (gpu.read_at is None or gpu.read_at < since)
-        if gpu is None or early or gpu.fresh_until < now:
+        gpu = read_since(held, node_of, now, since)
+        if gpu is None:
             found[held.uuid] = UNREAD
             continue
         holders = use.gpu(held.uuid).reservations
@@ -140,6 +138,18 @@ def gpus_of(
             read_at=gpu.read_at,
         )
     return found
+
+
+def read_since(
+    held: ReservedGpu, node_of: Callable[[str], Node | None], now: float, since: float | None
+) -> Gpu | None:
+    """A GPU as it was read since `since`; None without a fresh reading."""
+    node = node_of(held.node)
+    for gpu in node.gpus if node else ():
+        if gpu.uuid == held.uuid:
+            early = since is not None and (gpu.read_at is None or gpu.read_at < since)
+            return None if early or gpu.fresh_until < now else gpu
+    return None
 
 
 MOST_JUDGED = 10_000

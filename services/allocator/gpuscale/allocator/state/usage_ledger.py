@@ -105,35 +105,47 @@ class Used:
 def rows_of(account: Account, boot_id: str, outcome: str = "") -> Rows:
     """The rows of an account; with an `outcome`, its last ones."""
     one, first = account.reservation, {gpu.uuid: gpu for gpu in reversed(account.reservation.gpus)}
-    found = Rows()
+    found: Rows = []
     for entry in account.entries:
         last = entry is account.entries[-1]
         for nth, (uuid, tally) in enumerate(entry.gpus.items()):
             milli = account.milli[uuid]
-            rest: _Row = {name: getattr(tally, name) * milli for name in _TIMES}
-            rest |= {name: getattr(tally, name) for name in (*PEAKS, "energy")}
-            rest["ends"], rest["outcome"] = int(bool(outcome and last and not nth)), outcome if last else ""
-            rest["boot_id"] = boot_id if last and not outcome else ""
-            rest["hardware"] = "{}" if tally.hardware == _UNREAD else json.dumps(asdict(tally.hardware))
-            found.append(_row(one, first[uuid], milli, entry.part, entry.day, account.until, rest))
+            row = _row(one, first[uuid], milli, entry.part, entry.day, account.until)
+            row |= {name: getattr(tally, name) * milli for name in _TIMES}
+            row |= {name: getattr(tally, name) for name in (*PEAKS, "energy")}
+            row["ends"], row["outcome"] = int(bool(outcome and last and not nth)), outcome if last else ""
+            row["boot_id"] = boot_id if last and not outcome else ""
+            row["hardware"] = "{}" if tally.hardware == _UNREAD else json.dumps(asdict(tally.hardware))
+            found.append(row)
     return found
 
 
 def unread_rows(one: Reservation, part: int, day: int, piece: int, until: int, outcome: str) -> Rows:
     """The only rows, `unread`, of a reservation that ended with this `outcome` after a piece of a day, its GPUs never read."""
-    found = Rows()
-    for nth, gpu in enumerate(one.gpus):
-        rest: _Row = {"granted": piece * gpu.milli, "ends": int(not nth), "outcome": outcome}
-        found.append(_row(one, gpu, gpu.milli, part, day, until, rest))
+    found: Rows = []
+    for gpu in one.gpus:
+        row = _row(one, gpu, gpu.milli, part, day, until)
+        row["granted"], row["ends"], row["outcome"] = piece * gpu.milli, 0 if found else 1, outcome
+        found.append(row)
     return found
 
 
-def _row(one: Reservation, gpu: ReservedGpu, milli: int, part: int, day: int, until: int, rest: _Row) -> _Row:
-    """A row: `rest`, which has the other columns, with those of the reservation and the GPU."""
-    labels = json.dumps(dict(sorted(one.labels.items())), ensure_ascii=False) if one.labels else "{}"
-    rest |= {"reservation_id": one.id, "part": part, "gpu_uuid": gpu.uuid, "day": day, "owner": one.owner}
-    rest |= {"tenant": one.tenant, "holder": one.holder, "labels": labels, "node": gpu.node}
-    return rest | {"model": gpu.model, "milli": milli, "until_ms": until}
+def _row(one: Reservation, gpu: ReservedGpu, milli: int, part: int, day: int, until: int) -> _Row:
+    """The columns of a row that tell of the reservation and the GPU."""
+    return {
+        "reservation_id": one.id,
+        "part": part,
+        "gpu_uuid": gpu.uuid,
+        "day": day,
+        "owner": one.owner,
+        "tenant": one.tenant,
+        "holder": one.holder,
+        "labels": json.dumps(dict(sorted(one.labels.items())), ensure_ascii=False) if one.labels else "{}",
+        "node": gpu.node,
+        "model": gpu.model,
+        "milli": milli,
+        "until_ms": until,
+    }
 
 
 def putting(rows: Sequence[Mapping[str, object]], unread: Sequence[Mapping[str, object]] = ()) -> Work:

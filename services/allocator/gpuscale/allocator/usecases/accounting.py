@@ -31,7 +31,7 @@ from gpuscale.allocator.domain.accounting import (
 from gpuscale.allocator.domain.durations import Durations, Kin, kin_of, lasted
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation
-from gpuscale.allocator.domain.usage import UNREAD, gpus_of
+from gpuscale.allocator.domain.usage import gpus_of, read_since
 from gpuscale.allocator.state.usage_ledger import (
     ROLL_AFTER,
     Rows,
@@ -126,7 +126,8 @@ class Accounting:
 
     def beside(self, changed: Iterable[Reservation]) -> Work | None:
         """What to write with reservations that change: the last rows of ended ones, the first of continuing ones."""
-        rows, never_read = Rows(), Rows()
+        rows: Rows = []
+        never_read: Rows = []
         now, wall = self.clock.now(), self._wall()
         for one in changed:
             live, first = one.live, self._fresh.get(one.id)
@@ -157,10 +158,13 @@ class Accounting:
         """The rows of a reservation that ends on the day of its grant, if none of its GPUs was read since; else none."""
         since, end = granted_since(first), ended_at(one)
         [(day, piece), *others] = by_day(end - since if end > since else 0, wall)
-        seen = gpus_of(first, self.view.get, self.ledger.use, now, since / 1000)
-        if others or [*seen.values()].count(UNREAD) < len(first.gpus):
+        milli, node_of = {gpu.uuid: gpu.milli for gpu in first.gpus}, self.view.get
+        if others or len(milli) < len(first.gpus):
             return []
-        self._unread[one.id] = day, piece * sum(gpu.milli for gpu in first.gpus)
+        for gpu in first.gpus:
+            if read_since(gpu, node_of, now, since / 1000):
+                return []
+        self._unread[one.id] = day, piece * sum(milli.values())
         return unread_rows(first, first_part(first) + 1, day, piece, end, str(one.end_cause))
 
     def note(self, one: Reservation, _news: bool = True) -> None:
@@ -246,7 +250,7 @@ class Accounting:
         account = self._accounts.get(reservation_id)
         if account is not None and self._open(account):
             self._look(account, self.clock.now(), self._wall())
-        rows = rows_of(account, "") if account else Rows()
+        rows = rows_of(account, "") if account else []
         parts = {row["part"] for row in rows}
         found: dict[str, GpuStatistics] = {}
         outcome = ""

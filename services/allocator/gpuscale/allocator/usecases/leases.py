@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from gpuscale.allocator.domain.jobs import JobMember
 from gpuscale.allocator.domain.ledger import Ledger, Tokens
@@ -22,8 +23,7 @@ from gpuscale.common.security.auth import Principal, Role
 from gpuscale.common.wire import MAX_PAGE_SIZE, page_limit
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseClaim:
+class LeaseClaim(NamedTuple):
     """A reservation by its id, with the fence that proves the holder."""
 
     id: str
