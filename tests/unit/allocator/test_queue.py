@@ -319,7 +319,7 @@ def test_hours_of_a_month_that_are_used_or_booked_let_nobody_of_the_tenant_in() 
     assert (found.reason, found.lasting) == (Reason.QUOTA_EXCEEDED, False)
     assert found.until is None, "a booking may be cancelled"
     assert found.message.startswith("tenant a has used 60.0 and booked 40.0 of the 100 GPU-hours")
-    assert "Wait until Fri 2027-01-15 08:00 UTC" in found.message
+    assert "Cancel a booking, wait until Fri 2027-01-15 08:00 UTC, or have" in found.message
     line.ask(wish("w", tenant="a"), wish("b", tenant="b"))
     assert line.granted() == ["b"]
     line.world.quotas["c"], line.world.months["c"] = (
@@ -329,7 +329,12 @@ def test_hours_of_a_month_that_are_used_or_booked_let_nobody_of_the_tenant_in() 
     used = line.queue.look(wish("x", tenant="c"), NOW)
     assert isinstance(used, QueueObstacle)
     assert "has used 0.031 of the 0.03 GPU-hours" in used.message
-    assert used.until == 1e9
+    assert (used.until, " Wait until Sun 2001-09-09" in used.message) == (1e9, True)
+    line.world.quotas["d"] = Quota("d", gpu_hours_per_month=0)
+    none = line.queue.look(wish("y", tenant="d"), NOW)
+    assert isinstance(none, QueueObstacle)
+    assert none.until is None
+    assert none.message.endswith("for this month. Have the quota raised."), "no end of a month helps"
     line.world.months["a"] = MonthStanding(0.0, 40.0, 1_900_000_000.0)
     line.queue.changed(())
     assert line.granted() == ["w"]

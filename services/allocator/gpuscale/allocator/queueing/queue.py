@@ -26,7 +26,7 @@ from typing import TypeAlias
 
 from gpuscale.allocator.domain.bookings import Booking, local, milli
 from gpuscale.allocator.domain.model import WHOLE, Ask, Order, Pick
-from gpuscale.allocator.placing.refusal import Refusal, RefusalKind, unpartitioned
+from gpuscale.allocator.placing.refusal import Refusal, RefusalKind, sentence, unpartitioned
 from gpuscale.allocator.queueing.backfill import (
     Kept,
     Promise,
@@ -143,12 +143,14 @@ def over_quota(world: QueueWorld, order: Order, pick: Pick | None = None) -> Que
         month = world.month(order.tenant)
         if month.used + month.booked >= hours:
             beside = f" and booked {hours_text(month.booked)}" if month.booked else ""
+            helps = "cancel a booking, " if month.used < hours else ""
+            helps += f"wait until {local(month.ends)}, or " if hours else ""
             return QueueObstacle(
                 Reason.QUOTA_EXCEEDED,
                 f"tenant {order.tenant} has used {hours_text(month.used)}{beside} of the {hours:g} GPU-hours that its quota has for this"
-                f" month. Wait until {local(month.ends)}, or have the quota raised.",
+                f" month. {sentence(f'{helps}have the quota raised')}",
                 lasting=not hours,
-                until=month.ends if month.used >= hours else None,
+                until=month.ends if 0 < hours <= month.used else None,
             )
     if limit is None:
         return None
@@ -159,12 +161,13 @@ def over_quota(world: QueueWorld, order: Order, pick: Pick | None = None) -> Que
     asked = least if pick is None else sum(gpu.milli for gpu in pick.gpus)
     if not asked or held + booked + asked <= limit:
         return None
-    remedy = "Ask for less" if asked > limit else "Release some"
+    frees = ["release some"] * bool(held) + ["cancel a booking"] * bool(booked)
+    helps = "ask for less" if asked > limit else " or ".join(frees)
     holds = f"holds {_gpus(held)}" + (f" and has booked {_gpus(booked)}" if booked else "")
     return QueueObstacle(
         Reason.QUOTA_EXCEEDED,
         f"tenant {order.tenant} may hold {counted(limit / WHOLE, 'GPU')} and {holds}; this asks for {_gpus(asked)}."
-        f" {remedy}, or have the quota raised.",
+        f" {sentence(f'{helps}, or have the quota raised')}",
         lasting=least > limit,
     )
 
