@@ -274,9 +274,27 @@ def test_what_happened_is_one_list_by_time(
     monkeypatch.setattr("gpuscale.cli.console.output.terminal_width", lambda: 80)
     decided = ctl("events", "--since", EVER, "--kind", "decision", "--utc").out.splitlines()[1]
     assert decided.split()[3] == "jobs/d1", "what commands take as its name, which leaves room"
-    about = ctl("events", "--since", EVER, "--about", "endpoints/jobs", "-o", "jsonl").out.splitlines()
-    assert [json.loads(line)["kind"] for line in about] == ["decision", "replica"]
     assert ctl("events", "--kind", "decision").err == "none\n"
+
+
+@pytest.mark.parametrize(
+    ("names", "kinds"),
+    [
+        (("endpoints/jobs", "ep/jobs", "jobs"), ["decision", "replica"]),
+        (("endpoints/jobs/replicas/p1", "ep/jobs/rep/p1", "jobs/p1"), ["replica"]),
+        (("reservations/r1", "r1", "job/r1", "night run", "jobs/night run"), ["reservation"]),
+        (("night",), []),
+    ],
+)
+def test_events_are_about_any_name_that_other_commands_take(
+    ctl: Any, world: canned.World, names: tuple[str, ...], kinds: list[str]
+) -> None:
+    titled = deepcopy(canned.RESERVATION)
+    titled.job.title = "night run"
+    world.things[titled.name] = titled
+    for name in names:
+        about = ctl("events", "--since", EVER, "--about", name, "-o", "jsonl").out.splitlines()
+        assert [json.loads(line)["kind"] for line in about if "health" not in line] == kinds, name
 
 
 def attempt(node: str, at: int, **known: Any) -> Any:

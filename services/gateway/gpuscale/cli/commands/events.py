@@ -20,6 +20,7 @@ from gpuscale.cli.console.lookup import Streams
 from gpuscale.cli.console.output import ABSENT, Chosen
 from gpuscale.cli.console.terminal import note
 from gpuscale.cli.grammar.jsonpath import Format
+from gpuscale.cli.grammar.nouns import canonical
 from gpuscale.cli.grammar.parameters import AROUND, When, option, repeated, takes
 from gpuscale.client.over_ssh import OF_SIGNAL
 from gpuscale.common import wire
@@ -39,16 +40,20 @@ _COLUMNS = ("time", "kind", "name", "what")
 
 
 class EventLine(NamedTuple):
-    """An event of a resource."""
+    """An event of a resource; `title` is that of a reservation's job."""
 
     time: datetime
     kind: str
     name: str
     what: str
+    title: str = ""
 
     def concerns(self, about: str) -> bool:
-        """Whether it is about this resource, by full or short name, or about a child of it."""
-        return about == "/".join(self.name.split("/")[1::2]) or f"{self.name}/".startswith(f"{about}/")
+        """Whether it is about this resource, by full or short name or title, or about a child of it."""
+        ids = "/".join(self.name.split("/")[1::2])
+        if self.kind == "reservation" and about in {self.title, f"jobs/{self.title}", f"jobs/{ids}"}:
+            return True
+        return any(f"{one}/".startswith(f"{about}/") for one in (self.name, ids))
 
 
 @command("events --since 1h --about endpoints/jobs --watch")
@@ -56,7 +61,7 @@ class EventLine(NamedTuple):
 @repeated(
     "--kind", type=click.Choice(["decision", "reservation", "replica", "health"]), help="Only this kind."
 )
-@option("--about", default="", metavar="NAME", help="Only this resource and its children.")
+@option("--about", default="", metavar="NAME", help="Only this resource, by name or title, and its children.")
 @OF_GPU
 @option("--watch", "-w", is_flag=True, help="Keep running, and write new events.")
 def events(session: Session, when: When, kind: tuple[str, ...], about: str, gpu: str, watch: bool) -> None:
@@ -81,13 +86,14 @@ def events(session: Session, when: When, kind: tuple[str, ...], about: str, gpu:
             found = sorted(
                 one
                 for one in set(found_events(client, kinds, asked, down, first=first))
-                if time.meets(one.time, one.time) and (not about or one.concerns(about))
+                if time.meets(one.time, one.time) and (not about or one.concerns(canonical(about)))
             )
             fresh = [one for one in found if one not in seen]
             seen.update(fresh)
             if fresh or not watch:
                 shown = (one._replace(name=cells.short(one.name)) if short else one for one in fresh)
-                output.write_records("events", [one._asdict() for one in shown], _COLUMNS, ["kind"])
+                records = [dict(zip(_COLUMNS, one, strict=False)) for one in shown]
+                output.write_records("events", records, _COLUMNS, ["kind"])
             if not (watched and watched.streams):
                 break
             sys.stdout.flush()
@@ -132,7 +138,7 @@ def _decisions(client: "Client", about: "lookup.About") -> Iterator[EventLine]:
 def _reservations(client: "Client", about: "lookup.About") -> Iterator[EventLine]:
     for one in lookup.reservations(client, about=about):
         for time, *what in _of_reservation(one):
-            yield _event(time, "reservation", one.name, *what)
+            yield _event(time, "reservation", one.name, *what)._replace(title=one.job.title)
 
 
 def _of_reservation(one: "Reservation") -> "Iterator[tuple[Timestamp, str, str]]":
