@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from ruamel.yaml import YAML
@@ -503,12 +504,35 @@ def test_the_allocator_away_or_frozen_does_not_hide_the_gpus(
     assert "reservations" not in json.loads(ctl("status", "-o", "json").out), "absent, and not none"
 
 
+@pytest.mark.parametrize("error", [AWAY, FROZEN], ids=["away", "frozen"])
+def test_the_fleet_away_or_frozen_does_not_hide_what_is_held(
+    ctl: Any, world: canned.World, error: errors.GpuscaleError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.refuse.update(dict.fromkeys(("ListNodes", "ListHealthEvents"), error))
+    ran = ctl("status")
+    assert ran.code == 7
+    assert ran.out.splitlines()[:3] == [
+        "GPUs unknown",
+        "nodes unknown",
+        "1 reservation, 1 endpoint, health events unknown",
+    ]
+    assert "training" in ran.out
+    assert f"nodes are unknown: {error.message}" in ran.err
+    assert ran.err.count("gpuscalectl doctor") == (error is FROZEN)
+    assert [*json.loads(ctl("status", "-o", "json").out)] == ["reservations", "endpoints"]
+    monkeypatch.setattr("gpuscale.cli.commands.top.sys", MagicMock())  # on a terminal
+    monkeypatch.setattr("gpuscale.dashboard.terminal.Top", live := MagicMock())
+    assert ctl("top").code == 0
+    live.return_value.run.assert_called_once_with()
+
+
 def test_a_server_without_a_method_is_told_once(ctl: Any, world: canned.World) -> None:
     """As an agent has none of `get all`, and an older server not each."""
     error = errors.UnimplementedError("Method not found!")
     world.refuse = dict.fromkeys(("ListNodes", "ListEndpoints", "ListReplicas"), error)
     ran = ctl("get", "all")
     assert (ran.code, ran.out, ran.err.count("not found!"), ran.err.count("upgrade --plan")) == (1, "", 1, 1)
+    assert ctl("status").err == ran.err
     del world.refuse["ListNodes"]
     ran = ctl("get", "all")
     assert (ran.code, ran.err.count("not found!"), ran.err.count("upgrade --plan")) == (1, 2, 1)
@@ -535,6 +559,15 @@ def test_version_names_every_program_and_is_said_where_nothing_answers(ctl: Any)
     with silent_port() as port:
         away = run_cli("--address", f"127.0.0.1:{port}", "version", "-o", "json")
     assert (away.code, away.out) == (7, alone.out)
+
+
+def test_version_names_the_programs_of_the_services_that_answer(ctl: Any, world: canned.World) -> None:
+    world.refuse["ListReservations"] = AWAY
+    ran = ctl("version", "-o", "json")
+    names = {one["name"] for one in json.loads(ran.out)["versions"]}
+    assert (ran.code, names & {"fleet", "allocator"}) == (7, {"fleet"})
+    assert names > {"autoscaler", "nodes/host-1", "adapters/host-1"}
+    assert "the allocator is down" in ran.err
 
 
 @pytest.mark.parametrize(

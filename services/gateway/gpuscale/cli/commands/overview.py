@@ -95,21 +95,39 @@ def get_all(session: Session, kinds: str) -> None:
 
 
 def programs(session: Session) -> Iterator[tuple[str, str, str]]:
-    """Name, program and version of each agent, adapter and service that answers; the version is empty before 0.1."""
+    """Name, program and version of each agent, adapter and service that answers; the version is empty before 0.1.
+
+    The error of the first that does not answer is raised at the end.
+    """
     from gpuscale.common.rpc.status import LEADER_KEY, VERSION_KEY, VIA_KEY
 
-    with session.connect() as client:
-        services = {name: lookup.told(client, name) for name in ("fleet", "allocator", "autoscaler")}
-        for name, told in services.items():
+    def of(part: str) -> Iterator[tuple[str, str, str]]:
+        if part == "agents":
+            yield from ((one.name, "agent", one.agent_version) for one in lookup.nodes(client))
+        elif part == "adapters":
+            yield from ((one.name, "adapter", one.version) for one in lookup.adapters(client))
+        elif part == "gateways":  # that of a standby host tells of itself
+            for one in () if session.apart else session.each():
+                found = ""
+                with one.connect(quickly=2.0) as of_gateway, suppress(GpuscaleError):
+                    found = lookup.told(of_gateway, "fleet").get(VIA_KEY, "")
+                yield str(one.address or client.address), "gateway", found
+        else:
+            told = lookup.told(client, part)
             leads = filter(None, ("process that leads", told.get(LEADER_KEY, "")))
-            yield name, ", ".join(leads), told.get(VERSION_KEY, "")
-        for one in () if session.apart else session.each():  # a standby host is found by its gateway
-            found = ""
-            with one.connect(quickly=2.0) as of_gateway, suppress(GpuscaleError):
-                found = lookup.told(of_gateway, "fleet").get(VIA_KEY, "")
-            yield str(one.address or client.address), "gateway", found
-        yield from ((one.name, "agent", one.agent_version) for one in lookup.nodes(client))
-        yield from ((one.name, "adapter", one.version) for one in lookup.adapters(client))
+            yield part, ", ".join(leads), told.get(VERSION_KEY, "")
+
+    with session.connect() as client:
+        failed: list[GpuscaleError] = []
+        for part in ("fleet", "allocator", "autoscaler", "gateways", "agents", "adapters"):
+            try:
+                yield from of(part)
+            except UNANSWERED as error:
+                if error.reason in NOBODY:
+                    raise
+                failed.append(error)
+        if failed:
+            raise failed[0]
 
 
 @command("version")

@@ -16,9 +16,12 @@ from gpuscale.cli.views import monitor
 from gpuscale.cli.views.allocator import RESERVATIONS
 from gpuscale.cli.views.autoscaler import ENDPOINTS
 from gpuscale.client.states import gpu_state, marks, node_state
-from gpuscale.common.errors import GpuscaleError, UnavailableError
+from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.rpc.status import PROBLEM_KEY
 from gpuscale.common.sizes import counted
+
+_OF_ALL = {*NOBODY, "UNIMPLEMENTED"}
+"""Reasons of errors that the other services would give too."""
 
 
 @command("top")
@@ -36,11 +39,7 @@ def top(session: Session, once: bool) -> None:
         message = f"the live screen is not installed ({error.name} is missing): pip install 'gpuscale[cli]', or use status"
         raise GpuscaleError(message, reason="NOT_INSTALLED") from error
     with session.connect() as client:  # fail here with one line, not on a full screen
-        try:
-            client.fleet.ListNodes(ListNodesRequest(page_size=1))
-        except UnavailableError as error:
-            if error.reason in NOBODY:
-                raise
+        known("nodes", partial(client.fleet.ListNodes, ListNodesRequest(page_size=1)), _OF_ALL)
     program = [sys.executable, "-m", "gpuscale.cli.main", *session.options()]
     Top(session.connect_async, program, ascii_only=TERMINAL.ascii).run()
 
@@ -49,38 +48,41 @@ def show_status(session: Session) -> None:
     """Show the fleet at a glance: free GPUs, holders, endpoints and problems."""
     output = session.output
     with session.connect() as client:
-        nodes = lookup.nodes(client)
+        about = lookup.About(silent=session.silent)
+        nodes = known("nodes", partial(lookup.nodes, client, (), about), _OF_ALL)
         reservations = known("reservations and cordons", partial(lookup.reservations, client))
         endpoints = known("endpoints", partial(lookup.endpoints, client))
-        events = known("health events", partial(lookup.health, client))
+        events = known("health events", partial(lookup.health, client, (), about))
         cordons = None if reservations is None else known("cordons", partial(lookup.cordons, client))
         asked = output.human and reservations is not None
         wrong = lookup.told(client, "allocator").get(PROBLEM_KEY, "") if asked else ""
     marked = marks(cordons or ())
-    failed = ExitCode.UNAVAILABLE if None in (reservations, endpoints, events, cordons) else ExitCode.OK
+    of = {"nodes": nodes, "reservations": reservations, "endpoints": endpoints, "healthEvents": events}
+    failed = ExitCode.UNAVAILABLE if None in (*of.values(), cordons) else ExitCode.OK
     if not output.human:
-        of = {"nodes": nodes, "reservations": reservations, "endpoints": endpoints, "healthEvents": events}
         listed = {key: [to_dict(item) for item in items] for key, items in of.items() if items is not None}
         output.write_data(listed)
         leave(failed)
-    gpus, holders = [gpu for node in nodes for gpu in node.snapshot.gpus], lookup.holders(reservations or ())
-    states = Counter(node_state(node, marked) for node in nodes)
+    there, holders = nodes or [], lookup.holders(reservations or ())
+    gpus = [gpu for node in there for gpu in node.snapshot.gpus]
+    states = Counter(node_state(node, marked) for node in there)
     free = sum(gpu.name not in holders and gpu_state(gpu, marked) == "OK" for gpu in gpus)
     held = sum(gpu.name in holders for gpu in gpus)
     use = f"{free} free, {held} held" + (
         f", {closed} not for new work" if (closed := len(gpus) - free - held) > 0 else ""
     )
-    ill = any(map(monitor.node_problem, nodes))
+    ill = any(map(monitor.node_problem, there))
+    stand = ", ".join(f"{count} {state}" for state, count in states.items()) or "no agent reports"
     lines = [
-        f"{_count(gpus, 'GPU')}: {'use unknown' if reservations is None else use}",
-        f"{_count(nodes, 'node')}: {', '.join(f'{count} {state}' for state, count in states.items()) or 'no agent reports'}",
+        _count(nodes and gpus, "GPU", "use unknown" if reservations is None else use),
+        _count(nodes, "node", stand),
         f"{_count(reservations, 'reservation')}, {_count(endpoints, 'endpoint')}, "
         + ("nothing is wrong" if events == [] and not (ill or wrong) else _count(events, "health event")),
         *filter(None, [wrong]),
     ]
     tables = (
         (events, output.table(events or (), monitor.HEALTH)),
-        (nodes, output.table(nodes, monitor.nodes(marked, problems=ill))),
+        (nodes, output.table(there, monitor.nodes(marked, problems=ill))),
         (gpus, output.table(gpus, monitor.gpus(holders, marked))),
         (reservations, output.table(reservations or (), RESERVATIONS)),
         (endpoints, output.table(endpoints or (), ENDPOINTS)),
@@ -95,5 +97,5 @@ def show_status(session: Session) -> None:
 status = command("status", name="status")(show_status)
 
 
-def _count(items: Sequence[object] | None, noun: str) -> str:
-    return f"{noun}s unknown" if items is None else counted(len(items), noun)
+def _count(items: Sequence[object] | None, noun: str, more: str = "") -> str:
+    return f"{noun}s unknown" if items is None else f"{counted(len(items), noun)}{more and f': {more}'}"

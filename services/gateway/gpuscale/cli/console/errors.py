@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Container, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
@@ -167,11 +167,13 @@ def unknown(what: str, error: GpuscaleError) -> None:
             TERMINAL.noted.add(line)
 
 
-def known(what: str, read: Callable[[], V]) -> V | None:
-    """The answer of a service; None, with a note, while it is down or hangs."""
+def known(what: str, read: Callable[[], V], fatal: Container[str] = ()) -> V | None:
+    """The answer of a service; None, with a note, while it is down or hangs. Errors of `fatal` reasons are raised."""
     try:
         return read()
     except UNANSWERED as error:
+        if error.reason in fatal:
+            raise
         unknown(what, error)
         return None
 
