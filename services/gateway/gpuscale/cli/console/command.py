@@ -53,7 +53,7 @@ class Session:
         dial_timeout: most seconds to connect.
         apart: addresses of services, by the names of the client's stubs, where no gateway leads to them.
         kept: an open client to use instead of a new one.
-        silent: errors of services that gave no answer in time, by their packages; they are not asked again.
+        silent: errors of lists that did not come in time, by the names of their requests; they are not asked for again.
     """
 
     address: str | None = None

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
@@ -92,19 +93,22 @@ class About:
         return found[:limit]
 
     def _pages(self, method: Any, request: Any) -> Iterator[Any]:
-        """The pages of a list. A service that was silent is not waited for again."""
-        package = request.DESCRIPTOR.file.package
-        if self.silent and package in self.silent:
-            raise self.silent[package]
+        """The pages of a list. One that was silent is not waited for again, nor others of its service, but the next for a moment."""
+        name, package = request.DESCRIPTOR.full_name, request.DESCRIPTOR.file.package
+        of_service = [one for key, one in (self.silent or {}).items() if key.startswith(f"{package}.")]
+        if self.silent and (name in self.silent or of_service[1:]):
+            raise self.silent.get(name, of_service[0])
         try:
-            yield from pages(method, request)
+            yield from pages(partial(method, timeout=MOMENT) if of_service else method, request)
         except DeadlineExceededError as error:
             if self.silent is not None:
-                self.silent[package] = error
+                self.silent[name] = error
             raise
 
 
 EVERYTHING = About()
+MOMENT = 2.0
+"""Seconds for a list of a service that gave no other in time: it may be slow with that one alone."""
 
 
 def _named(service: Any, request: type[Any], pattern: str, typed: Sequence[str]) -> list[Any]:
