@@ -709,14 +709,15 @@ def test_a_probe_says_ok_of_nothing_that_it_may_not_test(ctl: Any, world: canned
     assert "not tested: it takes an operator" in [one["found"] for one in found]
 
 
-def tell(world: canned.World, *told: tuple[str, str]) -> None:
-    """Have the allocator tell this beside its answers."""
+def tell(world: canned.World, *told: tuple[str, str], method: str = "ListReservations") -> None:
+    """Have a service, by default the allocator, tell this beside its answers."""
+    room = {"ListNodes": canned.monitor_api, "ListEndpoints": canned.autoscaler_api}
 
     def answer(_: Any, context: Any) -> Any:
         context.set_trailing_metadata(told)
-        return canned.allocator_api.ListReservationsResponse()
+        return getattr(room.get(method, canned.allocator_api), f"{method}Response")()
 
-    world.overrides["ListReservations"] = answer
+    world.overrides[method] = answer
 
 
 def test_version_and_doctor_name_the_allocator_that_leads(ctl: Any, world: canned.World) -> None:
@@ -729,12 +730,18 @@ def test_version_and_doctor_name_the_allocator_that_leads(ctl: Any, world: canne
     assert "answers; a.example:7073 leads" in [one["found"] for one in findings]
 
 
-def test_doctor_and_status_tell_of_an_allocator_that_cannot_write(ctl: Any, world: canned.World) -> None:
-    problem = "the allocator cannot write its state: the disk of the state is full"
-    tell(world, (PROBLEM_KEY, problem))
+@pytest.mark.parametrize(
+    ("service", "method"),
+    [("allocator", "ListReservations"), ("autoscaler", "ListEndpoints"), ("fleet", "ListNodes")],
+)
+def test_doctor_and_status_tell_of_a_service_that_cannot_write(
+    ctl: Any, world: canned.World, service: str, method: str
+) -> None:
+    problem = f"the {service} cannot write its state: the disk of the state is full"
+    tell(world, (PROBLEM_KEY, problem), method=method)
     ran = ctl("doctor", "--only", "fleet", "-o", "json")
-    states = {one["found"]: one["state"] for one in json.loads(ran.out)["findings"]}
-    assert (ran.code, states[problem], "answers" in states) == (1, "FAIL", False)
+    found = {one["subject"]: (one["state"], one["found"]) for one in json.loads(ran.out)["findings"]}
+    assert (ran.code, found[service]) == (1, ("FAIL", problem))
     assert f"health event\n{problem}\n" in ctl("status").out
     world.overrides["ListHealthEvents"] = lambda *_: canned.monitor_api.ListHealthEventsResponse()
     assert f"0 health events\n{problem}\n" in ctl("status").out

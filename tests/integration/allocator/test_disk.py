@@ -95,6 +95,7 @@ async def test_an_answer_tells_that_nothing_can_be_written_or_slowly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, why: str
 ) -> None:
     """And why, to admins: it may have the address of the database."""
+    monkeypatch.setattr(Store, "problem", problems := dict[str, str]())
     async with allocator_client(tmp_path, FakeFleet(node_message("n0", count=1))) as client:
 
         async def told() -> object:
@@ -106,13 +107,13 @@ async def test_an_answer_tells_that_nothing_can_be_written_or_slowly(
             return dict(await call.trailing_metadata()).get(PROBLEM_KEY)
 
         async def told_of_a_full_disk() -> bool:
-            monkeypatch.setattr(Store, "problem", "the disk is full")  # a commit in between takes it away
+            problems["allocator"] = "the disk is full"  # a commit in between takes it away
             return await told() == f"the allocator cannot write its state{why}"
 
         assert await told() is None
         await eventually(told_of_a_full_disk)
-        monkeypatch.setattr(Store, "problem", "")
-        monkeypatch.setattr(Store, "slow", (time.monotonic() - 61.0, 3.4))
+        problems |= {"allocator": "", "autoscaler": "of another service of this process"}
+        monkeypatch.setattr(Store, "slow", {"allocator": (time.monotonic() - 61.0, 3.4)})
         assert await told() is None
         monkeypatch.setattr("gpuscale.common.store.store.SLOW", 0.0)
         await client.reserve()

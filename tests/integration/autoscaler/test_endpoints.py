@@ -9,7 +9,8 @@ import grpc
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.common.rpc.status import from_rpc_error
+from gpuscale.common.rpc.status import PROBLEM_KEY, from_rpc_error
+from gpuscale.common.store.store import Store
 from gpuscale.common.wire import to_duration
 from tests.support.autoscaler_app import (
     GREATER,
@@ -49,6 +50,21 @@ async def test_what_was_created_is_what_is_returned(autoscaler: Autoscaler) -> N
     spec = (await autoscaler.create(api.Endpoint(name="endpoints/bare", spec=bare))).spec
     assert spec == bare, "what is not stated stays so"
     assert not spec.HasField("tick")
+
+
+async def test_a_list_tells_that_nothing_can_be_written(
+    autoscaler: Autoscaler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Store, "problem", problems := dict[str, str]())
+
+    async def told() -> bool:
+        problems["autoscaler"] = "the disk is full"  # a commit in between takes it away
+        call = autoscaler.endpoints.ListEndpoints(api.ListEndpointsRequest(), timeout=TIMEOUT)
+        await call
+        found = dict(await call.trailing_metadata()).get(PROBLEM_KEY)
+        return found == "the autoscaler cannot write its state: the disk is full"
+
+    await eventually(told)
 
 
 async def test_a_repeated_request_returns_what_it_made_whatever_became_of_it(autoscaler: Autoscaler) -> None:

@@ -6,11 +6,14 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import pytest
 
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
 from gpuscale.common.rpc.channel import open_channel
+from gpuscale.common.rpc.status import PROBLEM_KEY
 from gpuscale.common.security.auth import Authenticator, Principal, Role
+from gpuscale.common.store.store import Store
 from gpuscale.common.wire import seconds, to_duration
 from gpuscale.internal.monitor import v1 as monitor_internal
 from tests.support.monitor import RunningFleet, running_fleet
@@ -55,6 +58,16 @@ async def test_an_agent_that_ends_its_stream_gets_ok_and_its_node_is_offline(fle
         await call.done_writing()
         assert await ended(call) is grpc.StatusCode.OK
         await fleet.until("alpha", OFFLINE)
+
+
+async def test_a_list_tells_that_nothing_can_be_written(
+    fleet: RunningFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(Store.problem, "fleet", "the disk is full")
+    call = fleet.stub.ListNodes(monitor_api.ListNodesRequest(), timeout=30)
+    await call
+    told = str(dict(await call.trailing_metadata()).get(PROBLEM_KEY))
+    assert told.startswith("the fleet cannot write its state")
 
 
 async def test_a_newer_run_ends_the_older_stream_at_once_with_aborted(fleet: RunningFleet) -> None:

@@ -1,7 +1,6 @@
 """AllocatorService on the wire: messages to values, one use case, values to messages; and the translation of asks and GPUs."""
 
 import re
-import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -61,7 +60,7 @@ from gpuscale.common.security.auth import (
     require_priority,
     to_allow,
 )
-from gpuscale.common.store.store import RECENT, Store
+from gpuscale.common.store.store import Store
 
 _One = TypeVar(
     "_One",
@@ -76,14 +75,8 @@ _Told: TypeAlias = tuple[Reservation, ReservationUsage | None, Sequence[str], ap
 
 def _tell_problem(context: Context) -> None:
     """Say beside the answer that no state can be written now, or was slowly in the last minute."""
-    if Store.problem:
-        why = f": {Store.problem.encode('ascii', 'replace').decode()}" if is_admin() else ""
-        text = f"the allocator cannot write its state{why}"
-    elif Store.slow and time.monotonic() < Store.slow[0] + RECENT:
-        text = f"a commit of the allocator's state took {Store.slow[1]:.1f} s"
-    else:
-        return
-    context.set_trailing_metadata((*context.trailing_metadata(), (PROBLEM_KEY, text)))
+    if text := Store.trouble("allocator", why=is_admin()):
+        context.set_trailing_metadata((*context.trailing_metadata(), (PROBLEM_KEY, text)))
 
 
 @dataclass(slots=True)
@@ -209,8 +202,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     async def GetReservation(
         self, request: api.GetReservationRequest, context: Context
     ) -> api.GetReservationResponse:
-        if Store.problem or Store.slow:
-            _tell_problem(context)
+        _tell_problem(context)
         found = await self.records.get(reservation_id(request.name))
         if found.waiting:
             await self.reserving.waiting.foresee([found])
@@ -221,8 +213,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     async def ListReservations(
         self, request: api.ListReservationsRequest, context: Context
     ) -> api.ListReservationsResponse:
-        if Store.problem or Store.slow:
-            _tell_problem(context)
+        _tell_problem(context)
         meets = compile_filter(request.filter, api.Reservation)
         list_page = partial(
             self.records.list_reservations,

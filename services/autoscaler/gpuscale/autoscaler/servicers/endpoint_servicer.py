@@ -28,12 +28,14 @@ from gpuscale.common.errors import (
 from gpuscale.common.filters import listed
 from gpuscale.common.names import ENDPOINT, REPLICA, RULE, parse, rule_name
 from gpuscale.common.rpc import validation
+from gpuscale.common.rpc.status import PROBLEM_KEY
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.security.auth import (
     RESERVED_NAMES,
     Context,
     Principal,
     current_principal,
+    is_admin,
     require_priority,
 )
 from gpuscale.common.store.store import Store
@@ -74,6 +76,8 @@ class EndpointServicer(api.EndpointServiceServicer):
     async def ListEndpoints(
         self, request: api.ListEndpointsRequest, context: Context
     ) -> api.ListEndpointsResponse:
+        if text := Store.trouble("autoscaler", why=is_admin()):
+            context.set_trailing_metadata((*context.trailing_metadata(), (PROBLEM_KEY, text)))
         found, token = await self._endpoints.list(request)
         return api.ListEndpointsResponse(endpoints=found, next_page_token=token)
 

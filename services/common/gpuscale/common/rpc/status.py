@@ -25,7 +25,7 @@ VERSION_KEY, VIA_KEY, ROLE_KEY = "gpuscale-version", "gpuscale-via", "gpuscale-r
 LEADER_KEY = "gpuscale-leader"
 """Trailing metadata with the address of the process that leads, where there are standbys; for admins."""
 PROBLEM_KEY = "gpuscale-problem"
-"""Trailing metadata of the allocator while it cannot write its state; why, for admins."""
+"""Trailing metadata of a service while it cannot write its state; why, for admins."""
 
 # By the default reason of each error of the tree, which is the name of its code.
 _CODES: Mapping[type[errors.GpuscaleError], grpc.StatusCode] = {

@@ -142,13 +142,23 @@ class Store:
     """The state of one service. Created by `Store.open`; for the event loop that opened it.
 
     `commits` has the durations of write transactions, with their sync, of all stores of this process, and `failures` how
-    many failed; `problem` says why they fail now, and `slow` when the last slow one ended, by `time.monotonic`, and how long it took.
+    many failed; `problem` says why those of each service fail now, and `slow` when its last slow one ended and how long it took.
     """
 
     commits: ClassVar[Histogram] = Histogram()
     failures: ClassVar[int] = 0
-    problem: ClassVar[str] = ""
-    slow: ClassVar[tuple[float, float] | None] = None
+    problem: ClassVar[dict[str, str]] = {}
+    slow: ClassVar[dict[str, tuple[float, float]]] = {}
+
+    @classmethod
+    def trouble(cls, service: str, *, why: bool) -> str:
+        """What to tell of writes of a service: that they fail, with the reason if wanted, or that one was slow lately."""
+        if problem := cls.problem.get(service):
+            reason = f": {problem.encode('ascii', 'replace').decode()}" if why else ""
+            return f"the {service} cannot write its state{reason}"
+        ended, took = cls.slow.get(service, (-RECENT, 0.0))
+        recent = time.monotonic() < ended + RECENT
+        return f"a commit of the {service}'s state took {took:.1f} s" if recent else ""
 
     def __init__(self, backend: Backend, writer: "_Worker", reader: "_Worker") -> None:
         self._backend = backend
@@ -169,7 +179,7 @@ class Store:
             FailedPreconditionError: STATE_UNREADABLE, STATE_VERSION or an error of the backend; the state is unchanged.
             UnavailableError: STATE_UNAVAILABLE or DISK_FULL.
         """
-        commit = partial(_commit, f"{name}.store", backend)
+        commit = partial(_commit, name, backend)
         async with (
             _Worker(f"{name}-store-writer", backend.writer, commit) as writer,
             _Worker(f"{name}-store-reader", backend.reader, partial(_query, backend)) as reader,
@@ -236,9 +246,9 @@ def _commit(name: str, backend: Backend, connection: Connection, group: Sequence
         with backend.transaction(connection):
             for job in group:
                 _run_alone(backend, connection, job, shared=len(group) > 1)
-            tasks.hit(f"{name}.before_commit")
+            tasks.hit(f"{name}.store.before_commit")
         committed = True
-        tasks.hit(f"{name}.after_commit")
+        tasks.hit(f"{name}.store.after_commit")
     except _UndoneError:
         for job in group:
             failure = job.error and backend.failure(job.error)
@@ -253,21 +263,21 @@ def _commit(name: str, backend: Backend, connection: Connection, group: Sequence
         took = (ended := time.monotonic()) - began
         Store.commits.observe(took)
         if took > SLOW:
-            Store.slow = ended, took
-    if trouble is not None or (committed and Store.problem):
+            Store.slow[name] = ended, took
+    if trouble is not None or (committed and Store.problem.get(name)):
         _tell(name, trouble, short=backend.short)
 
 
 def _tell(name: str, trouble: Exception | None, *, short: bool) -> None:
     """Note the trouble of a transaction, or that there is none any more."""
     Store.failures += trouble is not None
-    before = Store.problem
+    before = Store.problem.get(name, "")
     # While the disk is short, a transaction that took no room tells nothing.
-    Store.problem = str(trouble or "") or (before if short else "")
-    if Store.problem and Store.problem != before:
-        _log.error("the state cannot be written", state=name, problem=Store.problem)
-    elif before and not Store.problem:
-        _log.info("the state is written again", state=name)
+    problem = Store.problem[name] = str(trouble or "") or (before if short else "")
+    if problem and problem != before:
+        _log.error("the state cannot be written", state=f"{name}.store", problem=problem)
+    elif before and not problem:
+        _log.info("the state is written again", state=f"{name}.store")
 
 
 class _UndoneError(Exception):

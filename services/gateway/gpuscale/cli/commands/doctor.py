@@ -12,10 +12,11 @@ import shutil
 import subprocess
 import tarfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -85,9 +86,10 @@ def findings(session: Session, config: Path | None, only: str | None = None) -> 
         server, advice = "fleet" if session.apart else "gateway", "docs/operations.md#nothing-answers"
         try:
             with session.connect() as client:
-                for part, look in _LOOKS.items():
+                for part, looks in _LOOKS.items():
                     try:
-                        found += look(client)
+                        for look in looks:
+                            found += look(client)
                     except GpuscaleError as error:
                         if error.reason == NO_ANSWER:
                             raise
@@ -189,23 +191,23 @@ def _signals(client: "Client") -> "Iterator[host.Diagnosis]":
                 yield host.Diagnosis("signal", f"{endpoint} {one.signal}", "WARN", found, advice)
 
 
-def _database(client: "Client") -> "Iterator[host.Diagnosis]":
-    """Check that the allocator can read reservations from its state, and write it."""
-    told = lookup.told(client, "allocator")
+def _state(service: str, client: "Client") -> "Iterator[host.Diagnosis]":
+    """Check that a service can read its state, and write it."""
+    told = lookup.told(client, service)
     leader = f"; {told[LEADER_KEY]} leads" if LEADER_KEY in told else ""
     if PROBLEM_KEY in told:
         text, advice = f"{told[PROBLEM_KEY]}{leader}", "docs/operations.md#nothing-answers"
-        yield host.Diagnosis("service", "allocator", "FAIL", text, advice)
+        yield host.Diagnosis("service", service, "FAIL", text, advice)
     else:
-        yield host.Diagnosis("service", "allocator", "OK", f"answers{leader}")
+        yield host.Diagnosis("service", service, "OK", f"answers{leader}")
 
 
-_LOOKS: "dict[str, Callable[[Client], Iterator[host.Diagnosis]]]" = {
-    "fleet": _nodes,
-    "allocator": _database,
-    "autoscaler": _adapters,
-    "brokers": _watchers,
-    "signals": _signals,
+_LOOKS: "dict[str, Sequence[Callable[[Client], Iterator[host.Diagnosis]]]]" = {
+    "fleet": (partial(_state, "fleet"), _nodes),
+    "allocator": (partial(_state, "allocator"),),
+    "autoscaler": (partial(_state, "autoscaler"), _adapters),
+    "brokers": (_watchers,),
+    "signals": (_signals,),
 }
 
 

@@ -54,8 +54,8 @@ def show_status(session: Session) -> None:
         endpoints = known("endpoints", partial(lookup.endpoints, client))
         events = known("health events", partial(lookup.health, client, (), about))
         cordons = None if reservations is None else known("cordons", partial(lookup.cordons, client))
-        asked = output.human and reservations is not None
-        wrong = lookup.told(client, "allocator").get(PROBLEM_KEY, "") if asked else ""
+        answers = {"fleet": nodes, "allocator": reservations, "autoscaler": endpoints} if output.human else {}
+        told = [lookup.told(client, name) for name, items in answers.items() if items is not None]
     marked = marks(cordons or ())
     of = {"nodes": nodes, "reservations": reservations, "endpoints": endpoints, "healthEvents": events}
     failed = ExitCode.UNAVAILABLE if None in (*of.values(), cordons) else ExitCode.OK
@@ -71,6 +71,7 @@ def show_status(session: Session) -> None:
     use = f"{free} free, {held} held" + (
         f", {closed} not for new work" if (closed := len(gpus) - free - held) > 0 else ""
     )
+    wrong = [one[PROBLEM_KEY] for one in told if PROBLEM_KEY in one]
     ill = any(map(monitor.node_problem, there))
     stand = ", ".join(f"{count} {state}" for state, count in states.items()) or "no agent reports"
     lines = [
@@ -78,7 +79,7 @@ def show_status(session: Session) -> None:
         _count(nodes, "node", stand),
         f"{_count(reservations, 'reservation')}, {_count(endpoints, 'endpoint')}, "
         + ("nothing is wrong" if events == [] and not (ill or wrong) else _count(events, "health event")),
-        *filter(None, [wrong]),
+        *wrong,
     ]
     tables = (
         (events, output.table(events or (), monitor.HEALTH)),

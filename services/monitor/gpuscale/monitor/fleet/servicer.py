@@ -23,9 +23,11 @@ from gpuscale.common.errors import (
 from gpuscale.common.filters import compile_filter, listed
 from gpuscale.common.names import NODE, node_name, parse
 from gpuscale.common.rpc.feed import FeedView
+from gpuscale.common.rpc.status import PROBLEM_KEY
 from gpuscale.common.rpc.validation import validate
 from gpuscale.common.runtime.tasks import Clock
-from gpuscale.common.security.auth import Context, Role, current_principal
+from gpuscale.common.security.auth import Context, Role, current_principal, is_admin
+from gpuscale.common.store.store import Store
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.fleet.join_servicer import Joined
 from gpuscale.monitor.fleet.nodes import Nodes
@@ -127,6 +129,8 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
                     yield _acknowledgement(stream)
 
     async def ListNodes(self, request: api.ListNodesRequest, context: Context) -> api.ListNodesResponse:
+        if text := Store.trouble("fleet", why=is_admin()):
+            context.set_trailing_metadata((*context.trailing_metadata(), (PROBLEM_KEY, text)))
         nodes, boot_id = self._nodes.all(), request.boot_id
         if boot_id:
             nodes = [
