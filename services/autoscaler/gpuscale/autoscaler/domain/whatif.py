@@ -18,7 +18,6 @@ from gpuscale.autoscaler.domain.inputs import (
     LARGEST,
     NO_SETS,
     Inputs,
-    InputSeries,
     ObservationStatus,
     SetState,
     TaskReport,
@@ -266,7 +265,14 @@ def question(live: Question, spec: EndpointSpec, stated: Stated) -> Question:
         sample = Sample(problem="it is not stated")
         if (one := stated.signals.get(signal.id)) is not None:
             sample = _sample(signal, one, now, drained)
-            series[signal.id] = _series(one, now, kept_seconds(spec))
+            # Its points, one per moment, or its single value as far back as anybody looks.
+            past = sorted({now - age: known for age, known in one.points if abs(known) <= LARGEST}.items())
+            if one.value is not None and abs(one.value) <= LARGEST:
+                at = now - one.age
+                past = [*(point for point in past if point[0] < at), (at, one.value)]
+                if not one.points:
+                    past = [(at - kept_seconds(spec), one.value), *past]
+            series[signal.id] = series_of(past)
         if one is not None or signal.id not in observations:
             observations[signal.id] = observe(signal, sample, now, series.get(signal.id))
     known, sets = live.inputs, {**live.inputs.sets, **stated.sets}
@@ -307,14 +313,3 @@ def _sample(signal: Signal, stated: StatedSignal, now: float, drained: Collectio
     none_left = _or(stated.proven_empty, none_left)
     none_left |= stated.tasks is not None and not stated.tasks.total
     return Sample((stated.value,), at, "", stated.silent_count, none_left, stated.tasks)
-
-
-def _series(stated: StatedSignal, now: float, keep: float) -> InputSeries:
-    """Its points, one per moment, or its single value as far back as anybody looks."""
-    at = now - stated.age
-    past = sorted({now - age: value for age, value in stated.points if abs(value) <= LARGEST}.items())
-    if stated.value is not None and abs(stated.value) <= LARGEST:
-        past = [*(one for one in past if one[0] < at), (at, stated.value)]
-        if not stated.points:
-            past = [(at - keep, stated.value), *past]
-    return series_of(past)
