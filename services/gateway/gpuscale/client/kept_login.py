@@ -10,7 +10,7 @@ import json
 import threading
 import time
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
@@ -105,37 +105,35 @@ class KeptLogin(grpc.AuthMetadataPlugin):
             return
         with login_file.open("r+b") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not is_fresh():  # no other program refreshed it
-                self._token = _refresh(lock)
-                self._ends = _end_of(self._token)
-                write_private(token_file, f"{self._token}\n".encode())
-
-
-def _refresh(login: IO[bytes]) -> str:
-    over = UnauthenticatedError("the login is over: gpuscalectl login ADDRESS --oidc", reason="LOGIN_OVER")
-    kept: dict[str, Any] = json.load(login)
-    if not kept.get("refresh_token"):
-        raise over
-    provider = find_provider(kept["issuer"], kept["client_id"])
-    form = {
-        "grant_type": "refresh_token",
-        "refresh_token": str(kept["refresh_token"]),
-        "client_id": provider.audience,
-    }
-    answer = provider.ask(provider.described("token_endpoint", "jwks_uri")["token_endpoint"], form)
-    if "error" in answer:
-        raise over
-    # Save the refresh token first, since it cannot be obtained again. In place: the lock is on this file.
-    kept["refresh_token"] = answer.get("refresh_token") or kept["refresh_token"]
-    login.seek(0)
-    login.write(json.dumps(kept).encode())
-    login.truncate()
-    login.flush()
-    provider.load()
-    token = str(answer.get("id_token", ""))
-    if provider.check(token).claims.get("sub") != kept.get("sub"):
-        raise over
-    return token
+            if is_fresh():
+                return  # another program refreshed it
+            over = UnauthenticatedError(
+                "the login is over: gpuscalectl login ADDRESS --oidc", reason="LOGIN_OVER"
+            )
+            kept: dict[str, Any] = json.load(lock)
+            if not kept.get("refresh_token"):
+                raise over
+            provider = find_provider(kept["issuer"], kept["client_id"])
+            form = {
+                "grant_type": "refresh_token",
+                "refresh_token": str(kept["refresh_token"]),
+                "client_id": provider.audience,
+            }
+            answer = provider.ask(provider.described("token_endpoint", "jwks_uri")["token_endpoint"], form)
+            if "error" in answer:
+                raise over
+            # Save the refresh token first, since it cannot be obtained again. In place: the lock is on this file.
+            kept["refresh_token"] = answer.get("refresh_token") or kept["refresh_token"]
+            lock.seek(0)
+            lock.write(json.dumps(kept).encode())
+            lock.truncate()
+            lock.flush()
+            provider.load()
+            token = str(answer.get("id_token", ""))
+            if provider.check(token).claims.get("sub") != kept.get("sub"):
+                raise over
+            self._token, self._ends = token, _end_of(token)
+            write_private(token_file, f"{token}\n".encode())
 
 
 def _end_of(token: str) -> float:

@@ -55,23 +55,12 @@ async def live(habit: Habit, site: DemoSite, allocator: grpc.aio.Channel, seed: 
     """For ever: reserve, use, release, rest. A refused request is retried after the rest."""
     random = Random(f"{seed}/{habit.user}/{habit.program}")
     stub = allocator_api.AllocatorServiceStub(allocator)
-    await site.sleep(random.uniform(0.0, 0.05))
-    while True:
-        with suppress(GpuscaleError), rpc_errors():
-            await _use(habit, site, stub, random)
-        await site.sleep(random.uniform(*habit.rests))
-
-
-async def _use(
-    habit: Habit, site: DemoSite, stub: allocator_api.AllocatorServiceAsyncStub, random: Random
-) -> None:
     nodes = habit.nodes or list(site.hosts)
     ask = allocator_api.Ask(gpu_count=habit.gpus, nodes=[f"nodes/{one}" for one in nodes])
     if habit.members > 1:
         ask.member_count = habit.members
         ask.gang_strategy = allocator_api.GangStrategy.GANG_STRATEGY_PACK
     request = allocator_api.ReserveRequest(
-        request_id=str(UUID(int=random.getrandbits(128), version=4)),
         holder=habit.user,
         ask=ask,
         ttl=to_duration(LEASE),
@@ -81,26 +70,31 @@ async def _use(
         labels=dict(habit.labels),
         owner=habit.user,
     )
-    lasts = random.uniform(*habit.lasts)
-    granted = (await stub.Reserve(request)).reservation
 
     def load() -> float:
         return habit.load and habit.load + random.uniform(-6.0, 6.0)
 
-    program = DemoProgram(habit.user, habit.program, load, habit.memory, granted.name)
-    site.begin([gpu.uuid for gpu in granted.gpus], program)
-    try:
-        until = site.hours() + lasts
-        while (left := (until - site.hours()) * 3600 / site.speed) > 0:
-            await asyncio.sleep(min(left, LEASE / 3))
-            renewal = allocator_api.RenewReservationRequest(
-                name=granted.name, fence=granted.fence, ttl=to_duration(LEASE)
-            )
-            await stub.RenewReservation(renewal)  # an error ends it, like a lost lease
-    finally:
-        site.end(program)
-    release = allocator_api.ReleaseReservationRequest(name=granted.name, fence=granted.fence)
-    await stub.ReleaseReservation(release)
+    await site.sleep(random.uniform(0.0, 0.05))
+    while True:
+        request.request_id = str(UUID(int=random.getrandbits(128), version=4))
+        lasts = random.uniform(*habit.lasts)
+        with suppress(GpuscaleError), rpc_errors():
+            granted = (await stub.Reserve(request)).reservation
+            program = DemoProgram(habit.user, habit.program, load, habit.memory, granted.name)
+            site.begin([gpu.uuid for gpu in granted.gpus], program)
+            try:
+                until = site.hours() + lasts
+                while (left := (until - site.hours()) * 3600 / site.speed) > 0:
+                    await asyncio.sleep(min(left, LEASE / 3))
+                    renewal = allocator_api.RenewReservationRequest(
+                        name=granted.name, fence=granted.fence, ttl=to_duration(LEASE)
+                    )
+                    await stub.RenewReservation(renewal)  # an error ends it, like a lost lease
+            finally:
+                site.end(program)
+            release = allocator_api.ReleaseReservationRequest(name=granted.name, fence=granted.fence)
+            await stub.ReleaseReservation(release)
+        await site.sleep(random.uniform(*habit.rests))
 
 
 SERVING = "serving"

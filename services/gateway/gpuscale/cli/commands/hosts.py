@@ -269,7 +269,12 @@ def init(
         make_users(names)
     with writing(reason="HOST_FILES"):
         if is_written(file, text):
-            _name_server(folder / "pki", hosts)
+            pki = folder / "pki"
+            subject = issuing.subject_of(issuing.read_pair(pki, "server").certificate)
+            named = tuple(dict.fromkeys((*hosts, *subject.hosts)))
+            if len(named) > len(subject.hosts):
+                authority, subject = issuing.read_pair(pki, "ca"), replace(subject, hosts=named)
+                issuing.issue(authority, subject, CERTIFICATE_DAYS).write(pki, "server")
         else:
             _write(folder, state, hosts)
             write_private(file, text.encode())
@@ -351,15 +356,6 @@ def _write(folder: Path, state: Path, hosts: tuple[str, ...]) -> None:
     (folder / "revoked.toml").touch(mode=0o644)
     keys = [pki / f"{name}.key" for name in ("ca", "server", "services", "gate")]
     hand_over(*keys, folder / "tokens.toml", folder / "revoked.toml")
-
-
-def _name_server(pki: Path, hosts: tuple[str, ...]) -> None:
-    subject = issuing.subject_of(issuing.read_pair(pki, "server").certificate)
-    named = tuple(dict.fromkeys((*hosts, *subject.hosts)))
-    if len(named) > len(subject.hosts):
-        issuing.issue(issuing.read_pair(pki, "ca"), replace(subject, hosts=named), CERTIFICATE_DAYS).write(
-            pki, "server"
-        )
 
 
 def settings_of_services(

@@ -3,7 +3,7 @@
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -114,7 +114,7 @@ def join(
     folder, state = directories(directory and directory.absolute())
     database = Database(None if role == "gpu-host" else postgresql)
     if role == "gpu-host":
-        one = _gpu_host(session, node, _addresses(name, at), folder, state)
+        one = _gpu_host(session, node, name, at, folder, state)
     else:
         one = _services_host(session, role, node, name, host or (node,), folder, state, database)
     under_systemd = not run and bool(systemctl())
@@ -193,8 +193,18 @@ class JoiningHost:
 
 
 def _gpu_host(
-    session: Session, node: str, services: Mapping[str, str], folder: Path, state: Path
+    session: Session, node: str, address: str, at: Sequence[str], folder: Path, state: Path
 ) -> JoiningHost:
+    hosts = [one.rpartition(":")[0] for one in channel.split_addresses(address)]
+    services = {name: ",".join(f"{host}:{port}" for host in hosts) for name, port in PORTS.items()}
+    services["fleet"] = f"{hosts[0]}:{PORTS['fleet']}"
+    for one in at:
+        name, equals, where = one.partition("=")
+        if name not in services or not equals:
+            raise InvalidArgumentError(
+                f"--at: {one!r} must be one of {', '.join(services)}, = and its address"
+            )
+        services[name] = ",".join(channel.split_addresses(where))
     pair, authority = state / "host/host.pem", state / "host/ca.crt"
     work_socket = channel.AGENT_SOCKET if state == STATE else state / "agent.sock"
     common = {"ca_file": str(authority), "cert_file": str(pair), "key_file": str(pair)}
@@ -327,18 +337,6 @@ def _get_certificate(session: Session, address: str, authority: Path, host: Join
                 renewal.write_host_files(
                     host.pair, host.authority, key, answer.certificate_pem, answer.authority_pem
                 )
-
-
-def _addresses(address: str, at: tuple[str, ...]) -> Mapping[str, str]:
-    hosts = [one.rpartition(":")[0] for one in channel.split_addresses(address)]
-    found = {name: ",".join(f"{host}:{port}" for host in hosts) for name, port in PORTS.items()}
-    found["fleet"] = f"{hosts[0]}:{PORTS['fleet']}"
-    for one in at:
-        name, equals, where = one.partition("=")
-        if name not in found or not equals:
-            raise InvalidArgumentError(f"--at: {one!r} must be one of {', '.join(found)}, = and its address")
-        found[name] = ",".join(channel.split_addresses(where))
-    return found
 
 
 @command("leave")

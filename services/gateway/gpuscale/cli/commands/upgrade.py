@@ -46,13 +46,20 @@ def upgrade(session: Session, config: Path | None, plan: bool) -> None:
     """
     units = [f"gpuscale-{name}" for name in ORDER if (folder() / f"gpuscale-{name}.service").exists()]
     session = of_host(session, config)
-    found = [*_states(config), *_programs(session)]
+    found, own = list(_states(config)), version("gpuscale")
+    for what, program, theirs in programs(session):
+        if not theirs:
+            found.append(_row("WARN", what, f"its {program} reports no version, so it is an old one"))
+            continue
+        state = "OK" if fits(theirs, own) else "FAIL"
+        advice = "" if state == "OK" else f"upgrade it in steps of one minor version up to {own}"
+        found.append(_row(state, what, f"its {program} is {theirs}", advice))
     restarts = "stop gpuscalectl init --run or join --run, and start it again"
     if units:
         restarts = f"restart {', '.join(units)}"
     steps = [
         _row("STEP 1", "back up", "migrations cannot be undone", "docs/operations.md#back-up"),
-        _row("STEP 2", "this host", f"gpuscale {version('gpuscale')} is installed", restarts),
+        _row("STEP 2", "this host", f"gpuscale {own} is installed", restarts),
         _row("STEP 3", "other hosts", "standbys, first host, GPU hosts", "the same on each"),
     ]
     if plan:
@@ -73,18 +80,6 @@ def upgrade(session: Session, config: Path | None, plan: bool) -> None:
 
 def _row(state: str, what: str, found: str, advice: str = "") -> dict[str, object]:
     return {"state": state, "what": what, "found": found, "advice": advice}
-
-
-def _programs(session: Session) -> Iterator[dict[str, object]]:
-    """Compare the version of each agent, adapter and service that answers with the installed one."""
-    own = version("gpuscale")
-    for what, program, found in programs(session):
-        if not found:
-            yield _row("WARN", what, f"its {program} reports no version, so it is an old one")
-            continue
-        state = "OK" if fits(found, own) else "FAIL"
-        advice = "" if state == "OK" else f"upgrade it in steps of one minor version up to {own}"
-        yield _row(state, what, f"its {program} is {found}", advice)
 
 
 def _states(config: Path | None) -> Iterator[dict[str, object]]:
