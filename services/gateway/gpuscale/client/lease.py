@@ -27,7 +27,6 @@ from gpuscale.client.asks import as_seconds
 from gpuscale.client.lease_timer import LOOK, LeaseTimer
 from gpuscale.client.listing import pages, pages_async
 from gpuscale.client.states import revoked_early
-from gpuscale.client.this_host import expect_here
 from gpuscale.common.errors import (
     FailedPreconditionError,
     GpuscaleError,
@@ -45,9 +44,6 @@ REFUSALS = (FailedPreconditionError, NotFoundError, PermissionDeniedError, Unaut
 _STATE = allocator_api.Reservation.State
 _OVER = (_STATE.STATE_EXPIRED, _STATE.STATE_CANCELLED, _STATE.STATE_LOST)
 """Ends of a reservation other than its release."""
-_ELSEWHERE = (
-    'start its work there; lease.env(node="{node}") is the environment for it, lease.gpu_uuids has all UUIDs'
-)
 # macOS names it differently.
 _CLOCK: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
@@ -146,7 +142,15 @@ class Held:
             GpuscaleError: the fleet cannot be queried.
         """
         if node is None:
-            expect_here(self._reservation, self._this_node(), _ELSEWHERE)
+            here = self._this_node()
+            if elsewhere := sorted({node_of(gpu) for gpu in self.gpus} - {here}):
+                this = f"this host is {here}" if here else "no agent of the fleet runs on this host"
+                raise FailedPreconditionError(
+                    f"{self.name} holds GPUs of {' and '.join(elsewhere)}, and {this}: start its work there;"
+                    f' lease.env(node="{elsewhere[0]}") is the environment for it, lease.gpu_uuids has all UUIDs',
+                    reason="GPUS_ELSEWHERE",
+                    metadata={"name": self.name, "nodes": ",".join(elsewhere)},
+                )
         found = [gpu.uuid for gpu in self.gpus if node is None or node_of(gpu) == node.removeprefix("nodes/")]
         if not found:
             raise ValueError(f"{self.name} holds no GPU of {node}")

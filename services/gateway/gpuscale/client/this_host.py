@@ -112,24 +112,6 @@ def only_here(error: GpuscaleError, node: str | None, remedy: str) -> GpuscaleEr
     return error.with_traceback(None)
 
 
-def expect_here(reservation: allocator_api.Reservation, here: str | None, remedy: str) -> None:
-    """Check that all GPUs of a reservation are on this host.
-
-    Raises:
-        FailedPreconditionError: some are on another host (GPUS_ELSEWHERE).
-    """
-    elsewhere = sorted({node_of(gpu) for gpu in reservation.gpus} - {here})
-    if not elsewhere:
-        return
-    where = " and ".join(elsewhere)
-    this = f"this host is {here}" if here else "no agent of the fleet runs on this host"
-    raise FailedPreconditionError(
-        f"{reservation.name} holds GPUs of {where}, and {this}: {remedy.format(node=elsewhere[0])}",
-        reason="GPUS_ELSEWHERE",
-        metadata={"name": reservation.name, "nodes": ",".join(elsewhere)},
-    )
-
-
 AGENT_VARIABLE: Final = "GPUSCALE_WORK_ADDRESS"
 """The address of this host's agent, which admits work."""
 DEFAULT_AGENT: Final = "127.0.0.1:7071"

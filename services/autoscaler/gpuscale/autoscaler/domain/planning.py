@@ -242,10 +242,6 @@ class AdapterFacts:
     workers: Mapping[str, WorkerGroup] = field(default_factory=dict[str, WorkerGroup])
     version: str = ""
 
-    def may_run(self, template: ReplicaTemplate) -> bool:
-        """Whether it is connected, and the replica may run on it."""
-        return self.live and template.tier(self.id) is not None
-
     def offers(self, template: str, needs: Amounts) -> bool:
         """Whether workers of its template offer this, as far as it says what they offer."""
         return template not in self.workers or covers(self.workers[template].capabilities, needs)
@@ -308,7 +304,7 @@ def by_tier(template: ReplicaTemplate, able: Iterable[AdapterFacts]) -> list[lis
 
 def nobody(template: ReplicaTemplate, adapters: Sequence[AdapterFacts], needs: Amounts = NO_LOADS) -> str:
     """Why no adapter can run a replica of `template`."""
-    able = [adapter for adapter in adapters if adapter.may_run(template)]
+    able = [one for one in adapters if one.live and template.tier(one.id) is not None]
     if not able:
         wanted = ", ".join(template.adapters)
         return f"adapter {wanted} is not connected" if wanted else "no adapter is connected"

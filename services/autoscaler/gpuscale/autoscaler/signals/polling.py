@@ -13,7 +13,7 @@ from typing import Generic, NoReturn, TypeVar
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.autoscaler.domain.signals import Sample
-from gpuscale.autoscaler.domain.spec import DEFAULT_MAX_AGE, WaitingSignal
+from gpuscale.autoscaler.domain.spec import WaitingSignal
 from gpuscale.common.errors import GpuscaleError
 from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.rpc.status import rpc_errors
@@ -160,9 +160,3 @@ async def room_for(capacity: allocator_api.CapacityServiceAsyncStub, ask: bytes)
     except GpuscaleError as error:
         raise NoAnswerError(f"the allocator does not answer: {error.message}") from error
     return sum(one.fitting_count // request.ask.gpu_count for one in found.nodes if not one.obstacle)
-
-
-def room_of(answer: PollAnswer[int], now: float, since: float) -> int | None:
-    """How many more replicas fit; None if unknown, or asked before `since`, or too long ago."""
-    oldest = max(since, now - DEFAULT_MAX_AGE)
-    return answer.value if answer.at is not None and answer.at >= oldest else None

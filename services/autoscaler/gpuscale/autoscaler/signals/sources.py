@@ -58,7 +58,6 @@ from gpuscale.autoscaler.signals.polling import (
     Counts,
     Poller,
     room_for,
-    room_of,
     waiting_requests,
     waiting_sample,
 )
@@ -352,7 +351,8 @@ class SignalSources:
             return 0
         period = min(spec.period, DEFAULT_MAX_AGE) / 2
         ask = ask_to_wire(spec.template, sorted(nodes)).SerializeToString(deterministic=True)
-        return room_of(self.room.ask(ask, period), self.clock.now(), since)
+        answer, oldest = self.room.ask(ask, period), max(since, self.clock.now() - DEFAULT_MAX_AGE)
+        return answer.value if answer.at is not None and answer.at >= oldest else None
 
     def busy(self, endpoint: Endpoint) -> dict[str, float]:
         """How busy each replica of an endpoint says it is, by id; empty unless the spec needs it."""

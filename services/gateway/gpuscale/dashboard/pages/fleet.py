@@ -75,7 +75,12 @@ def fleet_page(site: DashboardSite) -> None:
                         f"border-left: 14px solid {colour}; padding-left: 6px"
                     )
         table.show(shown)
-        nodes.show(node_rows(site, text, actions.marks if actions else ()))
+        marked, allowed = marks(site.facts.cordons), actions.marks if actions else ()
+        found = rows.NODES.rows((node, marked) for _, node in sorted(site.facts.nodes.items()))
+        matched = [row for row in found if rows.matches(row, text)]
+        nodes.show(
+            [{**row, ACT: [act for act in acts(str(row["state"])) if act in allowed]} for row in matched]
+        )
         tiles.show(**rows.fleet_figures(list(site.facts.nodes.values()), gpus))
 
     def go(event: GenericEventArguments) -> None:
@@ -90,14 +95,6 @@ def fleet_page(site: DashboardSite) -> None:
     chosen.on_value_change(draw)
     wanted.on_value_change(draw)
     heat.element.on("componentClick", go, ["data"])
-
-
-def node_rows(site: DashboardSite, text: str, allowed: Sequence[str]) -> list[rows.Row]:
-    """The rows of nodes that match every word of `text`, with the acts that are allowed."""
-    marked = marks(site.facts.cordons)
-    found = rows.NODES.rows((node, marked) for _, node in sorted(site.facts.nodes.items()))
-    shown = [row for row in found if rows.matches(row, text)]
-    return [{**row, ACT: [act for act in acts(str(row["state"])) if act in allowed]} for row in shown]
 
 
 def acts(state: str) -> list[str]:

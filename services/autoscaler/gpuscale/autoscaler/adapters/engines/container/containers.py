@@ -222,15 +222,6 @@ _GPU_VARIABLE = re.compile(r"(NVIDIA|CUDA)_VISIBLE_DEVICES")
 _REFERENCE = re.compile(r"[a-z0-9][A-Za-z0-9._/:@-]{0,511}")
 
 
-def check_variables(env: Mapping[str, str], pass_env: Iterable[str]) -> None:
-    """ValueError if a template sets or passes on a variable of the adapter, or one that picks GPUs."""
-    listed = tuple(pass_env)
-    for name in (*env, *listed):
-        if _GPU_VARIABLE.fullmatch(name):
-            raise ValueError(f"{name} must not be set: the adapter asks the engine for the GPUs")
-    check_environment(env, listed)
-
-
 def check_path(path: str) -> str:
     """Check that a path is absolute and plain, and return it. Raises ValueError otherwise."""
     if not path.startswith("/") or path.startswith("//") or posixpath.normpath(path) != path:
@@ -254,12 +245,6 @@ def check_program(command: tuple[str, ...]) -> tuple[str, ...]:
     if parsed and any(isinstance(part, Placeholder) and part.name != "python" for part in parsed[0]):
         raise ValueError("the first argument of a command takes no placeholder but {python}")
     return command
-
-
-def check_image(image: str) -> None:
-    """Check that a text can be the name of an image. Raises ValueError otherwise."""
-    if not _REFERENCE.fullmatch(image) or "//" in image:
-        raise ValueError("must be an image name, such as registry.example/team/worker:1.2")
 
 
 def is_allowed(image: str, patterns: Iterable[str]) -> bool:
@@ -361,8 +346,12 @@ class ContainerTemplate(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        check_image(self.image)
-        check_variables(self.env, self.pass_env)
+        if not _REFERENCE.fullmatch(self.image) or "//" in self.image:
+            raise ValueError("must be an image name, such as registry.example/team/worker:1.2")
+        for name in (*self.env, *self.pass_env):
+            if _GPU_VARIABLE.fullmatch(name):
+                raise ValueError(f"{name} must not be set: the adapter asks the engine for the GPUs")
+        check_environment(self.env, self.pass_env)
         check_program(self.command)
         if not "".join(self.entrypoint).isprintable():
             raise ValueError("entrypoint must be printable")
