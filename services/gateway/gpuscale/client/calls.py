@@ -146,11 +146,11 @@ class _Call(_Wrapped):
     """An async call, which raises when it is awaited, read or written to."""
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return self._response().__await__()
+        async def response() -> Any:
+            async with self._failing.errors_async():
+                return await self._call
 
-    async def _response(self) -> Any:
-        async with self._failing.errors_async():
-            return await self._call
+        return response().__await__()
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         try:

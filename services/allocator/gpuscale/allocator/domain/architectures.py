@@ -6,7 +6,7 @@ Figures are from the config.json published with each model on huggingface.co. Pu
 import difflib
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpuscale.common.errors import InvalidArgumentError
@@ -62,7 +62,7 @@ class Architecture:
     vocab: int
     experts: int = 1
     experts_per_token: int = 1
-    tied: bool = False
+    tied: bool = field(default=False, kw_only=True)
 
     @property
     def parameter_count(self) -> int:
@@ -78,17 +78,12 @@ class Architecture:
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
-def _read() -> dict[str, Architecture]:
-    found: dict[str, Architecture] = {}
-    for line in _MODELS.strip().splitlines():
-        names, *figures = line.split()
-        numbers: Any = [int(one) for one in figures[:9]]
-        made = replace(Architecture(*numbers), tied=figures[9:] == ["tied"])
-        found |= dict.fromkeys(names.split("="), made)
-    return found
-
-
-MODELS: Mapping[str, Architecture] = _read()
+MODELS: Mapping[str, Architecture] = {
+    name: made
+    for names, *figures in map(str.split, _MODELS.strip().splitlines())
+    for made in [Architecture(*map(int, figures[:9]), tied=figures[9:] == ["tied"])]
+    for name in names.split("=")
+}
 _MAKER = re.compile(r"^(?:meta-|mistral-?ai-|deepseek-r1-distill-)")
 _EDITION = re.compile(
     r"-(?:instruct|chat|it|hf|base|v\d[\d.]*|\d{4}|\dk|128k|fp8|bf16|awq|gptq|int[48])(?=-|$)"
