@@ -192,9 +192,9 @@ def beside_index(index: str, believes: str, before: str, after: str) -> str:
     return f"{kept}; {before}; {wrong}; {after}; {begin} (SELECT sql FROM kept){end}"
 
 
-def again(table: str) -> tuple[str, str]:
+def again(table: str, key: str) -> tuple[str, str]:
     """Take a row away, and put it back."""
-    one = f"FROM {table} WHERE rowid = (SELECT max(rowid) FROM {table})"
+    one = f"FROM {table} WHERE {key} = (SELECT max({key}) FROM {table})"
     return f"CREATE TEMP TABLE one AS SELECT * {one}; DELETE {one}", f"INSERT INTO {table} SELECT * FROM one"
 
 
@@ -221,10 +221,10 @@ CHANGED_ROWS = (
     "UPDATE quota SET gpu_milli_limit = NULL",
     "UPDATE cordon SET node = 'n0'",
     # Rows that an index lacks, or has in vain.
-    beside_index("ix_hold_reservation_id", "milli > 1000", *again("hold")),
-    beside_index("one_whole_hold", "milli > 1000", *again("hold")),
-    beside_index("ix_reservation_id", "archived > 1", *again("reservation")),
-    beside_index("reservation_kept", "archived > 1", *again("reservation")),
+    beside_index("ix_hold_reservation_id", "milli > 1000", *again("hold", "gpu_uuid")),
+    beside_index("one_whole_hold", "milli > 1000", *again("hold", "gpu_uuid")),
+    beside_index("ix_reservation_id", "archived > 1", *again("reservation", "fence")),
+    beside_index("reservation_kept", "archived > 1", *again("reservation", "fence")),
     beside_index("reservation_kept", "archived < 2", *HIDDEN.split("; ")),
 )
 

@@ -77,6 +77,10 @@ class Hold(Table, table=True):
     GPU (a trigger).
     """
 
+    __table_args__ = {
+        "sqlite_with_rowid": False
+    }  # a page less for each change; files of earlier versions keep theirs
+
     gpu_uuid: str = Field(primary_key=True)
     reservation_id: str = Field(foreign_key="reservation.id", primary_key=True, index=True)
     milli: int = Field(default=model.WHOLE, sa_type=Whole)

@@ -86,6 +86,9 @@ _ACTIVE: ColumnElement[str] = literal_column(f"'{State.ACTIVE.value}'")
 _COLUMNS: dict[str, Any] = {column.name: bindparam(column.name) for column in _RESERVATION.columns}
 _ADD = Prepared(insert(_RESERVATION).values({**_COLUMNS, "archived": literal_column("0")}))
 _HOLD_GPUS = Prepared(insert(_HOLD))
+_FREE_GPU = Prepared(
+    delete(_HOLD).where(_HOLD.c.gpu_uuid == bindparam("gpu"), _HOLD.c.reservation_id == bindparam("key"))
+)
 _FREE_GPUS = Prepared(delete(_HOLD).where(_HOLD.c.reservation_id == bindparam("key")))
 # An ended reservation never lives again, whatever a late write says.
 _CHANGE = Prepared(
@@ -223,8 +226,10 @@ class AllocatorStore:
                 lives = [to_changes(one, self._boot_id, number) for one in changed]
                 if _CHANGE.run(connection, lives) < len(changed) and not added:
                     self._note(connection, number)  # no row may have it: they had ended
-            if ended := [{"key": one.id} for one in changed if not one.live]:
-                _FREE_GPUS.run(connection, ended)
+            if ended := [one for one in changed if not one.live]:  # by key: without a list of rows
+                _FREE_GPU.run(
+                    connection, [{"gpu": gpu.uuid, "key": one.id} for one in ended for gpu in one.gpus]
+                )
             if lost := [one for one in changed if one.state is State.LOST]:
                 _CHANGE_GPUS.run(connection, [to_lost(one) for one in lost])
             if also is not None:
