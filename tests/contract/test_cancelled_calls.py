@@ -145,8 +145,8 @@ def budget(number: int, watts: float = 900) -> Fields:
     return {"name": f"budgets/b{number}", "spec": {"watts": watts, "nodes": ["nodes/none"]}}
 
 
-def target(number: int, path: str = "") -> Fields:
-    return {"name": f"targets/t{number}", "spec": {"url": f"http://192.0.2.1/{path}"}}
+def target(number: int, host: str = "192.0.2.1") -> Fields:
+    return {"name": f"targets/t{number}", "spec": {"url": f"http://{host}/"}}
 
 
 # The autoscaler.
@@ -315,7 +315,7 @@ AFTER: Mapping[str, tuple[str, Callable[[int], Fields]]] = {
     "DeletePowerBudget": ("CreatePowerBudget", lambda n: {"name": f"budgets/b{n}"}),
     "UpdateNotificationTarget": (
         "CreateNotificationTarget",
-        lambda n: {"notification_target": target(n, "other")},
+        lambda n: {"notification_target": target(n, "192.0.2.2")},  # answers tell the host
     ),
     "DeleteNotificationTarget": ("CreateNotificationTarget", lambda n: {"name": f"targets/t{n}"}),
     "UpdateQueueWatcher": ("CreateQueueWatcher", lambda n: {"queue_watcher": watcher(n, "other")}),
