@@ -325,6 +325,9 @@ def test_a_job_that_moves_is_granted_asked_to_save_ended_and_granted_again(
         "its job left host-0: moved for b",
     ]
     assert told() == [*moved, "granted again to training: 1 GPU of host-1"]
+    one.grant_time.FromSeconds(1_600_000_004)
+    assert told()[:2] == ["asked for by training", moved[0]], "it waited first"
+    one.ClearField("grant_time")
     del one.gpus[:], one.job.members[:]
     assert told() == [moved[0].replace("1 GPU", "GPUs"), *moved[1:]], "it waits"
     one.job.attempt = 10

@@ -171,6 +171,7 @@ async def test_a_place_that_is_kept_outlives_caller_and_allocator_and_is_granted
 
         granted = await eventually(has_gpus)
         assert (granted.job.state, len(granted.gpus)) == (STATES.STATE_STARTING, 8)
+        assert granted.grant_time.seconds - granted.create_time.seconds == 300
         assert granted.fence > first.fence
         assert seconds(granted.ttl) == 60
         assert (await client.stub.Reserve(request)).lease_token == placed.lease_token
@@ -180,7 +181,7 @@ async def test_a_place_that_is_kept_outlives_caller_and_allocator_and_is_granted
         with pytest.raises(ResourceExhaustedError):
             await client.reserve(1)
         ended = await client.release(granted)
-        assert ended.job.state == STATES.STATE_STOPPED
+        assert (ended.job.state, ended.grant_time) == (STATES.STATE_STOPPED, granted.grant_time)
 
         async def other_has_gpus() -> bool:
             [other] = (await client.page()).reservations

@@ -46,7 +46,8 @@ def test_every_field_of_a_reservation_comes_back_from_its_row() -> None:
     part = reserved("MIG-a", node="n1", index=3, milli=500, memory=40_000)
     gpu = replace(part, score=score, member=1, lost=True, parent="GPU-p")
     member = JobMember(1, "nodes/n1", 7, WALL, WALL, 3, "stopped", WALL, 5.0, ("step 4",))
-    wanted = Wanted(replace(ask(2), nodes=frozenset({"n1"}), policy=Policy.PACK), 60.0, True, 5, 600.0, 3)  # noqa: FBT003
+    asked = replace(ask(2), nodes=frozenset({"n1"}), policy=Policy.PACK)
+    wanted = Wanted(asked, 60.0, True, 5, 600.0, 3, WALL)  # noqa: FBT003
     kept = Reservation(
         id="r1",
         fence=7,

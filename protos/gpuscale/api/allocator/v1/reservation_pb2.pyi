@@ -635,6 +635,7 @@ class Reservation(_message.Message):
     END_CAUSE_FIELD_NUMBER: _builtins.int
     LIMIT_TIME_FIELD_NUMBER: _builtins.int
     NOTES_FIELD_NUMBER: _builtins.int
+    GRANT_TIME_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """reservations/{reservation}; ids are never used again."""
     holder: _builtins.str
@@ -683,7 +684,7 @@ class Reservation(_message.Message):
 
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp:
-        """When it was granted, by the server's wall clock."""
+        """When it was made, by the server's wall clock: granted, or asked for where it waited with its place (keep_place)."""
 
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
@@ -719,6 +720,12 @@ class Reservation(_message.Message):
     def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What use policies say about it, for its holder to read. Only where reservations are read or renewed, and while it is held."""
 
+    @_builtins.property
+    def grant_time(self) -> _timestamp_pb2.Timestamp:
+        """When one that waited with its place was first granted, by the server's wall clock. Absent while it waits, and where it was
+        granted when it was made.
+        """
+
     def __init__(
         self,
         *,
@@ -749,10 +756,11 @@ class Reservation(_message.Message):
         end_cause: Global___Reservation.EndCause.ValueType = ...,
         limit_time: _timestamp_pb2.Timestamp | None = ...,
         notes: _abc.Iterable[_builtins.str] | None = ...,
+        grant_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time", "expire_time", b"expire_time", "job", b"job", "limit_time", b"limit_time", "remaining", b"remaining", "revoke_time", b"revoke_time", "ttl", b"ttl", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time", "expire_time", b"expire_time", "grant_time", b"grant_time", "job", b"job", "limit_time", b"limit_time", "remaining", b"remaining", "revoke_time", b"revoke_time", "ttl", b"ttl", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_milli", b"cpu_milli", "create_time", b"create_time", "end_cause", b"end_cause", "end_reason", b"end_reason", "end_time", b"end_time", "expire_time", b"expire_time", "fence", b"fence", "gpus", b"gpus", "holder", b"holder", "host_memory_bytes", b"host_memory_bytes", "job", b"job", "labels", b"labels", "limit_time", b"limit_time", "member_count", b"member_count", "name", b"name", "notes", b"notes", "owner", b"owner", "policy", b"policy", "preemptible", b"preemptible", "priority", b"priority", "remaining", b"remaining", "request_id", b"request_id", "revoke_time", b"revoke_time", "state", b"state", "tenant", b"tenant", "ttl", b"ttl", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cpu_milli", b"cpu_milli", "create_time", b"create_time", "end_cause", b"end_cause", "end_reason", b"end_reason", "end_time", b"end_time", "expire_time", b"expire_time", "fence", b"fence", "gpus", b"gpus", "grant_time", b"grant_time", "holder", b"holder", "host_memory_bytes", b"host_memory_bytes", "job", b"job", "labels", b"labels", "limit_time", b"limit_time", "member_count", b"member_count", "name", b"name", "notes", b"notes", "owner", b"owner", "policy", b"policy", "preemptible", b"preemptible", "priority", b"priority", "remaining", b"remaining", "request_id", b"request_id", "revoke_time", b"revoke_time", "state", b"state", "tenant", b"tenant", "ttl", b"ttl", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

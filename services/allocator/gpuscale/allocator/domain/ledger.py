@@ -203,7 +203,7 @@ class Ledger:
         return granted
 
     def begin(
-        self, reservation_id: str, gpus: Iterable[ReservedGpu], now: float, limit: float = 0.0
+        self, reservation_id: str, gpus: Iterable[ReservedGpu], now: float, wall: datetime, limit: float
     ) -> Reservation:
         """Let a waiting reservation hold free GPUs under a new fence; its lease starts now and lasts `limit` at most.
 
@@ -215,6 +215,7 @@ class Ledger:
             raise ValueError(f"reservation {reservation_id} does not wait")
         ttl = before.wanted.ttl
         after = replace(before, fence=self.fence + 1, gpus=tuple(gpus), ttl=ttl, deadline=now + ttl)
+        after.wanted = replace(before.wanted, granted=before.wanted.granted or wall)
         after.until = now + limit if limit else None
         self._hold_instead(after)
         self.fence, self._granted_at[after.id] = after.fence, now

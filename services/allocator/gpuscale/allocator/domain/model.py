@@ -244,7 +244,7 @@ class Wanted:
     """What a waiting job gets or got: its ask, and for how long. `fence` is the one under which it waits.
 
     It is 0 where what may move is granted at once: its ask is what it needs elsewhere. `first` is the first fence of one that
-    was started again; else it is 0.
+    was started again; else it is 0. `granted` is when it was first granted, by the wall clock; None before, and in older records.
     """
 
     ask: Ask
@@ -253,6 +253,7 @@ class Wanted:
     fence: int
     limit: float = 0.0
     first: int = 0
+    granted: datetime | None = None
 
 
 @dataclass(slots=True)

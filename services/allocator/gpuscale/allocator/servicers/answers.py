@@ -170,6 +170,8 @@ def _lasting(reservation: Reservation) -> api.Reservation:
         message.labels.update(reservation.labels)
     _put_seconds(message.ttl, reservation.ttl)
     wire.put_timestamp(message.create_time, reservation.created)
+    if reservation.wanted and reservation.wanted.granted:
+        wire.put_timestamp(message.grant_time, reservation.wanted.granted)
     for gpu in reservation.gpus:
         _put_gpu(message.gpus.add(), gpu)
     _known[reservation.id] = reservation.gpus, reservation.ttl, reservation.fence, message

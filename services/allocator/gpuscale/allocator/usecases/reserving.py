@@ -289,7 +289,7 @@ class Waiting:
             return granted.id
         if not self._ledger.closing(order.reservation_id):
             before = self._ledger.get(order.reservation_id)
-            after = self._ledger.begin(before.id, pick.gpus, now, order.lasts)
+            after = self._ledger.begin(before.id, pick.gpus, now, wall, order.lasts)
 
             def settled(error: GpuscaleError | None) -> None:
                 if error is not None and before.id in self._ledger.live:

@@ -148,7 +148,10 @@ def _of_reservation(one: "Reservation") -> "Iterator[tuple[Timestamp, str, str]]
     nodes = ", ".join(dict.fromkeys([cells.short(ran.node) for ran in earlier[:1]] or map(node_of, one.gpus)))
     kept = one.job.attempt <= len(earlier) + 1  # the first attempt
     gpus = f"{count} of {nodes}" if nodes and kept else ""
-    yield one.create_time, f"{'granted to' if nodes else 'asked for by'} {one.holder}", gpus
+    if (since := cells.granted(one)) != "create_time" or not nodes:
+        yield one.create_time, f"asked for by {one.holder}", ""
+    if since != "create_time" or nodes:
+        yield getattr(one, since), f"granted to {one.holder}", gpus
     for number, ran in enumerate([*earlier, *one.job.members]):
         node = cells.short(ran.node)
         if number and earlier and ran.HasField("start_time"):

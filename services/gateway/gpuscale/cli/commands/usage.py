@@ -11,7 +11,7 @@ import click
 from gpuscale.api.allocator import v1 as api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.cli.console import lookup
-from gpuscale.cli.console.cells import short
+from gpuscale.cli.console.cells import granted, short
 from gpuscale.cli.console.command import Session, command, one_name, words
 from gpuscale.cli.console.output import to_dict
 from gpuscale.cli.console.terminal import note, write_lines
@@ -115,7 +115,7 @@ class Statistics:
         with suppress(NotFoundError):  # its length is no longer known
             held = client.allocator.GetReservation(api.GetReservationRequest(name=name)).reservation
             until = wire.to_datetime(held.end_time) if held.HasField("end_time") else None
-            span = wire.TimeRange(wire.to_datetime(held.create_time), until)
+            span = wire.TimeRange(wire.to_datetime(getattr(held, granted(held))), until)
             xids = [one for one in lookup.health(client, about=lookup.About(time=span)) if one.xid]
         gpus = {gpu.name for gpu in usage.gpus}
         return cls(usage, [one for one in xids if one.gpu in gpus])

@@ -146,6 +146,11 @@ def since(message: Message, field: str, until: str = "") -> str:
     return format_duration((end - wire.to_datetime(getattr(message, field))).total_seconds())
 
 
+def granted(reservation: Message) -> str:
+    """The field with the time since when a reservation holds its GPUs: one that waited was made before."""
+    return "grant_time" if reservation.HasField("grant_time") else "create_time"
+
+
 def moment(message: Message, field: str) -> str:
     """The Timestamp in a field in local time; `-` if absent."""
     return local_text(wire.to_datetime(getattr(message, field))) if message.HasField(field) else ABSENT
