@@ -9,12 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import isnan
 
-from gpuscale.common.errors import (
-    AlreadyExistsError,
-    NotFoundError,
-    ResourceExhaustedError,
-    request_id_reused,
-)
+from gpuscale.common import errors
 from gpuscale.monitor.model.metrics import GPU_METRICS, Metric, MetricTally, Sample, Stats
 
 NEVER = float("-inf")
@@ -141,7 +136,7 @@ class Recordings:
     def get(self, key: str, now: float) -> Recording:
         """A recording by id. NotFoundError without one."""
         self._expire(now)
-        return NotFoundError.unless(self._all.get(key), f"recordings/{key}")
+        return errors.NotFoundError.unless(self._all.get(key), f"recordings/{key}")
 
     def start(self, order: RecordingOrder, now: float) -> Recording:
         """Start a recording, or return the one of a repeated request. Drops the recording that ended first if there are too many."""
@@ -150,18 +145,20 @@ class Recordings:
             if recording.order.request_id != order.request_id:
                 continue
             if recording.order.fingerprint != order.fingerprint:
-                raise request_id_reused(order.request_id)
+                raise errors.request_id_reused(order.request_id)
             return recording
         if order.id in self._all:
-            raise AlreadyExistsError(f"recordings/{order.id} already exists", reason="RECORDING_EXISTS")
+            raise errors.AlreadyExistsError(
+                f"recordings/{order.id} already exists", reason="RECORDING_EXISTS"
+            )
         if sum(map(len, self._taking.values())) + len(order.targets) > MOST_RECORDED:
-            raise ResourceExhaustedError(
+            raise errors.ResourceExhaustedError(
                 f"all recordings together have {MOST_RECORDED} GPUs at most", reason="TOO_MANY_RECORDINGS"
             )
         if len(self._all) >= self._most_kept:
             ended = [recording for recording in self._all.values() if recording.ended_at is not None]
             if not ended:
-                raise ResourceExhaustedError(
+                raise errors.ResourceExhaustedError(
                     f"{self._most_kept} recordings run already", reason="TOO_MANY_RECORDINGS"
                 )
             self._forget(min(ended, key=lambda recording: recording.ended_at or 0.0))

@@ -56,14 +56,7 @@ from gpuscale.allocator.usecases.leases import Records, every
 from gpuscale.allocator.usecases.notifying import Notifying
 from gpuscale.api.allocator import v1 as api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common import wire
-from gpuscale.common.errors import (
-    FailedPreconditionError,
-    GpuscaleError,
-    InvalidArgumentError,
-    NotFoundError,
-    ResourceExhaustedError,
-)
+from gpuscale.common import errors, wire
 from gpuscale.common.names import gpu_name, node_name, reservation_name
 from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.rpc.status import rpc_errors
@@ -118,7 +111,7 @@ class KillOrders:
 
     def take(self, node: str, results: Sequence[tuple[str, str]]) -> list[api.KillOrder]:
         """Take results of orders (id, problem); returns the node's pending orders. Raises NotFoundError for an unknown node."""
-        NotFoundError.unless(self.view.get(node), node_name(node))
+        errors.NotFoundError.unless(self.view.get(node), node_name(node))
         for order, problem in results:
             one = self._pending.get(order)
             if one is not None and one.node == node and not one.answer.done():
@@ -167,7 +160,7 @@ class Policing:
 
     async def run(self, tell: Callable[[Reservation], None]) -> NoReturn:
         """Look for ever; `tell` is called with each reservation whose notes have changed."""
-        writing = Attempts(_log, "cannot write acts of policies", GpuscaleError)
+        writing = Attempts(_log, "cannot write acts of policies", errors.GpuscaleError)
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK):
@@ -397,19 +390,21 @@ class DryRuns:
         """
         now = self.records.clock.wall().timestamp()
         if policy.condition not in RECORDED:
-            raise FailedPreconditionError(
+            raise errors.FailedPreconditionError(
                 f"what {policy.condition.name} needs is not recorded: create the policy in shadow, and see what it would do",
                 reason="NOT_RECORDED",
             )
         if not start < end <= now + STEP:
-            raise InvalidArgumentError(
+            raise errors.InvalidArgumentError(
                 "start_time must be before end_time, and both past", field="start_time"
             )
         if start < now - RETENTION - STEP:
             days = f"{RETENTION / 86_400:g} days"
-            raise InvalidArgumentError(f"start_time must be within the last {days}", field="start_time")
+            raise errors.InvalidArgumentError(
+                f"start_time must be within the last {days}", field="start_time"
+            )
         if self._turn.locked():
-            raise ResourceExhaustedError(
+            raise errors.ResourceExhaustedError(
                 "another dry run is running: try again later", reason="BUSY", retry_after=5.0
             )
         async with self._turn:
@@ -456,7 +451,7 @@ class DryRuns:
                     ),
                     step=wire.to_duration(STEP),
                 )
-                with suppress(NotFoundError), rpc_errors():  # no agent reports it any more
+                with suppress(errors.NotFoundError), rpc_errors():  # no agent reports it any more
                     found = await stub.QueryHistory(request, timeout=RPC_TIMEOUT)
                     points += [point for series in found.series for point in series.points]
             if points and not aligned:

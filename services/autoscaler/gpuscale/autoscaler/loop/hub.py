@@ -31,14 +31,7 @@ from gpuscale.autoscaler.domain.replicas import (
 )
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.store import Connection
-from gpuscale.common.errors import (
-    AbortedError,
-    FailedPreconditionError,
-    GpuscaleError,
-    NotFoundError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
+from gpuscale.common import errors
 from gpuscale.common.names import adapter_name, replica_name
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, uninterrupted, wait_at_most
@@ -196,7 +189,7 @@ class AdapterSession:
         self._answers: dict[int, asyncio.Future[LogPart]] = {}
         self._changed = asyncio.Event()
         self._closed = False
-        self._error: GpuscaleError | None = None
+        self._error: errors.GpuscaleError | None = None
 
     def heard(self, revision: int, reported: Mapping[str, ReplicaReport]) -> frozenset[str]:
         """Take a report; returns the replicas this adapter does not have although it knows they should stop."""
@@ -220,7 +213,7 @@ class AdapterSession:
             raise _disconnected()
         if len(self._answers) >= MOST_AT_ONCE:
             busy = f"{MOST_AT_ONCE} parts of logs are being read from this adapter: try again"
-            raise ResourceExhaustedError(busy, reason="LOGS_BUSY", retry_after=1.0)
+            raise errors.ResourceExhaustedError(busy, reason="LOGS_BUSY", retry_after=1.0)
         self._asked = number = self._asked + 1
         self._unsent[number] = LogQuestion(number, replica, offset, most)
         self._answers[number] = asyncio.get_running_loop().create_future()
@@ -230,7 +223,7 @@ class AdapterSession:
                 return await self._answers[number]
         except TimeoutError:
             text = f"the adapter of {replica} did not answer within {TIMEOUT:g} s"
-            raise UnavailableError(text, reason="ADAPTER_SILENT") from None
+            raise errors.UnavailableError(text, reason="ADAPTER_SILENT") from None
         finally:
             del self._answers[number]
             self._unsent.pop(number, None)  # over a blocked stream they could accumulate
@@ -241,7 +234,7 @@ class AdapterSession:
         if future is not None and not future.done():
             future.set_result(part)
 
-    def close(self, error: GpuscaleError | None = None) -> None:
+    def close(self, error: errors.GpuscaleError | None = None) -> None:
         """End `updates`, with an optional error. Only the first call counts."""
         if not self._closed:
             self._closed, self._error = True, error
@@ -266,8 +259,8 @@ class AdapterSession:
             raise self._error
 
 
-def _disconnected() -> UnavailableError:
-    return UnavailableError("the connection of the adapter ended", reason="ADAPTER_DISCONNECTED")
+def _disconnected() -> errors.UnavailableError:
+    return errors.UnavailableError("the connection of the adapter ended", reason="ADAPTER_DISCONNECTED")
 
 
 SILENT = 15.0
@@ -309,12 +302,12 @@ class AdapterHub:
         before, name = self._sessions.get(facts.id), adapter_name(facts.id)
         if before is not None:
             if before.facts.kind != facts.kind:
-                raise FailedPreconditionError(
+                raise errors.FailedPreconditionError(
                     f"{name} is connected, and of kind {before.facts.kind}: use another id for kind {facts.kind}",
                     reason="OTHER_KIND",
                     metadata={"name": name},
                 )
-            before.close(AbortedError(f"another connection of {name} took over", reason="TAKEN_OVER"))
+            before.close(errors.AbortedError(f"another connection of {name} took over", reason="TAKEN_OVER"))
         session = AdapterSession(facts, self._next_revision)
         self._sessions[facts.id] = session
         self._known[facts.id] = facts
@@ -403,7 +396,7 @@ class AdapterHub:
         """
         name = adapter_name(adapter)
         if adapter in self._sessions:
-            raise FailedPreconditionError(
+            raise errors.FailedPreconditionError(
                 f"{name} is connected: it can still report on its replicas",
                 reason="ADAPTER_CONNECTED",
                 metadata={"name": name},
@@ -419,7 +412,7 @@ class AdapterHub:
 
         lost = await self._store.write(give_up, frees=True)
         if not lost and adapter not in self._known:
-            raise NotFoundError.of(name)
+            raise errors.NotFoundError.of(name)
         # It may have come back meanwhile: then what it still runs is stopped.
         if adapter not in self._sessions:
             self._known.pop(adapter, None)
@@ -432,9 +425,9 @@ class AdapterHub:
         """Ask the adapter of a replica, if it keeps logs, for part of the replica's log; raises like the session's."""
         name, session = adapter_name(one.adapter), self._sessions.get(one.adapter)
         if session is None:
-            raise UnavailableError(f"{name} is not connected", reason="ADAPTER_DISCONNECTED")
+            raise errors.UnavailableError(f"{name} is not connected", reason="ADAPTER_DISCONNECTED")
         if not session.facts.capabilities.logs:
-            raise FailedPreconditionError(f"{name} keeps no logs of replicas", reason="NO_LOG")
+            raise errors.FailedPreconditionError(f"{name} keeps no logs of replicas", reason="NO_LOG")
         return await session.read_log(replica_name(one.endpoint, one.id), offset, most)
 
     def views(self) -> list[AdapterView]:

@@ -38,17 +38,7 @@ from gpuscale.autoscaler.loop.precedence import RETRY, StartRefusal
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.autoscaler.wire.specs import ask_to_wire
-from gpuscale.common.errors import (
-    AlreadyExistsError,
-    FailedPreconditionError,
-    GpuscaleError,
-    InvalidArgumentError,
-    NotFoundError,
-    PermissionDeniedError,
-    ResourceExhaustedError,
-    UnauthenticatedError,
-    UnavailableError,
-)
+from gpuscale.common import errors
 from gpuscale.common.names import endpoint_name, node_name, node_of, replica_name
 from gpuscale.common.rpc.channel import RPC_TIMEOUT
 from gpuscale.common.rpc.status import rpc_errors
@@ -70,7 +60,7 @@ class ReplicaGrant:
     products: frozenset[str] = frozenset()
 
 
-class StandsInQueueError(ResourceExhaustedError):
+class StandsInQueueError(errors.ResourceExhaustedError):
     """A request waits in the queue; `message` has its place."""
 
 
@@ -81,7 +71,7 @@ class _Place:
     heard: asyncio.Event = field(default_factory=asyncio.Event)
     waits: allocator_api.QueuePlace | None = None
     answer: allocator_api.ReserveAndWatchResponse | None = None
-    error: GpuscaleError | None = None
+    error: errors.GpuscaleError | None = None
     task: asyncio.Task[None] = field(init=False)
 
     @property
@@ -89,10 +79,10 @@ class _Place:
         return self.answer is not None or self.error is not None
 
     @property
-    def refusal(self) -> ResourceExhaustedError:
+    def refusal(self) -> errors.ResourceExhaustedError:
         text = "the allocator has not looked at it yet" if self.waits is None else self.waits.message
         reason = "NO_CAPACITY" if self.waits is None else enum_word(self.waits, "reason")
-        return ResourceExhaustedError(
+        return errors.ResourceExhaustedError(
             text, reason="QUOTA_EXCEEDED" if reason == "QUOTA_EXCEEDED" else "NO_CAPACITY"
         )
 
@@ -132,7 +122,7 @@ class Places:
                 await place.heard.wait()
         except TimeoutError:
             await self.leave(replica.id)
-            raise UnavailableError("no answer to a request for GPUs") from None
+            raise errors.UnavailableError("no answer to a request for GPUs") from None
         if not place.over and stays:
             before = place.waits.position if place.waits else 0
             raise StandsInQueueError(f"{before} before it in the allocator's queue; {place.refusal.message}")
@@ -158,10 +148,10 @@ class Places:
                         break
                     place.waits = news.waiting
                     place.heard.set()
-        except GpuscaleError as error:
+        except errors.GpuscaleError as error:
             place.error = error
         if not place.over:
-            place.error = UnavailableError("the allocator ended the stream")
+            place.error = errors.UnavailableError("the allocator ended the stream")
         stood = place.heard.is_set()
         place.heard.set()
         if stood:
@@ -227,7 +217,7 @@ class Reservations:
         try:
             with rpc_errors():
                 found = (await self._stub.GetReservation(request, timeout=RPC_TIMEOUT)).reservation
-        except NotFoundError:
+        except errors.NotFoundError:
             return False
         return found.state == allocator_api.Reservation.STATE_ACTIVE and found.fence == lease.fence
 
@@ -248,11 +238,11 @@ QUOTA_EXCEEDED = "QUOTA_EXCEEDED"
 """The allocator's reason if a tenant is at its quota."""
 
 _NOTHING_RESERVED = (
-    FailedPreconditionError,
-    InvalidArgumentError,
-    NotFoundError,
-    PermissionDeniedError,
-    UnauthenticatedError,
+    errors.FailedPreconditionError,
+    errors.InvalidArgumentError,
+    errors.NotFoundError,
+    errors.PermissionDeniedError,
+    errors.UnauthenticatedError,
 )
 
 ENGINES_GPUS: tuple[str, ...] = ()
@@ -331,18 +321,18 @@ class Actor:
             grant = await self._reservations.reserve(replica, endpoint, stays=stays)
         except StandsInQueueError as error:
             return StartRefusal(Stage.GPU, Code.NO_CAPACITY, error.message)
-        except ResourceExhaustedError as error:
+        except errors.ResourceExhaustedError as error:
             if error.reason not in {Code.NO_CAPACITY, QUOTA_EXCEEDED}:  # the allocator is overloaded
                 return _unavailable(error)
             code = Code.NO_CAPACITY if error.reason == Code.NO_CAPACITY else Code.REFUSED
             refusal = StartRefusal(Stage.GPU, code, error.message, _retry(error))
             return await self._refused(replica, endpoint, refusal)
-        except AlreadyExistsError as error:
+        except errors.AlreadyExistsError as error:
             await self._end(replica, f"its request for GPUs was taken: {error.message}")
             return None
         except _NOTHING_RESERVED as error:
             return await self._refused(replica, endpoint, self._refusal(replica, error))
-        except GpuscaleError as error:
+        except errors.GpuscaleError as error:
             return _unavailable(error)
         await hit_async("autoscaler.replica.after_reserve")
         if grant is None:
@@ -410,8 +400,8 @@ class Actor:
             text += f" (except nodes unknown to the allocator: {', '.join(sorted(self._unknown_nodes))})"
         return StartRefusal(Stage.ACT, Code.NO_ADAPTER, text)
 
-    def _refusal(self, replica: Replica, error: GpuscaleError) -> StartRefusal:
-        if isinstance(error, NotFoundError):
+    def _refusal(self, replica: Replica, error: errors.GpuscaleError) -> StartRefusal:
+        if isinstance(error, errors.NotFoundError):
             named = error.metadata.get("name", "").split(",")
             until = self._clock.now() + UNKNOWN_NODE_REST
             self._unknown_nodes |= dict.fromkeys(
@@ -451,12 +441,12 @@ def _able(connection: Connection, replica: Replica, adapters: Collection[Adapter
     return candidates(replica.template, list(adapters), loads, own, replica.group.asked.capabilities)
 
 
-def _unavailable(error: GpuscaleError) -> StartRefusal:
+def _unavailable(error: errors.GpuscaleError) -> StartRefusal:
     text = f"the allocator does not answer: {error.message}"
     return StartRefusal(Stage.GPU, Code.ALLOCATOR_UNAVAILABLE, text, _retry(error))
 
 
-def _retry(error: GpuscaleError) -> float:
+def _retry(error: errors.GpuscaleError) -> float:
     return RETRY if error.retry_after is None else min(max(error.retry_after, 0.2), RETRY)
 
 
@@ -522,7 +512,7 @@ class LeaseKeeper:
 
         try:
             live = await self._store.read(store.leased)
-        except GpuscaleError as error:
+        except errors.GpuscaleError as error:
             _log.warning("cannot read which leases to renew", error=error.message)
             return None
         try:
@@ -531,7 +521,7 @@ class LeaseKeeper:
                 if any(self._noted(one) is not one for one in live)
                 else []
             )
-        except GpuscaleError as error:
+        except errors.GpuscaleError as error:
             _log.warning("cannot record planned revocations", error=error.message)
             asyncio.get_running_loop().call_later(RETRY_RENEWAL, self._renew.set)
             return live
@@ -560,7 +550,7 @@ class LeaseKeeper:
             problem = "it ended the stream"
             try:
                 await self._follow(backoff)
-            except GpuscaleError as error:
+            except errors.GpuscaleError as error:
                 problem = error.message
             if self._following:
                 _log.warning("cannot follow revocations", error=problem)
@@ -594,11 +584,11 @@ class LeaseKeeper:
         try:
             try:
                 await self._reservations.renew(lease)
-            except (NotFoundError, FailedPreconditionError) as error:
+            except (errors.NotFoundError, errors.FailedPreconditionError) as error:
                 if not await self._reservations.holds(lease):
                     await self._note_loss(replica, error.message)
             wait = replica.template.ttl / 3
-        except GpuscaleError as error:
+        except errors.GpuscaleError as error:
             _log.warning("a lease was not renewed", replica=replica.id, error=error.message)
             wait = min(RETRY_RENEWAL, replica.template.ttl / 10)
         self._due[replica.id] = self._clock.now() + wait
@@ -636,7 +626,7 @@ class LeaseKeeper:
             try:
                 await self._each(await self._store.read(store.owing), self._release_one)
                 settled = not await self._store.read(store.owing)
-            except GpuscaleError as error:
+            except errors.GpuscaleError as error:
                 _log.warning("cannot read which leases to release", error=error.message)
                 settled = False
             if settled:
@@ -651,11 +641,13 @@ class LeaseKeeper:
 
         try:
             await hit_async("autoscaler.replica.before_release")
-            with suppress(NotFoundError, FailedPreconditionError):  # nothing of ours is left to release
+            with suppress(
+                errors.NotFoundError, errors.FailedPreconditionError
+            ):  # then nothing of ours is left
                 await self._reservations.release(lease)
             await hit_async("autoscaler.replica.after_release")
             await self._store.write(settle, frees=True)
-        except GpuscaleError as error:
+        except errors.GpuscaleError as error:
             _log.warning("a reservation was not released", reservation=lease.reservation, error=error.message)
         else:
             self._renew.set()  # it may be one that is still renewed

@@ -9,16 +9,7 @@ from datetime import UTC, datetime
 from itertools import chain, pairwise
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.backtest.simulate import (
-    LONGEST_TAIL,
-    MOST_EVALUATIONS,
-    Part,
-    Report,
-    StoppedError,
-    oracle_gpu_hours,
-    run,
-    run_shared,
-)
+from gpuscale.autoscaler.backtest import simulate
 from gpuscale.autoscaler.backtest.world import Setting
 from gpuscale.autoscaler.domain.presets import Wish
 from gpuscale.autoscaler.domain.spec import EndpointSpec, ReplicaTemplate
@@ -33,23 +24,23 @@ from gpuscale.common.wire import optional_seconds, to_datetime
 class BacktestJob:
     """Policies to run, each with its workload and setting: one after another, or together on shared GPUs."""
 
-    parts: Sequence[Part]
+    parts: Sequence[simulate.Part]
     goal: float
     begin: datetime
     shared: bool = False
 
 
-def run_job(job: BacktestJob, stopped: Callable[[], bool]) -> list[Report] | None:
+def run_job(job: BacktestJob, stopped: Callable[[], bool]) -> list[simulate.Report] | None:
     """The reports; None if it was stopped."""
     try:
         if job.shared:
             most = job.parts[0].setting.max_gpus
-            return run_shared(job.parts, goal=job.goal, begin=job.begin, most=most, stopped=stopped)
+            return simulate.run_shared(job.parts, goal=job.goal, begin=job.begin, most=most, stopped=stopped)
         return [
-            run(one.spec, one.requests, one.setting, goal=job.goal, begin=job.begin, stopped=stopped)
+            simulate.run(one.spec, one.requests, one.setting, goal=job.goal, begin=job.begin, stopped=stopped)
             for one in job.parts
         ]
-    except StoppedError:
+    except simulate.StoppedError:
         return None
 
 
@@ -88,12 +79,12 @@ def job_from_wire(wire: api.BacktestRequest | api.BacktestSpec, common: Sequence
     specs = _specs(wire.policies, default)
     longest = max(one[-1].arrival for one in workloads)
     for index, spec in enumerate(specs):
-        if (longest + LONGEST_TAIL) / spec.period > MOST_EVALUATIONS:
+        if (longest + simulate.LONGEST_TAIL) / spec.period > simulate.MOST_EVALUATIONS:
             field = f"policies[{index}]"
-            text = f"would be evaluated more than {MOST_EVALUATIONS} times: a longer tick, or a shorter trace"
+            text = f"would be evaluated more than {simulate.MOST_EVALUATIONS} times: a longer tick, or a shorter trace"
             raise InvalidArgumentError(f"{field} {text}", field=field)
     parts = [
-        Part(spec, one, replace(setting, gpus_each=max(1, spec.template.gpu_count)))
+        simulate.Part(spec, one, replace(setting, gpus_each=max(1, spec.template.gpu_count)))
         for spec, one in zip(specs, workloads, strict=True)
     ]
     begin = to_datetime(wire.begin_time) if wire.HasField("begin_time") else _MONDAY
@@ -103,10 +94,12 @@ def job_from_wire(wire: api.BacktestRequest | api.BacktestSpec, common: Sequence
 def least_gpu_hours(job: BacktestJob) -> float:
     """GPU hours of the work alone; the same for all policies that run one after another."""
     worked = job.parts if job.shared else job.parts[:1]
-    return sum(oracle_gpu_hours(one.requests, one.setting.slots, one.setting.gpus_each) for one in worked)
+    return sum(
+        simulate.oracle_gpu_hours(one.requests, one.setting.slots, one.setting.gpus_each) for one in worked
+    )
 
 
-def report_to_wire(name: str, spec: EndpointSpec, report: Report) -> api.BacktestReport:
+def report_to_wire(name: str, spec: EndpointSpec, report: simulate.Report) -> api.BacktestReport:
     """The message of a report."""
     return api.BacktestReport(name=name, spec=spec_to_wire(spec), **asdict(report))
 

@@ -21,17 +21,7 @@ from gpuscale.autoscaler.state.decision_log import StoredDecision
 from gpuscale.autoscaler.state.store import Connection
 from gpuscale.autoscaler.wire.decisions import EndpointView, endpoint_to_wire, replica_to_wire
 from gpuscale.autoscaler.wire.specs import spec_violations
-from gpuscale.common.errors import (
-    AlreadyExistsError,
-    FailedPreconditionError,
-    FieldViolation,
-    GpuscaleError,
-    InvalidArgumentError,
-    NotFoundError,
-    OutOfRangeError,
-    expect_etag,
-    request_id_reused,
-)
+from gpuscale.common import errors
 from gpuscale.common.filters import ListRequest, listed
 from gpuscale.common.names import decision_name, endpoint_name, replica_name, watcher_name
 from gpuscale.common.runtime.tasks import uninterrupted
@@ -48,14 +38,14 @@ class AskedOnce(NamedTuple):
 
 def find_endpoint(connection: Connection, endpoint_id: str) -> Endpoint:
     """The endpoint; NotFoundError if there is none with that id."""
-    return NotFoundError.unless(store.endpoint(connection, endpoint_id), endpoint_name(endpoint_id))
+    return errors.NotFoundError.unless(store.endpoint(connection, endpoint_id), endpoint_name(endpoint_id))
 
 
 def find_replica(connection: Connection, endpoint_id: str, replica_id: str) -> Replica:
     """The replica, which may have ended; NotFoundError if the endpoint has none with that id."""
     found = store.replica(connection, replica_id)
     if found is None or found.endpoint != endpoint_id:
-        raise NotFoundError.of(replica_name(endpoint_id, replica_id))
+        raise errors.NotFoundError.of(replica_name(endpoint_id, replica_id))
     return found
 
 
@@ -65,14 +55,14 @@ def repeated(connection: Connection, request_id: str, fingerprint: str) -> Endpo
     if known is None:
         return None
     if known[0] != fingerprint:
-        raise request_id_reused(request_id)
+        raise errors.request_id_reused(request_id)
     return known[1]
 
 
-def circles(connection: Connection, endpoint_id: str, spec: EndpointSpec) -> list[FieldViolation]:
+def circles(connection: Connection, endpoint_id: str, spec: EndpointSpec) -> list[errors.FieldViolation]:
     """Signals of a spec that read an endpoint which follows this one, directly or through others."""
     follows = {one.id: one.spec.follows.keys() for one in store.endpoints(connection)}
-    found: list[FieldViolation] = []
+    found: list[errors.FieldViolation] = []
     for leader, index in spec.follows.items():
         path, ahead = [leader], [leader]
         while ahead and endpoint_id not in ahead:
@@ -81,7 +71,7 @@ def circles(connection: Connection, endpoint_id: str, spec: EndpointSpec) -> lis
         if endpoint_id in ahead:
             field = f"{SPEC}.signals[{index}].endpoint.endpoint"
             text = f"must not lead back to {endpoint_name(endpoint_id)}, as {endpoint_name(leader)} does"
-            found.append(FieldViolation(field, text))
+            found.append(errors.FieldViolation(field, text))
     return found
 
 
@@ -91,7 +81,7 @@ def require_free(connection: Connection, endpoint_id: str) -> None:
     if taken is not None:
         name = endpoint_name(endpoint_id)
         what = "is being deleted" if taken.deleting else "exists"
-        raise AlreadyExistsError(f"{name} {what}", metadata={"name": name})
+        raise errors.AlreadyExistsError(f"{name} {what}", metadata={"name": name})
 
 
 def update(
@@ -102,7 +92,7 @@ def update(
     `why`: another policy was chosen for it, as its decisions will say.
     """
     now = find_endpoint(connection, after.id)
-    expect_etag(endpoint_name(now.id), etag, now.etag)
+    errors.expect_etag(endpoint_name(now.id), etag, now.etag)
     require_kept(now)
     after = replace(after, desired=now.desired, sets=now.sets)
     store.save_endpoint(connection, after)
@@ -119,7 +109,7 @@ def require_kept(endpoint: Endpoint) -> None:
     """FailedPreconditionError if the endpoint is being deleted."""
     if endpoint.deleting:
         name = endpoint_name(endpoint.id)
-        raise FailedPreconditionError(
+        raise errors.FailedPreconditionError(
             f"{name} is being deleted", reason="BEING_DELETED", metadata={"name": name}
         )
 
@@ -131,7 +121,7 @@ def require_set(endpoint: Endpoint, set_id: str) -> None:
         what = (
             f"must be one of {known}" if known else f"must be left out: {endpoint_name(endpoint.id)} has none"
         )
-        raise InvalidArgumentError(f"capability_set {what}", field="capability_set")
+        raise errors.InvalidArgumentError(f"capability_set {what}", field="capability_set")
 
 
 def require_room(endpoint: Endpoint, replicas: int, current: int | None, set_id: str) -> None:
@@ -139,7 +129,7 @@ def require_room(endpoint: Endpoint, replicas: int, current: int | None, set_id:
     spec, name, aimed = endpoint.spec.of_set(set_id), endpoint_name(endpoint.id), endpoint.targets[set_id]
     what = f"{set_id} replica".lstrip()
     if current is not None and current != aimed:
-        raise FailedPreconditionError(
+        raise errors.FailedPreconditionError(
             f"{name} aims at {counted(aimed, what)}, not {current}",
             reason="OTHER_CURRENT_REPLICAS",
             metadata={"name": name, "current_replicas": str(aimed)},
@@ -147,7 +137,7 @@ def require_room(endpoint: Endpoint, replicas: int, current: int | None, set_id:
     others = sum(endpoint.targets.values()) - aimed
     most = min(spec.max_replicas, endpoint.spec.max_replicas - others) if set_id else spec.max_replicas
     if not spec.min_replicas <= replicas <= most:
-        raise OutOfRangeError(
+        raise errors.OutOfRangeError(
             f"{name} may have {spec.min_replicas} to {most} {what}s",
             metadata={"name": name, "min": str(spec.min_replicas), "max": str(most)},
         )
@@ -230,7 +220,7 @@ class Endpoints:
                 if known is not None:
                     return EndpointView(known)
             before = await self.deps.store.read(partial(find_endpoint, endpoint_id=endpoint_id))
-            expect_etag(endpoint_name(before.id), etag, before.etag)
+            errors.expect_etag(endpoint_name(before.id), etag, before.etag)
             require_kept(before)
             spec = change(before.spec)
             await self._check(endpoint_id, spec)
@@ -250,7 +240,7 @@ class Endpoints:
         def mark(connection: Connection) -> Endpoint:
             """Mark it as deleted, once: it wants no replicas any more."""
             found = find_endpoint(connection, endpoint_id)
-            expect_etag(endpoint_name(found.id), etag, found.etag)
+            errors.expect_etag(endpoint_name(found.id), etag, found.etag)
             if not found.deleting:
                 found = replace(found, deleting=True, desired=0, delete_time=wall)
                 store.save_endpoint(connection, found)
@@ -346,15 +336,15 @@ class Endpoints:
         if spec.follows:
             found += await self.deps.store.read(partial(circles, endpoint_id=endpoint_id, spec=spec))
         if found:
-            raise InvalidArgumentError.of(found)
+            raise errors.InvalidArgumentError.of(found)
         missing = sorted(one for one in spec.watchers if not self.watcher_exists(one))
         if missing:
             names = ", ".join(watcher_name(one) for one in missing)
-            raise FailedPreconditionError(
+            raise errors.FailedPreconditionError(
                 f"there is no {names}", reason="UNKNOWN_WATCHER", metadata={"names": names}
             )
         if unknown := ", ".join(sorted(spec.prometheus_servers - set(self.prometheus))):
-            raise FailedPreconditionError(
+            raise errors.FailedPreconditionError(
                 f"the configuration names no prometheus {unknown}",
                 reason="UNKNOWN_PROMETHEUS",
                 metadata={"names": unknown},
@@ -368,7 +358,7 @@ class Endpoints:
         self.deps.uses.set(endpoint.id, before | endpoint.spec.watchers)
         try:
             await self._write(endpoint.id, work, evaluate=True, frees=frees)
-        except GpuscaleError:
+        except errors.GpuscaleError:
             self.deps.uses.set(endpoint.id, before)
             raise
         self.deps.uses.set(endpoint.id, endpoint.spec.watchers)

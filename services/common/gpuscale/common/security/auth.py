@@ -46,14 +46,7 @@ from urllib.parse import quote, unquote, urlsplit
 import grpc
 
 from gpuscale.api.types.v1 import options_pb2
-from gpuscale.common import wire
-from gpuscale.common.errors import (
-    FailedPreconditionError,
-    GpuscaleError,
-    PermissionDeniedError,
-    UnauthenticatedError,
-    UnavailableError,
-)
+from gpuscale.common import errors, wire
 from gpuscale.common.names import LEASE_KEY, is_id
 from gpuscale.common.secrets import DatabaseUnavailableError
 from gpuscale.common.security.followed import Followed, cause
@@ -141,10 +134,10 @@ def is_admin() -> bool:
     return caller is not None and caller.role >= Role.ADMIN
 
 
-def for_caller(error: GpuscaleError) -> GpuscaleError:
+def for_caller(error: errors.GpuscaleError) -> errors.GpuscaleError:
     """An error as the caller of the current RPC may read it."""
     if isinstance(error, DatabaseUnavailableError) and not is_admin():
-        return UnavailableError("the state cannot be used now", reason=error.reason)
+        return errors.UnavailableError("the state cannot be used now", reason=error.reason)
     return error
 
 
@@ -209,7 +202,7 @@ def is_safe(url: str) -> bool:
     )
 
 
-class KeysNeededError(UnauthenticatedError):
+class KeysNeededError(errors.UnauthenticatedError):
     """A token is signed with an unknown key; `await fetch()` for newer keys, then retry."""
 
     def __init__(self, fetch: Callable[[], Awaitable[None]]) -> None:
@@ -239,7 +232,7 @@ class TokenFile:
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else cause(error)
             message = f"{path} cannot be used as tokens file: {why}"
-            raise FailedPreconditionError(message, reason="TOKENS_FILE") from error
+            raise errors.FailedPreconditionError(message, reason="TOKENS_FILE") from error
 
     def principal(self, token: str) -> Principal:
         """The caller that a token identifies.
@@ -256,10 +249,10 @@ class TokenFile:
         for entry in self._file.current[0]:
             if hmac.compare_digest(entry.digest, digest):
                 if entry.expires is not None and entry.expires <= datetime.now(UTC):
-                    raise UnauthenticatedError("the token has expired", reason="TOKEN_EXPIRED")
+                    raise errors.UnauthenticatedError("the token has expired", reason="TOKEN_EXPIRED")
                 self._last_use[digest] = time.time()
                 return entry.principal
-        raise UnauthenticatedError("the token is not known here", reason="TOKEN_INVALID")
+        raise errors.UnauthenticatedError("the token is not known here", reason="TOKEN_INVALID")
 
     def secrets(self) -> Sequence[tuple[TokenSecret, float | None]]:
         """Every secret with the time of its last use, in seconds since 1970; None if not used since the start."""
@@ -398,7 +391,7 @@ class Authenticator:
             header = headers[0] if len(headers) == 1 else ""
             given = header.encode() if isinstance(header, str) else header
             if self._internal is None or not compare_digest(given, self._internal):
-                raise UnauthenticatedError(
+                raise errors.UnauthenticatedError(
                     "this socket is only for parts of the process that created it", reason="TOKEN_INVALID"
                 )
             return LOCAL
@@ -431,42 +424,42 @@ class Authenticator:
         if caller.loopback and self._trusts_loopback:
             return self._named_by(LOCAL.name, caller.forwarded) if caller.forwarded else LOCAL
         if not (caller.secure or caller.loopback or self._insecure_allow_remote):
-            raise UnauthenticatedError("TLS is required", reason="INSECURE_TRANSPORT")
+            raise errors.UnauthenticatedError("TLS is required", reason="INSECURE_TRANSPORT")
         if caller.certificate is not None and self._certificates is not None:
             self._certificates.check(caller.certificate)
         if self._tokens is not None and caller.authorization:
             headers = caller.authorization
             found = _BEARER.fullmatch(headers[0]) if isinstance(headers[0], str) else None
             if found is None or len(headers) > 1:
-                raise UnauthenticatedError(
+                raise errors.UnauthenticatedError(
                     "metadata authorization must be one 'Bearer <token>'", reason="TOKEN_MALFORMED"
                 )
             return self._tokens.principal(found["token"])
         if self._accept_certificates and caller.secure:
             found = _SPIFFE_ID.fullmatch(caller.spiffe_id or "")
             if found is None or not is_id(found["name"]) or found["name"] in RESERVED_NAMES:
-                raise UnauthenticatedError(
+                raise errors.UnauthenticatedError(
                     "the client certificate has no URI spiffe://<trust domain>/gpuscale/<role>/<name>",
                     reason="CERTIFICATE_WITHOUT_IDENTITY",
                 )
             if found["role"] == "gateway":
                 return self._named_by(found["name"], caller.forwarded)
             if caller.forwarded:
-                raise UnauthenticatedError(
+                raise errors.UnauthenticatedError(
                     f"only a certificate of role gateway may call for others; {found['name']} has role {found['role']}",
                     reason="NOT_A_GATEWAY",
                 )
             return Principal(found["name"], _role(found), "certificate", self._limits(found["name"]))
         if self._trusts_loopback and not caller.secure:
             return self._named_by(ANONYMOUS.name, caller.forwarded) if caller.forwarded else ANONYMOUS
-        raise UnauthenticatedError("a bearer token is required", reason="TOKEN_MISSING")
+        raise errors.UnauthenticatedError("a bearer token is required", reason="TOKEN_MISSING")
 
     def _named_by(self, gateway: str, forwarded: Sequence[str | bytes]) -> Principal:
         value = forwarded[0] if len(forwarded) == 1 else ""
         found = _CALLER.fullmatch(value) if isinstance(value, str) else None
         name = unquote(found["name"]) if found else ""
         if found is None or not name.isprintable() or name in RESERVED_NAMES:
-            raise UnauthenticatedError(
+            raise errors.UnauthenticatedError(
                 f"the gateway {gateway} does not say whom it calls for: callers need a token or certificate there",
                 reason="GATEWAY_WITHOUT_CALLER",
             )
@@ -491,7 +484,7 @@ def require_for(principal: Principal, method: MethodInfo) -> None:
     """
     if principal.kind == "lease":
         if not method.lease_token:
-            raise PermissionDeniedError(
+            raise errors.PermissionDeniedError(
                 "a lease token renews and releases its own reservation, and does nothing else",
                 reason="LEASE_TOKEN_NOT_ENOUGH",
             )
@@ -502,7 +495,7 @@ def require_for(principal: Principal, method: MethodInfo) -> None:
 def require(principal: Principal, role: Role, what: str = "the call") -> None:
     """Raise PermissionDeniedError (ROLE_TOO_LOW), which begins with `what`, unless a caller has `role`."""
     if principal.role < role:
-        raise PermissionDeniedError(
+        raise errors.PermissionDeniedError(
             f"{what} needs role {role.name.lower()}; {principal.name} has {principal.role.name.lower()}",
             reason="ROLE_TOO_LOW",
         )
@@ -520,7 +513,7 @@ def require_priority(principal: Principal, priority: int, field: str) -> None:
     """Raise PermissionDeniedError (PRIORITY_TOO_HIGH) unless the caller may request the priority; admins may request any."""
     most = principal.limits.max_priority
     if principal.role < Role.ADMIN and priority > most:
-        raise PermissionDeniedError(
+        raise errors.PermissionDeniedError(
             f"{field}: {principal.name} may ask for {most} at most. {to_allow(principal, f'--max-priority {priority}')}",
             reason="PRIORITY_TOO_HIGH",
             metadata={"field": field, "max_priority": str(most)},
@@ -535,7 +528,9 @@ def _holder(tokens: Sequence[str | bytes]) -> Principal:
     """The bearer of a lease token, named by its digest in logs and limits."""
     token = tokens[0] if len(tokens) == 1 else ""
     if not isinstance(token, str) or not _LEASE_TOKEN.fullmatch(token):
-        raise UnauthenticatedError(f"metadata {LEASE_KEY} must be one lease token", reason="TOKEN_MALFORMED")
+        raise errors.UnauthenticatedError(
+            f"metadata {LEASE_KEY} must be one lease token", reason="TOKEN_MALFORMED"
+        )
     name = f"lease {hashlib.sha256(token.encode()).hexdigest()[:12]}"
     return Principal(name, Role.VIEWER, "lease", lease_token=token)
 

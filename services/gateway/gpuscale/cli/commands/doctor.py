@@ -195,11 +195,9 @@ def _state(service: str, client: "Client") -> "Iterator[host.Diagnosis]":
     """Check that a service can read its state, and write it."""
     told = lookup.told(client, service)
     leader = f"; {told[LEADER_KEY]} leads" if LEADER_KEY in told else ""
-    if PROBLEM_KEY in told:
-        text, advice = f"{told[PROBLEM_KEY]}{leader}", "docs/operations.md#nothing-answers"
-        yield host.Diagnosis("service", service, "FAIL", text, advice)
-    else:
-        yield host.Diagnosis("service", service, "OK", f"answers{leader}")
+    wrong = told.get(PROBLEM_KEY, "")
+    state, advice = ("FAIL", "docs/operations.md#nothing-answers") if wrong else ("OK", "")
+    yield host.Diagnosis("service", service, state, f"{wrong or 'answers'}{leader}", advice)
 
 
 _LOOKS: "dict[str, Sequence[Callable[[Client], Iterator[host.Diagnosis]]]]" = {

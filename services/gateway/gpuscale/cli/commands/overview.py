@@ -95,10 +95,7 @@ def get_all(session: Session, kinds: str) -> None:
 
 
 def programs(session: Session) -> Iterator[tuple[str, str, str]]:
-    """Name, program and version of each agent, adapter and service that answers; the version is empty before 0.1.
-
-    The error of the first that does not answer is raised at the end.
-    """
+    """Name, program and version of each program that answers, empty before 0.1; the error of one that does not comes last."""
     from gpuscale.common.rpc.status import LEADER_KEY, VERSION_KEY, VIA_KEY
 
     def of(part: str) -> Iterator[tuple[str, str, str]]:

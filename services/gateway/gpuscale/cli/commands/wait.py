@@ -20,12 +20,7 @@ from gpuscale.cli.grammar.selecting import Condition, amount, leads, near, parse
 from gpuscale.cli.views import allocator as allocator_views
 from gpuscale.cli.views import autoscaler as autoscaler_views
 from gpuscale.cli.views import monitor as monitor_views
-from gpuscale.common.errors import (
-    DeadlineExceededError,
-    InvalidArgumentError,
-    NotFoundError,
-    UnavailableError,
-)
+from gpuscale.common import errors
 from gpuscale.common.filters import compile_filter
 from gpuscale.common.sizes import counted
 
@@ -90,7 +85,7 @@ def wait(session: Session, kind: str, name: tuple[str, ...], until: str, timeout
         failed = (one for one in ended if one.job.exit_code or not one.job.HasField("exit_code"))
         leave(exit_code_of(next(failed, ended[0])))
     if kind not in READY_STATES:
-        raise InvalidArgumentError(f"cannot wait for {kind!r}{near(kind, READY_STATES)}")
+        raise errors.InvalidArgumentError(f"cannot wait for {kind!r}{near(kind, READY_STATES)}")
     awaited, timeout = _Awaited(kind, until), 300.0 if timeout is None else timeout
     progress = Progress()
     with session.connect() as client:
@@ -101,12 +96,14 @@ def wait(session: Session, kind: str, name: tuple[str, ...], until: str, timeout
                     left = timeout - progress.elapsed
                     if left <= 0:
                         message = f"{resource} is not {awaited.until} after {timeout:g} s: {reason}"
-                        raise DeadlineExceededError(message, reason="NOT_READY", metadata={"name": resource})
+                        raise errors.DeadlineExceededError(
+                            message, reason="NOT_READY", metadata={"name": resource}
+                        )
                     progress.tell(f"{resource} for {awaited.until}: {reason}")
                     pause(min(PERIOD, left))
                     try:
                         reason = awaited.reason(client, resource)
-                    except UnavailableError as error:
+                    except errors.UnavailableError as error:
                         reason = error.message  # wait out a restart of the service
             finally:
                 progress.end()
@@ -147,7 +144,7 @@ class _Awaited:
         """
         try:
             [item] = self.read(client, [name])
-        except NotFoundError:
+        except errors.NotFoundError:
             if self.until == GONE:
                 return ""
             raise
@@ -169,7 +166,9 @@ class _Awaited:
         values = cell_of(column, item)
         odd = next((one for one in values if condition.compares and amount(one) is None), None)
         if odd is not None:
-            raise InvalidArgumentError(f"--for: {condition.key} is {odd!r}, not a number, size or duration")
+            raise errors.InvalidArgumentError(
+                f"--for: {condition.key} is {odd!r}, not a number, size or duration"
+            )
         return condition.holds(values)
 
 

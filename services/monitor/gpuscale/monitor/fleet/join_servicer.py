@@ -16,17 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types.v1 import options_pb2
-from gpuscale.common.errors import (
-    AlreadyExistsError,
-    FailedPreconditionError,
-    InvalidArgumentError,
-    NotFoundError,
-    PermissionDeniedError,
-    ResourceExhaustedError,
-    UnauthenticatedError,
-    UnavailableError,
-    request_id_reused,
-)
+from gpuscale.common import errors
 from gpuscale.common.filters import listed
 from gpuscale.common.names import JOINING, NODE, id_of, node_name, parse
 from gpuscale.common.runtime.logs import get_logger
@@ -54,7 +44,7 @@ class Joined:
             lines = [] if file is None or not file.exists() else file.read_text("utf-8").splitlines()
         except (OSError, ValueError) as error:
             message = f"cannot read the names of joined hosts from {file}: {error}"
-            raise FailedPreconditionError(message, reason="AUTHORITY") from error
+            raise errors.FailedPreconditionError(message, reason="AUTHORITY") from error
         self._lines = {line.rpartition("/")[2]: line for line in lines}
 
     def __contains__(self, name: str) -> bool:
@@ -92,7 +82,7 @@ class Joined:
             try:
                 await asyncio.to_thread(put)
             except OSError as error:
-                raise UnavailableError(f"cannot write {file.parent}: {error.strerror}") from error
+                raise errors.UnavailableError(f"cannot write {file.parent}: {error.strerror}") from error
 
 
 MOST_SECRETS: Final = 1000
@@ -116,7 +106,7 @@ class Repeats(Generic[A]):
         if found is None:
             return None
         if found[0] != fingerprint(request):
-            raise request_id_reused(request.request_id)
+            raise errors.request_id_reused(request.request_id)
         return found[1]
 
     def keep(self, request: Any, answer: A, expires: float) -> None:
@@ -181,15 +171,17 @@ class JoinServicer(api.JoinServiceServicer):
             return before
         node = id_of(NODE, request.node, "node") if request.node else ""
         if role not in {Role.AGENT, Role.OPERATOR}:
-            raise InvalidArgumentError("role must be agent or operator", field="role")
+            raise errors.InvalidArgumentError("role must be agent or operator", field="role")
         if role != Role.AGENT and not node:
-            raise InvalidArgumentError("a token of role operator needs a node", field="node")
+            raise errors.InvalidArgumentError("a token of role operator needs a node", field="node")
         if request.kind and (request.role or not node or request.uses > 1):
-            raise InvalidArgumentError("a host of services needs a node, no role and one use", field="kind")
+            raise errors.InvalidArgumentError(
+                "a host of services needs a node, no role and one use", field="kind"
+            )
         if node in RESERVED_NAMES:
-            raise InvalidArgumentError(f"{node} is reserved for callers without a name", field="node")
+            raise errors.InvalidArgumentError(f"{node} is reserved for callers without a name", field="node")
         if len(self._valid()) >= MOST_SECRETS:
-            raise ResourceExhaustedError(
+            raise errors.ResourceExhaustedError(
                 f"there are {MOST_SECRETS} join tokens: delete one", reason="TOO_MANY_JOIN_TOKENS"
             )
         ttl = optional_seconds(request, "ttl") or DEFAULT_TTL
@@ -214,7 +206,7 @@ class JoinServicer(api.JoinServiceServicer):
         self, request: api.GetJoinTokenRequest, context: Context
     ) -> api.GetJoinTokenResponse:
         found = self._valid().get(parse(JOINING, request.name)["join_token"])
-        token = NotFoundError.unless(found, request.name)
+        token = errors.NotFoundError.unless(found, request.name)
         return api.GetJoinTokenResponse(join_token=self._message(token))
 
     async def ListJoinTokens(
@@ -234,7 +226,7 @@ class JoinServicer(api.JoinServiceServicer):
     ) -> api.DeleteJoinTokenResponse:
         key = id_of(JOINING, request.name)
         if key not in self._valid() and not request.allow_missing:
-            raise NotFoundError.of(f"joinTokens/{key}")
+            raise errors.NotFoundError.of(f"joinTokens/{key}")
         self._tokens.pop(key, None)
         return api.DeleteJoinTokenResponse()
 
@@ -244,26 +236,28 @@ class JoinServicer(api.JoinServiceServicer):
         name, _, secret = request.token.partition(".")
         token = self._valid().get(name)
         if token is None or not hmac.compare_digest(token.digest, sha256(secret.encode()).digest()):
-            raise UnauthenticatedError(
+            raise errors.UnauthenticatedError(
                 "the join token is unknown, used up or expired", reason="JOIN_TOKEN_INVALID"
             )
         node = id_of(NODE, request.node, "node")
         if node != (token.node or node):
-            raise PermissionDeniedError(
+            raise errors.PermissionDeniedError(
                 f"the join token is for {token.node}", reason="JOIN_TOKEN_OF_OTHER_NODE"
             )
         if node in RESERVED_NAMES or (not token.node and signer.is_taken(node)):
             message = f"{node} is the name of a service or another caller"
-            raise PermissionDeniedError(message, reason="NODE_NAME_TAKEN")
+            raise errors.PermissionDeniedError(message, reason="NODE_NAME_TAKEN")
         if not token.node and (self._nodes.is_known(node) or node in self._joined):
             message = f"node {node} exists: forget it, or create a join token for it"
-            raise AlreadyExistsError(message, reason="NODE_EXISTS", metadata={"name": node_name(node)})
+            raise errors.AlreadyExistsError(message, reason="NODE_EXISTS", metadata={"name": node_name(node)})
         from gpuscale.common.security.authority import CertificateSubject
 
         if token.kind:
             # A host of services also gets the tokens and revocations.
             if not request.hosts or not all(map(_HOST.fullmatch, request.hosts)):
-                raise InvalidArgumentError("hosts must be names or addresses of the host", field="hosts")
+                raise errors.InvalidArgumentError(
+                    "hosts must be names or addresses of the host", field="hosts"
+                )
             hosts = tuple(dict.fromkeys((*request.hosts, "localhost", "127.0.0.1")))
             what = api.HostKind.Name(token.kind).removeprefix("HOST_KIND_").lower()
             answer = _signed(signer, what, node, hosts, request.csr, SERVICE_DAYS)
@@ -285,7 +279,7 @@ class JoinServicer(api.JoinServiceServicer):
         self._joined.add(what, node)
         try:
             await self._joined.save(node, certificate)
-        except UnavailableError:
+        except errors.UnavailableError:
             token.uses_left += 1
             self._joined.add(before, node) if before else self._joined.forget(node)
             raise
@@ -349,16 +343,16 @@ class LoginServicer(api.LoginServiceServicer):
             return before
         if self._tokens is None or not self._tokens.takes_logins:
             message = "the fleet does not accept logins: its tokens file needs the table [logins]"
-            raise FailedPreconditionError(message, reason="NO_LOGINS")
+            raise errors.FailedPreconditionError(message, reason="NO_LOGINS")
         if role not in {Role.VIEWER, Role.OPERATOR, Role.ADMIN}:
-            raise InvalidArgumentError("role must be viewer, operator or admin", field="role")
+            raise errors.InvalidArgumentError("role must be viewer, operator or admin", field="role")
         node = self._nodes.is_known(name) or name in self._joined
         if name in RESERVED_NAMES or node or signer.is_taken(name):
-            raise PermissionDeniedError(
+            raise errors.PermissionDeniedError(
                 f"{name} is the name of a service, a node or another caller", reason="NAME_TAKEN"
             )
         if len(self._valid()) >= MOST_SECRETS:
-            raise ResourceExhaustedError(
+            raise errors.ResourceExhaustedError(
                 f"there are {MOST_SECRETS} codes: wait until one expires", reason="TOO_MANY_LOGIN_CODES"
             )
         ttl = optional_seconds(request, "ttl") or DEFAULT_TTL
@@ -385,7 +379,9 @@ class LoginServicer(api.LoginServiceServicer):
         key, _, secret = request.code.partition(".")
         code = self._valid().get(key)
         if code is None or not hmac.compare_digest(code.digest, sha256(secret.encode()).digest()):
-            raise UnauthenticatedError("the code is unknown, used or expired", reason="LOGIN_CODE_INVALID")
+            raise errors.UnauthenticatedError(
+                "the code is unknown, used or expired", reason="LOGIN_CODE_INVALID"
+            )
         del self._codes[key]
         token, ends = signer.sign_token(code.name, code.role, code.limits, code.token_ttl)
         _log.info("a person logged in", name=code.name, role=code.role.name.lower(), code=key)
@@ -422,7 +418,7 @@ class CertificateServicer(api.CertificateServiceServicer):
             if subject.uri.endswith(identity):
                 joined = self._joined.what(principal.name) == principal.role.name.lower()
                 if not signer.has_signed(old) or not (joined or principal.role is Role.AGENT):
-                    raise PermissionDeniedError(
+                    raise errors.PermissionDeniedError(
                         "only agents and hosts that joined can renew certificates of this authority",
                         reason="NOT_RENEWABLE",
                     )
@@ -432,7 +428,7 @@ class CertificateServicer(api.CertificateServiceServicer):
                 serials = {"old": f"{old.serial_number:x}", "new": f"{new.serial_number:x}"}
                 _log.info("a certificate is renewed", caller=identity.removeprefix("/gpuscale/"), **serials)
                 return api.RenewCertificateResponse(certificate_pem=signed, authority_pem=signer.bundle)
-        raise PermissionDeniedError(
+        raise errors.PermissionDeniedError(
             "a caller can only renew the certificate that it presents to the fleet itself",
             reason="NO_CERTIFICATE",
         )
@@ -460,7 +456,7 @@ class ServicesHostServicer(internal.ServicesHostServiceServicer):
         own = old is not None and subject_of(old).uri == signer.identity("gateway", name)
         if what not in {"standby", "gateway"} or not (own and hosts and old and signer.has_signed(old)):
             message = "only the gateway of a services host that joined can follow the files"
-            raise PermissionDeniedError(message, reason="NOT_RENEWABLE")
+            raise errors.PermissionDeniedError(message, reason="NOT_RENEWABLE")
         answer, told = api.JoinResponse(), tuple[str, ...]()
         if request.csr:
             answer = _signed(signer, what, name, hosts, request.csr)
@@ -495,5 +491,5 @@ def must(signer: "Signer | None") -> "Signer":
     """The signer. FailedPreconditionError (NO_AUTHORITY) without one."""
     if signer is None:
         message = "this fleet cannot sign certificates: set authority_dir"
-        raise FailedPreconditionError(message, reason="NO_AUTHORITY")
+        raise errors.FailedPreconditionError(message, reason="NO_AUTHORITY")
     return signer

@@ -13,13 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 
 from gpuscale.api.monitor import v1 as api
-from gpuscale.common.errors import (
-    AbortedError,
-    DeadlineExceededError,
-    FailedPreconditionError,
-    InvalidArgumentError,
-    PermissionDeniedError,
-)
+from gpuscale.common import errors
 from gpuscale.common.filters import compile_filter, listed
 from gpuscale.common.names import NODE, node_name, parse
 from gpuscale.common.rpc.feed import FeedView
@@ -64,7 +58,7 @@ class Requests:
             async with asyncio.timeout(limit):
                 return await self.next()
         except TimeoutError:
-            raise DeadlineExceededError(f"no message within {limit:g} s", reason="NO_HELLO") from None
+            raise errors.DeadlineExceededError(f"no message within {limit:g} s", reason="NO_HELLO") from None
 
     async def next(self) -> monitor_internal.StreamTelemetryRequest | None:
         """The next message; None at the end. AbortedError if another stream of the node took over."""
@@ -82,8 +76,8 @@ class Requests:
         return message if isinstance(message, monitor_internal.StreamTelemetryRequest) else None
 
 
-def _superseded() -> AbortedError:
-    return AbortedError("another stream reports for this node now", reason="STREAM_SUPERSEDED")
+def _superseded() -> errors.AbortedError:
+    return errors.AbortedError("another stream reports for this node now", reason="STREAM_SUPERSEDED")
 
 
 HELLO_SECONDS = 10.0
@@ -108,10 +102,10 @@ class FleetServicer(api.FleetServiceServicer, monitor_internal.TelemetryServiceS
         requests = Requests(context.read)
         first, principal = await requests.first(HELLO_SECONDS), current_principal()
         if first is None or not first.HasField("hello"):
-            raise FailedPreconditionError("the first message must be hello", reason="HELLO_EXPECTED")
+            raise errors.FailedPreconditionError("the first message must be hello", reason="HELLO_EXPECTED")
         validate(first)
         if principal.role is Role.AGENT and principal.name != first.hello.node:
-            raise PermissionDeniedError(
+            raise errors.PermissionDeniedError(
                 f"{principal.name} may only report for the node of that name", reason="NOT_YOUR_NODE"
             )
         with self._nodes.connected(first.hello, requests.end) as stream:
@@ -249,7 +243,7 @@ def fields_of(paths: list[str]) -> Fields:
         kind: Descriptor | None = api.Node.DESCRIPTOR
         for name in path.split("."):
             if kind is None or name not in kind.fields_by_name:
-                raise InvalidArgumentError(f"a node has no field {path}", field="read_mask")
+                raise errors.InvalidArgumentError(f"a node has no field {path}", field="read_mask")
             kind = kind.fields_by_name[name].message_type
             if at is not None:
                 at = None if at.get(name) == {} else at.setdefault(name, {})
