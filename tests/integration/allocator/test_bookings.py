@@ -294,7 +294,7 @@ async def test_what_cannot_be_booked_is_refused_by_its_field(tmp_path: Path, clo
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"at": -120.0}, "booking.start_time"), ({"gpu_milli": 500}, "booking.ask.gpu_milli"),
         ({"cpu_milli": 4000}, "booking.ask.cpu_milli"), ({"mig_profile": "1g.10gb"}, "booking.ask.mig_profile"),
-        ({"hours": 400}, "booking.duration"), ({"gpus": 0}, "booking.ask.gpu_count"),
+        ({"hours": 400}, "booking.duration"), ({"gpus": 0}, "booking.ask.gpu_count"), ({"at": 2.516e11}, "booking.start_time"),
     ]  # fmt: skip
     async with site(tmp_path, clock, fleet(n0=1)) as (ann, *_):
         for fields, field in wrong:

@@ -52,6 +52,8 @@ CHECK = 10.0
 """Seconds between checks whether their GPUs are usable."""
 SKEW = 60.0
 """Seconds by which a start may be in the past: callers' clocks differ."""
+LATEST = 253_370_764_800.0
+"""The year 9999, which no booking may reach: no message can hold the times after it."""
 
 _log = get_logger(__name__)
 
@@ -79,8 +81,10 @@ class Calendar:
             if (known := self.bookings.replay(wish)) is not None:
                 return known
             wall = self.clock.wall().timestamp()
-            if wish.start < wall - SKEW:
-                message = f"start_time ({local(wish.start)}) is in the past"
+            if not wall - SKEW <= wish.start < LATEST:
+                message = (
+                    f"start_time ({local(min(wish.start, LATEST))}) is in the past, or after the year 9998"
+                )
                 raise InvalidArgumentError(message, field="booking.start_time")
             if len(self.bookings.open) >= MOST_OPEN:
                 message = f"{MOST_OPEN} bookings are open, which is the maximum; cancel some"
