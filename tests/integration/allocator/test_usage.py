@@ -115,16 +115,21 @@ async def test_what_is_wrong_is_named(tmp_path: Path) -> None:
             await client.usage.GetReservationUsage(api.GetReservationUsageRequest(name="reservations/rnone"))
 
 
-async def test_who_is_no_admin_sees_its_own() -> None:
+async def test_who_is_no_admin_sees_its_own_in_any_year() -> None:
     used = [Used(owner, "", {}, "", "", Tally(granted=7), 1) for owner in ("ann", "ben")]
 
     async def query(*_: object) -> list[Used]:
         return used
 
     servicer = UsageServicer(SimpleNamespace(clock=ManualClock(), query=query))  # type: ignore[arg-type]
-    for role, seen in ((Role.ADMIN, ["ann", "ben"]), (Role.OPERATOR, ["ann"])):
+    first, last = Timestamp(seconds=-62_135_596_800), Timestamp(seconds=253_402_300_799)
+    everybody = ["ann", "ben"]
+    for role, seen, since, until in (
+        (Role.ADMIN, everybody, last, None),
+        (Role.OPERATOR, ["ann"], None, first),
+    ):
         set_principal(Principal("ann", role, "token"))
-        request = api.QueryUsageRequest(group_by=GroupBy.GROUP_BY_USER)
+        request = api.QueryUsageRequest(group_by=GroupBy.GROUP_BY_USER, since=since, until=until)
         answer = await servicer.QueryUsage(request, None)  # type: ignore[arg-type]
         assert [row.user for row in answer.rows] == seen
         assert answer.total.ended_count == len(seen)

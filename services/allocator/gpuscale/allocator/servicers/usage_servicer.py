@@ -16,8 +16,10 @@ from gpuscale.common.errors import InvalidArgumentError
 from gpuscale.common.filters import compile_filter, listed
 from gpuscale.common.security.auth import Context, Role, current_principal
 
-SPAN = timedelta(days=30)
-"""Default period."""
+SPAN = 30 * DAY
+"""Default period, in milliseconds."""
+YEARS = -719_162, 2_932_896
+"""The first day that a message can hold, and the last; in days since 1970."""
 _CAUSES = {str(one): api.Reservation.EndCause.Value(f"END_CAUSE_{one.name}") for one in EndCause}
 _Request = api.QueryUsageRequest
 NOTHING = Used("", "", {}, "", "", Tally(), 0)
@@ -49,7 +51,8 @@ class UsageServicer(api.UsageServiceServicer):
         asked = wire.asked_period(request)
         wall = self.accounting.clock.wall()
         until = asked.until or max(wall, asked.since or wall)
-        since, to = (int(one.timestamp() * 1000) for one in (asked.since or until - SPAN, until))
+        to = int(until.timestamp() * 1000)
+        since = int(asked.since.timestamp() * 1000) if asked.since else to - SPAN
         first = since // DAY  # in days of UTC since 1970
         last = max(first + 1, -(-to // DAY))
         caller, meets = current_principal(), compile_filter(request.filter, api.UsageRow)
@@ -125,7 +128,7 @@ class UsageServicer(api.UsageServiceServicer):
 
 
 def _midnight(day: int) -> datetime:
-    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(days=day)
+    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(days=min(max(day, YEARS[0]), YEARS[1]))
 
 
 def _row(one: Used) -> api.UsageRow:
