@@ -23,7 +23,7 @@ from gpuscale.dashboard import frame
 from gpuscale.dashboard.facts import Facts
 from gpuscale.dashboard.feed import CONNECTING
 from gpuscale.dashboard.frame import DashboardSite
-from gpuscale.dashboard.pages import audit, endpoints, reservations
+from gpuscale.dashboard.pages import audit, endpoints, reservations, usage
 from gpuscale.dashboard.visitors import VisitorActions, VisitorSession
 from tests.support.cli import python
 from tests.support.waiting import eventually
@@ -150,3 +150,19 @@ async def test_a_page_that_is_left_open_shows_no_charts_of_an_endpoint_that_is_g
 def test_a_busy_host_is_nothing_to_warn_of() -> None:
     ran = python(SLOWLY)
     assert (ran.code, ran.err) == (0, "")
+
+
+async def test_who_signed_in_sees_the_own_usage_until_the_end_of_a_day(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was that of the dashboard's token: none. And the last day that was chosen did not count."""
+    told = allocator_api.QueryUsageResponse(rows=[allocator_api.UsageRow(user="ann")])
+    query = AsyncMock(return_value=told)
+    actions = Mock(ask=lambda act: act(Mock(usage=Mock(QueryUsage=query))), signed_out=False)
+    with opened(monkeypatch) as page:
+        usage.usage_page(DashboardSite(Facts(), Mock(), "", lambda: actions, Mock()))
+        *_, until = [one for one in page.elements.values() if isinstance(one, ui.input)]
+        [table] = [one for one in page.elements.values() if isinstance(one, ui.table)]
+        until.value = "9999-12-31"
+        await eventually(lambda: [row["whose"] for row in table.rows] == ["ann"])
+        await eventually(lambda: query.call_args.args[0].until.ToJsonString() == "9999-12-31T23:59:59Z")

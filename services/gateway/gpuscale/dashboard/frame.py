@@ -78,6 +78,10 @@ class DashboardSite:
         self.gpus = per_version(self.facts, self.facts.gpus)
         self.gpu_rows = per_version(self.facts, lambda: GPUS.rows(self.gpus()))
 
+    async def ask(self, actions: VisitorActions | None, act: Callable[[AsyncClient], Awaitable[T]]) -> T:
+        """Call the gateway as the visitor; as the dashboard itself if no one signed in."""
+        return await (act(self.client) if actions is None else actions.ask(act))
+
 
 @contextmanager
 def page(site: DashboardSite, title: str) -> Generator[None]:

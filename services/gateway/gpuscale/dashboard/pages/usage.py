@@ -34,18 +34,20 @@ def usage_page(site: DashboardSite) -> None:
             USAGE.columns, key="whose", links=("whose",), empty="no usage in this period that you may see"
         )
 
+    actions = site.actions()
+
     async def refresh() -> None:
         by, now = str(kind.value), datetime.now(UTC)
         first, last = (day_of(str(day.value or "")) for day in days)
         request = allocator_api.QueryUsageRequest(
             since=to_timestamp(first or now - timedelta(days=SPANS[str(span.value)])),
-            until=None if last is None else to_timestamp(last),
+            until=None if last is None else to_timestamp(last + timedelta(days=1, seconds=-1)),
             group_by=allocator_api.QueryUsageRequest.GroupBy.Value(f"GROUP_BY_{by.upper()}"),
             order_by="granted_gpu_microseconds desc",
             page_size=1000,
         )
         with reading("the usage", why):
-            found = await site.client.usage.QueryUsage(request)
+            found = await site.ask(actions, lambda client: client.usage.QueryUsage(request))
             why.text = "UTC days; hours of whole GPUs"
             total = {name: str(cell) for name, cell in USAGE.row(found.total).items()}
             tiles.show(GPU_hours=total["granted"], **{one: total[one] for one in ("busy", "idle", "energy")})
