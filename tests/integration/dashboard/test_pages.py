@@ -12,11 +12,12 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 from nicegui import Client, app, ui
 from nicegui.app.app import State
+from nicegui.elements.mixins.text_element import TextElement
 from starlette.requests import Request
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
-from gpuscale.client import UnavailableError
+from gpuscale.client import NotFoundError, UnavailableError
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.security.auth import Role
 from gpuscale.dashboard import frame
@@ -83,17 +84,40 @@ async def test_only_what_is_a_visitors_own_can_be_released(monkeypatch: pytest.M
         )
 
 
+async def test_a_reservation_that_is_not_there_has_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its page said of the job that it had not started yet."""
+    actions = Mock(ask=AsyncMock(side_effect=NotFoundError("no reservation r1")), signed_out=False)
+    with opened(monkeypatch) as page:
+        reservations.reservation_page(DashboardSite(Facts(), Mock(), "", lambda: actions, Mock()), "r1")
+        [job] = [one for one in page.elements.values() if isinstance(one, TextElement) and one.text == "Job"]
+        await eventually(lambda: actions.ask.await_count > 0)
+        assert not all(one.visible for one in job.ancestors())
+
+
+async def test_an_order_of_replicas_is_what_the_field_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number with too many digits did nothing, and 2.7 asked for 2 and then showed 3."""
+    site = DashboardSite(Facts(), Mock(), "", Mock, Mock())
+    with opened(monkeypatch) as page:
+        endpoints.endpoint_acts(site, lambda: None)
+        [order] = [one for one in page.elements.values() if isinstance(one, ui.number)]
+        for typed, shown in ((1e11, 100_000), (-1.0, 0), (2.7, 3)):
+            order.value = typed
+            assert order.value == shown
+
+
 @pytest.mark.parametrize("role", [Role.VIEWER, Role.ADMIN])
 async def test_what_a_role_may_not_read_is_not_offered(role: Role, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A viewer read `no call matches` below the refusal, and was led to a log that is refused."""
+    """A viewer read `no call matches` below the refusal, was led to a log that is refused, and had a column for buttons."""
     actions = VisitorActions(Mock(), VisitorSession("token", math.inf, role), SystemClock())
     monkeypatch.setattr(VisitorActions, "ask", AsyncMock(return_value=[]))
     site = DashboardSite(Facts(), Mock(), "", lambda: actions, Mock())
     with opened(monkeypatch) as page:
         audit.audit_page(site)
         endpoints.replica_page(site, "chat", "r1")
+        reservations.reservations_page(site)
         found = list(page.elements.values())
-        [table] = [one for one in found if isinstance(one, ui.table)]
+        table, held = [one for one in found if isinstance(one, ui.table)]
+        assert any(column["name"] == "act" for column in held.columns) == (role is Role.ADMIN)
         [log] = [one for one in found if isinstance(one, ui.link) and one.text.startswith("view or save")]
         await eventually(lambda: (table.visible, log.visible) == (role is Role.ADMIN,) * 2)
         labels = [one.text for one in found if isinstance(one, ui.label)]
@@ -143,6 +167,9 @@ async def test_a_page_that_is_left_open_shows_no_charts_of_an_endpoint_that_is_g
             return all(one.visible for one in chart.ancestors())
 
         assert visible()
+        texts = [one for one in page.elements.values() if isinstance(one, TextElement)]
+        [what_if] = [one for one in texts if one.text == "What if"]
+        assert not all(one.visible for one in what_if.ancestors()), "there is no slider to move yet"
         facts.endpoints = []
         assert not visible()
 

@@ -82,10 +82,11 @@ def test_who_has_to_leave_is_told_so_why_and_until_when() -> None:
     held = allocator_api.Reservation(state=allocator_api.Reservation.STATE_ACTIVE, remaining={"seconds": 600})
     held.end_reason = "preempted for a request of ann with priority 5"
     held.notes.append("idle for 2 h")
+    held.job.title = "night"
     held.expire_time.FromDatetime(now + timedelta(seconds=600))
     held.revoke_time.FromDatetime(now + timedelta(seconds=30))
     row = rows.reservation_row(held, {}, now)
-    assert (row["state"], row["left"]) == ("active,leaving", "30 s")
+    assert (row["state"], row["left"], row["title"]) == ("active,leaving", "30 s", "night")
     assert row["notes"] == "preempted for a request of ann with priority 5; idle for 2 h"
     assert rows.time_left(held, now + timedelta(seconds=31)) == "0 s"
 

@@ -162,6 +162,7 @@ RESERVATIONS = ResourceTable[allocator_api.Reservation](
         ),
     ),
     where=("where", lambda one: places((node_of(gpu), gpu.index) for gpu in one.gpus)),
+    title=("", lambda one: one.job.title),
     # What a reservation alone does not tell.
     used=("used", lambda _: humanize.UNKNOWN),
     left=("time left", lambda _: humanize.UNKNOWN),

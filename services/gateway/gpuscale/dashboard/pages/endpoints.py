@@ -105,7 +105,8 @@ def endpoint_acts(site: DashboardSite, found: Callable[[], autoscaler_api.Endpoi
         group = ui.select(groups or [""], value=groups[0] if groups else "", label="capability set")
         group.props("dense").set_visibility(bool(groups))
         # The current number is no order, so that a stray click removes nothing.
-        order = ui.number("replicas", value=known.status.desired_replicas, min=0, precision=0).props("dense")
+        order = ui.number("replicas", value=known.status.desired_replicas, min=0, max=100_000, precision=0)
+        order.props("dense").on_value_change(order.sanitize)
 
         async def ordered() -> None:
             one = found()
@@ -140,9 +141,12 @@ class WhatIf:
         self._endpoint = endpoint
         self._stated: dict[str, float] = {}
         self._offered: set[str] = set()
-        heading("What if")
-        self._panel = ui.element("div").classes("gs-panel")
+        self._panel = ui.column().classes("full-width")
+        self._panel.set_visibility(False)  # until there is a slider
         with self._panel:
+            heading("What if")
+            panel = ui.element("div").classes("gs-panel")
+        with panel:
             self._sliders = ui.element("div").classes("gs-charts")
             self._said = ui.label("move a slider to try values; nothing is changed")
             self._said.props("aria-live=polite")
@@ -155,6 +159,7 @@ class WhatIf:
             if not read or one.signal in self._offered:
                 continue
             self._offered.add(one.signal)
+            self._panel.set_visibility(True)
             most = 2 * max(1.0, *read)
             with self._sliders, ui.element("div"):
                 shown = ui.label(f"{one.signal}: {read[-1]:g}")

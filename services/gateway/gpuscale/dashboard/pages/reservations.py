@@ -35,8 +35,12 @@ def reservations_page(site: DashboardSite) -> None:
     with page(site, "Reservations"):
         tiles = Tiles("holding", "waiting", "GPUs reserved", "GPUs reserved and idle")
         actions = site.actions()
-        columns = {**rows.RESERVATIONS.columns, "notes": "notes", **({ACT: "act"} if actions else {})}
-        wanted = PageAddress().text("filter", "filter: holder, tenant, owner, place")
+        may = actions is not None and actions.may("allocator.v1.AllocatorService/ReleaseReservation")
+        columns = {
+            **rows.RESERVATIONS.columns,
+            **{name: name for name in ("title", "notes", *([ACT] if may else ()))},
+        }
+        wanted = PageAddress().text("filter", "filter: holder, title, tenant, place")
         table = ListTable(columns, key="name", links=("name",), empty="no reservations, or none match")
         if actions is not None:
 
@@ -64,7 +68,7 @@ def reservations_page(site: DashboardSite) -> None:
     async def queue() -> None:
         """Query places in the queue, whose changes a watch does not report, and what the visitor may release."""
         with suppress(GpuscaleError):  # the header shows the problem
-            found = await (waiting_or_own(site.client) if actions is None else actions.ask(waiting_or_own))
+            found = await site.ask(actions, waiting_or_own)
             places.clear()
             places.update({one.name: one for one in found})
             draw()
@@ -112,11 +116,12 @@ def reservation_page(site: DashboardSite, reservation: str) -> None:
             whole = ui.link("view or save the full output", f"/{name}/output", new_tab=True)
             wrote = ui.label().classes("gs-log").props("tabindex=0 role=log aria-label=output")
     actions = site.actions()
-    whole.set_visibility(False)
+    for unknown in (whole, ran):
+        unknown.set_visibility(False)
 
     async def look() -> None:
         with frame.reading("the reservation", why):
-            one = await (_asked(name, site.client) if actions is None else actions.ask(partial(_asked, name)))
+            one = await site.ask(actions, partial(_asked, name))
             row = rows.reservation_row(one, {gpu.uuid: gpu for gpu in site.gpus()}, datetime.now(UTC))
             head.text = f"{reservation} {one.job.title}".rstrip()
             why.text = "\n".join(filter(None, (str(row["notes"]), advice(one), one.job.queue_order)))
