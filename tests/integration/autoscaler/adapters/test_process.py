@@ -200,7 +200,7 @@ async def test_a_user_for_replicas_that_cannot_be_had_is_refused_at_the_start(tm
     [
         ("unheard-of", {}, "this adapter has no template unheard-of"),
         ("crash", {"code": "1; reboot"}, "parameter code of template crash must be a whole number"),
-        ("missing", {}, "cannot be started: No such file or directory"),
+        ("missing", {}, "cannot be started: /no/such/program: No such file or directory"),
     ],
 )
 async def test_what_cannot_be_started_has_failed_and_says_why(

@@ -289,7 +289,8 @@ class LocalReplica:
         try:
             process = await WorkerProcess.start(launch, self.context.logs.path(self.name), self.context.user)
         except OSError as error:
-            self._ended(None, f"cannot be started: {error.strerror or error}")
+            why = filter(None, ("cannot be started", error.filename, error.strerror))
+            self._ended(None, ": ".join(map(str, why)))
             return
         await tasks.hit_async("adapter.start.after_spawn")
         _log.info("replica started", replica=self.name, pid=process.id.pid, argv=list(launch.argv))
