@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
-from gpuscale.api.allocator.v1 import PolicyStanding, Reservation, ReservedGpu
+from gpuscale.api.allocator.v1 import JobMember, PolicyStanding, Reservation, ReservedGpu
 from gpuscale.api.audit.v1 import AuditEvent
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.api.monitor.v1 import Node, RecordedGpu
@@ -19,7 +19,7 @@ from gpuscale.cli.console.output import Output
 from gpuscale.cli.console.terminal import TYPED, folded, write_lines
 from gpuscale.cli.grammar.jsonpath import Format
 from gpuscale.cli.grammar.parameters import local_text
-from gpuscale.cli.views.allocator import JOBS, RESERVATIONS, STANDINGS
+from gpuscale.cli.views.allocator import JOB_MEMBERS, JOBS, RESERVATIONS, STANDINGS
 from gpuscale.cli.views.autoscaler import ADAPTERS, REPLICAS
 from gpuscale.cli.views.monitor import AUDIT, RECORDED_GPUS
 
@@ -283,6 +283,21 @@ def test_gpus_are_counted_by_model(models: list[str], shown: str) -> None:
 def test_a_share_is_not_shown_as_a_whole_gpu(milli: int, shown: str) -> None:
     gpus = [ReservedGpu(model="NVIDIA H100 80GB HBM3", milli=milli)] * 2
     assert shown in Output().table([Reservation(gpus=gpus)], RESERVATIONS)[1]
+
+
+@pytest.mark.parametrize(
+    ("code", "why", "shown"),
+    [
+        (137, "", "killed by SIGKILL, often for want of memory"),
+        (139, "", "killed by SIGSEGV"),
+        (137, "its time limit has passed", "its time limit has passed"),
+        (255, "", "-"),
+        (1, "", "-"),
+    ],
+)
+def test_a_command_that_a_signal_ended_says_which(code: int, why: str, shown: str) -> None:
+    [column] = [one for one in JOB_MEMBERS.columns if one.heading == "WHY"]
+    assert column.cell(JobMember(exit_code=code, end_reason=why)) == shown
 
 
 def test_only_the_wide_table_says_what_an_adapter_can_do() -> None:

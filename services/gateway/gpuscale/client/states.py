@@ -3,6 +3,7 @@
 Combines health, known to the fleet, with cordons, known to the allocator. Pure.
 """
 
+import signal
 from collections.abc import Iterable, Mapping
 
 from gpuscale.api.allocator import v1 as allocator_api
@@ -19,6 +20,7 @@ _GPU_STATES = {number: name.removeprefix("GPU_STATE_") for name, number in types
 _NODE_STATES = {number: name.removeprefix("NODE_STATE_") for name, number in monitor_api.NodeState.items()}
 _ANSWERING = {"OK", "DEGRADED", "SLOW", "DIVIDED"}
 _WORKING = {"OK", "SLOW", "DIVIDED", "RELEASED"}
+_SIGNALS = {int(one): one.name for one in signal.Signals}
 _ONLINE, _QUARANTINED = "ONLINE", "QUARANTINED"
 
 
@@ -93,6 +95,13 @@ def advice(reservation: allocator_api.Reservation) -> str:
     if reservation.HasField("job") and "preempted for" in reservation.end_reason:
         return "to let a job save its work and start again by itself: run --on-move signal:TERM"
     return ""
+
+
+def ended_by(one: allocator_api.JobMember) -> str:
+    """Why a member of a job ended; the signal where its exit code is all that tells."""
+    by = "" if one.end_reason else _SIGNALS.get(one.exit_code - 128, "")
+    often = ", often for want of memory" if by == "SIGKILL" else ""
+    return f"killed by {by}{often}" if by else one.end_reason
 
 
 def scored(gpu: allocator_api.ReservedGpu) -> str:

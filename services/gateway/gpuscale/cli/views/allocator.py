@@ -27,7 +27,7 @@ from gpuscale.cli.console.cells import (
 )
 from gpuscale.cli.console.output import ABSENT
 from gpuscale.cli.grammar.parameters import format_duration
-from gpuscale.client.states import estimate, revoked_early, scored
+from gpuscale.client.states import ended_by, estimate, revoked_early, scored
 from gpuscale.common import wire
 from gpuscale.common.names import node_of
 from gpuscale.common.sizes import hours_text
@@ -123,7 +123,7 @@ JOB_MEMBERS = View[api.JobMember](
         Column("FROM", lambda one: moment(one, "start_time"), wide=True),
         Column("UNTIL", lambda one: moment(one, "end_time"), wide=True),
         Column("EXIT", lambda one: number(one, "exit_code")),
-        Column("WHY", lambda one: text(one.end_reason)),
+        Column("WHY", lambda one: text(ended_by(one))),
     ),
 )
 

@@ -17,7 +17,7 @@ from nicegui.events import GenericEventArguments
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.client import AsyncClient, GpuscaleError, NotFoundError, pages_async
 from gpuscale.client.orders import kept_output
-from gpuscale.client.states import advice, scored
+from gpuscale.client.states import advice, ended_by, scored
 from gpuscale.common.secrets import write_private
 from gpuscale.common.sizes import counted
 from gpuscale.common.wire import to_datetime
@@ -92,7 +92,7 @@ MEMBERS = ResourceTable[allocator_api.JobMember](
     start=("started", lambda one: humanize.clock(one.start_time)),
     end=("ended", lambda one: humanize.clock(one.end_time)),
     code=("exit code", lambda one: one.exit_code if one.HasField("exit_code") else humanize.UNKNOWN),
-    reason=("why", lambda one: one.end_reason),
+    reason=("why", ended_by),
 )
 _PART = 65_536
 LOOK_AGAIN = 5.0
