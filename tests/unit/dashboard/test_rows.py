@@ -9,7 +9,7 @@ from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.names import short_holder
 from gpuscale.dashboard import humanize, rows
-from gpuscale.dashboard.facts import Facts
+from gpuscale.dashboard.facts import Facts, GpuSummary
 
 
 def sorted_cells(*cells: str, descending: bool = False) -> list[str]:
@@ -89,6 +89,14 @@ def test_who_has_to_leave_is_told_so_why_and_until_when() -> None:
     assert (row["state"], row["left"], row["title"]) == ("active,leaving", "30 s", "night")
     assert row["notes"] == "preempted for a request of ann with priority 5; idle for 2 h"
     assert rows.time_left(held, now + timedelta(seconds=31)) == "0 s"
+
+
+def test_what_has_ended_is_not_used_by_who_has_its_gpus_now() -> None:
+    gpus = {"u": GpuSummary("a", "u", 0, "H100", "ok", utilization=4.0)}
+    held = allocator_api.Reservation(state=allocator_api.Reservation.STATE_ACTIVE, gpus=[{"uuid": "u"}])
+    assert rows.reservation_row(held, gpus, datetime.now(UTC))["used"] == "4 % busy, - memory"
+    held.state = allocator_api.Reservation.STATE_RELEASED
+    assert rows.reservation_row(held, gpus, datetime.now(UTC))["used"] == "-"
 
 
 def test_what_waits_is_counted_and_stands_first_in_the_order_of_the_queue() -> None:

@@ -181,7 +181,8 @@ RESERVATIONS = ResourceTable[allocator_api.Reservation](
 def reservation_row(one: allocator_api.Reservation, gpus: Mapping[str, GpuSummary], now: datetime) -> Row:
     """The row of a reservation; `gpus` by UUID tell how much of it is used."""
     row = {**RESERVATIONS.row(one), "left": time_left(one, now)}
-    known = [gpus[gpu.uuid] for gpu in one.gpus if gpu.uuid in gpus]
+    held = one.gpus if one.state == one.STATE_ACTIVE else ()  # others may have those of one that ended
+    known = [gpus[gpu.uuid] for gpu in held if gpu.uuid in gpus]
     busy, memory = mean(gpu.utilization for gpu in known), mean(gpu.memory_percent for gpu in known)
     if busy is not None or memory is not None:
         idle = " · idle" if one.usage.idle else ""
