@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
 from itertools import takewhile
+from typing import NamedTuple
 
 from gpuscale.allocator.domain.accounting import DAY, GPU_HOUR, MonthlyUse, month_of
 from gpuscale.allocator.domain.bookings import Booking, Bookings, local
@@ -249,8 +250,7 @@ class Foreseen:
     latest: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class QueuePlace:
+class QueuePlace(NamedTuple):
     """A request's place: how many precede it, why it is not served, and why it stands there (empty without past use).
 
     `start` is when it is served if every lease ends in time; None if unknown. `foreseen` is better, if known.
@@ -261,6 +261,20 @@ class QueuePlace:
     start: float | None = None
     foreseen: Foreseen | None = None
     order: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class Alike:
+    """The `count` requests that differ in nothing that decides whether they are served, and what the last look at one found.
+
+    `obstacle` is as in `Waiter`. `found` is None if nothing has changed that could help: each keeps its own obstacle.
+    """
+
+    key: tuple[object, ...] = ()
+    count: int = 0
+    version: int = -1
+    found: QueueObstacle | None = None
+    obstacle: QueueObstacle | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -275,6 +289,7 @@ class Waiter:
     number: int
     since: float
     until: float
+    alike: Alike = field(default_factory=Alike)
     place: QueuePlace | None = None
     obstacle: QueueObstacle | None = None
     foreseen: Foreseen | None = None
@@ -313,10 +328,10 @@ class Revoke:
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """No decision: a request was looked at and stays. Other work may run here."""
+    """No decision: requests up to this one were looked at and stay; these of them `moved`. Other work may run here."""
 
     waiter: Waiter
-    moved: bool
+    moved: Sequence[Waiter]
 
 
 Step = Grant | Revoke | Looked

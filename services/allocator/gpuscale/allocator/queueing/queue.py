@@ -39,6 +39,7 @@ from gpuscale.allocator.queueing.backfill import (
     renewed,
 )
 from gpuscale.allocator.queueing.model import (
+    Alike,
     Foreseen,
     Grant,
     LeaseTerms,
@@ -61,6 +62,9 @@ MOST_LEASES = 256
 """Most leases for a forecast: a placement frees and holds them temporarily."""
 MOST_LOOKED_AT = 2048
 """Leases from which those that end first are taken."""
+MOST_AT_ONCE = 32
+"""Most requests that get the answer of one alike before other work may run."""
+_ALIKE = attrgetter("ask", "tenant", "priority", "booking", "limit", "preemptible", "may_preempt")
 MOST_NAMED = 3
 """Most reservations that a message names."""
 
@@ -179,9 +183,11 @@ def in_turn(waiters: Collection[Waiter], promised: Collection[Waiter], world: Qu
     otherwise changing shares would move the promise, and nobody would ever fill it.
     """
     groups: dict[tuple[int, bool, str], deque[Waiter]] = {}
-    for waiter in sorted(waiters, key=lambda one: one.number):
-        key = (-waiter.priority, waiter not in promised, waiter.order.tenant)
-        groups.setdefault(key, deque()).append(waiter)
+    for waiter in sorted(waiters, key=attrgetter("number")):
+        key = (-waiter.order.priority, waiter not in promised, waiter.order.tenant)
+        if (line := groups.get(key)) is None:
+            line = groups[key] = deque()
+        line.append(waiter)
     turns = [(key[:2], _share_of(key, world), group[0].number, key) for key, group in groups.items()]
     heapq.heapify(turns)
     while turns:
@@ -192,8 +198,7 @@ def in_turn(waiters: Collection[Waiter], promised: Collection[Waiter], world: Qu
         group = groups[key]
         yield group.popleft()
         while group:
-            turn = (rank, _share_of(key, world), group[0].number, key)
-            if turns and turns[0] < turn:
+            if turns and turns[0] < (turn := (rank, _share_of(key, world), group[0].number, key)):
                 heapq.heappush(turns, turn)
                 break
             yield group.popleft()
@@ -247,6 +252,9 @@ class Queue:
         self._world = world
         self._rules = rules
         self._waiters: dict[str, Waiter] = {}
+        self._alike: dict[tuple[object, ...], Alike] = {}
+        self._version = 0
+        """Counts what may change an answer: answers to those alike are reused within one."""
         self._promises: dict[Waiter, Promise] = {}
         self._changed: Changed = set()
         self._number = 0
@@ -311,7 +319,10 @@ class Queue:
             self.expect_room()
         self._number += 1
         self.due = True
-        waiter = Waiter(order, self._number, now, until)
+        key = _ALIKE(order)
+        alike = self._alike.setdefault(key, Alike(key))
+        alike.count += 1
+        waiter = Waiter(order, self._number, now, until, alike)
         behind = any(one.priority >= waiter.priority for one in self._promises)
         self._pressing = self._pressing or order.may_preempt or not behind
         self._waiters[order.request_id] = waiter
@@ -328,7 +339,10 @@ class Queue:
 
     def remove(self, waiter: Waiter) -> None:
         """Remove a waiter from the queue; what was promised to it may help others."""
-        self._waiters.pop(waiter.order.request_id, None)
+        if self._waiters.pop(waiter.order.request_id, None):
+            waiter.alike.count -= 1
+            if not waiter.alike.count:
+                del self._alike[waiter.alike.key]
         self._give_up(waiter)
 
     def look(self, order: Order, now: float) -> Pick | Refusal | QueueObstacle:
@@ -359,6 +373,7 @@ class Queue:
         elif self._changed is not None:
             self._changed.update(nodes)
         self.due = self._pressing = True
+        self._version += 1
 
     def round(self, now: float) -> Iterator[Step]:
         """Go through the queue in turn. Carry out each decision before asking for the next one.
@@ -368,37 +383,67 @@ class Queue:
         changed, self._changed = self._changed, set()
         self.look_again, self.due, self._pressing = None, False, False
         self._hopeless, self._ripening = set(), set[int]()
+        self._version += 1
         refused: dict[Ask, QueueObstacle] = {}
         head: Waiter | None = None
-        position = 0
+        position = cheap = 0
+        moved: list[Waiter] = []
         for waiter in in_turn(list(self._waiters.values()), self._promises.copy(), self._world):
             if not self._waits(waiter):
                 continue
-            found = self._find(waiter, refused, changed, now)
-            if isinstance(found, Pick):
-                # Nobody was passed over, so what the first waiter leaves of its promise needs no round of its own.
-                if not position and (kept := self._promises.pop(waiter, None)):
-                    changed = None if changed is None else changed | kept.nodes
-                    refused.clear()
-                self.remove(waiter)
-                self._spends(waiter.order)
-                yield Grant(waiter, found)
-                continue
-            if found.reason is Reason.QUOTA_EXCEEDED:
-                self._give_up(waiter)
-            elif not waiter.order.booking:  # bookings are kept in any case
-                if head is None or waiter.order.may_preempt or waiter in self._promises:
-                    yield from self._keep(waiter, changed, now, first=head is None)
-                    if not self._waits(waiter):
-                        continue
-                head = head or waiter
-            promise = self._promises.get(waiter)
-            if waiter.order.may_preempt:
-                found = self._preempting(waiter, promise, found)
-            place = QueuePlace(position, found, promise.start if promise else None)
-            moved, waiter.place = place != waiter.place, place
-            position += 1
-            yield Looked(waiter, moved)
+            obstacle, promise = self._as_alike(waiter, head), None
+            if obstacle is None:
+                found, cheap = self._find(waiter, refused, changed, now), MOST_AT_ONCE
+                if isinstance(found, Pick):
+                    # Nobody was passed over, so what the first waiter leaves of its promise needs no round of its own.
+                    if not position and (kept := self._promises.pop(waiter, None)):
+                        changed = None if changed is None else changed | kept.nodes
+                        refused.clear()
+                    self.remove(waiter)
+                    self._spends(waiter.order)
+                    self._version += 1
+                    yield Grant(waiter, found)
+                    continue
+                yield from self._refused(waiter, found, changed, now, first=head is None)
+                if not self._waits(waiter):
+                    continue
+                if found.reason is not Reason.QUOTA_EXCEEDED and not waiter.order.booking:
+                    head = head or waiter
+                promise = self._promises.get(waiter)
+                obstacle = self._preempting(waiter, promise, found)
+            place = QueuePlace(position, obstacle, promise.start if promise else None)
+            if place != waiter.place:
+                waiter.place = place
+                moved.append(waiter)
+            position, cheap = position + 1, cheap + 1
+            if cheap >= MOST_AT_ONCE:
+                yield Looked(waiter, moved)
+                moved, cheap = [], 0
+        if moved:
+            yield Looked(moved[-1], moved)
+
+    def _refused(
+        self, waiter: Waiter, found: QueueObstacle, changed: Changed, now: float, *, first: bool
+    ) -> Iterator[Revoke]:
+        """Keep a promise for a request that is not served, or give up the one it has."""
+        if found.reason is Reason.QUOTA_EXCEEDED:
+            self._give_up(waiter)
+        elif not waiter.order.booking and (  # bookings are kept in any case
+            first or waiter.order.may_preempt or waiter in self._promises
+        ):
+            yield from self._keep(waiter, changed, now, first=first)
+
+    def _as_alike(self, waiter: Waiter, head: Waiter | None) -> QueueObstacle | None:
+        """Why a request is not served if one alike was looked at and nothing has changed since; None: it is to be looked at."""
+        alike = waiter.alike
+        if alike.version != self._version or waiter in self._promises:
+            return None
+        if alike.found is None:
+            return waiter.obstacle if head else None
+        if head is None and alike.found.reason is not Reason.QUOTA_EXCEEDED:
+            return None
+        waiter.obstacle = alike.obstacle
+        return alike.found
 
     def _waits(self, waiter: Waiter) -> bool:
         return self._waiters.get(waiter.order.request_id) is waiter
@@ -420,11 +465,24 @@ class Queue:
     def _find(
         self, waiter: Waiter, refused: dict[Ask, QueueObstacle], changed: Changed, now: float
     ) -> Pick | QueueObstacle:
-        if obstacle := over_quota(self._world, waiter.order):
+        order, alike = waiter.order, waiter.alike
+        one_of_many = not (order.booking or order.may_preempt or waiter in self._promises)
+        if first := one_of_many and alike.version != self._version:
+            alike.version, alike.found = self._version, None
+        if obstacle := over_quota(self._world, order):
             waiter.obstacle = None
-            return obstacle
-        if waiter.obstacle is not None and not _could_help(changed, waiter.order.ask):
+        elif waiter.obstacle is not None and not _could_help(changed, order.ask):
             return waiter.obstacle
+        else:
+            found = self._placed(waiter, refused, now)
+            if isinstance(found, Pick):
+                return found
+            obstacle = found
+        if first:
+            alike.found, alike.obstacle = obstacle, waiter.obstacle
+        return obstacle
+
+    def _placed(self, waiter: Waiter, refused: dict[Ask, QueueObstacle], now: float) -> Pick | QueueObstacle:
         ask = self._world.claim(waiter.order) if waiter.order.booking else waiter.order.ask
         if isinstance(ask, QueueObstacle):
             waiter.obstacle = None
@@ -497,7 +555,9 @@ class Queue:
         return promise_of(waiter, pick, now + self._rules.grace, [lease.id for lease in victims])
 
     def _preempting(self, waiter: Waiter, promise: Promise | None, found: QueueObstacle) -> QueueObstacle:
-        """The obstacle of a request that may preempt: who leaves for it, or when somebody may have to."""
+        """The obstacle of a request: if it may preempt, who leaves for it, or when somebody may have to."""
+        if not waiter.order.may_preempt:
+            return found
         if promise and promise.victims:
             waiter.foreseen = Foreseen(promise.start)
             first = ", ".join(f"reservations/{one}" for one in sorted(promise.victims)[:MOST_NAMED])

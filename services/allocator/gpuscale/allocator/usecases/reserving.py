@@ -148,7 +148,7 @@ class Waiting:
                 await self._foresee(waiter, waiter.place)
 
     def _told(self, waiter: Waiter, place: QueuePlace) -> QueuePlace:
-        return replace(place, foreseen=waiter.foreseen, order=self._queue.factors(waiter.order))
+        return place._replace(foreseen=waiter.foreseen, order=self._queue.factors(waiter.order))
 
     def expect_room(self) -> None:
         """Raises ResourceExhaustedError, QUEUE_FULL, if the queue is full."""
@@ -274,10 +274,11 @@ class Waiting:
                         asyncio.get_running_loop().call_later(REVOKE_AGAIN, self.changed, ())
 
                 self._commits.change(before, after).on_settled(settled)
-            case Looked(waiter, moved):
-                waits = self._entries.get(waiter.order.request_id) if moved else None
-                if waits and waiter.place and _is_news(waiter.place, waits.rung):
-                    waits.ring()
+            case Looked(_, moved):
+                for waiter in moved:
+                    waits = self._entries.get(waiter.order.request_id)
+                    if waits and waiter.place and _is_news(waiter.place, waits.rung):
+                        waits.ring()
         return True
 
     def grant(self, order: Order, pick: Pick) -> str:
