@@ -2,6 +2,9 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import nsmallest
+from itertools import islice
+from operator import attrgetter
 
 from gpuscale.allocator.domain.bookings import Booking, Bookings
 from gpuscale.allocator.domain.model import WHOLE, Ask, Order, Pick
@@ -83,8 +86,9 @@ class QueueWorld:
     def month(self, tenant: str) -> MonthStanding:
         return self.months.get(tenant, MonthStanding())
 
-    def expected(self, lease: LeaseTerms, now: float) -> LeaseTerms:
-        return self.likely.get(lease.id, lease)
+    def likely_first(self, looked_at: int, most: int, now: float) -> Sequence[LeaseTerms]:
+        first = [self.likely.get(one.id, one) for one in islice(self.ending_first(), looked_at)]
+        return nsmallest(most, first, key=attrgetter("ends"))
 
     def lasts(self, order: Order) -> float:
         return order.ttl

@@ -63,7 +63,7 @@ class Span:
 
 
 _Circle: TypeAlias = tuple[str, ...]
-_Profile: TypeAlias = tuple[int, Sequence[float], Sequence[float]]
+_Profile: TypeAlias = tuple[int, Sequence[float], Sequence[float], Sequence[float]]
 
 
 class Durations:
@@ -95,10 +95,11 @@ class Durations:
 
     def remaining(self, kin: Kin, age: float = 0.0) -> Span | None:
         """How much longer a reservation of this age will last; None if nothing was learned."""
-        self._learn()
+        if self._new:
+            self._learn()
         if not self._samples:
             return None
-        # Logarithms of samples, shortest first, and the cumulative sums of their weights.
+        # Logarithms of samples, shortest first, the cumulative sums of their weights, and the samples.
         known = self._profiles.get(kin)
         if known is None or self._count - known[0] >= STALE:
             points: list[tuple[float, float]] = []
@@ -110,20 +111,20 @@ class Durations:
             points.sort()
             if len(self._profiles) >= MOST:
                 self._profiles.clear()
-            sums = [*accumulate(weight for _, weight in points)]
-            known = self._profiles[kin] = self._count, [one for one, _ in points], sums
-        _, logs, weights = known
+            sums, found = [*accumulate(weight for _, weight in points)], [one for one, _ in points]
+            known = self._profiles[kin] = self._count, found, sums, [*map(exp, found)]
+        _, logs, weights, lengths = known
         at = bisect_right(logs, log(age)) if age >= 1 else 0
         if at == len(logs):
-            return Span(*(age * ((1 - part) ** (-1 / TAIL) - 1) for part in (LOW, 0.5, HIGH)))
-        before, total = weights[at - 1] if at else 0.0, weights[-1]
-        wanted = (before + part * (total - before) for part in (LOW, 0.5, HIGH))
-        return Span(*(exp(logs[min(bisect_right(weights, one), len(logs) - 1)]) - age for one in wanted))
+            return Span(*[age * ((1 - part) ** (-1 / TAIL) - 1) for part in (LOW, 0.5, HIGH)])
+        before, last = weights[at - 1] if at else 0.0, len(logs) - 1
+        wanted = [before + part * (weights[last] - before) for part in (LOW, 0.5, HIGH)]
+        return Span(*[lengths[min(bisect_right(weights, one), last)] - age for one in wanted])
 
 
 def kin_of(one: Reservation) -> Kin:
     """The kin of a reservation that holds GPUs."""
-    return Kin(one.owner, one.tenant, len(one.gpus), one.gpus[0].milli if one.gpus else 0)
+    return Kin._make((one.owner, one.tenant, len(one.gpus), one.gpus[0].milli if one.gpus else 0))
 
 
 def kin_of_order(order: Order) -> Kin:

@@ -435,8 +435,8 @@ def due_at(reservation: Reservation) -> float:
 
 def leaves_at(reservation: Reservation) -> float:
     """When a reservation ends at the latest, however often it is renewed: revoked or at its limit; inf if neither."""
-    known = (reservation.revoke_at, reservation.until)
-    return min((one for one in known if one is not None), default=inf)
+    at, until = reservation.revoke_at, reservation.until
+    return min(inf if at is None else at, inf if until is None else until)
 
 
 def rebased(reservation: Reservation, now: float) -> Reservation:

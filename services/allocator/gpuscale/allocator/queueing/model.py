@@ -7,12 +7,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
-from itertools import takewhile
+from heapq import nsmallest
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 from gpuscale.allocator.domain.accounting import DAY, GPU_HOUR, MonthlyUse, month_of
 from gpuscale.allocator.domain.bookings import Booking, Bookings, local
-from gpuscale.allocator.domain.durations import Durations, kin_of, kin_of_order
+from gpuscale.allocator.domain.durations import Durations, Span, kin_of, kin_of_order
 from gpuscale.allocator.domain.ledger import Ledger, due_at, leaves_at
 from gpuscale.allocator.domain.model import Ask, Order, Pick, Reservation, State
 from gpuscale.allocator.placing.placer import Placer
@@ -126,6 +127,39 @@ class QueueWorld:
         return [self._terms(self.ledger.live[one]) for one in held]
 
     def ending_first(self) -> Iterator[LeaseTerms]:
+        """The terms of all leases by their end, as `_ending_first`."""
+        return map(self._terms, self._ending_first())
+
+    def likely_first(self, looked_at: int, most: int, now: float) -> Sequence[LeaseTerms]:
+        """Of the first by their end those whose likely end comes first, with it; each as it is where nothing is known of its kind.
+
+        An end that is certain, such as that of a revoked lease, is the likely one.
+        """
+        first = [*islice(self._ending_first(), looked_at)]
+        spans = [self._span(one, now) for one in first]
+        ends = [
+            due_at(one) if span is None else min(now + span.early, leaves_at(one))
+            for one, span in zip(first, spans, strict=True)
+        ]
+        return [
+            self._expected(first[nth], spans[nth], now)
+            for nth in nsmallest(most, range(len(first)), key=ends.__getitem__)
+        ]
+
+    def _span(self, one: Reservation, now: float) -> Span | None:
+        """How much longer it will last; None if nothing is known of its kind, or its end is certain."""
+        if one.revoke_at is not None or self.ledger.closing(one.id):
+            return None
+        return self.durations.remaining(kin_of(one), now - self.granted_at(one))
+
+    def _expected(self, one: Reservation, span: Span | None, now: float) -> LeaseTerms:
+        if span is None:
+            return self._terms(one)
+        most = leaves_at(one)
+        low, likely, high = (min(now + left, most) for left in (span.low, span.early, span.high))
+        return replace(self._terms(one), ends=likely, earliest=low, latest=high)
+
+    def _ending_first(self) -> Iterator[Reservation]:
         """All leases by their end. Consume it at once: leases that come or go meanwhile are not followed.
 
         For many leases the order may be up to `ORDER_KEPT` old: no end is certain, so they need not be sorted each time. Those
@@ -141,9 +175,9 @@ class QueueWorld:
             self._order_uses = 1 + len(live) // ORDER_PART
             self._order_fence = self.ledger.fence
         self._order_uses -= 1
-        yield from (self._terms(live[one]) for one in self._order if one in live)
+        yield from filter(None, map(live.get, self._order))
         since = takewhile(lambda one: one.fence > self._order_fence, reversed(list(live.values())))
-        yield from (self._terms(one) for one in sorted(since, key=due_at) if not one.waiting)
+        yield from (one for one in sorted(since, key=due_at) if not one.waiting)
 
     def revocable(self) -> Sequence[LeaseTerms]:
         """The leases that are preemptible or revoked."""
@@ -163,7 +197,7 @@ class QueueWorld:
             priority=one.priority,
             # A lease not on disk yet cannot be revoked, and one whose end is being written need not be.
             preemptible=one.preemptible and one.state is not State.PENDING,
-            gpu_milli=sum(gpu.milli for gpu in one.gpus),
+            gpu_milli=sum([gpu.milli for gpu in one.gpus]),
             since=self.granted_at(one),
             ends=due_at(one),
             revoked=one.revoke_at is not None or self.ledger.closing(one.id),
@@ -180,17 +214,6 @@ class QueueWorld:
     def quota(self, tenant: str) -> Quota:
         """The quota of the tenant; one without limits if none is set."""
         return self.quotas.get(tenant, _UNLIMITED)
-
-    def expected(self, lease: LeaseTerms, now: float) -> LeaseTerms:
-        """The lease with its likely end; unchanged if nothing is known of its kind, or its end is certain."""
-        one = self.ledger.live.get(lease.id)
-        span = (
-            None if one is None or lease.revoked else self.durations.remaining(kin_of(one), now - lease.since)
-        )
-        if one is None or span is None:
-            return lease
-        low, likely, high = (min(now + left, leaves_at(one)) for left in (span.low, span.early, span.high))
-        return replace(lease, ends=likely, earliest=low, latest=high)
 
     def lasts(self, order: Order) -> float:
         """How many seconds a lease of this order probably lasts; as if not renewed if nothing is known."""

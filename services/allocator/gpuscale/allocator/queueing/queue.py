@@ -19,7 +19,6 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from heapq import nsmallest
 from itertools import islice
 from operator import attrgetter
 from typing import TypeAlias
@@ -80,8 +79,7 @@ def forecast(
 
     Leases may come and go between two items: the leases at the beginning count.
     """
-    looked_at = (world.expected(one, now) for one in islice(world.ending_first(), MOST_LOOKED_AT))
-    leases = nsmallest(MOST_LEASES, looked_at, key=attrgetter("ends"))
+    leases = world.likely_first(MOST_LOOKED_AT, MOST_LEASES, now)
     taken = {promise.waiter: promise for promise in promises}
     needed: dict[tuple[Ask, Sequence[str]], int] = {}
     after = now
