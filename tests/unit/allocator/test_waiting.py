@@ -131,6 +131,27 @@ async def test_who_stands_far_back_is_told_of_what_makes_a_difference() -> None:
         assert len(told[43]) <= 25
 
 
+async def test_who_moves_up_is_told_once_the_grant_is_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with queue_site(n0=1) as site:
+        held, wrote = await site.grant(wish("held", ttl=1000)), asyncio.Event()
+        first, second = (site.waiting.watch(wish(name), 100) for name in ("first", "second"))
+        assert [isinstance(await anext(one), QueuePlace) for one in (first, second)] == [True, True]
+        await site.release(held)
+        await asyncio.sleep(0)
+        monkeypatch.setattr(site.disk, "_write", wrote.wait)
+        moved = asyncio.create_task(anext(second))
+        await asyncio.sleep(2)
+        granted = await anext(first)
+        assert isinstance(granted, str)
+        assert not moved.done(), "a grant that cannot be written is taken back"
+        wrote.set()
+        place = await moved
+        assert isinstance(place, QueuePlace)
+        assert place.position == 0
+        await first.aclose()
+        await second.aclose()
+
+
 async def test_those_who_come_together_share_a_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     async with queue_site(n0=1) as site:
         held, foresee, forecasts = await site.grant(wish("held", ttl=1000)), site.queue.foresee, list[float]()

@@ -100,7 +100,7 @@ class Waiting:
         self._entries: dict[str, _Entry] = {}
         self._round: Iterator[Step] | None = None
         self._wake = asyncio.Event()
-        self._calls = 0
+        self._calls, self._served = 0, ""
         self._foreseeing = asyncio.Lock()
         self._foresee_again = 0.0
         self._foreseen_to = 0
@@ -186,7 +186,10 @@ class Waiting:
             while not entry.granted.done():
                 place, now = entry.waiter.place, loop.time()
                 if place is not None and (_is_news(place, told) or again <= now < until):
-                    told = place
+                    with suppress(TimeoutError):  # who is served is answered first, and may yet be taken back
+                        async with asyncio.timeout_at(until):
+                            await self._commits.wait(self._served)
+                    told = place = entry.waiter.place or place
                     again = min(now + FORESEE_AGAIN, until) if place.position < MOST_FORESEEN else until
                     await self._foresee(entry.waiter, place)
                     yield self._told(entry.waiter, place)
@@ -260,7 +263,8 @@ class Waiting:
                 self._round = None
             case Grant(waiter, pick):
                 entry = self._entries.pop(waiter.order.request_id)
-                entry.granted.set_result(self.grant(waiter.order, pick))
+                self._served = self.grant(waiter.order, pick)
+                entry.granted.set_result(self._served)
                 entry.ring()
             case Revoke(waiter, leases):
                 # Victims are told when they have to leave. A failed write is undone; the next round chooses again.
