@@ -20,7 +20,7 @@ class c_nvmlMemory_t:
     free: int
     used: int
 
-class c_nvmlMemory_v2_t:
+class c_nvmlMemory_v2_t(ctypes.Structure):
     total: int
     reserved: int
     free: int
@@ -40,7 +40,7 @@ class c_nvmlGridLicensableFeatures_v4_t:
     licensableFeaturesCount: int
     gridLicensableFeatures: Sequence[c_nvmlGridLicensableFeature_v4_t]
 
-class c_nvmlUtilization_t:
+class c_nvmlUtilization_t(ctypes.Structure):
     gpu: int
     memory: int
 
@@ -62,7 +62,7 @@ class c_nvmlValue_t:
     sllVal: int
     siVal: int
 
-class c_nvmlFieldValue_t:
+class c_nvmlFieldValue_t(ctypes.Structure):
     fieldId: int
     nvmlReturn: int
     valueType: int
@@ -249,7 +249,7 @@ def nvmlDeviceGetCurrPcieLinkGeneration(handle: c_nvmlDevice_t) -> int: ...
 def nvmlDeviceGetCurrPcieLinkWidth(handle: c_nvmlDevice_t) -> int: ...
 def nvmlDeviceGetFieldValues(
     handle: c_nvmlDevice_t, fieldIds: Sequence[int | tuple[int, int]]
-) -> Sequence[c_nvmlFieldValue_t]: ...
+) -> ctypes.Array[c_nvmlFieldValue_t]: ...
 def nvmlDeviceGetMigMode(handle: c_nvmlDevice_t) -> list[int]: ...
 def nvmlDeviceGetGpuInstanceId(handle: c_nvmlDevice_t) -> int: ...
 def nvmlDeviceGetMaxMigDeviceCount(handle: c_nvmlDevice_t) -> int: ...

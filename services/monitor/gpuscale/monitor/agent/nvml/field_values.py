@@ -7,7 +7,7 @@ GPM, the performance counters of Hopper and later, tells the activity of the uni
 samples (nvmlGpmMetricId_t). An error of GPM is no fault of the GPU, and GPM is then not asked again.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from struct import Struct
@@ -24,13 +24,15 @@ Value = float | int | bool | RecoveryAction
 Key = int | tuple[int, int]
 
 _HIGHEST_COUNT = 2.0**63 - 1
-_MEMBERS = {
-    pynvml.NVML_VALUE_TYPE_DOUBLE: "dVal",
-    pynvml.NVML_VALUE_TYPE_UNSIGNED_INT: "uiVal",
-    pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG: "ulVal",
-    pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG: "ullVal",
-    pynvml.NVML_VALUE_TYPE_SIGNED_LONG_LONG: "sllVal",
-    pynvml.NVML_VALUE_TYPE_SIGNED_INT: "siVal",
+_VALUE = Struct("@24xIi8s")
+"""An nvmlFieldValue_t: the type of its value, a code, and the value."""
+_KINDS = {
+    pynvml.NVML_VALUE_TYPE_DOUBLE: Struct("@d"),
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_INT: Struct("@I"),
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG: Struct("@L"),
+    pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG: Struct("@Q"),
+    pynvml.NVML_VALUE_TYPE_SIGNED_LONG_LONG: Struct("@q"),
+    pynvml.NVML_VALUE_TYPE_SIGNED_INT: Struct("@i"),
 }
 
 
@@ -65,10 +67,9 @@ def ask(
         for field in wanted:
             _stand_in(queries, field, found, readings)
         return readings
-    place = 0
+    told = _VALUE.iter_unpack(memoryview(found).cast("B"))
     for field in wanted:
-        value = _total(queries, field, found[place : place + len(field.keys)])
-        place += len(field.keys)
+        value = _total(queries, field, [next(told) for _ in field.keys])
         if isinstance(value, Failure):
             _stand_in(queries, field, value, readings)
         elif 0.0 <= value <= field.high or queries.within(field.name, value, high=field.high) is not None:
@@ -88,24 +89,23 @@ def _stand_in(queries: Queries, field: FieldReading, refusal: Failure, readings:
 
 
 def _total(
-    queries: Queries, field: FieldReading, values: Sequence[pynvml.c_nvmlFieldValue_t]
+    queries: Queries, field: FieldReading, values: Iterable[tuple[int, int, bytes]]
 ) -> float | Failure:
     total: float = 0
-    for value in values:
-        member = None if value.nvmlReturn else _MEMBERS.get(value.valueType)
-        if member is None:
-            return queries.attempt(field.name, _refusal, value, counted=False)
-        total += getattr(value.value, member)
+    for kind, code, value in values:
+        of_kind = None if code else _KINDS.get(kind)
+        if of_kind is None:
+            return queries.attempt(field.name, _refusal, kind, code, counted=False)
+        total += of_kind.unpack_from(value)[0]
     return total
 
 
-def _refusal(value: pynvml.c_nvmlFieldValue_t) -> Failure:
-    code = value.nvmlReturn
+def _refusal(kind: int, code: int) -> Failure:
     if code == pynvml.NVML_ERROR_INVALID_ARGUMENT:
         return Failure(ReadingStatus.NOT_SUPPORTED, "unknown to the driver")
     if code != pynvml.NVML_SUCCESS:
         raise pynvml.NVMLError(code)
-    return Failure(ReadingStatus.ERROR, f"the driver gave a value of unknown type {value.valueType}")
+    return Failure(ReadingStatus.ERROR, f"the driver gave a value of unknown type {kind}")
 
 
 ECC = (
@@ -221,8 +221,8 @@ GPM_METRICS = {
     "nvlink_received_bytes_per_second": pynvml.NVML_GPM_METRIC_NVLINK_TOTAL_RX_PER_SEC,
 }
 """GPM metrics by reading; GPM's units are percent and MiB/s."""
-_ANSWER = Struct("@Iid3P")
-"""An nvmlGpmMetric_t: the metric, a code, the value, and three names."""
+_ANSWERS = Struct("@" + len(GPM_METRICS) * "Iid24x")
+"""As many nvmlGpmMetric_t: of each the metric, a code, the value, and three names."""
 
 
 class Activity:
@@ -247,8 +247,9 @@ class Activity:
             return {}
         queries.calls += found  # nvmlGpmMetricsGet
         readings: Values = {}
-        answers = _ANSWER.iter_unpack(memoryview(self._request.metrics).cast("B")) if found else ()
-        for (name, metric), (of_metric, code, value, *_) in zip(GPM_METRICS.items(), answers, strict=False):
+        told = _ANSWERS.unpack_from(self._request.metrics) if found else ()
+        answers = zip(GPM_METRICS.items(), told[::3], told[1::3], told[2::3], strict=False)
+        for (name, metric), of_metric, code, value in answers:
             if code or not value >= 0 or of_metric != metric:  # or NaN
                 detail = f"GPM said {value:g} with code {code}"
                 queries.note((name,), Failure(ReadingStatus.NOT_SUPPORTED, detail))

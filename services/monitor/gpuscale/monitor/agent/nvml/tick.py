@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
+from struct import Struct
 from typing import Any
 
 import pynvml
@@ -131,6 +132,9 @@ _VGPU = pynvml.NVML_GRID_LICENSE_FEATURE_CODE_VGPU
 _NO_LICENCE = Failure(ReadingStatus.NOT_SUPPORTED, "the GPU needs no vGPU licence")
 _UNKNOWN_STATE = Failure(ReadingStatus.NOT_SUPPORTED, "unknown to the driver")
 
+# The members of the records that each tick reads: of ctypes, one alone costs as much as all of them so.
+_RATES = Struct("@2I")
+_MEMORY_V2 = Struct("@8x4Q")
 _Memory = tuple[int | None, int | None, int | None, int | None]
 _NO_MEMORY: _Memory = (None, None, None, None)
 
@@ -167,8 +171,9 @@ class Tick:
         utilization = memory_utilization = None
         found = queries.attempt("utilization", pynvml.nvmlDeviceGetUtilizationRates, handle)
         if (rates := queries.value(_UTILIZATION_FIELDS, found)) is not None:
-            utilization = queries.within(_UTILIZATION_FIELDS[0], rates.gpu, high=100.0)
-            memory_utilization = queries.within(_UTILIZATION_FIELDS[1], rates.memory, high=100.0)
+            busy, busy_memory = _RATES.unpack_from(rates)
+            utilization = queries.within(_UTILIZATION_FIELDS[0], busy, high=100.0)
+            memory_utilization = queries.within(_UTILIZATION_FIELDS[1], busy_memory, high=100.0)
         memory = self._memory()
         ask_heat = partial(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
         temperature = queries.number("temperature_celsius", ask_heat, high=_HIGHEST_CELSIUS)
@@ -211,7 +216,8 @@ class Tick:
             "memory v2", pynvml.nvmlDeviceGetMemoryInfo, self._handle, pynvml.nvmlMemory_v2
         )
         if not isinstance(found, Failure):
-            return self._plausible(found.total, found.used, found.free, found.reserved)
+            total, reserved, free, used = _MEMORY_V2.unpack_from(found)
+            return self._plausible(total, used, free, reserved)
         if found.status is ReadingStatus.NOT_SUPPORTED:
             older = self._queries.attempt("memory v1", partial(pynvml.nvmlDeviceGetMemoryInfo, self._handle))
             if not isinstance(older, Failure):
