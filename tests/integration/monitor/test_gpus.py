@@ -281,7 +281,7 @@ async def test_wires_are_known_once_both_ends_have_been_read() -> None:
 
 
 def linked(*ends: str | None) -> GpuSample:
-    return replace(sample(), link_ends=ends)
+    return sample()._replace(link_ends=ends)
 
 
 async def test_a_driver_that_is_silent_as_a_whole_is_interrupted_and_its_gpus_hang_until_they_are_read() -> (

@@ -91,7 +91,7 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
 def at(snapshot: Snapshot, seq: int) -> Snapshot:
     """The snapshot as if it was number `seq`, taken at that second."""
     views = (
-        replace(view, read_at=None if view.read_at is None else view.read_at + seq) for view in snapshot.gpus
+        view._replace(read_at=None if view.read_at is None else view.read_at + seq) for view in snapshot.gpus
     )
     host_read_at = None if snapshot.host_read_at is None else snapshot.host_read_at + seq
     taken_at = snapshot.taken_at + seq

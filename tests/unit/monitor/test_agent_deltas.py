@@ -106,7 +106,7 @@ def test_what_only_one_of_the_changed_gpus_has_is_told_of_that_one() -> None:
     "changes",
     [
         {"gpus": taken().gpus[::-1]},
-        {"gpus": tuple(replace(one, identity=replace(one.identity, model="B")) for one in taken().gpus)},
+        {"gpus": tuple(one._replace(identity=replace(one.identity, model="B")) for one in taken().gpus)},
         {"driver_version": "999.1"},
         {"gpu_problem": "NVML: driver not loaded"},
         {"epoch": "another"},

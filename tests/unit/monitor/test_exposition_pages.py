@@ -152,7 +152,7 @@ async def test_failed_readings_are_counted_by_reason_and_unsupported_ones_are_no
         Absent("energy_joules", ReadingStatus.NOT_SUPPORTED),
         Absent("processes", ReadingStatus.NO_PERMISSION),
     )
-    agent.gpus = (replace(view(0), reading=GpuReading(absent=absent)), view(1))
+    agent.gpus = (view(0)._replace(reading=GpuReading(absent=absent)), view(1))
     await agent.meter.collect()
     await agent.meter.collect()
     found = named(await agent.text(), "gpuscale_collection_reading_errors_total")

@@ -116,7 +116,7 @@ class Collector:
             if len(of_gpu) == 1 and reading.processes:
                 named = (replace(one, pod=of_gpu[0]) if one.pod else one for one in reading.processes)
                 reading = reading._replace(processes=tuple(named))
-            shown.append(replace(view, reading=reading, quarantine=quarantine, pods=of_gpu))
+            shown.append(view._replace(reading=reading, quarantine=quarantine, pods=of_gpu))
         return tuple(shown)
 
 

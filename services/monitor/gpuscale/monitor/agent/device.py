@@ -9,7 +9,7 @@ is answered in time. So at most one thread is ever stuck on it.
 
 import asyncio
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -199,7 +199,7 @@ class Device:
             self.identity, last, ordered_at=ordered_at, now=self._clock.now(), deadlines=self._deadlines
         )
         if self.identity.divided and shown.state in _ANSWERS:
-            return replace(shown, state=GpuState.DIVIDED)
+            return shown._replace(state=GpuState.DIVIDED)
         return shown
 
     def stop(self) -> None:

@@ -237,8 +237,7 @@ class MissingGpu:
     problem: str  # what the driver said
 
 
-@dataclass(frozen=True, slots=True)
-class GpuSample:
+class GpuSample(NamedTuple):
     """The result of one tick of a GPU."""
 
     state: GpuState
@@ -248,8 +247,7 @@ class GpuSample:
     refusals: int = 0  # driver calls that failed, also because the GPU does not support them
 
 
-@dataclass(frozen=True, slots=True)
-class Timed(Generic[T]):
+class Timed(NamedTuple, Generic[T]):
     """The result of a call, when it was ordered and when it returned."""
 
     value: T
@@ -282,8 +280,7 @@ class Quarantine(NamedTuple):
     since: datetime
 
 
-@dataclass(frozen=True, slots=True)
-class GpuView:
+class GpuView(NamedTuple):
     """A GPU as a snapshot shows it; `read_at` is None if it was never read."""
 
     identity: GpuIdentity

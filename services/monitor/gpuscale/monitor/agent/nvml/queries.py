@@ -5,8 +5,7 @@ readings are kept for a while. Every absent field is noted with its reason.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, TypeVarTuple
+from typing import Any, Generic, NamedTuple, TypeVar, TypeVarTuple
 
 import pynvml
 
@@ -20,8 +19,7 @@ Ts = TypeVarTuple("Ts")
 _SLACK_SECONDS = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """Why a call failed; `gone` is set if the GPU cannot be read at all."""
 
     status: ReadingStatus
@@ -29,8 +27,7 @@ class Failure:
     gone: GpuState | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class KeptAnswer(Generic[T]):
+class KeptAnswer(NamedTuple, Generic[T]):
     """An answer that is reused until `until`."""
 
     value: T | None
