@@ -154,41 +154,36 @@ def _cause(address: str, tls: ClientTls | None, patience: float) -> _Cause | Non
     if not (host and port.isdecimal()):
         return None
     with socket.create_connection((host, int(port)), patience) as connection:
-        if tls is not None:
-            return _failure(connection, host, tls)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
+        if tls is None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+            context.set_alpn_protocols(["h2"])
+            try:
+                context.wrap_socket(connection).close()
+            except OSError:
+                return None
+            return _TLS
+        context = ssl.create_default_context(cafile=tls.ca_file)
         context.set_alpn_protocols(["h2"])
+        if tls.cert_file is not None:
+            context.load_cert_chain(tls.cert_file, tls.key_file)
         try:
-            context.wrap_socket(connection).close()
-        except OSError:
-            return None
-        return _TLS
-
-
-def _failure(connection: socket.socket, host: str, tls: ClientTls) -> _Cause | None:
-    """The problem of a handshake with these files, if any."""
-    context = ssl.create_default_context(cafile=tls.ca_file)
-    context.set_alpn_protocols(["h2"])
-    if tls.cert_file is not None:
-        context.load_cert_chain(tls.cert_file, tls.key_file)
-    try:
-        secured = context.wrap_socket(connection, server_hostname=host, suppress_ragged_eofs=False)
-    except ssl.SSLCertVerificationError as error:
-        text = f"the certificate of {{address}} cannot be trusted: {error.verify_message}"
-        return _VERIFICATION.get(error.verify_code, _Cause(text, reason="UNKNOWN_AUTHORITY"))
-    except TimeoutError:
-        return None
-    except (ssl.SSLError, ConnectionError):
-        return _NOT_TLS
-    with secured:
-        try:
-            greeted = bool(secured.recv(1))
+            secured = context.wrap_socket(connection, server_hostname=host, suppress_ragged_eofs=False)
+        except ssl.SSLCertVerificationError as error:
+            text = f"the certificate of {{address}} cannot be trusted: {error.verify_message}"
+            return _VERIFICATION.get(error.verify_code, _Cause(text, reason="UNKNOWN_AUTHORITY"))
         except TimeoutError:
             return None
         except (ssl.SSLError, ConnectionError):
-            greeted = False
+            return _NOT_TLS
+        with secured:
+            try:
+                greeted = bool(secured.recv(1))
+            except TimeoutError:
+                return None
+            except (ssl.SSLError, ConnectionError):
+                greeted = False
     if greeted:
         return None
     # The server closes after a bad certificate, which Debian's Python 3.11.2 reports as a plain EOF.
