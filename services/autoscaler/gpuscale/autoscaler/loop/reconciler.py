@@ -342,7 +342,27 @@ class EndpointLoop:
         """
         deps, wall = self._deps, self._deps.clock.wall()
         acted = refusal is not None or after is not passed.live
-        outcome = _outcome(passed, refusal, after, preempts, spilled) if acted else passed.outcome
+        outcome = passed.outcome
+        if acted:
+            granted, steps = sum(one.granted for one in after), list(outcome.steps)
+            leased = [
+                sum(one.granted and one.lease is not None for one in has) for has in (passed.live, after)
+            ]
+            if leased[1] > leased[0]:
+                text = f"GPUs reserved for {leased[1] - leased[0]} more"
+                steps.append(Step(Stage.GPU, Code.GRANTED, outcome.granted, granted, text))
+            less = Counter(spilled[one.id] for one in after if one.lease is not None and one.id in spilled)
+            for text, count in less.items():
+                steps.append(Step(Stage.GPU, Code.SPILLED, granted, granted, f"{count} {text}"))
+            if refusal is not None:
+                text = refusal.text
+                if times := [one.revocation.leave_time for one in after if one.leaving and one.revocation]:
+                    until = clock_time(min(times))
+                    text = f"{text.rstrip('.')}; those that will lose their GPUs work on until {until}"
+                text = "; ".join([*(one.text for one in preempts), text])
+                desired = passed.endpoint.desired
+                steps += [*preempts, Step(refusal.stage, refusal.code, desired, granted, text)]
+            outcome = DecisionOutcome(granted, tuple(steps))
         endpoint, recorded, question = passed.endpoint, passed.recorded, passed.question
         news, last = (endpoint.etag, endpoint.desired, outcome.said), self._last_news
         self._last_news = news
@@ -388,34 +408,6 @@ class EndpointLoop:
         leaving = (one.revocation for one in after if one.leaving)
         pauses += [max(0.0, one.leave_at - self._deps.clock.now()) for one in leaving if one]
         return min(pauses)
-
-
-def _outcome(
-    passed: Pass,
-    refusal: StartRefusal | None,
-    after: Sequence[Replica],
-    preempts: Sequence[Step],
-    spilled: Mapping[str, str],
-) -> DecisionOutcome:
-    granted, steps = sum(one.granted for one in after), list(passed.outcome.steps)
-    leased = [
-        sum(one.granted and one.lease is not None for one in replicas) for replicas in (passed.live, after)
-    ]
-    if leased[1] > leased[0]:
-        text = f"GPUs reserved for {leased[1] - leased[0]} more"
-        steps.append(Step(Stage.GPU, Code.GRANTED, passed.outcome.granted, granted, text))
-    less = Counter(spilled[one.id] for one in after if one.lease is not None and one.id in spilled)
-    for text, count in less.items():
-        steps.append(Step(Stage.GPU, Code.SPILLED, granted, granted, f"{count} {text}"))
-    if refusal is not None:
-        text = refusal.text
-        if times := [one.revocation.leave_time for one in after if one.leaving and one.revocation]:
-            text = (
-                f"{text.rstrip('.')}; those that will lose their GPUs work on until {clock_time(min(times))}"
-            )
-        text = "; ".join([*(one.text for one in preempts), text])
-        steps += [*preempts, Step(refusal.stage, refusal.code, passed.endpoint.desired, granted, text)]
-    return DecisionOutcome(granted, tuple(steps))
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,20 +46,18 @@ def render(wire: api.PresetWish, path: str, default: Wish) -> tuple[Named, Endpo
             raise InvalidArgumentError(f"{path}.{field} {text}", field=f"{path}.{field}")
     spec = expand(preset.name, wish, f"{path}.parameters")
     own = (one._replace(field=one.field.removeprefix(".")) for one in spec_violations(spec, ""))
-    found = [_wished(one, path) for one in (*validation.violations(spec_to_wire(spec)), *own)]
+    found: list[FieldViolation] = []
+    for field, description in (*validation.violations(spec_to_wire(spec)), *own):
+        # The part of the wish that this part of its spec comes from.
+        if field.endswith(".service_time"):
+            found.append(FieldViolation(f"{path}.service_time", description))
+        elif field.startswith(("template", "min_replicas", "max_replicas", "capability_sets")):
+            found.append(FieldViolation(f"{path}.{field}", description))
+        else:
+            found.append(FieldViolation(f"{path}.parameters", f"lead to {field}, which {description}"))
     if found:
         raise InvalidArgumentError.of(found)
     return preset, spec
-
-
-def _wished(one: FieldViolation, path: str) -> FieldViolation:
-    """The part of a wish that a part of its spec comes from."""
-    field, description = one
-    if field.endswith(".service_time"):
-        return FieldViolation(f"{path}.service_time", description)
-    if field.startswith(("template", "min_replicas", "max_replicas", "capability_sets")):
-        return FieldViolation(f"{path}.{field}", description)
-    return FieldViolation(f"{path}.parameters", f"lead to {field}, which {description}")
 
 
 def _preset(name: str) -> api.Preset:

@@ -257,9 +257,14 @@ class ReplicaServers:
         values: list[float] = []
         told: dict[str, _Server] = {}
         if joint is not None:
-            spans = {replica: self._span(server, joint[0], oldest) for replica, server in servers.items()}
-            told = {replica: servers[replica] for replica, span in spans.items() if span is not None}
-            one = percentile((span for span in spans.values() if span is not None), joint[1])
+            spans: list[tuple[Latencies, Latencies]] = []  # at the beginning and at the end of the window
+            for replica, server in servers.items():
+                if self._fresh(server, oldest) and len(server.readings) >= 2:
+                    begin, end = (getattr(server.readings[at][1], joint[0]) for at in (0, -1))
+                    if begin is not None and end is not None:
+                        told[replica] = server
+                        spans.append((begin, end))
+            one = percentile(spans, joint[1])
             values = [] if one is None else [one]
         else:
             for replica, server in servers.items():
@@ -290,13 +295,6 @@ class ReplicaServers:
         lately = (one for one in reversed(server.readings) if one[0] <= last[0] - RATE_WINDOW)
         read = METRICS.get(metric)
         return None if read is None else read(next(lately, server.readings[0]), last)
-
-    def _span(self, server: _Server, histogram: str, oldest: float) -> tuple[Latencies, Latencies] | None:
-        """A histogram of a replica at the beginning and at the end of the window."""
-        if not self._fresh(server, oldest) or len(server.readings) < 2:
-            return None
-        ends = [getattr(one[1], histogram) for one in (server.readings[0], server.readings[-1])]
-        return None if None in ends else (ends[0], ends[1])
 
     def _why_not(self, server: _Server, metric: str, oldest: float) -> str:
         """Why a replica whose last read succeeded has no value."""

@@ -82,10 +82,12 @@ class VirtualHostReader:
 
         def tell(queue: str, result: QueueReading | QueueFailure) -> None:
             for target in plain[queue]:
-                if target.rates and isinstance(result, QueueReading):
-                    publish(target, self._rated(queue, result))
-                else:
-                    publish(target, result)
+                publish(
+                    target,
+                    self._rated(queue, result)
+                    if target.rates and isinstance(result, QueueReading)
+                    else result,
+                )
 
         patterns = [target for target in targets if target.pattern]
         observed_at = self._clock.now()
@@ -101,7 +103,20 @@ class VirtualHostReader:
             return
         self._say("management", None)
         self._counted = True
-        await self._publish_totals(plain, tell, totals, observed_at)
+        uncounted: list[str] = []
+        for queue in plain:
+            found = totals.get(queue)
+            if found is None:
+                tell(queue, QueueFailure(QueueState.NOT_FOUND, f"there is no queue {queue!r}"))
+            elif (ready := found.messages_ready) is None or (
+                unacked := found.messages_unacknowledged
+            ) is None:
+                uncounted.append(queue)
+            else:
+                consumers = self._statistics.consumers(queue) if self._statistics else "consumers unknown"
+                tell(queue, of_totals(ready, unacked, observed_at, consumers))
+        why = "unacknowledged messages unknown: the broker does not count them now"
+        await self._declare(uncounted, tell, why)
         for target in patterns:
             publish(target, await self._matching(target, totals, observed_at))
 
@@ -161,29 +176,6 @@ class VirtualHostReader:
             raise
         self._gate.succeeded()
         return totals
-
-    async def _publish_totals(
-        self,
-        queues: Iterable[str],
-        publish: _Tell,
-        totals: Mapping[str, rabbitmq.Counted],
-        observed_at: float,
-    ) -> None:
-        uncounted: list[str] = []
-        for queue in queues:
-            found = totals.get(queue)
-            if found is None:
-                publish(queue, QueueFailure(QueueState.NOT_FOUND, f"there is no queue {queue!r}"))
-            elif (ready := found.messages_ready) is None or (
-                unacked := found.messages_unacknowledged
-            ) is None:
-                uncounted.append(queue)
-            else:
-                consumers = self._statistics.consumers(queue) if self._statistics else "consumers unknown"
-                publish(queue, of_totals(ready, unacked, observed_at, consumers))
-        await self._declare(
-            uncounted, publish, "unacknowledged messages unknown: the broker does not count them now"
-        )
 
     async def _declare(self, queues: Iterable[str], publish: _Tell, unacked_unknown: str) -> None:
         left = list(queues)

@@ -315,10 +315,23 @@ def stated_from_wire(wire: api.EvaluateRequest, spec: EndpointSpec, now: float) 
             tuple(sorted((now - seconds(one.age), one.replicas) for one in past.changes)),
         )
     signals = _named(wire.signals, "signal", spec.measured, "signals", "signal")
+    stated: dict[str, StatedSignal] = {}
+    for name, one, path in signals:
+        tasks = from_wire(TaskReport, one.tasks, f"{path}.tasks") if one.HasField("tasks") else None
+        value = one.value if one.HasField("value") else None
+        stated[name] = StatedSignal(
+            value if tasks is None else float(tasks.total),
+            seconds(one.age),
+            _STATUSES.get(one.status, ObservationStatus.OK),
+            tuple((seconds(point.age), point.value) for point in one.points),
+            one.silent_count,
+            one.proven_empty if one.HasField("proven_empty") else None,
+            tasks,
+        )
     sets = _named(wire.capability_sets, "id", spec.capability_sets, "capability_sets", "capability set")
     rules = _named(wire.past.rule_changes, "rule", spec.rules, "past.rule_changes", "rule")
     return Stated(
-        {name: _stated_signal(one, path) for name, one, path in signals},
+        stated,
         before=wire.before if wire.HasField("before") else None,
         ready=wire.ready_replicas if wire.HasField("ready_replicas") else None,
         unknown=wire.unknown_replicas if wire.HasField("unknown_replicas") else None,
@@ -357,18 +370,4 @@ def response_to_wire(found: Answer, decision: api.Decision) -> api.EvaluateRespo
         effective_rules=sorted(evaluation.effective),
         alternatives=[to_wire(api.Alternative(), one) for one in found.alternatives],
         next_change=None if following is None else to_wire(api.NextChange(), following),
-    )
-
-
-def _stated_signal(wire: api.StatedSignal, path: str) -> StatedSignal:
-    tasks = from_wire(TaskReport, wire.tasks, f"{path}.tasks") if wire.HasField("tasks") else None
-    value = wire.value if wire.HasField("value") else None
-    return StatedSignal(
-        value if tasks is None else float(tasks.total),
-        seconds(wire.age),
-        _STATUSES.get(wire.status, ObservationStatus.OK),
-        tuple((seconds(point.age), point.value) for point in wire.points),
-        wire.silent_count,
-        wire.proven_empty if wire.HasField("proven_empty") else None,
-        tasks,
     )
