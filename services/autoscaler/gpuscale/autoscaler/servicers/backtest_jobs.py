@@ -65,21 +65,35 @@ def job_from_wire(wire: api.BacktestRequest | api.BacktestSpec, common: Sequence
     if not all(workloads or [common]):
         raise InvalidArgumentError("arrivals must be set", field="arrivals")
     requests = common or list(chain.from_iterable(workloads))
-    setting, goal = _setting(wire), optional_seconds(wire, "goal")
+    stated, longest = optional_seconds(wire, "min_cold_start"), optional_seconds(wire, "max_cold_start")
+    least = DEFAULT_COLD_START if stated is None else stated
+    most = least if longest is None else longest
+    if most < least:
+        raise InvalidArgumentError("max_cold_start must be at least min_cold_start", field="max_cold_start")
+    even, seed = math.isclose(least, most), wire.seed
+
+    def cold_start(number: int) -> float:  # uniform between the bounds, and repeatable by seed
+        if even:
+            return least
+        return random.Random(seed * 1_000_003 + number).uniform(least, most)  # noqa: S311
+
+    slots = wire.slots if wire.HasField("slots") else 1
+    gpus = wire.max_gpus if wire.HasField("max_gpus") else None
+    setting, goal = Setting(slots, cold_start, gpus, kills=wire.kills), optional_seconds(wire, "goal")
     low, high = DEFAULT_BOUNDS
     default = Wish(
         _WATCHER,
         low,
-        high if setting.max_gpus is None else setting.max_gpus,
+        high if gpus is None else gpus,
         _TEMPLATE,
-        slots=setting.slots,
+        slots=slots,
         goal=DEFAULT_GOAL if goal is None else goal,
         service_time=statistics.fmean(one.service for one in requests) or None,
     )
     specs = _specs(wire.policies, default)
-    longest = max(one[-1].arrival for one in workloads)
+    last = max(one[-1].arrival for one in workloads)
     for index, spec in enumerate(specs):
-        if (longest + simulate.LONGEST_TAIL) / spec.period > simulate.MOST_EVALUATIONS:
+        if (last + simulate.LONGEST_TAIL) / spec.period > simulate.MOST_EVALUATIONS:
             field = f"policies[{index}]"
             text = f"would be evaluated more than {simulate.MOST_EVALUATIONS} times: a longer tick, or a shorter trace"
             raise InvalidArgumentError(f"{field} {text}", field=field)
@@ -142,23 +156,3 @@ def _specs(policies: Sequence[api.BacktestPolicy], default: Wish) -> list[Endpoi
             raise InvalidArgumentError(f"{field} {text}", field=field)
         specs.append(spec)
     return specs
-
-
-def _setting(wire: api.BacktestRequest | api.BacktestSpec) -> Setting:
-    """The run's setting; start-up times are uniform between the bounds, and repeatable by seed."""
-    slots = wire.slots if wire.HasField("slots") else 1
-    gpus = wire.max_gpus if wire.HasField("max_gpus") else None
-    stated, longest = optional_seconds(wire, "min_cold_start"), optional_seconds(wire, "max_cold_start")
-    least = DEFAULT_COLD_START if stated is None else stated
-    most = least if longest is None else longest
-    if most < least:
-        raise InvalidArgumentError("max_cold_start must be at least min_cold_start", field="max_cold_start")
-
-    even, seed = math.isclose(least, most), wire.seed
-
-    def cold_start(number: int) -> float:
-        if even:
-            return least
-        return random.Random(seed * 1_000_003 + number).uniform(least, most)  # noqa: S311
-
-    return Setting(slots, cold_start, gpus, kills=wire.kills)
