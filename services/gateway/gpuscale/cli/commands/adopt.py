@@ -35,7 +35,18 @@ def adopt(session: Session, pids: tuple[int, ...], title: str, ttl: float | None
         node = client.this_node(check=True)
         if node is None:
             raise FailedPreconditionError("no agent of the fleet runs on this host", reason="NOT_A_NODE")
-        processes = [_own(pid) for pid in pids]
+        processes: list[psutil.Process] = []
+        for pid in pids:
+            try:
+                process = psutil.Process(pid)
+                owner = process.uids().real
+            except psutil.NoSuchProcess:
+                text = f"there is no process {pid} on this host"
+                raise NotFoundError(text, reason="PROCESS_GONE") from None
+            if os.geteuid() not in {0, owner}:
+                text = f"process {pid} is {process.username()}'s"
+                raise PermissionDeniedError(text, reason="NOT_YOUR_PROCESS")
+            processes.append(process)
         tree = {one.pid for process in processes for one in (process, *process.children(recursive=True))}
         [found] = lookup.nodes(client, [node])
         used: Mapping[str, set[int]] = {
@@ -68,15 +79,3 @@ def adopt(session: Session, pids: tuple[int, ...], title: str, ttl: float | None
     short = granted.reservation.name.partition("/")[2]
     write_lines([short])
     note(f"it lasts until they end; to end them:  gpuscalectl stop {short}")
-
-
-def _own(pid: int) -> psutil.Process:
-    """The process, which the caller may adopt."""
-    try:
-        process = psutil.Process(pid)
-        owner = process.uids().real
-    except psutil.NoSuchProcess:
-        raise NotFoundError(f"there is no process {pid} on this host", reason="PROCESS_GONE") from None
-    if os.geteuid() not in {0, owner}:
-        raise PermissionDeniedError(f"process {pid} is {process.username()}'s", reason="NOT_YOUR_PROCESS")
-    return process
