@@ -43,7 +43,7 @@ LIFE = (
 """Columns of a reservation that `life_sum` covers, in their order."""
 
 
-_shown = lru_cache(maxsize=64)(float.__repr__)
+_shown = lru_cache(maxsize=64)(repr)
 
 
 def total(values: Iterable[object]) -> int:

@@ -208,35 +208,41 @@ class AllocatorStore:
                 their `request_ids` if what was granted for a request has ended: then none is written.
         """
         beside = self.beside(changed) if changed else None
+        await self._write(partial(self._save, beside, added, changed, begun, also), added)
 
-        def work(connection: Connection) -> None:
-            number, rows = self._guard.next(), self._guard.rows
-            if beside is not None:
-                beside(connection)
-            if added:
-                _ADD.run(connection, [to_row(one, self._boot_id, number) for one in added])
-                _HOLD_GPUS.run(connection, [hold for one in added for hold in to_holds(one)])
-                known = None if rows is None else {schema.ROWS: rows}
-                rows = count(connection, {schema.ROWS: len(added)}, known)[schema.ROWS]
-            if begun:  # first, since they are changed under their new fences
-                _BEGIN.run(connection, [{**to_lost(one), "fence": one.fence} for one in begun])
-                _FREE_GPUS.run(connection, [{"key": one.id} for one in begun])
-                _HOLD_GPUS.run(connection, [hold for one in begun for hold in to_holds(one)])
-            if changed:
-                lives = [to_changes(one, self._boot_id, number) for one in changed]
-                if _CHANGE.run(connection, lives) < len(changed) and not added:
-                    self._note(connection, number)  # no row may have it: they had ended
-            if ended := [one for one in changed if not one.live]:  # by key: without a list of rows
-                _FREE_GPU.run(
-                    connection, [{"gpu": gpu.uuid, "key": one.id} for one in ended for gpu in one.gpus]
-                )
-            if lost := [one for one in changed if one.state is State.LOST]:
+    def _save(
+        self,
+        beside: Callable[[Connection], object] | None,
+        added: Sequence[Reservation],
+        changed: Sequence[Reservation],
+        begun: Sequence[Reservation],
+        also: Callable[[Connection], None] | None,
+        connection: Connection,
+    ) -> None:
+        number, rows, boot_id = self._guard.next(), self._guard.rows, self._boot_id
+        if beside is not None:
+            beside(connection)
+        if added:
+            _ADD.run(connection, [to_row(one, boot_id, number) for one in added])
+            _HOLD_GPUS.run(connection, [hold for one in added for hold in to_holds(one)])
+            known = None if rows is None else {schema.ROWS: rows}
+            rows = count(connection, {schema.ROWS: len(added)}, known)[schema.ROWS]
+        if begun:  # first, since they are changed under their new fences
+            _BEGIN.run(connection, [{**to_lost(one), "fence": one.fence} for one in begun])
+            _FREE_GPUS.run(connection, [{"key": one.id} for one in begun])
+            _HOLD_GPUS.run(connection, [hold for one in begun for hold in to_holds(one)])
+        if changed:
+            lives = [to_changes(one, boot_id, number) for one in changed]
+            if _CHANGE.run(connection, lives) < len(changed) and not added:
+                self._note(connection, number)  # no row may have it: they had ended
+            ended = [one for one in changed if not one.live]
+            if freed := [{"gpu": gpu.uuid, "key": one.id} for one in ended for gpu in one.gpus]:
+                _FREE_GPU.run(connection, freed)  # by key: SQLite makes no list of rows
+            if lost := [one for one in ended if one.state is State.LOST]:
                 _CHANGE_GPUS.run(connection, [to_lost(one) for one in lost])
-            if also is not None:
-                also(connection)
-            self._guard.wrote(number, rows)
-
-        await self._write(work, [one.request_id for one in added])
+        if also is not None:
+            also(connection)
+        self._guard.wrote(number, rows)
 
     async def forget(self, ended: Sequence[Reservation], fence: int) -> None:
         """Delete records of ended reservations, and record the highest `fence`."""
@@ -263,12 +269,12 @@ class AllocatorStore:
         """Record a write number that no reservation has."""
         _COUNT.run(connection, [sealed({"name": LAST_WRITE, "value": number})])
 
-    async def _write(self, work: Callable[[Connection], object], requests: Sequence[str] = ()) -> None:
+    async def _write(self, work: Callable[[Connection], object], added: Sequence[Reservation] = ()) -> None:
         try:
             try:
                 await self._store.write(work, frees=True)  # `commits` refuses what takes room
             except AbortedError:
-                await self._store.read(partial(_refuse_ended, requests))
+                await self._store.read(partial(_refuse_ended, [one.request_id for one in added]))
                 raise
         except UnavailableError:
             raise

@@ -250,8 +250,7 @@ class Guard:
             except KeysNeededError as needed:
                 await needed.fetch()
                 principal = self._admit(context, metadata)
-            forwarded_metadata.set(metadata)
-            remaining = self._accept(context, principal, named)
+            remaining = self._accept(context, principal, metadata, named)
             if self._unary_responses:
                 return await self._unary(request, context, task, principal, in_time=remaining is not None)
             return await self._stream(request, context, task, principal)
@@ -279,9 +278,13 @@ class Guard:
             await context.abort_with_status(replace(status, trailing_metadata=trailing))
         return None
 
-    def _accept(self, context: Context, principal: Principal | None, named: _Named) -> float | None:
+    def _accept(
+        self, context: Context, principal: Principal | None, metadata: Metadata, named: _Named
+    ) -> float | None:
         """Name the answer of a call that can still be served; returns the seconds left, None without a deadline."""
-        if self._deserialize is not None:  # the answer to a forwarded call brings metadata of its own
+        if self._deserialize is None:  # the answer to a forwarded call brings metadata of its own
+            forwarded_metadata.set(metadata)
+        else:
             told = _TOLD[principal.role] if self._tells and principal is not None else ()
             context.set_trailing_metadata((*named, *told))
         remaining: float | None = context.time_remaining()  # None without a deadline, unlike in gRPC's stub

@@ -202,16 +202,15 @@ class Store:
             ResourceExhaustedError: STORE_BUSY, too much work is waiting.
         """
         require_uninterrupted()
+        return await self._writer.submit(work if frees else partial(self._while_there_is_room, work))
 
-        def while_there_is_room(connection: Connection) -> T:
-            try:
-                with self._backend.taking_room(connection):
-                    return work(connection)
-            except UnavailableError:
-                Store.failures += 1
-                raise
-
-        return await self._writer.submit(work if frees else while_there_is_room)
+    def _while_there_is_room(self, work: Callable[[Connection], T], connection: Connection) -> T:
+        try:
+            with self._backend.taking_room(connection):
+                return work(connection)
+        except UnavailableError:
+            Store.failures += 1
+            raise
 
     async def read(self, work: Callable[[Connection], T]) -> T:
         """Run `work` in the reader thread on the committed state; it cannot write. Raises as `write`."""
