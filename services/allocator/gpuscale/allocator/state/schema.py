@@ -77,9 +77,7 @@ class Hold(Table, table=True):
     GPU (a trigger).
     """
 
-    __table_args__ = {
-        "sqlite_with_rowid": False
-    }  # a page less for each change; files of earlier versions keep theirs
+    __table_args__ = {"sqlite_with_rowid": False}  # a page less in the log of each change
 
     gpu_uuid: str = Field(primary_key=True)
     reservation_id: str = Field(foreign_key="reservation.id", primary_key=True, index=True)

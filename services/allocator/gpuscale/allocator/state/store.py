@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from functools import partial
 from math import ceil
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from pydantic import TypeAdapter
 from pydantic_core import to_json
@@ -73,6 +73,8 @@ WANTED = "\x1e"
 UNTIL = "\x1c"
 """Precedes the boot time at which a reservation ends at the latest, at the end of the same column."""
 T = TypeVar("T")
+_Some: TypeAlias = Sequence[Reservation]
+_Also: TypeAlias = Callable[[Connection], object] | None
 
 _JOB, _WANTED = TypeAdapter(ReservedJob), TypeAdapter(Wanted)
 _TABLES = schema.Table.metadata.tables
@@ -139,7 +141,7 @@ class AllocatorStore:
         self._store = store
         self._guard = guard
         self._boot_id = boot_id
-        self.beside: Callable[[Sequence[Reservation]], Callable[[Connection], object] | None] = lambda _: None
+        self.beside: Callable[[_Some], _Also] = lambda _: None
 
     async def read(self, work: Callable[[Connection], T]) -> T:
         """Read other tables in the file. Raises like `Store.read`."""
@@ -191,13 +193,7 @@ class AllocatorStore:
             await self.change(lambda connection: _COUNT.run(connection, rows))
         return key
 
-    async def save(
-        self,
-        added: Sequence[Reservation],
-        changed: Sequence[Reservation],
-        begun: Sequence[Reservation] = (),
-        also: Callable[[Connection], None] | None = None,
-    ) -> None:
+    async def save(self, added: _Some, changed: _Some, begun: _Some = (), also: _Also = None) -> None:
         """Write new reservations with their holds, and changes in the life of others, in one transaction.
 
         Ended ones free their GPUs, and `also` writes their notifications; changed ones in `begun` hold others from here on, or
@@ -211,13 +207,7 @@ class AllocatorStore:
         await self._write(partial(self._save, beside, added, changed, begun, also), added)
 
     def _save(
-        self,
-        beside: Callable[[Connection], object] | None,
-        added: Sequence[Reservation],
-        changed: Sequence[Reservation],
-        begun: Sequence[Reservation],
-        also: Callable[[Connection], None] | None,
-        connection: Connection,
+        self, beside: _Also, added: _Some, changed: _Some, begun: _Some, also: _Also, connection: Connection
     ) -> None:
         number, rows, boot_id = self._guard.next(), self._guard.rows, self._boot_id
         if beside is not None:
@@ -225,8 +215,10 @@ class AllocatorStore:
         if added:
             _ADD.run(connection, [to_row(one, boot_id, number) for one in added])
             _HOLD_GPUS.run(connection, [hold for one in added for hold in to_holds(one)])
-            known = None if rows is None else {schema.ROWS: rows}
-            rows = count(connection, {schema.ROWS: len(added)}, known)[schema.ROWS]
+            if rows is None:
+                rows = count(connection, {schema.ROWS: 0})[schema.ROWS]
+            rows += len(added)
+            _COUNT.run(connection, [sealed({"name": schema.ROWS, "value": rows})])
         if begun:  # first, since they are changed under their new fences
             _BEGIN.run(connection, [{**to_lost(one), "fence": one.fence} for one in begun])
             _FREE_GPUS.run(connection, [{"key": one.id} for one in begun])
@@ -269,7 +261,7 @@ class AllocatorStore:
         """Record a write number that no reservation has."""
         _COUNT.run(connection, [sealed({"name": LAST_WRITE, "value": number})])
 
-    async def _write(self, work: Callable[[Connection], object], added: Sequence[Reservation] = ()) -> None:
+    async def _write(self, work: Callable[[Connection], object], added: _Some = ()) -> None:
         try:
             try:
                 await self._store.write(work, frees=True)  # `commits` refuses what takes room
@@ -296,17 +288,12 @@ def _refuse_ended(requests: Sequence[str], connection: Connection) -> None:
         )
 
 
-def count(
-    connection: Connection, changes: Mapping[str, int], known: Mapping[str, int] | None = None
-) -> dict[str, int]:
-    """Add to counters inside the open transaction; returns their values. `known` ones are not read."""
+def count(connection: Connection, changes: Mapping[str, int]) -> dict[str, int]:
+    """Add to counters inside the open transaction; returns their values."""
     values: dict[str, int] = {}
     for name, change in changes.items():
-        if known is None:
-            found = _COUNTED.first(connection, {"name": name})
-            values[name] = change + (int(str(found[0])) if found else 0)
-        else:
-            values[name] = change + known[name]
+        found = _COUNTED.first(connection, {"name": name})
+        values[name] = change + (int(str(found[0])) if found else 0)
         if change:
             _COUNT.run(connection, [sealed({"name": name, "value": values[name]})])
     return values

@@ -132,20 +132,11 @@ def unread_rows(one: Reservation, part: int, day: int, piece: int, until: int, o
 
 def _row(one: Reservation, gpu: ReservedGpu, milli: int, part: int, day: int, until: int) -> _Row:
     """The columns of a row that tell of the reservation and the GPU."""
-    return {
-        "reservation_id": one.id,
-        "part": part,
-        "gpu_uuid": gpu.uuid,
-        "day": day,
-        "owner": one.owner,
-        "tenant": one.tenant,
-        "holder": one.holder,
-        "labels": json.dumps(dict(sorted(one.labels.items())), ensure_ascii=False) if one.labels else "{}",
-        "node": gpu.node,
-        "model": gpu.model,
-        "milli": milli,
-        "until_ms": until,
-    }
+    row: _Row = {"reservation_id": one.id, "part": part, "gpu_uuid": gpu.uuid, "day": day, "milli": milli}
+    row["owner"], row["tenant"], row["holder"] = one.owner, one.tenant, one.holder
+    row["node"], row["model"], row["until_ms"] = gpu.node, gpu.model, until
+    row["labels"] = json.dumps(dict(sorted(one.labels.items())), ensure_ascii=False) if one.labels else "{}"
+    return row
 
 
 def putting(rows: Sequence[Mapping[str, object]], unread: Sequence[Mapping[str, object]] = ()) -> Work:

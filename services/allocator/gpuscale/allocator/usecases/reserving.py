@@ -447,10 +447,7 @@ class Reserving:
             return None
         found = self._look(order)
         if isinstance(found, Pick):
-            now, wall = self.clock.now(), self.clock.wall()
-            granted = self.ledger.grant(order, found.gpus, now=now, wall=wall)
-            self.commits.grant([granted])
-            return granted.id
+            return self.waiting.grant(order, found)
         await self.archive.recall(requests=[order.request_id])
         known = self.ledger.replay(order.request_id, order.fingerprint)
         if known is not None:

@@ -264,19 +264,14 @@ def _commit(name: str, backend: Backend, connection: Connection, group: Sequence
         if took > SLOW:
             Store.slow[name] = ended, took
     if trouble is not None or (committed and Store.problem.get(name)):
-        _tell(name, trouble, short=backend.short)
-
-
-def _tell(name: str, trouble: Exception | None, *, short: bool) -> None:
-    """Note the trouble of a transaction, or that there is none any more."""
-    Store.failures += trouble is not None
-    before = Store.problem.get(name, "")
-    # While the disk is short, a transaction that took no room tells nothing.
-    problem = Store.problem[name] = str(trouble or "") or (before if short else "")
-    if problem and problem != before:
-        _log.error("the state cannot be written", state=f"{name}.store", problem=problem)
-    elif before and not problem:
-        _log.info("the state is written again", state=f"{name}.store")
+        Store.failures += trouble is not None
+        before = Store.problem.get(name, "")
+        # While the disk is short, a transaction that took no room tells nothing.
+        problem = Store.problem[name] = str(trouble or "") or (before if backend.short else "")
+        if problem and problem != before:
+            _log.error("the state cannot be written", state=f"{name}.store", problem=problem)
+        elif before and not problem:
+            _log.info("the state is written again", state=f"{name}.store")
 
 
 class _UndoneError(Exception):
