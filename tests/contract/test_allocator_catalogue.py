@@ -16,14 +16,7 @@ from uuid import UUID, uuid4
 import pytest
 
 from gpuscale.api.allocator import v1 as api
-from gpuscale.common.errors import (
-    AlreadyExistsError,
-    FailedPreconditionError,
-    GpuscaleError,
-    InvalidArgumentError,
-    NotFoundError,
-    ResourceExhaustedError,
-)
+from gpuscale.common import errors
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.status import rpc_errors
 from tests.support.allocator import Client, Reservation, allocator, calling
@@ -41,11 +34,11 @@ class Row(NamedTuple):
     number: int
     what: str
     call: Call
-    error: type[GpuscaleError]
+    error: type[errors.GpuscaleError]
     says: str
 
 
-def reserve(number: int, what: str, error: type[GpuscaleError], says: str, **fields: object) -> Row:
+def reserve(number: int, what: str, error: type[errors.GpuscaleError], says: str, **fields: object) -> Row:
     """A case of Reserve."""
     return Row(number, what, lambda client, _: client.reserve(**fields), error, says)
 
@@ -53,7 +46,7 @@ def reserve(number: int, what: str, error: type[GpuscaleError], says: str, **fie
 def bad(number: int, field: str, **fields: object) -> Row:
     """A case of Reserve that is INVALID_ARGUMENT and names a field."""
     return reserve(
-        number, f"{field} {str(list(fields.values()))[:40]}", InvalidArgumentError, field, **fields
+        number, f"{field} {str(list(fields.values()))[:40]}", errors.InvalidArgumentError, field, **fields
     )
 
 
@@ -108,37 +101,37 @@ def beyond(field: str, value: object) -> Row:
         with rpc_errors():
             return await client.stub.Reserve(api.ReserveRequest(**fields), timeout=60)
 
-    return Row(0, f"{field} {str(value)[:40]}", call, InvalidArgumentError, field)
+    return Row(0, f"{field} {str(value)[:40]}", call, errors.InvalidArgumentError, field)
 
 
 ROWS = (
     *(beyond(field, value) for field, values in LIMITS.items() for value in values),
     # Row 12 wants INVALID_ARGUMENT or OUT_OF_RANGE; the fleet may grow, so it is a precondition (DESIGN, chapter 10).
-    reserve(12, "more than there are", FailedPreconditionError, "UNSATISFIABLE", count=9),
-    reserve(14, "what is taken", ResourceExhaustedError, "NO_CAPACITY", count=4),
-    reserve(17, "more memory than any GPU has", FailedPreconditionError, "UNSATISFIABLE", memory=10_000_000),
-    reserve(17, "a share of 8 EiB", FailedPreconditionError, "UNSATISFIABLE", gpu_memory_bytes=2**63 - 1),
-    reserve(20, "the id of another", AlreadyExistsError, "REQUEST_ID_REUSED", request_id=USED, count=2),
-    reserve(22, "an unknown node", NotFoundError, "NOT_FOUND", nodes=["nodes/none"]),
-    reserve(22, "an unknown GPU", NotFoundError, "NOT_FOUND", gpus=["nodes/n0/gpus/none"]),
+    reserve(12, "more than there are", errors.FailedPreconditionError, "UNSATISFIABLE", count=9),
+    reserve(14, "what is taken", errors.ResourceExhaustedError, "NO_CAPACITY", count=4),
+    reserve(17, "more memory than any GPU has", errors.FailedPreconditionError, "UNSATISFIABLE", memory=10_000_000),
+    reserve(17, "a share of 8 EiB", errors.FailedPreconditionError, "UNSATISFIABLE", gpu_memory_bytes=2**63 - 1),
+    reserve(20, "the id of another", errors.AlreadyExistsError, "REQUEST_ID_REUSED", request_id=USED, count=2),
+    reserve(22, "an unknown node", errors.NotFoundError, "NOT_FOUND", nodes=["nodes/none"]),
+    reserve(22, "an unknown GPU", errors.NotFoundError, "NOT_FOUND", gpus=["nodes/n0/gpus/none"]),
     bad(22, "ask.models", models=[""]),  # as of a variable that is not set: it would be part of any name
     bad(22, "ask.models", models=["A100", " "]),
     bad(22, "ask.gpus", gpus=["nodes/n0/gpus/N0-0"]),
     bad(23, "ask.gpus", gpus=["nodes/n0/gpus/n0-0", "nodes/n0/gpus/n0-0"]),
     bad(24, "ask.gpu_memory_bytes", gpu_milli=1000, gpu_memory_bytes=1 << 30),
-    Row(25, "nothing asked", empty_ask, InvalidArgumentError, "ask"),
-    reserve(26, "a silent node", FailedPreconditionError, "NODE_NOT_ONLINE", nodes=["nodes/silent"]),
+    Row(25, "nothing asked", empty_ask, errors.InvalidArgumentError, "ask"),
+    reserve(26, "a silent node", errors.FailedPreconditionError, "NODE_NOT_ONLINE", nodes=["nodes/silent"]),
     # Row 26 wants FAILED_PRECONDITION here too; but a cordon and a quarantine are lifted, and a wait may help.
-    reserve(26, "a cordoned node", ResourceExhaustedError, "NO_CAPACITY", nodes=["nodes/shut"]),
-    reserve(26, "a hung GPU", ResourceExhaustedError, "NO_CAPACITY", nodes=["nodes/hung"]),
-    Row(30, "Renew with a higher fence", lambda c, one: c.renew(one, fence=one.fence + 1), FailedPreconditionError, "FENCE_MISMATCH"),
+    reserve(26, "a cordoned node", errors.ResourceExhaustedError, "NO_CAPACITY", nodes=["nodes/shut"]),
+    reserve(26, "a hung GPU", errors.ResourceExhaustedError, "NO_CAPACITY", nodes=["nodes/hung"]),
+    Row(30, "Renew with a higher fence", lambda c, one: c.renew(one, fence=one.fence + 1), errors.FailedPreconditionError, "FENCE_MISMATCH"),
     # Rows 30 and 33 want FAILED_PRECONDITION: a fence below 0 breaks a rule of the contract before it is compared.
-    Row(30, "Renew with a negative fence", lambda c, one: c.renew(one, fence=-1), InvalidArgumentError, "fence"),
-    Row(30, "Renew with too short a lease", lambda c, one: c.renew(one, ttl=1.999), InvalidArgumentError, "ttl"),
-    Row(30, "Renew with too long a lease", lambda c, one: c.renew(one, ttl=604_801), InvalidArgumentError, "ttl"),
-    Row(33, "Release with a wrong fence", lambda c, one: c.release(one, fence=one.fence + 1), FailedPreconditionError, "FENCE_MISMATCH"),
-    Row(33, "Release with a negative fence", lambda c, one: c.release(one, fence=-1), InvalidArgumentError, "fence"),
-    Row(34, "a negative page", lambda c, _: c.page(page_size=-1), InvalidArgumentError, "page_size"),
+    Row(30, "Renew with a negative fence", lambda c, one: c.renew(one, fence=-1), errors.InvalidArgumentError, "fence"),
+    Row(30, "Renew with too short a lease", lambda c, one: c.renew(one, ttl=1.999), errors.InvalidArgumentError, "ttl"),
+    Row(30, "Renew with too long a lease", lambda c, one: c.renew(one, ttl=604_801), errors.InvalidArgumentError, "ttl"),
+    Row(33, "Release with a wrong fence", lambda c, one: c.release(one, fence=one.fence + 1), errors.FailedPreconditionError, "FENCE_MISMATCH"),
+    Row(33, "Release with a negative fence", lambda c, one: c.release(one, fence=-1), errors.InvalidArgumentError, "fence"),
+    Row(34, "a negative page", lambda c, _: c.page(page_size=-1), errors.InvalidArgumentError, "page_size"),
 )  # fmt: skip
 
 
@@ -182,9 +175,11 @@ async def test_every_row_is_answered_as_listed_and_changes_nothing(place: Site) 
     for row in ROWS:
         try:
             await row.call(place.client, place.held)
-        except GpuscaleError as error:
+        except errors.GpuscaleError as error:
             fields = (
-                [one.field for one in error.violations] if isinstance(error, InvalidArgumentError) else []
+                [one.field for one in error.violations]
+                if isinstance(error, errors.InvalidArgumentError)
+                else []
             )
             named = any(one == row.says or one.startswith((f"{row.says}.", f"{row.says}[")) for one in fields)
             if type(error) is not row.error or not (named or error.reason == row.says):
@@ -208,6 +203,6 @@ async def test_rows_that_are_no_error(place: Site) -> None:
     assert again.cordon.create_time == first.cordon.create_time
     for _ in range(2):
         assert (await place.client.release(place.held)).state == Reservation.STATE_RELEASED
-    with pytest.raises(FailedPreconditionError) as ended:  # row 29
+    with pytest.raises(errors.FailedPreconditionError) as ended:  # row 29
         await place.client.renew(place.held)
     assert ended.value.reason == "RESERVATION_ENDED"

@@ -12,13 +12,7 @@ from gpuscale.allocator.app import open_allocator
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.client import AsyncClient, connect_async
-from gpuscale.common.errors import (
-    DeadlineExceededError,
-    FailedPreconditionError,
-    GpuscaleError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
+from gpuscale.common import errors
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
@@ -116,7 +110,9 @@ class Client:
     async def ready(self, timeout: float = 30.0) -> None:
         """Wait until the allocator serves and has heard from the fleet."""
         await eventually(
-            self._answers, timeout, retry_on=(UnavailableError, DeadlineExceededError, TimeoutError)
+            self._answers,
+            timeout,
+            retry_on=(errors.UnavailableError, errors.DeadlineExceededError, TimeoutError),
         )
 
     async def heard(self, node: str, count: int = 1) -> None:
@@ -124,14 +120,14 @@ class Client:
         await self.ready()
         first = partial(self.reserve, count, nodes=[f"nodes/{node}"])
         await self.release(
-            await eventually(first, retry_on=(ResourceExhaustedError, FailedPreconditionError))
+            await eventually(first, retry_on=(errors.ResourceExhaustedError, errors.FailedPreconditionError))
         )
 
     async def _answers(self) -> bool:
         try:
             await self.reserve(4096, request_id=str(uuid4()))
-        except GpuscaleError as error:
-            if isinstance(error, (UnavailableError, DeadlineExceededError)):
+        except errors.GpuscaleError as error:
+            if isinstance(error, (errors.UnavailableError, errors.DeadlineExceededError)):
                 raise
         return True
 
@@ -208,7 +204,7 @@ async def allocator_client(
             await client.capacity.RankNodes(allocator_api.RankNodesRequest())
             return True
 
-        await eventually(ready, retry_on=(UnavailableError,))
+        await eventually(ready, retry_on=(errors.UnavailableError,))
         yield client
 
 

@@ -9,14 +9,7 @@ from functools import partial
 from typing import Any
 
 from gpuscale.api.allocator import v1 as api
-from gpuscale.common.errors import (
-    AlreadyExistsError,
-    FailedPreconditionError,
-    GpuscaleError,
-    NotFoundError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
+from gpuscale.common import errors
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.security.auth import Authenticator
 
@@ -46,7 +39,7 @@ class FakeAllocator(api.AllocatorServiceServicer):
         self.reservations: dict[str, api.Reservation] = {}
         self.requests: dict[str, tuple[str, bytes]] = {}
         self.calls: Counter[str] = Counter()
-        self.failure: GpuscaleError | None = None
+        self.failure: errors.GpuscaleError | None = None
         self.lose_answers = 0
         self.leaves_after_loss = False
         self.waiting: dict[str, int] = {}
@@ -131,14 +124,14 @@ class FakeAllocator(api.AllocatorServiceServicer):
         known = self.requests.get(request.request_id)
         if known is not None:
             if known[1] != content:
-                raise AlreadyExistsError("the request id was used with other arguments")
+                raise errors.AlreadyExistsError("the request id was used with other arguments")
             return api.ReserveResponse(reservation=self.reservations[known[0]])
         reservation = self._grant(request)
         self.reservations[reservation.name] = reservation
         self.requests[request.request_id] = (reservation.name, content)
         if self.lose_answers:
             self.lose_answers -= 1
-            lost = UnavailableError("the answer was lost")
+            lost = errors.UnavailableError("the answer was lost")
             self.failure = lost if self.leaves_after_loss else None
             raise lost
         await self.answers.wait()
@@ -153,9 +146,11 @@ class FakeAllocator(api.AllocatorServiceServicer):
         while True:
             try:
                 answer = await self.Reserve(request.reserve, context)
-            except ResourceExhaustedError as error:
+            except errors.ResourceExhaustedError as error:
                 if clock() >= until:
-                    raise ResourceExhaustedError("not served in time", reason="WAIT_TIMEOUT") from error
+                    raise errors.ResourceExhaustedError(
+                        "not served in time", reason="WAIT_TIMEOUT"
+                    ) from error
                 if not told:
                     yield api.ReserveAndWatchResponse(waiting=api.QueuePlace(message=error.message))
                 told = True
@@ -168,12 +163,12 @@ class FakeAllocator(api.AllocatorServiceServicer):
         wanted = [name.removeprefix("nodes/") for name in request.ask.nodes] or list(self.nodes)
         unknown = [node for node in wanted if node not in self.nodes]
         if unknown:
-            raise NotFoundError(
+            raise errors.NotFoundError(
                 f"no such node: {', '.join(unknown)}",
                 metadata={"name": ",".join(f"nodes/{one}" for one in unknown)},
             )
         if all(len(self.nodes[node]) < request.ask.gpu_count for node in wanted):
-            raise FailedPreconditionError("no node has that many GPUs", reason="UNSATISFIABLE")
+            raise errors.FailedPreconditionError("no node has that many GPUs", reason="UNSATISFIABLE")
         held = set(self.held)
         for node in wanted:
             free = [uuid for uuid in self.nodes[node] if uuid not in held and node not in self.drained]
@@ -191,14 +186,14 @@ class FakeAllocator(api.AllocatorServiceServicer):
                     name=f"reservations/v{fence}", holder=request.holder, state=ACTIVE, fence=fence,
                     gpus=gpus, request_id=request.request_id, tenant=request.tenant,
                 )  # fmt: skip
-        raise ResourceExhaustedError("all GPUs are held", reason="NO_CAPACITY", retry_after=0.2)
+        raise errors.ResourceExhaustedError("all GPUs are held", reason="NO_CAPACITY", retry_after=0.2)
 
     def _find(self, name: str, fence: int) -> api.Reservation:
         found = self.reservations.get(name)
         if found is None:
-            raise NotFoundError(f"there is no {name}")
+            raise errors.NotFoundError(f"there is no {name}")
         if found.fence != fence:
-            raise FailedPreconditionError("another fence", reason="FENCE_MISMATCH")
+            raise errors.FailedPreconditionError("another fence", reason="FENCE_MISMATCH")
         return found
 
     async def RenewReservation(
@@ -207,7 +202,7 @@ class FakeAllocator(api.AllocatorServiceServicer):
         self.called("RenewReservation")
         found = self._find(request.name, request.fence)
         if found.state != ACTIVE:
-            raise FailedPreconditionError(f"{request.name} has ended", reason="RESERVATION_ENDED")
+            raise errors.FailedPreconditionError(f"{request.name} has ended", reason="RESERVATION_ENDED")
         return api.RenewReservationResponse(reservation=found)
 
     async def ReleaseReservation(
@@ -224,7 +219,7 @@ class FakeAllocator(api.AllocatorServiceServicer):
     ) -> api.GetReservationResponse:
         self.called("GetReservation")
         if request.name not in self.reservations:
-            raise NotFoundError(f"there is no {request.name}")
+            raise errors.NotFoundError(f"there is no {request.name}")
         return api.GetReservationResponse(reservation=self.reservations[request.name])
 
     async def ListReservations(

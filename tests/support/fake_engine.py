@@ -4,17 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from gpuscale.autoscaler.adapters.engine import (
-    EngineUnavailableError,
-    Finish,
-    Kill,
-    Remove,
-    Sighting,
-    Start,
-    Step,
-    StepsFailedError,
-    WorkerLife,
-)
+from gpuscale.autoscaler.adapters import engine
 
 
 class FakeEngine:
@@ -31,20 +21,20 @@ class FakeEngine:
     """
 
     def __init__(self) -> None:
-        self.has: dict[str, Sighting] = {}
+        self.has: dict[str, engine.Sighting] = {}
         self.hidden: set[str] = set()
         self.away = ""
         self.refuses = ""
         self.stuck: dict[str, str] = {}
-        self.taken: list[Step] = []
+        self.taken: list[engine.Step] = []
         self.starts: Counter[str] = Counter()
         self.changed = asyncio.Event()
 
-    def of(self, kind: type[Step]) -> list[Step]:
+    def of(self, kind: type[engine.Step]) -> list[engine.Step]:
         """The steps of one kind that it took."""
         return [step for step in self.taken if isinstance(step, kind)]
 
-    def show(self, name: str, sighting: Sighting | None) -> None:
+    def show(self, name: str, sighting: engine.Sighting | None) -> None:
         """Something happened to a replica; None: it is gone."""
         if sighting is None:
             self.has.pop(name, None)
@@ -52,12 +42,12 @@ class FakeEngine:
             self.has[name] = sighting
         self.changed.set()
 
-    async def observe(self) -> Mapping[str, Sighting]:
+    async def observe(self) -> Mapping[str, engine.Sighting]:
         """As `Engine.observe`."""
         self._answer()
         return {name: one for name, one in self.has.items() if name not in self.hidden}
 
-    async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
+    async def apply(self, steps: Sequence[engine.Step]) -> Mapping[str, str]:
         """As `Engine.apply`; a replica that is asked to finish goes on until the test ends it."""
         self._answer()
         refused: dict[str, str] = {}
@@ -67,19 +57,19 @@ class FakeEngine:
             match step:
                 case _ if step.replica in failed:
                     pass
-                case Start(order) if self.refuses:
+                case engine.Start(order) if self.refuses:
                     refused[order.replica] = self.refuses
-                case Start(order) if order.replica not in self.has:
+                case engine.Start(order) if order.replica not in self.has:
                     self.starts[order.replica] += 1
-                    self.has[order.replica] = Sighting(WorkerLife.STARTING)
-                case Kill(replica) if replica in self.has:
-                    self.has[replica] = Sighting(WorkerLife.ENDED, -9)
-                case Remove(replica):
+                    self.has[order.replica] = engine.Sighting(engine.WorkerLife.STARTING)
+                case engine.Kill(replica) if replica in self.has:
+                    self.has[replica] = engine.Sighting(engine.WorkerLife.ENDED, -9)
+                case engine.Remove(replica):
                     self.has.pop(replica, None)
-                case Start() | Finish() | Kill():
+                case engine.Start() | engine.Finish() | engine.Kill():
                     pass
         if failed:
-            raise StepsFailedError(failed, refused)
+            raise engine.StepsFailedError(failed, refused)
         return refused
 
     async def watch(self) -> None:
@@ -94,4 +84,4 @@ class FakeEngine:
 
     def _answer(self) -> None:
         if self.away:
-            raise EngineUnavailableError(self.away)
+            raise engine.EngineUnavailableError(self.away)

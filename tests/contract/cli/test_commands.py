@@ -519,11 +519,7 @@ def test_the_fleet_away_or_frozen_does_not_hide_what_is_held(
     world.refuse.update(dict.fromkeys(("ListNodes", "ListHealthEvents"), error))
     ran = ctl("status")
     assert ran.code == 7
-    assert ran.out.splitlines()[:3] == [
-        "GPUs unknown",
-        "nodes unknown",
-        "1 reservation, 1 endpoint, health events unknown",
-    ]
+    assert ran.out.startswith("GPUs unknown\nnodes unknown\n1 reservation, 1 endpoint, health events unknown")
     assert "training" in ran.out
     assert f"nodes are unknown: {error.message}" in ran.err
     assert ran.err.count("gpuscalectl doctor") == (error is FROZEN)

@@ -12,14 +12,7 @@ from random import Random
 from uuid import UUID
 
 from gpuscale.api.allocator import v1 as api
-from gpuscale.common.errors import (
-    DeadlineExceededError,
-    FailedPreconditionError,
-    GpuscaleError,
-    NotFoundError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
+from gpuscale.common import errors
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.wire import seconds, to_duration
 from tests.fault.allocator.reservation_history import Grant, History, Holds, Sighting
@@ -29,7 +22,7 @@ TTL = 5.0
 """Seconds, the shortest lease there is."""
 BATCH_TTL = 60.0
 """Seconds; batches are released, never left to run out, so that a part of one is never seen."""
-UNANSWERED = (UnavailableError, DeadlineExceededError)
+UNANSWERED = (errors.UnavailableError, errors.DeadlineExceededError)
 """The call may have happened or not; it is repeated."""
 
 
@@ -137,14 +130,14 @@ class Traffic:
             sent = self._now()
             try:
                 answer = await self._ask(request_id, wish)
-            except ResourceExhaustedError:
+            except errors.ResourceExhaustedError:
                 return None
             except UNANSWERED:
                 if self._random.random() < 0.1:
                     return None  # never asked again: the lease, if there is one, runs out
                 await self._pause(0.05)
                 continue
-            except GpuscaleError as error:
+            except errors.GpuscaleError as error:
                 self._odd("Reserve", error)
                 return None
             if answer.state != Reservation.STATE_ACTIVE:
@@ -192,7 +185,7 @@ class Traffic:
                     answer = await self._client.stub.BatchReserve(
                         api.BatchReserveRequest(requests=requests), timeout=self._client.timeout
                     )
-            except ResourceExhaustedError:
+            except errors.ResourceExhaustedError:
                 return
             except UNANSWERED:
                 await self._pause(0.05)
@@ -218,7 +211,7 @@ class Traffic:
             except UNANSWERED:
                 await self._pause(0.05)
                 continue
-            except GpuscaleError as error:
+            except errors.GpuscaleError as error:
                 self._odd("BatchRelease", error)
             return
 
@@ -227,7 +220,7 @@ class Traffic:
             answer = await self._ask(grant.request_id, wish)
         except UNANSWERED:
             return
-        except GpuscaleError as error:
+        except errors.GpuscaleError as error:
             self._odd("repeated Reserve", error)
             return
         self.history.repetitions.append((grant, answer.name, answer.fence))
@@ -238,9 +231,9 @@ class Traffic:
             return
         try:
             await self._client.renew(handle)
-        except (*UNANSWERED, FailedPreconditionError):
+        except (*UNANSWERED, errors.FailedPreconditionError):
             return
-        except GpuscaleError as error:
+        except errors.GpuscaleError as error:
             self._odd("stale Renew", error)
             return
         self.history.oddities.append(f"stale fence {handle.fence} renewed {grant.name}")
@@ -251,7 +244,7 @@ class Traffic:
             answer = await self._client.renew(Reservation(name=grant.name, fence=grant.fence))
         except UNANSWERED:
             return
-        except (FailedPreconditionError, NotFoundError) as error:
+        except (errors.FailedPreconditionError, errors.NotFoundError) as error:
             if self._now() <= grant.until:
                 self._odd(f"Renew of {grant.name}, which was held,", error)
             return
@@ -265,11 +258,11 @@ class Traffic:
             except UNANSWERED:
                 await self._pause(0.05)
                 continue
-            except GpuscaleError as error:
+            except errors.GpuscaleError as error:
                 self._odd("Release", error)
             return
 
-    def _odd(self, what: str, error: GpuscaleError) -> None:
+    def _odd(self, what: str, error: errors.GpuscaleError) -> None:
         self.history.oddities.append(
             f"{what} was answered {type(error).__name__} {error.reason}: {error.message}"
         )

@@ -8,12 +8,7 @@ import pytest
 
 from gpuscale.allocator.app import DATABASE
 from gpuscale.allocator.state.store import AllocatorStore
-from gpuscale.common.errors import (
-    FailedPreconditionError,
-    NotFoundError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
+from gpuscale.common import errors
 from tests.support.allocator import Client, Reservation, running
 from tests.support.clock import ManualClock
 from tests.support.fake_fleet import FakeFleet, node_message
@@ -32,12 +27,12 @@ async def test_a_node_on_which_nothing_is_held_goes_at_once_and_is_known_anew_wh
     async with running(tmp_path, fleet) as client:
         fleet.remove("n0")
         await eventually(lambda: _unknown(client, "n0"))
-        with pytest.raises(ResourceExhaustedError) as caught:
+        with pytest.raises(errors.ResourceExhaustedError) as caught:
             [await client.reserve() for _ in range(2)]
         assert "node_not_online" not in caught.value.metadata, "it is not even named"
         await eventually(lambda: _ranked(tmp_path, "n1"))
         fleet.put(node_message("n0", count=1))
-        await eventually(client.reserve, retry_on=(ResourceExhaustedError,))
+        await eventually(client.reserve, retry_on=(errors.ResourceExhaustedError,))
         await eventually(lambda: _ranked(tmp_path, "n0", "n1"))
     async with running(tmp_path, FakeFleet(node_message("n1", count=1))) as client:
         assert not await _unknown(client, "n0")
@@ -91,9 +86,9 @@ async def _knows(client: Client, node: str) -> bool:
 
 async def _unknown(client: Client, node: str) -> bool:
     """Whether a node is unknown, asked by a request that nothing is large enough for."""
-    with pytest.raises((NotFoundError, FailedPreconditionError)) as caught:
+    with pytest.raises((errors.NotFoundError, errors.FailedPreconditionError)) as caught:
         await client.reserve(4000, nodes=[f"nodes/{node}"])
-    return isinstance(caught.value, NotFoundError)
+    return isinstance(caught.value, errors.NotFoundError)
 
 
 async def _ended(client: Client, one: Reservation) -> Reservation | None:
@@ -107,7 +102,7 @@ async def test_a_node_that_could_not_be_forgotten_on_disk_and_comes_back_keeps_n
     """Its old rank is there still, and must stand in the way neither of its new one nor of other nodes'."""
 
     async def full(store: AllocatorStore, node: str, rank: int) -> None:
-        raise UnavailableError(f"no space left for {node} {rank}")
+        raise errors.UnavailableError(f"no space left for {node} {rank}")
 
     fleet = FakeFleet(node_message("n0", count=1), node_message("n1", count=1))
     async with running(tmp_path, fleet) as client:

@@ -11,13 +11,7 @@ import pytest
 
 from gpuscale.allocator.domain.ledger import RETENTION
 from gpuscale.api.allocator import v1 as allocator_api
-from gpuscale.common.errors import (
-    AlreadyExistsError,
-    FailedPreconditionError,
-    InvalidArgumentError,
-    NotFoundError,
-    PermissionDeniedError,
-)
+from gpuscale.common import errors
 from gpuscale.common.security.auth import Context, Metadata, Principal, Role
 from gpuscale.common.wire import last_key, open_page
 from tests.support.allocator import Client, Reservation, allocator, running
@@ -52,9 +46,9 @@ async def test_lists_come_in_pages_filtered_and_sorted_and_their_tokens_are_boun
         ordered: dict[str, object] = {"order_by": "fence", "page_size": 2}
         token = (await client.page(**ordered)).next_page_token
         for other in ({"order_by": "fence desc"}, {"filter": "fence > 0"}, {"holder": "holder-1"}):
-            with pytest.raises(InvalidArgumentError, match="repeat the filters"):
+            with pytest.raises(errors.InvalidArgumentError, match="repeat the filters"):
                 await client.page(**{**ordered, **other}, page_token=token)
-        with pytest.raises(InvalidArgumentError) as caught:
+        with pytest.raises(errors.InvalidArgumentError) as caught:
             await client.page(filter="colour = red")
         assert caught.value.violations[0].field == "filter"
 
@@ -139,19 +133,19 @@ async def test_only_the_owner_or_an_admin_may_change_a_reservation(tmp_path: Pat
     async with callers(tmp_path, "ann", "bob", "root") as (ann, bob, root):
         granted = await ann.reserve(request_id=request_id)
         assert granted.owner == "ann"
-        with pytest.raises(AlreadyExistsError):
+        with pytest.raises(errors.AlreadyExistsError):
             await bob.reserve(request_id=request_id)
         for call in (bob.renew, bob.release):
-            with pytest.raises(PermissionDeniedError) as caught:
+            with pytest.raises(errors.PermissionDeniedError) as caught:
                 await call(granted)
             assert caught.value.reason == "NOT_OWNER"
         told = await bob.get(granted.name)
         assert (told.state, told.fence) == (Reservation.STATE_ACTIVE, 0)
         for call in (bob.renew, bob.release):  # without the fence, which is not told to everybody
-            with pytest.raises(PermissionDeniedError, match="belongs to ann") as caught:
+            with pytest.raises(errors.PermissionDeniedError, match="belongs to ann") as caught:
                 await call(told)
             assert (caught.value.reason, caught.value.metadata["owner"]) == ("NOT_OWNER", "ann")
-        with pytest.raises(FailedPreconditionError, match="fence 0 does not belong"):
+        with pytest.raises(errors.FailedPreconditionError, match="fence 0 does not belong"):
             await ann.release(told)
         assert (await root.renew(granted)).owner == "ann"
         assert (await root.release(granted)).state == Reservation.STATE_RELEASED
@@ -160,6 +154,6 @@ async def test_only_the_owner_or_an_admin_may_change_a_reservation(tmp_path: Pat
 async def _gone(client: Client, one: Reservation) -> bool:
     try:
         await client.get(one.name)
-    except NotFoundError:
+    except errors.NotFoundError:
         return True
     return False

@@ -14,11 +14,7 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.servicers.watcher_servicer import QueueWatcherServicer
 from gpuscale.autoscaler.signals.brokers import BrokerSettings
 from gpuscale.autoscaler.signals.watchers import open_watchers
-from gpuscale.common.errors import (
-    FailedPreconditionError,
-    InvalidArgumentError,
-    NotFoundError,
-)
+from gpuscale.common import errors
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
@@ -129,7 +125,7 @@ async def test_an_update_outlives_a_restart_and_its_broker(tmp_path: Path) -> No
         changed.spec.queue = "jobs"
         third = await watchers.update(changed)
         changed.spec.broker = "other"
-        with pytest.raises(FailedPreconditionError):
+        with pytest.raises(errors.FailedPreconditionError):
             await watchers.update(changed)
         assert third.etag not in {first.etag, second.etag}
         several = await watchers.create("watchers/several", "", queues=["a", "b"])
@@ -156,11 +152,11 @@ async def test_a_mask_names_what_changes(tmp_path: Path) -> None:
         second = await watchers.update(asked, update_mask={"paths": ["spec.queue", "spec.interval"]})
         assert (second.spec.queue, second.spec.interval.seconds) == ("others", 9)
         assert second.spec.virtual_host == "/v", "what the mask does not name stays"
-        with pytest.raises(InvalidArgumentError) as unknown:
+        with pytest.raises(errors.InvalidArgumentError) as unknown:
             await watchers.update(second, update_mask={"paths": ["spec.nothing"]})
         assert [one.field for one in unknown.value.violations] == ["update_mask"]
         await watchers.delete(first.name)
-        with pytest.raises(NotFoundError):
+        with pytest.raises(errors.NotFoundError):
             await watchers.get(first.name)
 
 
@@ -168,16 +164,16 @@ async def test_a_watcher_that_an_endpoint_reads_stays(tmp_path: Path) -> None:
     async with service(tmp_path, readers={"jobs": ["endpoints/a", "endpoints/b"]}) as watchers:
         await watchers.create("watchers/jobs")
         await watchers.create("watchers/other")
-        with pytest.raises(FailedPreconditionError) as caught:
+        with pytest.raises(errors.FailedPreconditionError) as caught:
             await watchers.delete("watchers/jobs")
         assert caught.value.reason == "WATCHER_IN_USE"
         assert "endpoints/a, endpoints/b" in caught.value.message
         await watchers.delete("watchers/other")
-        with pytest.raises(NotFoundError):
+        with pytest.raises(errors.NotFoundError):
             await watchers.delete("watchers/other")
-        with pytest.raises(NotFoundError):
+        with pytest.raises(errors.NotFoundError):
             await watchers.get("watchers/other")
-        with pytest.raises(NotFoundError):
+        with pytest.raises(errors.NotFoundError):
             await watchers.update(
                 api.QueueWatcher(name="watchers/other", spec={"broker": "default", "queue": "q"})
             )
@@ -196,14 +192,14 @@ async def test_what_cannot_be_watched_is_refused_and_the_rest_is_listed_in_pages
             (long, {}, "queue"),
             ("jobs", {"virtual_host": long}, "virtual_host"),
         ):
-            with pytest.raises(InvalidArgumentError) as caught:
+            with pytest.raises(errors.InvalidArgumentError) as caught:
                 await watchers.create("watchers/jobs", queue, **more)
             assert [one.field for one in caught.value.violations] == [f"queue_watcher.spec.{field}"]
         for queue, more in (("", {"queue_pattern": "jobs.*"}), ("jobs", {"rates": True})):
-            with pytest.raises(FailedPreconditionError) as refused:
+            with pytest.raises(errors.FailedPreconditionError) as refused:
                 await watchers.create("watchers/jobs", queue, **more)
             assert refused.value.reason == "NO_MANAGEMENT_API"
-        with pytest.raises(FailedPreconditionError, match="'other'") as refused:
+        with pytest.raises(errors.FailedPreconditionError, match="'other'") as refused:
             await watchers.create("watchers/jobs", broker="other")
         assert refused.value.reason == "UNKNOWN_BROKER"
         for name in ("c", "a", "b"):

@@ -11,12 +11,7 @@ from typing import Any
 import pytest
 
 from gpuscale.api.autoscaler import v1 as autoscaler_api
-from gpuscale.common.errors import (
-    NotFoundError,
-    PermissionDeniedError,
-    ResourceExhaustedError,
-    UnauthenticatedError,
-)
+from gpuscale.common import errors
 from gpuscale.common.rpc.audit import AuditOptions
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.rpc.status import rpc_errors
@@ -41,7 +36,7 @@ async def test_a_caller_that_calls_too_often_is_told_when_to_come_back(tmp_path:
     async with serve(options=options, authenticator=tokens(tmp_path)) as served:
         with rpc_errors():
             await served.get(metadata=bearer("alice"))
-        with pytest.raises(ResourceExhaustedError) as caught, rpc_errors():
+        with pytest.raises(errors.ResourceExhaustedError) as caught, rpc_errors():
             await served.get(metadata=bearer("alice"))
         assert caught.value.reason == "RATE_LIMITED"
         assert 0 < (caught.value.retry_after or 0) <= 2
@@ -57,9 +52,9 @@ async def test_changes_and_refusals_are_noted_and_reads_are_not(
     async with serve(options=options, authenticator=tokens(tmp_path)) as served:
         await served.get(metadata=bearer("eve"))
         await served.release(metadata=(*bearer("alice"), ("x-request-id", "r-1")))
-        with pytest.raises(PermissionDeniedError), rpc_errors():
+        with pytest.raises(errors.PermissionDeniedError), rpc_errors():
             await served.release(metadata=bearer("eve"))
-        with pytest.raises(UnauthenticatedError), rpc_errors():
+        with pytest.raises(errors.UnauthenticatedError), rpc_errors():
             await served.get(metadata=bearer("nobody"))
         stream = served.telemetry.StreamTelemetry(iter(()), metadata=bearer("alice"))
         assert [message async for message in stream] == []  # data: counted, not noted
@@ -81,7 +76,7 @@ async def test_changes_and_refusals_are_noted_and_reads_are_not(
 class Logs(autoscaler_api.EndpointServiceServicer):
     async def ReadReplicaLog(self, request: Any, context: Any) -> autoscaler_api.ReadReplicaLogResponse:
         if request.offset == 9:
-            raise NotFoundError("gone")
+            raise errors.NotFoundError("gone")
         return autoscaler_api.ReadReplicaLogResponse(next_offset=7)
 
 
@@ -95,7 +90,7 @@ async def test_who_follows_a_log_is_noted_once(tmp_path: Path) -> None:
         read: Any = autoscaler_api.EndpointServiceStub(served.channel).ReadReplicaLog
         for offset in (None, 7, 7, 0):
             await read(autoscaler_api.ReadReplicaLogRequest(name="endpoints/e/replicas/r", offset=offset))
-        with pytest.raises(NotFoundError), rpc_errors():
+        with pytest.raises(errors.NotFoundError), rpc_errors():
             await read(autoscaler_api.ReadReplicaLogRequest(name="endpoints/e/replicas/r", offset=9))
     noted = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(one["resource"], one["result"]) for one in noted] == [

@@ -12,12 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.errors import (
-    FailedPreconditionError,
-    GpuscaleError,
-    InvalidArgumentError,
-    UnavailableError,
-)
+from gpuscale.common import errors
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.rpc.standby import LeaderMethods, Opening, not_leader, serve_by_turns
@@ -89,9 +84,9 @@ async def two(url: SecretUrl, first: Actor, second: Actor) -> AsyncGenerator[tup
         yield leader, standby
 
 
-async def refused(served: Served, *metadata: tuple[str, str]) -> GpuscaleError:
+async def refused(served: Served, *metadata: tuple[str, str]) -> errors.GpuscaleError:
     """The error of a call."""
-    with pytest.raises(UnavailableError) as caught, rpc_errors():
+    with pytest.raises(errors.UnavailableError) as caught, rpc_errors():
         await served.get(metadata=(FOLLOWS, *metadata))
     return caught.value
 
@@ -118,7 +113,7 @@ async def test_a_standby_tells_clients_that_follow_who_leads(postgresql: Postgre
 
     async with two(postgresql.database(), Actor(), Actor()) as (leader, standby):
         assert await named(leader) == leader.address
-        through = await eventually(lambda: named(standby), retry_on=(UnavailableError,))
+        through = await eventually(lambda: named(standby), retry_on=(errors.UnavailableError,))
         assert through == leader.address
         error = await refused(standby)
         assert (error.reason, error.metadata) == ("NOT_LEADER", {"leader": leader.address})
@@ -130,7 +125,7 @@ async def test_a_standby_tells_clients_that_follow_who_leads(postgresql: Postgre
             with pytest.raises(grpc.RpcError) as caught:
                 await call.read()
             assert from_rpc_error(caught.value).reason == "NOT_LEADER"
-        with pytest.raises(InvalidArgumentError), rpc_errors():
+        with pytest.raises(errors.InvalidArgumentError), rpc_errors():
             await standby.get("no such name")
         assert [await health(standby, name) for name in ("", ALLOCATOR, FLEET)] == [
             SERVING,
@@ -177,13 +172,13 @@ async def test_only_an_admin_reads_where_the_database_is(tmp_path: Path, role: s
     assert error.message.endswith(f"; the leader is not known: {why}")
 
 
-async def with_cause(served: Served, *metadata: tuple[str, str]) -> GpuscaleError | None:
+async def with_cause(served: Served, *metadata: tuple[str, str]) -> errors.GpuscaleError | None:
     """The error of a call, once it says why no leader is known."""
     error = await refused(served, *metadata)
     return error if "not known: " in error.message else None
 
 
-async def without_leader(served: Served) -> GpuscaleError | None:
+async def without_leader(served: Served) -> errors.GpuscaleError | None:
     """The error of a call, once it names no leader."""
     error = await refused(served)
     return None if error.metadata else error
@@ -240,7 +235,7 @@ async def test_a_leader_answers_nothing_from_the_moment_its_session_ends(postgre
         assert methods._find(f"/{ALLOCATOR}/GetReservation")
         cut_leader(postgresql, url)  # blocks the event loop, so nothing else has run when we look
         assert not term.leads()
-        with pytest.raises(UnavailableError, match="does not lead"):
+        with pytest.raises(errors.UnavailableError, match="does not lead"):
             methods._find(f"/{ALLOCATOR}/GetReservation")
 
 
@@ -264,7 +259,7 @@ async def test_a_term_that_cannot_begin_is_tried_again_ever_later(
         nonlocal begun
         begun += 1
         if begun < 4:
-            raise UnavailableError("too many connections", reason="STATE_UNAVAILABLE")
+            raise errors.UnavailableError("too many connections", reason="STATE_UNAVAILABLE")
         async with actor(term) as registrations:
             yield registrations
 
@@ -279,11 +274,11 @@ async def test_a_term_that_cannot_begin_is_tried_again_ever_later(
 async def test_an_act_that_cannot_begin_ends_the_program(postgresql: PostgresServer) -> None:
     @asynccontextmanager
     async def unreadable(term: Term) -> AsyncGenerator[Sequence[Registration]]:
-        raise FailedPreconditionError("of a newer version", reason="STATE_VERSION")
+        raise errors.FailedPreconditionError("of a newer version", reason="STATE_VERSION")
         yield ()
 
     server = Server(ServerOptions(), Authenticator())
     candidate = Candidate(postgresql.database(), "throwaway", server.bind())
-    with pytest.raises(FailedPreconditionError, match="newer") as caught:
+    with pytest.raises(errors.FailedPreconditionError, match="newer") as caught:
         await serve_by_turns(server, candidate, SERVICES, unreadable, asyncio.Event(), open_channel)
     assert not hasattr(caught.value, "__notes__"), "an operator's to mend: one line, and no traceback"

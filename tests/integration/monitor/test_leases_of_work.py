@@ -21,13 +21,7 @@ from gpuscale.allocator.app import open_allocator
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.common.errors import (
-    FailedPreconditionError,
-    GpuscaleError,
-    NotFoundError,
-    PermissionDeniedError,
-    UnavailableError,
-)
+from gpuscale.common import errors
 from gpuscale.common.names import LEASE_KEY, gpu_name
 from gpuscale.common.rpc.channel import open_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
@@ -77,7 +71,7 @@ class Site:
             await self.work.AdmitWork(request, metadata=bearer(who), timeout=30)
 
     async def refused(self, who: str, one: allocator_api.ReserveResponse, **other: Any) -> str:
-        with pytest.raises(GpuscaleError) as error:
+        with pytest.raises(errors.GpuscaleError) as error:
             await self.admit(who, one, **other)
         return error.value.reason
 
@@ -133,7 +127,9 @@ async def site(folder: Path, *, checks: bool = True, fences_above: int = 0) -> A
             return True
 
         await eventually(
-            serves, timeout=60, retry_on=(UnavailableError, FailedPreconditionError, GpuscaleError)
+            serves,
+            timeout=60,
+            retry_on=(errors.UnavailableError, errors.FailedPreconditionError, errors.GpuscaleError),
         )
         yield there
 
@@ -147,11 +143,11 @@ async def test_an_agent_asks_about_leases_and_orders_of_its_own_node_only(tmp_pa
         await there.allocator.CheckLease(check, metadata=bearer("alpha"), timeout=30)
         check.node = "beta"
         for who, reason in (("alpha", "OTHER_NODE"), ("eve", "ROLE_TOO_LOW")):
-            with pytest.raises(PermissionDeniedError) as other, rpc_errors():
+            with pytest.raises(errors.PermissionDeniedError) as other, rpc_errors():
                 await there.allocator.CheckLease(check, metadata=bearer(who), timeout=30)
             assert other.value.reason == reason
         for who, node in (("alpha", "nodes/beta"), ("ann", "nodes/alpha")):
-            with pytest.raises(GpuscaleError) as error, rpc_errors():
+            with pytest.raises(errors.GpuscaleError) as error, rpc_errors():
                 await there.policies.TakeKillOrders(
                     allocator_api.TakeKillOrdersRequest(node=node), metadata=bearer(who), timeout=30
                 )
@@ -159,7 +155,7 @@ async def test_an_agent_asks_about_leases_and_orders_of_its_own_node_only(tmp_pa
 
         async def known() -> bool:
             request = allocator_api.TakeKillOrdersRequest(node="nodes/alpha")
-            with suppress(NotFoundError), rpc_errors():
+            with suppress(errors.NotFoundError), rpc_errors():
                 return not (
                     await there.policies.TakeKillOrders(request, metadata=bearer("alpha"), timeout=30)
                 ).orders
@@ -178,7 +174,7 @@ async def test_on_the_agents_socket_the_lease_token_alone_decides(tmp_path: Path
         await here.admit("nobody", mine)
         assert await here.refused("root", mine, lease_token="") == "LEASE_TOKEN_MISSING"
         assert await here.refused("root", mine, lease_token=other.lease_token) == "LEASE_TOKEN_INVALID"
-        with pytest.raises(PermissionDeniedError, match="needs role admin; local has agent"):
+        with pytest.raises(errors.PermissionDeniedError, match="needs role admin; local has agent"):
             await here.reset("root", FIRST)
     assert not path.exists()
 
@@ -229,9 +225,9 @@ async def test_an_admin_resets_a_fence_that_is_too_high_and_nobody_else_does(tmp
     async with site(tmp_path) as here:
         mine = await here.reserve("ann", gpus=[gpu_name("alpha", FIRST)])
         assert await here.refused("ann", mine) == "FENCE_TOO_LOW"
-        with pytest.raises(PermissionDeniedError):
+        with pytest.raises(errors.PermissionDeniedError):
             await here.reset("ann", FIRST)
-        with pytest.raises(NotFoundError):
+        with pytest.raises(errors.NotFoundError):
             await here.reset("root", "GPU-of-another-host")
         await here.reset("root", FIRST)
         await here.admit("ann", mine)
@@ -296,7 +292,7 @@ async def test_fences_and_tokens_are_told_to_the_owner_alone_and_a_lease_token_n
             ([mine.lease_token, mine.lease_token], "TOKEN_MALFORMED"),
             ([token("ann")], "LEASE_TOKEN_INVALID"),
         ):
-            with pytest.raises(GpuscaleError) as error:
+            with pytest.raises(errors.GpuscaleError) as error:
                 await renew(*wrong)
             assert error.value.reason == reason
 
@@ -312,7 +308,7 @@ class LosesConnections(allocator_api.AllocatorServiceServicer):
     async def CheckLease(self, request: Any, context: Any) -> allocator_api.CheckLeaseResponse:
         self.asked += 1
         if self.asked <= self.losses:
-            raise UnavailableError("Stream removed (sendmsg: Broken pipe)", reason="LOST")
+            raise errors.UnavailableError("Stream removed (sendmsg: Broken pipe)", reason="LOST")
         if self.silent:
             await asyncio.Event().wait()
         return allocator_api.CheckLeaseResponse(lowest_fences=[7])
@@ -346,7 +342,7 @@ async def test_an_allocator_that_stays_away_is_said_within_the_time_that_an_adap
 ) -> None:
     assert TIMEOUT < 3.0
     async with checking(allocator) as checks, asyncio.timeout(TIMEOUT + 20.0):
-        with pytest.raises(UnavailableError, match="Broken pipe") as failed:
+        with pytest.raises(errors.UnavailableError, match="Broken pipe") as failed:
             await checks.check(LEASE, CALLER)
     assert failed.value.reason == "LEASE_NOT_CHECKED"
     assert allocator.asked > 1
@@ -354,6 +350,6 @@ async def test_an_allocator_that_stays_away_is_said_within_the_time_that_an_adap
 
 async def test_an_agent_that_cannot_ask_says_so(tmp_path: Path) -> None:
     async with site(tmp_path, checks=False) as here:
-        with pytest.raises(FailedPreconditionError, match="set allocator_address") as failed:
+        with pytest.raises(errors.FailedPreconditionError, match="set allocator_address") as failed:
             await here.admit("ann", await here.reserve("ann"))
         assert failed.value.reason == "LEASE_NOT_CHECKED"

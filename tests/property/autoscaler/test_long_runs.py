@@ -15,27 +15,8 @@ from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.decisions import DecisionOutcome, compose
 from gpuscale.autoscaler.domain.engine import Memory, Question, asked
 from gpuscale.autoscaler.domain.inputs import Inputs, Observation, ObservationStatus
+from gpuscale.autoscaler.domain.rules import rule, targets
 from gpuscale.autoscaler.domain.rules.formula import FormulaRule
-from gpuscale.autoscaler.domain.rules.rule import (
-    BandRule,
-    BoundMode,
-    Comparator,
-    Direction,
-    Kind,
-    RatioRule,
-    Rule,
-    StepRule,
-    ThresholdRule,
-)
-from gpuscale.autoscaler.domain.rules.targets import (
-    DrainRule,
-    ForecastRule,
-    PanicRule,
-    Period,
-    ScheduleRule,
-    TargetRule,
-    TargetType,
-)
 from gpuscale.autoscaler.domain.signals import EndpointPast, Sample
 from gpuscale.autoscaler.domain.spec import (
     Combine,
@@ -54,18 +35,18 @@ from gpuscale.internal.autoscaler import v1 as autoscaler_internal
 from tests.support.autoscaler_values import NOW, WALL, endpoint, signal
 
 RUNS, STEPS = settings().max_examples * 4 // 5, 100
-KINDS: tuple[Kind, ...] = (
-    StepRule(Comparator.GREATER_THAN, 20.0, 3),
-    StepRule(Comparator.LESS_THAN_OR_EQUAL, 5.0, -2),
-    BandRule(5.0, 30.0, 2, 2),
-    RatioRule(guarded=True),
-    ThresholdRule(40.0, 0.0, 2),
-    TargetRule(7.0),
-    TargetRule(20.0, TargetType.VALUE),
-    PanicRule(8.0),
-    DrainRule(5.0, 6.0, 4.0),
-    ScheduleRule((Period(frozenset(), 0, 1439, 3),)),
-    ForecastRule(6.0),
+KINDS: tuple[rule.Kind, ...] = (
+    rule.StepRule(rule.Comparator.GREATER_THAN, 20.0, 3),
+    rule.StepRule(rule.Comparator.LESS_THAN_OR_EQUAL, 5.0, -2),
+    rule.BandRule(5.0, 30.0, 2, 2),
+    rule.RatioRule(guarded=True),
+    rule.ThresholdRule(40.0, 0.0, 2),
+    targets.TargetRule(7.0),
+    targets.TargetRule(20.0, targets.TargetType.VALUE),
+    targets.PanicRule(8.0),
+    targets.DrainRule(5.0, 6.0, 4.0),
+    targets.ScheduleRule((targets.Period(frozenset(), 0, 1439, 3),)),
+    targets.ForecastRule(6.0),
     FormulaRule("ceil(a / 5) + 1"),
 )
 PACES = (
@@ -80,15 +61,15 @@ PACES = (
 def some_spec(dice: random.Random) -> EndpointSpec:
     low = dice.choice((0, 0, 1, 3, 12))
     rules = tuple(
-        Rule(
+        rule.Rule(
             f"r{number}",
-            "a" if not isinstance(kind, FormulaRule | ScheduleRule) else "",
+            "a" if not isinstance(kind, FormulaRule | targets.ScheduleRule) else "",
             kind,
             priority=dice.randrange(3),
             cooldown=dice.choice((None, 0.0, 20.0)),
-            direction=dice.choice(list(Direction)),
+            direction=dice.choice(list(rule.Direction)),
             max_replicas=dice.choice((None, 6)),
-            bound_mode=dice.choice(list(BoundMode)),
+            bound_mode=dice.choice(list(rule.BoundMode)),
         )
         for number, kind in enumerate(dice.sample(KINDS, dice.randrange(1, 5)))
     )
@@ -105,7 +86,7 @@ def some_spec(dice: random.Random) -> EndpointSpec:
         up=dice.choice(PACES),
         down=dice.choice(PACES),
         mode=dice.choice((ScalingMode.ACTIVE, ScalingMode.ACTIVE, ScalingMode.SHADOW)),
-        bound_mode=dice.choice(list(BoundMode)),
+        bound_mode=dice.choice(list(rule.BoundMode)),
         warm_spares=dice.choice((0, 0, 2)),
         gpu_gate=dice.choice(list(GpuGate)),
     )
@@ -185,7 +166,7 @@ def test_a_decision_that_differs_says_in_what() -> None:
     """As it would after a rule of the engine was changed."""
     seen = Observation("a", ObservationStatus.OK, 50.0, 1.0)
     spec = EndpointSpec(
-        0, 9, ReplicaTemplate("worker"), (signal("a"),), (Rule("up", "a", KINDS[0], cooldown=0.0),)
+        0, 9, ReplicaTemplate("worker"), (signal("a"),), (rule.Rule("up", "a", KINDS[0], cooldown=0.0),)
     )
     question = Question(spec, Inputs(1, 1, NOW, WALL, {"a": seen}), Memory(0.0))
     stored = decision_body(compose(endpoint(spec), asked(question).evaluation, DecisionOutcome(0)))
@@ -206,18 +187,28 @@ def test_a_decision_that_differs_says_in_what() -> None:
 
 
 LAGS = (0.0, 30.0, 120.0, 300.0)
-STEADY: tuple[Kind, ...] = (TargetRule(8.0), TargetRule(8.0, TargetType.VALUE), DrainRule(2.5, 6.0, 8.0))
+STEADY: tuple[rule.Kind, ...] = (
+    targets.TargetRule(8.0),
+    targets.TargetRule(8.0, targets.TargetType.VALUE),
+    targets.DrainRule(2.5, 6.0, 8.0),
+)
 
 
 @pytest.mark.parametrize("lag", LAGS)
 @pytest.mark.parametrize(
     "kind", STEADY, ids=lambda kind: f"{type(kind).__name__}-{getattr(kind, 'type', '')}"
 )
-def test_a_constant_noisy_load_turns_the_count_at_most_once_a_window(kind: Kind, lag: float) -> None:
+def test_a_constant_noisy_load_turns_the_count_at_most_once_a_window(kind: rule.Kind, lag: float) -> None:
     """Whatever replicas take to start: an hour at 60 pieces of work, give or take a fifth."""
     dice, window, tick = random.Random(f"{lag}"), 200.0, 5.0
     spec = EndpointSpec(
-        1, 40, ReplicaTemplate("worker"), (signal("a"),), (Rule("r", "a", kind),), tick, down=Pace(window)
+        1,
+        40,
+        ReplicaTemplate("worker"),
+        (signal("a"),),
+        (rule.Rule("r", "a", kind),),
+        tick,
+        down=Pace(window),
     )
     now, wanted, begun, turns, way = NOW, 1, [NOW - lag], list[float](), 0
     past = EndpointPast(Memory(now))
@@ -225,7 +216,7 @@ def test_a_constant_noisy_load_turns_the_count_at_most_once_a_window(kind: Kind,
         now += tick
         ready = max(1, sum(at + lag <= now for at in begun))
         load = 60.0 * dice.uniform(0.8, 1.2)
-        level = load / ready if getattr(kind, "type", None) is TargetType.VALUE else load
+        level = load / ready if getattr(kind, "type", None) is targets.TargetType.VALUE else load
         samples = {"a": Sample((level,), now)}
         past = past.with_samples(spec, samples)
         seen = past.observations(spec, samples, now)

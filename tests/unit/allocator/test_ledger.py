@@ -8,11 +8,7 @@ import pytest
 
 from gpuscale.allocator.domain.ledger import RETENTION, Deadlines, Ledger, Tokens, rebased
 from gpuscale.allocator.domain.model import EndCause, Order, Reservation, State, moved
-from gpuscale.common.errors import (
-    FailedPreconditionError,
-    InvalidArgumentError,
-    NotFoundError,
-)
+from gpuscale.common import errors
 from tests.support.allocator_values import NOW, WALL, order, reserved
 
 
@@ -39,7 +35,7 @@ def test_a_grant_holds_its_gpus_at_once_and_shows_only_once_it_is_on_disk() -> N
     pending = granted(ledger, "GPU-a", "GPU-b")
     assert [ledger.use.gpu(uuid).reservations for uuid in ("GPU-a", "GPU-b")] == [(pending.id,)] * 2
     assert list(ledger.reservations(ended=True)) == []
-    with pytest.raises(NotFoundError):
+    with pytest.raises(errors.NotFoundError):
         ledger.get(pending.id)
     confirmed = ledger.confirm(pending)
     assert confirmed.state is State.ACTIVE
@@ -72,7 +68,7 @@ def test_a_renewal_while_the_end_is_written_is_told_why_it_ends() -> None:
     one = active(ledger, "GPU-a")
     ledger.close(one, State.RELEASED, now=NOW, wall=WALL, reason="taken away by an admin")
     with pytest.raises(
-        FailedPreconditionError, match=r"has ended \(ending\): taken away by an admin; reserve again"
+        errors.FailedPreconditionError, match=r"has ended \(ending\): taken away by an admin; reserve again"
     ):
         ledger.renew(one.id, one.fence, None, NOW)
 
@@ -166,7 +162,7 @@ def test_a_page_token_leads_back_to_its_fence_by_its_key_alone(fence: int) -> No
     assert raw.startswith(hmac.digest(key, b"page" + fence.to_bytes(8, "big"), "sha256")[:8])
     assert str(fence).encode() not in raw
     assert fence.to_bytes(8, "big") not in raw
-    with pytest.raises(InvalidArgumentError):
+    with pytest.raises(errors.InvalidArgumentError):
         Tokens([4, 3, 2, 1]).fence_of_page(token)
 
 
@@ -174,7 +170,7 @@ def test_a_page_token_leads_back_to_its_fence_by_its_key_alone(fence: int) -> No
     "token", ["forged", "", "?", "A" * 22, TOKENS.of_page(7)[:-2], "a" + TOKENS.of_page(7)]
 )
 def test_a_token_that_was_not_given_is_refused(token: str) -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
+    with pytest.raises(errors.InvalidArgumentError) as caught:
         TOKENS.fence_of_page(token)
     assert [one.field for one in caught.value.violations] == ["page_token"]
 

@@ -4,45 +4,39 @@ from dataclasses import replace
 
 import pytest
 
-from gpuscale.allocator.domain.use_policies import (
-    BUSY,
-    IDLE,
-    UNKNOWN,
-    Action,
-    DryRun,
-    PolicyCondition,
-    PolicyStage,
-    PolicySubject,
-    RecordedHold,
-    RecordedUse,
-    StageOutcome,
-    UsePolicy,
-)
+from gpuscale.allocator.domain import use_policies
 
 HOUR, STEP = 60, 60.0
-POLICY = UsePolicy(
-    PolicyCondition.IDLE,
-    (PolicyStage(3600.0, (Action.NOTE,)), PolicyStage(7200.0, (Action.REVOKE,), 600.0)),
+POLICY = use_policies.UsePolicy(
+    use_policies.PolicyCondition.IDLE,
+    (
+        use_policies.PolicyStage(3600.0, (use_policies.Action.NOTE,)),
+        use_policies.PolicyStage(7200.0, (use_policies.Action.REVOKE,), 600.0),
+    ),
     shadow=False,
 )
-ONE = RecordedHold(PolicySubject("reservations/r1", ("r1",)), ("GPU-1",), frozenset(), 0.0, 1e6)
+ONE = use_policies.RecordedHold(
+    use_policies.PolicySubject("reservations/r1", ("r1",)), ("GPU-1",), frozenset(), 0.0, 1e6
+)
 SHARE = replace(ONE, shared=frozenset(ONE.gpus))
-_WORDS = {"idle": IDLE, "busy": BUSY, "unknown": UNKNOWN}
+_WORDS = {"idle": use_policies.IDLE, "busy": use_policies.BUSY, "unknown": use_policies.UNKNOWN}
 
 
-def replayed(hold: RecordedHold, *runs: tuple[str, int], policy: UsePolicy = POLICY) -> DryRun:
+def replayed(
+    hold: use_policies.RecordedHold, *runs: tuple[str, int], policy: use_policies.UsePolicy = POLICY
+) -> use_policies.DryRun:
     """What is found where a GPU was this for so many minutes, one run after the other."""
     states = bytearray(state for word, count in runs for state in [_WORDS[word]] * count)
-    found = DryRun()
-    found.replay("idle", policy, hold, RecordedUse(0.0, STEP, len(states), {"GPU-1": states}))
+    found = use_policies.DryRun()
+    found.replay("idle", policy, hold, use_policies.RecordedUse(0.0, STEP, len(states), {"GPU-1": states}))
     return found
 
 
-def minutes(found: DryRun) -> list[tuple[int, int, StageOutcome]]:
+def minutes(found: use_policies.DryRun) -> list[tuple[int, int, use_policies.StageOutcome]]:
     return [(round(one.time.timestamp() / 60), one.stage, one.outcome) for one in found.acts]
 
 
-SHADOW, AVERTED = StageOutcome.SHADOW, StageOutcome.AVERTED
+SHADOW, AVERTED = use_policies.StageOutcome.SHADOW, use_policies.StageOutcome.AVERTED
 
 
 @pytest.mark.parametrize(
@@ -61,7 +55,9 @@ SHADOW, AVERTED = StageOutcome.SHADOW, StageOutcome.AVERTED
     ],
 )
 def test_it_acts_when_the_record_says_that_the_condition_lasted(
-    hold: RecordedHold, runs: list[tuple[str, int]], acts: list[tuple[int, int, StageOutcome]]
+    hold: use_policies.RecordedHold,
+    runs: list[tuple[str, int]],
+    acts: list[tuple[int, int, use_policies.StageOutcome]],
 ) -> None:
     assert minutes(replayed(hold, *runs)) == acts
 
@@ -75,7 +71,7 @@ def test_what_is_known_and_not_adds_up_to_what_was_held() -> None:
 
 
 def test_time_that_a_reservation_was_held_before_the_span_counts_for_over_time() -> None:
-    policy = replace(POLICY, condition=PolicyCondition.OVER_TIME)
+    policy = replace(POLICY, condition=use_policies.PolicyCondition.OVER_TIME)
     found = replayed(replace(ONE, begin=-3000.0), ("unknown", 90), policy=policy)
     assert minutes(found) == [(10, 0, SHADOW), (70, 1, SHADOW)]
     assert (found.known, found.unknown) == (90 * STEP, 0.0)

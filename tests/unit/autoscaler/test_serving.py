@@ -2,19 +2,13 @@
 
 import pytest
 
-from gpuscale.autoscaler.domain.serving import (
-    Latencies,
-    NoServerError,
-    ServerReading,
-    percentile,
-    read_server,
-)
+from gpuscale.autoscaler.domain import serving
 from gpuscale.autoscaler.signals.sources import ReplicaServers
 from tests.support.clock import ManualClock
 from tests.support.llm_model import Ask, LlmServer, Speed
 
 BOUNDS = (0.1, 0.5, 1.0)
-NONE = Latencies(BOUNDS, (0, 0, 0, 0))
+NONE = serving.Latencies(BOUNDS, (0, 0, 0, 0))
 PAGES = {
     "vllm": (
         (
@@ -25,22 +19,24 @@ PAGES = {
             'vllm:inter_token_latency_seconds_bucket{engine="0",le="+Inf"} 9\n'
             'vllm:inter_token_latency_seconds_bucket{engine="1",le="+Inf"} 1\n'
         ),
-        ServerReading(running=5, waiting=4, kv_cache_percent=25, itl=Latencies((0.5,), (9, 10))),
+        serving.ServerReading(
+            running=5, waiting=4, kv_cache_percent=25, itl=serving.Latencies((0.5,), (9, 10))
+        ),
     ),
     "an earlier vllm": (
         "vllm:num_requests_running 1\nvllm:gpu_cache_usage_perc 0.5\n",
-        ServerReading(running=1, kv_cache_percent=50),
+        serving.ServerReading(running=1, kv_cache_percent=50),
     ),
     "sglang": (
         (
             "sglang:num_running_reqs 8\nsglang:num_queue_reqs 0\nsglang:token_usage 0.5\nsglang:prompt_tokens_total 7\n"
             "sglang:time_to_first_token_seconds_count 2\n"
         ),
-        ServerReading(running=8, waiting=0, kv_cache_percent=50, requests=2, prompt_tokens=7),
+        serving.ServerReading(running=8, waiting=0, kv_cache_percent=50, requests=2, prompt_tokens=7),
     ),
     "tgi": (
         "tgi_batch_current_size 4\ntgi_queue_size 7\ntgi_request_success 44\ntgi_request_generated_tokens_sum 81\n",
-        ServerReading(running=4, waiting=7, requests=44, generated_tokens=81),
+        serving.ServerReading(running=4, waiting=7, requests=44, generated_tokens=81),
     ),
     "triton": (
         (
@@ -49,7 +45,7 @@ PAGES = {
             'nv_trt_llm_request_metrics{model="m",request_type="max",version="1"} 512\n'
             'nv_trt_llm_kv_cache_block_metrics{kv_cache_block_type="fraction"} 0.1\n'
         ),
-        ServerReading(running=2, waiting=1, kv_cache_percent=10),
+        serving.ServerReading(running=2, waiting=1, kv_cache_percent=10),
     ),
 }
 
@@ -57,32 +53,32 @@ PAGES = {
 @pytest.mark.parametrize("server", PAGES)
 def test_each_server_is_read_by_its_own_names_and_what_it_lacks_is_absent(server: str) -> None:
     page, reading = PAGES[server]
-    assert read_server(f"# HELP x y\n{page}other 1\n") == reading
+    assert serving.read_server(f"# HELP x y\n{page}other 1\n") == reading
 
 
 @pytest.mark.parametrize(
     "page", ["", "<html>", "up 1\n", "vllm:num_requests_running NaN\n", "vllm:num_requests_running\n"]
 )
 def test_a_page_of_no_server_is_said_to_be_one(page: str) -> None:
-    with pytest.raises(NoServerError, match="no metrics of vLLM, SGLang, TGI, Triton"):
-        read_server(page)
+    with pytest.raises(serving.NoServerError, match="no metrics of vLLM, SGLang, TGI, Triton"):
+        serving.read_server(page)
 
 
 def test_the_stub_shows_what_it_reads_of_itself() -> None:
     server = LlmServer(Speed())
     for at in (0.0, 0.1, 0.2, 5.0):
         server.take(Ask(at, 100, 50))
-    assert read_server(server.page()) == server.reading()
+    assert serving.read_server(server.page()) == server.reading()
 
 
 def test_a_percentile_is_that_of_all_servers_together_and_of_the_window_alone() -> None:
-    old = Latencies(BOUNDS, (0, 0, 0, 1_000))
-    quick, slow = Latencies(BOUNDS, (90, 90, 90, 90)), Latencies(BOUNDS, (0, 0, 10, 1_010))
-    assert percentile([(NONE, quick), (old, slow)], 90) == pytest.approx(0.1)
-    assert percentile([(NONE, quick), (old, slow)], 95) == pytest.approx(0.75)
-    assert percentile([(NONE, quick), (NONE, NONE)], 50) == pytest.approx(0.1 * 45 / 90)
-    assert percentile([(NONE, old)], 95) == 1.0  # beyond the last bound nothing more is known
-    assert percentile([(NONE, NONE)], 95) is None
+    old = serving.Latencies(BOUNDS, (0, 0, 0, 1_000))
+    quick, slow = serving.Latencies(BOUNDS, (90, 90, 90, 90)), serving.Latencies(BOUNDS, (0, 0, 10, 1_010))
+    assert serving.percentile([(NONE, quick), (old, slow)], 90) == pytest.approx(0.1)
+    assert serving.percentile([(NONE, quick), (old, slow)], 95) == pytest.approx(0.75)
+    assert serving.percentile([(NONE, quick), (NONE, NONE)], 50) == pytest.approx(0.1 * 45 / 90)
+    assert serving.percentile([(NONE, old)], 95) == 1.0  # beyond the last bound nothing more is known
+    assert serving.percentile([(NONE, NONE)], 95) is None
 
 
 def heard(
@@ -93,7 +89,7 @@ def heard(
     waiting: float | None = None,
     requests: float | None = None,
 ) -> None:
-    servers.heard("e", replica, 0.0, ServerReading(running, waiting, requests=requests), "")
+    servers.heard("e", replica, 0.0, serving.ServerReading(running, waiting, requests=requests), "")
 
 
 def test_a_replica_that_is_silent_is_named_and_never_counts_as_zero() -> None:

@@ -8,14 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from gpuscale.common.errors import (
-    DeadlineExceededError,
-    FailedPreconditionError,
-    GpuscaleError,
-    InvalidArgumentError,
-    NotFoundError,
-    UnavailableError,
-)
+from gpuscale.common import errors
 from gpuscale.common.rpc.channel import open_sync_channel, split_addresses
 from gpuscale.common.rpc.status import to_rpc_status
 from gpuscale.common.rpc.wrapped_channel import LONGEST_CALL, PATIENCE, Leader, Trail, following
@@ -23,21 +16,23 @@ from gpuscale.common.rpc.wrapped_channel import LONGEST_CALL, PATIENCE, Leader, 
 NEVER_SENT = "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Connection refused"
 
 
-def answered(error: GpuscaleError) -> grpc.aio.AioRpcError:
+def answered(error: errors.GpuscaleError) -> grpc.aio.AioRpcError:
     """A failed call that a server of ours answered."""
     status = to_rpc_status(error)
     trailing = grpc.aio.Metadata(*status.trailing_metadata)
     return grpc.aio.AioRpcError(status.code, grpc.aio.Metadata(), trailing, details=status.details)
 
 
-def of_grpc(error: GpuscaleError) -> grpc.aio.AioRpcError:
+def of_grpc(error: errors.GpuscaleError) -> grpc.aio.AioRpcError:
     """A failed call that gRPC itself ended."""
     status = to_rpc_status(error)
     return grpc.aio.AioRpcError(status.code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=status.details)
 
 
 def not_leader(leader: str = "") -> grpc.aio.AioRpcError:
-    return answered(UnavailableError("x", reason="NOT_LEADER", metadata={"leader": leader} if leader else {}))
+    return answered(
+        errors.UnavailableError("x", reason="NOT_LEADER", metadata={"leader": leader} if leader else {})
+    )
 
 
 def trail(leader: Leader, *, again: bool = True, timeout: float | None = 60.0) -> Trail:
@@ -74,7 +69,7 @@ def test_addresses_stand_between_commas(text: str, addresses: tuple[str, ...]) -
     ],
 )
 def test_what_is_wrong_with_an_address_is_said(address: str, says: str) -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
+    with pytest.raises(errors.InvalidArgumentError) as caught:
         open_sync_channel(address)
     assert says in caught.value.message
 
@@ -123,25 +118,27 @@ def test_when_every_address_has_refused_there_is_a_pause() -> None:
 def test_no_round_begins_that_its_deadline_would_cut_short(timeout: float, again: bool) -> None:
     """All of them refused; the answer would be that the time is over, and not that nothing listens."""
     call = trail(Leader(["a", "b"]), timeout=timeout)
-    assert call.after(of_grpc(UnavailableError(NEVER_SENT))) == 0.0, "the other one is asked, however late"
-    assert (call.after(of_grpc(UnavailableError(NEVER_SENT))) is not None) == again
+    assert call.after(of_grpc(errors.UnavailableError(NEVER_SENT))) == 0.0, (
+        "the other one is asked, however late"
+    )
+    assert (call.after(of_grpc(errors.UnavailableError(NEVER_SENT))) is not None) == again
 
 
 def test_a_connection_that_was_never_made_is_no_execution() -> None:
     leader = Leader(["a", "b"])
-    assert trail(leader).after(of_grpc(UnavailableError(NEVER_SENT))) == 0.0
+    assert trail(leader).after(of_grpc(errors.UnavailableError(NEVER_SENT))) == 0.0
     assert leader.index == 1
 
 
 @pytest.mark.parametrize(
     "error",
     [
-        of_grpc(UnavailableError("Socket closed")),
-        of_grpc(UnavailableError("recvmsg:Connection reset by peer")),
-        of_grpc(DeadlineExceededError("Deadline Exceeded")),
-        answered(UnavailableError("stopping", reason="SHUTTING_DOWN")),
-        answered(UnavailableError("led until now", reason="LEAD_LOST")),
-        answered(UnavailableError(NEVER_SENT)),
+        of_grpc(errors.UnavailableError("Socket closed")),
+        of_grpc(errors.UnavailableError("recvmsg:Connection reset by peer")),
+        of_grpc(errors.DeadlineExceededError("Deadline Exceeded")),
+        answered(errors.UnavailableError("stopping", reason="SHUTTING_DOWN")),
+        answered(errors.UnavailableError("led until now", reason="LEAD_LOST")),
+        answered(errors.UnavailableError(NEVER_SENT)),
     ],
     ids=["closed", "reset", "deadline", "stopping", "lead lost", "upstream of the server"],
 )
@@ -156,14 +153,14 @@ def test_a_call_that_may_have_been_done_is_not_repeated_but_later_ones_go_elsewh
 @pytest.mark.parametrize(
     "error",
     [
-        NotFoundError("x"),
-        UnavailableError("x", reason="STATE_UNAVAILABLE"),
-        UnavailableError("x", reason="UPSTREAM_UNAVAILABLE"),
-        DeadlineExceededError("x", reason="NO_ACKNOWLEDGEMENT"),
+        errors.NotFoundError("x"),
+        errors.UnavailableError("x", reason="STATE_UNAVAILABLE"),
+        errors.UnavailableError("x", reason="UPSTREAM_UNAVAILABLE"),
+        errors.DeadlineExceededError("x", reason="NO_ACKNOWLEDGEMENT"),
     ],
     ids=lambda error: error.reason,
 )
-def test_an_answer_of_the_leader_is_an_answer(error: GpuscaleError) -> None:
+def test_an_answer_of_the_leader_is_an_answer(error: errors.GpuscaleError) -> None:
     leader = Leader(["a", "b"])
     assert trail(leader).after(answered(error)) is None
     assert leader.index == 0
@@ -201,7 +198,7 @@ def test_a_call_without_a_near_deadline_gives_up_too(
     assert call.after(not_leader()) is None
 
 
-TOO_MANY = of_grpc(UnavailableError("Too many pings"))
+TOO_MANY = of_grpc(errors.UnavailableError("Too many pings"))
 
 
 @pytest.mark.parametrize(
@@ -209,8 +206,8 @@ TOO_MANY = of_grpc(UnavailableError("Too many pings"))
     [
         (TOO_MANY, LONGEST_CALL - 1, True),
         (TOO_MANY, LONGEST_CALL + 1, False),
-        (of_grpc(UnavailableError("Socket closed")), 1.0, True),
-        (answered(UnavailableError("stopping", reason="SHUTTING_DOWN")), 1.0, False),
+        (of_grpc(errors.UnavailableError("Socket closed")), 1.0, True),
+        (answered(errors.UnavailableError("stopping", reason="SHUTTING_DOWN")), 1.0, False),
         (not_leader("b"), 1.0, False),
     ],
     ids=["soon", "an hour later", "closed", "stopping", "standing by"],
@@ -274,11 +271,11 @@ async def test_a_channel_with_fewer_pings_that_cannot_be_opened_is_tried_again_b
     def open_one(address: str, *, follows: bool) -> Any:
         opened.append(f"{address[0]} {follows}")
         if len(opened) == 3:
-            raise FailedPreconditionError("the certificate is being replaced", reason="TLS_FILES")
+            raise errors.FailedPreconditionError("the certificate is being replaced", reason="TLS_FILES")
         return Silent(opened[-1], called, TOO_MANY)
 
     method = following(("a:1", "b:1"), open_one).unary_unary("/x")
-    for error in (grpc.RpcError, grpc.RpcError, FailedPreconditionError, grpc.RpcError):
+    for error in (grpc.RpcError, grpc.RpcError, errors.FailedPreconditionError, grpc.RpcError):
         with pytest.raises(error):
             await method(b"")
     assert called == ["a True", "b True", "a False"]

@@ -7,28 +7,21 @@ import sys
 import pytest
 
 from gpuscale.common.errors import FailedPreconditionError
+from gpuscale.monitor.agent import sources
 from gpuscale.monitor.agent.isolated import IsolatedSource
 from gpuscale.monitor.agent.processes import ProcessNames
-from gpuscale.monitor.agent.sources import (
-    MEMORY_TOTAL_BYTES,
-    AutoSource,
-    GpuSourceError,
-    SimulatedSource,
-    make_source,
-    simulated_uuid,
-)
 from gpuscale.monitor.model.admission import Admissions, AdmittedProcess
 from gpuscale.monitor.model.readings import GPU_FIELDS, GpuState, ProcessKey
 from tests.support.monitor import FakeGpus
 from tests.support.monitor_values import identity
 
 
-def auto(real: FakeGpus) -> AutoSource:
-    return AutoSource(real, FakeGpus(gpus=[identity(9)], simulated=True))
+def auto(real: FakeGpus) -> sources.AutoSource:
+    return sources.AutoSource(real, FakeGpus(gpus=[identity(9)], simulated=True))
 
 
 def test_a_host_without_a_driver_gets_simulated_gpus_for_good() -> None:
-    real = FakeGpus(problem=GpuSourceError("no library", no_driver=True))
+    real = FakeGpus(problem=sources.GpuSourceError("no library", no_driver=True))
     source = auto(real)
     read = source.read  # as by a thread that took it just before the choice
     assert [gpu.index for gpu in source.open().gpus] == [9]
@@ -42,12 +35,12 @@ def test_a_host_without_a_driver_gets_simulated_gpus_for_good() -> None:
 
 
 def test_a_driver_that_fails_is_an_error_now_and_later() -> None:
-    real = FakeGpus(problem=GpuSourceError("NVML: Unknown Error"))
+    real = FakeGpus(problem=sources.GpuSourceError("NVML: Unknown Error"))
     source = auto(real)
-    with pytest.raises(GpuSourceError, match="Unknown Error"):
+    with pytest.raises(sources.GpuSourceError, match="Unknown Error"):
         source.open()
-    real.problem = GpuSourceError("NVML: Driver Not Loaded", no_driver=True)
-    with pytest.raises(GpuSourceError, match="Not Loaded"):
+    real.problem = sources.GpuSourceError("NVML: Driver Not Loaded", no_driver=True)
+    with pytest.raises(sources.GpuSourceError, match="Not Loaded"):
         source.open()
     assert not source.simulated
 
@@ -67,18 +60,18 @@ def test_without_nvidia_ml_py_auto_simulates_and_nvml_says_what_to_install(
     for module in [name for name in sys.modules if name.startswith("gpuscale.monitor.agent.nvml")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert make_source("auto", "alpha", 2, lambda: 0.0).simulated
+    assert sources.make_source("auto", "alpha", 2, lambda: 0.0).simulated
     with pytest.raises(FailedPreconditionError, match=r"gpuscale\[agent\]"):
-        make_source("nvml", "alpha", 2, lambda: 0.0)
+        sources.make_source("nvml", "alpha", 2, lambda: 0.0)
 
 
 def test_an_isolated_source_never_loads_the_drivers_library_here(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in [name for name in sys.modules if name.startswith("gpuscale.monitor.agent.nvml")]:
         monkeypatch.delitem(sys.modules, module)
-    source = make_source("nvml", "alpha", 2, lambda: 0.0, isolate=True)
+    source = sources.make_source("nvml", "alpha", 2, lambda: 0.0, isolate=True)
     assert isinstance(source, IsolatedSource)
     assert not [name for name in sys.modules if name.startswith("gpuscale.monitor.agent.nvml")]
-    with pytest.raises(GpuSourceError, match="is not running"):
+    with pytest.raises(sources.GpuSourceError, match="is not running"):
         source.read("GPU-1")
 
 
@@ -89,8 +82,8 @@ def test_an_interruption_reaches_the_source_that_was_chosen() -> None:
     assert not auto(FakeGpus()).interrupt()
 
 
-def source(node: str = "alpha", now: float = 50.0) -> SimulatedSource:
-    return SimulatedSource(node, 3, lambda: now)
+def source(node: str = "alpha", now: float = 50.0) -> sources.SimulatedSource:
+    return sources.SimulatedSource(node, 3, lambda: now)
 
 
 def test_their_uuids_are_the_same_at_every_start_and_differ_between_nodes() -> None:
@@ -99,7 +92,9 @@ def test_their_uuids_are_the_same_at_every_start_and_differ_between_nodes() -> N
     uuids = [gpu.uuid for gpu in (*first.gpus, *other.gpus)]
     assert len(set(uuids)) == 6
     assert all(uuid.startswith("SIM-") for uuid in uuids)
-    assert simulated_uuid("alpha", 0) == first.gpus[0].uuid == "SIM-6afcb721-67c0-5d87-a657-b17ffccbb12a"
+    assert (
+        sources.simulated_uuid("alpha", 0) == first.gpus[0].uuid == "SIM-6afcb721-67c0-5d87-a657-b17ffccbb12a"
+    )
 
 
 def test_every_reading_is_there_and_plausible_at_any_time() -> None:
@@ -112,20 +107,20 @@ def test_every_reading_is_there_and_plausible_at_any_time() -> None:
             assert all(getattr(reading, name) is not None for name in GPU_FIELDS)
             assert reading.utilization_percent is not None
             assert 0.0 <= reading.utilization_percent <= 5.0
-            assert reading.memory_total_bytes == MEMORY_TOTAL_BYTES
+            assert reading.memory_total_bytes == sources.MEMORY_TOTAL_BYTES
             parts = (reading.memory_free_bytes, reading.memory_used_bytes, reading.memory_reserved_bytes)
-            assert sum(part or 0 for part in parts) == MEMORY_TOTAL_BYTES
+            assert sum(part or 0 for part in parts) == sources.MEMORY_TOTAL_BYTES
 
 
 @pytest.mark.parametrize(("later", "busy"), [(0, True), (1, False)])
 def test_one_is_busy_while_what_was_admitted_on_it_runs(later: int, busy: bool) -> None:
     """This process runs, and one of its pid that started a moment later does not; the other GPU is idle."""
     [own, *_] = ProcessNames().lineage(os.getpid())
-    first, second = (simulated_uuid("alpha", index) for index in range(2))
+    first, second = (sources.simulated_uuid("alpha", index) for index in range(2))
     process = ProcessKey(own.pid, own.started + later)
     work = Admissions(workers=(AdmittedProcess(process, "r1", 1, frozenset({first})),))
     now = 40.0
-    one = SimulatedSource("alpha", 2, lambda: now, lambda: work)
+    one = sources.SimulatedSource("alpha", 2, lambda: now, lambda: work)
     now = 50.0
     reading, other = one.read(first).reading, one.read(second).reading
     assert reading.energy_joules == pytest.approx((reading.power_watts or 0.0) * 10)
@@ -146,7 +141,7 @@ def test_one_is_idle_once_what_was_admitted_has_ended_though_nobody_asked_how() 
     child = subprocess.Popen(["/bin/true"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     [process, *_] = ProcessNames().lineage(child.pid)
-    gpu = simulated_uuid("alpha", 0)
+    gpu = sources.simulated_uuid("alpha", 0)
     work = Admissions(workers=(AdmittedProcess(process, "r1", 1, frozenset({gpu})),))
-    assert SimulatedSource("alpha", 1, lambda: 50.0, lambda: work).read(gpu).reading.processes == ()
+    assert sources.SimulatedSource("alpha", 1, lambda: 50.0, lambda: work).read(gpu).reading.processes == ()
     child.wait()

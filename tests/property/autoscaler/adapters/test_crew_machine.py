@@ -9,17 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from gpuscale.autoscaler.adapters import engine
 from gpuscale.autoscaler.adapters.crew import FRESH, EngineCrew
-from gpuscale.autoscaler.adapters.engine import (
-    Desired,
-    EngineUnavailableError,
-    Finish,
-    Kill,
-    ReplicaOrder,
-    Sighting,
-    Step,
-    WorkerLife,
-)
 from gpuscale.autoscaler.adapters.journal import Journal, JournalRecord, Phase
 from gpuscale.autoscaler.adapters.steps import VANISHED_AFTER
 from gpuscale.autoscaler.domain.replicas import ENDED, Goal
@@ -55,12 +46,12 @@ class LossyEngine(FakeEngine):
 
     loses: int | None = None
 
-    async def apply(self, steps: Sequence[Step]) -> Mapping[str, str]:
+    async def apply(self, steps: Sequence[engine.Step]) -> Mapping[str, str]:
         self._answer()
         taken = steps if self.loses is None or self.loses < 0 else steps[: self.loses]
         refused = await super().apply(taken)
         if self.loses is not None:
-            raise EngineUnavailableError("the answer was lost")
+            raise engine.EngineUnavailableError("the answer was lost")
         return refused
 
 
@@ -135,10 +126,10 @@ class CrewMachine(RuleBasedStateMachine):
         self.begin()
         self.tell()
 
-    @rule(name=NAME, life=st.sampled_from([WorkerLife.READY, WorkerLife.ENDED]))
-    def it_gets_on(self, name: str, life: WorkerLife) -> None:
-        if name in self.engine.has and self.engine.has[name].life is not WorkerLife.ENDED:
-            self.engine.has[name] = Sighting(life, 1 if life is WorkerLife.ENDED else None)
+    @rule(name=NAME, life=st.sampled_from([engine.WorkerLife.READY, engine.WorkerLife.ENDED]))
+    def it_gets_on(self, name: str, life: engine.WorkerLife) -> None:
+        if name in self.engine.has and self.engine.has[name].life is not engine.WorkerLife.ENDED:
+            self.engine.has[name] = engine.Sighting(life, 1 if life is engine.WorkerLife.ENDED else None)
 
     @rule(name=NAME)
     def it_is_not_listed_for_a_moment(self, name: str) -> None:
@@ -165,7 +156,7 @@ class CrewMachine(RuleBasedStateMachine):
     def tell(self) -> None:
         self.crew.apply(
             [
-                Desired(ReplicaOrder(name, "endpoints/e", {}), goal, "worker", DRAIN)
+                engine.Desired(engine.ReplicaOrder(name, "endpoints/e", {}), goal, "worker", DRAIN)
                 for name, goal in self.goals.items()
             ]
         )
@@ -173,13 +164,13 @@ class CrewMachine(RuleBasedStateMachine):
     def round(self) -> None:
         """One round, and a look at what the engine was told in it."""
         before = len(self.engine.taken)
-        with suppress(EngineUnavailableError):
+        with suppress(engine.EngineUnavailableError):
             self.loop.run_until_complete(self.crew._round())
         for step in self.engine.taken[before:]:
-            if isinstance(step, Finish):
+            if isinstance(step, engine.Finish):
                 assert self.goals[step.replica] is Goal.STOP
                 self.finish_asked.setdefault(step.replica, self.elapsed)
-            elif isinstance(step, Kill):
+            elif isinstance(step, engine.Kill):
                 assert self.elapsed - self.finish_asked[step.replica] >= DRAIN
 
     def teardown(self) -> None:

@@ -8,12 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from gpuscale.autoscaler.adapters.engine import LaunchRefusedError, ReplicaOrder
-from gpuscale.autoscaler.adapters.engines.container.containers import (
-    ContainerTemplate,
-    Json,
-    container_request,
-    is_allowed,
-)
+from gpuscale.autoscaler.adapters.engines.container import containers
 from gpuscale.autoscaler.adapters.engines.container.engine import ContainerSettings
 
 ORDER = ReplicaOrder("endpoints/chat/replicas/r1", "endpoints/chat", {"queue": "jobs"})
@@ -22,14 +17,14 @@ ON_GPUS = replace(ORDER, gpu_uuids=GPUS, gpu_count=2, fence=7)
 IMAGE = "registry.example/llm/worker:1"
 
 
-def request(order: ReplicaOrder = ORDER, **table: object) -> dict[str, Json]:
-    template = ContainerTemplate.model_validate(
+def request(order: ReplicaOrder = ORDER, **table: object) -> dict[str, containers.Json]:
+    template = containers.ContainerTemplate.model_validate(
         {"image": IMAGE, "command": ["worker", "--queue", "{queue}"], **table}
     )
-    return container_request("here", "worker", template, order, {"TOKEN": "t"}, 4096)
+    return containers.container_request("here", "worker", template, order, {"TOKEN": "t"}, 4096)
 
 
-def host(**table: object) -> dict[str, Json]:
+def host(**table: object) -> dict[str, containers.Json]:
     found = request(**table)["HostConfig"]
     assert isinstance(found, dict)
     return found
@@ -192,7 +187,7 @@ def test_what_cannot_be_started_says_why(order: ReplicaOrder, table: dict[str, o
 )
 def test_what_no_template_may_ask_for(table: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
-        ContainerTemplate.model_validate({"image": IMAGE, **table})
+        containers.ContainerTemplate.model_validate({"image": IMAGE, **table})
 
 
 def adapter(**table: object) -> ContainerSettings:
@@ -228,7 +223,7 @@ def test_an_image_that_no_pattern_lets_through_is_refused_before_anything_runs(
 def test_no_pattern_of_images_takes_long() -> None:
     """A matcher that goes back and tries again takes seconds for five stars, and for ten longer than anybody waits."""
     began = time.thread_time()
-    assert not is_allowed("a" * 255, ["*a*a*a*a*b"])
+    assert not containers.is_allowed("a" * 255, ["*a*a*a*a*b"])
     assert time.thread_time() - began < 0.5
 
 
