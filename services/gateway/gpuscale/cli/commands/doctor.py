@@ -196,8 +196,8 @@ def _state(service: str, client: "Client") -> "Iterator[host.Diagnosis]":
     told = lookup.told(client, service)
     leader = f"; {told[LEADER_KEY]} leads" if LEADER_KEY in told else ""
     wrong = told.get(PROBLEM_KEY, "")
-    state, advice = ("FAIL", "docs/operations.md#nothing-answers") if wrong else ("OK", "")
-    yield host.Diagnosis("service", service, state, f"{wrong or 'answers'}{leader}", advice)
+    text, advice = f"{wrong or 'answers'}{leader}", "docs/operations.md#nothing-answers" if wrong else ""
+    yield host.Diagnosis("service", service, "FAIL" if wrong else "OK", text, advice)
 
 
 _LOOKS: "dict[str, Sequence[Callable[[Client], Iterator[host.Diagnosis]]]]" = {

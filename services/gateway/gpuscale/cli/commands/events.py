@@ -92,7 +92,7 @@ def events(session: Session, when: When, kind: tuple[str, ...], about: str, gpu:
             seen.update(fresh)
             if fresh or not watch:
                 shown = (one._replace(name=cells.short(one.name)) if short else one for one in fresh)
-                records = [dict(zip(_COLUMNS, one, strict=False)) for one in shown]
+                records: list[dict[str, object]] = [dict(zip(_COLUMNS, one, strict=False)) for one in shown]
                 output.write_records("events", records, _COLUMNS, ["kind"])
             if not (watched and watched.streams):
                 break
