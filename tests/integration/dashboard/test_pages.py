@@ -74,6 +74,7 @@ async def test_only_what_is_a_visitors_own_can_be_released(monkeypatch: pytest.M
     """Who may not release a reservation is not told its fence; the button was on all of them once."""
     own, others = (allocator_api.Reservation(name=f"reservations/{name}") for name in ("own", "others"))
     told = [allocator_api.Reservation(name=own.name, fence=7), others]
+    own.job.title = "night"
     actions = Mock(ask=AsyncMock(return_value=told), signed_out=False)
     site = DashboardSite(Facts(reservations=[own, others]), Mock(), "", lambda: actions, Mock())
     with opened(monkeypatch) as page:
@@ -82,6 +83,7 @@ async def test_only_what_is_a_visitors_own_can_be_released(monkeypatch: pytest.M
         await eventually(
             lambda: {row["name"]: row["act"] for row in table.rows} == {"own": ["release"], "others": []}
         )
+        assert [row["notes"] for row in table.rows] == ["night", ""], "people know their jobs by their titles"
 
 
 async def test_a_reservation_that_is_not_there_has_no_job(monkeypatch: pytest.MonkeyPatch) -> None:

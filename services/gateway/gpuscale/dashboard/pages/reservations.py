@@ -36,10 +36,7 @@ def reservations_page(site: DashboardSite) -> None:
         tiles = Tiles("holding", "waiting", "GPUs reserved", "GPUs reserved and idle")
         actions = site.actions()
         may = actions is not None and actions.may("allocator.v1.AllocatorService/ReleaseReservation")
-        columns = {
-            **rows.RESERVATIONS.columns,
-            **{name: name for name in ("title", "notes", *([ACT] if may else ()))},
-        }
+        columns = {**rows.RESERVATIONS.columns, "notes": "notes", **({ACT: "act"} if may else {})}
         wanted = PageAddress().text("filter", "filter: holder, title, tenant, place")
         table = ListTable(columns, key="name", links=("name",), empty="no reservations, or none match")
         if actions is not None:
@@ -60,7 +57,8 @@ def reservations_page(site: DashboardSite) -> None:
         text = str(wanted.value or "")
         own = {name.partition("/")[2] for name, one in places.items() if one.fence}  # as only they are told
         matching = [row for row in shown if rows.matches(row, text)]
-        table.show([{**row, ACT: ["release"] * (row["name"] in own)} for row in matching])
+        titled = [{**row, "notes": f"{row['title']}: {row['notes']}".strip(": ")} for row in matching]
+        table.show([{**row, ACT: ["release"] * (row["name"] in own)} for row in titled])
         tiles.show(**rows.reservation_figures(site.facts.reservations, gpus))
 
     places: dict[str, allocator_api.Reservation] = {}
