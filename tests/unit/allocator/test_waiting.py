@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import pairwise
 from unittest.mock import create_autospec
 
 import pytest
@@ -150,6 +151,32 @@ async def test_who_moves_up_is_told_once_the_grant_is_on_disk(monkeypatch: pytes
         assert place.position == 0
         await first.aclose()
         await second.aclose()
+
+
+async def test_news_come_no_closer_than_their_gap_and_the_last_is_told() -> None:
+    async with queue_site(n0=1) as site:
+        held, told = await site.grant(wish("held", ttl=9000)), list[tuple[float, int]]()
+
+        async def follow() -> None:
+            async with aclosing(site.waiting.watch(wish("last", ttl=9000), 9000)) as news:
+                async for one in news:
+                    told.append((now(), one.position if isinstance(one, QueuePlace) else -1))
+
+        ahead = [asyncio.create_task(site.waiting.wait(wish(f"w{number}"), 9000)) for number in range(8)]
+        last = asyncio.create_task(follow())
+        await asyncio.sleep(1)
+        for _ in ahead:
+            await site.release(held)
+            await asyncio.sleep(0.1)
+            [held] = site.ledger.reservations(ended=False)
+        await asyncio.sleep(2)
+        times = [at for at, _ in told]
+        assert told[-1][1] == 0
+        assert 4 <= len(told) <= 6
+        assert all(after - before >= waiting.NEWS_GAP for before, after in pairwise(times))
+        await site.release(held)
+        await last
+        assert told[-1] == (now(), -1)
 
 
 async def test_those_who_come_together_share_a_forecast(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,13 +71,26 @@ class _Entry:
     waiter: Waiter
     granted: asyncio.Future[str]
     callers: int = 0
-    bells: set[asyncio.Event] = field(default_factory=set[asyncio.Event])
+    bells: set["_Bell"] = field(default_factory=set["_Bell"])
     rung: QueuePlace | None = None
 
     def ring(self) -> None:
         self.rung = self.waiter.place
         for bell in self.bells:
-            bell.set()
+            bell.ring(at_once=self.granted.done())
+
+
+class _Bell(asyncio.Event):
+    """Wakes one who watches a place: with news not before `quiet_until`."""
+
+    quiet_until = 0.0
+
+    def ring(self, *, at_once: bool = False) -> None:
+        loop = asyncio.get_running_loop()
+        if at_once or loop.time() >= self.quiet_until:
+            self.set()
+        else:
+            loop.call_at(self.quiet_until, self.set)
 
 
 def _is_news(place: QueuePlace, told: QueuePlace | None) -> bool:
@@ -177,13 +190,14 @@ class Waiting:
         """Like `wait`, and yield the place whenever it changes; the last item is the reservation's id."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
-        bell = asyncio.Event()
+        bell = _Bell()
         entry = self._join(order, seconds)
         entry.bells.add(bell)
         told: QueuePlace | None = None
         again = until
         try:
             while not entry.granted.done():
+                bell.clear()
                 place, now = entry.waiter.place, loop.time()
                 if place is not None and (_is_news(place, told) or again <= now < until):
                     with suppress(TimeoutError):  # who is served is answered first, and may yet be taken back
@@ -196,9 +210,12 @@ class Waiting:
                     gap = min(
                         NEWS_GAP * (1 + place.position / PLACES_A_GAP), MOST_NEWS_GAP, until - loop.time()
                     )
-                    await asyncio.wait([entry.granted], timeout=gap)
-                    continue
-                bell.clear()
+                    bell.quiet_until = loop.time() + gap
+                    if entry.granted.done():
+                        break
+                    bell.clear()  # of what came while this was told, too
+                    if entry.waiter.place and _is_news(entry.waiter.place, told):
+                        bell.ring()
                 try:
                     async with asyncio.timeout_at(again):
                         await bell.wait()
