@@ -95,8 +95,7 @@ class Durations:
 
     def remaining(self, kin: Kin, age: float = 0.0) -> Span | None:
         """How much longer a reservation of this age will last; None if nothing was learned."""
-        if self._new:
-            self._learn()
+        self._learn()
         if not self._samples:
             return None
         # Logarithms of samples, shortest first, the cumulative sums of their weights, and the samples.

@@ -131,33 +131,20 @@ class QueueWorld:
         return map(self._terms, self._ending_first())
 
     def likely_first(self, looked_at: int, most: int, now: float) -> Sequence[LeaseTerms]:
-        """Of the first by their end those whose likely end comes first, with it; each as it is where nothing is known of its kind.
-
-        An end that is certain, such as that of a revoked lease, is the likely one.
-        """
-        first = [*islice(self._ending_first(), looked_at)]
-        spans = [self._span(one, now) for one in first]
-        ends = [
-            due_at(one) if span is None else min(now + span.early, leaves_at(one))
-            for one, span in zip(first, spans, strict=True)
-        ]
-        return [
-            self._expected(first[nth], spans[nth], now)
-            for nth in nsmallest(most, range(len(first)), key=ends.__getitem__)
-        ]
-
-    def _span(self, one: Reservation, now: float) -> Span | None:
-        """How much longer it will last; None if nothing is known of its kind, or its end is certain."""
-        if one.revoke_at is not None or self.ledger.closing(one.id):
-            return None
-        return self.durations.remaining(kin_of(one), now - self.granted_at(one))
-
-    def _expected(self, one: Reservation, span: Span | None, now: float) -> LeaseTerms:
-        if span is None:
-            return self._terms(one)
-        most = leaves_at(one)
-        low, likely, high = (min(now + left, most) for left in (span.low, span.early, span.high))
-        return replace(self._terms(one), ends=likely, earliest=low, latest=high)
+        """Of the first by their end those whose likely end is first, with it where it is not certain and its kind is known."""
+        first, spans, ends = [*islice(self._ending_first(), looked_at)], list[Span | None](), list[float]()
+        for one in first:
+            known = one.revoke_at is None and not self.ledger.closing(one.id)
+            span = self.durations.remaining(kin_of(one), now - self.granted_at(one)) if known else None
+            spans.append(span)
+            ends.append(due_at(one) if span is None else min(now + span.early, leaves_at(one)))
+        found: list[LeaseTerms] = []
+        for nth in nsmallest(most, range(len(first)), key=ends.__getitem__):
+            found.append(self._terms(first[nth]))
+            if span := spans[nth]:
+                low, high = (min(now + left, leaves_at(first[nth])) for left in (span.low, span.high))
+                found[-1] = replace(found[-1], ends=ends[nth], earliest=low, latest=high)
+        return found
 
     def _ending_first(self) -> Iterator[Reservation]:
         """All leases by their end. Consume it at once: leases that come or go meanwhile are not followed.
@@ -167,9 +154,8 @@ class QueueWorld:
         """
         live, now = self.ledger.live, self.now()
         if now >= self._order_until or not self._order_uses:
-            self._order = sorted(
-                (one for one in live if not live[one].waiting), key=lambda one: due_at(live[one])
-            )
+            holding = [one for one in live.values() if one.wanted is None or not one.waiting]
+            self._order = [one.id for one in sorted(holding, key=due_at)]
             took = self.now() - now
             self._order_until = now + max(ORDER_KEPT, ORDER_REST * took)
             self._order_uses = 1 + len(live) // ORDER_PART
@@ -286,18 +272,12 @@ class QueuePlace(NamedTuple):
     order: str = ""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Alike:
-    """The `count` requests that differ in nothing that decides whether they are served, and what the last look at one found.
+    """What was found of one of the requests that differ in nothing that decides whether they are served."""
 
-    `obstacle` is as in `Waiter`. `found` is None if nothing has changed that could help: each keeps its own obstacle.
-    """
-
-    key: tuple[object, ...] = ()
-    count: int = 0
-    version: int = -1
     found: QueueObstacle | None = None
-    obstacle: QueueObstacle | None = None
+    version: int = -1
 
 
 @dataclass(eq=False, slots=True)

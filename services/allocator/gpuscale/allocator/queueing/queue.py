@@ -16,12 +16,13 @@ for it.
 
 import heapq
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from operator import attrgetter
 from typing import TypeAlias
+from weakref import WeakValueDictionary
 
 from gpuscale.allocator.domain.bookings import Booking, local, milli
 from gpuscale.allocator.domain.model import WHOLE, Ask, Order, Pick
@@ -180,12 +181,9 @@ def in_turn(waiters: Collection[Waiter], promised: Collection[Waiter], world: Qu
     Shares are read during the iteration, so earlier grants count. A waiter with a promise precedes the others of its priority:
     otherwise changing shares would move the promise, and nobody would ever fill it.
     """
-    groups: dict[tuple[int, bool, str], deque[Waiter]] = {}
+    groups = defaultdict[tuple[int, bool, str], deque[Waiter]](deque)
     for waiter in sorted(waiters, key=attrgetter("number")):
-        key = (-waiter.order.priority, waiter not in promised, waiter.order.tenant)
-        if (line := groups.get(key)) is None:
-            line = groups[key] = deque()
-        line.append(waiter)
+        groups[-waiter.order.priority, waiter not in promised, waiter.order.tenant].append(waiter)
     turns = [(key[:2], _share_of(key, world), group[0].number, key) for key, group in groups.items()]
     heapq.heapify(turns)
     while turns:
@@ -250,9 +248,9 @@ class Queue:
         self._world = world
         self._rules = rules
         self._waiters: dict[str, Waiter] = {}
-        self._alike: dict[tuple[object, ...], Alike] = {}
+        self._alike = WeakValueDictionary[tuple[object, ...], Alike]()
         self._version = 0
-        """Counts what may change an answer: answers to those alike are reused within one."""
+        """Counts what may change an answer."""
         self._promises: dict[Waiter, Promise] = {}
         self._changed: Changed = set()
         self._number = 0
@@ -317,10 +315,7 @@ class Queue:
             self.expect_room()
         self._number += 1
         self.due = True
-        key = _ALIKE(order)
-        alike = self._alike.setdefault(key, Alike(key))
-        alike.count += 1
-        waiter = Waiter(order, self._number, now, until, alike)
+        waiter = Waiter(order, self._number, now, until, self._alike.setdefault(_ALIKE(order), Alike()))
         behind = any(one.priority >= waiter.priority for one in self._promises)
         self._pressing = self._pressing or order.may_preempt or not behind
         self._waiters[order.request_id] = waiter
@@ -337,10 +332,7 @@ class Queue:
 
     def remove(self, waiter: Waiter) -> None:
         """Remove a waiter from the queue; what was promised to it may help others."""
-        if self._waiters.pop(waiter.order.request_id, None):
-            waiter.alike.count -= 1
-            if not waiter.alike.count:
-                del self._alike[waiter.alike.key]
+        self._waiters.pop(waiter.order.request_id, None)
         self._give_up(waiter)
 
     def look(self, order: Order, now: float) -> Pick | Refusal | QueueObstacle:
@@ -384,14 +376,17 @@ class Queue:
         self._version += 1
         refused: dict[Ask, QueueObstacle] = {}
         head: Waiter | None = None
-        position = cheap = 0
-        moved: list[Waiter] = []
+        position, moved = 0, list[Waiter]()
         for waiter in in_turn(list(self._waiters.values()), self._promises.copy(), self._world):
-            if not self._waits(waiter):
+            if self._waiters.get(waiter.order.request_id) is not waiter:
                 continue
-            obstacle, promise = self._as_alike(waiter, head), None
-            if obstacle is None:
-                found, cheap = self._find(waiter, refused, changed, now), MOST_AT_ONCE
+            promise, alike = self._promises.get(waiter), waiter.alike
+            obstacle = None if promise or not head or alike.version != self._version else alike.found
+            looked_at = obstacle is None
+            if obstacle is not None:
+                waiter.obstacle = obstacle
+            else:
+                found = self._find(waiter, refused, changed, now)
                 if isinstance(found, Pick):
                     # Nobody was passed over, so what the first waiter leaves of its promise needs no round of its own.
                     if not position and (kept := self._promises.pop(waiter, None)):
@@ -402,7 +397,7 @@ class Queue:
                     self._version += 1
                     yield Grant(waiter, found)
                     continue
-                yield from self._refused(waiter, found, changed, now, first=head is None)
+                yield from self._keep(waiter, found, changed, now, first=head is None)
                 if not self._waits(waiter):
                     continue
                 if found.reason is not Reason.QUOTA_EXCEEDED and not waiter.order.booking:
@@ -413,35 +408,12 @@ class Queue:
             if place != waiter.place:
                 waiter.place = place
                 moved.append(waiter)
-            position, cheap = position + 1, cheap + 1
-            if cheap >= MOST_AT_ONCE:
+            position += 1
+            if looked_at or not position % MOST_AT_ONCE:
                 yield Looked(waiter, moved)
-                moved, cheap = [], 0
+                moved = []
         if moved:
             yield Looked(moved[-1], moved)
-
-    def _refused(
-        self, waiter: Waiter, found: QueueObstacle, changed: Changed, now: float, *, first: bool
-    ) -> Iterator[Revoke]:
-        """Keep a promise for a request that is not served, or give up the one it has."""
-        if found.reason is Reason.QUOTA_EXCEEDED:
-            self._give_up(waiter)
-        elif not waiter.order.booking and (  # bookings are kept in any case
-            first or waiter.order.may_preempt or waiter in self._promises
-        ):
-            yield from self._keep(waiter, changed, now, first=first)
-
-    def _as_alike(self, waiter: Waiter, head: Waiter | None) -> QueueObstacle | None:
-        """Why a request is not served if one alike was looked at and nothing has changed since; None: it is to be looked at."""
-        alike = waiter.alike
-        if alike.version != self._version or waiter in self._promises:
-            return None
-        if alike.found is None:
-            return waiter.obstacle if head else None
-        if head is None and alike.found.reason is not Reason.QUOTA_EXCEEDED:
-            return None
-        waiter.obstacle = alike.obstacle
-        return alike.found
 
     def _waits(self, waiter: Waiter) -> bool:
         return self._waiters.get(waiter.order.request_id) is waiter
@@ -463,24 +435,12 @@ class Queue:
     def _find(
         self, waiter: Waiter, refused: dict[Ask, QueueObstacle], changed: Changed, now: float
     ) -> Pick | QueueObstacle:
-        order, alike = waiter.order, waiter.alike
-        one_of_many = not (order.booking or order.may_preempt or waiter in self._promises)
-        if first := one_of_many and alike.version != self._version:
-            alike.version, alike.found = self._version, None
-        if obstacle := over_quota(self._world, order):
+        if obstacle := over_quota(self._world, waiter.order):
             waiter.obstacle = None
-        elif waiter.obstacle is not None and not _could_help(changed, order.ask):
+            return obstacle
+        helped = _could_help(changed, waiter.order.ask)
+        if waiter.obstacle is not None and not helped:
             return waiter.obstacle
-        else:
-            found = self._placed(waiter, refused, now)
-            if isinstance(found, Pick):
-                return found
-            obstacle = found
-        if first:
-            alike.found, alike.obstacle = obstacle, waiter.obstacle
-        return obstacle
-
-    def _placed(self, waiter: Waiter, refused: dict[Ask, QueueObstacle], now: float) -> Pick | QueueObstacle:
         ask = self._world.claim(waiter.order) if waiter.order.booking else waiter.order.ask
         if isinstance(ask, QueueObstacle):
             waiter.obstacle = None
@@ -492,6 +452,8 @@ class Queue:
         waiter.obstacle = found if isinstance(found, QueueObstacle) else None
         if isinstance(found, Pick):
             return over_quota(self._world, waiter.order, found) or found
+        if helped and not (waiter.order.booking or waiter.order.may_preempt or waiter in self._promises):
+            waiter.alike.found, waiter.alike.version = found, self._version
         return found
 
     def _place(self, ask: Ask, refused: dict[Ask, QueueObstacle], now: float) -> Pick | QueueObstacle:
@@ -506,9 +468,15 @@ class Queue:
             return refused[ask]
         return found
 
-    def _keep(self, waiter: Waiter, changed: Changed, now: float, *, first: bool) -> Iterator[Revoke]:
+    def _keep(
+        self, waiter: Waiter, found: QueueObstacle, changed: Changed, now: float, *, first: bool
+    ) -> Iterator[Revoke]:
         """Keep a promise for a request that does not fit, if it is the first or leases end for it."""
         promise = self._promises.get(waiter)
+        if found.reason is Reason.QUOTA_EXCEEDED:
+            return self._give_up(waiter)
+        if waiter.order.booking or not (first or waiter.order.may_preempt or promise):
+            return  # bookings are kept in any case
         ask = beside(waiter.order.ask, self._kept_from(waiter.order, waiter))
         promise = promise and renewed(promise, ask, self._world, now)
         preempting = self._preempt(waiter, promise, ask, now)
