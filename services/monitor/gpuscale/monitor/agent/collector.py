@@ -6,7 +6,6 @@ time, which concurrent callers share.
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from dataclasses import replace
 from typing import Generic, TypeVar
 from uuid import uuid4
 
@@ -114,7 +113,7 @@ class Collector:
             quarantine = quarantines.get(uuid.lower()) or quarantines.get(view.identity.parent_uuid.lower())
             of_gpu = pods.get(uuid, ())
             if len(of_gpu) == 1 and reading.processes:
-                named = (replace(one, pod=of_gpu[0]) if one.pod else one for one in reading.processes)
+                named = (one._replace(pod=of_gpu[0]) if one.pod else one for one in reading.processes)
                 reading = reading._replace(processes=tuple(named))
             shown.append(view._replace(reading=reading, quarantine=quarantine, pods=of_gpu))
         return tuple(shown)

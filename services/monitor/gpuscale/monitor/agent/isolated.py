@@ -7,22 +7,31 @@ serves it, so a stuck call blocks only its caller. Killing the child ends all ca
 
 import ctypes
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import compress, count
 from multiprocessing.connection import Connection
+from operator import ne
 from typing import Any
 from weakref import WeakSet, finalize
 
 from gpuscale.monitor.agent.sources import GpuSource, GpuSourceError
-from gpuscale.monitor.model.readings import DriverEvent, GpuSample, Inventory
+from gpuscale.monitor.model.readings import DriverEvent, GpuReading, GpuSample, Inventory
 
 # A release waits less than twice this long, so a child that the kernel cannot end still counts as holding the driver.
 END_SECONDS = 1.5
+
+
+_READINGS = len(GpuReading._fields)
+_PARTS = _READINGS + len(GpuSample._fields)  # a sample's reading in parts, its other fields, and `outdated`
+_Change = tuple[list[int], list[Any]]
+"""The places and values of parts that are others than those that the lane told last: most never change."""
 
 
 class _Lane:
@@ -31,12 +40,20 @@ class _Lane:
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self._connection = Connection(os.dup(end.fileno()))
+        self._told: dict[str, list[Any]] = {}
         finalize(self, end.close)
 
     def ask(self, question: tuple[str, Any]) -> Any:
         """Send a question and wait for the answer. EOFError or OSError if the other end is gone."""
-        self._connection.send(question)
-        return self._connection.recv()
+        self._connection.send_bytes(pickle.dumps(question))
+        return pickle.loads(self._connection.recv_bytes())  # noqa: S301 - from our own child process
+
+    def put_in(self, uuid: str, change: _Change) -> list[Any]:
+        """What the child told of a GPU until now, and with this change."""
+        told = self._told.setdefault(uuid, [None] * _PARTS)
+        for place, value in zip(*change, strict=True):
+            told[place] = value
+        return told
 
     def shut(self) -> None:
         """End a pending `ask`."""
@@ -84,14 +101,23 @@ class ChildProcess:
 
     def call(self, method: str, argument: object = None) -> Any:
         """Call a method of the child's source. GpuSourceError as the source raises it, or if the child has ended."""
+        return self._call(method, argument)[1]
+
+    def read(self, uuid: str) -> list[Any]:
+        """The parts of a GPU's sample, as `call`."""
+        lane, change = self._call("read", uuid)
+        return lane.put_in(uuid, change)
+
+    def _call(self, method: str, argument: object) -> tuple[_Lane, Any]:
         try:
-            answer = self._lane().ask((method, argument))
+            lane = self._lane()
+            answer = lane.ask((method, argument))
         except (EOFError, OSError) as error:
             how = "did not answer and was killed" if self._killed else "has ended"
             raise GpuSourceError(f"the process that reads the driver {how}") from error
         if isinstance(answer, GpuSourceError):
             raise answer
-        return answer
+        return lane, answer
 
     def kill(self) -> None:
         """Kill it and end all calls, even if the kernel cannot end the process."""
@@ -163,10 +189,10 @@ class IsolatedSource:
 
     def read(self, uuid: str) -> GpuSample:
         """Read a GPU. GpuSourceError if the source must be reopened."""
-        sample: GpuSample
-        sample, outdated = self._running().call("read", uuid)
+        *parts, outdated = self._running().read(uuid)
         self._outdated = self._outdated or outdated
-        return sample
+        reading, (state, *others) = GpuReading._make(parts[:_READINGS]), parts[_READINGS:]
+        return GpuSample(state, reading, *others)
 
     def probe(self, uuid: str) -> None:
         """Probe a GPU. GpuSourceError if the source must be reopened."""
@@ -224,21 +250,30 @@ def serve(control: socket.socket, source: GpuSource) -> None:
 
 
 def _serve_lane(lane: Connection, source: GpuSource) -> None:
+    told: dict[str, Sequence[object]] = {}
+
+    def read(uuid: str) -> _Change:
+        sample = source.read(uuid)
+        before = told.get(uuid, [None] * _PARTS)
+        now = told[uuid] = (*sample.reading, sample.state, *sample[2:], source.outdated)
+        places = list(compress(count(), map(ne, before, now)))
+        return places, [now[place] for place in places]
+
     calls: dict[str, Callable[[Any], object]] = {
         "open": lambda _: source.open(),
-        "read": lambda uuid: (source.read(uuid), source.outdated),
+        "read": read,
         "probe": source.probe,
         "wait_event": source.wait_event,
     }
     with lane:
         while True:
             try:
-                method, argument = lane.recv()
+                method, argument = pickle.loads(lane.recv_bytes())  # noqa: S301 - from our own parent
                 try:
                     answer = calls[method](argument)
                 except GpuSourceError as error:
                     answer = error
-                lane.send(answer)
+                lane.send_bytes(pickle.dumps(answer))
             except (EOFError, OSError):
                 return  # the caller is gone
 

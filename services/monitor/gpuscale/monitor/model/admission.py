@@ -135,7 +135,7 @@ class Holders:
         reservation = next(ancestors, None) or before.get(key)
         if reservation is not None and reservation in admitted.values():
             known[key] = reservation
-            return replace(process, reservation=reservation)
+            return process._replace(reservation=reservation)
         in_container = {
             worker.reservation
             for worker in workers
@@ -148,5 +148,5 @@ class Holders:
         }
         found = in_container or of_user & {process.mark} or (of_user if self._by_user else set[str]())
         if len(found) == 1:
-            return replace(process, reservation=next(iter(found)))
-        return replace(process, holder_unknown=True) if found else process
+            return process._replace(reservation=next(iter(found)))
+        return process._replace(holder_unknown=True) if found else process

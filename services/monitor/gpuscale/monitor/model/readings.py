@@ -55,8 +55,7 @@ class RecoveryAction(Enum):
     OTHER = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class Absent:
+class Absent(NamedTuple):
     """An absent reading: field name, reason, and the error of driver or system."""
 
     field: str
@@ -64,16 +63,14 @@ class Absent:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessKey:
+class ProcessKey(NamedTuple):
     """A process of this boot, by pid and start, since pids are reused."""
 
     pid: int
     started: int  # clock ticks since boot
 
 
-@dataclass(frozen=True, slots=True)
-class GpuProcess:
+class GpuProcess(NamedTuple):
     """A process that holds memory of a GPU; None or empty if unknown."""
 
     pid: int
