@@ -154,7 +154,7 @@ async def main(stop):
 
 {prelude}
 logs.configure("info", "json")
-sys.exit(lifecycle.run(main, program="gpuscale-test", quiet={quiet}))
+sys.exit(lifecycle.run(main, program="gpuscale-test"))
 """
 
 SERVE = """
@@ -164,8 +164,8 @@ await stop.wait()
 
 
 @contextmanager
-def program(body: str, prelude: str = "", *, quiet: bool = False) -> Iterator[Typed]:
-    source = PROGRAM.format(body=textwrap.indent(body, "    "), prelude=prelude, quiet=quiet)
+def program(body: str, prelude: str = "") -> Iterator[Typed]:
+    source = PROGRAM.format(body=textwrap.indent(body, "    "), prelude=prelude)
     process = Typed(source, module="tests.support.source")
     try:
         yield process
@@ -197,28 +197,21 @@ def test_a_hangup_that_is_ignored_stays_ignored() -> None:
         assert ended(process) == (0, "False\n", "")
 
 
-@pytest.mark.parametrize(("quiet", "looks"), [(False, False), (True, True)])
-def test_the_collector_does_not_look_while_some_calls_are_under_way(quiet: bool, looks: bool) -> None:
+def test_the_collector_does_not_look_while_some_calls_are_under_way() -> None:
     made = "before = gc.get_stats()[0]['collections']\nheld = [[] for _ in range(5000)]\n"
     told = "print(gc.isenabled(), gc.get_stats()[0]['collections'] > before, flush=True)"
-    with program(made + told, "import gc", quiet=quiet) as process:
-        assert ended(process) == (0, f"True {looks}\n", "")
+    with program(made + told, "import gc") as process:
+        assert ended(process) == (0, "True False\n", "")
 
 
 @pytest.mark.parametrize(
-    ("prelude", "quiet", "loop"),
-    [
-        ("import uvloop", False, "uvloop"),
-        ("import uvloop", True, "asyncio.unix_events"),
-        ("sys.modules['uvloop'] = None", False, "asyncio.unix_events"),
-    ],
-    ids=["uvloop", "quiet", "no uvloop"],
+    ("prelude", "loop"),
+    [("import uvloop", "uvloop"), ("sys.modules['uvloop'] = None", "asyncio.unix_events")],
+    ids=["uvloop", "no uvloop"],
 )
-def test_the_loop_is_uvloop_where_it_is_there_and_there_is_much_to_do(
-    prelude: str, quiet: bool, loop: str
-) -> None:
+def test_the_loop_is_uvloop_where_it_is_there(prelude: str, loop: str) -> None:
     body = "print(type(asyncio.get_running_loop()).__module__, flush=True)\n" + SERVE
-    with program(body, prelude, quiet=quiet) as process:
+    with program(body, prelude) as process:
         await_line(process, loop)
         await_line(process, "serving")
         process.send_signal(signal.SIGTERM)

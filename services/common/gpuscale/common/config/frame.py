@@ -206,16 +206,15 @@ def start(
     serve: Callable[[F, asyncio.Event], Awaitable[None]],
     *,
     program: str,
-    quiet: bool = False,
 ) -> int:
     """Set up the log and serve until the event of `serve`, its `stop`, is set; returns the exit code.
 
-    `secrets` are environment variables that child processes must not inherit; `quiet` is as for `lifecycle.run`.
+    `secrets` are environment variables that child processes must not inherit.
     """
     logs.configure(settings.log_level, settings.log_format, service=program)
     logs.capture()
     take_variables(secrets)
-    return lifecycle.run(partial(serve, settings), program=program, quiet=quiet)
+    return lifecycle.run(partial(serve, settings), program=program)
 
 
 def run_apart(
@@ -242,4 +241,4 @@ def run_apart(
     values, secrets = pickle.loads(answered)  # noqa: S301 - from our own child process
     settings = frame()
     vars(settings).update(values)
-    return start(settings, secrets, serve, program=program, quiet=True)
+    return start(settings, secrets, serve, program=program)

@@ -34,7 +34,7 @@ _OLDEST = 2
 _log = get_logger(__name__)
 
 
-def run(main: Callable[[asyncio.Event], Awaitable[None]], *, program: str, quiet: bool = False) -> int:
+def run(main: Callable[[asyncio.Event], Awaitable[None]], *, program: str) -> int:
     """Run a program until it ends or is stopped; returns its exit code. Configure the log first.
 
     `main` gets an event that SIGTERM, SIGINT or SIGHUP (unless it is ignored) sets, and should return soon after. A second signal
@@ -42,14 +42,11 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], *, program: str, quiet
 
     Any error ends the program with 1, that of a setting with 2, as `sources.load` does. A `GpuscaleError` raised outside tasks is
     printed as one line on stderr (JSON if the log is JSON and it is no setting's), others are logged with a traceback.
-
-    `quiet` is for a program that wakes up a few times a second: it does without uvloop, which would take 2 MB.
     """
     raise_descriptor_limit()
     new_loop = asyncio.new_event_loop
     with suppress(ImportError):
-        if not quiet:
-            from uvloop import new_event_loop as new_loop
+        from uvloop import new_event_loop as new_loop
 
     async def supervise() -> int:
         stop = asyncio.Event()
@@ -80,16 +77,16 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], *, program: str, quiet
                 return code
         return 0
 
-    with collecting_what_is_new(seldom=not quiet), asyncio.Runner(loop_factory=new_loop) as runner:
+    with collecting_what_is_new(), asyncio.Runner(loop_factory=new_loop) as runner:
         return runner.run(supervise())
 
 
 @contextmanager
-def collecting_what_is_new(*, seldom: bool = True) -> Generator[None]:
+def collecting_what_is_new() -> Generator[None]:
     """Collect garbage only among objects newer than the last full collection.
 
     Modules, leases and nodes live long, and a scan of 10,000 of them blocks the loop for 0.2 s; everything is scanned every
-    `LOOK_AT_ALL` seconds. With `seldom` the youngest are collected less often too, at the cost of some memory.
+    `LOOK_AT_ALL` seconds. The youngest are collected less often too, at the cost of some memory.
     """
     looked, thresholds = time.monotonic(), gc.get_threshold()
 
@@ -101,8 +98,7 @@ def collecting_what_is_new(*, seldom: bool = True) -> Generator[None]:
             looked = time.monotonic()
             gc.unfreeze()
 
-    if seldom:
-        gc.set_threshold(COLLECT_AFTER, *thresholds[1:])
+    gc.set_threshold(COLLECT_AFTER, *thresholds[1:])
     gc.freeze()
     gc.enable()
     gc.callbacks.append(collecting)
