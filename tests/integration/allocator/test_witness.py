@@ -101,19 +101,15 @@ async def test_writes_that_fail_accuse_nobody_at_the_next_start(
         one.confirm(one.grant(order(), [reserved("GPU-a")], now=NOW, wall=WALL)) for one in (ledger, other)
     ]
     later = [ledger.confirm(ledger.grant(order(), [reserved(gpu)], now=NOW, wall=WALL)) for gpu in "bc"]
+    points = tasks.parse_failpoints("allocator.store.before_commit=error")
     for one in later:
         async with open_store(tmp_path / DATABASE, "boot") as store:
             if not (await store.load()).reservations:
                 await store.save([kept], [])
-            with pytest.raises(UnavailableError):
-                await store.save([refused], [])
-            monkeypatch.setattr(
-                tasks, "_points", tasks.parse_failpoints("allocator.store.before_commit=error")
-            )
-            with pytest.raises(UnavailableError):
-                await store.save([], [kept])
-            with pytest.raises(UnavailableError):
-                await store.save([one], [])
+            monkeypatch.setattr(tasks, "_points", points)
+            for work in (([refused], []), ([], [kept]), ([one], [])):
+                with pytest.raises(UnavailableError):
+                    await store.save(*work)
             monkeypatch.setattr(tasks, "_points", {})
             await store.save([one], [])  # counted once
             await store.save([], [refused])  # no such row

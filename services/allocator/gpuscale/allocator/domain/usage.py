@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeAlias
 
 from gpuscale.allocator.domain.model import (
     UNSEEN,
@@ -27,6 +28,7 @@ from gpuscale.allocator.domain.model import (
     Use,
 )
 
+_NodeOf: TypeAlias = Callable[[str], Node | None]
 IDLE_PERCENT = 5.0
 """A GPU below this utilization, in percent, is idle."""
 OVERHEAD_BYTES = 1 << 30
@@ -82,9 +84,7 @@ class ReservationUsage:
         return None if self.state is UseState.UNKNOWN else self.state is UseState.IDLE
 
 
-def usage_of(
-    reservation: Reservation, node_of: Callable[[str], Node | None], use: Use, now: float
-) -> ReservationUsage:
+def usage_of(reservation: Reservation, node_of: _NodeOf, use: Use, now: float) -> ReservationUsage:
     """The use that the holder of a live reservation makes of it at `now`; `use` says who else holds shares of its GPUs."""
     found = gpus_of(reservation, node_of, use, now)
     states = {one.state for one in found.values()}
@@ -96,11 +96,7 @@ def usage_of(
 
 
 def gpus_of(
-    reservation: Reservation,
-    node_of: Callable[[str], Node | None],
-    use: Use,
-    now: float,
-    since: float | None = None,
+    reservation: Reservation, node_of: _NodeOf, use: Use, now: float, since: float | None = None
 ) -> dict[str, GpuUsage]:
     """The `gpus` of `usage_of`, from readings since `since`."""
     found: dict[str, GpuUsage] = {}
@@ -140,9 +136,7 @@ def gpus_of(
     return found
 
 
-def read_since(
-    held: ReservedGpu, node_of: Callable[[str], Node | None], now: float, since: float | None
-) -> Gpu | None:
+def read_since(held: ReservedGpu, node_of: _NodeOf, now: float, since: float | None) -> Gpu | None:
     """A GPU as it was read since `since`; None without a fresh reading."""
     node = node_of(held.node)
     for gpu in node.gpus if node else ():
@@ -154,9 +148,7 @@ def read_since(
 
 MOST_JUDGED = 10_000
 """Reservations whose last judgement is cached."""
-_Judged = tuple[
-    tuple[ReservedGpu, ...], float, tuple[tuple[str, Node | None, NodeUse], ...], ReservationUsage
-]
+_Known = tuple[tuple[ReservedGpu, ...], float, tuple[tuple[str, Node | None, NodeUse], ...], ReservationUsage]
 
 
 class UsageJudge:
@@ -165,9 +157,9 @@ class UsageJudge:
     Nodes and their use are replaced when they change; only `fresh_until` moves in place, and only forward.
     """
 
-    def __init__(self, node_of: Callable[[str], Node | None], use: Use) -> None:
+    def __init__(self, node_of: _NodeOf, use: Use) -> None:
         self._node_of, self._use = node_of, use
-        self._known: OrderedDict[str, _Judged] = OrderedDict()
+        self._known: OrderedDict[str, _Known] = OrderedDict()
 
     def of(self, reservation: Reservation, now: float) -> ReservationUsage:
         """The use that the holder of a live reservation makes of it at `now`."""
@@ -179,12 +171,10 @@ class UsageJudge:
             else:
                 return known[3]
         found = usage_of(reservation, self._node_of, self._use, now)
-        held_on = {gpu.node: self._node_of(gpu.node) for gpu in reservation.gpus}
+        nodes = {gpu.node: self._node_of(gpu.node) for gpu in reservation.gpus}
         uuids = found.gpus.keys()
-        until = [
-            gpu.fresh_until for node in held_on.values() if node for gpu in node.gpus if gpu.uuid in uuids
-        ]
-        grounds = tuple((name, node, self._use.node(name)) for name, node in held_on.items())
+        until = [gpu.fresh_until for node in nodes.values() if node for gpu in node.gpus if gpu.uuid in uuids]
+        grounds = tuple((name, node, self._use.node(name)) for name, node in nodes.items())
         self._known[reservation.id] = reservation.gpus, min(until, default=now), grounds, found
         if len(self._known) > MOST_JUDGED:
             self._known.popitem(last=False)

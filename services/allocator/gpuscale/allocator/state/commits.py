@@ -209,11 +209,10 @@ class Commits:
 
     async def run(self) -> NoReturn:
         """Write for ever."""
-        loop = asyncio.get_running_loop()
-        clock = loop.time
+        clock = asyncio.get_running_loop().time
         while True:
             if not self._waiting:
-                self._bell = loop.create_future()
+                self._bell = asyncio.Future()
                 await self._bell
             opened, seen = clock(), 0  # a group grows for as long as that pays
             while seen < self._size and (pause := self._window.pause(self._size, clock() - opened)):
@@ -324,9 +323,8 @@ class Commits:
                 self._changes.publish(unit.reservations)
             else:
                 pairs = zip(unit.before, unit.reservations, strict=True)
-                self._changes.publish(
-                    unit.reservations, {now.id for was, now in pairs if _TOLD(was) == _TOLD(now)}
-                )
+                renewed = {now.id for was, now in pairs if _TOLD(was) == _TOLD(now)}
+                self._changes.publish(unit.reservations, renewed)
         if unit.kind is not _Kind.CHANGE:
             for one in unit.reservations:
                 self._under_way.pop(one.id, None)

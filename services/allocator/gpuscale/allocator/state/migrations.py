@@ -52,7 +52,7 @@ def to_3(op: Operations) -> None:
             row = dict(zip(names, values, strict=True))
             at = row.pop("at")
             if table == "reservation":
-                row |= {"lasting_sum": integrity.lasting_sum(row), "life_sum": integrity.life_sum(row)}
+                row |= integrity.sums(row)
             else:
                 row = integrity.sealed(row)
             changes = ", ".join(f"{column} = :{column}" for column in sums)

@@ -88,10 +88,9 @@ _ACTIVE: ColumnElement[str] = literal_column(f"'{State.ACTIVE.value}'")
 _COLUMNS: dict[str, Any] = {column.name: bindparam(column.name) for column in _RESERVATION.columns}
 _ADD = Prepared(insert(_RESERVATION).values({**_COLUMNS, "archived": literal_column("0")}))
 _HOLD_GPUS = Prepared(insert(_HOLD))
-_FREE_GPU = Prepared(
-    delete(_HOLD).where(_HOLD.c.gpu_uuid == bindparam("gpu"), _HOLD.c.reservation_id == bindparam("key"))
-)
-_FREE_GPUS = Prepared(delete(_HOLD).where(_HOLD.c.reservation_id == bindparam("key")))
+_OF_ONE = _HOLD.c.reservation_id == bindparam("key")
+_FREE_GPU = Prepared(delete(_HOLD).where(_HOLD.c.gpu_uuid == bindparam("gpu"), _OF_ONE))
+_FREE_GPUS = Prepared(delete(_HOLD).where(_OF_ONE))
 # An ended reservation never lives again, whatever a late write says.
 _CHANGE = Prepared(
     update(_RESERVATION)
@@ -425,14 +424,12 @@ def to_gpus(reservation: Reservation) -> str:
     return to_json(rows).decode()
 
 
-def to_holds(reservation: Reservation) -> Sequence[dict[str, object]]:
+def to_holds(one: Reservation) -> Sequence[dict[str, object]]:
     """What a live reservation holds: a row per GPU."""
     held: dict[str, int] = {}
-    for gpu in reservation.gpus:
+    for gpu in one.gpus:
         held[gpu.uuid] = held.get(gpu.uuid, 0) + gpu.milli
-    return [
-        {"gpu_uuid": uuid, "reservation_id": reservation.id, "milli": milli} for uuid, milli in held.items()
-    ]
+    return [{"gpu_uuid": uuid, "reservation_id": one.id, "milli": milli} for uuid, milli in held.items()]
 
 
 def from_row(row: Any) -> Reservation:

@@ -159,11 +159,9 @@ class Accounting:
         since, end = granted_since(first), ended_at(one)
         [(day, piece), *others] = by_day(end - since if end > since else 0, wall)
         milli, node_of = {gpu.uuid: gpu.milli for gpu in first.gpus}, self.view.get
-        if others or len(milli) < len(first.gpus):
+        read = [gpu for gpu in first.gpus if read_since(gpu, node_of, now, since / 1000)]
+        if read or others or len(milli) < len(first.gpus):
             return []
-        for gpu in first.gpus:
-            if read_since(gpu, node_of, now, since / 1000):
-                return []
         self._unread[one.id] = day, piece * sum(milli.values())
         return unread_rows(first, first_part(first) + 1, day, piece, end, str(one.end_cause))
 

@@ -212,10 +212,7 @@ class Sqlite(Backend):
             yield connection
 
     def transaction(self, connection: Connection) -> AbstractContextManager[None]:
-        """A write transaction; ended by SQLAlchemy if the work used it, else by the driver.
-
-        To begin and end one with SQLAlchemy costs as much as writing ten rows.
-        """
+        """A write transaction."""
         return _Transaction(connection)
 
     @property
@@ -260,7 +257,10 @@ class Sqlite(Backend):
 
 
 class _Transaction:
-    """A write transaction; a generator of one would take twice as long."""
+    """A write transaction; ended by SQLAlchemy if the work used it, else by the driver.
+
+    To begin and end one with SQLAlchemy costs as much as writing ten rows, and a generator of this twice its time.
+    """
 
     __slots__ = ("_connection", "_driver")
 
@@ -302,9 +302,7 @@ def give_back(connection: Connection) -> None:
 
 def check(connection: sqlite3.Connection, pragma: str, unchecked: frozenset[str]) -> None:
     """Raise sqlite3.DatabaseError for a damaged file; does not check the `unchecked` tables of a large one."""
-    [pages], [size] = (
-        connection.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size")
-    )
+    [pages], [size] = (connection.execute(f"PRAGMA {one}").fetchone() for one in ("page_count", "page_size"))
     asked = ["1"]
     if unchecked and pages * size > SMALL_FILE:
         tables = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()

@@ -116,11 +116,7 @@ class Backend(ABC):
     @contextmanager
     def opening(self) -> Generator[None]:
         """Raise errors of opening the state as UnavailableError or, if a retry cannot help, FailedPreconditionError."""
-        caught: tuple[type[Exception], ...] = (
-            *self.errors,
-            OSError,
-            UnicodeDecodeError,
-        )  # the last: a damaged name
+        caught: tuple[type[Exception], ...] = (*self.errors, OSError, UnicodeDecodeError)  # of a name
         try:
             yield
         except caught as error:
@@ -219,12 +215,9 @@ class Store:
 
 def add_store(page: MetricsPage, prefix: str, file: Path | None) -> None:
     """Add the series of commits and, for a file, its size and the free space of its disk."""
-    commits = Family(
-        f"{prefix}_store_commit_seconds", "histogram", "Time that commits took, with their sync."
-    )
-    failed = Family(
-        f"{prefix}_store_commits_failed_total", "counter", "Commits that the database did not take."
-    )
+    name = f"{prefix}_store"
+    commits = Family(f"{name}_commit_seconds", "histogram", "Time that commits took, with their sync.")
+    failed = Family(f"{name}_commits_failed_total", "counter", "Commits that the database did not take.")
     page.add_histogram(commits, {}, Store.commits)
     page.add(failed, "", Store.failures)
     if file is None:
@@ -483,6 +476,7 @@ Migration: TypeAlias = Callable[[Connection], None]
 Migrations: TypeAlias = Mapping[int, Migration]
 """Upgrades from one schema version to the next, by the version that each starts from."""
 
+_Build: TypeAlias = Callable[[str], ClauseElement]
 _Values = Callable[[Mapping[str, object]], Sequence[object]]
 """Extracts the parameters of a statement from a row, in order."""
 
@@ -493,10 +487,8 @@ class Prepared:
     Rows map parameter names to values of SQLite's driver: JSON as text, booleans as 0 and 1.
     """
 
-    def __init__(self, statement: ClauseElement | Callable[[str], ClauseElement]) -> None:
-        self._build: Callable[[str], ClauseElement] = (
-            statement if callable(statement) else lambda _: statement
-        )
+    def __init__(self, statement: ClauseElement | _Build) -> None:
+        self._build: _Build = statement if callable(statement) else lambda _: statement
         self._sqlite: tuple[str, _Values] | None = None
         self._postgresql = ""
         self._truths: tuple[str, ...] = ()
@@ -564,12 +556,10 @@ class Prepared:
         compiled = self._build("sqlite").compile(dialect=sqlite.dialect(paramstyle="qmark"))
         names = (compiled.positiontup or ()) if isinstance(compiled, SQLCompiler) else ()
         # Positional, with repetitions. An itemgetter of one name would return a bare value.
-        in_order: _Values = (
-            itemgetter(*names) if len(names) > 1 else lambda row: [row[name] for name in names]
-        )
+        order: _Values = itemgetter(*names) if len(names) > 1 else lambda row: [row[name] for name in names]
         constants = self._constants = _constants(compiled)
-        with_constants: _Values = lambda row: in_order({**constants, **row})  # noqa: E731
-        self._sqlite = str(compiled), with_constants if constants else in_order
+        with_constants: _Values = lambda row: order({**constants, **row})  # noqa: E731
+        self._sqlite = str(compiled), with_constants if constants else order
         return self._sqlite
 
     def _of_postgresql(self, connection: Connection) -> str:

@@ -49,9 +49,8 @@ class Term:
         if self._ended or now() >= self._trusted_until:
             return False
         poll = select.poll()
-        poll.register(
-            self._socket, select.POLLRDHUP
-        )  # the peer closed the connection, even if unread data is left
+        # The peer closed the connection, even if unread data is left.
+        poll.register(self._socket, select.POLLRDHUP)
         return not poll.poll(0)
 
     def confirm(self, asked: float) -> None:
