@@ -215,7 +215,7 @@ class Ledger:
             raise ValueError(f"reservation {reservation_id} does not wait")
         ttl = before.wanted.ttl
         after = replace(before, fence=self.fence + 1, gpus=tuple(gpus), ttl=ttl, deadline=now + ttl)
-        after.wanted = replace(before.wanted, granted=before.wanted.granted or wall)
+        after.wanted = before.wanted if before.wanted.first else replace(before.wanted, granted=wall)
         after.until = now + limit if limit else None
         self._hold_instead(after)
         self.fence, self._granted_at[after.id] = after.fence, now
