@@ -398,7 +398,7 @@ class Queue:
                     yield Grant(waiter, found)
                     continue
                 yield from self._keep(waiter, found, changed, now, first=head is None)
-                if not self._waits(waiter):
+                if self._waiters.get(waiter.order.request_id) is not waiter:
                     continue
                 if found.reason is not Reason.QUOTA_EXCEEDED and not waiter.order.booking:
                     head = head or waiter
@@ -414,9 +414,6 @@ class Queue:
                 moved = []
         if moved:
             yield Looked(moved[-1], moved)
-
-    def _waits(self, waiter: Waiter) -> bool:
-        return self._waiters.get(waiter.order.request_id) is waiter
 
     def foresee(self, now: float) -> Iterator[tuple[Waiter, Foreseen | None]]:
         """When the first waiters will be served, if known; nothing changes.
@@ -482,7 +479,7 @@ class Queue:
         preempting = self._preempt(waiter, promise, ask, now)
         if preempting is not None and preempting.victims:
             yield Revoke(waiter, tuple(sorted(preempting.victims)))
-            if not self._waits(waiter):
+            if self._waiters.get(waiter.order.request_id) is not waiter:
                 return  # it left meanwhile
         promise = preempting or promise
         if first:
