@@ -71,26 +71,13 @@ class _Entry:
     waiter: Waiter
     granted: asyncio.Future[str]
     callers: int = 0
-    bells: set["_Bell"] = field(default_factory=set["_Bell"])
+    bells: set[asyncio.Event] = field(default_factory=set[asyncio.Event])
     rung: QueuePlace | None = None
 
     def ring(self) -> None:
         self.rung = self.waiter.place
         for bell in self.bells:
-            bell.ring(at_once=self.granted.done())
-
-
-class _Bell(asyncio.Event):
-    """Wakes one who watches a place: with news not before `quiet_until`."""
-
-    quiet_until = 0.0
-
-    def ring(self, *, at_once: bool = False) -> None:
-        loop = asyncio.get_running_loop()
-        if at_once or loop.time() >= self.quiet_until:
-            self.set()
-        else:
-            loop.call_at(self.quiet_until, self.set)
+            bell.set()
 
 
 def _is_news(place: QueuePlace, told: QueuePlace | None) -> bool:
@@ -190,16 +177,18 @@ class Waiting:
         """Like `wait`, and yield the place whenever it changes; the last item is the reservation's id."""
         loop = asyncio.get_running_loop()
         until = loop.time() + seconds
-        bell = _Bell()
+        bell = asyncio.Event()
         entry = self._join(order, seconds)
         entry.bells.add(bell)
         told: QueuePlace | None = None
-        again = until
+        again, quiet = until, 0.0
         try:
             while not entry.granted.done():
-                bell.clear()
                 place, now = entry.waiter.place, loop.time()
                 if place is not None and (_is_news(place, told) or again <= now < until):
+                    if now < quiet:
+                        await asyncio.wait([entry.granted], timeout=quiet - now)
+                        continue
                     with suppress(TimeoutError):  # who is served is answered first, and may yet be taken back
                         async with asyncio.timeout_at(until):
                             await self._commits.wait(self._served)
@@ -207,15 +196,10 @@ class Waiting:
                     again = min(now + FORESEE_AGAIN, until) if place.position < MOST_FORESEEN else until
                     await self._foresee(entry.waiter, place)
                     yield self._told(entry.waiter, place)
-                    gap = min(
-                        NEWS_GAP * (1 + place.position / PLACES_A_GAP), MOST_NEWS_GAP, until - loop.time()
-                    )
-                    bell.quiet_until = loop.time() + gap
-                    if entry.granted.done():
-                        break
-                    bell.clear()  # of what came while this was told, too
-                    if entry.waiter.place and _is_news(entry.waiter.place, told):
-                        bell.ring()
+                    gap = min(NEWS_GAP * (1 + place.position / PLACES_A_GAP), MOST_NEWS_GAP)
+                    quiet = min(loop.time() + gap, until)
+                    continue
+                bell.clear()
                 try:
                     async with asyncio.timeout_at(again):
                         await bell.wait()
