@@ -63,6 +63,7 @@ _GPU_FIELDS = types_api.GpuReading.DESCRIPTOR.fields_by_name
 _NUMBERS = {
     place: _GPU_FIELDS[name].number for place, name in enumerate(GpuReading._fields) if name not in PUT_ALONE
 }
+_KINDS = frozenset({float, int, bool})
 # Above this, a double does not hold every integer.
 _LARGEST_INTEGER = 2**53
 
@@ -199,21 +200,15 @@ def _tell(delta: monitor_internal.SnapshotDelta, changes: Sequence[_Change], gpu
     """Write changes into a delta: numbers that all changed GPUs have as a table, the rest GPU by GPU."""
     moved = [(change.place, reading) for change, reading, differ in changes if differ]
     differ_anywhere = set[int]().union(*(differ for _, _, differ in changes))
-    columns = [
-        column
-        for column in sorted(differ_anywhere & _NUMBERS.keys())
-        if all(
-            isinstance(value := reading[column], float)
-            or (isinstance(value, int) and abs(value) <= _LARGEST_INTEGER)
-            for _, reading in moved
-        )
-    ]
-    if columns:
-        delta.numbers.fields.extend(map(_NUMBERS.__getitem__, columns))
-        if len(moved) < gpu_count:
-            delta.numbers.places.extend(place for place, _ in moved)
-        values: list[Any] = [reading[column] for column in columns for _, reading in moved]
-        delta.numbers.values.extend(values)
+    columns = set[int]()
+    for column in sorted(differ_anywhere & _NUMBERS.keys()):
+        values: list[Any] = [reading[column] for _, reading in moved]
+        if _KINDS.issuperset(map(type, values)) and max(map(abs, values)) <= _LARGEST_INTEGER:
+            columns.add(column)
+            delta.numbers.fields.append(_NUMBERS[column])
+            delta.numbers.values.extend(values)
+    if columns and len(moved) < gpu_count:
+        delta.numbers.places.extend(place for place, _ in moved)
     for change, reading, differ in changes:
         for place in differ:
             if place not in columns:
