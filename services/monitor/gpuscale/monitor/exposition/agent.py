@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Awaitable, Callable, Container, Sequence
 from dataclasses import dataclass
 
 from gpuscale.api.types import v1 as types_api
@@ -82,10 +82,12 @@ class CollectionMeter:
     def _found(self) -> int:
         return len({view.identity.pci_bus_id or view.identity.uuid for view in self._views()})
 
-    def _views(self) -> list[GpuView]:
+    def _views(self) -> Sequence[GpuView]:
         """The GPUs of the newest snapshot, without those given to virtual machines."""
-        views = self.newest.gpus if self.newest is not None else ()
-        return [view for view in views if pci_address(view.identity.pci_bus_id) not in self._bus.given_away]
+        views, given_away = self.newest.gpus if self.newest is not None else (), self._bus.given_away
+        if not given_away:
+            return views
+        return [view for view in views if pci_address(view.identity.pci_bus_id) not in given_away]
 
 
 COUNT = counter("gpuscale_gpu_xid_errors_total", "XID errors of a GPU since the agent started, by code.")
