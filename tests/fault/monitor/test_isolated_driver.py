@@ -130,8 +130,12 @@ def test_what_the_process_reads_arrives_as_it_was(eight: NvmlDouble) -> None:
     try:
         inventory = there.open()
         assert inventory == here.open()
-        uuids = [gpu.uuid for gpu in inventory.gpus]
-        assert [there.read(uuid) for uuid in uuids] == [here.read(uuid) for uuid in uuids]
+        for heat in (40, 71, 71):  # then only what changed is sent
+            eight.gpus[1].temperature_celsius = heat
+            eight.write()
+            there_and_here = [(there.read(gpu.uuid), here.read(gpu.uuid)) for gpu in inventory.gpus]
+            assert [one for one, _ in there_and_here] == [one for _, one in there_and_here]
+            assert there_and_here[1][0].reading.temperature_celsius == heat
     finally:
         there.close()
         here.close()
