@@ -58,6 +58,13 @@ class ProcHost:
         self._cpu_percent: float | None = None
         self._cpu_read_at: float | None = None
         self._cpu_samples: deque[tuple[float, float]] = deque()
+        self._pressures = [
+            (
+                Path(psutil.PROCFS_PATH, "pressure", resource),
+                {kind: f"pressure_{resource}_{kind}_percent" for kind in kinds},
+            )
+            for resource, kinds in _PRESSURES.items()
+        ]
         self._seldom = HostReading()
         self._seldom_until = float("-inf")
 
@@ -124,10 +131,9 @@ class ProcHost:
         received, sent = _attempt(self._network, _NETWORK_FIELDS, absent) or (None, None)
         # Averages over ten seconds, 0-100, by field name.
         pressure: dict[str, Any] = {}
-        for resource, kinds in _PRESSURES.items():
-            names = {kind: f"pressure_{resource}_{kind}_percent" for kind in kinds}
+        for place, names in self._pressures:
             try:
-                with Path(psutil.PROCFS_PATH, "pressure", resource).open(encoding="ascii") as lines:
+                with place.open(encoding="ascii") as lines:
                     averages = dict(line.split()[:2] for line in lines)
                 pressure |= {
                     name: float(averages[kind].removeprefix("avg10=")) for kind, name in names.items()
