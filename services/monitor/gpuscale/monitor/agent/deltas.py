@@ -213,11 +213,8 @@ def _tell(delta: monitor_internal.SnapshotDelta, changes: Sequence[_Change], gpu
         for place in differ:
             if place not in columns:
                 change.cleared_fields.extend(put(change.reading, GpuReading._fields[place], reading[place]))
-        if (
-            change.state
-            or change.HasField("quarantine")
-            or change.cleared_fields
-            or change.HasField("reading")
+        if any(
+            (change.state, change.HasField("quarantine"), change.cleared_fields, change.HasField("reading"))
         ):
             delta.gpus.append(change)
 

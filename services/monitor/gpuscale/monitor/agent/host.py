@@ -58,13 +58,7 @@ class ProcHost:
         self._cpu_percent: float | None = None
         self._cpu_read_at: float | None = None
         self._cpu_samples: deque[tuple[float, float]] = deque()
-        self._pressures = [
-            (
-                Path(psutil.PROCFS_PATH, "pressure", resource),
-                {kind: f"pressure_{resource}_{kind}_percent" for kind in kinds},
-            )
-            for resource, kinds in _PRESSURES.items()
-        ]
+        self._pressures = [(Path(psutil.PROCFS_PATH, "pressure", name), name) for name in _PRESSURES]
         self._seldom = HostReading()
         self._seldom_until = float("-inf")
 
@@ -131,7 +125,8 @@ class ProcHost:
         received, sent = _attempt(self._network, _NETWORK_FIELDS, absent) or (None, None)
         # Averages over ten seconds, 0-100, by field name.
         pressure: dict[str, Any] = {}
-        for place, names in self._pressures:
+        for place, resource in self._pressures:
+            names = {kind: f"pressure_{resource}_{kind}_percent" for kind in _PRESSURES[resource]}
             try:
                 with place.open(encoding="ascii") as lines:
                     averages = dict(line.split()[:2] for line in lines)

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import compress, count
+from itertools import compress
 from multiprocessing.connection import Connection
 from operator import ne
 from typing import Any
@@ -26,12 +26,11 @@ from gpuscale.monitor.model.readings import DriverEvent, GpuReading, GpuSample, 
 
 # A release waits less than twice this long, so a child that the kernel cannot end still counts as holding the driver.
 END_SECONDS = 1.5
-
-
-_READINGS = len(GpuReading._fields)
-_PARTS = _READINGS + len(GpuSample._fields)  # a sample's reading in parts, its other fields, and `outdated`
-_Change = tuple[list[int], list[Any]]
-"""The places and values of parts that are others than those that the lane told last: most never change."""
+_PARTS = len(
+    GpuReading._fields + GpuSample._fields
+)  # a sample's reading in parts, its other fields, and `outdated`
+_Change = list[tuple[int, Any]]
+"""The places and values of parts that are others than the lane told last: most never change."""
 
 
 class _Lane:
@@ -40,20 +39,13 @@ class _Lane:
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self._connection = Connection(os.dup(end.fileno()))
-        self._told: dict[str, list[Any]] = {}
+        self.told: dict[str, list[Any]] = {}  # the parts of samples by UUID
         finalize(self, end.close)
 
     def ask(self, question: tuple[str, Any]) -> Any:
         """Send a question and wait for the answer. EOFError or OSError if the other end is gone."""
         self._connection.send_bytes(pickle.dumps(question))
         return pickle.loads(self._connection.recv_bytes())  # noqa: S301 - from our own child process
-
-    def put_in(self, uuid: str, change: _Change) -> list[Any]:
-        """What the child told of a GPU until now, and with this change."""
-        told = self._told.setdefault(uuid, [None] * _PARTS)
-        for place, value in zip(*change, strict=True):
-            told[place] = value
-        return told
 
     def shut(self) -> None:
         """End a pending `ask`."""
@@ -77,22 +69,16 @@ class ChildProcess:
         self._killed = False
         self._control, theirs = socket.socketpair()
         with theirs:
-            command = [
-                sys.executable,
-                "-m",
-                "gpuscale.monitor.agent.isolated",
-                str(theirs.fileno()),
-                str(os.getpid()),
-            ]
+            ends = str(theirs.fileno()), str(os.getpid())
+            command = [sys.executable, "-m", "gpuscale.monitor.agent.isolated", *ends]
             try:
                 self._process = subprocess.Popen(
                     command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
                 )
             except OSError as error:
                 self._control.close()
-                raise GpuSourceError(
-                    f"cannot start the process that reads the driver: {error.strerror}"
-                ) from error
+                problem = f"cannot start the process that reads the driver: {error.strerror}"
+                raise GpuSourceError(problem) from error
 
     @property
     def pid(self) -> int:
@@ -101,23 +87,14 @@ class ChildProcess:
 
     def call(self, method: str, argument: object = None) -> Any:
         """Call a method of the child's source. GpuSourceError as the source raises it, or if the child has ended."""
-        return self._call(method, argument)[1]
-
-    def read(self, uuid: str) -> list[Any]:
-        """The parts of a GPU's sample, as `call`."""
-        lane, change = self._call("read", uuid)
-        return lane.put_in(uuid, change)
-
-    def _call(self, method: str, argument: object) -> tuple[_Lane, Any]:
         try:
-            lane = self._lane()
-            answer = lane.ask((method, argument))
+            answer = self.lane().ask((method, argument))
         except (EOFError, OSError) as error:
             how = "did not answer and was killed" if self._killed else "has ended"
             raise GpuSourceError(f"the process that reads the driver {how}") from error
         if isinstance(answer, GpuSourceError):
             raise answer
-        return lane, answer
+        return answer
 
     def kill(self) -> None:
         """Kill it and end all calls, even if the kernel cannot end the process."""
@@ -145,7 +122,8 @@ class ChildProcess:
             return False
         return True
 
-    def _lane(self) -> _Lane:
+    def lane(self) -> _Lane:
+        """That of the calling thread."""
         lane: _Lane | None = getattr(self._own, "lane", None)
         if lane is None:
             with self._lock:
@@ -189,10 +167,14 @@ class IsolatedSource:
 
     def read(self, uuid: str) -> GpuSample:
         """Read a GPU. GpuSourceError if the source must be reopened."""
-        *parts, outdated = self._running().read(uuid)
+        child = self._running()
+        change: _Change = child.call("read", uuid)
+        told = child.lane().told.setdefault(uuid, [None] * _PARTS)
+        for place, value in change:
+            told[place] = value
+        *reading, state, ends, calls, refusals, outdated = told
         self._outdated = self._outdated or outdated
-        reading, (state, *others) = GpuReading._make(parts[:_READINGS]), parts[_READINGS:]
-        return GpuSample(state, reading, *others)
+        return GpuSample(state, GpuReading._make(reading), ends, calls, refusals)
 
     def probe(self, uuid: str) -> None:
         """Probe a GPU. GpuSourceError if the source must be reopened."""
@@ -256,8 +238,7 @@ def _serve_lane(lane: Connection, source: GpuSource) -> None:
         sample = source.read(uuid)
         before = told.get(uuid, [None] * _PARTS)
         now = told[uuid] = (*sample.reading, sample.state, *sample[2:], source.outdated)
-        places = list(compress(count(), map(ne, before, now)))
-        return places, [now[place] for place in places]
+        return [*compress(enumerate(now), map(ne, before, now))]
 
     calls: dict[str, Callable[[Any], object]] = {
         "open": lambda _: source.open(),

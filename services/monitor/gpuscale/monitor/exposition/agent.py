@@ -85,9 +85,8 @@ class CollectionMeter:
     def _views(self) -> Sequence[GpuView]:
         """The GPUs of the newest snapshot, without those given to virtual machines."""
         views, given_away = self.newest.gpus if self.newest is not None else (), self._bus.given_away
-        if not given_away:
-            return views
-        return [view for view in views if pci_address(view.identity.pci_bus_id) not in given_away]
+        there = (view for view in views if pci_address(view.identity.pci_bus_id) not in given_away)
+        return [*there] if given_away else views
 
 
 COUNT = counter("gpuscale_gpu_xid_errors_total", "XID errors of a GPU since the agent started, by code.")
