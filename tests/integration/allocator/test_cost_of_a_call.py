@@ -84,7 +84,7 @@ async def shares_asked_and_released(client: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "most"), [("get", 41), ("reserve and release", 368), ("shares", 3608), ("get, forwarded", 97)]
+    ("what", "most"), [("get", 34), ("reserve and release", 331), ("shares", 3469), ("get, forwarded", 85)]
 )
 async def test_a_call_takes_no_more_frames_than_it_did(tmp_path: Path, what: str, most: int) -> None:
     """From the guard down; of a forwarded call in both servers."""
@@ -101,7 +101,7 @@ async def test_a_call_takes_no_more_frames_than_it_did(tmp_path: Path, what: str
     assert 0 < found <= most, found
 
 
-@pytest.mark.parametrize(("change", "most"), [(asked_and_released, 121), (shares_asked_and_released, 333)])
+@pytest.mark.parametrize(("change", "most"), [(asked_and_released, 98), (shares_asked_and_released, 278)])
 async def test_a_change_takes_no_more_frames_of_the_threads_beside_than_it_did(
     tmp_path: Path, change: Callable[[Client], Awaitable[None]], most: int
 ) -> None:

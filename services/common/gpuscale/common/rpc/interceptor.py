@@ -280,14 +280,14 @@ class Guard:
 
     def _accept(
         self, context: Context, principal: Principal | None, metadata: Metadata, named: _Named
-    ) -> float | None:
+    ) -> Any:
         """Name the answer of a call that can still be served; returns the seconds left, None without a deadline."""
         if self._deserialize is None:  # the answer to a forwarded call brings metadata of its own
             forwarded_metadata.set(metadata)
         else:
             told = _TOLD[principal.role] if self._tells and principal is not None else ()
             context.set_trailing_metadata((*named, *told))
-        remaining: float | None = context.time_remaining()  # None without a deadline, unlike in gRPC's stub
+        remaining: Any = context.time_remaining()  # None without a deadline, unlike in gRPC's stub
         if remaining is not None and remaining <= 0:
             raise DeadlineExceededError("the deadline passed before the call started")
         if not self._implemented:
