@@ -260,10 +260,11 @@ def _commit(name: str, backend: Backend, connection: Connection, group: Sequence
         Store.failures += trouble is not None
         before = Store.problem.get(name, "")
         # While the disk is short, a transaction that took no room tells nothing.
-        problem = Store.problem[name] = str(trouble or "") or (before if backend.short else "")
-        if problem and problem != before:
-            _log.error("the state cannot be written", state=f"{name}.store", problem=problem)
-        elif before and not problem:
+        if problem := str(trouble or "") or (before if backend.short else ""):
+            Store.problem[name] = problem
+            if problem != before:
+                _log.error("the state cannot be written", state=f"{name}.store", problem=problem)
+        elif Store.problem.pop(name, ""):
             _log.info("the state is written again", state=f"{name}.store")
 
 
