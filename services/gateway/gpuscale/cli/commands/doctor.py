@@ -88,8 +88,7 @@ def findings(session: Session, config: Path | None, only: str | None = None) -> 
             with session.connect() as client:
                 for part, looks in _LOOKS.items():
                     try:
-                        for look in looks:
-                            found += look(client)
+                        found += (one for look in looks for one in look(client))
                     except GpuscaleError as error:
                         if error.reason == NO_ANSWER:
                             raise

@@ -16,13 +16,7 @@ from gpuscale.cli.console.terminal import Progress, note, write_lines
 from gpuscale.cli.grammar.nouns import canonical, full_name, without_noun
 from gpuscale.cli.grammar.parameters import COUNT, option
 from gpuscale.cli.views import allocator as views
-from gpuscale.common.errors import (
-    DeadlineExceededError,
-    InvalidArgumentError,
-    NotFoundError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
+from gpuscale.common import errors
 from gpuscale.common.names import ENDPOINT, REPLICA, match
 
 if TYPE_CHECKING:
@@ -143,13 +137,13 @@ def _job(client: "Client", typed: Sequence[str]) -> "Reservation | None":
         return None
     try:
         (lookup.replicas if "/" in rest[0] else lookup.endpoints)(client, rest)
-    except (InvalidArgumentError, NotFoundError) as error:
+    except (errors.InvalidArgumentError, errors.NotFoundError) as error:
         try:
             return lookup.job(client, rest[0])
-        except NotFoundError:
+        except errors.NotFoundError:
             if "/" in rest[0]:
                 raise error from None
-            raise NotFoundError(f"no endpoint or job {rest[0]}: see gpuscalectl get jobs -a") from None
+            raise errors.NotFoundError(f"no endpoint or job {rest[0]}: see gpuscalectl get jobs -a") from None
     return None
 
 
@@ -164,7 +158,7 @@ def _replicas(client: "Client", typed: Sequence[str]) -> list[str]:
         [endpoint] = lookup.endpoints(client, [one])
         replicas = lookup.replicas(client, endpoint=endpoint.name)
         if not replicas:
-            raise NotFoundError(
+            raise errors.NotFoundError(
                 f"{endpoint.name} has no replicas now; to list ended ones: gpuscalectl get replicas -a -e {one}"
             )
         found |= dict.fromkeys(replica.name for replica in replicas)
@@ -191,7 +185,11 @@ class _Tail:
         while found is None:
             try:
                 found = self._client.endpoints.ReadReplicaLog(request)
-            except (DeadlineExceededError, ResourceExhaustedError, UnavailableError) as error:
+            except (
+                errors.DeadlineExceededError,
+                errors.ResourceExhaustedError,
+                errors.UnavailableError,
+            ) as error:
                 if not patiently:
                     raise
                 if not said:
@@ -230,7 +228,7 @@ def _parts(tails: Sequence[_Tail], *, follow: bool) -> Iterator[tuple[_Tail, byt
         for tail in left:
             try:
                 part = tail.read(patiently=True)
-            except NotFoundError as error:
+            except errors.NotFoundError as error:
                 if len(tails) == 1:
                     raise
                 note(error.message)  # the others go on
