@@ -68,9 +68,7 @@ async def test_only_lines_that_changed_are_drawn() -> None:
         assert asked(lambda: grid.select(1)) == {1, 2}, "the row that was selected, and the one that is"
         await pilot.press("end")
         await eventually(lambda: grid.scroll_offset.y == 39)
-        assert asked(lambda: grid.show(fleet(50, gpu5="a long one", gpu40="y"))) == {2}, (
-            "where it is scrolled to"
-        )
+        assert asked(lambda: grid.show(fleet(50, gpu5="a long one", gpu40="y"))) == {2}, "where it is"
 
 
 async def test_columns_are_as_wide_as_what_they_show_and_cells_are_no_markup() -> None:
@@ -78,12 +76,8 @@ async def test_columns_are_as_wide_as_what_they_show_and_cells_are_no_markup() -
     async with app.run_test(size=(20, 4)) as pilot:
         app.grid.show([("算力", "[b]"), ("x", "y")])
         await pilot.pause()
-        assert app.drawn() == [
-            " name  of           ",
-            " 算力  <[b]>        ",
-            " x     <y>          ",
-            " " * 20,
-        ]
+        lines = [" name  of           ", " 算力  <[b]>        ", " x     <y>          ", " " * 20]
+        assert app.drawn() == lines
         app.grid.show([("x" * 30, "y")])
         await pilot.pause()
         await pilot.press("right")

@@ -55,12 +55,8 @@ async def test_gpus_are_there_and_a_reservation_is_seen_when_it_comes_and_goes()
     with FakeServer(gpus=4, nodes=2) as server, connect(server.address) as client:
         async with screen(server) as (top, pilot):
             await shows(top, "gpus", 8)
-            assert [row[0] for row in cells(top, "gpus")][:7] == [
-                "node-0",
-                *(f"node-0/{n}" for n in range(4)),
-                "node-1",
-                "node-1/0",
-            ]
+            first = ["node-0", *(f"node-0/{n}" for n in range(4)), "node-1", "node-1/0"]
+            assert [row[0] for row in cells(top, "gpus")][:7] == first
             held = await asyncio.to_thread(client.reserve, 2, "night run", ttl=300)
             await eventually(lambda: sum(row[HELD] == "night run" for row in gpus(top)) == 2)
             await pilot.press("2")
@@ -118,10 +114,8 @@ async def test_a_small_screen_has_the_figures_who_holds_a_gpu_and_the_keys() -> 
         async with screen(server, size=(80, 24)) as (top, pilot):
             await shows(top, "gpus", 8)
             head, table = top.query_one("#head", Static), top.query_one("#table-gpus", Grid)
-            assert (
-                str(head.render())
-                == "1 / 1 nodes  8 GPUs  0 reserved  0 % busy  0.0 / 640.0 GiB memory  - power"
-            )
+            figures = "1 / 1 nodes  8 GPUs  0 reserved  0 % busy  0.0 / 640.0 GiB memory  - power"
+            assert str(head.render()) == figures
             assert head.region.y == 0, "the figures stay on the screen"
             assert not top.query_one("#problem", Static).display
             assert sum(table.widths[:5]) + 2 * 5 <= 80, "who holds it, and its memory, are seen at 80 columns"

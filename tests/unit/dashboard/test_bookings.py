@@ -23,11 +23,8 @@ def test_a_booking_stands_on_each_of_its_nodes_and_days() -> None:
     short = booked(TODAY.replace(hour=14), TODAY.replace(hour=15), "b/gpus/2", owner="bob")
     later = booked(datetime(2026, 12, 9, tzinfo=UTC), datetime(2026, 12, 10, tzinfo=UTC), "c/gpus/1")
     first, second = calendar_rows([over_night, short, later], TODAY)
-    assert (first["node"], first["day0"], first["day1"]) == (
-        "a",
-        "00:00-24:00 2 GPUs ann",
-        "00:00-01:30 2 GPUs ann",
-    )
+    shown = [first[column] for column in ("node", "day0", "day1")]
+    assert shown == ["a", "00:00-24:00 2 GPUs ann", "00:00-01:30 2 GPUs ann"]
     assert second["day0"] == "00:00-24:00 1 GPU ann\n14:00-15:00 1 GPU bob"
     assert first["day2"] == ""
     tokyo = TODAY.replace(tzinfo=zone_of("Asia/Tokyo"))

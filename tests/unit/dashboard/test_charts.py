@@ -44,16 +44,11 @@ def test_a_chart_without_points_says_so_and_has_no_axes() -> None:
     assert (drawn["title"]["text"], drawn["xAxis"]["show"], drawn["yAxis"]["show"]) == ("signals", True, True)
 
 
-def decision(second: int, before: int, wanted: int, **fields: object) -> autoscaler_api.Decision:
-    made = autoscaler_api.Decision(
-        name=f"endpoints/a/decisions/{second}",
-        create_time=at(second),
-        last_time=at(second + 2),
-        before=before,
-        wanted=wanted,
-        granted=before,
-    )
-    made.summary = str(fields.get("summary", ""))
+def decision(second: int, before: int, wanted: int, summary: str = "") -> autoscaler_api.Decision:
+    name = f"endpoints/a/decisions/{second}"
+    made = autoscaler_api.Decision(name=name, before=before, wanted=wanted, granted=before, summary=summary)
+    made.create_time.CopyFrom(at(second))
+    made.last_time.CopyFrom(at(second + 2))
     return made
 
 
@@ -66,14 +61,8 @@ def test_replicas_go_on_until_now_and_changes_are_marked_with_their_reason() -> 
     assert granted["data"] == ((at(0).ToMilliseconds(), 1), (at(30).ToMilliseconds(), 1), (end, 1))
     marks = wanted["markPoint"]
     assert isinstance(marks, dict)
-    assert marks["data"] == [
-        {
-            "coord": [at(30).ToMilliseconds(), 4],
-            "name": "depth is 40",
-            "value": 3,
-            "to": "/endpoints/a/decisions/30",
-        }
-    ]
+    place, leads = [at(30).ToMilliseconds(), 4], "/endpoints/a/decisions/30"
+    assert marks["data"] == [{"coord": place, "name": "depth is 40", "value": 3, "to": leads}]
 
 
 def test_every_sample_of_a_signal_is_drawn_and_one_that_did_not_count_leaves_a_gap() -> None:
@@ -90,14 +79,9 @@ def test_every_sample_of_a_signal_is_drawn_and_one_that_did_not_count_leaves_a_g
 def test_the_largest_number_of_replicas_is_drawn_where_it_is_near() -> None:
     """Bounds lie on each other where they are one, and in a chart that has no values yet."""
     one = [decision(0, 1, 4)]
-    for most, decisions, shown in (
-        (9, one, ["min", "max"]),
-        (1000, one, ["min"]),
-        (0, one, ["min"]),
-        (9, [], []),
-    ):
+    for most, made, shown in ((9, one, ["min", "max"]), (1000, one, ["min"]), (0, one, ["min"]), (9, [], [])):
         endpoint = autoscaler_api.Endpoint(spec=autoscaler_api.EndpointSpec(max_replicas=most))
-        wanted, _ = series_of(charts.scaling(endpoint, decisions, NOW))
+        wanted, _ = series_of(charts.scaling(endpoint, made, NOW))
         lines = wanted["markLine"]
         assert isinstance(lines, dict)
         assert [one["name"] for one in lines["data"]] == shown

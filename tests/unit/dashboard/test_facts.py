@@ -43,10 +43,8 @@ def test_gpus_come_by_node_and_index() -> None:
 
 
 def test_shares_of_a_gpu_add_up_and_a_whole_one_is_a_thousand() -> None:
-    known = facts(
-        node("a", gpu("A"), gpu("B", 1)),
-        reservations=(held("A", "x", 500), held("A", "y", 250), held("B", "z")),
-    )
+    shares = held("A", "x", 500), held("A", "y", 250), held("B", "z")
+    known = facts(node("a", gpu("A"), gpu("B", 1)), reservations=shares)
     assert [(one.holders, one.held_milli) for one in known.gpus()] == [(("x", "y"), 750), (("z",), 1000)]
 
 
@@ -84,15 +82,8 @@ def test_what_was_not_read_is_unknown_and_not_zero() -> None:
 
 def test_reserved_gpus_are_idle_where_the_allocator_says_so_whatever_their_utilization() -> None:
     read = [gpu(uuid, nth, utilization_percent=0) for nth, uuid in enumerate("ABC")]
-    known = facts(
-        node("a", *read),
-        reservations=(
-            held("A", "x", 500, "IDLE"),
-            held("A", "y", 250, "BUSY"),
-            held("B", "x"),
-            held("C", "x", use="IDLE"),
-        ),
-    )
+    own = held("A", "x", 500, "IDLE"), held("A", "y", 250, "BUSY"), held("B", "x"), held("C", "x", use="IDLE")
+    known = facts(node("a", *read), reservations=own)
     shown = rows.reservation_figures(known.reservations, known.gpus())
     assert (shown["GPUs_reserved"], shown["GPUs_reserved_and_idle"]) == ("2.75", "1.5")
 

@@ -52,10 +52,8 @@ def test_requests_are_counted_by_route_and_status_and_sockets_while_they_are_ope
 
     during, after = asyncio.run(visit())
     assert promtool("check", "metrics", stdin=during) == (0, "")
-    requests = {
-        (one.labels["route"], one.labels["code"]): one.value
-        for one in named(during, "gpuscale_dashboard_requests_total")
-    }
+    told = named(during, "gpuscale_dashboard_requests_total")
+    requests = {(one.labels["route"], one.labels["code"]): one.value for one in told}
     assert requests == {("/", "200"): 1, ("/gpus", "200"): 2, ("other", "404"): 2, ("/gpus", "aborted"): 1}
     assert value(during, "gpuscale_dashboard_request_seconds_count", route="/gpus") == 3
     assert (

@@ -23,12 +23,8 @@ def test_what_is_not_known_is_a_dash() -> None:
 
 
 def test_sizes_have_binary_units() -> None:
-    assert [humanize.size(count) for count in (0, 1023, 1 << 10, 80 << 30)] == [
-        "0 B",
-        "1023 B",
-        "1.0 KiB",
-        "80.0 GiB",
-    ]
+    shown = [humanize.size(count) for count in (0, 1023, 1 << 10, 80 << 30)]
+    assert shown == ["0 B", "1023 B", "1.0 KiB", "80.0 GiB"]
 
 
 def test_an_enum_is_words_and_a_value_from_the_future_its_number() -> None:

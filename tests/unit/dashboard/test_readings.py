@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from google.protobuf.timestamp_pb2 import Timestamp
-
 from gpuscale.api.types import v1 as types_api
 from gpuscale.dashboard.rows import PROCESSES, TOPICS, by_topic
 
@@ -44,15 +42,8 @@ def test_what_is_absent_has_no_row_and_what_is_zero_has() -> None:
 
 
 def test_a_process_that_nobody_can_tell_much_of_is_shown_so() -> None:
-    known = types_api.GpuProcess(
-        pid=7,
-        user="ann",
-        program="python train.py",
-        memory_used_bytes=2**30,
-        utilization_percent=61,
-        reservation="reservations/r1",
-        start_time=Timestamp(seconds=60),
-    )
+    known = types_api.GpuProcess(pid=7, user="ann", program="python train.py", utilization_percent=61)
+    known.memory_used_bytes, known.reservation, known.start_time.seconds = 2**30, "reservations/r1", 60
     first, second = PROCESSES.rows([known, types_api.GpuProcess(pid=8, holder_unknown=True)])
     assert (first["user"], first["program"], first["memory"]) == ("ann", "python train.py", "1.0 GiB")
     assert (first["used"], first["reservation"], first["start"]) == ("61 %", "r1", "1970-01-01 00:01:00")

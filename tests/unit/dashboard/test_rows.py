@@ -22,11 +22,8 @@ def test_numbers_are_sorted_by_value_and_before_words() -> None:
 
 
 def test_sizes_and_times_are_sorted_by_how_much_they_are() -> None:
-    assert sorted_cells("1.0 GiB / 80.0 GiB", "912.0 MiB / 80.0 GiB", "0 B / 80.0 GiB") == [
-        "0 B / 80.0 GiB",
-        "912.0 MiB / 80.0 GiB",
-        "1.0 GiB / 80.0 GiB",
-    ]
+    sizes = ["0 B / 80.0 GiB", "912.0 MiB / 80.0 GiB", "1.0 GiB / 80.0 GiB"]
+    assert sorted_cells(*reversed(sizes)) == sizes
     assert sorted_cells("2 min 1 s", "59 s", "1 h 0 min") == ["59 s", "2 min 1 s", "1 h 0 min"]
 
 
@@ -49,12 +46,7 @@ def test_a_capability_set_has_its_own_bounds_or_those_of_its_endpoint() -> None:
     ids = ("cpu", "gpu", "gone")
     endpoint = autoscaler_api.Endpoint(
         spec=autoscaler_api.EndpointSpec(max_replicas=9, capability_sets=sets),
-        status=autoscaler_api.EndpointStatus(
-            capability_sets=[
-                autoscaler_api.CapabilitySetStatus(id=each, desired_replicas=2, ready_workers=4)
-                for each in ids
-            ]
-        ),
+        status={"capability_sets": [{"id": each, "desired_replicas": 2, "ready_workers": 4} for each in ids]},
     )
     shown = rows.capability_set_rows(endpoint)
     assert [(row["set"], row["capabilities"], row["bounds"]) for row in shown] == [

@@ -38,13 +38,8 @@ def test_the_oldest_makes_room() -> None:
 
 def test_whoever_signs_out_is_out_and_sessions_are_found_by_their_token() -> None:
     sessions = Sessions()
-    for secret, token, now in (
-        ("0", "one", 0.0),
-        ("1", "one", 0.0),
-        ("2", "other", 0.0),
-        ("3", "old", -LENGTH),
-    ):
-        sessions.begin(secret, token, now)
+    for secret, token in enumerate(("one", "one", "other", "old")):
+        sessions.begin(str(secret), token, -LENGTH if token == "old" else 0.0)
     found = sessions.by_token(1.0)
     assert {token: len(each) for token, each in found.items()} == {"one": 2, "other": 1}
     found["other"][0].end = 0.0
