@@ -20,7 +20,7 @@ _GPU_STATES = {number: name.removeprefix("GPU_STATE_") for name, number in types
 _NODE_STATES = {number: name.removeprefix("NODE_STATE_") for name, number in monitor_api.NodeState.items()}
 _ANSWERING = {"OK", "DEGRADED", "SLOW", "DIVIDED"}
 _WORKING = {"OK", "SLOW", "DIVIDED", "RELEASED"}
-_SIGNALS = {int(one): one.name for one in signal.Signals}
+_SIGNALS = {128 + one: f"killed by {one.name}" for one in signal.Signals}
 _ONLINE, _QUARANTINED = "ONLINE", "QUARANTINED"
 
 
@@ -99,9 +99,8 @@ def advice(reservation: allocator_api.Reservation) -> str:
 
 def ended_by(one: allocator_api.JobMember) -> str:
     """Why a member of a job ended; the signal where its exit code is all that tells."""
-    by = "" if one.end_reason else _SIGNALS.get(one.exit_code - 128, "")
-    often = ", often for want of memory" if by == "SIGKILL" else ""
-    return f"killed by {by}{often}" if by else one.end_reason
+    often = ", often for want of memory" * (one.exit_code == 128 + signal.SIGKILL)
+    return one.end_reason or _SIGNALS.get(one.exit_code, "") + often
 
 
 def scored(gpu: allocator_api.ReservedGpu) -> str:

@@ -163,9 +163,8 @@ def of_row(
 ) -> allocator_api.Reservation | None:
     """The reservation a row belongs to; for a GPU, the first that holds it."""
     if table == "gpus":
-        return next(
-            (one for one in reservations if any(gpu.uuid == row.get("uuid") for gpu in one.gpus)), None
-        )
+        uuid = row.get("uuid")
+        return next((one for one in reservations if any(gpu.uuid == uuid for gpu in one.gpus)), None)
     named = {"reservations": row.get("name"), "processes": row.get("reservation")}.get(table)
     return next((one for one in reservations if _short(one.name) == named), None)
 

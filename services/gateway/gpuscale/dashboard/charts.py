@@ -141,7 +141,7 @@ def _timed(title: str, unit: str, series: list[Json], *, whole: bool = False, to
         "animation": False,
         **_BRUSH,
         "title": {
-            "text": title if known else f"{title}: no values yet",
+            "text": title + ": no values yet" * (not known),
             "left": 0,
             "textStyle": {"fontSize": 13, **INK},
         },
@@ -193,12 +193,8 @@ def scaling(
     highest = max((one.wanted for one in ordered), default=0)
     if ordered and least < most <= max(8, 3 * highest):  # leave out a bound far above the line
         shown.append({"yAxis": most, "name": "max"})
-    bounds: Options = {
-        "data": shown,
-        "symbol": "none",
-        "label": {"formatter": "{b}", "position": "insideEndTop", **INK},
-        "lineStyle": {"color": QUIET},
-    }
+    label: Options = {"formatter": "{b}", "position": "insideEndTop", **INK}
+    bounds: Options = {"data": shown, "symbol": "none", "label": label, "lineStyle": {"color": QUIET}}
     line: Options = {"type": "line", "step": "end", "symbol": "none"}
     marked: Options = {"markPoint": pins, "markLine": bounds}
     drawn: list[Json] = [
@@ -241,17 +237,9 @@ Merge = Callable[[Iterable[float | None]], float | None]
 """Computes the value of a node from those of its GPUs."""
 CALM = "#9fb3c0"
 KINDS = (
-    "#5b8def",
-    "#e0b341",
-    "#3aa99f",
-    "#c4314b",
-    "#8e6bbf",
-    "#e4672f",
-    "#6b8e23",
-    "#d17fb0",
-    "#2f6f8f",
-    "#a0522d",
-)
+    "#5b8def", "#e0b341", "#3aa99f", "#c4314b", "#8e6bbf",
+    "#e4672f", "#6b8e23", "#d17fb0", "#2f6f8f", "#a0522d",
+)  # fmt: skip
 """Colours of words; neighbours differ in lightness too."""
 ALARMS = ("#c4314b", "#e4672f", "#e0b341", "#8e6bbf", "#5b8def", "#a0522d")
 """Colours of states that need attention."""

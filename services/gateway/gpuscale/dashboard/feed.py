@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from gpuscale.api.allocator import v1 as allocator_api
+from gpuscale.api.allocator import v1 as allocator
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.client import AsyncClient, GpuscaleError, Mirror
@@ -25,15 +25,10 @@ LINGER = 10.0
 """Seconds for which watches outlast the last look, so that moving between pages restarts none."""
 SOURCES: dict[str, tuple[str, str, str, type[Any]]] = {
     "nodes": ("nodes", "fleet", "WatchNodes", monitor_api.WatchNodesRequest),
-    "reservations": (
-        "reservations",
-        "allocator",
-        "WatchReservations",
-        allocator_api.WatchReservationsRequest,
-    ),
+    "reservations": ("reservations", "allocator", "WatchReservations", allocator.WatchReservationsRequest),
     "health events": ("events", "health", "WatchHealth", monitor_api.WatchHealthRequest),
-    "bookings": ("bookings", "bookings", "WatchBookings", allocator_api.WatchBookingsRequest),
-    "cordons": ("cordons", "nodes", "WatchCordons", allocator_api.WatchCordonsRequest),
+    "bookings": ("bookings", "bookings", "WatchBookings", allocator.WatchBookingsRequest),
+    "cordons": ("cordons", "nodes", "WatchCordons", allocator.WatchCordonsRequest),
     "endpoints": ("endpoints", "endpoints", "WatchEndpoints", autoscaler_api.WatchEndpointsRequest),
     "replicas": ("replicas", "endpoints", "WatchReplicas", autoscaler_api.WatchReplicasRequest),
     "recordings": ("recordings", "recordings", "WatchRecordings", monitor_api.WatchRecordingsRequest),

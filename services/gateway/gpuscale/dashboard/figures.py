@@ -14,11 +14,8 @@ _PREFIX = f"gpuscale_{SERVICE}"
 _REQUESTS = Family(f"{_PREFIX}_requests_total", "counter", "HTTP requests answered, by route and status.")
 _SECONDS = Family(f"{_PREFIX}_request_seconds", "histogram", "Time that HTTP requests took, by route.")
 _SOCKETS = Family(f"{_PREFIX}_sockets", "gauge", "Web sockets of browsers that are open.")
-_ERRORS = Family(
-    f"{_PREFIX}_upstream_errors_total",
-    "counter",
-    "Failed calls to the gateway, by what was asked and reason.",
-)
+_FAILED = "Failed calls to the gateway, by what was asked and reason."
+_ERRORS = Family(f"{_PREFIX}_upstream_errors_total", "counter", _FAILED)
 ABORTED = "aborted"
 """Label for the status of a request that got no response."""
 

@@ -18,8 +18,6 @@ from gpuscale.common.security.auth import Context, Role, current_principal
 
 SPAN = 30 * DAY
 """Default period, in milliseconds."""
-YEARS = -719_162, 2_932_896
-"""The first day that a message can hold, and the last; in days since 1970."""
 _CAUSES = {str(one): api.Reservation.EndCause.Value(f"END_CAUSE_{one.name}") for one in EndCause}
 _Request = api.QueryUsageRequest
 NOTHING = Used("", "", {}, "", "", Tally(), 0)
@@ -128,7 +126,8 @@ class UsageServicer(api.UsageServiceServicer):
 
 
 def _midnight(day: int) -> datetime:
-    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(days=min(max(day, YEARS[0]), YEARS[1]))
+    """The begin of a day since 1970; of the first or the last that a message can hold, for others."""
+    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(days=min(max(day, -719_162), 2_932_896))
 
 
 def _row(one: Used) -> api.UsageRow:

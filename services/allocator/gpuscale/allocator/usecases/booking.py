@@ -52,8 +52,7 @@ CHECK = 10.0
 """Seconds between checks whether their GPUs are usable."""
 SKEW = 60.0
 """Seconds by which a start may be in the past: callers' clocks differ."""
-LATEST = 253_370_764_800.0
-"""The year 9999, which no booking may reach: no message can hold the times after it."""
+LATEST = 253_370_764_800.0  # the year 9999: no message can hold the times after it
 
 _log = get_logger(__name__)
 

@@ -23,9 +23,8 @@ def audit_page(site: DashboardSite) -> None:
             wanted = PageAddress().text("filter", "filter: who, what, of, answer")
             older = ui.button("older").props("dense no-caps flat")
             newest = ui.button("newest").props("dense no-caps flat")
-        why = ui.label("sign in as an admin to see the audit log, or run: gpuscalectl get audit").classes(
-            "gs-quiet"
-        )
+        why = ui.label("sign in as an admin to see the audit log, or run: gpuscalectl get audit")
+        why.classes("gs-quiet")
         table = ListTable(EVENTS.columns, key="key", links=("resource",), empty="no call matches")
     actions, token = site.actions(), ""
     table.element.set_visibility(False)

@@ -145,11 +145,10 @@ class WhatIf:
         self._panel.set_visibility(False)  # until there is a slider
         with self._panel:
             heading("What if")
-            panel = ui.element("div").classes("gs-panel")
-        with panel:
-            self._sliders = ui.element("div").classes("gs-charts")
-            self._said = ui.label("move a slider to try values; nothing is changed")
-            self._said.props("aria-live=polite")
+            with ui.element("div").classes("gs-panel"):
+                self._sliders = ui.element("div").classes("gs-charts")
+                self._said = ui.label("move a slider to try values; nothing is changed")
+                self._said.props("aria-live=polite")
         self._steps: ListTable | None = None
 
     def offer(self, signals: Iterable[autoscaler_api.SignalHistory]) -> None:

@@ -71,9 +71,8 @@ def fleet_page(site: DashboardSite) -> None:
             legend.clear()
             with legend:
                 for one, colour in colours.items():
-                    ui.label(one).classes("gs-line").style(
-                        f"border-left: 14px solid {colour}; padding-left: 6px"
-                    )
+                    border = f"border-left: 14px solid {colour}; padding-left: 6px"
+                    ui.label(one).classes("gs-line").style(border)
         table.show(shown)
         marked, allowed = marks(site.facts.cordons), actions.marks if actions else ()
         found = rows.NODES.rows((node, marked) for _, node in sorted(site.facts.nodes.items()))
@@ -149,12 +148,8 @@ def gpu_page(site: DashboardSite, node: str, uuid: str) -> None:
             for chart in drawn:
                 span.drawn_on(chart)
         note = ui.label().classes("gs-quiet")
-        running = ListTable(
-            rows.PROCESSES.columns,
-            key="pid",
-            links=("reservation",),
-            empty="no processes, or they cannot be read",
-        )
+        empty = "no processes, or they cannot be read"
+        running = ListTable(rows.PROCESSES.columns, key="pid", links=("reservation",), empty=empty)
         with ui.element("div").classes("gs-charts"):
             topics = {
                 topic: ListTable({"reading": topic, "value": "value"}, key="reading", empty="not reported")
@@ -290,9 +285,8 @@ def health_page(site: DashboardSite) -> None:
         tiles = Tiles(*rows.SEVERITIES)
         every = rows.HEALTH.columns
         first = {name: every[name] for name in ("severity", "message", "action", "where")}
-        table = ListTable(
-            {**first, **every}, key="name", links=("where",), empty="nothing is wrong with any GPU or node"
-        )
+        empty = "nothing is wrong with any GPU or node"
+        table = ListTable({**first, **every}, key="name", links=("where",), empty=empty)
 
     def draw() -> None:
         shown = rows.health_rows(site.facts)

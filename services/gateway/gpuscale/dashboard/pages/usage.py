@@ -25,14 +25,12 @@ def usage_page(site: DashboardSite) -> None:
             address = PageAddress()
             span = address.choice("span", SPANS, "30 days")
             kind = address.choice("by", KINDS, "user")
-            days = [address.text(name) for name in ("from", "until")]
-            for day, label in zip(days, ("from", "until"), strict=True):
-                day.props(f"type=date stack-label label={label}")
+            names = ("from", "until")
+            days = [address.text(name).props(f"type=date stack-label label={name}") for name in names]
         why = ui.label().classes("gs-quiet")
         chart = Chart(charts.hours_used(()), "GPU hours")
-        table = ListTable(
-            USAGE.columns, key="whose", links=("whose",), empty="no usage in this period that you may see"
-        )
+        empty = "no usage in this period that you may see"
+        table = ListTable(USAGE.columns, key="whose", links=("whose",), empty=empty)
 
     actions = site.actions()
 
