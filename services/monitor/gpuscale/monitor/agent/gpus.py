@@ -346,7 +346,8 @@ class Gpus:
         return [device.error for device in self._present() if device.error is not None]
 
     def _judge(self) -> None:
-        for error in (self._bug, self._listener.error, *self._errors()):
+        errors = self._errors()
+        for error in (self._bug, self._listener.error, *errors):
             if error is not None and not isinstance(error, GpuSourceError):
                 raise error
         if self._inventory is None:
@@ -357,7 +358,6 @@ class Gpus:
             for uuid, nvlinks in wire(ends).items():
                 device = self._devices[uuid]
                 device.identity = replace(device.identity, nvlinks=nvlinks)
-        errors = self._errors()
         self._say(str(errors[0]) if errors else self._inventory.problem)
         if not errors and not any(device.unusable() for device in self._present()):
             self._backoff.reset()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import compress
 from multiprocessing.connection import Connection
-from operator import ne
+from operator import is_not
 from typing import Any
 from weakref import WeakSet, finalize
 
@@ -238,7 +238,8 @@ def _serve_lane(lane: Connection, source: GpuSource) -> None:
         sample = source.read(uuid)
         before = told.get(uuid, [None] * _PARTS)
         now = told[uuid] = (*sample.reading, sample.state, *sample[2:], source.outdated)
-        return [*compress(enumerate(now), map(ne, before, now))]
+        others = compress(enumerate(now), map(is_not, before, now))
+        return [(place, value) for place, value in others if value != before[place]]
 
     calls: dict[str, Callable[[Any], object]] = {
         "open": lambda _: source.open(),

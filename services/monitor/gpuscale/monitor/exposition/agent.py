@@ -57,9 +57,11 @@ class CollectionMeter:
             for absent in view.reading.absent
             if absent.status not in EXCUSED
         )
-        if self._bus.given_away or not self.succeeded():
+        succeeded = self.succeeded()
+        if self._bus.given_away or not succeeded:
             await asyncio.to_thread(self._bus.look)
-        if self.succeeded():
+            succeeded = self.succeeded()
+        if succeeded:
             self.last_success = snapshot.sample_time.timestamp()
         return snapshot
 

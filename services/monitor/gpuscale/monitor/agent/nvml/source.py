@@ -134,7 +134,7 @@ class NvmlSource:
         elif not device.identity.parent_uuid:
             # Now and then, compare the MIG mode and instances of a GPU with the inventory, and ask again for what was
             # unsupported, as that may depend on the MIG mode.
-            now = self._now()
+            now = queries.now
             if now >= self._parts_until.setdefault(uuid, now + FIRST_PARTS_SECONDS):
                 self._parts_until[uuid] = now + SLOW_EVERY_SECONDS
                 divided = mig_enabled(device.handle)

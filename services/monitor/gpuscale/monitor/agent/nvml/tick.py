@@ -175,8 +175,8 @@ class Tick:
             utilization = queries.within(_UTILIZATION_FIELDS[0], busy, high=100.0)
             memory_utilization = queries.within(_UTILIZATION_FIELDS[1], busy_memory, high=100.0)
         memory = self._memory()
-        ask_heat = partial(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)
-        temperature = queries.number("temperature_celsius", ask_heat, high=_HIGHEST_CELSIUS)
+        ask_heat, sensor = pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU
+        temperature = queries.number("temperature_celsius", ask_heat, handle, sensor, high=_HIGHEST_CELSIUS)
         power = self._watts("power_watts", pynvml.nvmlDeviceGetPowerUsage)
         if device.base is None or not queries.serves(device.base):
             device.base = self._ask_tiers()
