@@ -41,13 +41,10 @@ def bands_of(fields: Iterable[str]) -> Bands:
 
 def moves(before: Sequence[object], after: Sequence[object], bands: Bands) -> list[int]:
     """Indexes of all readings that differ, if one moved by more than its dead-band; else empty."""
-    if before == after:
-        return []
     others = compress(count(), map(is_not, before, after))  # soonest told, and most are the same object
     differ = [place for place in others if before[place] != after[place]]
-    if all(is_near(before[place], after[place], bands[place]) for place in differ):
-        return []
-    return differ
+    near = (is_near(before[place], after[place], bands[place]) for place in differ)
+    return [] if all(near) else differ
 
 
 def is_near(before: object, after: object, band: float) -> bool:

@@ -57,8 +57,7 @@ class CollectionMeter:
             for absent in view.reading.absent
             if absent.status not in EXCUSED
         )
-        succeeded = self.succeeded()
-        if self._bus.given_away or not succeeded:
+        if self._bus.given_away or not (succeeded := self.succeeded()):
             await asyncio.to_thread(self._bus.look)
             succeeded = self.succeeded()
         if succeeded:

@@ -88,11 +88,9 @@ def _stand_in(queries: Queries, field: FieldReading, refusal: Failure, readings:
         readings[field.name] = answer
 
 
-def _total(
-    queries: Queries, field: FieldReading, values: Iterable[tuple[int, int, bytes]]
-) -> float | Failure:
+def _total(queries: Queries, field: FieldReading, told: Iterable[tuple[int, int, bytes]]) -> float | Failure:
     total: float = 0
-    for kind, code, value in values:
+    for kind, code, value in told:
         of_kind = None if code else _KINDS.get(kind)
         if of_kind is None:
             return queries.attempt(field.name, _refusal, kind, code, counted=False)
