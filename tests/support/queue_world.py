@@ -2,9 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import nsmallest
 from itertools import islice
-from operator import attrgetter
 
 from gpuscale.allocator.domain.bookings import Booking, Bookings
 from gpuscale.allocator.domain.model import WHOLE, Ask, Order, Pick
@@ -77,9 +75,6 @@ class QueueWorld:
     def gpu_milli_held(self, tenant: str) -> int:
         return sum(one.lease.gpu_milli for one in self.held.values() if one.tenant == tenant)
 
-    def gpu_milli_past(self, tenant: str) -> float:
-        return self.past.get(tenant, 0)
-
     def quota(self, tenant: str) -> Quota:
         return self.quotas.get(tenant, Quota(tenant))
 
@@ -88,7 +83,7 @@ class QueueWorld:
 
     def likely_first(self, looked_at: int, most: int, now: float) -> Sequence[LeaseTerms]:
         first = [self.likely.get(one.id, one) for one in islice(self.ending_first(), looked_at)]
-        return nsmallest(most, first, key=attrgetter("ends"))
+        return sorted(first, key=lambda one: one.ends)[:most]
 
     def lasts(self, order: Order) -> float:
         return order.ttl

@@ -56,7 +56,11 @@ class QueueMachine(RuleBasedStateMachine):
         found = self.line.queue.look(order, self.line.world.now)
         if isinstance(found, Pick):
             assert over_quota(self.line.world, order) is None
-            kept = [one.gpus for one in self.line.queue._promises.values() if one.waiter.priority >= priority]
+            kept = [
+                one.gpus
+                for one in self.line.queue._promises.values()
+                if one.waiter.order.priority >= priority
+            ]
             uuids = {gpu.uuid for gpu in found.gpus}
             assert all(uuids.isdisjoint(gpus) for gpus in kept)
             self.line.world.hold(order, uuids)
@@ -115,7 +119,7 @@ class QueueMachine(RuleBasedStateMachine):
                     for name in step.leases:
                         victim = world.held[name].lease
                         assert victim.preemptible
-                        assert victim.priority < step.waiter.priority
+                        assert victim.priority < step.waiter.order.priority
                         assert world.now - victim.since >= self.line.rules.min_runtime
                         world.revoke(name, world.now + self.line.rules.grace)
         self._at_rest()

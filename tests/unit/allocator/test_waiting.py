@@ -200,11 +200,16 @@ async def test_leases_are_sorted_by_their_ends_now_and_then() -> None:
         assert next(world.ending_first()).id == late.id
 
 
-async def test_the_wait_ends_when_it_is_over() -> None:
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_the_wait_ends_when_it_is_over(*, streamed: bool) -> None:
     async with queue_site(n0=1) as site:
         await site.grant(wish("held", ttl=1000))
         with pytest.raises(ResourceExhaustedError) as error:
-            await site.waiting.wait(wish("w"), 7.5)
+            await (
+                followed(site.waiting.watch(wish("w"), 7.5))
+                if streamed
+                else site.waiting.wait(wish("w"), 7.5)
+            )
         assert now() == pytest.approx(7.5, abs=0.01)
         assert error.value.reason == "WAIT_TIMEOUT"
         assert "no room" in error.value.message
@@ -280,15 +285,6 @@ async def test_whoever_asks_at_once_does_not_pass_those_who_wait() -> None:
         site.changes.room(["n0"])
         assert not isinstance(site.waiting.look(wish("quick"), now()), waiting.Pick)
         assert site.ledger.get(await call).request_id == "w"
-
-
-async def test_the_stream_ends_when_the_wait_is_over() -> None:
-    async with queue_site(n0=1) as site:
-        await site.grant(wish("held", ttl=1000))
-        with pytest.raises(ResourceExhaustedError) as error:
-            await followed(site.waiting.watch(wish("w"), 5))
-        assert error.value.reason == "WAIT_TIMEOUT"
-        assert now() == pytest.approx(5, abs=0.01)
 
 
 async def test_calls_that_wait_leave_room_for_calls_that_release(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,10 +193,6 @@ class QueueWorld:
         """What the tenant holds."""
         return self.ledger.use.tenants.get(tenant, 0)
 
-    def gpu_milli_past(self, tenant: str) -> float:
-        """The tenant's past use as a decayed mean; 0 if past use does not count."""
-        return self.past.get(tenant, 0)
-
     def quota(self, tenant: str) -> Quota:
         """The quota of the tenant; one without limits if none is set."""
         return self.quotas.get(tenant, _UNLIMITED)
@@ -296,11 +292,6 @@ class Waiter:
     place: QueuePlace | None = None
     obstacle: QueueObstacle | None = None
     foreseen: Foreseen | None = None
-
-    @property
-    def priority(self) -> int:
-        """Higher priorities are served sooner."""
-        return self.order.priority
 
 
 @dataclass(frozen=True, slots=True)

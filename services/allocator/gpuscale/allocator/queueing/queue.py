@@ -205,7 +205,7 @@ def _share_of(group: tuple[int, bool, str], world: QueueWorld) -> float:
     _, unpromised, tenant = group
     if not unpromised:
         return 0.0
-    return (world.gpu_milli_held(tenant) + world.gpu_milli_past(tenant)) / world.quota(tenant).weight
+    return (world.gpu_milli_held(tenant) + world.past.get(tenant, 0)) / world.quota(tenant).weight
 
 
 def _gpus(milli: int) -> str:
@@ -286,7 +286,7 @@ class Queue:
         if not self._rules.past_counts:
             return ""
         tenant, world = order.tenant, self._world
-        held, past = world.gpu_milli_held(tenant) / WHOLE, world.gpu_milli_past(tenant) / WHOLE
+        held, past = world.gpu_milli_held(tenant) / WHOLE, world.past.get(tenant, 0) / WHOLE
         weight = world.quota(tenant).weight
         return (
             f"priority {order.priority}, then by share: tenant {tenant} has {(held + past) / weight:.2f} = ({held:g} GPUs held"
@@ -316,7 +316,7 @@ class Queue:
         self._number += 1
         self.due = True
         waiter = Waiter(order, self._number, now, until, self._alike.setdefault(_ALIKE(order), Alike()))
-        behind = any(one.priority >= waiter.priority for one in self._promises)
+        behind = any(one.order.priority >= order.priority for one in self._promises)
         self._pressing = self._pressing or order.may_preempt or not behind
         self._waiters[order.request_id] = waiter
         return waiter
@@ -498,21 +498,21 @@ class Queue:
         """The promise with leases ended for it as its victims, in place of one without."""
         if not waiter.order.may_preempt or (promise and promise.victims):
             return None
-        if now + self._rules.grace > waiter.until or (ask, waiter.priority) in self._hopeless:
+        if now + self._rules.grace > waiter.until or (ask, waiter.order.priority) in self._hopeless:
             return None
         leases = self._world.revocable()
         possible = [
             (lease, lease.since + self._rules.min_runtime)
             for lease in leases
-            if lease.preemptible and not lease.revoked and lease.priority < waiter.priority
+            if lease.preemptible and not lease.revoked and lease.priority < waiter.order.priority
         ]
         ripe = [lease for lease, at in possible if at <= now]
         found = choose(ask, leases, ripe, self._world, now)
         if found is None:
-            self._hopeless.add((ask, waiter.priority))
+            self._hopeless.add((ask, waiter.order.priority))
             if later := [at for _, at in possible if at > now]:
                 self.look_again = min(self.look_again or math.inf, *later)
-                self._ripening.add(waiter.priority)
+                self._ripening.add(waiter.order.priority)
             return None
         victims, pick = found
         return promise_of(waiter, pick, now + self._rules.grace, [lease.id for lease in victims])
@@ -528,7 +528,7 @@ class Queue:
             return replace(
                 found, message=f"it preempts {first}{more}, given {self._rules.grace:g} s to leave"
             )
-        if waiter.priority not in self._ripening:
+        if waiter.order.priority not in self._ripening:
             return found
         ripe = f"{found.message} It may preempt others once they have run for {self._rules.min_runtime:g} s."
         return replace(found, message=ripe)
@@ -540,7 +540,7 @@ class Queue:
         promised = [
             promise
             for owner, promise in self._promises.items()
-            if owner is not waiter and owner.priority >= order.priority
+            if owner is not waiter and owner.order.priority >= order.priority
         ]
         booked = self._world.booked(order)
         return [*promised, *booked] if booked else promised
