@@ -63,7 +63,7 @@ _NUMBERS = {
 }
 _KINDS = frozenset({float, int, bool})
 # Above this, a double does not hold every integer.
-_LARGEST_INTEGER = 2**53
+_LARGEST = 2**53
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ def _tell(delta: monitor_internal.SnapshotDelta, changes: Sequence[_Change], gpu
     columns = set[int]()
     for column in sorted(differ_anywhere & _NUMBERS.keys()):
         values: list[Any] = [reading[column] for _, reading in moved]
-        if _KINDS.issuperset(map(type, values)) and max(map(abs, values)) <= _LARGEST_INTEGER:
+        if _KINDS.issuperset(map(type, values)) and -_LARGEST <= min(values) <= max(values) <= _LARGEST:
             columns.add(column)
             delta.numbers.fields.append(_NUMBERS[column])
             delta.numbers.values.extend(values)
