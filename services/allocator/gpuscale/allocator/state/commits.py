@@ -182,7 +182,7 @@ class Commits:
         self._changes = changes
         self._waiting: list[_Unit] = []
         self._size = 0
-        self._bell: asyncio.Future[None] | None = None
+        self._filled: asyncio.Future[None] | None = None
         self._window = GroupWindow()
         self._all = asyncio.Event()
         self._under_way: dict[str, Outcome] = {}
@@ -212,8 +212,8 @@ class Commits:
         clock = asyncio.get_running_loop().time
         while True:
             if not self._waiting:
-                self._bell = asyncio.Future()
-                await self._bell
+                self._filled = asyncio.Future()
+                await self._filled
             opened, seen = clock(), 0  # a group grows for as long as that pays
             while seen < self._size and (pause := self._window.pause(self._size, clock() - opened)):
                 seen = self._size
@@ -233,8 +233,8 @@ class Commits:
         outcome = Outcome()
         self._waiting.append(_Unit(kind, reservations, outcome, before))
         self._size += len(reservations)
-        if (bell := self._bell) is not None and not bell.done():
-            bell.set_result(None)
+        if (filled := self._filled) is not None and not filled.done():
+            filled.set_result(None)
         elif self._size >= self._window.expected:
             self._all.set()
         if kind is not _Kind.CHANGE:
@@ -316,15 +316,14 @@ class Commits:
             self._undo(unit)
         elif unit.kind is _Kind.GRANT:
             self._changes.publish([self._ledger.confirm(one) for one in unit.reservations])
+        elif unit.kind is _Kind.END:
+            for one in unit.reservations:
+                self._ledger.settle(one)
+            self._changes.publish(unit.reservations)
         else:
-            if unit.kind is _Kind.END:
-                for one in unit.reservations:
-                    self._ledger.settle(one)
-                self._changes.publish(unit.reservations)
-            else:
-                pairs = zip(unit.before, unit.reservations, strict=True)
-                renewed = {now.id for was, now in pairs if _TOLD(was) == _TOLD(now)}
-                self._changes.publish(unit.reservations, renewed)
+            pairs = zip(unit.before, unit.reservations, strict=True)
+            renewed = {now.id for was, now in pairs if _TOLD(was) == _TOLD(now)}
+            self._changes.publish(unit.reservations, renewed)
         if unit.kind is not _Kind.CHANGE:
             for one in unit.reservations:
                 self._under_way.pop(one.id, None)

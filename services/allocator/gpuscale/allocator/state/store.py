@@ -73,8 +73,8 @@ WANTED = "\x1e"
 UNTIL = "\x1c"
 """Precedes the boot time at which a reservation ends at the latest, at the end of the same column."""
 T = TypeVar("T")
-_Some: TypeAlias = Sequence[Reservation]
-_Also: TypeAlias = Callable[[Connection], object] | None
+_Reservations: TypeAlias = Sequence[Reservation]
+_Work: TypeAlias = Callable[[Connection], object] | None
 
 _JOB, _WANTED = TypeAdapter(ReservedJob), TypeAdapter(Wanted)
 _TABLES = schema.Table.metadata.tables
@@ -140,7 +140,7 @@ class AllocatorStore:
         self._store = store
         self._guard = guard
         self._boot_id = boot_id
-        self.beside: Callable[[_Some], _Also] = lambda _: None
+        self.beside: Callable[[_Reservations], _Work] = lambda _: None
 
     async def read(self, work: Callable[[Connection], T]) -> T:
         """Read other tables in the file. Raises like `Store.read`."""
@@ -192,7 +192,9 @@ class AllocatorStore:
             await self.change(lambda connection: _COUNT.run(connection, rows))
         return key
 
-    async def save(self, added: _Some, changed: _Some, begun: _Some = (), also: _Also = None) -> None:
+    async def save(
+        self, added: _Reservations, changed: _Reservations, begun: _Reservations = (), also: _Work = None
+    ) -> None:
         """Write new reservations with their holds, and changes in the life of others, in one transaction.
 
         Ended ones free their GPUs, and `also` writes their notifications; changed ones in `begun` hold others from here on, or
@@ -206,7 +208,13 @@ class AllocatorStore:
         await self._write(partial(self._save, beside, added, changed, begun, also), added)
 
     def _save(
-        self, beside: _Also, added: _Some, changed: _Some, begun: _Some, also: _Also, connection: Connection
+        self,
+        beside: _Work,
+        added: _Reservations,
+        changed: _Reservations,
+        begun: _Reservations,
+        also: _Work,
+        connection: Connection,
     ) -> None:
         number, rows, boot_id = self._guard.next(), self._guard.rows, self._boot_id
         if beside is not None:
@@ -260,7 +268,7 @@ class AllocatorStore:
         """Record a write number that no reservation has."""
         _COUNT.run(connection, [sealed({"name": LAST_WRITE, "value": number})])
 
-    async def _write(self, work: Callable[[Connection], object], added: _Some = ()) -> None:
+    async def _write(self, work: Callable[[Connection], object], added: _Reservations = ()) -> None:
         try:
             try:
                 await self._store.write(work, frees=True)  # `commits` refuses what takes room
