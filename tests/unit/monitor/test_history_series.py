@@ -34,7 +34,7 @@ def filled(seconds: int) -> HistorySeries:
 
 def held_bytes(*rings: Ring) -> int:
     """Memory of all arrays of rings, each once."""
-    arrays = {id(column): column for ring in rings for column in ring._rows}
+    arrays = {id(one): one for ring in rings for one in (ring._numbers, ring._values, ring._packed or b"")}
     return sum(map(sys.getsizeof, arrays.values()))
 
 

@@ -99,7 +99,8 @@ def test_tables_of_numbers_lead_to_the_samples_that_the_readings_would() -> None
     ):
         picture.merge(change)
         observer.observe("alpha", picture, 101.0 + second, change)
-        seen = zip(*observer._gpus["alpha"].columns, strict=True)
+        gpus = observer._gpus["alpha"]
+        seen = [tuple(gpus.values[place::3]) for place in range(3)]
         shown = [gpu_sample(gpu.reading) for gpu in picture.snapshot.gpus]
         assert [repr(row) for row in seen] == [repr(row) for row in shown]
 

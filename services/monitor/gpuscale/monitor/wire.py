@@ -5,7 +5,10 @@ import time
 from array import array
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isnan
+from struct import pack
+from sys import intern
 from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -210,6 +213,7 @@ class Numbers(NamedTuple):
     places: Sequence[int] = ()  # indexes of GPUs; empty for all
     fields: Sequence[int] = ()  # numbers of fields of GpuReading
     columns: Sequence[Sequence[float]] = ()  # per field, a value per GPU; empty if the table is malformed
+    table: "array[float]" = array("d")  # all columns in one
 
 
 NO_NUMBERS = Numbers()
@@ -238,7 +242,9 @@ class Change:
             if complete and not _GPU_FIELDS.keys() >= set(fields):
                 known = [place for place, field in enumerate(fields) if field in _GPU_FIELDS]
                 fields, columns = [fields[place] for place in known], [columns[place] for place in known]
-            numbers = Numbers(places, fields, columns) if fields else NO_NUMBERS
+                values = [value for column in columns for value in column]
+            packed = array("d", pack(f"{len(values)}d", *values)) if complete else NO_NUMBERS.table
+            numbers = Numbers(places, fields, columns, packed) if fields else NO_NUMBERS
         return cls(
             Stamp(delta.seq, time.seconds, time.nanos, age.seconds, age.nanos),
             delta.host if delta.HasField("host") else None,
@@ -264,17 +270,20 @@ class Picture:
     They are merged only when someone reads, which is rare with thousands of nodes.
     """
 
-    __slots__ = ("_columns", "_encoded", "_host", "_open", "_rested", "_stamp", "boot_id", "period", "uuids")
+    __slots__ = (
+        "_encoded", "_fields", "_host", "_open", "_rested", "_stamp", "_table", "boot_id", "period", "uuids"
+    )  # fmt: skip
 
     def __init__(self, snapshot: types_api.Snapshot) -> None:
         self.boot_id = snapshot.host.boot_id
-        self.uuids = tuple([gpu.uuid.lower() for gpu in snapshot.gpus])
+        self.uuids = tuple([intern(gpu.uuid.lower()) for gpu in snapshot.gpus])
         self.period = seconds(snapshot.period)
         self._encoded = snapshot.SerializeToString()
         self._open: types_api.Snapshot | None = snapshot
         self._stamp: Stamp | None = None
         self._host: types_api.HostReading | None = None
-        self._columns: dict[int, array[float]] = {}
+        self._fields: tuple[int, ...] = ()
+        self._table = array("d")  # of each of `_fields`, the value of each GPU
         self._rested: dict[int, array[float]] = {}  # cached columns of `_encoded`
 
     @property
@@ -293,7 +302,7 @@ class Picture:
 
     def column(self, field: int) -> Sequence[float]:
         """A numeric field of each GPU; 0 if absent."""
-        column = self._columns.get(field)
+        column = self._column(self._fields.index(field)) if field in self._fields else None
         if column is not None and not isnan(sum(column)):
             return column
         rested = self._rested.get(field)
@@ -304,15 +313,18 @@ class Picture:
             return rested
         return [old if new != new else new for new, old in zip(column, rested, strict=True)]
 
+    def _column(self, place: int) -> "array[float]":
+        return self._table[place * len(self.uuids) : (place + 1) * len(self.uuids)]
+
     def write(self, snapshot: types_api.Snapshot) -> None:
         """Write the snapshot with all changes into an empty message."""
         snapshot.ParseFromString(self._encoded)
         if self._host is not None:
             snapshot.host_reading.CopyFrom(self._host)
-        readings = [gpu.reading for gpu in snapshot.gpus] if self._columns else []
-        for field, values in self._columns.items():
+        readings = [gpu.reading for gpu in snapshot.gpus] if self._fields else []
+        for place, field in enumerate(self._fields):
             name, kind = _GPU_FIELDS[field], float if field in _FLOATS else int
-            for reading, value in zip(readings, values, strict=True):
+            for reading, value in zip(readings, self._column(place), strict=True):
                 if value == value:  # NaN was not sent
                     setattr(reading, name, kind(value))
         if self._stamp is not None:
@@ -345,18 +357,29 @@ class Picture:
                 _clear(gpu.reading, _GPU_FIELDS, changed.cleared_fields)
                 gpu.reading.MergeFrom(changed.reading)
             self._encoded = snapshot.SerializeToString()
-            self._columns, self._rested = {}, {}
-        numbers, waiting = change.numbers, self._columns  # these wait until someone reads
-        untold = array("d", [_NOT_TOLD]) * len(self.uuids) if numbers.places else None
-        for field, values in zip(numbers.fields, numbers.columns, strict=True):
-            if untold is None:
-                waiting[field] = array("d", values)
-                continue
-            column = waiting[field] = waiting.get(field, untold)[:]  # a copy: readers may hold the old one
-            for place, value in zip(numbers.places, values, strict=True):
-                column[place] = value
+            self._fields, self._table, self._rested = (), array("d"), {}
+        places, fields, columns, table = change.numbers
+        count, same = len(self.uuids), len(table) > 0 and not places and self._fields == tuple(fields)
+        if same:  # as nearly always
+            self._table = table
+        for field, values in () if same else zip(fields, columns, strict=True):
+            if field not in self._fields:
+                self._fields = _wider(self._fields, field)
+                self._table.extend([_NOT_TOLD] * count)
+                self._rested.pop(field, None)
+            begin = self._fields.index(field) * count
+            if not places:
+                self._table[begin : begin + count] = array("d", values)
+            for place, value in zip(places, values, strict=False):
+                self._table[begin + place] = value
         self._stamp = change.stamp
         self._open = None
+
+
+@lru_cache(1024)
+def _wider(fields: tuple[int, ...], field: int) -> tuple[int, ...]:
+    """Fields and another one: the same tuple for all nodes."""
+    return *fields, field
 
 
 def count_on(snapshot: types_api.Snapshot, elapsed: float) -> None:

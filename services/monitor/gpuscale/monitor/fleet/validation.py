@@ -149,7 +149,7 @@ def _refuse_reading(kind: _Kind, change: monitor_internal.GpuDelta | monitor_int
 
 def _refuse_numbers(numbers: Numbers, count: int) -> str:
     """Why a table of numbers of `count` GPUs is invalid; empty if it is not."""
-    places, fields, columns = numbers
+    places, fields, columns, _ = numbers
     if places and not 0 <= min(places) <= max(places) < count:
         return "places has one out of range"
     if not columns or len(columns[0]) != (len(places) or count):
@@ -167,7 +167,7 @@ def _refuse_numbers(numbers: Numbers, count: int) -> str:
 
 def _fits(numbers: Numbers, base: Picture) -> bool:
     """Whether used and free memory surely fit in the total; absent values count as 0."""
-    _, fields, columns = numbers
+    _, fields, columns, _ = numbers
     told = {number: columns[fields.index(number)] for number in _MEMORY if number in fields}
     if not told:
         return True

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from sys import intern
 
 from gpuscale.monitor.health.checks import (
     Event,
@@ -192,7 +193,7 @@ class HealthRegister:
     def _check(known: _Node, uuid: str, facts: HealthFacts, now: float) -> Results:
         past = known.pasts.get(uuid)
         if past is None:
-            past = known.pasts[uuid] = Past()
+            past = known.pasts[intern(uuid)] = Past()
         return results(facts) | past_results(past, facts, now)
 
     def _judge(self, node: str, gpu: _Gpu, found: Results, now: float) -> None:

@@ -1,7 +1,7 @@
 """The histories of all nodes and GPUs within a memory budget, and the points and trends in them. Pure.
 
-The history of one is a ring of buckets per tier, each fed by the finer one. Samples wait in plain arrays until there are several
-or someone reads, since thousands of GPUs bring one each second. Completed buckets then move to the ring of the finest tier. When
+The history of one is a ring of buckets per tier, each fed by the finer one. Samples wait in plain arrays, those of the GPUs of a
+node in one, until there are several or someone reads, since thousands of GPUs bring one each second. Completed buckets then move to the ring of the finest tier. When
 a bucket of a coarser tier is complete, the finer buckets are merged into it, so each tier has every sample once.
 """
 
@@ -10,8 +10,9 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import groupby
 from math import ceil, isnan
+from struct import pack
 
 from gpuscale.monitor.history.ring import MOST_COUNTED, Bucket, Point, Ring, Rows, row_bytes
 from gpuscale.monitor.model.metrics import (
@@ -35,6 +36,8 @@ LEAST_RETENTION_SECONDS = 3_600.0
 """The coarsest tier is never shortened below this."""
 _ALL = -(2**31)
 """The lowest possible bucket number."""
+_NEVER = float("-inf")
+_NO_NUMBERS, _NO_VALUES = array("i"), array("f")
 _NOTHING = Stats(ABSENT, ABSENT, ABSENT, 0)
 
 
@@ -81,36 +84,46 @@ class HistorySeries:
     """
 
     __slots__ = (
-        "_fresh", "_merged", "_merged_number", "_numbers", "_open_number", "_ratios", "_restored_until", "_rings",
-        "_step", "_tiers", "_turn", "_values", "_width",
+        "_merged", "_merged_number", "_numbers", "_open_number", "_restored_until", "_rings", "_tiers", "_turn", "_values",
+        "_width", "together",
     )  # fmt: skip
 
     def __init__(self, width: int, tiers: Sequence[Tier], turn: int = 0) -> None:
         self._tiers = tiers
         self._turn = turn % TURNS
         self._rings = [Ring(width, tier.capacity) for tier in tiers]
-        self._fresh = [0] * len(tiers)  # per tier: buckets not yet merged into the coarser tier
-        self._ratios = [round(coarse.step / fine.step) for fine, coarse in pairwise(tiers)]
-        self._step = tiers[0].step
         self._open_number = -1  # number of the bucket of the newest sample
         self._merged: Bucket | None = None  # samples of an incomplete bucket, already merged
         self._merged_number = -1
-        self._numbers = array("i")  # bucket numbers of waiting samples
-        self._values = array("f")  # their values, sample after sample
-        self._restored_until = float("-inf")  # start of the newest restored bucket of the coarsest tier
+        self._numbers = _NO_NUMBERS  # bucket numbers of waiting samples
+        self._values = _NO_VALUES  # their values, sample after sample
+        self._restored_until = _NEVER  # start of the newest restored bucket of the coarsest tier
         self._width = width
+        self.together: Together | None = None  # where further samples wait
 
     def add(self, at: float, sample: Sample) -> None:
         """Add a sample; one older than the open bucket is dropped."""
-        number = int(at // self._step)
+        if self.together is not None:
+            self.together.settle()
+        number = int(at // self._tiers[0].step)
         if number < self._open_number:
             return
         turns = number != self._open_number and number % TURNS == self._turn
         self._open_number = number
+        if not self._numbers:
+            self._numbers, self._values = array("i"), array("f")
         self._numbers.append(number)
         self._values.extend(sample)
         if turns or len(self._numbers) >= _MOST_WAITING:
             self._settle()
+
+    def take(self, numbers: "array[int]", values: "array[float]", number: int) -> None:
+        """Add samples in order that waited elsewhere; `number` is that of the open bucket."""
+        late = bisect_left(numbers, self._open_number)
+        self._numbers = self._numbers + numbers[late:]
+        self._values = self._values + values[late * self._width :]
+        self._open_number = max(self._open_number, number)
+        self._settle()
 
     def shorten(self, tiers: Sequence[Tier]) -> None:
         """Shorten the retention to that of these tiers, which have the same steps."""
@@ -119,13 +132,15 @@ class HistorySeries:
         self._settle()
         self._tiers = tiers
         for place, tier in enumerate(tiers):
-            rows = self._rings[place].rows(_ALL)
-            self._rings[place] = Ring(self._width, tier.capacity)
-            self._rings[place].restore(rows)
+            before = self._rings[place]
+            ring = self._rings[place] = Ring(self._width, tier.capacity)
+            ring.restore(before.rows(_ALL))
+            ring.fresh = before.fresh
 
     def newest(self) -> float:
         """Start of the open bucket."""
-        return self._open_number * self._step
+        waiting = -1 if self.together is None else self.together.newest
+        return max(self._open_number, waiting) * self._tiers[0].step
 
     def oldest(self) -> float | None:
         """Start of the oldest bucket; None before the first sample."""
@@ -163,9 +178,9 @@ class HistorySeries:
         """The buckets of the coarsest tier from number `first` on, including the incomplete one."""
         self._settle()
         rows = self._rings[-1].rows(first)
-        fresh, last = self._fresh[-2], self._rings[-2].last
-        if fresh and last is not None:
-            rows.add(last // self._ratios[-1], self._rings[-2].merged(fresh))
+        ring = self._rings[-2]
+        if ring.fresh and ring.last is not None:
+            rows.add(ring.last // self._ratio(-2), ring.merged(ring.fresh))
         return rows
 
     def restore(self, rows: Rows) -> None:
@@ -173,23 +188,31 @@ class HistorySeries:
         last = rows.numbers[-1]
         self._rings[-1].restore(rows.part(0, len(rows.numbers) - 1, self._width))
         self._restored_until = last * self._tiers[-1].step
-        self._rings[-2].append(last * self._ratios[-1], rows.last(self._width))
-        self._fresh[-2] = 1
+        self._rings[-2].append(last * self._ratio(-2), rows.last(self._width))
+        self._rings[-2].fresh = 1
         self._open_number = round(self._restored_until / self._tiers[0].step)
 
     def _settle(self) -> None:
         """Move waiting samples to the rings, except those of the open bucket, which are merged if several."""
+        if self.together is not None:
+            self.together.settle()
         if not self._numbers:
             return
         numbers, values, width = self._numbers, self._values, self._width
         over = bisect_left(numbers, self._open_number)
-        self._numbers, self._values = numbers[over:], values[over * width :]
+        self._numbers, self._values = _NO_NUMBERS, _NO_VALUES
+        if over < len(numbers):
+            self._numbers, self._values = numbers[over:], values[over * width :]
         if over:
             self._close(numbers[:over], values[: over * width])
         self._end_merged(self._open_number)
         if self._merged is not None or len(self._numbers) > 1:
             self._merged, self._merged_number = self._opened(), self._open_number
-            self._numbers, self._values = array("i"), array("f")
+            self._numbers, self._values = _NO_NUMBERS, _NO_VALUES
+
+    def _ratio(self, tier: int) -> int:
+        """How many buckets of a tier the coarser one's bucket has."""
+        return round(self._tiers[tier + 1].step / self._tiers[tier].step)
 
     def _opened(self) -> Bucket:
         return combined(self._merged, self._values, self._width)
@@ -203,7 +226,7 @@ class HistorySeries:
     def _close(self, numbers: "array[int]", values: "array[float]") -> None:
         self._end_merged(numbers[0])
         single = self._merged is None and len(set(numbers)) == len(numbers)
-        ratio = self._ratios[0] if self._ratios else 0
+        ratio = self._ratio(0) if len(self._tiers) > 1 else 0
         begin, width = 0, self._width
         while begin < len(numbers):
             if not single:
@@ -218,22 +241,22 @@ class HistorySeries:
             if ratio:
                 end = bisect_left(numbers, (numbers[begin] // ratio + 1) * ratio, begin)
                 self._begin(0, numbers[begin])
-                self._fresh[0] += end - begin
+                self._rings[0].fresh += end - begin
             self._rings[0].extend(numbers[begin:end], values[begin * width : end * width])
             begin = end
 
     def _begin(self, tier: int, number: int) -> None:
         """Complete the coarser bucket before `number` if that begins a new one."""
-        ring, ratio = self._rings[tier], self._ratios[tier]
+        ring, ratio = self._rings[tier], self._ratio(tier)
         last = ring.last
         if last is not None and number // ratio > last // ratio:
-            self._append(tier + 1, last // ratio, ring.merged(self._fresh[tier]))
-            self._fresh[tier] = 0
+            self._append(tier + 1, last // ratio, ring.merged(ring.fresh))
+            ring.fresh = 0
 
     def _append(self, tier: int, number: int, bucket: Bucket) -> None:
         if tier + 1 < len(self._tiers):
             self._begin(tier, number)
-            self._fresh[tier] += 1
+            self._rings[tier].fresh += 1
         self._rings[tier].append(number, bucket)
 
 
@@ -249,6 +272,51 @@ def combined(before: Bucket | None, values: "array[float]", width: int) -> Bucke
     metrics = [tally.stats() or _NOTHING for tally in tallies]
     cells = [(stats.min, stats.mean, stats.max, min(stats.count, MOST_COUNTED)) for stats in metrics]
     return Bucket(*zip(*cells, strict=True))
+
+
+class Together:
+    """Samples of the GPUs of a node, read at the same time, that wait in one array. Without `series` it has ended."""
+
+    __slots__ = ("_history", "_numbers", "_turn", "_values", "series")
+
+    def __init__(self, history: "History", series: Sequence[HistorySeries], turn: int) -> None:
+        self._history = history
+        self._numbers, self._values = _NO_NUMBERS, _NO_VALUES  # per sample by metric, each of all GPUs
+        self._turn = turn % TURNS
+        self.series = series
+
+    @property
+    def newest(self) -> int:
+        """Number of the newest bucket that waits; -1 without one."""
+        return self._numbers[-1] if self._numbers else -1
+
+    def add(self, at: float, values: "array[float]") -> None:
+        """Add a sample of each GPU, metric by metric, unless it is older than the newest."""
+        number, newest = int(at // self._history.kept[0].step), self.newest
+        if number < newest:
+            return
+        if number != newest and (number % TURNS == self._turn or len(self._numbers) >= _MOST_WAITING):
+            self.settle(number)
+        elif len(self._numbers) >= _MOST_WAITING:
+            self.settle()
+        if not self._numbers:
+            self._numbers, self._values = array("i"), array("f")
+        self._numbers.append(number)
+        self._values.frombytes(pack(f"{len(values)}f", *values))
+
+    def settle(self, number: int = -1) -> None:
+        """Pass all to their series; `number`: of a bucket that follows, as `add` knows."""
+        numbers, values = self._numbers, self._values
+        if numbers:
+            self._numbers, self._values = _NO_NUMBERS, _NO_VALUES
+            for place, series in enumerate(self.series):
+                series.shorten(self._history.kept)
+                series.take(numbers, values[place :: len(self.series)], max(number, numbers[-1]))
+
+    def end(self) -> None:
+        """Let nothing wait here any more."""
+        self.settle()
+        self.series = ()
 
 
 LOOK_FOR_ENDED_SECONDS = 60.0
@@ -272,7 +340,8 @@ class History:
         self._budget = budget_bytes
         self._series: dict[str, HistorySeries] = {}
         self._widths: Counter[int] = Counter()
-        self._looked_at = float("-inf")
+        self._together_count = 0
+        self._looked_at = _NEVER
         self.left_out = 0
 
     def __len__(self) -> int:
@@ -300,6 +369,20 @@ class History:
         else:
             found.shorten(self.kept)
             found.add(at, sample)
+
+    def together(self, keys: Sequence[str]) -> Together | None:
+        """Where samples of these GPUs can wait together; None without memory for all."""
+        found = [self._series.get(key) or self._begin(key, len(GPU_METRICS)) for key in keys]
+        series = [one for one in found if one is not None]
+        if len(series) < len(keys):
+            return None
+        self._together_count += 1
+        together = Together(self, series, self._together_count)
+        for one in series:
+            if one.together is not None:
+                one.together.end()
+            one.together = together
+        return together
 
     def leave_out(self) -> None:
         """Count a sample that is not kept, unless history is off."""
@@ -338,7 +421,8 @@ class History:
         self._looked_at = now
         oldest = now - self.tiers[-1].retention
         for key in [key for key, series in self._series.items() if series.newest() < oldest]:
-            del self._series[key]
+            if (together := self._series.pop(key).together) is not None:
+                together.end()
             self._widths[len(metrics_of(key))] -= 1
 
 

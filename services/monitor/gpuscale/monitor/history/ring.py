@@ -8,17 +8,20 @@ On disk, a chunk is the bytes of its arrays, little-endian on all machines with 
 """
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import compress
 from math import isnan
 from operator import mul
-from typing import NamedTuple, TypeVar
+from struct import Struct
+from sys import byteorder
+from typing import NamedTuple
 
 from gpuscale.monitor.model.metrics import ABSENT
 
 MOST_COUNTED = 0xFFFF
 """The maximum sample count of a bucket."""
-_Number = TypeVar("_Number", int, float)
 
 
 class Bucket(NamedTuple):
@@ -76,100 +79,113 @@ class Rows(NamedTuple):
         cells = slice(begin * width, stop * width)
         return Rows(numbers[begin:stop], mins[cells], means[cells], maxs[cells], counts[cells])
 
-    def folded(self) -> "Rows":
-        """The same rows, with one array for minima, means and maxima if all are alike."""
-        _, mins, means, maxs, _ = self
-        alike = mins.tobytes() == means.tobytes() == maxs.tobytes()  # NaN would not equal NaN
-        return self._replace(mins=means, maxs=means) if alike else self
-
     def last(self, width: int) -> Bucket:
         """The newest bucket, of `width` metrics."""
         return Bucket(self.mins[-width:], self.means[-width:], self.maxs[-width:], self.counts[-width:])
 
 
-class Ring:
-    """The newest `capacity` buckets of `width` metrics each.
+def _sampled(values: "array[float]") -> "array[int]":
+    """The counts of buckets of one sample each."""
+    if isnan(sum(values)):  # rare: a value is absent
+        return array("H", [value == value for value in values])  # 0 for NaN
+    return array("H", [1]) * len(values)
 
-    Its rows are folded until a bucket has several samples, which is rare in the finest tier.
+
+@cache
+def _form(width: int, metric: int | None = None) -> Struct:
+    """How a bucket is packed: number, minima, means, maxima and counts; or its number and these of one metric."""
+    if metric is None:
+        return Struct(f"=i{3 * width}f{width}H")
+    others = 4 * (width - 1)
+    return Struct(f"=i{4 * metric}xf{others}xf{others}xf{others - 2 * metric}xH{2 * (width - 1 - metric)}x")
+
+
+_NO_NUMBERS, _NO_VALUES = array("i"), array("f")
+
+
+class Ring:
+    """The newest `capacity` buckets of `width` metrics each. `fresh`: how many of them the coarser tier lacks.
+
+    Buckets of one sample each, as nearly always in the finest tier, are an array of numbers and one of values. Others are packed
+    one after the other: five arrays of a few numbers take more than their content.
     """
 
-    __slots__ = ("_capacity", "_oldest", "_rows", "_width")
+    __slots__ = ("_capacity", "_numbers", "_oldest", "_packed", "_values", "_width", "fresh")
 
     def __init__(self, width: int, capacity: int) -> None:
         self._width = width
         self._capacity = capacity
         self._oldest = 0  # index of the oldest bucket
-        self._rows = Rows.empty().folded()
+        self._numbers, self._values = _NO_NUMBERS, _NO_VALUES
+        self._packed: bytearray | None = None
+        self.fresh = 0
 
     def __len__(self) -> int:
-        return len(self._rows.numbers)
+        packed = self._packed
+        return len(self._numbers) if packed is None else len(packed) // row_bytes(self._width)
 
     @property
     def first(self) -> int | None:
         """Number of the oldest bucket; None without one."""
-        return self._rows.numbers[self._oldest] if self._rows.numbers else None
+        return self._number(self._oldest) if len(self) else None
 
     @property
     def last(self) -> int | None:
         """Number of the newest bucket; None without one."""
-        return self._rows.numbers[self._oldest - 1] if self._rows.numbers else None
+        return self._number((self._oldest or len(self)) - 1) if len(self) else None
 
     def append(self, number: int, bucket: Bucket) -> None:
         """Append a newer bucket."""
-        if self._rows.mins is self._rows.maxs:
-            means = self._rows.means
-            self._rows = self._rows._replace(mins=means[:], maxs=means[:])
-        numbers, mins, means, maxs, counts = self._rows
-        if len(numbers) < self._capacity:
-            self._rows.add(number, bucket)
+        if self._packed is None:
+            before, self._packed = self._part(0, len(self)), bytearray()
+            for at, one in enumerate(before.numbers):
+                self._packed += self._pack(one, before.part(at, at + 1, self._width))
+            self._numbers, self._values = _NO_NUMBERS, _NO_VALUES
+        row = self._pack(number, bucket)
+        if len(self) < self._capacity:
+            self._packed += row
             return
-        cells = slice(self._oldest * self._width, (self._oldest + 1) * self._width)
-        numbers[self._oldest] = number
-        mins[cells] = array("f", bucket.mins)
-        means[cells] = array("f", bucket.means)
-        maxs[cells] = array("f", bucket.maxs)
-        counts[cells] = array("H", bucket.counts)
+        self._packed[self._oldest * len(row) : (self._oldest + 1) * len(row)] = row
         self._oldest = (self._oldest + 1) % self._capacity
 
     def extend(self, numbers: "array[int]", values: "array[float]") -> None:
         """Append newer buckets with one sample each; `values` has sample after sample."""
-        counts = array("H", [1]) * len(values)
-        if isnan(sum(values)):  # rare: a value is absent
-            counts = array("H", [value == value for value in values])  # 0 for NaN
-        rows, width = self._rows, self._width
-        columns = (rows.means,) if rows.mins is rows.maxs else (rows.mins, rows.means, rows.maxs)
-        done = min(self._capacity - len(self), len(numbers))
-        if done:
-            rows.numbers.extend(numbers[:done])
-            rows.counts.extend(counts[: done * width])
-            for column in columns:
-                column.extend(values[: done * width])
+        width, done = self._width, 0
+        if self._packed is None and not self._numbers:
+            self._numbers, self._values = array("i"), array("f")
         while done < len(numbers):
-            size = min(len(numbers) - done, self._capacity - self._oldest)
-            source = slice(done * width, (done + size) * width)
-            target = slice(self._oldest * width, (self._oldest + size) * width)
-            rows.numbers[self._oldest : self._oldest + size] = numbers[done : done + size]
-            for column in columns:
-                column[target] = values[source]
-            rows.counts[target] = counts[source]
-            self._oldest = (self._oldest + size) % self._capacity
-            done += size
-            if not self._oldest and len(columns) > 1:  # a whole turn
-                self._rows = rows.folded()
+            if self._packed is not None:
+                sample = values[done * width : (done + 1) * width]
+                self.append(numbers[done], Bucket(sample, sample, sample, _sampled(sample)))
+                done += 1
+                if (
+                    not self._oldest and len(self) == self._capacity
+                ):  # a whole turn: they may all be such again
+                    self.restore(self._part(0, self._capacity))
+                continue
+            full = len(self._numbers) == self._capacity
+            begin = self._oldest if full else len(self._numbers)
+            end = min(begin + len(numbers) - done, self._capacity)
+            stop = done + end - begin
+            self._numbers[begin:end] = numbers[done:stop]
+            self._values[begin * width : end * width] = values[done * width : stop * width]
+            self._oldest = end % self._capacity if full else 0
+            done = stop
 
     def merged(self, count: int) -> Bucket:
         """The newest `count` buckets merged into one."""
         width, stop, size = self._width, self._oldest or len(self), len(self)
-        newest = self._rows.part(max(stop - count, 0), stop, width)
-        if stop < count:
-            wrapped = self._rows.part(size - (count - stop), size, width)
-            wrapped.extend(newest)
-            newest = wrapped
-        _, mins, means, maxs, counts = newest
-        if min(counts) == max(counts) == 1:  # one complete sample each, the usual case in the finest tier
-            columns = [means[metric::width] for metric in range(width)]
-            middles = [sum(column) / count for column in columns]
-            return Bucket(list(map(min, columns)), middles, list(map(max, columns)), [count] * width)
+        begin = stop - count
+        if self._packed is None:
+            values = self._values[max(begin, 0) * width : stop * width]
+            if begin < 0:
+                values = self._values[begin * width :] + values
+            if not isnan(sum(values)):
+                columns = [values[metric::width] for metric in range(width)]
+                middles = [sum(column) / count for column in columns]
+                return Bucket(list(map(min, columns)), middles, list(map(max, columns)), [count] * width)
+        _, mins, means, maxs, counts = rows = self._part(size + min(begin, 0), size)
+        rows.extend(self._part(max(begin, 0), stop))
         found = [
             _merged_column(mins[at::width], means[at::width], maxs[at::width], counts[at::width])
             for at in range(width)
@@ -179,47 +195,75 @@ class Ring:
     def rows(self, first: int) -> Rows:
         """A copy of the buckets from number `first` on."""
         begin, size = self._oldest + self._row_at(first, 1.0), len(self)
-        found = self._rows.part(begin, size, self._width)
-        found.extend(self._rows.part(max(begin - size, 0), self._oldest, self._width))
+        found = self._part(begin, size)
+        found.extend(self._part(max(begin - size, 0), self._oldest))
         return found
-
-    def restore(self, rows: Rows) -> None:
-        """Fill an empty ring with the newest of these buckets."""
-        size = len(rows.numbers)
-        self._rows = rows.part(max(size - self._capacity, 0), size, self._width).folded()
 
     def points(self, metric: int, step: float, start: float, end: float) -> list[Point]:
         """One metric of the buckets that start in [start, end), in order of time, without those that have no sample."""
-        begin, stop = self._row_at(start, step), self._row_at(end, step)
+        begin, stop, size = self._row_at(start, step), self._row_at(end, step), len(self)
+        first, last = begin + self._oldest, stop + self._oldest
+        return [
+            *self._points(metric, step, first, min(last, size)),
+            *self._points(metric, step, max(first - size, 0), last - size),
+        ]
+
+    def _points(self, metric: int, step: float, begin: int, stop: int) -> Iterator[Point]:
+        """Those of the buckets from index `begin` to `stop`."""
+        width, size = self._width, row_bytes(self._width)
         if begin >= stop:
-            return []
-        numbers = self._column(self._rows.numbers, 0, begin, stop, width=1)
-        mins, means, maxs, counts = (
-            self._column(values, metric, begin, stop, width=self._width) for values in self._rows[1:]
-        )
-        rows = zip(numbers, mins, means, maxs, counts, strict=True)
-        return [Point(row[0] * step, row[1], row[2], row[3], int(row[4])) for row in rows if row[4]]
+            return
+        if self._packed is not None:
+            for number, low, mean, high, count in _form(width, metric).iter_unpack(
+                self._packed[begin * size : stop * size]
+            ):
+                if count:
+                    yield Point(number * step, low, mean, high, count)
+            return
+        values = self._values[begin * width + metric : stop * width : width]
+        for number, value in zip(self._numbers[begin:stop], values, strict=True):
+            if value == value:  # NaN is absent
+                yield Point(number * step, value, value, value, 1)
 
     def _row_at(self, time: float, step: float) -> int:
         """How many buckets start before a time, by bisection."""
-        low, high = 0, len(self)
-        while low < high:
-            middle = (low + high) // 2
-            if self._rows.numbers[(self._oldest + middle) % len(self)] * step < time:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        size = len(self)
+        return bisect_left(
+            range(size), time, key=lambda row: self._number((self._oldest + row) % size) * step
+        )
 
-    def _column(
-        self, values: "array[_Number]", metric: int, begin: int, stop: int, *, width: int
-    ) -> "array[_Number]":
-        """One metric of the rows `begin` to `stop`, counted from the oldest, of `width` values each."""
-        begin, stop, size = self._oldest + begin, self._oldest + stop, len(self)
-        if begin >= size:
-            begin, stop = begin - size, stop - size
-        column = values[begin * width + metric : min(stop, size) * width : width]
-        return column + values[metric : (stop - size) * width : width] if stop > size else column
+    def _number(self, row: int) -> int:
+        if self._packed is None:
+            return self._numbers[row]
+        at = row * row_bytes(self._width)
+        return int.from_bytes(self._packed[at : at + 4], byteorder, signed=True)
+
+    def _part(self, begin: int, stop: int) -> Rows:
+        """A copy of the buckets from index `begin` to `stop`."""
+        width, size = self._width, row_bytes(self._width)
+        if self._packed is None:
+            values = self._values[begin * width : stop * width]
+            return Rows(self._numbers[begin:stop], values, values[:], values[:], _sampled(values))
+        found, at, packed = Rows.empty(), 0, self._packed[begin * size : stop * size]
+        for column in found:
+            end = at + column.itemsize * (1 if column is found.numbers else width)
+            column.frombytes(b"".join([packed[row + at : row + end] for row in range(0, len(packed), size)]))
+            at = end
+        return found
+
+    def _pack(self, number: int, bucket: Bucket | Rows) -> bytes:
+        form = _form(self._width)
+        return form.pack(number, *bucket.mins, *bucket.means, *bucket.maxs, *bucket.counts)
+
+    def restore(self, rows: Rows) -> None:
+        """Keep the newest of these buckets, and no others."""
+        size = len(rows.numbers)
+        rows = rows.part(max(size - self._capacity, 0), size, self._width)
+        single = rows.counts == _sampled(rows.means) and rows.mins.tobytes() == rows.maxs.tobytes()
+        self._packed, self._oldest = None, 0
+        self._numbers, self._values = (rows.numbers, rows.means) if single else (_NO_NUMBERS, _NO_VALUES)
+        for at, number in enumerate(() if single else rows.numbers):
+            self.append(number, Bucket(*rows.part(at, at + 1, self._width)[1:]))
 
 
 def _merged_column(

@@ -6,9 +6,11 @@ tables of numbers arrive, so that changes need no lookup in a snapshot. The flee
 them to dates with the current wall clock when asked.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from itertools import chain
 from math import isnan
 from typing import Self
 
@@ -22,7 +24,7 @@ from gpuscale.common.names import node_name
 from gpuscale.common.runtime.tasks import Clock
 from gpuscale.common.wire import seconds, to_datetime, to_timestamp
 from gpuscale.monitor.fleet.nodes import Nodes
-from gpuscale.monitor.history.history import History
+from gpuscale.monitor.history.history import History, Together
 from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS, Metric, Sample, Stats
 from gpuscale.monitor.recording import Recordings
 from gpuscale.monitor.wire import Change, Numbers, Picture
@@ -47,8 +49,9 @@ class _Gpus:
     uuids: tuple[str, ...]  # in lower case
     newest: list[float]  # times of their newest samples
     ages: list[float | None]  # seconds, when the newest snapshot came; None if never read
-    columns: list[Sequence[float]]  # per metric of `GPU_METRICS`, the value of each GPU
+    values: "array[float]"  # per metric of `GPU_METRICS`, the value of each GPU
     totals: Sequence[float]  # memory of each; 0 if absent
+    together: Together | None = None  # where their samples wait
 
     @classmethod
     def of(cls, picture: Picture, before: "_Gpus | None") -> "_Gpus":
@@ -58,24 +61,36 @@ class _Gpus:
             picture.uuids,
             [newest.get(uuid, _NEVER) for uuid in picture.uuids],
             [_age(reading) for reading in readings],
-            list(zip(*map(gpu_sample, readings), strict=True)),
+            array("d", chain(*zip(*map(gpu_sample, readings), strict=True))),
             picture.column(_TOTAL),
+            before.together if before is not None and before.uuids == picture.uuids else None,
         )
 
+    def column(self, metric: int) -> "array[float]":
+        return self.values[metric * len(self.uuids) : (metric + 1) * len(self.uuids)]
+
     def merge(self, numbers: Numbers) -> None:
-        memory = False
-        for field, values in zip(numbers.fields, numbers.columns, strict=True):
-            place = _COLUMNS.get(field)
-            if place is not None:
-                self.columns[place] = _merged(self.columns[place], numbers.places, values)
-                memory = memory or place == _USED
+        memory, count, (places, fields, columns, table) = False, len(self.uuids), numbers
+        for at, (field, values) in enumerate(zip(fields, columns, strict=True)):
+            metric = _COLUMNS.get(field)
+            if metric is not None:
+                begin = metric * count
+                if not places:
+                    self.values[begin : begin + count] = table[at * count : (at + 1) * count]
+                for place, value in zip(places, values, strict=False):
+                    self.values[begin + place] = value
+                memory = memory or metric == _USED
             elif field == _TOTAL:
-                self.totals, memory = _merged(self.totals, numbers.places, values), True
+                totals = array("d", self.totals if places else values)
+                for place, value in zip(places, values, strict=False):
+                    totals[place] = value
+                self.totals, memory = totals, True
         if memory:
-            self.columns[_PERCENT] = [
+            percent = [
                 _HUNDRED * used / total if total else ABSENT
-                for used, total in zip(self.columns[_USED], self.totals, strict=True)
+                for used, total in zip(self.column(_USED), self.totals, strict=True)
             ]
+            self.values[_PERCENT * count : (_PERCENT + 1) * count] = array("d", percent)
 
 
 @dataclass(slots=True)
@@ -111,14 +126,15 @@ class SampleObserver:
             gpus = self._gpus[node] = _Gpus.of(picture, gpus)
         elif change.numbers.fields:
             gpus.merge(change.numbers)
-        rows: zip[Sample] = zip(*gpus.columns, strict=True)
-        for place, (uuid, age, sample) in enumerate(zip(gpus.uuids, gpus.ages, rows, strict=True)):
-            if age is None or now - age - gpus.newest[place] < apart:
-                continue
-            gpus.newest[place] = at = now - age
-            if not all(map(isnan, sample)):
-                self._history.add(uuid, at, sample)
-                self._recordings.add(uuid, at, sample)
+        if not self._taken_together(gpus, now, apart):
+            for place, (uuid, age) in enumerate(zip(gpus.uuids, gpus.ages, strict=True)):
+                if age is None or now - age - gpus.newest[place] < apart:
+                    continue
+                gpus.newest[place] = at = now - age
+                sample = tuple(gpus.values[place :: len(gpus.uuids)])
+                if not all(map(isnan, sample)):
+                    self._history.add(uuid, at, sample)
+                    self._recordings.add(uuid, at, sample)
         host = self._hosts.get(node)
         if host is None or change is None or change.host is not None:
             reading = picture.host_reading
@@ -129,11 +145,32 @@ class SampleObserver:
             )
             newest = _NEVER if host is None else host.newest
             host = self._hosts[node] = _Host(_age(reading), newest, readings)
-        if host.age is not None and now - host.age - host.newest >= NEW_AFTER_PERIODS * picture.period:
+        if host.age is not None and now - host.age - host.newest >= apart:
             host.newest = at = now - host.age
-            used = [] if not gpus.columns else [value for value in gpus.columns[0] if not isnan(value)]
+            used = [value for value in gpus.column(0) if not isnan(value)]
             utilization = sum(used) / len(used) if used else ABSENT
             self._history.add(node_name(node), at, (*host.readings, utilization))
+
+    def _taken_together(self, gpus: _Gpus, now: float, apart: float) -> bool:
+        """Take in the readings of all GPUs at once where they have the same age, and none is without any."""
+        ages, newest = gpus.ages, gpus.newest
+        if (
+            not ages
+            or (age := ages[0]) is None
+            or self._recordings.nodes
+            or ages.count(age) < len(ages)
+            or newest.count(newest[0]) < len(newest)
+            or (isnan(sum(gpus.column(0))) and all(isnan(sum(gpus.column(one))) for one in _COLUMNS.values()))
+        ):
+            return False
+        if (at := now - age) - newest[0] < apart:
+            return True
+        if gpus.together is None or not gpus.together.series:
+            gpus.together = self._history.together(gpus.uuids)
+        if gpus.together is not None:
+            gpus.together.add(at, gpus.values)
+            gpus.newest = [at] * len(newest)
+        return gpus.together is not None
 
     def forget_unknown(self, nodes: Nodes) -> None:
         """Drop unknown nodes."""
@@ -160,16 +197,6 @@ def gpu_sample(reading: types_api.GpuReading) -> Sample:
 def _zero(reading: Message, field: str) -> float:
     """0 if a reading has this field, which is 0 or absent; else NaN. HasField is only called for zeros, as it is slow."""
     return 0.0 if reading.HasField(field) else ABSENT
-
-
-def _merged(column: Sequence[float], places: Sequence[int], values: Sequence[float]) -> Sequence[float]:
-    """A column with new values at these indexes, or at all without indexes."""
-    if not places:
-        return values
-    merged = list(column)
-    for place, value in zip(places, values, strict=True):
-        merged[place] = value
-    return merged
 
 
 def _age(reading: types_api.GpuReading | types_api.HostReading) -> float | None:
