@@ -3,8 +3,8 @@
     python -m bench ingest                          4,000 agents
     python -m bench.ingest --agents 300 --seconds 5
 
-Measured are `bare`, the `fleet` with its index of nodes, `all` of it with history (as far as its memory goes: some 700 GPUs by
-default) and health, and `long` with the history of every GPU. Each agent has its own TCP connection (as far as file
+Measured are `bare`, the `fleet` with its index of nodes, `all` of it with health and history (shortened until every GPU has one;
+in the first release some 700 GPUs had), and `long` with the whole history of every GPU. Each agent has its own TCP connection (as far as file
 descriptors allow, else several share one, which is said) and sends once a second, at a moment of its own: what changed on
 eight busy GPUs, or that nothing did, or whole snapshots; `deaf` and `read` are busy with one subscriber of all nodes that reads
 nothing, or all it is told once a second. The process under test has a core to itself; the agents, in this process, have
