@@ -83,7 +83,7 @@ async def test_a_role_may_call_what_the_contract_gives_it(tmp_path: Path, name: 
     assert len(RPCS) > 50
 
 
-async def test_a_lease_token_may_renew_and_release_and_nothing_else() -> None:
+async def test_a_lease_token_may_renew_release_and_admit_work_and_nothing_else() -> None:
     """Even where whoever shows it could do anything without: it is on the server's own host, without tokens."""
     server = Server(ServerOptions(), Authenticator())
     server.add_generic(Everything(), {rpc.path.split("/")[1] for rpc in RPCS})
@@ -102,5 +102,6 @@ async def test_a_lease_token_may_renew_and_release_and_nothing_else() -> None:
     assert found.pop(grpc.StatusCode.OK) - anyone == {
         f"{service}/RenewReservation",
         f"{service}/ReleaseReservation",
+        "/gpuscale.api.monitor.v1.WorkService/AdmitWork",
     }
     assert set(found) == {grpc.StatusCode.PERMISSION_DENIED}

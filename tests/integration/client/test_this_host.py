@@ -31,6 +31,7 @@ from gpuscale.client import (
     connect_async,
 )
 from gpuscale.client.this_host import ThisHost, admit, only_here
+from gpuscale.common.rpc.channel import open_sync_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
 from gpuscale.common.runtime.tasks import network_namespace, read_boot_id
 from gpuscale.common.security.auth import Authenticator, Role
@@ -39,6 +40,7 @@ from gpuscale.testing import FakeServer
 from tests.contract.cli.canned_gateway import canned_gateway
 from tests.support.cli import run_cli
 from tests.support.ports import free_port
+from tests.support.tokens import write_tokens
 
 OTHER = ["nodes/node-1"]
 
@@ -289,3 +291,26 @@ async def test_the_agent_on_the_socket_of_this_host_admits_or_refuses(
         agent.refusal = PermissionDeniedError("it is another's", reason="LEASE_TOKEN_INVALID")
         with pytest.raises(PermissionDeniedError, match="it is another's"):
             await asyncio.to_thread(admit, work, None, elsewhere)
+
+
+async def test_a_service_that_asks_for_tokens_admits_by_the_lease_token(tmp_path: Path) -> None:
+    """`up --tokens-file` has no socket for work, and the supervisor of a command none of its user's credentials."""
+    served = Server(
+        ServerOptions(), Authenticator(tokens_file=write_tokens(tmp_path / "tokens.toml", ann="operator"))
+    )
+    served.add(
+        Registration(
+            "gpuscale.api.monitor.v1.WorkService",
+            partial(monitor_api.add_WorkServiceServicer_to_server, AgentHere()),
+        )
+    )
+    address = served.bind()
+    work = monitor_api.AdmitWorkRequest(
+        gpu_uuids=["GPU-a"], fence=7, reservation="reservations/r", lease_token="A" * 43
+    )
+    async with served:
+        with open_sync_channel(address) as channel:
+            own = monitor_api.WorkServiceStub(channel)
+            assert await asyncio.to_thread(admit, work, own, address) == ""
+            work.ClearField("lease_token")
+            assert await asyncio.to_thread(admit, work, own, address) == "a bearer token is required"

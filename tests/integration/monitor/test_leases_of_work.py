@@ -179,6 +179,19 @@ async def test_on_the_agents_socket_the_lease_token_alone_decides(tmp_path: Path
     assert not path.exists()
 
 
+async def test_who_has_no_credentials_may_admit_work_by_the_lease_token(tmp_path: Path) -> None:
+    """As the supervisor of `gpuscalectl run` under `up`, which has no socket for work."""
+    async with site(tmp_path) as here:
+        mine, other = await here.reserve("ann"), await here.reserve("bob")
+        call = here.work.AdmitWork
+        here.work.AdmitWork = lambda request, timeout, **_: call(
+            request, timeout=timeout, metadata=((LEASE_KEY, mine.lease_token),)
+        )
+        await here.admit("nobody", mine)
+        assert await here.refused("nobody", mine, lease_token="") == "LEASE_TOKEN_MISSING"
+        assert await here.refused("nobody", mine, lease_token=other.lease_token) == "LEASE_TOKEN_INVALID"
+
+
 async def test_what_was_granted_is_admitted_for_its_holder_and_whom_it_hands_the_token_to_until_it_ends(
     tmp_path: Path,
 ) -> None:

@@ -21,7 +21,7 @@ from typing import Final
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
-from gpuscale.common.names import is_id, node_name, node_of
+from gpuscale.common.names import LEASE_KEY, is_id, node_name, node_of
 from gpuscale.common.rpc.channel import AGENT_SOCKET, is_local, open_sync_channel
 from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.tasks import network_namespace, pid_namespace, read_boot_id
@@ -150,15 +150,19 @@ def admit(
     """
     why = "no agent answers on this host"
     for stub, asked in _agents(request, own, address):
-        try:
-            with rpc_errors():
-                stub.AdmitWork(asked, timeout=TIMEOUT)
-        except GpuscaleError as error:
-            if error.reason in _REFUSED:
-                raise
-            why = why if error.reason in {"UNAVAILABLE", "UNIMPLEMENTED"} else error.message
-        else:
-            return ""
+        # The lease token does for a caller without credentials, as a supervisor is.
+        for metadata in ((), ((LEASE_KEY, asked.lease_token),)):
+            try:
+                with rpc_errors():
+                    stub.AdmitWork(asked, timeout=TIMEOUT, metadata=metadata)
+            except GpuscaleError as error:
+                if error.reason in _REFUSED:
+                    raise
+                why = why if error.reason in {"UNAVAILABLE", "UNIMPLEMENTED"} else error.message
+                if error.reason != "TOKEN_MISSING" or not asked.lease_token:
+                    break
+            else:
+                return ""
     return why
 
 

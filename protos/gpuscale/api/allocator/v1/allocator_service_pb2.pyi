@@ -202,7 +202,7 @@ class ReserveResponse(_message.Message):
     LEASE_TOKEN_FIELD_NUMBER: _builtins.int
     lease_token: _builtins.str
     """Proves that whoever shows it speaks for the holder: see CheckLease. As metadata gpuscale-lease-token it renews and
-    releases this reservation, and does nothing else. A secret; the same for a call that is repeated.
+    releases this reservation, admits its work, and does nothing else. A secret; the same for a call that is repeated.
     """
     @_builtins.property
     def reservation(self) -> _reservation_pb2.Reservation:

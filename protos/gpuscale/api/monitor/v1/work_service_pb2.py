@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from gpuscale.api.types.v1 import options_pb2 as gpuscale_dot_api_dot_types_dot_v1_dot_options__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*gpuscale/api/monitor/v1/work_service.proto\x12\x17gpuscale.api.monitor.v1\x1a#gpuscale/api/types/v1/options.proto\"\xd1\x02\n\x10\x41\x64mitWorkRequest\x12\x38\n\tgpu_uuids\x18\x01 \x03(\tB\x1b\xe2\x41\x01\x02\xbaH\x14\x92\x01\x0e\x10@\x18\x01\"\x08r\x06\xd8\x99\xf5\xd0\x07\x04\xc8\x01\x01R\x08gpuUuids\x12$\n\x05\x66\x65nce\x18\x02 \x01(\x03\x42\x0e\xe2\x41\x01\x02\xbaH\x07\"\x02(\x01\xc8\x01\x01R\x05\x66\x65nce\x12#\n\x03pid\x18\x03 \x01(\x03\x42\x0c\xbaH\t\"\x07\x18\x80\x80\x80\x02(\x01H\x00R\x03pid\x88\x01\x01\x12\x31\n\rpid_namespace\x18\x06 \x01(\x03\x42\x07\xbaH\x04\"\x02(\x01H\x01R\x0cpidNamespace\x88\x01\x01\x12\x45\n\x0breservation\x18\x04 \x01(\tB#\xe2\x41\x01\x02\xfa\x41\x16\n\x14gpuscale/Reservation\xbaH\x03\xc8\x01\x01R\x0breservation\x12$\n\x0blease_token\x18\x05 \x01(\tB\x03\x80\x01\x01R\nleaseTokenB\x06\n\x04_pidB\x10\n\x0e_pid_namespace\"\x13\n\x11\x41\x64mitWorkResponse\"N\n\x12ResetFencesRequest\x12\x38\n\tgpu_uuids\x18\x01 \x03(\tB\x1b\xe2\x41\x01\x02\xbaH\x14\x92\x01\x0e\x10@\x18\x01\"\x08r\x06\xd8\x99\xf5\xd0\x07\x03\xc8\x01\x01R\x08gpuUuids\"\x15\n\x13ResetFencesResponse2\xef\x01\n\x0bWorkService\x12l\n\tAdmitWork\x12).gpuscale.api.monitor.v1.AdmitWorkRequest\x1a*.gpuscale.api.monitor.v1.AdmitWorkResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x02\x12r\n\x0bResetFences\x12+.gpuscale.api.monitor.v1.ResetFencesRequest\x1a,.gpuscale.api.monitor.v1.ResetFencesResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*gpuscale/api/monitor/v1/work_service.proto\x12\x17gpuscale.api.monitor.v1\x1a#gpuscale/api/types/v1/options.proto\"\xd1\x02\n\x10\x41\x64mitWorkRequest\x12\x38\n\tgpu_uuids\x18\x01 \x03(\tB\x1b\xe2\x41\x01\x02\xbaH\x14\x92\x01\x0e\x10@\x18\x01\"\x08r\x06\xd8\x99\xf5\xd0\x07\x04\xc8\x01\x01R\x08gpuUuids\x12$\n\x05\x66\x65nce\x18\x02 \x01(\x03\x42\x0e\xe2\x41\x01\x02\xbaH\x07\"\x02(\x01\xc8\x01\x01R\x05\x66\x65nce\x12#\n\x03pid\x18\x03 \x01(\x03\x42\x0c\xbaH\t\"\x07\x18\x80\x80\x80\x02(\x01H\x00R\x03pid\x88\x01\x01\x12\x31\n\rpid_namespace\x18\x06 \x01(\x03\x42\x07\xbaH\x04\"\x02(\x01H\x01R\x0cpidNamespace\x88\x01\x01\x12\x45\n\x0breservation\x18\x04 \x01(\tB#\xe2\x41\x01\x02\xfa\x41\x16\n\x14gpuscale/Reservation\xbaH\x03\xc8\x01\x01R\x0breservation\x12$\n\x0blease_token\x18\x05 \x01(\tB\x03\x80\x01\x01R\nleaseTokenB\x06\n\x04_pidB\x10\n\x0e_pid_namespace\"\x13\n\x11\x41\x64mitWorkResponse\"N\n\x12ResetFencesRequest\x12\x38\n\tgpu_uuids\x18\x01 \x03(\tB\x1b\xe2\x41\x01\x02\xbaH\x14\x92\x01\x0e\x10@\x18\x01\"\x08r\x06\xd8\x99\xf5\xd0\x07\x03\xc8\x01\x01R\x08gpuUuids\"\x15\n\x13ResetFencesResponse2\xf1\x01\n\x0bWorkService\x12n\n\tAdmitWork\x12).gpuscale.api.monitor.v1.AdmitWorkRequest\x1a*.gpuscale.api.monitor.v1.AdmitWorkResponse\"\n\xda\x99\xf5\xd0\x07\x04\x08\x02\x18\x01\x12r\n\x0bResetFences\x12+.gpuscale.api.monitor.v1.ResetFencesRequest\x1a,.gpuscale.api.monitor.v1.ResetFencesResponse\"\x08\xda\x99\xf5\xd0\x07\x02\x08\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,7 +47,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESETFENCESREQUEST'].fields_by_name['gpu_uuids']._loaded_options = None
   _globals['_RESETFENCESREQUEST'].fields_by_name['gpu_uuids']._serialized_options = b'\342A\001\002\272H\024\222\001\016\020@\030\001\"\010r\006\330\231\365\320\007\003\310\001\001'
   _globals['_WORKSERVICE'].methods_by_name['AdmitWork']._loaded_options = None
-  _globals['_WORKSERVICE'].methods_by_name['AdmitWork']._serialized_options = b'\332\231\365\320\007\002\010\002'
+  _globals['_WORKSERVICE'].methods_by_name['AdmitWork']._serialized_options = b'\332\231\365\320\007\004\010\002\030\001'
   _globals['_WORKSERVICE'].methods_by_name['ResetFences']._loaded_options = None
   _globals['_WORKSERVICE'].methods_by_name['ResetFences']._serialized_options = b'\332\231\365\320\007\002\010\004'
   _globals['_ADMITWORKREQUEST']._serialized_start=109
@@ -59,5 +59,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESETFENCESRESPONSE']._serialized_start=549
   _globals['_RESETFENCESRESPONSE']._serialized_end=570
   _globals['_WORKSERVICE']._serialized_start=573
-  _globals['_WORKSERVICE']._serialized_end=812
+  _globals['_WORKSERVICE']._serialized_end=814
 # @@protoc_insertion_point(module_scope)

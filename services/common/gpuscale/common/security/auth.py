@@ -485,7 +485,7 @@ def require_for(principal: Principal, method: MethodInfo) -> None:
     if principal.kind == "lease":
         if not method.lease_token:
             raise errors.PermissionDeniedError(
-                "a lease token renews and releases its own reservation, and does nothing else",
+                "a lease token renews and releases its own reservation, admits its work, and does nothing else",
                 reason="LEASE_TOKEN_NOT_ENOUGH",
             )
     elif method.role is not None and principal.role < method.role:
