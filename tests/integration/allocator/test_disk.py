@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from uuid import uuid4
@@ -11,7 +12,9 @@ import pytest
 from google.protobuf.message import Message
 
 from gpuscale.allocator.app import DATABASE
+from gpuscale.allocator.domain.jobs import JobMember, ReservedJob
 from gpuscale.allocator.domain.ledger import Ledger
+from gpuscale.allocator.domain.model import State
 from gpuscale.allocator.state.store import AllocatorStore, open_store
 from gpuscale.api.allocator import v1 as api
 from gpuscale.common.errors import FailedPreconditionError, UnavailableError
@@ -204,6 +207,23 @@ async def test_the_database_itself_refuses_a_second_grant_for_a_request(tmp_path
         await store.save([first], [])
         with pytest.raises(UnavailableError):
             await store.save([second], [])
+
+
+async def test_a_job_that_begins_and_leaves_in_one_write_holds_nothing(tmp_path: Path) -> None:
+    """Its end frees only what it holds then."""
+    ledger, job = Ledger(), ReservedJob("t", "train")
+    async with open_store(tmp_path / DATABASE, "boot") as store:
+        await store.load()
+        placed = ledger.grant(replace(order(), keep=True, job=job), [], now=NOW, wall=WALL, wait=100)
+        await store.save([ledger.confirm(placed)], [])
+        begun = ledger.begin(placed.id, [reserved("GPU-a")], NOW, WALL, 0)
+        left = ledger.leave(placed.id, JobMember(0, "nodes/n0", 7, WALL, WALL, 3, "failed", None), 100, NOW)
+        await store.save([], [begun, left], [begun, left])
+        closed = ledger.close(left, State.RELEASED, now=NOW, wall=WALL)
+        await store.save([], [closed])
+        ledger.settle(closed)
+        await store.save([ledger.grant(order(), [reserved("GPU-a")], now=NOW, wall=WALL)], [])
+        assert [one.state for one, _ in (await store.load()).reservations] == [State.RELEASED, State.ACTIVE]
 
 
 async def _is_held(client: Client) -> bool:

@@ -229,14 +229,15 @@ class AllocatorStore:
         if begun:  # first, since they are changed under their new fences
             _BEGIN.run(connection, [{**to_lost(one), "fence": one.fence} for one in begun])
             _FREE_GPUS.run(connection, [{"key": one.id} for one in begun])
-            _HOLD_GPUS.run(connection, [hold for one in begun for hold in to_holds(one)])
+            last = {one.id: one for one in begun}  # one may begin and leave in one write
+            _HOLD_GPUS.run(connection, [hold for one in last.values() for hold in to_holds(one)])
         if changed:
             lives = [to_changes(one, boot_id, number) for one in changed]
             if _CHANGE.run(connection, lives) < len(changed) and not added:
                 self._note(connection, number)  # no row may have it: they had ended
             ended = [one for one in changed if not one.live]
             if freed := [{"gpu": gpu.uuid, "key": one.id} for one in ended for gpu in one.gpus]:
-                _FREE_GPU.run(connection, freed)  # by key: SQLite makes no list of rows
+                _FREE_GPU.run(connection, freed)  # by key: the holds are those of its last value
             if lost := [one for one in ended if one.state is State.LOST]:
                 _CHANGE_GPUS.run(connection, [to_lost(one) for one in lost])
         if also is not None:
