@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -301,6 +301,20 @@ async def test_what_cannot_be_booked_is_refused_by_its_field(tmp_path: Path, clo
             with pytest.raises(InvalidArgumentError) as refused:
                 await book(ann, clock, **({"at": HOUR} | fields))
             assert [one.field for one in refused.value.violations] == [field]
+
+
+async def test_a_booking_of_an_older_version_that_ends_after_the_last_year_is_listed_and_cancelled(
+    tmp_path: Path, clock: MovedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(use_case, "LATEST", float("inf"))
+    async with site(tmp_path, clock, fleet(n0=1)) as (ann, *_):
+        start = datetime(9999, 12, 31, 23, tzinfo=UTC) - clock.wall()
+        made = await book(ann, clock, at=start.total_seconds())
+        for told in (made.start_time, made.end_time):
+            wire.to_datetime(told).astimezone(timezone(timedelta(hours=14)))
+        assert [*(await ann.bookings.ListBookings(api.ListBookingsRequest())).bookings] == [made]
+        await ann.bookings.CancelBooking(api.CancelBookingRequest(name=made.name))
+        assert not (await ann.bookings.ListBookings(api.ListBookingsRequest())).bookings
 
 
 async def test_quotas_count_what_is_booked(tmp_path: Path, clock: MovedClock) -> None:

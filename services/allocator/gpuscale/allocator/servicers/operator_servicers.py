@@ -406,6 +406,7 @@ def _from_standing(one: Standing) -> api.Quota:
     )
 
 
+_LAST = 253_402_214_400.0  # 9999-12-31: a client east of Greenwich has no later time. Older versions booked what ends then
 _STATES = {one: api.Booking.State.Value(f"STATE_{one.name}") for one in BookingState}
 NOT_KEPT = ("gpu_milli", "gpu_memory_bytes", "mig_profile", "cpu_milli", "host_memory_bytes", "apart_from")
 """Fields of an ask that a booking does not support."""
@@ -464,14 +465,14 @@ class BookingServicer(api.BookingServiceServicer):
     def _message(self, one: Booking) -> api.Booking:
         return api.Booking(
             name=one.name,
-            start_time=wire.to_timestamp(datetime.fromtimestamp(one.start, UTC)),
+            start_time=wire.to_timestamp(datetime.fromtimestamp(min(one.start, _LAST), UTC)),
             duration=wire.to_duration(one.end - one.start),
             title=one.title,
             tenant=one.tenant,
             owner=one.owner,
             state=_STATES[one.state],
             gpus=[names.gpu_name(node, uuid) for node, uuid in one.spots],
-            end_time=wire.to_timestamp(datetime.fromtimestamp(one.end, UTC)),
+            end_time=wire.to_timestamp(datetime.fromtimestamp(min(one.end, _LAST), UTC)),
             create_time=wire.to_timestamp(datetime.fromtimestamp(one.created, UTC)),
             note=one.note,
             reservations=self._claims(one),
