@@ -301,6 +301,8 @@ async def test_what_cannot_be_booked_is_refused_by_its_field(tmp_path: Path, clo
             with pytest.raises(InvalidArgumentError) as refused:
                 await book(ann, clock, **({"at": HOUR} | fields))
             assert [one.field for one in refused.value.violations] == [field]
+        with pytest.raises(InvalidArgumentError, match=r"\) is after the year 9998"):
+            await book(ann, clock, at=2.516e11)
 
 
 async def test_a_booking_of_an_older_version_that_ends_after_the_last_year_is_listed_and_cancelled(

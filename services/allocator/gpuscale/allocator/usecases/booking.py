@@ -81,9 +81,8 @@ class Calendar:
                 return known
             wall = self.clock.wall().timestamp()
             if not wall - SKEW <= wish.start < LATEST:
-                message = (
-                    f"start_time ({local(min(wish.start, LATEST))}) is in the past, or after the year 9998"
-                )
+                why = "in the past" if wish.start < LATEST else "after the year 9998"
+                message = f"start_time ({local(wish.start)}) is {why}"
                 raise InvalidArgumentError(message, field="booking.start_time")
             if len(self.bookings.open) >= MOST_OPEN:
                 message = f"{MOST_OPEN} bookings are open, which is the maximum; cancel some"
