@@ -1,20 +1,29 @@
 """How long reservations last, learned from those that ended."""
 
+from dataclasses import replace
+from datetime import timedelta
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuscale.allocator.domain.durations import KEPT, MOST, Durations, Kin
+from gpuscale.allocator.domain.bookings import Bookings
+from gpuscale.allocator.domain.durations import KEPT, MOST, Durations, Kin, lasted
+from gpuscale.allocator.domain.jobs import JobMember, ReservedJob
+from gpuscale.allocator.domain.ledger import Ledger
+from gpuscale.allocator.domain.model import State
+from gpuscale.allocator.placing.placer import Placer
+from gpuscale.allocator.queueing.model import QueueWorld
+from tests.support.allocator_values import NOW, WALL, order, reserved
 
 ANN, BOB, EVE = (Kin(name, "lab", 1, 1000) for name in ("ann", "bob", "eve"))
 ELSE = Kin("zoe", "other", 8, 1000)
 
 
-def learned(**lasted: list[float]) -> Durations:
+def learned(**lengths: list[float]) -> Durations:
     known = Durations()
     for kin in (ANN, BOB, ELSE):
-        for seconds in lasted.get(kin.owner, []):
+        for seconds in lengths.get(kin.owner, []):
             known.add(kin, seconds)
     return known
 
@@ -76,3 +85,23 @@ def test_a_span_is_in_order_and_an_end_does_not_move_back_with_age(
         assert age * (1 - 1e-9) <= end[0] <= end[1] <= end[2]
     for before, after in pairwise(ends):
         assert all(one * (1 - 1e-9) <= other for one, other in zip(before, after, strict=True))
+
+
+def test_a_job_that_waited_lasted_from_its_grant_on_and_a_restarted_one_from_its_start() -> None:
+    ledger, hour = Ledger(), timedelta(hours=1)
+    job = ReservedJob("t", "train")
+    wish = replace(order(), keep=True, job=job)
+    placed = ledger.confirm(ledger.grant(wish, [], now=NOW, wall=WALL, wait=9e4))
+    assert placed.wanted
+    begun = ledger.begin(placed.id, [reserved("GPU-a")], NOW, WALL + hour, 0)
+    ended = ledger.close(begun, State.RELEASED, now=NOW, wall=WALL + 3 * hour)
+    assert lasted(ended) == 2 * 3600, "no process has started"
+    restarted = QueueWorld(
+        Ledger(), Placer(ledger.use), {}, Bookings(1), lambda: NOW, lambda: WALL + 3 * hour
+    )
+    assert restarted.granted_at(ended) == NOW - 2 * 3600
+    member = JobMember(0, "nodes/n0", 7, started=WALL + 2 * hour)
+    ended.job = replace(job, members=(member,))
+    assert lasted(ended) == 2 * 3600
+    ended.wanted = replace(placed.wanted, granted=WALL + hour, first=1)
+    assert lasted(ended) == 3600

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from gpuscale.allocator.domain.accounting import DAY, GPU_HOUR, MonthlyUse, month_of
 from gpuscale.allocator.domain.bookings import Booking, Bookings, local
-from gpuscale.allocator.domain.durations import Durations, Span, kin_of, kin_of_order
+from gpuscale.allocator.domain.durations import Durations, Span, held_since, kin_of, kin_of_order
 from gpuscale.allocator.domain.ledger import Ledger, due_at, leaves_at
 from gpuscale.allocator.domain.model import Ask, Order, Pick, Reservation, State
 from gpuscale.allocator.placing.placer import Placer
@@ -233,15 +233,14 @@ class QueueWorld:
     def granted_at(self, one: Reservation) -> float:
         """When it was granted, on the boot clock.
 
-        For one from an earlier run only the date is known, and for one that waited, when its job began: computed once, so that
-        later steps of the wall clock do not matter.
+        For one from an earlier run only the date is known (`held_since`): computed once, so that later steps of the wall clock
+        do not matter.
         """
         known = self.ledger.granted_at(one.id)
         if known is not None:
             return known
         if one.id not in self._since:
-            began = [member.started for member in one.job.members if member.started] if one.job else []
-            age = (self.wall() - min(began if one.wanted and began else [one.created])).total_seconds()
+            age = (self.wall() - held_since(one)).total_seconds()
             self._since[one.id] = self.now() - max(0.0, age)
         return self._since[one.id]
 
