@@ -10,6 +10,7 @@ from unittest.mock import create_autospec
 import pytest
 
 from gpuscale.allocator.domain.bookings import Bookings
+from gpuscale.allocator.domain.jobs import ReservedJob
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Ask, Pick, State
 from gpuscale.allocator.placing.placer import Placer
@@ -147,6 +148,28 @@ async def test_who_moves_up_is_told_once_the_grant_is_on_disk(monkeypatch: pytes
         assert getattr(await moved, "position", None) == 0
         for watch in (first, second):
             await watch.aclose()
+
+
+async def test_who_moves_up_is_told_once_the_grant_to_a_job_is_on_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with queue_site(n0=1) as site:
+        held, wrote = await site.grant(wish("held", ttl=1000)), asyncio.Event()
+        kept = replace(wish("job"), keep=True, job=ReservedJob("t", "train"))
+        job = site.ledger.grant(kept, (), now=now(), wall=site.clock.wall(), wait=100)
+        await site.commits.grant([job])
+        site.waiting.keep(site.ledger.get(job.id))
+        behind = site.waiting.watch(wish("behind"), 100)
+        assert getattr(await anext(behind), "position", None) == 1
+        await site.release(held)
+        monkeypatch.setattr(site.disk, "_write", wrote.wait)
+        moved = asyncio.create_task(anext(behind))
+        await asyncio.sleep(2)
+        assert site.ledger.get(job.id).gpus
+        assert not moved.done()
+        wrote.set()
+        assert getattr(await moved, "position", None) == 0
+        await behind.aclose()
 
 
 async def test_news_come_no_closer_than_their_gap_and_the_last_is_told() -> None:

@@ -29,7 +29,7 @@ from gpuscale.allocator.queueing.model import (
 )
 from gpuscale.allocator.queueing.queue import MOST_FORESEEN, Queue
 from gpuscale.allocator.state.archive import Archive
-from gpuscale.allocator.state.commits import Commits
+from gpuscale.allocator.state.commits import Commits, Outcome
 from gpuscale.allocator.usecases.fleet import FleetFollower, FleetView
 from gpuscale.common.errors import (
     FailedPreconditionError,
@@ -100,7 +100,8 @@ class Waiting:
         self._entries: dict[str, _Entry] = {}
         self._round: Iterator[Step] | None = None
         self._wake = asyncio.Event()
-        self._calls, self._served = 0, ""
+        self._calls = 0
+        self._served: Outcome | None = None
         self._foreseeing = asyncio.Lock()
         self._foresee_again = 0.0
         self._foreseen_to = 0
@@ -189,9 +190,12 @@ class Waiting:
                     if now < quiet:
                         await asyncio.wait([entry.granted], timeout=quiet - now)
                         continue
-                    with suppress(TimeoutError):  # who is served is answered first, and may yet be taken back
-                        async with asyncio.timeout_at(until):
-                            await self._commits.wait(self._served)
+                    if self._served:
+                        with suppress(
+                            TimeoutError
+                        ):  # who is served is answered first, and may yet be taken back
+                            async with asyncio.timeout_at(until):
+                                await self._served
                     told = place = entry.waiter.place or place
                     again = min(now + FORESEE_AGAIN, until) if place.position < MOST_FORESEEN else until
                     await self._foresee(entry.waiter, place)
@@ -264,8 +268,7 @@ class Waiting:
                 self._round = None
             case Grant(waiter, pick):
                 entry = self._entries.pop(waiter.order.request_id)
-                self._served = self.grant(waiter.order, pick)
-                entry.granted.set_result(self._served)
+                entry.granted.set_result(self.grant(waiter.order, pick))
                 entry.ring()
             case Revoke(waiter, leases):
                 # Victims are told when they have to leave. A failed write is undone; the next round chooses again.
@@ -291,7 +294,7 @@ class Waiting:
         now, wall = self._clock.now(), self._clock.wall()
         if not order.reservation_id:
             granted = self._ledger.grant(order, pick.gpus, now=now, wall=wall)
-            self._commits.grant([granted])
+            self._served = self._commits.grant([granted])
             return granted.id
         if not self._ledger.closing(order.reservation_id):
             before = self._ledger.get(order.reservation_id)
@@ -301,7 +304,8 @@ class Waiting:
                 if error is not None and before.id in self._ledger.live:
                     self.keep(before)
 
-            self._commits.change([before], [after]).on_settled(settled)
+            self._served = self._commits.change([before], [after])
+            self._served.on_settled(settled)
         return order.reservation_id
 
     def _join(self, order: Order, seconds: float) -> _Entry:
