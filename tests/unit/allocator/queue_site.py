@@ -50,12 +50,12 @@ class FirstFit:
 
     def __init__(self, ledger: Ledger, sizes: Mapping[str, int]) -> None:
         self._ledger = ledger
-        self._sizes = sizes
+        self.sizes = dict(sizes)
         self.placements = 0
 
     @property
     def nodes(self) -> list[Node]:
-        return [plain_node(name, count) for name, count in self._sizes.items()]
+        return [plain_node(name, count) for name, count in self.sizes.items()]
 
     def place(self, ask: Ask, now: float, *, again: bool = False) -> Pick | Refusal:
         self.placements += 1
@@ -64,7 +64,7 @@ class FirstFit:
     def place_after(
         self, ask: Ask, now: float, freed: Collection[str], *, told: bool = False
     ) -> Pick | Refusal:
-        for name, count in self._sizes.items():
+        for name, count in self.sizes.items():
             free = [f"{name}-{index}" for index in range(count) if self._free(f"{name}-{index}", ask, freed)]
             if len(free) >= ask.gpu_count and (not ask.nodes or name in ask.nodes):
                 return Pick(tuple(reserved(one, node=name) for one in free[: ask.gpu_count]))

@@ -172,6 +172,28 @@ async def test_who_moves_up_is_told_once_the_grant_to_a_job_is_on_disk(
         await behind.aclose()
 
 
+async def test_while_a_grant_is_written_a_newcomer_is_told_its_place_and_who_is_served_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with queue_site(n0=1, n1=0) as site:
+        held, wrote = await site.grant(wish("held", ttl=1000)), asyncio.Event()
+        first, second, third = (site.waiting.watch(wish(name), 100) for name in ("first", "second", "third"))
+        assert [getattr(await anext(one), "position", None) for one in (first, second)] == [0, 1]
+        await site.release(held)
+        monkeypatch.setattr(site.disk, "_write", wrote.wait)
+        moved = asyncio.create_task(anext(second))
+        await asyncio.sleep(1)
+        async with asyncio.timeout(1):
+            assert getattr(await anext(third), "position", None) == 1
+        site.placer.sizes["n1"] = 1
+        site.changes.room(["n1"])
+        await asyncio.sleep(1)
+        wrote.set()
+        assert isinstance(await moved, str)
+        for watch in (first, second, third):
+            await watch.aclose()
+
+
 async def test_news_come_no_closer_than_their_gap_and_the_last_is_told() -> None:
     async with queue_site(n0=1) as site:
         held, told = await site.grant(wish("held", ttl=9000)), list[tuple[float, int | None]]()

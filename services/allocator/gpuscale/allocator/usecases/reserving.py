@@ -190,15 +190,15 @@ class Waiting:
                     if now < quiet:
                         await asyncio.wait([entry.granted], timeout=quiet - now)
                         continue
-                    if self._served:
-                        with suppress(
-                            TimeoutError
-                        ):  # who is served is answered first, and may yet be taken back
+                    if told and self._served:  # who is served is answered first, and may yet be taken back
+                        with suppress(TimeoutError):
                             async with asyncio.timeout_at(until):
                                 await self._served
                     told = place = entry.waiter.place or place
                     again = min(now + FORESEE_AGAIN, until) if place.position < MOST_FORESEEN else until
                     await self._foresee(entry.waiter, place)
+                    if entry.granted.done():
+                        break
                     yield self._told(entry.waiter, place)
                     gap = min(NEWS_GAP * (1 + place.position / PLACES_A_GAP), MOST_NEWS_GAP)
                     quiet = min(loop.time() + gap, until)
