@@ -52,11 +52,11 @@ COMMON_ARGUMENTS: Final[ChannelArguments] = (
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),
 )
-"""For servers and channels. Who is silent, though its host is not, is left after 30 s; with gRPC's own `ping_timeout_ms` after 80."""
+"""For servers and channels."""
 CHANNEL_ARGUMENTS: Final[ChannelArguments] = (
     *COMMON_ARGUMENTS,
+    ("grpc.http2.ping_timeout_ms", 10_000),  # with core's, a frozen server is left after 80 s, not 30
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),  # calls carry tokens: use no proxy that happens to be set
     ("grpc.keepalive_permit_without_calls", 1),
