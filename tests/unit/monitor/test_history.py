@@ -1,14 +1,18 @@
 """History that is stored and brought back is the same history, and goes on as if nothing had been."""
 
+import sys
 import tracemalloc
 from array import array
+from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from random import Random
+from types import FrameType
 
 import pytest
 
 from gpuscale.monitor.history.history import TURNS, History, HistorySeries, Tier, metrics_of
-from gpuscale.monitor.history.ring import CHUNK, Bucket, Rows, chunks, unpack
+from gpuscale.monitor.history.ring import CHUNK, Bucket, Ring, Rows, chunks, unpack
 from gpuscale.monitor.model.metrics import ABSENT, GPU_METRICS
 from gpuscale.monitor.state.store import BootTimeline, continued
 
@@ -178,3 +182,48 @@ def test_a_young_history_takes_little_more_than_its_samples() -> None:
     held = tracemalloc.get_traced_memory()[0] / gpus
     tracemalloc.stop()
     assert held < 1.9 * seconds * WIDTH * 4 + 700, held
+
+
+def calls(work: Callable[[], object]) -> int:
+    """How many calls, of Python and C, some work takes: a machine that is busy counts the same."""
+    found = 0
+
+    def count(_: FrameType, event: str, __: object) -> None:
+        nonlocal found
+        found += event in {"call", "c_call"}
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+def test_a_long_history_is_moved_by_columns_and_not_row_by_row() -> None:
+    """A restart, and the first step of shortening, move ten thousand buckets of each GPU at once."""
+    capacity, source = 10_080, Random(1)
+    stored_rows = Rows.empty()
+    for number in range(capacity):
+        values = [source.random() for _ in range(WIDTH)]
+        stored_rows.add(number - 5_000, Bucket(values, values, values, [number % 3] * WIDTH))
+    ring, again = Ring(WIDTH, capacity), Ring(WIDTH, capacity)
+    assert calls(lambda: ring.restore(stored_rows)) < 300
+    assert ring.rows(-(2**31)) == stored_rows
+    assert calls(lambda: again.restore(ring.rows(-(2**31)))) < 300
+    assert again.rows(-(2**31)) == stored_rows
+
+
+def test_a_full_ring_of_single_samples_takes_a_bucket_of_several_at_once() -> None:
+    capacity = 3_600
+    ring, ones = Ring(WIDTH, capacity), array("f", [1.0] * WIDTH)
+    ring.extend(array("i", range(capacity)), ones * capacity)
+    assert calls(lambda: ring.append(capacity, Bucket(ones, ones, ones, [2] * WIDTH))) < 300
+    turn = array("i", range(capacity + 1, 2 * capacity + 1))
+    each = [calls(partial(ring.extend, turn[at : at + 1], ones)) for at in range(capacity)]
+    assert max(each) < 300
+    ring.append(2 * capacity + 1, Bucket(ones, ones, ones, [2] * WIDTH))
+    turn = turn[1:] + array("i", [2 * capacity + 1])
+    assert ring.rows(2 * capacity + 1) == ring.rows(0).part(capacity - 1, capacity, WIDTH)
+    assert list(ring.rows(-(2**31)).numbers) == list(turn)

@@ -11,7 +11,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import compress
+from itertools import compress, pairwise
 from math import isnan
 from operator import mul
 from struct import Struct
@@ -137,11 +137,9 @@ class Ring:
     def append(self, number: int, bucket: Bucket) -> None:
         """Append a newer bucket."""
         if self._packed is None:
-            before, self._packed = self._part(0, len(self)), bytearray()
-            for at, one in enumerate(before.numbers):
-                self._packed += self._pack(one, before.part(at, at + 1, self._width))
+            self._packed = _packed(self._part(0, len(self)), self._width)
             self._numbers, self._values = _NO_NUMBERS, _NO_VALUES
-        row = self._pack(number, bucket)
+        row = _form(self._width).pack(number, *bucket.mins, *bucket.means, *bucket.maxs, *bucket.counts)
         if len(self) < self._capacity:
             self._packed += row
             return
@@ -158,9 +156,8 @@ class Ring:
                 sample = values[done * width : (done + 1) * width]
                 self.append(numbers[done], Bucket(sample, sample, sample, _sampled(sample)))
                 done += 1
-                if (
-                    not self._oldest and len(self) == self._capacity
-                ):  # a whole turn: they may all be such again
+                turned = not self._oldest and len(self) == self._capacity
+                if turned and self._all_single():
                     self.restore(self._part(0, self._capacity))
                 continue
             full = len(self._numbers) == self._capacity
@@ -244,26 +241,47 @@ class Ring:
         if self._packed is None:
             values = self._values[begin * width : stop * width]
             return Rows(self._numbers[begin:stop], values, values[:], values[:], _sampled(values))
-        found, at, packed = Rows.empty(), 0, self._packed[begin * size : stop * size]
-        for column in found:
-            end = at + column.itemsize * (1 if column is found.numbers else width)
-            column.frombytes(b"".join([packed[row + at : row + end] for row in range(0, len(packed), size)]))
-            at = end
+        found, words = Rows.empty(), array("H", self._packed[begin * size : stop * size])
+        columns: Sequence[array[int] | array[float]] = found
+        for column, places in zip(columns, _word_places(width), strict=True):
+            part = array("H", bytes(2 * len(places) * (2 * len(words) // size)))
+            for at, place in enumerate(places):
+                part[at :: len(places)] = words[place :: size // 2]
+            column.frombytes(part.tobytes())
         return found
 
-    def _pack(self, number: int, bucket: Bucket | Rows) -> bytes:
-        form = _form(self._width)
-        return form.pack(number, *bucket.mins, *bucket.means, *bucket.maxs, *bucket.counts)
+    def _all_single(self) -> bool:
+        """Whether no packed bucket has several samples."""
+        *_, counts = _word_places(self._width)
+        words = array("H", self._packed or b"")
+        return all(max(words[place :: row_bytes(self._width) // 2]) <= 1 for place in counts)
 
     def restore(self, rows: Rows) -> None:
         """Keep the newest of these buckets, and no others."""
         size = len(rows.numbers)
         rows = rows.part(max(size - self._capacity, 0), size, self._width)
         single = rows.counts == _sampled(rows.means) and rows.mins.tobytes() == rows.maxs.tobytes()
-        self._packed, self._oldest = None, 0
+        self._packed, self._oldest = None if single else _packed(rows, self._width), 0
         self._numbers, self._values = (rows.numbers, rows.means) if single else (_NO_NUMBERS, _NO_VALUES)
-        for at, number in enumerate(() if single else rows.numbers):
-            self.append(number, Bucket(*rows.part(at, at + 1, self._width)[1:]))
+
+
+@cache
+def _word_places(width: int) -> Sequence[range]:
+    """Where each column of `Rows` is in a packed bucket, in words of 16 bits."""
+    ends = (2, 2 + 2 * width, 2 + 4 * width, 2 + 6 * width, 2 + 7 * width)
+    return [range(begin, end) for begin, end in pairwise((0, *ends))]
+
+
+def _packed(rows: Rows, width: int) -> bytearray:
+    """Buckets one after the other: word by word of all at once, as a loop over ten thousand buckets would hold up others."""
+    size = row_bytes(width) // 2
+    found = array("H", bytes(2 * size * len(rows.numbers)))
+    columns: Sequence[array[int] | array[float]] = rows
+    for column, places in zip(columns, _word_places(width), strict=True):
+        words = array("H", column.tobytes())
+        for at, place in enumerate(places):
+            found[place::size] = words[at :: len(places)]
+    return bytearray(found.tobytes())
 
 
 def _merged_column(
