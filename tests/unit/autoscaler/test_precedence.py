@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.autoscaler.domain.decisions import Code, Stage
 from gpuscale.autoscaler.domain.engine import Memory, Question
 from gpuscale.autoscaler.domain.inputs import GiveWay, Inputs
+from gpuscale.autoscaler.domain.planning import AdapterFacts
 from gpuscale.autoscaler.domain.precedence import (
     HOLD,
     LONGEST_HOLD,
@@ -21,10 +25,24 @@ from gpuscale.autoscaler.domain.precedence import (
 from gpuscale.autoscaler.domain.replicas import Replica, ReplicaLease, ReplicaState
 from gpuscale.autoscaler.domain.spec import EndpointSpec, GpuGate, ReplicaTemplate, ScalingMode
 from gpuscale.autoscaler.domain.whatif import answer
+from gpuscale.autoscaler.loop.hub import Wakes
+from gpuscale.autoscaler.loop.precedence import Given, Precedence, StartRefusal
 from gpuscale.autoscaler.wire.decisions import question_from_wire, question_to_wire
 from gpuscale.common.errors import PermissionDeniedError
 from gpuscale.common.security.auth import Limits, Principal, Role, require_priority
-from tests.support.autoscaler_values import NOW, WALL, down, leaving, observed, replica, seen, spec, up
+from tests.support.autoscaler_values import (
+    NOW,
+    WALL,
+    down,
+    endpoint,
+    leaving,
+    observed,
+    replica,
+    seen,
+    spec,
+    up,
+)
+from tests.support.clock import ManualClock
 
 READY = ReplicaState.READY
 
@@ -166,3 +184,32 @@ def test_a_priority_is_for_those_who_may_ask_for_it() -> None:
         require_priority(ann, 6, "endpoint.spec.priority")
     assert caught.value.reason == "PRIORITY_TOO_HIGH"
     assert "login-code create ann --role operator --max-priority 6, or of a token:" in caught.value.message
+
+
+async def test_a_concession_lasts_from_the_answer_on_and_not_from_the_question() -> None:
+    """The allocator may take as long as RPC_TIMEOUT, and an earlier concession may end meanwhile."""
+    clock, answers = ManualClock(), 10.0
+    start = clock.now()
+
+    async def explained(*_: object, **__: object) -> allocator_api.ExplainPlacementResponse:
+        clock.advance(answers)
+        gpu = allocator_api.GpuOutlook(obstacle=allocator_api.Obstacle.OBSTACLE_HELD, reservations=["v1"])
+        return allocator_api.ExplainPlacementResponse(nodes=[allocator_api.NodeOutlook(gpus=[gpu])])
+
+    batch = endpoint(spec(up()), name="e")
+
+    async def read(_: object) -> Any:
+        return [batch], [replica(1, READY, lease=ReplicaLease("v1", 1, ("g",)))]
+
+    facts = AdapterFacts("a", "fake", "n", frozenset({"worker"}), 0, live=True)
+    channel: Any = SimpleNamespace(unary_unary=lambda *_, **__: explained)
+    store: Any = SimpleNamespace(read=read)
+    hub: Any = SimpleNamespace(facts=lambda: [facts], live=lambda _: True)
+    precedence = Precedence(store, clock, hub, channel, Wakes(), lambda _: {})
+    earlier = precedence.given["e"] = Given([start - HOLD + answers / 2], until=start + answers / 2)
+    chat = endpoint(spec(priority=10, template=ReplicaTemplate("worker", gpu_count=1)), name="chat")
+    waiting = replica(2, template=chat.spec.template)
+    await precedence.claim(chat, StartRefusal(Stage.GPU, Code.NO_CAPACITY, "none free"), [waiting])
+    given = precedence.given["e"]
+    assert given is not earlier, "that one had ended"
+    assert (given.times[-1], given.until) == (start + answers, start + answers + 2 * HOLD)

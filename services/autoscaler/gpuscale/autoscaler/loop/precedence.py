@@ -152,6 +152,7 @@ class Precedence:
         request = allocator_api.ExplainPlacementRequest(ask=ask_to_wire(template, nodes))
         with rpc_errors():
             explained = await self._capacity.ExplainPlacement(request, timeout=RPC_TIMEOUT)
+        now = self._clock.now()  # the answer may have taken long
         held = allocator_api.Obstacle.OBSTACLE_HELD
         rooms = [  # if the holders left
             NodeRoom(
