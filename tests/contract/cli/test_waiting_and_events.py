@@ -175,6 +175,17 @@ def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch, capsys: Any
     assert capsys.readouterr().err == "waiting 0ms, first\n"
 
 
+def test_a_log_has_a_reason_once_while_only_its_figures_change(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Who waits over a used-up quota read a line for each hundredth of a GPU-hour that others used."""
+    monkeypatch.setattr("time.monotonic", lambda: 7.0)
+    told = Progress()
+    for why in ("has used 4.1 of 4 hours", "has used 4.2 of 4 hours", "no room"):
+        told.tell(why)
+    assert capsys.readouterr().err == "waiting 0ms, has used 4.1 of 4 hours\nwaiting 0ms, no room\n"
+
+
 def test_the_time_goes_on_while_nothing_new_is_told(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """A server tells whoever waits in its queue something new every 30 s at most: the line said 6ms until then."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)

@@ -242,8 +242,8 @@ class Progress:
     ) -> None:
         """Show the reason for waiting; a terminal goes on to show the time.
 
-        The `reason` is written when it changes, and every `REPEAT` seconds; `moving` is a detail whose change alone is not
-        worth a line, as it is so many seconds after this call.
+        The `reason` is written when more of it changes than figures, and every `REPEAT` seconds; `moving` is a detail whose
+        change alone is not worth a line, as it is so many seconds after this call.
         """
         here = threading.current_thread() is threading.main_thread()
         if here and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
@@ -252,10 +252,10 @@ class Progress:
             now = self._told_at = time.monotonic()
             self._since = self._began if waited is None else now - waited
             self._reason, self._moving = f", {reason}", moving
+            still = re.sub(r"[\d.]+", "", reason)  # without its figures
             if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" and not TERMINAL.json:
                 if len(self._line()) >= shutil.get_terminal_size().columns:
                     # A wrapped line cannot be overwritten: the reason is written once, in full.
-                    still = re.sub(r"[\d.]+", "", reason)  # without its times
                     if still != self._last:
                         sys.stderr.write(_AGAIN)
                         note(reason)
@@ -264,8 +264,8 @@ class Progress:
                 if self._drawing is None:
                     self._drawing = threading.Thread(target=self._draw_on, daemon=True)
                     self._drawing.start()
-            elif reason != self._last or now - self._said_at >= REPEAT:
-                self._last, self._said_at = reason, now
+            elif still != self._last or now - self._said_at >= REPEAT:
+                self._last, self._said_at = still, now
                 note(self._line())
 
     def end(self) -> None:
