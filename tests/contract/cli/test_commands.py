@@ -565,6 +565,16 @@ def test_version_names_every_program_and_is_said_where_nothing_answers(ctl: Any)
     assert (away.code, away.out) == (7, alone.out)
 
 
+def test_an_explained_reservation_that_waits_has_no_table_of_gpus(ctl: Any, world: canned.World) -> None:
+    assert "BECAUSE" in ctl("explain", "reservation", "r1").out
+    waiting = canned.allocator_api.Reservation(name="reservations/r9", holder="ann")
+    waiting.job.queue_reason, waiting.job.queue_position = "no room", 2
+    world.things[waiting.name] = waiting
+    said = ctl("explain", "reservation", "r9").out
+    assert "BECAUSE" not in said
+    assert said.endswith("\n\nwaits, 2 before it: no room\n")
+
+
 def test_version_names_the_programs_of_the_services_that_answer(ctl: Any, world: canned.World) -> None:
     world.refuse["ListReservations"] = AWAY
     ran = ctl("version", "-o", "json")

@@ -138,9 +138,8 @@ def explain_reservation(session: Session, name: str) -> None:
     lines += filter(None, (advice(reservation), *reservation.notes))
     if reservation.job.queue_reason:
         lines += filter(None, (f"waits, {queued(reservation.job)}", reservation.job.queue_order))
-    write_lines(
-        ["", *output.table(reservation.gpus, allocator_views.RESERVED_GPUS), *(["", *lines] if lines else ())]
-    )
+    gpus = ["", *output.table(reservation.gpus, allocator_views.RESERVED_GPUS)] if reservation.gpus else []
+    write_lines([*gpus, *(["", *lines] if lines else ())])
 
 
 @command("explain policy idle")
