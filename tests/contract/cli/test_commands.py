@@ -18,7 +18,7 @@ from ruamel.yaml import YAML
 from gpuscale.cli.grammar.nouns import NOUNS
 from gpuscale.client.asks import default_holder
 from gpuscale.common import errors
-from gpuscale.common.rpc.status import LEADER_KEY, PROBLEM_KEY, VERSION_KEY
+from gpuscale.common.rpc.status import LEADER_KEY, PROBLEM_KEY, VERSION_KEY, VIA_KEY
 from gpuscale.testing import FakeServer
 from tests.contract.cli import canned_gateway as canned
 from tests.support.cli import leaves, run_cli
@@ -582,6 +582,14 @@ def test_version_names_the_programs_of_the_services_that_answer(ctl: Any, world:
     assert (ran.code, names & {"fleet", "allocator"}) == (7, {"fleet"})
     assert names > {"autoscaler", "nodes/host-1", "adapters/host-1"}
     assert "the allocator is down" in ran.err
+
+
+def test_version_names_the_gateway_while_the_fleet_is_away(ctl: Any, world: canned.World) -> None:
+    """Its answers to calls of another service tell its version as well."""
+    world.refuse["ListNodes"] = world.refuse["ListReservations"] = AWAY
+    tell(world, (VIA_KEY, "0.4.0"), method="ListEndpoints")
+    ran = ctl("version", "-o", "json")
+    assert "0.4.0" in {one["version"] for one in json.loads(ran.out)["versions"] if one["program"] == "gateway"}
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,10 @@ def programs(session: Session) -> Iterator[tuple[str, str, str]]:
         elif part == "gateways":  # that of a standby host tells of itself
             for one in () if session.apart else session.each():
                 found = ""
-                with one.connect(quickly=2.0) as of_gateway, suppress(GpuscaleError):
-                    found = lookup.told(of_gateway, "fleet").get(VIA_KEY, "")
+                with one.connect(quickly=2.0) as of_gateway:
+                    for service in ("fleet", "allocator", "autoscaler"):  # any that answers tells it
+                        with suppress(GpuscaleError):
+                            found = found or lookup.told(of_gateway, service).get(VIA_KEY, "")
                 yield str(one.address or client.address), "gateway", found
         else:
             told = lookup.told(client, part)
