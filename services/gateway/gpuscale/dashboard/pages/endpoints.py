@@ -117,7 +117,8 @@ def endpoint_acts(site: DashboardSite, found: Callable[[], autoscaler_api.Endpoi
             if (one := found()) is not None:
                 await actions.pause(one)
 
-        ui.button("order", on_click=ordered).props("dense no-caps")
+        button = ui.button("order", on_click=ordered).props("dense no-caps")
+        button.bind_enabled_from(order, "value", lambda number: number is not None)
         pause = ui.button("pause", on_click=paused).props("dense no-caps flat")
 
     def show() -> None:
