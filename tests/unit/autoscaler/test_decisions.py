@@ -12,8 +12,10 @@ from gpuscale.autoscaler.domain.decisions import (
     compose,
     sameness,
 )
+from gpuscale.autoscaler.domain.replicas import Replica, ReplicaState
 from gpuscale.autoscaler.domain.spec import Combine, EndpointSpec
-from tests.support.autoscaler_values import NOW, down, endpoint, evaluate, observed, seen, spec, up
+from gpuscale.autoscaler.wire.decisions import EndpointView, endpoint_to_wire
+from tests.support.autoscaler_values import NOW, down, endpoint, evaluate, observed, replica, seen, spec, up
 
 WANTED = spec(up(step=2), down())
 
@@ -73,3 +75,16 @@ def test_same_codes_are_the_same_decision_whatever_the_values() -> None:
     assert sameness(decide(2, 6, DecisionOutcome(2))) == sameness(decide(2, 7, DecisionOutcome(2)))
     assert sameness(decide(2, 6, DecisionOutcome(2))) != sameness(decide(2, None, DecisionOutcome(2)))
     assert sameness(decide(2, 6, DecisionOutcome(2))) != sameness(decide(2, 6, DecisionOutcome(1)))
+
+
+def test_an_endpoint_tells_why_replicas_of_it_still_start() -> None:
+    """One whose probe goes on failing read that no rule wants a change, and nothing else."""
+    why = "its probe fails: exit code 1"
+    starts = [replica(number, ReplicaState.STARTING, reason=why) for number in (1, 2)]
+    others = [replica(3, ReplicaState.READY), replica(4, ReplicaState.STARTING), replica(5, reason="no room")]
+
+    def summary(*those: Replica) -> str:
+        return endpoint_to_wire(EndpointView(endpoint(), those, summary="it is fine")).status.summary
+
+    assert summary(*others) == "it is fine"
+    assert summary(*starts, *others) == f"it is fine (2 replicas start: {why})"

@@ -78,6 +78,8 @@ def endpoint_to_wire(view: EndpointView) -> api.Endpoint:
         summary = f"deleted once its {counted(len(view.replicas), 'replica has', 'replicas have')} finished and stopped"
     if unknown := count[ReplicaState.UNKNOWN]:
         summary += f" ({counted(unknown, 'replica has', 'replicas have')} not been heard of)"
+    if starts := [each.reason for each, state in shown if state is ReplicaState.STARTING and each.reason]:
+        summary += f" ({counted(len(starts), 'replica starts', 'replicas start')}: {starts[0]})"
     sets: list[api.CapabilitySetStatus] = []
     for name in (each.id for each in one.spec.capability_sets):
         members = [pair for pair in shown if pair[0].group.set == name]
