@@ -151,7 +151,8 @@ async def test_a_migrated_file_refuses_what_a_new_one_does(tmp_path: Path, dump:
     for path in (tmp_path / DATABASE, tmp_path / "new.db"):
         with closing(sqlite3.connect(path)) as connection:
             of_all = "FROM sqlite_master AS one, pragma_table_info(one.name) AS its WHERE one.type = 'table'"
-            kinds = f'SELECT one.name, its.name, its.type, "notnull", pk {of_all}'
+            without_rowid = "(SELECT wr FROM pragma_table_list(one.name))"
+            kinds = f'SELECT one.name, {without_rowid}, its.name, its.type, "notnull", pk {of_all}'
             columns.append(sorted(connection.execute(kinds)))
             kinds = "SELECT type, name, tbl_name FROM sqlite_master WHERE type != 'table' AND sql IS NOT NULL"
             guards.append(sorted(connection.execute(kinds)))

@@ -134,6 +134,7 @@ def _put_holds_back(connection: Connection, milli: str, whole: str) -> None:
     connection.exec_driver_sql(
         f"CREATE TABLE hold (gpu_uuid VARCHAR NOT NULL, reservation_id VARCHAR NOT NULL, milli {whole} NOT NULL,"
         " PRIMARY KEY (gpu_uuid, reservation_id), FOREIGN KEY(reservation_id) REFERENCES reservation (id))"
+        + (" WITHOUT ROWID" if connection.dialect.name == "sqlite" else "")
     )
     for statement in (
         f"INSERT INTO hold SELECT gpu_uuid, reservation_id, {milli} FROM hold_before",  # noqa: S608 - a value of this file
