@@ -105,3 +105,24 @@ def test_a_job_that_waited_lasted_from_its_grant_on_and_a_restarted_one_from_its
     assert lasted(ended) == 2 * 3600
     ended.wanted = replace(placed.wanted, granted=WALL + hour, first=1)
     assert lasted(ended) == 3600
+
+
+def test_of_the_first_by_their_end_those_come_that_likely_end_first() -> None:
+    ledger, durations = Ledger(), learned(ann=[9000.0] * 20, bob=[100.0] * 20)
+    world = QueueWorld(ledger, Placer(ledger.use), {}, Bookings(1), lambda: NOW, lambda: WALL)
+    world.durations = durations
+    for name, owner, ttl, limit in (
+        ("late", "ann", 60, 0), ("soon", "bob", 70, 0), ("over", "ann", 80, 0), ("told", "ann", 500, 0), ("limited", "ann", 500, 90),
+    ):  # fmt: skip
+        wish = replace(order(name, ttl=ttl, owner=owner), tenant="lab", limit=limit)
+        ledger.confirm(ledger.grant(wish, [reserved(name)], now=NOW, wall=WALL))
+    _, _, over, told, _ = ledger.live.values()
+    ledger.close(over, State.RELEASED, now=NOW, wall=WALL)
+    ledger.revoke(told.id, NOW + 85, "")
+    found = world.likely_first(9, 4, NOW)
+    names = [ledger.get(one.id).request_id for one in found]
+    assert [*zip(names, (one.ends - NOW for one in found), strict=True)][:3] == [
+        ("over", 80), ("told", 85), ("limited", 90),
+    ]  # fmt: skip
+    assert names[3] == "soon"
+    assert [one.latest and round(one.latest - NOW) for one in found] == [None, None, 90, 100]
