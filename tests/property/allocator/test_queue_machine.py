@@ -1,6 +1,8 @@
 """Whatever happens in whatever order: quotas hold, turns are kept, nothing is kept for nobody, and nobody starves."""
 
 from random import Random
+from unittest.mock import create_autospec
+from weakref import WeakValueDictionary
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -173,3 +175,25 @@ def test_a_stream_of_small_requests_cannot_starve_a_large_one(seed: int) -> None
             ends[name] = line.world.now + random.randint(1, 20)
     assert "large" in ends, "the large request starved"
     assert ends["large"] <= NOW + 31 + 20 + 20
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=settings().max_examples // 6)
+def test_who_gets_the_answer_of_one_alike_gets_what_a_look_of_its_own_would_find(seed: int) -> None:
+    random = Random(seed)
+    quotas = {"a": Quota("a", 2000), "b": Quota("b", 4000)}
+    lines = [Line(QueueWorld(NODES, quotas=quotas), Rules(min_runtime=20.0, grace=5.0)) for _ in range(2)]
+    lines[1].queue._alike = create_autospec(WeakValueDictionary)
+    lines[1].queue._alike.setdefault.side_effect = lambda _, alike: alike
+    for step in range(40):
+        asked = {"priority": random.randint(0, 1), "may_preempt": random.random() < 0.5}
+        order = wish(f"r{step}", random.randint(1, 3), tenant=random.choice("abc"), preemptible=True, **asked)
+        over = [name for name in sorted(lines[0].world.held) if random.random() < 0.1]
+        for line in lines:
+            line.world.now += 3
+            line.ask(order)
+            line.end(*over)
+        told = [
+            (line.play(), {name: one.place for name, one in line.queue._waiters.items()}) for line in lines
+        ]
+        assert told[0][1] == told[1][1]
