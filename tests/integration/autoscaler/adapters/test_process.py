@@ -213,6 +213,19 @@ async def test_what_cannot_be_started_has_failed_and_says_why(
         assert not report.HasField("exit_code")
 
 
+async def test_what_no_system_call_refused_says_why_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise FileNotFoundError("no /proc to watch processes in")
+
+    monkeypatch.setattr("gpuscale.autoscaler.adapters.engines.process.replica.WorkerProcess.start", refuse)
+    async with scripted_autoscaler() as (autoscaler, address), adapter(tmp_path, address):
+        await autoscaler.run(ONE, "crash", parameters={"code": "1"})
+        report = await autoscaler.shows(ONE, FAILED)
+        assert report.reason == "cannot be started: no /proc to watch processes in"
+
+
 async def test_replicas_outlive_the_autoscaler_and_are_reported_to_the_next(tmp_path: Path) -> None:
     """The stream breaks and the next autoscaler counts from the beginning: nothing happens to what runs."""
     async with scripted_autoscaler() as (first, address), adapter(tmp_path, address):

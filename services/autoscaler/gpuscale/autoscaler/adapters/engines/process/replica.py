@@ -289,7 +289,7 @@ class LocalReplica:
         try:
             process = await WorkerProcess.start(launch, self.context.logs.path(self.name), self.context.user)
         except OSError as error:
-            why = filter(None, ("cannot be started", error.filename, error.strerror))
+            why = filter(None, ("cannot be started", error.filename, error.strerror or error))
             self._ended(None, ": ".join(map(str, why)))
             return
         await tasks.hit_async("adapter.start.after_spawn")
