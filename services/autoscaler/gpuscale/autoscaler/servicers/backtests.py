@@ -264,11 +264,11 @@ class Backtests:
             if name in self._stored:
                 raise AlreadyExistsError(f"{name} exists", metadata={"name": name})
             over = [one for one in self._stored.values() if one.message.HasField("end_time")]
-            over.sort(key=lambda one: one.message.end_time.ToNanoseconds(), reverse=True)
+            over.sort(key=lambda one: one.message.end_time.ToNanoseconds())
             size = sum(one.message.ByteSize() + one.report_bytes for one in self._stored.values())
             old: list[str] = []
             while over and (len(over) >= KEPT or size > KEPT_BYTES):
-                first = over.pop()
+                first = over.pop(0)  # the first made of those that ended at once
                 old.append(first.message.name)
                 size -= first.message.ByteSize() + first.report_bytes
 
