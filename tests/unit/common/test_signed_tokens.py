@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from joserfc.jwk import ECKey, RSAKey
 
 from gpuscale.common import errors
-from gpuscale.common.security import signed_callers, signed_tokens
+from gpuscale.common.security import signed_tokens
 from gpuscale.common.security.auth import KeysNeededError, Limits, Principal, Role, TokenFile
 from gpuscale.common.security.authority import Signer, make_authority
 from tests.support.oidc import CLIENT, OidcProvider, oidc_provider
@@ -161,7 +161,7 @@ async def test_old_keys_count_while_new_ones_are_fetched(
 async def test_revoked_and_forgotten(
     tmp_path: Path, provider: OidcProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(signed_callers, "MOST_KEPT", 3)
+    monkeypatch.setattr(signed_tokens, "MOST_KEPT", 3)
     token = provider.token()
     moment = time.gmtime(time.time() + 5)  # the clock of gmtime() alone lags: at times by a second
     revoked = f'[revoked]\n"oidc:u1" = {time.strftime("%Y-%m-%dT%H:%M:%SZ", moment)}\n'

@@ -201,11 +201,7 @@ F = TypeVar("F", bound=ProgramFrame)
 
 
 def start(
-    settings: F,
-    secrets: Iterable[str],
-    serve: Callable[[F, asyncio.Event], Awaitable[None]],
-    *,
-    program: str,
+    settings: F, secrets: Iterable[str], serve: Callable[[F, asyncio.Event], Awaitable[None]], *, program: str
 ) -> int:
     """Set up the log and serve until the event of `serve`, its `stop`, is set; returns the exit code.
 

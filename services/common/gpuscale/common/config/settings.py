@@ -22,16 +22,7 @@ from typing import Protocol, Self, TypeVar
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from gpuscale.common.config.frame import (
-    Format,
-    Level,
-    ListenerFrame,
-    MetricsPageFrame,
-    ProgramFrame,
-    ServerFrame,
-    UpstreamFrame,
-    start,
-)
+from gpuscale.common.config import frame
 from gpuscale.common.config.sources import Settings, load, secret_variables
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
 from gpuscale.common.rpc import channel as rpc_channel
@@ -42,18 +33,20 @@ from gpuscale.common.secrets import SecretUrl, read_secret
 from gpuscale.common.store.term import Term
 
 
-class ProgramSettings(ProgramFrame, Settings):
+class ProgramSettings(frame.ProgramFrame, Settings):
     """Settings of every program."""
 
-    log_level: Level = Field("info", description="lowest level to log")
-    log_format: Format = Field("auto", description="console, json, or auto: console on a terminal, else json")
+    log_level: frame.Level = Field("info", description="lowest level to log")
+    log_format: frame.Format = Field(
+        "auto", description="console, json, or auto: console on a terminal, else json"
+    )
     health_listen: str = Field(
         "",
         description="HOST:PORT of a plain-text port for gRPC health checks only, for probes without TLS; off when empty",
     )
 
 
-class ListenerSettings(ListenerFrame, ProgramSettings):
+class ListenerSettings(frame.ListenerFrame, ProgramSettings):
     """Settings of every program with a listening port: TLS and authentication."""
 
     tls_cert_file: Path | None = Field(None, description="certificate of the server, PEM")
@@ -80,7 +73,7 @@ class ListenerSettings(ListenerFrame, ProgramSettings):
         return self
 
 
-class ServerSettings(ServerFrame, ListenerSettings):
+class ServerSettings(frame.ServerFrame, ListenerSettings):
     """Settings of every program that serves gRPC."""
 
     listen: str = Field("127.0.0.1:0", description="address to serve on, HOST:PORT")
@@ -102,7 +95,7 @@ class ServerSettings(ServerFrame, ListenerSettings):
     )
 
 
-class MetricsPageSettings(MetricsPageFrame, ListenerSettings):
+class MetricsPageSettings(frame.MetricsPageFrame, ListenerSettings):
     """Settings of every program that serves `/metrics`, with the TLS and tokens of its gRPC server."""
 
     metrics_listen: str = Field("", description="HOST:PORT of /metrics; off when empty")
@@ -153,7 +146,7 @@ class DatabaseSettings(Settings):
         return value
 
 
-class UpstreamSettings(UpstreamFrame, Settings):
+class UpstreamSettings(frame.UpstreamFrame, Settings):
     """Settings of every program that calls other programs."""
 
     ca_file: Path | None = Field(None, description="authority of upstream servers, PEM; switches TLS on")
@@ -211,7 +204,7 @@ def run_program(
         description: text for `--help`.
     """
     settings = load(settings_type, argv, program=program, description=description)
-    return start(settings, secret_variables(settings), serve, program=program)
+    return frame.start(settings, secret_variables(settings), serve, program=program)
 
 
 def hand_over(settings_type: type[Settings], *, program: str, description: str) -> None:

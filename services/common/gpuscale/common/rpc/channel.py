@@ -24,14 +24,7 @@ from typing import TYPE_CHECKING, Final
 import grpc
 
 from gpuscale.common.errors import FailedPreconditionError, InvalidArgumentError
-from gpuscale.common.rpc.wrapped_channel import (
-    MakeMethod,
-    SyncWrappedChannel,
-    WrappedChannel,
-    following,
-    sync_following,
-    with_header,
-)
+from gpuscale.common.rpc import wrapped_channel
 
 if TYPE_CHECKING:
     from pydantic import SecretStr
@@ -119,9 +112,9 @@ def open_channel(
             channel = grpc.aio.insecure_channel(one, options=arguments)
         else:
             channel = grpc.aio.secure_channel(one, _credentials(tls, token), options=arguments)
-        return channel if header is None else WrappedChannel([channel], header)
+        return channel if header is None else wrapped_channel.WrappedChannel([channel], header)
 
-    return open_one(addresses[0]) if len(addresses) == 1 else following(addresses, open_one)
+    return open_one(addresses[0]) if len(addresses) == 1 else wrapped_channel.following(addresses, open_one)
 
 
 def open_sync_channel(
@@ -142,10 +135,10 @@ def open_sync_channel(
             channel = grpc.insecure_channel(one, options=arguments)
         else:
             channel = grpc.secure_channel(one, _credentials(tls, token), options=arguments)
-        return channel if header is None else SyncWrappedChannel([channel], header)
+        return channel if header is None else wrapped_channel.SyncWrappedChannel([channel], header)
 
     opened = [open_one(one) for one in addresses]
-    return sync_following(addresses, opened) if len(opened) > 1 else opened[0]
+    return wrapped_channel.sync_following(addresses, opened) if len(opened) > 1 else opened[0]
 
 
 def _arguments(
@@ -163,7 +156,7 @@ def _arguments(
     return tuple(arguments.items())
 
 
-def _header(token: Token | None, address: str, tls: ClientTls | None) -> MakeMethod | None:
+def _header(token: Token | None, address: str, tls: ClientTls | None) -> wrapped_channel.MakeMethod | None:
     """A wrapper that sends a fixed token; None for no token or a plugin."""
     if token is None:
         return None
@@ -178,7 +171,7 @@ def _header(token: Token | None, address: str, tls: ClientTls | None) -> MakeMet
         raise InvalidArgumentError(
             "a token holds no blanks, line ends or characters beyond ASCII", field="token"
         )
-    return with_header("authorization", f"Bearer {secret}")
+    return wrapped_channel.with_header("authorization", f"Bearer {secret}")
 
 
 def split_addresses(text: str) -> tuple[str, ...]:

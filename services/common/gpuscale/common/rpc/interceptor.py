@@ -29,18 +29,7 @@ from typing import Any, Final, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError
 
-from gpuscale.common import VERSION, wire
-from gpuscale.common.errors import (
-    DeadlineExceededError,
-    GpuscaleError,
-    InternalError,
-    InvalidArgumentError,
-    PermissionDeniedError,
-    ResourceExhaustedError,
-    UnauthenticatedError,
-    UnavailableError,
-    UnimplementedError,
-)
+from gpuscale.common import VERSION, errors, wire
 from gpuscale.common.rpc.calls import Connections, Refusals
 from gpuscale.common.rpc.meter import CallWatcher
 from gpuscale.common.rpc.status import REQUEST_ID_KEY, ROLE_KEY, VERSION_KEY, to_rpc_status
@@ -96,8 +85,8 @@ class OpenCalls:
 
     def __init__(self, max_unary: int) -> None:
         self._max_unary = max_unary
-        self._stopping: GpuscaleError | None = None
-        self._ended: dict[_Task, GpuscaleError] = {}
+        self._stopping: errors.GpuscaleError | None = None
+        self._ended: dict[_Task, errors.GpuscaleError] = {}
         self.unary: set[_Task] = set()
         self.streams: set[_Task] = set()
         self.public: set[_Task] = set()
@@ -108,7 +97,7 @@ class OpenCalls:
         if self._stopping is not None:
             self._refuse_when_stopping()
         if len(self.unary) >= self._max_unary:
-            raise ResourceExhaustedError(
+            raise errors.ResourceExhaustedError(
                 f"{self._max_unary} calls are already under way",
                 reason="OVERLOADED",
                 retry_after=OVERLOADED_RETRY,
@@ -123,12 +112,12 @@ class OpenCalls:
             ResourceExhaustedError: too many calls (reason OVERLOADED).
         """
         if size > MOST_UNKNOWN_BYTES:
-            raise InvalidArgumentError(
+            raise errors.InvalidArgumentError(
                 f"the request has {size} bytes; without a caller at most {MOST_UNKNOWN_BYTES} are read",
                 reason="REQUEST_TOO_LARGE",
             )
         if len(self._unknown) >= MOST_UNKNOWN_CALLS:
-            raise ResourceExhaustedError(
+            raise errors.ResourceExhaustedError(
                 f"{MOST_UNKNOWN_CALLS} calls that need no caller are already under way",
                 reason="OVERLOADED",
                 retry_after=OVERLOADED_RETRY,
@@ -149,24 +138,24 @@ class OpenCalls:
             self._unknown.discard(task)
         self._ended.pop(task, None)
 
-    def end(self, tasks: Iterable[_Task], error: GpuscaleError) -> None:
+    def end(self, tasks: Iterable[_Task], error: errors.GpuscaleError) -> None:
         """Cancel open calls; each is answered with `error`."""
         for task in tuple(tasks):
             self._ended[task] = error
             task.cancel()
 
-    def why_cancelled(self, task: _Task) -> GpuscaleError | None:
+    def why_cancelled(self, task: _Task) -> errors.GpuscaleError | None:
         """The error of a call that `end` cancelled; None if something else did."""
         return self._ended.get(task)
 
-    def stop(self) -> GpuscaleError:
+    def stop(self) -> errors.GpuscaleError:
         """Reject all new calls; returns the error for callers."""
-        self._stopping = UnavailableError("the server is shutting down", reason="SHUTTING_DOWN")
+        self._stopping = errors.UnavailableError("the server is shutting down", reason="SHUTTING_DOWN")
         return self._stopping
 
     def _refuse_when_stopping(self) -> None:
         if self._stopping is not None:
-            raise UnavailableError(self._stopping.message, reason=self._stopping.reason)
+            raise errors.UnavailableError(self._stopping.message, reason=self._stopping.reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +257,7 @@ class Guard:
             failure = _expected(error) or self._incident(error)
         finally:
             self._settings.calls.leave(task)
-        if isinstance(failure, UnauthenticatedError):
+        if isinstance(failure, errors.UnauthenticatedError):
             self._settings.refusals.note(context.peer(), failure, time.monotonic())
         if self._settings.watcher is not None:
             self._settings.watcher.failed(self._info, failure)
@@ -289,22 +278,22 @@ class Guard:
             context.set_trailing_metadata((*named, *told))
         remaining: Any = context.time_remaining()  # None without a deadline, unlike in gRPC's stub
         if remaining is not None and remaining <= 0:
-            raise DeadlineExceededError("the deadline passed before the call started")
+            raise errors.DeadlineExceededError("the deadline passed before the call started")
         if not self._implemented:
-            raise UnimplementedError(f"{self._path} is not implemented here")
+            raise errors.UnimplementedError(f"{self._path} is not implemented here")
         return remaining
 
     def _admit(self, context: Context, metadata: Metadata, *, again: bool = False) -> Principal | None:
         """The authorized caller; None in public methods for an unknown one. `again` for an open stream."""
         info = self._info
         if info is None:
-            raise PermissionDeniedError(
+            raise errors.PermissionDeniedError(
                 f"the contract gives no role for {self._path}", reason="METHOD_WITHOUT_ROLE"
             )
         settings, peer = self._settings, context.peer()
         try:
             principal = settings.authenticator.identify(context, self._path, peer, metadata)
-        except UnauthenticatedError:
+        except errors.UnauthenticatedError:
             if info.role is not None:
                 raise
             return None
@@ -350,7 +339,7 @@ class Guard:
             except TimeoutError:
                 if not limit.expired():
                     raise
-                raise DeadlineExceededError(
+                raise errors.DeadlineExceededError(
                     f"no answer within {seconds:g} s; the call had no deadline"
                 ) from None
         if seal and response.next_page_token:
@@ -393,7 +382,7 @@ class Guard:
             nonlocal timer
             try:
                 self._admit(context, context.invocation_metadata() or (), again=True)
-            except GpuscaleError as error:
+            except errors.GpuscaleError as error:
                 calls.end((task,), error)
             else:
                 timer = loop.call_later(RECHECK_PERIOD, check_again)
@@ -409,14 +398,14 @@ class Guard:
         try:
             return self._deserialize(raw) if self._deserialize is not None else raw
         except DecodeError:
-            raise InvalidArgumentError(
+            raise errors.InvalidArgumentError(
                 "the request is not a valid message of the method's request type", reason="MALFORMED_MESSAGE"
             ) from None
 
-    def _incident(self, error: Exception | None) -> GpuscaleError:
+    def _incident(self, error: Exception | None) -> errors.GpuscaleError:
         """Log a bug; the caller gets only the request id, which is in the log line."""
         _log.error("call failed unexpectedly", method=self._path, exc_info=error or True)
-        return InternalError(f"internal error, request {call_id.get()}")
+        return errors.InternalError(f"internal error, request {call_id.get()}")
 
 
 _REQUEST_ID_KEYS: Final = (REQUEST_ID_KEY, "x-request-id")
@@ -464,12 +453,12 @@ def behavior_of(handler: Handler) -> Callable[[Any, Context], Any]:
     return behavior
 
 
-def _expected(error: Exception) -> GpuscaleError | None:
+def _expected(error: Exception) -> errors.GpuscaleError | None:
     """The GpuscaleError, also if it is alone in an exception group; None for other errors."""
     grouped: tuple[Exception, ...] = getattr(error, "exceptions", ())
     if len(grouped) == 1:
         return _expected(grouped[0])
-    return error if isinstance(error, GpuscaleError) else None
+    return error if isinstance(error, errors.GpuscaleError) else None
 
 
 def encoded(serialize: Callable[[Any], bytes] | None, response: Any) -> bytes:

@@ -17,14 +17,9 @@ from typing import Any, Final, Self, cast
 import grpc
 
 from gpuscale.common.errors import FailedPreconditionError, GpuscaleError, InvalidArgumentError
+from gpuscale.common.rpc import channel
 from gpuscale.common.rpc.audit import AuditLog, AuditOptions
 from gpuscale.common.rpc.calls import Connections, RateLimits
-from gpuscale.common.rpc.channel import (
-    COMMON_ARGUMENTS,
-    MAX_STREAMS_PER_CONNECTION,
-    ChannelArguments,
-    is_local,
-)
 from gpuscale.common.rpc.interceptor import Divert, Guards, GuardSettings, Handler, OpenCalls
 from gpuscale.common.rpc.meter import CallMeter, CallWatcher
 from gpuscale.common.runtime.logs import get_logger
@@ -36,15 +31,15 @@ _health: Final[Any] = import_module("grpc_health.v1.health")
 _health_pb2: Final[Any] = import_module("grpc_health.v1.health_pb2")
 _health_grpc: Final[Any] = import_module("grpc_health.v1.health_pb2_grpc")
 
-SERVER_ARGUMENTS: Final[ChannelArguments] = (
+SERVER_ARGUMENTS: Final[channel.ChannelArguments] = (
     ("grpc.so_reuseport", 0),  # a second server on the port must fail, not share it
     # Core's default drops calls at random above about 1,000 pending; thousands of agents may reconnect at once.
     ("grpc.server.max_pending_requests", 20_000),
     ("grpc.server.max_pending_requests_hard_limit", 40_000),
     # Core would cancel calls not taken within 30 s by a busy loop; the caller's deadline should limit the wait.
     ("grpc.server_max_unrequested_time_in_server", 86_400),
-    ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
-    *COMMON_ARGUMENTS,
+    ("grpc.max_concurrent_streams", channel.MAX_STREAMS_PER_CONNECTION),
+    *channel.COMMON_ARGUMENTS,
     # Followers of a leader ping every second; with core's default (5 min) their connections would be closed for too many pings.
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -73,7 +68,7 @@ class ListenAddress:
     @property
     def loopback(self) -> bool:
         """Whether only this host can reach it. Names other than localhost may resolve to anything."""
-        return is_local(str(self))
+        return channel.is_local(str(self))
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

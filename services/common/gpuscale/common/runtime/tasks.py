@@ -31,25 +31,16 @@ from random import SystemRandom
 from types import TracebackType
 from typing import Any, NoReturn, ParamSpec, Protocol, Self, TypeVar
 
-from gpuscale.common.errors import (
-    AbortedError,
-    FailedPreconditionError,
-    GpuscaleError,
-    InternalError,
-    InvalidArgumentError,
-    PermissionDeniedError,
-    UnauthenticatedError,
-    UnavailableError,
-)
+from gpuscale.common import errors
 
 # A retry would fail again, and two callers with one name would keep replacing each other.
 REFUSED_WAIT_SECONDS = (30.0, 60.0)
 _REFUSALS = (
-    AbortedError,
-    FailedPreconditionError,
-    InvalidArgumentError,
-    PermissionDeniedError,
-    UnauthenticatedError,
+    errors.AbortedError,
+    errors.FailedPreconditionError,
+    errors.InvalidArgumentError,
+    errors.PermissionDeniedError,
+    errors.UnauthenticatedError,
 )
 _random = SystemRandom()
 
@@ -68,7 +59,7 @@ class Backoff:
         self._ceiling = min(self._cap, self._ceiling * 2)
         return wait
 
-    def after(self, error: GpuscaleError) -> float:
+    def after(self, error: errors.GpuscaleError) -> float:
         """Seconds to wait before reopening a stream that ended with `error`."""
         return _random.uniform(*REFUSED_WAIT_SECONDS) if isinstance(error, _REFUSALS) else self.next()
 
@@ -104,7 +95,7 @@ begin_call = partial(_interruptible.set, True)  # noqa: FBT003 - a value
 def require_uninterrupted() -> None:
     """Raise InternalError in a call whose use case is not `uninterrupted`."""
     if _interruptible.get():
-        raise InternalError("a call writes outside an uninterrupted use case")
+        raise errors.InternalError("a call writes outside an uninterrupted use case")
 
 
 def uninterrupted(change: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
@@ -128,7 +119,7 @@ def uninterrupted(change: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Co
                 gave_up = error
         failure = None if task.cancelled() else task.exception()
         # A cancelled caller does not get the error of the change, except for a bug.
-        if gave_up is not None and (failure is None or isinstance(failure, GpuscaleError)):
+        if gave_up is not None and (failure is None or isinstance(failure, errors.GpuscaleError)):
             raise gave_up
         return task.result()
 
@@ -199,7 +190,7 @@ async def _named(name: str, work: Coroutine[Any, Any, T], *, endless: bool = Fal
         if isinstance(error := sys.exception(), Exception):
             error.add_note(f"in task {name}")
     if endless:
-        raise InternalError(f"task {name} ended, which it never should", reason="TASK_ENDED")
+        raise errors.InternalError(f"task {name} ended, which it never should", reason="TASK_ENDED")
     return result
 
 
@@ -310,4 +301,4 @@ async def hit_async(name: str) -> None:
 def _fail(name: str, action: _Action) -> NoReturn:
     if action.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    raise UnavailableError(f"failpoint {name}", reason="FAILPOINT")
+    raise errors.UnavailableError(f"failpoint {name}", reason="FAILPOINT")

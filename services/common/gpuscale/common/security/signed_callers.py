@@ -17,16 +17,8 @@ from typing import Any, Final, cast
 from pydantic import BaseModel, Field, ValidationError
 
 from gpuscale.common.errors import UnauthenticatedError
+from gpuscale.common.security import signed_tokens
 from gpuscale.common.security.auth import RESERVED_NAMES, Limits, Principal, Role
-from gpuscale.common.security.signed_tokens import (
-    LOGIN_ISSUER,
-    MOST_KEPT,
-    LoginTokens,
-    Provider,
-    SignedToken,
-    invalid,
-    unchecked,
-)
 from gpuscale.common.security.token_tables import OidcSettings
 
 _MAX_NAME = 253
@@ -64,13 +56,13 @@ class SignedCallers:
         revoked: Mapping[str, float],
         before: "SignedCallers | None",
     ) -> None:
-        self._logins = None if ca_file is None else LoginTokens(ca_file)
+        self._logins = None if ca_file is None else signed_tokens.LoginTokens(ca_file)
         self._oidc = oidc
         self._revoked = revoked
-        self._kept: dict[bytes, tuple[Principal, SignedToken]] = {}
-        self.provider: Provider | None = None
+        self._kept: dict[bytes, tuple[Principal, signed_tokens.SignedToken]] = {}
+        self.provider: signed_tokens.Provider | None = None
         if oidc is not None:
-            self.provider = Provider(oidc.issuer, oidc.client_id, oidc.ca_file)
+            self.provider = signed_tokens.Provider(oidc.issuer, oidc.client_id, oidc.ca_file)
             if before is not None and before.provider is not None and before.provider.same_as(self.provider):
                 self.provider = before.provider
             self.provider.on_fetched = self._kept.clear
@@ -95,21 +87,21 @@ class SignedCallers:
         digest = hashlib.sha256(token.encode()).digest()
         found = self._kept.get(digest)
         if found is None:
-            issuer = unchecked(token).get("iss")
-            if self._logins is not None and issuer == LOGIN_ISSUER:
+            issuer = signed_tokens.unchecked(token).get("iss")
+            if self._logins is not None and issuer == signed_tokens.LOGIN_ISSUER:
                 signed = self._logins.check(token)
                 try:
                     says = LoginClaims.model_validate(signed.claims)
                 except ValidationError:
-                    raise invalid("it has no valid subject and role") from None
+                    raise signed_tokens.invalid("it has no valid subject and role") from None
                 limits = Limits(says.tenants, says.max_priority)
                 found = Principal(says.sub, says.role, "token", limits), signed
             elif self.provider is not None and self._oidc is not None and issuer == self.provider.issuer:
                 signed = self.provider.check(token)
                 found = _by_groups(self._oidc, signed.claims), signed
             else:
-                raise invalid("its issuer is unknown")
-            while len(self._kept) >= MOST_KEPT:
+                raise signed_tokens.invalid("its issuer is unknown")
+            while len(self._kept) >= signed_tokens.MOST_KEPT:
                 self._kept.pop(next(iter(self._kept)))
             self._kept[digest] = found
         principal, signed = found
@@ -124,12 +116,12 @@ def _by_groups(oidc: OidcSettings, claims: Mapping[str, object]) -> Principal:
     """The caller of a provider's token, with the highest role, all tenants and the highest priority of its groups."""
     value = claims.get(oidc.name_claim)
     if not isinstance(value, str) or not value or not value.isprintable():
-        raise invalid(f"its {oidc.name_claim} names nobody")
+        raise signed_tokens.invalid(f"its {oidc.name_claim} names nobody")
     if oidc.name_claim == "email" and claims.get("email_verified") is not True:
-        raise invalid("its email is not verified")
+        raise signed_tokens.invalid("its email is not verified")
     name = f"{oidc.prefix}{value}"
     if len(name) > _MAX_NAME or name in RESERVED_NAMES:
-        raise invalid(f"its {oidc.name_claim} is too long, or reserved")
+        raise signed_tokens.invalid(f"its {oidc.name_claim} is too long, or reserved")
     listed = claims.get(oidc.groups_claim)
     names = cast("list[object]", listed) if isinstance(listed, list) else []
     groups = [group for key, group in oidc.groups.items() if key in names]
