@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuscale.allocator.servicers import servicer
+from gpuscale.allocator.servicers import answers
 from gpuscale.api.allocator import v1 as api
 from gpuscale.client import AsyncClient, connect_async
 from gpuscale.common.security.auth import Authenticator
@@ -55,9 +55,9 @@ async def test_a_watcher_goes_on_where_it_left_off_and_is_told_what_ended_meanwh
 async def test_watchers_cost_a_message_of_each_reservation_and_renewals_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, make = list[str](), servicer.from_reservation
+    made, make = list[str](), answers.from_reservation
     monkeypatch.setattr(
-        servicer, "from_reservation", lambda one, *rest: (made.append(one.id), make(one, *rest))[1]
+        answers, "from_reservation", lambda one, *rest: (made.append(one.id), make(one, *rest))[1]
     )
     async with allocator_client(tmp_path, FakeFleet(node_message("n0", count=8))) as client:
         held = [await client.reserve(1, "me") for _ in range(8)]

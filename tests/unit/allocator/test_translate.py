@@ -7,8 +7,7 @@ import pytest
 
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import WHOLE, Reservation, Score, ScorePart
-from gpuscale.allocator.servicers import servicer
-from gpuscale.allocator.servicers import servicer as translate
+from gpuscale.allocator.servicers import answers, servicer
 from gpuscale.allocator.servicers.servicer import to_ask, to_order
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.api.allocator import v1 as api
@@ -29,7 +28,7 @@ def granted() -> Reservation:
 
 
 def test_a_gpu_arrives_with_its_score_and_what_is_not_known_is_absent() -> None:
-    share, whole = translate.from_reservation(granted(), NOW, WALL).gpus
+    share, whole = answers.from_reservation(granted(), NOW, WALL).gpus
     assert (share.name, share.node, share.uuid, share.index) == ("nodes/n0/gpus/gpu-a", "n0", "GPU-A", 3)
     assert (share.model, share.simulated, share.milli, share.member) == ("Test GPU", True, 500, 0)
     assert (share.memory_bytes, whole.HasField("memory_bytes")) == (40_000 * MIB, False)
@@ -45,7 +44,7 @@ def test_a_gpu_arrives_with_its_score_and_what_is_not_known_is_absent() -> None:
 
 
 def test_a_lease_is_told_to_the_nanosecond_and_its_end_by_the_wall_clock() -> None:
-    message = translate.from_reservation(granted(), NOW + 20.25, WALL)
+    message = answers.from_reservation(granted(), NOW + 20.25, WALL)
     assert (message.fence, dict(message.labels)) == (1, {"job": "x"})
     assert (message.priority, message.preemptible) == (7, True)
     assert (message.ttl.seconds, message.ttl.nanos) == (60, 500_000_000)
@@ -58,21 +57,21 @@ def test_a_lease_is_told_to_the_nanosecond_and_its_end_by_the_wall_clock() -> No
 def test_answers_do_not_write_into_each_other() -> None:
     """What lasts of a reservation is kept ready: an answer is a copy of it."""
     one = granted()
-    translate.from_reservation(one, NOW, WALL).gpus[0].uuid = "another"
-    assert translate.from_reservation(one, NOW, WALL).gpus[0].uuid == "GPU-A"
+    answers.from_reservation(one, NOW, WALL).gpus[0].uuid = "another"
+    assert answers.from_reservation(one, NOW, WALL).gpus[0].uuid == "GPU-A"
 
 
 def test_another_fence_is_told_of_a_job_that_begins_anew_on_its_own_gpus() -> None:
     one = granted()
     again = replace(one, fence=one.fence + 2)
-    told = [translate.from_reservation(each, NOW, WALL).fence for each in (one, again)]
+    told = [answers.from_reservation(each, NOW, WALL).fence for each in (one, again)]
     assert told == [one.fence, one.fence + 2]
 
 
 def test_another_ttl_is_told_though_the_message_is_kept_ready() -> None:
     one = granted()
-    translate.from_reservation(one, NOW, WALL)
-    assert translate.from_reservation(replace(one, ttl=90.0), NOW, WALL).ttl.seconds == 90
+    answers.from_reservation(one, NOW, WALL)
+    assert answers.from_reservation(replace(one, ttl=90.0), NOW, WALL).ttl.seconds == 90
 
 
 SETTINGS = AllocatorSettings(data_dir=Path("unused"))

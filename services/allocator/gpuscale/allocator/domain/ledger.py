@@ -35,12 +35,7 @@ from gpuscale.allocator.domain.model import (
     Wanted,
     moved,
 )
-from gpuscale.common.errors import (
-    FailedPreconditionError,
-    InvalidArgumentError,
-    NotFoundError,
-    request_id_reused,
-)
+from gpuscale.common import errors
 from gpuscale.common.names import reservation_name
 
 
@@ -110,7 +105,7 @@ class Ledger:
         """Look up a reservation; NotFoundError if there is none, or none yet, or it was forgotten."""
         found = self._reservations.get(reservation_id)
         if found is None or found.state is _PENDING:
-            raise NotFoundError(
+            raise errors.NotFoundError(
                 f"no reservation {reservation_id}: it never existed, or ended so long ago that it was forgotten",
                 metadata={"name": reservation_name(reservation_id)},
             )
@@ -155,7 +150,7 @@ class Ledger:
             return None
         found = self._reservations[known]
         if found.fingerprint != fingerprint:
-            raise request_id_reused(request_id)
+            raise errors.request_id_reused(request_id)
         return found
 
     def grant(
@@ -272,7 +267,7 @@ class Ledger:
         self.expect_open(found)
         if member is not None:
             if job is None or member.member >= found.member_count:
-                raise InvalidArgumentError(
+                raise errors.InvalidArgumentError(
                     f"reservation {reservation_id} has no job with a member {member.member}", field="member"
                 )
             nodes = {gpu.member: gpu.node for gpu in found.gpus}
@@ -381,7 +376,7 @@ class Ledger:
         """The reservation, if the fence is its own; FailedPreconditionError if it is another's."""
         found = self.get(reservation_id)
         if fence != found.fence:
-            raise FailedPreconditionError(
+            raise errors.FailedPreconditionError(
                 f"fence {fence} does not belong to reservation {reservation_id};"
                 " use the fence returned with the grant",
                 reason="FENCE_MISMATCH",
@@ -393,7 +388,7 @@ class Ledger:
         """The reservation, if it is open; FailedPreconditionError if it has ended or is ending."""
         if not found.live or found.id in self._closing:
             why = self._closing.get(found.id, "") if found.live else found.end_reason
-            raise FailedPreconditionError(
+            raise errors.FailedPreconditionError(
                 f"reservation {found.id} has ended ({'ending' if found.live else found.state.value})"
                 + (f": {why}" if why else "")
                 + "; reserve again: its GPUs may have been granted to others",
@@ -488,7 +483,7 @@ class Tokens:
             raw = b""
         fence = int.from_bytes(self._masked(raw[:_HALF], raw[_HALF:]), "big") if len(raw) == 2 * _HALF else 0
         if not hmac.compare_digest(self.of_page(fence).encode(), token.encode()):
-            raise InvalidArgumentError("page_token was not returned by this list", field="page_token")
+            raise errors.InvalidArgumentError("page_token was not returned by this list", field="page_token")
         return fence
 
     def _masked(self, mark: bytes, body: bytes) -> bytes:

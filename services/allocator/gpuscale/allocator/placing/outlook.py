@@ -12,23 +12,10 @@ import numpy as np
 from gpuscale.allocator.domain.cordons import Cordon, Cordons
 from gpuscale.allocator.domain.ledger import due_at
 from gpuscale.allocator.domain.model import Gpu, Node, Pick, Reservation, Score, Use
+from gpuscale.allocator.placing import refusal
 from gpuscale.allocator.placing.columns import NO_GPU, Bools, listed, outsiders
 from gpuscale.allocator.placing.constraints import NODE_OBSTACLES, ORDER, Obstacle
 from gpuscale.allocator.placing.index import Index, Shape
-from gpuscale.allocator.placing.refusal import (
-    FIRST_HELP,
-    HELP,
-    MOST_NAMES,
-    WORDS,
-    Refusal,
-    RefusalKind,
-    Survey,
-    extent,
-    lifting,
-    mib,
-    names,
-    sentence,
-)
 from gpuscale.common.sizes import counted
 
 MOST_NODES = 100
@@ -69,7 +56,7 @@ class NodeOutlook:
 class Outlook:
     """What an ask would find: the answer itself, each constraint, the nearest nodes, and what would make room."""
 
-    answer: Pick | Refusal
+    answer: Pick | refusal.Refusal
     effects: tuple[Effect, ...]
     nodes: tuple[NodeOutlook, ...]
     node_count: int
@@ -77,7 +64,7 @@ class Outlook:
 
 
 def outlook(
-    answer: Pick | Refusal, index: Index, survey: Survey, shape: Shape, use: Use, now: float
+    answer: Pick | refusal.Refusal, index: Index, survey: refusal.Survey, shape: Shape, use: Use, now: float
 ) -> Outlook:
     """Collect what an ask would find."""
     views = tuple(_node(index, shape, use, row) for row in survey.nearest(MOST_NODES))
@@ -101,14 +88,16 @@ def outlook(
         helped[obstacle] = int((short & fits).sum())
     remedies: list[str] = []  # the changes that alone make room, and on how many nodes
     if not isinstance(answer, Pick):
-        useful = FIRST_HELP if answer.kind is RefusalKind.UNSATISFIABLE else HELP.keys()
+        useful = (
+            refusal.FIRST_HELP if answer.kind is refusal.RefusalKind.UNSATISFIABLE else refusal.HELP.keys()
+        )
         for obstacle, count in helped.items():
             if count and obstacle in useful:
                 does = "node does" if count == 1 else "nodes do"
-                remedies.append(sentence(f"{HELP[obstacle]}: {count} {does} then"))
+                remedies.append(refusal.sentence(f"{refusal.HELP[obstacle]}: {count} {does} then"))
         if views and 0 < (fitting := views[0].fitting) < shape.ask.gpu_count:
             remedies.append(
-                sentence(f"ask for {counted(fitting, 'GPU')}: {views[0].node.id} has so many now")
+                refusal.sentence(f"ask for {counted(fitting, 'GPU')}: {views[0].node.id} has so many now")
             )
     return Outlook(answer, tuple(effects), views, len(index.columns), tuple(remedies))
 
@@ -125,7 +114,7 @@ def _node(index: Index, shape: Shape, use: Use, row: int) -> NodeOutlook:
     obstacle = ORDER[code - 1] if code else None
     if obstacle not in NODE_OBSTACLES and any(view.obstacle is not obstacle for view in views):
         obstacle = None
-    message = "" if obstacle is None else sentence(f"its GPUs are {WORDS[obstacle]}")
+    message = "" if obstacle is None else refusal.sentence(f"its GPUs are {refusal.WORDS[obstacle]}")
     return NodeOutlook(node, obstacle, message, len(scores), views)
 
 
@@ -133,16 +122,16 @@ def _gpu(node: Node, gpu: Gpu, obstacle: Obstacle | None, score: Score | None, u
     held = tuple(sorted(use.on(gpu).reservations, key=lambda one: use.live(one).fence))  # oldest first
     if obstacle is None:
         return GpuOutlook(gpu, None, "", score, held)
-    message = f"{WORDS[obstacle]}{extent(obstacle, [gpu])}"
+    message = f"{refusal.WORDS[obstacle]}{refusal.extent(obstacle, [gpu])}"
     if obstacle is Obstacle.HELD:
-        message = f"held by {names(held)}"
+        message = f"held by {refusal.names(held)}"
     elif obstacle is Obstacle.QUARANTINED:
-        message = f"quarantined by the health checks ({gpu.quarantine}); once well: {lifting(node.id, [gpu])}"
+        message = f"quarantined by the health checks ({gpu.quarantine}); once well: {refusal.lifting(node.id, [gpu])}"
     elif obstacle is Obstacle.MEMORY_BELOW_MIN:
         strangers = outsiders(gpu, [use.live(one) for one in held])
-        used = names([f"{who} uses {mib(size)}" for who, size in strangers])
+        used = refusal.names([f"{who} uses {refusal.mib(size)}" for who, size in strangers])
         message += f"; processes of no reservation: {used}" if used else ""
-    return GpuOutlook(gpu, obstacle, sentence(message), None, held)
+    return GpuOutlook(gpu, obstacle, refusal.sentence(message), None, held)
 
 
 def remedies(
@@ -157,7 +146,7 @@ def remedies(
 
     For one that never can, these are other asks alone. `room_after` says whether the ask could be granted if some reservations ended.
     """
-    if isinstance(outlook.answer, Pick) or outlook.answer.kind is RefusalKind.UNSATISFIABLE:
+    if isinstance(outlook.answer, Pick) or outlook.answer.kind is refusal.RefusalKind.UNSATISFIABLE:
         return list(outlook.remedies)
     return [
         *_leases(room_after, live, now),
@@ -179,11 +168,11 @@ def _leases(
     last = ending[count - 1]
     left = f"{max(0.0, due_at(last) - now):.0f} s"
     if last.revoke_at is not None and last.revoke_at <= last.deadline:
-        yield sentence(
+        yield refusal.sentence(
             f"reservation {last.id} of {last.holder} will be revoked in {left}: then there is room"
         )
     else:
-        yield sentence(
+        yield refusal.sentence(
             f"reservation {last.id} of {last.holder} ends in {left} at the latest, unless it is renewed:"
             " then there is room"
         )
@@ -197,7 +186,7 @@ def _cordons(outlook: Outlook, cordons: Cordons) -> Iterator[str]:
             cordon = cordons.covering(view.node.id, gpu.gpu.uuid, gpu.gpu.parent)
             if gpu.obstacle is Obstacle.CORDONED and cordon is not None:
                 found.setdefault(cordon.spot.name, cordon)
-    for name, cordon in list(found.items())[:MOST_NAMES]:
+    for name, cordon in list(found.items())[: refusal.MOST_NAMES]:
         why = f" ({cordon.reason})" if cordon.reason else ""
         yield f"{name} is cordoned by {cordon.author}{why}: gpuscalectl uncordon {name}"
 
@@ -206,12 +195,14 @@ def _on_the_nearest(nearest: Sequence[NodeOutlook], live: Sequence[Reservation])
     """The quarantined GPUs of the nearest node, and outsiders that use the memory missing there."""
     for view in nearest:
         found = [one.gpu for one in view.gpus if one.obstacle is Obstacle.QUARANTINED]
-        for gpu in found[:MOST_NAMES]:
-            yield f"{view.node.id}/{gpu.uuid} is quarantined ({gpu.quarantine}): {lifting(view.node.id, [gpu])}"
+        for gpu in found[: refusal.MOST_NAMES]:
+            yield f"{view.node.id}/{gpu.uuid} is quarantined ({gpu.quarantine}): {refusal.lifting(view.node.id, [gpu])}"
         for one in view.gpus:
             if one.obstacle in {Obstacle.MEMORY_BELOW_MIN, Obstacle.UTILIZATION_TOO_HIGH}:
                 strangers = outsiders(one.gpu, [held for held in live if held.id in one.reservations])
-                size = mib(sum(size for _, size in strangers))
-                who = names([name for name, _ in strangers])
+                size = refusal.mib(sum(size for _, size in strangers))
+                who = refusal.names([name for name, _ in strangers])
                 if strangers:
-                    yield sentence(f"processes of no reservation hold {size} of {one.gpu.uuid}: {who}")
+                    yield refusal.sentence(
+                        f"processes of no reservation hold {size} of {one.gpu.uuid}: {who}"
+                    )

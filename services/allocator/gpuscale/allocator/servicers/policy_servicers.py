@@ -13,21 +13,9 @@ from zoneinfo import ZoneInfo
 
 from google.protobuf.json_format import MessageToJson, Parse
 
+from gpuscale.allocator.domain import use_policies
 from gpuscale.allocator.domain.notifications import EventKind, Webhook
 from gpuscale.allocator.domain.power import PowerBudget, PowerShare
-from gpuscale.allocator.domain.use_policies import (
-    Action,
-    Exemption,
-    PolicyAct,
-    PolicyCondition,
-    PolicyStage,
-    Scope,
-    StageOutcome,
-    Track,
-    UsePolicy,
-    WeeklyHours,
-    problems,
-)
 from gpuscale.allocator.state.policies import Declaration, PowerChange
 from gpuscale.allocator.usecases.declarations import Declarations
 from gpuscale.allocator.usecases.notifying import Notifying, url_problem
@@ -49,10 +37,12 @@ DEFAULT_KILL_GRACE = 10.0
 MOST_STANDINGS = 1000
 DRY_RUN_SPAN = timedelta(days=7)
 LEAST_SECRET = 16
-_CONDITIONS = {api.UseCondition.Value(f"USE_CONDITION_{one.name}"): one for one in PolicyCondition}
-_ACTIONS = {api.PolicyAction.Value(f"POLICY_ACTION_{one.name}"): one for one in Action}
+_CONDITIONS = {
+    api.UseCondition.Value(f"USE_CONDITION_{one.name}"): one for one in use_policies.PolicyCondition
+}
+_ACTIONS = {api.PolicyAction.Value(f"POLICY_ACTION_{one.name}"): one for one in use_policies.Action}
 _ACTION_OF = {one: number for number, one in _ACTIONS.items()}
-_OUTCOMES = {one: api.PolicyAct.Outcome.Value(f"OUTCOME_{one.name}") for one in StageOutcome}
+_OUTCOMES = {one: api.PolicyAct.Outcome.Value(f"OUTCOME_{one.name}") for one in use_policies.StageOutcome}
 _EVENTS = {api.NotificationEvent.Value(f"NOTIFICATION_EVENT_{one.name}"): one for one in EventKind}
 _EVENT_OF = {one: number for number, one in _EVENTS.items()}
 _SHARES = {api.PowerShare.Value(f"POWER_SHARE_{one.name}"): one for one in PowerShare}
@@ -61,20 +51,20 @@ _Given = api.UsePolicy | api.NotificationTarget | api.PowerBudget
 _Resource = TypeVar("_Resource", api.UsePolicy, api.NotificationTarget, api.PowerBudget)
 
 
-def to_policy(body: str) -> UsePolicy:
+def to_policy(body: str) -> use_policies.UsePolicy:
     """The policy of a stored spec. Raises InvalidArgumentError if it contradicts itself."""
     spec = Parse(body, api.UsePolicySpec())
-    stages: list[PolicyStage] = []
+    stages: list[use_policies.PolicyStage] = []
     for one in spec.stages:
         grace = DEFAULT_KILL_GRACE if api.PolicyAction.POLICY_ACTION_KILL in one.actions else DEFAULT_GRACE
         if one.HasField("grace"):
             grace = wire.seconds(one.grace)
         actions = tuple(_ACTIONS[action] for action in one.actions)
-        stages.append(PolicyStage(wire.seconds(one.after), actions, grace))
-    policy = UsePolicy(
+        stages.append(use_policies.PolicyStage(wire.seconds(one.after), actions, grace))
+    policy = use_policies.UsePolicy(
         condition=_CONDITIONS[spec.condition],
         stages=tuple(stages),
-        scope=Scope(
+        scope=use_policies.Scope(
             tenants=tuple(spec.scope.tenants),
             holders=tuple(spec.scope.holders),
             labels=tuple(sorted(spec.scope.labels.items())),
@@ -87,19 +77,19 @@ def to_policy(body: str) -> UsePolicy:
         ),
         all_gpus=not spec.any_gpu,
         exemptions=tuple(
-            Exemption((one.label, one.value), one.reason, wire.to_datetime(one.end_time))
+            use_policies.Exemption((one.label, one.value), one.reason, wire.to_datetime(one.end_time))
             for one in spec.exemptions
         ),
         shadow=not spec.active,
     )
-    if found := problems(policy):
+    if found := use_policies.problems(policy):
         violations = [FieldViolation(f"use_policy.spec.{path}", what) for path, what in found]
         path, what = found[0]
         raise InvalidArgumentError(f"use_policy.spec.{path} {what}", violations=violations)
     return policy
 
 
-def _hours(message: api.WeeklyHours, path: str) -> WeeklyHours:
+def _hours(message: api.WeeklyHours, path: str) -> use_policies.WeeklyHours:
     minutes: list[int] = []
     for name in ("begin", "end"):
         found = _TIME.fullmatch(getattr(message, name))
@@ -114,7 +104,7 @@ def _hours(message: api.WeeklyHours, path: str) -> WeeklyHours:
         field = f"{path}.time_zone"
         raise InvalidArgumentError(f"{field}: this host knows no time zone {zone!r}", field=field) from None
     days = tuple(day - 1 for day in message.days) or tuple(range(7))
-    return WeeklyHours(days, minutes[0] % (24 * 60), minutes[1], zone)
+    return use_policies.WeeklyHours(days, minutes[0] % (24 * 60), minutes[1], zone)
 
 
 def to_target(body: str) -> Webhook:
@@ -229,7 +219,7 @@ class PolicyServicer(api.PolicyServiceServicer):
         results = [(one.order, one.problem) for one in request.results]
         return api.TakeKillOrdersResponse(orders=self.policing.orders.take(node, results))
 
-    def _standing(self, policy: UsePolicy, track: Track) -> api.PolicyStanding:
+    def _standing(self, policy: use_policies.UsePolicy, track: use_policies.Track) -> api.PolicyStanding:
         due = track.next_due(policy)
         message = api.PolicyStanding(
             subject=track.subject.name,
@@ -460,11 +450,11 @@ def _target(one: Declaration) -> api.NotificationTarget:
     return message
 
 
-def _actions(actions: Sequence[Action]) -> list[api.PolicyAction.ValueType]:
+def _actions(actions: Sequence[use_policies.Action]) -> list[api.PolicyAction.ValueType]:
     return [_ACTION_OF[one] for one in actions]
 
 
-def _act(one: PolicyAct, number: int | None = None) -> api.PolicyAct:
+def _act(one: use_policies.PolicyAct, number: int | None = None) -> api.PolicyAct:
     return api.PolicyAct(
         name="" if number is None else f"policies/{one.policy}/acts/{number}",
         policy=f"policies/{one.policy}",

@@ -9,34 +9,11 @@ from functools import partial
 from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
 
+from gpuscale.allocator.domain import model
 from gpuscale.allocator.domain.jobs import ReservedJob
 from gpuscale.allocator.domain.ledger import Tokens
-from gpuscale.allocator.domain.model import (
-    BOOKING_LABEL,
-    MOVABLE_LABEL,
-    OWN_LABELS,
-    POWER_LABEL,
-    WHOLE,
-    Ask,
-    GangStrategy,
-    GpuSet,
-    Order,
-    Policy,
-    Reservation,
-    Weights,
-)
 from gpuscale.allocator.domain.usage import ReservationUsage
-from gpuscale.allocator.servicers.answers import (
-    POLICIES,
-    REMEMBERED,
-    from_place,
-    from_renewal,
-    from_reservation,
-    put_estimate,
-    put_reservation,
-    put_times,
-    to_member,
-)
+from gpuscale.allocator.servicers import answers
 from gpuscale.allocator.settings import AllocatorSettings
 from gpuscale.allocator.state.archive import IN_MEMORY, RecordFilter
 from gpuscale.allocator.usecases.leases import LeaseClaim, Leases, Records, every
@@ -50,16 +27,7 @@ from gpuscale.common.rpc.feed import FeedView, ResourceFeed
 from gpuscale.common.rpc.status import PROBLEM_KEY
 from gpuscale.common.rpc.validation import contradictions, validate
 from gpuscale.common.runtime.tasks import Clock
-from gpuscale.common.security.auth import (
-    ANY_TENANT,
-    Context,
-    Principal,
-    Role,
-    current_principal,
-    is_admin,
-    require_priority,
-    to_allow,
-)
+from gpuscale.common.security import auth
 from gpuscale.common.store.store import Store
 
 _One = TypeVar(
@@ -70,12 +38,14 @@ _One = TypeVar(
     api.ReleaseReservationResponse,
 )
 _Several = TypeVar("_Several", api.BatchReserveResponse, api.BatchReleaseResponse)
-_Told: TypeAlias = tuple[Reservation, ReservationUsage | None, Sequence[str], api.GetReservationResponse]
+_Told: TypeAlias = tuple[
+    model.Reservation, ReservationUsage | None, Sequence[str], api.GetReservationResponse
+]
 
 
-def _tell_problem(context: Context) -> None:
+def _tell_problem(context: auth.Context) -> None:
     """Say beside the answer that no state can be written now, or was slowly in the last minute."""
-    if text := Store.trouble("allocator", why=is_admin()):
+    if text := Store.trouble("allocator", why=auth.is_admin()):
         context.set_trailing_metadata((*context.trailing_metadata(), (PROBLEM_KEY, text)))
 
 
@@ -91,7 +61,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
     tokens: Tokens
     notes: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     leases: Leases = field(init=False)
-    feed: ResourceFeed[Reservation] = field(init=False)
+    feed: ResourceFeed[model.Reservation] = field(init=False)
     watched: bool = field(default=False, init=False)
     told: OrderedDict[tuple[str, bool, bool], _Told] = field(
         default_factory=OrderedDict[tuple[str, bool, bool], _Told], init=False
@@ -106,7 +76,7 @@ class AllocatorServicer(api.AllocatorServiceServicer):
             kept=IN_MEMORY,
         )
 
-    def note(self, one: Reservation, wakes: bool = True) -> None:
+    def note(self, one: model.Reservation, wakes: bool = True) -> None:
         """Tell watchers, if there are any, of a changed reservation; without `wakes`, only its deadline changed."""
         if not self.watched:
             return
@@ -116,8 +86,8 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         else:
             self.feed.remove(name, one)
 
-    async def Reserve(self, request: api.ReserveRequest, context: Context) -> api.ReserveResponse:
-        order = to_order(request, current_principal(), self.settings)
+    async def Reserve(self, request: api.ReserveRequest, context: auth.Context) -> api.ReserveResponse:
+        order = to_order(request, auth.current_principal(), self.settings)
         if request.keep_place and not (order.job and wire.optional_seconds(request, "wait")):
             raise InvalidArgumentError("keep_place needs a job and a wait", field="keep_place")
         order.keep = request.keep_place
@@ -125,37 +95,37 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         return self._put(api.ReserveResponse(lease_token=self.tokens.of_lease(granted)), granted)
 
     async def ReserveAndWatch(
-        self, request: api.ReserveAndWatchRequest, context: Context
+        self, request: api.ReserveAndWatchRequest, context: auth.Context
     ) -> AsyncIterator[api.ReserveAndWatchResponse]:
-        order = to_order(request.reserve, current_principal(), self.settings, "reserve.")
+        order = to_order(request.reserve, auth.current_principal(), self.settings, "reserve.")
         since = self.clock.now()
         wait = wire.optional_seconds(request.reserve, "wait") or 0.0
         async with aclosing(self.reserving.reserve_and_watch(order, wait)) as news:
             async for one in news:
-                if isinstance(one, Reservation):
+                if isinstance(one, model.Reservation):
                     yield self._put(api.ReserveAndWatchResponse(lease_token=self.tokens.of_lease(one)), one)
                 else:
-                    place = from_place(one, self.clock.now(), since)
+                    place = answers.from_place(one, self.clock.now(), since)
                     yield api.ReserveAndWatchResponse(waiting=place)
 
     async def BatchReserve(
-        self, request: api.BatchReserveRequest, context: Context
+        self, request: api.BatchReserveRequest, context: auth.Context
     ) -> api.BatchReserveResponse:
         for index, one in enumerate(request.requests):
             if wire.optional_seconds(one, "wait"):
                 raise InvalidArgumentError("a batch cannot wait", field=f"requests[{index}].wait")
-        caller, requests = current_principal(), enumerate(request.requests)
+        caller, requests = auth.current_principal(), enumerate(request.requests)
         granted = await self.reserving.reserve_all(
             [to_order(one, caller, self.settings, f"requests[{index}].") for index, one in requests]
         )
         return self._add(api.BatchReserveResponse(lease_tokens=map(self.tokens.of_lease, granted)), granted)
 
     async def RenewReservation(
-        self, request: api.RenewReservationRequest, context: Context
+        self, request: api.RenewReservationRequest, context: auth.Context
     ) -> api.RenewReservationResponse:
         ttl = wire.optional_seconds(request, "ttl")
-        member = to_member(request.member) if request.HasField("member") else None
-        lease, caller, ended = to_lease(request), current_principal(), request.ended_attempt
+        member = answers.to_member(request.member) if request.HasField("member") else None
+        lease, caller, ended = to_lease(request), auth.current_principal(), request.ended_attempt
         if ended and (member is None or member.exit_code is None):
             text = "ended_attempt needs a member that has ended, with its exit code"
             raise InvalidArgumentError(text, field="ended_attempt")
@@ -170,49 +140,51 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         return answer
 
     async def KeepAlive(
-        self, request_iterator: AsyncIterator[api.KeepAliveRequest], context: Context
+        self, request_iterator: AsyncIterator[api.KeepAliveRequest], context: auth.Context
     ) -> AsyncIterator[api.KeepAliveResponse]:
-        caller = current_principal()
+        caller = auth.current_principal()
         async for request in request_iterator:
             validate(request)
             leases = [to_lease(one) for one in request.leases]
             renewals = await self.leases.keep_alive(leases, request.holder, caller)
             now, wall = self.clock.now(), self.clock.wall()
-            yield api.KeepAliveResponse(leases=[from_renewal(one, now, wall) for one in renewals])
+            yield api.KeepAliveResponse(leases=[answers.from_renewal(one, now, wall) for one in renewals])
 
     async def ReleaseReservation(
-        self, request: api.ReleaseReservationRequest, context: Context
+        self, request: api.ReleaseReservationRequest, context: auth.Context
     ) -> api.ReleaseReservationResponse:
-        released = await self.leases.release([to_lease(request)], current_principal())
+        released = await self.leases.release([to_lease(request)], auth.current_principal())
         return self._put(api.ReleaseReservationResponse(), released[0])
 
     async def BatchRelease(
-        self, request: api.BatchReleaseRequest, context: Context
+        self, request: api.BatchReleaseRequest, context: auth.Context
     ) -> api.BatchReleaseResponse:
         leases = [to_lease(one) for one in request.requests]
-        released = await self.leases.release(leases, current_principal())
+        released = await self.leases.release(leases, auth.current_principal())
         return self._add(api.BatchReleaseResponse(), released)
 
-    async def CheckLease(self, request: api.CheckLeaseRequest, context: Context) -> api.CheckLeaseResponse:
-        lease, caller = to_lease(request), current_principal()
+    async def CheckLease(
+        self, request: api.CheckLeaseRequest, context: auth.Context
+    ) -> api.CheckLeaseResponse:
+        lease, caller = to_lease(request), auth.current_principal()
         node = names.id_of(names.NODE, request.node, "node")
         lowest = self.leases.check(lease, node, request.gpu_uuids, request.lease_token, caller)
         return api.CheckLeaseResponse(lowest_fences=lowest)
 
     async def GetReservation(
-        self, request: api.GetReservationRequest, context: Context
+        self, request: api.GetReservationRequest, context: auth.Context
     ) -> api.GetReservationResponse:
         if Store.problem or Store.slow:
             _tell_problem(context)
         found = await self.records.get(reservation_id(request.name))
         if found.waiting:
             await self.reserving.waiting.foresee([found])
-        caller = current_principal()  # with a lower role it is somebody else of that name
-        own = caller.role >= Role.OPERATOR and (found.made_by or found.owner) == caller.name
+        caller = auth.current_principal()  # with a lower role it is somebody else of that name
+        own = caller.role >= auth.Role.OPERATOR and (found.made_by or found.owner) == caller.name
         return self._told(found, fenced=_is_shown_fence(found, caller), own=own)
 
     async def ListReservations(
-        self, request: api.ListReservationsRequest, context: Context
+        self, request: api.ListReservationsRequest, context: auth.Context
     ) -> api.ListReservationsResponse:
         if Store.problem or Store.slow:
             _tell_problem(context)
@@ -244,14 +216,14 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         )
 
     async def WatchReservations(
-        self, request: api.WatchReservationsRequest, context: Context
+        self, request: api.WatchReservationsRequest, context: auth.Context
     ) -> AsyncGenerator[Any]:
         if not self.watched:
             self.watched = True
             self.restarting.changes.on_change(self.note)
             for one in self.leases.ledger.reservations(ended=False):
                 self.note(one)
-        caller = current_principal()
+        caller = auth.current_principal()
         typed = request.holder or request.gpu_uuid or request.revoked
         view = FeedView(
             of=watched(request) if typed else None,
@@ -261,30 +233,30 @@ class AllocatorServicer(api.AllocatorServiceServicer):
         async for message in self.feed.stream(request, view):
             yield message
 
-    def _put(self, answer: _One, one: Reservation) -> _One:
-        put_reservation(answer.reservation, one, self.clock.now(), self.clock.wall())
+    def _put(self, answer: _One, one: model.Reservation) -> _One:
+        answers.put_reservation(answer.reservation, one, self.clock.now(), self.clock.wall())
         return answer
 
-    def _add(self, answer: _Several, reservations: Iterable[Reservation]) -> _Several:
+    def _add(self, answer: _Several, reservations: Iterable[model.Reservation]) -> _Several:
         """Put reservations into an answer, all as of the same moment."""
         now, wall = self.clock.now(), self.clock.wall()
         for one in reservations:
-            put_reservation(answer.reservations.add(), one, now, wall)
+            answers.put_reservation(answer.reservations.add(), one, now, wall)
         return answer
 
-    def _shown(self, reservation: Reservation) -> api.Reservation:
-        fenced = _is_shown_fence(reservation, current_principal())
+    def _shown(self, reservation: model.Reservation) -> api.Reservation:
+        fenced = _is_shown_fence(reservation, auth.current_principal())
         return self._told(reservation, fenced=fenced).reservation
 
-    def _told(self, one: Reservation, *, fenced: bool, own: bool = False) -> api.GetReservationResponse:
+    def _told(self, one: model.Reservation, *, fenced: bool, own: bool = False) -> api.GetReservationResponse:
         """A reservation as a caller sees it, with the lease token for its maker; rebuilt only if more than times has changed."""
         usage, notes = self.records.usage(one), self.notes.get(one.id, ()) if one.live else ()
         known = self.told.get((one.id, fenced, own))
         if known is not None and known[0] is one and known[1] is usage and known[2] == notes:
-            put_times(known[3].reservation, one, self.clock.now(), self.clock.wall())
+            answers.put_times(known[3].reservation, one, self.clock.now(), self.clock.wall())
             return known[3]
         answer = api.GetReservationResponse(
-            reservation=from_reservation(one, self.clock.now(), self.clock.wall(), usage),
+            reservation=answers.from_reservation(one, self.clock.now(), self.clock.wall(), usage),
             lease_token=self.tokens.of_lease(one) if own and one.live else "",
         )
         message = answer.reservation
@@ -295,20 +267,20 @@ class AllocatorServicer(api.AllocatorServiceServicer):
                 member.ClearField("last_lines")
         if not one.waiting:
             self.told[one.id, fenced, own] = one, usage, notes, answer
-            if len(self.told) > REMEMBERED:
+            if len(self.told) > answers.REMEMBERED:
                 self.told.popitem(last=False)
         elif place := self.reserving.waiting.place(one.request_id):
             message.job.queue_position, message.job.queue_reason = place.position, place.obstacle.message
             message.job.queue_order = place.order
-            put_estimate(message.job, place, self.clock.now())
+            answers.put_estimate(message.job, place, self.clock.now())
         return answer
 
 
-def watched(request: api.WatchReservationsRequest) -> Callable[[Reservation], bool]:
+def watched(request: api.WatchReservationsRequest) -> Callable[[model.Reservation], bool]:
     """Which reservations a watcher wants; when a planned revocation is taken back, it is sent once more."""
     wanted, told = RecordFilter(request.holder, request.gpu_uuid), set[str]()
 
-    def is_wanted(one: Reservation) -> bool:
+    def is_wanted(one: model.Reservation) -> bool:
         if one not in wanted or not request.revoked:
             return one in wanted
         if one.revoke_at is not None:
@@ -325,27 +297,30 @@ SHARED = 5.0
 """Seconds for which watchers share one message of a reservation, although remaining time and use change."""
 
 
-def _is_shown_fence(reservation: Reservation, caller: Principal) -> bool:
+def _is_shown_fence(reservation: model.Reservation, caller: auth.Principal) -> bool:
     """Whether a caller sees the fence: the owner, or an admin."""
-    own = caller.role >= Role.OPERATOR and reservation.is_of(caller.name)
-    return own or caller.role >= Role.ADMIN
+    own = caller.role >= auth.Role.OPERATOR and reservation.is_of(caller.name)
+    return own or caller.role >= auth.Role.ADMIN
 
 
 _MIB = 1024 * 1024
 _GB = 10**9
 _MIG_MEMORY = re.compile(r"\.(\d{1,6})gb", re.IGNORECASE)
 
-_POLICY_OF = {number: one for one, number in POLICIES.items()}
-_STRATEGIES = {api.GangStrategy.Value(f"GANG_STRATEGY_{one.name}"): one for one in GangStrategy}
-_SETS = {api.GpuSet.GPU_SET_NVLINK: GpuSet.NVLINK, api.GpuSet.GPU_SET_MEMORY_BALANCED: GpuSet.MEMORY_BALANCED}
+_POLICY_OF = {number: one for one, number in answers.POLICIES.items()}
+_STRATEGIES = {api.GangStrategy.Value(f"GANG_STRATEGY_{one.name}"): one for one in model.GangStrategy}
+_SETS = {
+    api.GpuSet.GPU_SET_NVLINK: model.GpuSet.NVLINK,
+    api.GpuSet.GPU_SET_MEMORY_BALANCED: model.GpuSet.MEMORY_BALANCED,
+}
 
 
 _ASKS_KEPT, _ORDERS_KEPT = 1024, 256
 """Cached asks and orders: callers repeat the same ones."""
-_asks: OrderedDict[tuple[bytes, int], tuple[AllocatorSettings, Ask]] = OrderedDict()
+_asks: OrderedDict[tuple[bytes, int], tuple[AllocatorSettings, model.Ask]] = OrderedDict()
 
 
-def to_ask(request: api.Ask, defaults: AllocatorSettings, path: str = "ask.") -> Ask:
+def to_ask(request: api.Ask, defaults: AllocatorSettings, path: str = "ask.") -> model.Ask:
     """The ask of a valid message, with the settings' defaults.
 
     InvalidArgumentError names every contradiction, by paths that start with `path`.
@@ -358,7 +333,7 @@ def to_ask(request: api.Ask, defaults: AllocatorSettings, path: str = "ask.") ->
         first = problems[0]
         raise InvalidArgumentError(f"{first.field} {first.description}", violations=problems)
     gpus = [names.parse(names.GPU, name) for name in request.gpus]
-    ask = Ask(
+    ask = model.Ask(
         gpu_count=request.gpu_count,
         min_memory_bytes=_min_memory(request, defaults),
         max_utilization_percent=wire.or_else(
@@ -367,13 +342,13 @@ def to_ask(request: api.Ask, defaults: AllocatorSettings, path: str = "ask.") ->
         allow_unknown_utilization=wire.or_else(
             request, "allow_unknown_utilization", request.mig_profile != ""
         ),
-        policy=_POLICY_OF.get(request.policy, Policy(defaults.default_policy)),
-        weights=Weights(
+        policy=_POLICY_OF.get(request.policy, model.Policy(defaults.default_policy)),
+        weights=model.Weights(
             wire.or_else(request.weights, "memory", defaults.memory_weight),
             wire.or_else(request.weights, "utilization", defaults.utilization_weight),
         ),
         nodes=_nodes(request.nodes) or frozenset(gpu["node"] for gpu in gpus),
-        gpu_milli=wire.or_else(request, "gpu_milli", WHOLE),
+        gpu_milli=wire.or_else(request, "gpu_milli", model.WHOLE),
         gpu_memory_bytes=wire.or_else(request, "gpu_memory_bytes", None),
         mig_profile=request.mig_profile,
         models=tuple(request.models),
@@ -384,9 +359,9 @@ def to_ask(request: api.Ask, defaults: AllocatorSettings, path: str = "ask.") ->
         excluded_gpus=frozenset(names.parse(names.GPU, name)["gpu"] for name in request.excluded_gpus),
         node_labels=tuple(sorted(request.node_labels.items())),
         apart_from=tuple(sorted(request.apart_from.items())),
-        gpu_set=_SETS.get(request.gpu_set, GpuSet.BEST),
+        gpu_set=_SETS.get(request.gpu_set, model.GpuSet.BEST),
         member_count=wire.or_else(request, "member_count", 1),
-        gang_strategy=_STRATEGIES.get(request.gang_strategy, GangStrategy.PACK),
+        gang_strategy=_STRATEGIES.get(request.gang_strategy, model.GangStrategy.PACK),
         power_limit_watts=wire.or_else(request, "power_limit_watts", None),
     )
     _asks[key] = defaults, ask
@@ -400,7 +375,7 @@ def _min_memory(request: api.Ask, defaults: AllocatorSettings) -> int:
         return request.min_memory_bytes
     if request.HasField("gpu_memory_bytes"):
         return request.gpu_memory_bytes
-    if request.HasField("gpu_milli") and request.gpu_milli < WHOLE:
+    if request.HasField("gpu_milli") and request.gpu_milli < model.WHOLE:
         return 0  # the memory that goes with the share has to be free, and no more
     usual = defaults.default_min_memory_mib * _MIB
     named = _MIG_MEMORY.search(request.mig_profile)
@@ -411,14 +386,14 @@ def _nodes(resources: Sequence[str]) -> frozenset[str]:
     return frozenset(names.parse(names.NODE, name)["node"] for name in resources)
 
 
-_REST = attrgetter(*(one.name for one in fields(Order)[1:]))
-_orders: OrderedDict[bytes, tuple[Principal, AllocatorSettings, Sequence[Any]]] = OrderedDict()
+_REST = attrgetter(*(one.name for one in fields(model.Order)[1:]))
+_orders: OrderedDict[bytes, tuple[auth.Principal, AllocatorSettings, Sequence[Any]]] = OrderedDict()
 """Cached orders without their request id, by what else was sent: shares of a batch mostly differ in their ids alone."""
 
 
 def to_order(
-    request: api.ReserveRequest, caller: Principal, defaults: AllocatorSettings, path: str = ""
-) -> Order:
+    request: api.ReserveRequest, caller: auth.Principal, defaults: AllocatorSettings, path: str = ""
+) -> model.Order:
     """The order of a valid request, with the settings' defaults and the caller's tenant.
 
     The fingerprint covers the caller and every field except the request id, as sent. `path` is the request's place in another
@@ -433,7 +408,7 @@ def to_order(
     sent = request.SerializeToString(deterministic=True)
     request.request_id = request_id
     if (known := _orders.get(sent)) and known[1] is defaults and (known[0] is caller or known[0] == caller):
-        return Order(request_id.lower(), *known[2])
+        return model.Order(request_id.lower(), *known[2])
     order = _to_order(request, caller, defaults, path, sent)
     _orders[sent] = caller, defaults, _REST(order)
     if len(_orders) > _ORDERS_KEPT:
@@ -442,14 +417,14 @@ def to_order(
 
 
 def _to_order(
-    request: api.ReserveRequest, caller: Principal, defaults: AllocatorSettings, path: str, sent: bytes
-) -> Order:
+    request: api.ReserveRequest, caller: auth.Principal, defaults: AllocatorSettings, path: str, sent: bytes
+) -> model.Order:
     """The order of a request; `sent` is all of it but its id."""
     tenant, owner = request.tenant or caller.tenants[0], request.owner or caller.name
-    if caller.role < Role.ADMIN:
+    if caller.role < auth.Role.ADMIN:
         check_tenant(caller, tenant, f"{path}tenant")
-        require_priority(caller, request.priority, f"{path}priority")
-        if owner != caller.name and ANY_TENANT not in caller.limits.tenants:
+        auth.require_priority(caller, request.priority, f"{path}priority")
+        if owner != caller.name and auth.ANY_TENANT not in caller.limits.tenants:
             field = f"{path}owner"
             raise PermissionDeniedError(
                 f"{field}: {caller.name} can only reserve for itself, not for {owner}",
@@ -458,18 +433,18 @@ def _to_order(
             )
     if request.may_preempt and not wire.optional_seconds(request, "wait"):
         raise InvalidArgumentError("may_preempt needs a wait", field=f"{path}may_preempt")
-    for label in (one for one in OWN_LABELS if one in request.labels) if request.labels else ():
+    for label in (one for one in model.OWN_LABELS if one in request.labels) if request.labels else ():
         text = f"{label} is not for holders to set; name the booking, or a power limit, instead"
         raise InvalidArgumentError(text, field=f"{path}labels")
     booking, labels = "", dict(request.labels) if request.labels else {}
     if request.booking:
-        booking = labels[BOOKING_LABEL] = names.id_of(names.BOOKING, request.booking, f"{path}booking")
+        booking = labels[model.BOOKING_LABEL] = names.id_of(names.BOOKING, request.booking, f"{path}booking")
     if request.ask.HasField("power_limit_watts"):
-        labels[POWER_LABEL] = f"{request.ask.power_limit_watts:g}"
+        labels[model.POWER_LABEL] = f"{request.ask.power_limit_watts:g}"
     if request.HasField("movable"):
-        labels[MOVABLE_LABEL] = f"{wire.seconds(request.movable):g}"
+        labels[model.MOVABLE_LABEL] = f"{wire.seconds(request.movable):g}"
     ttl = wire.optional_seconds(request, "ttl")
-    return Order(
+    return model.Order(
         request_id=request.request_id.lower(),
         fingerprint=f"{wire.fingerprint(request, sent)} {caller.name}",
         holder=request.holder,
@@ -490,12 +465,12 @@ def _to_order(
     )
 
 
-def check_tenant(caller: Principal, tenant: str, field: str) -> None:
+def check_tenant(caller: auth.Principal, tenant: str, field: str) -> None:
     """PermissionDeniedError (OTHER_TENANT), with the field, unless the caller may use the tenant's quota."""
     if not caller.may_use(tenant):
         may = ", ".join(caller.tenants)
         raise PermissionDeniedError(
-            f"{field}: {caller.name} cannot use the quota of {tenant}, only of: {may}. {to_allow(caller, f'--tenant {tenant}')}",
+            f"{field}: {caller.name} cannot use the quota of {tenant}, only of: {may}. {auth.to_allow(caller, f'--tenant {tenant}')}",
             reason="OTHER_TENANT",
             metadata={"field": field, "tenant": tenant},
         )

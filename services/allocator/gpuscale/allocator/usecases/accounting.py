@@ -32,17 +32,7 @@ from gpuscale.allocator.domain.durations import Durations, Kin, kin_of, lasted
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation
 from gpuscale.allocator.domain.usage import gpus_of, read_since
-from gpuscale.allocator.state.usage_ledger import (
-    ROLL_AFTER,
-    Rows,
-    UsageLedger,
-    Used,
-    Work,
-    putting,
-    rows_of,
-    tally_of,
-    unread_rows,
-)
+from gpuscale.allocator.state import usage_ledger
 from gpuscale.allocator.usecases.fleet import FleetView
 from gpuscale.common.errors import GpuscaleError, NotFoundError
 from gpuscale.common.names import reservation_name
@@ -89,7 +79,7 @@ class Accounting:
 
     ledger: Ledger
     view: FleetView
-    usage: UsageLedger
+    usage: usage_ledger.UsageLedger
     clock: Clock
     keep_days: int
     tell: Callable[[Reservation], None] = lambda _: None
@@ -124,10 +114,10 @@ class Accounting:
             known = there.until_ms if there and there.boot_id == boot else None
             self._put(resumed(one, now, known, there.part if there else 0, self._wall()))
 
-    def beside(self, changed: Iterable[Reservation]) -> Work | None:
+    def beside(self, changed: Iterable[Reservation]) -> usage_ledger.Work | None:
         """What to write with reservations that change: the last rows of ended ones, the first of continuing ones."""
-        rows: Rows = []
-        never_read: Rows = []
+        rows: usage_ledger.Rows = []
+        never_read: usage_ledger.Rows = []
         now, wall = self.clock.now(), self._wall()
         for one in changed:
             live, first = one.live, self._fresh.get(one.id)
@@ -144,17 +134,17 @@ class Accounting:
                 continue
             if live and not left:
                 account.count(account.until, wall)
-                rows += rows_of(account, self.clock.boot_id)
+                rows += usage_ledger.rows_of(account, self.clock.boot_id)
             else:
                 end = granted_since(one) if left else ended_at(one)
                 if account.seen:
                     account.count(end, wall, last=True)
                 else:  # it was short: readings since it began cover all its time
                     self._look(account, now, wall, end, account.until / 1000)
-                rows += rows_of(account, "", "" if left else str(one.end_cause))
-        return putting(rows, never_read) if rows or never_read else None
+                rows += usage_ledger.rows_of(account, "", "" if left else str(one.end_cause))
+        return usage_ledger.putting(rows, never_read) if rows or never_read else None
 
-    def _rows_unread(self, first: Reservation, one: Reservation, now: float, wall: int) -> Rows:
+    def _rows_unread(self, first: Reservation, one: Reservation, now: float, wall: int) -> usage_ledger.Rows:
         """The rows of a reservation that ends on the day of its grant, if none of its GPUs was read since; else none."""
         since, end = granted_since(first), ended_at(one)
         [(day, piece), *others] = by_day(end - since if end > since else 0, wall)
@@ -163,7 +153,7 @@ class Accounting:
         if read or others or len(milli) < len(first.gpus):
             return []
         self._unread[one.id] = day, piece * sum(milli.values())
-        return unread_rows(first, first_part(first) + 1, day, piece, end, str(one.end_cause))
+        return usage_ledger.unread_rows(first, first_part(first) + 1, day, piece, end, str(one.end_cause))
 
     def note(self, one: Reservation, _news: bool = True) -> None:
         """A reservation was granted, changed or ended, and that is on disk."""
@@ -229,12 +219,14 @@ class Accounting:
             for one in batch:
                 one.count(millis(self.clock.now()), self._wall())
             parts = [one.part for one in batch]
-            await self.usage.put([row for one in batch for row in rows_of(one, self.clock.boot_id)])
+            await self.usage.put(
+                [row for one in batch for row in usage_ledger.rows_of(one, self.clock.boot_id)]
+            )
             for one, part in zip(batch, parts, strict=True):
                 one.kept = True  # of the entries on disk, the last one keeps growing
                 one.entries = [entry for entry in one.entries[:-1] if entry.part > part] + one.entries[-1:]
 
-    async def query(self, first: int, last: int, dimensions: Collection[str]) -> list[Used]:
+    async def query(self, first: int, last: int, dimensions: Collection[str]) -> list[usage_ledger.Used]:
         """Use in the UTC days from `first` to before `last`; for live reservations, up to LOOK seconds ago."""
         if self.clock.now() - self._saved_at > LOOK:
             with suppress(GpuscaleError):  # what cannot be written now is missing here, and written later
@@ -248,19 +240,19 @@ class Accounting:
         account = self._accounts.get(reservation_id)
         if account is not None and self._open(account):
             self._look(account, self.clock.now(), self._wall())
-        rows = rows_of(account, "") if account else []
+        rows = usage_ledger.rows_of(account, "") if account else []
         parts = {row["part"] for row in rows}
         found: dict[str, GpuStatistics] = {}
         outcome = ""
         for row in [*await self.usage.of_reservation(reservation_id), *rows]:
             if row in rows or row["part"] not in parts:
-                outcome, uuid, tally = outcome or row["outcome"], row["gpu_uuid"], tally_of(row)
+                outcome, uuid, tally = outcome or row["outcome"], row["gpu_uuid"], usage_ledger.tally_of(row)
                 tally = found[uuid].tally.plus(tally) if uuid in found else tally
                 found[uuid] = GpuStatistics(uuid, row["node"], row["model"], row["milli"], tally)
         if not found:
             raise NotFoundError(
                 f"no usage is known of reservation {reservation_id}: it never existed, held no GPU, or ended more"
-                f" than {ROLL_AFTER} days ago",
+                f" than {usage_ledger.ROLL_AFTER} days ago",
                 metadata={"name": reservation_name(reservation_id)},
             )
         return outcome, [*found.values()]
@@ -311,7 +303,7 @@ class Accounting:
 class FairShare:
     """Keeps `past`: what each tenant held on average, by the usage ledger. `run` must run if past use counts."""
 
-    usage: UsageLedger
+    usage: usage_ledger.UsageLedger
     clock: Clock
     half_life: float
     past: dict[str, float] = field(default_factory=dict[str, float], init=False)

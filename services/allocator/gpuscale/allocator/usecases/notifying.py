@@ -14,19 +14,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
 from urllib.parse import urlsplit
 
+from gpuscale.allocator.domain import notifications
 from gpuscale.allocator.domain.model import Node, NodeState, Reservation
-from gpuscale.allocator.domain.notifications import (
-    SIGNATURE,
-    EventKind,
-    Networks,
-    NotifiedEvent,
-    Webhook,
-    body_of,
-    networks,
-    of_change,
-    permitted,
-    signature,
-)
 from gpuscale.allocator.state.policies import Letter, PolicyStore
 from gpuscale.allocator.usecases.declarations import Declarations
 from gpuscale.common.errors import GpuscaleError
@@ -56,10 +45,10 @@ _log = get_logger(__name__)
 class Notifying:
     """Sends notifications. `open_notifying` makes one; then `run` must run."""
 
-    targets: Declarations[Webhook]
+    targets: Declarations[notifications.Webhook]
     store: PolicyStore
     clock: Clock
-    allowed: Networks
+    allowed: notifications.Networks
     _letters: dict[int, Letter] = field(default_factory=dict[int, Letter], init=False)
     _due: dict[str, list[tuple[float, int]]] = field(
         default_factory=dict[str, list[tuple[float, int]]], init=False
@@ -90,7 +79,7 @@ class Notifying:
         self._due = {key: due for key, due in self._due.items() if self.targets.spec(key) is not None}
         self._wake.set()
 
-    def letters(self, events: Sequence[NotifiedEvent]) -> list[Letter]:
+    def letters(self, events: Sequence[notifications.NotifiedEvent]) -> list[Letter]:
         """The letters to write for events, one for each target that wants them; `posted` then sends them."""
         found: list[Letter] = []
         for event in events:
@@ -110,7 +99,9 @@ class Notifying:
         if not len(self.targets):
             return []
         now, wall = self.clock.now(), self.clock.wall()
-        return self.letters([event for was, one in pairs for event in of_change(was, one, now, wall)])
+        return self.letters(
+            [event for was, one in pairs for event in notifications.of_change(was, one, now, wall)]
+        )
 
     def posted(self, letters: Sequence[Letter]) -> None:
         """These letters are on disk now."""
@@ -169,9 +160,9 @@ class Notifying:
             for one in self._told - bad.keys()  # a GPU not seen since the start may still be in quarantine
             if (one in self._bad if "/gpus/" in one else one not in self._down)
         ]
-        kinds = EventKind.NODE_DOWN, EventKind.GPU_QUARANTINED
+        kinds = notifications.EventKind.NODE_DOWN, notifications.EventKind.GPU_QUARANTINED
         events = [
-            NotifiedEvent(kinds["/gpus/" in name], name, f"{name} is {text}", wall)
+            notifications.NotifiedEvent(kinds["/gpus/" in name], name, f"{name} is {text}", wall)
             for name, text in bad.items()
             if name not in self._told
         ]
@@ -220,21 +211,21 @@ class Notifying:
         heapq.heappush(self._due.setdefault(letter.target, []), (at, letter.number))
         self._wake.set()
 
-    async def _send(self, target: Webhook, letter: Letter) -> str:
+    async def _send(self, target: notifications.Webhook, letter: Letter) -> str:
         """Send once; the problem, without the address, which may be a secret. Empty if the target accepted it."""
         import httpx
 
-        body, seconds = body_of(letter.event, letter.number), int(self.clock.wall().timestamp())
+        body, seconds = notifications.body_of(letter.event, letter.number), int(self.clock.wall().timestamp())
         headers = {"content-type": "application/json", "user-agent": "gpuscale"}
         if target.secret:
-            headers[SIGNATURE] = signature(target.secret, body, seconds)
+            headers[notifications.SIGNATURE] = notifications.signature(target.secret, body, seconds)
         try:
             async with asyncio.timeout(TIMEOUT):
                 url = httpx.URL(target.url)
                 port = url.port or (443 if url.scheme == "https" else 80)
                 found = await asyncio.get_running_loop().getaddrinfo(url.host, port)
                 addresses = [str(entry[4][0]).partition("%")[0] for entry in found]
-                if not addresses or not all(permitted(one, self.allowed) for one in addresses):
+                if not addresses or not all(notifications.permitted(one, self.allowed) for one in addresses):
                     return f"{url.host} has no address that allocator.notify_networks allows"
                 request = self._client.stream(
                     "POST",
@@ -259,10 +250,12 @@ class Notifying:
 
 
 async def open_notifying(
-    store: PolicyStore, decode: Callable[[str], Webhook], clock: Clock, allowed: Sequence[str]
+    store: PolicyStore, decode: Callable[[str], notifications.Webhook], clock: Clock, allowed: Sequence[str]
 ) -> Notifying:
     """A sender to the stored targets, also to addresses in the `allowed` networks."""
-    found = Notifying(Declarations("targets", store, decode, clock), store, clock, networks(allowed))
+    found = Notifying(
+        Declarations("targets", store, decode, clock), store, clock, notifications.networks(allowed)
+    )
     await found.load()
     return found
 
