@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import NamedTuple, NoReturn, Self
 from uuid import uuid4
 
+from gpuscale.autoscaler.domain import planning
 from gpuscale.autoscaler.domain.decisions import (
     Code,
     Decision,
@@ -38,14 +39,6 @@ from gpuscale.autoscaler.domain.inputs import (
     Inputs,
     Observation,
     WorkerGroup,
-)
-from gpuscale.autoscaler.domain.planning import (
-    Plans,
-    capacity_of,
-    clock_time,
-    secured,
-    set_states,
-    startup_seconds,
 )
 from gpuscale.autoscaler.domain.precedence import yielding
 from gpuscale.autoscaler.domain.replicas import EndReason, Moment, Replica, ReplicaState, asked_to_stop
@@ -357,7 +350,7 @@ class EndpointLoop:
             if refusal is not None:
                 text = refusal.text
                 if times := [one.revocation.leave_time for one in after if one.leaving and one.revocation]:
-                    until = clock_time(min(times))
+                    until = planning.clock_time(min(times))
                     text = f"{text.rstrip('.')}; those that will lose their GPUs work on until {until}"
                 text = "; ".join([*(one.text for one in preempts), text])
                 desired = passed.endpoint.desired
@@ -590,7 +583,7 @@ def come_to(known: Known, facts: PassFacts) -> Pass:
         counts = {one: count.wanted for one, count in sets.items()}
         if wanted != before.desired or (before.spec.capability_sets and counts != before.targets):
             endpoint = replace(before, desired=wanted, sets=counts)
-    plans = Plans.of(endpoint, kept, rows, silent, facts.busy, facts.at.now, starts=facts.starts)
+    plans = planning.Plans.of(endpoint, kept, rows, silent, facts.busy, facts.at.now, starts=facts.starts)
     stopped = plans.stopped(endpoint, facts.at)
     now = [set_id for set_id, delay in plans.delays.items() if not delay]
     started = [_decided(endpoint, one, facts.at) for one in now for _ in range(plans.plans[one].start)]
@@ -634,11 +627,11 @@ def question_of(
         series=facts.past.series,
         last_changes=known.changes,
         bursts=facts.past.bursts,
-        startup=startup_seconds(kept, facts.at),
-        sets=set_states(endpoint, kept, facts.at.now, facts.busy),
-        gpu_limit=None if facts.room is None else secured(rows) + facts.room,
+        startup=planning.startup_seconds(kept, facts.at),
+        sets=planning.set_states(endpoint, kept, facts.at.now, facts.busy),
+        gpu_limit=None if facts.room is None else planning.secured(rows) + facts.room,
         gives_way=facts.gives_way,
-        capacity=capacity_of(endpoint.spec, rows, facts.busy),
+        capacity=planning.capacity_of(endpoint.spec, rows, facts.busy),
     )
     unknown = sum(one.adapter in silent for one in rows)
     return Question(endpoint.spec, inputs, Memory(facts.at.now) if memory is None else memory, unknown)

@@ -7,13 +7,7 @@ from typing import Any, TypeAlias
 from gpuscale.api.autoscaler import v1 as api
 from gpuscale.autoscaler.domain.inputs import WorkerGroup
 from gpuscale.autoscaler.domain.planning import DEFAULT_CAPABILITIES, AdapterFacts, Capabilities
-from gpuscale.autoscaler.domain.replicas import (
-    DesiredReplica,
-    Goal,
-    LogPart,
-    ReplicaReport,
-    ReplicaState,
-)
+from gpuscale.autoscaler.domain.replicas import DesiredReplica, Goal, LogPart, ReplicaReport, ReplicaState
 from gpuscale.autoscaler.domain.serving import ServerReading
 from gpuscale.autoscaler.loop.hub import AdapterHub, AdapterSession, AdapterView, LogQuestion
 from gpuscale.autoscaler.servicers.feeds import Feeds

@@ -5,16 +5,8 @@ from functools import partial
 from typing import Any
 
 from gpuscale.api.autoscaler import v1 as api
+from gpuscale.autoscaler.domain import signals
 from gpuscale.autoscaler.domain.inputs import TaskReport
-from gpuscale.autoscaler.domain.signals import (
-    DEFAULT_INTERVAL,
-    DEFAULT_VIRTUAL_HOST,
-    PENDING,
-    QueueReading,
-    QueueState,
-    Watcher,
-    WatchSpec,
-)
 from gpuscale.autoscaler.servicers.feeds import Feeds
 from gpuscale.autoscaler.signals.sources import ReportedMetrics, Subject, Value
 from gpuscale.autoscaler.signals.watchers import QueueWatchers
@@ -31,7 +23,7 @@ from gpuscale.common.store.store import Store
 from gpuscale.common.wire import optional_seconds, seconds, to_duration
 
 _Status = api.QueueWatcherStatus
-_STATES = {state: _Status.State.Value(f"STATE_{state.name}") for state in QueueState}
+_STATES = {state: _Status.State.Value(f"STATE_{state.name}") for state in signals.QueueState}
 
 
 class QueueWatcherServicer(api.QueueWatcherServiceServicer):
@@ -42,7 +34,7 @@ class QueueWatcherServicer(api.QueueWatcherServiceServicer):
         self._clock = clock
         self._feeds = feeds
 
-    def _to_wire(self, watcher: Watcher) -> api.QueueWatcher:
+    def _to_wire(self, watcher: signals.Watcher) -> api.QueueWatcher:
         return _with_status(self._watchers, watcher, self._clock.now())
 
     async def CreateQueueWatcher(
@@ -85,7 +77,7 @@ class QueueWatcherServicer(api.QueueWatcherServiceServicer):
     ) -> api.UpdateQueueWatcherResponse:
         mask = request.update_mask if request.HasField("update_mask") else None
 
-        def changed(before: Watcher) -> WatchSpec:
+        def changed(before: signals.Watcher) -> signals.WatchSpec:
             return _to_spec(merged(watcher_to_wire(before), request.queue_watcher, mask).spec)
 
         watcher = await self._watchers.update(
@@ -110,13 +102,13 @@ def watchers_to_wire(watchers: QueueWatchers, clock: Clock) -> list[api.QueueWat
     return [_with_status(watchers, one, now) for one in watchers.every()]
 
 
-def _with_status(watchers: QueueWatchers, watcher: Watcher, now: float) -> api.QueueWatcher:
+def _with_status(watchers: QueueWatchers, watcher: signals.Watcher, now: float) -> api.QueueWatcher:
     message = watcher_to_wire(watcher)
-    message.status.CopyFrom(to_status(watchers.reading(watcher.id) or PENDING, now))
+    message.status.CopyFrom(to_status(watchers.reading(watcher.id) or signals.PENDING, now))
     return message
 
 
-def watcher_to_wire(watcher: Watcher) -> api.QueueWatcher:
+def watcher_to_wire(watcher: signals.Watcher) -> api.QueueWatcher:
     """The message of a watcher, without its status."""
     watched = watcher.spec
     interval = wire.to_duration(watched.interval)
@@ -137,7 +129,7 @@ def watcher_to_wire(watcher: Watcher) -> api.QueueWatcher:
     )
 
 
-def to_status(reading: QueueReading, now: float) -> api.QueueWatcherStatus:
+def to_status(reading: signals.QueueReading, now: float) -> api.QueueWatcherStatus:
     """The status of a reading; `now` is seconds since boot. Unknown counts stay unset."""
     age = None if reading.observed_at is None else wire.to_duration(max(0.0, now - reading.observed_at))
     oldest = reading.rates.oldest_age if reading.rates else None
@@ -159,7 +151,7 @@ def _id(name: str, field: str) -> str:
     return names.parse(names.WATCHER, name, field)["watcher"]
 
 
-def _to_spec(spec: api.QueueWatcherSpec) -> WatchSpec:
+def _to_spec(spec: api.QueueWatcherSpec) -> signals.WatchSpec:
     ways = [queues for queues in ((spec.queue,), tuple(spec.queues), (spec.queue_pattern,)) if any(queues)]
     if len(ways) != 1:
         raise InvalidArgumentError(
@@ -169,13 +161,13 @@ def _to_spec(spec: api.QueueWatcherSpec) -> WatchSpec:
     if not all(ways[0]):  # over AMQP this is the queue that was configured before
         raise InvalidArgumentError("must not be empty", field="queue_watcher.spec.queues")
     interval = wire.optional_seconds(spec, "interval")
-    return WatchSpec(
+    return signals.WatchSpec(
         spec.broker,
-        spec.virtual_host or DEFAULT_VIRTUAL_HOST,
+        spec.virtual_host or signals.DEFAULT_VIRTUAL_HOST,
         ways[0],
         bool(spec.queue_pattern),
         spec.rates,
-        DEFAULT_INTERVAL if interval is None else interval,
+        signals.DEFAULT_INTERVAL if interval is None else interval,
     )
 
 

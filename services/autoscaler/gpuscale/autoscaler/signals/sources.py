@@ -20,22 +20,10 @@ import grpc
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.autoscaler.backtest import world
 from gpuscale.autoscaler.backtest.world import UNKNOWN, NoWorkloadError, RecordedReading, workload
+from gpuscale.autoscaler.domain import serving
 from gpuscale.autoscaler.domain.inputs import TaskReport
 from gpuscale.autoscaler.domain.planning import AdapterFacts, gpus_elsewhere, nodes_of
 from gpuscale.autoscaler.domain.replicas import Moment, Replica, ReplicaState
-from gpuscale.autoscaler.domain.serving import (
-    LEVELS,
-    METRICS,
-    PREFIX,
-    RATE_WINDOW,
-    WINDOW,
-    Latencies,
-    Reading,
-    ServerReading,
-    percentile,
-    percentile_of,
-    restarted,
-)
 from gpuscale.autoscaler.domain.signals import QueueReading, Sample, combined, queue_sample
 from gpuscale.autoscaler.domain.spec import (
     ASKS_FOR_ROOM,
@@ -54,13 +42,7 @@ from gpuscale.autoscaler.domain.spec import (
     WaitingSignal,
 )
 from gpuscale.autoscaler.signals.fleet import FleetMetrics
-from gpuscale.autoscaler.signals.polling import (
-    Counts,
-    Poller,
-    room_for,
-    waiting_requests,
-    waiting_sample,
-)
+from gpuscale.autoscaler.signals.polling import Counts, Poller, room_for, waiting_requests, waiting_sample
 from gpuscale.autoscaler.signals.prometheus import (
     InstantQuery,
     InstantVector,
@@ -205,7 +187,9 @@ def _full(message: str) -> ResourceExhaustedError:
 
 @dataclass(slots=True)
 class _Server:
-    readings: deque[Reading] = field(default_factory=lambda: deque[Reading](maxlen=MAX_READINGS))
+    readings: deque[serving.Reading] = field(
+        default_factory=lambda: deque[serving.Reading](maxlen=MAX_READINGS)
+    )
     problem: str = "has not reported yet"  # of its last read; empty if it succeeded
 
 
@@ -217,7 +201,7 @@ class ReplicaServers:
         self._servers: dict[str, dict[str, _Server]] = {}
 
     def heard(
-        self, endpoint: str, replica: str, age: float, reading: ServerReading | None, problem: str
+        self, endpoint: str, replica: str, age: float, reading: serving.ServerReading | None, problem: str
     ) -> None:
         """Take a replica's reading of `age` seconds ago, or why there is none."""
         server = self._servers.setdefault(endpoint, {}).setdefault(replica, _Server())
@@ -227,10 +211,10 @@ class ReplicaServers:
         at, readings = self._clock.now() - age, server.readings
         if readings and readings[-1][0] >= at:
             return
-        if readings and restarted(readings[-1][1], reading):
+        if readings and serving.restarted(readings[-1][1], reading):
             readings.clear()
         readings.append((at, reading))
-        while len(readings) > 2 and readings[1][0] <= at - WINDOW:
+        while len(readings) > 2 and readings[1][0] <= at - serving.WINDOW:
             readings.popleft()
 
     def keep(self, endpoint: str, replicas: Collection[str]) -> None:
@@ -253,18 +237,19 @@ class ReplicaServers:
             return Sample(problem="no replica is ready")
         known = self._servers.get(endpoint, {})
         servers = {replica: known.get(replica, _Server()) for replica in replicas}
-        joint = percentile_of(metric)
+        joint = serving.percentile_of(metric)
         values: list[float] = []
         told: dict[str, _Server] = {}
         if joint is not None:
-            spans: list[tuple[Latencies, Latencies]] = []  # at the beginning and at the end of the window
+            # at the beginning and at the end of the window
+            spans: list[tuple[serving.Latencies, serving.Latencies]] = []
             for replica, server in servers.items():
                 if self._fresh(server, oldest) and len(server.readings) >= 2:
                     begin, end = (getattr(server.readings[at][1], joint[0]) for at in (0, -1))
                     if begin is not None and end is not None:
                         told[replica] = server
                         spans.append((begin, end))
-            one = percentile(spans, joint[1])
+            one = serving.percentile(spans, joint[1])
             values = [] if one is None else [one]
         else:
             for replica, server in servers.items():
@@ -282,25 +267,25 @@ class ReplicaServers:
         silence = "; ".join(words[:NAMED]) + more
         at = min((server.readings[-1][0] for server in told.values()), default=None)
         if not values:
-            problem = silence if silent else f"nothing was served in the last {WINDOW:g} s"
+            problem = silence if silent else f"nothing was served in the last {serving.WINDOW:g} s"
             return Sample(at=at, problem=problem, silent_count=len(silent))
         empty = not silent and not any(values)
         return Sample(tuple(values), at, silent_count=len(silent), silence=silence, proven_empty=empty)
 
     def _value(self, server: _Server, metric: str, oldest: float) -> float | None:
         """A metric of one replica; None if it is absent or too old."""
-        if not self._fresh(server, oldest) or (len(server.readings) < 2 and metric not in LEVELS):
+        if not self._fresh(server, oldest) or (len(server.readings) < 2 and metric not in serving.LEVELS):
             return None
         last = server.readings[-1]
-        lately = (one for one in reversed(server.readings) if one[0] <= last[0] - RATE_WINDOW)
-        read = METRICS.get(metric)
+        lately = (one for one in reversed(server.readings) if one[0] <= last[0] - serving.RATE_WINDOW)
+        read = serving.METRICS.get(metric)
         return None if read is None else read(next(lately, server.readings[0]), last)
 
     def _why_not(self, server: _Server, metric: str, oldest: float) -> str:
         """Why a replica whose last read succeeded has no value."""
         if not self._fresh(server, oldest):
             return f"has not answered for {self._clock.now() - server.readings[-1][0]:.0f} s"
-        once = len(server.readings) < 2 and metric not in LEVELS
+        once = len(server.readings) < 2 and metric not in serving.LEVELS
         return "has answered only once so far" if once else f"does not report {metric}"
 
     def _fresh(self, server: _Server, oldest: float) -> bool:
@@ -357,8 +342,8 @@ class SignalSources:
         metric = endpoint.spec.busy_metric
         if not metric:
             return {}
-        if metric.startswith(PREFIX):
-            return self.servers.by_replica(endpoint.id, metric.removeprefix(PREFIX), DEFAULT_MAX_AGE)
+        if metric.startswith(serving.PREFIX):
+            return self.servers.by_replica(endpoint.id, metric.removeprefix(serving.PREFIX), DEFAULT_MAX_AGE)
         return self.reported.by_replica(endpoint.id, metric, self.clock.now(), DEFAULT_MAX_AGE)
 
     def keep(self, endpoint_id: str, replicas: Sequence[Replica]) -> None:
@@ -387,8 +372,10 @@ class SignalSources:
                 return self.fleet.hosts(source, signal.oldest)
             case PushedSignal(metric):
                 return self.reported.of_endpoint(endpoint.id, metric)
-            case ReplicaSignal(metric) if metric.startswith(PREFIX):
-                return self.servers.sample(endpoint.id, metric.removeprefix(PREFIX), ready, signal.oldest)
+            case ReplicaSignal(metric) if metric.startswith(serving.PREFIX):
+                return self.servers.sample(
+                    endpoint.id, metric.removeprefix(serving.PREFIX), ready, signal.oldest
+                )
             case ReplicaSignal(metric):
                 return self.reported.of_replicas(endpoint.id, metric, ready, self.clock.now(), signal.oldest)
             case PrometheusSignal(server, query):

@@ -34,14 +34,7 @@ from gpuscale.autoscaler.signals import rabbitmq
 from gpuscale.autoscaler.signals.brokers import Broker, BrokerSettings, RetryGate, VirtualHostError, resolve
 from gpuscale.autoscaler.state import watcher_store
 from gpuscale.autoscaler.state.watcher_store import StoredWatcher
-from gpuscale.common.errors import (
-    AlreadyExistsError,
-    FailedPreconditionError,
-    InvalidArgumentError,
-    NotFoundError,
-    expect_etag,
-    request_id_reused,
-)
+from gpuscale.common import errors
 from gpuscale.common.names import watcher_name
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, TaskScope, uninterrupted
@@ -346,11 +339,11 @@ class QueueWatchers:
             known = next((one for one in self._stored.values() if one.request_id == request_id), None)
             if known is not None:
                 if known.request_fingerprint != fingerprint:
-                    raise request_id_reused(request_id)
+                    raise errors.request_id_reused(request_id)
                 return known.watcher
             if watcher_id in self._stored:
                 name = watcher_name(watcher_id)
-                raise AlreadyExistsError(f"{name} exists", metadata={"name": name})
+                raise errors.AlreadyExistsError(f"{name} exists", metadata={"name": name})
             self._check(spec)
             watcher = Watcher(watcher_id, spec, uuid4().hex, self._clock.wall())
             if not validate_only:
@@ -389,7 +382,7 @@ class QueueWatchers:
         async with self._changing:
             self._find(watcher_id, etag)
             if endpoints := self._in_use(watcher_id):
-                raise FailedPreconditionError(
+                raise errors.FailedPreconditionError(
                     f"{watcher_name(watcher_id)} is read by {', '.join(endpoints)}",
                     reason="WATCHER_IN_USE",
                     metadata={"name": watcher_name(watcher_id), "endpoints": ",".join(endpoints)},
@@ -426,27 +419,27 @@ class QueueWatchers:
 
     def _find(self, watcher_id: str, etag: str = "") -> StoredWatcher:
         name = watcher_name(watcher_id)
-        found = NotFoundError.unless(self._stored.get(watcher_id), name)
-        expect_etag(name, etag, found.watcher.etag)
+        found = errors.NotFoundError.unless(self._stored.get(watcher_id), name)
+        errors.expect_etag(name, etag, found.watcher.etag)
         return found
 
     def _check(self, spec: WatchSpec) -> None:
         field = "queue" if len(spec.queues) == 1 else "queues"
         for where, name in (("virtual_host", spec.virtual_host), *((field, queue) for queue in spec.queues)):
             if len(name.encode()) > MAX_NAME_BYTES:
-                raise InvalidArgumentError(
+                raise errors.InvalidArgumentError(
                     f"must have at most {MAX_NAME_BYTES} bytes", field=f"queue_watcher.spec.{where}"
                 )
         if spec.pattern and (wrong := pattern_problem(spec.queues[0])):
-            raise InvalidArgumentError(wrong, field="queue_watcher.spec.queue_pattern")
+            raise errors.InvalidArgumentError(wrong, field="queue_watcher.spec.queue_pattern")
         if spec.broker not in self._sweeps:
-            raise FailedPreconditionError(
+            raise errors.FailedPreconditionError(
                 f"the configuration names no broker {spec.broker!r}",
                 reason="UNKNOWN_BROKER",
                 metadata={"broker": spec.broker},
             )
         if (spec.pattern or spec.rates) and not self._sweeps[spec.broker].counts_all:
-            raise FailedPreconditionError(
+            raise errors.FailedPreconditionError(
                 f"patterns and rates need the management API, which broker {spec.broker} does not have",
                 reason="NO_MANAGEMENT_API",
                 metadata={"broker": spec.broker},

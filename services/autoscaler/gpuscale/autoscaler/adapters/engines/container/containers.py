@@ -29,16 +29,8 @@ from pydantic import (
     model_validator,
 )
 
+from gpuscale.autoscaler.adapters import templates
 from gpuscale.autoscaler.adapters.engine import ReplicaOrder, Sighting, WorkerLife
-from gpuscale.autoscaler.adapters.templates import (
-    Placeholder,
-    ServedMetrics,
-    check_after,
-    check_environment,
-    fill_arguments,
-    handed_on,
-    parse_arguments,
-)
 from gpuscale.common import names
 from gpuscale.common.sizes import parse_size
 
@@ -241,8 +233,10 @@ def check_source(path: str) -> str:
 
 def check_program(command: tuple[str, ...]) -> tuple[str, ...]:
     """Return a command whose first argument, possibly the program, is fixed; ValueError otherwise."""
-    parsed = parse_arguments(command)
-    if parsed and any(isinstance(part, Placeholder) and part.name != "python" for part in parsed[0]):
+    parsed = templates.parse_arguments(command)
+    if parsed and any(
+        isinstance(part, templates.Placeholder) and part.name != "python" for part in parsed[0]
+    ):
         raise ValueError("the first argument of a command takes no placeholder but {python}")
     return command
 
@@ -341,7 +335,7 @@ class ContainerTemplate(BaseModel):
     """Directories of the host that it sees; none by default."""
     health_check: ContainerHealthCheck | None = None
     """How the engine checks its health; the image's way by default."""
-    metrics: ServedMetrics | None = None
+    metrics: templates.ServedMetrics | None = None
     """Where its server exposes metrics for signals `llm:...`, at the address of the container."""
 
     @model_validator(mode="after")
@@ -351,11 +345,11 @@ class ContainerTemplate(BaseModel):
         for name in (*self.env, *self.pass_env):
             if _GPU_VARIABLE.fullmatch(name):
                 raise ValueError(f"{name} must not be set: the adapter asks the engine for the GPUs")
-        check_environment(self.env, self.pass_env)
+        templates.check_environment(self.env, self.pass_env)
         check_program(self.command)
         if not "".join(self.entrypoint).isprintable():
             raise ValueError("entrypoint must be printable")
-        check_after(self.entrypoint, self.command)
+        templates.check_after(self.entrypoint, self.command)
         return self
 
     @property
@@ -376,14 +370,14 @@ def container_request(
 ) -> dict[str, Json]:
     """The request that creates a replica's container from a template; LaunchRefusedError if a value does not fit."""
     check = template.health_check
-    arguments = fill_arguments(name, template.arguments, order, PYTHON)
+    arguments = templates.fill_arguments(name, template.arguments, order, PYTHON)
     command, test, metrics = (
         arguments[: len(template.command)],
         arguments[len(template.command) : -1],
         arguments[-1],
     )
     variables = {
-        **handed_on(name, template.pass_env, environment),
+        **templates.handed_on(name, template.pass_env, environment),
         **template.env,
         **order.reserved_variables(),
     }

@@ -27,21 +27,7 @@ from gpuscale.autoscaler.adapters.engine import (
     StepwiseEngine,
     WorkerLife,
 )
-from gpuscale.autoscaler.adapters.engines.container.containers import (
-    NOT_STARTED,
-    OVER,
-    ContainerTemplate,
-    Details,
-    EngineRefusedError,
-    Json,
-    container_name,
-    container_request,
-    is_allowed,
-    labels,
-    listed_health,
-    owned,
-    sighting,
-)
+from gpuscale.autoscaler.adapters.engines.container import containers
 from gpuscale.autoscaler.adapters.served import with_free_port
 from gpuscale.autoscaler.adapters.settings import Host, NodeEngineSettings, OpenEngine
 from gpuscale.autoscaler.adapters.templates import template_named
@@ -101,7 +87,7 @@ class Pulls:
         try:
             await self._pull_image(image)
             _log.info("image pulled", image=image)
-        except (EngineRefusedError, EngineUnavailableError) as error:
+        except (containers.EngineRefusedError, EngineUnavailableError) as error:
             outcome = f"its image {image} cannot be pulled: {error}"
             _log.warning("image not pulled", image=image, why=str(error))
         self._under_way.discard(image)
@@ -123,7 +109,7 @@ AT_ONCE = 8
 """Calls to the engine at a time."""
 
 T = TypeVar("T")
-_NOT_INSPECTED = ("", Details())
+_NOT_INSPECTED = ("", containers.Details())
 _log = get_logger(__name__)
 
 
@@ -144,14 +130,14 @@ class ContainerSettings(NodeEngineSettings):
     allowed_images: tuple[str, ...] = Field(
         (), description="patterns of allowed images, with * for any text without a slash; none when empty"
     )
-    container_templates: dict[str, ContainerTemplate] = Field(
-        default_factory=dict[str, ContainerTemplate], description="container templates by name"
+    container_templates: dict[str, containers.ContainerTemplate] = Field(
+        default_factory=dict[str, containers.ContainerTemplate], description="container templates by name"
     )
 
     @model_validator(mode="after")
     def _check_images(self) -> Self:
         for name, table in self.container_templates.items():
-            if not is_allowed(table.image, self.allowed_images):
+            if not containers.is_allowed(table.image, self.allowed_images):
                 raise ValueError(f"container_templates.{name}: its image is not among allowed_images")
         return self
 
@@ -194,7 +180,8 @@ class ContainerEngine(StepwiseEngine):
         self._changed = changed
         self._calls = asyncio.Semaphore(AT_ONCE)
         self._found: dict[str, Listed] = {}  # by replica
-        self._details: dict[str, tuple[str, Details]] = {}  # by container: the state inspected, and the rest
+        # by container: the state inspected, and the rest
+        self._details: dict[str, tuple[str, containers.Details]] = {}
         self._finishing = set(finishing)
         self._given_up: dict[str, str] = {}  # by container: why
         self._untold: set[str] = set()  # containers that the engine lists, but cannot inspect
@@ -208,7 +195,7 @@ class ContainerEngine(StepwiseEngine):
         found = {
             replica: container
             for container in await self._api.containers()
-            if (replica := owned(self._adapter, container.names, container.labels))
+            if (replica := containers.owned(self._adapter, container.names, container.labels))
         }
         problems = await self._all(self._inspect(container) for container in found.values())
         if found and all(problems):
@@ -247,10 +234,12 @@ class ContainerEngine(StepwiseEngine):
         template = template_named(self._settings.container_templates, name)
         order = with_free_port(step.order, template.arguments)
         log_bytes = self._settings.replica_log_max_bytes
-        request = container_request(self._adapter, name, template, order, self._environment, log_bytes)
+        request = containers.container_request(
+            self._adapter, name, template, order, self._environment, log_bytes
+        )
         try:
             container = await self._create(order, request)
-        except EngineRefusedError as error:
+        except containers.EngineRefusedError as error:
             if not error.not_found:
                 raise LaunchRefusedError(f"its container cannot be created: {error}") from error
             if template.pull == "never":
@@ -291,7 +280,7 @@ class ContainerEngine(StepwiseEngine):
 
     async def _inspect(self, container: Listed) -> str:
         """Inspect a container if it changed; returns why the engine could not, in which case its listing stands."""
-        health = listed_health(container.status)
+        health = containers.listed_health(container.status)
         state = f"{container.state} {health}"
         before, details = self._details.get(container.id, _NOT_INSPECTED)
         # Some engines omit the health from listings.
@@ -303,7 +292,7 @@ class ContainerEngine(StepwiseEngine):
             if container.id not in self._untold:
                 _log.warning("the engine cannot inspect a container", container=container.id, why=str(error))
             self._untold.add(container.id)
-            self._details[container.id] = ("", Details(unknown=True))
+            self._details[container.id] = ("", containers.Details(unknown=True))
             return str(error)
         self._untold.discard(container.id)
         if found is None:
@@ -315,12 +304,12 @@ class ContainerEngine(StepwiseEngine):
     async def _judge(self, replica: str, container: Listed) -> tuple[str, Sighting]:
         """The state of a replica. Kills its container if its health check failed too often, or it was given up."""
         details = self._details[container.id][1]
-        if container.state not in OVER:
+        if container.state not in containers.OVER:
             if why := self._given_up.get(container.id):
                 await self._give_up(container.id, why)
             elif details.health == "unhealthy" and replica not in self._finishing:
                 await self._give_up(container.id, "its health check failed too often")
-        return replica, sighting(container.state, details, self._given_up.get(container.id, ""))
+        return replica, containers.sighting(container.state, details, self._given_up.get(container.id, ""))
 
     async def _give_up(self, container: str, why: str) -> None:
         """Kill a container that must not go on; it may hang, so it is not asked to finish first."""
@@ -329,23 +318,26 @@ class ContainerEngine(StepwiseEngine):
         self._given_up[container] = why
         try:
             await self._api.kill(container, "SIGKILL")
-        except (EngineRefusedError, EngineUnavailableError) as error:
+        except (containers.EngineRefusedError, EngineUnavailableError) as error:
             _log.info("container not killed", container=container, why=str(error))
 
-    async def _create(self, order: ReplicaOrder, request: Mapping[str, Json]) -> str | None:
+    async def _create(self, order: ReplicaOrder, request: Mapping[str, containers.Json]) -> str | None:
         """The id of its container, never started so far; None if it was, or must be created again."""
-        name = container_name(self._adapter, order.replica)
+        name = containers.container_name(self._adapter, order.replica)
         try:
             return await self._api.create(name, request)
-        except EngineRefusedError:
+        except containers.EngineRefusedError:
             # The status alone does not show that a name is taken: Podman returns 500 where Docker returns 409.
             existing = await self._api.inspect(name)
-            if existing is None or owned(self._adapter, [existing.name], existing.labels) != order.replica:
+            if (
+                existing is None
+                or containers.owned(self._adapter, [existing.name], existing.labels) != order.replica
+            ):
                 raise
-        if existing.state not in NOT_STARTED:
+        if existing.state not in containers.NOT_STARTED:
             return None
         # The remains of an interrupted start are usable if they have the same GPUs and fence.
-        if labels(self._adapter, order).items() <= existing.labels.items():
+        if containers.labels(self._adapter, order).items() <= existing.labels.items():
             return existing.id
         await self._discard(existing.id)
         return None
@@ -359,7 +351,7 @@ class ContainerEngine(StepwiseEngine):
             raise LaunchRefusedError(refusal)
         try:
             await self._api.start(container)
-        except EngineRefusedError as error:
+        except containers.EngineRefusedError as error:
             why = f"its container cannot be started: {error}"
             if NO_RUNTIME in str(error):
                 why = f"the engine cannot give it GPUs: the NVIDIA container runtime is not set up there ({error})"
@@ -375,7 +367,7 @@ class ContainerEngine(StepwiseEngine):
         """Remove a container; harmless if it does not exist."""
         try:
             await self._api.remove(container)
-        except EngineRefusedError as error:
+        except containers.EngineRefusedError as error:
             raise EngineUnavailableError(f"a container cannot be removed: {error}") from error
 
     async def _signal(self, replica: str, signal: str) -> None:
@@ -384,9 +376,9 @@ class ContainerEngine(StepwiseEngine):
             return
         try:
             await self._api.kill(container.id, signal)
-        except EngineRefusedError as error:
+        except containers.EngineRefusedError as error:
             details = await self._api.inspect(container.id)
-            if details is not None and details.state not in OVER:
+            if details is not None and details.state not in containers.OVER:
                 raise EngineUnavailableError(str(error)) from error
 
     async def _all(self, calls: Iterable[Awaitable[T]]) -> list[T]:

@@ -20,12 +20,7 @@ from gpuscale.autoscaler.adapters.engine import (
     StepwiseEngine,
     WorkerLife,
 )
-from gpuscale.autoscaler.adapters.engines.process.processes import (
-    ProcessId,
-    WorkerProcess,
-    WorkerUser,
-    find_leader,
-)
+from gpuscale.autoscaler.adapters.engines.process import processes
 from gpuscale.autoscaler.adapters.engines.process.replica import (
     KEPT_PROCESS,
     KEPT_SECONDS,
@@ -162,7 +157,7 @@ class ProcessSettings(NodeEngineSettings):
             clock=host.clock,
             admission=Admission(host.agent, required=self.require_admission),
             changed=changed.set,
-            user=await asyncio.to_thread(WorkerUser.of, self.worker_user),
+            user=await asyncio.to_thread(processes.WorkerUser.of, self.worker_user),
         )
         async with TaskScope() as tasks:
             engine = ProcessEngine(self.templates, context, changed, tasks)
@@ -189,7 +184,7 @@ class ProcessEngine(StepwiseEngine):
 
     def __post_init__(self) -> None:
         self._replicas: dict[str, LocalReplica] = {}
-        self._found: dict[str, ProcessId] = {}
+        self._found: dict[str, processes.ProcessId] = {}
 
     async def adopt(self, records: Iterable[JournalRecord]) -> None:
         """Adopt the replicas of earlier runs of the adapter.
@@ -204,7 +199,7 @@ class ProcessEngine(StepwiseEngine):
                 kept = KEPT_PROCESS.validate_python(record.kept) if record.kept and here else None
                 await self._take_over(name, kept, finishing=record.asked_to_stop_at is not None)
             if record.phase is Phase.INTENT and here:
-                leader = await asyncio.to_thread(find_leader, name, user)
+                leader = await asyncio.to_thread(processes.find_leader, name, user)
                 if leader is not None:
                     self._found[name] = leader
 
@@ -212,7 +207,7 @@ class ProcessEngine(StepwiseEngine):
         probe, metrics = (kept.probe, kept.metrics) if kept else (None, "")
         replica = LocalReplica(name, self.context, probe, metrics, finishing=finishing)
         self._replicas[name] = replica
-        process = await WorkerProcess.adopt(kept.process) if kept else None
+        process = await processes.WorkerProcess.adopt(kept.process) if kept else None
         if kept is None or process is None:
             life = replica.end_unseen(kept.process if kept else None)
         else:
