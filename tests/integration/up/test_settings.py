@@ -55,6 +55,6 @@ async def test_what_is_not_refused_is_read(tmp_path: Path, monkeypatch: pytest.M
         (type(one), name) for one in parts for name in type(one).model_fields if name not in read[type(one)]
     ]
     assert unread
-    monkeypatch.setattr("gpuscale.up.settings.load", lambda *_, **__: settings.up)
+    monkeypatch.setattr("gpuscale.common.config.sources.load", lambda *_, **__: settings.up)
     ignored = [f"[{part.section}] {name}" for part, name in unread if not refused(part, name, tmp_path)]
     assert ignored == []

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import pytest
 
 from gpuscale.api.allocator import v1 as api
-from gpuscale.cli.commands import detached_jobs, holding, supervise
+from gpuscale.cli.commands import detached_jobs, holding, processes, supervise
 from gpuscale.client import jobs, over_ssh
 from gpuscale.client.orders import Orders, shown
 from gpuscale.client.over_ssh import Member
@@ -355,7 +355,7 @@ def test_a_job_whose_program_is_missing_tells_why_it_has_an_exit_code(
         def ended(self, code: int, why: str) -> None:
             told.append((code, why))
 
-    monkeypatch.setattr(supervise, "start", lambda *_, **__: supervise.NOT_FOUND)
+    monkeypatch.setattr(processes, "start", lambda *_, **__: processes.NOT_FOUND)
     assert supervise._run(cast("holding.LeaseHolder", Holder()), api.Reservation(), stdout=None) == 127
     assert told == [(127, "it did not start: no-such-program was not found")]
 

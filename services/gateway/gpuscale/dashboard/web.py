@@ -31,14 +31,8 @@ from gpuscale.dashboard.facts import Facts
 from gpuscale.dashboard.feed import Feed
 from gpuscale.dashboard.figures import Figures, counted_requests
 from gpuscale.dashboard.frame import DashboardSite, page
+from gpuscale.dashboard.pages import endpoints
 from gpuscale.dashboard.pages.audit import audit_page
-from gpuscale.dashboard.pages.endpoints import (
-    decision_page,
-    endpoint_page,
-    endpoints_page,
-    replica_page,
-    whole_log,
-)
 from gpuscale.dashboard.pages.fleet import fleet_page, gpu_page, health_page, timeline_page
 from gpuscale.dashboard.pages.policies import policies_page
 from gpuscale.dashboard.pages.recordings import recording_page, recordings_page
@@ -148,10 +142,10 @@ PAGES: Mapping[str, Callable[..., None]] = {
     "/usage": usage_page,
     "/bookings": bookings_page,
     "/policies": policies_page,
-    "/endpoints": endpoints_page,
-    "/endpoints/{endpoint}": endpoint_page,
-    "/endpoints/{endpoint}/decisions/{decision}": decision_page,
-    "/endpoints/{endpoint}/replicas/{replica}": replica_page,
+    "/endpoints": endpoints.endpoints_page,
+    "/endpoints/{endpoint}": endpoints.endpoint_page,
+    "/endpoints/{endpoint}/decisions/{decision}": endpoints.decision_page,
+    "/endpoints/{endpoint}/replicas/{replica}": endpoints.replica_page,
     "/recordings": recordings_page,
     "/recordings/{recording}": recording_page,
     "/health": health_page,
@@ -252,7 +246,7 @@ def serve_logs(app: FastAPI, visitors: Visitors) -> None:
 
     async def log(request: Request, endpoint: str, replica: str) -> Response:
         name = f"endpoints/{endpoint}/replicas/{replica}"
-        return await text(request, lambda actions: whole_log(actions, name))
+        return await text(request, lambda actions: endpoints.whole_log(actions, name))
 
     app.get("/reservations/{reservation}/output")(output)
     app.get("/endpoints/{endpoint}/replicas/{replica}/log")(log)

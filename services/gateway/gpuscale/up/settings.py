@@ -19,17 +19,9 @@ from pydantic import Field
 from gpuscale.allocator import settings as allocator
 from gpuscale.autoscaler import settings as autoscaler
 from gpuscale.autoscaler.adapters.engines.process import engine as processes
+from gpuscale.common.config import sources
 from gpuscale.common.config.frame import Level
 from gpuscale.common.config.settings import DatabaseSettings, ServerSettings, UpstreamSettings
-from gpuscale.common.config.sources import (
-    CONFIG_VARIABLE,
-    Settings,
-    is_table,
-    load,
-    load_table,
-    read_config,
-    refuse_unused,
-)
 from gpuscale.common.rpc import audit
 from gpuscale.common.rpc import server as rpc_server
 from gpuscale.gateway import settings as gateway
@@ -120,38 +112,39 @@ def load_all(argv: Sequence[str]) -> AllSettings:
     Raises:
         InvalidArgumentError: a setting of another part is unknown or invalid, or would have no effect.
     """
-    up = load(UpSettings, argv, program=PROGRAM, description=DESCRIPTION)
+    up = sources.load(UpSettings, argv, program=PROGRAM, description=DESCRIPTION)
     if up.demo:
         own = up.data_dir if "data_dir" in up.model_fields_set else up.data_dir.with_name("gpuscale-demo")
         gpus = DEMO_GPUS if up.simulate is None else up.simulate
         up = up.model_copy(update={"data_dir": own, "simulate": gpus})
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", default=os.environ.get(CONFIG_VARIABLE))
+    parser.add_argument("--config", default=os.environ.get(sources.CONFIG_VARIABLE))
     path: str | None = parser.parse_known_args(argv)[0].config
-    config: Mapping[str, object] = read_config(Path(path)) if path else {}  # the file that `load` used
+    # the file that `load` used
+    config: Mapping[str, object] = sources.read_config(Path(path)) if path else {}
     _refuse_unused(config)
     state = {"data_dir": up.data_dir}
     simulated = {} if up.simulate is None else {"source": "simulated", "simulated_gpu_count": up.simulate}
     secured = up.model_dump(include=SECURITY)
     kept = {"state_dir": up.data_dir / "agent"}
     table = config.get("agent", {})
-    if is_table(table):  # simulate GPUs if the host has no driver
+    if sources.is_table(table):  # simulate GPUs if the host has no driver
         config = {**config, "agent": {"source": "auto", **table}}
-    agent = load_table(monitor.AgentSettings, config, {**secured, **simulated, **kept})
+    agent = sources.load_table(monitor.AgentSettings, config, {**secured, **simulated, **kept})
     return AllSettings(
         up=up,
         agent=agent,
-        fleet=load_table(monitor.FleetSettings, config, {**secured, **state}),
-        allocator=load_table(allocator.AllocatorSettings, config, state),
-        autoscaler=load_table(autoscaler.AutoscalerSettings, config, state),
-        adapter=load_table(
+        fleet=sources.load_table(monitor.FleetSettings, config, {**secured, **state}),
+        allocator=sources.load_table(allocator.AllocatorSettings, config, state),
+        autoscaler=sources.load_table(autoscaler.AutoscalerSettings, config, state),
+        adapter=sources.load_table(
             processes.ProcessSettings, config, {**state, "node": agent.node, "end_replicas": True}
         ),
     )
 
 
 def _refuse_unused(config: Mapping[str, object]) -> None:
-    parts: dict[type[Settings], set[str]] = {
+    parts: dict[type[sources.Settings], set[str]] = {
         monitor.AgentSettings: SHARED | {"state_dir", "renew_certificate", "work_socket"},
         monitor.FleetSettings: SHARED | {"data_dir"},
         allocator.AllocatorSettings: SHARED | {"data_dir", "metrics_listen"},
@@ -170,4 +163,4 @@ def _refuse_unused(config: Mapping[str, object]) -> None:
                 instead[name] = f"{PROGRAM} runs every part in one process; set {name} in [agent] or [fleet]"
             else:
                 instead[name] = f"{PROGRAM} runs every part in one process; remove it"
-        refuse_unused(part, config, instead)
+        sources.refuse_unused(part, config, instead)

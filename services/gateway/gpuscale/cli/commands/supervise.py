@@ -24,20 +24,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, Self
 
+from gpuscale.cli.commands import processes
 from gpuscale.cli.commands.detached_jobs import JobFolder, detach, not_kept, start_granted, start_in_turn
 from gpuscale.cli.commands.holding import RETRY, LeaseHolder
-from gpuscale.cli.commands.processes import (
-    NOT_FOUND,
-    PAUSE,
-    Adopted,
-    Forwarding,
-    Offspring,
-    Started,
-    WaitingChild,
-    guard,
-    named,
-    start,
-)
 from gpuscale.cli.console.terminal import TERMINAL, note
 from gpuscale.client.orders import GREETING, READY, Orders, shown, started_before
 from gpuscale.client.over_ssh import OF_SIGNAL, exit_code
@@ -122,7 +111,7 @@ def _supervise(*, job: bool) -> int:
             return 0  # another member cannot start
     if orders.detached and not job:
         return _detach(orders)
-    if not orders.waits and (code := guard()) is not None:
+    if not orders.waits and (code := processes.guard()) is not None:
         # Report a killed supervisor, and start a job that left its GPUs again, unless its caller does: here, since a process
         # that the supervisor starts ends with it.
         killed = code == OF_SIGNAL + signal.SIGKILL
@@ -137,7 +126,7 @@ def _supervise(*, job: bool) -> int:
                     holder.member = None
                     start_granted(holder, holder.moved)
         return code
-    child = None if orders.waits or orders.adopts else WaitingChild()
+    child = None if orders.waits or orders.adopts else processes.WaitingChild()
     with _ways(orders) as (ways, own):
         holder = LeaseHolder(orders, ways)
         if orders.waits:
@@ -203,7 +192,7 @@ def run_under(
     own: "WorkServiceStub | None" = None,
     stdout: int | None = None,
     while_open: int | None = None,
-    child: WaitingChild | None = None,
+    child: processes.WaitingChild | None = None,
 ) -> int:
     """Run a command under its lease, then release it; returns the command's exit code.
 
@@ -261,7 +250,9 @@ def _enter(orders: Orders) -> None:
             ) from error
 
 
-def _run_detached(holder: LeaseHolder, reservation: "Reservation", child: WaitingChild | None) -> int:
+def _run_detached(
+    holder: LeaseHolder, reservation: "Reservation", child: processes.WaitingChild | None
+) -> int:
     """Like `_run`, with a folder for the output. Of adopted processes it waits for the last; their exit codes are unknown."""
     try:
         folder = JobFolder(holder.orders)
@@ -271,7 +262,7 @@ def _run_detached(holder: LeaseHolder, reservation: "Reservation", child: Waitin
     try:
         if not holder.orders.adopts:
             return _run(holder, reservation, stdout=folder.writing, folder=folder, child=child)
-        adopted = Adopted(holder.orders.adopts)
+        adopted = processes.Adopted(holder.orders.adopts)
         holder.started(holder.orders.adopts[0])
         with Keeper(holder, reservation, adopted) as keeper:
             folder.started()
@@ -291,7 +282,7 @@ def _run(
     stdout: int | None,
     while_open: int | None = None,
     folder: JobFolder | None = None,
-    child: WaitingChild | None = None,
+    child: processes.WaitingChild | None = None,
 ) -> int:
     """Run the command until it ends or its reservation is lost; returns its exit code."""
     orders = holder.orders
@@ -307,7 +298,7 @@ def _run(
             holder.started(os.getpid())
             holder.ended(0, "")
             return 0
-    with Forwarding() as signals, Offspring(child) as offspring:
+    with processes.Forwarding() as signals, processes.Offspring(child) as offspring:
         variables = {
             **orders.environment,
             "CUDA_VISIBLE_DEVICES": uuids,
@@ -317,14 +308,14 @@ def _run(
             "GPUSCALE_FENCE": str(reservation.fence),
             "GPUSCALE_ATTEMPT": str(orders.attempt),
         }
-        process: Started | int
+        process: processes.Started | int
         if child is not None:
             process = child.become(orders.command, variables, (stdout, stdout) if stdout else (1, 2))
         else:
-            process = start(orders.command, variables=variables, stdout=stdout, dies_with_us=True)
+            process = processes.start(orders.command, variables=variables, stdout=stdout, dies_with_us=True)
         if isinstance(process, int):
             holder.started(0)
-            why = "was not found" if process == NOT_FOUND else "cannot be run"
+            why = "was not found" if process == processes.NOT_FOUND else "cannot be run"
             holder.ended(process, f"it did not start: {shown(orders.command[:1])} {why}")
             return process
         signals.to(process)
@@ -395,7 +386,7 @@ class Keeper:
         self,
         holder: LeaseHolder,
         reservation: "Reservation",
-        offspring: Offspring,
+        offspring: processes.Offspring,
         send: Callable[[int], object] | None = None,
     ) -> None:
         # Import before starting threads: of two threads that import the same module, one may see it half loaded.
@@ -602,9 +593,11 @@ class Keeper:
         """Stop what the command left running, before its GPUs are released."""
         settled = time.monotonic() + SETTLE
         while (left := [] if self.lost else self._offspring.alive()) and time.monotonic() < settled:
-            time.sleep(PAUSE)
+            time.sleep(processes.PAUSE)
         if left:
-            note(f"gpuscalectl run: stopping processes that the command left running: {named(left)}")
+            note(
+                f"gpuscalectl run: stopping processes that the command left running: {processes.named(left)}"
+            )
             self._stop_by(time.monotonic() + self._grace)
 
     def _tell(self, text: str) -> None:
@@ -616,7 +609,7 @@ class Keeper:
         left = self._offspring.stop(until)
         if left:
             note(
-                f"gpuscalectl run: cannot stop these, which may still use GPUs of the next holder: {named(left)}"
+                f"gpuscalectl run: cannot stop these, which may still use GPUs of the next holder: {processes.named(left)}"
             )
 
 
