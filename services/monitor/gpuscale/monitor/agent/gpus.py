@@ -19,15 +19,7 @@ from gpuscale.monitor.agent.events import Listener
 from gpuscale.monitor.agent.pci import pci_address
 from gpuscale.monitor.agent.sources import GpuSource, GpuSourceError
 from gpuscale.monitor.agent.threads import CallThread, Reader, SharedThread, wait_until
-from gpuscale.monitor.model.readings import (
-    GpuEvent,
-    GpuIdentity,
-    GpuReading,
-    GpuState,
-    GpuView,
-    Inventory,
-    ReadingStatus,
-)
+from gpuscale.monitor.model import readings
 
 # The longest pause before reopening an interrupted driver: it may have recovered.
 LONGEST_PAUSE_SECONDS = 5.0
@@ -88,7 +80,7 @@ class Gpus:
         event_wait: float = LONGEST_EVENT_WAIT_SECONDS,
         node: str = "",
     ) -> None:
-        self.observers: list[Callable[[GpuEvent], None]] = []
+        self.observers: list[Callable[[readings.GpuEvent], None]] = []
         self._source = source
         self._clock = clock
         self._deadlines = deadlines
@@ -97,7 +89,7 @@ class Gpus:
         self._listener = Listener(source, clock, self.observers, event_wait)
         self._shared = SharedThread()
         self._devices: dict[str, Device] = {}
-        self._inventory: Inventory | None = None
+        self._inventory: readings.Inventory | None = None
         self._problem = "the GPUs have not been looked for yet"
         self._opening_since: float | None = None
         self._opened_at = 0.0
@@ -143,7 +135,7 @@ class Gpus:
         device = self._devices.get(uuid)
         return device is not None and device.present and not device.identity.divided
 
-    def views(self) -> tuple[GpuView, ...]:
+    def views(self) -> tuple[readings.GpuView, ...]:
         """Every GPU found so far, in the driver's order; MIG instances follow their GPU, unidentified GPUs come last."""
         views = [self._view(device) for device in self._devices.values()]
         views.sort(
@@ -160,9 +152,9 @@ class Gpus:
             ):
                 continue
             name = uuid5(_NAMESPACE, f"{self._node}/{address or missing.index}")
-            identity = GpuIdentity(f"LOST-{name}", missing.index, "", pci_bus_id=missing.pci_bus_id)
-            reading = GpuReading.nothing(ReadingStatus.LOST, missing.problem)
-            views.append(GpuView(identity, GpuState.LOST, reading, None))
+            identity = readings.GpuIdentity(f"LOST-{name}", missing.index, "", pci_bus_id=missing.pci_bus_id)
+            reading = readings.GpuReading.nothing(readings.ReadingStatus.LOST, missing.problem)
+            views.append(readings.GpuView(identity, readings.GpuState.LOST, reading, None))
         return tuple(views)
 
     async def refresh(self, deadline: float) -> None:
@@ -176,7 +168,7 @@ class Gpus:
             await self._quiet(deadline)
             if not self._calls() and self._window is None:
 
-                def reopen() -> Inventory:
+                def reopen() -> readings.Inventory:
                     self._source.close()
                     return self._source.open()
 
@@ -305,7 +297,7 @@ class Gpus:
             self.collection.interruptions += 1
             _log.warning("driver does not answer and is interrupted", count=self.collection.interruptions)
 
-    def _opened(self, future: asyncio.Future[Inventory]) -> None:
+    def _opened(self, future: asyncio.Future[readings.Inventory]) -> None:
         began, self._opening_since = self._opening_since, None
         self._opened_at = self._clock.now()
         pause = self._backoff.next()
@@ -370,7 +362,7 @@ class Gpus:
             else:
                 _log.info("GPUs can be read", count=len(self._devices), driver=self.driver_version)
 
-    def _view(self, device: Device) -> GpuView:
+    def _view(self, device: Device) -> readings.GpuView:
         silent_since = self._silent_since if device.read_at < self._interrupted_at else None
         if silent_since is not None and device.present:
             return device.view(opening_since=silent_since, lost=None, released=self._window is not None)

@@ -12,17 +12,8 @@ from uuid import NAMESPACE_URL, UUID, uuid5
 
 from gpuscale.common.errors import FailedPreconditionError
 from gpuscale.monitor.agent.processes import ProcessNames
+from gpuscale.monitor.model import readings
 from gpuscale.monitor.model.admission import Admissions
-from gpuscale.monitor.model.readings import (
-    GPU_FIELDS,
-    DriverEvent,
-    GpuIdentity,
-    GpuReading,
-    GpuSample,
-    GpuState,
-    Inventory,
-    RecoveryAction,
-)
 
 
 class GpuSourceError(Exception):
@@ -50,18 +41,18 @@ class GpuSource(Protocol):
         """Whether the inventory is known to have changed since `open`, such as MIG instances."""
         ...
 
-    def open(self) -> Inventory:
+    def open(self) -> readings.Inventory:
         """Find the GPUs, also again after `close`. GpuSourceError if none can be read."""
         ...
 
-    def read(self, uuid: str) -> GpuSample:
+    def read(self, uuid: str) -> readings.GpuSample:
         """Read a GPU of the last inventory; failed readings are absent. GpuSourceError if the source must be reopened."""
         ...
 
     def probe(self, uuid: str) -> None:
         """Make one cheap call to a GPU, whatever its answer. GpuSourceError as in `read`."""
 
-    def wait_event(self, timeout: float) -> DriverEvent | None:
+    def wait_event(self, timeout: float) -> readings.DriverEvent | None:
         """Wait up to `timeout` seconds for an event of any GPU; None if there was none. Needs `Inventory.has_events`."""
         ...
 
@@ -96,8 +87,8 @@ _COUNTERS = (
     "_occupancy_percent",
     "_seconds",
 )
-_STEADY = GpuReading(
-    **dict[str, Any]((name, 0) for name in GPU_FIELDS if name.endswith(_COUNTERS)),
+_STEADY = readings.GpuReading(
+    **dict[str, Any]((name, 0) for name in readings.GPU_FIELDS if name.endswith(_COUNTERS)),
     memory_total_bytes=MEMORY_TOTAL_BYTES,
     memory_used_bytes=MEMORY_USED_BYTES,
     memory_free_bytes=MEMORY_TOTAL_BYTES - MEMORY_RESERVED_BYTES - MEMORY_USED_BYTES,
@@ -130,7 +121,7 @@ _STEADY = GpuReading(
     retired_pages_pending=False,
     remapped_rows_pending=False,
     remapped_rows_failed=False,
-    recovery_action=RecoveryAction.NONE,
+    recovery_action=readings.RecoveryAction.NONE,
 )
 """The readings that never change: no traffic, no errors."""
 
@@ -153,7 +144,7 @@ class SimulatedSource:
         self._admitted = admitted
         self._names = ProcessNames()
         self._gpus = tuple(
-            GpuIdentity(
+            readings.GpuIdentity(
                 uuid=simulated_uuid(node, index), index=index, model="Simulated GPU 80GB", simulated=True
             )
             for index in range(count)
@@ -163,11 +154,11 @@ class SimulatedSource:
             gpu.uuid: (now(), 0.0) for gpu in self._gpus
         }  # time of the last reading, joules until then
 
-    def open(self) -> Inventory:
+    def open(self) -> readings.Inventory:
         """List the GPUs."""
-        return Inventory(self._gpus)
+        return readings.Inventory(self._gpus)
 
-    def read(self, uuid: str) -> GpuSample:
+    def read(self, uuid: str) -> readings.GpuSample:
         """Readings of an idle or busy GPU at this time."""
         now = self._now()
         turn = now / _RIPPLE_SECONDS + self._phases[uuid]
@@ -183,8 +174,8 @@ class SimulatedSource:
         power, (before, joules) = round(62 + 2.4 * load * ripple + 4 * (load - _IDLE), 1), self._meters[uuid]
         joules += power * (now - before)
         self._meters[uuid] = (now, joules)
-        return GpuSample(
-            GpuState.OK,
+        return readings.GpuSample(
+            readings.GpuState.OK,
             _STEADY._replace(
                 utilization_percent=used_percent,
                 graphics_activity_percent=used_percent,
@@ -207,7 +198,7 @@ class SimulatedSource:
     def probe(self, uuid: str) -> None:
         """Do nothing: it always answers."""
 
-    def wait_event(self, timeout: float) -> DriverEvent | None:
+    def wait_event(self, timeout: float) -> readings.DriverEvent | None:
         """No events."""
 
     def interrupt(self) -> bool:
@@ -239,7 +230,7 @@ class AutoSource:
         """As of the chosen source."""
         return self._source.outdated
 
-    def open(self) -> Inventory:
+    def open(self) -> readings.Inventory:
         """Choose on the first call, and open. GpuSourceError if there is a driver and it fails."""
         first, self._chosen = not self._chosen, True
         try:
@@ -251,7 +242,7 @@ class AutoSource:
         self._source = self._simulated
         return self._source.open()
 
-    def read(self, uuid: str) -> GpuSample:
+    def read(self, uuid: str) -> readings.GpuSample:
         """Read a GPU."""
         return self._source.read(uuid)
 
@@ -259,7 +250,7 @@ class AutoSource:
         """Probe a GPU."""
         self._source.probe(uuid)
 
-    def wait_event(self, timeout: float) -> DriverEvent | None:
+    def wait_event(self, timeout: float) -> readings.DriverEvent | None:
         """Wait for an event."""
         return self._source.wait_event(timeout)
 

@@ -15,6 +15,7 @@ from gpuscale.common.rpc.server import Registration, Server, registrations
 from gpuscale.common.runtime.logs import get_logger
 from gpuscale.common.runtime.tasks import Clock, SystemClock, TaskScope
 from gpuscale.common.security.auth import Role
+from gpuscale.monitor.agent import servicers
 from gpuscale.monitor.agent.collector import Collector, Sampler
 from gpuscale.monitor.agent.device import ReadDeadlines
 from gpuscale.monitor.agent.events import FaultLog
@@ -23,13 +24,6 @@ from gpuscale.monitor.agent.helpers import Capping, Killing
 from gpuscale.monitor.agent.host import Pods, ProcHost
 from gpuscale.monitor.agent.pci import Bus, find_gpus
 from gpuscale.monitor.agent.push import FleetPush
-from gpuscale.monitor.agent.servicers import (
-    ALLOCATOR_SERVICE,
-    AgentServicer,
-    DriverServicer,
-    LeaseRelay,
-    WorkServicer,
-)
 from gpuscale.monitor.agent.sources import make_source
 from gpuscale.monitor.agent.work import LeaseChecks, Work
 from gpuscale.monitor.app.frame import AgentFrame, by_name
@@ -121,8 +115,10 @@ async def open_agent(
             if allocator is not None and settings.power_socket is not None:
                 capping = Capping(allocator, settings.power_socket, settings.node, sampler, gpus)
                 tasks.spawn("agent power caps", capping.run())
-            agent = AgentServicer(sampler, clock)
-            yield tuple(registrations(agent, DriverServicer(gpus, clock), WorkServicer(work)))
+            agent = servicers.AgentServicer(sampler, clock)
+            yield tuple(
+                registrations(agent, servicers.DriverServicer(gpus, clock), servicers.WorkServicer(work))
+            )
     finally:
         await collector.close()
 
@@ -151,7 +147,7 @@ async def serve(settings: AgentFrame, stop: asyncio.Event) -> None:
         agent = open_agent(settings, fleet=fleet, allocator=allocator, clock=SystemClock(), calls=calls)
         server.add(*await stack.enter_async_context(agent))
         if allocator is not None:
-            server.add_generic(LeaseRelay(allocator), {ALLOCATOR_SERVICE})
+            server.add_generic(servicers.LeaseRelay(allocator), {servicers.ALLOCATOR_SERVICE})
         if settings.renew_certificate and fleet is not None and settings.cert_file and settings.ca_file:
             from gpuscale.common.rpc.renewal import renew_certificate  # takes 16 MB
 

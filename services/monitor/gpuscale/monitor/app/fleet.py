@@ -17,13 +17,7 @@ from gpuscale.common.security.auth import TokenFile
 from gpuscale.monitor.app.settings import FleetSettings
 from gpuscale.monitor.exposition.fleet import FleetPage, add_history
 from gpuscale.monitor.exposition.snapshots import HolderLabels
-from gpuscale.monitor.fleet.join_servicer import (
-    CertificateServicer,
-    Joined,
-    JoinServicer,
-    LoginServicer,
-    ServicesHostServicer,
-)
+from gpuscale.monitor.fleet import join_servicer
 from gpuscale.monitor.fleet.nodes import Directory, Nodes
 from gpuscale.monitor.fleet.servicer import FleetServicer
 from gpuscale.monitor.history.history import History, Tier
@@ -130,15 +124,17 @@ async def open_fleet(
             tasks.spawn("fleet event loop", metrics.watch_loop())
         tasks.spawn("fleet health", observing.run())
         signer = settings.signer()
-        joined = Joined(None if signer is None or settings.data_dir is None else settings.data_dir / "joined")
+        joined = join_servicer.Joined(
+            None if signer is None or settings.data_dir is None else settings.data_dir / "joined"
+        )
         tokens = None if settings.tokens_file is None else TokenFile(settings.tokens_file)
         yield (
             *registrations(
                 FleetServicer(nodes, joined, clock),
-                JoinServicer(signer, nodes, joined, clock),
-                CertificateServicer(signer, joined),
-                ServicesHostServicer(signer, joined),
-                LoginServicer(signer, tokens, nodes, joined, clock),
+                join_servicer.JoinServicer(signer, nodes, joined, clock),
+                join_servicer.CertificateServicer(signer, joined),
+                join_servicer.ServicesHostServicer(signer, joined),
+                join_servicer.LoginServicer(signer, tokens, nodes, joined, clock),
             ),
             *observing.registrations(keep),
         )

@@ -11,13 +11,7 @@ from contextlib import contextmanager
 
 from gpuscale.api.monitor import v1 as api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.common.errors import (
-    AbortedError,
-    FailedPreconditionError,
-    InvalidArgumentError,
-    NotFoundError,
-    ResourceExhaustedError,
-)
+from gpuscale.common import errors
 from gpuscale.common.names import GPU, NODE, gpu_name, match, node_name
 from gpuscale.common.rpc.feed import ResourceFeed
 from gpuscale.common.runtime.logs import get_logger
@@ -72,7 +66,7 @@ class Nodes:
 
     def get(self, node: str) -> NodeRecord:
         """A node by id. NotFoundError if it never reported."""
-        return NotFoundError.unless(self._records.get(node), node_name(node))
+        return errors.NotFoundError.unless(self._records.get(node), node_name(node))
 
     def owner(self, uuid: str) -> NodeRecord | None:
         """The node that reports a GPU; None without one."""
@@ -102,7 +96,7 @@ class Nodes:
             return
         record = self.get(node)
         if record.stream is not None:
-            raise FailedPreconditionError(
+            raise errors.FailedPreconditionError(
                 f"the agent of {node_name(node)} is streaming: stop it first", reason="NODE_STREAMS"
             )
         self._owners.forget(record)
@@ -121,7 +115,7 @@ class Nodes:
         record = self._records.get(hello.node)
         if record is None:
             if len(self._records) >= self._max_nodes:
-                raise ResourceExhaustedError(
+                raise errors.ResourceExhaustedError(
                     f"the fleet has {self._max_nodes} nodes already", reason="TOO_MANY_NODES"
                 )
             self.awaited.discard(hello.node)
@@ -129,7 +123,7 @@ class Nodes:
             self._records[hello.node] = record
         reason = refuse_epoch(record.epoch, epoch, gone=record.is_gone(now))
         if reason:
-            raise AbortedError(reason, reason="NEWER_EPOCH", metadata={"name": node_name(hello.node)})
+            raise errors.AbortedError(reason, reason="NEWER_EPOCH", metadata={"name": node_name(hello.node)})
         if record.stream is not None:
             _log.warning(
                 "another stream takes over a node", node=hello.node, same_agent=epoch == record.epoch
@@ -260,7 +254,7 @@ class Directory:
         if not names and not uuids:
             raise _nothing()
         if len(found) > MOST_GPUS:
-            raise InvalidArgumentError(f"must name at most {MOST_GPUS} GPUs", field="names")
+            raise errors.InvalidArgumentError(f"must name at most {MOST_GPUS} GPUs", field="names")
         return list(found.values())
 
     def subjects(self, names: Sequence[str], uuids: Sequence[str]) -> dict[str, str]:
@@ -281,9 +275,9 @@ class Directory:
             elif (ids := match(GPU, name)) is not None:
                 yield _named(self._record(node_name(ids["node"])), name)
             else:
-                raise InvalidArgumentError(f"names must look like {NODE} or {GPU}", field="names")
+                raise errors.InvalidArgumentError(f"names must look like {NODE} or {GPU}", field="names")
         for uuid in uuids:
-            owner = NotFoundError.unless(self._nodes.owner(uuid), f"GPU {uuid}")
+            owner = errors.NotFoundError.unless(self._nodes.owner(uuid), f"GPU {uuid}")
             yield _named(owner, gpu_name(owner.node, uuid))
 
     def _record(self, name: str) -> NodeRecord:
@@ -294,7 +288,7 @@ def _named(record: NodeRecord, name: str) -> Target:
     for gpu in _gpus(record):
         if gpu.name == name:
             return _target(record, gpu)
-    raise NotFoundError.of(name)
+    raise errors.NotFoundError.of(name)
 
 
 def _gpus(record: NodeRecord) -> Sequence[types_api.Gpu]:
@@ -307,5 +301,5 @@ def _target(record: NodeRecord, gpu: types_api.Gpu) -> Target:
     return Target(gpu.name, gpu.uuid, gpu.index, gpu.model, period)
 
 
-def _nothing() -> InvalidArgumentError:
-    return InvalidArgumentError("names or uuids must name something", field="names")
+def _nothing() -> errors.InvalidArgumentError:
+    return errors.InvalidArgumentError("names or uuids must name something", field="names")

@@ -4,19 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from sys import intern
 
-from gpuscale.monitor.health.checks import (
-    Event,
-    Finding,
-    HealthAction,
-    HealthCheck,
-    HealthFacts,
-    HealthSeverity,
-    Past,
-    QuarantinedGpu,
-    Results,
-    past_results,
-    results,
-)
+from gpuscale.monitor.health import checks
 from gpuscale.monitor.health.events import Conditions, Events, GpuFaults
 
 GONE_SECONDS = 3_600.0
@@ -25,8 +13,10 @@ GONE_SECONDS = 3_600.0
 MOST_GPUS_OF_A_NODE = 2_048
 """Faults of further GPUs of a node are ignored, whatever its agent reports."""
 
-_STALE = Finding(HealthSeverity.WARNING, HealthAction.CHECK_AGENT, "no fresh snapshot comes in")
-_UNKNOWN = HealthFacts(state="")
+_STALE = checks.Finding(
+    checks.HealthSeverity.WARNING, checks.HealthAction.CHECK_AGENT, "no fresh snapshot comes in"
+)
+_UNKNOWN = checks.HealthFacts(state="")
 
 
 @dataclass(slots=True)
@@ -34,13 +24,13 @@ class _Gpu:
     """A GPU with conditions or faults. `missing_since`: when snapshots stopped showing it."""
 
     uuid: str
-    facts: HealthFacts
+    facts: checks.HealthFacts
     conditions: Conditions
     faults: GpuFaults
     missing_since: float | None = None
 
     @property
-    def lasting(self) -> list[Event]:
+    def lasting(self) -> list[checks.Event]:
         return self.conditions.lasting + self.faults.lasting
 
 
@@ -50,8 +40,8 @@ class _Node:
 
     conditions: Conditions
     gpus: dict[str, _Gpu]
-    pasts: dict[str, Past]
-    quarantines: dict[str, QuarantinedGpu]
+    pasts: dict[str, checks.Past]
+    quarantines: dict[str, checks.QuarantinedGpu]
     boot_id: str = ""
     stale: bool = False
     problem: str = ""
@@ -106,7 +96,7 @@ class HealthRegister:
         for uuid in known.pasts.keys() - uuids:
             del known.pasts[uuid]
 
-    def observe(self, node: str, facts: Mapping[str, HealthFacts], now: float) -> None:
+    def observe(self, node: str, facts: Mapping[str, checks.HealthFacts], now: float) -> None:
         """Take in facts of GPUs by UUID: those in `eventful`, unhealthy ones, and others from time to time."""
         known = self._node(node)
         for uuid, shown in facts.items():
@@ -132,9 +122,9 @@ class HealthRegister:
         known = self._node(node)
         known.stale = stale
         if stale or known.conditions:
-            known.conditions.apply({HealthCheck.COLLECTION_STALE: _STALE if stale else None}, now)
+            known.conditions.apply({checks.HealthCheck.COLLECTION_STALE: _STALE if stale else None}, now)
 
-    def clear(self, node: str, uuid: str, now: float) -> list[Event]:
+    def clear(self, node: str, uuid: str, now: float) -> list[checks.Event]:
         """Lift the quarantine of a GPU; returns the events that no longer quarantine it."""
         gpu = self._node(node).gpus.get(uuid.lower())
         if gpu is None:
@@ -149,9 +139,11 @@ class HealthRegister:
         """Apply the passing of time."""
         for node, known in self._nodes.items():
             if not known.stale and (known.problem or known.conditions):
-                finding = Finding(HealthSeverity.CRITICAL, HealthAction.CHECK_AGENT, known.problem)
+                finding = checks.Finding(
+                    checks.HealthSeverity.CRITICAL, checks.HealthAction.CHECK_AGENT, known.problem
+                )
                 unreadable = finding if known.problem else None
-                known.conditions.apply({HealthCheck.GPUS_UNREADABLE: unreadable}, now)
+                known.conditions.apply({checks.HealthCheck.GPUS_UNREADABLE: unreadable}, now)
             for gpu in list(known.gpus.values()):
                 if gpu.missing_since is not None and now - gpu.missing_since > GONE_SECONDS:
                     gpu.conditions.end(now)
@@ -161,7 +153,7 @@ class HealthRegister:
                     found = self._check(known, gpu.uuid.lower(), gpu.facts, now)
                     self._judge(node, gpu, found, now)
 
-    def quarantines(self, node: str) -> Mapping[str, QuarantinedGpu]:
+    def quarantines(self, node: str) -> Mapping[str, checks.QuarantinedGpu]:
         """The quarantined GPUs of a node, by lower-case UUID."""
         return self._node(node).quarantines
 
@@ -184,19 +176,19 @@ class HealthRegister:
             found = self._nodes[node] = _Node(Conditions(self.events, node, ""), {}, {}, {})
         return found
 
-    def _begin(self, node: str, uuid: str, facts: HealthFacts) -> _Gpu:
+    def _begin(self, node: str, uuid: str, facts: checks.HealthFacts) -> _Gpu:
         conditions, faults = Conditions(self.events, node, uuid), GpuFaults(self.events, node, uuid)
         gpu = self._node(node).gpus[uuid.lower()] = _Gpu(uuid, facts, conditions, faults)
         return gpu
 
     @staticmethod
-    def _check(known: _Node, uuid: str, facts: HealthFacts, now: float) -> Results:
+    def _check(known: _Node, uuid: str, facts: checks.HealthFacts, now: float) -> checks.Results:
         past = known.pasts.get(uuid)
         if past is None:
-            past = known.pasts[intern(uuid)] = Past()
-        return results(facts) | past_results(past, facts, now)
+            past = known.pasts[intern(uuid)] = checks.Past()
+        return checks.results(facts) | checks.past_results(past, facts, now)
 
-    def _judge(self, node: str, gpu: _Gpu, found: Results, now: float) -> None:
+    def _judge(self, node: str, gpu: _Gpu, found: checks.Results, now: float) -> None:
         state = gpu.facts.state
         if gpu.missing_since is not None:  # old facts resolve nothing
             found = {check: finding for check, finding in found.items() if finding is not None}
@@ -214,7 +206,7 @@ class HealthRegister:
         quarantine = None
         if events:
             why = "; ".join(sorted({event.finding.message for event in events}))
-            quarantine = QuarantinedGpu(why, min(event.started_at for event in events))
+            quarantine = checks.QuarantinedGpu(why, min(event.started_at for event in events))
         if quarantine != known.quarantines.get(uuid):
             self.requarantined.add(node)
             if quarantine is None:
