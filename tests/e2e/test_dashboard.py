@@ -61,11 +61,7 @@ def site(up: Up) -> Iterator[str]:
         yield url
 
 
-CHARTS = {
-    "/endpoints/chat": "Decisions",
-    "/": "nodes online",
-    "/time": "a row is a GPU",
-}
+CHARTS = {"/endpoints/chat": "Decisions", "/": "nodes online", "/time": "a row is a GPU"}
 """Pages with axes, and what is on them."""
 
 

@@ -18,17 +18,11 @@ from uuid import uuid4
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
+from tests.support import rabbitmq_queues
 from tests.support.autoscaler_app import TIMEOUT, endpoint
 from tests.support.fake_allocator import FakeAllocator, serving
 from tests.support.program import AutoscalerProcess
 from tests.support.rabbitmq import RabbitBroker
-from tests.support.rabbitmq_queues import (
-    declare_queue,
-    open_channel,
-    publish_each,
-    queue_counts,
-    unique_queue_name,
-)
 from tests.support.scripted_autoscaler import AdapterProcess, adapter_process, kill_processes, processes_of
 from tests.support.waiting import eventually
 
@@ -85,7 +79,7 @@ class Site:
 
     async def consuming(self, workers: int) -> None:
         """Wait until so many workers take messages: one that is READY may not have found the broker yet."""
-        async with open_channel(self.broker) as channel:
+        async with rabbitmq_queues.open_channel(self.broker) as channel:
 
             async def enough() -> bool:
                 queue = await channel.declare_queue(self.queue, passive=True)
@@ -96,19 +90,19 @@ class Site:
     async def publish(self, batch: int) -> None:
         """A part of the messages, the longest first: whoever is asked to end soon has one of them in hand."""
         bodies = [seconds.encode() for seconds in reversed(SECONDS[batch::BATCHES])]
-        await publish_each(self.broker, self.queue, bodies)
+        await rabbitmq_queues.publish_each(self.broker, self.queue, bodies)
 
     async def busy(self, workers: int) -> None:
         """Wait until so many workers have a message in hand."""
 
         async def enough() -> bool:
-            counts = await queue_counts(self.broker, self.queue)
+            counts = await rabbitmq_queues.queue_counts(self.broker, self.queue)
             return counts is not None and counts.unacknowledged >= workers
 
         await eventually(enough, timeout=WAIT, interval=0.1)
 
     async def empty(self) -> bool:
-        counts = await queue_counts(self.broker, self.queue)
+        counts = await rabbitmq_queues.queue_counts(self.broker, self.queue)
         return counts is not None and counts.ready == counts.unacknowledged == 0
 
     def worked(self) -> tuple[Counter[str], int]:
@@ -124,8 +118,8 @@ class Site:
 
 @pytest.fixture
 async def site(tmp_path: Path, rabbitmq: RabbitBroker) -> AsyncIterator[Site]:
-    queue, name = unique_queue_name(), f"endpoints/conserve-{uuid4().hex[:8]}"
-    await declare_queue(rabbitmq, queue)
+    queue, name = rabbitmq_queues.unique_queue_name(), f"endpoints/conserve-{uuid4().hex[:8]}"
+    await rabbitmq_queues.declare_queue(rabbitmq, queue)
     allocator = FakeAllocator({"here": [f"GPU-{index}" for index in range(MOST)]})
     async with (
         serving(allocator) as allocator_address,

@@ -42,10 +42,7 @@ class Ran:
 
 
 def python(
-    program: str,
-    *arguments: object,
-    environment: Mapping[str, str] | None = None,
-    folder: Path | None = None,
+    program: str, *arguments: object, environment: Mapping[str, str] | None = None, folder: Path | None = None
 ) -> Ran:
     """Run this text by a Python of its own; in this process's environment and folder, unless others are given."""
     words = [sys.executable, "-c", program, *map(str, arguments)]

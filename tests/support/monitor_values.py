@@ -10,40 +10,34 @@ from gpuscale.api.types import v1 as types_api
 from gpuscale.common.wire import to_duration
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.monitor.app.settings import FleetSettings
-from gpuscale.monitor.model.readings import (
-    GpuIdentity,
-    GpuReading,
-    GpuSample,
-    GpuState,
-    HostIdentity,
-    HostReading,
-    Snapshot,
-)
+from gpuscale.monitor.model import readings
 
 GIB = 1024**3
 DEFAULT_TIERS = FleetSettings.model_construct().history_tiers()
 
 
-def identity(index: int = 0) -> GpuIdentity:
+def identity(index: int = 0) -> readings.GpuIdentity:
     """GPU number `index` of a host."""
-    return GpuIdentity(
+    return readings.GpuIdentity(
         uuid=f"GPU-{index:08d}", index=index, model="Test GPU", pci_bus_id=f"00000000:{index:02X}:00.0"
     )
 
 
-def sample(utilization: float = 10.0, state: GpuState = GpuState.OK) -> GpuSample:
+def sample(utilization: float = 10.0, state: readings.GpuState = readings.GpuState.OK) -> readings.GpuSample:
     """A reading in which nothing is absent but what the test does not care about."""
-    return GpuSample(state, GpuReading(utilization_percent=utilization, memory_total_bytes=80 * GIB))
+    return readings.GpuSample(
+        state, readings.GpuReading(utilization_percent=utilization, memory_total_bytes=80 * GIB)
+    )
 
 
-def snapshot_read(at: float, **more: Any) -> Snapshot:
+def snapshot_read(at: float, **more: Any) -> readings.Snapshot:
     """What the agent of alpha read at a moment, of its host too."""
     fields: dict[str, Any] = {
         "node": "alpha", "epoch": epoch_id(1), "seq": 1, "taken_at": at, "host_read_at": at, "period": 1.0,
-        "sample_time": datetime(2026, 1, 1, tzinfo=UTC), "host": HostIdentity("alpha", "Test OS", "boot"),
-        "host_reading": HostReading(),
+        "sample_time": datetime(2026, 1, 1, tzinfo=UTC), "host": readings.HostIdentity("alpha", "Test OS", "boot"),
+        "host_reading": readings.HostReading(),
     }  # fmt: skip
-    return Snapshot(**(fields | more))
+    return readings.Snapshot(**(fields | more))
 
 
 def epoch_id(number: int) -> str:

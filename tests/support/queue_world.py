@@ -7,17 +7,7 @@ from itertools import islice
 from gpuscale.allocator.domain.bookings import Booking, Bookings
 from gpuscale.allocator.domain.model import WHOLE, Ask, Order, Pick
 from gpuscale.allocator.placing.refusal import Refusal, RefusalKind
-from gpuscale.allocator.queueing.model import (
-    Grant,
-    LeaseTerms,
-    MonthStanding,
-    QueueObstacle,
-    QueuePlace,
-    Quota,
-    Revoke,
-    Rules,
-    Step,
-)
+from gpuscale.allocator.queueing import model
 from gpuscale.allocator.queueing.queue import Queue
 from tests.support.allocator_values import NOW, ask, reserved
 
@@ -26,7 +16,7 @@ from tests.support.allocator_values import NOW, ask, reserved
 class Held:
     """A live reservation of the small fleet."""
 
-    lease: LeaseTerms
+    lease: model.LeaseTerms
     tenant: str
     gpus: frozenset[str]
 
@@ -37,15 +27,15 @@ class QueueWorld:
 
     nodes: Mapping[str, int]
     now: float = NOW
-    quotas: dict[str, Quota] = field(default_factory=dict)
+    quotas: dict[str, model.Quota] = field(default_factory=dict)
     held: dict[str, Held] = field(default_factory=dict)
     down: set[str] = field(default_factory=set)
     placements: int = 0
     imagined: int = 0
     leases_read: int = 0
     past: dict[str, float] = field(default_factory=dict)
-    months: dict[str, MonthStanding] = field(default_factory=dict)
-    likely: dict[str, LeaseTerms] = field(default_factory=dict)
+    months: dict[str, model.MonthStanding] = field(default_factory=dict)
+    likely: dict[str, model.LeaseTerms] = field(default_factory=dict)
     bookings: Bookings = field(default_factory=lambda: Bookings(86_400.0))
 
     def place(self, ask: Ask, now: float, *, again: bool) -> Pick | Refusal:
@@ -56,32 +46,32 @@ class QueueWorld:
         self.imagined += 1
         return self._place(ask, dict.fromkeys(freed))
 
-    def leases(self, nodes: Collection[str]) -> Sequence[LeaseTerms]:
+    def leases(self, nodes: Collection[str]) -> Sequence[model.LeaseTerms]:
         return [
             one.lease
             for one in self.held.values()
             if not {uuid.rsplit("-", 1)[0] for uuid in one.gpus}.isdisjoint(nodes)
         ]
 
-    def ending_first(self) -> Iterator[LeaseTerms]:
+    def ending_first(self) -> Iterator[model.LeaseTerms]:
         leases = (one.lease for one in self.held.values())
         for lease in sorted(leases, key=lambda lease: (lease.ends, lease.id)):
             self.leases_read += 1
             yield lease
 
-    def revocable(self) -> Sequence[LeaseTerms]:
+    def revocable(self) -> Sequence[model.LeaseTerms]:
         return [one.lease for one in self.held.values() if one.lease.preemptible or one.lease.revoked]
 
     def gpu_milli_held(self, tenant: str) -> int:
         return sum(one.lease.gpu_milli for one in self.held.values() if one.tenant == tenant)
 
-    def quota(self, tenant: str) -> Quota:
-        return self.quotas.get(tenant, Quota(tenant))
+    def quota(self, tenant: str) -> model.Quota:
+        return self.quotas.get(tenant, model.Quota(tenant))
 
-    def month(self, tenant: str) -> MonthStanding:
-        return self.months.get(tenant, MonthStanding())
+    def month(self, tenant: str) -> model.MonthStanding:
+        return self.months.get(tenant, model.MonthStanding())
 
-    def likely_first(self, looked_at: int, most: int, now: float) -> Sequence[LeaseTerms]:
+    def likely_first(self, looked_at: int, most: int, now: float) -> Sequence[model.LeaseTerms]:
         first = [self.likely.get(one.id, one) for one in islice(self.ending_first(), looked_at)]
         return sorted(first, key=lambda one: one.ends)[:most]
 
@@ -91,16 +81,16 @@ class QueueWorld:
     def booked(self, order: Order) -> Sequence[Booking]:
         return self.bookings.in_the_way(order.limit, self.now, preemptible=order.preemptible)
 
-    def claim(self, order: Order) -> Ask | QueueObstacle:
+    def claim(self, order: Order) -> Ask | model.QueueObstacle:
         found = self.bookings.get(order.booking).restricted(order.ask)
         assert found is not None
         return found
 
-    def hold(self, order: Order, uuids: Collection[str], *, ttl: float | None = None) -> LeaseTerms:
+    def hold(self, order: Order, uuids: Collection[str], *, ttl: float | None = None) -> model.LeaseTerms:
         """Grant these GPUs to an order."""
         taken = {uuid for one in self.held.values() for uuid in one.gpus}
         assert taken.isdisjoint(uuids), "a GPU is held twice"
-        lease = LeaseTerms(
+        lease = model.LeaseTerms(
             order.request_id,
             order.priority,
             order.preemptible,
@@ -171,7 +161,7 @@ class Line:
     """A queue over the small fleet, played by a test."""
 
     world: QueueWorld
-    rules: Rules = field(default_factory=Rules)
+    rules: model.Rules = field(default_factory=model.Rules)
 
     def __post_init__(self) -> None:
         self.queue = Queue(self.world, self.rules)
@@ -181,17 +171,17 @@ class Line:
         for order in orders:
             self.queue.add(order, self.world.now, self.world.now + wait)
 
-    def play(self) -> list[Step]:
+    def play(self) -> list[model.Step]:
         """Rounds until nothing is due, each decision carried out; the grants and revocations in their order."""
-        done: list[Step] = []
+        done: list[model.Step] = []
         rounds = 0
         while self.queue.due:
             rounds += 1
             assert rounds < 20, "the queue never comes to rest"
             for step in self.queue.round(self.world.now):
-                if isinstance(step, Grant):
+                if isinstance(step, model.Grant):
                     self.world.hold(step.waiter.order, [gpu.uuid for gpu in step.pick.gpus])
-                if isinstance(step, Revoke):
+                if isinstance(step, model.Revoke):
                     for lease in step.leases:
                         self.world.revoke(lease, self.world.now + self.rules.grace)
                 done.append(step)
@@ -199,13 +189,13 @@ class Line:
 
     def granted(self) -> list[str]:
         """Play, and name who was granted, in that order."""
-        return [step.waiter.order.request_id for step in self.play() if isinstance(step, Grant)]
+        return [step.waiter.order.request_id for step in self.play() if isinstance(step, model.Grant)]
 
     def revoked(self) -> list[str]:
         """Play, and name the leases that are to end."""
-        return [lease for step in self.play() if isinstance(step, Revoke) for lease in step.leases]
+        return [lease for step in self.play() if isinstance(step, model.Revoke) for lease in step.leases]
 
-    def place(self, name: str) -> QueuePlace:
+    def place(self, name: str) -> model.QueuePlace:
         """Where a request stands."""
         waiter = self.queue.get(name)
         assert waiter is not None

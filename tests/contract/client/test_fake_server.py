@@ -10,18 +10,10 @@ from uuid import uuid4
 import grpc
 import pytest
 
+from gpuscale import client as library
 from gpuscale.api.allocator import v1 as api
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.client import (
-    AsyncClient,
-    Client,
-    FailedPreconditionError,
-    InvalidArgumentError,
-    NotFoundError,
-    ResourceExhaustedError,
-    wait_ready,
-)
 from gpuscale.internal.monitor import v1 as monitor_internal
 from gpuscale.testing import FakeServer
 from gpuscale.testing.doubles import FakeHost
@@ -49,11 +41,11 @@ def test_its_gpus_are_as_it_was_told(server: FakeServer) -> None:
         assert [gpu.milli for gpu in client.reserve(1, gpu_milli=500).gpus] == [500]
         gang = client.reserve(1, member_count=2, gang_strategy="strict_spread", anywhere=True)
         assert {gpu.node for gpu in gang.gpus} == {"node-0", "node-1"}
-        with pytest.raises(ResourceExhaustedError):
+        with pytest.raises(library.ResourceExhaustedError):
             client.reserve(2)
-        with pytest.raises(FailedPreconditionError):
+        with pytest.raises(library.FailedPreconditionError):
             client.reserve(1, min_memory="17GiB")
-        with pytest.raises(InvalidArgumentError):
+        with pytest.raises(library.InvalidArgumentError):
             client.reserve(0)
 
 
@@ -99,11 +91,11 @@ def test_a_reservation_is_ended_at_once(server: FakeServer, how: str, state: Sta
     with server.connect() as client:
         ended, other = client.reserve(1), client.reserve(1)
         getattr(server, how)(ended.name)
-        with pytest.raises(FailedPreconditionError):
+        with pytest.raises(library.FailedPreconditionError):
             ended.renew()
         other.renew()
         for unknown in ("reservations/none", "none"):
-            with pytest.raises(NotFoundError):
+            with pytest.raises(library.NotFoundError):
                 getattr(server, how)(unknown)
     assert [one.state for one in server.reservations] == [state, State.STATE_ACTIVE]
     assert server.reservations[0].end_reason
@@ -122,17 +114,17 @@ def test_a_gpu_that_is_lost_is_gone(server: FakeServer) -> None:
 
 
 async def test_calls_fail_as_often_as_was_said(server: FakeServer) -> None:
-    async def get(client: AsyncClient) -> None:
+    async def get(client: library.AsyncClient) -> None:
         await client.allocator.GetReservation(api.GetReservationRequest(name="reservations/none"))
 
-    server.fail("GetReservation", InvalidArgumentError("no"), times=2)
+    server.fail("GetReservation", library.InvalidArgumentError("no"), times=2)
     async with server.connect_async() as client:
-        for kind in (InvalidArgumentError, InvalidArgumentError, NotFoundError):
+        for kind in (library.InvalidArgumentError, library.InvalidArgumentError, library.NotFoundError):
             with pytest.raises(kind):
                 await get(client)
 
 
-def make(client: Client, name: str, template: str) -> str:
+def make(client: library.Client, name: str, template: str) -> str:
     wanted = autoscaler_api.ReplicaTemplate(template=template, gpu_count=1)
     spec = autoscaler_api.EndpointSpec(min_replicas=1, max_replicas=3, template=wanted)
     endpoint = autoscaler_api.Endpoint(name=f"endpoints/{name}", spec=spec)
@@ -143,7 +135,7 @@ def make(client: Client, name: str, template: str) -> str:
 def test_replicas_have_gpus_and_are_ready_at_once_unless_they_are_held_back(server: FakeServer) -> None:
     with server.connect() as client:
         first = make(client, "first", "any-template")
-        assert wait_ready(client, first, timeout=60).status.ready_replicas == 1
+        assert library.wait_ready(client, first, timeout=60).status.ready_replicas == 1
         assert [len(one.gpus) for one in server.reservations] == [1]
         server.hold_back_replicas()
         second = make(client, "second", "another")
@@ -151,6 +143,6 @@ def test_replicas_have_gpus_and_are_ready_at_once_unless_they_are_held_back(serv
         get = autoscaler_api.GetEndpointRequest(name=second)
         assert client.endpoints.GetEndpoint(get).endpoint.status.ready_replicas == 0
         server.set_ready(second, 1)
-        assert wait_ready(client, second, timeout=60).status.ready_replicas == 1
-        with pytest.raises(NotFoundError):
+        assert library.wait_ready(client, second, timeout=60).status.ready_replicas == 1
+        with pytest.raises(library.NotFoundError):
             server.set_ready("endpoints/none", 1)

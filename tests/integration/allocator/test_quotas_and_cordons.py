@@ -9,15 +9,9 @@ from typing import Any, TypeVar
 import pytest
 from google.protobuf.field_mask_pb2 import FieldMask
 
+from gpuscale import client as library
 from gpuscale.allocator.usecases import accounting
 from gpuscale.api.allocator import v1 as api
-from gpuscale.client import (
-    AbortedError,
-    AsyncClient,
-    InvalidArgumentError,
-    NotFoundError,
-    ResourceExhaustedError,
-)
 from gpuscale.common.rpc import feed
 from tests.integration.allocator.test_bookings import DAY, HOUR, WEEK, MovedClock, book, fleet, site
 from tests.integration.allocator.test_fair_share import waiting
@@ -28,7 +22,7 @@ from tests.support.waiting import eventually
 Message = TypeVar("Message")
 
 
-async def put(client: AsyncClient, mask: str = "", **fields: Any) -> api.Quota:
+async def put(client: library.AsyncClient, mask: str = "", **fields: Any) -> api.Quota:
     paths = FieldMask(paths=[mask]) if mask else None
     quota = api.Quota(**fields)
     return (await client.quotas.SetQuota(api.SetQuotaRequest(quota=quota, update_mask=paths))).quota
@@ -41,12 +35,12 @@ async def test_a_quota_has_a_name_a_mask_and_an_etag(tmp_path: Path) -> None:
         masked = await put(client, "weight", tenant="vision team", weight=2)
         assert (masked.gpu_milli_limit, masked.weight) == (2000, 2)
         assert (await client.quotas.GetQuota(api.GetQuotaRequest(name=first.name))).quota == masked
-        with pytest.raises(AbortedError) as aborted:
+        with pytest.raises(library.AbortedError) as aborted:
             await put(client, name=first.name, etag=first.etag)
         assert aborted.value.reason == "ETAG_MISMATCH"
         assert (await put(client, name=first.name, etag=masked.etag)).HasField("gpu_milli_limit") is False
         await client.quotas.DeleteQuota(api.DeleteQuotaRequest(name=first.name))
-        with pytest.raises(NotFoundError):
+        with pytest.raises(library.NotFoundError):
             await client.quotas.GetQuota(api.GetQuotaRequest(name=first.name))
 
 
@@ -58,7 +52,7 @@ async def test_a_quota_of_no_name_is_refused(tmp_path: Path) -> None:
     ]  # fmt: skip
     async with allocator_client(tmp_path, FakeFleet(node_message("n0"))) as client:
         for fields, mask, field in wrong:
-            with pytest.raises(InvalidArgumentError) as caught:
+            with pytest.raises(library.InvalidArgumentError) as caught:
                 await put(client, mask, **fields)
             assert [one.field for one in caught.value.violations] == [field]
 
@@ -97,7 +91,7 @@ async def test_a_cordon_has_a_name_a_target_and_a_state(tmp_path: Path) -> None:
         name = f"{held.gpus[0].name}/cordon"
         assert (await client.nodes.GetCordon(api.GetCordonRequest(name=name))).cordon.name == name
         await client.nodes.UncordonNode(api.UncordonNodeRequest(name=name))
-        with pytest.raises(NotFoundError):
+        with pytest.raises(library.NotFoundError):
             await client.nodes.GetCordon(api.GetCordonRequest(name=name))
 
 
@@ -146,7 +140,8 @@ async def test_hours_of_the_month_outlast_a_restart_and_let_nobody_in_until_it_e
         lease = await ann.reserve(2, **WEEK)
         booked = await book(ann, clock, at=DAY, hours=2)
         with pytest.raises(
-            ResourceExhaustedError, match=r"10 GPU-hours .* used 0\.0 and booked 2\.0 .* asks for 9\.0"
+            library.ResourceExhaustedError,
+            match=r"10 GPU-hours .* used 0\.0 and booked 2\.0 .* asks for 9\.0",
         ):
             await book(ann, clock, at=2 * DAY, hours=9)
         clock.ahead += 4 * HOUR
@@ -158,7 +153,7 @@ async def test_hours_of_the_month_outlast_a_restart_and_let_nobody_in_until_it_e
             2,
             10,
         )
-        with pytest.raises(ResourceExhaustedError) as refused:
+        with pytest.raises(library.ResourceExhaustedError) as refused:
             await ann.reserve(1)
         assert refused.value.reason == "QUOTA_EXCEEDED"
         assert 0 < (refused.value.retry_after or 0) < DAY, "a booking may be cancelled"
@@ -167,7 +162,7 @@ async def test_hours_of_the_month_outlast_a_restart_and_let_nobody_in_until_it_e
         # Nothing but the month is to end from here on.
         await put(ada, "gpu_hours_per_month", name="quotas/ann", gpu_hours_per_month=8)
         await ann.bookings.CancelBooking(api.CancelBookingRequest(name=booked.name))
-        with pytest.raises(ResourceExhaustedError) as refused:
+        with pytest.raises(library.ResourceExhaustedError) as refused:
             await ann.reserve(1)
         assert 13 * DAY < (refused.value.retry_after or 0) < 17 * DAY, "as long as the month lasts"
         waits = asyncio.ensure_future(ann.reserve(1, wait=30))

@@ -11,17 +11,9 @@ from pathlib import Path
 
 import aio_pika
 
+from tests.support import rabbitmq_queues
 from tests.support.ports import free_port
 from tests.support.rabbitmq import RabbitBroker
-from tests.support.rabbitmq_queues import (
-    QueueCounts,
-    declare_queue,
-    delete_queue,
-    open_channel,
-    publish,
-    queue_counts,
-    unique_queue_name,
-)
 from tests.support.waiting import eventually
 
 WORKER = Path(__file__).resolve().parents[3] / "examples" / "worker.py"
@@ -52,21 +44,23 @@ async def test_a_worker_that_is_asked_to_end_finishes_its_message_and_takes_no_o
     tmp_path: Path, rabbitmq: RabbitBroker
 ) -> None:
     """Three messages of 3 s, SIGTERM in the first: it is acknowledged, the others are untouched."""
-    queue, output = unique_queue_name(), tmp_path / "out"
-    await declare_queue(rabbitmq, queue)
-    await publish(rabbitmq, queue, 3, body=b"3")
+    queue, output = rabbitmq_queues.unique_queue_name(), tmp_path / "out"
+    await rabbitmq_queues.declare_queue(rabbitmq, queue)
+    await rabbitmq_queues.publish(rabbitmq, queue, 3, body=b"3")
     file = tmp_path / "url"
     file.write_text(f"{rabbitmq.amqp_url}\n")
     with worker(str(file), queue, output, "GPUSCALE_EXAMPLE_AMQP_URL_FILE") as process:
-        await eventually(lambda: _counts(rabbitmq, queue, QueueCounts(ready=2, unacknowledged=1)))
+        await eventually(
+            lambda: _counts(rabbitmq, queue, rabbitmq_queues.QueueCounts(ready=2, unacknowledged=1))
+        )
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, 60) == 0
-    await eventually(lambda: _counts(rabbitmq, queue, QueueCounts(ready=2, unacknowledged=0)))
+    await eventually(lambda: _counts(rabbitmq, queue, rabbitmq_queues.QueueCounts(ready=2, unacknowledged=0)))
     text = output.read_text()
     assert "endpoints/jobs/replicas/r1 takes messages" in text
     assert "on GPU-aa" in text
     assert text.count("worked for 3 s") == 1
-    async with open_channel(rabbitmq) as channel:
+    async with rabbitmq_queues.open_channel(rabbitmq) as channel:
         found = await channel.get_queue(queue)
         for _ in range(2):
             message = await found.get(timeout=30)
@@ -86,12 +80,12 @@ async def test_a_worker_without_a_broker_waits_for_it_and_still_ends_when_asked(
 
 
 async def test_a_worker_declares_a_deleted_queue_again(tmp_path: Path, rabbitmq: RabbitBroker) -> None:
-    queue, none = unique_queue_name(), QueueCounts(ready=0, unacknowledged=0)
+    queue, none = rabbitmq_queues.unique_queue_name(), rabbitmq_queues.QueueCounts(ready=0, unacknowledged=0)
     with worker(rabbitmq.amqp_url, queue, tmp_path / "out"):
         await eventually(lambda: _counts(rabbitmq, queue, none))
-        await delete_queue(rabbitmq, queue)
+        await rabbitmq_queues.delete_queue(rabbitmq, queue)
         await eventually(lambda: _counts(rabbitmq, queue, none))
 
 
-async def _counts(broker: RabbitBroker, queue: str, expected: QueueCounts) -> bool:
-    return await queue_counts(broker, queue) == expected
+async def _counts(broker: RabbitBroker, queue: str, expected: rabbitmq_queues.QueueCounts) -> bool:
+    return await rabbitmq_queues.queue_counts(broker, queue) == expected

@@ -12,19 +12,9 @@ from typing import Any
 import grpc
 import pytest
 
+from gpuscale import client as library
 from gpuscale.api.autoscaler import v1 as autoscaler_api
 from gpuscale.api.monitor import v1 as monitor_api
-from gpuscale.client import (
-    CancelledCallError,
-    DeadlineExceededError,
-    FailedPreconditionError,
-    InvalidArgumentError,
-    NotFoundError,
-    UnavailableError,
-    UnimplementedError,
-    connect,
-    connect_async,
-)
 from gpuscale.internal.monitor import v1 as monitor_internal
 from tests.contract.cli.canned_gateway import fail
 from tests.support.waiting import eventually
@@ -49,7 +39,7 @@ class Fleet(monitor_api.FleetServiceServicer, monitor_internal.TelemetryServiceS
         return monitor_api.ListNodesResponse(next_page_token="" if request.page_token else "more")
 
     def GetNode(self, request: Any, context: Any) -> Any:
-        fail(context, NotFoundError("no such node", metadata={"name": request.name}))
+        fail(context, library.NotFoundError("no such node", metadata={"name": request.name}))
 
     def WatchNodes(self, request: Any, context: Any) -> Any:
         self.remaining.append(context.time_remaining())
@@ -57,12 +47,12 @@ class Fleet(monitor_api.FleetServiceServicer, monitor_internal.TelemetryServiceS
         yield monitor_api.WatchNodesResponse(full=True)
         if request.HasField("min_interval"):
             self.ended.wait(60)
-        fail(context, InvalidArgumentError("no more", field="min_interval"))
+        fail(context, library.InvalidArgumentError("no more", field="min_interval"))
 
     def StreamTelemetry(self, requests: Any, context: Any) -> Any:
         for request in requests:
             if request.HasField("snapshot"):
-                fail(context, UnavailableError("full", reason="OVERLOADED", retry_after=2.0))
+                fail(context, library.UnavailableError("full", reason="OVERLOADED", retry_after=2.0))
             yield monitor_internal.StreamTelemetryResponse(acked_seq=-1)
 
 
@@ -86,7 +76,7 @@ def address(fleet: Fleet) -> Iterator[str]:
 
 
 def test_unary_errors_are_of_the_tree(address: str) -> None:
-    with connect(address) as client, pytest.raises(NotFoundError) as caught:
+    with library.connect(address) as client, pytest.raises(library.NotFoundError) as caught:
         client.fleet.GetNode(monitor_api.GetNodeRequest(name="nodes/x"))
     assert caught.value.metadata == {"name": "nodes/x"}
     assert isinstance(caught.value.__context__, grpc.RpcError)
@@ -94,33 +84,33 @@ def test_unary_errors_are_of_the_tree(address: str) -> None:
 
 
 def test_with_call_and_future(address: str) -> None:
-    with connect(address) as client:
+    with library.connect(address) as client:
         response, call = client.fleet.ListNodes.with_call(LIST)
         assert response.next_page_token == "more"
         assert call.code() is grpc.StatusCode.OK
-        with pytest.raises(NotFoundError):
+        with pytest.raises(library.NotFoundError):
             client.fleet.GetNode.with_call(monitor_api.GetNodeRequest(name="nodes/x"))
         assert client.fleet.ListNodes.future(LIST).result().next_page_token == "more"
 
 
 def test_stream_errors_are_of_the_tree(address: str) -> None:
-    with connect(address) as client:
+    with library.connect(address) as client:
         stream = client.fleet.WatchNodes(WATCH)
         assert next(stream).full
-        with pytest.raises(InvalidArgumentError) as caught:
+        with pytest.raises(library.InvalidArgumentError) as caught:
             next(stream)
     assert caught.value.violations[0].field == "min_interval"
 
 
 def test_streams_in_both_directions(address: str) -> None:
-    with connect(address) as client:
+    with library.connect(address) as client:
         snapshot = monitor_internal.StreamTelemetryRequest()
         snapshot.snapshot.SetInParent()
         stream = monitor_internal.TelemetryServiceStub(client._channel).StreamTelemetry(
             iter([TELEMETRY, snapshot])
         )
         assert next(stream).acked_seq == -1
-        with pytest.raises(UnavailableError) as caught:
+        with pytest.raises(library.UnavailableError) as caught:
             next(stream)
     assert (caught.value.reason, caught.value.retry_after) == ("OVERLOADED", 2.0)
 
@@ -128,20 +118,20 @@ def test_streams_in_both_directions(address: str) -> None:
 def test_a_stream_can_be_cancelled(address: str, fleet: Fleet) -> None:
     request = monitor_api.WatchNodesRequest()
     request.min_interval.seconds = 1
-    with connect(address) as client:
+    with library.connect(address) as client:
         stream = client.fleet.WatchNodes(request)
         next(stream)
         stream.cancel()
-        with pytest.raises(CancelledCallError):
+        with pytest.raises(library.CancelledCallError):
             next(stream)
     assert fleet.ended.wait(60)
 
 
 def test_deadlines(address: str, fleet: Fleet) -> None:
     """A unary call gets the client's, unless it has its own; a stream has none."""
-    with connect(address, timeout=1.5) as client:
+    with library.connect(address, timeout=1.5) as client:
         client.fleet.ListNodes(LIST, timeout=50)
-        with pytest.raises(DeadlineExceededError, match=r"no answer within 1\.5 s"):
+        with pytest.raises(library.DeadlineExceededError, match=r"no answer within 1\.5 s"):
             client.fleet.ListNodes(monitor_api.ListNodesRequest(page_size=1))
         next(client.fleet.WatchNodes(WATCH))
     own, default, stream = fleet.remaining
@@ -153,11 +143,11 @@ def test_deadlines(address: str, fleet: Fleet) -> None:
 
 
 def test_a_closed_client(address: str) -> None:
-    client = connect(address)
+    client = library.connect(address)
     client.close()
-    with pytest.raises(CancelledCallError, match="closed"):
+    with pytest.raises(library.CancelledCallError, match="closed"):
         client.fleet.ListNodes(LIST)
-    with pytest.raises(CancelledCallError, match="closed"):
+    with pytest.raises(library.CancelledCallError, match="closed"):
         client.fleet.WatchNodes(WATCH)
 
 
@@ -165,22 +155,22 @@ def test_address_and_token_come_from_the_environment(
     address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.setenv("GPUSCALE_ADDRESS", address)
-    with connect() as client:
+    with library.connect() as client:
         assert client.address == address
         client.fleet.ListNodes(LIST)
     monkeypatch.delenv("GPUSCALE_ADDRESS")
-    assert connect().address == "127.0.0.1:7070"
+    assert library.connect().address == "127.0.0.1:7070"
     monkeypatch.setenv("GPUSCALE_TOKEN_FILE", str(tmp_path / "missing"))
-    with pytest.raises(FailedPreconditionError, match="No such file or directory"):
-        connect()
+    with pytest.raises(library.FailedPreconditionError, match="No such file or directory"):
+        library.connect()
 
 
 async def test_async_unary(address: str, fleet: Fleet) -> None:
-    async with connect_async(address, timeout=1.5) as client:
+    async with library.connect_async(address, timeout=1.5) as client:
         await client.fleet.ListNodes(LIST, timeout=50)
-        with pytest.raises(DeadlineExceededError):
+        with pytest.raises(library.DeadlineExceededError):
             await client.fleet.ListNodes(monitor_api.ListNodesRequest(page_size=1))
-        with pytest.raises(UnimplementedError):
+        with pytest.raises(library.UnimplementedError):
             await client.endpoints.GetEndpoint(
                 autoscaler_api.GetEndpointRequest(name="endpoints/x"), timeout=50
             )
@@ -188,7 +178,7 @@ async def test_async_unary(address: str, fleet: Fleet) -> None:
 
 
 async def test_async_cancelling_a_waiting_task_cancels_the_call(address: str, fleet: Fleet) -> None:
-    async with connect_async(address) as client:
+    async with library.connect_async(address) as client:
         asked = monitor_api.ListNodesRequest(page_size=1)
         waiting = asyncio.ensure_future(client.fleet.ListNodes(asked, timeout=60))
         await eventually(lambda: fleet.remaining)
@@ -199,22 +189,22 @@ async def test_async_cancelling_a_waiting_task_cancels_the_call(address: str, fl
 
 
 async def test_async_streams(address: str) -> None:
-    async with connect_async(address) as client:
+    async with library.connect_async(address) as client:
         updates = aiter(client.fleet.WatchNodes(WATCH))
         assert (await anext(updates)).full
-        with pytest.raises(InvalidArgumentError):
+        with pytest.raises(library.InvalidArgumentError):
             await anext(updates)
         stream = client.fleet.WatchNodes(WATCH)
         first = await stream.read()
         assert isinstance(first, monitor_api.WatchNodesResponse)
-        with pytest.raises(InvalidArgumentError):
+        with pytest.raises(library.InvalidArgumentError):
             await stream.read()
 
 
 async def test_async_a_reader_that_leaves_ends_the_stream(address: str, fleet: Fleet) -> None:
     request = monitor_api.WatchNodesRequest()
     request.min_interval.seconds = 1
-    async with connect_async(address) as client:
+    async with library.connect_async(address) as client:
         stream = client.fleet.WatchNodes(request)
         async for _ in stream:
             break
@@ -223,7 +213,7 @@ async def test_async_a_reader_that_leaves_ends_the_stream(address: str, fleet: F
 
 
 async def test_async_streams_in_both_directions(address: str) -> None:
-    async with connect_async(address) as client:
+    async with library.connect_async(address) as client:
         stream = monitor_internal.TelemetryServiceStub(client._channel).StreamTelemetry()
         await stream.write(TELEMETRY)
         answer = await stream.read()
@@ -231,6 +221,6 @@ async def test_async_streams_in_both_directions(address: str) -> None:
         snapshot = monitor_internal.StreamTelemetryRequest()
         snapshot.snapshot.SetInParent()
         await stream.write(snapshot)
-        with pytest.raises(UnavailableError) as caught:
+        with pytest.raises(library.UnavailableError) as caught:
             await stream.read()
         assert (caught.value.reason, caught.value.retry_after) == ("OVERLOADED", 2.0)

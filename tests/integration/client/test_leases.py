@@ -8,16 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
+from gpuscale import client as library
 from gpuscale.api.allocator import v1 as api
-from gpuscale.client import (
-    AsyncReserving,
-    FailedPreconditionError,
-    Lease,
-    LostReservationError,
-    ResourceExhaustedError,
-    UnavailableError,
-    lease_timer,
-)
 from gpuscale.common.wire import to_duration
 from gpuscale.testing import FakeServer
 from tests.support.cli import python
@@ -30,7 +22,7 @@ REQUEST_ID = "00000000-0000-4000-8000-000000000001"
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases are renewed every 0.1 s, so that no test waits for one."""
-    monkeypatch.setattr(lease_timer, "LONGEST_PAUSE", 0.1)
+    monkeypatch.setattr(library.lease_timer, "LONGEST_PAUSE", 0.1)
 
 
 def test_a_block_holds_gpus_and_gives_them_back(server: FakeServer) -> None:
@@ -72,12 +64,12 @@ def test_a_lease_is_renewed_in_the_background(server: FakeServer) -> None:
         assert server.reservations[0].remaining.seconds >= 3
 
 
-def hold_until_lost(lease: Lease, lose: Callable[[], None]) -> None:
+def hold_until_lost(lease: library.Lease, lose: Callable[[], None]) -> None:
     """A block that ends when it is told that the GPUs are lost."""
     with lease:
         lose()
         assert lease.lost.wait(30)
-        with pytest.raises(LostReservationError):
+        with pytest.raises(library.LostReservationError):
             lease.check()
 
 
@@ -96,20 +88,20 @@ def test_a_holder_is_told_that_its_gpus_will_be_taken_away_and_that_they_will_no
 def test_a_lost_reservation_is_told_within_its_lease(server: FakeServer) -> None:
     with server.connect() as client:
         lease = client.reserve(1, ttl=5)
-        with pytest.raises(LostReservationError) as caught:
+        with pytest.raises(library.LostReservationError) as caught:
             hold_until_lost(lease, lambda: server.expire(lease.name))
     assert caught.value.reason == "LEASE_LOST"
-    assert isinstance(caught.value, FailedPreconditionError)
+    assert isinstance(caught.value, library.FailedPreconditionError)
     assert server.reservations[0].end_reason in caught.value.message
 
 
 def test_an_allocator_that_is_gone_loses_the_lease_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_timer, "MARGIN", 0.9)
+    monkeypatch.setattr(library.lease_timer, "MARGIN", 0.9)
     server = FakeServer(gpus=1)
     with server:
         client = server.connect()
         lease = client.reserve(1, ttl=5)
-    with client, pytest.raises(LostReservationError, match="not renewed in time"):
+    with client, pytest.raises(library.LostReservationError, match="not renewed in time"):
         hold_until_lost(lease, lambda: None)
 
 
@@ -117,16 +109,16 @@ def test_a_client_that_is_closed_loses_its_leases(
     monkeypatch: pytest.MonkeyPatch, server: FakeServer
 ) -> None:
     """Nobody renews them any more, and the holder must learn it."""
-    monkeypatch.setattr(lease_timer, "MARGIN", 0.9)
+    monkeypatch.setattr(library.lease_timer, "MARGIN", 0.9)
     client = server.connect()
-    with pytest.raises(LostReservationError):
+    with pytest.raises(library.LostReservationError):
         hold_until_lost(client.reserve(1, ttl=5), client.close)
 
 
 async def test_an_async_client_that_is_closed_loses_its_leases(
     monkeypatch: pytest.MonkeyPatch, server: FakeServer
 ) -> None:
-    monkeypatch.setattr(lease_timer, "MARGIN", 0.9)
+    monkeypatch.setattr(library.lease_timer, "MARGIN", 0.9)
     client = server.connect_async()
     lease = await client.reserve(1, ttl=5)
     await client.close()
@@ -135,7 +127,7 @@ async def test_an_async_client_that_is_closed_loses_its_leases(
     assert lease.lost.is_set()
 
 
-def fail_when_lost(lease: Lease, server: FakeServer) -> None:
+def fail_when_lost(lease: library.Lease, server: FakeServer) -> None:
     with lease:
         server.lose(lease.name)
         assert lease.lost.wait(30)
@@ -149,14 +141,14 @@ def test_an_error_of_the_block_keeps_its_own_face(server: FakeServer) -> None:
 
 
 def test_a_call_without_an_answer_is_repeated_and_reserves_once(server: FakeServer) -> None:
-    server.fail("Reserve", UnavailableError("starting", retry_after=0.01), times=2)
+    server.fail("Reserve", library.UnavailableError("starting", retry_after=0.01), times=2)
     with server.connect() as client, client.reserve(1):
         assert len(server.reservations) == 1
 
 
 def test_a_refusal_is_not_repeated(server: FakeServer) -> None:
-    server.fail("Reserve", ResourceExhaustedError("quota", reason="QUOTA_EXCEEDED"))
-    with server.connect() as client, pytest.raises(ResourceExhaustedError):
+    server.fail("Reserve", library.ResourceExhaustedError("quota", reason="QUOTA_EXCEEDED"))
+    with server.connect() as client, pytest.raises(library.ResourceExhaustedError):
         client.reserve(1)
     assert server.reservations == []
 
@@ -176,14 +168,14 @@ async def test_a_block_of_an_event_loop(server: FakeServer) -> None:
 
 
 async def test_a_lost_reservation_in_an_event_loop(server: FakeServer) -> None:
-    async def hold(reserving: AsyncReserving) -> None:
+    async def hold(reserving: library.AsyncReserving) -> None:
         async with reserving as lease:
             server.lose(lease.name)
             async with asyncio.timeout(30):
                 await lease.lost.wait()
 
     async with server.connect_async() as client:
-        with pytest.raises(LostReservationError):
+        with pytest.raises(library.LostReservationError):
             await hold(client.reserve(1, ttl=5))
         one = await client.reserve(1)
         await one.renew()
@@ -212,6 +204,6 @@ def test_a_repeated_request_id_gives_no_lease_that_has_ended(server: FakeServer)
     """The answer is what the id was granted, whatever has become of it; its GPUs may be another's."""
     with server.connect() as client:
         client.reserve(1, "me", request_id=REQUEST_ID).release()
-        with pytest.raises(FailedPreconditionError) as caught:
+        with pytest.raises(library.FailedPreconditionError) as caught:
             client.reserve(1, "me", request_id=REQUEST_ID)
     assert caught.value.reason == "RESERVATION_ENDED"

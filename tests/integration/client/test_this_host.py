@@ -15,21 +15,10 @@ from typing import Any
 
 import pytest
 
+from gpuscale import client as library
 from gpuscale.api.allocator import v1 as allocator_api
 from gpuscale.api.monitor import v1 as monitor_api
 from gpuscale.api.types import v1 as types_api
-from gpuscale.client import (
-    AsyncLease,
-    Client,
-    FailedPreconditionError,
-    GpuscaleError,
-    InvalidArgumentError,
-    Lease,
-    PermissionDeniedError,
-    ResourceExhaustedError,
-    connect,
-    connect_async,
-)
 from gpuscale.client.this_host import ThisHost, admit, only_here
 from gpuscale.common.rpc.channel import open_sync_channel
 from gpuscale.common.rpc.server import Registration, Server, ServerOptions
@@ -69,9 +58,9 @@ OWN = network_namespace()
         ([node("a", boot_id=ELSEWHERE), node("b")], "b"),
         ([node("a", namespace=OWN + 1)], "a"),
         ([node("a", namespace=OWN + 1), node("b", namespace=OWN)], "b"),
-        ([node("a"), node("b")], FailedPreconditionError),
-        ([node("a", namespace=OWN), node("b", namespace=OWN)], FailedPreconditionError),
-        ([node("a", namespace=OWN + 1), node("b", namespace=OWN + 2)], FailedPreconditionError),
+        ([node("a"), node("b")], library.FailedPreconditionError),
+        ([node("a", namespace=OWN), node("b", namespace=OWN)], library.FailedPreconditionError),
+        ([node("a", namespace=OWN + 1), node("b", namespace=OWN + 2)], library.FailedPreconditionError),
     ],
     ids=["no node", "other kernel", "one", "a container's", "namespaces", "older agents", "alike", "neither"],
 )
@@ -79,7 +68,7 @@ def test_the_node_that_this_host_is(nodes: list[monitor_api.Node], found: Any) -
     if not isinstance(found, type):
         assert ThisHost().find(nodes) == found
         return
-    with pytest.raises(FailedPreconditionError, match=r"any of a, b.*GPUSCALE_NODE=a") as caught:
+    with pytest.raises(library.FailedPreconditionError, match=r"any of a, b.*GPUSCALE_NODE=a") as caught:
         ThisHost().find(nodes)
     assert caught.value.reason == "NODE_AMBIGUOUS"
 
@@ -92,13 +81,15 @@ def test_what_is_said_counts_unless_the_agent_here_is_another(monkeypatch: pytes
     monkeypatch.setenv("GPUSCALE_NODE", "nodes/b")
     assert ThisHost().find([node("a"), node("b")]) == "b"
     assert ThisHost().find([node("a", boot_id=ELSEWHERE)]) == "b"
-    with pytest.raises(FailedPreconditionError, match="is configured as c, but its agent reports a"):
+    with pytest.raises(library.FailedPreconditionError, match="is configured as c, but its agent reports a"):
         ThisHost("c").find([node("a")])
-    with pytest.raises(FailedPreconditionError, match="is configured as b, but its agent reports a"):
+    with pytest.raises(library.FailedPreconditionError, match="is configured as b, but its agent reports a"):
         ThisHost("b").find([node("a", namespace=OWN), node("b", namespace=OWN + 1)])
     monkeypatch.setenv("GPUSCALE_NODE", "No Node")
-    with pytest.raises(InvalidArgumentError, match="GPUSCALE_NODE: 'No Node' is not the id of a node"):
-        connect()
+    with pytest.raises(
+        library.InvalidArgumentError, match="GPUSCALE_NODE: 'No Node' is not the id of a node"
+    ):
+        library.connect()
 
 
 def test_gpus_are_of_this_host_unless_it_is_said_otherwise(server: FakeServer) -> None:
@@ -106,7 +97,7 @@ def test_gpus_are_of_this_host_unless_it_is_said_otherwise(server: FakeServer) -
         with client.reserve(2) as lease:
             assert {gpu.node for gpu in lease.gpus} == {"node-0"}
             with pytest.raises(
-                ResourceExhaustedError, match=r"only this host, node-0, was asked.*anywhere"
+                library.ResourceExhaustedError, match=r"only this host, node-0, was asked.*anywhere"
             ) as no:
                 client.reserve(1)
             assert len(traceback.format_exception(no.value)) == 4, "a refusal is the call and its message"
@@ -116,14 +107,16 @@ def test_gpus_are_of_this_host_unless_it_is_said_otherwise(server: FakeServer) -
 
 @pytest.mark.parametrize(("obstacle", "elsewhere"), [("NO_CAPACITY", True), ("QUOTA_EXCEEDED", False)])
 def test_other_hosts_are_named_where_they_could_help(obstacle: str, elsewhere: bool) -> None:
-    late = ResourceExhaustedError("not served", reason="WAIT_TIMEOUT", metadata={"last_reason": obstacle})
+    late = library.ResourceExhaustedError(
+        "not served", reason="WAIT_TIMEOUT", metadata={"last_reason": obstacle}
+    )
     assert ("only this host" in only_here(late, "a", "ask all").message) == elsewhere
 
 
-def refused(lease: Lease | AsyncLease) -> FailedPreconditionError:
-    with pytest.raises(FailedPreconditionError) as caught:
+def refused(lease: library.Lease | library.AsyncLease) -> library.FailedPreconditionError:
+    with pytest.raises(library.FailedPreconditionError) as caught:
         lease.env()
-    with pytest.raises(FailedPreconditionError):
+    with pytest.raises(library.FailedPreconditionError):
         assert lease.cuda_visible_devices
     assert str(pickle.loads(pickle.dumps(caught.value))) == caught.value.message
     return caught.value
@@ -151,7 +144,7 @@ def lists(world: Any) -> int:
 
 
 def test_the_fleet_is_asked_once_and_only_where_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    def reserve(client: Client, times: int, **options: Any) -> None:
+    def reserve(client: library.Client, times: int, **options: Any) -> None:
         for _ in range(times):
             client.reserve(1, **options)
 
@@ -159,7 +152,7 @@ def test_the_fleet_is_asked_once_and_only_where_it_must_be(monkeypatch: pytest.M
         world.overrides["ListNodes"] = lambda request, context: monitor_api.ListNodesResponse(
             nodes=[node("host-1")]
         )
-        with connect(address) as client:
+        with library.connect(address) as client:
             reserve(client, 2, nodes=["nodes/host-1"])
             reserve(client, 2, anywhere=True)
             assert lists(world) == 0
@@ -168,17 +161,17 @@ def test_the_fleet_is_asked_once_and_only_where_it_must_be(monkeypatch: pytest.M
             assert lists(world) == 1
             assert list(world.requests[-1].ask.nodes) == ["nodes/host-1"]
         monkeypatch.setenv("GPUSCALE_NODE", "host-1")
-        with connect(address) as client:
+        with library.connect(address) as client:
             reserve(client, 2)
             client.reserve(1).env()
-        with connect(address, node="host-2") as client:
+        with library.connect(address, node="host-2") as client:
             assert refused(client.reserve(1)).reason == "GPUS_ELSEWHERE"
         assert lists(world) == 1
 
 
 async def test_an_async_client_that_is_told_where_asks_nothing() -> None:
     with canned_gateway() as (address, world):
-        async with connect_async(address) as client:
+        async with library.connect_async(address) as client:
             await client.reserve(1, nodes=["host-1"])
             await client.reserve(1, anywhere=True)
         assert lists(world) == 0
@@ -250,7 +243,7 @@ def test_where_no_agent_answers_a_command_runs_and_it_is_said(server: FakeServer
 class AgentHere(monitor_api.WorkServiceServicer):
     """An agent on the socket of this host."""
 
-    refusal: GpuscaleError | None = None
+    refusal: library.GpuscaleError | None = None
     asked: list[monitor_api.AdmitWorkRequest] = field(default_factory=list[monitor_api.AdmitWorkRequest])
 
     async def AdmitWork(
@@ -285,11 +278,11 @@ async def test_the_agent_on_the_socket_of_this_host_admits_or_refuses(
     async with agent_here(tmp_path / "agent.sock", monkeypatch) as agent:
         assert await asyncio.to_thread(admit, work, None, elsewhere) == ""
         assert agent.asked == [work]
-        agent.refusal = FailedPreconditionError("it holds other GPUs", reason="GPU_NOT_HELD")
-        with pytest.raises(FailedPreconditionError, match="it holds other GPUs"):
+        agent.refusal = library.FailedPreconditionError("it holds other GPUs", reason="GPU_NOT_HELD")
+        with pytest.raises(library.FailedPreconditionError, match="it holds other GPUs"):
             await asyncio.to_thread(admit, work, None, elsewhere)
-        agent.refusal = PermissionDeniedError("it is another's", reason="LEASE_TOKEN_INVALID")
-        with pytest.raises(PermissionDeniedError, match="it is another's"):
+        agent.refusal = library.PermissionDeniedError("it is another's", reason="LEASE_TOKEN_INVALID")
+        with pytest.raises(library.PermissionDeniedError, match="it is another's"):
             await asyncio.to_thread(admit, work, None, elsewhere)
 
 

@@ -13,15 +13,8 @@ import pytest
 from nicegui import Client, ui
 from starlette.datastructures import Headers
 
+from gpuscale import client as library
 from gpuscale.api.autoscaler import v1 as autoscaler_api
-from gpuscale.client import (
-    AsyncClient,
-    GpuscaleError,
-    InvalidArgumentError,
-    NotFoundError,
-    UnauthenticatedError,
-    UnavailableError,
-)
 from gpuscale.client.connection import connect_async
 from gpuscale.common.runtime.tasks import SystemClock
 from gpuscale.common.security.auth import Role
@@ -35,7 +28,7 @@ SIGNED_IN = VisitorSession("token", math.inf)
 
 
 def visitors_of(server: FakeServer, asked: list[str] | None = None) -> Visitors:
-    def connect(token: str) -> AsyncClient:
+    def connect(token: str) -> library.AsyncClient:
         if asked is not None:
             asked.append(token)
         return connect_async(server.address, token=token)
@@ -46,17 +39,17 @@ def visitors_of(server: FakeServer, asked: list[str] | None = None) -> Visitors:
 @pytest.mark.parametrize("token", ["two\nlines", "t\u00f6ken"])
 async def test_what_is_no_token_is_refused(token: str) -> None:
     """It was a fault of the server once, with a traceback in its log for each that anybody sent."""
-    with FakeServer() as server, pytest.raises(InvalidArgumentError):
+    with FakeServer() as server, pytest.raises(library.InvalidArgumentError):
         await visitors_of(server).try_token(token)
 
 
 @pytest.mark.parametrize(
     ("error", "left"),
-    [(UnauthenticatedError("revoked"), set[str]()), (UnavailableError("away"), {"token"})],
+    [(library.UnauthenticatedError("revoked"), set[str]()), (library.UnavailableError("away"), {"token"})],
     ids=["revoked", "gateway away"],
 )
 async def test_a_visitor_whose_token_is_revoked_is_signed_out(
-    error: GpuscaleError, left: set[str], monkeypatch: pytest.MonkeyPatch
+    error: library.GpuscaleError, left: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpuscale.dashboard.visitors.RECHECK", 0.01)
     asked: list[str] = []
@@ -99,7 +92,7 @@ async def test_hands_are_tied_once_the_visitor_is_signed_out() -> None:
         assert not actions.signed_out
         actions.session.end = 0.0
         assert actions.signed_out
-        with pytest.raises(UnauthenticatedError, match="sign in again"):
+        with pytest.raises(library.UnauthenticatedError, match="sign in again"):
             await actions.ask(AsyncMock())
 
 
@@ -114,13 +107,13 @@ async def test_only_the_user_of_this_process_reads_what_its_jobs_wrote(
             home: VisitorActions(visitors_of(server).connect, SIGNED_IN, SystemClock(), at_home=home)
             for home in (True, False)
         }
-        with pytest.raises(NotFoundError, match="no output is kept on this host"):
+        with pytest.raises(library.NotFoundError, match="no output is kept on this host"):
             await all_output(actions[True], name)
         folder.mkdir(parents=True)
         (folder / "output.1").write_bytes(b"x" * 100_000)
         (folder / "output").write_bytes(b"the end")
         assert b"".join(await all_output(actions[True], name)) == b"x" * 100_000 + b"the end"
-        with pytest.raises(NotFoundError, match=f"gpuscalectl logs {name}"):
+        with pytest.raises(library.NotFoundError, match=f"gpuscalectl logs {name}"):
             await all_output(actions[False], name)
 
 

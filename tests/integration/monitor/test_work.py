@@ -17,15 +17,8 @@ from gpuscale.common.rpc.status import rpc_errors
 from gpuscale.common.runtime.tasks import FAILPOINTS
 from gpuscale.monitor.agent.sources import simulated_uuid
 from gpuscale.monitor.agent.work import FILE_NAME, AdmissionFile
+from gpuscale.monitor.model import readings
 from gpuscale.monitor.model.admission import Admissions
-from gpuscale.monitor.model.readings import (
-    GpuProcess,
-    GpuReading,
-    GpuSample,
-    GpuState,
-    ProcessKey,
-    Quarantine,
-)
 from tests.support.clock import WALL_START
 from tests.support.monitor import FakeGpus, collected, confirming_allocator, serving_agent
 from tests.support.monitor_values import identity
@@ -136,15 +129,17 @@ def test_processes_of_an_earlier_boot_are_forgotten_and_fences_are_not(tmp_path:
 
 
 async def test_processes_of_admitted_work_are_shown_with_its_reservation_and_outsiders_without() -> None:
-    source, worker = FakeGpus(), ProcessKey(10, 1)
+    source, worker = FakeGpus(), readings.ProcessKey(10, 1)
     processes = (
-        GpuProcess(11, lineage=(ProcessKey(11, 2), worker)),
-        GpuProcess(12, lineage=(ProcessKey(12, 3),)),
+        readings.GpuProcess(11, lineage=(readings.ProcessKey(11, 2), worker)),
+        readings.GpuProcess(12, lineage=(readings.ProcessKey(12, 3),)),
     )
-    source.samples[identity(0).uuid] = GpuSample(GpuState.OK, GpuReading(processes=processes))
+    source.samples[identity(0).uuid] = readings.GpuSample(
+        readings.GpuState.OK, readings.GpuReading(processes=processes)
+    )
     admissions = Admissions().admit([identity(0).uuid], "reservations/r7", 7, worker)
     assert isinstance(admissions, Admissions)
-    quarantine = Quarantine("XID 79", WALL_START)
+    quarantine = readings.Quarantine("XID 79", WALL_START)
     quarantined = {identity(1).uuid.lower(): quarantine}
     first, second = (await collected(source, quarantined, admitted=lambda: admissions)).gpus
     assert [process.reservation for process in first.reading.processes or ()] == ["reservations/r7", None]

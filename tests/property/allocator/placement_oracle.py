@@ -4,17 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 
-from gpuscale.allocator.domain.model import (
-    WHOLE,
-    Ask,
-    GangStrategy,
-    Gpu,
-    Node,
-    NodeState,
-    ReservedGpu,
-    Score,
-    Use,
-)
+from gpuscale.allocator.domain import model
 from gpuscale.allocator.placing.constraints import memory_on, milli_on
 from tests.support.allocator_values import NOW
 from tests.support.placing import NOTHING, free_memory, obstacle, reservation
@@ -29,13 +19,15 @@ class TooManyError(Exception):
 class Oracle:
     """All placements of an ask on these nodes, beside what is held in `use`; what is tried is taken back."""
 
-    def __init__(self, nodes: Sequence[Node], use: Use, cordons: frozenset[str] = NOTHING) -> None:
+    def __init__(
+        self, nodes: Sequence[model.Node], use: model.Use, cordons: frozenset[str] = NOTHING
+    ) -> None:
         self._nodes = nodes
         self._use = use
         self._cordons = cordons
         self._left = 2000
 
-    def node_counts(self, ask: Ask) -> set[int]:
+    def node_counts(self, ask: model.Ask) -> set[int]:
         """On how many nodes the members can lie; empty where they cannot be placed.
 
         Raises:
@@ -44,7 +36,7 @@ class Oracle:
         self._seen: set[object] = set()
         return set(self._placements(ask, ()))
 
-    def _placements(self, ask: Ask, taken: tuple[str, ...]) -> Iterator[int]:
+    def _placements(self, ask: model.Ask, taken: tuple[str, ...]) -> Iterator[int]:
         self._left -= 1
         if self._left < 0:
             raise TooManyError
@@ -67,34 +59,34 @@ class Oracle:
                 finally:
                     self._use.free(name)
 
-    def _gpus(self) -> Iterator[Gpu]:
+    def _gpus(self) -> Iterator[model.Gpu]:
         return (gpu for node in self._nodes for gpu in node.gpus)
 
-    def _fitting(self, node: Node, ask: Ask) -> list[Gpu]:
+    def _fitting(self, node: model.Node, ask: model.Ask) -> list[model.Gpu]:
         return [one for one in node.gpus if obstacle(node, one, self._use, ask, NOW, self._cordons) is None]
 
-    def _taken(self, node: Node, one: Gpu, ask: Ask, member: int) -> ReservedGpu:
+    def _taken(self, node: model.Node, one: model.Gpu, ask: model.Ask, member: int) -> model.ReservedGpu:
         total, free = one.memory_total_bytes, free_memory(one, self._use)
-        return ReservedGpu(
+        return model.ReservedGpu(
             node.id,
             one.uuid,
             one.index,
             one.model,
             one.simulated,
-            Score(0.0, ()),
+            model.Score(0.0, ()),
             milli=milli_on(ask, total),
-            memory_bytes=memory_on(ask, total, free, WHOLE - self._use.gpu(one.uuid).milli),
+            memory_bytes=memory_on(ask, total, free, model.WHOLE - self._use.gpu(one.uuid).milli),
             member=member,
             parent=one.parent,
         )
 
 
-def all_free(nodes: Sequence[Node]) -> list[Node]:
+def all_free(nodes: Sequence[model.Node]) -> list[model.Node]:
     """The nodes as they are at their best: idle, empty, in order; what they do not tell is plenty."""
     return [
         replace(
             node,
-            state=NodeState.ONLINE,
+            state=model.NodeState.ONLINE,
             gpus=tuple(_free(gpu) for gpu in node.gpus),
             cpu_milli=PETABYTE if node.cpu_milli is None else node.cpu_milli,
             memory_total_bytes=PETABYTE if node.memory_total_bytes is None else node.memory_total_bytes,
@@ -103,7 +95,7 @@ def all_free(nodes: Sequence[Node]) -> list[Node]:
     ]
 
 
-def _free(gpu: Gpu) -> Gpu:
+def _free(gpu: model.Gpu) -> model.Gpu:
     total = PETABYTE if gpu.memory_total_bytes is None else gpu.memory_total_bytes
     return replace(
         gpu,
@@ -117,8 +109,8 @@ def _free(gpu: Gpu) -> Gpu:
     )
 
 
-def _admits(strategy: GangStrategy, taken: tuple[str, ...], node: str) -> bool:
+def _admits(strategy: model.GangStrategy, taken: tuple[str, ...], node: str) -> bool:
     """Whether a strategy lets the next member onto a node."""
-    if strategy is GangStrategy.STRICT_PACK:
+    if strategy is model.GangStrategy.STRICT_PACK:
         return set(taken) <= {node}
-    return strategy is not GangStrategy.STRICT_SPREAD or node not in taken
+    return strategy is not model.GangStrategy.STRICT_SPREAD or node not in taken

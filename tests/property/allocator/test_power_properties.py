@@ -6,15 +6,8 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpuscale.allocator.domain import power
 from gpuscale.allocator.domain.model import Node, NodeState
-from gpuscale.allocator.domain.power import (
-    EMERGENCY,
-    Governor,
-    PowerBudget,
-    PoweredGpu,
-    PowerLook,
-    PowerShare,
-)
 
 LOW, HIGH, IDLE, TICK = 200.0, 700.0, 60.0, 1.0
 LATENCIES = {"a": 1, "b": 3, "c": 2}
@@ -44,7 +37,7 @@ class ModelGpu:
 class Model:
     """Two nodes in a rack and one beside it, whose agents carry out orders some ticks late."""
 
-    def __init__(self, budgets: dict[str, PowerBudget], loose: str = "") -> None:
+    def __init__(self, budgets: dict[str, power.PowerBudget], loose: str = "") -> None:
         self.budgets = budgets
         self.nodes = [
             Node(name, rank, NodeState.ONLINE, (), labels=labels)
@@ -53,15 +46,15 @@ class Model:
         self.gpus = [ModelGpu(f"{node.id}{at}", node.id) for node in self.nodes for at in range(4)]
         self.gpus[0].helped = not loose  # nobody caps it, and of a mute one nobody knows its limit
         self.gpus[0].high = None if loose == "mute" else HIGH
-        self.governor = Governor()
+        self.governor = power.Governor()
         self.sent: dict[str, list[dict[str, float]]] = {node.id: [] for node in self.nodes}
         self.newly: dict[str, str] = {}
         self.now = 0.0
 
-    def seen(self, gpu: ModelGpu) -> PoweredGpu:
+    def seen(self, gpu: ModelGpu) -> power.PoweredGpu:
         told = [one.get(gpu.uuid, HIGH) for one in self.sent[gpu.node]]
         cap = max([HIGH if gpu.cap is None else gpu.cap, *told])
-        return PoweredGpu(
+        return power.PoweredGpu(
             gpu.uuid,
             gpu.node,
             helped=gpu.helped,
@@ -74,7 +67,7 @@ class Model:
             activity=gpu.drawn / 10,
         )
 
-    def tick(self) -> PowerLook:
+    def tick(self) -> power.PowerLook:
         self.now += TICK
         by_node = {
             node.id: [self.seen(gpu) for gpu in self.gpus if gpu.node == node.id] for node in self.nodes
@@ -89,7 +82,7 @@ class Model:
                         gpu.cap = orders.get(gpu.uuid)
         return look
 
-    def happen(self, look: PowerLook, at: int, what: str) -> None:
+    def happen(self, look: power.PowerLook, at: int, what: str) -> None:
         gpu = self.gpus[at]
         if what == "hold" and not gpu.held:
             gpu.held = look.room.short({gpu.uuid: gpu.node}, self.newly) is None
@@ -142,19 +135,19 @@ WATTS = st.tuples(
 )
 
 
-def of_all_kinds(watts: tuple[float, float, float], share: PowerShare) -> dict[str, PowerBudget]:
+def of_all_kinds(watts: tuple[float, float, float], share: power.PowerShare) -> dict[str, power.PowerBudget]:
     per_node, per_rack, fleet = watts
     return {
-        "node": PowerBudget(per_node, per="node", share=share),
-        "rack": PowerBudget(per_rack, per="rack", share=share),
-        "fleet": PowerBudget(fleet, share=share),
+        "node": power.PowerBudget(per_node, per="node", share=share),
+        "rack": power.PowerBudget(per_rack, per="rack", share=share),
+        "fleet": power.PowerBudget(fleet, share=share),
     }
 
 
-@given(TIMELINES, WATTS, st.sampled_from(PowerShare), st.sampled_from(["", "loose", "mute"]))
+@given(TIMELINES, WATTS, st.sampled_from(power.PowerShare), st.sampled_from(["", "loose", "mute"]))
 @settings(max_examples=settings().max_examples // 2)
 def test_budgets_are_kept_but_for_five_seconds_whoever_draws_and_no_cap_is_below_what_a_device_admits(
-    timeline: Timeline, watts: tuple[float, float, float], share: PowerShare, loose: str
+    timeline: Timeline, watts: tuple[float, float, float], share: power.PowerShare, loose: str
 ) -> None:
     model, since = Model(of_all_kinds(watts, share), loose), dict[str, float]()
     look = model.tick()
@@ -166,13 +159,13 @@ def test_budgets_are_kept_but_for_five_seconds_whoever_draws_and_no_cap_is_below
         assert all(LOW <= cap.watts < HIGH for cap in look.caps.values())
         since = {key: since.get(key, model.now) for key in model.above()}
         lasted = {key: model.now - began for key, began in since.items()}
-        assert all(spell <= EMERGENCY + SLOWEST + TICK for spell in lasted.values()), lasted
+        assert all(spell <= power.EMERGENCY + SLOWEST + TICK for spell in lasted.values()), lasted
 
 
-@given(TIMELINES, WATTS, st.sampled_from(PowerShare))
+@given(TIMELINES, WATTS, st.sampled_from(power.PowerShare))
 @settings(max_examples=settings().max_examples // 2)
 def test_once_caps_are_in_force_no_budget_is_above_at_any_moment_whatever_those_draw_who_hold_gpus(
-    timeline: Timeline, watts: tuple[float, float, float], share: PowerShare
+    timeline: Timeline, watts: tuple[float, float, float], share: power.PowerShare
 ) -> None:
     """Nothing waits for it to be seen: caps alone keep a budget, also while some are lowered and others raised."""
     model = Model(of_all_kinds(watts, share))
@@ -190,7 +183,7 @@ def test_once_caps_are_in_force_no_budget_is_above_at_any_moment_whatever_those_
 def test_what_is_left_goes_to_those_who_can_use_it_and_a_steady_load_changes_no_cap(
     busy: int, watts: int
 ) -> None:
-    model = Model({"node": PowerBudget(float(watts), nodes=("a",))})
+    model = Model({"node": power.PowerBudget(float(watts), nodes=("a",))})
     for at, gpu in enumerate(model.gpus[:4]):
         gpu.held, gpu.load = True, HIGH if at < busy else IDLE
     looks = [model.tick() for _ in range(30)]

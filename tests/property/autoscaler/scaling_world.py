@@ -27,15 +27,9 @@ from gpuscale.autoscaler.loop.reconciler import Dependencies, Reconciler
 from gpuscale.autoscaler.servicers.adapter_servicer import AdapterServicer
 from gpuscale.autoscaler.servicers.endpoints import Endpoints
 from gpuscale.autoscaler.servicers.feeds import Feeds
+from gpuscale.autoscaler.signals import sources
 from gpuscale.autoscaler.signals.fleet import FleetMetrics
 from gpuscale.autoscaler.signals.polling import Poller, room_for, waiting_requests
-from gpuscale.autoscaler.signals.sources import (
-    Histories,
-    ReplicaServers,
-    ReportedMetrics,
-    SignalSources,
-    WatcherUses,
-)
 from gpuscale.autoscaler.state import store
 from gpuscale.autoscaler.state.decision_log import Repetitions
 from gpuscale.common.errors import GpuscaleError, UnavailableError
@@ -160,21 +154,21 @@ class World:
         state = self.state = MemoryStore(self.connection, life)
         starts, _ = await state.write(partial(store.begin, boot_id=self.clock.boot_id))
         wire: Any = Wire(life, self.allocator, FakeCapacity(self.allocator))
-        self.sources = SignalSources(
+        self.sources = sources.SignalSources(
             reading=self.reading,
-            reported=ReportedMetrics(),
-            servers=ReplicaServers(self.clock),
+            reported=sources.ReportedMetrics(),
+            servers=sources.ReplicaServers(self.clock),
             fleet=FleetMetrics(wire, self.clock),
             prometheus={},
             waiting=Poller(partial(waiting_requests, allocator_api.QuotaServiceStub(wire)), self.clock),
             room=Poller(partial(room_for, allocator_api.CapacityServiceStub(wire)), self.clock),
             clock=self.clock,
         )
-        wakes, followers, uses = Wakes(), Followers(), WatcherUses()
+        wakes, followers, uses = Wakes(), Followers(), sources.WatcherUses()
         self.wakes = wakes
         hub = self.hub = AdapterHub(state, self.clock, starts, wakes)
         reservations = Reservations(wire, wakes)
-        self.histories = Histories(self.reading, state)
+        self.histories = sources.Histories(self.reading, state)
         repetitions = self.repetitions = Repetitions(state)
         keeper = self.keeper = LeaseKeeper(state, reservations, self.clock, hub, wakes)
         actor = Actor(state, self.clock, hub, reservations)

@@ -10,14 +10,7 @@ import pytest
 from gpuscale.autoscaler.backtest.simulate import Replay
 from gpuscale.autoscaler.backtest.world import Setting
 from gpuscale.autoscaler.domain.engine import Question, Result, asked
-from gpuscale.autoscaler.domain.rules.rule import (
-    BandRule,
-    Comparator,
-    RatioRule,
-    Rule,
-    StepRule,
-    ThresholdRule,
-)
+from gpuscale.autoscaler.domain.rules import rule
 from gpuscale.autoscaler.domain.rules.targets import PanicRule, TargetRule
 from gpuscale.autoscaler.domain.signals import QueueReading, QueueState, Sample, queue_sample
 from gpuscale.autoscaler.domain.spec import (
@@ -51,15 +44,17 @@ def reading(depth: int | None, now: float) -> QueueReading:
 def some_policy(dice: random.Random) -> EndpointSpec:
     kinds = (
         TargetRule(dice.choice([1.0, 7.0])),
-        StepRule(Comparator(">"), 10.0, 2),
-        BandRule(2.0, 20.0, 1, 2),
-        RatioRule(10.0, 1.0, proportional_down=dice.random() < 0.5, guarded=dice.random() < 0.5),
-        ThresholdRule(15.0, 3.0, 2),
+        rule.StepRule(rule.Comparator(">"), 10.0, 2),
+        rule.BandRule(2.0, 20.0, 1, 2),
+        rule.RatioRule(10.0, 1.0, proportional_down=dice.random() < 0.5, guarded=dice.random() < 0.5),
+        rule.ThresholdRule(15.0, 3.0, 2),
         PanicRule(8.0, stable_window=31.0, panic_window=7.0),
     )
     chosen = dice.sample(kinds, dice.randrange(1, 4))
     rules = [
-        Rule(f"r{place}", "depth", kind, priority=dice.randrange(2), cooldown=dice.choice([0.0, 7.0, 13.0]))
+        rule.Rule(
+            f"r{place}", "depth", kind, priority=dice.randrange(2), cooldown=dice.choice([0.0, 7.0, 13.0])
+        )
         for place, kind in enumerate(chosen)
     ]
     return EndpointSpec(

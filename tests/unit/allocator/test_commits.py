@@ -8,16 +8,7 @@ import pytest
 
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import Reservation
-from gpuscale.allocator.state.commits import (
-    ENOUGH,
-    MAX_GROUP,
-    WINDOW,
-    WRITES,
-    Changes,
-    Commits,
-    GroupWindow,
-    Outcome,
-)
+from gpuscale.allocator.state import commits
 from gpuscale.common.errors import UnavailableError
 from gpuscale.common.runtime.tasks import TaskScope
 from tests.support.allocator_values import WALL, order, reserved
@@ -58,11 +49,11 @@ class Desk:
     def __init__(self) -> None:
         self.disk = CountingDisk()
         self.ledger = Ledger()
-        self.changes = Changes()
-        self.commits = Commits(self.ledger, self.disk, self.changes)  # pyright: ignore[reportArgumentType]
+        self.changes = commits.Changes()
+        self.commits = commits.Commits(self.ledger, self.disk, self.changes)  # pyright: ignore[reportArgumentType]
         self._number = 0
 
-    def grant(self, count: int = 1) -> Outcome:
+    def grant(self, count: int = 1) -> commits.Outcome:
         return self.commits.grant([self._granted() for _ in range(count)])
 
     def _granted(self) -> Reservation:
@@ -105,15 +96,15 @@ async def test_callers_who_come_one_after_the_other_are_written_together(callers
         await asyncio.gather(*(caller() for _ in range(callers)))
     sizes = of.disk.sizes
     assert sum(sizes) == callers * TURNS
-    assert sum(size * size for size in sizes) / sum(sizes) >= min(callers, ENOUGH) * 0.7
+    assert sum(size * size for size in sizes) / sum(sizes) >= min(callers, commits.ENOUGH) * 0.7
 
 
 async def test_a_batch_counts_as_many_as_it_holds() -> None:
     """A change of many reservations is worth a write of its own: nobody is waited for."""
     async with desk() as of:
-        await asyncio.gather(*(of.grant() for _ in range(ENOUGH)))
+        await asyncio.gather(*(of.grant() for _ in range(commits.ENOUGH)))
         began = asyncio.get_running_loop().time()
-        assert await of.grant(ENOUGH) is None
+        assert await of.grant(commits.ENOUGH) is None
         assert asyncio.get_running_loop().time() - began == pytest.approx(FSYNC)
 
 
@@ -129,12 +120,12 @@ async def test_callers_who_come_seldom_wait_no_longer_than_some_writes() -> None
             took.append(asyncio.get_running_loop().time() - began)
 
         await asyncio.gather(*(caller(place) for place in range(150)))
-    assert max(took) <= FSYNC * (WRITES + 3)
+    assert max(took) <= FSYNC * (commits.WRITES + 3)
 
 
 async def test_a_group_of_fewer_than_came_before_is_written_after_a_pause() -> None:
     async with desk() as of:
-        await asyncio.gather(*(of.grant() for _ in range(ENOUGH)))
+        await asyncio.gather(*(of.grant() for _ in range(commits.ENOUGH)))
         began = asyncio.get_running_loop().time()
         assert await of.grant() is None
         assert asyncio.get_running_loop().time() - began == pytest.approx(2 * FSYNC)
@@ -142,18 +133,18 @@ async def test_a_group_of_fewer_than_came_before_is_written_after_a_pause() -> N
 
 async def test_no_group_stays_open_longer_than_its_window_nor_grows_beyond_its_most() -> None:
     async with desk() as of:
-        await asyncio.gather(*(of.grant() for _ in range(ENOUGH)))
+        await asyncio.gather(*(of.grant() for _ in range(commits.ENOUGH)))
         began = asyncio.get_running_loop().time()
         first = of.grant()
-        for _ in range(ENOUGH - 2):
+        for _ in range(commits.ENOUGH - 2):
             await asyncio.sleep(FSYNC * 0.9)
             of.grant()
         assert await first is None
-        assert of.disk.groups[1][0] - began <= min(WRITES * FSYNC, WINDOW) + FSYNC
-        many = [of.grant() for _ in range(MAX_GROUP + 10)]
+        assert of.disk.groups[1][0] - began <= min(commits.WRITES * FSYNC, commits.WINDOW) + FSYNC
+        many = [of.grant() for _ in range(commits.MAX_GROUP + 10)]
         for one in many:
             assert await one is None
-    assert max(of.disk.sizes) == MAX_GROUP
+    assert max(of.disk.sizes) == commits.MAX_GROUP
 
 
 async def test_a_caller_who_gives_up_takes_nothing_away_from_one_who_waits_for_the_same() -> None:
@@ -174,9 +165,9 @@ async def test_a_caller_who_gives_up_takes_nothing_away_from_one_who_waits_for_t
 WRITE = 0.001
 
 
-def learnt(*groups: tuple[int, int], seconds: float = WRITE) -> GroupWindow:
+def learnt(*groups: tuple[int, int], seconds: float = WRITE) -> commits.GroupWindow:
     """What groups (changes, and changes that came while they were written) have taught."""
-    window = GroupWindow()
+    window = commits.GroupWindow()
     for group, came in groups:
         window.wrote(group, came, seconds)
     return window
@@ -190,10 +181,10 @@ def test_whoever_comes_while_a_group_is_written_is_waited_for_with_the_next() ->
 
 
 def test_a_crowd_is_found_however_few_of_it_are_seen_at_a_time() -> None:
-    window = GroupWindow()
+    window = commits.GroupWindow()
     for _ in range(16):
         window.wrote(window.expected, 2, WRITE)
-    assert window.expected == ENOUGH
+    assert window.expected == commits.ENOUGH
 
 
 def test_a_crowd_that_left_is_soon_not_waited_for() -> None:
@@ -204,15 +195,15 @@ def test_a_crowd_that_left_is_soon_not_waited_for() -> None:
 def test_a_slow_disk_is_worth_a_longer_wait_within_bounds() -> None:
     window = learnt(*[(8, 8)] * 60, seconds=0.004)
     assert window.pause(2, 0.0) == pytest.approx(0.004, rel=0.01)
-    assert window.pause(2, WRITES * 0.004) == 0.0
+    assert window.pause(2, commits.WRITES * 0.004) == 0.0
     hung = learnt(*[(8, 8)] * 30, (8, 8), seconds=WRITE)
     hung.wrote(8, 8, 1.0)
     hung.wrote(8, 8, WRITE)
     hung.wrote(8, 8, WRITE)
     assert hung.pause(2, 0.0) < 0.03, "one write that hung is soon forgotten"
     slow = learnt(*[(8, 8)] * 60, seconds=1.0)
-    assert slow.pause(2, 0.0) == pytest.approx(WINDOW)
-    assert slow.pause(2, WINDOW) == 0.0
+    assert slow.pause(2, 0.0) == pytest.approx(commits.WINDOW)
+    assert slow.pause(2, commits.WINDOW) == 0.0
 
 
 async def test_followers_are_told_whether_more_than_the_deadline_changed() -> None:

@@ -4,17 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from gpuscale.allocator.domain import notifications
 from gpuscale.allocator.domain.jobs import JobMember, ReservedJob
 from gpuscale.allocator.domain.ledger import Ledger
 from gpuscale.allocator.domain.model import State
-from gpuscale.allocator.domain.notifications import (
-    EventKind,
-    NotifiedEvent,
-    Webhook,
-    networks,
-    of_change,
-    permitted,
-)
 from tests.support.allocator_values import NOW, WALL, order, reserved
 
 JOB = ReservedJob("train", "python train.py")
@@ -47,31 +40,33 @@ ENDED = JobMember(0, "n0", started=WALL, ended=WALL, exit_code=3)
     ],
 )
 def test_only_public_and_allowed_addresses_are_sent_to(address: str, sent: bool) -> None:
-    assert permitted(address, networks(["192.168.7.0/24"])) is sent
+    assert notifications.permitted(address, notifications.networks(["192.168.7.0/24"])) is sent
 
 
 def test_each_change_is_told_once() -> None:
     leaving = replace(HELD, revoke_at=NOW + 600, end_reason="policy idle: idle for 2 h")
-    (ending,) = of_change(HELD, leaving, NOW, WALL)
-    assert (ending.kind, ending.holder) == (EventKind.ENDING, "ann")
+    (ending,) = notifications.of_change(HELD, leaving, NOW, WALL)
+    assert (ending.kind, ending.holder) == (notifications.EventKind.ENDING, "ann")
     assert "reservations/r1 of ann (train) will be revoked in 10 min: policy idle" in ending.text
-    assert of_change(leaving, replace(leaving, deadline=NOW + 900), NOW, WALL) == []
+    assert notifications.of_change(leaving, replace(leaving, deadline=NOW + 900), NOW, WALL) == []
     job = replace(JOB, members=(ENDED,))
-    (ended,) = of_change(HELD, replace(HELD, job=job), NOW, WALL)
-    assert (ended.kind, ended.exit_code) == (EventKind.JOB_ENDED, 3)
-    assert of_change(replace(HELD, job=job), replace(HELD, job=job), NOW, WALL) == []
+    (ended,) = notifications.of_change(HELD, replace(HELD, job=job), NOW, WALL)
+    assert (ended.kind, ended.exit_code) == (notifications.EventKind.JOB_ENDED, 3)
+    assert notifications.of_change(replace(HELD, job=job), replace(HELD, job=job), NOW, WALL) == []
     over = replace(HELD, state=State.RELEASED)
-    assert of_change(None, over, NOW, WALL) == []
-    assert [one.kind for one in of_change(None, replace(over, state=State.LOST), NOW, WALL)] == [
-        EventKind.LOST
-    ]
+    assert notifications.of_change(None, over, NOW, WALL) == []
+    assert [
+        one.kind for one in notifications.of_change(None, replace(over, state=State.LOST), NOW, WALL)
+    ] == [notifications.EventKind.LOST]
 
 
 def test_a_target_is_told_of_what_it_wants() -> None:
-    event = NotifiedEvent(EventKind.POLICY, "reservations/r1", "text", WALL, holder="ann", policy="idle")
-    assert Webhook("u").wants(event)
-    assert Webhook("u", holders=frozenset({"ann"}), policies=frozenset({"idle"})).wants(event)
-    assert not Webhook("u", kinds=frozenset({EventKind.LOST})).wants(event)
-    assert not Webhook("u", holders=frozenset({"bob"})).wants(event)
-    assert not Webhook("u", policies=frozenset({"long"})).wants(event)
-    assert "secret" not in repr(Webhook("https://chat/secret", "secret"))
+    event = notifications.NotifiedEvent(
+        notifications.EventKind.POLICY, "reservations/r1", "text", WALL, holder="ann", policy="idle"
+    )
+    assert notifications.Webhook("u").wants(event)
+    assert notifications.Webhook("u", holders=frozenset({"ann"}), policies=frozenset({"idle"})).wants(event)
+    assert not notifications.Webhook("u", kinds=frozenset({notifications.EventKind.LOST})).wants(event)
+    assert not notifications.Webhook("u", holders=frozenset({"bob"})).wants(event)
+    assert not notifications.Webhook("u", policies=frozenset({"long"})).wants(event)
+    assert "secret" not in repr(notifications.Webhook("https://chat/secret", "secret"))

@@ -8,16 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpuscale.autoscaler.backtest.simulate import (
-    MOST_MOMENTS,
-    Part,
-    StoppedError,
-    Timeline,
-    measure,
-    oracle_gpu_hours,
-    run,
-    run_shared,
-)
+from gpuscale.autoscaler.backtest import simulate
 from gpuscale.autoscaler.backtest.world import (
     LONGEST_GAP,
     SPACING,
@@ -119,7 +110,7 @@ def fixed(count: int) -> EndpointSpec:
 
 def test_figures_of_a_run() -> None:
     requests = [Request(0.0, 3600.0), Request(0.0, 1800.0), Request(0.0, 10.0)]
-    report = run(fixed(2), requests, setting(), goal=5.0)
+    report = simulate.run(fixed(2), requests, setting(), goal=5.0)
     assert report.violation_percent == pytest.approx(100 / 3)
     assert (report.request_count, report.unserved_count, report.flap_count, report.change_count) == (
         3,
@@ -129,11 +120,11 @@ def test_figures_of_a_run() -> None:
     )
     assert (report.wait_p50_seconds, report.wait_p99_seconds) == (0.0, 1800.0)
     assert report.gpu_hours == pytest.approx(2.0, abs=0.02)
-    assert oracle_gpu_hours(requests, 1) == pytest.approx(5410 / 3600)
+    assert simulate.oracle_gpu_hours(requests, 1) == pytest.approx(5410 / 3600)
 
 
 def test_what_is_never_served_is_late() -> None:
-    report = run(EndpointSpec(0, 0, TEMPLATE, tick=60.0), [Request(0.0, 1.0)], setting(), goal=5.0)
+    report = simulate.run(EndpointSpec(0, 0, TEMPLATE, tick=60.0), [Request(0.0, 1.0)], setting(), goal=5.0)
     assert (report.unserved_count, report.violation_percent) == (1, 100.0)
 
 
@@ -142,7 +133,7 @@ def test_a_flap_is_a_turn_within_ten_minutes() -> None:
     for moment, count in [(10.0, 2), (20.0, 1), (630.0, 2), (700.0, 3), (710.0, 2)]:
         world.advance(moment)
         world.scale(count)
-    assert measure(world, 1, 5.0, 1000.0).flap_count == 2, "the turn after 610 s is none"
+    assert simulate.measure(world, 1, 5.0, 1000.0).flap_count == 2, "the turn after 610 s is none"
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
@@ -151,7 +142,9 @@ def test_every_preset_runs_and_the_same_again_gives_the_same(preset: str) -> Non
     requests = [Request(3.0 * n, 4.0) for n in range(100)] + [
         Request(300.0 + 0.2 * n, 4.0) for n in range(600)
     ]
-    first, second = (run(PRESETS[preset](wish), requests, setting(slots=2), goal=10.0) for _ in range(2))
+    first, second = (
+        simulate.run(PRESETS[preset](wish), requests, setting(slots=2), goal=10.0) for _ in range(2)
+    )
     assert first == second
     assert first.most_replicas <= 8
     assert (first.change_count > 0) == (preset != "opengris_no")
@@ -160,7 +153,7 @@ def test_every_preset_runs_and_the_same_again_gives_the_same(preset: str) -> Non
 def test_samplers_that_no_gpu_is_free_for_are_not_wanted() -> None:
     """So that none is to be taken back one check at a time when the queue is empty."""
     wish = Wish("queue", 1, 1000, TEMPLATE)
-    report = run(
+    report = simulate.run(
         PRESETS["distributedfunsearch"](wish),
         [Request(0.0, 12.0)] * 500,
         setting(slots=1, cold=60.0, max_gpus=2),
@@ -175,9 +168,10 @@ def test_the_default_is_late_less_often_than_steps_and_costs_less_than_a_full_ho
         Request(600.0 + 0.4 * n, 4.0) for n in range(1500)
     ]
     ours, steps = (
-        run(PRESETS[name](wish), requests, setting(2), goal=10.0) for name in ("gpuscale", "backend_ai")
+        simulate.run(PRESETS[name](wish), requests, setting(2), goal=10.0)
+        for name in ("gpuscale", "backend_ai")
     )
-    full = run(fixed(8), requests, setting(2), goal=10.0)
+    full = simulate.run(fixed(8), requests, setting(2), goal=10.0)
     assert ours.violation_percent < steps.violation_percent / 2
     assert ours.gpu_hours < full.gpu_hours
 
@@ -208,13 +202,13 @@ def test_a_trace_that_is_none_is_refused_with_its_line(text: str, message: str) 
         read_trace(StringIO(text), ServiceModel())
 
 
-@pytest.mark.parametrize("count", [1, MOST_MOMENTS, MOST_MOMENTS + 1, 5000])
+@pytest.mark.parametrize("count", [1, simulate.MOST_MOMENTS, simulate.MOST_MOMENTS + 1, 5000])
 def test_a_timeline_is_thinned_out_and_keeps_the_longest_queue(count: int) -> None:
-    timeline = Timeline()
+    timeline = simulate.Timeline()
     for at in range(count):
         timeline.add(float(at), at, at, waiting=7 if at == count - 1 else 0)
     moments = timeline.seconds
-    assert min(count, MOST_MOMENTS / 2) <= len(moments) <= MOST_MOMENTS
+    assert min(count, simulate.MOST_MOMENTS / 2) <= len(moments) <= simulate.MOST_MOMENTS
     assert len(moments) == len(timeline.wanted) == len(timeline.ready) == len(timeline.waiting)
     assert max(timeline.waiting) == 7
     assert len({later - earlier for earlier, later in pairwise(moments)}) <= 1
@@ -227,7 +221,7 @@ def test_rates_and_idle_hosts_are_known_to_a_backtest() -> None:
     up = Rule("up", "rate", TargetRule(0.5), priority=1)
     free = Rule("free", "host", StepRule(Comparator.GREATER_THAN, 0.0, 5))
     spec = EndpointSpec(1, 8, TEMPLATE, (rate, host), (up, free), 10.0)
-    report = run(spec, [Request(float(n), 1.0) for n in range(200)], setting(slots=4), goal=5.0)
+    report = simulate.run(spec, [Request(float(n), 1.0) for n in range(200)], setting(slots=4), goal=5.0)
     assert report.most_replicas == 2
     assert report.timeline.wanted[-1] >= 1
 
@@ -236,26 +230,26 @@ BEGIN = datetime(2024, 1, 1, tzinfo=UTC)
 WORK = [Request(0.0, 60.0), Request(0.0, 60.0), Request(300.0, 1.0)]
 
 
-def part() -> Part:
+def part() -> simulate.Part:
     rule = Rule("r", "q", TargetRule(1.0, tolerance_up=0.0, tolerance_down=0.0), cooldown=0.0)
     signal = Signal("q", QueueSignal("queue", QueueCount.TOTAL))
     spec = EndpointSpec(0, 8, TEMPLATE, (signal,), (rule,), 5.0)
-    return Part(spec, WORK, Setting(1, lambda _number: 10.0))
+    return simulate.Part(spec, WORK, Setting(1, lambda _number: 10.0))
 
 
 def test_alone_it_is_the_same_as_a_run_of_its_own() -> None:
     one = part()
-    [shared] = run_shared([one], goal=5.0, begin=BEGIN, most=None)
-    alone = run(one.spec, one.requests, one.setting, goal=5.0, begin=BEGIN)
+    [shared] = simulate.run_shared([one], goal=5.0, begin=BEGIN, most=None)
+    alone = simulate.run(one.spec, one.requests, one.setting, goal=5.0, begin=BEGIN)
     assert shared.gpu_hours == pytest.approx(alone.gpu_hours, abs=5.0 / 3600), "it ends within a tick"
-    unlike: Any = {"gpu_hours": 0.0, "timeline": Timeline(), "windows": ()}
+    unlike: Any = {"gpu_hours": 0.0, "timeline": simulate.Timeline(), "windows": ()}
     assert replace(shared, **unlike) == replace(alone, **unlike)
 
 
 def test_what_one_gives_back_is_the_others_at_that_moment() -> None:
     """Two GPUs for four pieces of work of a minute each: the second endpoint waits until the first lets go."""
-    first, second = run_shared([part(), part()], goal=5.0, begin=BEGIN, most=2)
-    alone, _ = run_shared([part(), part()], goal=5.0, begin=BEGIN, most=4)
+    first, second = simulate.run_shared([part(), part()], goal=5.0, begin=BEGIN, most=2)
+    alone, _ = simulate.run_shared([part(), part()], goal=5.0, begin=BEGIN, most=4)
     assert first == alone, "who comes first is not held up"
     assert first.pending_replica_hours == 0.0 < second.pending_replica_hours
     assert second.wait_p99_seconds > first.wait_p99_seconds + 60.0
@@ -273,8 +267,8 @@ def test_a_gpu_that_is_given_back_is_taken_at_once() -> None:
 
 
 def test_it_ends_when_it_is_told_to() -> None:
-    with pytest.raises(StoppedError):
-        run_shared([part()], goal=5.0, begin=BEGIN, most=None, stopped=lambda: True)
+    with pytest.raises(simulate.StoppedError):
+        simulate.run_shared([part()], goal=5.0, begin=BEGIN, most=None, stopped=lambda: True)
 
 
 def test_measured_arrivals_become_requests_whose_time_is_learnt() -> None:
@@ -329,7 +323,7 @@ def test_windows_add_up_and_each_has_what_came_in_it(kills: bool) -> None:
         [*(Request(float(at), 1.0) for at in range(0, 1001, 10)), *busy], key=lambda one: one.arrival
     )
     spec = PRESETS["hpa"](Wish("queue", 1, 4, TEMPLATE, slots=4))
-    report = run(spec, requests, setting(4, 30.0, kills=kills), goal=20.0)
+    report = simulate.run(spec, requests, setting(4, 30.0, kills=kills), goal=20.0)
     assert [one.request_count for one in report.windows] == [10, 10, 10, 410, 10, 10, 10, 10, 10, 11]
     assert sum(one.late_count for one in report.windows) == round(
         report.violation_percent * len(requests) / 100
@@ -347,5 +341,5 @@ def test_windows_add_up_and_each_has_what_came_in_it(kills: bool) -> None:
 
 def test_what_is_never_served_is_late_in_its_window() -> None:
     requests = [Request(0.0, 1e9), *(Request(float(at), 1.0) for at in range(1, 101))]
-    report = run(EndpointSpec(1, 1, TEMPLATE), requests, setting(), goal=5.0)
+    report = simulate.run(EndpointSpec(1, 1, TEMPLATE), requests, setting(), goal=5.0)
     assert [one.late_count for one in report.windows] == [9, *[10] * 8, 11]

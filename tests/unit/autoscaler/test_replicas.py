@@ -118,10 +118,7 @@ def told(own: dict[str, Replica], reported: dict[str, ReplicaReport], *strays: s
 
 def test_run_and_stop() -> None:
     running = replica(0, S.READY)
-    assert told({"a": running, "b": asked_to_stop(running, "", AT)}, {}) == {
-        "a": Goal.RUN,
-        "b": Goal.STOP,
-    }
+    assert told({"a": running, "b": asked_to_stop(running, "", AT)}, {}) == {"a": Goal.RUN, "b": Goal.STOP}
 
 
 def test_a_line_carries_what_the_adapter_needs() -> None:

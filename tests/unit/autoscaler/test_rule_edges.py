@@ -8,6 +8,7 @@ import pytest
 from gpuscale.autoscaler.domain.decisions import Code
 from gpuscale.autoscaler.domain.engine import Memory, evaluate
 from gpuscale.autoscaler.domain.inputs import LARGEST, Burst, InputSeries, ObservationStatus, series_of
+from gpuscale.autoscaler.domain.rules import targets
 from gpuscale.autoscaler.domain.rules.formula import FormulaRule
 from gpuscale.autoscaler.domain.rules.rule import (
     LARGEST_COUNT,
@@ -16,14 +17,6 @@ from gpuscale.autoscaler.domain.rules.rule import (
     ThresholdRule,
     Vote,
     apply_rule,
-)
-from gpuscale.autoscaler.domain.rules.targets import (
-    ForecastModel,
-    ForecastRule,
-    PanicRule,
-    Period,
-    ScheduleRule,
-    TargetRule,
 )
 from gpuscale.autoscaler.domain.signals import LARGEST_COUNT as LARGEST_QUEUE
 from gpuscale.autoscaler.domain.signals import (
@@ -43,7 +36,7 @@ LOADED = Signal("load", PushedSignal("load"))
 
 
 def test_steps_that_are_added_up_have_room_in_a_decision() -> None:
-    rules = [Rule(name, "queue", TargetRule(1e-9)) for name in ("a", "b", "c")]
+    rules = [Rule(name, "queue", targets.TargetRule(1e-9)) for name in ("a", "b", "c")]
     found = evaluate(spec(*rules, combine=Combine.SUM_STEPS), inputs(1, seen(1e9)))
     assert max(step.after for step in found.evaluation.steps) == LARGEST_COUNT
 
@@ -89,13 +82,13 @@ def test_spares_stay_where_a_rule_steps_below_none() -> None:
 @pytest.mark.parametrize("percent", [1.0, 100.0])
 def test_a_limit_in_percent_lets_the_first_replica_through(percent: float) -> None:
     up = Pace(0.0, (RateLimit(60.0, percent=percent),))
-    rule = Rule("r", "queue", TargetRule(1.0))
+    rule = Rule("r", "queue", targets.TargetRule(1.0))
     assert evaluate(spec(rule, up=up), inputs(0, seen(50.0)), Memory(0.0)).evaluation.wanted == 1
 
 
 def test_a_burst_asks_for_no_more_than_the_rate_allows_and_no_less_than_the_long_window() -> None:
     """Knative: the panicking count is bounded by max_scale_up_rate, and stable wins where it is larger."""
-    rule = Rule("r", "queue", PanicRule(10.0, 1.0, max_up_rate=3.0))
+    rule = Rule("r", "queue", targets.PanicRule(10.0, 1.0, max_up_rate=3.0))
     short = series_of([(NOW - 2, 1000.0), (NOW, 1000.0)])
     first = apply_rule(rule, inputs(2, seen(1000.0), series={"queue": short}))
     assert (first.step.after, first.burst) == (6, Burst(NOW, 6))
@@ -106,7 +99,7 @@ def test_a_burst_asks_for_no_more_than_the_rate_allows_and_no_less_than_the_long
 
 
 def test_a_burst_is_over_when_exactly_a_stable_window_has_passed() -> None:
-    rule = Rule("r", "queue", PanicRule(10.0, 1.0))
+    rule = Rule("r", "queue", targets.PanicRule(10.0, 1.0))
     calm = series_of((NOW - 60 + n, 10.0) for n in range(61))
     for since, lasts in ((59.9, True), (60.0, False)):
         known = {"r": Burst(NOW - since, 8)}
@@ -147,7 +140,7 @@ def test_a_formula_must_say_which_of_several_signals_it_means() -> None:
     ],
 )
 def test_a_schedule_goes_by_the_clocks_on_the_wall(moment: str, holds: bool) -> None:
-    kind = ScheduleRule((Period(frozenset({7}), 90, 210, 4),), "Europe/Berlin")
+    kind = targets.ScheduleRule((targets.Period(frozenset({7}), 90, 210, 4),), "Europe/Berlin")
     wall = datetime.fromisoformat(moment)
     assert apply_rule(Rule("s", "", kind), inputs(1, wall=wall)).floor == (4 if holds else 0)
 
@@ -163,7 +156,7 @@ def test_a_signal_that_is_read_often_reaches_back_a_whole_season(monkeypatch: py
     gaps = [later - earlier for earlier, later in zip(series.times, series.times[1:], strict=False)]
     assert max(gaps) <= 2 * (2 * season / most)
     assert max(gaps[-most // 3 :]) == 1.0
-    kind = ForecastRule(1.0, ForecastModel.SEASONAL_NAIVE, horizon=1.0, season=season)
+    kind = targets.ForecastRule(1.0, targets.ForecastModel.SEASONAL_NAIVE, horizon=1.0, season=season)
     found = apply_rule(Rule("f", "queue", kind), inputs(1, seen(5.0), now=999.0, series={"queue": series}))
     assert abs(found.step.after - 700) <= 12
 
@@ -171,7 +164,7 @@ def test_a_signal_that_is_read_often_reaches_back_a_whole_season(monkeypatch: py
 def test_points_that_are_stated_of_one_moment_are_one() -> None:
     points = ((30.0, 1.0), (20.0, 2.0), (20.0, 3.0), (10.0, math.inf), (5.0, 4.0))
     stated = Stated({"queue": StatedSignal(5.0, 0.0, points=points)})
-    rule = Rule("f", "queue", ForecastRule(1.0, horizon=10.0))
+    rule = Rule("f", "queue", targets.ForecastRule(1.0, horizon=10.0))
     asked = question(hypothetical(spec(rule), AT), spec(rule), stated)
     series = asked.inputs.series["queue"]
     assert series == series_of([(NOW - 30, 1.0), (NOW - 20, 3.0), (NOW - 5, 4.0), (NOW, 5.0)])

@@ -316,10 +316,7 @@ def part(
 
 def test_the_counts_of_several_queues_are_added_up_and_as_old_as_the_oldest() -> None:
     found = combined(
-        [
-            part(1, 2, rates=Rates(1.0, 2.0, NOW)),
-            part(10, 20, at=NOW - 5, rates=Rates(0.5, 0.5, NOW - 9)),
-        ]
+        [part(1, 2, rates=Rates(1.0, 2.0, NOW)), part(10, 20, at=NOW - 5, rates=Rates(0.5, 0.5, NOW - 9))]
     )
     assert found == QueueReading(
         QueueState.OK, 11, 22, 6, NOW - 5, rates=Rates(1.5, 2.5, NOW - 9), queue_count=2

@@ -172,10 +172,7 @@ def test_what_starts_programs_of_others_has_no_secret_in_its_environment_and_its
     config = tmp_path / "gpuscale.toml"
     config.write_text('[templates.t]\ncommand = ["/bin/true"]\npass_env = ["OF_WORKERS"]\n')
     config.chmod(0o600)
-    variables = {
-        "GPUSCALE_BROKER_C_AMQP_URL": "amqp://u:canary@mq/",
-        "OF_WORKERS": "canary",
-    }
+    variables = {"GPUSCALE_BROKER_C_AMQP_URL": "amqp://u:canary@mq/", "OF_WORKERS": "canary"}
     flags = (f"--config={config}", f"--data-dir={tmp_path / 'data'}")
     done = python(SERVING, program, *flags, environment={**os.environ, **variables})
     assert (done.out, done.err) == ("[] 0\n", "")

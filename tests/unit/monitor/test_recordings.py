@@ -25,12 +25,7 @@ T = TypeVar("T")
 NOTHING: Sample = (ABSENT,) * 7
 
 
-def order(
-    key: str = "r1",
-    *,
-    interval: float = 1.0,
-    most: float = 100.0,
-) -> RecordingOrder:
+def order(key: str = "r1", *, interval: float = 1.0, most: float = 100.0) -> RecordingOrder:
     targets = [Target(f"nodes/alpha/gpus/gpu-{i}", f"GPU-{i}", i, "Test GPU", period=1.0) for i in range(2)]
     return RecordingOrder(key, f"request of {key}", "same", interval, most, targets)
 

@@ -13,14 +13,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from gpuscale.api.autoscaler import v1 as api
-from gpuscale.autoscaler.adapters.engines.process.processes import (
-    ProcessId,
-    WorkerUser,
-    find_leader,
-    identify,
-    kill_members,
-    members,
-)
+from gpuscale.autoscaler.adapters.engines.process import processes
 from gpuscale.common.errors import FailedPreconditionError
 from tests.support.scripted_autoscaler import adapter, log_of, processes_of, replica, scripted_autoscaler
 from tests.support.waiting import eventually, eventually_sync
@@ -139,7 +132,7 @@ async def test_replicas_run_as_a_user_of_their_own_without_the_adapters_rights(t
     """Where the tests may become another user; where they may not, neither may the adapter, and it says so."""
     if os.geteuid() != 0:
         with pytest.raises(FailedPreconditionError, match="CAP_SETUID"):
-            WorkerUser.of("root")
+            processes.WorkerUser.of("root")
         return
     async with (
         scripted_autoscaler() as (autoscaler, address),
@@ -273,18 +266,18 @@ def worker(script: str) -> Iterator[subprocess.Popen[bytes]]:
         env={"GPUSCALE_REPLICA": NAME, "PATH": os.environ["PATH"]},
         start_new_session=True,
     )
-    leader = identify(process.pid)
+    leader = processes.identify(process.pid)
     assert leader is not None
     try:
         yield process
     finally:
         process.kill()
         process.wait()
-        kill_members(NAME, leader)
+        processes.kill_members(NAME, leader)
 
 
-def started(pid: int) -> ProcessId:
-    found = identify(pid)
+def started(pid: int) -> processes.ProcessId:
+    found = processes.identify(pid)
     assert found is not None
     return found
 
@@ -292,34 +285,34 @@ def started(pid: int) -> ProcessId:
 def test_a_leader_is_found_by_its_variable_and_its_family_by_session_and_variable() -> None:
     with worker("sleep 1000 & setsid sleep 1001 & wait") as process:
         leader = started(process.pid)
-        eventually_sync(lambda: len(members(NAME, leader)) == 3)
-        found = find_leader(NAME)
+        eventually_sync(lambda: len(processes.members(NAME, leader)) == 3)
+        found = processes.find_leader(NAME)
         assert found is not None
         assert found.start_ticks == leader.start_ticks
         process.kill()
         process.wait()
-        assert len(members(NAME, leader)) == 2
-        assert kill_members(NAME, leader) == 2
-        assert members(NAME, leader) == []
-        assert find_leader(NAME) is None
+        assert len(processes.members(NAME, leader)) == 2
+        assert processes.kill_members(NAME, leader) == 2
+        assert processes.members(NAME, leader) == []
+        assert processes.find_leader(NAME) is None
 
 
 def test_a_member_that_hid_its_environment_is_found_by_its_session() -> None:
     with worker("env -i /bin/sleep 1000 & wait") as process:
         leader = started(process.pid)
-        eventually_sync(lambda: len(members(NAME, leader)) == 2)
+        eventually_sync(lambda: len(processes.members(NAME, leader)) == 2)
         process.kill()
         process.wait()
-        assert kill_members("endpoints/procfs-test/replicas/another", leader) == 1
+        assert processes.kill_members("endpoints/procfs-test/replicas/another", leader) == 1
 
 
 @pytest.mark.parametrize("pid", [0, 1, os.getpid(), os.getsid(0)], ids=["none", "init", "own", "session"])
 def test_a_number_that_is_not_the_replicas_any_more_has_no_members(pid: int) -> None:
     """Neither a pid that another process has by now, nor session 0, which every kind of process may be in."""
-    assert members(NAME, ProcessId(pid, 1)) == []
+    assert processes.members(NAME, processes.ProcessId(pid, 1)) == []
 
 
 def test_processes_that_are_older_than_the_replica_are_never_its_members() -> None:
     with worker("sleep 1000") as process:
         leader = started(process.pid)
-        assert members(NAME, ProcessId(leader.pid, leader.start_ticks + 100)) == []
+        assert processes.members(NAME, processes.ProcessId(leader.pid, leader.start_ticks + 100)) == []

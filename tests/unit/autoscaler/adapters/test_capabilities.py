@@ -9,10 +9,7 @@ from lightkube.models.meta_v1 import LabelSelector
 from lightkube.resources.apps_v1 import Deployment
 
 from gpuscale.autoscaler.adapters.engine import ReplicaOrder
-from gpuscale.autoscaler.adapters.engines.container.containers import (
-    ContainerTemplate,
-    container_request,
-)
+from gpuscale.autoscaler.adapters.engines.container.containers import ContainerTemplate, container_request
 from gpuscale.autoscaler.adapters.templates import CommandTemplate, launch
 from gpuscale_ecs.tasks import TaskTemplate, run_request
 from gpuscale_kubernetes.bare import make_pod
