@@ -131,12 +131,11 @@ _HOLDS_APART = ("CREATE TABLE hold_before AS SELECT * FROM hold", "DROP TABLE ho
 
 
 def _put_holds_back(connection: Connection, milli: str, whole: str) -> None:
-    connection.exec_driver_sql(
-        f"CREATE TABLE hold (gpu_uuid VARCHAR NOT NULL, reservation_id VARCHAR NOT NULL, milli {whole} NOT NULL,"
-        " PRIMARY KEY (gpu_uuid, reservation_id), FOREIGN KEY(reservation_id) REFERENCES reservation (id))"
-        + (" WITHOUT ROWID" if connection.dialect.name == "sqlite" else "")
-    )
+    without = " WITHOUT ROWID" if connection.dialect.name == "sqlite" else ""
+    columns = f"gpu_uuid VARCHAR NOT NULL, reservation_id VARCHAR NOT NULL, milli {whole} NOT NULL"
+    keys = "PRIMARY KEY (gpu_uuid, reservation_id), FOREIGN KEY(reservation_id) REFERENCES reservation (id)"
     for statement in (
+        f"CREATE TABLE hold ({columns}, {keys}){without}",
         f"INSERT INTO hold SELECT gpu_uuid, reservation_id, {milli} FROM hold_before",  # noqa: S608 - a value of this file
         "DROP TABLE hold_before",
         "CREATE INDEX ix_hold_reservation_id ON hold (reservation_id)",

@@ -166,10 +166,8 @@ class Calendar:
         if one.start - wall <= NOTICE:
             # Give notice to those who would still be on its GPUs: until its start or, after it, in full.
             at = now + (one.start - wall if one.start > wall else NOTICE)
-            there = [held.id for held in self._on(one) if held.labels.get(BOOKING_LABEL) != one.id]
-            late = [held for held in there if leaves_at(self.leases.ledger.live[held]) > at]
-            late = [held for held in late if self.leases.ledger.live[held].end_reason != one.why]
-            if late:
+            there = (held for held in self._on(one) if held.labels.get(BOOKING_LABEL) != one.id)
+            if late := [held.id for held in there if leaves_at(held) > at and held.end_reason != one.why]:
                 await self.leases.revoke(late, at, one.why)
 
     async def _refit(self, one: Booking, wall: float) -> Booking:
@@ -268,9 +266,8 @@ class Calendar:
                 for one in others
                 if not one.gpus.isdisjoint(gpu.uuid.lower() for gpu in free.gpus)
             )
-            raise ResourceExhaustedError(
-                f"too few GPUs are free at that time: others are booked, by {names}", reason="NO_CAPACITY"
-            )
+            message = f"too few GPUs are free at that time: others are booked, by {names}"
+            raise ResourceExhaustedError(message, reason="NO_CAPACITY")
         if isinstance(self.world.place_after(ask, now, left), Pick):
             raise ResourceExhaustedError(
                 f"too few GPUs are free at that time: others are held under leases that may last longer. Book a start of {local(wall + self.bookings.horizon)}"

@@ -158,11 +158,8 @@ class Waiting:
     async def wait(self, order: Order, seconds: float) -> str:
         """Wait in the queue until granted (WAIT_TIMEOUT, QUEUE_FULL); the returned id may not be on disk yet."""
         if self._calls >= MOST_CALLS:
-            raise ResourceExhaustedError(
-                f"{MOST_CALLS} calls already wait, which is the maximum; wait with ReserveAndWatch",
-                reason="QUEUE_FULL",
-                metadata={"waiting": str(self._calls)},
-            )
+            message = f"{MOST_CALLS} calls already wait, which is the maximum; wait with ReserveAndWatch"
+            raise ResourceExhaustedError(message, reason="QUEUE_FULL", metadata={"waiting": str(self._calls)})
         self._calls += 1
         entry = self._join(order, seconds)
         try:
@@ -338,14 +335,11 @@ class Waiting:
             return entry.granted.result()
         place = entry.waiter.place
         said = place and f", {counted(place.position, 'request')} before it: {place.obstacle.message}"
-        raise ResourceExhaustedError(
-            f"not served within {seconds:g} s{said or ''}",
-            reason="WAIT_TIMEOUT",
-            metadata={
-                "waited_seconds": f"{seconds:g}",
-                **({} if place is None else {"last_reason": place.obstacle.reason}),
-            },
-        )
+        metadata = {"waited_seconds": f"{seconds:g}"}
+        if place is not None:
+            metadata["last_reason"] = place.obstacle.reason
+        message = f"not served within {seconds:g} s{said or ''}"
+        raise ResourceExhaustedError(message, reason="WAIT_TIMEOUT", metadata=metadata)
 
 
 _RETRY_EMPTY = 5.0
